@@ -1,0 +1,48 @@
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format lock clean
+
+BIN := .venv/bin
+READY := .venv/.ready
+PYTEST_ARGS ?=
+LOCK_ARGS ?=
+
+# pyright asks a package index whether it is the newest; the lock has decided that already.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+# Trust what the machine trusts: behind an intercepting proxy uv's own certificates are not enough.
+export UV_SYSTEM_CERTS ?= true
+
+# Without cached bytecode every process that imports JAX starts more than a second later.
+unexport PYTHONDONTWRITEBYTECODE
+
+help: ## say what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(READY) ## set up, then run the demonstration
+	@$(BIN)/detjax demo
+
+test: lint ## set up, lint, then run the tests (PYTEST_ARGS="-k matmul" picks some)
+	$(BIN)/pytest -n 2 $(PYTEST_ARGS)
+
+lint: $(READY) ## check style, formatting, types and the direction of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-logo
+
+format: $(READY) ## rewrite the code in the project's format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+lock: ## resolve requirements.lock anew (LOCK_ARGS=--upgrade takes newer releases)
+	@uv=$$(tools/find-uv.sh) && "$$uv" pip compile pyproject.toml \
+	  --extra test --universal --python-version 3.12 --generate-hashes --no-header --no-emit-index-url --quiet \
+	  $(LOCK_ARGS) --output-file requirements.lock
+
+clean: ## remove everything that was made here
+	rm -rf .venv .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml requirements.lock tools/make-venv.sh
+	@tools/make-venv.sh
+	@touch $@

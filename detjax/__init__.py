@@ -1,0 +1,9 @@
+"""LLM inference in JAX whose bits do not depend on batch size, slot, neighbours, chunking, caching or phase."""
+
+from detjax import ops as ops
+from detjax.contract import CONTRACT_VERSION as CONTRACT_VERSION
+from detjax.platform import EnvironmentContradiction as EnvironmentContradiction
+from detjax.platform import backend as backend
+from detjax.platform import fingerprint as fingerprint
+from detjax.platform import jit as jit
+from detjax.platform import use_backend as use_backend

@@ -1,0 +1,118 @@
+"""What the bits are: the order in which every operation adds, as constants.
+
+A *contract* fixes the order of additions and the places of rounding; a *schedule* says which processor does the work
+when. Everything in this file belongs to a contract. None of it depends on the batch, on the number of tokens in a call
+or on anything else that varies at run time, and no schedule may contradict it. To change a number here is to change
+bits: raise `CONTRACT_VERSION` with it.
+
+Bits may differ between kinds of device: the contracts fix the order of what is added, the hardware fixes what one step
+of its matrix unit adds.
+"""
+
+import dataclasses
+from typing import Final, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+CONTRACT_VERSION: Final = 1
+
+INPUT_DTYPES: Final = ("bfloat16", "float16", "float32")
+"""Arrays that an operation takes. Sums are held in `ACCUMULATOR`, and rounded once, when the result is written."""
+ACCUMULATOR: Final = jnp.float32
+
+# --- matmul -----------------------------------------------------------------------------------------------------------
+# y[m, n] = act(sum over k ascending of x[m, k] * w[k, n] + bias[n]) + residual[m, n]: one accumulator per element, no
+# split of K, the epilogue on the float32 accumulator, one rounding at the end.
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+WeightLayout = Literal["kn", "nk"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What a matmul does to its float32 accumulator `z` before the one rounding.
+
+    `z + bias`; then `activation(z)`, or `activation(z_gate) * z_up` if `gated`; then `+ residual`.
+    """
+
+    activation: Activation | None = None
+    gated: bool = False
+
+
+WEIGHT_GRADIENT_TOKENS: Final = 16
+"""Weight gradients add tokens in ascending order, this many in one step of the matrix unit, onto one accumulator."""
+
+# --- rows: rms_norm, softmax, log_softmax, logsumexp ------------------------------------------------------------------
+
+LANES: Final = 128
+"""Row sums: lane `j` adds elements `j, j + LANES, ...` in ascending order, then the lanes are added in one fixed tree."""
+
+SOFTMAX_BLOCK: Final = 4096
+"""Softmax cuts its axis at multiples of this. Each block has its own maximum and sum; blocks merge left to right."""
+
+# --- attention --------------------------------------------------------------------------------------------------------
+# Per query row and block b of keys, with c = log2(e) * scale and s = q . k in float32, masked scores being -inf:
+#   m_b = max(rn(max(s) * c), LOWEST_MAXIMUM)
+#   p   = exp2(fma(s, c, -m_b))
+#   l_b = sum of p in a fixed order
+#   O_b = rn(p) . V from a fresh accumulator, p rounded to V's dtype
+# Blocks merge left to right with m' = max(m, m_b), a = exp2(m - m'), b = exp2(m_b - m'):
+#   O = fma(O, a, rn(O_b * b)),  l = fma(l, a, rn(l_b * b))
+# The row ends as O * (1 / l); a zero is written as +0. A block whose keys are all masked adds an exact zero, so whether
+# it is visited is a schedule.
+
+KV_BLOCK: Final = 128
+"""Keys are cut at absolute positions that are multiples of this. It is also the number of tokens in a page."""
+
+LOWEST_MAXIMUM: Final = -1e30
+"""Floor of a row's maximum in the log2 domain: keeps `-inf - -inf` out of fully masked blocks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Masking:
+    """Which keys a query row sees and how its scores are shaped, the same in every phase.
+
+    A query at absolute position `i` sees the keys `j < kv_length`, of these `j <= i` if `causal`, and `j > i - window`
+    if there is a window. A score is `s * scale`; `soft_cap * tanh(s * scale / soft_cap)` with a soft cap; plus
+    `slope[head] * (j - i)` with ALiBi (Press et al. 2022).
+    """
+
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    soft_cap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+# key(seed), fold_in(absolute position of the token), fold_in(index of the sample), one Gumbel variable per vocabulary
+# entry, argmax; ties go to the lowest id. Threefry-2x32 in its partitionable form.
+
+PRNG: Final = "threefry2x32"
+
+# --- the portable backend ---------------------------------------------------------------------------------------------
+
+PORTABLE_ROWS: Final = 16
+"""Rows of a portable tile. XLA compiles the tile, so its shape belongs to what the bits are."""
+
+
+def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """`x` in `dtype`, by a rounding that no compiler may drop.
+
+    A bare pair of casts (float32 to bfloat16 and back) may be removed by XLA where excess precision is allowed, so that
+    bits would depend on what was fused with what.
+    """
+    dtype = jnp.dtype(dtype)
+    if x.dtype == dtype:
+        return x
+    if dtype == jnp.bfloat16:
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(dtype)
+    # reduce_precision would flush float16's subnormal numbers, which the hardware's own conversion keeps.
+    return jax.lax.optimization_barrier(x.astype(dtype))
+
+
+def log2_scale(scale: float) -> np.float32:
+    """`c = log2(e) * scale` of the attention contract, rounded once."""
+    return np.float32(np.log2(np.e) * scale)

@@ -1,0 +1,73 @@
+"""What a request asks of the sampler."""
+
+import dataclasses
+import math
+from typing import Any, Self
+
+from detjax import ops
+from detjax.models import Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of a request are chosen, and when it ends.
+
+    Attributes:
+        max_tokens: tokens to generate at most.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: tokens kept; 0: all.
+        top_p: the likeliest tokens whose probability reaches this are kept; 1: all.
+        min_p: tokens of at least this share of the likeliest one's probability are kept; 0: all.
+        seed: 0 to 2^64 - 1. A token depends on it, on its position and on the sample's index, on no other request.
+        n: samples of the same prompt.
+        stop: strings that end the text, which is cut before them. They need a tokenizer.
+        stop_token_ids: tokens that end a sample; they stay in its tokens.
+        ignore_eos: go on after the model's own end-of-sequence tokens.
+        top_logprobs: how many of the likeliest tokens are reported at each step.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    top_logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks every field.
+
+        Raises:
+            ValueError: names the field, what was given and what is accepted.
+        """
+        ops.seed_words(self.seed)
+        accepted = {
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "temperature": (math.isfinite(self.temperature) and self.temperature >= 0, "finite numbers from 0 on"),
+            "top_k": (self.top_k >= 0, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "above 0, up to 1"),
+            "min_p": (0 <= self.min_p <= 1, "0 to 1"),
+            "n": (self.n >= 1, "at least 1"),
+            "stop": (not isinstance(self.stop, str) and all(self.stop), "a tuple of strings that are not empty"),
+            "top_logprobs": (self.top_logprobs >= 0, "at least 0"),
+        }
+        for name, (holds, what) in accepted.items():
+            if not holds:
+                raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r}; accepted: {what}")
+
+    @classmethod
+    def recommended(cls, model: Decoder, **fields: Any) -> Self:
+        """The settings that the model's checkpoint recommends (`generation_config.json`), with `fields` before them."""
+        defaults = model.generation_defaults
+        names = ("temperature", "top_k", "top_p", "min_p")
+        known = {name: value for name in names if (value := getattr(defaults, name, None)) is not None}
+        return cls(**(known | fields))
+
+    @property
+    def filtered(self) -> bool:
+        """Whether some tokens may be left out of the choice."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

@@ -1,0 +1,301 @@
+"""What a decoder is made of, and how Hugging Face's `config.json` and `generation_config.json` say it.
+
+Keys that a file leaves out have the values that transformers gives them. An option that would change the result and is
+not supported is an error; keys that the architecture does not read in transformers either are passed over.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, Final, Literal, Self
+
+from detjax.contract import INPUT_DTYPES, Activation
+from detjax.models.json_object import CheckpointError, JsonObject
+from detjax.ops.rope import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class _Architecture:
+    """What transformers' class of one name fixes, and what it takes where `config.json` leaves a key out."""
+
+    model_type: str
+    head_dim: int | None
+    """None: hidden_size / heads."""
+    kv_heads: int | None
+    """None: as many as heads."""
+    max_positions: int
+    qk_norm: bool
+    attention_bias: Literal["option", "qkv", "none"]
+    mlp_bias: Literal["option", "none"]
+    windows: Literal["some layers", "every layer", "none"]
+    bos: int | None
+    eos: int | None
+
+
+_ARCHITECTURES: Final[Mapping[str, _Architecture]] = {
+    "Qwen3ForCausalLM": _Architecture("qwen3", 128, 32, 32768, True, "option", "none", "some layers", None, None),
+    "Qwen2ForCausalLM": _Architecture("qwen2", None, 32, 32768, False, "qkv", "none", "some layers", None, None),
+    "LlamaForCausalLM": _Architecture("llama", None, None, 2048, False, "option", "option", "none", 1, 2),
+    "MistralForCausalLM": _Architecture("mistral", None, 8, 131072, False, "none", "none", "every layer", 1, 2),
+}
+
+_ACTIVATIONS: Final[Mapping[str, Activation]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}
+
+_UNSUPPORTED: Final[Mapping[str, Any]] = {
+    "quantization_config": {},
+    "partial_rotary_factor": 1.0,
+    "pretraining_tp": 1,
+    "num_experts": 0,
+    "num_local_experts": 0,
+    "n_routed_experts": 0,
+    "per_layer_config": {},
+    "is_causal": True,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+}
+"""Options that are not supported, each with the value, besides null, under which it changes nothing."""
+
+_ROPE_SCALINGS: Final = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+_FULL: Final = "full_attention"
+_SLIDING: Final = "sliding_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Shape and options of a decoder-only transformer."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    activation: Activation
+    norm_eps: float
+    rope: RotaryEmbedding
+    windows: tuple[int | None, ...]
+    """Sliding window of each layer, in tokens; None: all earlier tokens."""
+    qk_norm: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    tied_embeddings: bool
+    max_positions: int
+    """Positions that the model was made for (`max_position_embeddings`)."""
+    dtype: str
+    """The dtype that the checkpoint names for itself."""
+
+    @classmethod
+    def from_hugging_face(cls, raw: Mapping[str, Any], source: str) -> Self:
+        """The configuration that `config.json` with the contents `raw` describes; `source` names the file in errors.
+
+        Reads the files of transformers 4 and 5. The dtype is float32 where the file names none.
+
+        Raises:
+            CheckpointError: an unknown architecture, an unsupported option, a missing key, a value out of range.
+        """
+        file = JsonObject(raw, source)
+        name, architecture = _architecture(file)
+        for key, neutral in _UNSUPPORTED.items():
+            if file.get(key) not in (None, neutral):
+                raise file.error(key, f"{json.dumps(neutral)}, null; anything else is not supported")
+
+        hidden_size, heads = file.integer("hidden_size"), file.integer("num_attention_heads")
+        kv_heads = file.optional_integer("num_key_value_heads", heads)
+        if "num_key_value_heads" not in raw:
+            kv_heads = architecture.kv_heads
+        kv_heads = kv_heads or heads
+        if heads % kv_heads:
+            raise file.error("num_key_value_heads", f"a divisor of num_attention_heads, which is {heads}")
+        head_dim = file.optional_integer("head_dim", architecture.head_dim)
+        if head_dim is None:
+            if hidden_size % heads:
+                raise file.error("head_dim", f"an integer, as hidden_size {hidden_size} is not a multiple of {heads} heads")
+            head_dim = hidden_size // heads
+        if head_dim % 2:
+            raise file.error("head_dim", f"an even number, which hidden_size / num_attention_heads = {head_dim} is not")
+
+        layers = file.integer("num_hidden_layers")
+        max_positions = file.optional_integer("max_position_embeddings", architecture.max_positions)
+        norm_eps = file.optional_number("rms_norm_eps", 1e-6)
+        assert max_positions is not None and norm_eps is not None
+        attention_bias = architecture.attention_bias == "option" and file.boolean("attention_bias", False)
+        return cls(
+            architecture=name,
+            vocab_size=file.integer("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=file.integer("intermediate_size"),
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            activation=_ACTIVATIONS[file.choice("hidden_act", "silu", tuple(_ACTIVATIONS))],
+            norm_eps=norm_eps,
+            rope=_rope(file, head_dim, max_positions),
+            windows=_windows(file, architecture, layers),
+            qk_norm=architecture.qk_norm,
+            qkv_bias=attention_bias or architecture.attention_bias == "qkv",
+            output_bias=attention_bias,
+            mlp_bias=architecture.mlp_bias == "option" and file.boolean("mlp_bias", False),
+            tied_embeddings=file.boolean("tie_word_embeddings", False),
+            max_positions=max_positions,
+            dtype=file.choice("dtype", file.choice("torch_dtype", "float32", INPUT_DTYPES), INPUT_DTYPES),
+        )
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The contents of a `config.json` that says this, for transformers 4 and 5.
+
+        Raises:
+            ValueError: transformers' class of this architecture cannot be configured like this.
+        """
+        if self.architecture not in _ARCHITECTURES:
+            raise ValueError(
+                f"to_hugging_face: architecture is {self.architecture!r}; accepted: {', '.join(_ARCHITECTURES)}"
+            )
+        architecture = _ARCHITECTURES[self.architecture]
+        sizes = [window for window in self.windows if window is not None]
+        raw: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": architecture.model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": next(name for name, activation in _ACTIVATIONS.items() if activation == self.activation),
+            "rms_norm_eps": self.norm_eps,
+            "max_position_embeddings": self.max_positions,
+            "tie_word_embeddings": self.tied_embeddings,
+            "attention_dropout": 0.0,
+            "use_cache": True,
+            "dtype": self.dtype,
+            "torch_dtype": self.dtype,
+            **_rope_to_hugging_face(self.rope),
+        }
+        if architecture.attention_bias == "option":
+            raw["attention_bias"] = self.qkv_bias
+        if architecture.mlp_bias == "option":
+            raw["mlp_bias"] = self.mlp_bias
+        if architecture.windows != "none":
+            raw["sliding_window"] = sizes[0] if sizes else None
+        if architecture.windows == "some layers":
+            raw["use_sliding_window"] = bool(sizes)
+            raw["max_window_layers"] = next((i for i, w in enumerate(self.windows) if w is not None), self.layers)
+            raw["layer_types"] = [_FULL if window is None else _SLIDING for window in self.windows]
+
+        understood = dataclasses.asdict(DecoderConfig.from_hugging_face(raw, "config.json"))
+        for name, value in dataclasses.asdict(self).items():
+            if understood[name] != value:
+                raise ValueError(
+                    f"to_hugging_face: {name} is {value!r}; {self.architecture} in transformers would have "
+                    f"{understood[name]!r}"
+                )
+        return raw
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationDefaults:
+    """How a checkpoint is to be sampled where a request does not say; None: the checkpoint does not say either."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    do_sample: bool = False
+    """False: the most likely token is taken, and the numbers below have no effect."""
+    temperature: float | None = None
+    top_k: int | None = None
+    """0: all tokens."""
+    top_p: float | None = None
+    min_p: float | None = None
+    unread: str = "{}"
+    """The file's other options as a JSON object: none has an effect here, all are saved again."""
+
+    @classmethod
+    def from_hugging_face(cls, raw: Mapping[str, Any] | None, source: str, config: Mapping[str, Any]) -> Self:
+        """The defaults that `generation_config.json` with the contents `raw` states; None: there is no such file.
+
+        Token ids that it leaves out are those of `config`, the contents of `config.json`.
+
+        Raises:
+            CheckpointError: a value of the wrong type or out of range.
+        """
+        _, architecture = _architecture(JsonObject(config, source))
+        named = {"bos_token_id": architecture.bos, "eos_token_id": architecture.eos, "pad_token_id": None}
+        ids = {key: config.get(key, default) for key, default in named.items()}
+        ids |= {key: raw[key] for key in named if raw and raw.get(key) is not None}
+        file = JsonObject({**(raw or {}), **ids}, source)
+
+        eos = file.get("eos_token_id")
+        eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in eos):
+            raise file.error("eos_token_id", "an integer >= 0, a list of such, null")
+        return cls(
+            eos_token_ids=tuple(dict.fromkeys(eos)),
+            bos_token_id=file.optional_integer("bos_token_id", None, minimum=0),
+            pad_token_id=file.optional_integer("pad_token_id", None, minimum=0),
+            do_sample=file.boolean("do_sample", False),
+            temperature=file.optional_number("temperature", None, zero=True),
+            top_k=file.optional_integer("top_k", None, minimum=0),
+            top_p=file.optional_number("top_p", None, zero=True, maximum=1.0),
+            min_p=file.optional_number("min_p", None, zero=True, maximum=1.0),
+            unread=json.dumps(file.unread(), sort_keys=True),
+        )
+
+    def token_ids_to_hugging_face(self) -> dict[str, Any]:
+        """The token ids, as both files hold them."""
+        eos = list(self.eos_token_ids)
+        return {
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else eos,
+            "pad_token_id": self.pad_token_id,
+        }
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The contents of a `generation_config.json` that says this."""
+        numbers = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        raw = json.loads(self.unread) | self.token_ids_to_hugging_face() | {"do_sample": self.do_sample} | numbers
+        return {key: value for key, value in raw.items() if value is not None}
+
+
+def _architecture(file: JsonObject) -> tuple[str, _Architecture]:
+    accepted = ", ".join(_ARCHITECTURES)
+    model_type = file.get("model_type")
+    names = file.get("architectures")
+    if names is None:
+        names = [name for name, architecture in _ARCHITECTURES.items() if architecture.model_type == model_type]
+        if not names:
+            raise file.error("architectures", accepted)
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in _ARCHITECTURES:
+        raise file.error("architectures", f"a list of one of {accepted}")
+    architecture = _ARCHITECTURES[names[0]]
+    if model_type not in (None, architecture.model_type):
+        raise file.error("model_type", f"{architecture.model_type!r}, as architectures is {names[0]}")
+    return names[0], architecture
+
+
+def _rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmbedding:
+    """Transformers 5 says it in `rope_parameters`, transformers 4 in `rope_scaling`; a file may hold both."""
+    theta = file.optional_number("rope_theta", 10000.0)
+    assert theta is not None
+    found = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        if (parameters := file.object(key)) is not None:
+            scaling = _rope_scaling(parameters, file.optional_integer("original_max_position_embeddings", max_positions))
+            found[key] = RotaryEmbedding(head_dim, parameters.optional_number("rope_theta", theta) or theta, scaling)
+            if unread := parameters.unread():
+                key = next(iter(unread))
+                raise parameters.error(key, "keys that this rope_type has; remove it if it is without effect")
+    if len(set(found.values())) == 2:
+        raise file.error("rope_scaling", "the same as rope_parameters says, or no such key")
+    return next(iter(found.values()), RotaryEmbedding(head_dim, theta))

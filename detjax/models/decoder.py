@@ -1,0 +1,168 @@
+"""The decoder: one definition of the network for prefill, decode and training."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Float32, Int
+
+from detjax import ops
+from detjax.contract import rounded
+from detjax.models.cache import KVCache
+from detjax.models.config import DecoderConfig
+
+if TYPE_CHECKING:
+    from detjax.models.config import GenerationDefaults
+
+
+class Layer(nnx.Module):
+    """One block: attention and a gated MLP, each after an RMS norm and added to the residual stream.
+
+    Weights are `[N, K]`, rows being outputs, as checkpoints hold them. Queries, keys and values are one weight; gate and
+    up are stacked.
+    """
+
+    def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        D, F, K = config.hidden_size, config.intermediate_size, config.head_dim
+        q_width, kv_width = config.heads * K, config.kv_heads * K
+
+        def weight(*shape: int) -> nnx.Param[Array]:
+            return nnx.Param(_random(rngs, shape, dtype))
+
+        def bias(present: bool, *shape: int) -> nnx.Param[Array] | None:
+            return nnx.Param(jnp.zeros(shape, dtype)) if present else None
+
+        def norm(present: bool, size: int) -> nnx.Param[Array] | None:
+            return nnx.Param(jnp.ones(size, dtype)) if present else None
+
+        self.config = config
+        self.index = index
+        self.attention_norm = norm(True, D)
+        self.qkv = weight(q_width + 2 * kv_width, D)
+        self.qkv_bias = bias(config.qkv_bias, q_width + 2 * kv_width)
+        self.q_norm = norm(config.qk_norm, K)
+        self.k_norm = norm(config.qk_norm, K)
+        self.output = weight(D, q_width)
+        self.output_bias = bias(config.output_bias, D)
+        self.mlp_norm = norm(True, D)
+        self.gate_up = weight(2, F, D)
+        self.gate_up_bias = bias(config.mlp_bias, 2, F)
+        self.down = weight(D, F)
+        self.down_bias = bias(config.mlp_bias, D)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: KVCache, counts: Int[Array, "B"]
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "P h S K"], Float[Array, "P h S K"]]]:
+        """The residual stream behind this layer, and the layer's pages with the new keys and values in them."""
+        y = ops.rms_norm(x, _value(self.attention_norm), eps=self.config.norm_eps)
+        y, pages = self.attention(y, cache, counts)
+        x = ops.matmul(y, _value(self.output), layout="nk", bias=_value(self.output_bias), residual=x)
+        y = ops.rms_norm(x, _value(self.mlp_norm), eps=self.config.norm_eps)
+        y = ops.matmul(
+            y,
+            _value(self.gate_up),
+            layout="nk",
+            bias=_value(self.gate_up_bias),
+            activation=self.config.activation,
+            gated=True,
+        )
+        x = ops.matmul(y, _value(self.down), layout="nk", bias=_value(self.down_bias), residual=x)
+        return x, pages
+
+    def attention(
+        self, x: Float[Array, "B T D"], cache: KVCache, counts: Int[Array, "B"]
+    ) -> tuple[Float[Array, "B T HK"], tuple[Float[Array, "P h S K"], Float[Array, "P h S K"]]]:
+        """Attention of the new tokens over the request's cache, the new tokens included."""
+        config = self.config
+        H, h, K = config.heads, config.kv_heads, config.head_dim
+        batch, tokens, _ = x.shape
+        qkv = ops.matmul(x, _value(self.qkv), layout="nk", bias=_value(self.qkv_bias))
+        q, k, v = jnp.split(qkv.reshape(batch, tokens, H + 2 * h, K), (H, H + h), axis=2)
+        if self.config.qk_norm:
+            q = ops.rms_norm(q, _value(self.q_norm), eps=config.norm_eps)
+            k = ops.rms_norm(k, _value(self.k_norm), eps=config.norm_eps)
+        positions = cache.positions(tokens)
+        q, k = ops.rope(q, positions, config.rope), ops.rope(k, positions, config.rope)
+        k_pages, v_pages = cache.written(self.index, k, v, counts)
+        kv_length = jnp.minimum(cache.lengths + counts, cache.capacity)
+        window = config.windows[self.index]
+        o = ops.attention(q, k_pages, v_pages, cache.page_table, cache.lengths, kv_length, window=window)
+        return o.reshape(batch, tokens, H * K), (k_pages, v_pages)
+
+
+class Decoder(nnx.Module):
+    """A decoder-only transformer of the Llama family: Qwen3, Qwen2, Llama 3, Mistral.
+
+    Attributes:
+        config: shape and options.
+        generation_defaults: what the checkpoint says of generation, or None.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32) -> None:
+        """A decoder with random weights of the dtype given."""
+        self.config = config
+        self.generation_defaults: GenerationDefaults | None = None
+        self.embedding = nnx.Param(_random(rngs, (config.vocab_size, config.hidden_size), dtype))
+        self.layers = nnx.List([Layer(config, i, rngs=rngs, dtype=dtype) for i in range(config.layers)])
+        self.final_norm = nnx.Param(jnp.ones(config.hidden_size, dtype))
+        tied = config.tied_embeddings
+        self.lm_head = None if tied else nnx.Param(_random(rngs, (config.vocab_size, config.hidden_size), dtype))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of weights, activations and cache."""
+        return self.embedding[...].dtype
+
+    @overload
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float32[Array, "B T V"]: ...
+    @overload
+    def __call__(
+        self, tokens: Int[Array, "B T"], cache: KVCache, counts: Int[Array, "B"] | None = None
+    ) -> tuple[Float32[Array, "B T V"], KVCache]: ...
+    def __call__(
+        self, tokens: Int[Array, "B T"], cache: KVCache | None = None, counts: Int[Array, "B"] | None = None
+    ) -> Float32[Array, "B T V"] | tuple[Float32[Array, "B T V"], KVCache]:
+        """Logits of each token's successor; with a cache, also the cache with these tokens in it.
+
+        Args:
+            tokens: ids within the vocabulary. Each request's come behind those it has in the cache.
+            cache: default: none, the tokens are whole requests from position 0 on, as in training.
+            counts: how many of the tokens are each request's own, the rest being padding on the right; default: all.
+        """
+        hidden, written = self.hidden(tokens, cache, counts)
+        return self.logits(hidden) if cache is None else (self.logits(hidden), written)
+
+    def hidden(
+        self, tokens: Int[Array, "B T"], cache: KVCache | None = None, counts: Int[Array, "B"] | None = None
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """The normalized last hidden states, and the cache with the tokens in it; arguments as in `__call__`."""
+        batch, length = tokens.shape
+        cache = KVCache.empty(self.config, batch, length, self.dtype) if cache is None else cache
+        counts = jnp.full(batch, length, jnp.int32) if counts is None else counts.astype(jnp.int32)
+        x = ops.embed(tokens, self.embedding[...])
+        pages = []
+        for layer in self.layers:
+            x, written = layer(x, cache, counts)
+            pages.append(written)
+        k, v = zip(*pages, strict=True)
+        x = ops.rms_norm(x, self.final_norm[...], eps=self.config.norm_eps)
+        lengths = jnp.minimum(cache.lengths + counts, cache.capacity)
+        return x, dataclasses.replace(cache, k=k, v=v, lengths=lengths)
+
+    def logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
+        """Logits of the hidden states given."""
+        head = self.embedding if self.lm_head is None else self.lm_head
+        return ops.matmul(hidden, head[...], layout="nk", out_dtype=jnp.float32)
+
+
+def _random(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Normal weights that keep the variance of what goes through them."""
+    return rounded(jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-1] ** -0.5, dtype)
+
+
+def _value(parameter: nnx.Param[Array] | None) -> Array | None:
+    return None if parameter is None else parameter[...]

@@ -1,0 +1,112 @@
+"""The JSON files of a checkpoint, read so that an error names the file, the key, what it holds and what is accepted."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, incomplete or of an unsupported kind; the message names the file and the tensor or key."""
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in the file `path`.
+
+    Raises:
+        CheckpointError: the file cannot be read, is not JSON, or holds something else than an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}; accepted: a JSON object")
+    return value
+
+
+class JsonObject:
+    """A JSON object that is read key by key; a key that is null counts as left out.
+
+    Every method raises `CheckpointError` for a value that it does not accept; those without a default, for a missing key.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "") -> None:
+        self.raw = raw
+        self.source = source
+        self.prefix = prefix
+        self._read: set[str] = set()
+
+    def error(self, key: str, accepted: str) -> CheckpointError:
+        found = f"is {self.raw[key]!r}" if key in self.raw else "is missing"
+        return CheckpointError(f"{self.source}: {self.prefix}{key} {found}; accepted: {accepted}")
+
+    def get(self, key: str) -> Any:
+        self._read.add(key)
+        return self.raw.get(key)
+
+    def unread(self) -> dict[str, Any]:
+        """What no method was asked for."""
+        return {key: value for key, value in self.raw.items() if value is not None and key not in self._read}
+
+    def integer(self, key: str) -> int:
+        value = self.optional_integer(key, None)
+        if value is None:
+            raise self.error(key, "an integer >= 1")
+        return value
+
+    def optional_integer(self, key: str, default: int | None, *, minimum: int = 1) -> int | None:
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise self.error(key, f"an integer >= {minimum}")
+        return value
+
+    def number(self, key: str) -> float:
+        value = self.optional_number(key, None)
+        if value is None:
+            raise self.error(key, "a finite number > 0")
+        return value
+
+    def optional_number(
+        self, key: str, default: float | None, *, zero: bool = False, maximum: float = math.inf
+    ) -> float | None:
+        value = self.get(key)
+        if value is None:
+            return default
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or value > maximum or (value == 0 and not zero):
+            limit = "" if maximum == math.inf else f" and <= {maximum:g}"
+            raise self.error(key, f"a finite number {'>=' if zero else '>'} 0{limit}")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(key, "true, false")
+        return value
+
+    def choice(self, key: str, default: str, accepted: tuple[str, ...]) -> str:
+        value = self.get(key)
+        if value is None:
+            return default
+        if value not in accepted:
+            raise self.error(key, ", ".join(accepted))
+        return value
+
+    def object(self, key: str) -> "JsonObject | None":
+        """The object under `key`; None where it is left out or empty."""
+        value = self.get(key)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.error(key, "an object")
+        return JsonObject(value, self.source, f"{self.prefix}{key}.")

@@ -1,0 +1,20 @@
+"""The operations under contract: each gives one set of bits, whatever backend schedule, batch or phase serves it."""
+
+from detjax.ops.attention import attention as attention
+from detjax.ops.attention import contiguous_page_table as contiguous_page_table
+from detjax.ops.attention import dot_product_attention as dot_product_attention
+from detjax.ops.attention import in_pages as in_pages
+from detjax.ops.embedding import embed as embed
+from detjax.ops.matmul import matmul as matmul
+from detjax.ops.norm import rms_norm as rms_norm
+from detjax.ops.rope import LinearScaling as LinearScaling
+from detjax.ops.rope import Llama3Scaling as Llama3Scaling
+from detjax.ops.rope import RotaryEmbedding as RotaryEmbedding
+from detjax.ops.rope import YarnScaling as YarnScaling
+from detjax.ops.rope import rope as rope
+from detjax.ops.sampling import sample as sample
+from detjax.ops.sampling import seed_words as seed_words
+from detjax.ops.sampling import top_logprobs as top_logprobs
+from detjax.ops.softmax import log_softmax as log_softmax
+from detjax.ops.softmax import logsumexp as logsumexp
+from detjax.ops.softmax import softmax as softmax

@@ -1,0 +1,55 @@
+"""Checks of arguments: an error says what was given, what is accepted and where it happened."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from detjax import platform
+from detjax.contract import INPUT_DTYPES
+
+
+def check_dtype(operation: str, *, like: Array | None = None, **arrays: Array | None) -> None:
+    """Returns if every array has a dtype under contract, and that of `like` where it is given.
+
+    Raises:
+        TypeError: names the operation, the argument, its dtype and the device.
+    """
+    accepted = INPUT_DTYPES if like is None else (str(like.dtype),)
+    for name, array in arrays.items():
+        if array is not None and str(array.dtype) not in accepted:
+            raise TypeError(
+                f"{operation}: {name} has dtype {array.dtype} on {platform.device_name()}; accepted: "
+                f"{', '.join(accepted)}. Convert it first."
+            )
+
+
+def check_integers(operation: str, **arrays: Array) -> None:
+    """Returns if every array holds integers.
+
+    Raises:
+        TypeError: names the operation, the argument and its dtype.
+    """
+    for name, array in arrays.items():
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"{operation}: {name} has dtype {array.dtype}; accepted: integers")
+
+
+def check_shape(operation: str, name: str, array: Array | None, accepted: tuple[int, ...], because: str) -> None:
+    """Returns if `array` is None or has the shape `accepted`.
+
+    Raises:
+        ValueError: names the operation, the argument, its shape and why another is needed.
+    """
+    if array is not None and array.shape != accepted:
+        raise ValueError(f"{operation}: {name} has shape {array.shape}; accepted: {accepted}, {because}")
+
+
+def check_not_empty(operation: str, **arrays: jax.Array) -> None:
+    """Returns if no array is empty.
+
+    Raises:
+        ValueError: names the operation, the argument and its shape.
+    """
+    for name, array in arrays.items():
+        if array.size == 0:
+            raise ValueError(f"{operation}: {name} has shape {array.shape}; accepted: at least one element on every axis")

@@ -1,0 +1,102 @@
+"""Matrix products with the linear layer's epilogues, under contract."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float
+
+from detjax import platform, stock
+from detjax.contract import INPUT_DTYPES, Activation, Epilogue, WeightLayout
+from detjax.ops.checks import check_dtype, check_not_empty, check_shape
+from detjax.ops.dispatch import kernels, with_vmap_rule
+from detjax.portable import matmul as portable_matmul
+
+_KERNELS = {"portable": portable_matmul}
+
+
+@platform.jit(static_argnames=("layout", "activation", "gated", "out_dtype"))
+def matmul(
+    x: Float[Array, "*B K"],
+    w: Float[Array, "..."],
+    *,
+    layout: WeightLayout = "kn",
+    bias: Float[Array, "..."] | None = None,
+    activation: Activation | None = None,
+    gated: bool = False,
+    residual: Float[Array, "*B N"] | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "*B N"]:
+    """Returns `act(x @ w + bias) + residual`, summed in float32 with K ascending and rounded once.
+
+    Args:
+        x: rows; bfloat16, float16 or float32.
+        w: weights of x's dtype, `[K, N]` where `layout` is "kn" and `[N, K]`, as checkpoints hold them, where it is
+            "nk". If `gated`, gate and up stacked: `[2, K, N]` or `[2, N, K]`.
+        bias: `[N]`, or `[2, N]` if `gated`.
+        activation: applied to the sum; "gelu" is the exact one, "gelu_tanh" its approximation.
+        gated: the result is `act(x @ w[0] + bias[0]) * (x @ w[1] + bias[1]) + residual` (Shazeer 2020).
+        residual: added to the float32 result.
+        out_dtype: dtype of the result; default: x's.
+
+    Raises:
+        TypeError: a dtype is not under contract, or w's is not x's.
+        ValueError: shapes do not fit together, or an option is unknown.
+    """
+    check_dtype("matmul", x=x, bias=bias, residual=residual)
+    check_dtype("matmul", like=x, w=w)
+    if layout not in ("kn", "nk"):
+        raise ValueError(f"matmul: layout is {layout!r}; accepted: 'kn', 'nk'")
+    if activation not in (None, *portable_matmul.ACTIVATIONS):
+        raise ValueError(f"matmul: activation is {activation!r}; accepted: None, {', '.join(portable_matmul.ACTIVATIONS)}")
+    if gated and activation is None:
+        raise ValueError("matmul: gated without an activation; accepted: gated with one, as silu")
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if str(out_dtype) not in INPUT_DTYPES:
+        raise TypeError(f"matmul: out_dtype is {out_dtype}; accepted: {', '.join(INPUT_DTYPES)}")
+    stacked = (2,) if gated else ()
+    if w.ndim != 2 + len(stacked):
+        raise ValueError(f"matmul: w has shape {w.shape}; accepted: {2 + len(stacked)} axes where gated is {gated}")
+    outputs = w.shape[-1] if layout == "kn" else w.shape[-2]
+    shape = (x.shape[-1], outputs) if layout == "kn" else (outputs, x.shape[-1])
+    check_shape("matmul", "w", w, (*stacked, *shape), f"x being {x.shape} and the layout {layout!r}")
+    check_shape("matmul", "bias", bias, (*stacked, outputs), f"w being {w.shape}")
+    check_shape("matmul", "residual", residual, (*x.shape[:-1], outputs), "the result's shape")
+    check_not_empty("matmul", x=x, w=w)
+
+    epilogue = Epilogue(activation, gated)
+    if platform.backend() == platform.STOCK:
+        return stock.matmul(x, w, bias, residual, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
+    return _matmul(layout, epilogue, out_dtype, x, w, bias, residual)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _matmul(
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: jnp.dtype,
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    residual: Array | None,
+) -> Array:
+    forward = kernels("matmul", _KERNELS).forward
+    forward = functools.partial(forward, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
+    return with_vmap_rule(forward, rows=(True, False, False, True))(x, w, bias, residual)
+
+
+def _forward(layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, *operands: Array | None):
+    # Of the residual only the dtype is needed again, so only an empty array of it is kept.
+    *saved, residual = operands
+    empty = None if residual is None else jnp.zeros(0, residual.dtype)
+    return _matmul(layout, epilogue, out_dtype, *operands), (*saved, empty)
+
+
+def _backward(layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, saved: tuple, dy: Array):
+    *operands, residual = saved
+    backward = functools.partial(kernels("matmul", _KERNELS).backward, layout=layout, epilogue=epilogue)
+    dx, dw, dbias = with_vmap_rule(backward, rows=(False,) * 4)(*operands, dy)
+    return dx, dw, dbias, None if residual is None else dy.astype(residual.dtype)
+
+
+_matmul.defvjp(_forward, _backward)

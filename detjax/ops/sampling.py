@@ -1,0 +1,91 @@
+"""The next token of each request: greedy or sampled, and the logprobs that go with it."""
+
+import functools
+
+import jax
+from jaxtyping import Array, Float, Float32, Int, Int32, UInt32
+
+from detjax import platform, stock
+from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
+from detjax.ops.dispatch import kernels, with_vmap_rule
+from detjax.portable import sampling as portable_sampling
+
+_KERNELS = {"portable": portable_sampling}
+
+
+@platform.jit(static_argnames="filtered")
+def sample(
+    logits: Float[Array, "B V"],
+    seed: UInt32[Array, "B 2"],
+    position: Int[Array, "B"],
+    sample_index: Int[Array, "B"],
+    temperature: Float32[Array, "B"],
+    top_k: Int[Array, "B"],
+    top_p: Float32[Array, "B"],
+    min_p: Float32[Array, "B"],
+    *,
+    filtered: bool = True,
+) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
+    """Returns the sampled tokens, and their logprobs under the model itself (before temperature and filters).
+
+    A row's noise depends on its seed, its token's absolute position and its sample index alone.
+
+    Args:
+        logits: bfloat16, float16 or float32.
+        seed: the two halves of a 64-bit seed, high one first.
+        position: absolute position of the token to be sampled.
+        sample_index: which of a request's samples this is.
+        temperature: 0 takes the likeliest token, the lowest id among equals.
+        top_k: tokens kept; 0: all.
+        top_p: the likeliest tokens whose probability reaches this are kept; 1: all.
+        min_p: tokens of at least this share of the likeliest one's probability are kept; 0: all.
+        filtered: False where no row has a filter, which saves sorting; it changes no bits then.
+
+    Raises:
+        TypeError: a dtype is not under contract.
+        ValueError: shapes do not fit together.
+    """
+    check_dtype("sample", logits=logits)
+    check_not_empty("sample", logits=logits)
+    check_integers("sample", position=position, sample_index=sample_index, top_k=top_k)
+    rows = logits.shape[:1]
+    check_shape("sample", "seed", seed, (*rows, 2), f"logits being {logits.shape}")
+    per_row = {"position": position, "sample_index": sample_index, "temperature": temperature}
+    per_row |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    for name, array in per_row.items():
+        check_shape("sample", name, array, rows, f"logits being {logits.shape}")
+    operands = logits, seed, *per_row.values()
+    if platform.backend() == platform.STOCK:
+        return stock.sample(*operands, filtered=filtered)
+    fn = functools.partial(kernels("sample", _KERNELS).sample, filtered=filtered)
+    return with_vmap_rule(fn, rows=(False,) * len(operands))(*jax.lax.stop_gradient(operands))
+
+
+@platform.jit(static_argnames="count")
+def top_logprobs(
+    logits: Float[Array, "B V"], count: int
+) -> tuple[Int32[Array, "B count"], Float32[Array, "B count"]]:
+    """Returns the `count` likeliest tokens of each row, ties by lowest id, and their logprobs.
+
+    Raises:
+        TypeError: logits' dtype is not bfloat16, float16 or float32.
+        ValueError: count is not within the vocabulary.
+    """
+    check_dtype("top_logprobs", logits=logits)
+    if not 1 <= count <= logits.shape[-1]:
+        raise ValueError(f"top_logprobs: count is {count}; accepted: 1 to {logits.shape[-1]}, the vocabulary's size")
+    if platform.backend() == platform.STOCK:
+        return stock.top_logprobs(logits, count=count)
+    fn = functools.partial(kernels("top_logprobs", _KERNELS).top_logprobs, count=count)
+    return with_vmap_rule(fn, rows=(False,))(jax.lax.stop_gradient(logits))
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """The high and the low 32 bits of a seed.
+
+    Raises:
+        ValueError: the seed is not within 0 to 2^64 - 1.
+    """
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed is {seed}; accepted: 0 to 2^64 - 1")
+    return seed >> 32, seed & 0xFFFFFFFF

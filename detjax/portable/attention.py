@@ -1,0 +1,267 @@
+"""Attention over a paged KV cache in plain JAX: blocks of keys at absolute positions, merged left to right."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from detjax.contract import ACCUMULATOR, KV_BLOCK, LOWEST_MAXIMUM, PORTABLE_ROWS, Masking, log2_scale, rounded
+from detjax.portable.tiles import dot, fold_rows, map_rows, row_sum
+
+
+class _Tile(NamedTuple):
+    """Where a tile's rows stand in their request. Row `r` of a request is head `r % G` of its token `r // G`."""
+
+    page_table: Array
+    q_start: Array
+    kv_length: Array
+    first_row: Array
+
+    def positions(self, rows: int, group: int) -> Array:
+        """Absolute positions `[rows]`."""
+        return self.q_start + (self.first_row + jnp.arange(rows, dtype=jnp.int32)) // group
+
+    def by_row(self, values: Array, rows: int) -> Array:
+        """Values of heads, `[h, G]`, for the rows of the tile: `[h, rows, 1]`."""
+        return values[:, (self.first_row + jnp.arange(rows, dtype=jnp.int32)) % values.shape[1], None]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _PerHead:
+    """Values of the query heads, `[h, G]`."""
+
+    sinks: Array | None
+    slopes: Array | None
+    group: int = dataclasses.field(metadata={"static": True})
+
+
+def forward(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    q_start: Array,
+    kv_length: Array,
+    sinks: Array | None,
+    *,
+    masking: Masking,
+) -> tuple[Array, Array]:
+    """Output `[B, T, H, V]` and the log2 of each row's normalizer, `[B, T, H]` float32 (0 for a row without keys)."""
+    heads, group = q.shape[2], q.shape[2] // k_pages.shape[1]
+
+    def attend(rows: tuple[Array, _Tile], shared: tuple[Array, Array, _PerHead]) -> tuple[Array, Array]:
+        q, tile = jax.tree.map(lambda leaf: leaf[0], rows)
+        k_pages, v_pages, per_head = shared
+
+        def merge(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            o, l, m = state
+            k, v = _block(block, tile, k_pages, v_pages)
+            s, c, _ = _scores(q, k, block, tile, per_head, masking)
+            m_b = jnp.maximum(jnp.max(s, axis=-1, keepdims=True) * c, LOWEST_MAXIMUM)
+            p = jnp.exp2(s * c - m_b)
+            o_b = dot(rounded(p, v.dtype), v, (2, 1), batched=True)
+            m_new = jnp.maximum(m, m_b)
+            a, b = jnp.exp2(m - m_new), jnp.exp2(m_b - m_new)
+            # The block's products are rounded before they are added; the running ones may be fused with the sum.
+            o_b, l_b = lax.optimization_barrier((o_b * b, row_sum(p) * b))
+            return o * a + o_b, l * a + l_b, m_new
+
+        state = _initial(q, v_pages.shape[-1], tile, per_head)
+        o, l, m = lax.fori_loop(*_visible_blocks(tile, q.shape[1], group, masking), merge, state)
+        empty = l == 0
+        l = jnp.where(empty, 1.0, l)
+        o = jnp.where(empty, 0.0, o * (1.0 / l))
+        o = jnp.where(o == 0, 0.0, o)
+        log2_normalizer = jnp.where(empty, 0.0, m + jnp.log2(l))
+        return rounded(o, q.dtype)[None], log2_normalizer[None]
+
+    rows = _packed(q, group), _tiles(q, group, page_table, q_start, kv_length)
+    shared = k_pages, v_pages, _per_head(sinks, masking, heads, group)
+    o, log2_normalizer = map_rows(attend, rows, shared, size=1)
+    return _unpacked(o, q.shape, group), _unpacked(log2_normalizer, q.shape, group)[..., 0]
+
+
+def backward(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    q_start: Array,
+    kv_length: Array,
+    sinks: Array | None,
+    o: Array,
+    log2_normalizer: Array,
+    do: Array,
+    *,
+    masking: Masking,
+) -> tuple[Array, Array, Array, Array | None]:
+    """Gradients of q, of both page pools and of the sinks.
+
+    `dq` adds blocks of keys in ascending order. `dk` and `dv` add, for each query head, the requests in order and their
+    tokens ascending, `PORTABLE_ROWS` in one step; then the heads of a group, left to right.
+    """
+    heads, group = q.shape[2], q.shape[2] // k_pages.shape[1]
+    operands = q, do, o, log2_normalizer[..., None]
+
+    def score_gradients(
+        operands: tuple[Array, ...], k: Array, v: Array, block: Array, tile: _Tile, per_head: _PerHead
+    ) -> tuple[Array, Array]:
+        """Probabilities, and the gradient of the scaled scores before the soft cap."""
+        q, do, o, log2_normalizer = operands
+        s, c, cap_slope = _scores(q, k, block, tile, per_head, masking)
+        p = jnp.exp2(s * c - log2_normalizer)
+        ds = p * (dot(do, v, (2, 2), batched=True) - _delta(do, o)) * cap_slope
+        return rounded(p, do.dtype), rounded(ds, q.dtype)
+
+    def query_gradient(rows: tuple[tuple[Array, ...], _Tile], shared: tuple[Array, Array, _PerHead]) -> Array:
+        operands, tile = jax.tree.map(lambda leaf: leaf[0], rows)
+        k_pages, v_pages, per_head = shared
+
+        def add(block: Array, dq: Array) -> Array:
+            k, v = _block(block, tile, k_pages, v_pages)
+            _, ds = score_gradients(operands, k, v, block, tile, per_head)
+            return dq + dot(ds, k, (2, 1), batched=True)
+
+        q = operands[0]
+        blocks = _visible_blocks(tile, q.shape[1], group, masking)
+        dq = lax.fori_loop(*blocks, add, jnp.zeros(q.shape, ACCUMULATOR))
+        return rounded(dq * np.float32(masking.scale), q.dtype)[None]
+
+    def key_gradients(
+        carry: tuple[Array, Array, Array],
+        rows: tuple[tuple[Array, ...], _Tile],
+        shared: tuple[Array, Array, _PerHead],
+    ) -> tuple[Array, Array, Array]:
+        operands, tile = jax.tree.map(lambda leaf: leaf[0], rows)
+        q, do, o, log2_normalizer = operands
+        k_pages, v_pages, per_head = shared
+        dk, dv, dsinks = carry
+
+        def add(block: Array, pools: tuple[Array, Array]) -> tuple[Array, Array]:
+            dk, dv = pools
+            k, v = (jnp.repeat(x, group, axis=0) for x in _block(block, tile, k_pages, v_pages))
+            p, ds = score_gradients(operands, k, v, block, tile, per_head)
+            page = tile.page_table[block]
+            dk = dk.at[page].add(dot(ds, q, (1, 1), batched=True))
+            dv = dv.at[page].add(dot(p, do, (1, 1), batched=True))
+            return dk, dv
+
+        dk, dv = lax.fori_loop(*_visible_blocks(tile, q.shape[1], 1, masking), add, (dk, dv))
+        if per_head.sinks is not None:
+            share = jnp.exp2(tile.by_row(per_head.sinks, q.shape[1]) * log2_scale(1.0) - log2_normalizer)
+            dsinks = dsinks - jnp.sum(share * _delta(do, o), axis=(1, 2))
+        return dk, dv, dsinks
+
+    where = page_table, q_start, kv_length
+    rows = tuple(_packed(x, group) for x in operands), _tiles(q, group, *where)
+    dq = map_rows(query_gradient, rows, (k_pages, v_pages, _per_head(sinks, masking, heads, group)), size=1)
+
+    rows = tuple(_packed(x, 1) for x in operands), _tiles(q, 1, *where)
+    zeros = [jnp.zeros((x.shape[0], heads, *x.shape[2:]), ACCUMULATOR) for x in (k_pages, v_pages)]
+    shared = k_pages, v_pages, _per_head(sinks, masking, heads, 1)
+    dk, dv, dsinks = fold_rows(key_gradients, (*zeros, jnp.zeros(heads, ACCUMULATOR)), rows, shared, size=1)
+    dk = rounded(_sum_of_group(dk, group) * np.float32(masking.scale), k_pages.dtype)
+    dv = rounded(_sum_of_group(dv, group), v_pages.dtype)
+    return _unpacked(dq, q.shape, group), dk, dv, None if sinks is None else rounded(dsinks, sinks.dtype)
+
+
+def _delta(do: Array, o: Array) -> Array:
+    """Row sums of `do * o`: what the softmax's own gradient subtracts."""
+    return row_sum(do.astype(ACCUMULATOR) * o.astype(ACCUMULATOR))
+
+
+def _initial(q: Array, width: int, tile: _Tile, per_head: _PerHead) -> tuple[Array, Array, Array]:
+    """State `(O, l, m)` before the first block. A sink is a key without a value that comes before all others."""
+    shape = q.shape[:2]
+    o = jnp.zeros((*shape, width), ACCUMULATOR)
+    if per_head.sinks is None:
+        return o, jnp.zeros((*shape, 1), ACCUMULATOR), jnp.full((*shape, 1), LOWEST_MAXIMUM, ACCUMULATOR)
+    m = jnp.maximum(tile.by_row(per_head.sinks, shape[1]) * log2_scale(1.0), LOWEST_MAXIMUM)
+    return o, jnp.ones((*shape, 1), ACCUMULATOR), m
+
+
+def _scores(
+    q: Array, k: Array, block: Array, tile: _Tile, per_head: _PerHead, masking: Masking
+) -> tuple[Array, np.float32, Array | float]:
+    """Masked scores `s [h, rows, S]` and `c`, so that exponents are `s * c`; and the soft cap's slope at each score."""
+    s, c, cap_slope = dot(q, k, (2, 2), batched=True), log2_scale(masking.scale), 1.0
+    positions = tile.positions(q.shape[1], per_head.group)[:, None]
+    keys = (block * KV_BLOCK + jnp.arange(KV_BLOCK))[None]
+    if masking.soft_cap is not None or per_head.slopes is not None:
+        s, c = s * np.float32(masking.scale), log2_scale(1.0)
+    if masking.soft_cap is not None:
+        bent = jnp.tanh(s / masking.soft_cap)
+        s, cap_slope = masking.soft_cap * bent, 1.0 - bent * bent
+    if per_head.slopes is not None:
+        s = s + tile.by_row(per_head.slopes, q.shape[1]) * (keys - positions).astype(ACCUMULATOR)[None]
+    visible = keys < tile.kv_length
+    if masking.causal:
+        visible = visible & (keys <= positions)
+    if masking.window is not None:
+        visible = visible & (keys > positions - masking.window)
+    return jnp.where(visible[None], s, -jnp.inf), c, cap_slope
+
+
+def _visible_blocks(tile: _Tile, rows: int, group: int, masking: Masking) -> tuple[Array, Array]:
+    """First and end of the blocks that some row of the tile may see; the others would add exact zeros."""
+    positions = tile.positions(rows, group)
+    first, end = jnp.int32(0), tile.kv_length
+    if masking.causal:
+        end = jnp.minimum(end, positions[-1] + 1)
+    if masking.window is not None:
+        first = jnp.maximum(positions[0] - masking.window + 1, 0) // KV_BLOCK
+    return first, -(-end // KV_BLOCK)
+
+
+def _block(block: Array, tile: _Tile, k_pages: Array, v_pages: Array) -> tuple[Array, Array]:
+    """Keys and values `[h, S, K]` of a block. What lies behind the request's length in its last page is not its own."""
+    page = tile.page_table[block]
+    own = (block * KV_BLOCK + jnp.arange(KV_BLOCK) < tile.kv_length)[None, :, None]
+    k, v = k_pages[page], v_pages[page]
+    return jnp.where(own, k, jnp.zeros_like(k)), jnp.where(own, v, jnp.zeros_like(v))
+
+
+def _tiles(q: Array, group: int, page_table: Array, q_start: Array, kv_length: Array) -> _Tile:
+    """The tiles of all requests, request by request, a leading axis of `B * ceil(T * G / rows)` on each field."""
+    per_request = -(-q.shape[1] * group // PORTABLE_ROWS)
+    first_row = jnp.tile(jnp.arange(per_request, dtype=jnp.int32) * PORTABLE_ROWS, q.shape[0])
+    of_request = [jnp.repeat(x, per_request, axis=0) for x in (page_table, q_start, kv_length)]
+    return _Tile(*of_request, first_row)
+
+
+def _packed(x: Array, group: int) -> Array:
+    """`[B, T, h * G, K]` as tiles `[B * tiles, h, rows, K]`; the last tile of a request is filled up with zeros."""
+    batch, tokens, heads, width = x.shape
+    x = x.reshape(batch, tokens, heads // group, group, width).transpose(0, 2, 1, 3, 4)
+    x = x.reshape(batch, heads // group, tokens * group, width)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % PORTABLE_ROWS), (0, 0)))
+    x = x.reshape(batch, heads // group, -1, PORTABLE_ROWS, width).transpose(0, 2, 1, 3, 4)
+    return x.reshape(-1, heads // group, PORTABLE_ROWS, width)
+
+
+def _unpacked(x: Array, shape: tuple[int, ...], group: int) -> Array:
+    """The inverse of `_packed`, for q of the shape given."""
+    batch, tokens, heads, _ = shape
+    width = x.shape[-1]
+    x = x.reshape(batch, -1, heads // group, PORTABLE_ROWS, width).transpose(0, 2, 1, 3, 4)
+    x = x.reshape(batch, heads // group, -1, width)[:, :, : tokens * group]
+    x = x.reshape(batch, heads // group, tokens, group, width).transpose(0, 2, 1, 3, 4)
+    return x.reshape(batch, tokens, heads, width)
+
+
+def _per_head(sinks: Array | None, masking: Masking, heads: int, group: int) -> _PerHead:
+    shape = heads // group, group
+    slopes = None if masking.alibi_slopes is None else jnp.asarray(masking.alibi_slopes, ACCUMULATOR).reshape(shape)
+    return _PerHead(None if sinks is None else sinks.astype(ACCUMULATOR).reshape(shape), slopes, group)
+
+
+def _sum_of_group(x: Array, group: int) -> Array:
+    """`[P, H, S, K]` as `[P, h, S, K]`, the heads of a group added left to right."""
+    x = x.reshape(x.shape[0], -1, group, *x.shape[2:])
+    return functools.reduce(jnp.add, [x[:, :, head] for head in range(group)])

@@ -1,0 +1,23 @@
+"""Embedding lookup in plain JAX, and its gradient."""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from detjax.contract import ACCUMULATOR, rounded
+from detjax.portable.tiles import fold_rows
+
+
+def forward(tokens: Array, table: Array) -> Array:
+    """Rows `[*B, D]` of the table: copies, so there is no order to fix."""
+    return table[tokens]
+
+
+def backward(tokens: Array, table: Array, dy: Array) -> Array:
+    """Gradient of the table: each row adds its tokens in ascending order, float32, rounded once."""
+
+    def add(carry: Array, rows: tuple[Array, Array], _: None) -> Array:
+        token, dy = rows
+        return carry.at[token[0]].add(dy[0].astype(ACCUMULATOR))
+
+    rows = tokens.reshape(-1), dy.reshape(-1, dy.shape[-1])
+    return rounded(fold_rows(add, jnp.zeros(table.shape, ACCUMULATOR), rows, None, size=1), table.dtype)

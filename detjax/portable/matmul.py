@@ -1,0 +1,96 @@
+"""Matmul in plain JAX: a tile of rows against the whole weight, epilogue on the float32 accumulator."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike
+
+from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS, Epilogue, WeightLayout, rounded
+from detjax.portable.tiles import dot, flat_rows, fold_rows, map_rows
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda z: jax.nn.gelu(z, approximate=False),
+    "gelu_tanh": lambda z: jax.nn.gelu(z, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def forward(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    residual: Array | None,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+) -> Array:
+    """`[*B, N]` of `[*B, K]` rows; see `detjax.ops.matmul` for the rest."""
+
+    def tile(rows: tuple[Array, Array | None], shared: tuple[Array, Array | None]) -> Array:
+        x, residual = rows
+        y = _activated(_pre_activation(x, *shared, layout), epilogue)
+        if residual is not None:
+            y = y + residual.astype(ACCUMULATOR)
+        return rounded(y, out_dtype)
+
+    flat_residual = None if residual is None else flat_rows(residual)
+    y = map_rows(tile, (flat_rows(x), flat_residual), (w, bias))
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def backward(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    dy: Array,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+) -> tuple[Array, Array, Array | None]:
+    """Gradients of x, w and bias: `dx` row by row with N ascending, `dw` and `dbias` over tokens ascending.
+
+    The gradient of the accumulator is rounded to `x`'s dtype before it meets a matrix unit.
+    """
+    flat_x = flat_rows(x)
+    kept_axis = 1 if layout == "kn" else 0
+
+    def accumulator_gradient(rows: tuple[Array, Array], shared: tuple[Array, Array | None]) -> Array:
+        x, dy = rows
+        z = _pre_activation(x, *shared, layout)
+        (dz,) = jax.vjp(lambda z: _activated(z, epilogue), z)[1](dy.astype(ACCUMULATOR))
+        return rounded(dz, x.dtype)
+
+    def input_gradient(dz: Array, w: Array) -> Array:
+        dx = [dot(dz[:, part], half, (1, kept_axis)) for part, half in enumerate(_halves(w))]
+        return rounded(sum(dx[1:], dx[0]), dz.dtype)
+
+    def weight_gradient(carry: tuple[Array, Array], rows: tuple[Array, Array], _: None) -> tuple[Array, Array]:
+        x, dz = rows
+        pairs = [(x, dz[:, part]) if layout == "kn" else (dz[:, part], x) for part in range(dz.shape[1])]
+        dw = jnp.stack([dot(*pair, (0, 0)) for pair in pairs]).reshape(w.shape)
+        return carry[0] + dw, carry[1] + jnp.sum(dz.astype(ACCUMULATOR), axis=0)
+
+    dz = map_rows(accumulator_gradient, (flat_x, flat_rows(dy)), (w, bias))
+    dx = map_rows(input_gradient, dz, w).reshape(x.shape)
+    zeros = jnp.zeros(w.shape, ACCUMULATOR), jnp.zeros(dz.shape[1:], ACCUMULATOR)
+    dw, dbias = fold_rows(weight_gradient, zeros, (flat_x, dz), None, size=WEIGHT_GRADIENT_TOKENS)
+    return dx, rounded(dw, w.dtype), None if bias is None else rounded(dbias.reshape(bias.shape), bias.dtype)
+
+
+def _halves(w: Array) -> tuple[Array, ...]:
+    """The weight alone, or gate and up of a stacked one."""
+    return (w,) if w.ndim == 2 else (w[0], w[1])
+
+
+def _pre_activation(x: Array, w: Array, bias: Array | None, layout: WeightLayout) -> Array:
+    """`[rows, 1, N]`, or `[rows, 2, N]` for gate and up."""
+    z = jnp.stack([dot(x, half, (1, 0 if layout == "kn" else 1)) for half in _halves(w)], axis=1)
+    return z if bias is None else z + bias.astype(ACCUMULATOR).reshape(1, *z.shape[1:])
+
+
+def _activated(z: Array, epilogue: Epilogue) -> Array:
+    if epilogue.activation is None:
+        return z[:, 0]
+    activated = ACTIVATIONS[epilogue.activation](z[:, 0])
+    return activated * z[:, 1] if epilogue.gated else activated

@@ -1,0 +1,51 @@
+"""RMS norm in plain JAX: one row, one fixed tree, float32."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from detjax.contract import ACCUMULATOR, rounded
+from detjax.portable.tiles import flat_rows, fold_rows, map_rows, row_sum
+
+
+def forward(
+    x: Array, weight: Array, residual: Array | None, *, eps: float, weight_offset: float
+) -> tuple[Array, Array | None]:
+    """`(y, None)`, or `(y, h)` with `h = rn(x + residual)` where there is a residual; y is the norm of h then."""
+
+    def tile(rows: tuple[Array, Array | None], weight: Array) -> tuple[Array, Array | None]:
+        x, residual = rows
+        if residual is not None:
+            x = rounded(x.astype(ACCUMULATOR) + residual.astype(ACCUMULATOR), x.dtype)
+        y = _normalized(x, eps)[0] * (weight.astype(ACCUMULATOR)[None] + weight_offset)
+        return rounded(y, x.dtype), None if residual is None else x
+
+    flat_residual = None if residual is None else flat_rows(residual)
+    y, h = map_rows(tile, (flat_rows(x), flat_residual), weight)
+    return y.reshape(x.shape), None if h is None else h.reshape(x.shape)
+
+
+def backward(
+    h: Array, weight: Array, dy: Array, dh: Array | None, *, eps: float, weight_offset: float
+) -> tuple[Array, Array]:
+    """Gradients of the normalized rows `h`, with the `dh` that comes past the norm, and of the weight, rows ascending."""
+
+    def tile(rows: tuple[Array, Array, Array | None], weight: Array) -> tuple[Array, Array]:
+        h, dy, dh = rows
+        normalized, scale = _normalized(h, eps)
+        weighted = dy.astype(ACCUMULATOR) * (weight.astype(ACCUMULATOR)[None] + weight_offset)
+        through = scale * (weighted - normalized * (row_sum(weighted * normalized) / h.shape[-1]))
+        total = through if dh is None else through + dh.astype(ACCUMULATOR)
+        return rounded(total, h.dtype), dy.astype(ACCUMULATOR) * normalized
+
+    flat = flat_rows(h), flat_rows(dy), None if dh is None else flat_rows(dh)
+    total, weight_terms = map_rows(tile, flat, weight)
+    zeros = jnp.zeros(weight.shape, ACCUMULATOR)
+    dweight = fold_rows(lambda carry, rows, _: carry + jnp.sum(rows, axis=0), zeros, weight_terms, None)
+    return total.reshape(h.shape), rounded(dweight, weight.dtype)
+
+
+def _normalized(x: Array, eps: float) -> tuple[Array, Array]:
+    x = x.astype(ACCUMULATOR)
+    scale = lax.rsqrt(row_sum(x * x) / x.shape[-1] + eps)
+    return x * scale, scale

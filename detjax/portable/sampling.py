@@ -1,0 +1,75 @@
+"""Sampling in plain JAX: filters, Gumbel noise and argmax of one row of logits at a time."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from detjax.contract import ACCUMULATOR, PRNG
+from detjax.portable.softmax import log_softmax_tile, softmax_tile
+from detjax.portable.tiles import map_rows
+
+
+def sample(
+    logits: Array,
+    seed: Array,
+    position: Array,
+    sample_index: Array,
+    temperature: Array,
+    top_k: Array,
+    top_p: Array,
+    min_p: Array,
+    *,
+    filtered: bool,
+) -> tuple[Array, Array]:
+    """Tokens `[B]` int32 and their logprobs `[B]` float32; see `detjax.ops.sample`. `filtered`: some row has a filter."""
+
+    def tile(rows: tuple[Array, ...], _: None) -> tuple[Array, Array]:
+        logits, seed, position, sample_index, temperature, top_k, top_p, min_p = rows
+        logits = logits.astype(ACCUMULATOR)
+        greedy = temperature == 0
+        scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+        if filtered:
+            scaled = jnp.where(_kept(scaled, top_k, top_p, min_p), scaled, -jnp.inf)
+        noise = jax.vmap(_gumbel, in_axes=(0, 0, 0, None))(seed, position, sample_index, logits.shape[-1])
+        token = jnp.argmax(jnp.where(greedy[:, None], logits, scaled + noise), axis=-1).astype(jnp.int32)
+        logprob = jnp.take_along_axis(log_softmax_tile(logits), token[:, None], axis=-1)[:, 0]
+        return token, logprob
+
+    return map_rows(tile, (logits, seed, position, sample_index, temperature, top_k, top_p, min_p), None)
+
+
+def top_logprobs(logits: Array, *, count: int) -> tuple[Array, Array]:
+    """The `count` likeliest tokens `[B, count]` int32, ties by lowest id, and their logprobs, float32."""
+
+    def tile(logits: Array, _: None) -> tuple[Array, Array]:
+        logprobs, tokens = jax.lax.top_k(log_softmax_tile(logits), count)
+        return tokens.astype(jnp.int32), logprobs
+
+    return map_rows(tile, logits, None)
+
+
+def _gumbel(seed: Array, position: Array, sample_index: Array, size: int) -> Array:
+    key = jax.random.wrap_key_data(seed, impl=PRNG)
+    key = jax.random.fold_in(jax.random.fold_in(key, position), sample_index)
+    return jax.random.gumbel(key, (size,), ACCUMULATOR)
+
+
+def _kept(scaled: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+    """Entries that pass top-k, then top-p (Holtzman et al. 2020) among those, then min-p (Nguyen et al. 2024).
+
+    Each filter sees the probabilities renormalized over what the one before kept.
+    """
+    size = scaled.shape[-1]
+    order = jnp.argsort(-scaled, axis=-1, stable=True)
+    rank = jnp.argsort(order, axis=-1, stable=True)
+    kept = rank < jnp.where(top_k > 0, top_k, size)[:, None]
+
+    probability = softmax_tile(jnp.where(kept, scaled, -jnp.inf))
+    by_rank = jnp.take_along_axis(probability, order, axis=-1)
+    before = jnp.cumsum(by_rank, axis=-1) - by_rank
+    nucleus = jnp.take_along_axis(before < top_p[:, None], rank, axis=-1)
+    # The likeliest entry always stays, and top_p = 1 keeps all, whatever rounding did to the sum.
+    kept = kept & (nucleus | (rank == 0) | (top_p >= 1)[:, None])
+
+    likely_enough = probability >= min_p[:, None] * jnp.max(probability, axis=-1, keepdims=True)
+    return kept & likely_enough

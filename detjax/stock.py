@@ -1,0 +1,180 @@
+"""XLA's own operations with the semantics of `detjax.ops`, under no contract: what detjax is compared with.
+
+Here XLA chooses tiles, splits and fusions by shape, as in any JAX program. It is served only where it is asked for by
+name, for benchmarks, for the demo, and as the negative control of the tests.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike
+
+from detjax.contract import ACCUMULATOR, KV_BLOCK, PRNG, Activation, Epilogue, Masking, WeightLayout
+
+
+def embed(tokens: Array, table: Array) -> Array:
+    """See `detjax.ops.embed`."""
+    return table[tokens]
+
+
+def matmul(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    residual: Array | None,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+) -> Array:
+    """See `detjax.ops.matmul`."""
+    transposed = w if layout == "kn" else jnp.swapaxes(w, -1, -2)
+
+    def linear(index: int | None) -> Array:
+        part = transposed if index is None else transposed[index]
+        z = jnp.matmul(x, part, precision="highest", preferred_element_type=ACCUMULATOR)
+        return z if bias is None else z + _broadcast((bias if index is None else bias[index]).astype(ACCUMULATOR), z)
+
+    if epilogue.gated:
+        assert epilogue.activation is not None
+        y = _activation(epilogue.activation)(linear(0)) * linear(1)
+    else:
+        y = linear(None)
+        if epilogue.activation is not None:
+            y = _activation(epilogue.activation)(y)
+    if residual is not None:
+        y = y + residual.astype(ACCUMULATOR)
+    return y.astype(out_dtype)
+
+
+def _broadcast(vector: Array, like: Array) -> Array:
+    return jnp.broadcast_to(vector, like.shape)
+
+
+def _activation(name: Activation):
+    if name.startswith("gelu"):
+        return lambda z: jax.nn.gelu(z, approximate=name == "gelu_tanh")
+    return getattr(jax.nn, name)
+
+
+def rms_norm(
+    x: Array, weight: Array, residual: Array | None, *, eps: float, weight_offset: float
+) -> tuple[Array, Array | None]:
+    """See `detjax.ops.rms_norm`; the second result is None without a residual."""
+    h = x if residual is None else x + residual
+    wide = h.astype(ACCUMULATOR)
+    y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    y = (y * _broadcast(weight.astype(ACCUMULATOR) + weight_offset, y)).astype(x.dtype)
+    return y, None if residual is None else h
+
+
+def softmax(x: Array) -> Array:
+    """See `detjax.ops.softmax`."""
+    return jax.nn.softmax(x.astype(ACCUMULATOR), axis=-1)
+
+
+def log_softmax(x: Array) -> Array:
+    """See `detjax.ops.log_softmax`."""
+    return jax.nn.log_softmax(x.astype(ACCUMULATOR), axis=-1)
+
+
+def logsumexp(x: Array) -> Array:
+    """See `detjax.ops.logsumexp`."""
+    return jax.nn.logsumexp(x.astype(ACCUMULATOR), axis=-1)
+
+
+def rope(x: Array, positions: Array, inverse_frequencies: Array, *, scale: float) -> Array:
+    """See `detjax.ops.rope`."""
+    angles = positions.astype(ACCUMULATOR)[..., None, None]
+    angles = angles * inverse_frequencies.reshape((1,) * (angles.ndim - 1) + (-1,))
+    cos, sin = jnp.cos(angles) * scale, jnp.sin(angles) * scale
+    first, second = jnp.split(x.astype(ACCUMULATOR), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def attention(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    q_start: Array,
+    kv_length: Array,
+    sinks: Array | None,
+    *,
+    masking: Masking,
+) -> Array:
+    """See `detjax.ops.attention`."""
+    batch, tokens, heads, width = q.shape
+    kv_heads = k_pages.shape[1]
+    k, v = (
+        pages[page_table].transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, pages.shape[-1])
+        for pages in (k_pages, v_pages)
+    )
+    grouped = q.reshape(batch, tokens, kv_heads, -1, width)
+    s = jnp.einsum("bthgk,bhsk->bhgts", grouped, k, precision="highest", preferred_element_type=ACCUMULATOR)
+    s = s.reshape(batch, heads, tokens, -1) * masking.scale
+    if masking.soft_cap is not None:
+        s = masking.soft_cap * jnp.tanh(s / masking.soft_cap)
+    keys = jnp.arange(page_table.shape[1] * KV_BLOCK)[None, None, None, :]
+    positions = (q_start[:, None] + jnp.arange(tokens)[None])[:, None, :, None]
+    if masking.alibi_slopes is not None:
+        slopes = jnp.asarray(masking.alibi_slopes, ACCUMULATOR)[None, :, None, None]
+        s = s + slopes * (keys - positions).astype(ACCUMULATOR)
+    own = keys < kv_length[:, None, None, None]
+    visible = own
+    if masking.causal:
+        visible = visible & (keys <= positions)
+    if masking.window is not None:
+        visible = visible & (keys > positions - masking.window)
+    s = jnp.where(visible, s, -jnp.inf)
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks.astype(ACCUMULATOR)[None, :, None, None], (*s.shape[:-1], 1))
+        p = jax.nn.softmax(jnp.concatenate([sink, s], axis=-1), axis=-1)[..., 1:]
+    else:
+        p = jax.nn.softmax(s, axis=-1)
+    p = jnp.where(visible, p, 0.0).astype(v.dtype).reshape(batch, kv_heads, -1, tokens, s.shape[-1])
+    v = jnp.where(own.swapaxes(-1, -2), v, jnp.zeros_like(v))
+    o = jnp.einsum("bhgts,bhsk->bthgk", p, v, precision="highest", preferred_element_type=ACCUMULATOR)
+    return o.reshape(batch, tokens, heads, -1).astype(q.dtype)
+
+
+def sample(
+    logits: Array,
+    seed: Array,
+    position: Array,
+    sample_index: Array,
+    temperature: Array,
+    top_k: Array,
+    top_p: Array,
+    min_p: Array,
+    *,
+    filtered: bool,
+) -> tuple[Array, Array]:
+    """See `detjax.ops.sample`."""
+    logits = logits.astype(ACCUMULATOR)
+    greedy = temperature == 0
+    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+    if filtered:
+        order = jnp.argsort(-scaled, axis=-1, stable=True)
+        ranked = jnp.take_along_axis(scaled, order, axis=-1)
+        rank = jnp.arange(logits.shape[-1])[None, :]
+        kept = rank < jnp.where(top_k > 0, top_k, logits.shape[-1])[:, None]
+        probability = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
+        before = jnp.cumsum(probability, axis=-1) - probability
+        kept = kept & ((before < top_p[:, None]) | (rank == 0)) & (probability >= min_p[:, None] * probability[:, :1])
+        kept = jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
+        scaled = jnp.where(kept, scaled, -jnp.inf)
+
+    def gumbel(seed: Array, position: Array, sample_index: Array) -> Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl=PRNG), position)
+        return jax.random.gumbel(jax.random.fold_in(key, sample_index), logits.shape[-1:], ACCUMULATOR)
+
+    noise = jax.vmap(gumbel)(seed, position, sample_index)
+    token = jnp.argmax(jnp.where(greedy[:, None], logits, scaled + noise), axis=-1).astype(jnp.int32)
+    logprob = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), token[:, None], axis=-1)[:, 0]
+    return token, logprob
+
+
+def top_logprobs(logits: Array, *, count: int) -> tuple[Array, Array]:
+    """See `detjax.ops.top_logprobs`."""
+    logprobs, tokens = jax.lax.top_k(jax.nn.log_softmax(logits.astype(ACCUMULATOR), axis=-1), count)
+    return tokens.astype(jnp.int32), logprobs

@@ -1,0 +1,693 @@
+"""Writes the tiny checkpoints of `tests/fixtures/`, each with what transformers computed from it.
+
+    pip install torch==2.13.0 transformers==5.23.0        (Python 3.11)
+    python tools/make_fixtures.py [--only NAME]
+
+detjax itself needs neither package: its tests read the files that this tool left behind. A fixture is a Hugging Face
+checkpoint with random weights, `reference.npz` and, where it has a tokenizer, `reference.json`:
+
+    tokens        int32 [T]        random
+    logits        float32 [T, V]   of `tokens`, in float32 from the stored weights
+    prompt        int32 [t]        a prefix of `tokens`
+    continuation  int32 [n]        the greedy one of `prompt`; no token of it ends a sequence
+
+A seed is taken when the fixture tests something: every setting in its `matters` moves the logits, the greedy choice is
+never close to a tie, and the continuation does not run in a small circle. On one kind of CPU, with the versions above,
+the files come out the same byte for byte.
+"""
+
+import argparse
+import copy
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+# Checkpoints and tokenizers are made here from nothing: nothing may come from a network or from a cache of one.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0"}
+INSTALL = f"pip install torch=={VERSIONS['torch']} transformers=={VERSIONS['transformers']} (Python 3.11)"
+
+try:
+    import numpy as np
+    import tokenizers
+    import torch
+    import transformers
+except ImportError as error:
+    sys.exit(f"make_fixtures: {error.name} is not installed for {sys.executable}; needed: {INSTALL}")
+
+# Some settings are odd on purpose, and transformers warns of that on every load.
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
+MAX_TOTAL_BYTES = 8_000_000
+
+# 128 positions are one block of detjax's attention: the sequence and the continuation both have to cross its end.
+TOKENS = 163
+PROMPT = 109
+CONTINUATION = 40
+
+MIN_GREEDY_GAP = 2e-3
+MIN_EFFECT = 1e-2
+MIN_LOGITS_STD = 1.0
+MIN_DISTINCT = 20
+MAX_FLOAT64_DIFFERENCE = 1e-4
+MAX_RELOAD_DIFFERENCE = 2e-5
+MAX_SEED = 2000
+
+Config = transformers.PreTrainedConfig
+Weights = dict[str, torch.Tensor]
+# Takes one setting out of a copy of a model, in place.
+Removal = Callable[[Config, Weights], None]
+
+
+class Unfit(Exception):
+    """Raised when a seed gives a fixture that would test too little; the next seed is tried."""
+
+
+# --- what is taken out to see that it matters ------------------------------------------------------------------------
+
+
+def no_rope_scaling(config: Config, weights: Weights) -> None:
+    config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
+
+
+def no_yarn_attention_factor(config: Config, weights: Weights) -> None:
+    config.rope_parameters = {**config.rope_parameters, "attention_factor": 1.0}
+
+
+def yarn_factor_from_max_position(config: Config, weights: Weights) -> None:
+    ratio = config.max_position_embeddings / config.rope_parameters["original_max_position_embeddings"]
+    config.rope_parameters = {**config.rope_parameters, "factor": ratio}
+
+
+def rope_theta_10000(config: Config, weights: Weights) -> None:
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": 10000.0}
+
+
+def no_sliding_window(config: Config, weights: Weights) -> None:
+    config.sliding_window = None
+    if hasattr(config, "layer_types"):
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+
+
+def sliding_window_one_longer(config: Config, weights: Weights) -> None:
+    config.sliding_window += 1
+
+
+def sliding_window_everywhere(config: Config, weights: Weights) -> None:
+    config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+
+
+def rms_norm_eps_1e6(config: Config, weights: Weights) -> None:
+    config.rms_norm_eps = 1e-6
+
+
+def no_attention_biases(config: Config, weights: Weights) -> None:
+    for name, weight in weights.items():
+        if "self_attn" in name and name.endswith(".bias"):
+            weight.zero_()
+
+
+def no_mlp_biases(config: Config, weights: Weights) -> None:
+    for name, weight in weights.items():
+        if "mlp" in name and name.endswith(".bias"):
+            weight.zero_()
+
+
+def unit_qk_norms(config: Config, weights: Weights) -> None:
+    for name, weight in weights.items():
+        if "q_norm" in name or "k_norm" in name:
+            weight.fill_(1.0)
+
+
+# --- the fixtures ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fixture:
+    """One checkpoint: its configuration, how it is stored, and what has to matter in it."""
+
+    name: str
+    about: str
+    config: Config
+    stored: torch.dtype
+    matters: tuple[Removal, ...]
+    embedding_std: float
+    shard_size: str | None = None
+    chat: bool = False
+    transformers_4_config: bool = False
+
+
+ALL = (
+    Fixture(
+        name="qwen3",
+        about="GQA 7:1 with 2 KV heads, head_dim 80 (not hidden_size / heads), hidden_size 72, q/k norms, tied "
+        "embeddings, vocabulary 515 of which the tokenizer names 512; tokenizer, chat template and generation config",
+        config=transformers.Qwen3Config(
+            vocab_size=515,
+            hidden_size=72,
+            intermediate_size=104,
+            num_hidden_layers=2,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            head_dim=80,
+            max_position_embeddings=512,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+            tie_word_embeddings=True,
+        ),
+        stored=torch.bfloat16,
+        matters=(unit_qk_norms, rope_theta_10000),
+        embedding_std=0.25,
+        chat=True,
+    ),
+    Fixture(
+        name="qwen3-yarn",
+        about="YaRN: factor 4 (max_position_embeddings / original_max_position_embeddings is 8 and must not be taken "
+        "for it), no attention_factor given; untied; in shards with an index",
+        config=transformers.Qwen3Config(
+            vocab_size=521,
+            hidden_size=64,
+            intermediate_size=120,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=256,
+            rms_norm_eps=1e-6,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=1,
+        ),
+        stored=torch.bfloat16,
+        matters=(no_rope_scaling, no_yarn_attention_factor, yarn_factor_from_max_position, unit_qk_norms),
+        embedding_std=0.25,
+        shard_size="150KB",
+    ),
+    Fixture(
+        name="qwen2",
+        about="biases on q, k and v; GQA 7:1 with 1 KV head of head_dim 8; sliding window 48 on the last 2 of 3 "
+        "layers; tied embeddings",
+        config=transformers.Qwen2Config(
+            vocab_size=512,
+            hidden_size=56,
+            intermediate_size=136,
+            num_hidden_layers=3,
+            num_attention_heads=7,
+            num_key_value_heads=1,
+            max_position_embeddings=512,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            use_sliding_window=True,
+            sliding_window=48,
+            max_window_layers=1,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=1,
+        ),
+        stored=torch.bfloat16,
+        matters=(no_attention_biases, no_sliding_window, sliding_window_one_longer, sliding_window_everywhere),
+        embedding_std=0.25,
+    ),
+    Fixture(
+        name="llama3",
+        about="llama3 rope scaling with original_max_position_embeddings 32, rope_theta 500000, head_dim 96, GQA 3:1, "
+        "hidden_size 72, vocabulary 509, rms_norm_eps 1e-5, untied",
+        config=transformers.LlamaConfig(
+            vocab_size=509,
+            hidden_size=72,
+            intermediate_size=112,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=96,
+            max_position_embeddings=256,
+            rms_norm_eps=1e-5,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=[1, 2],
+        ),
+        stored=torch.bfloat16,
+        matters=(no_rope_scaling, rope_theta_10000, rms_norm_eps_1e6),
+        # Small, so that a wrong rms_norm_eps shows: the first norm sees a mean square of 1e-3.
+        embedding_std=0.03,
+    ),
+    Fixture(
+        name="llama-linear",
+        about="linear rope scaling, as many KV heads as heads, biases in attention and MLP; config.json in the form of "
+        'transformers 4 (rope_theta, rope_scaling with "type", torch_dtype; head_dim absent); no generation config',
+        config=transformers.LlamaConfig(
+            vocab_size=500,
+            hidden_size=96,
+            intermediate_size=88,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=256,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=False,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        stored=torch.float16,
+        matters=(no_rope_scaling, no_attention_biases, no_mlp_biases),
+        embedding_std=0.25,
+        transformers_4_config=True,
+    ),
+    Fixture(
+        name="mistral",
+        about="sliding window 40 on every layer, 6 heads on 1 KV head, head_dim 80 (not hidden_size / heads), "
+        "vocabulary 517, rms_norm_eps 1e-5, untied",
+        config=transformers.MistralConfig(
+            vocab_size=517,
+            hidden_size=88,
+            intermediate_size=104,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            num_key_value_heads=1,
+            head_dim=80,
+            max_position_embeddings=512,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            sliding_window=40,
+            tie_word_embeddings=False,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        stored=torch.float32,
+        matters=(no_sliding_window, sliding_window_one_longer, rms_norm_eps_1e6),
+        embedding_std=0.03,
+    ),
+)
+
+
+# --- weights and what they give --------------------------------------------------------------------------------------
+
+
+def network(config: Config, weights: Weights | None = None) -> transformers.PreTrainedModel:
+    """Returns the network of `config` in float32 with eager attention, holding copies of `weights` where given."""
+    config = copy.deepcopy(config)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model.eval()
+
+
+def fill(model: transformers.PreTrainedModel, fixture: Fixture, generator: torch.Generator) -> None:
+    """Draws every parameter of `model`, rounded to the dtype in which it will be stored.
+
+    Matrices scale with 1 / sqrt(inputs), so that a sublayer adds about as much as the residual stream holds; queries
+    and keys get more, so that attention is far from uniform, and so does the output head, so that logits spread.
+    """
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            value = 1.5 + 0.3 * noise
+        elif name.endswith("norm.weight"):
+            value = 1.0 + 0.25 * noise
+        elif name.endswith(".bias"):
+            value = 0.4 * noise
+        elif name.endswith("embed_tokens.weight"):
+            value = fixture.embedding_std * noise
+        else:
+            gain = 1.8 if name.endswith(("q_proj.weight", "k_proj.weight", "lm_head.weight")) else 1.3
+            value = gain / math.sqrt(parameter.shape[1]) * noise
+        parameter.copy_(value.to(fixture.stored))
+
+
+def logits_of(model: transformers.PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns the logits [T, V] of `tokens` [T] in one pass without a cache."""
+    return model(tokens[None], use_cache=False).logits[0]
+
+
+def greedy(model: transformers.PreTrainedModel, prompt: torch.Tensor) -> torch.Tensor:
+    """Returns the `CONTINUATION` tokens that greedy decoding appends to `prompt`; none of them stops it."""
+    model.generation_config = transformers.GenerationConfig(
+        do_sample=False, max_new_tokens=CONTINUATION, eos_token_id=None, pad_token_id=0
+    )
+    output = model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None])
+    return output[0, prompt.shape[0] :]
+
+
+def draw(fixture: Fixture, seed: int, ends: set[int]) -> tuple[transformers.PreTrainedModel, dict[str, np.ndarray]]:
+    """Returns the model of `seed` in float32 and its reference arrays.
+
+    Raises:
+        Unfit: a setting that has to matter does not, the logits are flat, a greedy choice is close to a tie, or the
+            continuation repeats itself or holds a token of `ends`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    model = network(fixture.config)
+    fill(model, fixture, generator)
+    tokens = torch.randint(0, fixture.config.vocab_size, (TOKENS,), generator=generator)
+    prompt = tokens[:PROMPT]
+
+    logits = logits_of(model, tokens)
+    if (spread := logits.std(dim=-1).min().item()) < MIN_LOGITS_STD:
+        raise Unfit(f"the logits of one position have a standard deviation of {spread:.2f}")
+    for remove in fixture.matters:
+        config, weights = copy.deepcopy(model.config), copy.deepcopy(model.state_dict())
+        remove(config, weights)
+        effect = (logits_of(network(config, weights), tokens) - logits).abs().max().item()
+        if effect < MIN_EFFECT:
+            raise Unfit(f"{remove.__name__} moves the logits by {effect:.1e} at most")
+
+    continuation = greedy(model, prompt)
+    if (distinct := len(set(continuation.tolist()))) < MIN_DISTINCT:
+        raise Unfit(f"the continuation has {distinct} distinct tokens")
+    if ends & set(continuation.tolist()):
+        raise Unfit("the continuation holds a token that ends a sequence")
+    best = logits_of(model, torch.cat([prompt, continuation]))[PROMPT - 1 : -1].topk(2, dim=-1)
+    if (gap := (best.values[:, 0] - best.values[:, 1]).min().item()) <= MIN_GREEDY_GAP:
+        raise Unfit(f"the best two logits of one step are {gap:.1e} apart")
+    if not torch.equal(best.indices[:, 0], continuation):
+        raise Unfit("decoding with a cache and one pass over the whole sequence choose different tokens")
+
+    return model, {
+        "tokens": tokens.numpy().astype(np.int32),
+        "logits": logits.numpy(),
+        "prompt": prompt.numpy().astype(np.int32),
+        "continuation": continuation.numpy().astype(np.int32),
+    }
+
+
+# --- the tokenizer of the chat fixture -------------------------------------------------------------------------------
+
+TRAINING_TEXT = """\
+Adding three numbers in another order may give another sum. A computer that adds many numbers at once has to choose an \
+order, and it often chooses by looking at how many rows there are. Then the answer to one question depends on who else \
+was asking. It need not be so: fix the order of every sum, and let the work be shared out as it likes. The same \
+question, asked alone or among a thousand others, today or next year, gets the same answer, bit for bit.
+Don't take it on trust; we've measured it, and you'll see 0.1 + 0.2 == 0.30000000000000004 whichever way you look. \
+There are 128 tokens in a block, 16 rows in a tile, 2 rounds, 1 result.
+
+def total(values):
+    result = 0.0
+    for value in values:
+        result = result + value
+    return result
+
+Die Reihenfolge der Summanden ändert das Ergebnis. L'ordre des opérations change le résultat. El orden de los sumandos \
+sí importa. Порядок сложения меняет сумму. 足し算の順序で答えが変わる。 顺序不同结果不同。 🙂🚀
+"""
+
+CHAT_TEMPLATE = """\
+{% if messages[0].role != 'system' %}
+    {{- '<|im_start|>system\\nYou answer the same way every time.<|im_end|>\\n' }}
+{%- endif %}
+{% for message in messages %}
+    {% if message.role not in ['system', 'user', 'assistant'] %}
+        {{- raise_exception('unknown role: ' + message.role) }}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+CHATS = (
+    [
+        {"role": "system", "content": "You add numbers, and you say in which order."},
+        {"role": "user", "content": "  What is 0.1 + 0.2?\n"},
+        {"role": "assistant", "content": "0.30000000000000004.\n\nIt isn't 0.3, naïve as that may sound 🙂"},
+        {"role": "user", "content": "Und in anderer Reihenfolge?\n\n  def f(x):\n\treturn x"},
+    ],
+    [{"role": "user", "content": "The same question?"}],
+)
+
+PLAIN_TEXTS = (
+    "",
+    " ",
+    "    ",
+    "\n\n\n",
+    " leading and trailing ",
+    "two  spaces,   three\tand a tab\r\n",
+    "Don't, we've, YOU'LL, it's",
+    "1234567890 3.14159 1e-05",
+    "naïve café, composed; nai\u0308ve cafe\u0301, not",
+    "Порядок, 順序が違う, 결과, نتيجة",
+    "🙂🚀👩‍👩‍👧‍👦🇺🇳",
+    "x\u00a0y\u200bz\ufeff",
+    "def total(values):\n    return sum(values)  # 0.0",
+    "<|im_start|>user\nhello<|im_end|>\n",
+    "a<|im_end|>b <|endoftext|> <|im_start| >",
+)
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# Fewer than the network has, as is usual: its last ids have no text.
+TOKENIZER_SIZE = 512
+SPECIAL_IDS = set(range(TOKENIZER_SIZE - len(SPECIAL_TOKENS), TOKENIZER_SIZE))
+
+
+def chat_tokenizer() -> transformers.PreTrainedTokenizerBase:
+    """Returns a byte-level BPE tokenizer of `TOKENIZER_SIZE` tokens, the special ones last, trained on `TRAINING_TEXT`.
+
+    Raises:
+        RuntimeError: `TRAINING_TEXT` is too short for so many tokens.
+    """
+    # The empty one brings the normalizer and the way of cutting text that the checkpoints of this family use.
+    blank = transformers.Qwen2Tokenizer().backend_tokenizer
+    blank.train_from_iterator(
+        [TRAINING_TEXT],
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=TOKENIZER_SIZE - len(SPECIAL_TOKENS),
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    model = json.loads(blank.to_str())["model"]
+    tokenizer = transformers.Qwen2Tokenizer(
+        vocab=model["vocab"],
+        merges=[tuple(merge) for merge in model["merges"]],
+        unk_token=None,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        extra_special_tokens=list(SPECIAL_TOKENS),
+        model_max_length=512,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    if len(tokenizer) != TOKENIZER_SIZE or set(tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS)) != SPECIAL_IDS:
+        raise RuntimeError(f"the tokenizer has {len(tokenizer)} tokens, not {TOKENIZER_SIZE}: lengthen TRAINING_TEXT")
+    return tokenizer
+
+
+def chat_reference(tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str, object]:
+    """Returns conversations with their text and ids, and plain strings with their ids and what these decode to."""
+    chats = []
+    for messages in CHATS:
+        arguments = {"conversation": messages, "add_generation_prompt": True}
+        text = tokenizer.apply_chat_template(**arguments, tokenize=False)
+        ids = tokenizer.apply_chat_template(**arguments, tokenize=True, return_dict=False)
+        chats.append({"messages": messages, "add_generation_prompt": True, "text": text, "ids": ids})
+    plain = []
+    for text in PLAIN_TEXTS:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        plain.append({"text": text, "ids": ids, "decoded": tokenizer.decode(ids)})
+    return {"chats": chats, "plain": plain}
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def rewrite_config(path: Path, fixture: Fixture) -> None:
+    """Takes out of config.json what says how it was made, and gives it transformers 4's form where asked."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("_name_or_path", None)
+    if fixture.transformers_4_config:
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+        config["torch_dtype"] = config.pop("dtype")
+        del config["head_dim"], config["transformers_version"]
+    write_json(path, config)
+
+
+def save(fixture: Fixture, model: transformers.PreTrainedModel, arrays: dict[str, np.ndarray], folder: Path) -> None:
+    """Writes the checkpoint and its reference files into `folder`."""
+    if fixture.chat:
+        tokenizer = chat_tokenizer()
+        tokenizer.save_pretrained(folder)
+        write_json(folder / "reference.json", chat_reference(tokenizer))
+        end, im_end = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+        model.config.eos_token_id = im_end
+        model.generation_config = transformers.GenerationConfig(
+            do_sample=True,
+            temperature=0.6,
+            top_p=0.95,
+            top_k=20,
+            pad_token_id=end,
+            eos_token_id=[im_end, end],
+        )
+    else:
+        model.generation_config = transformers.GenerationConfig.from_model_config(model.config)
+    model.to(fixture.stored).save_pretrained(folder, max_shard_size=fixture.shard_size or "1GB")
+    if fixture.transformers_4_config:
+        (folder / "generation_config.json").unlink()
+    rewrite_config(folder / "config.json", fixture)
+    np.savez(folder / "reference.npz", **arrays)
+
+
+def verify(fixture: Fixture, folder: Path) -> str:
+    """Returns how far a freshly loaded checkpoint is from its reference, in words.
+
+    Raises:
+        RuntimeError: the files do not give the reference, are not stored as they should be, or name where they were
+            made.
+    """
+    with np.load(folder / "reference.npz") as file:
+        arrays = dict(file)
+    tokens, logits = torch.from_numpy(arrays["tokens"]).long(), torch.from_numpy(arrays["logits"])
+    differences = {}
+    for dtype in (torch.float32, torch.float64):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager", local_files_only=True
+        )
+        differences[dtype] = (logits_of(model, tokens) - logits).abs().max().item()
+        if dtype == torch.float32:
+            continuation = greedy(model, torch.from_numpy(arrays["prompt"]).long())
+            if continuation.tolist() != arrays["continuation"].tolist():
+                raise RuntimeError(f"{fixture.name}: the stored checkpoint continues the prompt differently")
+    reloaded, exact = differences[torch.float32], differences[torch.float64]
+    if reloaded > MAX_RELOAD_DIFFERENCE:
+        raise RuntimeError(f"{fixture.name}: the stored checkpoint's logits are off by {reloaded:.1e}")
+    if exact > MAX_FLOAT64_DIFFERENCE:
+        raise RuntimeError(f"{fixture.name}: float64 moves the logits by {exact:.1e}")
+
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if stored.get("dtype", stored.get("torch_dtype")) != stored_name(fixture):
+        raise RuntimeError(f"{fixture.name}: config.json does not say that weights are stored as {fixture.stored}")
+    shards = len(list(folder.glob("model-*.safetensors")))
+    if (shards < 3) if fixture.shard_size else (shards > 0):
+        raise RuntimeError(f"{fixture.name}: {shards} shards; wanted: at least 3 with a shard_size, none without")
+    for path in folder.iterdir():
+        text = path.read_text(encoding="utf-8") if path.suffix in (".json", ".jinja") else ""
+        for place in (str(Path.home()), tempfile.gettempdir(), str(FIXTURES)):
+            if len(place) > 1 and place in text:
+                raise RuntimeError(f"{fixture.name}: {path.name} holds the machine's path {place}")
+    return f"reloaded: {reloaded:.1e} off, float64: {exact:.1e} off"
+
+
+def make(fixture: Fixture) -> None:
+    """Writes one fixture in place of what stood there, and only once it has been verified."""
+    ends = fixture.config.eos_token_id
+    ends = SPECIAL_IDS if fixture.chat else set(ends if isinstance(ends, list) else [ends])
+    for seed in range(MAX_SEED):
+        try:
+            model, arrays = draw(fixture, seed, ends)
+            break
+        except Unfit as why:
+            print(f"{fixture.name}: seed {seed}: {why}", file=sys.stderr)
+    else:
+        raise RuntimeError(f"{fixture.name}: no seed below {MAX_SEED} is fit; loosen the configuration or the scales")
+
+    target = FIXTURES / fixture.name
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / fixture.name
+        folder.mkdir()
+        save(fixture, model, arrays, folder)
+        result = verify(fixture, folder)
+        shutil.rmtree(target, ignore_errors=True)
+        # Contents without modes: safetensors writes files that only their owner may read.
+        shutil.copytree(folder, target, copy_function=shutil.copyfile)
+    print(f"{fixture.name}: seed {seed}, {result}, {size_of(target):,} bytes")
+
+
+def stored_name(fixture: Fixture) -> str:
+    return str(fixture.stored).removeprefix("torch.")
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+README = """\
+# Fixtures
+
+Tiny checkpoints with random weights, each with what Hugging Face transformers computed from it on a CPU, in float32
+from the stored weights, with eager attention: `logits` of `tokens`, and the greedy `continuation` of `prompt`, in
+`reference.npz`. The same networks in float64 differ from `logits` by {float64:.0e} at most; the best two logits are
+more than {gap:.0e} apart at every step of a continuation, which crosses position 128 and holds no token that ends a
+sequence. `qwen3/reference.json` holds conversations and plain strings with the text and the ids that its tokenizer
+gave. A sliding window of n means that a token sees itself and the n - 1 tokens before it.
+
+Made by `python tools/make_fixtures.py` (Python 3.11, torch {torch}, transformers {transformers}); do not edit by hand.
+
+| fixture | stored as | bytes | what is awkward about it |
+|---|---|---|---|
+{rows}
+
+{total:,} bytes in all, this file not counted.
+"""
+
+
+def write_readme() -> None:
+    made = [fixture for fixture in ALL if (FIXTURES / fixture.name).is_dir()]
+    sizes = {fixture.name: size_of(FIXTURES / fixture.name) for fixture in made}
+    rows = [
+        f"| `{fixture.name}` | {stored_name(fixture)} | {sizes[fixture.name]:,} | {fixture.about} |" for fixture in made
+    ]
+    text = README.format(
+        float64=MAX_FLOAT64_DIFFERENCE,
+        gap=MIN_GREEDY_GAP,
+        rows="\n".join(rows),
+        total=sum(sizes.values()),
+        **VERSIONS,
+    )
+    (FIXTURES / "README.md").write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Writes the tiny checkpoints of tests/fixtures/.")
+    parser.add_argument("--only", metavar="NAME", choices=[fixture.name for fixture in ALL], help="make this one alone")
+    only = parser.parse_args().only
+
+    for package, wanted in VERSIONS.items():
+        found = sys.modules[package].__version__.split("+")[0]
+        if found != wanted:
+            sys.exit(f"make_fixtures: {package} is {found}; the fixtures are made with {wanted}: {INSTALL}")
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.set_grad_enabled(False)
+
+    FIXTURES.mkdir(parents=True, exist_ok=True)
+    for fixture in ALL:
+        if only in (None, fixture.name):
+            make(fixture)
+    write_readme()
+    if (total := size_of(FIXTURES)) > MAX_TOTAL_BYTES:
+        sys.exit(f"make_fixtures: tests/fixtures/ has {total:,} bytes; allowed: {MAX_TOTAL_BYTES:,}; shrink a fixture")
+
+
+if __name__ == "__main__":
+    main()
