@@ -47,7 +47,7 @@ WEIGHT_GRADIENT_TOKENS: Final = 16
 # --- rows: rms_norm, softmax, log_softmax, logsumexp ------------------------------------------------------------------
 
 LANES: Final = 128
-"""Row sums: lane `j` adds elements `j, j + LANES, ...` in ascending order, then the lanes are added in one fixed tree."""
+"""Row sums: lane `j` adds elements `j, j + LANES, ...` in ascending order, then the lanes add in one fixed tree."""
 
 SOFTMAX_BLOCK: Final = 4096
 """Softmax cuts its axis at multiples of this. Each block has its own maximum and sum; blocks merge left to right."""

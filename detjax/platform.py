@@ -44,6 +44,8 @@ PINNED_OPTIONS: Final[Mapping[str, Mapping[str, bool | int]]] = {
     },
     "tpu": {
         "xla_allow_excess_precision": False,
+        # Named by libtpu 0.0.48, which takes it; its name says that sums may be reordered.
+        "xla_jf_accumulation_reassociation": False,
     },
 }
 """Per platform, what every program is compiled with. Options of a program beat environment variables."""
@@ -99,11 +101,11 @@ def _checked(name: str, source: str) -> str:
 def device_name() -> str:
     """The default device as errors name it, as in "cuda:0 (NVIDIA H200)"."""
     device = jax.devices()[0]
-    return f"{device.platform}:{device.id} ({_device_kind(device)})"
+    return f"{device.platform}:{device.id} ({_device_kind()})"
 
 
 def compiler_options(device_platform: str | None = None) -> dict[str, bool | int]:
-    """The options that a program on `device_platform` ("cpu", "gpu", "tpu"; default: this process's) is compiled with."""
+    """The options that programs are compiled with on "cpu", "gpu" or "tpu"; default: on this process's device."""
     name = device_platform or jax.default_backend()
     if name not in PINNED_OPTIONS:
         raise ValueError(f"compiler_options: platform {name!r} is unknown; accepted: {', '.join(PINNED_OPTIONS)}")
@@ -160,8 +162,8 @@ def jit[**P, R](**jit_arguments: Any) -> Callable[[Callable[P, R]], Callable[P, 
 def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
     """`jax.jit(fn)` with the pinned compiler options: how every program under contract is compiled.
 
-    Takes `jax.jit`'s own keyword arguments. Called inside another program's trace it becomes part of that program, whose
-    options then hold. The environment is checked at every call.
+    Takes `jax.jit`'s own keyword arguments. Called inside another program's trace it becomes part of that program,
+    whose options then hold. The environment is checked at every call.
 
     Raises:
         EnvironmentContradiction: see `check_environment`; when called.
@@ -235,7 +237,7 @@ def fingerprint() -> Fingerprint:
         contract_version=CONTRACT_VERSION,
         detjax=importlib.metadata.version("detjax"),
         backend=backend(),
-        device_kind=_device_kind(device),
+        device_kind=_device_kind(),
         driver=_driver(device.platform),
         jax=jax.__version__,
         jaxlib=importlib.metadata.version("jaxlib"),
@@ -246,8 +248,9 @@ def fingerprint() -> Fingerprint:
 
 
 @functools.cache
-def _device_kind(device: jax.Device) -> str:
+def _device_kind() -> str:
     """XLA's CPU compiler emits code for the processor it finds, so "cpu" alone would not tell two machines apart."""
+    device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
     model = host.processor() or host.machine()

@@ -17,9 +17,8 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
         differs = _bits(a) != _bits(e)
         if differs.any():
             first = tuple(int(i) for i in np.argwhere(differs)[0])
-            raise AssertionError(
-                f"{name}: {differs.sum()} of {differs.size} elements differ, first at {first}: {a[first]!r} is not {e[first]!r}"
-            )
+            count = f"{differs.sum()} of {differs.size} elements differ"
+            raise AssertionError(f"{name}: {count}, first at {first}: {a[first]!r} is not {e[first]!r}")
 
 
 def same_bits(a: Any, b: Any) -> bool:

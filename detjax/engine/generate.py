@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
+from rich.console import Console
 from rich.progress import Progress
 
 from detjax import ops, platform
@@ -75,7 +76,9 @@ def generate(
     sampling = SamplingParams() if sampling is None else sampling
     per_prompt = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
     if len(per_prompt) != len(prompts):
-        raise ValueError(f"generate: {len(prompts)} prompts and {len(per_prompt)} sampling parameters; accepted: as many")
+        raise ValueError(
+            f"generate: {len(prompts)} prompts and {len(per_prompt)} sampling parameters; accepted: one, or as many"
+        )
     encoded = [
         _encoded(model, index, prompt, params, tokenizer)
         for index, (prompt, params) in enumerate(zip(prompts, per_prompt, strict=True))
@@ -168,7 +171,7 @@ def _run(model: Decoder, samples: list[_Sample], prefill_chunk: int, progress: b
     longest = max(len(sample.prompt) for sample in samples)
     chunk = min(prefill_chunk, _power_of_two(longest))
     steps = -(-longest // chunk) + max(sample.params.max_tokens for sample in samples) - 1
-    with Progress(disable=not progress) as bars:
+    with Progress(console=Console(stderr=True), disable=not progress) as bars:
         bar = bars.add_task(f"generating {len(samples)} samples", total=steps)
         for start in range(0, longest, chunk):
             pieces = [sample.prompt[start : start + chunk] for sample in samples]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, Self
 
 from detjax.contract import INPUT_DTYPES, Activation
-from detjax.models.json_object import CheckpointError, JsonObject
+from detjax.models.json_object import JsonObject
 from detjax.ops.rope import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
 
 
@@ -110,24 +110,18 @@ class DecoderConfig:
                 raise file.error(key, f"{json.dumps(neutral)}, null; anything else is not supported")
 
         hidden_size, heads = file.integer("hidden_size"), file.integer("num_attention_heads")
-        kv_heads = file.optional_integer("num_key_value_heads", heads)
-        if "num_key_value_heads" not in raw:
-            kv_heads = architecture.kv_heads
-        kv_heads = kv_heads or heads
+        # Left out and null are two things here: transformers' default, and as many as heads.
+        missing_kv_heads = heads if "num_key_value_heads" in raw else architecture.kv_heads
+        kv_heads = file.integer("num_key_value_heads", missing_kv_heads or heads)
         if heads % kv_heads:
             raise file.error("num_key_value_heads", f"a divisor of num_attention_heads, which is {heads}")
-        head_dim = file.optional_integer("head_dim", architecture.head_dim)
-        if head_dim is None:
-            if hidden_size % heads:
-                raise file.error("head_dim", f"an integer, as hidden_size {hidden_size} is not a multiple of {heads} heads")
-            head_dim = hidden_size // heads
+        if hidden_size % heads and architecture.head_dim is None and raw.get("head_dim") is None:
+            raise file.error("head_dim", f"an integer, as hidden_size {hidden_size} is not a multiple of {heads} heads")
+        head_dim = file.integer("head_dim", architecture.head_dim or hidden_size // heads)
         if head_dim % 2:
-            raise file.error("head_dim", f"an even number, which hidden_size / num_attention_heads = {head_dim} is not")
-
+            raise file.error("head_dim", f"an even number; {head_dim} (hidden_size / num_attention_heads) is not")
         layers = file.integer("num_hidden_layers")
-        max_positions = file.optional_integer("max_position_embeddings", architecture.max_positions)
-        norm_eps = file.optional_number("rms_norm_eps", 1e-6)
-        assert max_positions is not None and norm_eps is not None
+        max_positions = file.integer("max_position_embeddings", architecture.max_positions)
         attention_bias = architecture.attention_bias == "option" and file.boolean("attention_bias", False)
         return cls(
             architecture=name,
@@ -139,7 +133,7 @@ class DecoderConfig:
             kv_heads=kv_heads,
             head_dim=head_dim,
             activation=_ACTIVATIONS[file.choice("hidden_act", "silu", tuple(_ACTIVATIONS))],
-            norm_eps=norm_eps,
+            norm_eps=file.number("rms_norm_eps", 1e-6),
             rope=_rope(file, head_dim, max_positions),
             windows=_windows(file, architecture, layers),
             qk_norm=architecture.qk_norm,
@@ -242,13 +236,13 @@ class GenerationDefaults:
             raise file.error("eos_token_id", "an integer >= 0, a list of such, null")
         return cls(
             eos_token_ids=tuple(dict.fromkeys(eos)),
-            bos_token_id=file.optional_integer("bos_token_id", None, minimum=0),
-            pad_token_id=file.optional_integer("pad_token_id", None, minimum=0),
+            bos_token_id=file.optional_integer("bos_token_id", minimum=0),
+            pad_token_id=file.optional_integer("pad_token_id", minimum=0),
             do_sample=file.boolean("do_sample", False),
-            temperature=file.optional_number("temperature", None, zero=True),
-            top_k=file.optional_integer("top_k", None, minimum=0),
-            top_p=file.optional_number("top_p", None, zero=True, maximum=1.0),
-            min_p=file.optional_number("min_p", None, zero=True, maximum=1.0),
+            temperature=file.optional_number("temperature", minimum=0.0, accepted="a finite number >= 0"),
+            top_k=file.optional_integer("top_k", minimum=0),
+            top_p=file.optional_number("top_p", minimum=0.0, maximum=1.0, accepted="a number from 0 to 1"),
+            min_p=file.optional_number("min_p", minimum=0.0, maximum=1.0, accepted="a number from 0 to 1"),
             unread=json.dumps(file.unread(), sort_keys=True),
         )
 
@@ -285,17 +279,85 @@ def _architecture(file: JsonObject) -> tuple[str, _Architecture]:
 
 
 def _rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmbedding:
-    """Transformers 5 says it in `rope_parameters`, transformers 4 in `rope_scaling`; a file may hold both."""
-    theta = file.optional_number("rope_theta", 10000.0)
-    assert theta is not None
-    found = {}
+    """Transformers 5 writes `rope_parameters`, transformers 4 `rope_scaling`; a file may hold both."""
+    theta = file.number("rope_theta", 10000.0)
+    found = []
     for key in ("rope_parameters", "rope_scaling"):
-        if (parameters := file.object(key)) is not None:
-            scaling = _rope_scaling(parameters, file.optional_integer("original_max_position_embeddings", max_positions))
-            found[key] = RotaryEmbedding(head_dim, parameters.optional_number("rope_theta", theta) or theta, scaling)
-            if unread := parameters.unread():
-                key = next(iter(unread))
-                raise parameters.error(key, "keys that this rope_type has; remove it if it is without effect")
-    if len(set(found.values())) == 2:
-        raise file.error("rope_scaling", "the same as rope_parameters says, or no such key")
-    return next(iter(found.values()), RotaryEmbedding(head_dim, theta))
+        parameters = file.object(key)
+        if parameters is not None:
+            own_theta = parameters.number("rope_theta", theta)
+            found.append(RotaryEmbedding(head_dim, own_theta, _rope_scaling(file, parameters, max_positions)))
+            for unread in parameters.unread():
+                raise parameters.error(unread, "no such key with this rope_type; remove it if it has no effect")
+    if len(set(found)) == 2:
+        raise file.error("rope_scaling", "what rope_parameters says; remove the one that is wrong")
+    return found[0] if found else RotaryEmbedding(head_dim, theta)
+
+
+def _rope_scaling(
+    file: JsonObject, parameters: JsonObject, max_positions: int
+) -> LinearScaling | Llama3Scaling | YarnScaling | None:
+    accepted = ("default", "linear", "llama3", "yarn")
+    rope_type = parameters.choice("rope_type", parameters.choice("type", "default", accepted), accepted)
+    if parameters.optional_number("partial_rotary_factor", minimum=0.0, accepted="1.0") not in (None, 1.0):
+        raise parameters.error("partial_rotary_factor", "1.0")
+    if rope_type == "default":
+        return None
+    factor = parameters.number("factor")
+    if rope_type == "linear":
+        return LinearScaling(factor)
+
+    # In transformers 5 the one beside the parameters has precedence.
+    original = parameters.integer("original_max_position_embeddings", max_positions)
+    original = file.integer("original_max_position_embeddings", original)
+    if rope_type == "llama3":
+        low, high = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
+        if high <= low:
+            raise parameters.error("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
+        return Llama3Scaling(factor, low, high, original)
+    beta_fast, beta_slow = parameters.number("beta_fast", 32.0), parameters.number("beta_slow", 1.0)
+    if beta_fast < beta_slow:
+        raise parameters.error("beta_fast", f"at least beta_slow, which is {beta_slow:g}")
+    optional = {
+        key: parameters.optional_number(key, minimum=0.0, accepted="a finite number >= 0")
+        for key in ("attention_factor", "mscale", "mscale_all_dim")
+    }
+    # The factor is the one stated; transformers 4 took max_position_embeddings / original_max_position_embeddings.
+    truncate = parameters.boolean("truncate", True)
+    return YarnScaling(factor, original, beta_fast, beta_slow, truncate=truncate, **optional)
+
+
+def _rope_to_hugging_face(rope: RotaryEmbedding) -> dict[str, Any]:
+    rope_type = {LinearScaling: "linear", Llama3Scaling: "llama3", YarnScaling: "yarn"}.get(
+        type(rope.scaling), "default"
+    )
+    fields = dataclasses.fields(rope.scaling) if rope.scaling is not None else ()
+    stated = {field.name: getattr(rope.scaling, field.name) for field in fields}
+    stated = {field.name: stated[field.name] for field in fields if stated[field.name] != field.default}
+    return {
+        "rope_parameters": {"rope_type": rope_type, "rope_theta": rope.theta, **stated},
+        "rope_theta": rope.theta,
+        "rope_scaling": {"rope_type": rope_type, **stated} if stated else None,
+    }
+
+
+def _windows(file: JsonObject, architecture: _Architecture, layers: int) -> tuple[int | None, ...]:
+    window, first = None, 0
+    if architecture.windows == "every layer" or (
+        architecture.windows == "some layers" and file.boolean("use_sliding_window", False)
+    ):
+        window = file.optional_integer("sliding_window", minimum=1) if "sliding_window" in file.raw else 4096
+    if architecture.windows == "some layers":
+        first = file.integer("max_window_layers", 28, minimum=0)
+    types = [_SLIDING if window is not None and i >= first else _FULL for i in range(layers)]
+
+    named = file.get("layer_types")
+    if named is not None and named != types:
+        if not isinstance(named, list) or len(named) != layers or any(name not in (_FULL, _SLIDING) for name in named):
+            raise file.error("layer_types", f"a list with {_FULL} or {_SLIDING} for each of {layers} layers")
+        if architecture.windows != "some layers":
+            raise file.error("layer_types", f"{types[0]} for every layer, as {architecture.model_type} has it here")
+        if window is None:
+            raise file.error("layer_types", f"{_FULL} for every layer, as there is no sliding window")
+        types = named
+    return tuple(window if name == _SLIDING else None for name in types)

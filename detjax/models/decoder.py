@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Layer(nnx.Module):
     """One block: attention and a gated MLP, each after an RMS norm and added to the residual stream.
 
-    Weights are `[N, K]`, rows being outputs, as checkpoints hold them. Queries, keys and values are one weight; gate and
-    up are stacked.
+    Weights are `[N, K]`, rows being outputs, as checkpoints hold them. Queries, keys and values are one weight; gate
+    and up are stacked.
     """
 
     def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
@@ -36,19 +36,19 @@ class Layer(nnx.Module):
         def bias(present: bool, *shape: int) -> nnx.Param[Array] | None:
             return nnx.Param(jnp.zeros(shape, dtype)) if present else None
 
-        def norm(present: bool, size: int) -> nnx.Param[Array] | None:
-            return nnx.Param(jnp.ones(size, dtype)) if present else None
+        def norm(size: int) -> nnx.Param[Array]:
+            return nnx.Param(jnp.ones(size, dtype))
 
         self.config = config
         self.index = index
-        self.attention_norm = norm(True, D)
+        self.attention_norm = norm(D)
         self.qkv = weight(q_width + 2 * kv_width, D)
         self.qkv_bias = bias(config.qkv_bias, q_width + 2 * kv_width)
-        self.q_norm = norm(config.qk_norm, K)
-        self.k_norm = norm(config.qk_norm, K)
+        self.q_norm = norm(K) if config.qk_norm else None
+        self.k_norm = norm(K) if config.qk_norm else None
         self.output = weight(D, q_width)
         self.output_bias = bias(config.output_bias, D)
-        self.mlp_norm = norm(True, D)
+        self.mlp_norm = norm(D)
         self.gate_up = weight(2, F, D)
         self.gate_up_bias = bias(config.mlp_bias, 2, F)
         self.down = weight(D, F)
@@ -58,19 +58,19 @@ class Layer(nnx.Module):
         self, x: Float[Array, "B T D"], cache: KVCache, counts: Int[Array, "B"]
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "P h S K"], Float[Array, "P h S K"]]]:
         """The residual stream behind this layer, and the layer's pages with the new keys and values in them."""
-        y = ops.rms_norm(x, _value(self.attention_norm), eps=self.config.norm_eps)
+        y = ops.rms_norm(x, self.attention_norm[...], eps=self.config.norm_eps)
         y, pages = self.attention(y, cache, counts)
-        x = ops.matmul(y, _value(self.output), layout="nk", bias=_value(self.output_bias), residual=x)
-        y = ops.rms_norm(x, _value(self.mlp_norm), eps=self.config.norm_eps)
+        x = ops.matmul(y, self.output[...], layout="nk", bias=_optional(self.output_bias), residual=x)
+        y = ops.rms_norm(x, self.mlp_norm[...], eps=self.config.norm_eps)
         y = ops.matmul(
             y,
-            _value(self.gate_up),
+            self.gate_up[...],
             layout="nk",
-            bias=_value(self.gate_up_bias),
+            bias=_optional(self.gate_up_bias),
             activation=self.config.activation,
             gated=True,
         )
-        x = ops.matmul(y, _value(self.down), layout="nk", bias=_value(self.down_bias), residual=x)
+        x = ops.matmul(y, self.down[...], layout="nk", bias=_optional(self.down_bias), residual=x)
         return x, pages
 
     def attention(
@@ -80,11 +80,11 @@ class Layer(nnx.Module):
         config = self.config
         H, h, K = config.heads, config.kv_heads, config.head_dim
         batch, tokens, _ = x.shape
-        qkv = ops.matmul(x, _value(self.qkv), layout="nk", bias=_value(self.qkv_bias))
+        qkv = ops.matmul(x, self.qkv[...], layout="nk", bias=_optional(self.qkv_bias))
         q, k, v = jnp.split(qkv.reshape(batch, tokens, H + 2 * h, K), (H, H + h), axis=2)
-        if self.config.qk_norm:
-            q = ops.rms_norm(q, _value(self.q_norm), eps=config.norm_eps)
-            k = ops.rms_norm(k, _value(self.k_norm), eps=config.norm_eps)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = ops.rms_norm(q, self.q_norm[...], eps=config.norm_eps)
+            k = ops.rms_norm(k, self.k_norm[...], eps=config.norm_eps)
         positions = cache.positions(tokens)
         q, k = ops.rope(q, positions, config.rope), ops.rope(k, positions, config.rope)
         k_pages, v_pages = cache.written(self.index, k, v, counts)
@@ -164,5 +164,5 @@ def _random(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     return rounded(jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-1] ** -0.5, dtype)
 
 
-def _value(parameter: nnx.Param[Array] | None) -> Array | None:
+def _optional(parameter: nnx.Param[Array] | None) -> Array | None:
     return None if parameter is None else parameter[...]

@@ -2,38 +2,49 @@
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, incomplete or of an unsupported kind; the message names the file and the tensor or key."""
+    """A checkpoint is damaged, incomplete or of an unsupported kind; the message names the file, and tensor or key."""
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file `path`.
+def read_file(path: Path) -> bytes:
+    """The contents of the file `path`.
 
     Raises:
-        CheckpointError: the file cannot be read, is not JSON, or holds something else than an object.
+        CheckpointError: the file is missing or cannot be read.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def parse_json_object(contents: bytes, source: str) -> dict[str, Any]:
+    """The JSON object in the contents of a file, which errors call `source`.
+
+    Raises:
+        CheckpointError: they are not JSON, or something else than an object.
+    """
+    try:
+        value = json.loads(contents.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+        raise CheckpointError(f"{source} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}; accepted: a JSON object")
+        raise CheckpointError(f"{source} holds a {type(value).__name__}; accepted: a JSON object")
     return value
 
 
 class JsonObject:
     """A JSON object that is read key by key; a key that is null counts as left out.
 
-    Every method raises `CheckpointError` for a value that it does not accept; those without a default, for a missing key.
+    Every method raises `CheckpointError` for a value that it does not accept, and for a missing key without a default.
     """
 
     def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "") -> None:
@@ -54,36 +65,37 @@ class JsonObject:
         """What no method was asked for."""
         return {key: value for key, value in self.raw.items() if value is not None and key not in self._read}
 
-    def integer(self, key: str) -> int:
-        value = self.optional_integer(key, None)
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        value = self.optional_integer(key, minimum=minimum)
         if value is None:
-            raise self.error(key, "an integer >= 1")
-        return value
-
-    def optional_integer(self, key: str, default: int | None, *, minimum: int = 1) -> int | None:
-        value = self.get(key)
+            value = default
         if value is None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise self.error(key, f"an integer >= {minimum}")
         return value
 
-    def number(self, key: str) -> float:
-        value = self.optional_number(key, None)
+    def optional_integer(self, key: str, *, minimum: int) -> int | None:
+        value = self.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
+            raise self.error(key, f"an integer >= {minimum}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number > 0."""
+        value = self.optional_number(key, minimum=math.nextafter(0, 1), accepted="a finite number > 0")
+        if value is None:
+            value = default
         if value is None:
             raise self.error(key, "a finite number > 0")
         return value
 
     def optional_number(
-        self, key: str, default: float | None, *, zero: bool = False, maximum: float = math.inf
+        self, key: str, *, minimum: float, maximum: float = sys.float_info.max, accepted: str
     ) -> float | None:
         value = self.get(key)
         if value is None:
-            return default
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or value < 0 or value > maximum or (value == 0 and not zero):
-            limit = "" if maximum == math.inf else f" and <= {maximum:g}"
-            raise self.error(key, f"a finite number {'>=' if zero else '>'} 0{limit}")
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise self.error(key, accepted)
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,9 +62,10 @@ def attention(
     check_integers("attention", page_table=page_table, q_start=q_start, kv_length=kv_length)
     check_not_empty("attention", q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table)
     batch, _, heads, width = q.shape
-    pages, kv_heads, tokens, _ = k_pages.shape
+    pages, kv_heads = k_pages.shape[:2]
     check_shape("attention", "k_pages", k_pages, (pages, kv_heads, KV_BLOCK, width), f"q being {q.shape}")
-    check_shape("attention", "v_pages", v_pages, (*k_pages.shape[:3], v_pages.shape[3]), f"k_pages being {k_pages.shape}")
+    like_keys = (pages, kv_heads, KV_BLOCK, v_pages.shape[3])
+    check_shape("attention", "v_pages", v_pages, like_keys, f"k_pages being {k_pages.shape}")
     check_shape("attention", "page_table", page_table, (batch, page_table.shape[1]), f"q being {q.shape}")
     check_shape("attention", "q_start", q_start, (batch,), f"q being {q.shape}")
     check_shape("attention", "kv_length", kv_length, (batch,), f"q being {q.shape}")
@@ -91,7 +93,7 @@ def dot_product_attention(
     *,
     kv_length: Int[Array, "B"] | None = None,
     q_start: Int[Array, "B"] | None = None,
-    **options: object,
+    **options: Any,
 ) -> Float[Array, "B T H V"]:
     """Returns `attention` over keys and values that are not in pages: the bits are those of the paged form.
 
@@ -117,7 +119,7 @@ def dot_product_attention(
 
 def in_pages(x: Float[Array, "B t h K"]) -> Float[Array, "P h S K"]:
     """Keys or values as the pages that `contiguous_page_table` points to; the last page of a request ends in zeros."""
-    batch, _, kv_heads, width = x.shape
+    kv_heads, width = x.shape[2:]
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % KV_BLOCK), (0, 0), (0, 0)))
     return x.reshape(-1, KV_BLOCK, kv_heads, width).transpose(0, 2, 1, 3)
 

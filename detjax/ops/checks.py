@@ -52,4 +52,6 @@ def check_not_empty(operation: str, **arrays: jax.Array) -> None:
     """
     for name, array in arrays.items():
         if array.size == 0:
-            raise ValueError(f"{operation}: {name} has shape {array.shape}; accepted: at least one element on every axis")
+            raise ValueError(
+                f"{operation}: {name} has shape {array.shape}; accepted: at least one element on every axis"
+            )

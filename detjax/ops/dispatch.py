@@ -35,8 +35,8 @@ def with_vmap_rule(fn: Callable[..., Any], rows: Sequence[bool]) -> Callable[...
 
     Args:
         fn: an operation whose results have the leading axes of its row arguments, or of nothing.
-        rows: for each argument, whether it holds rows: a batch axis of rows is one more leading axis, and `fn` is called
-            once. If any other argument is batched, `fn` is called for one example after another.
+        rows: for each argument, whether it holds rows: a batch axis of rows is one more leading axis, and `fn` is
+            called once. If any other argument is batched, `fn` is called for one example after another.
     """
 
     @custom_vmap

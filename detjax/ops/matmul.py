@@ -1,6 +1,7 @@
 """Matrix products with the linear layer's epilogues, under contract."""
 
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -45,10 +46,10 @@ def matmul(
     """
     check_dtype("matmul", x=x, bias=bias, residual=residual)
     check_dtype("matmul", like=x, w=w)
-    if layout not in ("kn", "nk"):
-        raise ValueError(f"matmul: layout is {layout!r}; accepted: 'kn', 'nk'")
-    if activation not in (None, *portable_matmul.ACTIVATIONS):
-        raise ValueError(f"matmul: activation is {activation!r}; accepted: None, {', '.join(portable_matmul.ACTIVATIONS)}")
+    if layout not in get_args(WeightLayout):
+        raise ValueError(f"matmul: layout is {layout!r}; accepted: {', '.join(get_args(WeightLayout))}")
+    if activation not in (None, *get_args(Activation)):
+        raise ValueError(f"matmul: activation is {activation!r}; accepted: None, {', '.join(get_args(Activation))}")
     if gated and activation is None:
         raise ValueError("matmul: gated without an activation; accepted: gated with one, as silu")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)

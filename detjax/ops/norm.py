@@ -60,15 +60,17 @@ def rms_norm(
         y, h = stock.rms_norm(x, weight, residual, eps=eps, weight_offset=weight_offset)
     else:
         y, h = _rms_norm(eps, weight_offset, x, weight, residual)
-    return y if residual is None else (y, h)
+    return y if h is None else (y, h)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rms_norm(
+def _primal(
     eps: float, weight_offset: float, x: Array, weight: Array, residual: Array | None
 ) -> tuple[Array, Array | None]:
     forward = functools.partial(kernels("rms_norm", _KERNELS).forward, eps=eps, weight_offset=weight_offset)
     return with_vmap_rule(forward, rows=(True, False, True))(x, weight, residual)
+
+
+_rms_norm = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
 
 
 def _forward(eps: float, weight_offset: float, x: Array, weight: Array, residual: Array | None):

@@ -38,7 +38,7 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (Peng et al. 2023): interpolation by parts, and a factor on the embedding that sharpens attention.
 
-    `attention_factor` None means `0.1 * ln(factor) + 1`, with the multipliers of DeepSeek's variant where both are given.
+    `attention_factor` None means `0.1 * ln(factor) + 1`, with DeepSeek's two multipliers where both are given.
     """
 
     factor: float

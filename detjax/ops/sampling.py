@@ -62,9 +62,7 @@ def sample(
 
 
 @platform.jit(static_argnames="count")
-def top_logprobs(
-    logits: Float[Array, "B V"], count: int
-) -> tuple[Int32[Array, "B count"], Float32[Array, "B count"]]:
+def top_logprobs(logits: Float[Array, "B V"], count: int) -> tuple[Int32[Array, "B count"], Float32[Array, "B count"]]:
     """Returns the `count` likeliest tokens of each row, ties by lowest id, and their logprobs.
 
     Raises:

@@ -60,7 +60,7 @@ def forward(
         k_pages, v_pages, per_head = shared
 
         def merge(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            o, l, m = state
+            o, total, m = state
             k, v = _block(block, tile, k_pages, v_pages)
             s, c, _ = _scores(q, k, block, tile, per_head, masking)
             m_b = jnp.maximum(jnp.max(s, axis=-1, keepdims=True) * c, LOWEST_MAXIMUM)
@@ -70,15 +70,15 @@ def forward(
             a, b = jnp.exp2(m - m_new), jnp.exp2(m_b - m_new)
             # The block's products are rounded before they are added; the running ones may be fused with the sum.
             o_b, l_b = lax.optimization_barrier((o_b * b, row_sum(p) * b))
-            return o * a + o_b, l * a + l_b, m_new
+            return o * a + o_b, total * a + l_b, m_new
 
         state = _initial(q, v_pages.shape[-1], tile, per_head)
-        o, l, m = lax.fori_loop(*_visible_blocks(tile, q.shape[1], group, masking), merge, state)
-        empty = l == 0
-        l = jnp.where(empty, 1.0, l)
-        o = jnp.where(empty, 0.0, o * (1.0 / l))
+        o, total, m = lax.fori_loop(*_visible_blocks(tile, q.shape[1], group, masking), merge, state)
+        empty = total == 0
+        total = jnp.where(empty, 1.0, total)
+        o = jnp.where(empty, 0.0, o * (1.0 / total))
         o = jnp.where(o == 0, 0.0, o)
-        log2_normalizer = jnp.where(empty, 0.0, m + jnp.log2(l))
+        log2_normalizer = jnp.where(empty, 0.0, m + jnp.log2(total))
         return rounded(o, q.dtype)[None], log2_normalizer[None]
 
     rows = _packed(q, group), _tiles(q, group, page_table, q_start, kv_length)
@@ -232,7 +232,7 @@ def _tiles(q: Array, group: int, page_table: Array, q_start: Array, kv_length: A
     per_request = -(-q.shape[1] * group // PORTABLE_ROWS)
     first_row = jnp.tile(jnp.arange(per_request, dtype=jnp.int32) * PORTABLE_ROWS, q.shape[0])
     of_request = [jnp.repeat(x, per_request, axis=0) for x in (page_table, q_start, kv_length)]
-    return _Tile(*of_request, first_row)
+    return _Tile(of_request[0], of_request[1], of_request[2], first_row)
 
 
 def _packed(x: Array, group: int) -> Array:

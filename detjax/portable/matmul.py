@@ -7,7 +7,7 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS, Epilogue, WeightLayout, rounded
 from detjax.portable.tiles import dot, flat_rows, fold_rows, map_rows
 
-ACTIVATIONS = {
+_ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda z: jax.nn.gelu(z, approximate=False),
     "gelu_tanh": lambda z: jax.nn.gelu(z, approximate=True),
@@ -92,5 +92,5 @@ def _pre_activation(x: Array, w: Array, bias: Array | None, layout: WeightLayout
 def _activated(z: Array, epilogue: Epilogue) -> Array:
     if epilogue.activation is None:
         return z[:, 0]
-    activated = ACTIVATIONS[epilogue.activation](z[:, 0])
+    activated = _ACTIVATIONS[epilogue.activation](z[:, 0])
     return activated * z[:, 1] if epilogue.gated else activated

@@ -28,7 +28,7 @@ def forward(
 def backward(
     h: Array, weight: Array, dy: Array, dh: Array | None, *, eps: float, weight_offset: float
 ) -> tuple[Array, Array]:
-    """Gradients of the normalized rows `h`, with the `dh` that comes past the norm, and of the weight, rows ascending."""
+    """Gradients of the normalized rows `h`, with the `dh` that comes past the norm, and of the weight, row by row."""
 
     def tile(rows: tuple[Array, Array, Array | None], weight: Array) -> tuple[Array, Array]:
         h, dy, dh = rows

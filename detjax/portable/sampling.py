@@ -21,7 +21,7 @@ def sample(
     *,
     filtered: bool,
 ) -> tuple[Array, Array]:
-    """Tokens `[B]` int32 and their logprobs `[B]` float32; see `detjax.ops.sample`. `filtered`: some row has a filter."""
+    """Tokens `[B]` int32 and their logprobs `[B]` float32; see `detjax.ops.sample`."""
 
     def tile(rows: tuple[Array, ...], _: None) -> tuple[Array, Array]:
         logits, seed, position, sample_index, temperature, top_k, top_p, min_p = rows

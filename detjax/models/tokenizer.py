@@ -1,0 +1,233 @@
+"""Text and token ids: a checkpoint's `tokenizer.json` and chat template."""
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn, Self
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from detjax.models.json_object import CheckpointError, parse_json_object, read_file
+
+_TOKENIZER: Final = "tokenizer.json"
+_CONFIG: Final = "tokenizer_config.json"
+_SPECIAL_TOKENS: Final = "special_tokens_map.json"
+_TEMPLATE: Final = "chat_template.jinja"
+_MORE_TEMPLATES: Final = "additional_chat_templates"
+
+_ROLES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOKENS_WITHOUT_ROLE: Final = ("extra_special_tokens", "additional_special_tokens")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer: text to token ids and back, conversations to text.
+
+    Attributes:
+        files: the files that it was read from, by their path in the checkpoint.
+        special_tokens: text of the tokens that have a role ("bos_token", "eos_token", ...) in this checkpoint.
+    """
+
+    def __init__(self, files: Mapping[str, bytes], source: str) -> None:
+        """A tokenizer from the contents of a checkpoint's files, `tokenizer.json` at least, in the directory `source`.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        self.files = dict(files)
+        self._source = source
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(files[_TOKENIZER])
+        except Exception as error:  # the library raises nothing narrower
+            raise CheckpointError(f"{source}/{_TOKENIZER} is not a tokenizer: {error}") from error
+        # The file may hold the truncation and padding of a training run, which are no part of the text's ids.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+        config = self._object(_SPECIAL_TOKENS)
+        config |= {key: value for key, value in self._object(_CONFIG).items() if value is not None}
+        self.special_tokens = {
+            role: self._content(role, config[role]) for role in _ROLES if config.get(role) is not None
+        }
+        self._mark_special([*self.special_tokens.values(), *self._tokens_without_role(config)])
+        self._templates = self._read_templates(config)
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    @classmethod
+    def load(cls, directory: Path) -> Self | None:
+        """The tokenizer of the checkpoint in `directory`; None where it has no `tokenizer.json`.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        if not (directory / _TOKENIZER).exists():
+            return None
+        names = [name for name in (_TOKENIZER, _CONFIG, _SPECIAL_TOKENS, _TEMPLATE) if (directory / name).exists()]
+        names += sorted(f"{_MORE_TEMPLATES}/{path.name}" for path in (directory / _MORE_TEMPLATES).glob("*.jinja"))
+        return cls({name: read_file(directory / name) for name in names}, str(directory))
+
+    def __len__(self) -> int:
+        """Number of tokens that have a text."""
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with what the tokenizer puts around every text (such as a first token) if so asked.
+
+        The text of a chat template has its special tokens already: encode it without.
+        """
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of the token ids; bytes that are no character become U+FFFD."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, role: str) -> int | None:
+        """Id of the token with the role given, such as "eos_token"; None where there is none."""
+        token = self.special_tokens.get(role)
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """Text of the conversation `messages`, ready for `encode(..., add_special_tokens=False)`.
+
+        Args:
+            messages: each with a "role" and most with a "content"; keys whose value is None are left out.
+            add_generation_prompt: whether the text ends with what opens an answer.
+            kwargs: further variables of the template, such as `tools`, a list of JSON schemas. Of several templates
+                "tool_use" serves where there are tools, else "default".
+
+        Raises:
+            CheckpointError: the checkpoint has no such template, or a damaged one.
+            ValueError: there are no messages, or the template refuses them.
+        """
+        if not messages:
+            raise ValueError("apply_chat_template: there are no messages; accepted: one or more")
+        name = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
+        template = self._template(name)
+        conversation = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        variables = {
+            "messages": conversation,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self.special_tokens,
+            **kwargs,
+        }
+        try:
+            return template.render(variables)
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise ValueError(
+                f"apply_chat_template: the chat template of {self._source} refuses these messages: {error}"
+            ) from error
+
+    def _template(self, name: str) -> jinja2.Template:
+        if name not in self._templates:
+            found = ", ".join(sorted(self._templates)) or "none"
+            raise CheckpointError(
+                f"{self._source} has no chat template {name!r} (found: {found}); accepted: {_TEMPLATE}, chat_template "
+                f"in {_CONFIG}. Add one, or encode text that is written out in full."
+            )
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = _environment().from_string(self._templates[name])
+            except jinja2.TemplateError as error:
+                raise CheckpointError(f"{self._source}: chat template {name!r} is damaged: {error}") from error
+        return self._compiled[name]
+
+    def _object(self, name: str) -> dict[str, Any]:
+        return parse_json_object(self.files[name], f"{self._source}/{name}") if name in self.files else {}
+
+    def _content(self, key: str, token: object) -> str:
+        content = token.get("content") if isinstance(token, Mapping) else token
+        if not isinstance(content, str):
+            raise CheckpointError(
+                f"{self._source}/{_CONFIG}: {key} is {token!r}; accepted: a string, an object with a string as content"
+            )
+        return content
+
+    def _tokens_without_role(self, config: Mapping[str, Any]) -> list[str]:
+        tokens = []
+        for key in _TOKENS_WITHOUT_ROLE:
+            value = config.get(key) or []
+            values = value.values() if isinstance(value, Mapping) else value
+            if not isinstance(value, Mapping | list):
+                raise CheckpointError(f"{self._source}/{_CONFIG}: {key} is {value!r}; accepted: a list, an object")
+            tokens += [self._content(key, token) for token in values]
+        return tokens
+
+    def _mark_special(self, tokens: Sequence[str]) -> None:
+        """Makes these tokens be found in text and left out of it, even if `tokenizer.json` has them as common words."""
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        words = [token for token in tokens if token not in known and self._tokenizer.token_to_id(token) is not None]
+        self._tokenizer.add_special_tokens(words)
+
+    def _read_templates(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """Text of the chat templates by name. Files have precedence over the entry in `tokenizer_config.json`."""
+        paths = {_TEMPLATE: "default"}
+        paths |= {name: Path(name).stem for name in self.files if name.startswith(f"{_MORE_TEMPLATES}/")}
+        try:
+            templates = {name: self.files[path].decode("utf-8") for path, name in paths.items() if path in self.files}
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self._source}: a chat template is not UTF-8: {error}") from error
+        entry = config.get("chat_template")
+        if templates or entry is None:
+            return templates
+        named = [{"name": "default", "template": entry}] if isinstance(entry, str) else entry
+        try:
+            templates = {item["name"]: item["template"] for item in named}
+        except (TypeError, KeyError):
+            templates = {}
+        if not templates or not all(isinstance(text, str) for text in (*templates, *templates.values())):
+            raise CheckpointError(
+                f"{self._source}/{_CONFIG}: chat_template is a {type(entry).__name__}; accepted: a string, a list of "
+                "objects with a name and a template"
+            )
+        return templates
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks what a trainer is to learn; the text is that of its contents."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """Where chat templates run: they come with a checkpoint and are not trusted."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja2's own filter, with `<`, `>`, `&` and `'` as they are: prompts are no HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
