@@ -31,7 +31,7 @@ def matmul(
 
     def linear(index: int | None) -> Array:
         part = transposed if index is None else transposed[index]
-        z = jnp.matmul(x, part, precision="highest", preferred_element_type=ACCUMULATOR)
+        z = jnp.matmul(*_operands(x, part), precision="highest", preferred_element_type=ACCUMULATOR)
         return z if bias is None else z + _broadcast((bias if index is None else bias[index]).astype(ACCUMULATOR), z)
 
     if epilogue.gated:
@@ -44,6 +44,13 @@ def matmul(
     if residual is not None:
         y = y + residual.astype(ACCUMULATOR)
     return y.astype(out_dtype)
+
+
+def _operands(x: Array, y: Array) -> tuple[Array, Array]:
+    """What a dot with a float32 result takes: XLA's CPU runtime (jaxlib 0.11.2) has none of bfloat16 for one row."""
+    if jax.default_backend() == "cpu":
+        return x.astype(ACCUMULATOR), y.astype(ACCUMULATOR)
+    return x, y
 
 
 def _broadcast(vector: Array, like: Array) -> Array:
@@ -110,7 +117,8 @@ def attention(
         for pages in (k_pages, v_pages)
     )
     grouped = q.reshape(batch, tokens, kv_heads, -1, width)
-    s = jnp.einsum("bthgk,bhsk->bhgts", grouped, k, precision="highest", preferred_element_type=ACCUMULATOR)
+    operands = _operands(grouped, k)
+    s = jnp.einsum("bthgk,bhsk->bhgts", *operands, precision="highest", preferred_element_type=ACCUMULATOR)
     s = s.reshape(batch, heads, tokens, -1) * masking.scale
     if masking.soft_cap is not None:
         s = masking.soft_cap * jnp.tanh(s / masking.soft_cap)
@@ -133,7 +141,7 @@ def attention(
         p = jax.nn.softmax(s, axis=-1)
     p = jnp.where(visible, p, 0.0).astype(v.dtype).reshape(batch, kv_heads, -1, tokens, s.shape[-1])
     v = jnp.where(own.swapaxes(-1, -2), v, jnp.zeros_like(v))
-    o = jnp.einsum("bhgts,bhsk->bthgk", p, v, precision="highest", preferred_element_type=ACCUMULATOR)
+    o = jnp.einsum("bhgts,bhsk->bthgk", *_operands(p, v), precision="highest", preferred_element_type=ACCUMULATOR)
     return o.reshape(batch, tokens, heads, -1).astype(q.dtype)
 
 

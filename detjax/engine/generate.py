@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, PyTree
 from rich.console import Console
 from rich.progress import Progress
 
@@ -195,7 +195,7 @@ def _run(model: Decoder, samples: list[_Sample], prefill_chunk: int, progress: b
 @platform.jit(static_argnums=0, donate_argnums=(4, 5))
 def _advance(
     graphdef: nnx.GraphDef[Decoder],
-    state: nnx.State,
+    state: PyTree[Array],
     tokens: Int32[Array, "B T"],
     counts: Int32[Array, "B"],
     cache: KVCache,
@@ -211,7 +211,7 @@ def _advance(
 @platform.jit(static_argnums=0, static_argnames=("filtered", "top"))
 def _choose(
     graphdef: nnx.GraphDef[Decoder],
-    state: nnx.State,
+    state: PyTree[Array],
     hidden: Float[Array, "B D"],
     position: Int32[Array, "B"],
     choice: _Choice,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any
 
 from detjax import ops
 from detjax.models import Decoder
@@ -60,7 +60,7 @@ class SamplingParams:
                 raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r}; accepted: {what}")
 
     @classmethod
-    def recommended(cls, model: Decoder, **fields: Any) -> Self:
+    def recommended(cls, model: Decoder, **fields: Any) -> "SamplingParams":
         """The settings that the model's checkpoint recommends (`generation_config.json`), with `fields` before them."""
         defaults = model.generation_defaults
         names = ("temperature", "top_k", "top_p", "min_p")

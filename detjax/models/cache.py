@@ -1,7 +1,6 @@
 """The KV cache: pages of `contract.KV_BLOCK` tokens, written before attention reads them."""
 
 import dataclasses
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ class KVCache:
     """Tokens that each request has in the cache."""
 
     @classmethod
-    def empty(cls, config: DecoderConfig, batch: int, capacity: int, dtype: DTypeLike) -> Self:
+    def empty(cls, config: DecoderConfig, batch: int, capacity: int, dtype: DTypeLike) -> "KVCache":
         """A cache for `batch` requests of up to `capacity` tokens each, in pages that lie one behind the other."""
         page_table = contiguous_page_table(batch, capacity)
         shape = (page_table.size, config.kv_heads, KV_BLOCK, config.head_dim)

@@ -7,7 +7,7 @@ not supported is an error; keys that the architecture does not read in transform
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 from detjax.contract import INPUT_DTYPES, Activation
 from detjax.models.json_object import JsonObject
@@ -95,7 +95,7 @@ class DecoderConfig:
     """The dtype that the checkpoint names for itself."""
 
     @classmethod
-    def from_hugging_face(cls, raw: Mapping[str, Any], source: str) -> Self:
+    def from_hugging_face(cls, raw: Mapping[str, Any], source: str) -> "DecoderConfig":
         """The configuration that `config.json` with the contents `raw` describes; `source` names the file in errors.
 
         Reads the files of transformers 4 and 5. The dtype is float32 where the file names none.
@@ -119,7 +119,7 @@ class DecoderConfig:
             raise file.error("head_dim", f"an integer, as hidden_size {hidden_size} is not a multiple of {heads} heads")
         head_dim = file.integer("head_dim", architecture.head_dim or hidden_size // heads)
         if head_dim % 2:
-            raise file.error("head_dim", f"an even number; {head_dim} (hidden_size / num_attention_heads) is not")
+            raise file.error("head_dim", f"an even number; hidden_size / num_attention_heads is {head_dim}")
         layers = file.integer("num_hidden_layers")
         max_positions = file.integer("max_position_embeddings", architecture.max_positions)
         attention_bias = architecture.attention_bias == "option" and file.boolean("attention_bias", False)
@@ -216,28 +216,33 @@ class GenerationDefaults:
     """The file's other options as a JSON object: none has an effect here, all are saved again."""
 
     @classmethod
-    def from_hugging_face(cls, raw: Mapping[str, Any] | None, source: str, config: Mapping[str, Any]) -> Self:
-        """The defaults that `generation_config.json` with the contents `raw` states; None: there is no such file.
+    def from_hugging_face(
+        cls, raw: Mapping[str, Any], source: str, config: Mapping[str, Any], config_source: str
+    ) -> "GenerationDefaults":
+        """The defaults that `generation_config.json` with the contents `raw` states; empty, if there is no such file.
 
-        Token ids that it leaves out are those of `config`, the contents of `config.json`.
+        Token ids that it leaves out are those of `config`, the contents of `config.json`. The sources name the files in
+        errors.
 
         Raises:
             CheckpointError: a value of the wrong type or out of range.
         """
-        _, architecture = _architecture(JsonObject(config, source))
-        named = {"bos_token_id": architecture.bos, "eos_token_id": architecture.eos, "pad_token_id": None}
-        ids = {key: config.get(key, default) for key, default in named.items()}
-        ids |= {key: raw[key] for key in named if raw and raw.get(key) is not None}
-        file = JsonObject({**(raw or {}), **ids}, source)
-
-        eos = file.get("eos_token_id")
-        eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in eos):
-            raise file.error("eos_token_id", "an integer >= 0, a list of such, null")
+        _, architecture = _architecture(JsonObject(config, config_source))
+        file = JsonObject(raw, source)
+        fallback = JsonObject(
+            {"bos_token_id": architecture.bos, "eos_token_id": architecture.eos} | dict(config), config_source
+        )
+        bos, eos, pad = (
+            file if file.get(key) is not None else fallback for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        )
+        ends = eos.get("eos_token_id")
+        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ends):
+            raise eos.error("eos_token_id", "an integer >= 0, a list of such, null")
         return cls(
-            eos_token_ids=tuple(dict.fromkeys(eos)),
-            bos_token_id=file.optional_integer("bos_token_id", minimum=0),
-            pad_token_id=file.optional_integer("pad_token_id", minimum=0),
+            eos_token_ids=tuple(dict.fromkeys(ends)),
+            bos_token_id=bos.optional_integer("bos_token_id", minimum=0),
+            pad_token_id=pad.optional_integer("pad_token_id", minimum=0),
             do_sample=file.boolean("do_sample", False),
             temperature=file.optional_number("temperature", minimum=0.0, accepted="a finite number >= 0"),
             top_k=file.optional_integer("top_k", minimum=0),
@@ -270,7 +275,7 @@ def _architecture(file: JsonObject) -> tuple[str, _Architecture]:
         names = [name for name, architecture in _ARCHITECTURES.items() if architecture.model_type == model_type]
         if not names:
             raise file.error("architectures", accepted)
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in _ARCHITECTURES:
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in list(_ARCHITECTURES):
         raise file.error("architectures", f"a list of one of {accepted}")
     architecture = _ARCHITECTURES[names[0]]
     if model_type not in (None, architecture.model_type):
@@ -322,7 +327,6 @@ def _rope_scaling(
         key: parameters.optional_number(key, minimum=0.0, accepted="a finite number >= 0")
         for key in ("attention_factor", "mscale", "mscale_all_dim")
     }
-    # The factor is the one stated; transformers 4 took max_position_embeddings / original_max_position_embeddings.
     truncate = parameters.boolean("truncate", True)
     return YarnScaling(factor, original, beta_fast, beta_slow, truncate=truncate, **optional)
 

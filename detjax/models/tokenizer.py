@@ -5,7 +5,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn, Self
+from typing import Any, Final, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -60,7 +60,7 @@ class Tokenizer:
         self._compiled: dict[str, jinja2.Template] = {}
 
     @classmethod
-    def load(cls, directory: Path) -> Self | None:
+    def load(cls, directory: Path) -> "Tokenizer | None":
         """The tokenizer of the checkpoint in `directory`; None where it has no `tokenizer.json`.
 
         Raises:

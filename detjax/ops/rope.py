@@ -65,8 +65,15 @@ class RotaryEmbedding:
 
     @functools.cached_property
     def inverse_frequencies(self) -> Float32[np.ndarray, "half"]:
-        """Radians per position of each pair of columns, computed in float64 and rounded once."""
-        base = self.theta ** -(np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim)
+        """Radians per position of each pair of columns.
+
+        Exponents, powers and their inverses are each rounded to float32, as in the code that checkpoints are trained
+        with: exact frequencies would turn far positions by other angles. The arithmetic between is float64, so that no
+        processor's float32 `pow` shows.
+        """
+        exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
+        powers = np.power(np.float64(self.theta), exponents.astype(np.float64)).astype(np.float32)
+        base = (np.float32(1) / powers).astype(np.float64)
         match self.scaling:
             case None:
                 scaled = base

@@ -1,0 +1,152 @@
+"""The safetensors files of a checkpoint: one file, or shards with an index."""
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from detjax.models.json_object import CheckpointError, parse_json_object, read_file
+
+SINGLE_FILE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+
+_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as its file's header describes it; the file is open."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    format: str
+    """The dtype as safetensors calls it, such as BF16."""
+    _handle: Any
+
+    @property
+    def dtype(self) -> np.dtype:
+        """
+        Raises:
+            CheckpointError: weights of this dtype are not supported.
+        """
+        if self.format not in _DTYPES:
+            raise CheckpointError(
+                f"{self.file}: tensor {self.name!r} is stored as {self.format}; accepted: {', '.join(_DTYPES)}"
+            )
+        return np.dtype(_DTYPES[self.format])
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, dtype: np.dtype | None = None) -> np.ndarray:
+        """The tensor in the dtype given (default: as stored), rounded to nearest even.
+
+        Raises:
+            CheckpointError: the file has become unreadable, or a finite value would overflow.
+        """
+        try:
+            value = self._handle.get_tensor(self.name)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.file}: tensor {self.name!r} cannot be read: {error}") from error
+        if dtype is None or dtype == value.dtype:
+            return value
+        with np.errstate(over="ignore"):
+            rounded = value.astype(np.float32, copy=False).astype(dtype)
+        if dtype != np.float32 and np.isinf(rounded).sum() != np.isinf(value).sum():
+            raise CheckpointError(
+                f"{self.file}: tensor {self.name!r} holds values beyond the range of {dtype}; accepted: {value.dtype}, "
+                "as it is stored, or float32"
+            )
+        return rounded
+
+
+def open_weights(directory: Path, stack: contextlib.ExitStack) -> tuple[Path, dict[str, StoredTensor]]:
+    """The file that lists the tensors of the checkpoint in `directory`, and the tensors by name.
+
+    Headers are read and checked, tensors are not. Files stay open until `stack` closes. Where there are both a single
+    file and an index, the single file counts, as in transformers.
+
+    Raises:
+        CheckpointError: there are no weights, a file is missing, truncated or damaged, or the index and the shards
+            disagree.
+    """
+    if (directory / SINGLE_FILE).exists():
+        return directory / SINGLE_FILE, _open_file(directory / SINGLE_FILE, stack)
+    index = directory / INDEX
+    if not index.exists():
+        raise CheckpointError(
+            f"{directory} has neither {SINGLE_FILE} nor {INDEX}; accepted: weights as safetensors. Convert others, "
+            "such as pytorch_model.bin, with save_pretrained of transformers"
+        )
+    files = parse_json_object(read_file(index), str(index)).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{index}: weight_map is {files!r}; accepted: an object of tensor names and file names")
+    for name, file in files.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{index}: tensor {name!r} lies in {file!r}; accepted: a file name without a folder")
+
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(files.values())):
+        for name, tensor in _open_file(directory / file, stack).items():
+            if files.get(name) != file:
+                said = f"puts it into {files[name]}" if name in files else "does not list it"
+                raise CheckpointError(f"{tensor.file}: tensor {name!r} lies here, but {INDEX} {said}")
+            tensors[name] = tensor
+    for name, file in files.items():
+        if name not in tensors:
+            raise CheckpointError(f"{directory / file}: tensor {name!r} is missing, though {INDEX} puts it here")
+    return index, tensors
+
+
+def write_weights(
+    directory: Path, tensors: Iterable[tuple[int, Callable[[], Mapping[str, np.ndarray]]]], max_shard_bytes: int
+) -> None:
+    """Writes groups of tensors, each of a number of bytes and not cut, into one file or into shards with an index."""
+    shards: list[list[Callable[[], Mapping[str, np.ndarray]]]] = [[]]
+    filled = 0
+    for size, read in tensors:
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(read)
+        filled += size
+
+    files: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(shards, start=1):
+        name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        arrays = {key: np.ascontiguousarray(value) for read in shard for key, value in read().items()}
+        safetensors.numpy.save_file(arrays, directory / name, metadata={"format": "pt"})
+        # safetensors lets only the owner read what it writes.
+        (directory / name).chmod(directory.stat().st_mode & 0o666)
+        files |= dict.fromkeys(arrays, name)
+        total += sum(value.nbytes for value in arrays.values())
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _open_file(file: Path, stack: contextlib.ExitStack) -> dict[str, StoredTensor]:
+    try:
+        handle = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
+        headers = {name: handle.get_slice(name) for name in handle.keys()}
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing") from None
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{file} is truncated or damaged: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return {
+        name: StoredTensor(name, file, tuple(header.get_shape()), header.get_dtype(), handle)
+        for name, header in headers.items()
+    }

@@ -1,0 +1,226 @@
+"""Generation: a request's tokens and logprobs are its own, whatever else is in the batch."""
+
+import dataclasses
+import random
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bits import assert_same_bits, same_bits
+
+import detjax
+from detjax import SamplingParams, generate, ops
+from detjax.engine import Completion, Generation
+from detjax.models import Decoder, Tokenizer, load
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[Decoder, Tokenizer]:
+    model, tokenizer = load(FIXTURES / "qwen3", dtype="bfloat16", progress=False)
+    assert tokenizer is not None
+    return model, tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(loaded: tuple[Decoder, Tokenizer]) -> Decoder:
+    return loaded[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(loaded: tuple[Decoder, Tokenizer]) -> Tokenizer:
+    return loaded[1]
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of 1 to 150 tokens; greedy, plainly sampled, filtered, with several samples."""
+    draw = random.Random(0)
+    lengths = (1, 17, 64, 127, 128, 150)
+    styles = (
+        SamplingParams(),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.7, top_k=20),
+        SamplingParams(temperature=1.3, top_p=0.8, n=2),
+        SamplingParams(temperature=0.9, min_p=0.05, top_logprobs=3),
+    )
+    return [
+        (
+            [draw.randrange(515) for _ in range(length)],
+            dataclasses.replace(styles[i % len(styles)], seed=i, max_tokens=draw.randint(4, 12), ignore_eos=True),
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def answers(model: Decoder, asked: list[tuple[list[int], SamplingParams]], **options: int) -> list[Generation]:
+    prompts, params = zip(*asked, strict=True)
+    return generate(model, list(prompts), list(params), **options)
+
+
+def bits_of(generations: list[Generation]) -> list:
+    """Everything that was generated, as arrays."""
+    return [
+        (np.asarray(c.tokens), c.logprobs, np.asarray(c.top_logprobs, np.float64))
+        for generation in generations
+        for c in generation.completions
+    ]
+
+
+def test_requests_alone_and_together_have_the_same_bits(model: Decoder) -> None:
+    together = answers(model, requests())
+    alone = [answers(model, [request])[0] for request in requests()]
+    assert_same_bits(bits_of(together), bits_of(alone))
+
+
+def test_the_order_of_requests_does_not_matter(model: Decoder) -> None:
+    together = answers(model, requests())
+    order = random.Random(1).sample(range(len(together)), len(together))
+    shuffled = answers(model, [requests()[i] for i in order])
+    assert_same_bits(bits_of(shuffled), bits_of([together[i] for i in order]))
+
+
+@pytest.mark.parametrize("prefill_chunk", [1, 7, 64, 1000])
+def test_the_size_of_prefill_chunks_does_not_matter(model: Decoder, prefill_chunk: int) -> None:
+    some = requests()[2::3]
+    assert_same_bits(bits_of(answers(model, some, prefill_chunk=prefill_chunk)), bits_of(answers(model, some)))
+
+
+def test_stock_xla_fails_the_test_of_requests_alone_and_together(model: Decoder) -> None:
+    with detjax.use_backend("stock"):
+        together = answers(model, requests())
+        alone = [answers(model, [request])[0] for request in requests()]
+    assert not same_bits([c[1] for c in bits_of(together)], [c[1] for c in bits_of(alone)])
+
+
+def test_logprobs_are_those_of_the_training_forward(model: Decoder) -> None:
+    for prompt, params in requests():
+        completion = answers(model, [(prompt, dataclasses.replace(params, n=1))])[0].completions[0]
+        tokens = jnp.asarray([[*prompt, *completion.tokens]], jnp.int32)
+        logprobs = ops.log_softmax(detjax.jit(lambda tokens: model(tokens))(tokens))[0]
+        positions = np.arange(len(prompt), tokens.shape[1])
+        assert_same_bits(completion.logprobs, logprobs[positions - 1, tokens[0, positions]])
+        for position, top in zip(positions, completion.top_logprobs, strict=True):
+            tokens_, logprobs_ = zip(*top, strict=True)
+            assert_same_bits(np.float32(logprobs_), logprobs[position - 1, jnp.asarray(tokens_)])
+
+
+def test_a_sample_depends_on_seed_and_index(model: Decoder) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=16, n=3, ignore_eos=True)
+    prompt = [5, 6, 7]
+    first, again, other = generate(model, [prompt] * 3, [params, params, dataclasses.replace(params, seed=2**63 + 1)])
+    assert_same_bits(bits_of([first]), bits_of([again]))
+    assert len({c.tokens for c in (*first.completions, *other.completions)}) == 6
+
+
+def test_samples_of_one_request_are_the_first_samples_of_a_larger_one(model: Decoder) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+    (one,) = generate(model, [[9, 8]], params)
+    (three,) = generate(model, [[9, 8]], dataclasses.replace(params, n=3))
+    assert_same_bits(bits_of([one]), bits_of([three])[:1])
+
+
+def greedy(model: Decoder, tokenizer: Tokenizer | None = None, **fields: object) -> Completion:
+    params = SamplingParams(**({"max_tokens": 12, "ignore_eos": True} | fields))
+    return generate(model, [[5, 6, 7]], params, tokenizer=tokenizer)[0].completions[0]
+
+
+def test_a_stop_token_ends_the_sample_and_stays_in_it(model: Decoder) -> None:
+    free = greedy(model)
+    assert (len(free.tokens), free.finish_reason) == (12, "length")
+    end = free.tokens[4]
+    stopped = greedy(model, stop_token_ids=(end,))
+    length = free.tokens.index(end) + 1
+    assert (stopped.tokens, stopped.finish_reason) == (free.tokens[:length], "stop")
+    assert_same_bits(stopped.logprobs, free.logprobs[:length])
+
+
+def test_the_models_own_end_tokens_end_a_sample(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = greedy(model).tokens[3]
+    monkeypatch.setattr(
+        model, "generation_defaults", dataclasses.replace(model.generation_defaults, eos_token_ids=(end,))
+    )
+    assert greedy(model, ignore_eos=False).tokens[-1] == end
+    assert greedy(model).finish_reason == "length"
+
+
+def test_a_stop_string_cuts_the_text_before_it(model: Decoder, tokenizer: Tokenizer) -> None:
+    free = greedy(model, tokenizer)
+    assert free.text == tokenizer.decode(list(free.tokens))
+    stop = free.text[3:5]
+    stopped = greedy(model, tokenizer, stop=("not there", stop))
+    assert (stopped.text, stopped.finish_reason) == (free.text[: free.text.index(stop)], "stop")
+    assert len(stopped.tokens) < len(free.tokens)
+    assert stopped.tokens == free.tokens[: len(stopped.tokens)]
+
+
+def test_text_prompts_are_encoded(model: Decoder, tokenizer: Tokenizer) -> None:
+    params = SamplingParams(max_tokens=4)
+    from_text, from_ids = generate(model, ["Hello", tokenizer.encode("Hello")], params, tokenizer=tokenizer)
+    assert from_text == from_ids or bits_of([from_text]) == bits_of([from_ids])
+
+
+def test_top_logprobs_begin_with_the_greedy_token(model: Decoder) -> None:
+    completion = greedy(model, top_logprobs=4)
+    for token, logprob, top in zip(completion.tokens, completion.logprobs, completion.top_logprobs, strict=True):
+        assert top[0] == (token, float(logprob))
+        assert [lp for _, lp in top] == sorted((lp for _, lp in top), reverse=True)
+        assert len(top) == 4
+
+
+def test_recommended_settings_are_the_checkpoints(model: Decoder) -> None:
+    defaults = model.generation_defaults
+    params = SamplingParams.recommended(model, max_tokens=3, top_k=7)
+    assert (params.temperature, params.top_p) == (defaults.temperature, defaults.top_p)
+    assert (params.max_tokens, params.top_k) == (3, 7)
+
+
+def test_no_prompts_give_no_generations(model: Decoder) -> None:
+    assert generate(model, []) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([[]], SamplingParams(), "prompt 0 is empty; accepted: at least one token"),
+        ([[1], [2, 515]], SamplingParams(), "prompt 1 has token 515; accepted: ids 0 to 514"),
+        ([[-1]], SamplingParams(), "prompt 0 has token -1"),
+        (["text"], SamplingParams(), "prompt 0 is text and there is no tokenizer"),
+        ([[1]], SamplingParams(stop=("x",)), "prompt 0 has stop strings and there is no tokenizer"),
+        ("text", SamplingParams(), "prompts is one string"),
+        ([[1], [2]], [SamplingParams()], "2 prompts and 1 sampling parameters"),
+        ([[1] * 100_000], SamplingParams(), "accepted: .* in all, the model's max_position_embeddings"),
+        ([[1]], SamplingParams(top_logprobs=516), "top_logprobs is 516; accepted: up to 515"),
+    ],
+)
+def test_bad_requests_are_refused(model: Decoder, prompts: list, params: SamplingParams, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompts, params)
+
+
+def test_a_chunk_of_no_tokens_is_refused(model: Decoder) -> None:
+    with pytest.raises(ValueError, match="prefill_chunk is 0; accepted: at least 1"):
+        generate(model, [[1]], prefill_chunk=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", -0.1),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("n", 0),
+        ("stop", ("",)),
+        ("top_logprobs", -1),
+    ],
+)
+def test_sampling_parameters_out_of_range_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"{field} is .*; accepted: "):
+        SamplingParams(**{field: value})

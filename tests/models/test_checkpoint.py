@@ -1,0 +1,278 @@
+"""Hugging Face directories: what `load` makes of them, and what `save` writes."""
+
+import dataclasses
+import json
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from bits import assert_same_bits
+from flax import nnx
+from hugging_face import EMBEDDING, FIXTURES, HEAD, INDEX, NAMES, SINGLE, changed_json, changed_tensors, copied, tensors
+from safetensors import safe_open
+
+from detjax.models import CheckpointError, Decoder, DecoderConfig, GenerationDefaults, load, save
+
+
+def parameters(model: Decoder) -> dict[Any, Any]:
+    return {path: variable[...] for path, variable in nnx.to_flat_state(nnx.state(model))}
+
+
+def model_in(directory: Path | str, **arguments: Any) -> Decoder:
+    return load(directory, **arguments)[0]
+
+
+# --- load -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tensor_stands_where_the_decoder_has_it(name):
+    stored, read = tensors(FIXTURES / name), parameters(model_in(FIXTURES / name))
+
+    def joined(layer: int, join: Callable, *names: str) -> np.ndarray:
+        return join([stored.pop(f"model.layers.{layer}.{name}") for name in names])
+
+    only, rows, stacked = (lambda parts: parts[0]), np.concatenate, np.stack
+    expected = {("embedding",): stored.pop(EMBEDDING), ("final_norm",): stored.pop("model.norm.weight")}
+    if ("lm_head",) in read:
+        expected["lm_head",] = stored.pop(HEAD)
+    for i in sorted({path[1] for path in read if len(path) == 3}):
+        names = {
+            "attention_norm": (only, "input_layernorm.weight"),
+            "qkv": (rows, *(f"self_attn.{x}_proj.weight" for x in "qkv")),
+            "qkv_bias": (rows, *(f"self_attn.{x}_proj.bias" for x in "qkv")),
+            "q_norm": (only, "self_attn.q_norm.weight"),
+            "k_norm": (only, "self_attn.k_norm.weight"),
+            "output": (only, "self_attn.o_proj.weight"),
+            "output_bias": (only, "self_attn.o_proj.bias"),
+            "mlp_norm": (only, "post_attention_layernorm.weight"),
+            "gate_up": (stacked, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+            "gate_up_bias": (stacked, "mlp.gate_proj.bias", "mlp.up_proj.bias"),
+            "down": (only, "mlp.down_proj.weight"),
+            "down_bias": (only, "mlp.down_proj.bias"),
+        }
+        expected |= {("layers", i, key): joined(i, *names[key]) for key in names if ("layers", i, key) in read}
+    assert not stored
+    assert_same_bits(read, expected)
+
+
+def test_the_tokenizer_is_none_where_the_directory_has_none():
+    assert load(FIXTURES / "qwen3")[1] is not None
+    assert load(FIXTURES / "qwen2")[1] is None
+
+
+def test_generation_defaults_come_from_their_file_or_else_from_the_configuration():
+    assert model_in(FIXTURES / "qwen3").generation_defaults.eos_token_ids == (509, 510)
+    assert not (FIXTURES / "llama-linear" / "generation_config.json").exists()
+    assert model_in(FIXTURES / "llama-linear").generation_defaults.eos_token_ids == (2,)
+
+
+def nearest_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Rounded to nearest even on the bits of float32."""
+    bits = x.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).view(ml_dtypes.bfloat16)
+
+
+def test_narrowing_rounds_to_nearest_even_and_widening_is_exact():
+    name = "model.layers.1.mlp.down_proj.weight"
+    wide = tensors(FIXTURES / "mistral")[name]
+    narrow = np.asarray(model_in(FIXTURES / "mistral", dtype=jnp.bfloat16).layers[1].down[...])
+    assert_same_bits(narrow, nearest_bfloat16(wide))
+    stored = tensors(FIXTURES / "qwen2")[name]
+    widened = np.asarray(model_in(FIXTURES / "qwen2", dtype="float32").layers[1].down[...])
+    assert_same_bits(widened.astype(ml_dtypes.bfloat16), stored)
+    assert widened.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("mistral", "float32"), ("qwen3", "bfloat16"), ("llama-linear", "float16")]
+)
+def test_the_dtype_is_the_one_that_the_checkpoint_names(name, dtype):
+    assert {x.dtype.name for x in parameters(model_in(FIXTURES / name)).values()} == {dtype}
+
+
+def test_a_checkpoint_that_names_no_dtype_has_the_one_it_is_stored_in(tmp_path):
+    directory = copied("qwen3", tmp_path)
+    with changed_json(directory / "config.json") as raw:
+        del raw["dtype"]
+    model = model_in(directory)
+    assert (model.config.dtype, model.dtype) == ("bfloat16", jnp.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int8", "no dtype"])
+def test_a_dtype_that_weights_cannot_have_is_refused(dtype):
+    with pytest.raises(ValueError, match="accepted: bfloat16, float16, float32"):
+        load(FIXTURES / "qwen3", dtype=dtype)
+
+
+def test_a_value_beyond_the_dtype_is_an_error_but_stored_infinities_and_nans_are_kept(tmp_path):
+    directory = copied("mistral", tmp_path)
+    with changed_tensors(directory / SINGLE) as stored:
+        stored["model.norm.weight"][:3] = [np.inf, np.nan, -np.inf]
+    norm = np.asarray(model_in(directory, dtype="float16").final_norm[...])
+    assert np.isposinf(norm[0])
+    assert np.isnan(norm[1])
+    assert np.isneginf(norm[2])
+    with changed_tensors(directory / SINGLE) as stored:
+        stored["model.norm.weight"][5] = 1e6
+    with pytest.raises(CheckpointError, match=r"model.norm.weight.*beyond the range of float16; accepted: float32"):
+        load(directory, dtype="float16")
+    assert np.isfinite(np.asarray(model_in(directory, dtype="bfloat16").final_norm[...])[5])
+
+
+def test_frequencies_that_old_checkpoints_store_are_passed_over(tmp_path):
+    directory = copied("mistral", tmp_path)
+    with changed_tensors(directory / SINGLE) as stored:
+        stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(40, np.float64)
+    assert_same_bits(parameters(model_in(directory)), parameters(model_in(FIXTURES / "mistral")))
+
+
+@pytest.mark.parametrize("also_embedding", [True, False])
+def test_a_tied_head_may_be_stored_as_well_or_instead(tmp_path, also_embedding):
+    directory = copied("qwen3", tmp_path)
+    with changed_tensors(directory / SINGLE) as stored:
+        stored[HEAD] = stored[EMBEDDING] if also_embedding else stored.pop(EMBEDDING)
+    model = model_in(directory)
+    assert model.config.tied_embeddings
+    assert_same_bits(parameters(model), parameters(model_in(FIXTURES / "qwen3")))
+
+
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_serves_with_a_warning(tmp_path):
+    directory = copied("qwen3", tmp_path)
+    with changed_tensors(directory / SINGLE) as stored:
+        head = stored[HEAD] = stored[EMBEDDING] * 2
+    with pytest.warns(UserWarning, match="tie_word_embeddings"):
+        model = model_in(directory)
+    assert not model.config.tied_embeddings
+    assert_same_bits(model.lm_head[...], head)
+
+
+def test_a_single_file_counts_before_an_index(tmp_path):
+    directory = copied("mistral", tmp_path)
+    (directory / INDEX).write_text("not read")
+    load(directory)
+
+
+@pytest.mark.parametrize(("progress", "shown"), [(True, True), (None, False), (False, False)])
+def test_a_progress_bar_is_drawn_on_stderr_if_it_is_a_terminal_or_asked_for(capsys, progress, shown):
+    load(FIXTURES / "qwen3", progress=progress)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert ("Loading qwen3" in output.err) == shown
+
+
+# --- save -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_saved_has_the_tensors_it_was_loaded_from_and_loads_as_the_same(tmp_path, name):
+    model, tokenizer = load(FIXTURES / name)
+    save(model, tmp_path / "saved", tokenizer=tokenizer)
+    assert_same_bits(tensors(tmp_path / "saved"), tensors(FIXTURES / name))
+    again, tokenizer_again = load(tmp_path / "saved")
+    assert_same_bits(parameters(again), parameters(model))
+    assert (again.config, again.generation_defaults) == (model.config, model.generation_defaults)
+    assert (tokenizer_again is None) == (tokenizer is None)
+    with safe_open(tmp_path / "saved" / SINGLE, framework="numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_the_tokenizer_is_saved_as_it_was_read(tmp_path):
+    model, tokenizer = load(FIXTURES / "qwen3")
+    save(model, tmp_path / "saved", tokenizer=tokenizer)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "saved" / name).read_bytes() == (FIXTURES / "qwen3" / name).read_bytes()
+
+
+def test_weights_of_more_bytes_than_a_shard_are_cut_into_shards_with_an_index(tmp_path):
+    model = model_in(FIXTURES / "qwen3-yarn")
+    save(model, tmp_path / "saved", max_shard_bytes=100_000)
+    shards = sorted(path.name for path in (tmp_path / "saved").glob("*.safetensors"))
+    assert shards == [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    assert len(shards) > 3
+    assert all((tmp_path / "saved" / shard).stat().st_size < 110_000 for shard in shards)
+    index = json.loads((tmp_path / "saved" / INDEX).read_text())
+    original = json.loads((FIXTURES / "qwen3-yarn" / INDEX).read_text())
+    assert index["weight_map"].keys() == original["weight_map"].keys()
+    assert index["metadata"]["total_size"] == original["metadata"]["total_size"]
+    assert_same_bits(parameters(model_in(tmp_path / "saved")), parameters(model))
+
+
+def test_a_model_in_another_dtype_is_saved_in_that_dtype(tmp_path):
+    save(model_in(FIXTURES / "qwen3", dtype="float32"), tmp_path / "saved")
+    raw = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert (raw["dtype"], raw["torch_dtype"]) == ("float32", "float32")
+    assert {x.dtype.name for x in tensors(tmp_path / "saved").values()} == {"float32"}
+
+
+def small_config(**changes: Any) -> DecoderConfig:
+    config = dataclasses.replace(model_in(FIXTURES / "llama-linear").config, layers=1, windows=(None,), **changes)
+    return dataclasses.replace(config, vocab_size=16, hidden_size=8, intermediate_size=8)
+
+
+def test_a_model_made_here_is_saved_without_ending_tokens_of_its_architecture(tmp_path):
+    model = Decoder(small_config(), rngs=nnx.Rngs(0), dtype=jnp.float16)
+    save(model, tmp_path / "saved")
+    assert not (tmp_path / "saved" / "generation_config.json").exists()
+    again = model_in(tmp_path / "saved")
+    assert again.generation_defaults == GenerationDefaults()
+    assert_same_bits(parameters(again), parameters(model))
+
+
+@pytest.mark.parametrize("there", ["file", "directory with a file"])
+def test_nothing_is_saved_over_what_is_there(tmp_path, there):
+    target = tmp_path / "saved"
+    kept = target if there == "file" else target / "kept"
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("precious")
+    with pytest.raises(FileExistsError, match=f"{re.escape(str(target))} exists; accepted"):
+        save(model_in(FIXTURES / "qwen2"), target)
+    assert kept.read_text() == "precious"
+
+
+def test_an_empty_directory_and_missing_parents_are_places_to_save_to(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for target in (tmp_path / "empty", tmp_path / "a" / "b"):
+        save(model_in(FIXTURES / "qwen2"), target)
+        load(target)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch, error):
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise error
+
+    model = model_in(FIXTURES / "qwen2")
+    monkeypatch.setattr(safetensors.numpy, "save_file", interrupted)
+    with pytest.raises(error):
+        save(model, tmp_path / "saved")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saved_files_have_the_permissions_of_any_new_file(tmp_path):
+    (tmp_path / "any").mkdir()
+    (tmp_path / "any" / "file").touch()
+    save(model_in(FIXTURES / "qwen2"), tmp_path / "saved")
+    mode = stat.S_IMODE((tmp_path / "any" / "file").stat().st_mode)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "saved").iterdir()} == {mode}
+    assert (tmp_path / "saved").stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
+def test_a_model_that_transformers_does_not_have_is_not_saved(tmp_path):
+    model = Decoder(small_config(qk_norm=True), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    with pytest.raises(ValueError, match="qk_norm is True"):
+        save(model, tmp_path / "saved")
+    model = Decoder(small_config(), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    model.embedding = nnx.Param(jnp.zeros((17, 8), jnp.float32))
+    with pytest.raises(ValueError, match=r"save: parameter embedding has shape \(17, 8\); accepted: \(16, 8\)"):
+        save(model, tmp_path / "saved")
+    with pytest.raises(ValueError, match="max_shard_bytes is 0; accepted: integers >= 1"):
+        save(model, tmp_path / "saved", max_shard_bytes=0)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,225 @@
+"""The tokenizer against what transformers made of the same files, and chat templates."""
+
+import datetime
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from detjax.models import CheckpointError, Tokenizer
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen3"
+REFERENCE = json.loads((FIXTURE / "reference.json").read_text(encoding="utf-8"))
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    loaded = Tokenizer.load(FIXTURE)
+    assert loaded is not None
+    return loaded
+
+
+def made_of(tmp_path: Path, config: dict[str, Any] | None = None, **files: str) -> Tokenizer:
+    """The fixture's tokenizer.json with another configuration, and no other file but those given."""
+    shutil.copyfile(FIXTURE / "tokenizer.json", tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config or {}), encoding="utf-8")
+    for name, text in files.items():
+        path = tmp_path / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded is not None
+    return loaded
+
+
+def rendered(tmp_path: Path, template: str, messages: list[dict[str, Any]] = HELLO, **kwargs: Any) -> str:
+    return made_of(tmp_path, {"chat_template": template}).apply_chat_template(messages, **kwargs)
+
+
+@pytest.mark.parametrize("chat", REFERENCE["chats"])
+def test_conversations_become_the_text_and_ids_of_transformers(tokenizer, chat):
+    text = tokenizer.apply_chat_template(chat["messages"], add_generation_prompt=chat["add_generation_prompt"])
+    assert text == chat["text"]
+    assert tokenizer.encode(text, add_special_tokens=False) == chat["ids"]
+
+
+@pytest.mark.parametrize("plain", REFERENCE["plain"])
+def test_strings_become_the_ids_of_transformers_and_back(tokenizer, plain):
+    assert tokenizer.encode(plain["text"], add_special_tokens=False) == plain["ids"]
+    assert tokenizer.decode(plain["ids"], skip_special_tokens=False) == plain["decoded"]
+
+
+def test_special_tokens_are_left_out_of_text_unless_asked_for(tokenizer):
+    ids = tokenizer.encode("a<|im_end|>b")
+    assert tokenizer.decode(ids) == "ab"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a<|im_end|>b"
+
+
+def test_special_tokens_have_their_roles(tokenizer):
+    assert tokenizer.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    assert (tokenizer.token_id("eos_token"), tokenizer.token_id("pad_token")) == (509, 510)
+    assert tokenizer.token_id("bos_token") is None
+    assert len(tokenizer) == 512
+
+
+def test_a_directory_without_tokenizer_json_has_no_tokenizer(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert Tokenizer.load(tmp_path) is None
+
+
+def test_special_tokens_may_be_objects_or_stand_in_a_file_of_their_own(tmp_path):
+    added = {"__type": "AddedToken", "content": "<|im_end|>", "lstrip": False}
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|endoftext|>", "pad_token": {"content": "<|endoftext|>"}}
+    read = made_of(tmp_path, {"eos_token": added, "bos_token": None}, special_tokens_map_dot_json=json.dumps(special))
+    assert read.special_tokens == {
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+    }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"eos_token": "king"}, {"extra_special_tokens": ["king"]}, {"additional_special_tokens": [{"content": "king"}]}],
+)
+def test_a_common_word_that_is_said_to_be_special_is_special(tmp_path, tokenizer, config):
+    assert tokenizer.decode(tokenizer.encode("king 1")) == "king 1"
+    read = made_of(tmp_path, config)
+    assert read.decode(read.encode("king 1")) == " 1"
+    assert len(read) == 512
+
+
+def test_the_truncation_and_padding_of_a_training_run_are_not_applied(tmp_path, tokenizer):
+    trained = tokenizers.Tokenizer.from_file(str(FIXTURE / "tokenizer.json"))
+    trained.enable_truncation(3)
+    trained.enable_padding(length=100)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    text = "more than three tokens are in this text"
+    assert Tokenizer.load(tmp_path).encode(text) == tokenizer.encode(text)
+
+
+def test_add_special_tokens_puts_around_the_text_what_the_tokenizer_does(tmp_path):
+    trained = tokenizers.Tokenizer.from_file(str(FIXTURE / "tokenizer.json"))
+    trained.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 511)]
+    )
+    trained.save(str(tmp_path / "tokenizer.json"))
+    read = Tokenizer.load(tmp_path)
+    assert read.encode("a") == [511, *read.encode("a", add_special_tokens=False)]
+
+
+def test_a_template_in_a_file_has_precedence_over_the_configuration(tmp_path):
+    assert made_of(tmp_path, {"chat_template": "old"}).apply_chat_template(HELLO) == "old"
+    read = made_of(tmp_path, {"chat_template": "old"}, chat_template_dot_jinja="new")
+    assert read.apply_chat_template(HELLO) == "new"
+
+
+@pytest.mark.parametrize("in_files", [True, False])
+def test_of_several_templates_the_one_for_tools_serves_where_there_are_tools(tmp_path, in_files):
+    if in_files:
+        files = {
+            "chat_template_dot_jinja": "plain",
+            "additional_chat_templates__tool_use_dot_jinja": "{{ tools[0].n }}",
+        }
+        read = made_of(tmp_path, **files)
+    else:
+        named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].n }}"}]
+        read = made_of(tmp_path, {"chat_template": named})
+    assert read.apply_chat_template(HELLO) == "plain"
+    assert read.apply_chat_template(HELLO, tools=[{"n": "f"}]) == "f"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% if true %}\n  a\n  {% endif %}\nb", "  a\nb"),
+        ("{{ messages[0].content }}{{ add_generation_prompt }}{{ tools is none }}", "helloTrueTrue"),
+        ("{{ bos_token }}|{{ eos_token }}", "|<|im_end|>"),
+        ('{{ {"b": "<ä>&\'", "a": 1} | tojson }}', '{"b": "<ä>&\'", "a": 1}'),
+        ('{{ {"b": 1, "a": [2]} | tojson(indent=1, sort_keys=true) }}', '{\n "a": [\n  2\n ],\n "b": 1\n}'),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{% for m in messages %}{% generation %}[{{ m.content }}]{% endgeneration %}{% endfor %}", "[hello]"),
+    ],
+)
+def test_templates_run_as_in_transformers(tmp_path, template, text):
+    read = made_of(tmp_path, {"chat_template": template, "eos_token": "<|im_end|>"})
+    assert read.apply_chat_template(HELLO) == text
+
+
+def test_templates_are_told_todays_date(tmp_path):
+    before = datetime.date.today()
+    text = rendered(tmp_path, "{{ strftime_now('%Y-%m-%d') }}")
+    assert before <= datetime.date.fromisoformat(text) <= datetime.date.today()
+
+
+def test_further_arguments_are_variables_of_the_template(tmp_path):
+    template = "{{ enable_thinking }}{{ eos_token }}"
+    assert rendered(tmp_path, template, enable_thinking=False, eos_token="x") == "Falsex"
+
+
+def test_keys_of_messages_that_are_none_are_left_out(tmp_path):
+    messages = [{"role": "assistant", "content": None, "tool_calls": None}]
+    assert rendered(tmp_path, "{{ messages[0].content is defined }}", messages) == "False"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", HELLO, "refuses these messages: roles must alternate"),
+        ("{{ messages[0].missing.deeper }}", HELLO, "refuses these messages"),
+        ("{{ messages[0].content + 1 }}", HELLO, "refuses these messages"),
+        ("{{ messages.append(1) }}", HELLO, "refuses these messages"),
+        ("{{ messages.__class__.__mro__ }}", HELLO, "refuses these messages"),
+        ("text", [], "there are no messages"),
+    ],
+)
+def test_messages_that_a_template_does_not_take_are_an_error_with_its_words(tmp_path, template, messages, words):
+    with pytest.raises(ValueError, match=f"apply_chat_template: .*{words}"):
+        rendered(tmp_path, template, messages)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "has no chat template 'default' (found: none); accepted: chat_template.jinja"),
+        ({"chat_template": [{"name": "rag", "template": ""}]}, "has no chat template 'default' (found: rag)"),
+        ({"chat_template": "{% if %}"}, "chat template 'default' is damaged"),
+    ],
+)
+def test_a_chat_template_that_is_missing_or_damaged_is_an_error_when_it_is_used(tmp_path, config, words):
+    read = made_of(tmp_path, config)
+    assert read.encode("a")
+    with pytest.raises(CheckpointError) as error:
+        read.apply_chat_template(HELLO)
+    assert str(tmp_path) in str(error.value)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "words"),
+    [
+        ("tokenizer.json", b"", "tokenizer.json is not a tokenizer"),
+        ("tokenizer.json", b"{}", "tokenizer.json is not a tokenizer"),
+        ("tokenizer.json", (FIXTURE / "tokenizer.json").read_bytes()[:-100], "tokenizer.json is not a tokenizer"),
+        ("tokenizer_config.json", b"{", "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", b"\xff", "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json holds a list; accepted: a JSON object"),
+        ("tokenizer_config.json", b'{"eos_token": 3}', "tokenizer_config.json: eos_token is 3; accepted: a string"),
+        ("tokenizer_config.json", b'{"extra_special_tokens": 3}', "tokenizer_config.json: extra_special_tokens is 3"),
+        ("tokenizer_config.json", b'{"extra_special_tokens": [3]}', "tokenizer_config.json: extra_special_tokens is 3"),
+        ("tokenizer_config.json", b'{"chat_template": 3}', "tokenizer_config.json: chat_template is a int; accepted"),
+        ("tokenizer_config.json", b'{"chat_template": [{}]}', "tokenizer_config.json: chat_template is a list"),
+        ("chat_template.jinja", b"\xff", "a chat template is not UTF-8"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, contents, words):
+    shutil.copyfile(FIXTURE / "tokenizer.json", tmp_path / "tokenizer.json")
+    (tmp_path / name).write_bytes(contents)
+    with pytest.raises(CheckpointError) as error:
+        Tokenizer.load(tmp_path)
+    assert str(error.value).startswith(str(tmp_path))
+    assert words in str(error.value)

@@ -1,0 +1,174 @@
+"""The operations on rows as one table: what the tests of invariance run, each with arguments made from a seed."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from detjax import ops
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+ROPE_SCALINGS = {
+    "default": None,
+    "linear": ops.LinearScaling(4.0),
+    "llama3": ops.Llama3Scaling(8.0, 1.0, 4.0, 8192),
+    "yarn": ops.YarnScaling(4.0, 4096),
+}
+
+type Arrays = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOp:
+    """An operation `fn(rows, shared)` on M rows, where `shared` are the arrays that all rows meet.
+
+    `make(random, count, width)` gives both as NumPy arrays. Those called `x` or `residual` hold the rows' content.
+    """
+
+    name: str
+    fn: Callable[[Arrays, Arrays], Any]
+    make: Callable[[np.random.Generator, int, int], tuple[Arrays, Arrays]]
+    width: int = 80
+    even: bool = False
+    """Whether the width must be even."""
+
+    def __call__(self, rows: Arrays, shared: Arrays) -> Any:
+        return self.fn(rows, shared)
+
+    def arguments(self, count: int, dtype: str, width: int | None = None, seed: int = 0) -> tuple[Arrays, Arrays]:
+        """`rows` and `shared`, floats in the dtype given."""
+        made = self.make(np.random.default_rng([seed, len(self.name)]), count, width or self.width)
+        return jax.tree.map(lambda x: in_dtype(x, dtype), made)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def in_dtype(x: np.ndarray, dtype: str) -> jax.Array:
+    """`x` as an array; float64, NumPy's default, becomes the dtype given."""
+    return jnp.asarray(x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype) if x.dtype == np.float64 else x)
+
+
+def at(rows: Arrays, index: Any) -> Arrays:
+    """The rows at the indices given."""
+    return jax.tree.map(lambda x: x[index], rows)
+
+
+def _matmul(*, outputs: int = 72, bias: bool = False, residual: bool = False, gated: bool = False, layout: str = "kn"):
+    def make(random: np.random.Generator, count: int, width: int) -> tuple[Arrays, Arrays]:
+        stacked = (2,) if gated else ()
+        shape = (width, outputs) if layout == "kn" else (outputs, width)
+        rows = {"x": random.standard_normal((count, width))}
+        shared = {"w": random.standard_normal((*stacked, *shape)) * width**-0.5}
+        if residual:
+            rows["residual"] = random.standard_normal((count, outputs))
+        if bias:
+            shared["bias"] = random.standard_normal((*stacked, outputs))
+        return rows, shared
+
+    return make
+
+
+def _rows_alone(random: np.random.Generator, count: int, width: int) -> tuple[Arrays, Arrays]:
+    return {"x": random.standard_normal((count, width)) * 3}, {}
+
+
+def _norm(residual: bool):
+    def make(random: np.random.Generator, count: int, width: int) -> tuple[Arrays, Arrays]:
+        rows = {"x": random.standard_normal((count, width))}
+        if residual:
+            rows["residual"] = random.standard_normal((count, width))
+        return rows, {"weight": 1 + random.standard_normal(width) / 4}
+
+    return make
+
+
+def _heads(random: np.random.Generator, count: int, width: int) -> tuple[Arrays, Arrays]:
+    positions = random.integers(0, 100_000, count).astype(np.int32)
+    return {"x": random.standard_normal((count, 3, width)), "positions": positions}, {}
+
+
+def _tokens(random: np.random.Generator, count: int, width: int) -> tuple[Arrays, Arrays]:
+    return {"tokens": random.integers(0, 40, count).astype(np.int32)}, {"table": random.standard_normal((40, width))}
+
+
+def _requests(random: np.random.Generator, count: int, width: int) -> tuple[Arrays, Arrays]:
+    rows = {
+        "x": random.standard_normal((count, width)) * 3,
+        "seed": random.integers(0, 2**32, (count, 2)).astype(np.uint32),
+        "position": random.integers(0, 1000, count).astype(np.int32),
+        "sample_index": random.integers(0, 8, count).astype(np.int32),
+        "temperature": np.resize([0.7, 1.0, 0.0], count).astype(np.float32),
+        "top_k": np.resize([0, 40, 5], count).astype(np.int32),
+        "top_p": np.resize([0.9, 1.0, 0.95, 0.5], count).astype(np.float32),
+        "min_p": np.resize([0.0, 0.05], count).astype(np.float32),
+    }
+    return rows, {}
+
+
+def _sample(rows: Arrays, *, filtered: bool) -> Any:
+    names = ("x", "seed", "position", "sample_index", "temperature", "top_k", "top_p", "min_p")
+    return ops.sample(*(rows[name] for name in names), filtered=filtered)
+
+
+def _rope(name: str) -> RowOp:
+    def fn(rows: Arrays, _: Arrays) -> Any:
+        embedding = ops.RotaryEmbedding(rows["x"].shape[-1], 10_000.0, ROPE_SCALINGS[name])
+        return ops.rope(rows["x"], rows["positions"], embedding)
+
+    return RowOp(f"rope {name}", fn, _heads, even=True)
+
+
+ROW_OPS = (
+    RowOp("matmul", lambda r, s: ops.matmul(r["x"], s["w"]), _matmul()),
+    RowOp("matmul nk", lambda r, s: ops.matmul(r["x"], s["w"], layout="nk"), _matmul(layout="nk")),
+    RowOp(
+        "matmul to float32", lambda r, s: ops.matmul(r["x"], s["w"], layout="nk", out_dtype="float32"), _matmul(layout="nk")
+    ),
+    *(
+        RowOp(
+            f"matmul {activation}",
+            lambda r, s, activation=activation: ops.matmul(
+                r["x"], s["w"], bias=s["bias"], activation=activation, residual=r["residual"]
+            ),
+            _matmul(bias=True, residual=True),
+        )
+        for activation in ("silu", "gelu", "gelu_tanh", "relu")
+    ),
+    RowOp(
+        "matmul nk residual",
+        lambda r, s: ops.matmul(r["x"], s["w"], layout="nk", residual=r["residual"]),
+        _matmul(layout="nk", residual=True),
+    ),
+    RowOp(
+        "matmul gated",
+        lambda r, s: ops.matmul(r["x"], s["w"], gated=True, activation="gelu_tanh"),
+        _matmul(gated=True),
+    ),
+    RowOp(
+        "matmul gated nk",
+        lambda r, s: ops.matmul(
+            r["x"], s["w"], layout="nk", bias=s["bias"], gated=True, activation="silu", residual=r["residual"]
+        ),
+        _matmul(layout="nk", bias=True, residual=True, gated=True),
+    ),
+    RowOp("rms_norm", lambda r, s: ops.rms_norm(r["x"], s["weight"], eps=1e-6), _norm(residual=False)),
+    RowOp(
+        "rms_norm residual offset",
+        lambda r, s: ops.rms_norm(r["x"], s["weight"], eps=1e-6, weight_offset=1.0, residual=r["residual"]),
+        _norm(residual=True),
+    ),
+    RowOp("softmax", lambda r, _: ops.softmax(r["x"]), _rows_alone),
+    RowOp("log_softmax", lambda r, _: ops.log_softmax(r["x"]), _rows_alone),
+    RowOp("logsumexp", lambda r, _: ops.logsumexp(r["x"]), _rows_alone),
+    *(_rope(name) for name in ROPE_SCALINGS),
+    RowOp("embed", lambda r, s: ops.embed(r["tokens"], s["table"]), _tokens),
+    RowOp("sample", lambda r, _: _sample(r, filtered=True), _requests),
+    RowOp("sample unfiltered", lambda r, _: _sample(r, filtered=False), _requests),
+    RowOp("top_logprobs", lambda r, _: ops.top_logprobs(r["x"], min(5, r["x"].shape[-1])), _rows_alone),
+)
