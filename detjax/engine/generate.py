@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from detjax import ops, platform
+from detjax.contract import PORTABLE_ROWS
 from detjax.engine.sampling import SamplingParams
 from detjax.models import Decoder, KVCache, Tokenizer
 
@@ -169,7 +170,7 @@ def _run(model: Decoder, samples: list[_Sample], prefill_chunk: int, progress: b
     choice = _choice([sample.params for sample in samples], [sample.index for sample in samples], batch)
 
     longest = max(len(sample.prompt) for sample in samples)
-    chunk = min(prefill_chunk, _power_of_two(longest))
+    chunk = min(prefill_chunk, max(_power_of_two(longest), PORTABLE_ROWS))
     steps = -(-longest // chunk) + max(sample.params.max_tokens for sample in samples) - 1
     with Progress(console=Console(stderr=True), disable=not progress) as bars:
         bar = bars.add_task(f"generating {len(samples)} samples", total=steps)

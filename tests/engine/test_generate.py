@@ -95,15 +95,18 @@ def test_stock_xla_fails_the_test_of_requests_alone_and_together(model: Decoder)
 
 
 def test_logprobs_are_those_of_the_training_forward(model: Decoder) -> None:
-    for prompt, params in requests():
-        completion = answers(model, [(prompt, dataclasses.replace(params, n=1))])[0].completions[0]
-        tokens = jnp.asarray([[*prompt, *completion.tokens]], jnp.int32)
-        logprobs = ops.log_softmax(detjax.jit(lambda tokens: model(tokens))(tokens))[0]
-        positions = np.arange(len(prompt), tokens.shape[1])
-        assert_same_bits(completion.logprobs, logprobs[positions - 1, tokens[0, positions]])
-        for position, top in zip(positions, completion.top_logprobs, strict=True):
-            tokens_, logprobs_ = zip(*top, strict=True)
-            assert_same_bits(np.float32(logprobs_), logprobs[position - 1, jnp.asarray(tokens_)])
+    training_forward = detjax.jit(lambda tokens: ops.log_softmax(model(tokens)))
+    for generation, (_, params) in zip(answers(model, requests()), requests(), strict=True):
+        for completion in generation.completions:
+            tokens = np.zeros(192, np.int32)
+            length = len(generation.prompt_tokens) + len(completion.tokens)
+            tokens[:length] = (*generation.prompt_tokens, *completion.tokens)
+            logprobs = np.asarray(training_forward(jnp.asarray(tokens[None]))[0])
+            positions = np.arange(len(generation.prompt_tokens), length)
+            assert_same_bits(completion.logprobs, logprobs[positions - 1, tokens[positions]])
+            top = np.asarray(completion.top_logprobs).reshape(len(positions), params.top_logprobs, 2)
+            expected = np.take_along_axis(logprobs[positions - 1], top[..., 0].astype(int), axis=-1)
+            assert_same_bits(top[..., 1].astype(np.float32), expected)
 
 
 def test_a_sample_depends_on_seed_and_index(model: Decoder) -> None:
@@ -158,7 +161,8 @@ def test_a_stop_string_cuts_the_text_before_it(model: Decoder, tokenizer: Tokeni
 def test_text_prompts_are_encoded(model: Decoder, tokenizer: Tokenizer) -> None:
     params = SamplingParams(max_tokens=4)
     from_text, from_ids = generate(model, ["Hello", tokenizer.encode("Hello")], params, tokenizer=tokenizer)
-    assert from_text == from_ids or bits_of([from_text]) == bits_of([from_ids])
+    assert from_text.prompt_tokens == from_ids.prompt_tokens == tuple(tokenizer.encode("Hello"))
+    assert_same_bits(bits_of([from_text]), bits_of([from_ids]))
 
 
 def test_top_logprobs_begin_with_the_greedy_token(model: Decoder) -> None:
