@@ -47,7 +47,8 @@ WEIGHT_GRADIENT_TOKENS: Final = 16
 # --- rows: rms_norm, softmax, log_softmax, logsumexp ------------------------------------------------------------------
 
 LANES: Final = 128
-"""Row sums: lane `j` adds elements `j, j + LANES, ...` in ascending order, then the lanes add in one fixed tree."""
+"""Row sums: lane `j` adds elements `j, j + LANES, ...` in ascending order. Then, until one lane is left, the lower half
+of them adds the upper half."""
 
 SOFTMAX_BLOCK: Final = 4096
 """Softmax cuts its axis at multiples of this. Each block has its own maximum and sum; blocks merge left to right."""

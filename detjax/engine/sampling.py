@@ -1,7 +1,9 @@
 """What a request asks of the sampler."""
 
 import dataclasses
+import json
 import math
+import warnings
 from typing import Any
 
 from detjax import ops
@@ -61,10 +63,24 @@ class SamplingParams:
 
     @classmethod
     def recommended(cls, model: Decoder, **fields: Any) -> "SamplingParams":
-        """The settings that the model's checkpoint recommends (`generation_config.json`), with `fields` before them."""
+        """The settings that the model's checkpoint recommends (`generation_config.json`), with `fields` before them.
+
+        Warns (UserWarning) of penalties among them, which change the choice of tokens and which no field stands for.
+        """
         defaults = model.generation_defaults
-        names = ("temperature", "top_k", "top_p", "min_p")
-        known = {name: value for name in names if (value := getattr(defaults, name, None)) is not None}
+        known: dict[str, Any] = {}
+        if defaults is not None and defaults.do_sample:
+            known = {"temperature": 1.0 if defaults.temperature is None else defaults.temperature}
+            names = ("top_k", "top_p", "min_p")
+            known |= {name: value for name in names if (value := getattr(defaults, name)) is not None}
+        unread = {} if defaults is None else json.loads(defaults.unread)
+        left_out = {
+            name: value for name, value in unread.items() if name.endswith("_penalty") and value not in (1, None)
+        }
+        if left_out:
+            warnings.warn(
+                f"SamplingParams.recommended leaves out {left_out}, which the checkpoint asks for", stacklevel=2
+            )
         return cls(**(known | fields))
 
     @property

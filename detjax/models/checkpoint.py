@@ -165,7 +165,7 @@ def save(
 
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():
-        target.rmdir()
+        target.rmdir()  # here and not by the renaming, so that what cannot be replaced (a mount point) fails early
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
         # One level down, so that it has the permissions of any new directory and not those of a temporary one.
         directory = Path(temporary) / target.name

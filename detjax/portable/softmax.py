@@ -1,6 +1,7 @@
 """Softmax, log-softmax and logsumexp in plain JAX: blocks of the axis, merged left to right."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR, LOWEST_MAXIMUM, SOFTMAX_BLOCK
@@ -9,19 +10,20 @@ from detjax.portable.tiles import flat_rows, map_rows, row_sum
 
 def log_normalizer(x: Array) -> tuple[Array, Array]:
     """Maximum `m` and sum `l` of `exp(x - m)`, each `[rows, 1]` float32, of a tile `[rows, V]`."""
-    x = x.astype(ACCUMULATOR)
-    merged = None
-    for start in range(0, x.shape[-1], SOFTMAX_BLOCK):
-        block = x[:, start : start + SOFTMAX_BLOCK]
-        block_max = jnp.maximum(jnp.max(block, axis=-1, keepdims=True), LOWEST_MAXIMUM)
-        block_sum = row_sum(jnp.exp(block - block_max))
-        if merged is None:
-            merged = block_max, block_sum
-            continue
-        m = jnp.maximum(merged[0], block_max)
-        merged = m, merged[1] * jnp.exp(merged[0] - m) + block_sum * jnp.exp(block_max - m)
-    assert merged is not None
-    return merged
+    size = min(x.shape[-1], SOFTMAX_BLOCK)
+    x = jnp.pad(x.astype(ACCUMULATOR), ((0, 0), (0, -x.shape[-1] % size)), constant_values=-jnp.inf)
+
+    def of_block(index: Array | int) -> tuple[Array, Array]:
+        block = lax.dynamic_slice_in_dim(x, index * size, size, axis=1)
+        m = jnp.maximum(jnp.max(block, axis=-1, keepdims=True), LOWEST_MAXIMUM)
+        return m, row_sum(jnp.exp(block - m))
+
+    def merge(index: Array, merged: tuple[Array, Array]) -> tuple[Array, Array]:
+        (m, total), (m_b, total_b) = merged, of_block(index)
+        m_new = jnp.maximum(m, m_b)
+        return m_new, total * jnp.exp(m - m_new) + total_b * jnp.exp(m_b - m_new)
+
+    return lax.fori_loop(1, x.shape[-1] // size, merge, of_block(0))
 
 
 def log_softmax_tile(x: Array) -> Array:

@@ -6,6 +6,7 @@ an optimization barrier, so a loop of one trip stays a loop, no neighbouring mul
 contracted with it, and no constant operand is folded by other arithmetic than the loop's.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -58,12 +59,17 @@ def fold_rows(
 
 
 def row_sum(x: Array) -> Array:
-    """Sums `[..., 1]` over the last axis of a tile, float32, lanes first (see `contract.LANES`)."""
-    size = x.shape[-1]
-    lanes = min(LANES, size)
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % lanes)])
-    x = x.reshape(*x.shape[:-1], -1, lanes)
-    return jnp.sum(jnp.sum(x, axis=-2), axis=-1, keepdims=True)
+    """Sums `[..., 1]` over the last axis of a tile, float32, lanes first (see `contract.LANES`).
+
+    Every addition is written out: XLA would make one reduction of two, in an order of its own. The barrier keeps a
+    product in `x` from being fused with the first of them.
+    """
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % LANES)])
+    x = lax.optimization_barrier(x.reshape(*x.shape[:-1], -1, LANES))
+    lanes = functools.reduce(jnp.add, [x[..., step, :] for step in range(x.shape[-2])])
+    while (half := lanes.shape[-1] // 2) > 0:
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes
 
 
 def dot(x: Array, w: Array, contracted: tuple[int, int], batched: bool = False) -> Array:

@@ -180,6 +180,19 @@ def test_recommended_settings_are_the_checkpoints(model: Decoder) -> None:
     assert (params.max_tokens, params.top_k) == (3, 7)
 
 
+def test_a_checkpoint_that_does_not_sample_is_greedy(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = dataclasses.replace(model.generation_defaults, do_sample=False)
+    monkeypatch.setattr(model, "generation_defaults", silent)
+    assert SamplingParams.recommended(model) == SamplingParams()
+
+
+def test_recommended_penalties_are_not_left_out_in_silence(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    penalized = dataclasses.replace(model.generation_defaults, unread='{"repetition_penalty": 1.1}')
+    monkeypatch.setattr(model, "generation_defaults", penalized)
+    with pytest.warns(UserWarning, match=r"leaves out {'repetition_penalty': 1.1}"):
+        SamplingParams.recommended(model)
+
+
 def test_no_prompts_give_no_generations(model: Decoder) -> None:
     assert generate(model, []) == []
 

@@ -21,9 +21,9 @@ def copied(name: str, folder: Path) -> Path:
     return Path(shutil.copytree(FIXTURES / name, folder / name))
 
 
-def tensors(directory: Path) -> dict[str, np.ndarray]:
+def tensors(directory: Path, files: str = "*.safetensors") -> dict[str, np.ndarray]:
     read = {}
-    for file in directory.glob("*.safetensors"):
+    for file in directory.glob(files):
         with safe_open(file, framework="numpy") as handle:
             read |= {name: handle.get_tensor(name) for name in handle.keys()}
     return read
