@@ -12,3 +12,4 @@ from detjax.platform import backend as backend
 from detjax.platform import fingerprint as fingerprint
 from detjax.platform import jit as jit
 from detjax.platform import use_backend as use_backend
+from detjax.version import __version__ as __version__

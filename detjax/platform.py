@@ -18,6 +18,7 @@ import jax.extend.backend
 from jax._src.core import trace_state_clean  # JAX has no public name for "nothing is being traced"
 
 from detjax.contract import CONTRACT_VERSION
+from detjax.version import __version__
 
 BACKENDS: Final = ("portable",)
 """Backends under contract, in order of preference."""
@@ -235,7 +236,7 @@ def fingerprint() -> Fingerprint:
     flags = {name: os.environ[name] for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if os.environ.get(name)}
     return Fingerprint(
         contract_version=CONTRACT_VERSION,
-        detjax=importlib.metadata.version("detjax"),
+        detjax=__version__,
         backend=backend(),
         device_kind=_device_kind(),
         driver=_driver(device.platform),

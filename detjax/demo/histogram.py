@@ -1,0 +1,93 @@
+"""The histogram of completions as a picture."""
+
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Final
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from detjax.demo.experiment import Result, Tally
+from detjax.demo.report import as_text
+from detjax.models import Tokenizer
+
+_STOCK: Final = "#d1603d"
+_DETJAX: Final = "#2a7f8e"
+_INK: Final = "#262626"
+_GREY: Final = "#767676"
+_MOST_TEXTS: Final = 4
+"""Bars of a panel up to which each has room for the words it stands for."""
+_LINES: Final = 7
+_CHARACTERS: Final = 66
+"""Of a line of text as wide as a panel."""
+
+
+def draw_histogram(result: Result, tokenizer: Tokenizer | None, path: Path) -> None:
+    """Writes a PNG: how often each unique completion came, with stock XLA on the left and with detjax on the right.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    figure = Figure(figsize=(11, 6), dpi=160, facecolor="white")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    figure.subplots_adjust(left=0.07, right=0.98, top=0.8, bottom=0.25, wspace=0.08)
+    figure.text(0.07, 0.93, _title(result), fontsize=16, fontweight="bold", color=_INK)
+    setting = f"the same {result.loads} batches of 1 to 32 requests for both, on {result.fingerprint.device_kind}"
+    figure.text(0.07, 0.885, setting, fontsize=10.5, color=_GREY)
+    _draw_panel(panels[0], "stock XLA", result.stock, _STOCK, tokenizer)
+    _draw_panel(panels[1], "detjax", result.detjax, _DETJAX, tokenizer)
+    panels[0].set_ylabel("times it came", fontsize=11.5, color=_INK)
+    panels[0].set_ylim(0, 1.12 * max(result.stock.commonest, result.detjax.commonest))
+    panels[0].yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    with warnings.catch_warnings():
+        # A model may answer in a script that matplotlib's own fonts lack: the bars are as true without its letters.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(path, format="png")
+
+
+def _title(result: Result) -> str:
+    stock, detjax = len(result.stock.counts), len(result.detjax.counts)
+    answers = "1 answer" if stock == 1 else f"{stock} answers"
+    times = "once" if result.stock.asks == 1 else f"{result.stock.asks} times"
+    return f"One question, {times}, at temperature 0: {answers} with stock XLA, {detjax} with detjax"
+
+
+def _draw_panel(axes: Axes, name: str, tally: Tally, color: str, tokenizer: Tokenizer | None) -> None:
+    """Bars with their counts above them and, where there is room, the words of the completions below."""
+    counts = [count for _, count in tally.counts]
+    bars = axes.bar(range(len(counts)), counts, width=0.62 if len(counts) > 1 else 0.3, color=color, zorder=2)
+    patterns = "1 pattern" if tally.bit_patterns == 1 else f"{tally.bit_patterns} patterns"
+    title = f"{name}: {patterns} of logprob bits"
+    axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=color, pad=10)
+    axes.set_xlim(-0.6, len(counts) - 0.4)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_GREY)
+    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8, zorder=0)
+    axes.tick_params(axis="y", length=0, labelsize=10.5, labelcolor=_GREY)
+    if len(counts) > _MOST_TEXTS:
+        axes.set_xlabel(f"{len(counts)} unique completions, the commonest first", fontsize=11.5, color=_INK, labelpad=8)
+        axes.set_xticks([])
+        axes.bar_label(bars, labels=[f"{counts[0]} ×"] + [""] * (len(counts) - 1), fontsize=11.5, color=_INK, padding=3)
+        return
+    axes.bar_label(bars, labels=[f"{count} ×" for count in counts], fontsize=12.5, color=_INK, padding=3)
+    texts = [_verse(as_text(tokens, tokenizer), _CHARACTERS // max(len(counts), 2)) for tokens, _ in tally.counts]
+    axes.set_xticks(
+        range(len(counts)),
+        texts,
+        fontsize=8.5,
+        color=_INK,
+        fontfamily="DejaVu Serif",
+        style="italic",
+        parse_math=False,
+    )
+    axes.tick_params(axis="x", length=0, pad=7)
+
+
+def _verse(text: str, width: int) -> str:
+    """The first `_LINES` lines of a text, none wider than `width`."""
+    lines = [piece for line in text.splitlines() for piece in textwrap.wrap(line, width)]
+    return "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 1], "…"])

@@ -1,0 +1,129 @@
+"""What the experiment found, in words, as a table and as JSON."""
+
+import dataclasses
+import os
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from detjax.demo.experiment import Request, Result, Tally
+from detjax.models import Tokenizer
+
+
+def verdict_on_stock(tally: Tally) -> str:
+    """One sentence: what stock XLA did."""
+    if len(tally.counts) > 1:
+        return (
+            f"Stock XLA gave {len(tally.counts)} different answers to one question at temperature 0: which one came "
+            "depended on the load."
+        )
+    if not tally.reproduced:
+        return (
+            f"Stock XLA gave one answer this time, but its logprobs came in {tally.bit_patterns} patterns of bits: here "
+            "no token was near enough to a tie. Another --prompt, more --max-tokens or --dtype bfloat16 may show more."
+        )
+    return (
+        "Stock XLA gave one answer with one pattern of bits: on this device and with this model, these loads made no "
+        "difference to it."
+    )
+
+
+def verdict_on_detjax(tally: Tally) -> str:
+    """One sentence: what detjax did."""
+    if tally.reproduced:
+        return (
+            f"detjax gave one answer, {tally.asks} of {tally.asks} times, with the same bits in every logprob, whatever "
+            "the load."
+        )
+    return (
+        f"detjax broke its promise: unique completions: {len(tally.counts)}, unique patterns of logprob bits: "
+        f"{tally.bit_patterns}. Please report this with the fingerprint and with what --json wrote."
+    )
+
+
+def as_text(tokens: tuple[int, ...], tokenizer: Tokenizer | None) -> str:
+    """The tokens' text; their ids where there is no tokenizer."""
+    return " ".join(map(str, tokens)) if tokenizer is None else tokenizer.decode(tokens)
+
+
+def report(result: Result, question: Request, tokenizer: Tokenizer | None) -> RenderableType:
+    """The table, the texts on both sides of a divergence, and the verdicts."""
+    rows = (("stock XLA", result.stock, result.stock_seconds), ("detjax", result.detjax, result.detjax_seconds))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for heading in ("unique\ncompletions", "commonest\ncame", "unique bits\nof logprobs", "first\ndivergence", "\nseconds"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, tally, seconds in rows:
+        divergence = "none" if tally.divergence is None else f"after {_counted(tally.divergence.position, 'token')}"
+        commonest = f"{tally.commonest} of {tally.asks}"
+        table.add_row(name, str(len(tally.counts)), commonest, str(tally.bit_patterns), divergence, f"{seconds:.1f}")
+    texts = [_sides(name, tally, question, tokenizer) for name, tally, _ in rows if tally.divergence is not None]
+    verdicts = (
+        Text(verdict_on_stock(result.stock)),
+        Text(verdict_on_detjax(result.detjax), style="green" if result.detjax.reproduced else "bold red"),
+    )
+    return Group(table, *texts, *verdicts)
+
+
+def _sides(name: str, tally: Tally, question: Request, tokenizer: Tokenizer | None) -> RenderableType:
+    """Two completions side by side, marked from where they differ."""
+    divergence = tally.divergence
+    assert divergence is not None
+    pair = divergence.one, divergence.other
+    texts = [as_text(tokens, tokenizer) for tokens in pair]
+    common = len(os.path.commonprefix(texts))
+    panels = [
+        Panel(
+            Text.assemble(
+                (as_text(question.prompt, tokenizer), "dim"),
+                "" if tokenizer else " ",
+                text[:common],
+                ("▶", "bold red"),
+                (text[common:], "bold"),
+            ),
+            title=f"{name}: {dict(tally.counts)[tokens]} of {tally.asks}",
+        )
+        for tokens, text in zip(pair, texts, strict=True)
+    ]
+    side_by_side = Table.grid(expand=True)
+    for _ in panels:
+        side_by_side.add_column(ratio=1)
+    side_by_side.add_row(*panels)
+    return side_by_side
+
+
+def as_json(result: Result, question: Request, tokenizer: Tokenizer | None, **setting: Any) -> dict[str, Any]:
+    """The result with all completions, their counts and the fingerprint, ready for `json.dump`; `setting` comes first."""
+
+    def numerics(tally: Tally, seconds: float) -> dict[str, Any]:
+        divergence = tally.divergence
+        return {
+            "unique_completions": len(tally.counts),
+            "unique_logprob_bits": tally.bit_patterns,
+            "first_divergence": None if divergence is None else divergence.position,
+            "seconds": round(seconds, 3),
+            "completions": [
+                {"count": count, "text": tokenizer and tokenizer.decode(tokens), "tokens": tokens}
+                for tokens, count in tally.counts
+            ],
+        }
+
+    return {
+        **setting,
+        "prompt": tokenizer and tokenizer.decode(question.prompt),
+        "prompt_tokens": question.prompt,
+        "max_tokens": question.max_tokens,
+        "asks": result.stock.asks,
+        "batches": result.loads,
+        "stock": numerics(result.stock, result.stock_seconds),
+        "detjax": numerics(result.detjax, result.detjax_seconds),
+        "fingerprint": dataclasses.asdict(result.fingerprint) | {"digest": result.fingerprint.digest},
+    }
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
