@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+import numpy as np
+
 from detjax import platform
+from detjax.demo import DEFAULT_PROMPT
 from detjax.engine import SamplingParams, generate
 from detjax.models import Decoder, Tokenizer
 
@@ -20,12 +23,6 @@ LARGEST_BATCH: Final = 32
 
 MOST_CHUNKS: Final = 32
 """A prompt comes in one piece, or in as many chunks as it has tokens, up to about this many."""
-
-DEFAULT_PROMPT: Final = "KING RICHARD III:\nHell is empty, and all the devils are here.\n"
-"""A question about which stock XLA is of several minds, as about one in five of 160 that were tried with the model that
-detjax ships, in bfloat16 on a CPU, with 96 tokens to follow."""
-
-DEFAULT_MAX_TOKENS: Final = 48
 
 # What the others ask about, meanwhile: pieces of this.
 _NEIGHBOURS: Final = """\
@@ -132,7 +129,7 @@ class Tally:
         if not others:
             return None
         # Before the first difference all are alike, so the commonest is on one side of it.
-        common = [_common_prefix(commonest, other) for other, _ in others]
+        common = [common_prefix(commonest, other) for other, _ in others]
         return Divergence(min(common), commonest, others[common.index(min(common))][0])
 
 
@@ -146,6 +143,22 @@ class Result:
     detjax: Tally
     detjax_seconds: float
     fingerprint: platform.Fingerprint
+
+
+def contender(backend: str | None) -> str:
+    """The backend that stock XLA is compared with: `backend`; default: the one that serves.
+
+    Raises:
+        ValueError: it is no backend, or stock XLA itself.
+    """
+    with platform.use_backend(backend):
+        name = platform.backend()
+    if name == platform.STOCK:
+        raise ValueError(
+            f"demo: the backend is {name!r}, which is what detjax is compared with; accepted: "
+            f"{', '.join(platform.BACKENDS)}. Change --backend or {platform.BACKEND_VARIABLE}, or leave them out."
+        )
+    return name
 
 
 def pose(model: Decoder, tokenizer: Tokenizer | None, prompt: str | None, max_tokens: int, seed: int) -> Request:
@@ -180,8 +193,8 @@ def draw_loads(
 ) -> tuple[Load, ...]:
     """Loads that ask the question `asks` times in all, the same for the same seed.
 
-    Batches have 1 to `LARGEST_BATCH` requests, every size as often as any other. In each, a random number of random
-    slots hold the question; the rest are neighbours of other prompts and lengths. No request is longer than the
+    Batches have 1 to `LARGEST_BATCH` requests, every size as often as any other. In each, half of the slots or more, by
+    chance, hold the question; the rest are neighbours of other prompts and lengths. No request is longer than the
     question with its answer, so that nothing but the number of requests and the chunks changes the arrays' shapes.
 
     Raises:
@@ -205,7 +218,7 @@ def draw_loads(
     while asks:
         sizes = sizes or draw.sample(range(1, LARGEST_BATCH + 1), LARGEST_BATCH)
         size = sizes.pop()
-        asked = sorted(draw.sample(range(size), min(draw.randint(1, size), asks)))
+        asked = sorted(draw.sample(range(size), min(draw.randint(-(-size // 2), size), asks)))
         requests = tuple(question if slot in asked else neighbour() for slot in range(size))
         loads.append(Load(requests, tuple(asked), draw.choice(chunks)))
         asks -= len(asked)
@@ -227,12 +240,16 @@ def ask(
 
     def meet(indices: list[int]) -> list[Answer]:
         answers = []
-        for index in indices:
-            if stop.is_set():
-                break
-            met = _meet(model, loads[index], index, backend)
-            answers += met
-            advance(len(met))
+        try:
+            for index in indices:
+                if stop.is_set():
+                    break
+                met = _meet(model, loads[index], index, backend)
+                answers += met
+                advance(len(met))
+        except BaseException:
+            stop.set()
+            raise
         return answers
 
     with ThreadPoolExecutor(2) as threads:
@@ -240,36 +257,26 @@ def ask(
             found = threads.map(meet, sorted(groups.values(), key=len, reverse=True))
             return sorted(itertools.chain.from_iterable(found), key=lambda answer: (answer.load, answer.slot))
         finally:
-            # Without effect at the end; on an error or an interruption the threads are not to finish their work.
-            stop.set()
+            stop.set()  # without effect at the end; interrupted, the threads are not to finish their work
 
 
 def compare(
     model: Decoder,
     loads: Sequence[Load],
-    backend: str | None = None,
+    backend: str,
     advance: Callable[[str, int], object] = lambda numerics, answers: None,
 ) -> Result:
-    """The result of the same loads with stock XLA and with `backend`; default: the one that serves.
-
-    `advance` is told "stock" or "detjax", and how many more answers there are.
-
-    Raises:
-        ValueError: the backend is stock XLA itself, or none.
+    """The result of the same loads with stock XLA and with `backend`; `advance` is told "stock" or "detjax", and how
+    many more answers there are, 0 at the start.
     """
-    with platform.use_backend(backend):
-        fingerprint = platform.fingerprint()
-    if fingerprint.backend == platform.STOCK:
-        raise ValueError(
-            f"demo: the backend is {platform.STOCK!r}, which detjax is compared with; accepted: "
-            f"{', '.join(platform.BACKENDS)}. Change --backend or {platform.BACKEND_VARIABLE}, or leave them out."
-        )
     tallies, seconds = [], []
-    for numerics, chosen in (("stock", platform.STOCK), ("detjax", fingerprint.backend)):
+    for numerics, chosen in (("stock", platform.STOCK), ("detjax", backend)):
+        advance(numerics, 0)
         start = time.perf_counter()
         tallies.append(Tally.of(ask(model, loads, chosen, functools.partial(advance, numerics))))
         seconds.append(time.perf_counter() - start)
-    return Result(len(loads), tallies[0], seconds[0], tallies[1], seconds[1], fingerprint)
+    with platform.use_backend(backend):
+        return Result(len(loads), tallies[0], seconds[0], tallies[1], seconds[1], platform.fingerprint())
 
 
 def _meet(model: Decoder, load: Load, index: int, backend: str) -> list[Answer]:
@@ -278,7 +285,10 @@ def _meet(model: Decoder, load: Load, index: int, backend: str) -> list[Answer]:
     with platform.use_backend(backend):
         generations = generate(model, prompts, sampling, prefill_chunk=load.prefill_chunk)
     completions = [(slot, generations[slot].completions[0]) for slot in load.asked]
-    return [Answer(found.tokens, found.logprobs.tobytes(), index, slot) for slot, found in completions]
+    return [
+        Answer(found.tokens, np.asarray(found.logprobs, np.float32).tobytes(), index, slot)
+        for slot, found in completions
+    ]
 
 
 def _by_chance(model: Decoder, count: int, seed: int) -> tuple[int, ...]:
@@ -286,6 +296,7 @@ def _by_chance(model: Decoder, count: int, seed: int) -> tuple[int, ...]:
     return tuple(draw.randrange(model.config.vocab_size) for _ in range(count))
 
 
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many elements both begin with."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -10,8 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from detjax.demo.experiment import Result, Tally
-from detjax.demo.report import as_text
+from detjax.demo.experiment import LARGEST_BATCH, Result, Tally
+from detjax.demo.report import as_text, counted
 from detjax.models import Tokenizer
 
 _STOCK: Final = "#d1603d"
@@ -34,10 +34,16 @@ def draw_histogram(result: Result, tokenizer: Tokenizer | None, path: Path) -> N
     figure = Figure(figsize=(11, 6), dpi=160, facecolor="white")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
-    figure.subplots_adjust(left=0.07, right=0.98, top=0.8, bottom=0.25, wspace=0.08)
-    figure.text(0.07, 0.93, _title(result), fontsize=16, fontweight="bold", color=_INK)
-    setting = f"the same {result.loads} batches of 1 to 32 requests for both, on {result.fingerprint.device_kind}"
-    figure.text(0.07, 0.885, setting, fontsize=10.5, color=_GREY)
+    figure.subplots_adjust(left=0.07, right=0.98, top=0.78, bottom=0.25, wspace=0.08)
+    stock, detjax = len(result.stock.counts), len(result.detjax.counts)
+    finding = f"To one question stock XLA gave {counted(stock, 'answer')}, detjax {detjax}"
+    setting = (
+        f"asked {counted(result.stock.asks, 'time')} at temperature 0, within the same "
+        f"{counted(result.loads, 'batch', 'batches')} of 1 to {LARGEST_BATCH} requests\n"
+        f"{result.fingerprint.device_kind}"
+    )
+    figure.text(0.07, 0.93, finding, fontsize=18, fontweight="bold", color=_INK)
+    figure.text(0.07, 0.915, setting, fontsize=10.5, color=_GREY, va="top", linespacing=1.4)
     _draw_panel(panels[0], "stock XLA", result.stock, _STOCK, tokenizer)
     _draw_panel(panels[1], "detjax", result.detjax, _DETJAX, tokenizer)
     panels[0].set_ylabel("times it came", fontsize=11.5, color=_INK)
@@ -49,20 +55,16 @@ def draw_histogram(result: Result, tokenizer: Tokenizer | None, path: Path) -> N
         figure.savefig(path, format="png")
 
 
-def _title(result: Result) -> str:
-    stock, detjax = len(result.stock.counts), len(result.detjax.counts)
-    answers = "1 answer" if stock == 1 else f"{stock} answers"
-    times = "once" if result.stock.asks == 1 else f"{result.stock.asks} times"
-    return f"One question, {times}, at temperature 0: {answers} with stock XLA, {detjax} with detjax"
-
-
 def _draw_panel(axes: Axes, name: str, tally: Tally, color: str, tokenizer: Tokenizer | None) -> None:
     """Bars with their counts above them and, where there is room, the words of the completions below."""
     counts = [count for _, count in tally.counts]
     bars = axes.bar(range(len(counts)), counts, width=0.62 if len(counts) > 1 else 0.3, color=color, zorder=2)
-    patterns = "1 pattern" if tally.bit_patterns == 1 else f"{tally.bit_patterns} patterns"
-    title = f"{name}: {patterns} of logprob bits"
-    axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=color, pad=10)
+    title = f"{name}: {counted(len(counts), 'completion')}, {counted(tally.bit_patterns, 'set')} of logprobs"
+    labelled = len(counts) if len(counts) <= _MOST_TEXTS else 1
+    labels = [f"{count} ×" for count in counts[:labelled]] + [""] * (len(counts) - labelled)
+    background = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    axes.bar_label(bars, labels=labels, fontsize=12.5, color=_INK, padding=4, bbox=background, zorder=1)
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=color, pad=10)
     axes.set_xlim(-0.6, len(counts) - 0.4)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_GREY)
@@ -71,9 +73,7 @@ def _draw_panel(axes: Axes, name: str, tally: Tally, color: str, tokenizer: Toke
     if len(counts) > _MOST_TEXTS:
         axes.set_xlabel(f"{len(counts)} unique completions, the commonest first", fontsize=11.5, color=_INK, labelpad=8)
         axes.set_xticks([])
-        axes.bar_label(bars, labels=[f"{counts[0]} ×"] + [""] * (len(counts) - 1), fontsize=11.5, color=_INK, padding=3)
         return
-    axes.bar_label(bars, labels=[f"{count} ×" for count in counts], fontsize=12.5, color=_INK, padding=3)
     texts = [_verse(as_text(tokens, tokenizer), _CHARACTERS // max(len(counts), 2)) for tokens, _ in tally.counts]
     axes.set_xticks(
         range(len(counts)),

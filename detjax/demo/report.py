@@ -1,7 +1,6 @@
 """What the experiment found, in words, as a table and as JSON."""
 
 import dataclasses
-import os
 from typing import Any
 
 from rich import box
@@ -10,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from detjax.demo.experiment import Request, Result, Tally
+from detjax.demo.experiment import Request, Result, Tally, common_prefix
 from detjax.models import Tokenizer
 
 
@@ -23,25 +22,23 @@ def verdict_on_stock(tally: Tally) -> str:
         )
     if not tally.reproduced:
         return (
-            f"Stock XLA gave one answer this time, but its logprobs came in {tally.bit_patterns} patterns of bits: here "
-            "no token was near enough to a tie. Another --prompt, more --max-tokens or --dtype bfloat16 may show more."
+            f"Stock XLA gave one answer this time, but its logprobs came in {tally.bit_patterns} sets of bits: no "
+            "token was near enough to a tie. Another --prompt, more --max-tokens or --dtype bfloat16 may show more."
         )
     return (
-        "Stock XLA gave one answer with one pattern of bits: on this device and with this model, these loads made no "
-        "difference to it."
+        "Stock XLA gave one answer with one set of logprob bits: on this device and with this model these loads made "
+        "no difference to it."
     )
 
 
 def verdict_on_detjax(tally: Tally) -> str:
     """One sentence: what detjax did."""
     if tally.reproduced:
-        return (
-            f"detjax gave one answer, {tally.asks} of {tally.asks} times, with the same bits in every logprob, whatever "
-            "the load."
-        )
+        times = f"{tally.asks} of {tally.asks} times"
+        return f"detjax gave one answer whatever the load, {times}, with all logprobs the same in every bit."
     return (
-        f"detjax broke its promise: unique completions: {len(tally.counts)}, unique patterns of logprob bits: "
-        f"{tally.bit_patterns}. Please report this with the fingerprint and with what --json wrote."
+        f"detjax broke its promise: {counted(len(tally.counts), 'answer')}, {counted(tally.bit_patterns, 'set')} of "
+        "logprob bits. Please report this with the fingerprint and what --json writes."
     )
 
 
@@ -55,10 +52,10 @@ def report(result: Result, question: Request, tokenizer: Tokenizer | None) -> Re
     rows = (("stock XLA", result.stock, result.stock_seconds), ("detjax", result.detjax, result.detjax_seconds))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for heading in ("unique\ncompletions", "commonest\ncame", "unique bits\nof logprobs", "first\ndivergence", "\nseconds"):
+    for heading in ("unique\ncompletions", "commonest\ncame", "unique\nlogprobs", "first\ndivergence", "\nseconds"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, tally, seconds in rows:
-        divergence = "none" if tally.divergence is None else f"after {_counted(tally.divergence.position, 'token')}"
+        divergence = "none" if tally.divergence is None else f"after {counted(tally.divergence.position, 'token')}"
         commonest = f"{tally.commonest} of {tally.asks}"
         table.add_row(name, str(len(tally.counts)), commonest, str(tally.bit_patterns), divergence, f"{seconds:.1f}")
     texts = [_sides(name, tally, question, tokenizer) for name, tally, _ in rows if tally.divergence is not None]
@@ -66,7 +63,7 @@ def report(result: Result, question: Request, tokenizer: Tokenizer | None) -> Re
         Text(verdict_on_stock(result.stock)),
         Text(verdict_on_detjax(result.detjax), style="green" if result.detjax.reproduced else "bold red"),
     )
-    return Group(table, *texts, *verdicts)
+    return Group(table, *texts, "", *verdicts)
 
 
 def _sides(name: str, tally: Tally, question: Request, tokenizer: Tokenizer | None) -> RenderableType:
@@ -75,7 +72,7 @@ def _sides(name: str, tally: Tally, question: Request, tokenizer: Tokenizer | No
     assert divergence is not None
     pair = divergence.one, divergence.other
     texts = [as_text(tokens, tokenizer) for tokens in pair]
-    common = len(os.path.commonprefix(texts))
+    common = common_prefix(*texts) if tokenizer else len(as_text(divergence.one[: divergence.position], None))
     panels = [
         Panel(
             Text.assemble(
@@ -97,7 +94,7 @@ def _sides(name: str, tally: Tally, question: Request, tokenizer: Tokenizer | No
 
 
 def as_json(result: Result, question: Request, tokenizer: Tokenizer | None, **setting: Any) -> dict[str, Any]:
-    """The result with all completions, their counts and the fingerprint, ready for `json.dump`; `setting` comes first."""
+    """The result as JSON: `setting`, then all completions with their counts, and the fingerprint."""
 
     def numerics(tally: Tally, seconds: float) -> dict[str, Any]:
         divergence = tally.divergence
@@ -125,5 +122,6 @@ def as_json(result: Result, question: Request, tokenizer: Tokenizer | None, **se
     }
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """As in "1 token" and "2 tokens"."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

@@ -26,14 +26,14 @@ class Completion:
 
     Attributes:
         tokens: what was generated, the token that ended it included.
-        logprobs: of each token under the model, before temperature and filters.
+        logprobs: of each token under the model, before temperature and filters; float32 numbers, held exactly.
         top_logprobs: at each step the likeliest tokens and their logprobs, as many as were asked for.
         text: the tokens as text, cut before a stop string; None without a tokenizer.
         finish_reason: "stop" (an end token or a stop string) or "length".
     """
 
     tokens: tuple[int, ...]
-    logprobs: Float32[np.ndarray, "n"]
+    logprobs: tuple[float, ...]
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
     text: str | None
     finish_reason: str
@@ -115,12 +115,12 @@ class _Sample:
         self.end_tokens = end_tokens
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
-        self.logprobs: list[np.float32] = []
+        self.logprobs: list[float] = []
         self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
         self.text: str | None = None
         self.finish_reason: str | None = None
 
-    def add(self, token: int, logprob: np.float32, top: tuple[tuple[int, float], ...]) -> None:
+    def add(self, token: int, logprob: float, top: tuple[tuple[int, float], ...]) -> None:
         """Takes the next token, and sees whether it ends the sample."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -141,8 +141,7 @@ class _Sample:
         text = self.text
         if text is None and self.tokenizer is not None:
             text = self.tokenizer.decode(self.tokens)
-        logprobs = np.asarray(self.logprobs, np.float32)
-        return Completion(tuple(self.tokens), logprobs, tuple(self.top_logprobs), text, self.finish_reason)
+        return Completion(tuple(self.tokens), tuple(self.logprobs), tuple(self.top_logprobs), text, self.finish_reason)
 
 
 @jax.tree_util.register_dataclass
@@ -183,7 +182,7 @@ def _run(model: Decoder, samples: list[_Sample], prefill_chunk: int, progress: b
             chosen = _choose(graphdef, state, hidden, cache.lengths, choice, filtered=filtered, top=top)
             for sample, token, logprob, ids, logprobs in zip(samples, *jax.device_get(chosen), strict=False):
                 if sample.finish_reason is None:
-                    sample.add(int(token), logprob, tuple(zip(ids.tolist(), logprobs.tolist(), strict=True)))
+                    sample.add(int(token), float(logprob), tuple(zip(ids.tolist(), logprobs.tolist(), strict=True)))
             going = [sample.tokens[-1:] if sample.finish_reason is None else [] for sample in samples]
             if not any(going):
                 break

@@ -1,12 +1,11 @@
 """The operations on rows as one table: what the tests of invariance run, each with arguments made from a seed."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from detjax import ops
@@ -27,7 +26,7 @@ type Arrays = dict[str, Any]
 class RowOp:
     """An operation `fn(rows, shared)` on M rows, where `shared` are the arrays that all rows meet.
 
-    `make(random, count, width)` gives both as NumPy arrays. Those called `x` or `residual` hold the rows' content.
+    `make(random, count, width)` gives both as NumPy arrays. The rows called `x`, `residual` and `tokens` are content.
     """
 
     name: str
@@ -36,12 +35,14 @@ class RowOp:
     width: int = 80
     even: bool = False
     """Whether the width must be even."""
+    dtypes: tuple[str, ...] = DTYPES
+    """One for a variant whose arithmetic is mostly that of another operation, which runs in all."""
 
     def __call__(self, rows: Arrays, shared: Arrays) -> Any:
-        return self.fn(rows, shared)
+        return self.fn(*jax.tree.map(jnp.asarray, (rows, shared)))
 
     def arguments(self, count: int, dtype: str, width: int | None = None, seed: int = 0) -> tuple[Arrays, Arrays]:
-        """`rows` and `shared`, floats in the dtype given."""
+        """`rows` and `shared` as NumPy arrays, which are cut without compiling anything; floats in the dtype given."""
         made = self.make(np.random.default_rng([seed, len(self.name)]), count, width or self.width)
         return jax.tree.map(lambda x: in_dtype(x, dtype), made)
 
@@ -49,14 +50,19 @@ class RowOp:
         return self.name
 
 
-def in_dtype(x: np.ndarray, dtype: str) -> jax.Array:
-    """`x` as an array; float64, NumPy's default, becomes the dtype given."""
-    return jnp.asarray(x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype) if x.dtype == np.float64 else x)
+def in_dtype(x: np.ndarray, dtype: str) -> np.ndarray:
+    """`x`; where it is float64, NumPy's default, in the dtype given."""
+    return x.astype(jnp.dtype(dtype)) if x.dtype == np.float64 else x
 
 
-def at(rows: Arrays, index: Any) -> Arrays:
-    """The rows at the indices given."""
-    return jax.tree.map(lambda x: x[index], rows)
+def at(tree: Any, index: Any) -> Any:
+    """The rows at the indices given of every array, as NumPy arrays."""
+    return jax.tree.map(lambda x: np.asarray(x)[index], tree)
+
+
+def stacked(trees: Sequence[Any]) -> Any:
+    """Arrays of the trees' arrays."""
+    return jax.tree.map(lambda *x: np.stack([np.asarray(leaf) for leaf in x]), *trees)
 
 
 def _matmul(*, outputs: int = 72, bias: bool = False, residual: bool = False, gated: bool = False, layout: str = "kn"):
@@ -121,34 +127,38 @@ def _rope(name: str) -> RowOp:
         embedding = ops.RotaryEmbedding(rows["x"].shape[-1], 10_000.0, ROPE_SCALINGS[name])
         return ops.rope(rows["x"], rows["positions"], embedding)
 
-    return RowOp(f"rope {name}", fn, _heads, even=True)
+    return RowOp(f"rope {name}", fn, _heads, even=True, dtypes=DTYPES if name == "yarn" else ("bfloat16",))
+
+
+def _with_activation(activation: str) -> RowOp:
+    def fn(rows: Arrays, shared: Arrays) -> Any:
+        return ops.matmul(rows["x"], shared["w"], bias=shared["bias"], activation=activation, residual=rows["residual"])
+
+    make = _matmul(bias=True, residual=True)
+    return RowOp(f"matmul {activation}", fn, make, dtypes=DTYPES if activation == "silu" else ("float32",))
 
 
 ROW_OPS = (
     RowOp("matmul", lambda r, s: ops.matmul(r["x"], s["w"]), _matmul()),
     RowOp("matmul nk", lambda r, s: ops.matmul(r["x"], s["w"], layout="nk"), _matmul(layout="nk")),
     RowOp(
-        "matmul to float32", lambda r, s: ops.matmul(r["x"], s["w"], layout="nk", out_dtype="float32"), _matmul(layout="nk")
+        "matmul to float32",
+        lambda r, s: ops.matmul(r["x"], s["w"], layout="nk", out_dtype="float32"),
+        _matmul(layout="nk"),
+        dtypes=("bfloat16", "float16"),
     ),
-    *(
-        RowOp(
-            f"matmul {activation}",
-            lambda r, s, activation=activation: ops.matmul(
-                r["x"], s["w"], bias=s["bias"], activation=activation, residual=r["residual"]
-            ),
-            _matmul(bias=True, residual=True),
-        )
-        for activation in ("silu", "gelu", "gelu_tanh", "relu")
-    ),
+    *(_with_activation(activation) for activation in ("silu", "gelu", "gelu_tanh", "relu")),
     RowOp(
         "matmul nk residual",
         lambda r, s: ops.matmul(r["x"], s["w"], layout="nk", residual=r["residual"]),
         _matmul(layout="nk", residual=True),
+        dtypes=("bfloat16",),
     ),
     RowOp(
         "matmul gated",
         lambda r, s: ops.matmul(r["x"], s["w"], gated=True, activation="gelu_tanh"),
         _matmul(gated=True),
+        dtypes=("float32",),
     ),
     RowOp(
         "matmul gated nk",
@@ -157,9 +167,11 @@ ROW_OPS = (
         ),
         _matmul(layout="nk", bias=True, residual=True, gated=True),
     ),
-    RowOp("rms_norm", lambda r, s: ops.rms_norm(r["x"], s["weight"], eps=1e-6), _norm(residual=False)),
     RowOp(
-        "rms_norm residual offset",
+        "rms_norm", lambda r, s: ops.rms_norm(r["x"], s["weight"], eps=1e-6), _norm(residual=False), dtypes=("float32",)
+    ),
+    RowOp(
+        "rms_norm residual",
         lambda r, s: ops.rms_norm(r["x"], s["weight"], eps=1e-6, weight_offset=1.0, residual=r["residual"]),
         _norm(residual=True),
     ),
@@ -169,6 +181,9 @@ ROW_OPS = (
     *(_rope(name) for name in ROPE_SCALINGS),
     RowOp("embed", lambda r, s: ops.embed(r["tokens"], s["table"]), _tokens),
     RowOp("sample", lambda r, _: _sample(r, filtered=True), _requests),
-    RowOp("sample unfiltered", lambda r, _: _sample(r, filtered=False), _requests),
+    RowOp("sample unfiltered", lambda r, _: _sample(r, filtered=False), _requests, dtypes=("float32",)),
     RowOp("top_logprobs", lambda r, _: ops.top_logprobs(r["x"], min(5, r["x"].shape[-1])), _rows_alone),
 )
+
+MAIN_OPS = tuple(op for op in ROW_OPS if op.dtypes == DTYPES)
+"""One of each kind."""

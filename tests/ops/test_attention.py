@@ -1,0 +1,197 @@
+"""Attention's bits depend on a query, its position, and its request's keys: on no chunk, page, neighbour or phase."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import OPTIONS, Pool, Request, attend, in_chunks, pool, sinks, whole
+from bits import assert_same_bits, same_bits
+
+import detjax
+from detjax import ops
+from detjax.contract import KV_BLOCK
+
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+
+LENGTHS = (1, 2, 17, 128, 129, 257, 300)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@every_option
+def test_decode_and_chunked_prefill_give_the_bits_of_a_whole_prefill(options: dict[str, Any], dtype: str) -> None:
+    request = Request.random(270, dtype)
+    expected = whole(request, **options)
+    for size in (1, 7, 64):
+        assert_same_bits(in_chunks(request, size, **options), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16"])
+@pytest.mark.parametrize("width", [8, 64, 80, 96, 128])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (6, 2)], ids=["MHA", "MQA", "GQA of 3"])
+def test_heads_of_any_number_and_width_decode_to_the_bits_of_prefill(
+    heads: tuple[int, int], width: int, dtype: str
+) -> None:
+    request = Request.random(150, dtype, heads=heads, width=width)
+    expected = whole(request)
+    for size in (1, 40):
+        assert_same_bits(in_chunks(request, size), expected)
+
+
+@pytest.mark.parametrize("options", [OPTIONS["causal"], OPTIONS["soft cap"], OPTIONS["sinks"]], ids=str)
+def test_xlas_own_attention_decodes_to_other_bits_than_prefill(options: dict[str, Any]) -> None:
+    request = Request.random(270)
+    with detjax.use_backend("stock"):
+        assert not same_bits(in_chunks(request, 1, **options), whole(request, **options))
+
+
+@every_dtype
+def test_a_request_gives_the_same_bits_in_any_batch_slot_and_pages(dtype: str) -> None:
+    options = OPTIONS["everything"]
+    requests = [Request.random(length, dtype, seed=1) for length in LENGTHS]
+    q = np.zeros((len(requests), 300, *requests[0].q.shape[1:]), requests[0].q.dtype)
+    for row, request in enumerate(requests):
+        q[row, : len(request)] = request.q
+    pools = {
+        "one behind the other": pool(requests),
+        "shuffled": pool(requests, shuffled=True),
+        "NaN in all that is nobody's": pool(requests, shuffled=True, rest=np.nan, beyond=10**6),
+        "infinity, and pages that do not exist": pool(requests, shuffled=True, rest=np.inf, beyond=-1),
+        "a longer page table": pool(requests, columns=7, rest=np.nan, beyond=10**6),
+    }
+    alone = [whole(request, **options) for request in requests]
+    for where in pools.values():
+        together = attend(q, where, [0] * len(requests), LENGTHS, **options)
+        for row, request in enumerate(requests):
+            assert_same_bits(together[row, : len(request)], alone[row])
+
+
+@pytest.mark.parametrize("batch", [1, 2, 17, 33, 128, 257, 1024])
+def test_a_decoded_token_is_the_same_at_every_batch_size_and_slot(batch: int) -> None:
+    request = Request.random(140)
+    last = len(request) - 1
+    expected = whole(request)[last]
+    crowd = Request.random(60, seed=1)
+    where = pool([request, crowd])
+    for slot in sorted({0, batch // 2, batch - 1}):
+        q = np.stack([crowd.q[-1]] * batch)[:, None]
+        page_table = np.stack([where.page_table[1]] * batch)
+        start, length = np.full(batch, len(crowd) - 1), np.full(batch, len(crowd))
+        q[slot], page_table[slot], start[slot], length[slot] = request.q[last], where.page_table[0], last, last + 1
+        together = attend(q, Pool(where.k_pages, where.v_pages, page_table), start, length)
+        assert_same_bits(together[slot, 0], expected)
+
+
+@pytest.mark.parametrize("content", [0.0, 3e38, np.inf, np.nan], ids=lambda x: f"{x:g}")
+def test_a_request_does_not_see_what_its_neighbours_contain(content: float) -> None:
+    request, neighbour = Request.random(140), Request.random(135)
+    poisoned = Request(*(np.full_like(x, content) for x in (neighbour.q, neighbour.k, neighbour.v)))
+    for requests in ([request, poisoned], [poisoned, request]):
+        q = np.stack([np.pad(r.q, ((0, 140 - len(r)), (0, 0), (0, 0))) for r in requests])
+        together = attend(q, pool(requests), [0, 0], [len(r) for r in requests])
+        assert_same_bits(together[requests.index(request)], whole(request))
+
+
+@every_dtype
+@every_option
+def test_keys_and_values_in_pages_give_the_bits_of_contiguous_ones(options: dict[str, Any], dtype: str) -> None:
+    request = Request.random(200, dtype)
+    arrays = [jnp.asarray(x)[None] for x in (request.q, request.k, request.v)]
+    given = options | ({"sinks": sinks(4, dtype)} if "sinks" in options else {})
+    expected = whole(request, **options)
+    assert_same_bits(ops.dot_product_attention(*arrays, **given)[0], expected)
+    last = ops.dot_product_attention(arrays[0][:, -16:], *arrays[1:], **given)
+    assert_same_bits(last[0], expected[-16:])
+
+
+def test_dot_product_attention_takes_lengths_and_starts_per_request() -> None:
+    requests = [Request.random(length, seed=2) for length in (130, 40)]
+    padded = [np.pad(r.k, ((0, 130 - len(r)), (0, 0), (0, 0)), constant_values=np.nan) for r in requests]
+    k = jnp.asarray(np.stack(padded))
+    q = jnp.asarray(np.stack([r.q[10:20] for r in requests]))
+    o = ops.dot_product_attention(
+        q, k, k, kv_length=jnp.asarray([130, 40], jnp.int32), q_start=jnp.asarray([10, 10], jnp.int32)
+    )
+    for row, request in enumerate(requests):
+        assert_same_bits(o[row], whole(Request(request.q, request.k, request.k))[10:20])
+
+
+@every_option
+def test_keys_that_a_query_does_not_see_change_nothing(options: dict[str, Any]) -> None:
+    request = Request.random(270)
+    first, last = 130, 140
+    expected = whole(request, **options)[first:last]
+    seen = np.arange(270) < (270 if options.get("causal") is False else last)
+    if "window" in options:
+        seen &= np.arange(270) > first - options["window"]
+    k, v = (np.where(seen[:, None, None], x, np.float32(1e3)) for x in (request.k, request.v))
+    changed = Request(request.q, k, v)
+    assert_same_bits(attend(request.q[None, first:last], pool([changed]), [first], [270], **options)[0], expected)
+
+
+def test_blocks_that_are_skipped_change_nothing() -> None:
+    request = Request.random(300)
+    assert_same_bits(whole(request, window=300), whole(request))
+    assert_same_bits(whole(request, window=10**6), whole(request))
+    # The last query sees every key, so that masking leaves out nothing; its tile's padding rows stand behind it.
+    last = request.q[None, -1:]
+    assert_same_bits(attend(last, pool([request]), [299], [300], causal=False)[0], whole(request)[-1:])
+    # Entries of blocks before the window are not read either.
+    where = pool([request], rest=np.nan)
+    where.page_table[0, 0] = -1
+    assert_same_bits(attend(request.q[None, 290:], where, [290], [300], window=20)[0], whole(request, window=20)[290:])
+
+
+@every_dtype
+@pytest.mark.parametrize("given", [{}, {"sinks": True}, {"soft_cap": 2.0}, {"window": 3}], ids=str)
+def test_a_query_that_sees_no_key_gives_zeros(given: dict[str, Any], dtype: str) -> None:
+    request = Request.random(140, dtype)
+    where = pool([request, request], rest=np.nan)
+    q = np.stack([request.q[:9], request.q[:9]])
+    o = attend(q, where, [0, -4], [0, 140], **given)
+    assert_same_bits(o[0], np.zeros_like(o[0]))
+    assert_same_bits(o[1, :4], np.zeros_like(o[1, :4]))
+    assert np.any(o[1, 4:] != 0)
+
+
+def test_a_window_behind_all_keys_gives_zeros() -> None:
+    request = Request.random(140)
+    o = attend(request.q[None, :5], pool([request]), [200], [140], window=3)
+    assert_same_bits(o, np.zeros_like(o))
+
+
+@every_dtype
+def test_vmap_gives_the_bits_of_each(dtype: str) -> None:
+    requests = [Request.random(140, dtype, seed=seed) for seed in range(3)]
+    q, k, v = (jnp.stack([jnp.asarray(getattr(r, name))[None] for r in requests]) for name in "qkv")
+    sink = jnp.stack([sinks(4, dtype), sinks(4, dtype) * 2, sinks(4, dtype) * 0])
+
+    def f(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+        return ops.dot_product_attention(q, k, v, sinks=sinks, window=100)
+
+    for axes in ((0, None, None, None), (None, 0, 0, None), (None, None, None, 0), (0, 0, 0, 0)):
+        operands = [x if axis == 0 else x[0] for x, axis in zip((q, k, v, sink), axes, strict=True)]
+        mapped = jax.vmap(f, in_axes=axes)(*operands)
+        for i in range(3):
+            each = [x[i] if axis == 0 else x for x, axis in zip(operands, axes, strict=True)]
+            assert_same_bits(mapped[i], f(*each))
+
+
+@every_dtype
+def test_a_program_with_the_cache_as_a_constant_gives_the_same_bits(dtype: str) -> None:
+    request = Request.random(140, dtype)
+    q, k, v = (jnp.asarray(x)[None] for x in (request.q, request.k, request.v))
+    expected = whole(request)
+    for _ in range(2):
+        assert_same_bits(ops.dot_product_attention(q, k, v)[0], expected)
+    assert_same_bits(jax.jit(lambda q: ops.dot_product_attention(q, k, v))(q)[0], expected)
+    assert_same_bits(detjax.jit(lambda: ops.dot_product_attention(q, k, v) * 2)()[0] / 2, expected)
+
+
+def _arguments(**changed: Any) -> dict[str, Any]:
+    zeros = {"q": (2, 3, 4, 16), "k_pages": (4, 2, KV_BLOCK, 16), "v_pages": (4, 2, KV_BLOCK, 8)}
+    ids = {"page_table": (2, 2), "q_start": (2,), "kv_length": (2,)}
+    made = {name: jnp.zeros(shape) for name, shape in zeros.items()}
+    return made | {name: jnp.zeros(shape, jnp.int32) for name, shape in ids.items()} | changed

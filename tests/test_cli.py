@@ -1,0 +1,238 @@
+"""The command line: what it prints where, and what it says to bad input."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from typer.testing import CliRunner, Result
+
+import detjax
+from detjax import SamplingParams, models, platform
+from detjax.cli import app
+from detjax.demo import CHECKPOINT, experiment
+from detjax.models import Decoder
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def run(*arguments: object, **options: Any) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that is shipped, cut to its first layer: it compiles fast."""
+    model, tokenizer = models.load(CHECKPOINT, progress=False)
+    small = Decoder(dataclasses.replace(model.config, layers=1, windows=(None,)), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    small.generation_defaults = model.generation_defaults
+    path = tmp_path_factory.mktemp("checkpoint") / "small"
+    models.save(small, path, tokenizer=tokenizer)
+    return path
+
+
+def error(result: Result) -> str:
+    """The one line that an expected error is."""
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, "detjax 0.1.0\n")
+
+
+def test_help_names_the_commands() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in ("demo", "generate", "fingerprint"):
+        assert command in result.stdout
+
+
+def test_fingerprint_is_json_with_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = json.loads(run("fingerprint").stdout)
+    own = platform.fingerprint()
+    assert found == dataclasses.asdict(own) | {"digest": own.digest}
+    assert json.loads(run("fingerprint", "--backend", "stock").stdout)["backend"] == "stock"
+    monkeypatch.setenv("DETJAX_BACKEND", "stock")
+    assert json.loads(run("fingerprint").stdout)["backend"] == "stock"
+    assert json.loads(run("fingerprint", "--backend", "portable").stdout)["backend"] == "portable"
+
+
+def test_generate_prints_the_text_alone(checkpoint: Path) -> None:
+    result = run("generate", "--model", checkpoint, "--prompt", "ROMEO:", "--max-tokens", 5)
+    model, tokenizer = models.load(checkpoint, progress=False)
+    (expected,) = detjax.generate(model, ["ROMEO:"], SamplingParams(max_tokens=5), tokenizer=tokenizer)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, f"{expected.completions[0].text}\n", "")
+
+
+def test_generate_heads_each_of_several_texts(checkpoint: Path) -> None:
+    result = run(
+        *("generate", "--model", checkpoint, "--prompt", "ROMEO:", "--prompt", "-", "--n", 2),
+        *("--temperature", 1, "--max-tokens", 3, "--logprobs", 2),
+        input="JULIET:\nO\n",
+    )
+    heads = [line for line in result.stdout.splitlines() if line.startswith("===")]
+    assert heads == [
+        "=== prompt 1 of 2, sample 1 of 2: 'ROMEO:'",
+        "=== prompt 1 of 2, sample 2 of 2: 'ROMEO:'",
+        "=== prompt 2 of 2, sample 1 of 2: 'JULIET:\\nO'",
+        "=== prompt 2 of 2, sample 2 of 2: 'JULIET:\\nO'",
+    ]
+    assert sum(line.count("\t") == 4 for line in result.stdout.splitlines()) == 12
+
+
+def test_generate_writes_json_that_holds_the_bits(checkpoint: Path) -> None:
+    arguments = ("--max-tokens", 4, "--temperature", 0.8, "--top-k", 9, "--seed", 5, "--logprobs", 2)
+    result = run("generate", "--model", checkpoint, "--prompt", "ROMEO:", *arguments, "--json")
+    found = json.loads(result.stdout)
+    model, tokenizer = models.load(checkpoint, progress=False)
+    params = SamplingParams(max_tokens=4, temperature=0.8, top_k=9, seed=5, top_logprobs=2)
+    (expected,) = detjax.generate(model, ["ROMEO:"], params, tokenizer=tokenizer)
+    (completion,) = found["generations"][0]["completions"]
+    assert found["generations"][0]["prompt_tokens"] == list(expected.prompt_tokens)
+    assert completion["tokens"] == list(expected.completions[0].tokens)
+    assert tuple(completion["logprobs"]) == expected.completions[0].logprobs
+    assert [len(top) for top in completion["top_logprobs"]] == [2] * 4
+    assert found["fingerprint"]["digest"] == platform.fingerprint().digest
+
+
+def test_chat_wraps_the_prompt_in_the_template() -> None:
+    options = ("--chat", "--max-tokens", 2, "--temperature", 0, "--json")
+    result = run("generate", "--model", FIXTURES / "qwen3", "--prompt", "Hello", *options)
+    _, tokenizer = models.load(FIXTURES / "qwen3", progress=False)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
+    found = json.loads(result.stdout)["generations"][0]
+    assert found["prompt_tokens"] == tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "nowhere"), "'nowhere' is not a directory; accepted: a directory with a Hugging Face checkpoint"),
+        (("--max-tokens", 0), "max_tokens is 0; accepted: at least 1"),
+        (("--temperature", "nan"), "temperature is nan; accepted: finite numbers"),
+        (("--top-p", 2), "top_p is 2.0; accepted: "),
+        (("--seed", -1), "seed is -1; accepted: "),
+        (("--logprobs", -1), "top_logprobs is -1; accepted: "),
+        (("--stop", ""), "stop is ('',); accepted: "),
+        (("--backend", "cuda"), "'cuda' is no backend of this release; accepted: portable, stock"),
+        (("--dtype", "int8"), "int8"),
+        (("--prompt", ""), "prompt 1 is empty; accepted: at least one token"),
+        (("--prompt", "-", "--prompt", "-"), "--prompt is - more than once; accepted: once"),
+        (("--max-tokens", 10_000), "asks for 10000 more; accepted: 512 in all"),
+        (("--chat",), "no chat template"),
+        (("--model", FIXTURES / "mistral"), "has no tokenizer.json; accepted: a checkpoint with one"),
+    ],
+)
+def test_generate_refuses_bad_input_in_one_line(checkpoint: Path, arguments: tuple, message: str) -> None:
+    assert message in error(run("generate", "--model", checkpoint, "--prompt", "ROMEO:", *arguments, input="O"))
+
+
+def test_an_unknown_backend_in_the_environment_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DETJAX_BACKEND", "cuda")
+    assert "DETJAX_BACKEND: 'cuda' is no backend" in error(run("fingerprint"))
+
+
+def test_an_environment_that_contradicts_the_contract_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    message = error(run("generate", "--model", checkpoint, "--prompt", "ROMEO:"))
+    assert "XLA_FLAGS has --xla_cpu_enable_fast_math=true; the contract needs false" in message
+
+
+@pytest.mark.parametrize("arguments", [("--max-tokens", "many"), ("--no-such-option",), ("--top-k", 1.5)])
+def test_unknown_options_and_words_for_numbers_are_usage_errors(arguments: tuple) -> None:
+    result = run("generate", "--model", "x", "--prompt", "y", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert str(arguments[-1]) in result.stderr
+
+
+def test_an_interruption_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "load", interrupted)
+    result = run("generate", "--model", "x", "--prompt", "y")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_demo_reports_both_numerics_and_writes_its_files(checkpoint: Path, tmp_path: Path) -> None:
+    result = run(
+        *("demo", "--model", checkpoint, "--asks", 24, "--max-tokens", 3, "--seed", 1),
+        *("--output", tmp_path / "demo.png", "--json", tmp_path / "demo.json"),
+    )
+    assert result.exit_code == 0
+    assert "24 of 24" in result.stdout
+    assert "detjax gave one answer whatever the load" in result.stdout
+    assert "asked 24 times" in result.stderr and "24/24" in result.stderr
+    found = json.loads((tmp_path / "demo.json").read_text())
+    assert (found["asks"], found["dtype"], found["detjax"]["unique_logprob_bits"]) == (24, "bfloat16", 1)
+    assert sum(completion["count"] for completion in found["stock"]["completions"]) == 24
+    assert found["fingerprint"]["digest"] in result.stdout
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "demo.png"]
+
+
+def test_demo_with_several_answers_of_detjax_ends_with_code_1(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = experiment.Tally((((1, 2), 2), ((1, 3), 1)), bit_patterns=2)
+    result = experiment.Result(1, broken, 1.0, broken, 1.0, platform.fingerprint())
+    monkeypatch.setattr(experiment, "compare", lambda *arguments: result)
+    found = run("demo", "--model", checkpoint, "--output", tmp_path / "demo.png")
+    assert found.exit_code == 1
+    assert "detjax broke its promise" in found.stdout
+    assert (tmp_path / "demo.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--output", "nowhere/demo.png"),
+            "--output is 'nowhere/demo.png', where no file can be written (No such file",
+        ),
+        (("--output", "directory.png"), "--output is 'directory.png', where no file can be written (Is a directory)"),
+        (("--output", "demo.jpg"), "--output is 'demo.jpg'; accepted: names that end in .png"),
+        (("--json", "nowhere/demo.json"), "--json is 'nowhere/demo.json', where no file can be written"),
+        (("--model", "nowhere"), "'nowhere' is not a directory"),
+        (("--asks", 0), "asks is 0; accepted: at least 1"),
+        (("--max-tokens", 600), "max_tokens is 600; accepted: 1 to "),
+        (("--prompt", ""), "the prompt is empty"),
+        (("--backend", "stock"), "the backend is 'stock', which is what detjax is compared with; accepted: portable"),
+        (("--backend", "cuda"), "'cuda' is no backend"),
+        (("--dtype", "int8"), "int8"),
+    ],
+)
+def test_demo_says_what_is_wrong_before_it_asks_and_leaves_nothing(
+    arguments: tuple, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compare(*arguments: object) -> None:
+        raise AssertionError("the experiment was begun")
+
+    monkeypatch.setattr(experiment, "compare", compare)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "directory.png").mkdir()
+    assert message in error(run("demo", *arguments))
+    assert [path.name for path in tmp_path.iterdir()] == ["directory.png"]
+
+
+def test_a_demo_that_fails_leaves_the_files_of_the_last_one(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compare(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiment, "compare", compare)
+    output = tmp_path / "demo.png"
+    output.write_bytes(b"the last one")
+    assert run("demo", "--model", checkpoint, "--output", output).exit_code == 130
+    assert output.read_bytes() == b"the last one"
+    assert list(tmp_path.iterdir()) == [output]
