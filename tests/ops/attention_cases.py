@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """What `ops.attention` is asked for; `sinks` True means some."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Request:
     """Queries `[T, H, K]`, one for each of its keys `[T, h, K]` and values `[T, h, V]`."""
 
@@ -38,7 +38,12 @@ class Request:
 
     @classmethod
     def random(
-        cls, length: int, dtype: str = "float32", seed: int = 0, heads: tuple[int, int] = (HEADS, KV_HEADS), width: int = WIDTH
+        cls,
+        length: int,
+        dtype: str = "float32",
+        seed: int = 0,
+        heads: tuple[int, int] = (HEADS, KV_HEADS),
+        width: int = WIDTH,
     ) -> "Request":
         random = np.random.default_rng([seed, length])
         shapes = (length, heads[0], width), (length, heads[1], width), (length, heads[1], width)
@@ -48,13 +53,17 @@ class Request:
         return len(self.k)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Pool:
     """Pages `[P, h, S, K]` of several requests, and each one's page table."""
 
     k_pages: np.ndarray
     v_pages: np.ndarray
     page_table: np.ndarray
+
+    def alone(self, row: int) -> "Pool":
+        """The pool with one request's page table."""
+        return Pool(self.k_pages, self.v_pages, self.page_table[row : row + 1])
 
 
 def pool(
@@ -109,7 +118,7 @@ def whole(request: Request, **options: Any) -> np.ndarray:
 
 
 def in_chunks(request: Request, size: int, **options: Any) -> np.ndarray:
-    """The queries of a request in pieces, each with the keys there are by then: as chunked prefill and decode see it."""
+    """The queries of a request in pieces, each with the keys there are by then: chunked prefill, or decode."""
     where = pool([request])
     outputs = []
     for start in range(0, len(request), size):
