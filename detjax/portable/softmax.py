@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from detjax.contract import ACCUMULATOR, LOWEST_MAXIMUM, SOFTMAX_BLOCK
+from detjax.contract import ACCUMULATOR, SOFTMAX_BLOCK
 from detjax.portable.tiles import flat_rows, map_rows, row_sum
 
 
@@ -15,7 +15,7 @@ def log_normalizer(x: Array) -> tuple[Array, Array]:
 
     def of_block(index: Array | int) -> tuple[Array, Array]:
         block = lax.dynamic_slice_in_dim(x, index * size, size, axis=1)
-        m = jnp.maximum(jnp.max(block, axis=-1, keepdims=True), LOWEST_MAXIMUM)
+        m = jnp.maximum(jnp.max(block, axis=-1, keepdims=True), jnp.finfo(ACCUMULATOR).min)
         return m, row_sum(jnp.exp(block - m))
 
     def merge(index: Array, merged: tuple[Array, Array]) -> tuple[Array, Array]:
