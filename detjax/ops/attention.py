@@ -72,6 +72,8 @@ def attention(
     check_shape("attention", "sinks", sinks, (heads,), f"q being {q.shape}")
     if heads % kv_heads:
         raise ValueError(f"attention: q has {heads} heads and k_pages {kv_heads}; accepted: a multiple of {kv_heads}")
+    if scale is not None and scale <= 0:
+        raise ValueError(f"attention: scale is {scale}; accepted: None, or a positive number")
     if window is not None and window < 1:
         raise ValueError(f"attention: window is {window}; accepted: None, or at least 1 token")
     if soft_cap is not None and soft_cap <= 0:

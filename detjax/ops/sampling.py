@@ -67,9 +67,10 @@ def top_logprobs(logits: Float[Array, "B V"], count: int) -> tuple[Int32[Array, 
 
     Raises:
         TypeError: logits' dtype is not bfloat16, float16 or float32.
-        ValueError: count is not within the vocabulary.
+        ValueError: logits are empty, or count is not within the vocabulary.
     """
     check_dtype("top_logprobs", logits=logits)
+    check_not_empty("top_logprobs", logits=logits)
     if not 1 <= count <= logits.shape[-1]:
         raise ValueError(f"top_logprobs: count is {count}; accepted: 1 to {logits.shape[-1]}, the vocabulary's size")
     if platform.backend() == platform.STOCK:

@@ -1,8 +1,8 @@
-"""Sampling: what is kept, how often it is drawn, and what a draw depends on."""
+"""Which token is chosen, held against a sampler written out in NumPy: what is kept, how often it is drawn, by what."""
 
-from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,150 +11,198 @@ from bits import assert_same_bits
 from detjax import ops
 
 
-def draw(
-    logits: np.ndarray,
-    *,
-    seed: int | Sequence[int] = 0,
-    position: Any = 0,
-    sample_index: Any = 0,
-    temperature: Any = 1.0,
-    top_k: Any = 0,
-    top_p: Any = 1.0,
-    min_p: Any = 0.0,
-    filtered: bool = True,
-) -> tuple[np.ndarray, np.ndarray]:
-    """`ops.sample`, every argument spread over the rows."""
-    rows = len(logits)
+def sample(logits: Any, *, filtered: bool = True, **fields: Any) -> tuple[np.ndarray, np.ndarray]:
+    """`ops.sample` of rows `[B, V]`; fields are per row or for all."""
+    logits = jnp.asarray(logits)
 
-    def spread(value: Any, dtype: Any) -> Any:
-        return jnp.asarray(np.broadcast_to(value, rows), dtype)
+    def per_row(name: str, default: float, dtype: Any) -> jax.Array:
+        return jnp.asarray(np.broadcast_to(fields.pop(name, default), len(logits)).astype(dtype))
 
-    seeds = [seed] * rows if isinstance(seed, int) else seed
-    tokens, logprobs = ops.sample(
-        jnp.asarray(logits),
-        jnp.asarray([ops.seed_words(one) for one in seeds], jnp.uint32),
-        spread(position, jnp.int32),
-        spread(sample_index, jnp.int32),
-        spread(temperature, jnp.float32),
-        spread(top_k, jnp.int32),
-        spread(top_p, jnp.float32),
-        spread(min_p, jnp.float32),
+    seed = np.broadcast_to(fields.pop("seed", (0, 7)), (len(logits), 2)).astype(np.uint32)
+    made = ops.sample(
+        logits,
+        jnp.asarray(seed),
+        per_row("position", 0, np.int32),
+        per_row("sample_index", 0, np.int32),
+        per_row("temperature", 1.0, np.float32),
+        per_row("top_k", 0, np.int32),
+        per_row("top_p", 1.0, np.float32),
+        per_row("min_p", 0.0, np.float32),
         filtered=filtered,
     )
-    return np.asarray(tokens), np.asarray(logprobs)
+    assert not fields
+    return np.asarray(made[0]), np.asarray(made[1])
 
 
-def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
-    """What the filters keep of one row, in float64 and with loops."""
-    weights = np.exp(logits.astype(np.float64) / temperature)
-    order = np.argsort(-weights, kind="stable")
+def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """Which entries of a row may be chosen, in float64, one filter after the other over ids from the likeliest on."""
+    p = np.exp((logits - logits.max()).astype(np.float64) / temperature)
+    ids = sorted(range(len(p)), key=lambda i: (-p[i], i))
     if top_k:
-        order = order[:top_k]
-    shares = weights[order] / weights[order].sum()
+        ids = ids[:top_k]
     nucleus, reached = [], 0.0
-    for token, share in zip(order, shares, strict=True):
-        if nucleus and reached >= top_p:
+    for i in ids:
+        if reached >= top_p and top_p < 1 and nucleus:
             break
-        nucleus.append(token)
-        reached += share
-    return {int(token) for token in nucleus if weights[token] >= min_p * weights[order[0]]}
+        nucleus.append(i)
+        reached += p[i] / sum(p[ids])
+    return np.isin(np.arange(len(p)), [i for i in nucleus if p[i] >= min_p * p.max()])
 
 
-FILTERS = [(1.0, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (0.7, 0, 0.6, 0.0), (1.5, 0, 1.0, 0.2), (1.2, 12, 0.8, 0.05)]
+def noise(seed: int, position: int, index: int, size: int) -> np.ndarray:
+    key = jax.random.key(seed, impl="threefry2x32")
+    return np.asarray(jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, position), index), (size,)))
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), FILTERS)
-def test_filters_keep_what_they_should_and_all_of_it_is_drawn(
-    temperature: float, top_k: int, top_p: float, min_p: float
-) -> None:
-    row = np.random.default_rng(3).standard_normal(24).astype(np.float32)
-    tokens, _ = draw(
-        np.broadcast_to(row, (4096, 24)),
-        position=np.arange(4096),
+FILTERS = {
+    "none": {},
+    "top-k": {"top_k": 3},
+    "top-k of one": {"top_k": 1},
+    "top-k beyond the vocabulary": {"top_k": 10_000},
+    "top-p": {"top_p": 0.7},
+    "top-p of the likeliest alone": {"top_p": 1e-6},
+    "min-p": {"min_p": 0.2},
+    "min-p of the likeliest alone": {"min_p": 1.0},
+    "all of them": {"top_k": 12, "top_p": 0.8, "min_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_tokens_are_the_gumbel_argmax_of_what_the_filters_keep(name: str) -> None:
+    rows, size, temperature = 64, 40, 1.3
+    options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | FILTERS[name]
+    logits = np.random.default_rng(0).standard_normal((rows, size)).astype(np.float32) * 2
+    row = np.arange(rows)
+    tokens, _ = sample(
+        logits,
+        seed=np.stack([0 * row, 5 + row], 1),
+        position=3 * row,
+        sample_index=row % 4,
         temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
+        **options,
     )
-    assert set(tokens.tolist()) == kept(row, temperature, top_k, top_p, min_p)
+    for i in row:
+        left = kept(logits[i], temperature, **options)
+        score = np.where(left, logits[i] / np.float32(temperature) + noise(5 + i, 3 * i, i % 4, size), -np.inf)
+        assert tokens[i] == np.argmax(score)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_exactly_the_kept_tokens_are_sampled(name: str) -> None:
+    options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | FILTERS[name]
+    logits = np.asarray([0.0, 1.0, -1.0, 2.0, 1.0, 0.5, -3.0, 1.5], np.float32)
+    tokens, _ = sample(np.tile(logits, (4000, 1)), sample_index=np.arange(4000), **options)
+    assert set(tokens.tolist()) == set(np.flatnonzero(kept(logits, 1.0, **options)).tolist())
+
+
+def test_top_k_among_equals_keeps_the_lowest_ids() -> None:
+    logits = np.asarray([[0.0, 3.0, 1.0, 3.0, 3.0]], np.float32)
+    tokens, _ = sample(np.tile(logits, (500, 1)), sample_index=np.arange(500), top_k=2)
+    assert set(tokens.tolist()) == {1, 3}
+
+
+def test_a_token_that_is_ruled_out_is_never_chosen() -> None:
+    logits = np.full((300, 6), -np.inf, np.float32)
+    logits[:, 2] = -50.0
+    logits[:, 4] = -51.0
+    for filtered in (True, False):
+        tokens, logprobs = sample(logits, sample_index=np.arange(300), filtered=filtered)
+        assert set(tokens.tolist()) == {2, 4}
+        assert np.all(np.isfinite(logprobs))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_are_drawn_as_often_as_their_probability_says(temperature: float) -> None:
-    row = np.float32([0.0, 1.0, 2.0, -1.0, 0.5])
-    draws = 20_000
-    tokens, _ = draw(
-        np.broadcast_to(row, (draws, 5)), position=np.arange(draws), temperature=temperature, filtered=False
+def test_the_frequencies_of_samples_are_the_probabilities(temperature: float) -> None:
+    count = 20_000
+    logits = np.asarray([0.0, 1.0, -1.0, 2.0, 1.0, 0.5], np.float32)
+    index = np.arange(count)
+    tokens, _ = sample(
+        np.tile(logits, (count, 1)),
+        position=index // 100,
+        sample_index=index % 100,
+        temperature=temperature,
+        filtered=False,
     )
-    expected = np.exp(row / temperature)
-    expected *= draws / expected.sum()
-    chi_square = ((np.bincount(tokens, minlength=5) - expected) ** 2 / expected).sum()
-    assert chi_square < 18.5  # exceeded once in a thousand times with 4 degrees of freedom; the seed is fixed
+    expected = np.exp(logits.astype(np.float64) / temperature)
+    expected *= count / expected.sum()
+    observed = np.bincount(tokens, minlength=6)
+    # 20.5 is exceeded in 1 of 1000 seeds by a chi-square of 5 degrees of freedom; this is one seed.
+    assert np.sum((observed - expected) ** 2 / expected) < 20.5
 
 
-def test_a_draw_depends_on_seed_position_and_sample_index_and_on_nothing_else() -> None:
-    row = np.zeros((1, 100_000), np.float32)
-    base = draw(row, seed=7, position=3, sample_index=2)[0]
-    assert draw(row, seed=7, position=3, sample_index=2)[0] == base
-    others = [
-        draw(row, seed=8, position=3, sample_index=2)[0],
-        draw(row, seed=7 + 2**32, position=3, sample_index=2)[0],
-        draw(row, seed=7, position=4, sample_index=2)[0],
-        draw(row, seed=7, position=3, sample_index=3)[0],
-        draw(row, seed=7, position=2, sample_index=3)[0],
-    ]
-    assert len({int(base[0]), *(int(other[0]) for other in others)}) == 6
+def test_noise_depends_on_seed_position_and_sample_index_alone() -> None:
+    logits = np.zeros((1, 5000), np.float32)
+
+    def token(**fields: Any) -> int:
+        return int(sample(logits, **fields)[0][0])
+
+    base = {"seed": (1, 2), "position": 3, "sample_index": 4}
+    changed = [{"seed": (2, 2)}, {"seed": (1, 3)}, {"seed": (2, 1)}, {"position": 4}, {"sample_index": 3}]
+    changed.append({"position": 4, "sample_index": 3})
+    assert len({token(**base | other) for other in [{}, *changed]}) == 1 + len(changed)
+    rows, _ = sample(np.zeros((9, 5000)), **base)
+    assert set(rows.tolist()) == {token(**base)}
 
 
-def test_noise_is_that_of_the_contract() -> None:
-    """key(seed), fold_in(position), fold_in(sample index), Gumbel, as JAX itself computes it."""
-    import jax
-
-    row = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(11, impl="threefry2x32"), 5), 1)
-    expected = int(jnp.argmax(row + jax.random.gumbel(key, (1000,), jnp.float32)))
-    assert draw(row[None], seed=11, position=5, sample_index=1)[0][0] == expected
-
-
-def test_the_likeliest_token_wins_at_temperature_zero_and_the_lowest_id_among_equals() -> None:
-    logits = np.float32([[0, 3, 3, 1], [2, 2, 2, 2], [-np.inf, -5, -5, -np.inf]])
-    for filtered in (False, True):
-        tokens, _ = draw(logits, temperature=0.0, top_k=1, filtered=filtered)
-        assert tokens.tolist() == [1, 0, 1]
-
-
-def test_top_k_of_equals_keeps_the_lowest_ids() -> None:
-    tokens, _ = draw(np.zeros((512, 10), np.float32), position=np.arange(512), top_k=3)
-    assert set(tokens.tolist()) == {0, 1, 2}
-
-
-def test_logprobs_are_those_of_the_model_before_temperature_and_filters() -> None:
-    logits = np.random.default_rng(1).standard_normal((9, 50)).astype(np.float32)
-    tokens, logprobs = draw(logits, position=np.arange(9), temperature=0.3, top_k=4, top_p=0.7)
-    expected = np.asarray(ops.log_softmax(jnp.asarray(logits)))[np.arange(9), tokens]
-    assert_same_bits(logprobs, expected)
-
-
-def test_rows_without_a_filter_have_the_same_bits_whether_others_have_one() -> None:
-    logits = np.random.default_rng(2).standard_normal((33, 77)).astype(np.float32)
-    arguments = {"position": np.arange(33), "temperature": np.resize([0.0, 0.8, 1.0], 33)}
-    filtered = draw(logits, **arguments, top_k=np.resize([0, 0, 0, 5], 33), filtered=True)
-    unfiltered = draw(logits, **arguments, filtered=False)
-    plain = np.resize([True, True, True, False], 33)
-    assert_same_bits([x[plain] for x in filtered], [x[plain] for x in unfiltered])
-
-
-def test_top_logprobs_are_sorted_and_ties_go_to_the_lowest_id() -> None:
-    logits = np.float32([[1, 3, 3, 2, 3], [0, 0, 0, 0, 0]])
-    tokens, logprobs = ops.top_logprobs(jnp.asarray(logits), 4)
-    assert np.asarray(tokens).tolist() == [[1, 2, 4, 3], [0, 1, 2, 3]]
-    expected = np.take_along_axis(np.asarray(ops.log_softmax(jnp.asarray(logits))), np.asarray(tokens), axis=-1)
-    assert_same_bits(logprobs, expected)
-
-
-def test_seeds_have_64_bits() -> None:
+def test_seeds_are_64_bits_wide() -> None:
+    assert ops.seed_words(0) == (0, 0)
+    assert ops.seed_words(2**32 + 5) == (1, 5)
     assert ops.seed_words(2**64 - 1) == (2**32 - 1, 2**32 - 1)
-    assert ops.seed_words(5) == (0, 5)
-    for seed in (-1, 2**64):
-        with pytest.raises(ValueError, match=rf"seed is {seed}; accepted: 0 to 2\^64 - 1"):
-            ops.seed_words(seed)
+    high = ops.seed_words(3 << 32)
+    logits = np.zeros((1, 5000), np.float32)
+    assert sample(logits, seed=high)[0] != sample(logits, seed=(0, 0))[0]
+    key = jax.random.wrap_key_data(jnp.asarray(high, jnp.uint32), impl="threefry2x32")
+    expected = jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, 0), 0), (5000,))
+    assert sample(logits, seed=high)[0] == np.argmax(expected)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_out_of_range_is_refused(seed: int) -> None:
+    with pytest.raises(ValueError, match=rf"seed is {seed}; accepted: 0 to 2\^64 - 1"):
+        ops.seed_words(seed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_greedy_ties_go_to_the_lowest_id(dtype: str) -> None:
+    logits = np.zeros((40, 300), np.float32)
+    row = np.arange(40)
+    logits[row, 5 + row] = logits[row, 6 + row] = logits[row, 299] = 2.0
+    tokens, _ = sample(jnp.asarray(logits, dtype), temperature=0.0, sample_index=row, top_k=7, top_p=0.2)
+    assert_same_bits(tokens, (5 + row).astype(np.int32))
+    likeliest, _ = ops.top_logprobs(jnp.asarray(logits, dtype), 5)
+    assert_same_bits(likeliest, np.stack([5 + row, 6 + row, row * 0 + 299, row * 0, row * 0 + 1], 1).astype(np.int32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("size", [80, 5000])
+def test_logprobs_are_the_models_own_in_the_bits_of_log_softmax(dtype: str, size: int) -> None:
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((9, size)) * 3, dtype)
+    expected = np.asarray(ops.log_softmax(logits))
+    for filtered in (True, False):
+        tokens, logprobs = sample(
+            logits, temperature=np.resize([0.0, 0.3, 2.0], 9), top_k=5 if filtered else 0, filtered=filtered
+        )
+        assert_same_bits(logprobs, expected[np.arange(9), tokens])
+    tokens, logprobs = (np.asarray(x) for x in ops.top_logprobs(logits, 7))
+    assert_same_bits(logprobs, np.take_along_axis(expected, tokens, axis=1))
+    assert_same_bits(logprobs, -np.sort(-expected, axis=1)[:, :7])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rows_without_a_filter_have_the_bits_of_a_program_without_filters(dtype: str) -> None:
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((60, 300)) * 3, dtype)
+    row = np.arange(60)
+    fields = {"sample_index": row, "position": row % 7, "temperature": np.resize([0.0, 0.5, 1.0, 4.0], 60)}
+    unfiltered = sample(logits, filtered=False, **fields)
+    assert_same_bits(sample(logits, **fields), unfiltered)
+    mixed = sample(logits, top_k=np.where(row % 2, 0, 3), **fields)
+    assert_same_bits([x[row % 2 == 1] for x in mixed], [x[row % 2 == 1] for x in unfiltered])
+
+
+def test_sampling_has_no_gradient() -> None:
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, 20)), jnp.float32)
+    one, zero, ids = jnp.ones(3), jnp.zeros(3), jnp.zeros(3, jnp.int32)
+    seed = jnp.zeros((3, 2), jnp.uint32)
+    gradient = jax.grad(lambda x: ops.sample(x, seed, ids, ids, one, ids, one, zero)[1].sum())(logits)
+    assert_same_bits(gradient, np.zeros((3, 20), np.float32))
+    assert_same_bits(jax.grad(lambda x: ops.top_logprobs(x, 3)[1].sum())(logits), np.zeros((3, 20), np.float32))
