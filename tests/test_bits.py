@@ -10,13 +10,17 @@ def test_the_first_difference_is_reported() -> None:
     a = np.zeros((3, 4), np.float32)
     b = a.copy()
     b[1, 2], b[2, 0] = 1e-45, 2.0
-    with pytest.raises(AssertionError, match=r"the array: 2 of 12 elements differ, first at \(1, 2\): .*0\.0.* is not .*1e-45"):
+    with pytest.raises(
+        AssertionError, match=r"the array: 2 of 12 elements differ, first at \(1, 2\): .*0\.0.* is not .*1e-45"
+    ):
         assert_same_bits(a, b)
 
 
 def test_the_leaf_that_differs_is_named() -> None:
     with pytest.raises(AssertionError, match=r"\['y'\]\[1\]: 1 of 2 elements differ, first at \(0,\)"):
-        assert_same_bits({"x": jnp.ones(3), "y": [1, jnp.ones(2)]}, {"x": jnp.ones(3), "y": [1, jnp.asarray([2.0, 1.0])]})
+        assert_same_bits(
+            {"x": jnp.ones(3), "y": [1, jnp.ones(2)]}, {"x": jnp.ones(3), "y": [1, jnp.asarray([2.0, 1.0])]}
+        )
 
 
 @pytest.mark.parametrize(

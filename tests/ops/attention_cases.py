@@ -57,9 +57,13 @@ class Request:
 class Pool:
     """Pages `[P, h, S, K]` of several requests, and each one's page table."""
 
-    k_pages: np.ndarray
-    v_pages: np.ndarray
-    page_table: np.ndarray
+    k_pages: np.ndarray | jax.Array
+    v_pages: np.ndarray | jax.Array
+    page_table: np.ndarray | jax.Array
+
+    def on_device(self) -> "Pool":
+        """The pool in JAX's arrays, for many calls."""
+        return Pool(*(jnp.asarray(x) for x in (self.k_pages, self.v_pages, self.page_table)))
 
     def alone(self, row: int) -> "Pool":
         """The pool with one request's page table."""
@@ -119,7 +123,7 @@ def whole(request: Request, **options: Any) -> np.ndarray:
 
 def in_chunks(request: Request, size: int, **options: Any) -> np.ndarray:
     """The queries of a request in pieces, each with the keys there are by then: chunked prefill, or decode."""
-    where = pool([request])
+    where = pool([request]).on_device()
     outputs = []
     for start in range(0, len(request), size):
         q = request.q[start : start + size]

@@ -1,52 +1,74 @@
 """Another process, another number of cores or threads: the same bits."""
 
+import functools
 import hashlib
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import MAIN_OPS
+from attention_cases import OPTIONS, Request, whole
+from cases import MAIN_OPS, in_dtype
 
 import detjax
 from detjax import ops
 
 
-def digest() -> str:
-    """One digest of what all operations give, attention and its gradients included."""
-    results = [op(*op.arguments(33, "float32", 514)) for op in MAIN_OPS]
+@functools.cache
+def digests(dtype: str) -> dict[str, str]:
+    """A digest of what every operation gives, attention and its gradients included."""
+    results: dict[str, Any] = {op.name: op(*op.arguments(33, dtype, 258)) for op in MAIN_OPS}
     random = np.random.default_rng(0)
-    q, k, v = (random.standard_normal((2, 150, heads, 80)).astype(np.float32) for heads in (6, 2, 2))
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(in_dtype(random.standard_normal(shape), dtype))
+
+    # Long sums for few results: where a library would share the inner axis out to its threads.
+    for inputs, outputs in ((4096, 512), (20_000, 3)):
+        results[f"matmul of {inputs} by {outputs}"] = ops.matmul(normal(20, inputs), normal(inputs, outputs))
+    results["attention"] = whole(Request.random(150, dtype), **OPTIONS["everything"])
 
     @detjax.jit
-    def attention(*operands: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def gradients(*operands: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         o, pull_back = jax.vjp(ops.dot_product_attention, *operands)
         return o, pull_back(o)
 
-    results.append(attention(q, k, v))
-    large = [random.standard_normal(shape).astype(np.float32) for shape in ((40, 4096), (4096, 512))]
-    results.append(ops.matmul(*map(jax.numpy.asarray, large)))
-    return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(results))).hexdigest()
+    results["attention's gradients"] = gradients(*(normal(2, 150, heads, 80) for heads in (6, 2, 2)))
+    return {name: _digest(result) for name, result in results.items()}
+
+
+def _digest(result: Any) -> str:
+    return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result))).hexdigest()
 
 
 @pytest.mark.parametrize(
-    ("cores", "flags"),
-    [(os.cpu_count(), ""), (1, ""), (os.cpu_count(), "--xla_cpu_multi_thread_eigen=false")],
-    ids=["all cores", "one core", "no threads"],
+    ("cores", "variables", "dtype"),
+    [
+        (os.cpu_count(), {}, "bfloat16"),
+        (1, {}, "float32"),
+        (os.cpu_count(), {"NPROC": "16"}, "float32"),
+    ],
+    ids=["as here", "one core", "16 threads"],
 )
-def test_another_process_gives_the_same_bits(cores: int, flags: str) -> None:
-    start = f"import os; os.sched_setaffinity(0, range({cores}))"
-    code = f"{start}; import conftest, ops.test_processes as here; print(here.digest())"
+def test_another_process_gives_the_same_bits(cores: int, variables: dict[str, str], dtype: str) -> None:
     tests = Path(__file__).parents[1]
     paths = os.pathsep.join([str(tests), str(tests / "ops")])
+    code = (
+        f"import os; os.sched_setaffinity(0, range({cores}))\n"
+        "import conftest, json, test_processes\n"
+        f"print(json.dumps(test_processes.digests({dtype!r})))"
+    )
     there = subprocess.run(
         [sys.executable, "-c", code],
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
-        env=os.environ | {"PYTHONPATH": paths, "XLA_FLAGS": flags},
+        env=os.environ | {"PYTHONPATH": paths} | variables,
     )
-    assert there.stdout.strip() == digest()
+    assert json.loads(there.stdout) == digests(dtype)
