@@ -105,6 +105,13 @@ def test_the_gpus_choice_of_algorithms_is_pinned() -> None:
     assert (options["xla_gpu_autotune_level"], options["xla_gpu_deterministic_ops"]) == (0, True)
 
 
+@pytest.mark.parametrize("device_platform", ["cpu", "gpu"])
+def test_the_pinned_options_are_known_to_this_release_of_xla(device_platform: str) -> None:
+    # The compiler for CPUs knows the names of both; those of TPUs are libtpu's own.
+    options = platform.compiler_options(device_platform)
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(jnp.ones(3))[0] == 2
+
+
 def test_an_unknown_platform_is_refused() -> None:
     with pytest.raises(ValueError, match="platform 'npu' is unknown; accepted: cpu, gpu, tpu"):
         platform.compiler_options("npu")

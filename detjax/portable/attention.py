@@ -76,10 +76,10 @@ def forward(
         o, total, m = lax.fori_loop(*_visible_blocks(tile, q.shape[1], group, masking), merge, state)
         empty = total == 0
         total = jnp.where(empty, 1.0, total)
-        o = jnp.where(empty, 0.0, o * (1.0 / total))
-        o = jnp.where(o == 0, 0.0, o)
+        o = rounded(jnp.where(empty, 0.0, o * (1.0 / total)), q.dtype)
+        o = jnp.where(o == 0, jnp.zeros_like(o), o)
         log2_normalizer = jnp.where(empty, 0.0, m + jnp.log2(total))
-        return rounded(o, q.dtype)[None], log2_normalizer[None]
+        return o[None], log2_normalizer[None]
 
     rows = _packed(q, group), _tiles(q, group, page_table, q_start, kv_length)
     shared = k_pages, v_pages, _per_head(sinks, masking, heads, group)

@@ -1,5 +1,6 @@
 """Bad input: the error says what was given, what is accepted, and where."""
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ ROPE = ops.RotaryEmbedding(8, 10_000.0)
 ROWS = jnp.zeros(4, jnp.int32)
 
 
-def attention(**changed: Any) -> jax.Array:
+def attention(op: Callable[..., jax.Array] = ops.attention, **changed: Any) -> jax.Array:
     arguments: dict[str, Any] = {
         "q": jnp.ones((1, 3, 4, 8)),
         "k_pages": jnp.ones((2, 2, 128, 8)),
@@ -26,14 +27,14 @@ def attention(**changed: Any) -> jax.Array:
         "q_start": jnp.zeros(1, jnp.int32),
         "kv_length": jnp.full(1, 3, jnp.int32),
     }
-    return ops.attention(**(arguments | changed))
+    return op(**(arguments | changed))
 
 
-def sample(**changed: Any) -> Any:
+def sample(op: Callable[..., Any] = ops.sample, **changed: Any) -> Any:
     whole = jnp.ones(4)
     arguments: dict[str, Any] = {"logits": X, "seed": jnp.zeros((4, 2), jnp.uint32), "position": ROWS}
     arguments |= {"sample_index": ROWS, "temperature": whole, "top_k": ROWS, "top_p": whole, "min_p": whole}
-    return ops.sample(**(arguments | changed))
+    return op(**(arguments | changed))
 
 
 CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -88,12 +89,22 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "attention: k_pages has shape (2, 2, 64, 8); accepted: (2, 2, 128, 8)",
     ),
+    (lambda: attention(sinks=jnp.ones(4, jnp.float8_e5m2)), TypeError, "attention: sinks has dtype float8_e5m2"),
+    (lambda: attention(page_table=jnp.zeros((1, 0), jnp.int32)), ValueError, "attention: page_table has shape (1, 0)"),
+    (lambda: attention(scale=0.0), ValueError, "attention: scale is 0.0; accepted: None, or a positive number"),
+    (
+        lambda: ops.dot_product_attention(*[jnp.ones((1, 3, 4, 8))] * 3, window=-1),
+        ValueError,
+        "attention: window is -1; accepted: None, or at least 1 token",
+    ),
     (lambda: attention(window=0), ValueError, "attention: window is 0; accepted: None, or at least 1 token"),
     (lambda: attention(soft_cap=-1.0), ValueError, "attention: soft_cap is -1.0; accepted: None, or a positive number"),
     (lambda: attention(alibi_slopes=(1.0,)), ValueError, "attention: 1 alibi_slopes; accepted: 4, one per head of q"),
     (lambda: sample(logits=FLOAT8), TypeError, "sample: logits has dtype"),
     (lambda: ops.top_logprobs(X, 9), ValueError, "top_logprobs: count is 9; accepted: 1 to 8, the vocabulary's size"),
     (lambda: ops.top_logprobs(X, 0), ValueError, "top_logprobs: count is 0"),
+    (lambda: ops.top_logprobs(X[:0], 1), ValueError, "top_logprobs: logits has shape (0, 8)"),
+    (lambda: sample(logits=X[:, :0]), ValueError, "sample: logits has shape (4, 0); accepted: at least one element"),
 ]
 
 
@@ -101,6 +112,95 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_bad_input_is_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     pattern = re.escape(message).replace(r"\*", ".*")
     with pytest.raises(error, match=pattern):
+        call()
+
+
+def unchecked(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation without the suite's check of annotations, which comes first and which users do not have."""
+    return inspect.unwrap(op)
+
+
+FLOATS = jnp.zeros(4)
+INTEGERS_ACCEPTED = "has dtype float32; accepted: integers"
+
+BEHIND_ANNOTATIONS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: unchecked(ops.matmul)(X, W, layout="mn"), ValueError, "matmul: layout is 'mn'; accepted: kn, nk"),
+    (
+        lambda: unchecked(ops.matmul)(X, W, activation="tanh"),
+        ValueError,
+        "matmul: activation is 'tanh'; accepted: None, silu, gelu, gelu_tanh, relu",
+    ),
+    (lambda: unchecked(ops.matmul)(X.astype("int32"), W), TypeError, "matmul: x has dtype int32 on cpu:0"),
+    (
+        lambda: unchecked(ops.rms_norm)(X, jnp.ones(7), eps=1e-6),
+        ValueError,
+        "rms_norm: weight has shape (7,); accepted: (8,), x being (4, 8)",
+    ),
+    (
+        lambda: unchecked(ops.rms_norm)(X, jnp.ones(8), eps=1e-6, residual=X[:2]),
+        ValueError,
+        "rms_norm: residual has shape (2, 8); accepted: (4, 8), x's shape",
+    ),
+    (lambda: unchecked(ops.rms_norm)(X, ROWS, eps=1e-6), TypeError, "rms_norm: weight has dtype int32"),
+    (lambda: unchecked(ops.softmax)(ROWS), TypeError, "softmax: x has dtype int32"),
+    (lambda: unchecked(ops.embed)(FLOATS, X), TypeError, f"embed: tokens {INTEGERS_ACCEPTED}"),
+    (lambda: unchecked(ops.rope)(X[:, None], FLOATS, ROPE), TypeError, f"rope: positions {INTEGERS_ACCEPTED}"),
+    (
+        lambda: unchecked(ops.rope)(X[:, None], ROWS[:3], ROPE),
+        ValueError,
+        "rope: positions has shape (3,); accepted: (4,), x being (4, 1, 8)",
+    ),
+    *(
+        (
+            lambda name=name: attention(unchecked(ops.attention), **{name: jnp.ones((7, 7))}),
+            TypeError,
+            f"attention: {name} {INTEGERS_ACCEPTED}",
+        )
+        for name in ("page_table", "q_start", "kv_length")
+    ),
+    *(
+        (
+            lambda name=name, shape=shape: attention(unchecked(ops.attention), **{name: jnp.zeros(shape, jnp.int32)}),
+            ValueError,
+            f"attention: {name} has shape {shape}; accepted: {accepted}, q being (1, 3, 4, 8)",
+        )
+        for name, shape, accepted in (
+            ("page_table", (2, 2), (1, 2)),
+            ("q_start", (2,), (1,)),
+            ("kv_length", (2,), (1,)),
+        )
+    ),
+    (
+        lambda: attention(unchecked(ops.attention), sinks=jnp.ones(3)),
+        ValueError,
+        "attention: sinks has shape (3,); accepted: (4,), q being (1, 3, 4, 8)",
+    ),
+    (
+        lambda: attention(unchecked(ops.attention), v_pages=jnp.ones((2, 1, 128, 8))),
+        ValueError,
+        "attention: v_pages has shape (2, 1, 128, 8); accepted: (2, 2, 128, 8), k_pages being",
+    ),
+    (lambda: sample(unchecked(ops.sample), top_k=FLOATS), TypeError, f"sample: top_k {INTEGERS_ACCEPTED}"),
+    (
+        lambda: sample(unchecked(ops.sample), seed=jnp.zeros((3, 2), jnp.uint32)),
+        ValueError,
+        "sample: seed has shape (3, 2); accepted: (4, 2), logits being (4, 8)",
+    ),
+    (
+        lambda: sample(unchecked(ops.sample), temperature=jnp.ones(1)),
+        ValueError,
+        "sample: temperature has shape (1,); accepted: (4,), logits being (4, 8)",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"), BEHIND_ANNOTATIONS, ids=[message for _, _, message in BEHIND_ANNOTATIONS]
+)
+def test_bad_input_is_refused_without_a_type_checker(
+    call: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
         call()
 
 
