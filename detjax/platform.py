@@ -20,8 +20,8 @@ from jax._src.core import trace_state_clean  # JAX has no public name for "nothi
 from detjax.contract import CONTRACT_VERSION
 from detjax.version import __version__
 
-BACKENDS: Final = ("portable",)
-"""Backends under contract, in order of preference."""
+BACKENDS: Final = ("hopper", "portable")
+"""Backends under contract, in order of preference: kernels for compute capability 9.0 (H100, H200), and plain JAX."""
 
 STOCK: Final = "stock"
 """XLA's own operations, under no contract: what detjax is compared with. Served only where it is asked for by name."""
@@ -73,7 +73,13 @@ def backend() -> str:
     forced = os.environ.get(BACKEND_VARIABLE)
     if forced:
         return _checked(forced, f"environment variable {BACKEND_VARIABLE}")
-    return BACKENDS[0]
+    return "hopper" if _is_hopper() else "portable"
+
+
+@functools.cache
+def _is_hopper() -> bool:
+    device = jax.devices()[0]
+    return device.platform == "gpu" and getattr(device, "compute_capability", None) == "9.0"
 
 
 @contextlib.contextmanager
@@ -102,7 +108,7 @@ def _checked(name: str, source: str) -> str:
 def device_name() -> str:
     """The default device as errors name it, as in "cuda:0 (NVIDIA H200)"."""
     device = jax.devices()[0]
-    return f"{device.platform}:{device.id} ({_device_kind()})"
+    return f"{device.platform}:{device.id} ({device_kind()})"
 
 
 def compiler_options(device_platform: str | None = None) -> dict[str, bool | int]:
@@ -238,7 +244,7 @@ def fingerprint() -> Fingerprint:
         contract_version=CONTRACT_VERSION,
         detjax=__version__,
         backend=backend(),
-        device_kind=_device_kind(),
+        device_kind=device_kind(),
         driver=_driver(device.platform),
         jax=jax.__version__,
         jaxlib=importlib.metadata.version("jaxlib"),
@@ -249,8 +255,11 @@ def fingerprint() -> Fingerprint:
 
 
 @functools.cache
-def _device_kind() -> str:
-    """XLA's CPU compiler emits code for the processor it finds, so "cpu" alone would not tell two machines apart."""
+def device_kind() -> str:
+    """The default device's kind, as fingerprints and tables of schedules name it.
+
+    XLA's CPU compiler emits code for the processor it finds, so "cpu" alone would not tell two machines apart.
+    """
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind

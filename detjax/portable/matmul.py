@@ -29,7 +29,7 @@ def forward(
 
     def tile(rows: tuple[Array, Array | None], shared: tuple[Array, Array | None]) -> Array:
         x, residual = rows
-        y = _activated(_pre_activation(x, *shared, layout), epilogue)
+        y = activated(_pre_activation(x, *shared, layout), epilogue)
         if residual is not None:
             y = y + residual.astype(ACCUMULATOR)
         return rounded(y, out_dtype)
@@ -58,7 +58,7 @@ def backward(
     def accumulator_gradient(rows: tuple[Array, Array], shared: tuple[Array, Array | None]) -> Array:
         x, dy = rows
         z = _pre_activation(x, *shared, layout)
-        (dz,) = jax.vjp(lambda z: _activated(z, epilogue), z)[1](dy.astype(ACCUMULATOR))
+        (dz,) = jax.vjp(lambda z: activated(z, epilogue), z)[1](dy.astype(ACCUMULATOR))
         return rounded(dz, x.dtype)
 
     def input_gradient(dz: Array, w: Array) -> Array:
@@ -89,8 +89,11 @@ def _pre_activation(x: Array, w: Array, bias: Array | None, layout: WeightLayout
     return z if bias is None else z + bias.astype(ACCUMULATOR).reshape(1, *z.shape[1:])
 
 
-def _activated(z: Array, epilogue: Epilogue) -> Array:
-    if epilogue.activation is None:
-        return z[:, 0]
-    activated = _ACTIVATIONS[epilogue.activation](z[:, 0])
-    return activated * z[:, 1] if epilogue.gated else activated
+def activated(z: Array, epilogue: Epilogue) -> Array:
+    """`[rows, N]`: activation, gate and soft cap of the biased sums `z [rows, 1 or 2, N]`."""
+    y = z[:, 0]
+    if epilogue.activation is not None:
+        y = _ACTIVATIONS[epilogue.activation](y)
+    if epilogue.gated:
+        y = y * z[:, 1]
+    return y if epilogue.soft_cap is None else epilogue.soft_cap * jnp.tanh(y / epilogue.soft_cap)

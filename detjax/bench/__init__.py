@@ -1,0 +1,1 @@
+"""Measurement: what an operation costs on the device it runs on."""

@@ -1,0 +1,103 @@
+"""Device time of JAX and PyTorch functions, with inputs that come from memory rather than from a cache."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+
+CACHE_BYTES: Final = 60 << 20
+"""The L2 cache of an H200; those of the other devices that detjax serves are smaller."""
+MOST_ROTATIONS: Final = 64
+IN_FLIGHT: Final = 4
+"""Results that are kept alive while calls are made, so that memory is not reused at once and does not pile up."""
+
+
+def rotations(bytes_per_call: int) -> int:
+    """How many argument sets, taken in turn, keep a call from finding in the cache what its set left there.
+
+    At most 64: inputs below 2 MB stay in the cache, as the few rows of a decode step do.
+    """
+    return min(MOST_ROTATIONS, 2 + 2 * CACHE_BYTES // max(bytes_per_call, 1))
+
+
+def device_time(fn: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]], *, calls: int = 30) -> float:
+    """Seconds of one call of a jitted function: the median over calls of the summed time of its kernels.
+
+    Time between kernels is not counted. On devices other than GPUs it is the time until the result is there.
+
+    Args:
+        fn: takes each of the argument sets; compiled by its first call, which is not counted.
+        argument_sets: taken in turn, see `rotations`.
+        calls: how many are measured.
+
+    Raises:
+        RuntimeError: calls launched different numbers of kernels, or none.
+    """
+    for arguments in argument_sets[:2]:
+        jax.block_until_ready(fn(*arguments))
+    turns = list(itertools.islice(itertools.cycle(argument_sets), calls))
+    if jax.default_backend() != "gpu":
+        return statistics.median(_wall_time(fn, arguments) for arguments in turns)
+
+    from jax.experimental.mosaic.gpu import profiler
+
+    cupti: Any = profiler.mosaic_gpu_lib._mosaic_gpu_ext  # pyright: ignore
+    cupti._cupti_init()
+    try:
+        alive = []
+        for arguments in turns:
+            alive = [*alive[-IN_FLIGHT:], fn(*arguments)]
+        jax.block_until_ready(alive)
+    finally:
+        kernels = cupti._cupti_get_timings(True)
+    if not kernels or len(kernels) % calls:
+        names = ", ".join(sorted({name for name, _ in kernels})) or "none"
+        raise RuntimeError(
+            f"device_time: {calls} calls launched {len(kernels)} kernels; accepted: the same number, at least one, by "
+            f"every call. Kernels seen: {names}"
+        )
+    per_call = len(kernels) // calls
+    milliseconds = [sum(ms for _, ms in kernels[i : i + per_call]) for i in range(0, len(kernels), per_call)]
+    return statistics.median(milliseconds) / 1e3
+
+
+def _wall_time(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(fn(*arguments))
+    return time.perf_counter() - start
+
+
+def torch_time(fn: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]], *, replays: int = 7) -> float:
+    """Seconds of one call of a PyTorch function, in a CUDA graph that calls it once with each argument set.
+
+    Raises:
+        ModuleNotFoundError: PyTorch is not installed.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    argument_sets = [*argument_sets, *argument_sets[: max(0, 4 - len(argument_sets))]]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for arguments in argument_sets:
+            fn(*arguments)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        alive = [fn(*arguments) for arguments in argument_sets]
+    graph.replay()
+    torch.cuda.synchronize()
+    milliseconds = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        milliseconds.append(start.elapsed_time(end) / len(argument_sets))
+    del graph, alive
+    return statistics.median(milliseconds) / 1e3

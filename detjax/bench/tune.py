@@ -1,0 +1,175 @@
+"""Searches schedules on the device at hand. A schedule is accepted only if it gives the reference schedule's bits."""
+
+import dataclasses
+import functools
+import multiprocessing
+import queue
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from detjax import platform
+from detjax.bench import timing
+from detjax.contract import Epilogue
+from detjax.pallas import matmul_hopper
+from detjax.pallas.schedules.matmul_hopper import Plan, Problem, Schedule, candidates, key
+
+REFERENCE: Final = Schedule(tile_m=64, tile_n=64)
+"""The schedule whose bits every other one has to give."""
+
+_FINALISTS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One schedule of one problem: median seconds of a call, or why there are none."""
+
+    problem: Problem
+    schedule: Schedule
+    seconds: float | None
+    refused: str | None = None
+
+
+def tune(
+    problems: Sequence[Problem], *, tries: int, processes: int, report: Callable[[Trial], None] = lambda _: None
+) -> dict[str, Schedule]:
+    """The fastest schedule of each problem, by its key in a table.
+
+    Args:
+        problems: what to search for.
+        tries: schedules of least estimated time that are built and timed for each.
+        processes: that build schedules side by side; they time them one at a time.
+        report: is called with every trial.
+    """
+    context = multiprocessing.get_context("spawn")
+    work, trials, device = context.Queue(), context.Queue(), context.Lock()
+    for problem in problems:
+        work.put(problem)
+    workers = [context.Process(target=_search, args=(work, trials, device, tries)) for _ in range(processes)]
+    for worker in workers:
+        worker.start()
+    best: dict[str, Trial] = {}
+    try:
+        for trial in _until_done(trials, workers):
+            report(trial)
+            if trial.seconds is not None:
+                leader = best.get(key(trial.problem))
+                if leader is None or leader.seconds is None or trial.seconds < leader.seconds:
+                    best[key(trial.problem)] = trial
+    finally:
+        for worker in workers:
+            worker.terminate()
+    return {name: trial.schedule for name, trial in best.items()}
+
+
+def _until_done(trials: Any, workers: Sequence[Any]) -> Iterator[Trial]:
+    running = len(workers)
+    while running:
+        try:
+            item = trials.get(timeout=10)
+        except queue.Empty:
+            failed = [worker.exitcode for worker in workers if worker.exitcode]
+            if failed:
+                raise RuntimeError(f"tune: a worker ended with exit code {failed[0]}; its output says why") from None
+            continue
+        if item is None:
+            running -= 1
+        else:
+            yield item
+
+
+def _search(work: Any, trials: Any, device: Any, tries: int) -> None:
+    while True:
+        try:
+            problem = work.get(timeout=1)
+        except queue.Empty:
+            break
+        for trial in search(problem, tries, device):
+            trials.put(trial)
+    trials.put(None)
+
+
+def search(problem: Problem, tries: int, device: Any) -> Iterator[Trial]:
+    """Builds and times schedules of one problem, holding the lock `device` while something runs."""
+    with device:
+        argument_sets = _operands(problem)
+        want = jax.block_until_ready(_program(problem, REFERENCE)(*argument_sets[0]))
+    built: list[tuple[float, Schedule, Any]] = []
+    for schedule in _varied(candidates(problem), tries):
+        try:
+            program = _program(problem, schedule).lower(*argument_sets[0]).compile()
+        except ValueError as error:
+            yield Trial(problem, schedule, None, str(error))
+            continue
+        with device:
+            if not bool(_equal_bits(want, program(*argument_sets[0]))):
+                yield Trial(problem, schedule, None, "its bits are not the reference schedule's")
+                continue
+            seconds = timing.device_time(program, argument_sets, calls=8)
+        built.append((seconds, schedule, program))
+    built.sort(key=lambda item: item[0])
+    for seconds, schedule, _ in built[_FINALISTS:]:
+        yield Trial(problem, schedule, seconds)
+    # Rounds in turn, so that a drifting clock meets all finalists alike.
+    rounds: list[list[float]] = [[] for _ in built[:_FINALISTS]]
+    for _ in range(3):
+        for times, (_, _, program) in zip(rounds, built, strict=False):
+            with device:
+                times.append(timing.device_time(program, argument_sets, calls=12))
+    for times, (_, schedule, _) in zip(rounds, built, strict=False):
+        yield Trial(problem, schedule, statistics.median(times))
+
+
+def _varied(schedules: Iterable[Schedule], count: int) -> list[Schedule]:
+    """The first `count`, few of them alike: the estimate knows tiles better than clusters."""
+    alike: dict[tuple[Any, ...], int] = {}
+    chosen = []
+    for s in schedules:
+        tile = s.rows, s.tile_m, s.tile_n, s.warpgroups
+        alike[tile] = alike.get(tile, 0) + 1
+        if alike[tile] <= 3:
+            chosen.append(s)
+        if len(chosen) == count:
+            break
+    return chosen
+
+
+@functools.cache
+def _program(problem: Problem, schedule: Schedule) -> Any:
+    epilogue = Epilogue("silu", gated=True) if problem.parts == 2 else Epilogue()
+    fn = functools.partial(
+        matmul_hopper.product,
+        bias=None,
+        residual=None,
+        token_layout=problem.token_layout,
+        layout=problem.layout,
+        epilogue=epilogue,
+        out_dtype=problem.out_dtype,
+        schedule=schedule,
+    )
+    return jax.jit(fn, compiler_options=platform.compiler_options("gpu"))
+
+
+@jax.jit
+def _equal_bits(a: jax.Array, b: jax.Array) -> jax.Array:
+    word = {2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize]
+    return jnp.all(jax.lax.bitcast_convert_type(a, word) == jax.lax.bitcast_convert_type(b, word))
+
+
+def _operands(problem: Problem) -> list[tuple[jax.Array, jax.Array]]:
+    """As many pairs of tokens and weights as it takes that none is still in L2 when its turn comes."""
+    weights = problem.parts * problem.n * problem.k * problem.dtype.itemsize
+    sets = []
+    for index in range(timing.rotations(weights)):
+        keys = jax.random.split(jax.random.key(index), 2)
+        tokens = (problem.m, problem.k) if problem.token_layout == "mk" else (problem.k, problem.m)
+        outputs = (problem.n, problem.k) if problem.layout == "nk" else (problem.k, problem.n)
+        shape = (2, *outputs) if problem.parts == 2 else outputs
+        x = jax.random.normal(keys[0], tokens, problem.dtype)
+        w = jax.random.normal(keys[1], shape, problem.dtype) * jnp.asarray(problem.k**-0.5, problem.dtype)
+        sets.append((x, w))
+    return jax.block_until_ready(sets)

@@ -1,0 +1,1 @@
+"""The kernels: one operation on one backend in each file."""
