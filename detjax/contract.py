@@ -24,7 +24,8 @@ ACCUMULATOR: Final = jnp.float32
 
 # --- matmul -----------------------------------------------------------------------------------------------------------
 # y[m, n] = act(sum over k ascending of x[m, k] * w[k, n] + bias[n]) + residual[m, n]: one accumulator per element, no
-# split of K, the epilogue on the float32 accumulator, one rounding at the end.
+# split of K, the epilogue on the float32 accumulator, one rounding at the end. With a soft cap, the activated sum z
+# becomes cap * tanh(z / cap) before the residual.
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 WeightLayout = Literal["kn", "nk"]
@@ -34,11 +35,13 @@ WeightLayout = Literal["kn", "nk"]
 class Epilogue:
     """What a matmul does to its float32 accumulator `z` before the one rounding.
 
-    `z + bias`; then `activation(z)`, or `activation(z_gate) * z_up` if `gated`; then `+ residual`.
+    `z + bias`; then `activation(z)`, or `activation(z_gate) * z_up` if `gated`; then `soft_cap * tanh(z / soft_cap)`
+    where there is one; then `+ residual`.
     """
 
     activation: Activation | None = None
     gated: bool = False
+    soft_cap: float | None = None
 
 
 WEIGHT_GRADIENT_TOKENS: Final = 16
@@ -46,12 +49,32 @@ WEIGHT_GRADIENT_TOKENS: Final = 16
 
 # --- rows: rms_norm, softmax, log_softmax, logsumexp ------------------------------------------------------------------
 
-LANES: Final = 128
-"""Row sums: lane `j` adds elements `j, j + LANES, ...` in ascending order. Then, until one lane is left, the lower half
-of them adds the upper half."""
+LANES: Final = 512
+"""Row sums: lane `j` adds elements `j, j + LANES, ...` in ascending order. Then each `LANE_GROUP` of neighbouring lanes
+is added left to right; then neighbours are added in pairs, and the sums that makes again in pairs, until one is left.
+Lanes without elements are zeros."""
+
+LANE_GROUP: Final = 4
+"""Neighbouring lanes that are added left to right: what one thread of a GPU loads at once."""
 
 SOFTMAX_BLOCK: Final = 4096
-"""Softmax cuts its axis at multiples of this. Each block has its own maximum and sum; blocks merge left to right."""
+"""Softmax cuts its axis at multiples of this. With e(x, m) = exp2(rn(rn(x - m) * LOG2_E)), block b of a row x has
+
+    m_b = the maximum of its elements, but at least float32's lowest finite number
+    l_b = the row sum of e(x, m_b)
+
+and the row has m, the largest of the m_b, and l, the sum of rn(l_b * e(m_b, m)), blocks added left to right. Then
+
+    logsumexp   = rn(m + log(l))
+    log_softmax = rn(rn(x - m) - log(l))
+    softmax     = rn(e(x, m) * (1 / l))
+
+with the device's own exp2, log and reciprocal, whose last places may differ between devices and backends. A NaN or a
++inf makes its whole row NaN, and so does a row of -inf alone; any other -inf counts as probability 0. Where a gradient
+needs the sum of a row, it is that of the row sums of its blocks, added left to right."""
+
+LOG2_E: Final = np.float32(np.log2(np.e))
+"""log2(e), rounded once."""
 
 # --- attention --------------------------------------------------------------------------------------------------------
 # Per query row and block b of keys, with c = log2(e) * scale and s = q . k in float32, masked scores being -inf:
@@ -88,8 +111,11 @@ class Masking:
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
-# key(seed), fold_in(absolute position of the token), fold_in(index of the sample), one Gumbel variable per vocabulary
-# entry, argmax; ties go to the lowest id. Threefry-2x32 in its partitionable form.
+# key(seed), fold_in(absolute position of the token), fold_in(index of the sample), one Gumbel variable g per vocabulary
+# entry: g = -log(-log(u)), u the float32 in [0, 1) of the upper 23 of 32 random bits, and of 0 the smallest normal
+# number. The token is the argmax of rn(max(rn(logit * (1 / temperature)), float32's lowest finite number) + g), or of
+# the logits where the temperature is 0; ties go to the lowest id, and a NaN counts as the largest. Threefry-2x32 in its
+# partitionable form. The logprob is that of log_softmax of the logits, in the same bits.
 
 PRNG: Final = "threefry2x32"
 

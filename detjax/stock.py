@@ -41,6 +41,8 @@ def matmul(
         y = linear(None)
         if epilogue.activation is not None:
             y = _activation(epilogue.activation)(y)
+    if epilogue.soft_cap is not None:
+        y = epilogue.soft_cap * jnp.tanh(y / epilogue.soft_cap)
     if residual is not None:
         y = y + residual.astype(ACCUMULATOR)
     return y.astype(out_dtype)

@@ -48,7 +48,7 @@ def test_widening_is_exact_and_the_same_dtype_is_left_alone() -> None:
 
 
 def test_blocks_are_whole_numbers_of_lanes_and_tiles() -> None:
-    assert contract.KV_BLOCK % contract.LANES == 0
+    assert contract.LANES % contract.LANE_GROUP == 0
     assert contract.SOFTMAX_BLOCK % contract.LANES == 0
     assert contract.KV_BLOCK % contract.PORTABLE_ROWS == 0
     assert contract.LANES & (contract.LANES - 1) == 0

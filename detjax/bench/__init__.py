@@ -1,1 +1,1 @@
-"""Measurement: what an operation costs on the device it runs on."""
+"""Measures speed, and searches the schedules that give it: `python -m detjax.bench`."""

@@ -2,9 +2,12 @@
 
 import dataclasses
 import functools
+import math
 import multiprocessing
+import os
 import queue
 import statistics
+import time
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
@@ -16,7 +19,7 @@ from detjax import platform
 from detjax.bench import timing
 from detjax.contract import Epilogue
 from detjax.pallas import matmul_hopper
-from detjax.pallas.schedules.matmul_hopper import Plan, Problem, Schedule, candidates, key
+from detjax.pallas.schedules.matmul_hopper import BUCKETS, Plan, Problem, Schedule, bucket, candidates, key, table
 
 REFERENCE: Final = Schedule(tile_m=64, tile_n=64)
 """The schedule whose bits every other one has to give."""
@@ -35,7 +38,12 @@ class Trial:
 
 
 def tune(
-    problems: Sequence[Problem], *, tries: int, processes: int, report: Callable[[Trial], None] = lambda _: None
+    problems: Sequence[Problem],
+    *,
+    tries: int,
+    processes: int,
+    seconds: float = math.inf,
+    report: Callable[[Trial], None] = lambda _: None,
 ) -> dict[str, Schedule]:
     """The fastest schedule of each problem, by its key in a table.
 
@@ -43,8 +51,13 @@ def tune(
         problems: what to search for.
         tries: schedules of least estimated time that are built and timed for each.
         processes: that build schedules side by side; they time them one at a time.
+        seconds: after which the search ends with what it has.
         report: is called with every trial.
     """
+    deadline = time.monotonic() + seconds
+    # Workers give memory back at once: the largest products of two of them would not fit beside pools of all.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     context = multiprocessing.get_context("spawn")
     work, trials, device = context.Queue(), context.Queue(), context.Lock()
     for problem in problems:
@@ -56,6 +69,8 @@ def tune(
     try:
         for trial in _until_done(trials, workers):
             report(trial)
+            if time.monotonic() > deadline:
+                break
             if trial.seconds is not None:
                 leader = best.get(key(trial.problem))
                 if leader is None or leader.seconds is None or trial.seconds < leader.seconds:
@@ -99,7 +114,7 @@ def search(problem: Problem, tries: int, device: Any) -> Iterator[Trial]:
         argument_sets = _operands(problem)
         want = jax.block_until_ready(_program(problem, REFERENCE)(*argument_sets[0]))
     built: list[tuple[float, Schedule, Any]] = []
-    for schedule in _varied(candidates(problem), tries):
+    for schedule in _pool(problem, tries):
         try:
             program = _program(problem, schedule).lower(*argument_sets[0]).compile()
         except ValueError as error:
@@ -124,14 +139,25 @@ def search(problem: Problem, tries: int, device: Any) -> Iterator[Trial]:
         yield Trial(problem, schedule, statistics.median(times))
 
 
+def _pool(problem: Problem, tries: int) -> list[Schedule]:
+    """What the table names for this many tokens and for somewhat more or fewer, and the best of the rule."""
+    named = table(platform.device_kind())
+    index = BUCKETS.index(bucket(problem.m))
+    near = [dataclasses.replace(problem, m=size) for size in BUCKETS[max(0, index - 2) : index + 3]]
+    known = [named[key(p)] for p in near if key(p) in named]
+    variants = [dataclasses.replace(s, lines=lines) for s in known for lines in (1, 2)]
+    pool = dict.fromkeys([*variants, *_varied(candidates(problem), tries)])
+    return [schedule for schedule in pool if not Plan(problem, schedule).faults()]
+
+
 def _varied(schedules: Iterable[Schedule], count: int) -> list[Schedule]:
     """The first `count`, few of them alike: the estimate knows tiles better than clusters."""
     alike: dict[tuple[Any, ...], int] = {}
     chosen = []
     for s in schedules:
-        tile = s.rows, s.tile_m, s.tile_n, s.warpgroups
+        tile = s.rows, s.tile_m, s.tile_n, s.warpgroups, s.lines
         alike[tile] = alike.get(tile, 0) + 1
-        if alike[tile] <= 3:
+        if alike[tile] <= 2:
             chosen.append(s)
         if len(chosen) == count:
             break

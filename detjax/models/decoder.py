@@ -81,13 +81,18 @@ class Layer(nnx.Module):
         H, h, K = config.heads, config.kv_heads, config.head_dim
         batch, tokens, _ = x.shape
         qkv = ops.matmul(x, self.qkv[...], layout="nk", bias=_optional(self.qkv_bias))
-        q, k, v = jnp.split(qkv.reshape(batch, tokens, H + 2 * h, K), (H, H + h), axis=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = ops.rms_norm(q, self.q_norm[...], eps=config.norm_eps)
-            k = ops.rms_norm(k, self.k_norm[...], eps=config.norm_eps)
-        positions = cache.positions(tokens)
-        q, k = ops.rope(q, positions, config.rope), ops.rope(k, positions, config.rope)
-        k_pages, v_pages = cache.written(self.index, k, v, counts)
+        qkv = qkv.reshape(batch, tokens, H + 2 * h, K)
+        q, k = ops.qk_rope(
+            qkv,
+            cache.positions(tokens),
+            config.rope,
+            heads=H,
+            kv_heads=h,
+            q_norm=_optional(self.q_norm),
+            k_norm=_optional(self.k_norm),
+            norm_eps=config.norm_eps if config.qk_norm else None,
+        )
+        k_pages, v_pages = cache.written(self.index, k, qkv[:, :, H + h :], counts)
         kv_length = jnp.minimum(cache.lengths + counts, cache.capacity)
         window = config.windows[self.index]
         o = ops.attention(q, k_pages, v_pages, cache.page_table, cache.lengths, kv_length, window=window)

@@ -11,6 +11,7 @@ from detjax.ops.rope import LinearScaling as LinearScaling
 from detjax.ops.rope import Llama3Scaling as Llama3Scaling
 from detjax.ops.rope import RotaryEmbedding as RotaryEmbedding
 from detjax.ops.rope import YarnScaling as YarnScaling
+from detjax.ops.rope import qk_rope as qk_rope
 from detjax.ops.rope import rope as rope
 from detjax.ops.sampling import sample as sample
 from detjax.ops.sampling import seed_words as seed_words

@@ -8,7 +8,8 @@ from detjax.ops.checks import check_dtype, check_integers, check_not_empty
 from detjax.ops.dispatch import kernels, with_vmap_rule
 from detjax.portable import embedding as portable_embedding
 
-_KERNELS = {"portable": portable_embedding}
+# A gather moves bits and adds none, so Hopper needs no kernel of its own.
+_KERNELS = {"portable": portable_embedding, "hopper": portable_embedding}
 
 
 @platform.jit

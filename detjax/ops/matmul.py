@@ -11,12 +11,13 @@ from detjax import platform, stock
 from detjax.contract import INPUT_DTYPES, Activation, Epilogue, WeightLayout
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
+from detjax.pallas import matmul_hopper
 from detjax.portable import matmul as portable_matmul
 
-_KERNELS = {"portable": portable_matmul}
+_KERNELS = {"portable": portable_matmul, "hopper": matmul_hopper}
 
 
-@platform.jit(static_argnames=("layout", "activation", "gated", "out_dtype"))
+@platform.jit(static_argnames=("layout", "activation", "gated", "soft_cap", "out_dtype"))
 def matmul(
     x: Float[Array, "*B K"],
     w: Float[Array, "..."],
@@ -25,6 +26,7 @@ def matmul(
     bias: Float[Array, "..."] | None = None,
     activation: Activation | None = None,
     gated: bool = False,
+    soft_cap: float | None = None,
     residual: Float[Array, "*B N"] | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*B N"]:
@@ -37,6 +39,7 @@ def matmul(
         bias: `[N]`, or `[2, N]` if `gated`.
         activation: applied to the sum; "gelu" is the exact one, "gelu_tanh" its approximation.
         gated: the result is `act(x @ w[0] + bias[0]) * (x @ w[1] + bias[1]) + residual` (Shazeer 2020).
+        soft_cap: the activated result y becomes `soft_cap * tanh(y / soft_cap)`, as Gemma caps its logits.
         residual: added to the float32 result.
         out_dtype: dtype of the result; default: x's.
 
@@ -52,6 +55,8 @@ def matmul(
         raise ValueError(f"matmul: activation is {activation!r}; accepted: None, {', '.join(get_args(Activation))}")
     if gated and activation is None:
         raise ValueError("matmul: gated without an activation; accepted: gated with one, as silu")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"matmul: soft_cap is {soft_cap}; accepted: positive numbers, or None for no cap")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if str(out_dtype) not in INPUT_DTYPES:
         raise TypeError(f"matmul: out_dtype is {out_dtype}; accepted: {', '.join(INPUT_DTYPES)}")
@@ -65,7 +70,7 @@ def matmul(
     check_shape("matmul", "residual", residual, (*x.shape[:-1], outputs), "the result's shape")
     check_not_empty("matmul", x=x, w=w)
 
-    epilogue = Epilogue(activation, gated)
+    epilogue = Epilogue(activation, gated, soft_cap)
     if platform.backend() == platform.STOCK:
         return stock.matmul(x, w, bias, residual, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
     return _matmul(layout, epilogue, out_dtype, x, w, bias, residual)

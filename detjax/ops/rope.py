@@ -1,4 +1,4 @@
-"""Rotary position embedding: `rope`, and the frequencies of its scaled forms."""
+"""Rotary position embedding: `rope`, `qk_rope` with the norm before it, and the frequencies of its scaled forms."""
 
 import dataclasses
 import functools
@@ -7,14 +7,19 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 from detjax import platform, stock
+from detjax.contract import ACCUMULATOR
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
+from detjax.ops.norm import rms_norm
+from detjax.pallas import rope_hopper
 from detjax.portable import rope as portable_rope
+from detjax.portable.tiles import map_rows
 
-_KERNELS = {"portable": portable_rope}
+_KERNELS = {"portable": portable_rope, "hopper": rope_hopper}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,16 +143,75 @@ def rope(
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together.
     """
-    check_dtype("rope", x=x)
-    check_integers("rope", positions=positions)
-    check_not_empty("rope", x=x)
-    check_shape("rope", "positions", positions, x.shape[:-2], f"x being {x.shape}")
-    if x.shape[-1] != embedding.head_dim:
-        raise ValueError(f"rope: x has shape {x.shape}; accepted: a last axis of {embedding.head_dim}, its embedding's")
+    _check("rope", "x", x, positions, embedding)
     if platform.backend() == platform.STOCK:
         frequencies, scale = jnp.asarray(embedding.inverse_frequencies), embedding.embedding_scale
         return stock.rope(x, positions, frequencies, scale=scale)
     return _rope(embedding, x, positions)
+
+
+@platform.jit(static_argnames=("embedding", "heads", "kv_heads", "norm_eps"))
+def qk_rope(
+    qkv: Float[Array, "*B T N K"],
+    positions: Int[Array, "*B T"],
+    embedding: RotaryEmbedding,
+    *,
+    heads: int,
+    kv_heads: int,
+    q_norm: Float[Array, "K"] | None = None,
+    k_norm: Float[Array, "K"] | None = None,
+    norm_eps: float | None = None,
+) -> tuple[Float[Array, "*B T heads K"], Float[Array, "*B T kv_heads K"]]:
+    """Returns queries and keys, the first heads of a fused projection, RMS normalized and rotated as by `rope`.
+
+    The bits are those of the separate steps, `rms_norm` and then `rope`.
+
+    Args:
+        qkv: `heads` queries, `kv_heads` keys, and heads that are not read, as values; bfloat16, float16 or float32.
+        positions: tokens from the start of the request, below 2^24.
+        embedding: frequencies; its head_dim is K.
+        heads: how many heads of queries there are.
+        kv_heads: how many heads of keys there are.
+        q_norm: the norm's weight for queries; default: they are not normalized, nor are keys.
+        k_norm: the norm's weight for keys; given if and only if `q_norm` is.
+        norm_eps: added to the mean square; given if and only if there are weights.
+
+    Raises:
+        TypeError: a dtype is not under contract.
+        ValueError: shapes do not fit together, or one of q_norm, k_norm and norm_eps is given without the others.
+    """
+    _check("qk_rope", "qkv", qkv, positions, embedding)
+    if heads < 1 or kv_heads < 1 or heads + kv_heads > qkv.shape[-2]:
+        raise ValueError(
+            f"qk_rope: heads is {heads} and kv_heads {kv_heads}; accepted: at least 1 each and, qkv being {qkv.shape}, "
+            f"at most {qkv.shape[-2]} together"
+        )
+    given = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
+    if q_norm is None or k_norm is None or norm_eps is None:
+        if any(value is not None for value in given.values()):
+            missing = ", ".join(name for name, value in given.items() if value is None)
+            raise ValueError(
+                f"qk_rope: {missing} not given; accepted: {', '.join(given)} all together, or none of them"
+            )
+        weights = ()
+    else:
+        weights = (q_norm, k_norm)
+        check_dtype("qk_rope", q_norm=q_norm, k_norm=k_norm)
+        for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+            check_shape("qk_rope", name, weight, qkv.shape[-1:], f"qkv being {qkv.shape}")
+    steps = _in_separate_steps if platform.backend() == platform.STOCK else _qk_rope
+    return steps(embedding, (heads, kv_heads), norm_eps, qkv, positions, weights)
+
+
+def _check(operation: str, name: str, x: Array, positions: Array, embedding: RotaryEmbedding) -> None:
+    check_dtype(operation, **{name: x})
+    check_integers(operation, positions=positions)
+    check_not_empty(operation, **{name: x})
+    check_shape(operation, "positions", positions, x.shape[:-2], f"{name} being {x.shape}")
+    if x.shape[-1] != embedding.head_dim:
+        raise ValueError(
+            f"{operation}: {name} has shape {x.shape}; accepted: a last axis of {embedding.head_dim}, its embedding's"
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -165,9 +229,95 @@ def _backward(embedding: RotaryEmbedding, positions: Array, dy: Array) -> tuple[
 
 def _rotated(embedding: RotaryEmbedding, x: Array, positions: Array, turn: float) -> Array:
     """A rotation's transpose is the rotation back, so one kernel serves both directions."""
-    rotate = functools.partial(kernels("rope", _KERNELS).forward, scale=embedding.embedding_scale)
-    frequencies = jnp.asarray(np.float32(turn) * embedding.inverse_frequencies)
-    return with_vmap_rule(rotate, rows=(True, True, False))(x, positions, frequencies)
+    return _rotated_groups(embedding, (x.shape[-2],), None, x, positions, (), turn)[0]
 
 
 _rope.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _qk_rope(
+    embedding: RotaryEmbedding,
+    heads: tuple[int, int],
+    eps: float | None,
+    qkv: Array,
+    positions: Array,
+    weights: tuple[Array, ...],
+) -> tuple[Array, Array]:
+    q, k = _rotated_groups(embedding, heads, eps, qkv, positions, weights, turn=1.0)
+    return q, k
+
+
+def _in_separate_steps(
+    embedding: RotaryEmbedding,
+    heads: tuple[int, int],
+    eps: float | None,
+    qkv: Array,
+    positions: Array,
+    weights: tuple[Array, ...],
+) -> tuple[Array, Array]:
+    q, k = qkv[..., : heads[0], :], qkv[..., heads[0] : sum(heads), :]
+    if weights:
+        assert eps is not None
+        q, k = (rms_norm(x, weight, eps=eps) for x, weight in zip((q, k), weights, strict=True))
+    return rope(q, positions, embedding), rope(k, positions, embedding)
+
+
+def _qk_forward(
+    embedding: RotaryEmbedding,
+    heads: tuple[int, int],
+    eps: float | None,
+    qkv: Array,
+    positions: Array,
+    weights: tuple[Array, ...],
+):
+    return _qk_rope(embedding, heads, eps, qkv, positions, weights), (qkv, positions, weights)
+
+
+def _qk_backward(embedding: RotaryEmbedding, heads: tuple[int, int], eps: float | None, saved, gradients):
+    qkv, positions, weights = saved
+
+    def steps(qkv: Array, weights: tuple[Array, ...]) -> tuple[Array, Array]:
+        return _in_separate_steps(embedding, heads, eps, qkv, positions, weights)
+
+    dqkv, dweights = jax.vjp(steps, qkv, weights)[1](gradients)
+    return dqkv, None, dweights
+
+
+_qk_rope.defvjp(_qk_forward, _qk_backward)
+
+
+def _rotated_groups(
+    embedding: RotaryEmbedding,
+    heads: tuple[int, ...],
+    eps: float | None,
+    x: Array,
+    positions: Array,
+    weights: tuple[Array, ...],
+    turn: float,
+) -> tuple[Array, ...]:
+    operation = "qk_rope" if len(heads) > 1 else "rope"
+    rotate = functools.partial(kernels(operation, _KERNELS).forward, heads=heads, eps=eps)
+
+    def forward(x: Array, positions: Array, *weights: Array) -> tuple[Array, ...]:
+        cos, sin = _cos_and_sin(embedding, positions, turn)
+        return rotate(x, cos, sin, *weights)
+
+    return with_vmap_rule(forward, rows=(True, True, *(False for _ in weights)))(x, positions, *weights)
+
+
+def _cos_and_sin(embedding: RotaryEmbedding, positions: Array, turn: float) -> tuple[Array, Array]:
+    """`[*B, T, K / 2]` float32 each, times the embedding's scale: what every backend under contract rotates by."""
+
+    def of_rows(positions: Array, frequencies: Array) -> tuple[Array, Array]:
+        angles = positions.astype(ACCUMULATOR)[:, None] * frequencies[None]
+        return jnp.cos(angles) * embedding.embedding_scale, jnp.sin(angles) * embedding.embedding_scale
+
+    operands = positions.reshape(-1), jnp.asarray(np.float32(turn) * embedding.inverse_frequencies)
+    if platform.backend() == "portable":
+        cos, sin = map_rows(of_rows, *operands)
+    else:
+        # On an accelerator every element goes through the same instructions, and behind the barriers none is computed
+        # by the compiler's own arithmetic or by that of a kernel it is fused into.
+        cos, sin = lax.optimization_barrier(of_rows(*lax.optimization_barrier(operands)))
+    return cos.reshape(*positions.shape, -1), sin.reshape(*positions.shape, -1)

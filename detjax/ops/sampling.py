@@ -8,9 +8,10 @@ from jaxtyping import Array, Float, Float32, Int, Int32, UInt32
 from detjax import platform, stock
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
+from detjax.pallas import sampling_hopper
 from detjax.portable import sampling as portable_sampling
 
-_KERNELS = {"portable": portable_sampling}
+_KERNELS = {"portable": portable_sampling, "hopper": sampling_hopper}
 
 
 @platform.jit(static_argnames="filtered")

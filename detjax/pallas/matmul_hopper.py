@@ -30,8 +30,6 @@ from detjax.portable.matmul import activated
 
 DTYPES: Final = ("bfloat16", "float16")
 
-import os
-WARP = os.environ.get('WARP', '1') == '1'
 _PRODUCER_REGISTERS = 40
 _CONSUMER_REGISTERS = 232
 
@@ -235,7 +233,7 @@ def _body(plan: Plan, epilogue: Epilogue, *operands: Any, **scratch: Any) -> Non
         n = n * s.cluster_n + lax.axis_index("cn")
         return m * s.tile_m, n * s.tile_n
 
-    def produce():
+    def produce() -> None:
         @pl.loop(0, tiles)
         def _(tile: Array) -> None:
             m, n = origin(tile)
@@ -259,12 +257,11 @@ def _body(plan: Plan, epilogue: Epilogue, *operands: Any, **scratch: Any) -> Non
     @pl.when(warpgroup == s.warpgroups)
     def _producer() -> None:
         plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-        if WARP:
-            @plgpu.warp_map
-            def _(warp):
-                pl.when(warp == 0)(produce)
-        else:
-            produce()
+
+        # One warp loads: to have the whole warpgroup meet at each copy took longer than small tiles do.
+        @plgpu.warp_map
+        def _(warp: Array) -> None:
+            pl.when(warp == 0)(produce)
 
     @pl.when(warpgroup < s.warpgroups)
     def _consumer() -> None:
@@ -283,7 +280,18 @@ def _body(plan: Plan, epilogue: Epilogue, *operands: Any, **scratch: Any) -> Non
 
 
 def _load_stage(
-    plan: Plan, x: Any, w: Any, m: Array, n: Array, k: Array, slot: Array, *, rows: Any, columns: Any, loaded: Any, **_: Any
+    plan: Plan,
+    x: Any,
+    w: Any,
+    m: Array,
+    n: Array,
+    k: Array,
+    slot: Array,
+    *,
+    rows: Any,
+    columns: Any,
+    loaded: Any,
+    **_: Any,
 ) -> None:
     """Starts the copies of one step of K: each operand's tile, in as many pieces as it has parts and warpgroups."""
     k_slice = pl.ds(k, plan.tile_k)
@@ -349,7 +357,15 @@ class _WayOut:
     """From a warpgroup's accumulators to its part of the result, chunk by chunk."""
 
     def __init__(
-        self, plan: Plan, epilogue: Epilogue, bias: Any, residual: Any, y: Any, m: Array, n: Array, scratch: dict[str, Any]
+        self,
+        plan: Plan,
+        epilogue: Epilogue,
+        bias: Any,
+        residual: Any,
+        y: Any,
+        m: Array,
+        n: Array,
+        scratch: dict[str, Any],
     ) -> None:
         self.plan, self.epilogue = plan, epilogue
         self.bias, self.residual, self.y = bias, residual, y

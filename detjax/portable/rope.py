@@ -1,25 +1,38 @@
 """Rotary position embedding in plain JAX."""
 
 import math
+from itertools import accumulate
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR, rounded
+from detjax.portable import norm
 from detjax.portable.tiles import map_rows
 
 
-def forward(x: Array, positions: Array, inverse_frequencies: Array, *, scale: float) -> Array:
-    """`[*B, T, H, K]` rotated by the angles `positions [*B, T] * inverse_frequencies [K / 2]`, times `scale`."""
+def forward(
+    x: Array, cos: Array, sin: Array, *weights: Array, heads: tuple[int, ...], eps: float | None
+) -> tuple[Array, ...]:
+    """Groups of `heads` heads of `x [*B, T, N, K]`, first to last, rotated by their tokens' `cos, sin [*B, T, K / 2]`.
 
-    def tile(rows: tuple[Array, Array], inverse_frequencies: Array) -> Array:
-        x, positions = rows
-        angles = positions.astype(ACCUMULATOR)[:, None] * inverse_frequencies[None]
-        cos, sin = jnp.cos(angles)[:, None] * scale, jnp.sin(angles)[:, None] * scale
+    With weights `[K]`, one for each group, the heads are RMS normalized and rounded before. Further heads are not read.
+    """
+    groups = jnp.split(x[..., : sum(heads), :], tuple(accumulate(heads))[:-1], axis=-2)
+    if weights:
+        pairs = zip(groups, weights, strict=True)
+        assert eps is not None
+        groups = [norm.forward(group, weight, None, eps=eps, weight_offset=0.0)[0] for group, weight in pairs]
+
+    def tile(rows: tuple[list[Array], Array, Array], _: None) -> list[Array]:
+        groups, cos, sin = rows
+        return [rotated(group, cos[:, None], sin[:, None]) for group in groups]
+
+    def rotated(x: Array, cos: Array, sin: Array) -> Array:
         first, second = jnp.split(x.astype(ACCUMULATOR), 2, axis=-1)
-        rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        return rounded(rotated, x.dtype)
+        return rounded(jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype)
 
     tokens = math.prod(x.shape[:-2])
-    rows = x.reshape(tokens, *x.shape[-2:]), positions.reshape(tokens)
-    return map_rows(tile, rows, inverse_frequencies).reshape(x.shape)
+    rows = [group.reshape(tokens, *group.shape[-2:]) for group in groups], *(y.reshape(tokens, -1) for y in (cos, sin))
+    out = map_rows(tile, rows, None)
+    return tuple(y.reshape(group.shape) for y, group in zip(out, groups, strict=True))

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR, PRNG
@@ -27,31 +28,53 @@ def sample(
         logits, seed, position, sample_index, temperature, top_k, top_p, min_p = rows
         logits = logits.astype(ACCUMULATOR)
         greedy = temperature == 0
-        scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+        scaled = _scaled(logits, temperature)
         if filtered:
             scaled = jnp.where(_kept(scaled, top_k, top_p, min_p), scaled, -jnp.inf)
         noise = jax.vmap(_gumbel, in_axes=(0, 0, 0, None))(seed, position, sample_index, logits.shape[-1])
-        token = jnp.argmax(jnp.where(greedy[:, None], logits, scaled + noise), axis=-1).astype(jnp.int32)
+        # Behind the barrier the product is rounded before the noise is added, whatever instructions the processor has.
+        noisy = lax.optimization_barrier(scaled) + noise
+        token = jnp.argmax(jnp.where(greedy[:, None], logits, noisy), axis=-1).astype(jnp.int32)
         logprob = jnp.take_along_axis(log_softmax_tile(logits), token[:, None], axis=-1)[:, 0]
         return token, logprob
 
     return map_rows(tile, (logits, seed, position, sample_index, temperature, top_k, top_p, min_p), None)
 
 
+def masked(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+    """Logits `[B, V]` float32 with `-inf` for each entry that a filter takes out."""
+
+    def tile(rows: tuple[Array, ...], _: None) -> Array:
+        logits, temperature, *filters = rows
+        logits = logits.astype(ACCUMULATOR)
+        return jnp.where(_kept(_scaled(logits, temperature), *filters), logits, -jnp.inf)
+
+    return map_rows(tile, (logits, temperature, top_k, top_p, min_p), None)
+
+
 def top_logprobs(logits: Array, *, count: int) -> tuple[Array, Array]:
     """The `count` likeliest tokens `[B, count]` int32, ties by lowest id, and their logprobs, float32."""
 
     def tile(logits: Array, _: None) -> tuple[Array, Array]:
-        logprobs, tokens = jax.lax.top_k(log_softmax_tile(logits), count)
+        logprobs, tokens = lax.top_k(log_softmax_tile(logits), count)
         return tokens.astype(jnp.int32), logprobs
 
     return map_rows(tile, logits, None)
 
 
-def _gumbel(seed: Array, position: Array, sample_index: Array, size: int) -> Array:
+def sample_key(seed: Array, position: Array, sample_index: Array) -> Array:
+    """The key of one token's noise."""
     key = jax.random.wrap_key_data(seed, impl=PRNG)
-    key = jax.random.fold_in(jax.random.fold_in(key, position), sample_index)
-    return jax.random.gumbel(key, (size,), ACCUMULATOR)
+    return jax.random.fold_in(jax.random.fold_in(key, position), sample_index)
+
+
+def _gumbel(seed: Array, position: Array, sample_index: Array, size: int) -> Array:
+    return jax.random.gumbel(sample_key(seed, position, sample_index), (size,), ACCUMULATOR, mode="low")
+
+
+def _scaled(logits: Array, temperature: Array) -> Array:
+    scaled = logits * (1 / jnp.where(temperature == 0, 1.0, temperature))[:, None]
+    return jnp.maximum(scaled, jnp.finfo(ACCUMULATOR).min)
 
 
 def _kept(scaled: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:

@@ -1,29 +1,51 @@
-"""Softmax, log-softmax and logsumexp in plain JAX: blocks of the axis, merged left to right."""
+"""Softmax, log-softmax and logsumexp in plain JAX: blocks of the axis, added left to right."""
+
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from detjax.contract import ACCUMULATOR, SOFTMAX_BLOCK
+from detjax.contract import ACCUMULATOR, LOG2_E, SOFTMAX_BLOCK
 from detjax.portable.tiles import flat_rows, map_rows, row_sum
 
 
 def log_normalizer(x: Array) -> tuple[Array, Array]:
     """Maximum `m` and sum `l` of `exp(x - m)`, each `[rows, 1]` float32, of a tile `[rows, V]`."""
-    size = min(x.shape[-1], SOFTMAX_BLOCK)
-    x = jnp.pad(x.astype(ACCUMULATOR), ((0, 0), (0, -x.shape[-1] % size)), constant_values=-jnp.inf)
 
-    def of_block(index: Array | int) -> tuple[Array, Array]:
-        block = lax.dynamic_slice_in_dim(x, index * size, size, axis=1)
+    def of_block(block: Array) -> tuple[Array, Array]:
         m = jnp.maximum(jnp.max(block, axis=-1, keepdims=True), jnp.finfo(ACCUMULATOR).min)
-        return m, row_sum(jnp.exp(block - m))
+        return m, row_sum(exp_difference(block, m))
 
-    def merge(index: Array, merged: tuple[Array, Array]) -> tuple[Array, Array]:
-        (m, total), (m_b, total_b) = merged, of_block(index)
-        m_new = jnp.maximum(m, m_b)
-        return m_new, total * jnp.exp(m - m_new) + total_b * jnp.exp(m_b - m_new)
+    m_b, l_b = _of_blocks(of_block, x.astype(ACCUMULATOR), fill=-jnp.inf)
+    m = jnp.max(m_b, axis=0)
+    return m, _left_to_right(lambda block: l_b[block] * exp_difference(m_b[block], m), len(m_b))
 
-    return lax.fori_loop(1, x.shape[-1] // size, merge, of_block(0))
+
+def sum_of_blocks(x: Array) -> Array:
+    """Sums `[rows, 1]` of a tile `[rows, V]`, float32, as gradients need them."""
+    sums = _of_blocks(row_sum, x, fill=0.0)
+    return _left_to_right(lambda block: sums[block], len(sums))
+
+
+def _of_blocks(of_block: Callable[[Array], PyTree[Array]], x: Array, fill: float) -> PyTree[Array]:
+    """Arrays `[blocks, ...]` of what `of_block` makes of each block of a tile `[rows, V]`, the last one filled up."""
+    size = min(x.shape[-1], SOFTMAX_BLOCK)
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[-1] % size)), constant_values=fill)
+    starts = jnp.arange(0, x.shape[-1], size, dtype=jnp.int32)
+    return lax.map(lambda start: of_block(lax.dynamic_slice_in_dim(x, start, size, axis=1)), starts)
+
+
+def _left_to_right(term: Callable[[Array], Array], count: int) -> Array:
+    """The sum of `term(0)`, `term(1)`, ..."""
+    zeros = jnp.zeros_like(term(jnp.int32(0)))
+    # Behind the barrier a product is rounded before it is added, whatever instructions the processor has.
+    return lax.fori_loop(0, count, lambda index, total: total + lax.optimization_barrier(term(index)), zeros)
+
+
+def exp_difference(x: Array, m: Array) -> Array:
+    """`exp(x - m)` as the contract has it: a power of two."""
+    return jnp.exp2((x - m) * LOG2_E)
 
 
 def log_softmax_tile(x: Array) -> Array:
@@ -35,7 +57,7 @@ def log_softmax_tile(x: Array) -> Array:
 def softmax_tile(x: Array) -> Array:
     """`[rows, V]` float32 of a tile `[rows, V]`."""
     m, total = log_normalizer(x)
-    return jnp.exp(x.astype(ACCUMULATOR) - m) / total
+    return exp_difference(x.astype(ACCUMULATOR), m) * (1 / total)
 
 
 def logsumexp_tile(x: Array) -> Array:
@@ -64,7 +86,7 @@ def softmax_backward(y: Array, dy: Array) -> Array:
 
     def tile(rows: tuple[Array, Array], _: None) -> Array:
         y, dy = rows
-        return y * (dy - row_sum(y * dy))
+        return y * (dy - sum_of_blocks(lax.optimization_barrier(y * dy)))
 
     return map_rows(tile, (flat_rows(y), flat_rows(dy)), None).reshape(y.shape)
 
@@ -74,7 +96,7 @@ def log_softmax_backward(y: Array, dy: Array) -> Array:
 
     def tile(rows: tuple[Array, Array], _: None) -> Array:
         y, dy = rows
-        return dy - jnp.exp(y) * row_sum(dy)
+        return dy - lax.optimization_barrier(jnp.exp(y) * sum_of_blocks(dy))
 
     return map_rows(tile, (flat_rows(y), flat_rows(dy)), None).reshape(y.shape)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from detjax.contract import ACCUMULATOR, LANES, PORTABLE_ROWS
+from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, PORTABLE_ROWS
 
 
 def map_rows(
@@ -64,12 +64,15 @@ def row_sum(x: Array) -> Array:
     Every addition is written out: XLA would make one reduction of two, in an order of its own. The barrier keeps a
     product in `x` from being fused with the first of them.
     """
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % LANES)])
-    x = lax.optimization_barrier(x.reshape(*x.shape[:-1], -1, LANES))
-    lanes = functools.reduce(jnp.add, [x[..., step, :] for step in range(x.shape[-2])])
-    while (half := lanes.shape[-1] // 2) > 0:
-        lanes = lanes[..., :half] + lanes[..., half:]
-    return lanes
+    # Lanes beyond the width's power of two are zeros, which change no sum.
+    lanes = min(LANES, max(LANE_GROUP, 1 << (x.shape[-1] - 1).bit_length()))
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % lanes)])
+    x = lax.optimization_barrier(x.reshape(*x.shape[:-1], -1, lanes))
+    x = functools.reduce(jnp.add, [x[..., step, :] for step in range(x.shape[-2])])
+    x = functools.reduce(jnp.add, [x[..., lane::LANE_GROUP] for lane in range(LANE_GROUP)])
+    while x.shape[-1] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x
 
 
 def dot(x: Array, w: Array, contracted: tuple[int, int], batched: bool = False) -> Array:

@@ -130,6 +130,18 @@ def _rope(name: str) -> RowOp:
     return RowOp(f"rope {name}", fn, _heads, even=True, dtypes=DTYPES if name == "yarn" else ("bfloat16",))
 
 
+def _qkv(random: np.random.Generator, count: int, width: int) -> tuple[Arrays, Arrays]:
+    positions = random.integers(0, 100_000, count).astype(np.int32)
+    rows = {"x": random.standard_normal((count, 6, width)), "positions": positions}
+    return rows, {name: 1 + random.standard_normal(width) / 4 for name in ("q_norm", "k_norm")}
+
+
+def _qk_rope(rows: Arrays, shared: Arrays) -> Any:
+    embedding = ops.RotaryEmbedding(rows["x"].shape[-1], 10_000.0)
+    norms = {**shared, "norm_eps": 1e-6}
+    return ops.qk_rope(rows["x"], rows["positions"], embedding, heads=3, kv_heads=2, **norms)
+
+
 def _with_activation(activation: str) -> RowOp:
     def fn(rows: Arrays, shared: Arrays) -> Any:
         return ops.matmul(rows["x"], shared["w"], bias=shared["bias"], activation=activation, residual=rows["residual"])
@@ -179,6 +191,7 @@ ROW_OPS = (
     RowOp("log_softmax", lambda r, _: ops.log_softmax(r["x"]), _rows_alone),
     RowOp("logsumexp", lambda r, _: ops.logsumexp(r["x"]), _rows_alone),
     *(_rope(name) for name in ROPE_SCALINGS),
+    RowOp("qk_rope", _qk_rope, _qkv, even=True, dtypes=("float32", "bfloat16")),
     RowOp("embed", lambda r, s: ops.embed(r["tokens"], s["table"]), _tokens),
     RowOp("sample", lambda r, _: _sample(r, filtered=True), _requests),
     RowOp("sample unfiltered", lambda r, _: _sample(r, filtered=False), _requests, dtypes=("float32",)),

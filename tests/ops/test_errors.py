@@ -70,6 +70,16 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "rope: x has shape (4, 2, 6); accepted: a last axis",
     ),
     (lambda: ops.rope(FLOAT8.reshape(4, 1, 8), ROWS, ROPE), TypeError, "rope: x has dtype"),
+    (
+        lambda: ops.qk_rope(X[:, None], ROWS, ROPE, heads=1, kv_heads=1),
+        ValueError,
+        "qk_rope: heads is 1 and kv_heads 1; accepted: at least 1 each and, qkv being (4, 1, 8), at most 1 together",
+    ),
+    (
+        lambda: ops.qk_rope(jnp.ones((4, 2, 8)), ROWS, ROPE, heads=1, kv_heads=1, q_norm=X[0], norm_eps=1e-6),
+        ValueError,
+        "qk_rope: k_norm not given; accepted: q_norm, k_norm, norm_eps all together, or none of them",
+    ),
     (lambda: ops.RotaryEmbedding(7, 1e4), ValueError, "RotaryEmbedding: head_dim is 7; accepted: even numbers >= 2"),
     (lambda: ops.embed(ROWS, FLOAT8), TypeError, "embed: table has dtype"),
     (lambda: ops.embed(ROWS[:0], X), ValueError, "embed: tokens has shape (0,)"),

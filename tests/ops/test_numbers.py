@@ -79,6 +79,23 @@ def _rope(name: str, scaling: dict[str, Any] | None) -> Case:
     )
 
 
+def _qk_rope() -> Case:
+    positions = np.random.default_rng(0).integers(0, 60, (2, 9)).astype(np.int32)
+    embedding = ops.RotaryEmbedding(80, 10_000.0)
+    turning, factor = references.frequencies(80, 10_000.0)
+
+    def fn(qkv: jax.Array, q_norm: jax.Array, k_norm: jax.Array) -> Any:
+        norms = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": 1e-5}
+        return ops.qk_rope(qkv, jnp.asarray(positions), embedding, heads=3, kv_heads=2, **norms)
+
+    def reference(qkv: jax.Array, q_norm: jax.Array, k_norm: jax.Array) -> Any:
+        groups = (qkv[:, :, :3], q_norm), (qkv[:, :, 3:5], k_norm)
+        normed = (references.rms_norm(x, weight, eps=1e-5) for x, weight in groups)
+        return tuple(references.rope(x, positions, turning, factor) for x in normed)
+
+    return Case("qk_rope", fn, reference, {"qkv": (2, 9, 7, 80), "q_norm": (80,), "k_norm": (80,)})
+
+
 def _embed() -> Case:
     tokens = np.asarray([[3, 5, 3, 3, 0], [9, 5, 3, 0, 1]], np.int32)
     return Case(
@@ -119,6 +136,7 @@ VARIANTS = (
     Case("log_softmax of a wide row", ops.log_softmax, references.log_softmax, {"x": (5, 9000)}),
     Case("logsumexp of a wide row", ops.logsumexp, references.logsumexp, {"x": (5, 9000)}),
     _rope("default", None),
+    _qk_rope(),
     _rope("linear", {"rope_type": "linear", "factor": 4.0}),
     _rope(
         "llama3",

@@ -8,7 +8,7 @@ from bits import assert_same_bits, same_bits
 
 import detjax
 from detjax import ops
-from detjax.contract import KV_BLOCK, LANES, WEIGHT_GRADIENT_TOKENS, rounded
+from detjax.contract import KV_BLOCK, LANE_GROUP, LANES, WEIGHT_GRADIENT_TOKENS, rounded
 from detjax.portable.tiles import fold_rows, map_rows, row_sum
 
 
@@ -18,10 +18,11 @@ def summed_by_lanes(x: np.ndarray) -> np.ndarray:
     for start in range(0, x.shape[1], LANES):
         part = x[:, start : start + LANES]
         lanes[:, : part.shape[1]] += part
-    while lanes.shape[1] > 1:
-        lower, upper = np.split(lanes, 2, axis=1)
-        lanes = lower + upper
-    return lanes
+    first, second, third, fourth = (lanes[:, lane::LANE_GROUP] for lane in range(LANE_GROUP))
+    sums = ((first + second) + third) + fourth
+    while sums.shape[1] > 1:
+        sums = sums[:, 0::2] + sums[:, 1::2]
+    return sums
 
 
 @pytest.mark.parametrize("width", [1, 3, 80, 128, 129, 515, 4096, 4097])

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from importlib import resources
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ TokenLayout = Literal["mk", "km"]
 
 MAX_COLUMNS: Final = 256
 """Widest second operand of one `wgmma`."""
-MAX_ACCUMULATORS: Final = 208
-"""Registers of a thread that may hold sums, beside what addresses and the epilogue need."""
+MAX_ACCUMULATORS: Final = 176
+"""Registers of a thread that may hold sums. With 192, epilogues with bias and residual spill; with 208, all do."""
 SWIZZLE_BYTES: Final = 128
 """Length of a line in shared memory; a stage holds one line of K."""
 
@@ -246,12 +246,13 @@ class Plan:
         """Seconds this plan should take on an H200, from what limits each step of K; used to rank, never to report."""
         p, s = self.problem, self.schedule
         waves = pl.cdiv(math.prod(self.grid), self.clusters)
-        wgmma = 4 * max(self.columns / 2, _LEAST_WGMMA_CYCLES) * self.column_parts
+        wgmma = 4 * s.lines * max(self.columns / 2, _LEAST_WGMMA_CYCLES) * self.column_parts
         matrix_unit = s.warpgroups * self.row_parts * self.padded_rows / 64 * wgmma
-        weights, tokens = p.parts * s.tile_n * SWIZZLE_BYTES, s.tile_m * SWIZZLE_BYTES
+        line = s.lines * SWIZZLE_BYTES
+        weights, tokens = p.parts * s.tile_n * line, s.tile_m * line
         received = (weights + tokens) / _BYTES_RECEIVED_PER_CYCLE
         sent_by_l2 = (weights / s.cluster_m + tokens / s.cluster_n) / _BYTES_SENT_BY_L2_PER_CYCLE
-        step = max(matrix_unit, received, sent_by_l2) + _CYCLES_BESIDE
+        step = max(matrix_unit, received, sent_by_l2) + _CYCLES_PER_STEP
         written = s.tile_m * s.tile_n * p.out_dtype.itemsize / _BYTES_RECEIVED_PER_CYCLE
         on_chip = waves * (self.k_steps * step + written + _CYCLES_PER_TILE) / _CLOCK
         bytes_moved = (p.parts * p.n * p.k + p.m * p.k) * p.dtype.itemsize + p.m * p.n * p.out_dtype.itemsize
@@ -261,14 +262,14 @@ class Plan:
 
 
 # Of an H200, as schedules of this kernel were measured on it.
-_CLOCK = 1.755e9
-_MEMORY_BANDWIDTH = 4.2e12
-_BYTES_RECEIVED_PER_CYCLE = 66.0
-_BYTES_SENT_BY_L2_PER_CYCLE = 50.0
-_LEAST_WGMMA_CYCLES = 30.0
-_CYCLES_BESIDE = 24.0
-_CYCLES_PER_TILE = 3000.0
-_LAUNCH = 1e-6
+_CLOCK = 1.7e9
+_MEMORY_BANDWIDTH = 4.6e12
+_BYTES_RECEIVED_PER_CYCLE = 62.0
+_BYTES_SENT_BY_L2_PER_CYCLE = 58.0
+_LEAST_WGMMA_CYCLES = 26.0
+_CYCLES_PER_STEP = 6.0
+_CYCLES_PER_TILE = 4500.0
+_LAUNCH = 1.5e-6
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -283,42 +284,43 @@ def candidates(problem: Problem) -> list[Schedule]:
 
 def _schedules(problem: Problem) -> Iterator[Schedule]:
     tokens = _round_up(problem.m, 8)
+    panel = 1 if tokens <= 512 else 8
     for rows in ("weights", "tokens") if tokens > 64 else ("weights",):
-        on_rows, on_columns = (*range(8, 65, 8), 80, 96, 112, 128, 160, 192, 256), _COLUMNS
-        row_axis, column_axis = (on_columns, on_rows) if rows == "weights" else ((64, 128, 192, 256), on_columns)
-        for tile_m in row_axis:
+        tiles_m, tiles_n = (_ON_COLUMNS, _ON_ROWS) if rows == "weights" else ((64, 128, 192, 256), _ON_COLUMNS)
+        for tile_m, tile_n in itertools.product(tiles_m, tiles_n):
             if tile_m >= 2 * tokens and tile_m > 8:
                 continue
-            for tile_n in column_axis:
-                for warpgroups, (cluster_m, cluster_n) in itertools.product((1, 2), _CLUSTERS):
-                    if tile_m * (cluster_m - 1) < tokens:
-                        panel = 1 if tokens <= 512 else 8
-                        yield Schedule(tile_m, tile_n, rows, warpgroups, cluster_m, cluster_n, 1, panel)
+            bytes_per_line = (tile_m + problem.parts * tile_n) * SWIZZLE_BYTES
+            # Two warpgroups on half-empty rows each were slow.
+            warpgroup_counts = (1, 2) if (tile_n if rows == "weights" else tile_m) >= 128 else (1,)
+            for warpgroups, (cluster_m, cluster_n), lines in itertools.product(warpgroup_counts, _CLUSTERS, (1, 2, 4)):
+                if tile_m * (cluster_m - 1) < tokens and (lines == 1 or lines * bytes_per_line <= _LONGEST_STAGE):
+                    yield Schedule(tile_m, tile_n, rows, warpgroups, cluster_m, cluster_n, lines, panel)
 
 
-_COLUMNS = (*range(8, 65, 8), 72, 80, 96, 112, 128, 144, 160, 168, 176, 192, 208, 224, 256)
+_ON_ROWS = (*range(8, 65, 8), 80, 96, 112, 128, 160, 192, 256)
+_ON_COLUMNS = tuple(range(8, MAX_COLUMNS + 1, 8))
+_LONGEST_STAGE = 44 * 1024
 _CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (1, 8))
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
 
 
+BUCKETS: Final = (8, 16, 24, *(size for power in range(5, 13) for size in (2**power, 3 * 2 ** (power - 1))), 8192)
+"""Numbers of tokens that schedules are tuned for: powers of two, and three halves of them."""
+
+
 def bucket(m: int) -> int:
-    """The number of tokens whose schedule serves m: the next of 8, 16, 24, 32, 48, 64, 96, 128, 192, … 8192."""
-    if m <= 8:
-        return 8
-    if m > LARGEST_BUCKET:
-        return LARGEST_BUCKET
-    power = 1 << (m - 1).bit_length()
-    return power * 3 // 4 if m <= power * 3 // 4 else power
-
-
-LARGEST_BUCKET: Final = 8192
+    """The number of tokens whose schedule serves m: the next one of `BUCKETS`."""
+    return next((size for size in BUCKETS if m <= size), BUCKETS[-1])
 
 
 def key(problem: Problem) -> str:
     """The problem's name in a table: what a schedule is tuned for."""
-    layouts = "" if (problem.token_layout, problem.layout) == ("mk", "nk") else f"-{problem.token_layout}-{problem.layout}"
+    layouts = (
+        "" if (problem.token_layout, problem.layout) == ("mk", "nk") else f"-{problem.token_layout}-{problem.layout}"
+    )
     gated = "2x" if problem.parts == 2 else ""
     out = "" if problem.out_dtype == problem.dtype else f"-{problem.out_dtype}"
     # A bit more or less of shared memory for residual and bias is no reason for another schedule.
@@ -330,7 +332,7 @@ def choose(problem: Problem, device_kind: str) -> Schedule:
     named = table(device_kind).get(key(problem))
     if named is not None and not Plan(problem, named).faults():
         return named
-    return _by_rule(dataclasses.replace(problem, m=bucket(problem.m)))
+    return _by_rule(dataclasses.replace(problem, m=min(bucket(problem.m), _round_up(problem.m, 8))))
 
 
 @functools.cache
@@ -341,10 +343,15 @@ def _by_rule(problem: Problem) -> Schedule:
 @functools.cache
 def table(device_kind: str) -> dict[str, Schedule]:
     """The tuned schedules of a kind of device, by `key`; empty where none were tuned."""
-    file = resources.files(__package__) / f"matmul-{device_kind.replace(' ', '_')}.json"
+    file = table_file(device_kind)
     if not file.is_file():
         return {}
     return {name: Schedule(**fields) for name, fields in json.loads(file.read_text())["schedules"].items()}
+
+
+def table_file(device_kind: str) -> Path:
+    """Where a kind of device has its table."""
+    return Path(__file__).parent / f"matmul-{device_kind.replace(' ', '_')}.json"
 
 
 def table_text(schedules: dict[str, Schedule], origin: dict[str, Any]) -> str:
