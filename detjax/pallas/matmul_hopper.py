@@ -25,7 +25,7 @@ from jaxtyping import Array, DTypeLike
 
 from detjax import platform
 from detjax.contract import ACCUMULATOR, Activation, Epilogue, WeightLayout, rounded
-from detjax.pallas.schedules.matmul_hopper import SWIZZLE_BYTES, Plan, Problem, Schedule, TokenLayout, choose
+from detjax.pallas.schedules.matmul_hopper import Plan, Problem, Schedule, TokenLayout, choose
 from detjax.portable.matmul import activated
 
 DTYPES: Final = ("bfloat16", "float16")
@@ -131,10 +131,16 @@ def product(
     stacked = w.reshape(-1, *w.shape[-2:])
     parts, n = stacked.shape[0], stacked.shape[1 if layout == "nk" else 2]
     m, k = x.shape if token_layout == "mk" else x.shape[::-1]
+    inference = (token_layout, layout) == ("mk", "nk")
+    # What the copy engine can address: rows in groups of 8, and lines of at least 32 bytes; of 128 where K is not the
+    # last axis of both operands.
+    padded_k = _round_up(k, 16 if inference else 64)
+    padded_n = _round_up(n, 64 if layout == "kn" else 8)
+    padded_m = _round_up(m, 64) if token_layout == "km" else m if m < 8 else _round_up(m, 8)
     problem = Problem(
-        m,
-        _aligned_size(n),
-        k,
+        padded_m,
+        padded_n,
+        padded_k,
         parts,
         x.dtype,
         jnp.dtype(out_dtype),
@@ -146,22 +152,28 @@ def product(
     plan = Plan(problem, schedule or choose(problem, platform.device_kind()))
     if faults := plan.faults():
         raise ValueError(f"matmul: {plan.schedule} for {problem}; accepted: {'; '.join(faults)}")
-    biases = None if bias is None else bias.reshape(parts, n)
-    operands = [_aligned(a) for a in (x, stacked, biases, residual) if a is not None]
-    return _kernel(plan, epilogue)(*operands)[:, :n]
+    operands = [
+        _padded(x, (padded_m, padded_k) if token_layout == "mk" else (padded_k, padded_m)),
+        _padded(stacked, (parts, padded_n, padded_k) if layout == "nk" else (parts, padded_k, padded_n)),
+    ]
+    if bias is not None:
+        operands.append(_padded(bias.reshape(parts, n), (parts, padded_n)))
+    if residual is not None:
+        operands.append(_padded(residual, (padded_m, padded_n)))
+    return _kernel(plan, epilogue)(*operands)[:m, :n]
 
 
 def _flat(a: Array) -> Array:
     return a.reshape(-1, a.shape[-1])
 
 
-def _aligned_size(size: int) -> int:
-    return -(-size // 8) * 8
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
-def _aligned(a: Array) -> Array:
-    """`a`, its last axis padded with zeros where the copy engine could not address it."""
-    return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, _aligned_size(a.shape[-1]) - a.shape[-1])])
+def _padded(a: Array, shape: tuple[int, ...]) -> Array:
+    """`a` with zeros behind it up to the shape; `a` itself where it has that shape."""
+    return jnp.pad(a, [(0, size - own) for own, size in zip(a.shape, shape, strict=True)])
 
 
 @functools.cache
@@ -174,8 +186,8 @@ def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., Array]:
 
     def operand(parts: int, size: int, contiguous_in_k: bool) -> Any:
         shape = (size, plan.tile_k) if contiguous_in_k else (plan.tile_k, size)
-        line = SWIZZLE_BYTES // problem.dtype.itemsize
-        return plgpu.SMEM((plan.stages, parts, *shape), problem.dtype, transforms=_swizzled(line, problem.dtype))
+        transforms = _swizzled(plan.line, problem.dtype)
+        return plgpu.SMEM((plan.stages, parts, *shape), problem.dtype, transforms=transforms)
 
     def staged(dtype: jnp.dtype) -> Any:
         shape = (s.warpgroups, plan.slots, *plan.staged_shape)
@@ -395,8 +407,7 @@ class _WayOut:
             y = z[:, first : first + size] if plan.chunks > 1 else z
             if self.residual is not None:
                 plgpu.barrier_wait(self.scratch["residual_loaded"].at[self._slot_index(chunk)])
-                # A product that met this addition in one fused instruction would have other bits.
-                y = lax.optimization_barrier(y) + self._staged("residual", chunk)[...].astype(ACCUMULATOR)
+                y = y + self._staged("residual", chunk)[...].astype(ACCUMULATOR)
                 if chunk + plan.slots < plan.chunks:
                     plgpu.commit_smem()
                     self._load_residual(chunk + plan.slots)

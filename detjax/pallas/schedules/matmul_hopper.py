@@ -141,8 +141,14 @@ class Plan:
         return self.schedule.cluster_n if self.weights_on_rows else self.schedule.cluster_m
 
     @property
+    def line(self) -> int:
+        """Elements in a swizzled line of an operand in shared memory."""
+        whole = SWIZZLE_BYTES // self.problem.dtype.itemsize
+        return math.gcd(whole, self.problem.k)
+
+    @property
     def tile_k(self) -> int:
-        return self.schedule.lines * SWIZZLE_BYTES // self.problem.dtype.itemsize
+        return self.schedule.lines * self.line
 
     @property
     def k_steps(self) -> int:
@@ -175,7 +181,7 @@ class Plan:
     def staged_line(self, dtype: jnp.dtype) -> int:
         """Outputs in one swizzled line of a chunk."""
         outputs = self.rows if self.weights_on_rows else self.chunk
-        return math.gcd(outputs, SWIZZLE_BYTES // dtype.itemsize)
+        return math.gcd(outputs, SWIZZLE_BYTES // dtype.itemsize, self.problem.n)
 
     @property
     def bias_size(self) -> int:
@@ -187,7 +193,7 @@ class Plan:
     @property
     def bytes_per_stage(self) -> int:
         rows = self.row_parts * self.schedule.warpgroups * self.padded_rows
-        return (rows + self.column_parts * self.columns) * SWIZZLE_BYTES * self.schedule.lines
+        return (rows + self.column_parts * self.columns) * self.tile_k * self.problem.dtype.itemsize
 
     @property
     def stages(self) -> int:
@@ -233,7 +239,13 @@ class Plan:
             "row tiles in 64s where K is not the last axis": self.rows_contiguous_in_k or self.rows % 64 == 0,
             "column tiles in 64s where K is not the last axis": self.columns_contiguous_in_k or self.columns % 64 == 0,
             f"up to {MAX_ACCUMULATORS} accumulators a thread": accumulators <= MAX_ACCUMULATORS,
-            "clusters of 1, 2, 4 or 8 CTAs": self.cluster_size in (1, 2, 4, 8),
+            "clusters of 1, 2, 3, 4 or 8 CTAs": self.cluster_size in (1, 2, 3, 4, 8),
+            # The copy engine's coordinate along an axis of one tile is dropped, wherever a CTA's own tile begins.
+            "tile_m 8 and cluster_m 1 for up to 8 tokens": self.problem.m > 8
+            or not self.weights_on_rows
+            or (s.tile_m == 8 and s.cluster_m == 1),
+            "tiles of a cluster within up to 64 outputs": self.problem.n > 64
+            or s.tile_n * s.cluster_n <= self.problem.n,
             "shared operands in equal groups of 8 rows": row_groups % max(1, self.rows_shared_by) == 0
             and column_groups % max(1, self.columns_shared_by) == 0,
         }
@@ -255,7 +267,10 @@ class Plan:
         step = max(matrix_unit, received, sent_by_l2) + _CYCLES_PER_STEP
         written = s.tile_m * s.tile_n * p.out_dtype.itemsize / _BYTES_RECEIVED_PER_CYCLE
         on_chip = waves * (self.k_steps * step + written + _CYCLES_PER_TILE) / _CLOCK
-        bytes_moved = (p.parts * p.n * p.k + p.m * p.k) * p.dtype.itemsize + p.m * p.n * p.out_dtype.itemsize
+        # Weights that several clusters ask for at the same time are partly fetched again.
+        weight_reads = 1 + 0.3 * (min(self.grid[0], 4) - 1)
+        elements_read = weight_reads * p.parts * p.n * p.k + p.m * p.k
+        bytes_moved = elements_read * p.dtype.itemsize + p.m * p.n * p.out_dtype.itemsize
         memory = bytes_moved / _MEMORY_BANDWIDTH
         # The smaller of the two is not hidden whole behind the larger.
         return max(on_chip, memory) + 0.15 * min(on_chip, memory) + _LAUNCH
@@ -301,7 +316,7 @@ def _schedules(problem: Problem) -> Iterator[Schedule]:
 _ON_ROWS = (*range(8, 65, 8), 80, 96, 112, 128, 160, 192, 256)
 _ON_COLUMNS = tuple(range(8, MAX_COLUMNS + 1, 8))
 _LONGEST_STAGE = 44 * 1024
-_CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (1, 8))
+_CLUSTERS = ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (4, 1), (1, 4), (1, 8))
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
