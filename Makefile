@@ -3,6 +3,7 @@
 
 BIN := .venv/bin
 READY := .venv/.ready
+PTXAS := .ptxas
 PYTEST_ARGS ?=
 LOCK_ARGS ?=
 
@@ -21,8 +22,8 @@ help: ## say what can be made
 demo: $(READY) ## set up, then run the demonstration
 	@$(BIN)/detjax demo
 
-test: lint ## set up, lint, then run the tests (PYTEST_ARGS="-k matmul" picks some)
-	$(BIN)/pytest -n 2 $(PYTEST_ARGS)
+test: lint $(PTXAS)/.ready ## set up, lint, then run the tests (PYTEST_ARGS="-k matmul" picks some)
+	DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 2 $(PYTEST_ARGS)
 
 lint: $(READY) ## check style, formatting, types and the direction of imports
 	$(BIN)/ruff check
@@ -34,15 +35,24 @@ format: $(READY) ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-lock: ## resolve requirements.lock anew (LOCK_ARGS=--upgrade takes newer releases)
-	@uv=$$(tools/find-uv.sh) && "$$uv" pip compile pyproject.toml \
-	  --extra test --universal --python-version 3.12 --generate-hashes --no-header --no-emit-index-url --quiet \
-	  $(LOCK_ARGS) --output-file requirements.lock
+COMPILE := --universal --python-version 3.12 --generate-hashes --no-header --no-emit-index-url --quiet
+
+lock: ## resolve both locks anew (LOCK_ARGS=--upgrade takes newer releases)
+	@uv=$$(tools/find-uv.sh) && \
+	"$$uv" pip compile pyproject.toml --extra test $(COMPILE) $(LOCK_ARGS) --output-file requirements.lock && \
+	"$$uv" pip compile --group ptxas --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-ptxas.lock
 
 clean: ## remove everything that was made here
-	rm -rf .venv .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv $(PTXAS) .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml requirements.lock tools/make-venv.sh
 	@tools/make-venv.sh
+	@touch $@
+
+# Beside the environment rather than in it, where JAX would look for a GPU in every process.
+$(PTXAS)/.ready: $(READY) requirements-ptxas.lock
+	@rm -rf $(PTXAS)
+	@uv=$$(tools/find-uv.sh) && "$$uv" pip install --quiet --python $(BIN)/python --target $(PTXAS) \
+	  --no-deps --require-hashes --requirements requirements-ptxas.lock
 	@touch $@

@@ -131,7 +131,14 @@ def kernels_of(model: Decoder, batch: int) -> dict[str, int]:
     """How often each kernel, and each dot of XLA's, occurs in a decode step."""
     step, arguments = decode_step(model, batch)
     counts: collections.Counter[str] = collections.Counter()
-    _count(jax.make_jaxpr(step)(*arguments).jaxpr, counts, 1)
+
+    @detjax.jit
+    def traced() -> int:
+        # Within a program of detjax.jit, as the backends under contract ask for on a GPU.
+        _count(jax.make_jaxpr(step)(*arguments).jaxpr, counts, 1)
+        return 0
+
+    traced()
     return dict(counts)
 
 

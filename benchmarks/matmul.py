@@ -54,7 +54,7 @@ TIMING: Final = {
     XLA: "sum of the kernels' times by CUPTI, without the time between kernels",
     TORCH: "replay of a CUDA graph between two events, the time between kernels included",
 }
-ROUNDS: Final = 3
+ROUNDS: Final = 2
 BUILDERS: Final = 4
 """Threads that compile our kernels while XLA autotunes its own."""
 SHORT: Final = 0.93

@@ -69,12 +69,12 @@ def tune(
     try:
         for trial in _until_done(trials, workers):
             report(trial)
-            if time.monotonic() > deadline:
-                break
             if trial.seconds is not None:
                 leader = best.get(key(trial.problem))
                 if leader is None or leader.seconds is None or trial.seconds < leader.seconds:
                     best[key(trial.problem)] = trial
+            if time.monotonic() > deadline:
+                break
     finally:
         for worker in workers:
             worker.terminate()
@@ -94,7 +94,7 @@ def _until_done(trials: Any, workers: Sequence[Any]) -> Iterator[Trial]:
         if item is None:
             running -= 1
         else:
-            yield item
+            yield from item
 
 
 def _search(work: Any, trials: Any, device: Any, tries: int) -> None:
@@ -103,8 +103,8 @@ def _search(work: Any, trials: Any, device: Any, tries: int) -> None:
             problem = work.get(timeout=1)
         except queue.Empty:
             break
-        for trial in search(problem, tries, device):
-            trials.put(trial)
+        # All at once: a search that was cut short names no schedule.
+        trials.put(list(search(problem, tries, device)))
     trials.put(None)
 
 

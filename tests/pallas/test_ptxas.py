@@ -1,0 +1,226 @@
+"""Kernels of every kind are compiled for an H200, on a machine that has none: ptxas takes them, and nothing spills.
+
+A compile proves that a kernel is accepted and what it costs, never its bits. It happens in a process of its own, which
+alone sees the compiler: `make test` installs that beside the environment, in the folder `DETJAX_PTXAS`.
+"""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from detjax.contract import Epilogue
+from detjax.pallas import matmul_hopper, norm_hopper, rope_hopper, sampling_hopper, softmax_hopper
+from detjax.pallas.schedules import matmul_hopper as schedules
+
+VARIABLE = "DETJAX_PTXAS"
+ROOT = Path(__file__).parents[2]
+
+type Program = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
+
+
+def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def matmul(
+    m: int,
+    n: int,
+    k: int,
+    schedule: schedules.Schedule | None = None,
+    *,
+    layout: str = "nk",
+    token_layout: str = "mk",
+    dtype: str = "bfloat16",
+    out_dtype: str = "bfloat16",
+    bias: bool = False,
+    residual: bool = False,
+    **epilogue: Any,
+) -> Program:
+    """A product by the schedule given, or by the one that serves it on an H200."""
+    parts = (2,) if epilogue.get("gated") else ()
+    problem = schedules.Problem(
+        m,
+        n,
+        k,
+        2 if parts else 1,
+        jnp.dtype(dtype),
+        jnp.dtype(out_dtype),
+        jnp.dtype(dtype) if residual else None,
+        jnp.dtype(dtype) if bias else None,
+        token_layout,  # pyright: ignore
+        layout,  # pyright: ignore
+    )
+
+    def fn(x: jax.Array, w: jax.Array, *rest: jax.Array) -> jax.Array:
+        others = list(rest)
+        return matmul_hopper.product(
+            x,
+            w,
+            others.pop(0) if bias else None,
+            others.pop(0) if residual else None,
+            token_layout=token_layout,  # pyright: ignore
+            layout=layout,  # pyright: ignore
+            epilogue=Epilogue(**epilogue),
+            out_dtype=out_dtype,
+            schedule=schedule or schedules.choose(problem, "NVIDIA H200"),
+        )
+
+    operands = [
+        array(*((m, k) if token_layout == "mk" else (k, m)), dtype=dtype),
+        array(*parts, *((n, k) if layout == "nk" else (k, n)), dtype=dtype),
+    ]
+    operands += [array(*parts, n, dtype=dtype)] * bias + [array(m, n, dtype=dtype)] * residual
+    return fn, operands
+
+
+def sampler(rows: int, width: int, filtered: bool) -> Program:
+    shapes = {
+        "logits": array(rows, width, dtype="float32"),
+        "seed": array(rows, 2, dtype="uint32"),
+        "position": array(rows, dtype="int32"),
+        "sample_index": array(rows, dtype="int32"),
+        "temperature": array(rows, dtype="float32"),
+        "top_k": array(rows, dtype="int32"),
+        "top_p": array(rows, dtype="float32"),
+        "min_p": array(rows, dtype="float32"),
+    }
+    names = list(shapes)
+
+    def fn(*arrays: jax.Array) -> Any:
+        return sampling_hopper.sample(**dict(zip(names, arrays, strict=True)), filtered=filtered)
+
+    return fn, list(shapes.values())
+
+
+def programs() -> dict[str, Program]:
+    S = schedules.Schedule
+    angles = array(64, 64, dtype="float32")
+    norm, rope = partial(norm_hopper.forward, eps=1e-5, weight_offset=0.0), partial(rope_hopper.forward, eps=1e-5)
+    return {
+        "matmul of one token": matmul(1, 4096, 4096),
+        "matmul of 16 tokens": matmul(16, 6144, 4096, residual=True),
+        "matmul of 64 tokens": matmul(64, 4096, 12288, bias=True, residual=True),
+        "matmul of 192 tokens": matmul(192, 10240, 5120),
+        "matmul of 4096 tokens": matmul(4096, 6144, 4096, residual=True),
+        "matmul to float32": matmul(64, 151936, 4096, out_dtype="float32"),
+        "matmul to float32, soft cap": matmul(1024, 128256, 4096, out_dtype="float32", soft_cap=30.0),
+        "matmul gated, 16 tokens": matmul(16, 12288, 4096, activation="silu", gated=True),
+        "matmul gated, 4096 tokens": matmul(4096, 12288, 4096, activation="silu", gated=True, bias=True),
+        "matmul gelu, most columns": matmul(
+            4096,
+            12288,
+            4096,
+            S(128, 256, "tokens", 2, cluster_m=2, panel=8),
+            activation="gelu",
+            bias=True,
+            residual=True,
+        ),
+        "matmul gelu_tanh, odd tiles": matmul(
+            4096, 12288, 4096, S(128, 168, "tokens", 2, panel=8), activation="gelu_tanh", residual=True
+        ),
+        "matmul of half-empty tiles": matmul(16, 4096, 4096, S(16, 40, lines=2, cluster_n=2), dtype="float16"),
+        "matmul of two half-empty tiles": matmul(96, 4096, 4096, S(96, 96, warpgroups=2), residual=True),
+        "matmul, kn": matmul(512, 4096, 12288, layout="kn"),
+        "matmul of gradients": matmul(4096, 6144, 512, layout="kn", token_layout="km", out_dtype="float32"),
+        "norm of wide rows": (norm, [array(4096, 4096), array(4096), array(4096, 4096)]),
+        "norm of narrow rows": (lambda x, w: norm(x, w, None), [array(1000, 896), array(896)]),
+        "norm in float32": (norm, [array(3, 12288, dtype="float32"), array(12288), array(3, 12288, dtype="float32")]),
+        "rope": (partial(rope, heads=(32, 8)), [array(64, 48, 128), angles, angles]),
+        "norm and rope": (partial(rope, heads=(32, 8)), [array(64, 48, 128), angles, angles, array(128), array(128)]),
+        "softmax": (softmax_hopper.softmax, [array(64, 151936)]),
+        "log-softmax": (softmax_hopper.log_softmax, [array(64, 151936, dtype="float32")]),
+        "log-softmax, read twice": (softmax_hopper.log_softmax, [array(64, 2_000_000, dtype="float32")]),
+        "logsumexp": (softmax_hopper.logsumexp, [array(1024, 128256, dtype="float32")]),
+        "sampling": sampler(64, 151936, filtered=False),
+        "sampling with filters": sampler(16, 128256, filtered=True),
+    }
+
+
+def compile_all() -> None:
+    """Compiles every program for an H200; ptxas writes what it says of each kernel below the program's name."""
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, SingleDeviceSharding
+
+    config = (Path(__file__).parent / "h200.txtpb").read_text()
+    device = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1").devices[0]
+    sharding = SingleDeviceSharding(device)
+    # Kernels that ask for the number of multiprocessors see the target's.
+    with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("_",)).abstract_mesh):
+        for name, (fn, shapes) in programs().items():
+            print(f"# {name}", flush=True)
+            operands = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in shapes]
+            jax.jit(fn, out_shardings=sharding).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What ptxas says of one kernel."""
+
+    name: str
+    target: str
+    registers: int
+    spilled_bytes: int
+
+
+def kernels_of(text: str) -> Iterator[Kernel]:
+    entry = r"Compiling entry function '(\w+)' for '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) reg"
+    for name, target, stores, loads, registers in re.findall(entry, text, re.DOTALL):
+        yield Kernel(name, target, int(registers), int(stores) + int(loads))
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, list[Kernel]]:
+    """By program, the kernels that ptxas compiled."""
+    if sys.platform != "linux":
+        pytest.skip(f"CUDA's compiler has no packages for {sys.platform}")
+    named = os.environ.get(VARIABLE)
+    folder = ROOT / (named or ".ptxas")
+    ptxas = folder / "nvidia" / "cu13" / "bin" / "ptxas"
+    if not named and not ptxas.is_file():
+        pytest.skip(f"CUDA's compiler is not in {folder}: `make test` installs it")
+    assert ptxas.is_file(), f"{VARIABLE} is {named}, where there is no {ptxas}; run `make test`, which installs it"
+    environment = {
+        **os.environ,
+        "CUDA_ROOT": str(ptxas.parents[1]),
+        "JAX_PLATFORMS": "cpu",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+    }
+    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
+    _, *sections = re.split(r"^# (.*)\n", run.stdout, flags=re.MULTILINE)
+    return {name: list(kernels_of(text)) for name, text in zip(sections[::2], sections[1::2], strict=True)}
+
+
+def test_kernels_compile_for_an_h200_and_nothing_spills(kernels: dict[str, list[Kernel]]) -> None:
+    assert list(kernels) == list(programs())
+    assert [name for name, found in kernels.items() if not found] == []
+    assert {kernel.target for found in kernels.values() for kernel in found} == {"sm_90a"}
+    assert {name: found for name, found in kernels.items() if any(k.spilled_bytes for k in found)} == {}
+
+
+def test_a_spill_is_seen() -> None:
+    text = """
+ptxas info    : Compiling entry function 'one' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
+ptxas info    : Compiling entry function 'two' for 'sm_90a'
+    64 bytes stack frame, 24 bytes spill stores, 40 bytes spill loads
+ptxas info    : Used 255 registers
+"""
+    assert list(kernels_of(text)) == [Kernel("one", "sm_90a", 168, 0), Kernel("two", "sm_90a", 255, 64)]
+
+
+if __name__ == "__main__":
+    compile_all()
