@@ -25,11 +25,13 @@ def _main() -> None:
 @app.command("tune")
 def tune_command(
     models: Annotated[
-        list[str], typer.Option("--model", help=f"Whose linear layers; repeatable: {', '.join(shapes.MODELS)}.")
-    ] = list(shapes.MODELS),  # noqa: B006: typer copies it
-    tokens: Annotated[list[int], typer.Option("--tokens", min=1, help="Tokens in a call; repeatable.")] = list(
-        shapes.TOKENS
-    ),  # noqa: B006
+        list[str] | None,
+        typer.Option("--model", metavar="NAME", help="Whose linear layers; repeatable.", show_default="all"),
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option("--tokens", min=1, metavar="M", help="Tokens in a call; repeatable.", show_default="1 to 8192"),
+    ] = None,
     tries: Annotated[
         int, typer.Option(min=1, help="Schedules tried for each product, beside those of the table.")
     ] = 12,
@@ -48,6 +50,7 @@ def tune_command(
     if platform.backend() != "hopper":
         console.print(f"tune: {platform.device_name()} is no Hopper GPU; accepted: an H100 or H200.")
         raise typer.Exit(2)
+    models, tokens = models or list(shapes.MODELS), tokens or list(shapes.TOKENS)
     unknown = [name for name in models if name not in shapes.MODELS]
     if unknown:
         raise typer.BadParameter(f"--model {unknown[0]!r} is unknown; accepted: {', '.join(shapes.MODELS)}")

@@ -8,7 +8,6 @@ import os
 import queue
 import statistics
 import time
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 

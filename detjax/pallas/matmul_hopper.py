@@ -24,7 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, DTypeLike
 
 from detjax import platform
-from detjax.contract import ACCUMULATOR, Activation, Epilogue, WeightLayout, rounded
+from detjax.contract import ACCUMULATOR, Epilogue, WeightLayout, rounded
+from detjax.pallas import activations_hopper
 from detjax.pallas.schedules.matmul_hopper import Plan, Problem, Schedule, TokenLayout, choose
 from detjax.portable.matmul import activated
 
@@ -222,9 +223,11 @@ def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., Array]:
 
 def _swizzled(line: int, dtype: jnp.dtype) -> tuple[Any, ...]:
     """Tiles of 8 lines, swizzled where a line is long enough to have banks to spread over."""
-    tiling = plgpu.TilingTransform((8, line))
+    tiling = plgpu.TilingTransform((8, line))  # pyright: ignore[reportAbstractUsage]
     size = line * dtype.itemsize
-    return (tiling, plgpu.SwizzleTransform(size)) if size >= 32 else (tiling,)
+    if size < 32:
+        return (tiling,)
+    return tiling, plgpu.SwizzleTransform(size)  # pyright: ignore[reportAbstractUsage]
 
 
 def _body(plan: Plan, epilogue: Epilogue, *operands: Any, **scratch: Any) -> None:
@@ -284,9 +287,9 @@ def _body(plan: Plan, epilogue: Epilogue, *operands: Any, **scratch: Any) -> Non
             m, n = origin(tile)
             # This warpgroup's part of the tile.
             m, n = (m, n + warpgroup * plan.rows) if plan.weights_on_rows else (m + warpgroup * plan.rows, n)
-            way_out = _WayOut(plan, epilogue, bias, residual, operands[-1], m, n, scratch)
-            way_out.prefetch()
-            way_out.write(_sums(plan, tile, **scratch))
+            output = _Output(plan, epilogue, bias, residual, operands[-1], m, n, scratch)
+            output.prefetch()
+            output.write(_sums(plan, tile, **scratch))
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -361,12 +364,12 @@ def _sums(plan: Plan, tile: Array, *, rows: Any, columns: Any, loaded: Any, cons
         plgpu.barrier_arrive(consumed.at[lax.rem(last, jnp.int32(plan.stages))])
         return tuple(total[...] for total in sums)
 
-    accumulator = plgpu.ACC((plan.padded_rows, plan.columns), jnp.float32)
+    accumulator = plgpu.ACC((plan.padded_rows, plan.columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
     return list(pl.run_scoped(accumulate, *[accumulator] * parts))
 
 
-class _WayOut:
-    """From a warpgroup's accumulators to its part of the result, chunk by chunk."""
+class _Output:
+    """A warpgroup's part of the result: what its accumulators become, chunk by chunk."""
 
     def __init__(
         self,
@@ -401,30 +404,35 @@ class _WayOut:
     def write(self, sums: Sequence[Array]) -> None:
         """Applies the epilogue and starts the result's copies to memory."""
         plan, dtype = self.plan, self.plan.problem.out_dtype
-        z = _epilogue(self.epilogue, self._biased(sums))
+        if self.bias is not None:
+            plgpu.barrier_wait(self.scratch["bias_loaded"].at[self.warpgroup])
         for chunk in range(plan.chunks):
-            first, size = chunk * plan.chunk, self._width(chunk)
-            y = z[:, first : first + size] if plan.chunks > 1 else z
+            # Chunk by chunk from the start: what an activation computes with would not fit beside all accumulators.
+            z = activations_hopper.activated(
+                self.epilogue, [self._biased(z, part, chunk) for part, z in enumerate(sums)]
+            )
             if self.residual is not None:
                 plgpu.barrier_wait(self.scratch["residual_loaded"].at[self._slot_index(chunk)])
-                y = y + self._staged("residual", chunk)[...].astype(ACCUMULATOR)
+                z = z + self._loaded("residual", chunk).astype(ACCUMULATOR)
                 if chunk + plan.slots < plan.chunks:
                     plgpu.commit_smem()
                     self._load_residual(chunk + plan.slots)
             plgpu.wait_smem_to_gmem(plan.slots - 1, wait_read_only=True)
             if plan.weights_on_rows and dtype.itemsize == 4:
-                y = plgpu.layout_cast(y, plgpu.Layout.WGMMA_TRANSPOSED)
-            self._staged("out", chunk)[...] = y.astype(dtype)
+                z = plgpu.layout_cast(z, plgpu.Layout.WGMMA_TRANSPOSED)
+            self._staged("out", chunk)[...] = z.astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(self._owned("out", chunk), self._part_of(self.y, chunk))
 
-    def _biased(self, sums: Sequence[Array]) -> list[Array]:
+    def _biased(self, z: Array, part: int, chunk: int) -> Array:
+        """A chunk of the sums of gate or up, its bias added."""
+        plan, first, size = self.plan, chunk * self.plan.chunk, self._width(chunk)
+        z = z[:, first : first + size] if plan.chunks > 1 else z
         if self.bias is None:
-            return list(sums)
-        plgpu.barrier_wait(self.scratch["bias_loaded"].at[self.warpgroup])
-        axis = 0 if self.plan.weights_on_rows else 1
-        biases = [self.scratch["bias"][self.warpgroup, part].astype(ACCUMULATOR) for part in range(len(sums))]
-        return [z + lax.broadcast_in_dim(b, z.shape, [axis]) for z, b in zip(sums, biases, strict=True)]
+            return z
+        along = pl.ds(0, plan.padded_rows) if plan.weights_on_rows else pl.ds(first, size)
+        bias = self.scratch["bias"][self.warpgroup, part, along].astype(ACCUMULATOR)
+        return z + lax.broadcast_in_dim(bias, z.shape, [0 if plan.weights_on_rows else 1])
 
     def _load_residual(self, chunk: int) -> None:
         barrier = self.scratch["residual_loaded"].at[self._slot_index(chunk)]
@@ -450,6 +458,13 @@ class _WayOut:
         ref = self.scratch[name].at[self.warpgroup, chunk % plan.slots]
         return ref if (tokens, outputs) == plan.staged_shape else ref.at[pl.ds(0, tokens), pl.ds(0, outputs)]
 
+    def _loaded(self, name: str, chunk: int) -> Array:
+        """A chunk from shared memory, in the accumulator's layout."""
+        array = self._staged(name, chunk)[...]
+        if self.plan.weights_on_rows and array.dtype.itemsize == 4:
+            array = plgpu.layout_cast(plgpu.layout_cast(array, plgpu.Layout.WGMMA_TRANSPOSED), plgpu.Layout.WGMMA)
+        return array
+
     def _staged(self, name: str, chunk: int) -> Any:
         """A chunk in shared memory as the accumulator has it: rows by columns."""
         plan, size = self.plan, self._width(chunk)
@@ -457,48 +472,3 @@ class _WayOut:
         if not plan.weights_on_rows:
             return ref
         return (ref if size == plan.chunk else ref.at[pl.ds(0, size)]).T
-
-
-def _epilogue(epilogue: Epilogue, sums: Sequence[Array]) -> Array:
-    z = sums[0]
-    if epilogue.activation is not None:
-        z = _ACTIVATIONS[epilogue.activation](z)
-    if epilogue.gated:
-        z = z * sums[1]
-    if epilogue.soft_cap is not None:
-        z = epilogue.soft_cap * jnp.tanh(z / epilogue.soft_cap)
-    return z
-
-
-def _erf(x: Array) -> Array:
-    """The error function, from the rational approximation of Eigen's and XLA's float32 code; within 4 ulp."""
-    x = jnp.clip(x, -3.7439211627767994, 3.7439211627767994)
-    square = x * x
-    numerator = (0.00022905065861350646, 0.0034082910107109506, 0.050955695062380861, 0.18520832239976145)
-    denominator = (
-        *(-1.1791602954361697e-7, 0.000023547966471313185, 0.0010179625278914885),
-        *(0.014070470171167667, 0.11098505178285362, 0.49746925110067538),
-    )
-    p = _polynomial(square, (*numerator, 1.128379143519084))
-    return x * p / _polynomial(square, (*denominator, 1.0))
-
-
-def _polynomial(x: Array, coefficients: Sequence[float]) -> Array:
-    """Horner's rule, highest power first, without fused multiply-adds."""
-    value = jnp.full_like(x, coefficients[0])
-    for coefficient in coefficients[1:]:
-        value = lax.optimization_barrier(value * x) + coefficient
-    return value
-
-
-def _gelu_tanh(z: Array) -> Array:
-    cube = lax.optimization_barrier(0.044715 * (z * z * z))
-    return 0.5 * z * (1.0 + jnp.tanh(0.7978845608028654 * (z + cube)))
-
-
-_ACTIVATIONS: Final[dict[Activation, Callable[[Array], Array]]] = {
-    "silu": lambda z: z / (1.0 + jnp.exp(-z)),
-    "gelu": lambda z: 0.5 * z * (1.0 + _erf(0.7071067811865476 * z)),
-    "gelu_tanh": _gelu_tanh,
-    "relu": lambda z: jnp.maximum(z, 0.0),
-}

@@ -21,7 +21,7 @@ from detjax.pallas import norm_hopper
 from detjax.pallas.rows_hopper import WARP, WARPGROUP, layout, row_sums, squares, widened
 
 SMS: Final = 132
-LOADED_BYTES: Final = 128
+LOADED_BYTES: Final = 64
 """Of x, at most, that a thread loads before it computes."""
 EVEN_HALF: Final = 8
 """Columns of which a half head must be a multiple: the least that two threads load."""

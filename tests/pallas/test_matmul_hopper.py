@@ -144,7 +144,7 @@ EPILOGUES: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("schedule", [Schedule(16, 24), Schedule(72, 40, "tokens")], ids=str)
+@pytest.mark.parametrize("schedule", [Schedule(16, 24), Schedule(72, 24, "tokens")], ids=str)
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=lambda e: "-".join(map(str, e.values())) or "plain")
 def test_epilogues_have_the_values_of_float64(schedule: Schedule, epilogue: dict[str, Any]) -> None:
     parts = 2 if epilogue.get("gated") else 1
@@ -235,7 +235,7 @@ def test_another_order_of_k_has_other_bits() -> None:
     ("m", "gated", "schedule"),
     [
         *((m, False, Schedule(128, 24, "tokens", warpgroups=2)) for m in (1, 2, 17, 33, 100)),
-        *((m, True, Schedule(32, 24)) for m in (2, 33)),
+        *((m, True, Schedule(32, 24)) for m in (9, 33)),
         # What serves.
         (1, False, None),
         (3, True, None),
@@ -324,7 +324,7 @@ def test_float32_is_refused_and_says_what_serves() -> None:
         (Schedule(16, 24), {"layout": "kn"}, "row tiles in 64s where K is not the last axis"),
         (Schedule(24, 64), {"token_layout": "km"}, "column tiles in 64s where K is not the last axis"),
         (Schedule(256, 128), {}, "up to 176 accumulators a thread"),
-        (Schedule(16, 64, cluster_m=3), {}, "clusters of 1, 2, 4 or 8 CTAs"),
+        (Schedule(16, 64, cluster_m=5), {}, r"clusters of [0-9, ]+ or 8 CTAs"),
         (Schedule(16, 64, cluster_n=4), {}, "shared operands in equal groups of 8 rows"),
         (Schedule(128, 168, "tokens", lines=4), {}, "2 stages in shared memory"),
     ],
@@ -332,7 +332,7 @@ def test_float32_is_refused_and_says_what_serves() -> None:
 )
 def test_schedules_that_do_not_fit_are_refused(schedule: Schedule, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=rf"matmul: Schedule\(.*Problem\(.*; accepted: .*{words}"):
-        multiplied(drawn(128, 512), drawn(64, 512), schedule=schedule, **options)
+        multiplied(drawn(128, 512), drawn(512, 512), schedule=schedule, **options)
 
 
 # --- on the device ----------------------------------------------------------------------------------------------------

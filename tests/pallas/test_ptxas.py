@@ -118,13 +118,7 @@ def programs() -> dict[str, Program]:
         "matmul gated, 16 tokens": matmul(16, 12288, 4096, activation="silu", gated=True),
         "matmul gated, 4096 tokens": matmul(4096, 12288, 4096, activation="silu", gated=True, bias=True),
         "matmul gelu, most columns": matmul(
-            4096,
-            12288,
-            4096,
-            S(128, 256, "tokens", 2, cluster_m=2, panel=8),
-            activation="gelu",
-            bias=True,
-            residual=True,
+            4096, 12288, 4096, S(128, 256, "tokens", 2, cluster_m=2, panel=8), activation="gelu", bias=True
         ),
         "matmul gelu_tanh, odd tiles": matmul(
             4096, 12288, 4096, S(128, 168, "tokens", 2, panel=8), activation="gelu_tanh", residual=True
@@ -174,7 +168,8 @@ class Kernel:
 
 
 def kernels_of(text: str) -> Iterator[Kernel]:
-    entry = r"Compiling entry function '(\w+)' for '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) reg"
+    spills = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
+    entry = rf"Compiling entry function '(\w+)' for '(\w+)'.*?{spills}.*?Used (\d+) registers"
     for name, target, stores, loads, registers in re.findall(entry, text, re.DOTALL):
         yield Kernel(name, target, int(registers), int(stores) + int(loads))
 

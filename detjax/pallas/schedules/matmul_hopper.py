@@ -25,6 +25,9 @@ SWIZZLE_BYTES: Final = 128
 """Length of a line in shared memory; a stage holds one line of K."""
 
 
+_BFLOAT16: Final = jnp.dtype("bfloat16")
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One product `[m, k] x [k, n]`: its shape and how its operands lie in memory.
@@ -42,8 +45,8 @@ class Problem:
     n: int
     k: int
     parts: int = 1
-    dtype: jnp.dtype = jnp.dtype("bfloat16")
-    out_dtype: jnp.dtype = jnp.dtype("bfloat16")
+    dtype: jnp.dtype = _BFLOAT16
+    out_dtype: jnp.dtype = _BFLOAT16
     residual_dtype: jnp.dtype | None = None
     bias_dtype: jnp.dtype | None = None
     token_layout: TokenLayout = "mk"
@@ -154,7 +157,7 @@ class Plan:
     def k_steps(self) -> int:
         return pl.cdiv(self.problem.k, self.tile_k)
 
-    # --- the way out ----------------------------------------------------------------------------------------------
+    # --- the output -----------------------------------------------------------------------------------------------
 
     @property
     def chunk(self) -> int:
@@ -343,10 +346,18 @@ def key(problem: Problem) -> str:
 
 
 def choose(problem: Problem, device_kind: str) -> Schedule:
-    """The schedule that serves the problem: the table's, else the one of least estimated time."""
-    named = table(device_kind).get(key(problem))
-    if named is not None and not Plan(problem, named).faults():
-        return named
+    """The schedule that serves the problem.
+
+    The table's for its number of tokens; else the one that the table names for the next smaller or larger number of
+    tokens with the same weights, up to half and double; else the one of least estimated time.
+    """
+    named = table(device_kind)
+    index = BUCKETS.index(bucket(problem.m))
+    near = [index, *(i for step in (1, 2) for i in (index - step, index + step) if 0 <= i < len(BUCKETS))]
+    for size in (BUCKETS[i] for i in near):
+        schedule = named.get(key(dataclasses.replace(problem, m=size)))
+        if schedule is not None and not Plan(problem, schedule).faults():
+            return schedule
     return _by_rule(dataclasses.replace(problem, m=min(bucket(problem.m), _round_up(problem.m, 8))))
 
 

@@ -1,0 +1,62 @@
+"""The search for schedules: what it tries, and what it accepts on a device."""
+
+import contextlib
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from detjax import platform
+from detjax.bench import timing, tune
+from detjax.bench.__main__ import app
+from detjax.pallas.schedules.matmul_hopper import Plan, Problem, Schedule, candidates, key
+
+PROBLEM = Problem(16, 1288, 1088)
+
+
+def test_the_pool_fits_is_varied_and_holds_what_the_table_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    near = dataclasses.replace(PROBLEM, m=24)
+    named = Schedule(24, 24)
+    monkeypatch.setattr(tune, "table", lambda kind: {key(near): named})
+    pool = tune._pool(PROBLEM, tries=5)
+    assert named in pool and candidates(PROBLEM)[0] in pool
+    assert len(pool) == len(set(pool)) and len(pool) >= 5
+    assert all(not Plan(PROBLEM, schedule).faults() for schedule in pool)
+
+
+def test_only_the_bits_of_the_reference_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A device of plain Python: one schedule has other bits, one does not build, tile_n is the time of the others.
+    wrong, refused, slow, fast = Schedule(8, 16), Schedule(8, 24), Schedule(8, 64), Schedule(8, 32)
+
+    class Program:
+        def __init__(self, problem: Problem, schedule: Schedule) -> None:
+            self.schedule = schedule
+
+        def lower(self, *arguments: object) -> "Program":
+            if self.schedule == refused:
+                raise ValueError("no room")
+            return self
+
+        def compile(self) -> "Program":
+            return self
+
+        def __call__(self, *arguments: object) -> object:
+            return jnp.asarray(np.full(4, 1.5 if self.schedule == wrong else 1.0), jnp.bfloat16)
+
+    monkeypatch.setattr(tune, "_program", Program)
+    monkeypatch.setattr(tune, "_operands", lambda problem: [(0, 0)])
+    monkeypatch.setattr(tune, "_pool", lambda problem, tries: [wrong, refused, slow, fast])
+    monkeypatch.setattr(timing, "device_time", lambda program, sets, calls: float(program.schedule.tile_n))
+    trials = {trial.schedule: trial for trial in tune.search(PROBLEM, 4, contextlib.nullcontext())}
+    assert "not the reference" in (trials[wrong].refused or "") and trials[wrong].seconds is None
+    assert trials[refused].refused == "no room"
+    assert (trials[slow].seconds, trials[fast].seconds) == (64.0, 32.0)
+
+
+@pytest.mark.skipif(platform._is_hopper(), reason="what happens without a Hopper GPU")
+def test_tuning_without_the_gpu_says_what_is_accepted() -> None:
+    result = CliRunner().invoke(app, ["tune"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "is no Hopper GPU; accepted: an H100 or H200" in " ".join(result.output.split())
