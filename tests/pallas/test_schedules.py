@@ -191,7 +191,9 @@ def test_what_the_table_names_serves_only_where_it_fits(monkeypatch: pytest.Monk
     monkeypatch.setattr(matmul, "table", lambda kind: {key(problem): named if kind == "fitting" else too_wide})
     assert choose(problem, "fitting") == named
     assert choose(dataclasses.replace(problem, m=9), "fitting") == named
-    assert choose(dataclasses.replace(problem, m=24), "fitting") == candidates(dataclasses.replace(problem, m=24))[0]
+    assert choose(dataclasses.replace(problem, m=24), "fitting") == named, "the next number of tokens is named"
+    many = dataclasses.replace(problem, m=192)
+    assert choose(many, "fitting") == candidates(many)[0]
     assert choose(problem, "other") == candidates(problem)[0]
 
 
