@@ -18,12 +18,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from detjax import platform
 from detjax.contract import Epilogue
+from detjax.models import Decoder, KVCache
+from detjax.models.config import DecoderConfig
 from detjax.pallas import matmul_hopper, norm_hopper, rope_hopper, sampling_hopper, softmax_hopper
 from detjax.pallas.schedules import matmul_hopper as schedules
 
 VARIABLE = "DETJAX_PTXAS"
+WITHOUT_A_DEVICE = {**platform.PINNED_OPTIONS["gpu"], "xla_gpu_enable_triton_gemm": False}
+"""XLA's own dots, of attention as yet, are left to a library: Triton's would be timed on the device."""
 ROOT = Path(__file__).parents[2]
 
 type Program = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
@@ -103,6 +109,39 @@ def sampler(rows: int, width: int, filtered: bool) -> Program:
     return fn, list(shapes.values())
 
 
+def decode_step(batch: int) -> Program:
+    """A step of a decoder of two layers, to the logits."""
+    config = DecoderConfig.from_hugging_face(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "hidden_act": "silu",
+            "max_position_embeddings": 40960,
+        },
+        "test",
+    )
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
+    cache = jax.eval_shape(lambda: KVCache.empty(config, batch, 256, jnp.bfloat16))
+    leaves, tree = jax.tree.flatten((state, array(batch, 1, dtype="int32"), cache))
+
+    def fn(*leaves: Any) -> jax.Array:
+        state, tokens, cache = jax.tree.unflatten(tree, leaves)
+        with platform.use_backend("hopper"):
+            return nnx.merge(graph, state)(tokens, cache)[0]
+
+    return fn, leaves
+
+
 def programs() -> dict[str, Program]:
     S = schedules.Schedule
     angles = array(64, 64, dtype="float32")
@@ -138,6 +177,7 @@ def programs() -> dict[str, Program]:
         "logsumexp": (softmax_hopper.logsumexp, [array(1024, 128256, dtype="float32")]),
         "sampling": sampler(64, 151936, filtered=False),
         "sampling with filters": sampler(16, 128256, filtered=True),
+        "decode step": decode_step(64),
     }
 
 
@@ -154,7 +194,8 @@ def compile_all() -> None:
         for name, (fn, shapes) in programs().items():
             print(f"# {name}", flush=True)
             operands = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in shapes]
-            jax.jit(fn, out_shardings=sharding).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+            program = jax.jit(fn, out_shardings=sharding, compiler_options=WITHOUT_A_DEVICE)
+            program.trace(*operands).lower(lowering_platforms=("cuda",)).compile()
 
 
 @dataclasses.dataclass(frozen=True)
