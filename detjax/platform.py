@@ -174,6 +174,7 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
 
     Raises:
         EnvironmentContradiction: see `check_environment`; when called.
+        RuntimeError: the backend that was chosen has no kernels for this device; when called.
     """
     if fn is None:
         return functools.partial(jit, **jit_arguments)
@@ -191,10 +192,24 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
             return nested(*args, **kwargs)
         check_environment()
         # The backend is read here, so that DETJAX_BACKEND is part of the compilation cache's key as well.
-        with _chosen(backend()), _pinned(True):
+        with _chosen(backend()), _pinned(True), _explained():
             return program(jax.default_backend())(*args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Says which backend was meant where Pallas finds that it cannot run a kernel here."""
+    try:
+        yield
+    except ValueError as error:
+        if backend() != "hopper" or _is_hopper() or "interpret mode" not in str(error):
+            raise
+        raise RuntimeError(
+            f"backend 'hopper' is chosen on {device_name()}; accepted: GPUs of compute capability 9.0 (H100, H200). "
+            f"Choose 'portable' with detjax.use_backend or {BACKEND_VARIABLE}, or neither: the best one then serves."
+        ) from error
 
 
 def require_pinned_program(operation: str) -> None:

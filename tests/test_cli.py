@@ -121,7 +121,7 @@ def test_chat_wraps_the_prompt_in_the_template() -> None:
         (("--seed", -1), "seed is -1; accepted: "),
         (("--logprobs", -1), "top_logprobs is -1; accepted: "),
         (("--stop", ""), "stop is ('',); accepted: "),
-        (("--backend", "cuda"), "'cuda' is no backend of this release; accepted: portable, stock"),
+        (("--backend", "cuda"), "'cuda' is no backend of this release; accepted: hopper, portable, stock"),
         (("--dtype", "int8"), "int8"),
         (("--prompt", ""), "prompt 1 is empty; accepted: at least one token"),
         (("--prompt", "-", "--prompt", "-"), "--prompt is - more than once; accepted: once"),

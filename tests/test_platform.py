@@ -44,7 +44,7 @@ def test_the_environment_variable_chooses_the_backend_and_a_context_beats_it(mon
 
 def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ValueError, match="use_backend: 'hoper' is no backend of this release; accepted: portable, stock"
+        ValueError, match="use_backend: 'hoper' is no backend of this release; accepted: hopper, portable, stock"
     ):
         with detjax.use_backend("hoper"):
             pass
@@ -89,10 +89,22 @@ def test_stock_is_served_only_where_it_is_asked_for() -> None:
 
 def test_an_operation_without_kernels_on_a_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "BACKENDS", ("new", "portable"))
-    with pytest.raises(
-        NotImplementedError, match=r"softmax: no kernels for backend 'new' on cpu:0 .*accepted: portable"
+    with (
+        pytest.raises(
+            NotImplementedError, match=r"softmax: no kernels for backend 'new' on cpu:0 .*accepted: portable"
+        ),
+        detjax.use_backend("new"),
     ):
         ops.softmax(jnp.ones((2, 3)))
+
+
+def test_the_hopper_backend_says_so_where_there_is_no_hopper_gpu() -> None:
+    x = jnp.ones((2, 16), jnp.bfloat16)
+    with (
+        pytest.raises(RuntimeError, match=r"backend 'hopper' is chosen on cpu:0 .*accepted: .*H100, H200.*'portable'"),
+        detjax.use_backend("hopper"),
+    ):
+        ops.matmul(x, x, layout="nk")
 
 
 @pytest.mark.parametrize("device_platform", ["cpu", "gpu", "tpu"])

@@ -18,9 +18,9 @@ from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP
 from detjax.pallas import norm_hopper
+from detjax.pallas.hopper import multiprocessors
 from detjax.pallas.rows_hopper import WARP, WARPGROUP, layout, row_sums, squares, widened
 
-SMS: Final = 132
 LOADED_BYTES: Final = 64
 """Of x, at most, that a thread loads before it computes."""
 EVEN_HALF: Final = 8
@@ -67,7 +67,7 @@ def schedule(tokens: int, heads: tuple[int, ...], width: int, dtype: jax.typing.
 
     def fits(count: int) -> bool:
         ctas = -(-tokens // at_once) * sum(heads) // count
-        return count * loaded <= LOADED_BYTES and ctas >= 4 * SMS
+        return count * loaded <= LOADED_BYTES and ctas >= 4 * multiprocessors()
 
     counts = [count for count in (2, 4, 8) if math.gcd(*heads) % count == 0 and fits(count)]
     return Schedule(threads, at_once, max(counts, default=1))
