@@ -19,10 +19,6 @@ from detjax.pallas import norm_hopper, rope_hopper, rows_hopper
 TOLERANCE = {"float32": 3e-6, "bfloat16": 1e-2, "float16": 1.2e-3}
 EPS = 1e-5
 
-on_hopper = pytest.mark.skipif(
-    jax.default_backend() != "gpu" or jax.devices()[0].compute_capability != "9.0", reason="needs a Hopper GPU"
-)
-
 
 def interpreted(fn: Callable[..., Any], *args: Any) -> Any:
     """What `fn` gives, its kernels interpreted, as NumPy arrays."""
@@ -222,7 +218,7 @@ def test_pieces_are_added_in_the_contracts_order(monkeypatch: pytest.MonkeyPatch
             assert_same_bits(rows_hopper.row_sums(cut(rows, threads)), summed(np.asarray(rows)))
 
 
-@on_hopper
+@pytest.mark.hopper
 @pytest.mark.parametrize("threads", [2, 4, 8, 16, 32, 64, 128])
 @pytest.mark.parametrize("square", [False, True])
 def test_the_device_adds_in_the_contracts_order(threads: int, square: bool) -> None:
@@ -252,7 +248,7 @@ class _Columns:
         return self.ref.at[index]
 
 
-@on_hopper
+@pytest.mark.hopper
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_the_device_has_one_set_of_bits(dtype: str) -> None:
     weights = jnp.asarray(drawn(1024, dtype=dtype)), jnp.asarray(drawn(128, dtype=dtype))
