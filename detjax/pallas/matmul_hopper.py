@@ -177,7 +177,6 @@ def _padded(a: Array, shape: tuple[int, ...]) -> Array:
     return jnp.pad(a, [(0, size - own) for own, size in zip(a.shape, shape, strict=True)])
 
 
-@functools.cache
 def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., Array]:
     """The kernel of `x, w, bias?, residual? -> y`."""
     problem, s = plan.problem, plan.schedule

@@ -1,6 +1,5 @@
 """What the tests of kernels share: a mark for those that need the GPU, and a model of its matrix unit."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # JAX has no public name for it
 
 from detjax import platform
-from detjax.pallas import hopper, matmul_hopper
+from detjax.pallas import hopper
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,9 +48,6 @@ def matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def two_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def two_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are built for a chip so small that each CTA takes several tiles."""
-    matmul_hopper._kernel.cache_clear()
     monkeypatch.setattr(hopper, "multiprocessors", lambda: 2)
-    yield
-    matmul_hopper._kernel.cache_clear()
