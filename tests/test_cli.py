@@ -206,7 +206,10 @@ def test_demo_with_several_answers_of_detjax_ends_with_code_1(
         (("--asks", 0), "asks is 0; accepted: at least 1"),
         (("--max-tokens", 600), "max_tokens is 600; accepted: 1 to "),
         (("--prompt", ""), "the prompt is empty"),
-        (("--backend", "stock"), "the backend is 'stock', which is what detjax is compared with; accepted: portable"),
+        (
+            ("--backend", "stock"),
+            "the backend is 'stock', which is what detjax is compared with; accepted: hopper, portable",
+        ),
         (("--backend", "cuda"), "'cuda' is no backend"),
         (("--dtype", "int8"), "int8"),
     ],

@@ -165,14 +165,14 @@ def padded(problem: Problem) -> Problem:
     )
 
 
-@settings(FIXED, max_examples=20)
+@settings(FIXED, max_examples=12)
 @given(ANY_PROBLEM.map(padded))
 def test_there_is_a_schedule_that_fits_every_problem(problem: Problem) -> None:
     for device_kind in (H200, "a kind that nobody tuned for"):
         assert Plan(problem, choose(problem, device_kind)).faults() == []
 
 
-@settings(FIXED, max_examples=16)
+@settings(FIXED, max_examples=10)
 @given(ANY_PROBLEM)
 def test_every_product_lowers_for_cuda(problem: Problem) -> None:
     assert "mosaic_gpu" in lowered(problem, None)

@@ -317,7 +317,7 @@ def _schedules(problem: Problem) -> Iterator[Schedule]:
 
 
 _ON_ROWS = (*range(8, 65, 8), 80, 96, 112, 128, 160, 192, 256)
-_ON_COLUMNS = tuple(range(8, MAX_COLUMNS + 1, 8))
+_ON_COLUMNS = (*range(8, 65, 8), *range(80, MAX_COLUMNS + 1, 16))
 _LONGEST_STAGE = 44 * 1024
 _CLUSTERS = ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (4, 1), (1, 4), (1, 8))
 
