@@ -54,7 +54,7 @@ class Schedule:
     cluster: int
     """CTAs that hold a row together. 0: none do, and a row is read for its statistics and again to be written."""
     slots: int
-    """Parts of `PART` elements that a CTA has room for."""
+    """Parts of `PART` elements that a CTA has room for. What it can't hold until the row is written, it reads again."""
     grid: int
     """Clusters, or CTAs if there are none; each takes every grid-th row, or block."""
     exchange: Literal["shared", "global"] = "shared"
@@ -199,15 +199,14 @@ def finished(operation: str, x: Array, m: Array, constant: Array) -> Array:
 
 
 def _write_held_rows(operation: str, x: Array, schedule: Schedule) -> Array:
-    """`[M, V]` float32 of rows that a cluster's SMEM can hold."""
+    """`[M, V]` float32 of rows that a cluster holds in SMEM: whole, or all but what its CTAs read again to write it."""
     rows, width = x.shape
     blocks = blocks_of_row(width)
     ctas = schedule.cluster
-    held = -(-blocks // ctas) * parts_of_block(width)
-    if ctas > blocks or held > schedule.slots:
+    held = schedule.slots // parts_of_block(width)
+    if ctas > blocks:
         raise ValueError(
-            f"{operation}: a cluster of {ctas} CTAs with {schedule.slots} slots is given rows of {blocks} blocks; "
-            f"accepted: at most {blocks} CTAs, and {held} slots for that many"
+            f"{operation}: a cluster of {ctas} CTAs is given rows of {blocks} blocks; accepted: at most {blocks} CTAs"
         )
     through_gmem = ctas > 1 and schedule.exchange == "global"
 
@@ -222,11 +221,15 @@ def _write_held_rows(operation: str, x: Array, schedule: Schedule) -> Array:
         cta = lax.axis_index("cta") if ctas > 1 else jnp.int32(0)
         own = lax.div(blocks - cta + (ctas - 1), ctas)
         count = lax.div(rows - first + (schedule.grid - 1), schedule.grid)
+        # A CTA's blocks pass once for their statistics. Those that make room for the last ones pass once more.
+        again = jnp.maximum(own - held, 0) if -(-blocks // ctas) > held else 0
+        passing = own + again
 
         def locate(item: Any) -> tuple[Any, Any]:
-            return first + lax.div(item, own) * schedule.grid, cta + lax.rem(item, own) * ctas
+            i = lax.rem(item, passing)
+            return first + lax.div(item, passing) * schedule.grid, cta + jnp.where(i < own, i, i - own) * ctas
 
-        ring = Ring(x_gmem, x_smem, full, count * own, locate)
+        ring = Ring(x_gmem, x_smem, full, count * passing, locate)
         ring.start()
 
         def row_step(turn: Any) -> None:
@@ -235,13 +238,19 @@ def _write_held_rows(operation: str, x: Array, schedule: Schedule) -> Array:
             place = row if through_gmem else lax.rem(turn, 2)
 
             def block_step(i: Any) -> None:
-                item, block = turn * own + i, cta + i * ctas
+                item, block = turn * passing + i, cta + i * ctas
                 m, total = ring.by_size(block, lambda size: block_statistics(ring.chunks(item, size)))
                 if ctas > 1 and not through_gmem:
                     _send(statistics.at[place, block], m, total, ctas)
                 else:
                     statistics[place, block, 0] = m
                     statistics[place, block, 1] = total
+                if not isinstance(again, int):
+
+                    @pl.when(i < again)
+                    def _() -> None:
+                        for part in range(ring.parts):
+                            ring.release(item, part)
 
             each(own, block_step)
             if ctas > 1:
@@ -250,9 +259,11 @@ def _write_held_rows(operation: str, x: Array, schedule: Schedule) -> Array:
             constant = row_constant(operation, total)
 
             def write_step(i: Any) -> None:
-                item, block = turn * own + i, cta + i * ctas
+                item, block = turn * passing + again + i, cta + lax.rem(again + i, own) * ctas
 
                 def write(size: int) -> None:
+                    if not isinstance(again, int):
+                        pl.when(again + i >= own)(lambda: ring.wait(item, size))
                     _write_block(operation, ring, item, size, y_gmem.at[row], block, m, constant)
 
                 ring.by_size(block, write)
