@@ -64,20 +64,19 @@ def tune(
     workers = [context.Process(target=_search, args=(work, trials, device, tries)) for _ in range(processes)]
     for worker in workers:
         worker.start()
-    best: dict[str, Trial] = {}
+    best: dict[str, tuple[float, Schedule]] = {}
     try:
         for trial in _until_done(trials, workers):
             report(trial)
-            if trial.seconds is not None:
-                leader = best.get(key(trial.problem))
-                if leader is None or leader.seconds is None or trial.seconds < leader.seconds:
-                    best[key(trial.problem)] = trial
+            name = key(trial.problem)
+            if trial.seconds is not None and (name not in best or trial.seconds < best[name][0]):
+                best[name] = trial.seconds, trial.schedule
             if time.monotonic() > deadline:
                 break
     finally:
         for worker in workers:
             worker.terminate()
-    return {name: trial.schedule for name, trial in best.items()}
+    return {name: schedule for name, (_, schedule) in best.items()}
 
 
 def _until_done(trials: Any, workers: Sequence[Any]) -> Iterator[Trial]:
@@ -163,7 +162,6 @@ def _varied(schedules: Iterable[Schedule], count: int) -> list[Schedule]:
     return chosen
 
 
-@functools.cache
 def _program(problem: Problem, schedule: Schedule) -> Any:
     epilogue = Epilogue("silu", gated=True) if problem.parts == 2 else Epilogue()
     fn = functools.partial(

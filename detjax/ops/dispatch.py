@@ -25,7 +25,7 @@ def kernels(operation: str, by_backend: Mapping[str, ModuleType]) -> ModuleType:
             f"{operation}: no kernels for backend {name!r} on {platform.device_name()}; accepted: "
             f"{', '.join(by_backend)}. Choose one with detjax.use_backend or {platform.BACKEND_VARIABLE}."
         )
-    if by_backend[name].__name__.startswith("detjax.portable."):
+    if by_backend[name] is by_backend["portable"]:
         platform.require_pinned_program(operation)
     return by_backend[name]
 

@@ -26,8 +26,9 @@ from jaxtyping import Array, DTypeLike
 from detjax import platform
 from detjax.contract import ACCUMULATOR, Epilogue, WeightLayout, rounded
 from detjax.pallas import activations_hopper
-from detjax.pallas.schedules.matmul_hopper import Plan, Problem, Schedule, TokenLayout, choose
+from detjax.pallas.schedules.matmul_hopper import Plan, Problem, Schedule, TokenLayout, choose, round_up
 from detjax.portable.matmul import activated
+from detjax.portable.tiles import flat_rows
 
 DTYPES: Final = ("bfloat16", "float16")
 
@@ -50,8 +51,8 @@ def forward(
     Raises:
         NotImplementedError: x's dtype is none of `DTYPES`.
     """
-    flat_residual = None if residual is None else _flat(residual)
-    y = product(_flat(x), w, bias, flat_residual, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
+    flat_residual = None if residual is None else flat_rows(residual)
+    y = product(flat_rows(x), w, bias, flat_residual, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -71,7 +72,7 @@ def backward(
     Raises:
         NotImplementedError: x's dtype is none of `DTYPES`.
     """
-    flat_x, flat_dy = _flat(x), _flat(dy)
+    flat_x, flat_dy = flat_rows(x), flat_rows(dy)
     halves = [w] if w.ndim == 2 else [w[0], w[1]]
     plain = functools.partial(product, bias=None, residual=None, epilogue=Epilogue())
 
@@ -135,9 +136,9 @@ def product(
     inference = (token_layout, layout) == ("mk", "nk")
     # What the copy engine can address: rows in groups of 8, and lines of at least 32 bytes; of 128 where K is not the
     # last axis of both operands.
-    padded_k = _round_up(k, 16 if inference else 64)
-    padded_n = _round_up(n, 64 if layout == "kn" else 8)
-    padded_m = _round_up(m, 64) if token_layout == "km" else m if m < 8 else _round_up(m, 8)
+    padded_k = round_up(k, 16 if inference else 64)
+    padded_n = round_up(n, 64 if layout == "kn" else 8)
+    padded_m = round_up(m, 64) if token_layout == "km" else m if m < 8 else round_up(m, 8)
     problem = Problem(
         padded_m,
         padded_n,
@@ -162,14 +163,6 @@ def product(
     if residual is not None:
         operands.append(_padded(residual, (padded_m, padded_n)))
     return _kernel(plan, epilogue)(*operands)[:m, :n]
-
-
-def _flat(a: Array) -> Array:
-    return a.reshape(-1, a.shape[-1])
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def _padded(a: Array, shape: tuple[int, ...]) -> Array:

@@ -222,7 +222,8 @@ def _write_held_rows(operation: str, x: Array, schedule: Schedule) -> Array:
         own = lax.div(blocks - cta + (ctas - 1), ctas)
         count = lax.div(rows - first + (schedule.grid - 1), schedule.grid)
         # A CTA's blocks pass once for their statistics. Those that make room for the last ones pass once more.
-        again = jnp.maximum(own - held, 0) if -(-blocks // ctas) > held else 0
+        reads_again = -(-blocks // ctas) > held
+        again = jnp.maximum(own - held, 0) if reads_again else 0
         passing = own + again
 
         def locate(item: Any) -> tuple[Any, Any]:
@@ -245,7 +246,7 @@ def _write_held_rows(operation: str, x: Array, schedule: Schedule) -> Array:
                 else:
                     statistics[place, block, 0] = m
                     statistics[place, block, 1] = total
-                if not isinstance(again, int):
+                if reads_again:
 
                     @pl.when(i < again)
                     def _() -> None:
@@ -262,7 +263,7 @@ def _write_held_rows(operation: str, x: Array, schedule: Schedule) -> Array:
                 item, block = turn * passing + again + i, cta + lax.rem(again + i, own) * ctas
 
                 def write(size: int) -> None:
-                    if not isinstance(again, int):
+                    if reads_again:
                         pl.when(again + i >= own)(lambda: ring.wait(item, size))
                     _write_block(operation, ring, item, size, y_gmem.at[row], block, m, constant)
 

@@ -107,7 +107,7 @@ class Plan:
     @property
     def padded_rows(self) -> int:
         """Of a warpgroup's accumulator. What lies beyond `rows` is never loaded nor stored."""
-        return _round_up(self.rows, 64)
+        return round_up(self.rows, 64)
 
     @property
     def rows_contiguous_in_k(self) -> bool:
@@ -207,7 +207,7 @@ class Plan:
         left = hopper.SHARED_MEMORY - hopper.SHARED_MEMORY_RESERVED
         left -= sum(chunk * dtype.itemsize for dtype in staged)
         if self.problem.bias_dtype is not None:
-            left -= 4 * self.schedule.warpgroups * self.problem.parts * _round_up(self.bias_size, 256)
+            left -= 4 * self.schedule.warpgroups * self.problem.parts * round_up(self.bias_size, 256)
         return min(16, left // self.bytes_per_stage, self.k_steps * (math.prod(self.grid) // self.clusters))
 
     @property
@@ -290,7 +290,8 @@ _CYCLES_PER_TILE = 4500.0
 _LAUNCH = 1.5e-6
 
 
-def _round_up(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
+    """The least multiple from `size` on."""
     return -(-size // multiple) * multiple
 
 
@@ -301,7 +302,7 @@ def candidates(problem: Problem) -> list[Schedule]:
 
 
 def _schedules(problem: Problem) -> Iterator[Schedule]:
-    tokens = _round_up(problem.m, 8)
+    tokens = round_up(problem.m, 8)
     panel = 1 if tokens <= 512 else 8
     for rows in ("weights", "tokens") if tokens > 64 else ("weights",):
         tiles_m, tiles_n = (_ON_COLUMNS, _ON_ROWS) if rows == "weights" else ((64, 128, 192, 256), _ON_COLUMNS)
@@ -358,7 +359,7 @@ def choose(problem: Problem, device_kind: str) -> Schedule:
         schedule = named.get(key(dataclasses.replace(problem, m=size)))
         if schedule is not None and not Plan(problem, schedule).faults():
             return schedule
-    return _by_rule(dataclasses.replace(problem, m=min(bucket(problem.m), _round_up(problem.m, 8))))
+    return _by_rule(dataclasses.replace(problem, m=min(bucket(problem.m), round_up(problem.m, 8))))
 
 
 @functools.cache
