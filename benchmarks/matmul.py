@@ -55,6 +55,10 @@ TIMING: Final = {
     TORCH: "replay of a CUDA graph between two events, the time between kernels included",
 }
 ROUNDS: Final = 2
+LONG_ROUNDS: Final = 8
+"""Rounds of programs that take longer than `LONG`. They reach the power limit, and the clock that it leaves changes by
+several percent within tens of milliseconds: many short turns meet all alike."""
+LONG: Final = 500e-6
 BUILDERS: Final = 4
 """Threads that compile our kernels while XLA autotunes its own."""
 SHORT: Final = 0.93
@@ -130,10 +134,18 @@ def traffic(problem: Problem) -> int:
     return read + residual + p.m * p.n * p.out_dtype.itemsize
 
 
+def expected_seconds(problem: Problem) -> float:
+    """About what a good kernel takes."""
+    return max(operations(problem) / 700e12, traffic(problem) / 4e12)
+
+
 def calls(problem: Problem) -> int:
-    """How many calls a round measures: about 60 ms of them, as far as that is 7 to 25."""
-    seconds = max(operations(problem) / 700e12, traffic(problem) / 4e12)
-    return min(25, max(7, int(0.06 / seconds)))
+    """How many calls a round measures: about 60 ms of them, as far as that is 7 to 25; 3 if there are many rounds."""
+    return 3 if rounds(problem) == LONG_ROUNDS else min(25, max(7, int(0.06 / expected_seconds(problem))))
+
+
+def rounds(problem: Problem) -> int:
+    return LONG_ROUNDS if expected_seconds(problem) > LONG else ROUNDS
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -220,21 +232,21 @@ def build_all(sizes: Sizes, n: int, k: int, layouts: Iterable[WeightLayout], bac
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def in_turns(runs: dict[str, Callable[[], float]]) -> dict[str, float]:
+def in_turns(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
     """Median seconds of each, over rounds in which all take turns, so that a drifting clock meets all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, run in runs.items():
             seconds[name].append(run())
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def torch_run(sets: Sequence[tuple[jax.Array, jax.Array]]) -> Callable[[], float]:
+def torch_run(sets: Sequence[tuple[jax.Array, jax.Array]], replays: int) -> Callable[[], float]:
     """A measurement of `torch.mm` on the very arrays that JAX holds."""
     import torch
 
     shared = [tuple(torch.from_dlpack(array) for array in arguments) for arguments in sets]
-    return lambda: torch_time(lambda x, w: torch.mm(x, w.t()), shared, replays=3)
+    return lambda: torch_time(lambda x, w: torch.mm(x, w.t()), shared, replays=replays)
 
 
 def free_torch_memory() -> None:
@@ -286,8 +298,8 @@ def measure(
         ours, xla = programs.ours["nk", m], programs.xla[m]
         runs = {OURS: functools.partial(timed, ours), XLA: functools.partial(timed, xla)}
         if with_torch:
-            runs[TORCH] = torch_run(sets)
-        cell = result(problem, in_turns(runs), backend)
+            runs[TORCH] = torch_run(sets, replays=3 if rounds(problem) == ROUNDS else 1)
+        cell = result(problem, in_turns(runs, rounds(problem)), backend)
         yield cell | {"linears": sizes.linears[n, k], "xla_kernels": kernel_names(xla, sets[0])}
 
 
@@ -311,7 +323,7 @@ def measure_epilogues(sizes: Sizes, backend: str) -> Iterator[dict[str, Any]]:
             timed = functools.partial(device_time, argument_sets=sets, calls=calls(problem))
             programs = [build(matmul("nk", **options), which, *sets[0]) for which in (backend, STOCK)]
             runs = {which: functools.partial(timed, p) for which, p in zip((OURS, XLA), programs, strict=True)}
-            cell = {"case": name, **result(problem, in_turns(runs), backend)}
+            cell = {"case": name, **result(problem, in_turns(runs, rounds(problem)), backend)}
             yield cell | {"xla_kernels": kernel_names(programs[1], sets[0])}
 
 
@@ -567,7 +579,11 @@ def run(sizes: Sizes, backend: str, *, with_bits: bool, with_torch: bool, save: 
     """All measurements; `save` gets what there is after every [N, K]."""
     cells, epilogues, bits = [], [], Bits()
     timing = TIMING if jax.default_backend() == "gpu" else "time until the result is there"
-    content = {"fingerprint": dataclasses.asdict(detjax.fingerprint()), "timing": timing, "rounds": ROUNDS}
+    content = {
+        "fingerprint": dataclasses.asdict(detjax.fingerprint()),
+        "timing": timing,
+        "rounds": [ROUNDS, LONG_ROUNDS],
+    }
     content |= {"sizes": dataclasses.asdict(sizes) | {"linears": [f"{n}x{k}" for n, k in sizes.linears]}}
     content |= {"cells": cells, "epilogues": epilogues}
 

@@ -36,17 +36,14 @@ def logits(rows: int, width: int, dtype: str, seed: int) -> jax.Array:
 
 
 def schedules(x: Any, around: tuple[int, ...] = (0,)) -> Iterator[Schedule]:
-    """Those that hold rows, or two fifths of them and read the rest again; then those that hold none.
-
-    At 1 to 6 CTAs on an SM, with about as many clusters as run at once.
-    """
+    """Those that hold rows, at 1 to 6 CTAs on an SM, with about as many clusters as run at once; then the others."""
     rows, width = x.shape
     blocks = blocks_of_row(width)
     for ctas_of_sm in (1, 2, 3, 4, 6):
         free = min(SMEM_OF_SM // ctas_of_sm, SMEM_OF_CTA) - SMEM_RESERVED
         slots = min(free // (PART * x.dtype.itemsize), MOST_SLOTS)
         for cluster in range(1, min(blocks, MOST_CTAS) + 1):
-            if 2 * -(-blocks // cluster) <= 5 * (slots // parts_of_block(width)):
+            if -(-blocks // cluster) * parts_of_block(width) <= slots:
                 resident = softmax_hopper.clusters_at_once(cluster, ctas_of_sm)
                 for grid in sorted({min(rows, max(1, resident + more)) for more in around}):
                     yield Schedule(cluster, slots, grid)

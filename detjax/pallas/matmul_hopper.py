@@ -26,7 +26,7 @@ from jaxtyping import Array, DTypeLike
 from detjax import platform
 from detjax.contract import ACCUMULATOR, Epilogue, WeightLayout, rounded
 from detjax.pallas import activations_hopper
-from detjax.pallas.schedules.matmul_hopper import Plan, Problem, Schedule, TokenLayout, choose, round_up
+from detjax.pallas.schedules.matmul_hopper import Plan, Problem, Schedule, TokenLayout, choose
 from detjax.portable.matmul import activated
 from detjax.portable.tiles import flat_rows
 
@@ -133,16 +133,10 @@ def product(
     stacked = w.reshape(-1, *w.shape[-2:])
     parts, n = stacked.shape[0], stacked.shape[1 if layout == "nk" else 2]
     m, k = x.shape if token_layout == "mk" else x.shape[::-1]
-    inference = (token_layout, layout) == ("mk", "nk")
-    # What the copy engine can address: rows in groups of 8, and lines of at least 32 bytes; of 128 where K is not the
-    # last axis of both operands.
-    padded_k = round_up(k, 16 if inference else 64)
-    padded_n = round_up(n, 64 if layout == "kn" else 8)
-    padded_m = round_up(m, 64) if token_layout == "km" else m if m < 8 else round_up(m, 8)
     problem = Problem(
-        padded_m,
-        padded_n,
-        padded_k,
+        m,
+        n,
+        k,
         parts,
         x.dtype,
         jnp.dtype(out_dtype),
@@ -150,18 +144,18 @@ def product(
         None if bias is None else bias.dtype,
         token_layout,
         layout,
-    )
+    ).addressable
     plan = Plan(problem, schedule or choose(problem, platform.device_kind()))
     if faults := plan.faults():
         raise ValueError(f"matmul: {plan.schedule} for {problem}; accepted: {'; '.join(faults)}")
     operands = [
-        _padded(x, (padded_m, padded_k) if token_layout == "mk" else (padded_k, padded_m)),
-        _padded(stacked, (parts, padded_n, padded_k) if layout == "nk" else (parts, padded_k, padded_n)),
+        _padded(x, (problem.m, problem.k) if token_layout == "mk" else (problem.k, problem.m)),
+        _padded(stacked, (parts, problem.n, problem.k) if layout == "nk" else (parts, problem.k, problem.n)),
     ]
     if bias is not None:
-        operands.append(_padded(bias.reshape(parts, n), (parts, padded_n)))
+        operands.append(_padded(bias.reshape(parts, n), (parts, problem.n)))
     if residual is not None:
-        operands.append(_padded(residual, (padded_m, padded_n)))
+        operands.append(_padded(residual, (problem.m, problem.n)))
     return _kernel(plan, epilogue)(*operands)[:m, :n]
 
 

@@ -54,7 +54,7 @@ class Schedule:
     cluster: int
     """CTAs that hold a row together. 0: none do, and a row is read for its statistics and again to be written."""
     slots: int
-    """Parts of `PART` elements that a CTA has room for. What it can't hold until the row is written, it reads again."""
+    """Parts of `PART` elements that a CTA has room for."""
     grid: int
     """Clusters, or CTAs if there are none; each takes every grid-th row, or block."""
     exchange: Literal["shared", "global"] = "shared"
@@ -199,14 +199,15 @@ def finished(operation: str, x: Array, m: Array, constant: Array) -> Array:
 
 
 def _write_held_rows(operation: str, x: Array, schedule: Schedule) -> Array:
-    """`[M, V]` float32 of rows that a cluster holds in SMEM: whole, or all but what its CTAs read again to write it."""
+    """`[M, V]` float32 of rows that a cluster's SMEM can hold."""
     rows, width = x.shape
     blocks = blocks_of_row(width)
     ctas = schedule.cluster
-    held = schedule.slots // parts_of_block(width)
-    if ctas > blocks:
+    held = -(-blocks // ctas) * parts_of_block(width)
+    if ctas > blocks or held > schedule.slots:
         raise ValueError(
-            f"{operation}: a cluster of {ctas} CTAs is given rows of {blocks} blocks; accepted: at most {blocks} CTAs"
+            f"{operation}: a cluster of {ctas} CTAs with {schedule.slots} slots is given rows of {blocks} blocks; "
+            f"accepted: at most {blocks} CTAs, and {held} slots for that many"
         )
     through_gmem = ctas > 1 and schedule.exchange == "global"
 
@@ -221,16 +222,11 @@ def _write_held_rows(operation: str, x: Array, schedule: Schedule) -> Array:
         cta = lax.axis_index("cta") if ctas > 1 else jnp.int32(0)
         own = lax.div(blocks - cta + (ctas - 1), ctas)
         count = lax.div(rows - first + (schedule.grid - 1), schedule.grid)
-        # A CTA's blocks pass once for their statistics. Those that make room for the last ones pass once more.
-        reads_again = -(-blocks // ctas) > held
-        again = jnp.maximum(own - held, 0) if reads_again else 0
-        passing = own + again
 
         def locate(item: Any) -> tuple[Any, Any]:
-            i = lax.rem(item, passing)
-            return first + lax.div(item, passing) * schedule.grid, cta + jnp.where(i < own, i, i - own) * ctas
+            return first + lax.div(item, own) * schedule.grid, cta + lax.rem(item, own) * ctas
 
-        ring = Ring(x_gmem, x_smem, full, count * passing, locate)
+        ring = Ring(x_gmem, x_smem, full, count * own, locate)
         ring.start()
 
         def row_step(turn: Any) -> None:
@@ -239,19 +235,13 @@ def _write_held_rows(operation: str, x: Array, schedule: Schedule) -> Array:
             place = row if through_gmem else lax.rem(turn, 2)
 
             def block_step(i: Any) -> None:
-                item, block = turn * passing + i, cta + i * ctas
+                item, block = turn * own + i, cta + i * ctas
                 m, total = ring.by_size(block, lambda size: block_statistics(ring.chunks(item, size)))
                 if ctas > 1 and not through_gmem:
                     _send(statistics.at[place, block], m, total, ctas)
                 else:
                     statistics[place, block, 0] = m
                     statistics[place, block, 1] = total
-                if reads_again:
-
-                    @pl.when(i < again)
-                    def _() -> None:
-                        for part in range(ring.parts):
-                            ring.release(item, part)
 
             each(own, block_step)
             if ctas > 1:
@@ -260,11 +250,9 @@ def _write_held_rows(operation: str, x: Array, schedule: Schedule) -> Array:
             constant = row_constant(operation, total)
 
             def write_step(i: Any) -> None:
-                item, block = turn * passing + again + i, cta + lax.rem(again + i, own) * ctas
+                item, block = turn * own + i, cta + i * ctas
 
                 def write(size: int) -> None:
-                    if reads_again:
-                        pl.when(again + i >= own)(lambda: ring.wait(item, size))
                     _write_block(operation, ring, item, size, y_gmem.at[row], block, m, constant)
 
                 ring.by_size(block, write)

@@ -73,10 +73,6 @@ def test_narrow_logits_have_the_bits_of_the_same_logits_in_float32(dtype: str) -
 SCHEDULES = (
     Schedule(1, 9, 2),
     Schedule(2, 4, 2, "global"),
-    # These hold one or two of the blocks that a CTA has, and read the others again.
-    Schedule(1, 2, 2),
-    Schedule(1, 5, 1),
-    Schedule(2, 2, 2, "global"),
     Schedule(3, 3, 1, "global"),
     Schedule(0, 2, 1),
     Schedule(0, 5, 4),
@@ -189,7 +185,8 @@ def test_every_schedule_lowers_for_cuda(width: int) -> None:
     x = jax.ShapeDtypeStruct((64, width), jnp.bfloat16)
     for cluster in range(2, 9):
         slots = 2 * -(-(width // SOFTMAX_BLOCK + 1) // cluster)
-        lower(functools.partial(log_softmax, schedule=Schedule(cluster, min(slots, 26), 3)), x)
+        if slots <= 26:
+            lower(functools.partial(log_softmax, schedule=Schedule(cluster, slots, 3)), x)
     lower(functools.partial(softmax, schedule=streaming_schedule(x)), x)
 
 
@@ -211,8 +208,8 @@ def test_a_row_of_a_usual_vocabulary_is_held_by_a_cluster(dtype: str) -> None:
 
 
 def test_schedules_that_do_not_fit_are_refused() -> None:
-    x = jax.ShapeDtypeStruct((4, 8000), jnp.float32)
-    with pytest.raises(ValueError, match=r"4 CTAs is given rows of 2 blocks; accepted: at most 2 CTAs"):
+    x = jax.ShapeDtypeStruct((4, 151936), jnp.float32)
+    with pytest.raises(ValueError, match=r"4 CTAs with 13 slots is given rows of 38 blocks; accepted: .* 20 slots"):
         lower(functools.partial(log_softmax, schedule=Schedule(4, 13, 4)), x)
     with pytest.raises(ValueError, match="cluster is 9; accepted: 0 to 8"):
         Schedule(9, 13, 4)

@@ -52,6 +52,20 @@ class Problem:
     token_layout: TokenLayout = "mk"
     layout: WeightLayout = "nk"
 
+    @property
+    def addressable(self) -> "Problem":
+        """The least one around this one that the copy engine can address.
+
+        It takes rows in groups of 8, and lines of at least 32 bytes; of 128 where K is not the last axis of both.
+        """
+        m, inference = self.m, (self.token_layout, self.layout) == ("mk", "nk")
+        return dataclasses.replace(
+            self,
+            m=round_up(m, 64) if self.token_layout == "km" else m if m < 8 else round_up(m, 8),
+            n=round_up(self.n, 64 if self.layout == "kn" else 8),
+            k=round_up(self.k, 16 if inference else 64),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
