@@ -55,9 +55,9 @@ TIMING: Final = {
     TORCH: "replay of a CUDA graph between two events, the time between kernels included",
 }
 ROUNDS: Final = 2
-LONG_ROUNDS: Final = 8
-"""Rounds of programs that take longer than `LONG`. They reach the power limit, and the clock that it leaves changes by
-several percent within tens of milliseconds: many short turns meet all alike."""
+LONG_ROUNDS: Final = 4
+"""Rounds of programs that take longer than `LONG`. They reach the power limit, and the clock that it leaves them changes
+by several percent with what ran before."""
 LONG: Final = 500e-6
 BUILDERS: Final = 4
 """Threads that compile our kernels while XLA autotunes its own."""
@@ -140,8 +140,8 @@ def expected_seconds(problem: Problem) -> float:
 
 
 def calls(problem: Problem) -> int:
-    """How many calls a round measures: about 60 ms of them, as far as that is 7 to 25; 3 if there are many rounds."""
-    return 3 if rounds(problem) == LONG_ROUNDS else min(25, max(7, int(0.06 / expected_seconds(problem))))
+    """How many calls a round measures: about 60 ms of them, as far as that is 7 to 25."""
+    return min(25, max(7, int(0.06 / expected_seconds(problem))))
 
 
 def rounds(problem: Problem) -> int:
@@ -233,11 +233,14 @@ def build_all(sizes: Sizes, n: int, k: int, layouts: Iterable[WeightLayout], bac
 
 
 def in_turns(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, over rounds in which all take turns, so that a drifting clock meets all alike."""
+    """Median seconds of each, over rounds in which all take turns, so that a drifting clock meets all alike.
+
+    Every other round goes backwards: none always runs after the one that heats the chip most.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            seconds[name].append(run())
+    for index in range(rounds):
+        for name in list(runs)[:: -1 if index % 2 else 1]:
+            seconds[name].append(runs[name]())
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

@@ -202,8 +202,8 @@ class Plan:
 
     @property
     def bias_size(self) -> int:
-        """Biases that a warpgroup's accumulator meets."""
-        return self.padded_rows if self.weights_on_rows else self.columns
+        """Room for the biases that a warpgroup's accumulator meets; the copy engine writes to multiples of 128 bytes."""
+        return round_up(self.padded_rows if self.weights_on_rows else self.columns, 64)
 
     # --- work and where it goes -----------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class Plan:
         left = hopper.SHARED_MEMORY - hopper.SHARED_MEMORY_RESERVED
         left -= sum(chunk * dtype.itemsize for dtype in staged)
         if self.problem.bias_dtype is not None:
-            left -= 4 * self.schedule.warpgroups * self.problem.parts * round_up(self.bias_size, 256)
+            left -= 4 * self.schedule.warpgroups * self.problem.parts * self.bias_size
         return min(16, left // self.bytes_per_stage, self.k_steps * (math.prod(self.grid) // self.clusters))
 
     @property
