@@ -56,8 +56,8 @@ TIMING: Final = {
 }
 ROUNDS: Final = 2
 LONG_ROUNDS: Final = 4
-"""Rounds of programs that take longer than `LONG`. They reach the power limit, and the clock that it leaves them changes
-by several percent with what ran before."""
+"""Rounds of programs that take longer than `LONG`. They reach the power limit, and the clock that it leaves them
+changes by several percent with what ran before."""
 LONG: Final = 500e-6
 BUILDERS: Final = 4
 """Threads that compile our kernels while XLA autotunes its own."""

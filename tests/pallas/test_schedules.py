@@ -204,6 +204,15 @@ def test_candidates_fit_and_are_distinct() -> None:
         assert all(not Plan(problem, schedule).faults() for schedule in found)
 
 
+@pytest.mark.parametrize("rows", ["tokens", "weights"])
+@pytest.mark.parametrize("columns", [8, 96, 144, 224])
+def test_biases_lie_where_the_copy_engine_can_put_them(rows: Any, columns: int) -> None:
+    problem = Problem(128, 1024, 1024, 2, bias_dtype=jnp.dtype("bfloat16"))
+    plan = Plan(problem, Schedule(*((columns, 64) if rows == "weights" else (64, columns)), rows))
+    assert plan.bias_size * 2 % 128 == 0
+    assert plan.bias_size >= (64 if rows == "weights" else columns)
+
+
 # --- names ------------------------------------------------------------------------------------------------------------
 
 

@@ -202,7 +202,7 @@ class Plan:
 
     @property
     def bias_size(self) -> int:
-        """Room for the biases that a warpgroup's accumulator meets; the copy engine writes to multiples of 128 bytes."""
+        """Room for the biases that a warpgroup's sums meet; the copy engine writes to multiples of 128 bytes."""
         return round_up(self.padded_rows if self.weights_on_rows else self.columns, 64)
 
     # --- work and where it goes -----------------------------------------------------------------------------------
