@@ -70,6 +70,34 @@ def _wall_time(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
     return time.perf_counter() - start
 
 
+def step_time(
+    program: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]], *, steps: int = 50, repetitions: int = 5
+) -> float:
+    """Seconds of one call of a jitted program among many that follow each other: what a loop of decode steps pays.
+
+    By the clock on the wall, so the time between kernels counts; the host waits for the last calls of a repetition
+    alone. A program that takes the device less time than Python takes to call it measures Python: let one program hold
+    many calls of a short operation, each made to depend on the one before, and divide.
+
+    Args:
+        program: takes each of the argument sets; compiled by its first call, which is not counted.
+        argument_sets: taken in turn, see `rotations`.
+        steps: calls in a repetition.
+        repetitions: the result is their median.
+    """
+    for arguments in argument_sets[:2]:
+        jax.block_until_ready(program(*arguments))
+    seconds = []
+    for _ in range(repetitions):
+        alive = []
+        start = time.perf_counter()
+        for arguments in itertools.islice(itertools.cycle(argument_sets), steps):
+            alive = [*alive[-IN_FLIGHT:], program(*arguments)]
+        jax.block_until_ready(alive)
+        seconds.append((time.perf_counter() - start) / steps)
+    return statistics.median(seconds)
+
+
 def torch_time(fn: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]], *, replays: int = 7) -> float:
     """Seconds of one call of a PyTorch function, in a CUDA graph that calls it once with each argument set.
 

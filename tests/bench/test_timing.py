@@ -1,10 +1,12 @@
 """Timing: inputs that come from memory, and a median."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from detjax.bench.timing import CACHE_BYTES, MOST_ROTATIONS, device_time, rotations
+from detjax.bench.timing import CACHE_BYTES, MOST_ROTATIONS, device_time, rotations, step_time
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20, 32 << 20, 300 << 20, 4 << 30])
@@ -26,3 +28,17 @@ def test_each_argument_set_takes_its_turn() -> None:
     sets = [(jnp.int32(i),) for i in range(3)]
     assert device_time(fn, sets, calls=5) >= 0
     assert seen == [0, 1, 0, 1, 2, 0, 1]
+
+
+def test_a_step_is_a_share_of_all_calls_of_a_repetition() -> None:
+    seen = []
+
+    def program(x: jax.Array) -> jax.Array:
+        seen.append(int(x))
+        time.sleep(1e-3)
+        return x
+
+    sets = [(jnp.int32(i),) for i in range(3)]
+    seconds = step_time(program, sets, steps=4, repetitions=3)
+    assert seen == [0, 1] + 3 * [0, 1, 2, 0]
+    assert seconds >= 1e-3

@@ -1,0 +1,675 @@
+"""Attention of a few query tokens a request on Hopper (Pallas Mosaic GPU): decode, and verifying drafted tokens.
+
+The query rows of all heads that share keys, and of up to 16 tokens, are the 64 rows of one tile. Blocks of keys of all
+requests and heads lie on one line, in order, which is cut into one piece of equal length for each CTA: requests of any
+lengths are side by side. A CTA merges the blocks of a sequence (one request, one head of keys, one tile) that it has
+from the first on; of a sequence that began in an earlier CTA it writes each block's result by itself, and a second
+kernel merges what is left, in order. Where the cuts lie changes no bit.
+"""
+
+import dataclasses
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from detjax.contract import ACCUMULATOR, KV_BLOCK, Masking
+from detjax.pallas.attention_prefill_hopper import line, swizzled
+from detjax.pallas.attention_tile_hopper import (
+    MATRIX,
+    ROWS,
+    VECTOR,
+    along_rows,
+    block_softmax,
+    columns,
+    exponent_scale,
+    finished,
+    indices,
+    initial_statistics,
+    merged,
+    rescaling,
+    shaped_scores,
+    splat,
+    visible,
+)
+from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED, multiprocessors
+
+MOST_TOKENS: Final = 16
+"""Query tokens of a request."""
+_QUERY_SLOTS: Final = 2
+_MERGE_STAGES: Final = 4
+_UNROLLED: Final = 8
+_INFO: Final = 8
+"""Numbers that a CTA leaves about the sequence that it begins in."""
+_MOST_SCRATCH: Final = 1 << 28
+"""Bytes of unmerged results above which sequences are not cut."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How blocks are dealt out; no bit depends on it.
+
+    Attributes:
+        ctas: how many pieces the line of blocks is cut into.
+        cut: whether a piece may begin within a sequence.
+        merged_rows: partial results that a CTA of the merging kernel loads at once.
+    """
+
+    ctas: int
+    cut: bool = True
+    merged_at_once: int = 32
+
+
+class Problem(NamedTuple):
+    """Sizes of one call."""
+
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+    most_blocks: int
+    """Of a request."""
+    dtype: Any
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a tile."""
+        return min(self.tokens, ROWS // self.group)
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.tokens // self.tile_tokens)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile that are used; row `t * group + g` is head `g` of the tile's token `t`."""
+        return self.tile_tokens * self.group
+
+    @property
+    def sequences(self) -> int:
+        """Of a request."""
+        return self.kv_heads * self.tiles
+
+    @property
+    def padded_width(self) -> int:
+        """Columns of an unmerged result: what all threads of a warpgroup divide."""
+        return -(-self.value_width // 128) * 128
+
+    def partial_blocks(self, ctas: int) -> int:
+        """The most blocks that a CTA leaves unmerged."""
+        return min(self.most_blocks, -(-self.batch * self.sequences * self.most_blocks // ctas))
+
+    def schedule(self) -> Schedule:
+        ctas = multiprocessors()
+        partials = ctas * self.partial_blocks(ctas) * self.rows * self.padded_width * 4
+        return Schedule(ctas, cut=partials <= _MOST_SCRATCH or self.batch * self.sequences < 2 * ctas)
+
+    @property
+    def value_chunks(self) -> list[tuple[int, int]]:
+        return columns(self.value_width, 112)
+
+    def slots(self, cut: bool) -> int:
+        """Pages of keys or values in flight."""
+        free = SHARED_MEMORY - SHARED_MEMORY_RESERVED - 2 * ROWS * 4
+        free -= ((self.arriving_rows + ROWS) * self.width + ROWS * self.value_width) * self.dtype.itemsize
+        free -= ROWS * self.padded_width * 4 if cut else 0
+        return min(6, free // (KV_BLOCK * max(self.width, self.value_width) * self.dtype.itemsize))
+
+    @property
+    def row_slot(self) -> int:
+        """Rows from one slot of arriving queries to the next; a tile is read from where its own begin."""
+        return -(-self.rows // 8) * 8
+
+    @property
+    def arriving_rows(self) -> int:
+        return (_QUERY_SLOTS - 1) * self.row_slot + ROWS
+
+
+def forward(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    q_start: Array,
+    kv_length: Array,
+    sinks: Array | None,
+    *,
+    masking: Masking,
+    schedule: Schedule | None = None,
+) -> Array:
+    """Output `[B, T, H, V]` of queries `[B, T, H, K]`, T being at most `MOST_TOKENS`."""
+    batch, tokens, heads, width = q.shape
+    problem = Problem(batch, tokens, heads, k_pages.shape[1], width, v_pages.shape[-1], page_table.shape[1], q.dtype)
+    schedule = schedule or problem.schedule()
+    operands = [q, k_pages, v_pages, page_table, q_start, kv_length]
+    if sinks is not None:
+        operands.append(_by_row(sinks.astype(ACCUMULATOR), problem))
+    if masking.alibi_slopes is not None:
+        operands.append(_by_row(jnp.asarray(masking.alibi_slopes, ACCUMULATOR), problem))
+    out = [jax.ShapeDtypeStruct((batch, tokens, heads, problem.value_width), q.dtype)]
+    if schedule.cut:
+        partials = schedule.ctas, problem.partial_blocks(schedule.ctas)
+        out += [
+            jax.ShapeDtypeStruct((*partials, problem.rows, problem.padded_width), ACCUMULATOR),
+            jax.ShapeDtypeStruct((*partials, 2, ROWS), ACCUMULATOR),
+            jax.ShapeDtypeStruct((schedule.ctas, problem.rows, problem.padded_width), ACCUMULATOR),
+            jax.ShapeDtypeStruct((schedule.ctas, 2, ROWS), ACCUMULATOR),
+            jax.ShapeDtypeStruct((schedule.ctas, _INFO), jnp.int32),
+        ]
+    dtype, slots = q.dtype, problem.slots(schedule.cut)
+    # Queries arrive as plain rows, of any number of heads, and are then laid out for the matrix unit.
+    scratch = {
+        "arriving": plgpu.SMEM((problem.arriving_rows, width), dtype),
+        "q": plgpu.SMEM((ROWS, width), dtype, transforms=swizzled(width)),
+        "kv": [
+            plgpu.SMEM((slots, KV_BLOCK, size), dtype, transforms=swizzled(size))
+            for size in dict.fromkeys((width, problem.value_width))
+        ],
+        "y": plgpu.SMEM((ROWS, problem.value_width), dtype),
+        "q_loaded": plgpu.Barrier(num_arrivals=problem.tile_tokens, num_barriers=_QUERY_SLOTS),
+        "q_consumed": plgpu.Barrier(num_barriers=_QUERY_SLOTS),
+        "loaded": plgpu.Barrier(num_barriers=slots),
+        "consumed": plgpu.Barrier(num_barriers=slots),
+    }
+    if schedule.cut:
+        scratch["o"] = plgpu.SMEM((ROWS, problem.padded_width), ACCUMULATOR)
+        scratch["statistics"] = plgpu.SMEM((2, ROWS), ACCUMULATOR)
+
+    def body(*refs: Any, **scratch: Any) -> None:
+        _Kernel(problem, schedule, masking, sinks is not None, refs, scratch).run()
+
+    results = plgpu.kernel(
+        body,
+        out_type=out,
+        grid=(schedule.ctas,),
+        grid_names=("cta",),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=_COMPILER_PARAMS,
+        kernel_name="attention_decode",
+    )(*operands)
+    if not schedule.cut:
+        return results[0]
+    return _merge(problem, schedule, *results)
+
+
+_COMPILER_PARAMS = plgpu.CompilerParams(
+    approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
+)
+
+
+def _by_row(per_head: Array, problem: Problem) -> Array:
+    """Values of the query heads for the rows of a tile, `[h, ROWS]`."""
+    by_group = jnp.tile(per_head.reshape(problem.kv_heads, problem.group), (1, problem.tile_tokens))
+    return jnp.pad(by_group, ((0, 0), (0, ROWS - problem.rows)))
+
+
+class _Piece(NamedTuple):
+    """Blocks of one sequence that a CTA has."""
+
+    request: Array
+    sequence: Array
+    """Of the request: heads of keys, of each its tiles."""
+    skipped: Array
+    """Blocks of the sequence that earlier CTAs have."""
+    first_block: Array
+    """Of the request's cache, that the sequence begins with."""
+    blocks: Array
+    """Of the sequence."""
+    count: Array
+    """Of these, how many are the CTA's."""
+
+
+class _Kernel:
+    def __init__(
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        masking: Masking,
+        has_sinks: bool,
+        refs: tuple[Any, ...],
+        scratch: dict[str, Any],
+    ) -> None:
+        self.problem, self.schedule, self.masking, self.scratch = problem, schedule, masking, scratch
+        operands, results = refs[: -6 if schedule.cut else -1], refs[-6 if schedule.cut else -1 :]
+        self.q_gmem, self.k_gmem, self.v_gmem, self.page_table, self.q_start, self.kv_length, *operands = operands
+        self.sinks = operands.pop(0) if has_sinks else None
+        self.slopes = operands.pop(0) if masking.alibi_slopes is not None else None
+        self.o_gmem, *self.partials = results
+        self.slots = problem.slots(schedule.cut)
+        self.cta = lax.axis_index("cta")
+
+    def run(self) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        start, work = self.own_work()
+        lax.cond(warpgroup == 1, lambda: self.load(start, work), lambda: self.multiply(start, work))
+
+    # --- which blocks -------------------------------------------------------------------------------------------------
+
+    def blocks_of(self, request: Array) -> tuple[Array, Array]:
+        """First block, and number of blocks, that some query token of the request sees; at least one."""
+        length = self.kv_length[request]
+        first, end = jnp.int32(0), length
+        if self.masking.causal or self.masking.window is not None:
+            position = self.q_start[request]
+            if self.masking.causal:
+                end = lax.min(end, position + self.problem.tokens)
+            if self.masking.window is not None:
+                first = lax.div(lax.max(position - (self.masking.window - 1), 0), jnp.int32(KV_BLOCK))
+        end = lax.min(lax.div(end + (KV_BLOCK - 1), jnp.int32(KV_BLOCK)), jnp.int32(self.problem.most_blocks))
+        end = lax.max(end, 1)
+        first = lax.min(first, end - 1)
+        return first, end - first
+
+    def own_work(self) -> tuple[tuple[Array, Array], Array]:
+        """Request, and block of its sequences, that the CTA begins with; and how many blocks it has."""
+
+        def amount(request: Array) -> Array:
+            _, blocks = self.blocks_of(request)
+            return blocks * self.problem.sequences
+
+        def fold(step: Any, carry: Any) -> Any:
+            # Several at once, so that their loads do not wait for one another.
+            unrolled = 8
+            whole = self.problem.batch // unrolled
+
+            def steps(index: Array, carry: Any) -> Any:
+                amounts = [amount(index * unrolled + i) for i in range(unrolled)]
+                for i in range(unrolled):
+                    carry = step(index * unrolled + i, amounts[i], carry)
+                return carry
+
+            carry = lax.fori_loop(0, whole, steps, carry) if whole else carry
+            for request in range(whole * unrolled, self.problem.batch):
+                carry = step(jnp.int32(request), amount(jnp.int32(request)), carry)
+            return carry
+
+        total = fold(lambda _, amount, carry: carry + amount, jnp.int32(0))
+        each = lax.div(total + (self.schedule.ctas - 1), jnp.int32(self.schedule.ctas))
+        begin = lax.min(self.cta * each, total)
+        end = lax.min(begin + each, total)
+
+        def locate(request: Array, amount: Array, carry: Any) -> Any:
+            passed, found, offset = carry
+            here = (passed <= begin) & (begin < passed + amount)
+            return passed + amount, jnp.where(here, request, found), jnp.where(here, begin - passed, offset)
+
+        _, request, offset = fold(locate, (jnp.int32(0), jnp.int32(0), jnp.int32(0)))
+        if not self.schedule.cut:
+            # A sequence belongs to the CTA in whose piece it begins.
+            begin, request, offset = self.next_beginning(request, offset, begin)
+            end = lax.max(begin, end)
+        return (request, offset), end - begin
+
+    def next_beginning(self, request: Array, offset: Array, begin: Array) -> tuple[Array, Array, Array]:
+        _, blocks = self.blocks_of(request)
+        missing = lax.rem(blocks - lax.rem(offset, blocks), blocks)
+        offset = offset + missing
+        is_next = offset >= blocks * self.problem.sequences
+        return begin + missing, jnp.where(is_next, request + 1, request), jnp.where(is_next, 0, offset)
+
+    def for_each_piece(self, start: tuple[Array, Array], work: Array, step: Any, carry: Array) -> Array:
+        """`carry = step(piece, index, carry)` for the CTA's sequences in order."""
+
+        def body(state: Any) -> Any:
+            request, offset, left, index, carry = state
+            first_block, blocks = self.blocks_of(request)
+            sequence, skipped = lax.div(offset, blocks), lax.rem(offset, blocks)
+            count = blocks - skipped
+            if self.schedule.cut:
+                count = lax.min(count, left)
+            carry = step(_Piece(request, sequence, skipped, first_block, blocks, count), index, carry)
+            offset = offset + count
+            is_next = offset >= blocks * self.problem.sequences
+            request = jnp.where(is_next, request + 1, request)
+            return request, jnp.where(is_next, 0, offset), left - count, index + 1, carry
+
+        state = (*start, work, jnp.int32(0), carry)
+        return lax.while_loop(lambda state: state[2] > 0, body, state)[-1]
+
+    # --- the loading warpgroup ----------------------------------------------------------------------------------------
+
+    def load(self, start: tuple[Array, Array], work: Array) -> None:
+        plgpu.set_max_registers(40, action="decrease")
+
+        @plgpu.warp_map
+        def _(warp: Array) -> None:
+            @pl.when(warp == 0)
+            def _() -> None:
+                self.for_each_piece(start, work, self.load_piece, jnp.int32(0))
+
+    def load_piece(self, piece: _Piece, index: Array, step: Array) -> Array:
+        problem = self.problem
+        kv_head, tile = (
+            lax.div(piece.sequence, jnp.int32(problem.tiles)),
+            lax.rem(piece.sequence, jnp.int32(problem.tiles)),
+        )
+        slot = lax.rem(index, jnp.int32(_QUERY_SLOTS))
+
+        @pl.when(index >= _QUERY_SLOTS)
+        def _() -> None:
+            plgpu.barrier_wait(self.scratch["q_consumed"].at[slot])
+
+        for i in range(problem.tile_tokens):
+            # Of the last tile, rows behind the last token repeat it.
+            token = lax.min(tile * problem.tile_tokens + i, jnp.int32(problem.tokens - 1))
+            source = self.q_gmem.at[piece.request, token, pl.ds(kv_head * problem.group, problem.group)]
+            target = self.scratch["arriving"].at[pl.ds(slot * problem.row_slot + i * problem.group, problem.group)]
+            plgpu.copy_gmem_to_smem(source, target, self.scratch["q_loaded"].at[slot])
+
+        def load_block(i: Array, step: Array) -> Array:
+            page = self.page_table[piece.request, piece.first_block + piece.skipped + i]
+            for number, pages in enumerate((self.k_gmem, self.v_gmem)):
+                slot = lax.rem(step + number, jnp.int32(self.slots))
+
+                @pl.when(step + number >= self.slots)
+                def _(slot: Array = slot) -> None:
+                    plgpu.barrier_wait(self.scratch["consumed"].at[slot])
+
+                target = self.scratch["kv"][number if len(self.scratch["kv"]) > 1 else 0].at[slot]
+                plgpu.copy_gmem_to_smem(pages.at[page, kv_head], target, self.scratch["loaded"].at[slot])
+            return step + 2
+
+        return lax.fori_loop(0, piece.count, load_block, step)
+
+    # --- the multiplying warpgroup ------------------------------------------------------------------------------------
+
+    def multiply(self, start: tuple[Array, Array], work: Array) -> None:
+        plgpu.set_max_registers(240, action="increase")
+        if self.schedule.cut:
+            self.leave_info(start, work)
+        self.for_each_piece(start, work, self.multiply_piece, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    def leave_info(self, start: tuple[Array, Array], work: Array) -> None:
+        """What the merging kernel has to know of the sequence that the CTA begins in."""
+        request, offset = start
+        _, blocks = self.blocks_of(request)
+        info = self.partials[-1]
+        numbers = (request, lax.div(offset, blocks), lax.rem(offset, blocks), blocks, work)
+        for index, number in enumerate(numbers):
+            info[self.cta, index] = number
+
+    def multiply_piece(self, piece: _Piece, index: Array, first_step: Array) -> Array:
+        problem, masking = self.problem, self.masking
+        kv_head, tile = (
+            lax.div(piece.sequence, jnp.int32(problem.tiles)),
+            lax.rem(piece.sequence, jnp.int32(problem.tiles)),
+        )
+        q_slot = lax.rem(index, jnp.int32(_QUERY_SLOTS))
+        kv_length = self.kv_length[piece.request]
+        position = self.q_start[piece.request] + tile * problem.tile_tokens
+        c = exponent_scale(masking)
+        sinks = None if self.sinks is None else plgpu.load(self.sinks.at[kv_head], layout=VECTOR, optimized=False)
+        plgpu.barrier_wait(self.scratch["q_loaded"].at[q_slot])
+        arrived = self.scratch["arriving"].at[pl.ds(q_slot * problem.row_slot, ROWS)]
+        self.scratch["q"][...] = plgpu.load(arrived, layout=MATRIX, optimized=False)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.scratch["q_consumed"].at[q_slot])
+
+        def visit(i: Array, use: Any) -> tuple[Array, Array, Any]:
+            """Maximum and sum of the piece's block i, and `use(maximum, columns)` with the result's columns in turn."""
+            step = first_step + 2 * i
+            k_slot, v_slot = (lax.rem(step + number, jnp.int32(self.slots)) for number in range(2))
+            k, v = (self.scratch["kv"][number if len(self.scratch["kv"]) > 1 else 0] for number in range(2))
+            keys = (piece.first_block + piece.skipped + i) * KV_BLOCK
+            plgpu.barrier_wait(self.scratch["loaded"].at[k_slot])
+
+            def scores(accumulator: Any) -> Array:
+                plgpu.wgmma(accumulator, self.scratch["q"], k.at[k_slot].T)
+                return accumulator[...]
+
+            s = pl.run_scoped(scores, plgpu.ACC((ROWS, KV_BLOCK), ACCUMULATOR))  # pyright: ignore
+            plgpu.barrier_arrive(self.scratch["consumed"].at[k_slot])
+            positions = position + lax.div(indices(0), jnp.int32(problem.group))
+            slopes = None
+            if self.slopes is not None:
+                slopes = plgpu.load(self.slopes.at[kv_head], layout=VECTOR, optimized=False)
+                slopes = along_rows(slopes, s.shape)
+            s = shaped_scores(s, masking, slopes, lambda: keys + indices(1) - positions)
+            s = jnp.where(visible(masking, keys + indices(1), positions, kv_length), s, -jnp.inf)
+            p, m_b, total_b = block_softmax(s, c)
+            p = p.astype(problem.dtype)
+            plgpu.barrier_wait(self.scratch["loaded"].at[v_slot])
+            pl.when(keys + KV_BLOCK > kv_length)(lambda: self.scrub(v.at[v_slot], kv_length - keys))
+
+            results = []
+            for index, (first, size) in enumerate(problem.value_chunks):
+
+                def values(accumulator: Any, first: int = first, size: int = size) -> Array:
+                    plgpu.wgmma(accumulator, p, v.at[v_slot, :, pl.ds(first, size)])
+                    return accumulator[...]
+
+                x = pl.run_scoped(values, plgpu.ACC((ROWS, size), ACCUMULATOR))  # pyright: ignore
+                results.append(use(index, x, m_b))
+            plgpu.barrier_arrive(self.scratch["consumed"].at[v_slot])
+            return m_b, total_b, tuple(results)
+
+        def merge_block(i: Array, carry: Any) -> Any:
+            o, m, total = carry
+
+            def merge(index: int, x: Array, m_b: Array) -> Array:
+                _, a, b = rescaling(m, m_b)
+                return merged(o[index], along_rows(a, x.shape), x, along_rows(b, x.shape))
+
+            m_b, total_b, o = visit(i, merge)
+            m, a, b = rescaling(m, m_b)
+            return o, m, merged(total, a, total_b, b)
+
+        def from_the_beginning() -> None:
+            zeros = tuple(splat(0.0, (ROWS, size)) for _, size in problem.value_chunks)
+            o, m, total = lax.fori_loop(0, piece.count, merge_block, (zeros, *initial_statistics(sinks)))
+            if not self.schedule.cut:
+                return self.write(piece, kv_head, tile, o, total)
+            is_whole = piece.count == piece.blocks
+            pl.when(is_whole)(lambda: self.write(piece, kv_head, tile, o, total))
+
+            @pl.when(~is_whole)
+            def _() -> None:
+                _, _, prefix, statistics, _ = self.partials
+                self.stage_columns_of(o)
+                self.leave(prefix.at[self.cta], statistics.at[self.cta], m, total)
+
+        def block_by_block() -> None:
+            partials, statistics, *_ = self.partials
+
+            def leave_block(i: Array, _: None) -> None:
+                def stage(index: int, x: Array, _: Array) -> None:
+                    if index == 0:
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    self.stage_columns(index, x)
+
+                m_b, total_b, _ = visit(i, stage)
+                self.leave(partials.at[self.cta, i], statistics.at[self.cta, i], m_b, total_b)
+
+            lax.fori_loop(0, piece.count, leave_block, None)
+
+        if self.schedule.cut:
+            lax.cond(piece.skipped == 0, from_the_beginning, block_by_block)
+        else:
+            from_the_beginning()
+        return first_step + 2 * piece.count
+
+    def scrub(self, v: Any, length: Array) -> None:
+        """Zeros behind a request's last value: what was left there may be NaN, and 0 * NaN is not 0."""
+        for first_row in range(0, KV_BLOCK, ROWS):
+            size = line(self.problem.value_width)
+            for first in range(0, self.problem.value_width, size):
+                part = v.at[pl.ds(first_row, ROWS), pl.ds(first, size)]
+                keep = indices(0, (ROWS, size)) + first_row < length
+                values = plgpu.load(part, layout=MATRIX, optimized=False)
+                part[...] = jnp.where(keep, values.astype(ACCUMULATOR), 0.0).astype(values.dtype)
+        plgpu.commit_smem()
+
+    def write(self, piece: _Piece, kv_head: Array, tile: Array, o: tuple[Array, ...], total: Array) -> None:
+        """The result of a whole sequence."""
+        problem, staged = self.problem, self.scratch["y"]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for (first, size), x in zip(problem.value_chunks, o, strict=True):
+            staged.at[:, pl.ds(first, size)][...] = finished(x, total, problem.dtype)
+        plgpu.commit_smem()
+        for i in range(problem.tile_tokens):
+            token = tile * problem.tile_tokens + i
+
+            @pl.when(token < problem.tokens)
+            def _(i: int = i, token: Array = token) -> None:
+                heads = pl.ds(kv_head * problem.group, problem.group)
+                source = staged.at[pl.ds(i * problem.group, problem.group)]
+                plgpu.copy_smem_to_gmem(source, self.o_gmem.at[piece.request, token, heads])
+
+    def stage_columns_of(self, o: tuple[Array, ...]) -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for index, x in enumerate(o):
+            self.stage_columns(index, x)
+
+    def stage_columns(self, index: int, x: Array) -> None:
+        self.scratch["o"].at[:, pl.ds(*self.problem.value_chunks[index])][...] = x
+
+    def leave(self, o_gmem: Any, statistics_gmem: Any, m: Array, total: Array) -> None:
+        """What has been staged, and is not merged yet."""
+        statistics = self.scratch["statistics"]
+        statistics.at[0][...] = m
+        statistics.at[1][...] = total
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(self.scratch["o"].at[pl.ds(0, self.problem.rows)], o_gmem)
+        plgpu.copy_smem_to_gmem(statistics, statistics_gmem)
+
+
+# --- what several CTAs have of one sequence ---------------------------------------------------------------------------
+
+
+def _merge(
+    problem: Problem,
+    schedule: Schedule,
+    o: Array,
+    partials: Array,
+    statistics: Array,
+    prefixes: Array,
+    prefix_statistics: Array,
+    info: Array,
+) -> Array:
+    """The output, with the sequences in it that cuts go through; a CTA for each row of each of them."""
+    width = problem.padded_width
+    chunk = min(schedule.merged_at_once, partials.shape[1])
+    stages = min(_MERGE_STAGES, -(-partials.shape[1] * (schedule.ctas - 1) // chunk))
+    layout = plgpu.Layout.WG_STRIDED(shape=(width,), vec_size=1)
+
+    def spread(x: Array) -> Array:
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, (width,), ()), layout)
+
+    def body(
+        o_gmem: Any,
+        partials_gmem: Any,
+        statistics_gmem: Any,
+        prefixes_gmem: Any,
+        prefix_statistics_gmem: Any,
+        info_gmem: Any,
+        x_smem: Any,
+        statistics_smem: Any,
+        y_smem: Any,
+        loaded: Any,
+    ) -> None:
+        row, cta = lax.axis_index("row"), lax.axis_index("cut") + 1
+        request, sequence, skipped, blocks, work = (info_gmem[cta, i] for i in range(5))
+        each = info_gmem[0, 4]
+        tile = lax.rem(sequence, jnp.int32(problem.tiles))
+        token = tile * problem.tile_tokens + lax.div(row, jnp.int32(problem.group))
+        # Of the cuts through one sequence the first one's CTA merges: the CTA before it began with the first block.
+        is_own = (work > 0) & (skipped > 0) & (skipped <= each) & (token < problem.tokens)
+
+        @pl.when(is_own)
+        def _() -> None:
+            left = blocks - skipped
+            chunks_of_cta = lax.div(each + (chunk - 1), jnp.int32(chunk))
+            others = lax.div(left - 1, each)  # CTAs that have no other sequence's blocks
+            chunks = others * chunks_of_cta + lax.div(left - others * each + (chunk - 1), jnp.int32(chunk))
+
+            def where(index: Array) -> tuple[Array, Array]:
+                """CTA, counted from this cut's, and the first of its blocks."""
+                return lax.div(index, chunks_of_cta), lax.rem(index, chunks_of_cta) * chunk
+
+            def load(index: Array) -> None:
+                slot = lax.rem(index, jnp.int32(stages))
+                other, first = where(index)
+                # The last chunk of a CTA ends with what it did not write.
+                first = lax.min(first, jnp.int32(partials.shape[1] - chunk))
+                rows = pl.ds(first, chunk)
+                plgpu.copy_gmem_to_smem(partials_gmem.at[cta + other, rows, row], x_smem.at[slot], loaded.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    statistics_gmem.at[cta + other, rows], statistics_smem.at[slot], loaded.at[slot]
+                )
+
+            for index in range(stages):
+                pl.when(index < chunks)(lambda index=index: load(jnp.int32(index)))
+
+            def merge_block(slot: Array, i: Array, carry: Any) -> Any:
+                o, m, total = carry
+                x = plgpu.load(x_smem.at[slot, i], layout=layout)
+                m_b, total_b = (spread(statistics_smem[slot, i, which, row]) for which in range(2))
+                m, a, b = rescaling(m, m_b)
+                return merged(o, a, x, b, layout), m, merged(total, a, total_b, b, layout)
+
+            def merge_chunk(index: Array, carry: Any) -> Any:
+                slot = lax.rem(index, jnp.int32(stages))
+                other, first = where(index)
+                shift = lax.max(first - (partials.shape[1] - chunk), 0)
+                count = lax.min(lax.min(each, left - other * each) - first, jnp.int32(chunk))
+                plgpu.barrier_wait(loaded.at[slot])
+
+                def merge_several(i: Array, carry: Any) -> Any:
+                    for j in range(_UNROLLED):
+                        carry = merge_block(slot, shift + i * _UNROLLED + j, carry)
+                    return carry
+
+                whole = lax.div(count, jnp.int32(_UNROLLED))
+                carry = lax.fori_loop(0, whole, merge_several, carry)
+                carry = lax.fori_loop(
+                    whole * _UNROLLED, count, lambda i, carry: merge_block(slot, shift + i, carry), carry
+                )
+
+                @pl.when(index + stages < chunks)
+                def _() -> None:
+                    load(index + stages)
+
+                return carry
+
+            before = prefix_statistics_gmem.at[cta - 1]
+            carry = (
+                plgpu.load(prefixes_gmem.at[cta - 1, row], layout=layout),
+                spread(before[0, row]),
+                spread(before[1, row]),
+            )
+            x, _, total = lax.fori_loop(0, chunks, merge_chunk, carry)
+            y_smem[...] = finished(x, total, problem.dtype, spread=lambda x, _: x)
+            plgpu.commit_smem()
+            head = lax.div(sequence, jnp.int32(problem.tiles)) * problem.group + lax.rem(row, jnp.int32(problem.group))
+            plgpu.copy_smem_to_gmem(y_smem.at[pl.ds(0, problem.value_width)], o_gmem.at[request, token, head])
+            plgpu.wait_smem_to_gmem(0)
+
+    merge = plgpu.kernel(
+        body,
+        out_type=(),
+        grid=(schedule.ctas - 1, problem.rows),
+        grid_names=("cut", "row"),
+        scratch_types=[
+            plgpu.SMEM((stages, chunk, width), ACCUMULATOR),
+            plgpu.SMEM((stages, chunk, 2, ROWS), ACCUMULATOR),
+            plgpu.SMEM((width,), problem.dtype),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        ],
+        compiler_params=_COMPILER_PARAMS,
+        kernel_name="attention_merge",
+    )
+    result = jax.new_ref(o)
+    merge(result, partials, statistics, prefixes, prefix_statistics, info)
+    return jax.freeze(result)

@@ -1,0 +1,461 @@
+"""Attention of many query tokens on Hopper (Pallas Mosaic GPU): prefill, chunked prefill and the training forward.
+
+A CTA has 128 query rows of one head: two warpgroups of 64, which take turns at the matrix unit, so that one multiplies
+while the other exponentiates. A third one loads: one of its warps brings keys and values, a page each, another one the
+queries.
+"""
+
+import dataclasses
+import math
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.mosaic.gpu import utils as mgpu
+
+from detjax.contract import ACCUMULATOR, KV_BLOCK, Masking
+from detjax.pallas.attention_tile_hopper import (
+    MATRIX,
+    ROWS,
+    along_rows,
+    block_softmax,
+    columns,
+    exponent_scale,
+    finished,
+    indices,
+    initial_statistics,
+    log2_normalizers,
+    merged,
+    rescaling,
+    shaped_scores,
+    splat,
+    visible,
+)
+from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED, multiprocessors
+
+WARPGROUPS: Final = 2
+TILE: Final = WARPGROUPS * ROWS
+ROW_UNIT: Final = 8
+"""Query rows of a request are written in groups of this many: it begins at a multiple of it."""
+
+_CONSUMERS: Final = 128 * WARPGROUPS
+_TURN, _SCRUBBED, _FIRST_FREE = 1, 3, 4
+"""Named barriers: two for the turns, one for both to meet at; then one for each slot of keys and of values, and of queries."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How tiles are spread over the chip; no bit depends on it.
+
+    Attributes:
+        stages: pages of keys, and of values, in flight.
+        persistent: one CTA per multiprocessor takes tile after tile, the longest first; else each tile is a CTA.
+    """
+
+    stages: int = 2
+    persistent: bool = True
+
+
+class Problem(NamedTuple):
+    """Sizes: packed query rows, heads, heads of keys, widths of keys and of values, tiles of 128 rows."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+    dtype: Any
+
+    @property
+    def value_chunks(self) -> list[tuple[int, int]]:
+        return columns(self.value_width, 128)
+
+    def shared_memory(self, stages: int) -> int:
+        """Bytes, without the result's."""
+        return (TILE * self.width + stages * KV_BLOCK * (self.width + self.value_width)) * self.dtype.itemsize
+
+    @property
+    def output_bytes(self) -> int:
+        return TILE * self.value_width * self.dtype.itemsize
+
+    def schedule(self) -> Schedule:
+        free = SHARED_MEMORY - SHARED_MEMORY_RESERVED
+        return Schedule(2 if self.shared_memory(2) + self.output_bytes <= free else 1)
+
+
+class Tiles(NamedTuple):
+    """Where each tile of 128 rows stands, int32 `[tiles]`: request, its first row in the packed queries and within the
+    request, and how many of its rows are the request's."""
+
+    request: Array
+    row: Array
+    offset: Array
+    count: Array
+
+
+def line(width: int) -> int:
+    """Elements of a swizzled line of shared memory, for rows of 2-byte elements."""
+    return math.gcd(width, 64)
+
+
+def swizzled(width: int) -> tuple[Any, ...]:
+    """How rows of `width` 2-byte elements lie in shared memory for the matrix unit."""
+    tiling = plgpu.TilingTransform((8, line(width)))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(2 * line(width))  # pyright: ignore[reportAbstractUsage]
+
+
+def forward(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    q_start: Array,
+    kv_length: Array,
+    sinks: Array | None,
+    *,
+    masking: Masking,
+    tiles: Tiles,
+    schedule: Schedule | None = None,
+) -> tuple[Array, Array]:
+    """Output `[N, H, V]` and log2 of each row's normalizer, `[H, N]` float32.
+
+    Args:
+        q: queries of all requests, `[N, H, K]`; N is a multiple of 8 and each request begins at one.
+        tiles: the tiles of 128 rows. Rows behind a request's last are written up to the next multiple of 8.
+        schedule: default: the problem's own.
+    """
+    rows, heads, width = q.shape
+    problem = Problem(rows, heads, k_pages.shape[1], width, v_pages.shape[-1], q.dtype)
+    schedule = schedule or problem.schedule()
+    count = tiles.request.shape[0]
+    grid = min(count * heads, multiprocessors()) if schedule.persistent else count * heads
+    # The result waits for its copy where it was computed, or in the queries' place where there is no other.
+    has_output = problem.shared_memory(schedule.stages) + problem.output_bytes <= SHARED_MEMORY - SHARED_MEMORY_RESERVED
+    dtype = q.dtype
+    scratch: dict[str, Any] = {
+        "q": plgpu.SMEM((TILE, width), dtype, transforms=swizzled(width)),
+        "k": plgpu.SMEM((schedule.stages, KV_BLOCK, width), dtype, transforms=swizzled(width)),
+        "v": plgpu.SMEM(
+            (schedule.stages, KV_BLOCK, problem.value_width), dtype, transforms=swizzled(problem.value_width)
+        ),
+        "normalizers": plgpu.SMEM((WARPGROUPS, ROWS), ACCUMULATOR),
+        "q_loaded": plgpu.Barrier(num_barriers=WARPGROUPS),
+        "k_loaded": plgpu.Barrier(num_barriers=schedule.stages),
+        "v_loaded": plgpu.Barrier(num_barriers=schedule.stages),
+    }
+    if has_output:
+        scratch["o"] = plgpu.SMEM((TILE, problem.value_width), dtype, transforms=swizzled(problem.value_width))
+    operands = [q, k_pages, v_pages, page_table, q_start, kv_length, *tiles]
+    if sinks is not None:
+        operands.append(sinks.astype(ACCUMULATOR))
+    if masking.alibi_slopes is not None:
+        operands.append(jnp.asarray(masking.alibi_slopes, ACCUMULATOR))
+
+    def body(*refs: Any, **scratch: Any) -> None:
+        _Kernel(problem, schedule, masking, count, grid, sinks is not None, refs, scratch).run()
+
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((rows, heads, problem.value_width), dtype),
+            jax.ShapeDtypeStruct((heads, rows), ACCUMULATOR),
+        ),
+        grid=(grid,),
+        grid_names=("cta",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        kernel_name="attention_prefill",
+    )(*operands)
+
+
+def _named_barrier(operation: str, barrier_id: Any, num_threads: int) -> None:
+    """Arrives at one of the hardware's barriers, or arrives and waits ("sync"), with all that use it `num_threads`."""
+    if isinstance(barrier_id, int):
+
+        def bar_op(_: Any) -> None:
+            mgpu.inline_ptx(f"bar.{operation} {barrier_id}, {num_threads};", has_side_effects=True)
+
+        inlined: Any = plgpu.inline_mgpu()(bar_op)
+        inlined()
+        return
+
+    def bar_op(_: Any, barrier: Any) -> None:  # pyright: ignore[reportRedeclaration]
+        text = f"bar.{operation} $0, {num_threads};"
+        mgpu.inline_ptx(text, barrier.registers.item(), has_side_effects=True)
+
+    inlined = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))(bar_op)
+    inlined(barrier_id)
+
+
+def _arrive(barrier_id: Any, num_threads: int) -> None:
+    _named_barrier("arrive", barrier_id, num_threads)
+
+
+def _sync(barrier_id: Any, num_threads: int) -> None:
+    _named_barrier("sync", barrier_id, num_threads)
+
+
+class _Item(NamedTuple):
+    """A tile of one head."""
+
+    request: Array
+    head: Array
+    row: Array
+    """Of the packed queries."""
+    count: Array
+    """Rows that are the request's."""
+    position: Array
+    """Of the tile's first row."""
+    kv_length: Array
+    first: Array
+    """Block of keys that is visited first."""
+    end: Array
+    """Behind the last one; at least one is visited."""
+
+
+class _Kernel:
+    def __init__(
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        masking: Masking,
+        tiles: int,
+        grid: int,
+        has_sinks: bool,
+        refs: tuple[Any, ...],
+        scratch: dict[str, Any],
+    ) -> None:
+        self.problem, self.schedule, self.masking = problem, schedule, masking
+        *operands, self.o_gmem, self.normalizers_gmem = refs
+        self.q_gmem, self.k_gmem, self.v_gmem, self.page_table, self.q_start, self.kv_length, *operands = operands
+        self.tiles, operands = Tiles(*operands[:4]), operands[4:]
+        self.sinks = operands.pop(0) if has_sinks else None
+        self.slopes = operands.pop(0) if masking.alibi_slopes is not None else None
+        self.scratch = scratch
+        self.warpgroup = lax.axis_index("warpgroup")
+        self.items = tiles * problem.heads
+        cta = lax.axis_index("cta")
+        self.item_count = lax.div(self.items - cta + (grid - 1), jnp.int32(grid))
+        self.item_index = lambda i: cta + i * grid
+        stages = schedule.stages
+        self.k_free, self.v_free, self.q_free = _FIRST_FREE, _FIRST_FREE + stages, _FIRST_FREE + 2 * stages
+
+    def run(self) -> None:
+        lax.cond(self.warpgroup < WARPGROUPS, self.multiply, self.load)
+
+    def item(self, i: Array) -> _Item:
+        index = self.item_index(i)
+        # Heads of one tile are neighbours, so that those that share keys run at the same time.
+        tile, head = lax.div(index, jnp.int32(self.problem.heads)), lax.rem(index, jnp.int32(self.problem.heads))
+        request, row, offset, count = (ref[tile] for ref in self.tiles)
+        kv_length = self.kv_length[request]
+        position = self.q_start[request] + offset
+        end, first = kv_length, jnp.int32(0)
+        if self.masking.causal:
+            end = lax.min(end, position + count)
+        if self.masking.window is not None:
+            first = lax.div(lax.max(position - (self.masking.window - 1), 0), jnp.int32(KV_BLOCK))
+        end = lax.max(lax.div(end + (KV_BLOCK - 1), jnp.int32(KV_BLOCK)), first + 1)
+        end = lax.min(end, jnp.int32(self.page_table.shape[1]))
+        return _Item(request, head, row, count, position, kv_length, lax.min(first, end - 1), end)
+
+    # --- the loading warpgroup ----------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        plgpu.set_max_registers(24, action="decrease")
+
+        @plgpu.warp_map
+        def _(warp: Array) -> None:
+            pl.when(warp == 0)(self.load_keys_and_values)
+            pl.when(warp == 1)(self.load_queries)
+
+    def load_keys_and_values(self) -> None:
+        group = self.problem.heads // self.problem.kv_heads
+        stages = jnp.int32(self.schedule.stages)
+
+        def load_tile(i: Array, step: Array) -> Array:
+            item = self.item(i)
+            kv_head = lax.div(item.head, jnp.int32(group))
+
+            def load_block(block: Array, step: Array) -> Array:
+                slot = lax.rem(step, stages)
+                page = self.page_table[item.request, block]
+                _sync(self.k_free + slot, _CONSUMERS + 32)
+                self.copy_page(self.k_gmem.at[page, kv_head], "k", slot)
+                _sync(self.v_free + slot, _CONSUMERS + 32)
+                self.copy_page(self.v_gmem.at[page, kv_head], "v", slot)
+                return step + 1
+
+            return lax.fori_loop(item.first, item.end, load_block, step)
+
+        lax.fori_loop(0, self.item_count, load_tile, jnp.int32(0))
+
+    def copy_page(self, source: Any, name: str, slot: Array) -> None:
+        plgpu.copy_gmem_to_smem(source, self.scratch[name].at[slot], self.scratch[f"{name}_loaded"].at[slot])
+
+    def load_queries(self) -> None:
+        @pl.loop(0, self.item_count)
+        def _(i: Array) -> None:
+            item = self.item(i)
+            for part in range(WARPGROUPS):
+                _sync(self.q_free + part, 128 + 32)
+                source = self.q_gmem.at[pl.ds(item.row + part * ROWS, ROWS), item.head]
+                target = self.scratch["q"].at[pl.ds(part * ROWS, ROWS)]
+                plgpu.copy_gmem_to_smem(source, target, self.scratch["q_loaded"].at[part])
+
+    # --- the multiplying warpgroups -----------------------------------------------------------------------------------
+
+    def multiply(self) -> None:
+        plgpu.set_max_registers(240, action="increase")
+        for slot in range(self.schedule.stages):
+            _arrive(self.k_free + slot, _CONSUMERS + 32)
+            _arrive(self.v_free + slot, _CONSUMERS + 32)
+        self.free_queries()
+        pl.when(self.warpgroup == 1)(self.pass_turn)
+        lax.fori_loop(0, self.item_count, self.multiply_tile, jnp.int32(0))
+        pl.when(self.warpgroup == 0)(self.take_turn)
+        plgpu.wait_smem_to_gmem(0)
+
+    def take_turn(self) -> None:
+        _sync(_TURN + self.warpgroup, _CONSUMERS)
+
+    def pass_turn(self) -> None:
+        _arrive(_TURN + 1 - self.warpgroup, _CONSUMERS)
+
+    def free_queries(self) -> None:
+        _arrive(self.q_free + self.warpgroup, 128 + 32)
+
+    def multiply_tile(self, i: Array, first_step: Array) -> Array:
+        item = self.item(i)
+        own = pl.ds(self.warpgroup * ROWS, ROWS)
+        q_smem = self.scratch["q"].at[own]
+        position = item.position + self.warpgroup * ROWS
+        stages = jnp.int32(self.schedule.stages)
+        c = exponent_scale(self.masking)
+        sinks = None if self.sinks is None else splat(self.sinks[item.head], (ROWS,))
+        slopes = None if self.slopes is None else splat(self.slopes[item.head], (ROWS, KV_BLOCK))
+        chunks = self.problem.value_chunks
+        plgpu.barrier_wait(self.scratch["k_loaded"].at[lax.rem(first_step, stages)])
+        plgpu.barrier_wait(self.scratch["q_loaded"].at[self.warpgroup])
+        self.take_turn()
+
+        def visit(block: Array, carry: Any, *, masked: bool) -> Any:
+            o, m, total = carry
+            step = first_step + (block - item.first)
+            slot = lax.rem(step, stages)
+            is_last = block + 1 == item.end
+
+            def scores(accumulator: Any) -> Array:
+                plgpu.wgmma(accumulator, q_smem, self.scratch["k"].at[slot].T)
+                self.pass_turn()
+                return accumulator[...]
+
+            s = pl.run_scoped(scores, plgpu.ACC((ROWS, KV_BLOCK), ACCUMULATOR))  # pyright: ignore
+            _arrive(self.k_free + slot, _CONSUMERS + 32)
+            if "o" in self.scratch:
+                pl.when(is_last)(self.free_queries)
+            keys = block * KV_BLOCK
+            s = shaped_scores(s, self.masking, slopes, lambda: (keys + indices(1)) - (position + indices(0)))
+            if masked:
+                s = jnp.where(
+                    visible(self.masking, keys + indices(1), position + indices(0), item.kv_length), s, -jnp.inf
+                )
+            p, m_b, total_b = block_softmax(s, c)
+            p = p.astype(self.problem.dtype)
+            m, a, b = rescaling(m, m_b)
+            total = merged(total, a, total_b, b)
+            p, m, total, a, b = lax.optimization_barrier((p, m, total, a, b))
+            plgpu.barrier_wait(self.scratch["v_loaded"].at[slot])
+            if masked:
+                pl.when(keys + KV_BLOCK > item.kv_length)(lambda: self.scrub(slot, item.kv_length - keys))
+            self.take_turn()
+
+            def await_next() -> None:
+                plgpu.barrier_wait(self.scratch["k_loaded"].at[lax.rem(step + 1, stages)])
+
+            o = list(o)
+            for index, (first, size) in enumerate(chunks):
+
+                def values(accumulator: Any, first: int = first, size: int = size, index: int = index) -> Array:
+                    v = self.scratch["v"].at[slot]
+                    plgpu.wgmma(accumulator, p, v if len(chunks) == 1 else v.at[:, pl.ds(first, size)])
+                    if index == len(chunks) - 1:
+                        lax.cond(is_last, self.pass_turn, await_next)
+                    return accumulator[...]
+
+                x = pl.run_scoped(values, plgpu.ACC((ROWS, size), ACCUMULATOR))  # pyright: ignore
+                if index == len(chunks) - 1:
+                    _arrive(self.v_free + slot, _CONSUMERS + 32)
+                o[index] = merged(o[index], along_rows(a, x.shape), x, along_rows(b, x.shape))
+            return tuple(o), m, total
+
+        def visit_all(first: Array, end: Array, carry: Any, masked: bool) -> Any:
+            return lax.fori_loop(first, end, lambda block, carry: visit(block, carry, masked=masked), carry)
+
+        o = tuple(splat(0.0, (ROWS, size)) for _, size in chunks)
+        carry = (o, *initial_statistics(sinks))
+        # Blocks that every row of the tile sees whole need no mask.
+        open_end = lax.div(item.kv_length, jnp.int32(KV_BLOCK))
+        if self.masking.causal:
+            open_end = lax.min(open_end, lax.div(position + 1, jnp.int32(KV_BLOCK)))
+        open_end = lax.max(lax.min(open_end, item.end), item.first)
+        open_first = item.first
+        if self.masking.window is not None:
+            behind = lax.max(position + (ROWS - self.masking.window), 0)
+            open_first = lax.min(lax.div(behind + (KV_BLOCK - 1), jnp.int32(KV_BLOCK)), open_end)
+            open_first = lax.max(open_first, item.first)
+            carry = visit_all(item.first, open_first, carry, True)
+        carry = visit_all(open_first, open_end, carry, False)
+        o, m, total = visit_all(open_end, item.end, carry, True)
+        self.write(item, o, m, total)
+        return first_step + (item.end - item.first)
+
+    def scrub(self, slot: Array, length: Array) -> None:
+        """Zeros behind a request's last value: what was left there may be NaN, and 0 * NaN is not 0."""
+        own = pl.ds(self.warpgroup * ROWS, ROWS)
+        for first in range(0, self.problem.value_width, line(self.problem.value_width)):
+            size = line(self.problem.value_width)
+            v = self.scratch["v"].at[slot, own, pl.ds(first, size)]
+            keep = indices(0, (ROWS, size)) + self.warpgroup * ROWS < length
+            values = plgpu.load(v, layout=MATRIX, optimized=False)
+            v[...] = jnp.where(keep, values.astype(ACCUMULATOR), 0.0).astype(values.dtype)
+        plgpu.commit_smem()
+        _sync(_SCRUBBED, _CONSUMERS)
+
+    def write(self, item: _Item, o: tuple[Array, ...], m: Array, total: Array) -> None:
+        own = pl.ds(self.warpgroup * ROWS, ROWS)
+        staged = self.scratch["o" if "o" in self.scratch else "q"].at[own]
+        normalizers = self.scratch["normalizers"].at[self.warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for x, (first, size) in zip(o, self.problem.value_chunks, strict=True):
+            target = staged if len(o) == 1 else staged.at[:, pl.ds(first, size)]
+            target[...] = finished(x, total, self.problem.dtype)
+        normalizers[...] = log2_normalizers(m, total)
+        plgpu.commit_smem()
+        row, left = item.row + self.warpgroup * ROWS, item.count - self.warpgroup * ROWS
+
+        def copy(first: int, size: int) -> None:
+            rows, part = pl.ds(row + first, size), pl.ds(first, size)
+            plgpu.copy_smem_to_gmem(staged.at[part], self.o_gmem.at[rows, item.head])
+            plgpu.copy_smem_to_gmem(normalizers.at[part], self.normalizers_gmem.at[item.head, rows])
+
+        pl.when(left >= ROWS)(lambda: copy(0, ROWS))
+
+        @pl.when(left < ROWS)
+        def _() -> None:
+            for first in range(0, ROWS, ROW_UNIT):
+                pl.when(first < left)(lambda first=first: copy(first, ROW_UNIT))
+
+        if "o" not in self.scratch:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.free_queries()
