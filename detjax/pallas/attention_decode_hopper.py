@@ -81,9 +81,15 @@ class Problem(NamedTuple):
         return self.heads // self.kv_heads
 
     @property
+    def token_rows(self) -> int:
+        """Rows from one token of a tile to the next: the copy engine wants each token's to begin at 128 bytes."""
+        unit = 1 if self.width % 64 == self.value_width % 64 == 0 else 4
+        return -(-self.group // unit) * unit
+
+    @property
     def tile_tokens(self) -> int:
         """Tokens of a tile."""
-        return min(self.tokens, ROWS // self.group)
+        return min(self.tokens, ROWS // self.token_rows)
 
     @property
     def tiles(self) -> int:
@@ -91,8 +97,8 @@ class Problem(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of a tile that are used; row `t * group + g` is head `g` of the tile's token `t`."""
-        return self.tile_tokens * self.group
+        """Rows of a tile that are used; row `t * token_rows + g` is head `g` of the tile's token `t`."""
+        return self.tile_tokens * self.token_rows
 
     @property
     def sequences(self) -> int:
@@ -122,7 +128,8 @@ class Problem(NamedTuple):
         free = SHARED_MEMORY - SHARED_MEMORY_RESERVED - 2 * ROWS * 4
         free -= ((self.arriving_rows + ROWS) * self.width + ROWS * self.value_width) * self.dtype.itemsize
         free -= ROWS * self.padded_width * 4 if cut else 0
-        return min(6, free // (KV_BLOCK * max(self.width, self.value_width) * self.dtype.itemsize))
+        widths = sum({self.width, self.value_width})  # one ring for both, or one for each
+        return min(6, free // (KV_BLOCK * widths * self.dtype.itemsize))
 
     @property
     def row_slot(self) -> int:
@@ -210,8 +217,9 @@ _COMPILER_PARAMS = plgpu.CompilerParams(
 
 def _by_row(per_head: Array, problem: Problem) -> Array:
     """Values of the query heads for the rows of a tile, `[h, ROWS]`."""
-    by_group = jnp.tile(per_head.reshape(problem.kv_heads, problem.group), (1, problem.tile_tokens))
-    return jnp.pad(by_group, ((0, 0), (0, ROWS - problem.rows)))
+    by_group = per_head.reshape(problem.kv_heads, problem.group)
+    by_token = jnp.pad(by_group, ((0, 0), (0, problem.token_rows - problem.group)))
+    return jnp.pad(jnp.tile(by_token, (1, problem.tile_tokens)), ((0, 0), (0, ROWS - problem.rows)))
 
 
 class _Piece(NamedTuple):
@@ -364,7 +372,7 @@ class _Kernel:
             # Of the last tile, rows behind the last token repeat it.
             token = lax.min(tile * problem.tile_tokens + i, jnp.int32(problem.tokens - 1))
             source = self.q_gmem.at[piece.request, token, pl.ds(kv_head * problem.group, problem.group)]
-            target = self.scratch["arriving"].at[pl.ds(slot * problem.row_slot + i * problem.group, problem.group)]
+            target = self.scratch["arriving"].at[pl.ds(slot * problem.row_slot + i * problem.token_rows, problem.group)]
             plgpu.copy_gmem_to_smem(source, target, self.scratch["q_loaded"].at[slot])
 
         def load_block(i: Array, step: Array) -> Array:
@@ -431,7 +439,7 @@ class _Kernel:
 
             s = pl.run_scoped(scores, plgpu.ACC((ROWS, KV_BLOCK), ACCUMULATOR))  # pyright: ignore
             plgpu.barrier_arrive(self.scratch["consumed"].at[k_slot])
-            positions = position + lax.div(indices(0), jnp.int32(problem.group))
+            positions = position + lax.div(indices(0), jnp.int32(problem.token_rows))
             slopes = None
             if self.slopes is not None:
                 slopes = plgpu.load(self.slopes.at[kv_head], layout=VECTOR, optimized=False)
@@ -524,7 +532,7 @@ class _Kernel:
             @pl.when(token < problem.tokens)
             def _(i: int = i, token: Array = token) -> None:
                 heads = pl.ds(kv_head * problem.group, problem.group)
-                source = staged.at[pl.ds(i * problem.group, problem.group)]
+                source = staged.at[pl.ds(i * problem.token_rows, problem.group)]
                 plgpu.copy_smem_to_gmem(source, self.o_gmem.at[piece.request, token, heads])
 
     def stage_columns_of(self, o: tuple[Array, ...]) -> None:
@@ -583,9 +591,11 @@ def _merge(
         request, sequence, skipped, blocks, work = (info_gmem[cta, i] for i in range(5))
         each = info_gmem[0, 4]
         tile = lax.rem(sequence, jnp.int32(problem.tiles))
-        token = tile * problem.tile_tokens + lax.div(row, jnp.int32(problem.group))
+        token = tile * problem.tile_tokens + lax.div(row, jnp.int32(problem.token_rows))
         # Of the cuts through one sequence the first one's CTA merges: the CTA before it began with the first block.
-        is_own = (work > 0) & (skipped > 0) & (skipped <= each) & (token < problem.tokens)
+        group_row = lax.rem(row, jnp.int32(problem.token_rows))
+        is_own = (work > 0) & (skipped > 0) & (skipped <= each)
+        is_own = is_own & (token < problem.tokens) & (group_row < problem.group)
 
         @pl.when(is_own)
         def _() -> None:
@@ -652,7 +662,7 @@ def _merge(
             x, _, total = lax.fori_loop(0, chunks, merge_chunk, carry)
             y_smem[...] = finished(x, total, problem.dtype, spread=lambda x, _: x)
             plgpu.commit_smem()
-            head = lax.div(sequence, jnp.int32(problem.tiles)) * problem.group + lax.rem(row, jnp.int32(problem.group))
+            head = lax.div(sequence, jnp.int32(problem.tiles)) * problem.group + group_row
             plgpu.copy_smem_to_gmem(y_smem.at[pl.ds(0, problem.value_width)], o_gmem.at[request, token, head])
             plgpu.wait_smem_to_gmem(0)
 

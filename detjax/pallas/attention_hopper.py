@@ -3,13 +3,12 @@
 from typing import Final
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from detjax import platform
 from detjax.contract import Masking
 from detjax.pallas import attention_decode_hopper, attention_prefill_hopper
-from detjax.pallas.attention_prefill_hopper import ROW_UNIT, TILE, Tiles
+from detjax.pallas.attention_prefill_hopper import ROW_UNIT
 from detjax.pallas.attention_tile_hopper import ROWS
 from detjax.pallas.schedules.matmul_hopper import round_up
 
@@ -43,17 +42,8 @@ def forward(
         return attention_decode_hopper.forward(q, *operands, masking=masking), None
     padded = round_up(tokens, ROW_UNIT)
     packed = jnp.pad(q, ((0, 0), (0, padded - tokens), (0, 0), (0, 0))).reshape(batch * padded, *q.shape[2:])
-    tiles = dense_tiles(batch, padded)
-    o, normalizers = attention_prefill_hopper.forward(packed, *operands, masking=masking, tiles=tiles)
+    o, normalizers = attention_prefill_hopper.forward(packed, *operands, masking=masking)
     return o.reshape(batch, padded, heads, -1)[:, :tokens], normalizers
-
-
-def dense_tiles(batch: int, tokens: int) -> Tiles:
-    """The tiles of `batch` requests of `tokens` rows each. The last of a request, which see most keys, come first."""
-    offsets = np.arange(0, tokens, TILE, dtype=np.int32)[::-1]
-    request, offset = np.tile(np.arange(batch, dtype=np.int32), len(offsets)), np.repeat(offsets, batch)
-    count = np.minimum(TILE, tokens - offset)
-    return Tiles(*(jnp.asarray(x, jnp.int32) for x in (request, request * tokens + offset, offset, count)))
 
 
 def _check(q: Array, v_pages: Array) -> None:

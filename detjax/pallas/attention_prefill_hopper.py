@@ -42,8 +42,9 @@ ROW_UNIT: Final = 8
 """Query rows of a request are written in groups of this many: it begins at a multiple of it."""
 
 _CONSUMERS: Final = 128 * WARPGROUPS
-_TURN, _SCRUBBED, _FIRST_FREE = 1, 3, 4
-"""Named barriers: two for the turns, one for both to meet at; then one for each slot of keys and of values, and of queries."""
+_TURN, _SCRUBBED, _FIRST_FREE = 4, 6, 7
+"""Named barriers: two for the turns, and one for both to meet at; then one for each slot of keys and of values, and for
+each warpgroup's queries. Those below are the compiler's own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,20 +118,22 @@ def forward(
     sinks: Array | None,
     *,
     masking: Masking,
-    tiles: Tiles,
+    tiles: Tiles | None = None,
     schedule: Schedule | None = None,
 ) -> tuple[Array, Array]:
     """Output `[N, H, V]` and log2 of each row's normalizer, `[H, N]` float32.
 
     Args:
         q: queries of all requests, `[N, H, K]`; N is a multiple of 8 and each request begins at one.
-        tiles: the tiles of 128 rows. Rows behind a request's last are written up to the next multiple of 8.
+        tiles: the tiles of 128 rows; default: those of requests of N / B rows each. Rows behind a request's last are
+            written up to the next multiple of 8.
         schedule: default: the problem's own.
     """
     rows, heads, width = q.shape
     problem = Problem(rows, heads, k_pages.shape[1], width, v_pages.shape[-1], q.dtype)
     schedule = schedule or problem.schedule()
-    count = tiles.request.shape[0]
+    batch = q_start.shape[0]
+    count = batch * -(-rows // (batch * TILE)) if tiles is None else tiles.request.shape[0]
     grid = min(count * heads, multiprocessors()) if schedule.persistent else count * heads
     # The result waits for its copy where it was computed, or in the queries' place where there is no other.
     has_output = problem.shared_memory(schedule.stages) + problem.output_bytes <= SHARED_MEMORY - SHARED_MEMORY_RESERVED
@@ -148,14 +151,14 @@ def forward(
     }
     if has_output:
         scratch["o"] = plgpu.SMEM((TILE, problem.value_width), dtype, transforms=swizzled(problem.value_width))
-    operands = [q, k_pages, v_pages, page_table, q_start, kv_length, *tiles]
+    operands = [q, k_pages, v_pages, page_table, q_start, kv_length, *(tiles or ())]
     if sinks is not None:
         operands.append(sinks.astype(ACCUMULATOR))
     if masking.alibi_slopes is not None:
         operands.append(jnp.asarray(masking.alibi_slopes, ACCUMULATOR))
 
     def body(*refs: Any, **scratch: Any) -> None:
-        _Kernel(problem, schedule, masking, count, grid, sinks is not None, refs, scratch).run()
+        _Kernel(problem, schedule, masking, count, grid, tiles is not None, sinks is not None, refs, scratch).run()
 
     return plgpu.kernel(
         body,
@@ -231,6 +234,7 @@ class _Kernel:
         masking: Masking,
         tiles: int,
         grid: int,
+        has_tiles: bool,
         has_sinks: bool,
         refs: tuple[Any, ...],
         scratch: dict[str, Any],
@@ -238,7 +242,7 @@ class _Kernel:
         self.problem, self.schedule, self.masking = problem, schedule, masking
         *operands, self.o_gmem, self.normalizers_gmem = refs
         self.q_gmem, self.k_gmem, self.v_gmem, self.page_table, self.q_start, self.kv_length, *operands = operands
-        self.tiles, operands = Tiles(*operands[:4]), operands[4:]
+        self.tiles = Tiles(*(operands.pop(0) for _ in Tiles._fields)) if has_tiles else None
         self.sinks = operands.pop(0) if has_sinks else None
         self.slopes = operands.pop(0) if masking.alibi_slopes is not None else None
         self.scratch = scratch
@@ -257,7 +261,7 @@ class _Kernel:
         index = self.item_index(i)
         # Heads of one tile are neighbours, so that those that share keys run at the same time.
         tile, head = lax.div(index, jnp.int32(self.problem.heads)), lax.rem(index, jnp.int32(self.problem.heads))
-        request, row, offset, count = (ref[tile] for ref in self.tiles)
+        request, row, offset, count = self.place(tile)
         kv_length = self.kv_length[request]
         position = self.q_start[request] + offset
         end, first = kv_length, jnp.int32(0)
@@ -268,6 +272,17 @@ class _Kernel:
         end = lax.max(lax.div(end + (KV_BLOCK - 1), jnp.int32(KV_BLOCK)), first + 1)
         end = lax.min(end, jnp.int32(self.page_table.shape[1]))
         return _Item(request, head, row, count, position, kv_length, lax.min(first, end - 1), end)
+
+    def place(self, tile: Array) -> tuple[Array, Array, Array, Array]:
+        """What `Tiles` says of a tile."""
+        if self.tiles is not None:
+            return tuple(ref[tile] for ref in self.tiles)  # pyright: ignore[reportReturnType]
+        batch = self.q_start.shape[0]
+        tokens = self.problem.rows // batch
+        # The last tiles of the requests see most keys, and come first.
+        offset = (-(-tokens // TILE) - 1 - lax.div(tile, jnp.int32(batch))) * TILE
+        request = lax.rem(tile, jnp.int32(batch))
+        return request, request * tokens + offset, offset, lax.min(jnp.int32(TILE), tokens - offset)
 
     # --- the loading warpgroup ----------------------------------------------------------------------------------------
 
