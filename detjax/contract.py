@@ -80,15 +80,26 @@ LOG2_E: Final = np.float32(np.log2(np.e))
 # Per query row and block b of keys, with c = log2(e) * scale and s = q . k in float32, masked scores being -inf:
 #   m_b = max(rn(max(s) * c), LOWEST_MAXIMUM)
 #   p   = exp2(fma(s, c, -m_b))
-#   l_b = sum of p in a fixed order
+#   l_b = sum of p in the order of KEY_LANES
 #   O_b = rn(p) . V from a fresh accumulator, p rounded to V's dtype
 # Blocks merge left to right with m' = max(m, m_b), a = exp2(m - m'), b = exp2(m_b - m'):
 #   O = fma(O, a, rn(O_b * b)),  l = fma(l, a, rn(l_b * b))
 # The row ends as O * (1 / l); a zero is written as +0. A block whose keys are all masked adds an exact zero, so whether
 # it is visited is a schedule.
+#
+# With a soft cap or ALiBi, s is rn(s * scale) before anything else, and c is log2(e). A soft cap makes it
+#   cap * (1 - 2 / (1 + exp2(rn(s * rn(2 * LOG2_E / cap)))))
+# each step rounded: cap * tanh(s / cap), by the exponential that every device has; its gradient is tanh's, 1 - tanh^2.
+# ALiBi then makes it fma(slope, j - i, s), for the key at position j and the query at i.
 
 KV_BLOCK: Final = 128
 """Keys are cut at absolute positions that are multiples of this. It is also the number of tokens in a page."""
+
+KEY_LANES: Final = 16
+"""Sums of p over a block: lane `j` adds keys `j, j + KEY_LANES, ...` in ascending order. Then lanes `j` and
+`j + KEY_LANES / 2` are added; then neighbours are added in pairs, and the sums that makes again in pairs, until one is
+left. So a GPU's threads add what they hold of the matrix unit's result, with key `8 n + 2 t + i` in thread `t` of four:
+even and odd `n` apart, each ascending; then even + odd; then `i`; then threads 0 + 1 and 2 + 3, and these two."""
 
 LOWEST_MAXIMUM: Final = -1e30
 """Floor of a row's maximum in the log2 domain: keeps `-inf - -inf` out of fully masked blocks."""

@@ -8,6 +8,7 @@ kernel merges what is left, in order. Where the cuts lie changes no bit.
 """
 
 import dataclasses
+import functools
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -24,24 +25,27 @@ from detjax.pallas.attention_tile_hopper import (
     VECTOR,
     along_rows,
     block_softmax,
-    columns,
     exponent_scale,
     finished,
     indices,
     initial_statistics,
+    masked,
     merged,
     rescaling,
+    rows_of_tile,
     shaped_scores,
     splat,
-    visible,
+    store_row_numbers,
+    store_rows,
 )
 from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED, multiprocessors
 
 MOST_TOKENS: Final = 16
 """Query tokens of a request."""
 _QUERY_SLOTS: Final = 2
-_MERGE_STAGES: Final = 4
-_UNROLLED: Final = 8
+_MERGED_AT_ONCE: Final = 16
+"""Unmerged blocks that a CTA of the merging kernel loads at once: their statistics fill 128 bytes."""
+_MERGE_STAGES: Final = 6
 _INFO: Final = 8
 """Numbers that a CTA leaves about the sequence that it begins in."""
 _MOST_SCRATCH: Final = 1 << 28
@@ -55,12 +59,10 @@ class Schedule:
     Attributes:
         ctas: how many pieces the line of blocks is cut into.
         cut: whether a piece may begin within a sequence.
-        merged_rows: partial results that a CTA of the merging kernel loads at once.
     """
 
     ctas: int
     cut: bool = True
-    merged_at_once: int = 32
 
 
 class Problem(NamedTuple):
@@ -111,8 +113,9 @@ class Problem(NamedTuple):
         return -(-self.value_width // 128) * 128
 
     def partial_blocks(self, ctas: int) -> int:
-        """The most blocks that a CTA leaves unmerged."""
-        return min(self.most_blocks, -(-self.batch * self.sequences * self.most_blocks // ctas))
+        """The most blocks that a CTA leaves unmerged, in whole loads of the merging kernel."""
+        most = min(self.most_blocks, -(-self.batch * self.sequences * self.most_blocks // ctas))
+        return -(-most // _MERGED_AT_ONCE) * _MERGED_AT_ONCE
 
     def schedule(self) -> Schedule:
         ctas = multiprocessors()
@@ -121,13 +124,16 @@ class Problem(NamedTuple):
 
     @property
     def value_chunks(self) -> list[tuple[int, int]]:
-        return columns(self.value_width, 112)
+        """First column and number of columns of the pieces in which values are multiplied: a piece's products live
+        beside all running sums, and only so many registers are there."""
+        size = self.value_width if self.value_width <= 112 else 64
+        return [(first, size) for first in range(0, self.value_width, size)]
 
-    def slots(self, cut: bool) -> int:
+    @property
+    def slots(self) -> int:
         """Pages of keys or values in flight."""
-        free = SHARED_MEMORY - SHARED_MEMORY_RESERVED - 2 * ROWS * 4
+        free = SHARED_MEMORY - SHARED_MEMORY_RESERVED
         free -= ((self.arriving_rows + ROWS) * self.width + ROWS * self.value_width) * self.dtype.itemsize
-        free -= ROWS * self.padded_width * 4 if cut else 0
         widths = sum({self.width, self.value_width})  # one ring for both, or one for each
         return min(6, free // (KV_BLOCK * widths * self.dtype.itemsize))
 
@@ -164,15 +170,15 @@ def forward(
         operands.append(_by_row(jnp.asarray(masking.alibi_slopes, ACCUMULATOR), problem))
     out = [jax.ShapeDtypeStruct((batch, tokens, heads, problem.value_width), q.dtype)]
     if schedule.cut:
-        partials = schedule.ctas, problem.partial_blocks(schedule.ctas)
+        blocks = problem.partial_blocks(schedule.ctas)
         out += [
-            jax.ShapeDtypeStruct((*partials, problem.rows, problem.padded_width), ACCUMULATOR),
-            jax.ShapeDtypeStruct((*partials, 2, ROWS), ACCUMULATOR),
+            jax.ShapeDtypeStruct((schedule.ctas, blocks, problem.rows, problem.padded_width), ACCUMULATOR),
+            jax.ShapeDtypeStruct((schedule.ctas, problem.rows, 2, blocks), ACCUMULATOR),
             jax.ShapeDtypeStruct((schedule.ctas, problem.rows, problem.padded_width), ACCUMULATOR),
-            jax.ShapeDtypeStruct((schedule.ctas, 2, ROWS), ACCUMULATOR),
+            jax.ShapeDtypeStruct((schedule.ctas, problem.rows, 2), ACCUMULATOR),
             jax.ShapeDtypeStruct((schedule.ctas, _INFO), jnp.int32),
         ]
-    dtype, slots = q.dtype, problem.slots(schedule.cut)
+    dtype, slots = q.dtype, problem.slots
     # Queries arrive as plain rows, of any number of heads, and are then laid out for the matrix unit.
     scratch = {
         "arriving": plgpu.SMEM((problem.arriving_rows, width), dtype),
@@ -187,9 +193,6 @@ def forward(
         "loaded": plgpu.Barrier(num_barriers=slots),
         "consumed": plgpu.Barrier(num_barriers=slots),
     }
-    if schedule.cut:
-        scratch["o"] = plgpu.SMEM((ROWS, problem.padded_width), ACCUMULATOR)
-        scratch["statistics"] = plgpu.SMEM((2, ROWS), ACCUMULATOR)
 
     def body(*refs: Any, **scratch: Any) -> None:
         _Kernel(problem, schedule, masking, sinks is not None, refs, scratch).run()
@@ -254,7 +257,7 @@ class _Kernel:
         self.sinks = operands.pop(0) if has_sinks else None
         self.slopes = operands.pop(0) if masking.alibi_slopes is not None else None
         self.o_gmem, *self.partials = results
-        self.slots = problem.slots(schedule.cut)
+        self.slots = problem.slots
         self.cta = lax.axis_index("cta")
 
     def run(self) -> None:
@@ -288,7 +291,7 @@ class _Kernel:
 
         def fold(step: Any, carry: Any) -> Any:
             # Several at once, so that their loads do not wait for one another.
-            unrolled = 8
+            unrolled = min(self.problem.batch, 32)
             whole = self.problem.batch // unrolled
 
             def steps(index: Array, carry: Any) -> Any:
@@ -326,8 +329,8 @@ class _Kernel:
         is_next = offset >= blocks * self.problem.sequences
         return begin + missing, jnp.where(is_next, request + 1, request), jnp.where(is_next, 0, offset)
 
-    def for_each_piece(self, start: tuple[Array, Array], work: Array, step: Any, carry: Array) -> Array:
-        """`carry = step(piece, index, carry)` for the CTA's sequences in order."""
+    def for_each_piece(self, start: tuple[Array, Array], work: Array, step: Any, carry: Array) -> tuple[Array, Array]:
+        """`carry = step(piece, index, carry)` for the CTA's sequences in order: their number, and the last carry."""
 
         def body(state: Any) -> Any:
             request, offset, left, index, carry = state
@@ -343,7 +346,7 @@ class _Kernel:
             return request, jnp.where(is_next, 0, offset), left - count, index + 1, carry
 
         state = (*start, work, jnp.int32(0), carry)
-        return lax.while_loop(lambda state: state[2] > 0, body, state)[-1]
+        return lax.while_loop(lambda state: state[2] > 0, body, state)[-2:]
 
     # --- the loading warpgroup ----------------------------------------------------------------------------------------
 
@@ -354,7 +357,16 @@ class _Kernel:
         def _(warp: Array) -> None:
             @pl.when(warp == 0)
             def _() -> None:
-                self.for_each_piece(start, work, self.load_piece, jnp.int32(0))
+                pieces, steps = self.for_each_piece(start, work, self.load_piece, jnp.int32(0))
+                self.await_all("q_consumed", pieces, _QUERY_SLOTS)
+                self.await_all("consumed", steps, self.slots)
+
+    def await_all(self, name: str, count: Array, slots: int) -> None:
+        """Waits for what has not been waited for when the last of `count` loads was started."""
+
+        @pl.loop(lax.max(count - slots, 0), count)
+        def _(index: Array) -> None:
+            plgpu.barrier_wait(self.scratch[name].at[lax.rem(index, jnp.int32(slots))])
 
     def load_piece(self, piece: _Piece, index: Array, step: Array) -> Array:
         problem = self.problem
@@ -439,13 +451,13 @@ class _Kernel:
 
             s = pl.run_scoped(scores, plgpu.ACC((ROWS, KV_BLOCK), ACCUMULATOR))  # pyright: ignore
             plgpu.barrier_arrive(self.scratch["consumed"].at[k_slot])
-            positions = position + lax.div(indices(0), jnp.int32(problem.token_rows))
+            positions = position + lax.div(rows_of_tile(), jnp.int32(problem.token_rows))
             slopes = None
             if self.slopes is not None:
                 slopes = plgpu.load(self.slopes.at[kv_head], layout=VECTOR, optimized=False)
                 slopes = along_rows(slopes, s.shape)
-            s = shaped_scores(s, masking, slopes, lambda: keys + indices(1) - positions)
-            s = jnp.where(visible(masking, keys + indices(1), positions, kv_length), s, -jnp.inf)
+            s = shaped_scores(s, masking, slopes, keys - positions)
+            s = masked(s, masking, keys, positions, kv_length)
             p, m_b, total_b = block_softmax(s, c)
             p = p.astype(problem.dtype)
             plgpu.barrier_wait(self.scratch["loaded"].at[v_slot])
@@ -484,21 +496,18 @@ class _Kernel:
 
             @pl.when(~is_whole)
             def _() -> None:
-                _, _, prefix, statistics, _ = self.partials
-                self.stage_columns_of(o)
-                self.leave(prefix.at[self.cta], statistics.at[self.cta], m, total)
+                _, _, prefixes, statistics, _ = self.partials
+                for index, x in enumerate(o):
+                    self.leave_columns(prefixes.at[self.cta], index, x)
+                self.leave_statistics(statistics.at[self.cta], None, m, total)
 
         def block_by_block() -> None:
             partials, statistics, *_ = self.partials
 
             def leave_block(i: Array, _: None) -> None:
-                def stage(index: int, x: Array, _: Array) -> None:
-                    if index == 0:
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    self.stage_columns(index, x)
-
-                m_b, total_b, _ = visit(i, stage)
-                self.leave(partials.at[self.cta, i], statistics.at[self.cta, i], m_b, total_b)
+                partial = partials.at[self.cta, i]
+                m_b, total_b, _ = visit(i, lambda index, x, _: self.leave_columns(partial, index, x))
+                self.leave_statistics(statistics.at[self.cta], i, m_b, total_b)
 
             lax.fori_loop(0, piece.count, leave_block, None)
 
@@ -535,22 +544,14 @@ class _Kernel:
                 source = staged.at[pl.ds(i * problem.token_rows, problem.group)]
                 plgpu.copy_smem_to_gmem(source, self.o_gmem.at[piece.request, token, heads])
 
-    def stage_columns_of(self, o: tuple[Array, ...]) -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for index, x in enumerate(o):
-            self.stage_columns(index, x)
+    def leave_columns(self, ref: Any, index: int, x: Array) -> None:
+        """Columns of something that is not merged yet."""
+        store_rows(x, ref.at[:, pl.ds(*self.problem.value_chunks[index])], self.problem.rows)
 
-    def stage_columns(self, index: int, x: Array) -> None:
-        self.scratch["o"].at[:, pl.ds(*self.problem.value_chunks[index])][...] = x
-
-    def leave(self, o_gmem: Any, statistics_gmem: Any, m: Array, total: Array) -> None:
-        """What has been staged, and is not merged yet."""
-        statistics = self.scratch["statistics"]
-        statistics.at[0][...] = m
-        statistics.at[1][...] = total
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self.scratch["o"].at[pl.ds(0, self.problem.rows)], o_gmem)
-        plgpu.copy_smem_to_gmem(statistics, statistics_gmem)
+    def leave_statistics(self, ref: Any, block: Array | None, m: Array, total: Array) -> None:
+        for which, numbers in enumerate((m, total)):
+            place = ref.at[:, which] if block is None else ref.at[:, which, block]
+            store_row_numbers(numbers, place, self.problem.rows)
 
 
 # --- what several CTAs have of one sequence ---------------------------------------------------------------------------
@@ -568,8 +569,7 @@ def _merge(
 ) -> Array:
     """The output, with the sequences in it that cuts go through; a CTA for each row of each of them."""
     width = problem.padded_width
-    chunk = min(schedule.merged_at_once, partials.shape[1])
-    stages = min(_MERGE_STAGES, -(-partials.shape[1] * (schedule.ctas - 1) // chunk))
+    chunk, stages = _MERGED_AT_ONCE, _MERGE_STAGES
     layout = plgpu.Layout.WG_STRIDED(shape=(width,), vec_size=1)
 
     def spread(x: Array) -> Array:
@@ -611,41 +611,42 @@ def _merge(
             def load(index: Array) -> None:
                 slot = lax.rem(index, jnp.int32(stages))
                 other, first = where(index)
-                # The last chunk of a CTA ends with what it did not write.
-                first = lax.min(first, jnp.int32(partials.shape[1] - chunk))
-                rows = pl.ds(first, chunk)
+                rows = pl.ds(first, chunk)  # the last of a CTA ends with what it did not write
                 plgpu.copy_gmem_to_smem(partials_gmem.at[cta + other, rows, row], x_smem.at[slot], loaded.at[slot])
-                plgpu.copy_gmem_to_smem(
-                    statistics_gmem.at[cta + other, rows], statistics_smem.at[slot], loaded.at[slot]
-                )
+                source = statistics_gmem.at[cta + other, row, :, rows]
+                plgpu.copy_gmem_to_smem(source, statistics_smem.at[slot], loaded.at[slot])
 
             for index in range(stages):
                 pl.when(index < chunks)(lambda index=index: load(jnp.int32(index)))
 
-            def merge_block(slot: Array, i: Array, carry: Any) -> Any:
-                o, m, total = carry
+            def block(slot: Array, i: Any) -> tuple[Array, Array, Array]:
                 x = plgpu.load(x_smem.at[slot, i], layout=layout)
-                m_b, total_b = (spread(statistics_smem[slot, i, which, row]) for which in range(2))
-                m, a, b = rescaling(m, m_b)
-                return merged(o, a, x, b, layout), m, merged(total, a, total_b, b, layout)
+                return x, spread(statistics_smem[slot, 0, i]), spread(statistics_smem[slot, 1, i])
+
+            def merge_block(carry: Any, block: tuple[Array, Array, Array]) -> Any:
+                o, m, total = carry
+                x, m_b, total_b = block
+                m_new = jnp.maximum(m, m_b)
+                # Of the two factors one is 1: half as many exponentials, the same bits.
+                factor, is_new = jnp.exp2(jnp.minimum(m, m_b) - m_new), m_b > m
+                a, b = jnp.where(is_new, factor, 1.0), jnp.where(is_new, 1.0, factor)
+                return merged(o, a, x, b, layout), m_new, merged(total, a, total_b, b, layout)
 
             def merge_chunk(index: Array, carry: Any) -> Any:
                 slot = lax.rem(index, jnp.int32(stages))
                 other, first = where(index)
-                shift = lax.max(first - (partials.shape[1] - chunk), 0)
                 count = lax.min(lax.min(each, left - other * each) - first, jnp.int32(chunk))
                 plgpu.barrier_wait(loaded.at[slot])
 
-                def merge_several(i: Array, carry: Any) -> Any:
-                    for j in range(_UNROLLED):
-                        carry = merge_block(slot, shift + i * _UNROLLED + j, carry)
-                    return carry
+                def merge_all() -> Any:
+                    # Loaded before the first is merged, so that none waits for another.
+                    blocks = [block(slot, i) for i in range(chunk)]
+                    return functools.reduce(merge_block, blocks, carry)
 
-                whole = lax.div(count, jnp.int32(_UNROLLED))
-                carry = lax.fori_loop(0, whole, merge_several, carry)
-                carry = lax.fori_loop(
-                    whole * _UNROLLED, count, lambda i, carry: merge_block(slot, shift + i, carry), carry
-                )
+                def merge_some() -> Any:
+                    return lax.fori_loop(0, count, lambda i, carry: merge_block(carry, block(slot, i)), carry)
+
+                carry = lax.cond(count == chunk, merge_all, merge_some)
 
                 @pl.when(index + stages < chunks)
                 def _() -> None:
@@ -656,8 +657,8 @@ def _merge(
             before = prefix_statistics_gmem.at[cta - 1]
             carry = (
                 plgpu.load(prefixes_gmem.at[cta - 1, row], layout=layout),
-                spread(before[0, row]),
-                spread(before[1, row]),
+                spread(before[row, 0]),
+                spread(before[row, 1]),
             )
             x, _, total = lax.fori_loop(0, chunks, merge_chunk, carry)
             y_smem[...] = finished(x, total, problem.dtype, spread=lambda x, _: x)
@@ -673,7 +674,7 @@ def _merge(
         grid_names=("cut", "row"),
         scratch_types=[
             plgpu.SMEM((stages, chunk, width), ACCUMULATOR),
-            plgpu.SMEM((stages, chunk, 2, ROWS), ACCUMULATOR),
+            plgpu.SMEM((stages, 2, chunk), ACCUMULATOR),
             plgpu.SMEM((width,), problem.dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         ],

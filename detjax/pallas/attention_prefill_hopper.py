@@ -22,17 +22,17 @@ from detjax.pallas.attention_tile_hopper import (
     ROWS,
     along_rows,
     block_softmax,
-    columns,
     exponent_scale,
     finished,
     indices,
     initial_statistics,
     log2_normalizers,
+    masked,
     merged,
     rescaling,
+    rows_of_tile,
     shaped_scores,
     splat,
-    visible,
 )
 from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED, multiprocessors
 
@@ -71,20 +71,23 @@ class Problem(NamedTuple):
     dtype: Any
 
     @property
-    def value_chunks(self) -> list[tuple[int, int]]:
-        return columns(self.value_width, 128)
-
-    def shared_memory(self, stages: int) -> int:
-        """Bytes, without the result's."""
-        return (TILE * self.width + stages * KV_BLOCK * (self.width + self.value_width)) * self.dtype.itemsize
+    def parts(self) -> int:
+        """CTAs that share out the columns of a tile's values. Each computes the scores: beside the sums of more than 128
+        columns these do not fit into registers."""
+        return 1 if self.value_width <= 128 else 2
 
     @property
-    def output_bytes(self) -> int:
-        return TILE * self.value_width * self.dtype.itemsize
+    def part_width(self) -> int:
+        return self.value_width // self.parts
+
+    def shared_memory(self, stages: int) -> int:
+        """Bytes."""
+        of_tile = TILE * (self.width + self.part_width)
+        return (of_tile + stages * KV_BLOCK * (self.width + self.part_width)) * self.dtype.itemsize
 
     def schedule(self) -> Schedule:
         free = SHARED_MEMORY - SHARED_MEMORY_RESERVED
-        return Schedule(2 if self.shared_memory(2) + self.output_bytes <= free else 1)
+        return Schedule(2 if self.shared_memory(2) <= free else 1)
 
 
 class Tiles(NamedTuple):
@@ -134,23 +137,21 @@ def forward(
     schedule = schedule or problem.schedule()
     batch = q_start.shape[0]
     count = batch * -(-rows // (batch * TILE)) if tiles is None else tiles.request.shape[0]
-    grid = min(count * heads, multiprocessors()) if schedule.persistent else count * heads
-    # The result waits for its copy where it was computed, or in the queries' place where there is no other.
-    has_output = problem.shared_memory(schedule.stages) + problem.output_bytes <= SHARED_MEMORY - SHARED_MEMORY_RESERVED
+    items = count * heads * problem.parts
+    grid = min(items, multiprocessors()) if schedule.persistent else items
     dtype = q.dtype
     scratch: dict[str, Any] = {
         "q": plgpu.SMEM((TILE, width), dtype, transforms=swizzled(width)),
         "k": plgpu.SMEM((schedule.stages, KV_BLOCK, width), dtype, transforms=swizzled(width)),
         "v": plgpu.SMEM(
-            (schedule.stages, KV_BLOCK, problem.value_width), dtype, transforms=swizzled(problem.value_width)
+            (schedule.stages, KV_BLOCK, problem.part_width), dtype, transforms=swizzled(problem.part_width)
         ),
+        "o": plgpu.SMEM((TILE, problem.part_width), dtype, transforms=swizzled(problem.part_width)),
         "normalizers": plgpu.SMEM((WARPGROUPS, ROWS), ACCUMULATOR),
         "q_loaded": plgpu.Barrier(num_barriers=WARPGROUPS),
         "k_loaded": plgpu.Barrier(num_barriers=schedule.stages),
         "v_loaded": plgpu.Barrier(num_barriers=schedule.stages),
     }
-    if has_output:
-        scratch["o"] = plgpu.SMEM((TILE, problem.value_width), dtype, transforms=swizzled(problem.value_width))
     operands = [q, k_pages, v_pages, page_table, q_start, kv_length, *(tiles or ())]
     if sinks is not None:
         operands.append(sinks.astype(ACCUMULATOR))
@@ -158,7 +159,7 @@ def forward(
         operands.append(jnp.asarray(masking.alibi_slopes, ACCUMULATOR))
 
     def body(*refs: Any, **scratch: Any) -> None:
-        _Kernel(problem, schedule, masking, count, grid, tiles is not None, sinks is not None, refs, scratch).run()
+        _Kernel(problem, schedule, masking, items, grid, tiles is not None, sinks is not None, refs, scratch).run()
 
     return plgpu.kernel(
         body,
@@ -213,6 +214,8 @@ class _Item(NamedTuple):
 
     request: Array
     head: Array
+    part: Array | int
+    """Of the values' columns."""
     row: Array
     """Of the packed queries."""
     count: Array
@@ -232,7 +235,7 @@ class _Kernel:
         problem: Problem,
         schedule: Schedule,
         masking: Masking,
-        tiles: int,
+        items: int,
         grid: int,
         has_tiles: bool,
         has_sinks: bool,
@@ -247,9 +250,8 @@ class _Kernel:
         self.slopes = operands.pop(0) if masking.alibi_slopes is not None else None
         self.scratch = scratch
         self.warpgroup = lax.axis_index("warpgroup")
-        self.items = tiles * problem.heads
         cta = lax.axis_index("cta")
-        self.item_count = lax.div(self.items - cta + (grid - 1), jnp.int32(grid))
+        self.item_count = lax.div(items - cta + (grid - 1), jnp.int32(grid))
         self.item_index = lambda i: cta + i * grid
         stages = schedule.stages
         self.k_free, self.v_free, self.q_free = _FIRST_FREE, _FIRST_FREE + stages, _FIRST_FREE + 2 * stages
@@ -260,7 +262,9 @@ class _Kernel:
     def item(self, i: Array) -> _Item:
         index = self.item_index(i)
         # Heads of one tile are neighbours, so that those that share keys run at the same time.
-        tile, head = lax.div(index, jnp.int32(self.problem.heads)), lax.rem(index, jnp.int32(self.problem.heads))
+        parts, heads = self.problem.parts, jnp.int32(self.problem.heads)
+        part, index = (lax.rem(index, jnp.int32(parts)), lax.div(index, jnp.int32(parts))) if parts > 1 else (0, index)
+        tile, head = lax.div(index, heads), lax.rem(index, heads)
         request, row, offset, count = self.place(tile)
         kv_length = self.kv_length[request]
         position = self.q_start[request] + offset
@@ -271,7 +275,7 @@ class _Kernel:
             first = lax.div(lax.max(position - (self.masking.window - 1), 0), jnp.int32(KV_BLOCK))
         end = lax.max(lax.div(end + (KV_BLOCK - 1), jnp.int32(KV_BLOCK)), first + 1)
         end = lax.min(end, jnp.int32(self.page_table.shape[1]))
-        return _Item(request, head, row, count, position, kv_length, lax.min(first, end - 1), end)
+        return _Item(request, head, part, row, count, position, kv_length, lax.min(first, end - 1), end)
 
     def place(self, tile: Array) -> tuple[Array, Array, Array, Array]:
         """What `Tiles` says of a tile."""
@@ -308,12 +312,15 @@ class _Kernel:
                 _sync(self.k_free + slot, _CONSUMERS + 32)
                 self.copy_page(self.k_gmem.at[page, kv_head], "k", slot)
                 _sync(self.v_free + slot, _CONSUMERS + 32)
-                self.copy_page(self.v_gmem.at[page, kv_head], "v", slot)
+                self.copy_page(self.v_gmem.at[page, kv_head, :, self.own_columns(item)], "v", slot)
                 return step + 1
 
             return lax.fori_loop(item.first, item.end, load_block, step)
 
         lax.fori_loop(0, self.item_count, load_tile, jnp.int32(0))
+
+    def own_columns(self, item: _Item) -> Any:
+        return pl.ds(item.part * self.problem.part_width, self.problem.part_width)
 
     def copy_page(self, source: Any, name: str, slot: Array) -> None:
         plgpu.copy_gmem_to_smem(source, self.scratch[name].at[slot], self.scratch[f"{name}_loaded"].at[slot])
@@ -359,12 +366,11 @@ class _Kernel:
         c = exponent_scale(self.masking)
         sinks = None if self.sinks is None else splat(self.sinks[item.head], (ROWS,))
         slopes = None if self.slopes is None else splat(self.slopes[item.head], (ROWS, KV_BLOCK))
-        chunks = self.problem.value_chunks
         plgpu.barrier_wait(self.scratch["k_loaded"].at[lax.rem(first_step, stages)])
         plgpu.barrier_wait(self.scratch["q_loaded"].at[self.warpgroup])
         self.take_turn()
 
-        def visit(block: Array, carry: Any, *, masked: bool) -> Any:
+        def visit(block: Array, carry: Any, *, is_masked: bool) -> Any:
             o, m, total = carry
             step = first_step + (block - item.first)
             slot = lax.rem(step, stages)
@@ -377,48 +383,37 @@ class _Kernel:
 
             s = pl.run_scoped(scores, plgpu.ACC((ROWS, KV_BLOCK), ACCUMULATOR))  # pyright: ignore
             _arrive(self.k_free + slot, _CONSUMERS + 32)
-            if "o" in self.scratch:
-                pl.when(is_last)(self.free_queries)
+            pl.when(is_last)(self.free_queries)
             keys = block * KV_BLOCK
-            s = shaped_scores(s, self.masking, slopes, lambda: (keys + indices(1)) - (position + indices(0)))
-            if masked:
-                s = jnp.where(
-                    visible(self.masking, keys + indices(1), position + indices(0), item.kv_length), s, -jnp.inf
-                )
+            s = shaped_scores(s, self.masking, slopes, keys - position - rows_of_tile())
+            if is_masked:
+                s = masked(s, self.masking, keys, position + rows_of_tile(), item.kv_length)
             p, m_b, total_b = block_softmax(s, c)
             p = p.astype(self.problem.dtype)
             m, a, b = rescaling(m, m_b)
             total = merged(total, a, total_b, b)
             p, m, total, a, b = lax.optimization_barrier((p, m, total, a, b))
             plgpu.barrier_wait(self.scratch["v_loaded"].at[slot])
-            if masked:
+            if is_masked:
                 pl.when(keys + KV_BLOCK > item.kv_length)(lambda: self.scrub(slot, item.kv_length - keys))
             self.take_turn()
 
             def await_next() -> None:
                 plgpu.barrier_wait(self.scratch["k_loaded"].at[lax.rem(step + 1, stages)])
 
-            o = list(o)
-            for index, (first, size) in enumerate(chunks):
+            def values(accumulator: Any) -> Array:
+                plgpu.wgmma(accumulator, p, self.scratch["v"].at[slot])
+                lax.cond(is_last, self.pass_turn, await_next)
+                return accumulator[...]
 
-                def values(accumulator: Any, first: int = first, size: int = size, index: int = index) -> Array:
-                    v = self.scratch["v"].at[slot]
-                    plgpu.wgmma(accumulator, p, v if len(chunks) == 1 else v.at[:, pl.ds(first, size)])
-                    if index == len(chunks) - 1:
-                        lax.cond(is_last, self.pass_turn, await_next)
-                    return accumulator[...]
+            x = pl.run_scoped(values, plgpu.ACC(o.shape, ACCUMULATOR))  # pyright: ignore
+            _arrive(self.v_free + slot, _CONSUMERS + 32)
+            return merged(o, along_rows(a, x.shape), x, along_rows(b, x.shape)), m, total
 
-                x = pl.run_scoped(values, plgpu.ACC((ROWS, size), ACCUMULATOR))  # pyright: ignore
-                if index == len(chunks) - 1:
-                    _arrive(self.v_free + slot, _CONSUMERS + 32)
-                o[index] = merged(o[index], along_rows(a, x.shape), x, along_rows(b, x.shape))
-            return tuple(o), m, total
+        def visit_all(first: Array, end: Array, carry: Any, is_masked: bool) -> Any:
+            return lax.fori_loop(first, end, lambda block, carry: visit(block, carry, is_masked=is_masked), carry)
 
-        def visit_all(first: Array, end: Array, carry: Any, masked: bool) -> Any:
-            return lax.fori_loop(first, end, lambda block, carry: visit(block, carry, masked=masked), carry)
-
-        o = tuple(splat(0.0, (ROWS, size)) for _, size in chunks)
-        carry = (o, *initial_statistics(sinks))
+        carry = splat(0.0, (ROWS, self.problem.part_width)), *initial_statistics(sinks)
         # Blocks that every row of the tile sees whole need no mask.
         open_end = lax.div(item.kv_length, jnp.int32(KV_BLOCK))
         if self.masking.causal:
@@ -432,14 +427,14 @@ class _Kernel:
             carry = visit_all(item.first, open_first, carry, True)
         carry = visit_all(open_first, open_end, carry, False)
         o, m, total = visit_all(open_end, item.end, carry, True)
-        self.write(item, o, m, total)
+        self.write(self.item(i), o, m, total)
         return first_step + (item.end - item.first)
 
     def scrub(self, slot: Array, length: Array) -> None:
         """Zeros behind a request's last value: what was left there may be NaN, and 0 * NaN is not 0."""
         own = pl.ds(self.warpgroup * ROWS, ROWS)
-        for first in range(0, self.problem.value_width, line(self.problem.value_width)):
-            size = line(self.problem.value_width)
+        size = line(self.problem.part_width)
+        for first in range(0, self.problem.part_width, size):
             v = self.scratch["v"].at[slot, own, pl.ds(first, size)]
             keep = indices(0, (ROWS, size)) + self.warpgroup * ROWS < length
             values = plgpu.load(v, layout=MATRIX, optimized=False)
@@ -447,21 +442,19 @@ class _Kernel:
         plgpu.commit_smem()
         _sync(_SCRUBBED, _CONSUMERS)
 
-    def write(self, item: _Item, o: tuple[Array, ...], m: Array, total: Array) -> None:
+    def write(self, item: _Item, o: Array, m: Array, total: Array) -> None:
         own = pl.ds(self.warpgroup * ROWS, ROWS)
-        staged = self.scratch["o" if "o" in self.scratch else "q"].at[own]
+        staged = self.scratch["o"].at[own]
         normalizers = self.scratch["normalizers"].at[self.warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for x, (first, size) in zip(o, self.problem.value_chunks, strict=True):
-            target = staged if len(o) == 1 else staged.at[:, pl.ds(first, size)]
-            target[...] = finished(x, total, self.problem.dtype)
+        staged[...] = finished(o, total, self.problem.dtype)
         normalizers[...] = log2_normalizers(m, total)
         plgpu.commit_smem()
         row, left = item.row + self.warpgroup * ROWS, item.count - self.warpgroup * ROWS
 
         def copy(first: int, size: int) -> None:
             rows, part = pl.ds(row + first, size), pl.ds(first, size)
-            plgpu.copy_smem_to_gmem(staged.at[part], self.o_gmem.at[rows, item.head])
+            plgpu.copy_smem_to_gmem(staged.at[part], self.o_gmem.at[rows, item.head, self.own_columns(item)])
             plgpu.copy_smem_to_gmem(normalizers.at[part], self.normalizers_gmem.at[item.head, rows])
 
         pl.when(left >= ROWS)(lambda: copy(0, ROWS))
@@ -470,7 +463,3 @@ class _Kernel:
         def _() -> None:
             for first in range(0, ROWS, ROW_UNIT):
                 pl.when(first < left)(lambda first=first: copy(first, ROW_UNIT))
-
-        if "o" not in self.scratch:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.free_queries()

@@ -12,6 +12,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental.mosaic.gpu import utils as mgpu
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
 from jaxlib.mlir.dialects import math as math_dialect
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK, LOG2_E, LOWEST_MAXIMUM, Masking, log2_scale
@@ -22,14 +26,6 @@ ROWS: Final = 64
 MATRIX: Final = plgpu.Layout.WGMMA
 VECTOR: Final = plgpu.Layout.WGMMA.reduce(1)
 """One number for each row of a tile, held by the threads that hold the row."""
-
-
-def columns(width: int, most: int) -> list[tuple[int, int]]:
-    """First column and number of columns of the pieces in which values are multiplied: a piece's products live beside
-    all running sums, and only so many registers are there."""
-    if width <= most:
-        return [(0, width)]
-    return [(first, min(64, width - first)) for first in range(0, width, 64)]
 
 
 def fma(x: Array, y: Array, z: Array, layout: Any = None) -> Array:
@@ -78,13 +74,13 @@ def exponent_scale(masking: Masking) -> float:
     return float(log2_scale(1.0 if is_shaped else masking.scale))
 
 
-def shaped_scores(s: Array, masking: Masking, slopes: Array | None, distance: Callable[[], Array]) -> Array:
+def shaped_scores(s: Array, masking: Masking, slopes: Array | None, first_distance: Array) -> Array:
     """Scores with soft cap and ALiBi.
 
     Args:
         s: products of queries and keys.
         slopes: of each element's head, or of all.
-        distance: of each key from its query, int32.
+        first_distance: of the first key from each row's query, int32 `[ROWS]`.
     """
     if masking.soft_cap is None and slopes is None:
         return s
@@ -95,18 +91,84 @@ def shaped_scores(s: Array, masking: Masking, slopes: Array | None, distance: Ca
         # The maximum with 0 changes nothing, and keeps the quotient from being fused with the subtraction.
         s = np.float32(masking.soft_cap) * (1.0 - jnp.maximum(2.0 / (1.0 + e), 0.0))
     if slopes is not None:
-        s = fma(slopes, distance().astype(ACCUMULATOR), s)
+        s = fma(slopes, distances(first_distance), s)
     return s
 
 
-def visible(masking: Masking, keys: Array, positions: Array, kv_length: Array) -> Array:
-    """Which keys each row sees."""
-    seen = keys < kv_length
+def masked(s: Array, masking: Masking, keys: Array, positions: Array, kv_length: Array) -> Array:
+    """Scores with -inf where a row does not see a key.
+
+    Args:
+        s: `[ROWS, KV_BLOCK]`.
+        keys: position of the first column's key.
+        positions: of the rows, int32 `[ROWS]`.
+        kv_length: keys of the request.
+    """
+    end = plgpu.layout_cast(jnp.full(positions.shape, kv_length, jnp.int32), VECTOR) - keys
     if masking.causal:
-        seen = seen & (keys <= positions)
-    if masking.window is not None:
-        seen = seen & (keys > positions - masking.window)
-    return seen
+        end = jnp.minimum(end, positions + 1 - keys)
+    if masking.window is None:
+        return columns_kept(s, end)
+    return columns_kept(s, end, positions - (masking.window - 1) - keys)
+
+
+def columns_kept(s: Array, end: Array, first: Array | None = None) -> Array:
+    """A tile with -inf in the columns from each row's `end` on and, if given, below its `first`; int32 `[ROWS]`."""
+    bounds = (end,) if first is None else (end, first)
+
+    def kept(_: Any, s: Any, *bounds: Any) -> Any:
+        # A thread's columns are constants but for the lane, which goes to the side of the bounds: compared with an iota
+        # they would live in a register each.
+        _, lane = _first_row_and_lane()
+        shift = arith.muli(lane, mgpu.c(2, lane.type))
+        limits = [[arith.subi(_scalar(bound), shift) for bound in array.registers.flatten()] for array in bounds]
+        lowest = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), -np.inf))
+        registers = np.empty_like(s.registers)
+        for index, place in enumerate(np.ndindex(s.registers.shape)):
+            group, half = divmod(index, 2)
+            register = s.registers[place]
+            for element in range(2):
+                column = mgpu.c(8 * group + element, lane.type)
+                seen = arith.cmpi(arith.CmpIPredicate.slt, column, limits[0][half])
+                if len(limits) > 1:
+                    behind = arith.cmpi(arith.CmpIPredicate.sge, column, limits[1][half])
+                    seen = arith.andi(seen, behind)
+                position = ir.DenseI64ArrayAttr.get([element])
+                score = vector.extract(register, dynamic_position=[], static_position=position)
+                score = arith.select(seen, score, lowest)
+                register = vector.insert(score, register, dynamic_position=[], static_position=position)
+            registers[place] = register
+        return FragmentedArray(_registers=registers, _layout=s.layout, _is_signed=s.is_signed)
+
+    result = plgpu.ShapeDtypeStruct(s.shape, ACCUMULATOR, layout=MATRIX)
+    inlined: Any = plgpu.inline_mgpu(arg_types=(MATRIX, *(VECTOR,) * len(bounds)), return_type=result)(kept)
+    return inlined(s, *bounds)
+
+
+def distances(first: Array) -> Array:
+    """`first + column` as float32 `[ROWS, KV_BLOCK]`, of int32 `[ROWS]`."""
+
+    def added(_: Any, first: Any) -> Any:
+        _, lane = _first_row_and_lane()
+        shift = arith.muli(lane, mgpu.c(2, lane.type))
+        float32 = ir.F32Type.get()
+        bases = [arith.sitofp(float32, arith.addi(_scalar(x), shift)) for x in first.registers.flatten()]
+        registers = np.empty(MATRIX.to_mgpu().registers_shape((ROWS, KV_BLOCK)), dtype=object)
+        for index, place in enumerate(np.ndindex(registers.shape)):
+            group, half = divmod(index, 2)
+            columns = [arith.constant(float32, ir.FloatAttr.get(float32, 8.0 * group + i)) for i in range(2)]
+            elements = [arith.addf(bases[half], column) for column in columns]
+            registers[place] = vector.from_elements(ir.VectorType.get((2,), float32), elements)
+        return FragmentedArray(_registers=registers, _layout=MATRIX.to_mgpu(), _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct((ROWS, KV_BLOCK), ACCUMULATOR, layout=MATRIX)
+    inlined: Any = plgpu.inline_mgpu(arg_types=(VECTOR,), return_type=result)(added)
+    return inlined(first)
+
+
+def rows_of_tile() -> Array:
+    """Row indices of a tile, int32 `[ROWS]`."""
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=VECTOR)
 
 
 def block_softmax(s: Array, c: float) -> tuple[Array, Array, Array]:
@@ -148,3 +210,65 @@ def log2_normalizers(m: Array, total: Array) -> Array:
     """`m + log2(l)` of each row; 0 for a row that saw no key."""
     empty = total == 0.0
     return jnp.where(empty, 0.0, m + jnp.log2(jnp.where(empty, 1.0, total)))
+
+
+# --- the first rows of a tile, straight to memory ---------------------------------------------------------------------
+# A tile of decode has few rows that mean anything. Their threads store them; through shared memory all 64 would go.
+
+
+def store_rows(x: Array, ref: Any, rows: int) -> None:
+    """Stores the first `rows` rows of `[ROWS, n]` to a ref `[rows, n]` in memory."""
+
+    def store(_: Any, x: Any, ref: Any) -> None:
+        row, lane = _first_row_and_lane()
+        column = _index(arith.muli(lane, mgpu.c(2, lane.type)))
+        registers = x.registers.flatten()  # of 8 columns two: the thread's first row, and the one 8 below
+        for half in range(2):
+            own = arith.addi(row, mgpu.c(8 * half, row.type))
+            with mgpu.when(_below(own, rows)):
+                for group, register in enumerate(registers[half::2]):
+                    at = arith.addi(column, mgpu.c(8 * group, column.type))
+                    vector.store(register, ref, [_index(own), at])
+
+    inlined: Any = plgpu.inline_mgpu(arg_types=(MATRIX, plgpu.RefType()))(store)
+    inlined(x, ref)
+
+
+def store_row_numbers(x: Array, ref: Any, rows: int) -> None:
+    """Stores the first `rows` of `[ROWS]` numbers to a ref `[rows]` in memory."""
+
+    def store(_: Any, x: Any, ref: Any) -> None:
+        row, lane = _first_row_and_lane()
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(0, lane.type))
+        for half, register in enumerate(x.registers.flatten()):
+            own = arith.addi(row, mgpu.c(8 * half, row.type))
+            with mgpu.when(arith.andi(is_first, _below(own, rows))):
+                memref.store(_scalar(register), ref, [_index(own)])
+
+    inlined: Any = plgpu.inline_mgpu(arg_types=(VECTOR, plgpu.RefType()))(store)
+    inlined(x, ref)
+
+
+def _first_row_and_lane() -> tuple[Any, Any]:
+    """The first of the thread's two rows, and which of the four threads of these it is."""
+    thread = mgpu.thread_idx()
+
+    def constant(value: int) -> Any:
+        return mgpu.c(value, thread.type)
+
+    thread = arith.remui(thread, constant(128))
+    warp, lane = arith.divui(thread, constant(32)), arith.remui(thread, constant(32))
+    row = arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
+    return row, arith.remui(lane, constant(4))
+
+
+def _scalar(register: Any) -> Any:
+    return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+
+
+def _below(row: Any, rows: int) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.ult, row, mgpu.c(rows, row.type))
+
+
+def _index(value: Any) -> Any:
+    return arith.index_cast(ir.IndexType.get(), value)

@@ -10,7 +10,17 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from detjax.contract import ACCUMULATOR, KV_BLOCK, LOWEST_MAXIMUM, PORTABLE_ROWS, Masking, log2_scale, rounded
+from detjax.contract import (
+    ACCUMULATOR,
+    KEY_LANES,
+    KV_BLOCK,
+    LOG2_E,
+    LOWEST_MAXIMUM,
+    PORTABLE_ROWS,
+    Masking,
+    log2_scale,
+    rounded,
+)
 from detjax.portable.tiles import dot, fold_rows, map_rows, row_sum
 
 
@@ -69,7 +79,7 @@ def forward(
             m_new = jnp.maximum(m, m_b)
             a, b = jnp.exp2(m - m_new), jnp.exp2(m_b - m_new)
             # The block's products are rounded before they are added; the running ones may be fused with the sum.
-            o_b, l_b = lax.optimization_barrier((o_b * b, row_sum(p) * b))
+            o_b, l_b = lax.optimization_barrier((o_b * b, block_sum(p) * b))
             return o * a + o_b, total * a + l_b, m_new
 
         state = _initial(q, v_pages.shape[-1], tile, per_head)
@@ -171,6 +181,19 @@ def backward(
     return _unpacked(dq, q.shape, group), dk, dv, None if sinks is None else rounded(dsinks, sinks.dtype)
 
 
+def block_sum(p: Array) -> Array:
+    """Sums `[..., 1]` of `[..., KV_BLOCK]`, float32, in the order of `contract.KEY_LANES`.
+
+    As in `row_sum`, every addition is written out, and a barrier keeps products in `p` from being fused with them.
+    """
+    p = lax.optimization_barrier(p.reshape(*p.shape[:-1], -1, KEY_LANES))
+    p = functools.reduce(jnp.add, [p[..., step, :] for step in range(p.shape[-2])])
+    p = p[..., : KEY_LANES // 2] + p[..., KEY_LANES // 2 :]
+    while p.shape[-1] > 1:
+        p = p[..., 0::2] + p[..., 1::2]
+    return p
+
+
 def _delta(do: Array, o: Array) -> Array:
     """Row sums of `do * o`: what the softmax's own gradient subtracts."""
     return row_sum(do.astype(ACCUMULATOR) * o.astype(ACCUMULATOR))
@@ -194,10 +217,11 @@ def _scores(
     positions = tile.positions(q.shape[1], per_head.group)[:, None]
     keys = (block * KV_BLOCK + jnp.arange(KV_BLOCK))[None]
     if masking.soft_cap is not None or per_head.slopes is not None:
-        s, c = s * np.float32(masking.scale), log2_scale(1.0)
+        # Barriers keep a product from being merged with the next one, or fused with the sum that follows.
+        s, c = lax.optimization_barrier(s * np.float32(masking.scale)), log2_scale(1.0)
     if masking.soft_cap is not None:
-        bent = jnp.tanh(s / masking.soft_cap)
-        s, cap_slope = masking.soft_cap * bent, 1.0 - bent * bent
+        bent = 1.0 - 2.0 / (1.0 + jnp.exp2(s * np.float32(2 * LOG2_E / masking.soft_cap)))
+        s, cap_slope = lax.optimization_barrier(np.float32(masking.soft_cap) * bent), 1.0 - bent * bent
     if per_head.slopes is not None:
         s = s + tile.by_row(per_head.slopes, q.shape[1]) * (keys - positions).astype(ACCUMULATOR)[None]
     visible = keys < tile.kv_length

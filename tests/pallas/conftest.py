@@ -3,12 +3,16 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # JAX has no public name for it
+from jax import Array, lax
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory  # JAX has no public names for these
 
 from detjax import platform
-from detjax.pallas import hopper
+from detjax.pallas import attention_decode_hopper, attention_prefill_hopper, attention_tile_hopper, hopper
+from detjax.portable.attention import block_sum
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,3 +55,82 @@ def matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
 def two_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are built for a chip so small that each CTA takes several tiles."""
     monkeypatch.setattr(hopper, "multiprocessors", lambda: 2)
+
+
+@pytest.fixture
+def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention's kernels run in Pallas' interpreter, where it is asked to model `inline_mgpu` as Tokamax uses it.
+
+    What they say in the compiler's own terms is said in JAX's instead, in the same order; the interpreter learns to
+    multiply a matrix that is in registers, and to let single warps meet warpgroups at a named barrier.
+    """
+    for name, replacement in (
+        ("fma", _fma),
+        ("row_sums", lambda p: block_sum(p)[:, 0]),
+        ("columns_kept", _columns_kept),
+        ("store_rows", _store),
+        ("store_row_numbers", _store),
+    ):
+        for module in (attention_tile_hopper, attention_prefill_hopper, attention_decode_hopper):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, replacement)
+    monkeypatch.setattr(gpu_callbacks, "wgmma", gpu_callbacks.fail_on_exception(_wgmma))
+    monkeypatch.setattr(gpu_callbacks, "_named_barrier", gpu_callbacks.fail_on_exception(_named_barrier))
+
+
+def _fma(x: Array, y: Array, z: Array, layout: Any = None) -> Array:
+    """Rounded twice, as no primitive of JAX rounds once, but the same wherever it stands."""
+    product, z = lax.optimization_barrier((x * y, z))
+    return product + z
+
+
+def _columns_kept(s: Array, end: Array, first: Array | None = None) -> Array:
+    columns = jnp.arange(s.shape[1])[None]
+    kept = columns < end[:, None]
+    return jnp.where(kept if first is None else kept & (columns >= first[:, None]), s, -jnp.inf)
+
+
+def _store(x: Array, ref: Any, rows: int) -> None:
+    ref[...] = x[:rows]
+
+
+def _wgmma(*, token: Any, mesh_location: Any, thread: Any, source_info: Any = None, **operands: Any) -> Any:
+    """The interpreter's, but that the left operand may be an array."""
+    memory = gpu_callbacks._get_shared_memory()
+    info = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
+
+    def place(name: str) -> tuple[Any, Any]:
+        key = shared_memory.HostAllocationKey.from_array(operands[f"{name}_allocation_key_as_array"])
+        transforms = gpu_callbacks._remove_noop_transforms(operands[f"{name}_transforms"])
+        return key, memory.access(key, jax.tree.map(int, transforms))
+
+    def content(name: str) -> np.ndarray:
+        x = operands[f"{name}_allocation_key_as_array"]  # a key has one axis
+        return np.asarray(x) if x.ndim == 2 else memory.get_buffer_content(*place(name), thread, logging_info=info)[0]
+
+    accumulator = content("acc")
+    result = accumulator + gpu_callbacks.np.matmul(content("a"), content("b"), dtype=accumulator.dtype)
+    memory.store_buffer_content(*place("acc"), result, thread, logging_info=info)
+    return token
+
+
+def _named_barrier(
+    token: Any,
+    mesh_location: Any,
+    thread: Any,
+    barrier_id: Any,
+    *,
+    num_threads: int,
+    sync: bool,
+    source_info: Any = None,
+) -> Any:
+    """The interpreter's, which counts warpgroups; this one counts warps."""
+    memory = gpu_callbacks._get_shared_memory()
+    barrier = memory.named_barrier(thread, int(barrier_id), num_threads // 32)
+    clock = memory.incr_clock(thread) if memory.detect_races else None
+    info = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
+    for _ in range(1 if isinstance(thread, shared_memory.Warp) else 4):
+        barrier.arrive(thread, clock, info)
+    if sync:
+        barrier.wait(thread, info)
+    return token

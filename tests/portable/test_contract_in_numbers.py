@@ -8,7 +8,8 @@ from bits import assert_same_bits, same_bits
 
 import detjax
 from detjax import ops
-from detjax.contract import KV_BLOCK, LANE_GROUP, LANES, WEIGHT_GRADIENT_TOKENS, rounded
+from detjax.contract import KEY_LANES, KV_BLOCK, LANE_GROUP, LANES, WEIGHT_GRADIENT_TOKENS, Masking, rounded
+from detjax.portable import attention as portable_attention
 from detjax.portable.tiles import fold_rows, map_rows, row_sum
 
 
@@ -97,6 +98,47 @@ def test_a_norm_with_a_residual_has_the_bits_of_its_two_steps(dtype: str) -> Non
     x, residual, weight = (jnp.asarray(random.standard_normal(shape), dtype) for shape in ((9, 80), (9, 80), (80,)))
     h = x + residual
     assert_same_bits(ops.rms_norm(x, weight, eps=1e-6, residual=residual), (ops.rms_norm(h, weight, eps=1e-6), h))
+
+
+def summed_by_threads(p: np.ndarray) -> np.ndarray:
+    """Row sums `[..., 1]` of a block as Hopper's threads add them: in the matrix unit's accumulators thread t of four
+    holds columns 8 j + 2 t and 8 j + 2 t + 1 of a row."""
+    columns = p.reshape(*p.shape[:-1], KV_BLOCK // 8, 4, 2)
+    even, odd = (columns[..., first, :, :] for first in range(2))
+    for j in range(2, KV_BLOCK // 8, 2):
+        even, odd = even + columns[..., j, :, :], odd + columns[..., j + 1, :, :]
+    pairs = even + odd
+    threads = pairs[..., 0] + pairs[..., 1]
+    return ((threads[..., 0] + threads[..., 1]) + (threads[..., 2] + threads[..., 3]))[..., None]
+
+
+def test_a_blocks_weights_are_summed_as_hoppers_threads_add_them() -> None:
+    p = np.random.default_rng(0).random((2, 16, KV_BLOCK), np.float32)
+    expected = summed_by_threads(p)
+    assert KEY_LANES == 16
+    assert_same_bits(jax.jit(portable_attention.block_sum)(p), expected)
+    assert_same_bits(map_rows(lambda p, _: portable_attention.block_sum(p), jnp.asarray(p), None, size=1), expected)
+    # A product is rounded before it is added, whatever instructions the processor has.
+    squares = detjax.jit(lambda p: map_rows(lambda p, _: portable_attention.block_sum(p * p), p, None, size=1))(p)
+    assert_same_bits(squares, summed_by_threads(p * p))
+    for other in (row_sum(jnp.asarray(p)), p.sum(axis=-1, keepdims=True)):
+        assert not same_bits(other, expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "meet_before_the_one"),
+    [((1, 17), True), ((9, 1), True), ((8, 24), True), ((2, 3), True), ((16, 1), False), ((1, 3), False)],
+)
+def test_attention_sums_weights_in_that_order(keys: tuple[int, int], meet_before_the_one: bool) -> None:
+    # Next to 1 a weight of 0.6 * 2^-24 is lost, and twice that is not.
+    scores = np.full(KV_BLOCK, -1e9, np.float32)
+    scores[0], scores[list(keys)] = 0, np.log(0.6 * 2.0**-24)
+    k_pages = jnp.asarray(scores).reshape(1, 1, KV_BLOCK, 1)
+    where = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), jnp.full(1, KV_BLOCK, jnp.int32)
+    masking = Masking(scale=1.0, causal=False)
+    forward = portable_attention.forward
+    _, log2_normalizer = forward(jnp.ones((1, 1, 1, 1)), k_pages, k_pages, *where, None, masking=masking)
+    assert (log2_normalizer.item() > 0) == meet_before_the_one
 
 
 def _attention_of_nothing(values: np.ndarray) -> jax.Array:
