@@ -101,6 +101,9 @@ KEY_LANES: Final = 16
 left. So a GPU's threads add what they hold of the matrix unit's result, with key `8 n + 2 t + i` in thread `t` of four:
 even and odd `n` apart, each ascending; then even + odd; then `i`; then threads 0 + 1 and 2 + 3, and these two."""
 
+QUERY_UNIT: Final = 8
+"""Where queries of several requests are packed into one array, each request begins at a multiple of this."""
+
 LOWEST_MAXIMUM: Final = -1e30
 """Floor of a row's maximum in the log2 domain: keeps `-inf - -inf` out of fully masked blocks."""
 

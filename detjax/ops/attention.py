@@ -12,10 +12,11 @@ from detjax import platform, stock
 from detjax.contract import KV_BLOCK, Masking
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
+from detjax.pallas import attention_hopper
 from detjax.portable import attention as portable_attention
+from detjax.portable.attention import rows_as_requests
 
-# On Hopper the portable backend serves attention: the same contract, at the portable backend's speed.
-_KERNELS = {"portable": portable_attention, "hopper": portable_attention}
+_KERNELS = {"portable": portable_attention, "hopper": attention_hopper}
 
 
 @platform.jit(static_argnames=("scale", "causal", "window", "soft_cap", "alibi_slopes"))
@@ -58,35 +59,109 @@ def attention(
         TypeError: a dtype is not under contract, or the pages' is not q's.
         ValueError: shapes do not fit together, or an option is out of range.
     """
-    check_dtype("attention", q=q, sinks=sinks)
-    check_dtype("attention", like=q, k_pages=k_pages, v_pages=v_pages)
-    check_integers("attention", page_table=page_table, q_start=q_start, kv_length=kv_length)
-    check_not_empty("attention", q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table)
-    batch, _, heads, width = q.shape
-    pages, kv_heads = k_pages.shape[:2]
-    check_shape("attention", "k_pages", k_pages, (pages, kv_heads, KV_BLOCK, width), f"q being {q.shape}")
-    like_keys = (pages, kv_heads, KV_BLOCK, v_pages.shape[3])
-    check_shape("attention", "v_pages", v_pages, like_keys, f"k_pages being {k_pages.shape}")
-    check_shape("attention", "page_table", page_table, (batch, page_table.shape[1]), f"q being {q.shape}")
-    check_shape("attention", "q_start", q_start, (batch,), f"q being {q.shape}")
-    check_shape("attention", "kv_length", kv_length, (batch,), f"q being {q.shape}")
-    check_shape("attention", "sinks", sinks, (heads,), f"q being {q.shape}")
-    if heads % kv_heads:
-        raise ValueError(f"attention: q has {heads} heads and k_pages {kv_heads}; accepted: a multiple of {kv_heads}")
-    if scale is not None and scale <= 0:
-        raise ValueError(f"attention: scale is {scale}; accepted: None, or a positive number")
-    if window is not None and window < 1:
-        raise ValueError(f"attention: window is {window}; accepted: None, or at least 1 token")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"attention: soft_cap is {soft_cap}; accepted: None, or a positive number")
-    if alibi_slopes is not None and len(alibi_slopes) != heads:
-        raise ValueError(f"attention: {len(alibi_slopes)} alibi_slopes; accepted: {heads}, one per head of q")
-
-    scale = 1 / math.sqrt(width) if scale is None else scale
-    masking = Masking(scale, causal, window, soft_cap, alibi_slopes)
+    batch = q.shape[0]
+    masking = _checked(
+        "attention", q, k_pages, v_pages, page_table, sinks, scale, causal, window, soft_cap, alibi_slopes
+    )
+    _check_requests("attention", page_table, batch, f"q being {q.shape}", q_start=q_start, kv_length=kv_length)
     if platform.backend() == platform.STOCK:
         return stock.attention(q, k_pages, v_pages, page_table, q_start, kv_length, sinks, masking=masking)
     return _attention(masking, q, k_pages, v_pages, page_table, q_start, kv_length, sinks)
+
+
+@platform.jit(static_argnames=("scale", "causal", "window", "soft_cap", "alibi_slopes"))
+def ragged_attention(
+    q: Float[Array, "N H K"],
+    k_pages: Float[Array, "P h S K"],
+    v_pages: Float[Array, "P h S V"],
+    page_table: Int[Array, "B p"],
+    q_row: Int[Array, "B"],
+    q_length: Int[Array, "B"],
+    q_start: Int[Array, "B"],
+    kv_length: Int[Array, "B"],
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
+    alibi_slopes: tuple[float, ...] | None = None,
+) -> Float[Array, "N H V"]:
+    """Returns `attention` of requests with different numbers of queries, packed into one array: prefills side by side.
+
+    A request's rows have the bits that `attention` gives them. There are no gradients.
+
+    Args:
+        q: queries of all requests; bfloat16, float16 or float32.
+        k_pages: as `attention` has them.
+        v_pages: as `attention` has them.
+        page_table: as `attention` has it.
+        q_row: row of each request's first query, ascending, multiples of `contract.QUERY_UNIT`. Rows behind a request's
+            last query, and before the next one's first, are not looked at; the result there may be anything.
+        q_length: queries of each request; 0 for one that has none.
+        q_start: absolute position of each request's first query, in tokens.
+        kv_length: tokens of each request in the cache, the queries' own included.
+        scale: and all other options, as `attention` has them.
+
+    Raises:
+        TypeError: as `attention`.
+        ValueError: as `attention`.
+    """
+    name = "ragged_attention"
+    batch = page_table.shape[0]
+    masking = _checked(name, q, k_pages, v_pages, page_table, sinks, scale, causal, window, soft_cap, alibi_slopes)
+    of_requests = {"q_row": q_row, "q_length": q_length, "q_start": q_start, "kv_length": kv_length}
+    _check_requests(name, page_table, batch, f"page_table being {page_table.shape}", **of_requests)
+    where = page_table, q_row, q_length, q_start, kv_length
+    if platform.backend() == platform.STOCK:
+        one_by_one = rows_as_requests(q.shape[0], *where)
+        return stock.attention(q[:, None], k_pages, v_pages, *one_by_one, sinks, masking=masking)[:, 0]
+    ragged = functools.partial(kernels(name, _KERNELS).ragged, masking=masking)
+    return with_vmap_rule(ragged, rows=(False,) * 9)(q, k_pages, v_pages, *where, sinks)
+
+
+def _checked(
+    name: str,
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    sinks: Array | None,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+    alibi_slopes: tuple[float, ...] | None,
+) -> Masking:
+    """The options together, once they and the arrays' shapes and dtypes are known to fit."""
+    check_dtype(name, q=q, sinks=sinks)
+    check_dtype(name, like=q, k_pages=k_pages, v_pages=v_pages)
+    check_not_empty(name, q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table)
+    heads, width = q.shape[-2:]
+    pages, kv_heads = k_pages.shape[:2]
+    check_shape(name, "k_pages", k_pages, (pages, kv_heads, KV_BLOCK, width), f"q being {q.shape}")
+    like_keys = (pages, kv_heads, KV_BLOCK, v_pages.shape[3])
+    check_shape(name, "v_pages", v_pages, like_keys, f"k_pages being {k_pages.shape}")
+    check_shape(name, "sinks", sinks, (heads,), f"q being {q.shape}")
+    if heads % kv_heads:
+        raise ValueError(f"{name}: q has {heads} heads and k_pages {kv_heads}; accepted: a multiple of {kv_heads}")
+    if scale is not None and scale <= 0:
+        raise ValueError(f"{name}: scale is {scale}; accepted: None, or a positive number")
+    if window is not None and window < 1:
+        raise ValueError(f"{name}: window is {window}; accepted: None, or at least 1 token")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"{name}: soft_cap is {soft_cap}; accepted: None, or a positive number")
+    if alibi_slopes is not None and len(alibi_slopes) != heads:
+        raise ValueError(f"{name}: {len(alibi_slopes)} alibi_slopes; accepted: {heads}, one per head of q")
+    return Masking(1 / math.sqrt(width) if scale is None else scale, causal, window, soft_cap, alibi_slopes)
+
+
+def _check_requests(name: str, page_table: Array, batch: int, why: str, **of_requests: Array) -> None:
+    """Raises unless there is a row of the page table, and an integer of each kind, for every request."""
+    check_integers(name, page_table=page_table, **of_requests)
+    check_shape(name, "page_table", page_table, (batch, page_table.shape[1]), why)
+    for argument, array in of_requests.items():
+        check_shape(name, argument, array, (batch,), why)
 
 
 def dot_product_attention(
@@ -135,19 +210,25 @@ def contiguous_page_table(batch: int, tokens: int) -> Int[Array, "B p"]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(masking: Masking, *operands: Array | None) -> Array:
-    return _forward(masking, *operands)[0]
+    return _output_and_normalizers(masking, operands, with_normalizers=False)[0]
 
 
 def _forward(masking: Masking, *operands: Array | None):
-    forward = functools.partial(kernels("attention", _KERNELS).forward, masking=masking)
-    o, log2_normalizer = with_vmap_rule(forward, rows=(False,) * len(operands))(*operands)
-    return o, (operands, o, log2_normalizer)
+    o, log2_normalizers = _output_and_normalizers(masking, operands, with_normalizers=True)
+    return o, (operands, o, log2_normalizers)
+
+
+def _output_and_normalizers(masking: Masking, operands: tuple[Array | None, ...], with_normalizers: bool):
+    """The output, and what the backend's own gradients need of the softmax; None if they are not to come."""
+    forward = kernels("attention", _KERNELS).forward
+    forward = functools.partial(forward, masking=masking, with_normalizers=with_normalizers)
+    return with_vmap_rule(forward, rows=(False,) * len(operands))(*operands)
 
 
 def _backward(masking: Masking, saved: tuple, do: Array):
-    operands, o, log2_normalizer = saved
+    operands, o, log2_normalizers = saved
     backward = functools.partial(kernels("attention", _KERNELS).backward, masking=masking)
-    arguments = (*operands, o, log2_normalizer, do)
+    arguments = (*operands, o, log2_normalizers, do)
     dq, dk, dv, dsinks = with_vmap_rule(backward, rows=(False,) * len(arguments))(*arguments)
     return dq, dk, dv, None, None, None, dsinks
 

@@ -2,14 +2,14 @@
 
 Both recompute the probabilities from the forward's normalizers, so that every sum has one owner and one order:
 
-* `dq`: a CTA has 128 query rows of one head and adds keys in ascending order. It also leaves each row's `delta`, the row
-  sum of `do * o`, for the other kernel.
-* `dk` and `dv`: a CTA has a page of one head of keys. It adds query rows in ascending order, `ROWS` in one step, and does
-  so for each query head of the group from zeros; the heads' sums are added left to right. Scores are transposed here: keys
-  are the matrix unit's rows, so that probabilities are the next product's operand where they were computed.
+* `dq`: a CTA has 128 query rows of one head and adds keys in ascending order. It also leaves each row's `delta`, the
+  row sum of `do * o`, for the other kernel.
+* `dk` and `dv`: a CTA has a page of one head of keys. It adds query rows in ascending order, `ROWS` in one step, and
+  does so for each query head of the group from zeros; the heads' sums are added left to right. Scores are transposed
+  here: keys are the matrix unit's rows, so that probabilities are the next product's operand where they were computed.
 
-In both, two warpgroups multiply, 64 rows each, and take turns at the matrix unit, so that one multiplies while the other
-exponentiates. A third one loads.
+In both, two warpgroups multiply, 64 rows each, and take turns at the matrix unit, so that one multiplies while the
+other exponentiates. A third one loads.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from detjax.contract import ACCUMULATOR, KV_BLOCK, Masking, log2_scale
+from detjax.contract import ACCUMULATOR, KV_BLOCK, LOG2_E, Masking, log2_scale
 from detjax.pallas.attention_prefill_hopper import (
     TILE,
     WARPGROUPS,
@@ -38,11 +38,12 @@ from detjax.pallas.attention_tile_hopper import (
     ROWS,
     VECTOR,
     along_rows,
+    columns_kept,
     exponent_scale,
     fma,
     indices,
     row_sums,
-    shaped_scores,
+    rows_of_tile,
     splat,
 )
 from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED
@@ -52,6 +53,7 @@ _TURN, _FREE = 4, 6
 """Named barriers: two for the turns, and one for each slot of what is streamed. Those below are the compiler's own."""
 _MOST_STAGES: Final = 4
 _SQUARE: Final = (ROWS, ROWS)
+_SUMS: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 _COLUMN_VECTOR: Final = plgpu.Layout.WGMMA.reduce(0)
 """One number for each column of a tile."""
 
@@ -115,8 +117,8 @@ def backward(
     Pages that no request owns, and rows of a page behind its request's length, get zeros.
 
     Args:
-        q: queries of all requests, `[N, H, K]`, N / B rows each, a multiple of 8. Rows that only fill up are finite, and
-            zeros in `do`.
+        q: queries of all requests, `[N, H, K]`, N / B rows each, a multiple of 8. Rows that only fill up are finite,
+            and zeros in `do`.
         page_table: `[B, p]`; no page is in it twice within the requests' lengths, as each gradient has one owner.
         o: the forward's output, `[N, H, V]`.
         log2_normalizer: of each row, `[H, N]` float32.
@@ -160,7 +162,10 @@ def _filled_up(x: Array, axis: int, batch: int, tokens: int, value: float = 0.0)
 
 
 def _sink_gradient(problem: Problem, sinks: Array, log2_normalizer: Array, delta: Array) -> Array:
-    """`-sum(share of the sink * delta)`: neighbouring rows of a request in pairs, and so on; then request by request."""
+    """`-sum(share of the sink * delta)`: neighbouring rows of a request in pairs, and so on; then request by request.
+
+    So zeros that fill up change nothing, and the order is one that depends on no length.
+    """
     share = jnp.exp2((sinks.astype(ACCUMULATOR) * log2_scale(1.0))[:, None] - log2_normalizer)
     x = lax.optimization_barrier(share * delta).reshape(problem.heads, problem.batch, problem.tokens)
     while x.shape[-1] > 1:
@@ -184,8 +189,8 @@ def _query_gradient(
     scratch["rows_loaded"] = plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS)
 
     def body(*refs: Any, **scratch: Any) -> None:
-        *refs, o_gmem, dq_gmem, delta_gmem = refs
-        _QueryGradient(problem, schedule, masking, refs, scratch).run(o_gmem, dq_gmem, delta_gmem)
+        *operands, o_gmem, dq_gmem, delta_gmem = refs
+        _QueryGradient(problem, schedule, masking, operands, scratch).run(o_gmem, dq_gmem, delta_gmem)
 
     out_type = jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct(operands[2].shape, ACCUMULATOR)
     ctas = problem.batch * -(-problem.tokens // TILE) * problem.heads
@@ -257,27 +262,31 @@ def _along_columns(x: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(x, shape, [1])
 
 
+def _everywhere(value: Array | int) -> Array:
+    """The same integer at every row."""
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.int32), VECTOR)
+
+
 def _quotient(x: Array, divisor: int, *, up: bool = False) -> Array:
     """`x / divisor`, at least 0, rounded down or up."""
     return lax.div(lax.max(x + (divisor - 1 if up else 0), jnp.int32(0)), jnp.int32(divisor))
 
 
-def _visible(masking: Masking, keys: Array, positions: Array, kv_length: Array) -> Array:
-    """Which keys each row sees, for tiles of positions of either orientation."""
-    seen = keys < kv_length
-    if masking.causal:
-        seen = seen & (keys <= positions)
-    if masking.window is not None:
-        seen = seen & (keys > positions - masking.window)
-    return seen
+class _Tile(NamedTuple):
+    """What the scores of a tile of queries and keys depend on, in the scores' orientation; all of it recomputed or read
+    again where it is used, as registers are few.
 
-
-class _Rows(NamedTuple):
-    """What belongs to one of a tile's axes, that of the query rows, as tiles of the scores' shape."""
+    Attributes:
+        normalizers: of the queries, at every element.
+        delta: of the queries, at every element.
+        distance: of each key from its query, int32.
+        kept: scores with -inf where a query does not see a key; None where it sees all.
+    """
 
     normalizers: Callable[[], Array]
     delta: Callable[[], Array]
-    positions: Callable[[], Array]
+    distance: Callable[[], Array]
+    kept: Callable[[Array], Array] | None
 
 
 class _Kernel:
@@ -312,39 +321,40 @@ class _Kernel:
     def head_slope(self, head: Array) -> Array | None:
         return None if self.slopes is None else splat(self.slopes[head], _SQUARE)
 
-    def probabilities(
-        self, s: Array, rows: _Rows, keys: Callable[[], Array], slopes: Array | None, seen: Array | None
-    ) -> tuple[Array, Array | None]:
+    def probabilities(self, s: Array, tile: _Tile, slopes: Array | None) -> tuple[Array, Array | None]:
         """Probabilities of a tile of scores, and the slope of the soft cap."""
         cap, cap_slope = self.masking.soft_cap, None
+        if cap is not None or slopes is not None:
+            s = s * np.float32(self.masking.scale)
+        if cap is not None:
+            e = jnp.exp2(s * np.float32(2 * LOG2_E / cap))
+            # The maximum with 0 changes nothing, and keeps the quotient from being fused with the subtraction.
+            bent = 1.0 - jnp.maximum(2.0 / (1.0 + e), 0.0)
+            s, cap_slope = np.float32(cap) * bent, fma(-bent, bent, splat(1.0, _SQUARE))
+        if slopes is not None:
+            s = fma(slopes, tile.distance().astype(ACCUMULATOR), s)
+        if tile.kept is not None:
+            s = tile.kept(s)
+        return jnp.exp2(fma(s, splat(exponent_scale(self.masking), _SQUARE), -tile.normalizers())), cap_slope
 
-        def distance() -> Array:
-            return keys() - rows.positions()
-
-        if cap is None:
-            s = shaped_scores(s, self.masking, slopes, distance)
-        else:
-            s = shaped_scores(s, self.masking, None, distance)
-            cap_slope = fma(s * np.float32(-1.0 / (cap * cap)), s, splat(1.0, _SQUARE))
-            if slopes is not None:
-                s = fma(slopes, distance().astype(ACCUMULATOR), s)
-        if seen is not None:
-            s = jnp.where(seen, s, -jnp.inf)
-        return jnp.exp2(fma(s, splat(exponent_scale(self.masking), _SQUARE), -rows.normalizers())), cap_slope
-
-    def score_gradients(self, p: Array, dp: Array, rows: _Rows, cap_slope: Array | None, seen: Array | None) -> Array:
+    def score_gradients(self, p: Array, dp: Array, tile: _Tile, cap_slope: Array | None) -> Array:
         """Gradients of the scaled scores before the soft cap, in the operands' dtype."""
-        ds = p * (dp - rows.delta())
-        if cap_slope is not None:
-            ds = ds * cap_slope
-        if seen is not None:
-            # What is not seen may be NaN: 0 * NaN is not 0.
-            ds = jnp.where(seen, ds, 0.0)
-        return ds.astype(self.problem.dtype)
+        ds = p * (dp - tile.delta())
+        return (ds if cap_slope is None else ds * cap_slope).astype(self.problem.dtype)
+
+    def scrub(self, rows: Any, length: Array) -> None:
+        """Zeros behind a request's last row of keys or values: what was left there may be NaN, and 0 * NaN is not 0."""
+        width = rows.shape[-1]
+        for first in range(0, width, line(width)):
+            part = rows.at[:, pl.ds(first, line(width))]
+            keep = indices(0, (ROWS, line(width))) < length
+            values = plgpu.load(part, layout=MATRIX, optimized=False)
+            part[...] = jnp.where(keep, values.astype(ACCUMULATOR), 0.0).astype(values.dtype)
+        plgpu.commit_smem()
 
     def run_roles(self, multiply: Callable[[], None], load: Callable[[], None]) -> None:
         def multiply_all() -> None:
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             for slot in range(self.schedule.stages):
                 self.free(slot)
             pl.when(self.warpgroup == 1)(self.pass_turn)
@@ -353,7 +363,7 @@ class _Kernel:
             plgpu.wait_smem_to_gmem(0)
 
         def load_all() -> None:
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
 
             @plgpu.warp_map
             def _(warp: Array) -> None:
@@ -415,11 +425,6 @@ class _QueryGradient(_Kernel):
         delta_gmem[self.head, rows] = delta
         normalizers = plgpu.load(self.normalizers_gmem.at[self.head, rows], layout=VECTOR, optimized=False)
         slopes = self.head_slope(self.head)
-        tile = _Rows(
-            lambda: along_rows(normalizers, _SQUARE),
-            lambda: along_rows(delta, _SQUARE),
-            lambda: self.position + indices(0, _SQUARE),
-        )
         q, do = self.scratch["q"].at[self.own], self.scratch["do"].at[self.own]
         plgpu.barrier_wait(self.scratch["rows_loaded"].at[self.warpgroup])
 
@@ -429,23 +434,43 @@ class _QueryGradient(_Kernel):
             plgpu.barrier_wait(self.scratch["k_loaded"].at[slot])
             keys = step * ROWS
             if masked:
-                pl.when(keys + ROWS > self.length)(lambda: self.scrub(k, self.length - keys))
+                # A phase of a barrier is waited for once.
+                plgpu.barrier_wait(self.scratch["v_loaded"].at[slot])
 
-            def all_keys() -> Array:
-                return keys + indices(1, _SQUARE)
+                @pl.when(keys + ROWS > self.length)
+                def _() -> None:
+                    # Both warpgroups write the same zeros, so that neither waits for the other.
+                    self.scrub(k, self.length - keys)
+                    self.scrub(v, self.length - keys)
+
+            def kept(s: Array) -> Array:
+                # Columns of the tile, of each row.
+                position = rows_of_tile() + (self.position - keys)
+                end = _everywhere(self.length - keys)
+                if self.masking.causal:
+                    end = jnp.minimum(end, position + 1)
+                if self.masking.window is None:
+                    return columns_kept(s, end)
+                return columns_kept(s, end, position - (self.masking.window - 1))
+
+            tile = _Tile(
+                lambda: along_rows(normalizers, _SQUARE),
+                lambda: along_rows(delta, _SQUARE),
+                lambda: (indices(1, _SQUARE) + (keys - self.position)) - indices(0, _SQUARE),
+                kept if masked else None,
+            )
 
             def products(s_sum: Any, dp_sum: Any) -> Array:
                 self.take_turn()
                 plgpu.wgmma(s_sum, q, k.T)
-                plgpu.barrier_wait(self.scratch["v_loaded"].at[slot])
+                if not masked:
+                    plgpu.barrier_wait(self.scratch["v_loaded"].at[slot])
                 plgpu.wgmma(dp_sum, do, v.T)
                 self.pass_turn()
-                seen = _visible(self.masking, all_keys(), tile.positions(), self.length) if masked else None
-                s = plgpu.wgmma_accumulator_load(s_sum, wait_n=1)
-                p, cap_slope = self.probabilities(s, tile, all_keys, slopes, seen)
-                return self.score_gradients(p, dp_sum[...], tile, cap_slope, seen)
+                p, cap_slope = self.probabilities(plgpu.wgmma_accumulator_load(s_sum, wait_n=1), tile, slopes)
+                return self.score_gradients(p, dp_sum[...], tile, cap_slope)
 
-            ds = pl.run_scoped(products, plgpu.ACC(_SQUARE, ACCUMULATOR), plgpu.ACC(_SQUARE, ACCUMULATOR))
+            ds = pl.run_scoped(products, _SUMS(_SQUARE, ACCUMULATOR), _SUMS(_SQUARE, ACCUMULATOR))
             plgpu.wgmma(dq, ds, k)
             plgpu.wgmma_wait(0)
             self.free(slot)
@@ -468,7 +493,7 @@ class _QueryGradient(_Kernel):
             visit_all(open_end, self.end, True)
             return dq[...]
 
-        dq = pl.run_scoped(add, plgpu.ACC((ROWS, self.problem.width), ACCUMULATOR))
+        dq = pl.run_scoped(add, _SUMS((ROWS, self.problem.width), ACCUMULATOR))
         q[...] = (dq * np.float32(self.masking.scale)).astype(self.problem.dtype)
         plgpu.commit_smem()
         pl.when(self.is_own)(lambda: plgpu.copy_smem_to_gmem(q, dq_gmem.at[rows, self.head]))
@@ -485,18 +510,6 @@ class _QueryGradient(_Kernel):
             total = piece if total is None else total + piece
         assert total is not None
         return total
-
-    def scrub(self, k: Any, length: Array) -> None:
-        """Zeros behind a request's last key: what was left there may be NaN, and 0 * NaN is not 0.
-
-        Both warpgroups write all of them, the same values, so that neither waits for the other."""
-        size = line(self.problem.width)
-        for first in range(0, self.problem.width, size):
-            part = k.at[:, pl.ds(first, size)]
-            keep = indices(0, (ROWS, size)) < length
-            values = plgpu.load(part, layout=MATRIX, optimized=False)
-            part[...] = jnp.where(keep, values.astype(ACCUMULATOR), 0.0).astype(values.dtype)
-        plgpu.commit_smem()
 
 
 class _KeyGradients(_Kernel):
@@ -519,10 +532,8 @@ class _KeyGradients(_Kernel):
         if self.masking.causal:
             self.first = lax.min(_quotient(self.keys - self.start, ROWS), self.end)
 
-        @pl.when(self.keys < self.length)
-        def _() -> None:
-            self.page = self.page_table[self.request, block]
-            self.run_roles(self.multiply, self.load)
+        self.page = self.page_table[self.request, block]
+        pl.when(self.keys < self.length)(lambda: self.run_roles(self.multiply, self.load))
 
     def load(self) -> None:
         for name, pages in (("k", self.k_gmem), ("v", self.v_gmem)):
@@ -551,41 +562,63 @@ class _KeyGradients(_Kernel):
 
     def multiply(self) -> None:
         plgpu.barrier_wait(self.scratch["page_loaded"])
-        pl.loop(0, self.problem.group)(self.multiply_head)
+        left = self.length - (self.keys + self.warpgroup * ROWS)
 
-    def multiply_head(self, index: Array) -> None:
+        @pl.when(left < ROWS)
+        def _() -> None:
+            for name in "kv":
+                self.scrub(self.scratch[name].at[self.own], left)
+
+        if self.problem.group == 1:
+            for name, x in self.multiply_head(jnp.int32(0)).items():
+                self.write(name, x)
+            return
+
+        @pl.loop(0, self.problem.group)
+        def _(index: Array) -> None:
+            for name, x in self.multiply_head(index).items():
+                self.add_to_total(name, x, index)
+
+        # Apart from the loop, so that no address of this lives beside the sums.
+        for name in self.totals:
+            self.write(name, self.total(name))
+
+    def multiply_head(self, index: Array) -> dict[str, Array]:
+        """The sums of one query head."""
         problem = self.problem
         keys = self.keys + self.warpgroup * ROWS
         k, v = self.scratch["k"].at[self.own], self.scratch["v"].at[self.own]
         first_step = index * (self.end - self.first)
         slopes = self.head_slope(self.kv_head * problem.group + index)
 
-        def all_keys() -> Array:
-            return keys + indices(0, _SQUARE)
-
         def visit(block: Array, sums: dict[str, Any], *, masked: bool) -> None:
             slot = lax.rem(first_step + (block - self.first), self.stages)
             q, do = self.scratch["q"].at[slot], self.scratch["do"].at[slot]
+            position = self.start + block * ROWS
 
             def spread(name: str) -> Array:
                 numbers = plgpu.load(self.scratch[name].at[slot], layout=_COLUMN_VECTOR, optimized=False)
                 return _along_columns(numbers, _SQUARE)
 
-            position = self.start + block * ROWS
-            rows = _Rows(lambda: spread("normalizers"), lambda: spread("delta"), lambda: position + indices(1, _SQUARE))
+            def kept(s: Array) -> Array:
+                # Columns of the tile, of each row: positions of queries, which begin with the key's own if causal.
+                key = rows_of_tile() + (keys - position)
+                end = _everywhere(ROWS) if self.masking.window is None else key + self.masking.window
+                end = jnp.where(key < self.length - position, end, 0)
+                return columns_kept(s, end, key if self.masking.causal else None)
 
-            def seen() -> Array | None:
-                return _visible(self.masking, all_keys(), rows.positions(), self.length) if masked else None
-
-            def probabilities(s_sum: Any, wait_n: int) -> tuple[Array, Array | None]:
-                s = plgpu.wgmma_accumulator_load(s_sum, wait_n=wait_n)
-                return self.probabilities(s, rows, all_keys, slopes, seen())
+            tile = _Tile(
+                lambda: spread("normalizers"),
+                lambda: spread("delta"),
+                lambda: (indices(0, _SQUARE) + (keys - position)) - indices(1, _SQUARE),
+                kept if masked else None,
+            )
 
             def values_alone(s_sum: Any) -> Array:
                 self.take_turn()
                 plgpu.wgmma(s_sum, k, q.T)
                 self.pass_turn()
-                return probabilities(s_sum, 0)[0].astype(problem.dtype)
+                return self.probabilities(s_sum[...], tile, slopes)[0].astype(problem.dtype)
 
             def products(s_sum: Any, dp_sum: Any) -> tuple[Array, Array]:
                 self.take_turn()
@@ -593,11 +626,11 @@ class _KeyGradients(_Kernel):
                 plgpu.barrier_wait(self.scratch["do_loaded"].at[slot])
                 plgpu.wgmma(dp_sum, v, do.T)
                 self.pass_turn()
-                p, cap_slope = probabilities(s_sum, 1)
-                return p.astype(problem.dtype), self.score_gradients(p, dp_sum[...], rows, cap_slope, seen())
+                p, cap_slope = self.probabilities(plgpu.wgmma_accumulator_load(s_sum, wait_n=1), tile, slopes)
+                return p.astype(problem.dtype), self.score_gradients(p, dp_sum[...], tile, cap_slope)
 
             plgpu.barrier_wait(self.scratch["q_loaded"].at[slot])
-            square = plgpu.ACC(_SQUARE, ACCUMULATOR)
+            square = _SUMS(_SQUARE, ACCUMULATOR)
             if "k" in sums:
                 p, ds = pl.run_scoped(products, square, square)
                 if "v" in sums:
@@ -630,26 +663,29 @@ class _KeyGradients(_Kernel):
             return {name: x[...] for name, x in sums.items()}
 
         widths = {"k": problem.width, "v": problem.value_width}
-        accumulators = {name: plgpu.ACC((ROWS, widths[name]), ACCUMULATOR) for name in self.gradients}
-        for name, x in pl.run_scoped(add, **accumulators).items():
-            self.finish(index, name, x)
+        accumulators = {name: _SUMS((ROWS, widths[name]), ACCUMULATOR) for name in self.gradients}
+        return pl.run_scoped(add, **accumulators)
 
-    def finish(self, index: Array, name: str, x: Array) -> None:
-        """Adds a head's sum to those of the heads before it, and writes the last one's result."""
-        is_last = index == self.problem.group - 1
-        if self.totals:
-            # Each thread reads what it has written itself.
-            total = self.totals[name].at[self.cta, self.own]
-            x = lax.cond(index > 0, lambda: plgpu.load(total, layout=MATRIX, optimized=False) + x, lambda: x)
+    def total_of(self, name: str) -> Any:
+        """Where a warpgroup's sum over the heads so far lies: each thread reads what it has written itself."""
+        return self.totals[name].at[self.cta, self.own]
 
-            @pl.when(jnp.logical_not(is_last))
-            def _() -> None:
-                total[...] = x
+    def total(self, name: str) -> Array:
+        return plgpu.load(self.total_of(name), layout=MATRIX, optimized=False)
 
-        @pl.when(is_last)
-        def _() -> None:
-            staged = self.scratch[name].at[self.own]
-            y = x * np.float32(self.masking.scale) if name == "k" else x
-            staged[...] = y.astype(self.problem.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(staged, self.gradients[name].at[self.page, self.kv_head, self.own])
+    def add_to_total(self, name: str, x: Array, index: Array) -> None:
+        total = self.total_of(name)
+        previous = lax.cond(
+            index > 0,
+            lambda: plgpu.load(total, layout=MATRIX, optimized=False),
+            lambda: splat(0.0, x.shape),
+        )
+        total[...] = previous + x
+
+    def write(self, name: str, x: Array) -> None:
+        # Keys and values are not needed any more: the result waits for its copy in their place.
+        staged = self.scratch[name].at[self.own]
+        y = x * np.float32(self.masking.scale) if name == "k" else x
+        staged[...] = y.astype(self.problem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staged, self.gradients[name].at[self.page, self.kv_head, self.own])

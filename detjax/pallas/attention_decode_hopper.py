@@ -17,7 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from detjax.contract import ACCUMULATOR, KV_BLOCK, Masking
+from detjax.contract import ACCUMULATOR, KV_BLOCK, LOWEST_MAXIMUM, Masking
 from detjax.pallas.attention_prefill_hopper import line, swizzled
 from detjax.pallas.attention_tile_hopper import (
     MATRIX,
@@ -172,8 +172,8 @@ def forward(
     if schedule.cut:
         blocks = problem.partial_blocks(schedule.ctas)
         out += [
-            jax.ShapeDtypeStruct((schedule.ctas, blocks, problem.rows, problem.padded_width), ACCUMULATOR),
-            jax.ShapeDtypeStruct((schedule.ctas, problem.rows, 2, blocks), ACCUMULATOR),
+            jax.ShapeDtypeStruct((schedule.ctas * blocks, problem.rows, problem.padded_width), ACCUMULATOR),
+            jax.ShapeDtypeStruct((problem.rows, 2, schedule.ctas * blocks), ACCUMULATOR),
             jax.ShapeDtypeStruct((schedule.ctas, problem.rows, problem.padded_width), ACCUMULATOR),
             jax.ShapeDtypeStruct((schedule.ctas, problem.rows, 2), ACCUMULATOR),
             jax.ShapeDtypeStruct((schedule.ctas, _INFO), jnp.int32),
@@ -262,7 +262,9 @@ class _Kernel:
 
     def run(self) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        start, work = self.own_work()
+        start, work, each = self.own_work()
+        if self.schedule.cut:
+            self.first_place = _first_place(self.problem, self.schedule, self.cta, each)
         lax.cond(warpgroup == 1, lambda: self.load(start, work), lambda: self.multiply(start, work))
 
     # --- which blocks -------------------------------------------------------------------------------------------------
@@ -282,8 +284,8 @@ class _Kernel:
         first = lax.min(first, end - 1)
         return first, end - first
 
-    def own_work(self) -> tuple[tuple[Array, Array], Array]:
-        """Request, and block of its sequences, that the CTA begins with; and how many blocks it has."""
+    def own_work(self) -> tuple[tuple[Array, Array], Array, Array]:
+        """Request, and block of its sequences, that the CTA begins with; how many blocks it has, and how many most have."""
 
         def amount(request: Array) -> Array:
             _, blocks = self.blocks_of(request)
@@ -320,7 +322,7 @@ class _Kernel:
             # A sequence belongs to the CTA in whose piece it begins.
             begin, request, offset = self.next_beginning(request, offset, begin)
             end = lax.max(begin, end)
-        return (request, offset), end - begin
+        return (request, offset), end - begin, each
 
     def next_beginning(self, request: Array, offset: Array, begin: Array) -> tuple[Array, Array, Array]:
         _, blocks = self.blocks_of(request)
@@ -505,9 +507,9 @@ class _Kernel:
             partials, statistics, *_ = self.partials
 
             def leave_block(i: Array, _: None) -> None:
-                partial = partials.at[self.cta, i]
-                m_b, total_b, _ = visit(i, lambda index, x, _: self.leave_columns(partial, index, x))
-                self.leave_statistics(statistics.at[self.cta], i, m_b, total_b)
+                place = self.first_place + i
+                m_b, total_b, _ = visit(i, lambda index, x, _: self.leave_columns(partials.at[place], index, x))
+                self.leave_statistics(statistics, place, m_b, total_b)
 
             lax.fori_loop(0, piece.count, leave_block, None)
 
@@ -552,6 +554,14 @@ class _Kernel:
         for which, numbers in enumerate((m, total)):
             place = ref.at[:, which] if block is None else ref.at[:, which, block]
             store_row_numbers(numbers, place, self.problem.rows)
+
+
+def _first_place(problem: Problem, schedule: Schedule, cta: Array, each: Array) -> Array:
+    """Where a CTA's unmerged blocks begin: those of one sequence are neighbours, in whichever CTAs they came to be.
+
+    A sequence that is shorter than a CTA's piece lies in two at most, unmerged in the second alone.
+    """
+    return cta * lax.min(each, jnp.int32(problem.partial_blocks(schedule.ctas)))
 
 
 # --- what several CTAs have of one sequence ---------------------------------------------------------------------------
@@ -600,28 +610,25 @@ def _merge(
         @pl.when(is_own)
         def _() -> None:
             left = blocks - skipped
-            chunks_of_cta = lax.div(each + (chunk - 1), jnp.int32(chunk))
-            others = lax.div(left - 1, each)  # CTAs that have no other sequence's blocks
-            chunks = others * chunks_of_cta + lax.div(left - others * each + (chunk - 1), jnp.int32(chunk))
-
-            def where(index: Array) -> tuple[Array, Array]:
-                """CTA, counted from this cut's, and the first of its blocks."""
-                return lax.div(index, chunks_of_cta), lax.rem(index, chunks_of_cta) * chunk
+            chunks = lax.div(left + (chunk - 1), jnp.int32(chunk))
+            first_place = _first_place(problem, schedule, cta, each)
 
             def load(index: Array) -> None:
                 slot = lax.rem(index, jnp.int32(stages))
-                other, first = where(index)
-                rows = pl.ds(first, chunk)  # the last of a CTA ends with what it did not write
-                plgpu.copy_gmem_to_smem(partials_gmem.at[cta + other, rows, row], x_smem.at[slot], loaded.at[slot])
-                source = statistics_gmem.at[cta + other, row, :, rows]
-                plgpu.copy_gmem_to_smem(source, statistics_smem.at[slot], loaded.at[slot])
+                places = pl.ds(first_place + index * chunk, chunk)
+                plgpu.copy_gmem_to_smem(partials_gmem.at[places, row], x_smem.at[slot], loaded.at[slot])
+                plgpu.copy_gmem_to_smem(statistics_gmem.at[row, :, places], statistics_smem.at[slot], loaded.at[slot])
 
             for index in range(stages):
                 pl.when(index < chunks)(lambda index=index: load(jnp.int32(index)))
 
-            def block(slot: Array, i: Any) -> tuple[Array, Array, Array]:
+            def block(slot: Array, i: int, count: Array) -> tuple[Array, Array, Array]:
+                """Result, maximum and sum of a block; what changes nothing behind the last one."""
+                is_there = i < count
                 x = plgpu.load(x_smem.at[slot, i], layout=layout)
-                return x, spread(statistics_smem[slot, 0, i]), spread(statistics_smem[slot, 1, i])
+                m = jnp.where(is_there, statistics_smem[slot, 0, i], LOWEST_MAXIMUM)
+                total = jnp.where(is_there, statistics_smem[slot, 1, i], 0.0)
+                return jnp.where(is_there, x, 0.0), spread(m), spread(total)
 
             def merge_block(carry: Any, block: tuple[Array, Array, Array]) -> Any:
                 o, m, total = carry
@@ -634,19 +641,10 @@ def _merge(
 
             def merge_chunk(index: Array, carry: Any) -> Any:
                 slot = lax.rem(index, jnp.int32(stages))
-                other, first = where(index)
-                count = lax.min(lax.min(each, left - other * each) - first, jnp.int32(chunk))
                 plgpu.barrier_wait(loaded.at[slot])
-
-                def merge_all() -> Any:
-                    # Loaded before the first is merged, so that none waits for another.
-                    blocks = [block(slot, i) for i in range(chunk)]
-                    return functools.reduce(merge_block, blocks, carry)
-
-                def merge_some() -> Any:
-                    return lax.fori_loop(0, count, lambda i, carry: merge_block(carry, block(slot, i)), carry)
-
-                carry = lax.cond(count == chunk, merge_all, merge_some)
+                # Loaded before the first is merged, so that none waits for another.
+                loads = [block(slot, i, left - index * chunk) for i in range(chunk)]
+                carry = functools.reduce(merge_block, loads, carry)
 
                 @pl.when(index + stages < chunks)
                 def _() -> None:

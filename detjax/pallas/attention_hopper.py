@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from detjax import platform
-from detjax.contract import Masking
-from detjax.pallas import attention_decode_hopper, attention_prefill_hopper
-from detjax.pallas.attention_prefill_hopper import ROW_UNIT
+from detjax.contract import QUERY_UNIT, Masking
+from detjax.pallas import attention_backward_hopper, attention_decode_hopper, attention_prefill_hopper
+from detjax.pallas.attention_prefill_hopper import TILE, Tiles
 from detjax.pallas.attention_tile_hopper import ROWS
 from detjax.pallas.schedules.matmul_hopper import round_up
 
@@ -26,24 +26,94 @@ def forward(
     sinks: Array | None,
     *,
     masking: Masking,
-    with_normalizer: bool = True,
+    with_normalizers: bool = True,
 ) -> tuple[Array, Array | None]:
-    """Output `[B, T, H, V]` and, if asked for, the log2 of each row's normalizer, `[H, N]` float32, N being B times T
-    rounded up to eights.
+    """Output `[B, T, H, V]` and, if asked for, the log2 of rows' normalizers, `[H, N]` float32 in `_packed`'s order.
 
     Raises:
         NotImplementedError: no kernel serves the dtype or the sizes.
     """
     _check(q, v_pages)
-    batch, tokens, heads, _ = q.shape
+    tokens, heads = q.shape[1:3]
     operands = k_pages, v_pages, page_table, q_start, kv_length, sinks
     few = tokens <= attention_decode_hopper.MOST_TOKENS and heads // k_pages.shape[1] <= ROWS
-    if few and not with_normalizer:
+    if few and not with_normalizers:
         return attention_decode_hopper.forward(q, *operands, masking=masking), None
-    padded = round_up(tokens, ROW_UNIT)
-    packed = jnp.pad(q, ((0, 0), (0, padded - tokens), (0, 0), (0, 0))).reshape(batch * padded, *q.shape[2:])
-    o, normalizers = attention_prefill_hopper.forward(packed, *operands, masking=masking)
-    return o.reshape(batch, padded, heads, -1)[:, :tokens], normalizers
+    o, normalizers = attention_prefill_hopper.forward(_packed(q), *operands, masking=masking)
+    return _unpacked(o, q), normalizers
+
+
+def backward(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    q_start: Array,
+    kv_length: Array,
+    sinks: Array | None,
+    o: Array,
+    log2_normalizers: Array,
+    do: Array,
+    *,
+    masking: Masking,
+) -> tuple[Array, Array, Array, Array | None]:
+    """Gradients of q, of both page pools and of the sinks; a page belongs to one request."""
+    operands = k_pages, v_pages, page_table, q_start, kv_length, sinks, _packed(o), log2_normalizers, _packed(do)
+    dq, dk, dv, dsinks = attention_backward_hopper.backward(_packed(q), *operands, masking=masking)
+    return _unpacked(dq, q), dk, dv, None if sinks is None or dsinks is None else dsinks.astype(sinks.dtype)
+
+
+def _packed(x: Array) -> Array:
+    """`[B, T, H, K]` as `[N, H, K]`, requests one behind the other, each filled up to a multiple of `QUERY_UNIT`."""
+    batch, tokens, *rest = x.shape
+    padded = round_up(tokens, QUERY_UNIT)
+    return jnp.pad(x, ((0, 0), (0, padded - tokens), (0, 0), (0, 0))).reshape(batch * padded, *rest)
+
+
+def _unpacked(x: Array, like: Array) -> Array:
+    """The inverse of `_packed`, with `like`'s requests and tokens."""
+    batch, tokens = like.shape[:2]
+    return x.reshape(batch, -1, *x.shape[1:])[:, :tokens]
+
+
+def ragged(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    q_row: Array,
+    q_length: Array,
+    q_start: Array,
+    kv_length: Array,
+    sinks: Array | None,
+    *,
+    masking: Masking,
+) -> Array:
+    """Output `[N, H, V]` of queries `[N, H, K]` of requests that begin at `q_row` and have `q_length` rows each.
+
+    Raises:
+        NotImplementedError: no kernel serves the dtype or the sizes.
+    """
+    _check(q, v_pages)
+    rows = q.shape[0]
+    packed = jnp.pad(q, ((0, round_up(rows, QUERY_UNIT) - rows), (0, 0), (0, 0)))
+    tiles = _ragged_tiles(packed.shape[0], q_row, q_length)
+    operands = k_pages, v_pages, page_table, q_start, kv_length, sinks
+    return attention_prefill_hopper.forward(packed, *operands, masking=masking, tiles=tiles)[0][:rows]
+
+
+def _ragged_tiles(rows: int, q_row: Array, q_length: Array) -> Tiles:
+    """As many tiles as `rows` rows can need; those too many have no row."""
+    requests = q_row.shape[0]
+    needed = -(-q_length // TILE)
+    ends = jnp.cumsum(needed)
+    tile = jnp.arange(-(-rows // TILE) + requests, dtype=jnp.int32)
+    request = jnp.minimum(jnp.sum(ends[None] <= tile[:, None], axis=1), requests - 1)
+    # The last tile of a request sees most keys, and comes first.
+    offset = (ends[request] - 1 - tile) * TILE
+    count = jnp.where(tile < ends[-1], jnp.minimum(TILE, q_length[request] - offset), 0)
+    offset = jnp.where(tile < ends[-1], offset, 0)
+    return Tiles(*(x.astype(jnp.int32) for x in (request, q_row[request] + offset, offset, count)))
 
 
 def _check(q: Array, v_pages: Array) -> None:

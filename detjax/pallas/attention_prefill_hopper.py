@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.mosaic.gpu import utils as mgpu
 
-from detjax.contract import ACCUMULATOR, KV_BLOCK, Masking
+from detjax.contract import ACCUMULATOR, KV_BLOCK, QUERY_UNIT, Masking
 from detjax.pallas.attention_tile_hopper import (
     MATRIX,
     ROWS,
@@ -38,8 +38,6 @@ from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED, multipro
 
 WARPGROUPS: Final = 2
 TILE: Final = WARPGROUPS * ROWS
-ROW_UNIT: Final = 8
-"""Query rows of a request are written in groups of this many: it begins at a multiple of it."""
 
 _CONSUMERS: Final = 128 * WARPGROUPS
 _TURN, _SCRUBBED, _FIRST_FREE = 4, 6, 7
@@ -61,8 +59,9 @@ class Schedule:
 
 
 class Problem(NamedTuple):
-    """Sizes: packed query rows, heads, heads of keys, widths of keys and of values, tiles of 128 rows."""
+    """Sizes: requests, packed query rows, heads, heads of keys, widths of keys and of values."""
 
+    batch: int
     rows: int
     heads: int
     kv_heads: int
@@ -72,8 +71,8 @@ class Problem(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """CTAs that share out the columns of a tile's values. Each computes the scores: beside the sums of more than 128
-        columns these do not fit into registers."""
+        """CTAs that share out the columns of a tile's values. Each computes the scores: beside the sums of more than
+        128 columns these do not fit into registers."""
         return 1 if self.value_width <= 128 else 2
 
     @property
@@ -87,7 +86,8 @@ class Problem(NamedTuple):
 
     def schedule(self) -> Schedule:
         free = SHARED_MEMORY - SHARED_MEMORY_RESERVED
-        return Schedule(2 if self.shared_memory(2) <= free else 1)
+        # Long tiles even out by themselves; short ones gain from the next one's queries being there.
+        return Schedule(2 if self.shared_memory(2) <= free else 1, persistent=self.rows // self.batch < 2048)
 
 
 class Tiles(NamedTuple):
@@ -132,10 +132,9 @@ def forward(
             written up to the next multiple of 8.
         schedule: default: the problem's own.
     """
-    rows, heads, width = q.shape
-    problem = Problem(rows, heads, k_pages.shape[1], width, v_pages.shape[-1], q.dtype)
+    batch, (rows, heads, width) = q_start.shape[0], q.shape
+    problem = Problem(batch, rows, heads, k_pages.shape[1], width, v_pages.shape[-1], q.dtype)
     schedule = schedule or problem.schedule()
-    batch = q_start.shape[0]
     count = batch * -(-rows // (batch * TILE)) if tiles is None else tiles.request.shape[0]
     items = count * heads * problem.parts
     grid = min(items, multiprocessors()) if schedule.persistent else items
@@ -461,5 +460,5 @@ class _Kernel:
 
         @pl.when(left < ROWS)
         def _() -> None:
-            for first in range(0, ROWS, ROW_UNIT):
-                pl.when(first < left)(lambda first=first: copy(first, ROW_UNIT))
+            for first in range(0, ROWS, QUERY_UNIT):
+                pl.when(first < left)(lambda first=first: copy(first, QUERY_UNIT))

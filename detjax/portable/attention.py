@@ -61,8 +61,13 @@ def forward(
     sinks: Array | None,
     *,
     masking: Masking,
+    with_normalizers: bool = True,
 ) -> tuple[Array, Array]:
-    """Output `[B, T, H, V]` and the log2 of each row's normalizer, `[B, T, H]` float32 (0 for a row without keys)."""
+    """Output `[B, T, H, V]` and the log2 of each row's normalizer, `[B, T, H]` float32 (0 for a row without keys).
+
+    The normalizers cost next to nothing here, and come whether they are asked for or not.
+    """
+    del with_normalizers
     heads, group = q.shape[2], q.shape[2] // k_pages.shape[1]
 
     def attend(rows: tuple[Array, _Tile], shared: tuple[Array, Array, _PerHead]) -> tuple[Array, Array]:
@@ -95,6 +100,35 @@ def forward(
     shared = k_pages, v_pages, _per_head(sinks, masking, heads, group)
     o, log2_normalizer = map_rows(attend, rows, shared, size=1)
     return _unpacked(o, q.shape, group), _unpacked(log2_normalizer, q.shape, group)[..., 0]
+
+
+def ragged(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    q_row: Array,
+    q_length: Array,
+    q_start: Array,
+    kv_length: Array,
+    sinks: Array | None,
+    *,
+    masking: Masking,
+) -> Array:
+    """Output `[N, H, V]` of packed queries `[N, H, K]`, each row of which is served as a request of its own."""
+    one_by_one = rows_as_requests(q.shape[0], page_table, q_row, q_length, q_start, kv_length)
+    return forward(q[:, None], k_pages, v_pages, *one_by_one, sinks, masking=masking)[0][:, 0]
+
+
+def rows_as_requests(
+    rows: int, page_table: Array, q_row: Array, q_length: Array, q_start: Array, kv_length: Array
+) -> tuple[Array, Array, Array]:
+    """Page table, first position and length of each of the packed rows; those of no request see no key."""
+    row = jnp.arange(rows, dtype=jnp.int32)
+    request = jnp.maximum(jnp.sum(q_row[None] <= row[:, None], axis=1) - 1, 0)
+    index = row - q_row[request]
+    is_own = (index >= 0) & (index < q_length[request])
+    return page_table[request], q_start[request] + index, jnp.where(is_own, kv_length[request], 0)
 
 
 def backward(

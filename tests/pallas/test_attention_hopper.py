@@ -2,6 +2,10 @@
 
 import dataclasses
 import functools
+import os
+import re
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -9,7 +13,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bits import assert_same_bits
+import test_ptxas
+from bits import assert_same_bits, same_bits
+from test_ptxas import ROOT, VARIABLE, Program, attention
 
 import detjax
 from detjax.contract import KV_BLOCK, Masking
@@ -17,8 +23,7 @@ from detjax.pallas import attention_decode_hopper, attention_hopper, attention_p
 from detjax.pallas.attention_decode_hopper import Schedule
 
 INTERPRETER = plgpu.InterpretGPUParams(inline_mgpu="_hack_model_inline_mgpu_tokamax")
-in_the_interpreter = pytest.mark.usefixtures("matrix_unit", "attention_in_the_interpreter")
-
+WIDTHS = (64, 80, 96, 112, 128, 192, 256)
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {},
     "not causal": {"causal": False},
@@ -33,6 +38,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @dataclasses.dataclass(frozen=True, eq=False)
 class Requests:
     """Requests of several lengths, their keys and values in shuffled pages; whatever is nobody's is NaN.
+
+    If each query sees what was before it, the second half of the keys are those of the first in another order, with
+    values of the other sign: what a late query sees cancels but for roundings, so that 16 bits show whether two kernels
+    add in the same order.
 
     Queries are `[B, T, H, K]`, a token for each key, and garbage behind a request's last; keys and values
     `[B, T, h, K]`.
@@ -56,7 +65,7 @@ class Requests:
         kv_heads: int = 2,
         width: int = 32,
         *,
-        dtype: str = "bfloat16",
+        dtype: str = "float16",
         sinks: bool = False,
         alibi: bool = False,
         **options: Any,
@@ -67,6 +76,13 @@ class Requests:
             random.standard_normal((*shape, count, width), np.float32).astype(dtype)
             for count in (heads, kv_heads, kv_heads)
         )
+        for request, length in enumerate(lengths):
+            half = length // 2 if options.get("causal", True) else 0
+            first = random.permutation(half)
+            for x, sign in ((k[request], 1), (v[request], -1)):
+                x[length - half : length] = sign * x[first]
+            if half and length % 2:
+                v[request, half] = 0  # nothing balances the one in the middle
         own = np.arange(max(lengths)) < np.array(lengths)[:, None]
         k, v = (np.where(own[..., None, None], x, np.array(np.nan, x.dtype)) for x in (k, v))
         columns = -(-max(lengths) // KV_BLOCK) + 1
@@ -86,29 +102,38 @@ class Requests:
         return np.maximum(np.array(self.lengths) - tokens, 0)
 
     def operands(self, start: np.ndarray, tokens: int) -> list[Any]:
-        """What a kernel's `forward` takes, for so many tokens of each request from position `start` on."""
+        """What a kernel's `forward` takes, for so many tokens of each request from position `start` on.
+
+        Keys behind them are not there yet where none is seen.
+        """
         padded = np.pad(self.q, [(0, 0), (0, tokens), (0, 0), (0, 0)])
         q = np.stack([x[first : first + tokens] for x, first in zip(padded, start, strict=True)])
-        where = np.asarray(start, np.int32), np.array(self.lengths, np.int32)
+        kv_length = np.minimum(self.lengths, start + tokens) if self.masking.causal else np.array(self.lengths)
+        where = start.astype(np.int32), kv_length.astype(np.int32)
         return [jnp.asarray(q), self.k_pages, self.v_pages, self.page_table, *map(jnp.asarray, where), self.sinks]
 
     def own(self, o: Any, start: np.ndarray) -> list[np.ndarray]:
         """Of a result, each request's own tokens."""
-        return [np.asarray(x)[: n - first] for x, first, n in zip(o, start, self.lengths, strict=True)]
+        return [np.asarray(x)[: max(n - first, 0)] for x, first, n in zip(o, start, self.lengths, strict=True)]
 
-    def prefill(self, start: np.ndarray, tokens: int, options: dict[str, Any] | None = None) -> list[np.ndarray]:
+    def prefill(self, start: np.ndarray, tokens: int) -> list[np.ndarray]:
         forward = functools.partial(attention_hopper.forward, masking=self.masking)
-        o, _ = jax.jit(forward, compiler_options=options)(*self.operands(start, tokens))
-        return self.own(o, start)
+        return self.own(detjax.jit(forward)(*self.operands(start, tokens))[0], start)
 
-    def decode(
-        self, start: np.ndarray, tokens: int, schedule: Schedule | None = None, options: dict[str, Any] | None = None
-    ) -> list[np.ndarray]:
+    def decode(self, start: np.ndarray, tokens: int, schedule: Schedule | None = None) -> list[np.ndarray]:
         forward = functools.partial(attention_decode_hopper.forward, masking=self.masking, schedule=schedule)
-        return self.own(jax.jit(forward, compiler_options=options)(*self.operands(start, tokens)), start)
+        return self.own(detjax.jit(forward)(*self.operands(start, tokens)), start)
 
-    def whole(self, options: dict[str, Any] | None = None) -> list[np.ndarray]:
-        return self.prefill(np.zeros(len(self.lengths), int), max(self.lengths), options)
+    def whole(self) -> list[np.ndarray]:
+        return self.prefill(np.zeros(len(self.lengths), int), max(self.lengths))
+
+    def in_chunks(self, size: int, with_normalizer: bool) -> list[np.ndarray]:
+        """Every query, so many tokens at a time: without the normalizers few tokens are served by decode."""
+        options = {"masking": self.masking, "with_normalizer": with_normalizer}
+        forward = detjax.jit(functools.partial(attention_hopper.forward, **options))
+        starts = [np.full(len(self.lengths), start) for start in range(0, max(self.lengths), size)]
+        chunks = [self.own(forward(*self.operands(start, size))[0], start) for start in starts]
+        return [np.concatenate(rows) for rows in zip(*chunks, strict=True)]
 
     def exact(self) -> list[np.ndarray]:
         return [self._exact(request) for request in range(len(self.lengths))]
@@ -144,13 +169,210 @@ def last_of(rows: list[np.ndarray], start: np.ndarray) -> list[np.ndarray]:
     return [x[first:] for x, first in zip(rows, start, strict=True)]
 
 
+@pytest.fixture
+def small_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill's tiles are many to a CTA, and decode's partial results many loads to a merge."""
+    for module in (attention_prefill_hopper, attention_decode_hopper):
+        monkeypatch.setattr(module, "multiprocessors", lambda: 2)
+    monkeypatch.setattr(attention_decode_hopper, "_MERGED_AT_ONCE", 2)
+
+
+in_the_interpreter = pytest.mark.usefixtures("matrix_unit", "attention_in_the_interpreter", "small_chip")
+
+
 @in_the_interpreter
 @pytest.mark.parametrize("name", OPTIONS)
 def test_decode_has_the_bits_of_prefill(name: str) -> None:
-    requests = Requests.random((129, 1, 300, 128), **OPTIONS[name])
+    requests = Requests.random((129, 1, 300, 128), 2, 1, **OPTIONS[name])
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
         expected = requests.whole()
         assert_close(expected, requests.exact())
-        for tokens, schedule in ((1, Schedule(2)), (3, Schedule(3)), (1, Schedule(7)), (3, Schedule(3, cut=False))):
+        for tokens, schedule in ((1, Schedule(3, cut=False)), (3, Schedule(3))):
             start = requests.last(tokens)
             assert_same_bits(requests.decode(start, tokens, schedule), last_of(expected, start))
+
+
+@in_the_interpreter
+def test_another_rounding_of_the_factors_gives_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rescaling(m: jax.Array, m_b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        m_new = jnp.maximum(m, m_b) + 0.3
+        return m_new, jnp.exp2(m - m_new), jnp.exp2(m_b - m_new)
+
+    requests = Requests.random((300,), 2, 1)
+    start = requests.last(1)
+    with plgpu.force_gpu_interpret_mode(INTERPRETER):
+        expected = requests.prefill(start, 1)
+        assert_same_bits(requests.decode(start, 1, Schedule(1, cut=False)), expected)
+        monkeypatch.setattr(attention_decode_hopper, "rescaling", rescaling)
+        assert not same_bits(requests.decode(start, 1, Schedule(1, cut=False)), expected)
+
+
+@in_the_interpreter
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(2, 2, 80), (4, 1, 80), (7, 1, 32)])
+def test_heads_of_any_number_and_width_decode_to_the_bits_of_prefill(heads: int, kv_heads: int, width: int) -> None:
+    requests = Requests.random((300, 5), heads, kv_heads, width)
+    with plgpu.force_gpu_interpret_mode(INTERPRETER):
+        expected = requests.whole()
+        assert_close(expected, requests.exact())
+        # Eleven tokens of seven heads are two tiles.
+        for tokens, schedule in ((1, Schedule(2)), (11, Schedule(4))):
+            start = requests.last(tokens)
+            assert_same_bits(requests.decode(start, tokens, schedule), last_of(expected, start))
+
+
+@in_the_interpreter
+def test_where_the_line_of_blocks_is_cut_changes_no_bit() -> None:
+    requests = Requests.random((1000, 17), 2, 1, sinks=True)
+    start = requests.last(1)
+    with plgpu.force_gpu_interpret_mode(INTERPRETER):
+        expected = requests.prefill(start, 1)
+        for schedule in (Schedule(2), Schedule(3), Schedule(7), Schedule(7, cut=False)):
+            assert_same_bits(requests.decode(start, 1, schedule), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 1024], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("width", "options"),
+    [(width, {}) for width in WIDTHS] + [(128, options) for name, options in OPTIONS.items() if name != "causal"],
+    ids=[*map(str, WIDTHS), *list(OPTIONS)[1:]],
+)
+def test_attention_lowers(tokens: int, width: int, options: dict[str, Any]) -> None:
+    fn, operands = attention(tokens, width, **options)
+    jax.jit(fn).trace(*operands).lower(lowering_platforms=("cuda",))
+
+
+# --- on the device ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("dtype", attention_hopper.DTYPES)
+@pytest.mark.parametrize(
+    ("width", "options"),
+    [(width, {}) for width in WIDTHS] + [(128, options) for options in OPTIONS.values()],
+    ids=[*map(str, WIDTHS), *OPTIONS],
+)
+def test_prefill_decode_and_chunks_have_the_same_bits_on_the_device(
+    width: int, options: dict[str, Any], dtype: str
+) -> None:
+    requests = Requests.random((300, 129, 1, 128), 8, 2, width, dtype=dtype, **options)
+    expected = requests.whole()
+    assert_close(expected, requests.exact())
+    for size in (1, 7, 100):
+        for with_normalizer in (False, True):
+            assert_same_bits(requests.in_chunks(size, with_normalizer), expected)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (7, 1), (14, 2), (6, 2), (16, 1), (64, 1)])
+@pytest.mark.parametrize("width", [80, 128])
+def test_groups_of_any_number_have_the_same_bits_on_the_device(heads: int, kv_heads: int, width: int) -> None:
+    requests = Requests.random((300, 129, 1, 128), heads, kv_heads, width)
+    expected = requests.whole()
+    assert_close(expected, requests.exact())
+    for size in (1, 16):
+        assert_same_bits(requests.in_chunks(size, with_normalizers=False), expected)
+
+
+@pytest.mark.hopper
+def test_where_the_line_of_blocks_is_cut_changes_no_bit_on_the_device() -> None:
+    requests = Requests.random((9000, 17, 1, 4096), 8, 2, 128, sinks=True)
+    for tokens in (1, 5):
+        start = requests.last(tokens)
+        expected = requests.prefill(start, tokens)
+        for schedule in (None, Schedule(2), Schedule(7), Schedule(131), Schedule(1000), Schedule(132, cut=False)):
+            assert_same_bits(requests.decode(start, tokens, schedule), expected)
+
+
+@pytest.mark.hopper
+def test_a_decode_gives_the_same_bits_a_thousand_times() -> None:
+    requests = Requests.random((5000, 300, 129, 1), 32, 8, 128)
+    forward = detjax.jit(functools.partial(attention_decode_hopper.forward, masking=requests.masking))
+    operands = requests.operands(requests.last(1), 1)
+    expected = forward(*operands)
+    differing = sum((forward(*operands) != expected).any().astype(jnp.int32) for _ in range(1000))
+    assert int(differing) == 0
+
+
+# --- what the compiler is given ---------------------------------------------------------------------------------------
+
+
+def programs() -> dict[str, Program]:
+    everything = OPTIONS["everything"]
+    return {
+        f"{phase}, head size {width}{', everything' if options else ''}": attention(tokens, width, **options)
+        for phase, tokens in (("prefill", 1024), ("decode", 1))
+        for width, options in ((96, {}), (128, {}), (128, everything), (256, {}))
+    }
+
+
+def products_in_sums(ptx: str) -> list[str]:
+    """Additions and subtractions of a product or a quotient in PTX: a compiler may make one instruction of the two."""
+    found = []
+    for entry in re.split(r"^\.visible \.entry ", ptx, flags=re.MULTILINE)[1:]:
+        lines = re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+([^;]*);", entry, re.MULTILINE)
+        instructions = [(operation, re.split(r",\s*", operands.strip())) for operation, operands in lines]
+        products = {operands[0] for operation, operands in instructions if _is(operation, "mul", "div")}
+        moves = [operands for operation, operands in instructions if re.match(r"(mov|neg|abs)\.", operation)]
+        count = 0
+        while count < len(products):
+            count = len(products)
+            products |= {target for target, source, *_ in moves if source in products}
+        sums = [(operation, operands) for operation, operands in instructions if _is(operation, "add", "sub")]
+        found += [f"{operation} {', '.join(operands)}" for operation, operands in sums if products & {*operands[1:]}]
+    return found
+
+
+def _is(operation: str, *names: str) -> bool:
+    parts = operation.split(".")
+    return parts[0] in names and parts[-1] == "f32"
+
+
+@pytest.fixture(scope="module")
+def ptx() -> dict[str, str]:
+    """By program, what Mosaic gives ptxas, from a process of its own."""
+    folder = ROOT / os.environ.get(VARIABLE, ".ptxas")
+    if not (folder / "nvidia" / "cu13" / "bin" / "ptxas").is_file():
+        pytest.skip(f"CUDA's compiler is not in {folder}: `make test` installs it")
+    environment = {
+        **os.environ,
+        "CUDA_ROOT": str(folder / "nvidia" / "cu13"),
+        "JAX_PLATFORMS": "cpu",
+        "MOSAIC_GPU_DUMP_PTX": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, ROOT / "tests"))),
+    }
+    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
+    _, *sections = re.split(r"^# (.*)\n", run.stdout, flags=re.MULTILINE)
+    return dict(zip(sections[::2], sections[1::2], strict=True))
+
+
+def test_no_product_meets_a_sum_in_the_kernels(ptx: dict[str, str]) -> None:
+    assert list(ptx) == list(programs())
+    for name, text in ptx.items():
+        kernels = re.findall(r"^\.visible \.entry attention_([a-z]+)", text, re.MULTILINE)
+        assert kernels == (["prefill"] if name.startswith("prefill") else ["decode", "merge"]), name
+        assert text.count("fma.rn.f32") > 100 * len(kernels) and "add.f32" in text, name
+        assert products_in_sums(text) == [], name
+
+
+def test_a_product_in_a_sum_is_seen() -> None:
+    text = """
+.visible .entry one(
+	mul.f32 	%r1, %r2, %r3;
+	add.f32 	%r4, %r5, %r2;
+	mov.b32 	%r6, %r1;
+	neg.f32 	%r7, %r6;
+	@%p1 sub.rn.f32 	%r8, %r7, %r5;
+	fma.rn.f32 	%r9, %r1, %r1, %r1;
+	max.f32 	%r10, %r1, 0f00000000;
+	add.f32 	%r4, %r10, %r9;
+.visible .entry two(
+	add.f32 	%r4, %r5, %r1;
+	div.full.f32 	%r1, %r2, %r3;
+"""
+    assert products_in_sums(text) == ["sub.rn.f32 %r8, %r7, %r5", "add.f32 %r4, %r5, %r1"]
+
+
+if __name__ == "__main__":
+    test_ptxas.programs = programs
+    test_ptxas.compile_all()

@@ -16,6 +16,7 @@ from detjax.models.config import DecoderConfig
 from tests.bits import assert_same_bits
 
 LAYERS = 2
+INTERPRETER = plgpu.InterpretGPUParams(inline_mgpu="_hack_model_inline_mgpu_tokamax")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def kernel_counts(jaxpr: Any) -> collections.Counter[str]:
     return counts
 
 
-def test_kernels_serve_every_linear_layer_and_norm(model: Decoder) -> None:
+def test_kernels_serve_every_linear_layer_norm_and_attention(model: Decoder) -> None:
     tokens = jnp.zeros((2, 3), jnp.int32)
     with detjax.use_backend("hopper"):
         counts = kernel_counts(jax.make_jaxpr(lambda tokens: model(tokens))(tokens).jaxpr)
@@ -67,17 +68,25 @@ def test_kernels_serve_every_linear_layer_and_norm(model: Decoder) -> None:
     assert counts["matmul"] == 4 * LAYERS + 1
     assert counts["rms_norm"] == 2 * LAYERS + 1
     assert counts["norm_rope"] == LAYERS
-    # Attention's, of queries with keys and of probabilities with values.
-    assert counts["dot"] == 2 * LAYERS
+    assert counts["attention_decode"] == LAYERS
+    assert counts["dot"] == 0
 
 
+def test_a_prompt_has_attentions_other_kernel(model: Decoder) -> None:
+    with detjax.use_backend("hopper"):
+        counts = kernel_counts(jax.make_jaxpr(lambda tokens: model(tokens))(jnp.zeros((2, 20), jnp.int32)).jaxpr)
+    assert counts["attention_prefill"] == LAYERS
+    assert counts["dot"] == 0
+
+
+@pytest.mark.usefixtures("attention_in_the_interpreter")
 def test_a_request_is_the_same_alone_and_in_a_batch(model: Decoder) -> None:
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 128, (3, 4)))
 
     def logits(tokens: jax.Array) -> jax.Array:
         return detjax.jit(lambda tokens: model(tokens))(tokens)
 
-    with detjax.use_backend("hopper"), plgpu.force_gpu_interpret_mode():
+    with detjax.use_backend("hopper"), plgpu.force_gpu_interpret_mode(INTERPRETER):
         together, alone = logits(tokens), logits(tokens[1:2])
     assert_same_bits(together[1:2], alone)
     with detjax.use_backend("portable"):

@@ -21,10 +21,10 @@ import pytest
 from flax import nnx
 
 from detjax import platform
-from detjax.contract import Epilogue
+from detjax.contract import KV_BLOCK, Epilogue, Masking
 from detjax.models import Decoder, KVCache
 from detjax.models.config import DecoderConfig
-from detjax.pallas import matmul_hopper, norm_hopper, rope_hopper, sampling_hopper, softmax_hopper
+from detjax.pallas import attention_hopper, matmul_hopper, norm_hopper, rope_hopper, sampling_hopper, softmax_hopper
 from detjax.pallas.schedules import matmul_hopper as schedules
 
 VARIABLE = "DETJAX_PTXAS"
@@ -109,6 +109,20 @@ def sampler(rows: int, width: int, filtered: bool) -> Program:
     return fn, list(shapes.values())
 
 
+def attention(tokens: int, width: int, *, sinks: bool = False, alibi: bool = False, **options: Any) -> Program:
+    """Attention of 4 requests of 32 heads, 4 to a key head, as it runs where no gradient is taken."""
+    slopes = tuple(2.0 ** -(1 + head % 8) for head in range(32)) if alibi else None
+    masking = Masking(width**-0.5, alibi_slopes=slopes, **options)
+
+    def fn(*operands: jax.Array) -> jax.Array:
+        *others, given = operands if sinks else (*operands, None)
+        return attention_hopper.forward(*others, given, masking=masking, with_normalizer=False)[0]  # pyright: ignore
+
+    pages = array(64, 8, KV_BLOCK, width)
+    where = [array(4, 16, dtype="int32"), array(4, dtype="int32"), array(4, dtype="int32")]
+    return fn, [array(4, tokens, 32, width), pages, pages, *where, *[array(32)] * sinks]
+
+
 def decode_step(batch: int) -> Program:
     """A step of a decoder of two layers, to the logits."""
     config = DecoderConfig.from_hugging_face(
@@ -177,6 +191,8 @@ def programs() -> dict[str, Program]:
         "logsumexp": (softmax_hopper.logsumexp, [array(1024, 128256, dtype="float32")]),
         "sampling": sampler(64, 151936, filtered=False),
         "sampling with filters": sampler(16, 128256, filtered=True),
+        **{f"attention prefill, head size {width}": attention(1024, width) for width in (64, 96, 128)},
+        **{f"attention decode, head size {width}": attention(1, width) for width in (64, 96, 128)},
         "decode step": decode_step(4),
     }
 
