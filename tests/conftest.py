@@ -1,6 +1,12 @@
 """Settings for every test: typed arrays are checked, JAX converts and broadcasts nothing silently."""
 
+import os
+
 import jaxtyping
+
+# The threads of Pallas' interpreter wait for one another inside XLA's pool, which has a worker for each processor:
+# where there are two, waits at barriers take them all, and none is left to end them. XLA reads this when it starts.
+os.environ.setdefault("PJRT_NPROC", "16")
 
 with jaxtyping.install_import_hook("detjax", "beartype.beartype"):
     import detjax  # noqa: F401

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK, LOWEST_MAXIMUM, Masking
+from detjax.pallas import hopper
 from detjax.pallas.attention_prefill_hopper import line, swizzled
 from detjax.pallas.attention_tile_hopper import (
     MATRIX,
@@ -38,7 +39,7 @@ from detjax.pallas.attention_tile_hopper import (
     store_row_numbers,
     store_rows,
 )
-from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED, multiprocessors
+from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED
 
 MOST_TOKENS: Final = 16
 """Query tokens of a request."""
@@ -118,7 +119,7 @@ class Problem(NamedTuple):
         return -(-most // _MERGED_AT_ONCE) * _MERGED_AT_ONCE
 
     def schedule(self) -> Schedule:
-        ctas = multiprocessors()
+        ctas = hopper.multiprocessors()
         partials = ctas * self.partial_blocks(ctas) * self.rows * self.padded_width * 4
         return Schedule(ctas, cut=partials <= _MOST_SCRATCH or self.batch * self.sequences < 2 * ctas)
 
@@ -163,6 +164,10 @@ def forward(
     batch, tokens, heads, width = q.shape
     problem = Problem(batch, tokens, heads, k_pages.shape[1], width, v_pages.shape[-1], page_table.shape[1], q.dtype)
     schedule = schedule or problem.schedule()
+    if problem.token_rows != problem.group:
+        by_group = q.reshape(batch, tokens, problem.kv_heads, problem.group, width)
+        missing = problem.token_rows - problem.group
+        q = jnp.pad(by_group, ((0, 0),) * 3 + ((0, missing), (0, 0))).reshape(batch, tokens, -1, width)
     operands = [q, k_pages, v_pages, page_table, q_start, kv_length]
     if sinks is not None:
         operands.append(_by_row(sinks.astype(ACCUMULATOR), problem))
@@ -237,7 +242,7 @@ class _Piece(NamedTuple):
     """Of the request's cache, that the sequence begins with."""
     blocks: Array
     """Of the sequence."""
-    count: Array
+    visits: Array
     """Of these, how many are the CTA's."""
 
 
@@ -285,7 +290,7 @@ class _Kernel:
         return first, end - first
 
     def own_work(self) -> tuple[tuple[Array, Array], Array, Array]:
-        """Request, and block of its sequences, that the CTA begins with; how many blocks it has, and how many most have."""
+        """Request, and block of its sequences, that the CTA begins with; how many blocks it has, and most CTAs have."""
 
         def amount(request: Array) -> Array:
             _, blocks = self.blocks_of(request)
@@ -385,8 +390,9 @@ class _Kernel:
         for i in range(problem.tile_tokens):
             # Of the last tile, rows behind the last token repeat it.
             token = lax.min(tile * problem.tile_tokens + i, jnp.int32(problem.tokens - 1))
-            source = self.q_gmem.at[piece.request, token, pl.ds(kv_head * problem.group, problem.group)]
-            target = self.scratch["arriving"].at[pl.ds(slot * problem.row_slot + i * problem.token_rows, problem.group)]
+            source = self.q_gmem.at[piece.request, token, pl.ds(kv_head * problem.token_rows, problem.token_rows)]
+            first = slot * problem.row_slot + i * problem.token_rows
+            target = self.scratch["arriving"].at[pl.ds(first, problem.token_rows)]
             plgpu.copy_gmem_to_smem(source, target, self.scratch["q_loaded"].at[slot])
 
         def load_block(i: Array, step: Array) -> Array:
@@ -402,7 +408,7 @@ class _Kernel:
                 plgpu.copy_gmem_to_smem(pages.at[page, kv_head], target, self.scratch["loaded"].at[slot])
             return step + 2
 
-        return lax.fori_loop(0, piece.count, load_block, step)
+        return lax.fori_loop(0, piece.visits, load_block, step)
 
     # --- the multiplying warpgroup ------------------------------------------------------------------------------------
 
@@ -490,10 +496,10 @@ class _Kernel:
 
         def from_the_beginning() -> None:
             zeros = tuple(splat(0.0, (ROWS, size)) for _, size in problem.value_chunks)
-            o, m, total = lax.fori_loop(0, piece.count, merge_block, (zeros, *initial_statistics(sinks)))
+            o, m, total = lax.fori_loop(0, piece.visits, merge_block, (zeros, *initial_statistics(sinks)))
             if not self.schedule.cut:
                 return self.write(piece, kv_head, tile, o, total)
-            is_whole = piece.count == piece.blocks
+            is_whole = piece.visits == piece.blocks
             pl.when(is_whole)(lambda: self.write(piece, kv_head, tile, o, total))
 
             @pl.when(~is_whole)
@@ -511,13 +517,13 @@ class _Kernel:
                 m_b, total_b, _ = visit(i, lambda index, x, _: self.leave_columns(partials.at[place], index, x))
                 self.leave_statistics(statistics, place, m_b, total_b)
 
-            lax.fori_loop(0, piece.count, leave_block, None)
+            lax.fori_loop(0, piece.visits, leave_block, None)
 
         if self.schedule.cut:
             lax.cond(piece.skipped == 0, from_the_beginning, block_by_block)
         else:
             from_the_beginning()
-        return first_step + 2 * piece.count
+        return first_step + 2 * piece.visits
 
     def scrub(self, v: Any, length: Array) -> None:
         """Zeros behind a request's last value: what was left there may be NaN, and 0 * NaN is not 0."""
@@ -610,8 +616,11 @@ def _merge(
         @pl.when(is_own)
         def _() -> None:
             left = blocks - skipped
-            chunks = lax.div(left + (chunk - 1), jnp.int32(chunk))
+            # The copy engine begins at 16 bytes, four statistics: a few blocks before the first one are loaded too.
             first_place = _first_place(problem, schedule, cta, each)
+            early = lax.rem(first_place, jnp.int32(4))
+            first_place, end = first_place - early, left + early
+            chunks = lax.div(end + (chunk - 1), jnp.int32(chunk))
 
             def load(index: Array) -> None:
                 slot = lax.rem(index, jnp.int32(stages))
@@ -622,9 +631,9 @@ def _merge(
             for index in range(stages):
                 pl.when(index < chunks)(lambda index=index: load(jnp.int32(index)))
 
-            def block(slot: Array, i: int, count: Array) -> tuple[Array, Array, Array]:
-                """Result, maximum and sum of a block; what changes nothing behind the last one."""
-                is_there = i < count
+            def block(slot: Array, i: int, first: Array) -> tuple[Array, Array, Array]:
+                """Result, maximum and sum of the chunk's block i; what changes nothing if that is none of these."""
+                is_there = (first + i >= early) & (first + i < end)
                 x = plgpu.load(x_smem.at[slot, i], layout=layout)
                 m = jnp.where(is_there, statistics_smem[slot, 0, i], LOWEST_MAXIMUM)
                 total = jnp.where(is_there, statistics_smem[slot, 1, i], 0.0)
@@ -643,7 +652,7 @@ def _merge(
                 slot = lax.rem(index, jnp.int32(stages))
                 plgpu.barrier_wait(loaded.at[slot])
                 # Loaded before the first is merged, so that none waits for another.
-                loads = [block(slot, i, left - index * chunk) for i in range(chunk)]
+                loads = [block(slot, i, index * chunk) for i in range(chunk)]
                 carry = functools.reduce(merge_block, loads, carry)
 
                 @pl.when(index + stages < chunks)

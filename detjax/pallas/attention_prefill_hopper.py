@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.experimental.mosaic.gpu import utils as mgpu
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK, QUERY_UNIT, Masking
+from detjax.pallas import hopper
 from detjax.pallas.attention_tile_hopper import (
     MATRIX,
     ROWS,
@@ -34,7 +35,7 @@ from detjax.pallas.attention_tile_hopper import (
     shaped_scores,
     splat,
 )
-from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED, multiprocessors
+from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED
 
 WARPGROUPS: Final = 2
 TILE: Final = WARPGROUPS * ROWS
@@ -97,7 +98,7 @@ class Tiles(NamedTuple):
     request: Array
     row: Array
     offset: Array
-    count: Array
+    rows: Array
 
 
 def line(width: int) -> int:
@@ -137,7 +138,7 @@ def forward(
     schedule = schedule or problem.schedule()
     count = batch * -(-rows // (batch * TILE)) if tiles is None else tiles.request.shape[0]
     items = count * heads * problem.parts
-    grid = min(items, multiprocessors()) if schedule.persistent else items
+    grid = min(items, hopper.multiprocessors()) if schedule.persistent else items
     dtype = q.dtype
     scratch: dict[str, Any] = {
         "q": plgpu.SMEM((TILE, width), dtype, transforms=swizzled(width)),
@@ -183,21 +184,19 @@ def forward(
 
 def _named_barrier(operation: str, barrier_id: Any, num_threads: int) -> None:
     """Arrives at one of the hardware's barriers, or arrives and waits ("sync"), with all that use it `num_threads`."""
-    if isinstance(barrier_id, int):
 
-        def bar_op(_: Any) -> None:
-            mgpu.inline_ptx(f"bar.{operation} {barrier_id}, {num_threads};", has_side_effects=True)
+    def constant(_: Any) -> None:
+        mgpu.inline_ptx(f"bar.{operation} {barrier_id}, {num_threads};", has_side_effects=True)
 
-        inlined: Any = plgpu.inline_mgpu()(bar_op)
-        inlined()
-        return
-
-    def bar_op(_: Any, barrier: Any) -> None:  # pyright: ignore[reportRedeclaration]
+    def computed(_: Any, barrier: Any) -> None:
         text = f"bar.{operation} $0, {num_threads};"
         mgpu.inline_ptx(text, barrier.registers.item(), has_side_effects=True)
 
-    inlined = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))(bar_op)
-    inlined(barrier_id)
+    inline: Any = plgpu.inline_mgpu
+    if isinstance(barrier_id, int):
+        inline()(constant)()
+    else:
+        inline(arg_types=(plgpu.Layout.WG_SPLAT,))(computed)(barrier_id)
 
 
 def _arrive(barrier_id: Any, num_threads: int) -> None:
@@ -217,8 +216,8 @@ class _Item(NamedTuple):
     """Of the values' columns."""
     row: Array
     """Of the packed queries."""
-    count: Array
-    """Rows that are the request's."""
+    rows: Array
+    """Of these, how many are the request's."""
     position: Array
     """Of the tile's first row."""
     kv_length: Array
@@ -264,17 +263,17 @@ class _Kernel:
         parts, heads = self.problem.parts, jnp.int32(self.problem.heads)
         part, index = (lax.rem(index, jnp.int32(parts)), lax.div(index, jnp.int32(parts))) if parts > 1 else (0, index)
         tile, head = lax.div(index, heads), lax.rem(index, heads)
-        request, row, offset, count = self.place(tile)
+        request, row, offset, rows = self.place(tile)
         kv_length = self.kv_length[request]
         position = self.q_start[request] + offset
         end, first = kv_length, jnp.int32(0)
         if self.masking.causal:
-            end = lax.min(end, position + count)
+            end = lax.min(end, position + rows)
         if self.masking.window is not None:
             first = lax.div(lax.max(position - (self.masking.window - 1), 0), jnp.int32(KV_BLOCK))
         end = lax.max(lax.div(end + (KV_BLOCK - 1), jnp.int32(KV_BLOCK)), first + 1)
         end = lax.min(end, jnp.int32(self.page_table.shape[1]))
-        return _Item(request, head, part, row, count, position, kv_length, lax.min(first, end - 1), end)
+        return _Item(request, head, part, row, rows, position, kv_length, lax.min(first, end - 1), end)
 
     def place(self, tile: Array) -> tuple[Array, Array, Array, Array]:
         """What `Tiles` says of a tile."""
@@ -449,7 +448,7 @@ class _Kernel:
         staged[...] = finished(o, total, self.problem.dtype)
         normalizers[...] = log2_normalizers(m, total)
         plgpu.commit_smem()
-        row, left = item.row + self.warpgroup * ROWS, item.count - self.warpgroup * ROWS
+        row, left = item.row + self.warpgroup * ROWS, item.rows - self.warpgroup * ROWS
 
         def copy(first: int, size: int) -> None:
             rows, part = pl.ds(row + first, size), pl.ds(first, size)

@@ -109,7 +109,8 @@ def masked(s: Array, masking: Masking, keys: Array, positions: Array, kv_length:
         end = jnp.minimum(end, positions + 1 - keys)
     if masking.window is None:
         return columns_kept(s, end)
-    return columns_kept(s, end, positions - (masking.window - 1) - keys)
+    # A window of 2^31 tokens would leave int32.
+    return columns_kept(s, end, positions - (min(masking.window, 1 << 30) - 1) - keys)
 
 
 def columns_kept(s: Array, end: Array, first: Array | None = None) -> Array:

@@ -52,7 +52,7 @@ def _digest(result: Any) -> str:
     [
         (os.cpu_count(), {}, "bfloat16"),
         (1, {}, "float32"),
-        (os.cpu_count(), {"NPROC": "16"}, "float32"),
+        (os.cpu_count(), {"PJRT_NPROC": "16"}, "float32"),
     ],
     ids=["as here", "one core", "16 threads"],
 )

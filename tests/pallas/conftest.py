@@ -108,12 +108,13 @@ def _wgmma(*, token: Any, mesh_location: Any, thread: Any, source_info: Any = No
         transforms = gpu_callbacks._remove_noop_transforms(operands[f"{name}_transforms"])
         return key, memory.access(key, jax.tree.map(int, transforms))
 
-    def content(name: str) -> np.ndarray:
+    def content(name: str) -> Any:
         x = operands[f"{name}_allocation_key_as_array"]  # a key has one axis
         return np.asarray(x) if x.ndim == 2 else memory.get_buffer_content(*place(name), thread, logging_info=info)[0]
 
     accumulator = content("acc")
-    result = accumulator + gpu_callbacks.np.matmul(content("a"), content("b"), dtype=accumulator.dtype)
+    # By the interpreter's own name for NumPy, of which `matrix_unit` makes another.
+    result = accumulator + gpu_callbacks.np.matmul(content("a"), content("b"), dtype=accumulator.dtype)  # pyright: ignore[reportPrivateImportUsage]
     memory.store_buffer_content(*place("acc"), result, thread, logging_info=info)
     return token
 

@@ -19,7 +19,7 @@ from test_ptxas import ROOT, VARIABLE, Program, attention
 
 import detjax
 from detjax.contract import KV_BLOCK, Masking
-from detjax.pallas import attention_decode_hopper, attention_hopper, attention_prefill_hopper
+from detjax.pallas import attention_decode_hopper, attention_hopper
 from detjax.pallas.attention_decode_hopper import Schedule
 
 INTERPRETER = plgpu.InterpretGPUParams(inline_mgpu="_hack_model_inline_mgpu_tokamax")
@@ -87,15 +87,17 @@ class Requests:
         k, v = (np.where(own[..., None, None], x, np.array(np.nan, x.dtype)) for x in (k, v))
         columns = -(-max(lengths) // KV_BLOCK) + 1
         order = random.permutation(len(lengths) * columns).astype(np.int32)
-        pools = []
-        for x in (k, v):
+
+        def in_pages(x: np.ndarray) -> jax.Array:
             padding = [(0, 0), (0, columns * KV_BLOCK - x.shape[1]), (0, 0), (0, 0)]
             pages = np.pad(x, padding, constant_values=np.nan).reshape(-1, KV_BLOCK, kv_heads, width).swapaxes(1, 2)
-            pools.append(jnp.asarray(pages[np.argsort(order)]))
+            return jnp.asarray(pages[np.argsort(order)])
+
         slopes = tuple(2.0 ** -(1 + head) for head in range(heads)) if alibi else None
         masking = Masking(width**-0.5, alibi_slopes=slopes, **options)
         given = jnp.asarray(random.standard_normal(heads), dtype) if sinks else None
-        return cls(lengths, q, k, v, *pools, jnp.asarray(order.reshape(len(lengths), columns)), masking, given)
+        page_table = jnp.asarray(order.reshape(len(lengths), columns))
+        return cls(lengths, q, k, v, in_pages(k), in_pages(v), page_table, masking, given)
 
     def last(self, tokens: int) -> np.ndarray:
         """The position of the first of each request's last tokens."""
@@ -127,9 +129,9 @@ class Requests:
     def whole(self) -> list[np.ndarray]:
         return self.prefill(np.zeros(len(self.lengths), int), max(self.lengths))
 
-    def in_chunks(self, size: int, with_normalizer: bool) -> list[np.ndarray]:
+    def in_chunks(self, size: int, with_normalizers: bool) -> list[np.ndarray]:
         """Every query, so many tokens at a time: without the normalizers few tokens are served by decode."""
-        options = {"masking": self.masking, "with_normalizer": with_normalizer}
+        options = {"masking": self.masking, "with_normalizers": with_normalizers}
         forward = detjax.jit(functools.partial(attention_hopper.forward, **options))
         starts = [np.full(len(self.lengths), start) for start in range(0, max(self.lengths), size)]
         chunks = [self.own(forward(*self.operands(start, size))[0], start) for start in starts]
@@ -170,10 +172,8 @@ def last_of(rows: list[np.ndarray], start: np.ndarray) -> list[np.ndarray]:
 
 
 @pytest.fixture
-def small_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chip(two_multiprocessors: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill's tiles are many to a CTA, and decode's partial results many loads to a merge."""
-    for module in (attention_prefill_hopper, attention_decode_hopper):
-        monkeypatch.setattr(module, "multiprocessors", lambda: 2)
     monkeypatch.setattr(attention_decode_hopper, "_MERGED_AT_ONCE", 2)
 
 
@@ -258,8 +258,8 @@ def test_prefill_decode_and_chunks_have_the_same_bits_on_the_device(
     expected = requests.whole()
     assert_close(expected, requests.exact())
     for size in (1, 7, 100):
-        for with_normalizer in (False, True):
-            assert_same_bits(requests.in_chunks(size, with_normalizer), expected)
+        for with_normalizers in (False, True):
+            assert_same_bits(requests.in_chunks(size, with_normalizers), expected)
 
 
 @pytest.mark.hopper

@@ -116,7 +116,7 @@ def attention(tokens: int, width: int, *, sinks: bool = False, alibi: bool = Fal
 
     def fn(*operands: jax.Array) -> jax.Array:
         *others, given = operands if sinks else (*operands, None)
-        return attention_hopper.forward(*others, given, masking=masking, with_normalizer=False)[0]  # pyright: ignore
+        return attention_hopper.forward(*others, given, masking=masking, with_normalizers=False)[0]  # pyright: ignore
 
     pages = array(64, 8, KV_BLOCK, width)
     where = [array(4, 16, dtype="int32"), array(4, dtype="int32"), array(4, dtype="int32")]
