@@ -141,7 +141,7 @@ def backward(
     gradients: dict[str, Array] = {}
     for part in parts:
         gradients |= _key_gradients(problem, schedule, masking, part, operands, delta)
-    own = jnp.arange(problem.blocks, dtype=jnp.int32) * KV_BLOCK < kv_length[:, None]
+    own = jnp.arange(problem.blocks, dtype=jnp.int32)[None] * KV_BLOCK < kv_length[:, None]
     pages = k_pages.shape[0]
     owned = jnp.zeros(pages, bool).at[jnp.where(own, page_table, pages)].set(True, mode="drop")[:, None, None, None]
     dk, dv = (jnp.where(owned, gradients[name], jnp.zeros((), problem.dtype)) for name in "kv")

@@ -39,6 +39,33 @@ def test_heads_of_any_number_and_width_decode_to_the_bits_of_prefill(heads: int,
         assert_same_bits(in_chunks(request, size), expected)
 
 
+@pytest.mark.parametrize("name", SOME)
+def test_requests_packed_into_one_array_have_the_bits_of_each_alone(name: str) -> None:
+    options = OPTIONS[name]
+    requests = [Request.random(length) for length in (300, 17, 1, 129)]
+    queries, first_rows = (40, 17, 1, 0), (0, 40, 64, 72)
+    packed = np.full((80, *requests[0].q.shape[1:]), np.nan, np.float32)  # also where no request's queries are
+    for request, count, row in zip(requests, queries, first_rows, strict=True):
+        packed[row : row + count] = request.q[len(request) - count :]
+    where = pool(requests)
+    starts = [len(request) - count for request, count in zip(requests, queries, strict=True)]
+    numbers = (first_rows, queries, starts, [len(request) for request in requests])
+    given = dict(options, sinks=sinks(packed.shape[1], "float32")) if options.get("sinks") else options
+    o = np.asarray(
+        ops.ragged_attention(
+            jnp.asarray(packed),
+            *(jnp.asarray(x) for x in (where.k_pages, where.v_pages, where.page_table)),
+            *(jnp.asarray(x, jnp.int32) for x in numbers),
+            **given,
+        )
+    )
+    for index, (request, count, row) in enumerate(zip(requests, queries, first_rows, strict=True)):
+        if count:
+            q = request.q[None, len(request) - count :]
+            alone = attend(q, where.alone(index), [len(request) - count], [len(request)], **options)[0]
+            assert_same_bits(o[row : row + count], alone)
+
+
 # The negative control; a window of one key leaves nothing to add in another order.
 @pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"window of one"}))
 def test_xlas_own_attention_decodes_to_other_bits_than_prefill(name: str) -> None:

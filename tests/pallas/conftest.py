@@ -13,7 +13,13 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory  #
 
 from detjax import platform
 from detjax.contract import KV_BLOCK
-from detjax.pallas import attention_decode_hopper, attention_prefill_hopper, attention_tile_hopper, hopper
+from detjax.pallas import (
+    attention_backward_hopper,
+    attention_decode_hopper,
+    attention_prefill_hopper,
+    attention_tile_hopper,
+    hopper,
+)
 from detjax.portable.attention import block_sum
 
 
@@ -74,12 +80,15 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         ("store_rows", _store),
         ("store_row_numbers", _store),
     ):
-        for module in (attention_tile_hopper, attention_prefill_hopper, attention_decode_hopper):
+        for module in _ATTENTION:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, replacement)
     monkeypatch.setattr(attention_prefill_hopper, "_named_barrier", _barrier_operation)
     monkeypatch.setattr(gpu_callbacks, "wgmma", gpu_callbacks.fail_on_exception(_wgmma))
     monkeypatch.setattr(gpu_callbacks, "_named_barrier", gpu_callbacks.fail_on_exception(_named_barrier))
+
+
+_ATTENTION = attention_tile_hopper, attention_prefill_hopper, attention_decode_hopper, attention_backward_hopper
 
 
 def _fma(x: Array, y: Array, z: Array, layout: Any = None) -> Array:

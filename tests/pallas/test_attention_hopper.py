@@ -18,6 +18,7 @@ from bits import assert_same_bits, same_bits
 from test_ptxas import ROOT, VARIABLE, Program, attention
 
 import detjax
+from detjax import ops
 from detjax.contract import KV_BLOCK, Masking
 from detjax.pallas import attention_decode_hopper, attention_hopper
 from detjax.pallas.attention_decode_hopper import Schedule
@@ -137,6 +138,41 @@ class Requests:
         chunks = [self.own(forward(*self.operands(start, size))[0], start) for start in starts]
         return [np.concatenate(rows) for rows in zip(*chunks, strict=True)]
 
+    def ragged(self, counts: tuple[int, ...]) -> list[np.ndarray]:
+        """The last tokens of each request, as many as the counts say, packed into one array."""
+        start = np.array(self.lengths) - counts
+        rows = np.cumsum([0, *(-(-count // 8) * 8 for count in counts)])
+        packed = np.zeros((rows[-1], *self.q.shape[2:]), self.q.dtype)
+        for q, first, count, row in zip(self.q, start, counts, rows[:-1], strict=True):
+            packed[row : row + count] = q[first : first + count]
+        numbers = (jnp.asarray(x, jnp.int32) for x in (rows[:-1], counts, start, self.lengths))
+        forward = detjax.jit(functools.partial(attention_hopper.ragged, masking=self.masking))
+        o = forward(jnp.asarray(packed), self.k_pages, self.v_pages, self.page_table, *numbers, self.sinks)
+        return [np.asarray(o)[row : row + count] for row, count in zip(rows[:-1], counts, strict=True)]
+
+    def gradients(self, backend: str, which: slice = slice(None)) -> dict[str, np.ndarray]:
+        """Of queries, of each request's pages and of the sinks, from random gradients of the output."""
+        lengths = np.array(self.lengths)[which]
+        q, k_pages, v_pages, page_table, q_start, kv_length, sinks = self.operands(
+            np.zeros(len(self.lengths), int), self.q.shape[1]
+        )
+        q, page_table, q_start, kv_length = (x[which] for x in (q, page_table, q_start, kv_length))
+        do = np.random.default_rng(9).standard_normal(self.q.shape)[which]
+        do = jnp.asarray(np.where((np.arange(q.shape[1]) < lengths[:, None])[..., None, None], do, 0), jnp.float32)
+        options = {"scale": self.masking.scale, "causal": self.masking.causal, "window": self.masking.window}
+        options |= {"soft_cap": self.masking.soft_cap, "alibi_slopes": self.masking.alibi_slopes}
+
+        def loss(of: dict[str, jax.Array]) -> jax.Array:
+            where = page_table, q_start, kv_length
+            o = ops.attention(of["q"], of["k"], of["v"], *where, sinks=of.get("sinks"), **options)
+            return (o.astype(jnp.float32) * do).sum()
+
+        of = {"q": q, "k": k_pages, "v": v_pages} | ({} if sinks is None else {"sinks": sinks})
+        with detjax.use_backend(backend):
+            found = detjax.jit(jax.grad(loss))(of)
+        pages = {name: found[name][page_table] for name in "kv"}
+        return {name: np.asarray(x) for name, x in (found | pages).items()}
+
     def exact(self) -> list[np.ndarray]:
         return [self._exact(request) for request in range(len(self.lengths))]
 
@@ -241,6 +277,29 @@ def test_attention_lowers(tokens: int, width: int, options: dict[str, Any]) -> N
     jax.jit(fn).trace(*operands).lower(lowering_platforms=("cuda",))
 
 
+@in_the_interpreter
+def test_ragged_queries_have_the_bits_of_a_whole_prefill() -> None:
+    requests, counts = Requests.random((300, 140, 1, 20), 2, 1, sinks=True), (150, 3, 1, 0)
+    with plgpu.force_gpu_interpret_mode(INTERPRETER):
+        expected, found = requests.whole(), requests.ragged(counts)
+    assert_same_bits(found, [x[len(x) - count :] for x, count in zip(expected, counts, strict=True)])
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("name", ["causal", "everything"])
+def test_gradients_are_those_of_the_portable_backend(name: str) -> None:
+    requests = Requests.random((150, 40), 2, 1, dtype="bfloat16", **OPTIONS[name])
+    with plgpu.force_gpu_interpret_mode(INTERPRETER):
+        found, alone = requests.gradients("hopper"), requests.gradients("hopper", slice(1, 2))
+    for of, expected in requests.gradients("portable").items():
+        error = np.linalg.norm(np.asarray(found[of], np.float64) - expected) / np.linalg.norm(
+            expected.astype(np.float64)
+        )
+        assert error < 1e-2, of
+    for of in ("q", "k", "v"):
+        assert_same_bits(alone[of], found[of][1:2])
+
+
 # --- on the device ----------------------------------------------------------------------------------------------------
 
 
@@ -271,6 +330,34 @@ def test_groups_of_any_number_have_the_same_bits_on_the_device(heads: int, kv_he
     assert_close(expected, requests.exact())
     for size in (1, 16):
         assert_same_bits(requests.in_chunks(size, with_normalizers=False), expected)
+
+
+@pytest.mark.hopper
+def test_ragged_queries_have_the_bits_of_a_whole_prefill_on_the_device() -> None:
+    requests, counts = Requests.random((3000, 129, 1, 700), 8, 2, 128), (2000, 7, 1, 0)
+    expected = requests.whole()
+    assert_same_bits(requests.ragged(counts), [x[len(x) - n :] for x, n in zip(expected, counts, strict=True)])
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(
+    ("width", "options"),
+    [(width, {}) for width in WIDTHS] + [(128, options) for options in OPTIONS.values()],
+    ids=[*map(str, WIDTHS), *OPTIONS],
+)
+def test_gradients_on_the_device(width: int, options: dict[str, Any]) -> None:
+    requests = Requests.random((300, 129, 1, 128), 8, 2, width, dtype="bfloat16", **options)
+    found = requests.gradients("hopper")
+    for of, expected in requests.gradients("portable").items():
+        error = np.linalg.norm(np.asarray(found[of], np.float64) - expected) / np.linalg.norm(
+            expected.astype(np.float64)
+        )
+        assert error < 1e-2, of
+    for _ in range(10):
+        assert_same_bits(requests.gradients("hopper"), found)
+    alone = requests.gradients("hopper", slice(1, 2))
+    for of in ("q", "k", "v"):
+        assert_same_bits(alone[of], found[of][1:2])
 
 
 @pytest.mark.hopper
