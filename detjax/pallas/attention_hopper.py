@@ -13,7 +13,8 @@ from detjax.pallas.attention_tile_hopper import ROWS
 from detjax.pallas.schedules.matmul_hopper import round_up
 
 DTYPES: Final = ("bfloat16", "float16")
-MOST_WIDTH: Final = 256
+WIDTHS: Final = (*range(16, 129, 16), 192, 256)
+"""Columns of keys and of values."""
 
 
 def forward(
@@ -120,9 +121,9 @@ def _check(q: Array, v_pages: Array) -> None:
     sizes = {"q": q.shape[-1], "v_pages": v_pages.shape[-1]}
     if str(q.dtype) not in DTYPES:
         given, accepted = f"q has dtype {q.dtype}", f"{', '.join(DTYPES)}. Cast q and the pages"
-    elif any(size % 16 or size > MOST_WIDTH for size in sizes.values()):
+    elif not all(size in WIDTHS for size in sizes.values()):
         given = " and ".join(f"{name} has {size} columns" for name, size in sizes.items())
-        accepted = f"multiples of 16 up to {MOST_WIDTH}. Pad them with zeros"
+        accepted = f"{', '.join(map(str, WIDTHS))}. Pad them with zeros"
     else:
         return
     raise NotImplementedError(

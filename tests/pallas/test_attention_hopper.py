@@ -300,6 +300,28 @@ def test_gradients_are_those_of_the_portable_backend(name: str) -> None:
         assert_same_bits(alone[of], found[of][1:2])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "width", "words"),
+    [
+        (
+            "float32",
+            64,
+            r"attention: q has dtype float32 on .*; accepted by the backend 'hopper': bfloat16, float16. Cast",
+        ),
+        (
+            "bfloat16",
+            72,
+            r"attention: q has 72 columns and v_pages has 72 columns on .*; accepted .*: 16, 32, .* 256. Pad",
+        ),
+        ("bfloat16", 160, r"'portable', which takes them"),
+    ],
+)
+def test_what_no_kernel_serves_is_refused(dtype: str, width: int, words: str) -> None:
+    x = jnp.ones((1, 3, 2, width), dtype)
+    with detjax.use_backend("hopper"), pytest.raises(NotImplementedError, match=words):
+        ops.dot_product_attention(x, x, x)
+
+
 # --- on the device ----------------------------------------------------------------------------------------------------
 
 
