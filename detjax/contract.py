@@ -157,3 +157,8 @@ def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 def log2_scale(scale: float) -> np.float32:
     """`c = log2(e) * scale` of the attention contract, rounded once."""
     return np.float32(np.log2(np.e) * scale)
+
+
+def soft_cap_exponent(soft_cap: float) -> np.float32:
+    """`2 * LOG2_E / cap` of the attention contract, rounded once."""
+    return np.float32(2 * LOG2_E / soft_cap)

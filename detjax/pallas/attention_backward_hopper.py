@@ -24,33 +24,38 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from detjax.contract import ACCUMULATOR, KV_BLOCK, LOG2_E, Masking, log2_scale
-from detjax.pallas.attention_prefill_hopper import (
+from detjax.contract import ACCUMULATOR, KV_BLOCK, Masking, log2_scale
+from detjax.pallas.attention_cta_hopper import (
+    CONSUMERS,
+    FIRST_BARRIER,
     TILE,
     WARPGROUPS,
-    _arrive,
-    _sync,
-    line,
-    swizzled,
+    arrive,
+    launch,
+    pass_turn,
+    sync,
+    take_turn,
 )
 from detjax.pallas.attention_tile_hopper import (
     MATRIX,
     ROWS,
     VECTOR,
     along_rows,
+    bent_scores,
     columns_kept,
     exponent_scale,
     fma,
     indices,
     row_sums,
     rows_of_tile,
+    scrub,
     splat,
+    swizzled,
 )
 from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED
 
-_CONSUMERS: Final = 128 * WARPGROUPS
-_TURN, _FREE = 4, 6
-"""Named barriers: two for the turns, and one for each slot of what is streamed. Those below are the compiler's own."""
+_FREE: Final = FIRST_BARRIER
+"""Named barriers from here on: one for each slot of what is streamed."""
 _MOST_STAGES: Final = 4
 _SQUARE: Final = (ROWS, ROWS)
 _SUMS: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
@@ -194,7 +199,7 @@ def _query_gradient(
 
     out_type = jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct(operands[2].shape, ACCUMULATOR)
     ctas = problem.batch * -(-problem.tokens // TILE) * problem.heads
-    dq, delta = _kernel("attention_backward_queries", body, out_type, ctas, scratch)(*operands, o)
+    dq, delta = launch("attention_backward_queries", body, out_type, ctas, scratch)(*operands, o)
     return dq, delta
 
 
@@ -232,29 +237,8 @@ def _key_gradients(
         totals = dict(zip(wanted, results[len(wanted) :], strict=False))
         _KeyGradients(problem, schedule, masking, list(refs[:-1]), scratch).run(refs[-1], gradients, totals)
 
-    kernel = _kernel(f"attention_backward_{''.join(wanted)}", body, tuple(out_type), items, scratch)
+    kernel = launch(f"attention_backward_{''.join(wanted)}", body, tuple(out_type), items, scratch)
     return dict(zip(wanted, kernel(*operands, delta), strict=False))
-
-
-def _kernel(
-    name: str, body: Callable[..., None], out_type: Any, ctas: int, scratch: dict[str, Any]
-) -> Callable[..., tuple[Array, ...]]:
-    return plgpu.kernel(
-        body,
-        out_type=out_type,
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-        kernel_name=name,
-    )
 
 
 def _along_columns(x: Array, shape: tuple[int, ...]) -> Array:
@@ -306,17 +290,17 @@ class _Kernel:
 
     def take_turn(self) -> None:
         if self.schedule.turns:
-            _sync(_TURN + self.warpgroup, _CONSUMERS)
+            take_turn(self.warpgroup)
 
     def pass_turn(self) -> None:
         if self.schedule.turns:
-            _arrive(_TURN + 1 - self.warpgroup, _CONSUMERS)
+            pass_turn(self.warpgroup)
 
     def await_free(self, slot: Array) -> None:
-        _sync(_FREE + slot, _CONSUMERS + 32)
+        sync(_FREE + slot, CONSUMERS + 32)
 
     def free(self, slot: Array | int) -> None:
-        _arrive(_FREE + slot, _CONSUMERS + 32)
+        arrive(_FREE + slot, CONSUMERS + 32)
 
     def head_slope(self, head: Array) -> Array | None:
         return None if self.slopes is None else splat(self.slopes[head], _SQUARE)
@@ -327,9 +311,7 @@ class _Kernel:
         if cap is not None or slopes is not None:
             s = s * np.float32(self.masking.scale)
         if cap is not None:
-            e = jnp.exp2(s * np.float32(2 * LOG2_E / cap))
-            # The maximum with 0 changes nothing, and keeps the quotient from being fused with the subtraction.
-            bent = 1.0 - jnp.maximum(2.0 / (1.0 + e), 0.0)
+            bent = bent_scores(s, cap)
             s, cap_slope = np.float32(cap) * bent, fma(-bent, bent, splat(1.0, _SQUARE))
         if slopes is not None:
             s = fma(slopes, tile.distance().astype(ACCUMULATOR), s)
@@ -341,16 +323,6 @@ class _Kernel:
         """Gradients of the scaled scores before the soft cap, in the operands' dtype."""
         ds = p * (dp - tile.delta())
         return (ds if cap_slope is None else ds * cap_slope).astype(self.problem.dtype)
-
-    def scrub(self, rows: Any, length: Array) -> None:
-        """Zeros behind a request's last row of keys or values: what was left there may be NaN, and 0 * NaN is not 0."""
-        width = rows.shape[-1]
-        for first in range(0, width, line(width)):
-            part = rows.at[:, pl.ds(first, line(width))]
-            keep = indices(0, (ROWS, line(width))) < length
-            values = plgpu.load(part, layout=MATRIX, optimized=False)
-            part[...] = jnp.where(keep, values.astype(ACCUMULATOR), 0.0).astype(values.dtype)
-        plgpu.commit_smem()
 
     def run_roles(self, multiply: Callable[[], None], load: Callable[[], None]) -> None:
         def multiply_all() -> None:
@@ -440,8 +412,8 @@ class _QueryGradient(_Kernel):
                 @pl.when(keys + ROWS > self.length)
                 def _() -> None:
                     # Both warpgroups write the same zeros, so that neither waits for the other.
-                    self.scrub(k, self.length - keys)
-                    self.scrub(v, self.length - keys)
+                    scrub(k, self.length - keys)
+                    scrub(v, self.length - keys)
 
             def kept(s: Array) -> Array:
                 # Columns of the tile, of each row.
@@ -567,7 +539,7 @@ class _KeyGradients(_Kernel):
         @pl.when(left < ROWS)
         def _() -> None:
             for name in "kv":
-                self.scrub(self.scratch[name].at[self.own], left)
+                scrub(self.scratch[name].at[self.own], left)
 
         if self.problem.group == 1:
             for name, x in self.multiply_head(jnp.int32(0)).items():

@@ -19,7 +19,6 @@ from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK, LOWEST_MAXIMUM, Masking
 from detjax.pallas import hopper
-from detjax.pallas.attention_prefill_hopper import line, swizzled
 from detjax.pallas.attention_tile_hopper import (
     MATRIX,
     ROWS,
@@ -28,16 +27,17 @@ from detjax.pallas.attention_tile_hopper import (
     block_softmax,
     exponent_scale,
     finished,
-    indices,
     initial_statistics,
     masked,
     merged,
     rescaling,
     rows_of_tile,
+    scrub,
     shaped_scores,
     splat,
     store_row_numbers,
     store_rows,
+    swizzled,
 )
 from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED
 
@@ -355,6 +355,16 @@ class _Kernel:
         state = (*start, work, jnp.int32(0), carry)
         return lax.while_loop(lambda state: state[2] > 0, body, state)[-2:]
 
+    def head_and_tile(self, piece: _Piece) -> tuple[Array, Array]:
+        """Head of keys, and tile of query tokens, of the piece's sequence."""
+        tiles = jnp.int32(self.problem.tiles)
+        return lax.div(piece.sequence, tiles), lax.rem(piece.sequence, tiles)
+
+    def ring(self, number: int) -> Any:
+        """The slots that keys (0) or values (1) pass through; both the same ones where they are equally wide."""
+        rings = self.scratch["kv"]
+        return rings[number % len(rings)]
+
     # --- the loading warpgroup ----------------------------------------------------------------------------------------
 
     def load(self, start: tuple[Array, Array], work: Array) -> None:
@@ -377,10 +387,7 @@ class _Kernel:
 
     def load_piece(self, piece: _Piece, index: Array, step: Array) -> Array:
         problem = self.problem
-        kv_head, tile = (
-            lax.div(piece.sequence, jnp.int32(problem.tiles)),
-            lax.rem(piece.sequence, jnp.int32(problem.tiles)),
-        )
+        kv_head, tile = self.head_and_tile(piece)
         slot = lax.rem(index, jnp.int32(_QUERY_SLOTS))
 
         @pl.when(index >= _QUERY_SLOTS)
@@ -404,7 +411,7 @@ class _Kernel:
                 def _(slot: Array = slot) -> None:
                     plgpu.barrier_wait(self.scratch["consumed"].at[slot])
 
-                target = self.scratch["kv"][number if len(self.scratch["kv"]) > 1 else 0].at[slot]
+                target = self.ring(number).at[slot]
                 plgpu.copy_gmem_to_smem(pages.at[page, kv_head], target, self.scratch["loaded"].at[slot])
             return step + 2
 
@@ -430,10 +437,7 @@ class _Kernel:
 
     def multiply_piece(self, piece: _Piece, index: Array, first_step: Array) -> Array:
         problem, masking = self.problem, self.masking
-        kv_head, tile = (
-            lax.div(piece.sequence, jnp.int32(problem.tiles)),
-            lax.rem(piece.sequence, jnp.int32(problem.tiles)),
-        )
+        kv_head, tile = self.head_and_tile(piece)
         q_slot = lax.rem(index, jnp.int32(_QUERY_SLOTS))
         kv_length = self.kv_length[piece.request]
         position = self.q_start[piece.request] + tile * problem.tile_tokens
@@ -446,10 +450,10 @@ class _Kernel:
         plgpu.barrier_arrive(self.scratch["q_consumed"].at[q_slot])
 
         def visit(i: Array, use: Any) -> tuple[Array, Array, Any]:
-            """Maximum and sum of the piece's block i, and `use(maximum, columns)` with the result's columns in turn."""
+            """Maximum and sum of the piece's block i, and what `use(index, chunk, maximum)` made of each chunk."""
             step = first_step + 2 * i
             k_slot, v_slot = (lax.rem(step + number, jnp.int32(self.slots)) for number in range(2))
-            k, v = (self.scratch["kv"][number if len(self.scratch["kv"]) > 1 else 0] for number in range(2))
+            k, v = self.ring(0), self.ring(1)
             keys = (piece.first_block + piece.skipped + i) * KV_BLOCK
             plgpu.barrier_wait(self.scratch["loaded"].at[k_slot])
 
@@ -526,15 +530,9 @@ class _Kernel:
         return first_step + 2 * piece.visits
 
     def scrub(self, v: Any, length: Array) -> None:
-        """Zeros behind a request's last value: what was left there may be NaN, and 0 * NaN is not 0."""
-        for first_row in range(0, KV_BLOCK, ROWS):
-            size = line(self.problem.value_width)
-            for first in range(0, self.problem.value_width, size):
-                part = v.at[pl.ds(first_row, ROWS), pl.ds(first, size)]
-                keep = indices(0, (ROWS, size)) + first_row < length
-                values = plgpu.load(part, layout=MATRIX, optimized=False)
-                part[...] = jnp.where(keep, values.astype(ACCUMULATOR), 0.0).astype(values.dtype)
-        plgpu.commit_smem()
+        """Zeros behind a request's last value."""
+        for first in range(0, KV_BLOCK, ROWS):
+            scrub(v.at[pl.ds(first, ROWS)], length - first)
 
     def write(self, piece: _Piece, kv_head: Array, tile: Array, o: tuple[Array, ...], total: Array) -> None:
         """The result of a whole sequence."""

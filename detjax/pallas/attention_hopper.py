@@ -8,11 +8,12 @@ from jax import Array
 from detjax import platform
 from detjax.contract import QUERY_UNIT, Masking
 from detjax.pallas import attention_backward_hopper, attention_decode_hopper, attention_prefill_hopper
-from detjax.pallas.attention_prefill_hopper import TILE, Tiles
+from detjax.pallas.attention_cta_hopper import TILE
+from detjax.pallas.attention_prefill_hopper import Tiles
 from detjax.pallas.attention_tile_hopper import ROWS
+from detjax.pallas.matmul_hopper import DTYPES
 from detjax.pallas.schedules.matmul_hopper import round_up
 
-DTYPES: Final = ("bfloat16", "float16")
 WIDTHS: Final = (*range(16, 129, 16), 192, 256)
 """Columns of keys and of values."""
 

@@ -6,44 +6,49 @@ queries.
 """
 
 import dataclasses
-import math
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.mosaic.gpu import utils as mgpu
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK, QUERY_UNIT, Masking
 from detjax.pallas import hopper
+from detjax.pallas.attention_cta_hopper import (
+    CONSUMERS,
+    FIRST_BARRIER,
+    TILE,
+    WARPGROUPS,
+    arrive,
+    launch,
+    pass_turn,
+    sync,
+    take_turn,
+)
 from detjax.pallas.attention_tile_hopper import (
-    MATRIX,
     ROWS,
     along_rows,
     block_softmax,
     exponent_scale,
     finished,
-    indices,
     initial_statistics,
     log2_normalizers,
     masked,
     merged,
     rescaling,
     rows_of_tile,
+    scrub,
     shaped_scores,
     splat,
+    swizzled,
 )
 from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED
 
-WARPGROUPS: Final = 2
-TILE: Final = WARPGROUPS * ROWS
-
-_CONSUMERS: Final = 128 * WARPGROUPS
-_TURN, _SCRUBBED, _FIRST_FREE = 4, 6, 7
-"""Named barriers: two for the turns, and one for both to meet at; then one for each slot of keys and of values, and for
-each warpgroup's queries. Those below are the compiler's own."""
+_SCRUBBED, _FIRST_FREE = FIRST_BARRIER, FIRST_BARRIER + 1
+"""Named barriers: one for both warpgroups to meet at; then one for each slot of keys and of values, and for each
+warpgroup's queries."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,17 +106,6 @@ class Tiles(NamedTuple):
     rows: Array
 
 
-def line(width: int) -> int:
-    """Elements of a swizzled line of shared memory, for rows of 2-byte elements."""
-    return math.gcd(width, 64)
-
-
-def swizzled(width: int) -> tuple[Any, ...]:
-    """How rows of `width` 2-byte elements lie in shared memory for the matrix unit."""
-    tiling = plgpu.TilingTransform((8, line(width)))  # pyright: ignore[reportAbstractUsage]
-    return tiling, plgpu.SwizzleTransform(2 * line(width))  # pyright: ignore[reportAbstractUsage]
-
-
 def forward(
     q: Array,
     k_pages: Array,
@@ -161,50 +155,12 @@ def forward(
     def body(*refs: Any, **scratch: Any) -> None:
         _Kernel(problem, schedule, masking, items, grid, tiles is not None, sinks is not None, refs, scratch).run()
 
-    return plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((rows, heads, problem.value_width), dtype),
-            jax.ShapeDtypeStruct((heads, rows), ACCUMULATOR),
-        ),
-        grid=(grid,),
-        grid_names=("cta",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-        kernel_name="attention_prefill",
-    )(*operands)
-
-
-def _named_barrier(operation: str, barrier_id: Any, num_threads: int) -> None:
-    """Arrives at one of the hardware's barriers, or arrives and waits ("sync"), with all that use it `num_threads`."""
-
-    def constant(_: Any) -> None:
-        mgpu.inline_ptx(f"bar.{operation} {barrier_id}, {num_threads};", has_side_effects=True)
-
-    def computed(_: Any, barrier: Any) -> None:
-        text = f"bar.{operation} $0, {num_threads};"
-        mgpu.inline_ptx(text, barrier.registers.item(), has_side_effects=True)
-
-    inline: Any = plgpu.inline_mgpu
-    if isinstance(barrier_id, int):
-        inline()(constant)()
-    else:
-        inline(arg_types=(plgpu.Layout.WG_SPLAT,))(computed)(barrier_id)
-
-
-def _arrive(barrier_id: Any, num_threads: int) -> None:
-    _named_barrier("arrive", barrier_id, num_threads)
-
-
-def _sync(barrier_id: Any, num_threads: int) -> None:
-    _named_barrier("sync", barrier_id, num_threads)
+    out_type = (
+        jax.ShapeDtypeStruct((rows, heads, problem.value_width), dtype),
+        jax.ShapeDtypeStruct((heads, rows), ACCUMULATOR),
+    )
+    o, normalizers = launch("attention_prefill", body, out_type, grid, scratch)(*operands)
+    return o, normalizers
 
 
 class _Item(NamedTuple):
@@ -307,9 +263,9 @@ class _Kernel:
             def load_block(block: Array, step: Array) -> Array:
                 slot = lax.rem(step, stages)
                 page = self.page_table[item.request, block]
-                _sync(self.k_free + slot, _CONSUMERS + 32)
+                sync(self.k_free + slot, CONSUMERS + 32)
                 self.copy_page(self.k_gmem.at[page, kv_head], "k", slot)
-                _sync(self.v_free + slot, _CONSUMERS + 32)
+                sync(self.v_free + slot, CONSUMERS + 32)
                 self.copy_page(self.v_gmem.at[page, kv_head, :, self.own_columns(item)], "v", slot)
                 return step + 1
 
@@ -328,7 +284,7 @@ class _Kernel:
         def _(i: Array) -> None:
             item = self.item(i)
             for part in range(WARPGROUPS):
-                _sync(self.q_free + part, 128 + 32)
+                sync(self.q_free + part, 128 + 32)
                 source = self.q_gmem.at[pl.ds(item.row + part * ROWS, ROWS), item.head]
                 target = self.scratch["q"].at[pl.ds(part * ROWS, ROWS)]
                 plgpu.copy_gmem_to_smem(source, target, self.scratch["q_loaded"].at[part])
@@ -338,8 +294,8 @@ class _Kernel:
     def multiply(self) -> None:
         plgpu.set_max_registers(240, action="increase")
         for slot in range(self.schedule.stages):
-            _arrive(self.k_free + slot, _CONSUMERS + 32)
-            _arrive(self.v_free + slot, _CONSUMERS + 32)
+            arrive(self.k_free + slot, CONSUMERS + 32)
+            arrive(self.v_free + slot, CONSUMERS + 32)
         self.free_queries()
         pl.when(self.warpgroup == 1)(self.pass_turn)
         lax.fori_loop(0, self.item_count, self.multiply_tile, jnp.int32(0))
@@ -347,13 +303,13 @@ class _Kernel:
         plgpu.wait_smem_to_gmem(0)
 
     def take_turn(self) -> None:
-        _sync(_TURN + self.warpgroup, _CONSUMERS)
+        take_turn(self.warpgroup)
 
     def pass_turn(self) -> None:
-        _arrive(_TURN + 1 - self.warpgroup, _CONSUMERS)
+        pass_turn(self.warpgroup)
 
     def free_queries(self) -> None:
-        _arrive(self.q_free + self.warpgroup, 128 + 32)
+        arrive(self.q_free + self.warpgroup, 128 + 32)
 
     def multiply_tile(self, i: Array, first_step: Array) -> Array:
         item = self.item(i)
@@ -380,7 +336,7 @@ class _Kernel:
                 return accumulator[...]
 
             s = pl.run_scoped(scores, plgpu.ACC((ROWS, KV_BLOCK), ACCUMULATOR))  # pyright: ignore
-            _arrive(self.k_free + slot, _CONSUMERS + 32)
+            arrive(self.k_free + slot, CONSUMERS + 32)
             pl.when(is_last)(self.free_queries)
             keys = block * KV_BLOCK
             s = shaped_scores(s, self.masking, slopes, keys - position - rows_of_tile())
@@ -405,7 +361,7 @@ class _Kernel:
                 return accumulator[...]
 
             x = pl.run_scoped(values, plgpu.ACC(o.shape, ACCUMULATOR))  # pyright: ignore
-            _arrive(self.v_free + slot, _CONSUMERS + 32)
+            arrive(self.v_free + slot, CONSUMERS + 32)
             return merged(o, along_rows(a, x.shape), x, along_rows(b, x.shape)), m, total
 
         def visit_all(first: Array, end: Array, carry: Any, is_masked: bool) -> Any:
@@ -429,16 +385,10 @@ class _Kernel:
         return first_step + (item.end - item.first)
 
     def scrub(self, slot: Array, length: Array) -> None:
-        """Zeros behind a request's last value: what was left there may be NaN, and 0 * NaN is not 0."""
+        """Zeros behind a request's last value: each warpgroup has half of the page, and both use it whole."""
         own = pl.ds(self.warpgroup * ROWS, ROWS)
-        size = line(self.problem.part_width)
-        for first in range(0, self.problem.part_width, size):
-            v = self.scratch["v"].at[slot, own, pl.ds(first, size)]
-            keep = indices(0, (ROWS, size)) + self.warpgroup * ROWS < length
-            values = plgpu.load(v, layout=MATRIX, optimized=False)
-            v[...] = jnp.where(keep, values.astype(ACCUMULATOR), 0.0).astype(values.dtype)
-        plgpu.commit_smem()
-        _sync(_SCRUBBED, _CONSUMERS)
+        scrub(self.scratch["v"].at[slot, own], length - self.warpgroup * ROWS)
+        sync(_SCRUBBED, CONSUMERS)
 
     def write(self, item: _Item, o: Array, m: Array, total: Array) -> None:
         own = pl.ds(self.warpgroup * ROWS, ROWS)

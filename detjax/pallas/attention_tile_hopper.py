@@ -5,9 +5,11 @@ product that is rounded stands where no compiler can fuse it: what a kernel's su
 otherwise be a matter of its schedule.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 from jaxlib.mlir.dialects import math as math_dialect
 
-from detjax.contract import ACCUMULATOR, KV_BLOCK, LOG2_E, LOWEST_MAXIMUM, Masking, log2_scale
+from detjax.contract import ACCUMULATOR, KV_BLOCK, LOWEST_MAXIMUM, Masking, log2_scale, soft_cap_exponent
 
 ROWS: Final = 64
 """Query rows of a warpgroup's tile: those of the matrix unit."""
@@ -26,6 +28,17 @@ ROWS: Final = 64
 MATRIX: Final = plgpu.Layout.WGMMA
 VECTOR: Final = plgpu.Layout.WGMMA.reduce(1)
 """One number for each row of a tile, held by the threads that hold the row."""
+
+
+def line(width: int) -> int:
+    """Elements of a swizzled line of shared memory, for rows of 2-byte elements."""
+    return math.gcd(width, 64)
+
+
+def swizzled(width: int) -> tuple[Any, ...]:
+    """How rows of `width` 2-byte elements lie in shared memory for the matrix unit."""
+    tiling = plgpu.TilingTransform((8, line(width)))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(2 * line(width))  # pyright: ignore[reportAbstractUsage]
 
 
 def fma(x: Array, y: Array, z: Array, layout: Any = None) -> Array:
@@ -86,13 +99,17 @@ def shaped_scores(s: Array, masking: Masking, slopes: Array | None, first_distan
         return s
     s = s * np.float32(masking.scale)
     if masking.soft_cap is not None:
-        # tanh(x) = 1 - 2 / (1 + exp(2 x)); the hardware's own is good to three digits only.
-        e = jnp.exp2(s * np.float32(2 * LOG2_E / masking.soft_cap))
-        # The maximum with 0 changes nothing, and keeps the quotient from being fused with the subtraction.
-        s = np.float32(masking.soft_cap) * (1.0 - jnp.maximum(2.0 / (1.0 + e), 0.0))
+        s = np.float32(masking.soft_cap) * bent_scores(s, masking.soft_cap)
     if slopes is not None:
         s = fma(slopes, distances(first_distance), s)
     return s
+
+
+def bent_scores(s: Array, soft_cap: float) -> Array:
+    """`tanh(s / soft_cap)` as the contract has it; the hardware's own is good to three digits only."""
+    e = jnp.exp2(s * soft_cap_exponent(soft_cap))
+    # The maximum with 0 changes nothing, and keeps the quotient from being fused with the subtraction.
+    return 1.0 - jnp.maximum(2.0 / (1.0 + e), 0.0)
 
 
 def masked(s: Array, masking: Masking, keys: Array, positions: Array, kv_length: Array) -> Array:
@@ -170,6 +187,20 @@ def distances(first: Array) -> Array:
 def rows_of_tile() -> Array:
     """Row indices of a tile, int32 `[ROWS]`."""
     return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=VECTOR)
+
+
+def scrub(rows: Any, length: Array) -> None:
+    """Zeros behind the first `length` of `ROWS` rows of keys or values in shared memory, for the matrix unit to see.
+
+    What a page holds behind its request's last token may be NaN, and 0 * NaN is not 0.
+    """
+    width = rows.shape[-1]
+    for first in range(0, width, line(width)):
+        part = rows.at[:, pl.ds(first, line(width))]
+        keep = indices(0, (ROWS, line(width))) < length
+        values = plgpu.load(part, layout=MATRIX, optimized=False)
+        part[...] = jnp.where(keep, values.astype(ACCUMULATOR), 0.0).astype(values.dtype)
+    plgpu.commit_smem()
 
 
 def block_softmax(s: Array, c: float) -> tuple[Array, Array, Array]:

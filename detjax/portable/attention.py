@@ -14,12 +14,12 @@ from detjax.contract import (
     ACCUMULATOR,
     KEY_LANES,
     KV_BLOCK,
-    LOG2_E,
     LOWEST_MAXIMUM,
     PORTABLE_ROWS,
     Masking,
     log2_scale,
     rounded,
+    soft_cap_exponent,
 )
 from detjax.portable.tiles import dot, fold_rows, map_rows, row_sum
 
@@ -254,7 +254,7 @@ def _scores(
         # Barriers keep a product from being merged with the next one, or fused with the sum that follows.
         s, c = lax.optimization_barrier(s * np.float32(masking.scale)), log2_scale(1.0)
     if masking.soft_cap is not None:
-        bent = 1.0 - 2.0 / (1.0 + jnp.exp2(s * np.float32(2 * LOG2_E / masking.soft_cap)))
+        bent = 1.0 - 2.0 / (1.0 + jnp.exp2(s * soft_cap_exponent(masking.soft_cap)))
         s, cap_slope = lax.optimization_barrier(np.float32(masking.soft_cap) * bent), 1.0 - bent * bent
     if per_head.slopes is not None:
         s = s + tile.by_row(per_head.slopes, q.shape[1]) * (keys - positions).astype(ACCUMULATOR)[None]

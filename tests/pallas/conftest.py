@@ -15,6 +15,7 @@ from detjax import platform
 from detjax.contract import KV_BLOCK
 from detjax.pallas import (
     attention_backward_hopper,
+    attention_cta_hopper,
     attention_decode_hopper,
     attention_prefill_hopper,
     attention_tile_hopper,
@@ -83,7 +84,7 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         for module in _ATTENTION:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, replacement)
-    monkeypatch.setattr(attention_prefill_hopper, "_named_barrier", _barrier_operation)
+    monkeypatch.setattr(attention_cta_hopper, "named_barrier", _barrier_operation)
     monkeypatch.setattr(gpu_callbacks, "wgmma", gpu_callbacks.fail_on_exception(_wgmma))
     monkeypatch.setattr(gpu_callbacks, "_named_barrier", gpu_callbacks.fail_on_exception(_named_barrier))
 
