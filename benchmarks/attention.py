@@ -42,7 +42,7 @@ from rich.table import Table
 
 import detjax
 from detjax import ops
-from detjax.bench.timing import device_time, rotations, step_time, torch_time
+from detjax.bench.timing import device_time, rotations, step_time, torch_time, turns
 from detjax.contract import KV_BLOCK
 
 OURS, SHUFFLED, CUDNN, TORCH, TOKAMAX = "detjax", "detjax, shuffled pages", "cudnn", "torch", "tokamax"
@@ -395,20 +395,16 @@ def reason(error: Exception) -> str:
 
 
 def in_turns[Name](runs: dict[Name, Callable[[], float]], rounds: int) -> tuple[dict[Name, float], dict[Name, str]]:
-    """Median seconds of each, over rounds in which all take turns, and why the others have none.
-
-    Every other round goes backwards: none always runs after the one that heats the chip most.
-    """
+    """Median seconds of each, over rounds in which all take turns, and why the others have none."""
     seconds: dict[Name, list[float]] = {name: [] for name in runs}
     missing: dict[Name, str] = {}
-    for index in range(rounds):
-        for name in list(runs)[:: -1 if index % 2 else 1]:
-            if name in missing:
-                continue
-            try:
-                seconds[name].append(runs[name]())
-            except Exception as error:
-                missing[name] = reason(error)
+    for name in turns(runs, rounds):
+        if name in missing:
+            continue
+        try:
+            seconds[name].append(runs[name]())
+        except Exception as error:
+            missing[name] = reason(error)
     return {name: statistics.median(values) for name, values in seconds.items() if name not in missing}, missing
 
 

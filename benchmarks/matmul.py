@@ -41,7 +41,7 @@ from rich.table import Table
 import detjax
 from detjax import ops
 from detjax.bench.shapes import MODELS, TOKENS, Widths
-from detjax.bench.timing import device_time, rotations, torch_time
+from detjax.bench.timing import device_time, rotations, torch_time, turns
 from detjax.contract import Epilogue, WeightLayout
 from detjax.pallas import matmul_hopper
 from detjax.pallas.schedules.matmul_hopper import Plan, Problem, Schedule, choose, key, table
@@ -233,14 +233,10 @@ def build_all(sizes: Sizes, n: int, k: int, layouts: Iterable[WeightLayout], bac
 
 
 def in_turns(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, over rounds in which all take turns, so that a drifting clock meets all alike.
-
-    Every other round goes backwards: none always runs after the one that heats the chip most.
-    """
+    """Median seconds of each, over rounds in which all take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for index in range(rounds):
-        for name in list(runs)[:: -1 if index % 2 else 1]:
-            seconds[name].append(runs[name]())
+    for name in turns(runs, rounds):
+        seconds[name].append(runs[name]())
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

@@ -3,7 +3,7 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -21,6 +21,16 @@ def rotations(bytes_per_call: int) -> int:
     At most 64: inputs below 2 MB stay in the cache, as the few rows of a decode step do.
     """
     return min(MOST_ROTATIONS, 2 + 2 * CACHE_BYTES // max(bytes_per_call, 1))
+
+
+def turns[Name](names: Iterable[Name], rounds: int) -> Iterator[Name]:
+    """The names in order, round after round, so that a drifting clock meets all alike.
+
+    Every other round goes backwards: none always runs after the one that heats the chip most.
+    """
+    names = list(names)
+    for index in range(rounds):
+        yield from names[:: -1 if index % 2 else 1]
 
 
 def device_time(fn: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]], *, calls: int = 30) -> float:

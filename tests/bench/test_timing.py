@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from detjax.bench.timing import CACHE_BYTES, MOST_ROTATIONS, device_time, rotations, step_time
+from detjax.bench.timing import CACHE_BYTES, MOST_ROTATIONS, device_time, rotations, step_time, turns
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20, 32 << 20, 300 << 20, 4 << 30])
@@ -42,3 +42,8 @@ def test_a_step_is_a_share_of_all_calls_of_a_repetition() -> None:
     seconds = step_time(program, sets, steps=4, repetitions=3)
     assert seen == [0, 1] + 3 * [0, 1, 2, 0]
     assert seconds >= 1e-3
+
+
+def test_every_other_round_goes_backwards() -> None:
+    assert list(turns("abc", 3)) == [*"abc", *"cba", *"abc"]
+    assert list(turns([], 2)) == []
