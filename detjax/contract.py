@@ -80,7 +80,7 @@ LOG2_E: Final = np.float32(np.log2(np.e))
 # Per query row and block b of keys, with c = log2(e) * scale and s = q . k in float32, masked scores being -inf:
 #   m_b = max(rn(max(s) * c), LOWEST_MAXIMUM)
 #   p   = exp2(fma(s, c, -m_b))
-#   l_b = sum of p in the order of KEY_LANES
+#   l_b = sum of p in the order of KEY_LANES and KEY_GROUPS
 #   O_b = rn(p) . V from a fresh accumulator, p rounded to V's dtype
 # Blocks merge left to right with m' = max(m, m_b), a = exp2(m - m'), b = exp2(m_b - m'):
 #   O = fma(O, a, rn(O_b * b)),  l = fma(l, a, rn(l_b * b))
@@ -95,11 +95,12 @@ LOG2_E: Final = np.float32(np.log2(np.e))
 KV_BLOCK: Final = 128
 """Keys are cut at absolute positions that are multiples of this. It is also the number of tokens in a page."""
 
-KEY_LANES: Final = 16
-"""Sums of p over a block: lane `j` adds keys `j, j + KEY_LANES, ...` in ascending order. Then lanes `j` and
-`j + KEY_LANES / 2` are added; then neighbours are added in pairs, and the sums that makes again in pairs, until one is
-left. So a GPU's threads add what they hold of the matrix unit's result, with key `8 n + 2 t + i` in thread `t` of four:
-even and odd `n` apart, each ascending; then even + odd; then `i`; then threads 0 + 1 and 2 + 3, and these two."""
+KEY_LANES: Final = 8
+KEY_GROUPS: Final = 4
+"""Sums of p over a block, key `64 u + 16 g + 8 e + r` in lane `r` of group `g`: each lane of each group adds its four
+keys in ascending order. Then the groups of a lane are added in ascending order; then neighbouring lanes in pairs, and
+the sums that makes again in pairs, until one is left. So a GPU adds what its threads hold of the matrix unit's result
+before they exchange anything, be keys the columns of it (prefill) or the rows (decode)."""
 
 QUERY_UNIT: Final = 8
 """Where queries of several requests are packed into one array, each request begins at a multiple of this."""

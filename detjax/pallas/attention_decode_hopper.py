@@ -1,6 +1,6 @@
 """Attention of a few query tokens a request on Hopper (Pallas Mosaic GPU): decode, and verifying drafted tokens.
 
-The query rows of all heads that share keys, and of up to 16 tokens, are the 64 rows of one tile. Blocks of keys of all
+The queries of all heads that share keys, and of up to 16 tokens, are the columns of one tile. Blocks of keys of all
 requests and heads lie on one line, in order, which is cut into one piece of equal length for each CTA: requests of any
 lengths are side by side. A CTA merges the blocks of a sequence (one request, one head of keys, one tile) that it has
 from the first on; of a sequence that began in an earlier CTA it writes each block's result by itself, and a second
@@ -19,31 +19,40 @@ from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK, LOWEST_MAXIMUM, Masking
 from detjax.pallas import hopper
+from detjax.pallas.attention_columns_hopper import (
+    COLUMN,
+    UNIT,
+    along_columns,
+    column_maxima,
+    column_sums,
+    columns_of_tile,
+    exchanges,
+    leave_sums,
+    load_queries,
+    row_distances,
+    rows_kept,
+    store_column_numbers,
+    store_columns,
+)
 from detjax.pallas.attention_tile_hopper import (
-    MATRIX,
     ROWS,
-    VECTOR,
-    along_rows,
-    block_softmax,
     exponent_scale,
+    exponentials,
     finished,
     initial_statistics,
-    masked,
+    line,
     merged,
     rescaling,
-    rows_of_tile,
     scrub,
     shaped_scores,
     splat,
-    store_row_numbers,
-    store_rows,
     swizzled,
+    visible_keys,
 )
 from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED
 
 MOST_TOKENS: Final = 16
 """Query tokens of a request."""
-_QUERY_SLOTS: Final = 2
 _MERGED_AT_ONCE: Final = 16
 """Unmerged blocks that a CTA of the merging kernel loads at once: their statistics fill 128 bytes."""
 _MERGE_STAGES: Final = 6
@@ -79,20 +88,24 @@ class Problem(NamedTuple):
     """Of a request."""
     dtype: Any
 
+    @classmethod
+    def of(cls, q: Array, k_pages: Array, v_pages: Array, most_blocks: int) -> "Problem":
+        batch, tokens, heads, width = q.shape
+        return cls(batch, tokens, heads, k_pages.shape[1], width, v_pages.shape[-1], most_blocks, q.dtype)
+
     @property
     def group(self) -> int:
         return self.heads // self.kv_heads
 
     @property
-    def token_rows(self) -> int:
-        """Rows from one token of a tile to the next: the copy engine wants each token's to begin at 128 bytes."""
-        unit = 1 if self.width % 64 == self.value_width % 64 == 0 else 4
-        return -(-self.group // unit) * unit
+    def most_columns(self) -> int:
+        """Of a tile: so many that its sums fit into registers."""
+        return 64 if self.value_width <= 128 else 32
 
     @property
     def tile_tokens(self) -> int:
         """Tokens of a tile."""
-        return min(self.tokens, ROWS // self.token_rows)
+        return min(self.tokens, self.most_columns // self.group)
 
     @property
     def tiles(self) -> int:
@@ -100,8 +113,13 @@ class Problem(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of a tile that are used; row `t * token_rows + g` is head `g` of the tile's token `t`."""
-        return self.tile_tokens * self.token_rows
+        """Queries of a tile; query `t * group + g` is head `g` of the tile's token `t`."""
+        return self.tile_tokens * self.group
+
+    @property
+    def columns(self) -> int:
+        """Columns of a tile: its queries, and zeros up to what the matrix unit multiplies."""
+        return -(-self.rows // UNIT) * UNIT
 
     @property
     def sequences(self) -> int:
@@ -124,28 +142,32 @@ class Problem(NamedTuple):
         return Schedule(ctas, cut=partials <= _MOST_SCRATCH or self.batch * self.sequences < 2 * ctas)
 
     @property
-    def value_chunks(self) -> list[tuple[int, int]]:
-        """First column and number of columns of the pieces in which values are multiplied: a piece's products live
-        beside all running sums, and only so many registers are there."""
-        size = self.value_width if self.value_width <= 112 else 64
-        return [(first, size) for first in range(0, self.value_width, size)]
+    def value_chunks(self) -> list[int]:
+        """First columns of the pieces of 64 in which values are multiplied. The last one may overlap the one before:
+        both then have the same bits."""
+        return [*range(0, self.value_width - ROWS, ROWS), self.value_width - ROWS]
+
+    @property
+    def chunks_at_once(self) -> list[list[int]]:
+        """The pieces of values in groups whose products are in registers at the same time, beside all sums."""
+        size = max(1, 64 // self.columns)
+        chunks = list(range(len(self.value_chunks)))
+        return [chunks[first : first + size] for first in range(0, len(chunks), size)]
 
     @property
     def slots(self) -> int:
         """Pages of keys or values in flight."""
-        free = SHARED_MEMORY - SHARED_MEMORY_RESERVED
-        free -= ((self.arriving_rows + ROWS) * self.width + ROWS * self.value_width) * self.dtype.itemsize
+        columns = self.columns
+        exchanged = columns * (self.width + KV_BLOCK) * self.dtype.itemsize + columns * (4 + 32) * 4
+        free = SHARED_MEMORY - SHARED_MEMORY_RESERVED - exchanged
         widths = sum({self.width, self.value_width})  # one ring for both, or one for each
         return min(6, free // (KV_BLOCK * widths * self.dtype.itemsize))
 
-    @property
-    def row_slot(self) -> int:
-        """Rows from one slot of arriving queries to the next; a tile is read from where its own begin."""
-        return -(-self.rows // 8) * 8
 
-    @property
-    def arriving_rows(self) -> int:
-        return (_QUERY_SLOTS - 1) * self.row_slot + ROWS
+def serves(q: Array, k_pages: Array, v_pages: Array) -> bool:
+    """Whether tokens are few, a tile has room for the heads that share keys, and values fill the matrix unit's rows."""
+    problem = Problem.of(q, k_pages, v_pages, 1)
+    return problem.tokens <= MOST_TOKENS and problem.group <= problem.most_columns and problem.value_width >= ROWS
 
 
 def forward(
@@ -160,43 +182,39 @@ def forward(
     masking: Masking,
     schedule: Schedule | None = None,
 ) -> Array:
-    """Output `[B, T, H, V]` of queries `[B, T, H, K]`, T being at most `MOST_TOKENS`."""
+    """Output `[B, T, H, V]` of queries `[B, T, H, K]` that it `serves`."""
     batch, tokens, heads, width = q.shape
-    problem = Problem(batch, tokens, heads, k_pages.shape[1], width, v_pages.shape[-1], page_table.shape[1], q.dtype)
+    problem = Problem.of(q, k_pages, v_pages, page_table.shape[1])
     schedule = schedule or problem.schedule()
-    if problem.token_rows != problem.group:
-        by_group = q.reshape(batch, tokens, problem.kv_heads, problem.group, width)
-        missing = problem.token_rows - problem.group
-        q = jnp.pad(by_group, ((0, 0),) * 3 + ((0, missing), (0, 0))).reshape(batch, tokens, -1, width)
-    operands = [q, k_pages, v_pages, page_table, q_start, kv_length]
+    by_group = batch, tokens, problem.kv_heads, problem.group
+    operands = [q.reshape(*by_group, width), k_pages, v_pages, page_table, q_start, kv_length]
     if sinks is not None:
-        operands.append(_by_row(sinks.astype(ACCUMULATOR), problem))
+        operands.append(_by_column(sinks.astype(ACCUMULATOR), problem))
     if masking.alibi_slopes is not None:
-        operands.append(_by_row(jnp.asarray(masking.alibi_slopes, ACCUMULATOR), problem))
-    out = [jax.ShapeDtypeStruct((batch, tokens, heads, problem.value_width), q.dtype)]
+        operands.append(_by_column(jnp.asarray(masking.alibi_slopes, ACCUMULATOR), problem))
+    out = [jax.ShapeDtypeStruct((*by_group, problem.value_width), q.dtype)]
     if schedule.cut:
         blocks = problem.partial_blocks(schedule.ctas)
+        of_tile = problem.tile_tokens, problem.group, problem.padded_width
         out += [
-            jax.ShapeDtypeStruct((schedule.ctas * blocks, problem.rows, problem.padded_width), ACCUMULATOR),
+            jax.ShapeDtypeStruct((schedule.ctas * blocks, *of_tile), ACCUMULATOR),
             jax.ShapeDtypeStruct((problem.rows, 2, schedule.ctas * blocks), ACCUMULATOR),
-            jax.ShapeDtypeStruct((schedule.ctas, problem.rows, problem.padded_width), ACCUMULATOR),
+            jax.ShapeDtypeStruct((schedule.ctas, *of_tile), ACCUMULATOR),
             jax.ShapeDtypeStruct((schedule.ctas, problem.rows, 2), ACCUMULATOR),
             jax.ShapeDtypeStruct((schedule.ctas, _INFO), jnp.int32),
         ]
-    dtype, slots = q.dtype, problem.slots
-    # Queries arrive as plain rows, of any number of heads, and are then laid out for the matrix unit.
+    dtype, slots, columns = q.dtype, problem.slots, problem.columns
     scratch = {
-        "arriving": plgpu.SMEM((problem.arriving_rows, width), dtype),
-        "q": plgpu.SMEM((ROWS, width), dtype, transforms=swizzled(width)),
+        "q": plgpu.SMEM((columns, width), dtype, transforms=swizzled(width)),
+        # As wide lines as the values have: the matrix unit's operands share them.
+        "p": plgpu.SMEM((columns, KV_BLOCK), dtype, transforms=swizzled(line(problem.value_width))),
         "kv": [
             plgpu.SMEM((slots, KV_BLOCK, size), dtype, transforms=swizzled(size))
             for size in dict.fromkeys((width, problem.value_width))
         ],
-        "y": plgpu.SMEM((ROWS, problem.value_width), dtype),
-        "q_loaded": plgpu.Barrier(num_arrivals=problem.tile_tokens, num_barriers=_QUERY_SLOTS),
-        "q_consumed": plgpu.Barrier(num_barriers=_QUERY_SLOTS),
         "loaded": plgpu.Barrier(num_barriers=slots),
         "consumed": plgpu.Barrier(num_barriers=slots),
+        **exchanges(columns),
     }
 
     def body(*refs: Any, **scratch: Any) -> None:
@@ -210,12 +228,12 @@ def forward(
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=scratch,
-        compiler_params=_COMPILER_PARAMS,
+        # What one warp leaves in shared memory for others, these read once all have met: see `_Kernel.multiply_piece`.
+        compiler_params=dataclasses.replace(_COMPILER_PARAMS, unsafe_no_auto_barriers=True),
         kernel_name="attention_decode",
     )(*operands)
-    if not schedule.cut:
-        return results[0]
-    return _merge(problem, schedule, *results)
+    o = _merge(problem, schedule, *results) if schedule.cut else results[0]
+    return o.reshape(batch, tokens, heads, problem.value_width)
 
 
 _COMPILER_PARAMS = plgpu.CompilerParams(
@@ -223,11 +241,10 @@ _COMPILER_PARAMS = plgpu.CompilerParams(
 )
 
 
-def _by_row(per_head: Array, problem: Problem) -> Array:
-    """Values of the query heads for the rows of a tile, `[h, ROWS]`."""
-    by_group = per_head.reshape(problem.kv_heads, problem.group)
-    by_token = jnp.pad(by_group, ((0, 0), (0, problem.token_rows - problem.group)))
-    return jnp.pad(jnp.tile(by_token, (1, problem.tile_tokens)), ((0, 0), (0, ROWS - problem.rows)))
+def _by_column(per_head: Array, problem: Problem) -> Array:
+    """Values of the query heads for the columns of a tile, `[h, n]`."""
+    by_token = jnp.tile(per_head.reshape(problem.kv_heads, problem.group), (1, problem.tile_tokens))
+    return jnp.pad(by_token, ((0, 0), (0, problem.columns - problem.rows)))
 
 
 class _Piece(NamedTuple):
@@ -336,24 +353,23 @@ class _Kernel:
         is_next = offset >= blocks * self.problem.sequences
         return begin + missing, jnp.where(is_next, request + 1, request), jnp.where(is_next, 0, offset)
 
-    def for_each_piece(self, start: tuple[Array, Array], work: Array, step: Any, carry: Array) -> tuple[Array, Array]:
-        """`carry = step(piece, index, carry)` for the CTA's sequences in order: their number, and the last carry."""
+    def for_each_piece(self, start: tuple[Array, Array], work: Array, step: Any, carry: Array) -> Array:
+        """The last `carry = step(piece, carry)` of the CTA's sequences in order."""
 
         def body(state: Any) -> Any:
-            request, offset, left, index, carry = state
+            request, offset, left, carry = state
             first_block, blocks = self.blocks_of(request)
             sequence, skipped = lax.div(offset, blocks), lax.rem(offset, blocks)
             count = blocks - skipped
             if self.schedule.cut:
                 count = lax.min(count, left)
-            carry = step(_Piece(request, sequence, skipped, first_block, blocks, count), index, carry)
+            carry = step(_Piece(request, sequence, skipped, first_block, blocks, count), carry)
             offset = offset + count
             is_next = offset >= blocks * self.problem.sequences
             request = jnp.where(is_next, request + 1, request)
-            return request, jnp.where(is_next, 0, offset), left - count, index + 1, carry
+            return request, jnp.where(is_next, 0, offset), left - count, carry
 
-        state = (*start, work, jnp.int32(0), carry)
-        return lax.while_loop(lambda state: state[2] > 0, body, state)[-2:]
+        return lax.while_loop(lambda state: state[2] > 0, body, (*start, work, carry))[-1]
 
     def head_and_tile(self, piece: _Piece) -> tuple[Array, Array]:
         """Head of keys, and tile of query tokens, of the piece's sequence."""
@@ -374,33 +390,15 @@ class _Kernel:
         def _(warp: Array) -> None:
             @pl.when(warp == 0)
             def _() -> None:
-                pieces, steps = self.for_each_piece(start, work, self.load_piece, jnp.int32(0))
-                self.await_all("q_consumed", pieces, _QUERY_SLOTS)
-                self.await_all("consumed", steps, self.slots)
+                steps = self.for_each_piece(start, work, self.load_piece, jnp.int32(0))
 
-    def await_all(self, name: str, count: Array, slots: int) -> None:
-        """Waits for what has not been waited for when the last of `count` loads was started."""
+                # What has not been waited for when the last load was started.
+                @pl.loop(lax.max(steps - self.slots, 0), steps)
+                def _(step: Array) -> None:
+                    plgpu.barrier_wait(self.scratch["consumed"].at[lax.rem(step, jnp.int32(self.slots))])
 
-        @pl.loop(lax.max(count - slots, 0), count)
-        def _(index: Array) -> None:
-            plgpu.barrier_wait(self.scratch[name].at[lax.rem(index, jnp.int32(slots))])
-
-    def load_piece(self, piece: _Piece, index: Array, step: Array) -> Array:
-        problem = self.problem
-        kv_head, tile = self.head_and_tile(piece)
-        slot = lax.rem(index, jnp.int32(_QUERY_SLOTS))
-
-        @pl.when(index >= _QUERY_SLOTS)
-        def _() -> None:
-            plgpu.barrier_wait(self.scratch["q_consumed"].at[slot])
-
-        for i in range(problem.tile_tokens):
-            # Of the last tile, rows behind the last token repeat it.
-            token = lax.min(tile * problem.tile_tokens + i, jnp.int32(problem.tokens - 1))
-            source = self.q_gmem.at[piece.request, token, pl.ds(kv_head * problem.token_rows, problem.token_rows)]
-            first = slot * problem.row_slot + i * problem.token_rows
-            target = self.scratch["arriving"].at[pl.ds(first, problem.token_rows)]
-            plgpu.copy_gmem_to_smem(source, target, self.scratch["q_loaded"].at[slot])
+    def load_piece(self, piece: _Piece, step: Array) -> Array:
+        kv_head, _ = self.head_and_tile(piece)
 
         def load_block(i: Array, step: Array) -> Array:
             page = self.page_table[piece.request, piece.first_block + piece.skipped + i]
@@ -420,11 +418,10 @@ class _Kernel:
     # --- the multiplying warpgroup ------------------------------------------------------------------------------------
 
     def multiply(self, start: tuple[Array, Array], work: Array) -> None:
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(248, action="increase")
         if self.schedule.cut:
             self.leave_info(start, work)
         self.for_each_piece(start, work, self.multiply_piece, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)
 
     def leave_info(self, start: tuple[Array, Array], work: Array) -> None:
         """What the merging kernel has to know of the sequence that the CTA begins in."""
@@ -435,72 +432,80 @@ class _Kernel:
         for index, number in enumerate(numbers):
             info[self.cta, index] = number
 
-    def multiply_piece(self, piece: _Piece, index: Array, first_step: Array) -> Array:
-        problem, masking = self.problem, self.masking
+    def multiply_piece(self, piece: _Piece, first_step: Array) -> Array:
+        """Every block has its threads meet twice: in `column_maxima`, and when `p` and its sums are in shared memory.
+        So whatever is written there has been read, by all of them, a meeting earlier."""
+        problem, masking, columns = self.problem, self.masking, self.problem.columns
         kv_head, tile = self.head_and_tile(piece)
-        q_slot = lax.rem(index, jnp.int32(_QUERY_SLOTS))
         kv_length = self.kv_length[piece.request]
-        position = self.q_start[piece.request] + tile * problem.tile_tokens
+        first_token = tile * problem.tile_tokens
+        position = self.q_start[piece.request] + first_token
         c = exponent_scale(masking)
-        sinks = None if self.sinks is None else plgpu.load(self.sinks.at[kv_head], layout=VECTOR, optimized=False)
-        plgpu.barrier_wait(self.scratch["q_loaded"].at[q_slot])
-        arrived = self.scratch["arriving"].at[pl.ds(q_slot * problem.row_slot, ROWS)]
-        self.scratch["q"][...] = plgpu.load(arrived, layout=MATRIX, optimized=False)
+
+        def by_column(ref: Any) -> Array:
+            return plgpu.load(ref.at[kv_head], layout=COLUMN, optimized=False)
+
+        sinks = None if self.sinks is None else by_column(self.sinks)
+        # Of the last tile, columns behind the last token are zeros.
+        self.queries = lax.min(jnp.int32(problem.tile_tokens), problem.tokens - first_token) * problem.group
+        source = self.q_gmem.at[piece.request, pl.ds(first_token, problem.tile_tokens), kv_head]
+        load_queries(source, self.scratch["q"], self.queries)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.scratch["q_consumed"].at[q_slot])
 
         def visit(i: Array, use: Any) -> tuple[Array, Array, Any]:
             """Maximum and sum of the piece's block i, and what `use(index, chunk, maximum)` made of each chunk."""
             step = first_step + 2 * i
             k_slot, v_slot = (lax.rem(step + number, jnp.int32(self.slots)) for number in range(2))
-            k, v = self.ring(0), self.ring(1)
+            k, v = self.ring(0).at[k_slot], self.ring(1).at[v_slot]
             keys = (piece.first_block + piece.skipped + i) * KV_BLOCK
             plgpu.barrier_wait(self.scratch["loaded"].at[k_slot])
 
             def scores(accumulator: Any) -> Array:
-                plgpu.wgmma(accumulator, self.scratch["q"], k.at[k_slot].T)
+                plgpu.wgmma(accumulator, k, self.scratch["q"].T)
                 return accumulator[...]
 
-            s = pl.run_scoped(scores, plgpu.ACC((ROWS, KV_BLOCK), ACCUMULATOR))  # pyright: ignore
+            s = pl.run_scoped(scores, plgpu.ACC((KV_BLOCK, columns), ACCUMULATOR))  # pyright: ignore
             plgpu.barrier_arrive(self.scratch["consumed"].at[k_slot])
-            positions = position + lax.div(rows_of_tile(), jnp.int32(problem.token_rows))
-            slopes = None
-            if self.slopes is not None:
-                slopes = plgpu.load(self.slopes.at[kv_head], layout=VECTOR, optimized=False)
-                slopes = along_rows(slopes, s.shape)
-            s = shaped_scores(s, masking, slopes, keys - positions)
-            s = masked(s, masking, keys, positions, kv_length)
-            p, m_b, total_b = block_softmax(s, c)
-            p = p.astype(problem.dtype)
+            positions = position + lax.div(columns_of_tile(columns), jnp.int32(problem.group))
+            slopes = None if self.slopes is None else along_columns(by_column(self.slopes), s.shape)
+            s = shaped_scores(s, masking, slopes, lambda: row_distances(keys - positions))
+            s = rows_kept(s, *visible_keys(masking, keys, positions, kv_length, COLUMN))
+            p, m_b = exponentials(s, c, column_maxima(s, self.scratch["maxima"]), along_columns)
+            leave_sums(p, self.scratch["sums"])
+            self.scratch["p"].T[...] = p.astype(problem.dtype)
             plgpu.barrier_wait(self.scratch["loaded"].at[v_slot])
-            pl.when(keys + KV_BLOCK > kv_length)(lambda: self.scrub(v.at[v_slot], kv_length - keys))
-
+            pl.when(keys + KV_BLOCK > kv_length)(lambda: self.scrub(v, kv_length - keys))
+            plgpu.commit_smem()
             results = []
-            for index, (first, size) in enumerate(problem.value_chunks):
+            for chunks in problem.chunks_at_once:
 
-                def values(accumulator: Any, first: int = first, size: int = size) -> Array:
-                    plgpu.wgmma(accumulator, p, v.at[v_slot, :, pl.ds(first, size)])
-                    return accumulator[...]
+                def values(*accumulators: Any, chunks: list[int] = chunks) -> list[Array]:
+                    for accumulator, chunk in zip(accumulators, chunks, strict=True):
+                        columns = pl.ds(problem.value_chunks[chunk], ROWS)
+                        plgpu.wgmma(accumulator, v.at[:, columns].T, self.scratch["p"].T)
+                    return [accumulator[...] for accumulator in accumulators]
 
-                x = pl.run_scoped(values, plgpu.ACC((ROWS, size), ACCUMULATOR))  # pyright: ignore
-                results.append(use(index, x, m_b))
+                accumulators = [plgpu.ACC((ROWS, columns), ACCUMULATOR) for _ in chunks]  # pyright: ignore
+                found = pl.run_scoped(values, *accumulators)
+                results += [use(chunk, x, m_b) for chunk, x in zip(chunks, found, strict=True)]
             plgpu.barrier_arrive(self.scratch["consumed"].at[v_slot])
-            return m_b, total_b, tuple(results)
+            return m_b, column_sums(self.scratch["sums"]), tuple(results)
 
         def merge_block(i: Array, carry: Any) -> Any:
             o, m, total = carry
 
             def merge(index: int, x: Array, m_b: Array) -> Array:
                 _, a, b = rescaling(m, m_b)
-                return merged(o[index], along_rows(a, x.shape), x, along_rows(b, x.shape))
+                return merged(o[index], along_columns(a, x.shape), x, along_columns(b, x.shape))
 
             m_b, total_b, o = visit(i, merge)
             m, a, b = rescaling(m, m_b)
-            return o, m, merged(total, a, total_b, b)
+            return o, m, merged(total, a, total_b, b, COLUMN)
 
         def from_the_beginning() -> None:
-            zeros = tuple(splat(0.0, (ROWS, size)) for _, size in problem.value_chunks)
-            o, m, total = lax.fori_loop(0, piece.visits, merge_block, (zeros, *initial_statistics(sinks)))
+            zeros = tuple(splat(0.0, (ROWS, columns)) for _ in problem.value_chunks)
+            start = zeros, *initial_statistics(sinks, columns, COLUMN)
+            o, m, total = lax.fori_loop(0, piece.visits, merge_block, start)
             if not self.schedule.cut:
                 return self.write(piece, kv_head, tile, o, total)
             is_whole = piece.visits == piece.blocks
@@ -536,28 +541,19 @@ class _Kernel:
 
     def write(self, piece: _Piece, kv_head: Array, tile: Array, o: tuple[Array, ...], total: Array) -> None:
         """The result of a whole sequence."""
-        problem, staged = self.problem, self.scratch["y"]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for (first, size), x in zip(problem.value_chunks, o, strict=True):
-            staged.at[:, pl.ds(first, size)][...] = finished(x, total, problem.dtype)
-        plgpu.commit_smem()
-        for i in range(problem.tile_tokens):
-            token = tile * problem.tile_tokens + i
-
-            @pl.when(token < problem.tokens)
-            def _(i: int = i, token: Array = token) -> None:
-                heads = pl.ds(kv_head * problem.group, problem.group)
-                source = staged.at[pl.ds(i * problem.token_rows, problem.group)]
-                plgpu.copy_smem_to_gmem(source, self.o_gmem.at[piece.request, token, heads])
+        problem = self.problem
+        tokens = pl.ds(tile * problem.tile_tokens, problem.tile_tokens)
+        for first, x in zip(problem.value_chunks, o, strict=True):
+            y = finished(x, total, problem.dtype, along_columns)
+            store_columns(y, self.o_gmem.at[piece.request, tokens, kv_head, :, pl.ds(first, ROWS)], self.queries)
 
     def leave_columns(self, ref: Any, index: int, x: Array) -> None:
         """Columns of something that is not merged yet."""
-        store_rows(x, ref.at[:, pl.ds(*self.problem.value_chunks[index])], self.problem.rows)
+        store_columns(x, ref.at[:, :, pl.ds(self.problem.value_chunks[index], ROWS)], self.problem.rows)
 
     def leave_statistics(self, ref: Any, block: Array | None, m: Array, total: Array) -> None:
         for which, numbers in enumerate((m, total)):
-            place = ref.at[:, which] if block is None else ref.at[:, which, block]
-            store_row_numbers(numbers, place, self.problem.rows)
+            store_column_numbers(numbers, ref.at[:, which] if block is None else ref.at[:, which, block])
 
 
 def _first_place(problem: Problem, schedule: Schedule, cta: Array, each: Array) -> Array:
@@ -605,11 +601,11 @@ def _merge(
         request, sequence, skipped, blocks, work = (info_gmem[cta, i] for i in range(5))
         each = info_gmem[0, 4]
         tile = lax.rem(sequence, jnp.int32(problem.tiles))
-        token = tile * problem.tile_tokens + lax.div(row, jnp.int32(problem.token_rows))
+        of_tile = lax.div(row, jnp.int32(problem.group))
+        token = tile * problem.tile_tokens + of_tile
         # Of the cuts through one sequence the first one's CTA merges: the CTA before it began with the first block.
-        group_row = lax.rem(row, jnp.int32(problem.token_rows))
-        is_own = (work > 0) & (skipped > 0) & (skipped <= each)
-        is_own = is_own & (token < problem.tokens) & (group_row < problem.group)
+        head = lax.rem(row, jnp.int32(problem.group))
+        is_own = (work > 0) & (skipped > 0) & (skipped <= each) & (token < problem.tokens)
 
         @pl.when(is_own)
         def _() -> None:
@@ -623,7 +619,7 @@ def _merge(
             def load(index: Array) -> None:
                 slot = lax.rem(index, jnp.int32(stages))
                 places = pl.ds(first_place + index * chunk, chunk)
-                plgpu.copy_gmem_to_smem(partials_gmem.at[places, row], x_smem.at[slot], loaded.at[slot])
+                plgpu.copy_gmem_to_smem(partials_gmem.at[places, of_tile, head], x_smem.at[slot], loaded.at[slot])
                 plgpu.copy_gmem_to_smem(statistics_gmem.at[row, :, places], statistics_smem.at[slot], loaded.at[slot])
 
             for index in range(stages):
@@ -661,15 +657,15 @@ def _merge(
 
             before = prefix_statistics_gmem.at[cta - 1]
             carry = (
-                plgpu.load(prefixes_gmem.at[cta - 1, row], layout=layout),
+                plgpu.load(prefixes_gmem.at[cta - 1, of_tile, head], layout=layout),
                 spread(before[row, 0]),
                 spread(before[row, 1]),
             )
             x, _, total = lax.fori_loop(0, chunks, merge_chunk, carry)
             y_smem[...] = finished(x, total, problem.dtype, spread=lambda x, _: x)
             plgpu.commit_smem()
-            head = lax.div(sequence, jnp.int32(problem.tiles)) * problem.group + group_row
-            plgpu.copy_smem_to_gmem(y_smem.at[pl.ds(0, problem.value_width)], o_gmem.at[request, token, head])
+            kv_head = lax.div(sequence, jnp.int32(problem.tiles))
+            plgpu.copy_smem_to_gmem(y_smem.at[pl.ds(0, problem.value_width)], o_gmem.at[request, token, kv_head, head])
             plgpu.wait_smem_to_gmem(0)
 
     merge = plgpu.kernel(

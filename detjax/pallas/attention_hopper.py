@@ -10,7 +10,6 @@ from detjax.contract import QUERY_UNIT, Masking
 from detjax.pallas import attention_backward_hopper, attention_decode_hopper, attention_prefill_hopper
 from detjax.pallas.attention_cta_hopper import TILE
 from detjax.pallas.attention_prefill_hopper import Tiles
-from detjax.pallas.attention_tile_hopper import ROWS
 from detjax.pallas.matmul_hopper import DTYPES
 from detjax.pallas.schedules.matmul_hopper import round_up
 
@@ -36,10 +35,8 @@ def forward(
         NotImplementedError: no kernel serves the dtype or the sizes.
     """
     _check(q, v_pages)
-    tokens, heads = q.shape[1:3]
     operands = k_pages, v_pages, page_table, q_start, kv_length, sinks
-    few = tokens <= attention_decode_hopper.MOST_TOKENS and heads // k_pages.shape[1] <= ROWS
-    if few and not with_normalizers:
+    if not with_normalizers and attention_decode_hopper.serves(q, k_pages, v_pages):
         return attention_decode_hopper.forward(q, *operands, masking=masking), None
     o, normalizers = attention_prefill_hopper.forward(_packed(q), *operands, masking=masking)
     return _unpacked(o, q), normalizers

@@ -30,19 +30,22 @@ from detjax.pallas.attention_cta_hopper import (
 from detjax.pallas.attention_tile_hopper import (
     ROWS,
     along_rows,
-    block_softmax,
+    columns_kept,
+    distances,
     exponent_scale,
+    exponentials,
     finished,
     initial_statistics,
     log2_normalizers,
-    masked,
     merged,
     rescaling,
+    row_sums,
     rows_of_tile,
     scrub,
     shaped_scores,
     splat,
     swizzled,
+    visible_keys,
 )
 from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED
 
@@ -339,10 +342,12 @@ class _Kernel:
             arrive(self.k_free + slot, CONSUMERS + 32)
             pl.when(is_last)(self.free_queries)
             keys = block * KV_BLOCK
-            s = shaped_scores(s, self.masking, slopes, keys - position - rows_of_tile())
+            s = shaped_scores(s, self.masking, slopes, lambda: distances(keys - position - rows_of_tile()))
             if is_masked:
-                s = masked(s, self.masking, keys, position + rows_of_tile(), item.kv_length)
-            p, m_b, total_b = block_softmax(s, c)
+                positions = position + rows_of_tile()
+                s = columns_kept(s, *visible_keys(self.masking, keys, positions, item.kv_length))
+            p, m_b = exponentials(s, c, s.max(axis=1))
+            total_b = row_sums(p)
             p = p.astype(self.problem.dtype)
             m, a, b = rescaling(m, m_b)
             total = merged(total, a, total_b, b)

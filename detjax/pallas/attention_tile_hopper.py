@@ -1,10 +1,12 @@
-"""What attention's kernels do to a tile of query rows and one block of keys, on the registers of a warpgroup.
+"""What attention's kernels do to a tile of queries and one block of keys, on the registers of a warpgroup.
 
-The contract's arithmetic, once for prefill, decode and merging. Every fused multiply-add is written as one, and every
-product that is rounded stands where no compiler can fuse it: what a kernel's surroundings make of `x * y + z` would
-otherwise be a matter of its schedule.
+The contract's arithmetic, once for prefill, decode and merging. Prefill and the
+gradients have queries on a tile's rows; decode has them on its columns (`attention_columns_hopper`). Every fused
+multiply-add is written as one, and every product that is rounded stands where no compiler can fuse it: what a kernel's
+surroundings make of `x * y + z` would otherwise be a matter of its schedule.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Final
@@ -17,10 +19,18 @@ from jax import Array, lax
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import math as math_dialect
 
-from detjax.contract import ACCUMULATOR, KV_BLOCK, LOWEST_MAXIMUM, Masking, log2_scale, soft_cap_exponent
+from detjax.contract import (
+    ACCUMULATOR,
+    KEY_GROUPS,
+    KV_BLOCK,
+    LOWEST_MAXIMUM,
+    Masking,
+    log2_scale,
+    soft_cap_exponent,
+)
 
 ROWS: Final = 64
 """Query rows of a warpgroup's tile: those of the matrix unit."""
@@ -54,15 +64,33 @@ def fma(x: Array, y: Array, z: Array, layout: Any = None) -> Array:
 
 
 def row_sums(p: Array) -> Array:
-    """Sums of the rows of `[ROWS, KV_BLOCK]`, in the contract's order."""
+    """Sums of the rows of `[ROWS, n]`, for a block's keys in the contract's order."""
 
     def reduced(_: Any, p: Any) -> Any:
-        # Two partial sums to a row, of even and of odd groups of columns: 8 // 2 elements to a register // 2 rows.
-        return p.reduce("add", 1, None, acc_ilp=8)
+        groups = p.registers.reshape(-1, 2)  # of 8 columns; the thread's first row, and the one 8 below
+        registers = np.empty(VECTOR.to_mgpu().registers_shape((ROWS,)), dtype=object)
+        for half, place in enumerate(np.ndindex(registers.shape)):
+            lanes = added([added(list(groups[of_group(group, len(groups)), half])) for group in range(KEY_GROUPS)])
+            total = added([element(lanes, index) for index in range(2)])
+            for distance in (1, 2):
+                total = arith.addf(total, mgpu.shfl_bfly(total, distance))
+            registers[place] = vector.from_elements(ir.VectorType.get((1,), total.type), [total])
+        return FragmentedArray(_registers=registers, _layout=VECTOR.to_mgpu(), _is_signed=None)
 
     result = plgpu.ShapeDtypeStruct(p.shape[:1], ACCUMULATOR, layout=VECTOR)
     inlined: Any = plgpu.inline_mgpu(arg_types=(MATRIX,), return_type=result)(reduced)
     return inlined(p)
+
+
+def of_group(group: int, count: int) -> list[int]:
+    """Of `count` registers of 8 keys each, in ascending order, those of a group of the contract."""
+    return [index for index in range(count) if index // 2 % KEY_GROUPS == group]
+
+
+def added(values: list[Any]) -> Any:
+    """The sum from left to right, without what is None; None if nothing is left."""
+    there = [value for value in values if value is not None]
+    return functools.reduce(arith.addf, there) if there else None
 
 
 def along_rows(x: Array, shape: tuple[int, ...]) -> Array:
@@ -70,10 +98,10 @@ def along_rows(x: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def splat(value: Any, shape: tuple[int, ...]) -> Array:
-    """The same number everywhere, in the layout that a tile or its rows have."""
+def splat(value: Any, shape: tuple[int, ...], layout: Any = None) -> Array:
+    """The same number everywhere, in the layout that a tile or its rows have, or in the one given."""
     filled = jnp.full(shape, value, ACCUMULATOR)
-    return plgpu.layout_cast(filled, MATRIX if len(shape) == 2 else VECTOR)
+    return plgpu.layout_cast(filled, layout or (MATRIX if len(shape) == 2 else VECTOR))
 
 
 def indices(axis: int, shape: tuple[int, ...] = (ROWS, KV_BLOCK)) -> Array:
@@ -87,13 +115,13 @@ def exponent_scale(masking: Masking) -> float:
     return float(log2_scale(1.0 if is_shaped else masking.scale))
 
 
-def shaped_scores(s: Array, masking: Masking, slopes: Array | None, first_distance: Array) -> Array:
+def shaped_scores(s: Array, masking: Masking, slopes: Array | None, distances: Callable[[], Array]) -> Array:
     """Scores with soft cap and ALiBi.
 
     Args:
         s: products of queries and keys.
         slopes: of each element's head, or of all.
-        first_distance: of the first key from each row's query, int32 `[ROWS]`.
+        distances: of each element's key from its query, as float32.
     """
     if masking.soft_cap is None and slopes is None:
         return s
@@ -101,7 +129,7 @@ def shaped_scores(s: Array, masking: Masking, slopes: Array | None, first_distan
     if masking.soft_cap is not None:
         s = np.float32(masking.soft_cap) * bent_scores(s, masking.soft_cap)
     if slopes is not None:
-        s = fma(slopes, distances(first_distance), s)
+        s = fma(slopes, distances(), s)
     return s
 
 
@@ -112,22 +140,23 @@ def bent_scores(s: Array, soft_cap: float) -> Array:
     return 1.0 - jnp.maximum(2.0 / (1.0 + e), 0.0)
 
 
-def masked(s: Array, masking: Masking, keys: Array, positions: Array, kv_length: Array) -> Array:
-    """Scores with -inf where a row does not see a key.
+def visible_keys(
+    masking: Masking, keys: Array, positions: Array, kv_length: Array, layout: Any = VECTOR
+) -> tuple[Array, ...]:
+    """Behind the last key of a block that each query sees and, if there is a window, the first one.
 
     Args:
-        s: `[ROWS, KV_BLOCK]`.
-        keys: position of the first column's key.
-        positions: of the rows, int32 `[ROWS]`.
+        keys: position of the block's first key.
+        positions: of the queries, int32.
         kv_length: keys of the request.
     """
-    end = plgpu.layout_cast(jnp.full(positions.shape, kv_length, jnp.int32), VECTOR) - keys
+    end = plgpu.layout_cast(jnp.full(positions.shape, kv_length, jnp.int32), layout) - keys
     if masking.causal:
         end = jnp.minimum(end, positions + 1 - keys)
     if masking.window is None:
-        return columns_kept(s, end)
+        return (end,)
     # A window of 2^31 tokens would leave int32.
-    return columns_kept(s, end, positions - (min(masking.window, 1 << 30) - 1) - keys)
+    return end, positions - (min(masking.window, 1 << 30) - 1) - keys
 
 
 def columns_kept(s: Array, end: Array, first: Array | None = None) -> Array:
@@ -137,23 +166,22 @@ def columns_kept(s: Array, end: Array, first: Array | None = None) -> Array:
     def kept(_: Any, s: Any, *bounds: Any) -> Any:
         # A thread's columns are constants but for the lane, which goes to the side of the bounds: compared with an iota
         # they would live in a register each.
-        _, lane = _first_row_and_lane()
+        _, lane = first_row_and_lane()
         shift = arith.muli(lane, mgpu.c(2, lane.type))
-        limits = [[arith.subi(_scalar(bound), shift) for bound in array.registers.flatten()] for array in bounds]
+        limits = [[arith.subi(element(bound), shift) for bound in array.registers.flatten()] for array in bounds]
         lowest = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), -np.inf))
         registers = np.empty_like(s.registers)
         for index, place in enumerate(np.ndindex(s.registers.shape)):
             group, half = divmod(index, 2)
             register = s.registers[place]
-            for element in range(2):
-                column = mgpu.c(8 * group + element, lane.type)
+            for offset in range(2):
+                column = mgpu.c(8 * group + offset, lane.type)
                 seen = arith.cmpi(arith.CmpIPredicate.slt, column, limits[0][half])
                 if len(limits) > 1:
                     behind = arith.cmpi(arith.CmpIPredicate.sge, column, limits[1][half])
                     seen = arith.andi(seen, behind)
-                position = ir.DenseI64ArrayAttr.get([element])
-                score = vector.extract(register, dynamic_position=[], static_position=position)
-                score = arith.select(seen, score, lowest)
+                score = arith.select(seen, element(register, offset), lowest)
+                position = ir.DenseI64ArrayAttr.get([offset])
                 register = vector.insert(score, register, dynamic_position=[], static_position=position)
             registers[place] = register
         return FragmentedArray(_registers=registers, _layout=s.layout, _is_signed=s.is_signed)
@@ -167,10 +195,10 @@ def distances(first: Array) -> Array:
     """`first + column` as float32 `[ROWS, KV_BLOCK]`, of int32 `[ROWS]`."""
 
     def added(_: Any, first: Any) -> Any:
-        _, lane = _first_row_and_lane()
+        _, lane = first_row_and_lane()
         shift = arith.muli(lane, mgpu.c(2, lane.type))
         float32 = ir.F32Type.get()
-        bases = [arith.sitofp(float32, arith.addi(_scalar(x), shift)) for x in first.registers.flatten()]
+        bases = [arith.sitofp(float32, arith.addi(element(x), shift)) for x in first.registers.flatten()]
         registers = np.empty(MATRIX.to_mgpu().registers_shape((ROWS, KV_BLOCK)), dtype=object)
         for index, place in enumerate(np.ndindex(registers.shape)):
             group, half = divmod(index, 2)
@@ -203,18 +231,20 @@ def scrub(rows: Any, length: Array) -> None:
     plgpu.commit_smem()
 
 
-def block_softmax(s: Array, c: float) -> tuple[Array, Array, Array]:
-    """`p`, `m_b` and `l_b` of the contract, from a block's scores; masked ones are -inf."""
-    m = jnp.maximum(lax.optimization_barrier(s.max(axis=1) * c), LOWEST_MAXIMUM)
-    p = jnp.exp2(fma(s, splat(c, s.shape), along_rows(-m, s.shape)))
-    return p, m, row_sums(p)
+def exponentials(
+    s: Array, c: float, maxima: Array, spread: Callable[[Array, tuple[int, ...]], Array] = along_rows
+) -> tuple[Array, Array]:
+    """`p` and `m_b` of the contract, from a block's scores, masked ones being -inf, and each query's largest."""
+    m = jnp.maximum(lax.optimization_barrier(maxima * c), LOWEST_MAXIMUM)
+    return jnp.exp2(fma(s, splat(c, s.shape), spread(-m, s.shape))), m
 
 
-def initial_statistics(sinks: Array | None) -> tuple[Array, Array]:
+def initial_statistics(sinks: Array | None, queries: int = ROWS, layout: Any = VECTOR) -> tuple[Array, Array]:
     """`m` and `l` before the first block: a sink is a key without a value that comes before all others."""
     if sinks is None:
-        return splat(LOWEST_MAXIMUM, (ROWS,)), splat(0.0, (ROWS,))
-    return jnp.maximum(lax.optimization_barrier(sinks * float(log2_scale(1.0))), LOWEST_MAXIMUM), splat(1.0, (ROWS,))
+        return splat(LOWEST_MAXIMUM, (queries,), layout), splat(0.0, (queries,), layout)
+    m = jnp.maximum(lax.optimization_barrier(sinks * float(log2_scale(1.0))), LOWEST_MAXIMUM)
+    return m, splat(1.0, (queries,), layout)
 
 
 def rescaling(m: Array, m_b: Array) -> tuple[Array, Array, Array]:
@@ -244,44 +274,10 @@ def log2_normalizers(m: Array, total: Array) -> Array:
     return jnp.where(empty, 0.0, m + jnp.log2(jnp.where(empty, 1.0, total)))
 
 
-# --- the first rows of a tile, straight to memory ---------------------------------------------------------------------
-# A tile of decode has few rows that mean anything. Their threads store them; through shared memory all 64 would go.
+# --- registers and threads --------------------------------------------------------------------------------------------
 
 
-def store_rows(x: Array, ref: Any, rows: int) -> None:
-    """Stores the first `rows` rows of `[ROWS, n]` to a ref `[rows, n]` in memory."""
-
-    def store(_: Any, x: Any, ref: Any) -> None:
-        row, lane = _first_row_and_lane()
-        column = _index(arith.muli(lane, mgpu.c(2, lane.type)))
-        registers = x.registers.flatten()  # of 8 columns two: the thread's first row, and the one 8 below
-        for half in range(2):
-            own = arith.addi(row, mgpu.c(8 * half, row.type))
-            with mgpu.when(_below(own, rows)):
-                for group, register in enumerate(registers[half::2]):
-                    at = arith.addi(column, mgpu.c(8 * group, column.type))
-                    vector.store(register, ref, [_index(own), at])
-
-    inlined: Any = plgpu.inline_mgpu(arg_types=(MATRIX, plgpu.RefType()))(store)
-    inlined(x, ref)
-
-
-def store_row_numbers(x: Array, ref: Any, rows: int) -> None:
-    """Stores the first `rows` of `[ROWS]` numbers to a ref `[rows]` in memory."""
-
-    def store(_: Any, x: Any, ref: Any) -> None:
-        row, lane = _first_row_and_lane()
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(0, lane.type))
-        for half, register in enumerate(x.registers.flatten()):
-            own = arith.addi(row, mgpu.c(8 * half, row.type))
-            with mgpu.when(arith.andi(is_first, _below(own, rows))):
-                memref.store(_scalar(register), ref, [_index(own)])
-
-    inlined: Any = plgpu.inline_mgpu(arg_types=(VECTOR, plgpu.RefType()))(store)
-    inlined(x, ref)
-
-
-def _first_row_and_lane() -> tuple[Any, Any]:
+def first_row_and_lane() -> tuple[Any, Any]:
     """The first of the thread's two rows, and which of the four threads of these it is."""
     thread = mgpu.thread_idx()
 
@@ -294,13 +290,9 @@ def _first_row_and_lane() -> tuple[Any, Any]:
     return row, arith.remui(lane, constant(4))
 
 
-def _scalar(register: Any) -> Any:
-    return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+def element(register: Any, index: int = 0) -> Any:
+    return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
 
 
-def _below(row: Any, rows: int) -> Any:
-    return arith.cmpi(arith.CmpIPredicate.ult, row, mgpu.c(rows, row.type))
-
-
-def _index(value: Any) -> Any:
+def index_of(value: Any) -> Any:
     return arith.index_cast(ir.IndexType.get(), value)

@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from detjax.contract import (
     ACCUMULATOR,
+    KEY_GROUPS,
     KEY_LANES,
     KV_BLOCK,
     LOWEST_MAXIMUM,
@@ -220,9 +221,10 @@ def block_sum(p: Array) -> Array:
 
     As in `row_sum`, every addition is written out, and a barrier keeps products in `p` from being fused with them.
     """
-    p = lax.optimization_barrier(p.reshape(*p.shape[:-1], -1, KEY_LANES))
-    p = functools.reduce(jnp.add, [p[..., step, :] for step in range(p.shape[-2])])
-    p = p[..., : KEY_LANES // 2] + p[..., KEY_LANES // 2 :]
+    p = lax.optimization_barrier(p.reshape(*p.shape[:-1], -1, KEY_GROUPS, 2, KEY_LANES))
+    halves = range(p.shape[-4])
+    p = functools.reduce(jnp.add, [p[..., half, :, pair, :] for half in halves for pair in range(2)])
+    p = functools.reduce(jnp.add, [p[..., group, :] for group in range(KEY_GROUPS)])
     while p.shape[-1] > 1:
         p = p[..., 0::2] + p[..., 1::2]
     return p

@@ -1,9 +1,11 @@
 """What the tests of kernels share: a mark for those that need the GPU, and a model of its matrix unit."""
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from detjax import platform
 from detjax.contract import KV_BLOCK
 from detjax.pallas import (
     attention_backward_hopper,
+    attention_columns_hopper,
     attention_cta_hopper,
     attention_decode_hopper,
     attention_prefill_hopper,
@@ -78,8 +81,14 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         ("row_sums", lambda p: block_sum(p)[:, 0]),
         ("columns_kept", _columns_kept),
         ("distances", lambda first: (first[:, None] + jnp.arange(KV_BLOCK)[None]).astype(jnp.float32)),
-        ("store_rows", _store),
-        ("store_row_numbers", _store),
+        ("column_maxima", lambda s, _: s.max(axis=0)),
+        ("leave_sums", _leave_sums),
+        ("column_sums", lambda exchange: exchange[0, :, 0, :].reshape(-1)),
+        ("rows_kept", lambda s, *bounds: _columns_kept(s.T, *bounds).T),
+        ("row_distances", lambda first: (first[None] + jnp.arange(KV_BLOCK)[:, None]).astype(jnp.float32)),
+        ("load_queries", _load_queries),
+        ("store_columns", _store_columns),
+        ("store_column_numbers", _store_numbers),
     ):
         for module in _ATTENTION:
             if hasattr(module, name):
@@ -89,7 +98,13 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_callbacks, "_named_barrier", gpu_callbacks.fail_on_exception(_named_barrier))
 
 
-_ATTENTION = attention_tile_hopper, attention_prefill_hopper, attention_decode_hopper, attention_backward_hopper
+_ATTENTION = (
+    attention_tile_hopper,
+    attention_columns_hopper,
+    attention_prefill_hopper,
+    attention_decode_hopper,
+    attention_backward_hopper,
+)
 
 
 def _fma(x: Array, y: Array, z: Array, layout: Any = None) -> Array:
@@ -104,8 +119,28 @@ def _columns_kept(s: Array, end: Array, first: Array | None = None) -> Array:
     return jnp.where(kept if first is None else kept & (columns >= first[:, None]), s, -jnp.inf)
 
 
-def _store(x: Array, ref: Any, rows: int) -> None:
-    ref[...] = x[:rows]
+def _leave_sums(p: Array, exchange: Any) -> None:
+    exchange[0, :, 0, :] = block_sum(p.T).reshape(exchange.shape[1], exchange.shape[3])
+
+
+def _load_queries(source: Any, target: Any, count: Array) -> None:
+    x = source[...].reshape(-1, target.shape[1])
+    x = jnp.pad(x, ((0, target.shape[0] - len(x)), (0, 0)))
+    target[...] = jnp.where(jnp.arange(len(x))[:, None] < count, x, 0)
+
+
+def _store_columns(x: Array, target: Any, count: Array | int) -> None:
+    tokens, heads, _ = target.shape
+    for row in range(tokens * heads):
+        pl.when(row < count)(functools.partial(_store, target.at[row // heads, row % heads], x[:, row]))
+
+
+def _store(target: Any, x: Array) -> None:
+    target[...] = x
+
+
+def _store_numbers(x: Array, target: Any) -> None:
+    target[...] = x[: target.shape[0]]
 
 
 def _wgmma(*, token: Any, mesh_location: Any, thread: Any, source_info: Any = None, **operands: Any) -> Any:

@@ -64,7 +64,7 @@ class Requests:
         lengths: tuple[int, ...],
         heads: int = 4,
         kv_heads: int = 2,
-        width: int = 32,
+        width: int = 64,
         *,
         dtype: str = "float16",
         sinks: bool = False,
@@ -244,7 +244,7 @@ def test_another_rounding_of_the_factors_gives_other_bits(monkeypatch: pytest.Mo
 
 
 @in_the_interpreter
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(2, 2, 80), (4, 1, 80), (7, 1, 32)])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(2, 2, 80), (4, 1, 80), (7, 1, 64), (14, 1, 96)])
 def test_heads_of_any_number_and_width_decode_to_the_bits_of_prefill(heads: int, kv_heads: int, width: int) -> None:
     requests = Requests.random((300, 5), heads, kv_heads, width)
     with plgpu.force_gpu_interpret_mode(INTERPRETER):

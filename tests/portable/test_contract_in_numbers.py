@@ -8,7 +8,7 @@ from bits import assert_same_bits, same_bits
 
 import detjax
 from detjax import ops
-from detjax.contract import KEY_LANES, KV_BLOCK, LANE_GROUP, LANES, WEIGHT_GRADIENT_TOKENS, Masking, rounded
+from detjax.contract import KEY_GROUPS, KEY_LANES, KV_BLOCK, LANE_GROUP, LANES, WEIGHT_GRADIENT_TOKENS, Masking, rounded
 from detjax.portable import attention as portable_attention
 from detjax.portable.tiles import fold_rows, map_rows, row_sum
 
@@ -104,18 +104,20 @@ def summed_by_threads(p: np.ndarray) -> np.ndarray:
     """Row sums `[..., 1]` of a block as Hopper's threads add them: in the matrix unit's accumulators thread t of four
     holds columns 8 j + 2 t and 8 j + 2 t + 1 of a row."""
     columns = p.reshape(*p.shape[:-1], KV_BLOCK // 8, 4, 2)
-    even, odd = (columns[..., first, :, :] for first in range(2))
-    for j in range(2, KV_BLOCK // 8, 2):
-        even, odd = even + columns[..., j, :, :], odd + columns[..., j + 1, :, :]
-    pairs = even + odd
-    threads = pairs[..., 0] + pairs[..., 1]
+    total = None
+    for first in range(0, KV_BLOCK // 16, 2):
+        group = columns[..., first, :, :]
+        for j in (first + 1, first + 8, first + 9):
+            group = group + columns[..., j, :, :]
+        total = group if total is None else total + group
+    threads = total[..., 0] + total[..., 1]
     return ((threads[..., 0] + threads[..., 1]) + (threads[..., 2] + threads[..., 3]))[..., None]
 
 
 def test_a_blocks_weights_are_summed_as_hoppers_threads_add_them() -> None:
     p = np.random.default_rng(0).random((2, 16, KV_BLOCK), np.float32)
     expected = summed_by_threads(p)
-    assert KEY_LANES == 16
+    assert (KEY_LANES, KEY_GROUPS) == (8, 4)
     assert_same_bits(jax.jit(portable_attention.block_sum)(p), expected)
     assert_same_bits(map_rows(lambda p, _: portable_attention.block_sum(p), jnp.asarray(p), None, size=1), expected)
     # A product is rounded before it is added, whatever instructions the processor has.
