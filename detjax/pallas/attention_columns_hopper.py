@@ -5,6 +5,7 @@ rows of exponentials, and a thread holds 8 scores of a block rather than 64. Wha
 what `attention_tile_hopper` says of the other orientation.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from detjax.contract import ACCUMULATOR, KEY_GROUPS, KEY_LANES, KV_BLOCK
 from detjax.pallas.attention_tile_hopper import (
     MATRIX,
     added,
+    address,
     element,
     first_row_and_lane,
     index_of,
@@ -174,17 +176,17 @@ def row_distances(first: Array) -> Array:
     return inlined(first)
 
 
-def load_queries(source: Any, target: Any, count: Array) -> None:
+def load_queries(source: Any, target: Any, first: Array, count: Array) -> None:
     """Brings queries to where the matrix unit reads them; zeros behind the first `count`.
 
     Args:
-        source: memory `[t, g, K]`; query `t * G + g` becomes row `t * G + g`.
+        source: memory `[T, G, K]`; the query at `[first + t, g]` becomes row `t * G + g`.
         target: shared memory `[n, K]`, `swizzled(K)`.
     """
     _, heads, width = source.shape
     rows, tile_line = target.shape[0], line(width)
 
-    def load(_: Any, source: Any, target: Any, count: Any) -> None:
+    def load(_: Any, source: Any, target: Any, first_token: Any, count: Any) -> None:
         dtype = ir.MemRefType(source.type).element_type
         chunk_type = ir.VectorType.get((8,), dtype)  # 16 bytes
         thread = arith.remui(mgpu.thread_idx(), mgpu.c(128, mgpu.thread_idx().type))
@@ -216,7 +218,7 @@ def load_queries(source: Any, target: Any, count: Array) -> None:
 
             def move(row: Any = row, chunk: Any = chunk, place: Any = place, is_own: Any = is_own) -> None:
                 at = [
-                    arith.divui(row, constant(heads)),
+                    arith.addi(arith.divui(row, constant(heads)), first_token.registers.item()),
                     arith.remui(row, constant(heads)),
                     arith.muli(chunk, constant(8)),
                 ]
@@ -231,35 +233,53 @@ def load_queries(source: Any, target: Any, count: Array) -> None:
                 with mgpu.when(is_there):
                     move()
 
-    arg_types = plgpu.RefType(), plgpu.RefType(swizzled(width)), plgpu.Layout.WG_SPLAT
+    arg_types = plgpu.RefType(), plgpu.RefType(swizzled(width)), *(plgpu.Layout.WG_SPLAT,) * 2
     inlined: Any = plgpu.inline_mgpu(arg_types=arg_types)(load)
-    inlined(source, target, count)
+    inlined(source, target, first, count)
 
 
-def store_columns(x: Array, target: Any, count: Array | int) -> None:
-    """Stores the first `count` columns of `[64, n]` as rows of memory `[t, g, 64]`, column `t * G + g` to `[t, g]`.
+def store_columns(
+    x: Array, target: Any, first: Array | int, count: Array | int, *, keep_in_cache: bool = False
+) -> None:
+    """Stores the first `count` columns of `[64, n]` as rows of memory `[T, G, 64]`: `t * G + g` to `[first + t, g]`.
 
     A tile of decode has few columns that mean anything, and the threads that have them store them.
+
+    Args:
+        keep_in_cache: of all that is in the L2 cache this is to be written to memory last; for float32.
     """
     _, heads, _ = target.shape
 
-    def store(_: Any, x: Any, target: Any, count: Any) -> None:
+    def store(_: Any, x: Any, target: Any, first: Any, count: Any) -> None:
         own, lane = first_row_and_lane()
         limit = count.registers.item()
         parts = _parts(x)[0]
         for group in range(parts.shape[0]):
             for i in range(2):
                 column = arith.addi(arith.muli(lane, mgpu.c(2, lane.type)), mgpu.c(UNIT * group + i, lane.type))
-                token = arith.divui(column, mgpu.c(heads, lane.type))
+                token = arith.addi(arith.divui(column, mgpu.c(heads, lane.type)), first.registers.item())
                 head = arith.remui(column, mgpu.c(heads, lane.type))
                 with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, column, limit)):
                     for half in range(2):
                         row = arith.addi(own, mgpu.c(8 * half, own.type))
                         at = [index_of(index) for index in (token, head, row)]
-                        memref.store(element(parts[group, half], i), target, at)
+                        (_store_kept if keep_in_cache else memref.store)(element(parts[group, half], i), target, at)
 
-    inlined: Any = plgpu.inline_mgpu(arg_types=(MATRIX, plgpu.RefType(), plgpu.Layout.WG_SPLAT))(store)
-    inlined(x, target, np.int32(count) if isinstance(count, int) else count)
+    inlined: Any = plgpu.inline_mgpu(arg_types=(MATRIX, plgpu.RefType(), *(plgpu.Layout.WG_SPLAT,) * 2))(store)
+    inlined(x, target, *(np.int32(number) if isinstance(number, int) else number for number in (first, count)))
+
+
+def _store_kept(value: Any, target: Any, at: list[Any]) -> None:
+    strides, _ = ir.MemRefType(target.type).get_strides_and_offset()
+    offset = functools.reduce(
+        arith.addi, [arith.muli(index, _constant(stride)) for index, stride in zip(at, strides, strict=True)]
+    )
+    offset = arith.index_cast(ir.IntegerType.get_signless(64), offset)
+    place = address(mgpu.memref_ptr(target), offset, value.type)
+    text = """{ .reg .b64 policy;
+createpolicy.fractional.L2::evict_last.b64 policy, 1.0;
+st.global.L2::cache_hint.f32 [$0], $1, policy; }"""
+    mgpu.inline_ptx(text, place, value, has_side_effects=True)
 
 
 def store_column_numbers(x: Array, target: Any) -> None:

@@ -9,6 +9,8 @@ kernel merges what is left, in order. Where the cuts lie changes no bit.
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -16,8 +18,11 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.mosaic.gpu import utils as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
-from detjax.contract import ACCUMULATOR, KV_BLOCK, LOWEST_MAXIMUM, Masking
+from detjax.contract import ACCUMULATOR, KV_BLOCK, Masking
 from detjax.pallas import hopper
 from detjax.pallas.attention_columns_hopper import (
     COLUMN,
@@ -34,8 +39,10 @@ from detjax.pallas.attention_columns_hopper import (
     store_column_numbers,
     store_columns,
 )
+from detjax.pallas.attention_merge_hopper import Cut, Cuts, Left, merge
 from detjax.pallas.attention_tile_hopper import (
     ROWS,
+    address,
     exponent_scale,
     exponentials,
     finished,
@@ -50,14 +57,15 @@ from detjax.pallas.attention_tile_hopper import (
     visible_keys,
 )
 from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED
+from detjax.pallas.warps_hopper import WARP, lane, warp_sum, warp_sums_up_to
 
 MOST_TOKENS: Final = 16
 """Query tokens of a request."""
-_MERGED_AT_ONCE: Final = 16
-"""Unmerged blocks that a CTA of the merging kernel loads at once: their statistics fill 128 bytes."""
-_MERGE_STAGES: Final = 6
-_INFO: Final = 8
-"""Numbers that a CTA leaves about the sequence that it begins in."""
+_THREADS: Final = 256
+_CACHE_LINE: Final = 128
+"""Bytes."""
+_KEPT_LENGTHS: Final = 8
+"""Requests' lengths that a thread holds in registers."""
 _MOST_SCRATCH: Final = 1 << 28
 """Bytes of unmerged results above which sequences are not cut."""
 
@@ -69,10 +77,19 @@ class Schedule:
     Attributes:
         ctas: how many pieces the line of blocks is cut into.
         cut: whether a piece may begin within a sequence.
+        slack: a cut that lies within this part of a piece from a sequence's beginning moves there: what is not cut
+            needs no merging.
     """
 
     ctas: int
     cut: bool = True
+    slack: float = 1 / 16
+
+    def __post_init__(self) -> None:
+        if self.ctas < 1:
+            raise ValueError(f"Schedule: ctas is {self.ctas}; accepted: at least 1")
+        if not 0 <= self.slack < 0.5:
+            raise ValueError(f"Schedule: slack is {self.slack}; accepted: from 0 to less than 0.5")
 
 
 class Problem(NamedTuple):
@@ -126,20 +143,15 @@ class Problem(NamedTuple):
         """Of a request."""
         return self.kv_heads * self.tiles
 
-    @property
-    def padded_width(self) -> int:
-        """Columns of an unmerged result: what all threads of a warpgroup divide."""
-        return -(-self.value_width // 128) * 128
-
-    def partial_blocks(self, ctas: int) -> int:
-        """The most blocks that a CTA leaves unmerged, in whole loads of the merging kernel."""
-        most = min(self.most_blocks, -(-self.batch * self.sequences * self.most_blocks // ctas))
-        return -(-most // _MERGED_AT_ONCE) * _MERGED_AT_ONCE
+    def cuts(self, ctas: int) -> Cuts:
+        """What CTAs leave that share sequences."""
+        blocks = min(self.most_blocks, -(-self.batch * self.sequences * self.most_blocks // ctas))
+        of_tile = self.tokens, self.tiles, self.tile_tokens, self.group
+        return Cuts(ctas, blocks, *of_tile, self.value_width, self.dtype)
 
     def schedule(self) -> Schedule:
         ctas = hopper.multiprocessors()
-        partials = ctas * self.partial_blocks(ctas) * self.rows * self.padded_width * 4
-        return Schedule(ctas, cut=partials <= _MOST_SCRATCH or self.batch * self.sequences < 2 * ctas)
+        return Schedule(ctas, cut=self.cuts(ctas).bytes <= _MOST_SCRATCH or self.batch * self.sequences < 2 * ctas)
 
     @property
     def value_chunks(self) -> list[int]:
@@ -193,16 +205,9 @@ def forward(
     if masking.alibi_slopes is not None:
         operands.append(_by_column(jnp.asarray(masking.alibi_slopes, ACCUMULATOR), problem))
     out = [jax.ShapeDtypeStruct((*by_group, problem.value_width), q.dtype)]
+    cuts = problem.cuts(schedule.ctas)
     if schedule.cut:
-        blocks = problem.partial_blocks(schedule.ctas)
-        of_tile = problem.tile_tokens, problem.group, problem.padded_width
-        out += [
-            jax.ShapeDtypeStruct((schedule.ctas * blocks, *of_tile), ACCUMULATOR),
-            jax.ShapeDtypeStruct((problem.rows, 2, schedule.ctas * blocks), ACCUMULATOR),
-            jax.ShapeDtypeStruct((schedule.ctas, *of_tile), ACCUMULATOR),
-            jax.ShapeDtypeStruct((schedule.ctas, problem.rows, 2), ACCUMULATOR),
-            jax.ShapeDtypeStruct((schedule.ctas, _INFO), jnp.int32),
-        ]
+        out += cuts.out_types()
     dtype, slots, columns = q.dtype, problem.slots, problem.columns
     scratch = {
         "q": plgpu.SMEM((columns, width), dtype, transforms=swizzled(width)),
@@ -229,16 +234,16 @@ def forward(
         thread_name="warpgroup",
         scratch_types=scratch,
         # What one warp leaves in shared memory for others, these read once all have met: see `_Kernel.multiply_piece`.
-        compiler_params=dataclasses.replace(_COMPILER_PARAMS, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
         kernel_name="attention_decode",
     )(*operands)
-    o = _merge(problem, schedule, *results) if schedule.cut else results[0]
+    o = merge(cuts, results[0], Left(*results[1:])) if schedule.cut else results[0]
     return o.reshape(batch, tokens, heads, problem.value_width)
-
-
-_COMPILER_PARAMS = plgpu.CompilerParams(
-    approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
-)
 
 
 def _by_column(per_head: Array, problem: Problem) -> Array:
@@ -274,20 +279,21 @@ class _Kernel:
         scratch: dict[str, Any],
     ) -> None:
         self.problem, self.schedule, self.masking, self.scratch = problem, schedule, masking, scratch
-        operands, results = refs[: -6 if schedule.cut else -1], refs[-6 if schedule.cut else -1 :]
+        self.cuts = problem.cuts(schedule.ctas) if schedule.cut else None
+        count = 1 + len(Left._fields) if schedule.cut else 1
+        operands, (self.o_gmem, *left) = refs[:-count], refs[-count:]
+        self.left = Left(*left) if schedule.cut else None
         self.q_gmem, self.k_gmem, self.v_gmem, self.page_table, self.q_start, self.kv_length, *operands = operands
         self.sinks = operands.pop(0) if has_sinks else None
         self.slopes = operands.pop(0) if masking.alibi_slopes is not None else None
-        self.o_gmem, *self.partials = results
         self.slots = problem.slots
         self.cta = lax.axis_index("cta")
 
     def run(self) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        start, work, each = self.own_work()
-        if self.schedule.cut:
-            self.first_place = _first_place(self.problem, self.schedule, self.cta, each)
-        lax.cond(warpgroup == 1, lambda: self.load(start, work), lambda: self.multiply(start, work))
+        prefetch(self.page_table, self.cta, self.schedule.ctas)
+        self.deal()
+        lax.cond(warpgroup == 1, self.load, self.multiply)
 
     # --- which blocks -------------------------------------------------------------------------------------------------
 
@@ -306,70 +312,53 @@ class _Kernel:
         first = lax.min(first, end - 1)
         return first, end - first
 
-    def own_work(self) -> tuple[tuple[Array, Array], Array, Array]:
-        """Request, and block of its sequences, that the CTA begins with; how many blocks it has, and most CTAs have."""
+    def deal(self) -> None:
+        """Where on the line of blocks the CTA's piece begins, and how long it is."""
 
         def amount(request: Array) -> Array:
             _, blocks = self.blocks_of(request)
             return blocks * self.problem.sequences
 
-        def fold(step: Any, carry: Any) -> Any:
-            # Several at once, so that their loads do not wait for one another.
-            unrolled = min(self.problem.batch, 32)
-            whole = self.problem.batch // unrolled
+        def cuts(total: Array) -> tuple[Array, ...]:
+            each = lax.div(total + (self.schedule.ctas - 1), jnp.int32(self.schedule.ctas))
+            return each, lax.min(self.cta * each, total), lax.min((self.cta + 1) * each, total)
 
-            def steps(index: Array, carry: Any) -> Any:
-                amounts = [amount(index * unrolled + i) for i in range(unrolled)]
-                for i in range(unrolled):
-                    carry = step(index * unrolled + i, amounts[i], carry)
-                return carry
+        total, places = find_places(amount, self.problem.batch, lambda total: cuts(total)[1:])
+        self.each, *ends = cuts(total)
+        self.slack = (self.each.astype(ACCUMULATOR) * self.schedule.slack).astype(jnp.int32)
+        (begin, self.start), (end, _) = (self.moved(*at) for at in zip(ends, places, strict=True))
+        self.work = end - begin
 
-            carry = lax.fori_loop(0, whole, steps, carry) if whole else carry
-            for request in range(whole * unrolled, self.problem.batch):
-                carry = step(jnp.int32(request), amount(jnp.int32(request)), carry)
-            return carry
-
-        total = fold(lambda _, amount, carry: carry + amount, jnp.int32(0))
-        each = lax.div(total + (self.schedule.ctas - 1), jnp.int32(self.schedule.ctas))
-        begin = lax.min(self.cta * each, total)
-        end = lax.min(begin + each, total)
-
-        def locate(request: Array, amount: Array, carry: Any) -> Any:
-            passed, found, offset = carry
-            here = (passed <= begin) & (begin < passed + amount)
-            return passed + amount, jnp.where(here, request, found), jnp.where(here, begin - passed, offset)
-
-        _, request, offset = fold(locate, (jnp.int32(0), jnp.int32(0), jnp.int32(0)))
-        if not self.schedule.cut:
-            # A sequence belongs to the CTA in whose piece it begins.
-            begin, request, offset = self.next_beginning(request, offset, begin)
-            end = lax.max(begin, end)
-        return (request, offset), end - begin, each
-
-    def next_beginning(self, request: Array, offset: Array, begin: Array) -> tuple[Array, Array, Array]:
+    def moved(self, position: Array, place: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        """A cut, and the request and the block of its sequences there: where the schedule wants it instead."""
+        request, offset = place
         _, blocks = self.blocks_of(request)
-        missing = lax.rem(blocks - lax.rem(offset, blocks), blocks)
-        offset = offset + missing
+        behind = lax.rem(offset, blocks)
+        missing = lax.rem(blocks - behind, blocks)
+        if self.schedule.cut:
+            step = jnp.where(behind <= self.slack, -behind, jnp.where(missing <= self.slack, missing, 0))
+        else:
+            # A sequence belongs to the CTA in whose piece it begins.
+            step = missing
+        offset = offset + step
         is_next = offset >= blocks * self.problem.sequences
-        return begin + missing, jnp.where(is_next, request + 1, request), jnp.where(is_next, 0, offset)
+        return position + step, (jnp.where(is_next, request + 1, request), jnp.where(is_next, 0, offset))
 
-    def for_each_piece(self, start: tuple[Array, Array], work: Array, step: Any, carry: Array) -> Array:
+    def for_each_piece(self, step: Any, carry: Array) -> Array:
         """The last `carry = step(piece, carry)` of the CTA's sequences in order."""
 
         def body(state: Any) -> Any:
             request, offset, left, carry = state
             first_block, blocks = self.blocks_of(request)
             sequence, skipped = lax.div(offset, blocks), lax.rem(offset, blocks)
-            count = blocks - skipped
-            if self.schedule.cut:
-                count = lax.min(count, left)
+            count = lax.min(blocks - skipped, left)
             carry = step(_Piece(request, sequence, skipped, first_block, blocks, count), carry)
             offset = offset + count
             is_next = offset >= blocks * self.problem.sequences
             request = jnp.where(is_next, request + 1, request)
             return request, jnp.where(is_next, 0, offset), left - count, carry
 
-        return lax.while_loop(lambda state: state[2] > 0, body, (*start, work, carry))[-1]
+        return lax.while_loop(lambda state: state[2] > 0, body, (*self.start, self.work, carry))[-1]
 
     def head_and_tile(self, piece: _Piece) -> tuple[Array, Array]:
         """Head of keys, and tile of query tokens, of the piece's sequence."""
@@ -383,14 +372,14 @@ class _Kernel:
 
     # --- the loading warpgroup ----------------------------------------------------------------------------------------
 
-    def load(self, start: tuple[Array, Array], work: Array) -> None:
+    def load(self) -> None:
         plgpu.set_max_registers(40, action="decrease")
 
         @plgpu.warp_map
         def _(warp: Array) -> None:
             @pl.when(warp == 0)
             def _() -> None:
-                steps = self.for_each_piece(start, work, self.load_piece, jnp.int32(0))
+                steps = self.for_each_piece(self.load_piece, jnp.int32(0))
 
                 # What has not been waited for when the last load was started.
                 @pl.loop(lax.max(steps - self.slots, 0), steps)
@@ -417,20 +406,27 @@ class _Kernel:
 
     # --- the multiplying warpgroup ------------------------------------------------------------------------------------
 
-    def multiply(self, start: tuple[Array, Array], work: Array) -> None:
+    def multiply(self) -> None:
         plgpu.set_max_registers(248, action="increase")
-        if self.schedule.cut:
-            self.leave_info(start, work)
-        self.for_each_piece(start, work, self.multiply_piece, jnp.int32(0))
+        if self.left is not None:
+            self.leave_cut(self.left)
+        self.for_each_piece(self.multiply_piece, jnp.int32(0))
 
-    def leave_info(self, start: tuple[Array, Array], work: Array) -> None:
-        """What the merging kernel has to know of the sequence that the CTA begins in."""
-        request, offset = start
-        _, blocks = self.blocks_of(request)
-        info = self.partials[-1]
-        numbers = (request, lax.div(offset, blocks), lax.rem(offset, blocks), blocks, work)
-        for index, number in enumerate(numbers):
-            info[self.cta, index] = number
+    def leave_cut(self, left: Left) -> None:
+        """What the merging kernel has to know. Of the cuts through a sequence the first one counts: the CTA before it
+        has the sequence's beginning."""
+        request, offset = self.start
+        _, blocks = self.blocks_of(lax.min(request, jnp.int32(self.problem.batch - 1)))
+        skipped = lax.rem(offset, blocks)
+        is_first = (self.work > 0) & (skipped > 0) & (skipped <= self.each + self.slack)
+        unmerged = jnp.where(is_first, blocks - skipped, 0)
+        cut = Cut(request, lax.div(offset, blocks), unmerged, self.first_place)
+        for index, number in enumerate(cut):
+            left.cuts[self.cta, index] = number
+
+    @property
+    def first_place(self) -> Array:
+        return self.problem.cuts(self.schedule.ctas).first_place(self.cta, self.each)
 
     def multiply_piece(self, piece: _Piece, first_step: Array) -> Array:
         """Every block has its threads meet twice: in `column_maxima`, and when `p` and its sums are in shared memory.
@@ -448,8 +444,7 @@ class _Kernel:
         sinks = None if self.sinks is None else by_column(self.sinks)
         # Of the last tile, columns behind the last token are zeros.
         self.queries = lax.min(jnp.int32(problem.tile_tokens), problem.tokens - first_token) * problem.group
-        source = self.q_gmem.at[piece.request, pl.ds(first_token, problem.tile_tokens), kv_head]
-        load_queries(source, self.scratch["q"], self.queries)
+        load_queries(self.q_gmem.at[piece.request, :, kv_head], self.scratch["q"], first_token, self.queries)
         plgpu.commit_smem()
 
         def visit(i: Array, use: Any) -> tuple[Array, Array, Any]:
@@ -506,32 +501,32 @@ class _Kernel:
             zeros = tuple(splat(0.0, (ROWS, columns)) for _ in problem.value_chunks)
             start = zeros, *initial_statistics(sinks, columns, COLUMN)
             o, m, total = lax.fori_loop(0, piece.visits, merge_block, start)
-            if not self.schedule.cut:
+            left = self.left
+            if left is None:
                 return self.write(piece, kv_head, tile, o, total)
             is_whole = piece.visits == piece.blocks
             pl.when(is_whole)(lambda: self.write(piece, kv_head, tile, o, total))
 
             @pl.when(~is_whole)
             def _() -> None:
-                _, _, prefixes, statistics, _ = self.partials
                 for index, x in enumerate(o):
-                    self.leave_columns(prefixes.at[self.cta], index, x)
-                self.leave_statistics(statistics.at[self.cta], None, m, total)
+                    self.leave_columns(left.prefixes.at[self.cta], index, x)
+                for which, numbers in enumerate((m, total)):
+                    store_column_numbers(numbers, left.prefix_statistics.at[self.cta, :, which])
 
-        def block_by_block() -> None:
-            partials, statistics, *_ = self.partials
-
+        def block_by_block(left: Left) -> None:
             def leave_block(i: Array, _: None) -> None:
                 place = self.first_place + i
-                m_b, total_b, _ = visit(i, lambda index, x, _: self.leave_columns(partials.at[place], index, x))
-                self.leave_statistics(statistics, place, m_b, total_b)
+                m_b, total_b, _ = visit(i, lambda index, x, _: self.leave_columns(left.blocks.at[place], index, x))
+                for which, numbers in enumerate((m_b, total_b)):
+                    store_column_numbers(numbers, left.statistics.at[:, which, place])
 
             lax.fori_loop(0, piece.visits, leave_block, None)
 
-        if self.schedule.cut:
-            lax.cond(piece.skipped == 0, from_the_beginning, block_by_block)
-        else:
+        if self.left is None:
             from_the_beginning()
+        else:
+            lax.cond(piece.skipped == 0, from_the_beginning, functools.partial(block_by_block, self.left))
         return first_step + 2 * piece.visits
 
     def scrub(self, v: Any, length: Array) -> None:
@@ -542,146 +537,85 @@ class _Kernel:
     def write(self, piece: _Piece, kv_head: Array, tile: Array, o: tuple[Array, ...], total: Array) -> None:
         """The result of a whole sequence."""
         problem = self.problem
-        tokens = pl.ds(tile * problem.tile_tokens, problem.tile_tokens)
         for first, x in zip(problem.value_chunks, o, strict=True):
             y = finished(x, total, problem.dtype, along_columns)
-            store_columns(y, self.o_gmem.at[piece.request, tokens, kv_head, :, pl.ds(first, ROWS)], self.queries)
+            target = self.o_gmem.at[piece.request, :, kv_head, :, pl.ds(first, ROWS)]
+            store_columns(y, target, tile * problem.tile_tokens, self.queries)
 
     def leave_columns(self, ref: Any, index: int, x: Array) -> None:
-        """Columns of something that is not merged yet."""
-        store_columns(x, ref.at[:, :, pl.ds(self.problem.value_chunks[index], ROWS)], self.problem.rows)
-
-    def leave_statistics(self, ref: Any, block: Array | None, m: Array, total: Array) -> None:
-        for which, numbers in enumerate((m, total)):
-            store_column_numbers(numbers, ref.at[:, which] if block is None else ref.at[:, which, block])
+        """Columns of something that is not merged yet; soon it will be, and is better not written to memory until then,
+        which keys and values that stream through the cache would make it."""
+        target = ref.at[:, :, pl.ds(self.problem.value_chunks[index], ROWS)]
+        store_columns(x, target, 0, self.problem.rows, keep_in_cache=True)
 
 
-def _first_place(problem: Problem, schedule: Schedule, cta: Array, each: Array) -> Array:
-    """Where a CTA's unmerged blocks begin: those of one sequence are neighbours, in whichever CTAs they came to be.
+def find_places(
+    amount: Callable[[Array], Array], count: int, positions: Callable[[Array], Sequence[Array]]
+) -> tuple[Array, list[tuple[Array, Array]]]:
+    """Where positions lie among neighbours, of which number i is `amount(i)` long.
 
-    A sequence that is shorter than a CTA's piece lies in two at most, unmerged in the second alone.
+    Returns:
+        the whole length; and for each of `positions(length)` the neighbour it lies in, and its distance from where that
+        begins. Positions behind all are at 0 of the first.
     """
-    return cta * lax.min(each, jnp.int32(problem.partial_blocks(schedule.ctas)))
+    chunks = -(-count // WARP)
+    own = lane()
+
+    def length(chunk: Any) -> Array:
+        """Of the thread's own neighbour among 32."""
+        index = chunk * WARP + own
+        return jnp.where(index < count, amount(lax.min(index, jnp.int32(count - 1))), 0)
+
+    # Where they are few, all lengths are loaded before the first is needed.
+    lengths = [length(chunk) for chunk in range(chunks)] if chunks <= _KEPT_LENGTHS else None
+
+    def fold(step: Callable[[Any, Array, Any], Any], carry: Any) -> Any:
+        if lengths is None:
+            return lax.fori_loop(0, chunks, lambda chunk, carry: step(chunk, length(chunk), carry), carry)
+        for chunk, known in enumerate(lengths):
+            carry = step(chunk, known, carry)
+        return carry
+
+    total = warp_sum(fold(lambda _, length, total: total + length, jnp.int32(0)))
+    wanted = positions(total)
+
+    def find(chunk: Any, length: Array, carry: tuple[Array, list[tuple[Array, Array]]]) -> Any:
+        passed, found = carry
+        end = passed + warp_sums_up_to(length)
+        begin, index = end - length, chunk * WARP + own
+
+        def added(to: tuple[Array, Array], position: Array) -> tuple[Array, Array]:
+            is_here = (begin <= position) & (position < end)
+            here = jnp.where(is_here, index, 0), jnp.where(is_here, position - begin, 0)
+            return to[0] + warp_sum(here[0]), to[1] + warp_sum(here[1])
+
+        return passed + warp_sum(length), [added(*pair) for pair in zip(found, wanted, strict=True)]
+
+    nowhere = jnp.int32(0), jnp.int32(0)
+    return total, fold(find, (jnp.int32(0), [nowhere for _ in wanted]))[1]
 
 
-# --- what several CTAs have of one sequence ---------------------------------------------------------------------------
+def prefetch(ref: Any, part: Array, parts: int) -> None:
+    """Asks for one of `parts` parts of what lies in memory to be brought to the L2 cache."""
 
-
-def _merge(
-    problem: Problem,
-    schedule: Schedule,
-    o: Array,
-    partials: Array,
-    statistics: Array,
-    prefixes: Array,
-    prefix_statistics: Array,
-    info: Array,
-) -> Array:
-    """The output, with the sequences in it that cuts go through; a CTA for each row of each of them."""
-    width = problem.padded_width
-    chunk, stages = _MERGED_AT_ONCE, _MERGE_STAGES
-    layout = plgpu.Layout.WG_STRIDED(shape=(width,), vec_size=1)
-
-    def spread(x: Array) -> Array:
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, (width,), ()), layout)
-
-    def body(
-        o_gmem: Any,
-        partials_gmem: Any,
-        statistics_gmem: Any,
-        prefixes_gmem: Any,
-        prefix_statistics_gmem: Any,
-        info_gmem: Any,
-        x_smem: Any,
-        statistics_smem: Any,
-        y_smem: Any,
-        loaded: Any,
-    ) -> None:
-        row, cta = lax.axis_index("row"), lax.axis_index("cut") + 1
-        request, sequence, skipped, blocks, work = (info_gmem[cta, i] for i in range(5))
-        each = info_gmem[0, 4]
-        tile = lax.rem(sequence, jnp.int32(problem.tiles))
-        of_tile = lax.div(row, jnp.int32(problem.group))
-        token = tile * problem.tile_tokens + of_tile
-        # Of the cuts through one sequence the first one's CTA merges: the CTA before it began with the first block.
-        head = lax.rem(row, jnp.int32(problem.group))
-        is_own = (work > 0) & (skipped > 0) & (skipped <= each) & (token < problem.tokens)
-
-        @pl.when(is_own)
-        def _() -> None:
-            left = blocks - skipped
-            # The copy engine begins at 16 bytes, four statistics: a few blocks before the first one are loaded too.
-            first_place = _first_place(problem, schedule, cta, each)
-            early = lax.rem(first_place, jnp.int32(4))
-            first_place, end = first_place - early, left + early
-            chunks = lax.div(end + (chunk - 1), jnp.int32(chunk))
-
-            def load(index: Array) -> None:
-                slot = lax.rem(index, jnp.int32(stages))
-                places = pl.ds(first_place + index * chunk, chunk)
-                plgpu.copy_gmem_to_smem(partials_gmem.at[places, of_tile, head], x_smem.at[slot], loaded.at[slot])
-                plgpu.copy_gmem_to_smem(statistics_gmem.at[row, :, places], statistics_smem.at[slot], loaded.at[slot])
-
-            for index in range(stages):
-                pl.when(index < chunks)(lambda index=index: load(jnp.int32(index)))
-
-            def block(slot: Array, i: int, first: Array) -> tuple[Array, Array, Array]:
-                """Result, maximum and sum of the chunk's block i; what changes nothing if that is none of these."""
-                is_there = (first + i >= early) & (first + i < end)
-                x = plgpu.load(x_smem.at[slot, i], layout=layout)
-                m = jnp.where(is_there, statistics_smem[slot, 0, i], LOWEST_MAXIMUM)
-                total = jnp.where(is_there, statistics_smem[slot, 1, i], 0.0)
-                return jnp.where(is_there, x, 0.0), spread(m), spread(total)
-
-            def merge_block(carry: Any, block: tuple[Array, Array, Array]) -> Any:
-                o, m, total = carry
-                x, m_b, total_b = block
-                m_new = jnp.maximum(m, m_b)
-                # Of the two factors one is 1: half as many exponentials, the same bits.
-                factor, is_new = jnp.exp2(jnp.minimum(m, m_b) - m_new), m_b > m
-                a, b = jnp.where(is_new, factor, 1.0), jnp.where(is_new, 1.0, factor)
-                return merged(o, a, x, b, layout), m_new, merged(total, a, total_b, b, layout)
-
-            def merge_chunk(index: Array, carry: Any) -> Any:
-                slot = lax.rem(index, jnp.int32(stages))
-                plgpu.barrier_wait(loaded.at[slot])
-                # Loaded before the first is merged, so that none waits for another.
-                loads = [block(slot, i, index * chunk) for i in range(chunk)]
-                carry = functools.reduce(merge_block, loads, carry)
-
-                @pl.when(index + stages < chunks)
-                def _() -> None:
-                    load(index + stages)
-
-                return carry
-
-            before = prefix_statistics_gmem.at[cta - 1]
-            carry = (
-                plgpu.load(prefixes_gmem.at[cta - 1, of_tile, head], layout=layout),
-                spread(before[row, 0]),
-                spread(before[row, 1]),
+    def ask(_: Any, ref: Any, part: Any) -> None:
+        pointer = mgpu.memref_ptr(ref)
+        i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        lines = -(-size // _CACHE_LINE)
+        each = -(-lines // parts)
+        thread = mgpu.thread_idx()
+        for first in range(0, each, _THREADS):
+            own = arith.addi(thread, mgpu.c(first, i32))
+            index = arith.addi(arith.muli(part.registers.item(), mgpu.c(each, i32)), own)
+            is_own = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.ult, own, mgpu.c(each, i32)),
+                arith.cmpi(arith.CmpIPredicate.ult, index, mgpu.c(lines, i32)),
             )
-            x, _, total = lax.fori_loop(0, chunks, merge_chunk, carry)
-            y_smem[...] = finished(x, total, problem.dtype, spread=lambda x, _: x)
-            plgpu.commit_smem()
-            kv_head = lax.div(sequence, jnp.int32(problem.tiles))
-            plgpu.copy_smem_to_gmem(y_smem.at[pl.ds(0, problem.value_width)], o_gmem.at[request, token, kv_head, head])
-            plgpu.wait_smem_to_gmem(0)
+            offset = arith.muli(index, mgpu.c(_CACHE_LINE, i32))
+            with mgpu.when(is_own):
+                at = address(pointer, offset, i8)
+                mgpu.inline_ptx("prefetch.global.L2 [$0];", at, has_side_effects=True)
 
-    merge = plgpu.kernel(
-        body,
-        out_type=(),
-        grid=(schedule.ctas - 1, problem.rows),
-        grid_names=("cut", "row"),
-        scratch_types=[
-            plgpu.SMEM((stages, chunk, width), ACCUMULATOR),
-            plgpu.SMEM((stages, 2, chunk), ACCUMULATOR),
-            plgpu.SMEM((width,), problem.dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        ],
-        compiler_params=_COMPILER_PARAMS,
-        kernel_name="attention_merge",
-    )
-    result = jax.new_ref(o)
-    merge(result, partials, statistics, prefixes, prefix_statistics, info)
-    return jax.freeze(result)
+    size = math.prod(ref.shape) * 4
+    inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))(ask)
+    inlined(ref, part)

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxlib.mlir.dialects import math as math_dialect
 
 from detjax.contract import (
@@ -296,3 +296,9 @@ def element(register: Any, index: int = 0) -> Any:
 
 def index_of(value: Any) -> Any:
     return arith.index_cast(ir.IndexType.get(), value)
+
+
+def address(pointer: Any, offset: Any, dtype: Any) -> Any:
+    """So many elements behind a pointer."""
+    dynamic = [-(1 << 31)]  # LLVM's mark of an index that is not a constant
+    return llvm.getelementptr(pointer.type, pointer, [offset], dynamic, dtype, llvm.GEPNoWrapFlags.none)

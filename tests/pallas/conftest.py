@@ -20,6 +20,7 @@ from detjax.pallas import (
     attention_columns_hopper,
     attention_cta_hopper,
     attention_decode_hopper,
+    attention_merge_hopper,
     attention_prefill_hopper,
     attention_tile_hopper,
     hopper,
@@ -89,6 +90,10 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         ("load_queries", _load_queries),
         ("store_columns", _store_columns),
         ("store_column_numbers", _store_numbers),
+        ("store_line", _store_numbers),
+        ("running_maxima", _running_maxima),
+        ("find_places", _find_places),
+        ("prefetch", lambda *_: None),
     ):
         for module in _ATTENTION:
             if hasattr(module, name):
@@ -101,6 +106,7 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 _ATTENTION = (
     attention_tile_hopper,
     attention_columns_hopper,
+    attention_merge_hopper,
     attention_prefill_hopper,
     attention_decode_hopper,
     attention_backward_hopper,
@@ -123,20 +129,40 @@ def _leave_sums(p: Array, exchange: Any) -> None:
     exchange[0, :, 0, :] = block_sum(p.T).reshape(exchange.shape[1], exchange.shape[3])
 
 
-def _load_queries(source: Any, target: Any, count: Array) -> None:
-    x = source[...].reshape(-1, target.shape[1])
-    x = jnp.pad(x, ((0, target.shape[0] - len(x)), (0, 0)))
-    target[...] = jnp.where(jnp.arange(len(x))[:, None] < count, x, 0)
+def _load_queries(source: Any, target: Any, first: Array, count: Array) -> None:
+    target[...] = jnp.zeros(target.shape, target.dtype)
+    heads = source.shape[1]
+    for row in range(target.shape[0]):
+        place = source.at[first + row // heads, row % heads]
+        pl.when(row < count)(functools.partial(_copy, place, target.at[row]))
 
 
-def _store_columns(x: Array, target: Any, count: Array | int) -> None:
-    tokens, heads, _ = target.shape
-    for row in range(tokens * heads):
-        pl.when(row < count)(functools.partial(_store, target.at[row // heads, row % heads], x[:, row]))
+def _store_columns(x: Array, target: Any, first: Array | int, count: Array | int, **_: Any) -> None:
+    heads = target.shape[1]
+    for row in range(x.shape[1]):
+        place = target.at[first + row // heads, row % heads]
+        pl.when(row < count)(functools.partial(_copy, x[:, row], place))
 
 
-def _store(target: Any, x: Array) -> None:
-    target[...] = x
+def _running_maxima(x: Array, start: Array, _: Any) -> tuple[Array, Array]:
+    after = jnp.maximum(lax.cummax(x), start)
+    return jnp.concatenate([start[None], after[:-1]]), after
+
+
+def _find_places(amount: Any, count: int, positions: Any) -> tuple[Array, list[tuple[Array, Array]]]:
+    """One after the other, where a warp looks at 32 at once."""
+    amounts = jnp.stack([amount(jnp.int32(index)) for index in range(count)])
+    ends = jnp.cumsum(amounts)
+    found = []
+    for position in positions(ends[-1]):
+        index = jnp.where(position < ends[-1], (ends <= position).sum(), 0)
+        offset = jnp.where(position < ends[-1], position - (ends - amounts)[index], 0)
+        found.append((index, offset))
+    return ends[-1], found
+
+
+def _copy(x: Any, target: Any) -> None:
+    target[...] = x[...]
 
 
 def _store_numbers(x: Array, target: Any) -> None:

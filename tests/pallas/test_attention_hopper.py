@@ -20,7 +20,7 @@ from test_ptxas import ROOT, VARIABLE, Program, attention
 import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK, Masking
-from detjax.pallas import attention_decode_hopper, attention_hopper
+from detjax.pallas import attention_decode_hopper, attention_hopper, attention_merge_hopper
 from detjax.pallas.attention_decode_hopper import Schedule
 
 INTERPRETER = plgpu.InterpretGPUParams(inline_mgpu="_hack_model_inline_mgpu_tokamax")
@@ -210,7 +210,7 @@ def last_of(rows: list[np.ndarray], start: np.ndarray) -> list[np.ndarray]:
 @pytest.fixture
 def small_chip(two_multiprocessors: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill's tiles are many to a CTA, and decode's partial results many loads to a merge."""
-    monkeypatch.setattr(attention_decode_hopper, "_MERGED_AT_ONCE", 2)
+    monkeypatch.setattr(attention_merge_hopper, "_AT_ONCE", 2)
 
 
 in_the_interpreter = pytest.mark.usefixtures("matrix_unit", "attention_in_the_interpreter", "small_chip")
@@ -262,7 +262,7 @@ def test_where_the_line_of_blocks_is_cut_changes_no_bit() -> None:
     start = requests.last(1)
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
         expected = requests.prefill(start, 1)
-        for schedule in (Schedule(2), Schedule(3), Schedule(7), Schedule(7, cut=False)):
+        for schedule in (Schedule(2), Schedule(3, slack=0.0), Schedule(7, slack=0.4), Schedule(7, cut=False)):
             assert_same_bits(requests.decode(start, 1, schedule), expected)
 
 
@@ -384,11 +384,12 @@ def test_gradients_on_the_device(width: int, options: dict[str, Any]) -> None:
 
 @pytest.mark.hopper
 def test_where_the_line_of_blocks_is_cut_changes_no_bit_on_the_device() -> None:
-    requests = Requests.random((9000, 17, 1, 4096), 8, 2, 128, sinks=True)
+    requests = Requests.random((40000, 17, 1, 4096), 8, 2, 128, sinks=True)
     for tokens in (1, 5):
         start = requests.last(tokens)
         expected = requests.prefill(start, tokens)
-        for schedule in (None, Schedule(2), Schedule(7), Schedule(131), Schedule(1000), Schedule(132, cut=False)):
+        schedules = Schedule(2), Schedule(7, slack=0.4), Schedule(131, slack=0.0), Schedule(1000)
+        for schedule in (None, *schedules, Schedule(132, cut=False)):
             assert_same_bits(requests.decode(start, tokens, schedule), expected)
 
 

@@ -129,7 +129,15 @@ def test_a_blocks_weights_are_summed_as_hoppers_threads_add_them() -> None:
 
 @pytest.mark.parametrize(
     ("keys", "meet_before_the_one"),
-    [((1, 17), True), ((9, 1), True), ((8, 24), True), ((2, 3), True), ((16, 1), False), ((1, 3), False)],
+    [
+        ((1, 17), True),
+        ((9, 1), True),
+        ((16, 24), True),
+        ((2, 3), True),
+        ((8, 24), False),
+        ((16, 1), False),
+        ((1, 3), False),
+    ],
 )
 def test_attention_sums_weights_in_that_order(keys: tuple[int, int], meet_before_the_one: bool) -> None:
     # Next to 1 a weight of 0.6 * 2^-24 is lost, and twice that is not.

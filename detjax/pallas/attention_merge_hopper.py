@@ -1,0 +1,274 @@
+"""Blocks of keys that several CTAs have of one sequence, merged in order on Hopper (Pallas Mosaic GPU).
+
+Where a decode's line of blocks is cut within a sequence, the CTA that has its beginning leaves what it has merged, and
+the others leave each block's result by itself. A CTA for each query of such a sequence merges them, a thread for each
+column. The factors of 128 blocks are found first, a thread for each: what is left to do in order is two fused
+multiply-adds a block.
+"""
+
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.mosaic.gpu import utils as mgpu
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+
+from detjax.contract import ACCUMULATOR
+from detjax.pallas.attention_tile_hopper import element, finished, fma, index_of
+from detjax.pallas.warps_hopper import from_lanes_below
+
+_THREADS: Final = 128
+_AT_ONCE: Final = 16
+"""Blocks that are loaded at once."""
+_STAGES: Final = 6
+_LINE: Final = plgpu.Layout.WG_STRIDED(shape=(_THREADS,), vec_size=1)
+
+
+class Cuts(NamedTuple):
+    """Sizes of what is left by CTAs that share sequences.
+
+    A sequence is one request's, one head's of keys, one tile's of queries; query `t * group + g` of a tile is head `g`
+    of the tile's token `t`.
+    """
+
+    ctas: int
+    blocks: int
+    """The most that a CTA leaves unmerged of a sequence that goes on in the next CTA."""
+    tokens: int
+    """Of a request, in `tiles` of `tile_tokens`."""
+    tiles: int
+    tile_tokens: int
+    group: int
+    value_width: int
+    dtype: Any
+
+    @property
+    def rows(self) -> int:
+        return self.tile_tokens * self.group
+
+    @property
+    def width(self) -> int:
+        """Columns of a result: as many for each thread."""
+        return -(-self.value_width // _THREADS) * _THREADS
+
+    @property
+    def places(self) -> int:
+        """Of unmerged blocks: those of the CTAs, what the last one may have more, and a load behind the last one."""
+        return self.ctas * self.blocks + self.blocks + _THREADS
+
+    @property
+    def bytes(self) -> int:
+        """Of results, about."""
+        return self.places * self.rows * self.width * 4
+
+    def first_place(self, cta: Array, each: Array) -> Array:
+        """Where a CTA's unmerged blocks begin, most CTAs having `each`: those of one sequence are neighbours, in
+        whichever CTAs they came to be. A sequence that is shorter than a piece is unmerged in one of them alone."""
+        return cta * lax.min(each, jnp.int32(self.blocks))
+
+    def out_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The fields of `Left`."""
+        of_tile = self.tile_tokens, self.group, self.width
+        return (
+            jax.ShapeDtypeStruct((self.places, *of_tile), ACCUMULATOR),
+            jax.ShapeDtypeStruct((self.rows, 2, self.places), ACCUMULATOR),
+            jax.ShapeDtypeStruct((self.ctas, *of_tile), ACCUMULATOR),
+            jax.ShapeDtypeStruct((self.ctas, self.rows, 2), ACCUMULATOR),
+            jax.ShapeDtypeStruct((self.ctas, len(Cut._fields)), jnp.int32),
+        )
+
+
+class Left(NamedTuple):
+    """What CTAs leave."""
+
+    blocks: Any
+    """Results of unmerged blocks, `[place, t, g, width]`."""
+    statistics: Any
+    """Their maxima and sums, `[query, 2, place]`."""
+    prefixes: Any
+    """Merged blocks of the sequence that a CTA ends in, `[cta, t, g, width]`."""
+    prefix_statistics: Any
+    """Their maxima and sums, `[cta, query, 2]`."""
+    cuts: Any
+    """A `Cut` for each CTA, `[cta, 4]`."""
+
+
+class Cut(NamedTuple):
+    """What has to be known of the sequence that a CTA begins within, all int32."""
+
+    request: Array
+    sequence: Array
+    """Of the request: heads of keys, of each its tiles."""
+    left: Array
+    """Blocks from the cut on; 0 if there is nothing to merge, or another CTA's cut is the sequence's first."""
+    first_place: Array
+    """Of these."""
+
+
+def merge(cuts: Cuts, o: Array, left: Left) -> Array:
+    """The output `[B, T, h, G, V]`, with the sequences in it that cuts go through."""
+    width = cuts.width
+    layout = plgpu.Layout.WG_STRIDED(shape=(width,), vec_size=1)
+
+    def spread(x: Array) -> Array:
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, (width,), ()), layout)
+
+    def body(o_gmem: Any, *refs: Any, x_smem: Any, factors: Any, maxima: Any, warps: Any, loaded: Any) -> None:
+        gmem = Left(*refs)
+        row, cta = lax.axis_index("row"), lax.axis_index("cut") + 1
+        cut = Cut(*(gmem.cuts[cta, index] for index in range(len(Cut._fields))))
+        kv_head, tile = lax.div(cut.sequence, jnp.int32(cuts.tiles)), lax.rem(cut.sequence, jnp.int32(cuts.tiles))
+        in_tile, head = lax.div(row, jnp.int32(cuts.group)), lax.rem(row, jnp.int32(cuts.group))
+        token = tile * cuts.tile_tokens + in_tile
+
+        @pl.when((cut.left > 0) & (token < cuts.tokens))
+        def _() -> None:
+            loads = lax.div(cut.left + (_AT_ONCE - 1), jnp.int32(_AT_ONCE))
+
+            def load(index: Array) -> None:
+                slot = lax.rem(index, jnp.int32(_STAGES))
+                places = pl.ds(cut.first_place + index * _AT_ONCE, _AT_ONCE)
+                plgpu.copy_gmem_to_smem(gmem.blocks.at[places, in_tile, head], x_smem.at[slot], loaded.at[slot])
+
+            for index in range(_STAGES):
+                pl.when(index < loads)(lambda index=index: load(jnp.int32(index)))
+
+            def find_factors(first: Array) -> None:
+                """Of 128 blocks; of those behind the last one it does not matter what."""
+                places = pl.ds(cut.first_place + first, _THREADS)
+                m_b, total_b = (
+                    plgpu.load(gmem.statistics.at[row, which, places], layout=_LINE, optimized=False)
+                    for which in range(2)
+                )
+                before, after = running_maxima(m_b, maxima[_THREADS - 1], warps)
+                a, b = jnp.exp2(before - after), jnp.exp2(m_b - after)
+                for index, factor in enumerate((a, b, total_b * b)):
+                    factors.at[index][...] = factor
+                maxima[...] = after
+                plgpu.commit_smem()
+
+            def merge_block(slot: Array, index: Array | int, place: Array, carry: Any) -> Any:
+                x = plgpu.load(x_smem.at[slot, index], layout=layout)
+                a, b, total_b = (spread(factors[which, place]) for which in range(3))
+                # The sum of a block has its factor already.
+                return fma(carry[0], a, x * b, layout), fma(carry[1], a, total_b, layout)
+
+            def merge_load(index: Array, carry: Any) -> Any:
+                slot, first = lax.rem(index, jnp.int32(_STAGES)), index * _AT_ONCE
+                in_factors = lax.rem(first, jnp.int32(_THREADS))
+                pl.when(in_factors == 0)(lambda: find_factors(first))
+                plgpu.barrier_wait(loaded.at[slot])
+
+                def whole(carry: Any) -> Any:
+                    for i in range(_AT_ONCE):
+                        carry = merge_block(slot, i, in_factors + i, carry)
+                    return carry
+
+                def rest(carry: Any) -> Any:
+                    def one(i: Array, carry: Any) -> Any:
+                        return merge_block(slot, i, in_factors + i, carry)
+
+                    return lax.fori_loop(0, cut.left - first, one, carry)
+
+                carry = lax.cond(first + _AT_ONCE <= cut.left, whole, rest, carry)
+
+                @pl.when(index + _STAGES < loads)
+                def _() -> None:
+                    plgpu.commit_smem()  # all have read the slot
+                    load(index + _STAGES)
+
+                return carry
+
+            before = gmem.prefix_statistics.at[cta - 1]
+            maxima[...] = plgpu.layout_cast(jnp.full((_THREADS,), before[row, 0]), _LINE)
+            plgpu.commit_smem()
+            prefix = plgpu.load(gmem.prefixes.at[cta - 1, in_tile, head], layout=layout)
+            x, total = lax.fori_loop(0, loads, merge_load, (prefix, spread(before[row, 1])))
+            y = finished(x, total, cuts.dtype, spread=lambda x, _: x)
+            store_line(y, o_gmem.at[cut.request, token, kv_head, head])
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=(),
+        grid=(cuts.ctas - 1, cuts.rows),
+        grid_names=("cut", "row"),
+        scratch_types={
+            "x_smem": plgpu.SMEM((_STAGES, _AT_ONCE, width), ACCUMULATOR),
+            "factors": plgpu.SMEM((3, _THREADS), ACCUMULATOR),
+            "maxima": plgpu.SMEM((_THREADS,), ACCUMULATOR),
+            "warps": plgpu.SMEM((4,), ACCUMULATOR),
+            "loaded": plgpu.Barrier(num_barriers=_STAGES),
+        },
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        kernel_name="attention_merge",
+    )
+    result = jax.new_ref(o)
+    kernel(result, *left)
+    return jax.freeze(result)
+
+
+def running_maxima(x: Array, start: Array, warps: Any) -> tuple[Array, Array]:
+    """The largest of `start` and of `x [128]` before each element, and up to it.
+
+    Args:
+        warps: shared memory `[4]`, by which the warps exchange theirs; all threads meet.
+    """
+
+    def scanned(_: Any, x: Any, start: Any, warps: Any) -> Any:
+        thread = mgpu.thread_idx()
+        i32 = thread.type
+        warp = arith.remui(arith.divui(thread, mgpu.c(32, i32)), mgpu.c(4, i32))
+        lane = arith.remui(thread, mgpu.c(32, i32))
+
+        value = element(x.registers.item())
+        for distance in (1, 2, 4, 8, 16):
+            value = arith.maximumf(value, from_lanes_below(value, distance))
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(31, i32))):
+            memref.store(value, warps, [index_of(warp)])
+        mgpu.warpgroup_barrier()
+        prior = start.registers.item()
+        for other in range(3):
+            largest = arith.maximumf(prior, memref.load(warps, [mgpu.c(other, ir.IndexType.get())]))
+            prior = arith.select(arith.cmpi(arith.CmpIPredicate.sgt, warp, mgpu.c(other, i32)), largest, prior)
+        after = arith.maximumf(value, prior)
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(0, i32))
+        before = arith.select(is_first, prior, from_lanes_below(after, 1))
+
+        def array(value: Any) -> Any:
+            registers = x.registers.copy()
+            registers[...] = vector.from_elements(ir.VectorType.get((1,), value.type), [value])
+            return FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+        return array(before), array(after)
+
+    result = plgpu.ShapeDtypeStruct(x.shape, ACCUMULATOR, layout=_LINE)
+    arg_types = _LINE, plgpu.Layout.WG_SPLAT, plgpu.RefType()
+    inlined: Any = plgpu.inline_mgpu(arg_types=arg_types, return_type=(result, result))(scanned)
+    return inlined(x, start, warps)
+
+
+def store_line(x: Array, target: Any) -> None:
+    """Stores the first elements of a line, as many as memory `[count]` takes; each thread has every 128th."""
+    (count,) = target.shape
+    layout = plgpu.Layout.WG_STRIDED(shape=x.shape, vec_size=1)
+
+    def store(_: Any, x: Any, target: Any) -> None:
+        thread = mgpu.thread_idx()
+        thread = arith.remui(thread, mgpu.c(_THREADS, thread.type))
+        for number, register in enumerate(x.registers.flatten()):
+            at = arith.addi(thread, mgpu.c(_THREADS * number, thread.type))
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, at, mgpu.c(count, thread.type))):
+                memref.store(element(register), target, [index_of(at)])
+
+    inlined: Any = plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))(store)
+    inlined(x, target)

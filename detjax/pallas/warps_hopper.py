@@ -1,0 +1,69 @@
+"""Numbers that differ between a warp's threads (Mosaic GPU): 32 of them are worked on at once.
+
+What a kernel computes from scalars, each thread computes for itself. Where one of them is `lane()`, each thread has
+another number from there on, until `warp_sum` makes it the same in all again.
+"""
+
+from typing import Any, Final
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.mosaic.gpu import utils as mgpu
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm
+
+WARP: Final = 32
+_NUMBER: Final = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+
+def lane() -> Array:
+    """Which thread of its warp a thread is, int32."""
+
+    def number(_: Any) -> Any:
+        thread = mgpu.thread_idx()
+        return _splat(arith.remui(thread, mgpu.c(WARP, thread.type)))
+
+    inlined: Any = plgpu.inline_mgpu(return_type=_NUMBER)(number)
+    return inlined()
+
+
+def warp_sum(x: Array) -> Array:
+    """The sum of int32 numbers of a warp's threads."""
+
+    def added(_: Any, x: Any) -> Any:
+        x = x.registers.item()
+        return _splat(mgpu.redux(x, mgpu.c(0xFFFFFFFF, x.type), mgpu.ReductionKind.ADD))
+
+    inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,), return_type=_NUMBER)(added)
+    return inlined(x)
+
+
+def warp_sums_up_to(x: Array) -> Array:
+    """Of each thread of a warp: the sum of its int32 number and of those of the threads before it."""
+
+    def added(_: Any, x: Any) -> Any:
+        x = x.registers.item()
+        thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARP, x.type))
+        for distance in (1, 2, 4, 8, 16):
+            other = from_lanes_below(x, distance)
+            is_there = arith.cmpi(arith.CmpIPredicate.uge, thread, mgpu.c(distance, x.type))
+            x = arith.select(is_there, arith.addi(x, other), x)
+        return _splat(x)
+
+    inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,), return_type=_NUMBER)(added)
+    return inlined(x)
+
+
+def from_lanes_below(x: Any, distance: int) -> Any:
+    """What the lane so far below has, of 4 bytes in the compiler's terms; the first lanes have their own."""
+    i32 = ir.IntegerType.get_signless(32)
+    bits = x if x.type == i32 else arith.bitcast(i32, x)
+    bits = nvvm.shfl_sync(mgpu.c(0xFFFFFFFF, i32), bits, mgpu.c(distance, i32), mgpu.c(0, i32), nvvm.ShflKind.up)
+    return bits if x.type == i32 else arith.bitcast(x.type, bits)
+
+
+def _splat(x: Any) -> Any:
+    """As a kernel's scalar, though it may differ between threads."""
+    return FragmentedArray.splat(x, (), is_signed=True)
