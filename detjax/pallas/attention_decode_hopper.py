@@ -83,7 +83,7 @@ class Schedule:
 
     ctas: int
     cut: bool = True
-    slack: float = 1 / 16
+    slack: float = 0.15
 
     def __post_init__(self) -> None:
         if self.ctas < 1:
@@ -252,14 +252,22 @@ def _by_column(per_head: Array, problem: Problem) -> Array:
     return jnp.pad(by_token, ((0, 0), (0, problem.columns - problem.rows)))
 
 
-class _Piece(NamedTuple):
-    """Blocks of one sequence that a CTA has."""
+class _Place(NamedTuple):
+    """A block on the line."""
 
     request: Array
     sequence: Array
     """Of the request: heads of keys, of each its tiles."""
     skipped: Array
-    """Blocks of the sequence that earlier CTAs have."""
+    """Blocks of the sequence before this one."""
+
+
+class _Piece(NamedTuple):
+    """Blocks of one sequence that a CTA has, and those of its `_Place` before."""
+
+    request: Array
+    sequence: Array
+    skipped: Array
     first_block: Array
     """Of the request's cache, that the sequence begins with."""
     blocks: Array
@@ -329,36 +337,42 @@ class _Kernel:
         (begin, self.start), (end, _) = (self.moved(*at) for at in zip(ends, places, strict=True))
         self.work = end - begin
 
-    def moved(self, position: Array, place: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        """A cut, and the request and the block of its sequences there: where the schedule wants it instead."""
+    def moved(self, position: Array, place: tuple[Array, Array]) -> tuple[Array, _Place]:
+        """A cut, and what lies behind it, given the request and the block of its sequences: where the schedule wants it
+        instead."""
         request, offset = place
         _, blocks = self.blocks_of(request)
-        behind = lax.rem(offset, blocks)
-        missing = lax.rem(blocks - behind, blocks)
-        if self.schedule.cut:
-            step = jnp.where(behind <= self.slack, -behind, jnp.where(missing <= self.slack, missing, 0))
-        else:
+        sequence = lax.div(offset.astype(jnp.uint32), blocks.astype(jnp.uint32)).astype(jnp.int32)
+        behind = offset - sequence * blocks
+        missing = jnp.where(behind > 0, blocks - behind, 0)
+        to_beginning, to_next = behind <= self.slack, missing <= self.slack
+        if not self.schedule.cut:
             # A sequence belongs to the CTA in whose piece it begins.
-            step = missing
-        offset = offset + step
-        is_next = offset >= blocks * self.problem.sequences
-        return position + step, (jnp.where(is_next, request + 1, request), jnp.where(is_next, 0, offset))
+            to_beginning, to_next = behind == 0, behind > 0
+        step = jnp.where(to_beginning, -behind, jnp.where(to_next, missing, 0))
+        goes_on = to_beginning | ~to_next
+        at = _Place(request, sequence, behind + jnp.where(goes_on, step, 0))
+        following = self.following(at)
+        return position + step, _Place(*(jnp.where(goes_on, *pair) for pair in zip(at, following, strict=True)))
+
+    def following(self, place: _Place) -> _Place:
+        """Where the next sequence begins."""
+        is_last = place.sequence + 1 == self.problem.sequences
+        request = jnp.where(is_last, place.request + 1, place.request)
+        return _Place(request, jnp.where(is_last, 0, place.sequence + 1), jnp.zeros_like(place.skipped))
 
     def for_each_piece(self, step: Any, carry: Array) -> Array:
         """The last `carry = step(piece, carry)` of the CTA's sequences in order."""
 
         def body(state: Any) -> Any:
-            request, offset, left, carry = state
-            first_block, blocks = self.blocks_of(request)
-            sequence, skipped = lax.div(offset, blocks), lax.rem(offset, blocks)
-            count = lax.min(blocks - skipped, left)
-            carry = step(_Piece(request, sequence, skipped, first_block, blocks, count), carry)
-            offset = offset + count
-            is_next = offset >= blocks * self.problem.sequences
-            request = jnp.where(is_next, request + 1, request)
-            return request, jnp.where(is_next, 0, offset), left - count, carry
+            place, left, carry = state
+            first_block, blocks = self.blocks_of(place.request)
+            count = lax.min(blocks - place.skipped, left)
+            piece = _Piece(place.request, place.sequence, place.skipped, first_block, blocks, count)
+            carry = step(piece, carry)
+            return self.following(place), left - count, carry
 
-        return lax.while_loop(lambda state: state[2] > 0, body, (*self.start, self.work, carry))[-1]
+        return lax.while_loop(lambda state: state[1] > 0, body, (self.start, self.work, carry))[-1]
 
     def head_and_tile(self, piece: _Piece) -> tuple[Array, Array]:
         """Head of keys, and tile of query tokens, of the piece's sequence."""
@@ -407,7 +421,7 @@ class _Kernel:
     # --- the multiplying warpgroup ------------------------------------------------------------------------------------
 
     def multiply(self) -> None:
-        plgpu.set_max_registers(248, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         if self.left is not None:
             self.leave_cut(self.left)
         self.for_each_piece(self.multiply_piece, jnp.int32(0))
@@ -415,12 +429,10 @@ class _Kernel:
     def leave_cut(self, left: Left) -> None:
         """What the merging kernel has to know. Of the cuts through a sequence the first one counts: the CTA before it
         has the sequence's beginning."""
-        request, offset = self.start
+        request, sequence, skipped = self.start
         _, blocks = self.blocks_of(lax.min(request, jnp.int32(self.problem.batch - 1)))
-        skipped = lax.rem(offset, blocks)
         is_first = (self.work > 0) & (skipped > 0) & (skipped <= self.each + self.slack)
-        unmerged = jnp.where(is_first, blocks - skipped, 0)
-        cut = Cut(request, lax.div(offset, blocks), unmerged, self.first_place)
+        cut = Cut(request, sequence, jnp.where(is_first, blocks - skipped, 0), self.first_place)
         for index, number in enumerate(cut):
             left.cuts[self.cta, index] = number
 
@@ -589,7 +601,9 @@ def find_places(
             here = jnp.where(is_here, index, 0), jnp.where(is_here, position - begin, 0)
             return to[0] + warp_sum(here[0]), to[1] + warp_sum(here[1])
 
-        return passed + warp_sum(length), [added(*pair) for pair in zip(found, wanted, strict=True)]
+        is_last = isinstance(chunk, int) and chunk + 1 == chunks
+        passed = passed if is_last else passed + warp_sum(length)
+        return passed, [added(*pair) for pair in zip(found, wanted, strict=True)]
 
     nowhere = jnp.int32(0), jnp.int32(0)
     return total, fold(find, (jnp.int32(0), [nowhere for _ in wanted]))[1]

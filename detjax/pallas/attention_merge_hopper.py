@@ -6,6 +6,7 @@ column. The factors of 128 blocks are found first, a thread for each: what is le
 multiply-adds a block.
 """
 
+import functools
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -26,6 +27,8 @@ _THREADS: Final = 128
 _AT_ONCE: Final = 16
 """Blocks that are loaded at once."""
 _STAGES: Final = 6
+"""Of loads in flight: so few that CTAs for all queries of a decode of 4 heads run at the same time, most of which have
+nothing to do."""
 _LINE: Final = plgpu.Layout.WG_STRIDED(shape=(_THREADS,), vec_size=1)
 
 
@@ -138,57 +141,66 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
             for index in range(_STAGES):
                 pl.when(index < loads)(lambda index=index: load(jnp.int32(index)))
 
-            def find_factors(first: Array) -> None:
-                """Of 128 blocks; of those behind the last one it does not matter what."""
+            def statistics(first: Array) -> tuple[Array, Array]:
+                """Maxima and sums of 128 blocks; of those behind the last one anything."""
                 places = pl.ds(cut.first_place + first, _THREADS)
                 m_b, total_b = (
                     plgpu.load(gmem.statistics.at[row, which, places], layout=_LINE, optimized=False)
                     for which in range(2)
                 )
-                before, after = running_maxima(m_b, maxima[_THREADS - 1], warps)
-                a, b = jnp.exp2(before - after), jnp.exp2(m_b - after)
-                for index, factor in enumerate((a, b, total_b * b)):
-                    factors.at[index][...] = factor
-                maxima[...] = after
-                plgpu.commit_smem()
+                return m_b, total_b
 
-            def merge_block(slot: Array, index: Array | int, place: Array, carry: Any) -> Any:
-                x = plgpu.load(x_smem.at[slot, index], layout=layout)
-                a, b, total_b = (spread(factors[which, place]) for which in range(3))
-                # The sum of a block has its factor already.
-                return fma(carry[0], a, x * b, layout), fma(carry[1], a, total_b, layout)
+            def merge_blocks(slot: Array, first: Array, count: Array | int, carry: Any) -> Any:
+                """Some of a slot's blocks, the first one having its factors at `first`."""
+
+                def merge_block(index: Any, carry: Any) -> Any:
+                    x = plgpu.load(x_smem.at[slot, index], layout=layout)
+                    a, b, total_b = (spread(number) for number in load_factors(factors, first + index))
+                    # The sum of a block has its factor already.
+                    return fma(carry[0], a, x * b, layout), fma(carry[1], a, total_b, layout)
+
+                if not isinstance(count, int):
+                    return lax.fori_loop(0, count, merge_block, carry)
+                return functools.reduce(lambda carry, index: merge_block(index, carry), range(count), carry)
 
             def merge_load(index: Array, carry: Any) -> Any:
                 slot, first = lax.rem(index, jnp.int32(_STAGES)), index * _AT_ONCE
-                in_factors = lax.rem(first, jnp.int32(_THREADS))
-                pl.when(in_factors == 0)(lambda: find_factors(first))
                 plgpu.barrier_wait(loaded.at[slot])
-
-                def whole(carry: Any) -> Any:
-                    for i in range(_AT_ONCE):
-                        carry = merge_block(slot, i, in_factors + i, carry)
-                    return carry
-
-                def rest(carry: Any) -> Any:
-                    def one(i: Array, carry: Any) -> Any:
-                        return merge_block(slot, i, in_factors + i, carry)
-
-                    return lax.fori_loop(0, cut.left - first, one, carry)
-
-                carry = lax.cond(first + _AT_ONCE <= cut.left, whole, rest, carry)
+                in_factors, left = lax.rem(first, jnp.int32(_THREADS)), cut.left - first
+                carry = lax.cond(
+                    left >= _AT_ONCE,
+                    lambda carry: merge_blocks(slot, in_factors, _AT_ONCE, carry),
+                    lambda carry: merge_blocks(slot, in_factors, left, carry),
+                    carry,
+                )
 
                 @pl.when(index + _STAGES < loads)
                 def _() -> None:
-                    plgpu.commit_smem()  # all have read the slot
+                    meet()  # all have read the slot
                     load(index + _STAGES)
 
                 return carry
 
+            def merge_128(index: Array, carry: Any) -> Any:
+                x, total, before, m_b, total_b = carry
+                first = index * _THREADS
+                before, after = running_maxima(m_b, before, warps)
+                b = jnp.exp2(m_b - after)
+                store_factors(factors, jnp.exp2(before - after), b, total_b * b)
+                maxima[...] = after
+                meet()
+                # The next ones are on their way while these are merged.
+                following = statistics(lax.min(first + _THREADS, cut.left))
+                per_line = _THREADS // _AT_ONCE
+                end = lax.min((index + 1) * per_line, loads)
+                x, total = lax.fori_loop(index * per_line, end, merge_load, (x, total))
+                return x, total, maxima[_THREADS - 1], *following
+
             before = gmem.prefix_statistics.at[cta - 1]
-            maxima[...] = plgpu.layout_cast(jnp.full((_THREADS,), before[row, 0]), _LINE)
-            plgpu.commit_smem()
             prefix = plgpu.load(gmem.prefixes.at[cta - 1, in_tile, head], layout=layout)
-            x, total = lax.fori_loop(0, loads, merge_load, (prefix, spread(before[row, 1])))
+            lines = lax.div(cut.left + (_THREADS - 1), jnp.int32(_THREADS))
+            start = prefix, spread(before[row, 1]), before[row, 0], *statistics(jnp.int32(0))
+            x, total, *_ = lax.fori_loop(0, lines, merge_128, start)
             y = finished(x, total, cuts.dtype, spread=lambda x, _: x)
             store_line(y, o_gmem.at[cut.request, token, kv_head, head])
 
@@ -199,7 +211,7 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
         grid_names=("cut", "row"),
         scratch_types={
             "x_smem": plgpu.SMEM((_STAGES, _AT_ONCE, width), ACCUMULATOR),
-            "factors": plgpu.SMEM((3, _THREADS), ACCUMULATOR),
+            "factors": plgpu.SMEM((_THREADS, 4), ACCUMULATOR),
             "maxima": plgpu.SMEM((_THREADS,), ACCUMULATOR),
             "warps": plgpu.SMEM((4,), ACCUMULATOR),
             "loaded": plgpu.Barrier(num_barriers=_STAGES),
@@ -215,6 +227,16 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
     result = jax.new_ref(o)
     kernel(result, *left)
     return jax.freeze(result)
+
+
+def meet() -> None:
+    """All threads of the warpgroup wait for one another. Unlike `commit_smem` this waits for no load."""
+
+    def barrier(_: Any) -> None:
+        mgpu.warpgroup_barrier()
+
+    inlined: Any = plgpu.inline_mgpu()(barrier)
+    inlined()
 
 
 def running_maxima(x: Array, start: Array, warps: Any) -> tuple[Array, Array]:
@@ -255,6 +277,34 @@ def running_maxima(x: Array, start: Array, warps: Any) -> tuple[Array, Array]:
     arg_types = _LINE, plgpu.Layout.WG_SPLAT, plgpu.RefType()
     inlined: Any = plgpu.inline_mgpu(arg_types=arg_types, return_type=(result, result))(scanned)
     return inlined(x, start, warps)
+
+
+def store_factors(target: Any, *factors: Array) -> None:
+    """Stores three numbers of each block side by side in shared memory `[128, 4]`."""
+
+    def store(_: Any, target: Any, *factors: Any) -> None:
+        thread = mgpu.thread_idx()
+        thread = index_of(arith.remui(thread, mgpu.c(_THREADS, thread.type)))
+        numbers = [element(factor.registers.item()) for factor in factors]
+        together = vector.from_elements(ir.VectorType.get((4,), numbers[0].type), [*numbers, numbers[-1]])
+        vector.store(together, target, [thread, mgpu.c(0, ir.IndexType.get())])
+
+    inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(_LINE,) * len(factors)))(store)
+    inlined(target, *factors)
+
+
+def load_factors(source: Any, block: Array) -> tuple[Array, Array, Array]:
+    """What `store_factors` stored of a block."""
+
+    def load(_: Any, source: Any, block: Any) -> Any:
+        at = [index_of(block.registers.item()), mgpu.c(0, ir.IndexType.get())]
+        together = vector.load(ir.VectorType.get((4,), ir.F32Type.get()), source, at)
+        return tuple(FragmentedArray.splat(element(together, which), ()) for which in range(3))
+
+    number = plgpu.ShapeDtypeStruct((), ACCUMULATOR, layout=plgpu.Layout.WG_SPLAT)
+    arg_types = plgpu.RefType(), plgpu.Layout.WG_SPLAT
+    inlined: Any = plgpu.inline_mgpu(arg_types=arg_types, return_type=(number,) * 3)(load)
+    return inlined(source, block)
 
 
 def store_line(x: Array, target: Any) -> None:
