@@ -4,7 +4,8 @@
 
 Each operation is timed under the backend that serves and under `stock`, and so is a copy of as many bytes as it has to
 read and write: device time, medians, inputs rotated so that large ones come from memory. Beside the time stands whether
-the bits of one row are the same first, in the middle and last of every number of rows, and over repeated runs.
+the bits of one row are the same first, in the middle and last of every number of rows, and over repeated runs. The
+write of keys and values to a cache, which is donated, is timed in one step with `qk_rope` and as scatters behind it.
 `--sweep` times the schedules of the Hopper kernels instead, `--small` runs in seconds on a CPU.
 """
 
@@ -25,10 +26,14 @@ from rich.table import Table
 import detjax
 from detjax import ops
 from detjax.bench.timing import device_time, rotations
+from detjax.contract import KV_BLOCK
 from detjax.pallas import norm_hopper, rope_hopper
+from detjax.portable import pages
 
 STOCK = "stock"
 MOST_BYTES = 24 << 30
+FIRST_POSITION = 100
+"""Of what is appended to a cache: a prompt crosses pages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +189,57 @@ def compare(sizes: Sizes) -> list[dict[str, Any]]:
     return results
 
 
+def appends(sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """`qk_rope` and the write of keys and values, in one step and in two: a token a request, or long prompts."""
+    H, h, K = sizes.heads, sizes.kv_heads, sizes.head_dim
+    rng = np.random.default_rng(0)
+    q_norm, k_norm = (jnp.asarray(1 + rng.standard_normal(K) / 4, "bfloat16") for _ in range(2))
+    options: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": 1e-6}
+    embedding = ops.RotaryEmbedding(K, 1e6)
+
+    def in_one(k_pages: jax.Array, v_pages: jax.Array, qkv: jax.Array, *where: jax.Array) -> Any:
+        return ops.qk_rope_append_kv(qkv, k_pages, v_pages, *where, embedding=embedding, **options)
+
+    def in_two(k_pages: jax.Array, v_pages: jax.Array, qkv: jax.Array, *where: jax.Array) -> Any:
+        positions = where[1][:, None] + jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
+        q, k = ops.qk_rope(qkv, positions, embedding, heads=H, kv_heads=h, **options)
+        return q, *pages.append((k_pages, v_pages), (k, qkv[:, :, H + h :]), *where)
+
+    steps = {"q/k norm, rope, KV append": in_one, "q/k norm, rope; then scatters": in_two}
+    for name, fn in track(list(steps.items()), "measuring the cache's writes", console=Console(stderr=True)):
+        for count in sizes.rows:
+            tokens = min(count, 1024) if count > 64 else 1
+            batch = count // tokens
+            page_table = ops.contiguous_page_table(batch, FIRST_POSITION + tokens)[:, ::-1]
+            where = page_table, jnp.full(batch, FIRST_POSITION), jnp.full(batch, tokens)
+            pool = jnp.zeros((page_table.size, h, KV_BLOCK, K), "bfloat16")
+
+            def drawn(seed: int, shape: tuple[int, ...] = (batch, tokens, H + 2 * h, K)) -> jax.Array:
+                return jax.random.normal(jax.random.key(seed), shape, "bfloat16")
+
+            size = 2 * drawn(0).nbytes
+            sets = [(drawn(seed), *where) for seed in range(rotations(size // 2))]
+            seconds = {"copy": copy_time(size, sizes.calls)}
+            for backend in (detjax.platform.backend(), STOCK):
+                with detjax.use_backend(backend):
+                    seconds[backend] = device_time(_carrying(fn, (pool, pool)), sets, calls=sizes.calls)
+            made = [detjax.jit(step)(pool, pool, *sets[0]) for step in steps.values()]
+            same = bool(_equal(*map(jax.tree.leaves, made)))
+            yield {"case": name, "rows": count, "bytes": size, "seconds": seconds, "same_bits_as_in_steps": same}
+
+
+def _carrying(fn: Callable[..., Any], pools: tuple[jax.Array, jax.Array]) -> Callable[..., jax.Array]:
+    """`fn` of all arguments but the pools, which every call takes from the one before, to write where they lie."""
+    program = detjax.jit(fn, donate_argnums=(0, 1))
+    held = [jnp.copy(pool) for pool in pools]
+
+    def call(*arguments: jax.Array) -> jax.Array:
+        q, *held[:] = program(*held, *arguments)
+        return q
+
+    return call
+
+
 def sweep(sizes: Sizes) -> list[dict[str, Any]]:
     """The schedules of the Hopper kernels for norms and rotary embedding, each at every number of rows."""
     results = []
@@ -259,7 +315,7 @@ def main() -> None:
     if arguments.sweep:
         results = sweep(sizes)
     else:
-        results = compare(sizes)
+        results = [*compare(sizes), *appends(sizes)]
         Console(width=140).print(table(results, backend))
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -268,6 +324,8 @@ def main() -> None:
         arguments.out.write_text(json.dumps(content, indent=1) + "\n")
     if not all(result.get(f"same_bits_over_{what}", True) for result in results for what in ("rows", "runs")):
         raise SystemExit(f"error: backend {backend} gave other bits for other numbers of rows, or in other runs")
+    if not all(result.get("same_bits_as_in_steps", True) for result in results):
+        raise SystemExit(f"error: backend {backend} wrote other bits in one step than in two")
 
 
 if __name__ == "__main__":

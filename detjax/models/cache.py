@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Int, Int32
+from jaxtyping import Array, DTypeLike, Float, Int32
 
 from detjax.contract import KV_BLOCK
 from detjax.models.config import DecoderConfig
@@ -35,21 +35,3 @@ class KVCache:
     def capacity(self) -> int:
         """Tokens that each request may have. What would be written behind them is dropped."""
         return self.page_table.shape[1] * KV_BLOCK
-
-    def positions(self, tokens: int) -> Int32[Array, "B T"]:
-        """Absolute positions of the next `tokens` tokens of each request."""
-        return self.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
-
-    def written(
-        self, layer: int, k: Float[Array, "B T h K"], v: Float[Array, "B T h K"], counts: Int[Array, "B"]
-    ) -> tuple[Float[Array, "P h S K"], Float[Array, "P h S K"]]:
-        """The layer's pages with the first `counts[b]` of the new tokens of each request behind those it has."""
-        positions = self.positions(k.shape[1])
-        new = (jnp.arange(k.shape[1])[None] < counts[:, None]) & (positions < self.capacity)
-        page = jnp.take_along_axis(self.page_table, positions // KV_BLOCK, axis=1, mode="clip")
-        page = jnp.where(new, page, self.k[layer].shape[0])  # a page that does not exist: dropped
-        slot = positions % KV_BLOCK
-        return (
-            self.k[layer].at[page, :, slot].set(k, mode="drop"),
-            self.v[layer].at[page, :, slot].set(v, mode="drop"),
-        )

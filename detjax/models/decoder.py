@@ -82,17 +82,18 @@ class Layer(nnx.Module):
         batch, tokens, _ = x.shape
         qkv = ops.matmul(x, self.qkv[...], layout="nk", bias=_optional(self.qkv_bias))
         qkv = qkv.reshape(batch, tokens, H + 2 * h, K)
-        q, k = ops.qk_rope(
+        q, k_pages, v_pages = ops.qk_rope_append_kv(
             qkv,
-            cache.positions(tokens),
+            cache.k[self.index],
+            cache.v[self.index],
+            cache.page_table,
+            cache.lengths,
+            counts,
             config.rope,
-            heads=H,
-            kv_heads=h,
             q_norm=_optional(self.q_norm),
             k_norm=_optional(self.k_norm),
             norm_eps=config.norm_eps if config.qk_norm else None,
         )
-        k_pages, v_pages = cache.written(self.index, k, qkv[:, :, H + h :], counts)
         kv_length = jnp.minimum(cache.lengths + counts, cache.capacity)
         window = config.windows[self.index]
         o = ops.attention(q, k_pages, v_pages, cache.page_table, cache.lengths, kv_length, window=window)

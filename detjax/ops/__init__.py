@@ -14,6 +14,7 @@ from detjax.ops.rope import RotaryEmbedding as RotaryEmbedding
 from detjax.ops.rope import YarnScaling as YarnScaling
 from detjax.ops.rope import qk_rope as qk_rope
 from detjax.ops.rope import rope as rope
+from detjax.ops.rope_append import qk_rope_append_kv as qk_rope_append_kv
 from detjax.ops.sampling import sample as sample
 from detjax.ops.sampling import seed_words as seed_words
 from detjax.ops.sampling import top_logprobs as top_logprobs

@@ -186,21 +186,27 @@ def qk_rope(
             f"qk_rope: heads is {heads} and kv_heads {kv_heads}; accepted: at least 1 each and, qkv being {qkv.shape}, "
             f"at most {qkv.shape[-2]} together"
         )
+    weights = norm_weights("qk_rope", qkv, q_norm, k_norm, norm_eps)
+    steps = in_separate_steps if platform.backend() == platform.STOCK else _qk_rope
+    return steps(embedding, (heads, kv_heads), norm_eps, qkv, positions, weights)
+
+
+def norm_weights(
+    operation: str, qkv: Array, q_norm: Array | None, k_norm: Array | None, norm_eps: float | None
+) -> tuple[Array, ...]:
+    """Both norms' weights once they are known to fit, or none where none are given."""
     given = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
     if q_norm is None or k_norm is None or norm_eps is None:
         if any(value is not None for value in given.values()):
             missing = ", ".join(name for name, value in given.items() if value is None)
             raise ValueError(
-                f"qk_rope: {missing} not given; accepted: {', '.join(given)} all together, or none of them"
+                f"{operation}: {missing} not given; accepted: {', '.join(given)} all together, or none of them"
             )
-        weights = ()
-    else:
-        weights = (q_norm, k_norm)
-        check_dtype("qk_rope", q_norm=q_norm, k_norm=k_norm)
-        for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
-            check_shape("qk_rope", name, weight, qkv.shape[-1:], f"qkv being {qkv.shape}")
-    steps = _in_separate_steps if platform.backend() == platform.STOCK else _qk_rope
-    return steps(embedding, (heads, kv_heads), norm_eps, qkv, positions, weights)
+        return ()
+    check_dtype(operation, q_norm=q_norm, k_norm=k_norm)
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        check_shape(operation, name, weight, qkv.shape[-1:], f"qkv being {qkv.shape}")
+    return q_norm, k_norm
 
 
 def _check(operation: str, name: str, x: Array, positions: Array, embedding: RotaryEmbedding) -> None:
@@ -208,6 +214,11 @@ def _check(operation: str, name: str, x: Array, positions: Array, embedding: Rot
     check_integers(operation, positions=positions)
     check_not_empty(operation, **{name: x})
     check_shape(operation, "positions", positions, x.shape[:-2], f"{name} being {x.shape}")
+    check_head_dim(operation, name, x, embedding)
+
+
+def check_head_dim(operation: str, name: str, x: Array, embedding: RotaryEmbedding) -> None:
+    """Returns if the last axis of `x` is the embedding's."""
     if x.shape[-1] != embedding.head_dim:
         raise ValueError(
             f"{operation}: {name} has shape {x.shape}; accepted: a last axis of {embedding.head_dim}, its embedding's"
@@ -248,7 +259,7 @@ def _qk_rope(
     return q, k
 
 
-def _in_separate_steps(
+def in_separate_steps(
     embedding: RotaryEmbedding,
     heads: tuple[int, int],
     eps: float | None,
@@ -256,6 +267,7 @@ def _in_separate_steps(
     positions: Array,
     weights: tuple[Array, ...],
 ) -> tuple[Array, Array]:
+    """`qk_rope` of its checked arguments, by `rms_norm` and `rope`: what its gradients are taken of."""
     q, k = qkv[..., : heads[0], :], qkv[..., heads[0] : sum(heads), :]
     if weights:
         assert eps is not None
@@ -278,7 +290,7 @@ def _qk_backward(embedding: RotaryEmbedding, heads: tuple[int, int], eps: float 
     qkv, positions, weights = saved
 
     def steps(qkv: Array, weights: tuple[Array, ...]) -> tuple[Array, Array]:
-        return _in_separate_steps(embedding, heads, eps, qkv, positions, weights)
+        return in_separate_steps(embedding, heads, eps, qkv, positions, weights)
 
     dqkv, dweights = jax.vjp(steps, qkv, weights)[1](gradients)
     return dqkv, None, dweights
@@ -300,13 +312,13 @@ def _rotated_groups(
     rotate = functools.partial(kernels(operation, _KERNELS).forward, heads=heads, eps=eps)
 
     def forward(x: Array, positions: Array, *weights: Array) -> tuple[Array, ...]:
-        cos, sin = _cos_and_sin(embedding, positions, turn)
+        cos, sin = cos_and_sin(embedding, positions, turn)
         return rotate(x, cos, sin, *weights)
 
     return with_vmap_rule(forward, rows=(True, True, *(False for _ in weights)))(x, positions, *weights)
 
 
-def _cos_and_sin(embedding: RotaryEmbedding, positions: Array, turn: float) -> tuple[Array, Array]:
+def cos_and_sin(embedding: RotaryEmbedding, positions: Array, turn: float) -> tuple[Array, Array]:
     """`[*B, T, K / 2]` float32 each, times the embedding's scale: what every backend under contract rotates by."""
 
     def of_rows(positions: Array, frequencies: Array) -> tuple[Array, Array]:

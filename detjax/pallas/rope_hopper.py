@@ -2,13 +2,17 @@
 
 A CTA turns some heads of some tokens: cosines and sines are loaded once for all of its heads, both halves of a head are
 in one thread, and queries and keys are read where the fused projection left them.
+
+`append_kv` writes keys and values where attention reads them, in pages. There tokens have addresses that nothing
+relates to one another, but the heads of one token lie at one stride: a CTA of keys or values holds heads where a CTA of
+queries holds tokens.
 """
 
 import dataclasses
 import functools
 import math
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,10 +20,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from detjax.contract import ACCUMULATOR, LANE_GROUP
+from detjax.contract import ACCUMULATOR, KV_BLOCK, LANE_GROUP
 from detjax.pallas import norm_hopper
 from detjax.pallas.hopper import multiprocessors
 from detjax.pallas.rows_hopper import WARP, WARPGROUP, layout, row_sums, squares, widened
+from detjax.portable import pages as portable_pages
 
 LOADED_BYTES: Final = 64
 """Of x, at most, that a thread loads before it computes."""
@@ -100,6 +105,42 @@ def forward(
     return tuple(y.reshape(*x.shape[:-2], *y.shape[-2:]) for y in out)
 
 
+def append_kv(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    *weights: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    q_start: Array,
+    q_length: Array,
+    eps: float | None,
+    schedule: Schedule | None = None,
+) -> tuple[Array, Array, Array]:
+    """`forward` of the queries in `x [B, T, H + 2 h, K]`, and pools `[P, h, S, K]` with its keys, turned, and values.
+
+    Token `t < q_length[b]` of request `b` goes to position `q_start[b] + t`, the others nowhere: see `portable.pages`.
+    A schedule's heads are those of queries, its tokens those of all CTAs; see `_kernel` for keys and values.
+    """
+    batch, tokens, all_heads, width = x.shape
+    kv_heads = k_pages.shape[1]
+    heads = all_heads - 2 * kv_heads, kv_heads
+    if width // 2 % EVEN_HALF:
+        q, k = forward(x, cos, sin, *weights, heads=heads, eps=eps)
+        new = k, x[:, :, sum(heads) :]
+        k_pages, v_pages = portable_pages.append((k_pages, v_pages), new, page_table, q_start, q_length)
+        return q, k_pages, v_pages
+    if schedule is None:
+        schedule = _schedule(batch * tokens, heads[:1], width, x.dtype)
+    schedule.check(batch * tokens, heads[:1], width)
+    # A kernel that is given references writes into what it is given: a pool is not copied, nor read.
+    cache = _Cache(jax.new_ref(k_pages), jax.new_ref(v_pages), page_table, q_start, q_length)
+    x, cos, sin = (y.reshape(batch * tokens, *y.shape[2:]) for y in (x, cos, sin))
+    (q,) = _kernel(x, cos, sin, weights, heads, eps, schedule, cache)
+    return q.reshape(batch, tokens, *q.shape[1:]), jax.freeze(cache.k_pages), jax.freeze(cache.v_pages)
+
+
 def _of_padded_halves(
     x: Array,
     cos: Array,
@@ -127,6 +168,73 @@ def _of_padded_halves(
     return tuple(y.reshape(*y.shape[:-1], 2, -1)[..., :half].reshape(*y.shape[:-1], -1) for y in out)
 
 
+class _Cache(NamedTuple):
+    """Where keys and values go: `append_kv`'s arguments, or references to them."""
+
+    k_pages: Any
+    v_pages: Any
+    page_table: Any
+    q_start: Any
+    q_length: Any
+
+    def place(self, token: Array, tokens: int) -> tuple[Array, Array, Array]:
+        """Whether a token is written, its page and its slot there; tokens are counted from the first request's on."""
+        request, index = lax.div(token, jnp.int32(tokens)), lax.rem(token, jnp.int32(tokens))
+        position = self.q_start[request] + index
+        last_block = self.page_table.shape[1] - 1
+        block = lax.max(lax.min(lax.div(position, jnp.int32(KV_BLOCK)), jnp.int32(last_block)), jnp.int32(0))
+        page = self.page_table[request, block]
+        written = (index < self.q_length[request]) & (position >= 0) & (position < (last_block + 1) * KV_BLOCK)
+        written = written & (page >= 0) & (page < self.k_pages.shape[0])
+        return written, page, lax.rem(position, jnp.int32(KV_BLOCK))
+
+
+class _Rows:
+    """Rows of heads in the registers of a warpgroup, each row in pieces that its threads hold side by side."""
+
+    def __init__(self, count: int, threads: int) -> None:
+        self.columns = LANE_GROUP * threads
+        self.shape = (count, self.columns)
+        self.layout = layout(count, threads)
+
+    def at(self, ref: Any, *where: Any) -> list[Any]:
+        """The pieces of what lies at an index of all axes but the last."""
+        return [ref.at[(*where, pl.ds(i, self.columns))] for i in range(0, ref.shape[-1], self.columns)]
+
+    def load(self, ref: Any, *where: Any) -> list[Array]:
+        return [plgpu.load(piece, layout=self.layout, optimized=False) for piece in self.at(ref, *where)]
+
+    def load_vector(self, ref: Any, *where: Any) -> list[Array]:
+        """What is the same in every row."""
+        return [plgpu.load(part, layout=self.layout.reduce(0), optimized=False) for part in self.at(ref, *where)]
+
+    def spread(self, vector: Array, axis: int = 1) -> Array:
+        return widened(vector, self.shape, axis, self.layout)
+
+    def normalized(self, held: list[Array], weight: list[Array], eps: float) -> list[Array]:
+        # As in the norm alone, which adds its offset here.
+        w = [self.spread(part.astype(ACCUMULATOR) + 0.0) for part in weight]
+        wide = [h.astype(ACCUMULATOR) for h in held]
+        total = row_sums([squares(h) for h in wide])
+        scale = self.spread(lax.rsqrt(total / (len(held) * self.columns) + eps), axis=0)
+        return [(h * scale * w).astype(held[0].dtype) for h, w in zip(wide, w, strict=True)]
+
+    def turned(self, held: list[Array], cos: list[Array], sin: list[Array]) -> list[Array]:
+        firsts, seconds = [], []
+        halves = held[: len(cos)], held[len(cos) :]
+        for *pair, c, s in zip(*halves, cos, sin, strict=True):
+            a, b = (h.astype(ACCUMULATOR) for h in pair)
+            # Of two products one is rounded behind a barrier, so only the other can be fused with the sum.
+            bs, as_ = lax.optimization_barrier((b * s, a * s))
+            firsts.append((a * c - bs).astype(held[0].dtype))
+            seconds.append((b * c + as_).astype(held[0].dtype))
+        return firsts + seconds
+
+    def store(self, pieces: list[Array], ref: Any, *where: Any) -> None:
+        for piece, to in zip(pieces, self.at(ref, *where), strict=True):
+            to[...] = piece
+
+
 def _kernel(
     x: Array,
     cos: Array,
@@ -135,71 +243,92 @@ def _kernel(
     heads: tuple[int, ...],
     eps: float | None,
     schedule: Schedule,
+    cache: _Cache | None = None,
 ) -> tuple[Array, ...]:
+    """The groups of heads, turned; of queries, keys and values with a cache, the queries alone."""
     tokens, _, width = x.shape
-    columns = LANE_GROUP * schedule.threads
-    shape = (schedule.tokens, columns)
-    in_rows = layout(*shape[:1], schedule.threads)
-    pieces = width // columns
     ends = tuple(accumulate(heads))
+    returned = heads if cache is None else heads[:1]
+    ctas = sum(returned) // schedule.heads
 
-    def body(x_ref, cos_ref, sin_ref, *refs):
-        weight_refs, out_refs = refs[: len(weights)], refs[len(weights) :]
+    # A CTA of keys, or of values, has one unit, `kv_rows` heads of a token, or two: it loads all before it computes,
+    # and more would take more registers than queries do.
+    kv_heads = heads[-1]
+    kv_rows = min(WARPGROUP // schedule.threads, kv_heads & -kv_heads)
+    of_token = kv_heads // kv_rows
+    units = math.gcd(schedule.heads, schedule.tokens * of_token, 2)
+    kv_ctas = 0 if cache is None else schedule.tokens * of_token // units
+
+    def body(x_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
+        weight_refs, out_refs = refs[: len(weights)], refs[len(refs) - len(returned) :]
         # The last CTA moves up to whole tokens: two CTAs then write the same bits to some.
         first = jnp.minimum(lax.axis_index("token") * schedule.tokens, tokens - schedule.tokens)
-        first_head = lax.axis_index("head") * schedule.heads
-        of_tokens = pl.ds(first, schedule.tokens)
+        cta = lax.axis_index("head")
 
-        def in_piece(piece: int):
-            return pl.ds(piece * columns, columns)
-
-        def load(ref) -> Array:
-            return plgpu.load(ref, layout=in_rows, optimized=False)
-
-        def normalized(held: list[Array], w: list[Array]) -> list[Array]:
-            wide = [h.astype(ACCUMULATOR) for h in held]
+        def normalized(rows: _Rows, held: list[list[Array]], weight: list[Array]) -> list[list[Array]]:
+            if not weight:
+                return held
             assert eps is not None
-            total = row_sums([squares(h) for h in wide])
-            scale = widened(lax.rsqrt(total / width + eps), shape, 0, in_rows)
-            return [(h * scale * w).astype(x.dtype) for h, w in zip(wide, w, strict=True)]
+            return [rows.normalized(h, weight, eps) for h in held]
 
         def turn(group: int) -> None:
-            start = ends[group] - heads[group]
-            held = [
-                [load(x_ref.at[of_tokens, first_head + head, in_piece(piece)]) for piece in range(pieces)]
-                for head in range(schedule.heads)
-            ]
-            turns = [
-                [load(ref.at[of_tokens, in_piece(piece)]) for piece in range(pieces // 2)] for ref in (cos_ref, sin_ref)
-            ]
-            if weights:
-                parts = [weight_refs[group].at[in_piece(piece)] for piece in range(pieces)]
-                loaded = [plgpu.load(part, layout=in_rows.reduce(0), optimized=False) for part in parts]
-                # As in the norm alone, which adds its offset here.
-                w = [widened(part.astype(ACCUMULATOR) + 0.0, shape, 1, in_rows) for part in loaded]
-                held = [normalized(h, w) for h in held]
-            for head, h in enumerate(held):
-                y_ref, to_head = out_refs[group], first_head + head - start
-                for piece, (c, s) in enumerate(zip(*turns, strict=True)):
-                    a, b = (h[i].astype(ACCUMULATOR) for i in (piece, piece + pieces // 2))
-                    # Of two products one is rounded behind a barrier, so only the other can be fused with the sum.
-                    bs, as_ = lax.optimization_barrier((b * s, a * s))
-                    y_ref[of_tokens, to_head, in_piece(piece)] = (a * c - bs).astype(x.dtype)
-                    y_ref[of_tokens, to_head, in_piece(piece + pieces // 2)] = (b * c + as_).astype(x.dtype)
+            rows, of_tokens = _Rows(schedule.tokens, schedule.threads), pl.ds(first, schedule.tokens)
+            first_head = cta * schedule.heads
+            held = [rows.load(x_ref, of_tokens, first_head + head) for head in range(schedule.heads)]
+            turns = [rows.load(ref, of_tokens) for ref in (cos_ref, sin_ref)]
+            weight = rows.load_vector(weight_refs[group]) if weights else []
+            for head, h in enumerate(normalized(rows, held, weight)):
+                to_head = first_head + head - (ends[group] - heads[group])
+                rows.store(rows.turned(h, *turns), out_refs[group], of_tokens, to_head)
 
-        for group, count in enumerate(heads):
-            own = (first_head >= ends[group] - count) & (first_head < ends[group])
+        def append(first_unit: Array, first_head: int, is_key: bool) -> None:
+            """Heads of x to the pages of their tokens."""
+            assert cache is not None
+            to = _Cache(*refs[len(weights) : len(refs) - len(returned)])
+            rows = _Rows(kv_rows, schedule.threads)
+            at_units = [first_unit + unit for unit in range(units)]
+            at_tokens = [first + lax.div(unit, jnp.int32(of_token)) for unit in at_units]
+            at_heads = [lax.rem(unit, jnp.int32(of_token)) * kv_rows for unit in at_units]
+            places = [to.place(token, tokens // cache.page_table.shape[0]) for token in at_tokens]
+            held = [
+                rows.load(x_ref, token, pl.ds(first_head + head, kv_rows))
+                for token, head in zip(at_tokens, at_heads, strict=True)
+            ]
+            turns, weight = [], []
+            if is_key:
+                turns = [[rows.load_vector(ref, token) for ref in (cos_ref, sin_ref)] for token in at_tokens]
+                weight = rows.load_vector(weight_refs[1]) if weights else []
+            # A barrier, which no load is moved across: else the compiler would begin them when the page is known.
+            plgpu.commit_smem()
+            if is_key:
+                held = [
+                    rows.turned(h, *([rows.spread(part) for part in parts] for parts in turn))
+                    for h, turn in zip(normalized(rows, held, weight), turns, strict=True)
+                ]
+            for h, head, (written, page, slot) in zip(held, at_heads, places, strict=True):
+
+                @pl.when(written)
+                def _(h: list[Array] = h, head: Array = head, page: Array = page, slot: Array = slot) -> None:
+                    rows.store(h, to.k_pages if is_key else to.v_pages, page, pl.ds(head, kv_rows), slot)
+
+        for group, count in enumerate(returned):
+            own = (cta * schedule.heads >= ends[group] - count) & (cta * schedule.heads < ends[group])
             pl.when(own)(functools.partial(turn, group))
+        if cache is not None:
+            for index, is_key in enumerate((True, False)):
+                of_kind = cta - (ctas + index * kv_ctas)
+                own = (of_kind >= 0) & (of_kind < kv_ctas)
+                pl.when(own)(functools.partial(append, of_kind * units, ends[index], is_key))
 
     return plgpu.kernel(
         body,
-        out_type=tuple(jax.ShapeDtypeStruct((tokens, count, width), x.dtype) for count in heads),
-        grid=(-(-tokens // schedule.tokens), ends[-1] // schedule.heads),
+        out_type=tuple(jax.ShapeDtypeStruct((tokens, count, width), x.dtype) for count in returned),
+        grid=(-(-tokens // schedule.tokens), ctas + 2 * kv_ctas),
         grid_names=("token", "head"),
-        kernel_name="norm_rope" if weights else "rope",
+        kernel_name=("norm_" if weights else "") + "rope" + ("" if cache is None else "_append_kv"),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             # No memory is both read and written, but for the last CTAs' common tokens.
             unsafe_no_auto_barriers=True,
         ),
-    )(x, cos, sin, *weights)
+    )(x, cos, sin, *weights, *(cache or ()))

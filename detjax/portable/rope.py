@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR, rounded
-from detjax.portable import norm
+from detjax.portable import norm, pages
 from detjax.portable.tiles import map_rows
 
 
@@ -36,3 +36,27 @@ def forward(
     rows = [group.reshape(tokens, *group.shape[-2:]) for group in groups], *(y.reshape(tokens, -1) for y in (cos, sin))
     out = map_rows(tile, rows, None)
     return tuple(y.reshape(group.shape) for y, group in zip(out, groups, strict=True))
+
+
+def append_kv(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    *weights: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    q_start: Array,
+    q_length: Array,
+    eps: float | None,
+) -> tuple[Array, Array, Array]:
+    """`forward` of the queries in `x [B, T, H + 2 h, K]`, and pools `[P, h, S, K]` with its keys, turned, and values.
+
+    Where they are written, and which of them, is `pages.append`'s to say.
+    """
+    kv_heads = k_pages.shape[1]
+    heads = x.shape[2] - 2 * kv_heads, kv_heads
+    q, k = forward(x, cos, sin, *weights, heads=heads, eps=eps)
+    new = k, x[:, :, sum(heads) :]
+    k_pages, v_pages = pages.append((k_pages, v_pages), new, page_table, q_start, q_length)
+    return q, k_pages, v_pages

@@ -30,6 +30,19 @@ def attention(op: Callable[..., jax.Array] = ops.attention, **changed: Any) -> j
     return op(**(arguments | changed))
 
 
+def append(op: Callable[..., Any] = ops.qk_rope_append_kv, **changed: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "qkv": jnp.ones((1, 3, 8, 8)),
+        "k_pages": jnp.ones((2, 2, 128, 8)),
+        "v_pages": jnp.ones((2, 2, 128, 8)),
+        "page_table": jnp.zeros((1, 2), jnp.int32),
+        "q_start": jnp.zeros(1, jnp.int32),
+        "q_length": jnp.full(1, 3, jnp.int32),
+        "embedding": ROPE,
+    }
+    return op(**(arguments | changed))
+
+
 def sample(op: Callable[..., Any] = ops.sample, **changed: Any) -> Any:
     whole = jnp.ones(4)
     arguments: dict[str, Any] = {"logits": X, "seed": jnp.zeros((4, 2), jnp.uint32), "position": ROWS}
@@ -79,6 +92,38 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: ops.qk_rope(jnp.ones((4, 2, 8)), ROWS, ROPE, heads=1, kv_heads=1, q_norm=X[0], norm_eps=1e-6),
         ValueError,
         "qk_rope: k_norm not given; accepted: q_norm, k_norm, norm_eps all together, or none of them",
+    ),
+    (lambda: append(qkv=jnp.ones((1, 3, 8, 8), jnp.float8_e5m2)), TypeError, "qk_rope_append_kv: qkv has dtype float8"),
+    (
+        lambda: append(v_pages=jnp.ones((2, 2, 128, 8), jnp.bfloat16)),
+        TypeError,
+        "qk_rope_append_kv: v_pages has dtype bfloat16 *accepted: float32",
+    ),
+    (
+        lambda: append(qkv=jnp.ones((1, 3, 4, 8))),
+        ValueError,
+        "qk_rope_append_kv: qkv has 4 heads; accepted: at least 5, one of queries and, k_pages being (2, 2, 128, 8), 2 "
+        "each of keys and values",
+    ),
+    (
+        lambda: append(k_pages=jnp.ones((2, 2, 64, 8)), v_pages=jnp.ones((2, 2, 64, 8))),
+        ValueError,
+        "qk_rope_append_kv: k_pages has shape (2, 2, 64, 8); accepted: (2, 2, 128, 8)",
+    ),
+    (
+        lambda: append(embedding=ops.RotaryEmbedding(16, 1e4)),
+        ValueError,
+        "qk_rope_append_kv: qkv has shape (1, 3, 8, 8); accepted: a last axis of 16, its embedding's",
+    ),
+    (
+        lambda: append(q_norm=jnp.ones(8), k_norm=jnp.ones(8)),
+        ValueError,
+        "qk_rope_append_kv: norm_eps not given; accepted: q_norm, k_norm, norm_eps all together, or none of them",
+    ),
+    (
+        lambda: append(page_table=jnp.zeros((1, 0), jnp.int32)),
+        ValueError,
+        "qk_rope_append_kv: page_table has shape (1, 0); accepted: at least one element",
     ),
     (lambda: ops.RotaryEmbedding(7, 1e4), ValueError, "RotaryEmbedding: head_dim is 7; accepted: even numbers >= 2"),
     (lambda: ops.embed(ROWS, FLOAT8), TypeError, "embed: table has dtype"),
@@ -189,6 +234,33 @@ BEHIND_ANNOTATIONS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: attention(unchecked(ops.attention), v_pages=jnp.ones((2, 1, 128, 8))),
         ValueError,
         "attention: v_pages has shape (2, 1, 128, 8); accepted: (2, 2, 128, 8), k_pages being",
+    ),
+    *(
+        (
+            lambda name=name: append(unchecked(ops.qk_rope_append_kv), **{name: jnp.ones((7, 7))}),
+            TypeError,
+            f"qk_rope_append_kv: {name} {INTEGERS_ACCEPTED}",
+        )
+        for name in ("page_table", "q_start", "q_length")
+    ),
+    *(
+        (
+            lambda name=name, shape=shape: append(
+                unchecked(ops.qk_rope_append_kv), **{name: jnp.zeros(shape, jnp.int32)}
+            ),
+            ValueError,
+            f"qk_rope_append_kv: {name} has shape {shape}; accepted: {accepted}, qkv being (1, 3, 8, 8)",
+        )
+        for name, shape, accepted in (
+            ("page_table", (2, 2), (1, 2)),
+            ("q_start", (2,), (1,)),
+            ("q_length", (2,), (1,)),
+        )
+    ),
+    (
+        lambda: append(unchecked(ops.qk_rope_append_kv), v_pages=jnp.ones((2, 1, 128, 8))),
+        ValueError,
+        "qk_rope_append_kv: v_pages has shape (2, 1, 128, 8); accepted: (2, 2, 128, 8), k_pages' shape",
     ),
     (lambda: sample(unchecked(ops.sample), top_k=FLOATS), TypeError, f"sample: top_k {INTEGERS_ACCEPTED}"),
     (

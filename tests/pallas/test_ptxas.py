@@ -30,6 +30,8 @@ from detjax.pallas.schedules import matmul_hopper as schedules
 VARIABLE = "DETJAX_PTXAS"
 WITHOUT_A_DEVICE = {**platform.PINNED_OPTIONS["gpu"], "xla_gpu_enable_triton_gemm": False}
 """XLA's own dots, of attention as yet, are left to a library: Triton's would be timed on the device."""
+DONATED = {"decode step": range(4)}
+"""By program, the operands that it may overwrite: of a decoder of two layers its pools of pages."""
 ROOT = Path(__file__).parents[2]
 
 type Program = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
@@ -124,7 +126,7 @@ def attention(tokens: int, width: int, *, sinks: bool = False, alibi: bool = Fal
 
 
 def decode_step(batch: int) -> Program:
-    """A step of a decoder of two layers, to the logits."""
+    """A step of a decoder of two layers, to the logits and the cache; its pools are the first of its operands."""
     config = DecoderConfig.from_hugging_face(
         {
             "architectures": ["Qwen3ForCausalLM"],
@@ -146,14 +148,28 @@ def decode_step(batch: int) -> Program:
     )
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
     cache = KVCache.empty(config, batch, 256, jnp.bfloat16)
-    leaves, tree = jax.tree.flatten((state, array(batch, 1, dtype="int32"), cache))
+    leaves, tree = jax.tree.flatten((cache, state, array(batch, 1, dtype="int32")))
 
-    def fn(*leaves: Any) -> jax.Array:
-        state, tokens, cache = jax.tree.unflatten(tree, leaves)
+    def fn(*leaves: Any) -> Any:
+        cache, state, tokens = jax.tree.unflatten(tree, leaves)
         with platform.use_backend("hopper"):
-            return nnx.merge(graph, state)(tokens, cache)[0]
+            return nnx.merge(graph, state)(tokens, cache)
 
     return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
+
+
+def append(batch: int, tokens: int, width: int = 128) -> Program:
+    """Queries and keys turned, keys and values written: 32 heads, 4 to a key head."""
+    turns = [array(batch, tokens, width // 2, dtype="float32")] * 2
+    where = [array(batch, 16, dtype="int32"), array(batch, dtype="int32"), array(batch, dtype="int32")]
+    pools = [array(64, 8, KV_BLOCK, width)] * 2
+    names = ("k_pages", "v_pages", "page_table", "q_start", "q_length")
+
+    def fn(*operands: jax.Array) -> Any:
+        to = dict(zip(names, operands[5:], strict=True))
+        return rope_hopper.append_kv(*operands[:5], **to, eps=1e-6)
+
+    return fn, [array(batch, tokens, 48, width), *turns, array(width), array(width), *pools, *where]
 
 
 def programs() -> dict[str, Program]:
@@ -185,6 +201,8 @@ def programs() -> dict[str, Program]:
         "norm in float32": (norm, [array(3, 12288, dtype="float32"), array(12288), array(3, 12288, dtype="float32")]),
         "rope": (partial(rope, heads=(32, 8)), [array(64, 48, 128), angles, angles]),
         "norm and rope": (partial(rope, heads=(32, 8)), [array(64, 48, 128), angles, angles, array(128), array(128)]),
+        "append to a KV cache": append(64, 1),
+        **{f"append of long prompts, head size {width}": append(4, 1024, width) for width in (64, 128, 256)},
         "softmax": (softmax_hopper.softmax, [array(64, 151936)]),
         "log-softmax": (softmax_hopper.log_softmax, [array(64, 151936, dtype="float32")]),
         "log-softmax, read twice": (softmax_hopper.log_softmax, [array(64, 2_000_000, dtype="float32")]),
@@ -210,8 +228,17 @@ def compile_all() -> None:
         for name, (fn, shapes) in programs().items():
             print(f"# {name}", flush=True)
             operands = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in shapes]
-            program = jax.jit(fn, out_shardings=sharding, compiler_options=WITHOUT_A_DEVICE)
-            program.trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+            program = jax.jit(
+                fn, donate_argnums=DONATED.get(name, ()), out_shardings=sharding, compiler_options=WITHOUT_A_DEVICE
+            )
+            compiled = program.trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+            if name in DONATED:
+                print("copied:", *copied(compiled.as_text()), flush=True)
+
+
+def copied(hlo: str) -> list[str]:
+    """Dtypes and shapes of what a compiled program copies."""
+    return re.findall(r"= \(?(\w+\[[\d,]*\])\S*.* copy(?:-start)?\(", hlo)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,8 +259,8 @@ def kernels_of(text: str) -> Iterator[Kernel]:
 
 
 @pytest.fixture(scope="module")
-def kernels() -> dict[str, list[Kernel]]:
-    """By program, the kernels that ptxas compiled."""
+def reports() -> dict[str, str]:
+    """By program, what was said while it was compiled."""
     if sys.platform != "linux":
         pytest.skip(f"CUDA's compiler has no packages for {sys.platform}")
     named = os.environ.get(VARIABLE)
@@ -252,14 +279,29 @@ def kernels() -> dict[str, list[Kernel]]:
     run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
     _, *sections = re.split(r"^# (.*)\n", run.stdout, flags=re.MULTILINE)
-    return {name: list(kernels_of(text)) for name, text in zip(sections[::2], sections[1::2], strict=True)}
+    return dict(zip(sections[::2], sections[1::2], strict=True))
 
 
-def test_kernels_compile_for_an_h200_and_nothing_spills(kernels: dict[str, list[Kernel]]) -> None:
-    assert list(kernels) == list(programs())
+def test_kernels_compile_for_an_h200_and_nothing_spills(reports: dict[str, str]) -> None:
+    assert list(reports) == list(programs())
+    kernels = {name: list(kernels_of(text)) for name, text in reports.items()}
     assert [name for name, found in kernels.items() if not found] == []
     assert {kernel.target for found in kernels.values() for kernel in found} == {"sm_90a"}
     assert {name: found for name, found in kernels.items() if any(k.spilled_bytes for k in found)} == {}
+
+
+def test_a_decode_step_writes_its_cache_where_it_lies(reports: dict[str, str]) -> None:
+    (found,) = re.findall(r"^copied:(.*)$", reports["decode step"], re.MULTILINE)
+    assert not {shape for shape in found.split() if shape.startswith("bf16")}
+
+
+def test_a_copy_is_seen() -> None:
+    text = """
+  %copy.7 = bf16[8,8,128,128]{3,2,1,0} copy(%pool), metadata={}
+  ROOT %fused = s32[4]{0} fusion(%copy.7), kind=kLoop, calls=%copy_computation
+  %copy-start.1 = (f32[64]{0}, f32[64]{0}, u32[]) copy-start(%x)
+"""
+    assert copied(text) == ["bf16[8,8,128,128]", "f32[64]"]
 
 
 def test_a_spill_is_seen() -> None:
