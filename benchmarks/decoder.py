@@ -2,7 +2,8 @@
 
     python benchmarks/decoder.py --out results/decoder-h200.json
 
-Generates greedily for 64 requests of mixed lengths together and for three of them alone, and compares tokens and
+Generates greedily for 64 requests of mixed lengths in one batch, which they enter one after the other, so that some are
+prefilled, a piece at a time, in the very steps in which others decode; then for some of them alone. Compares tokens and
 logprobs bit by bit. Counts the kernels that a decode step is made of, and times it.
 """
 
@@ -23,16 +24,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
 import detjax
-from detjax import platform
+from detjax import ops, platform
 from detjax.models import Decoder, KVCache
 from detjax.models.config import DecoderConfig
 
-BATCH = 64
 CONSOLE = Console()
 
 _QWEN3 = {
@@ -88,28 +89,102 @@ def decoder(name: str, layers: int | None) -> Decoder:
     return nnx.merge(graph, make())
 
 
-def compare_batches(model: Decoder, tokens: int, batch: int) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Requests for one batch.
+
+    Attributes:
+        tokens: that each request generates.
+        requests: how many, each with a slot of the batch.
+        longest: tokens of the longest prompt; the others have from 1 on.
+        between: steps from one request's arrival to the next one's.
+        piece: tokens of a prompt that a step takes at most.
+        alone: how many of the requests are generated alone as well.
+    """
+
+    tokens: int = 512
+    requests: int = 64
+    longest: int = 1500
+    between: int = 6
+    piece: int = 64
+    alone: int = 8
+
+    def prompts(self, vocabulary: int) -> list[list[int]]:
+        draw = random.Random(0)
+        lengths = [draw.randint(1, self.longest) for _ in range(self.requests)]
+        return [[draw.randrange(vocabulary) for _ in range(length)] for length in lengths]
+
+
+class Batch:
+    """Greedy generation for requests that enter at steps of their own."""
+
+    def __init__(self, model: Decoder, load: Load, slots: int) -> None:
+        graph, self.state = nnx.split(model)
+        self.load, self.slots = load, slots
+        self.cache = KVCache.empty(model.config, slots, load.longest + load.tokens, model.dtype)
+
+        def step(state: Any, cache: KVCache, last: jax.Array, tokens: jax.Array, counts: jax.Array, decodes: jax.Array):
+            model = nnx.merge(graph, state)
+            tokens = tokens.at[:, 0].set(jnp.where(decodes, last, tokens[:, 0]))
+            hidden, cache = model.hidden(tokens, cache, counts)
+            hidden = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+            logits = model.logits(hidden)
+            chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            logprobs = jnp.take_along_axis(ops.log_softmax(logits), chosen[:, None], axis=1)[:, 0]
+            return cache, jnp.where(counts > 0, chosen, last), logprobs
+
+        self.step = detjax.jit(step, donate_argnums=(1,))
+
+    def run(self, prompts: list[list[int]]) -> tuple[list[tuple[bytes, bytes]], dict[str, int]]:
+        """Bits of each request's tokens and logprobs, and how many steps there were of which kind."""
+        load, slots = self.load, self.slots
+        taken, left = [0] * len(prompts), [load.tokens] * len(prompts)
+        found: list[list[tuple[int, int]]] = [[] for _ in prompts]
+        cache = dataclasses.replace(self.cache, lengths=jnp.zeros(slots, jnp.int32))
+        last, steps, kinds = jnp.zeros(slots, jnp.int32), [], collections.Counter[str]()
+        while any(left):
+            number = len(steps)
+            present = [i for i in range(len(prompts)) if number >= i * load.between and left[i]]
+            prefilled = [i for i in present if taken[i] < len(prompts[i])]
+            decoding = [i for i in present if taken[i] == len(prompts[i])]
+            tokens = np.zeros((slots, load.piece if prefilled else 1), np.int32)
+            counts, decodes = np.zeros(slots, np.int32), np.zeros(slots, bool)
+            for i in prefilled:
+                piece = prompts[i][taken[i] : taken[i] + load.piece]
+                tokens[i, : len(piece)], counts[i] = piece, len(piece)
+                taken[i] += len(piece)
+            for i in decoding:
+                counts[i], decodes[i] = 1, True
+            for i in present:
+                if taken[i] == len(prompts[i]):
+                    found[i].append((number, i))
+                    left[i] -= 1
+            inputs = (jnp.asarray(x) for x in (tokens, counts, decodes))
+            cache, last, logprobs = self.step(self.state, cache, last, *inputs)
+            steps.append((last, logprobs))
+            kinds["both" if prefilled and decoding else "prefill" if prefilled else "decode"] += 1
+        self.cache = cache
+        all_tokens, all_logprobs = (np.stack(jax.device_get(x)) for x in zip(*steps, strict=True))
+        places = [tuple(zip(*of, strict=True)) for of in found]
+        return [(all_tokens[at].tobytes(), all_logprobs[at].tobytes()) for at in places], dict(kinds)
+
+
+def compare_batches(model: Decoder, load: Load) -> dict[str, Any]:
     """Tokens and logprobs of requests alone against the same requests in a batch."""
-    draw = random.Random(0)
-    vocabulary = model.config.vocab_size
-    prompts = [[draw.randrange(vocabulary) for _ in range(draw.randint(1, 48))] for _ in range(batch)]
-    sampling = detjax.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    prompts = load.prompts(model.config.vocab_size)
     start = time.perf_counter()
-    together = detjax.generate(model, prompts, sampling)
+    together, kinds = Batch(model, load, load.requests).run(prompts)
     seconds = time.perf_counter() - start
-    differing = []
-    for index in sorted({0, batch // 2, batch - 1}):
-        (alone,) = detjax.generate(model, [prompts[index]], sampling)
-        a, b = alone.completions[0], together[index].completions[0]
-        if (a.tokens, a.logprobs) != (b.tokens, b.logprobs):
-            differing.append(index)
-    distinct = len({g.completions[0].tokens for g in together})
+    one = Batch(model, load, 1)
+    chosen = [round(i * (load.requests - 1) / max(load.alone - 1, 1)) for i in range(load.alone)]
+    differing = [i for i in chosen if one.run([prompts[i]])[0][0] != together[i]]
     return {
-        "requests": batch,
-        "tokens each": tokens,
-        "distinct completions": distinct,
+        **dataclasses.asdict(load),
+        "steps": kinds,
+        "distinct completions": len(set(together)),
+        "requests compared": chosen,
         "requests alone that differ": differing,
-        "seconds together": seconds,
+        "seconds together, compilation included": seconds,
     }
 
 
@@ -182,8 +257,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="Qwen3-0.6B")
     parser.add_argument("--layers", type=int, help="fewer than the model's own")
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--tokens", type=int, default=Load.tokens, help="that each request generates")
+    parser.add_argument("--batch", type=int, default=Load.requests, help="requests")
+    parser.add_argument("--longest", type=int, default=Load.longest, help="tokens of the longest prompt")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "decoder-h200.json")
     arguments = parser.parse_args()
     model = decoder(arguments.model, arguments.layers)
@@ -195,7 +271,8 @@ def main() -> int:
     }
     CONSOLE.print(f"{arguments.model}, {model.config.layers} layers, {platform.device_name()}, {platform.backend()}")
     CONSOLE.print(result["kernels of a decode step"])
-    result["batches"] = compare_batches(model, arguments.tokens, arguments.batch)
+    load = Load(arguments.tokens, arguments.batch, arguments.longest, alone=min(Load.alone, arguments.batch))
+    result["batches"] = compare_batches(model, load)
     CONSOLE.print(result["batches"])
     table = Table("batch", "backend", "ms a step")
     result["step seconds"] = {}

@@ -7,6 +7,7 @@ multiply-adds a block.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -21,14 +22,17 @@ from jaxlib.mlir.dialects import arith, memref, vector
 
 from detjax.contract import ACCUMULATOR
 from detjax.pallas.attention_tile_hopper import element, finished, fma, index_of
-from detjax.pallas.warps_hopper import from_lanes_below
+from detjax.pallas.warps_hopper import from_lanes_below, warp
 
 _THREADS: Final = 128
-_AT_ONCE: Final = 16
+_AT_ONCE: Final = 32
 """Blocks that are loaded at once."""
-_STAGES: Final = 6
+_STAGES: Final = 3
 """Of loads in flight: so few that CTAs for all queries of a decode of 4 heads run at the same time, most of which have
 nothing to do."""
+_BEFORE, _OWN, _SUM = range(3)
+"""Factors of a block: of what was merged before, of the block's own result, and its sum times that."""
+_NUMBER: Final = plgpu.Layout.WG_SPLAT
 _LINE: Final = plgpu.Layout.WG_STRIDED(shape=(_THREADS,), vec_size=1)
 
 
@@ -153,15 +157,23 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
             def merge_blocks(slot: Array, first: Array, count: Array | int, carry: Any) -> Any:
                 """Some of a slot's blocks, the first one having its factors at `first`."""
 
-                def merge_block(index: Any, carry: Any) -> Any:
-                    x = plgpu.load(x_smem.at[slot, index], layout=layout)
-                    a, b, total_b = (spread(number) for number in load_factors(factors, first + index))
-                    # The sum of a block has its factor already.
-                    return fma(carry[0], a, x * b, layout), fma(carry[1], a, total_b, layout)
+                def merge_result(index: Any, o: Array) -> Array:
+                    a, b = (spread(factors[which, first + index]) for which in (_BEFORE, _OWN))
+                    return fma(o, a, plgpu.load(x_smem.at[slot, index], layout=layout) * b, layout)
 
-                if not isinstance(count, int):
-                    return lax.fori_loop(0, count, merge_block, carry)
-                return functools.reduce(lambda carry, index: merge_block(index, carry), range(count), carry)
+                def merge_sum(index: Any, total: Array) -> Array:
+                    # The sum of a block has its factor already.
+                    return fma(total, factors[_BEFORE, first + index], factors[_SUM, first + index], _NUMBER)
+
+                def all_of(step: Callable[[Any, Array], Array], x: Array) -> Array:
+                    if isinstance(count, int):
+                        return functools.reduce(lambda x, index: step(index, x), range(count), x)
+                    return lax.fori_loop(0, count, step, x)
+
+                o, total = carry
+                # What is broadcast from shared memory takes as long as what is not: one warp looks at the sums.
+                total = lax.cond(warp() == 0, functools.partial(all_of, merge_sum), lambda total: total, total)
+                return all_of(merge_result, o), total
 
             def merge_load(index: Array, carry: Any) -> Any:
                 slot, first = lax.rem(index, jnp.int32(_STAGES)), index * _AT_ONCE
@@ -186,7 +198,8 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
                 first = index * _THREADS
                 before, after = running_maxima(m_b, before, warps)
                 b = jnp.exp2(m_b - after)
-                store_factors(factors, jnp.exp2(before - after), b, total_b * b)
+                for which, factor in ((_BEFORE, jnp.exp2(before - after)), (_OWN, b), (_SUM, total_b * b)):
+                    factors.at[which][...] = factor
                 maxima[...] = after
                 meet()
                 # The next ones are on their way while these are merged.
@@ -199,8 +212,11 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
             before = gmem.prefix_statistics.at[cta - 1]
             prefix = plgpu.load(gmem.prefixes.at[cta - 1, in_tile, head], layout=layout)
             lines = lax.div(cut.left + (_THREADS - 1), jnp.int32(_THREADS))
-            start = prefix, spread(before[row, 1]), before[row, 0], *statistics(jnp.int32(0))
+            start = prefix, before[row, 1], before[row, 0], *statistics(jnp.int32(0))
             x, total, *_ = lax.fori_loop(0, lines, merge_128, start)
+            maxima[...] = plgpu.layout_cast(jnp.full((_THREADS,), total), _LINE)
+            meet()
+            total = spread(maxima[0])
             y = finished(x, total, cuts.dtype, spread=lambda x, _: x)
             store_line(y, o_gmem.at[cut.request, token, kv_head, head])
 
@@ -211,7 +227,7 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
         grid_names=("cut", "row"),
         scratch_types={
             "x_smem": plgpu.SMEM((_STAGES, _AT_ONCE, width), ACCUMULATOR),
-            "factors": plgpu.SMEM((_THREADS, 4), ACCUMULATOR),
+            "factors": plgpu.SMEM((3, _THREADS), ACCUMULATOR),
             "maxima": plgpu.SMEM((_THREADS,), ACCUMULATOR),
             "warps": plgpu.SMEM((4,), ACCUMULATOR),
             "loaded": plgpu.Barrier(num_barriers=_STAGES),
@@ -249,19 +265,19 @@ def running_maxima(x: Array, start: Array, warps: Any) -> tuple[Array, Array]:
     def scanned(_: Any, x: Any, start: Any, warps: Any) -> Any:
         thread = mgpu.thread_idx()
         i32 = thread.type
-        warp = arith.remui(arith.divui(thread, mgpu.c(32, i32)), mgpu.c(4, i32))
+        own_warp = arith.remui(arith.divui(thread, mgpu.c(32, i32)), mgpu.c(4, i32))
         lane = arith.remui(thread, mgpu.c(32, i32))
 
         value = element(x.registers.item())
         for distance in (1, 2, 4, 8, 16):
             value = arith.maximumf(value, from_lanes_below(value, distance))
         with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(31, i32))):
-            memref.store(value, warps, [index_of(warp)])
+            memref.store(value, warps, [index_of(own_warp)])
         mgpu.warpgroup_barrier()
         prior = start.registers.item()
         for other in range(3):
             largest = arith.maximumf(prior, memref.load(warps, [mgpu.c(other, ir.IndexType.get())]))
-            prior = arith.select(arith.cmpi(arith.CmpIPredicate.sgt, warp, mgpu.c(other, i32)), largest, prior)
+            prior = arith.select(arith.cmpi(arith.CmpIPredicate.sgt, own_warp, mgpu.c(other, i32)), largest, prior)
         after = arith.maximumf(value, prior)
         is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(0, i32))
         before = arith.select(is_first, prior, from_lanes_below(after, 1))
@@ -277,34 +293,6 @@ def running_maxima(x: Array, start: Array, warps: Any) -> tuple[Array, Array]:
     arg_types = _LINE, plgpu.Layout.WG_SPLAT, plgpu.RefType()
     inlined: Any = plgpu.inline_mgpu(arg_types=arg_types, return_type=(result, result))(scanned)
     return inlined(x, start, warps)
-
-
-def store_factors(target: Any, *factors: Array) -> None:
-    """Stores three numbers of each block side by side in shared memory `[128, 4]`."""
-
-    def store(_: Any, target: Any, *factors: Any) -> None:
-        thread = mgpu.thread_idx()
-        thread = index_of(arith.remui(thread, mgpu.c(_THREADS, thread.type)))
-        numbers = [element(factor.registers.item()) for factor in factors]
-        together = vector.from_elements(ir.VectorType.get((4,), numbers[0].type), [*numbers, numbers[-1]])
-        vector.store(together, target, [thread, mgpu.c(0, ir.IndexType.get())])
-
-    inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(_LINE,) * len(factors)))(store)
-    inlined(target, *factors)
-
-
-def load_factors(source: Any, block: Array) -> tuple[Array, Array, Array]:
-    """What `store_factors` stored of a block."""
-
-    def load(_: Any, source: Any, block: Any) -> Any:
-        at = [index_of(block.registers.item()), mgpu.c(0, ir.IndexType.get())]
-        together = vector.load(ir.VectorType.get((4,), ir.F32Type.get()), source, at)
-        return tuple(FragmentedArray.splat(element(together, which), ()) for which in range(3))
-
-    number = plgpu.ShapeDtypeStruct((), ACCUMULATOR, layout=plgpu.Layout.WG_SPLAT)
-    arg_types = plgpu.RefType(), plgpu.Layout.WG_SPLAT
-    inlined: Any = plgpu.inline_mgpu(arg_types=arg_types, return_type=(number,) * 3)(load)
-    return inlined(source, block)
 
 
 def store_line(x: Array, target: Any) -> None:

@@ -29,6 +29,18 @@ def lane() -> Array:
     return inlined()
 
 
+def warp() -> Array:
+    """Which warp of its warpgroup a thread is in, int32."""
+
+    def number(_: Any) -> Any:
+        thread = mgpu.thread_idx()
+        in_warpgroup = arith.remui(thread, mgpu.c(4 * WARP, thread.type))
+        return _splat(arith.divui(in_warpgroup, mgpu.c(WARP, thread.type)))
+
+    inlined: Any = plgpu.inline_mgpu(return_type=_NUMBER)(number)
+    return inlined()
+
+
 def warp_sum(x: Array) -> Array:
     """The sum of int32 numbers of a warp's threads."""
 
