@@ -21,7 +21,7 @@ from detjax.contract import ACCUMULATOR, KEY_GROUPS, KEY_LANES, KV_BLOCK
 from detjax.pallas.attention_tile_hopper import (
     MATRIX,
     added,
-    address,
+    address_behind,
     element,
     first_row_and_lane,
     index_of,
@@ -275,7 +275,7 @@ def _store_kept(value: Any, target: Any, at: list[Any]) -> None:
         arith.addi, [arith.muli(index, _constant(stride)) for index, stride in zip(at, strides, strict=True)]
     )
     offset = arith.index_cast(ir.IntegerType.get_signless(64), offset)
-    place = address(mgpu.memref_ptr(target), offset, value.type)
+    place = address_behind(mgpu.memref_ptr(target), offset, value.type)
     text = """{ .reg .b64 policy;
 createpolicy.fractional.L2::evict_last.b64 policy, 1.0;
 st.global.L2::cache_hint.f32 [$0], $1, policy; }"""

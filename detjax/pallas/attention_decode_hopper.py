@@ -42,7 +42,7 @@ from detjax.pallas.attention_columns_hopper import (
 from detjax.pallas.attention_merge_hopper import Cut, Cuts, Left, merge
 from detjax.pallas.attention_tile_hopper import (
     ROWS,
-    address,
+    address_behind,
     exponent_scale,
     exponentials,
     finished,
@@ -627,7 +627,7 @@ def prefetch(ref: Any, part: Array, parts: int) -> None:
             )
             offset = arith.muli(index, mgpu.c(_CACHE_LINE, i32))
             with mgpu.when(is_own):
-                at = address(pointer, offset, i8)
+                at = address_behind(pointer, offset, i8)
                 mgpu.inline_ptx("prefetch.global.L2 [$0];", at, has_side_effects=True)
 
     size = math.prod(ref.shape) * 4

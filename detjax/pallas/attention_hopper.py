@@ -122,6 +122,9 @@ def _check(q: Array, v_pages: Array) -> None:
     elif not all(size in WIDTHS for size in sizes.values()):
         given = " and ".join(f"{name} has {size} columns" for name, size in sizes.items())
         accepted = f"{', '.join(map(str, WIDTHS))}. Pad them with zeros"
+    elif max(sizes.values()) > 128 and any(size % 64 for size in sizes.values()):
+        given = " and ".join(f"{name} has {size} columns" for name, size in sizes.items())
+        accepted = "multiples of 64 where either is above 128. Pad them with zeros"
     else:
         return
     raise NotImplementedError(

@@ -16,6 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental.mosaic.gpu import mma_utils
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jaxlib.mlir import ir
@@ -61,6 +62,56 @@ def fma(x: Array, y: Array, z: Array, layout: Any = None) -> Array:
     result = plgpu.ShapeDtypeStruct(x.shape, ACCUMULATOR, layout=layout)
     inlined: Any = plgpu.inline_mgpu(arg_types=(layout,) * 3, return_type=result)(fused)
     return inlined(x, y, z)
+
+
+def issued_product(p: Array, v: Any) -> Array:
+    """`p @ v` from a fresh accumulator, as the matrix unit begins with it: not to be touched before a `wgmma_wait`.
+
+    `plgpu.wgmma` copies what it multiplies from registers, once for each product in flight, and fills its accumulators
+    with zeros; a warpgroup with 64 x 256 sums has no registers for that.
+
+    Args:
+        p: `[ROWS, K]`, in registers.
+        v: `[K, N]` in shared memory, swizzled in lines of 128 bytes.
+    """
+
+    def issued(_: Any, p: Any, v: Any) -> Any:
+        rows, inner = p.shape
+        width = v.type.shape[1] * v.type.shape[3]
+        (first, (_, steps)), _, _ = mma_utils.create_descriptor(
+            v, swizzle=128, group_size=(64, width), logical_k_major=True
+        )
+        int32, float32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        one = ir.VectorType.get((1,), int32)
+        registers = [
+            element(vector.bitcast(one, x)) for i in range(0, inner, 16) for x in p[:, i : i + 16].registers.flat
+        ]
+        count, each = width // 2, 4
+        sums = ", ".join(f"${i}" for i in range(count))
+        descriptor = f"${count + len(registers)}"
+        text = "{ .reg .b64 v; .reg .pred more; setp.ne.b32 more, 0, 0; wgmma.fence.sync.aligned; "
+        for i in range(inner // 16):
+            own = ", ".join(f"${count + each * i + j}" for j in range(each))
+            text += (
+                f"add.s64 v, {descriptor}, {i * (steps[0] >> 4)}; "
+                f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{p.mlir_dtype}.{p.mlir_dtype} "
+                f"{{{sums}}}, {{{own}}}, v, more, 1, 1, 1; "
+            )
+            if i == 0:
+                text += "setp.ne.b32 more, 1, 0; "
+        text += "wgmma.commit_group.sync.aligned; }"
+        constraints = ",".join(["=&f"] * count + ["r"] * len(registers) + ["l"])
+        struct = llvm.StructType.get_literal([float32] * count)
+        result = llvm.inline_asm(struct, [*registers, first], text, constraints, asm_dialect=0, has_side_effects=True)
+        pairs = np.empty(MATRIX.to_mgpu().registers_shape((rows, width)), dtype=object)
+        for i, place in enumerate(np.ndindex(pairs.shape)):
+            elements = [llvm.extractvalue(float32, result, [2 * i + j]) for j in range(2)]
+            pairs[place] = vector.from_elements(ir.VectorType.get((2,), float32), elements)
+        return FragmentedArray(_registers=pairs, _layout=MATRIX.to_mgpu(), _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct((p.shape[0], v.shape[1]), ACCUMULATOR, layout=MATRIX)
+    inlined: Any = plgpu.inline_mgpu(arg_types=(MATRIX, plgpu.RefType(swizzled(64))), return_type=result)(issued)
+    return inlined(p, v)
 
 
 def row_sums(p: Array) -> Array:
@@ -231,6 +282,73 @@ def scrub(rows: Any, length: Array) -> None:
     plgpu.commit_smem()
 
 
+def clear_rows(rows: Any, length: Array) -> None:
+    """Zeros behind the first `length` of `ROWS` rows of 2-byte elements that are swizzled in lines of 128 bytes.
+
+    What `scrub` does with more registers: swizzling moves nothing from row to row, so that whole rows need no loading.
+    """
+
+    def clear(_: Any, rows: Any, length: Any) -> None:
+        thread, address, down, across, lines = _place_in_lines(rows)
+        # Each thread has half of a row of each line.
+        row, half = arith.divui(thread, _int32(2)), arith.remui(thread, _int32(2))
+        address = arith.addi(address, arith.muli(arith.divui(row, _int32(8)), _int32(down)))
+        address = arith.addi(address, arith.muli(arith.remui(row, _int32(8)), _int32(128)))
+        address = arith.addi(address, arith.muli(half, _int32(64)))
+        zeros = vector.broadcast(ir.VectorType.get((4,), _int32(0).type), _int32(0))
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.sge, row, length.registers.item())):
+            for line_index in range(lines):
+                for byte in range(0, 64, 16):
+                    _store(zeros, arith.addi(address, _int32(line_index * across + byte)))
+
+    inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzled(64)), plgpu.Layout.WG_SPLAT))(clear)
+    inlined(rows, length)
+
+
+def store_lines(x: Array, ref: Any) -> None:
+    """Stores `[ROWS, n]` of 2-byte elements to shared memory that is swizzled in lines of 128 bytes.
+
+    As `ref[...] = x`, but that no addresses stay in registers from one tile to the next.
+    """
+
+    def store(_: Any, x: Any, ref: Any) -> None:
+        thread, address, down, across, _ = _place_in_lines(ref)
+        warp, lane = arith.divui(thread, _int32(32)), arith.remui(thread, _int32(32))
+        row = arith.divui(lane, _int32(4))  # of 8
+        address = arith.addi(address, arith.muli(warp, _int32(2 * down)))
+        address = arith.addi(address, arith.muli(row, _int32(128)))
+        address = arith.addi(address, arith.muli(arith.remui(lane, _int32(4)), _int32(4)))
+        swizzle = arith.muli(row, _int32(16))
+        registers = x.registers.flatten()  # of 8 columns two: the thread's first row, and the one 8 below
+        for group, pair in enumerate(zip(registers[::2], registers[1::2], strict=True)):
+            line_index, chunk = divmod(group, 8)
+            own = arith.addi(address, arith.xori(swizzle, _int32(16 * chunk)))
+            for half, register in enumerate(pair):
+                _store(register, arith.addi(own, _int32(half * down + line_index * across)))
+
+    inlined: Any = plgpu.inline_mgpu(arg_types=(MATRIX, plgpu.RefType(swizzled(64))))(store)
+    inlined(x, ref)
+
+
+def _place_in_lines(ref: Any) -> tuple[Any, Any, int, int, int]:
+    """A thread's number in its warpgroup, the address of a ref in lines, bytes from 8 rows to the next 8 and from line
+    to line of a row, and the number of these. The compiler takes the thread for another one each time."""
+    _, lines, _, _ = ref.type.shape
+    (down, across, _, _), _ = ref.type.get_strides_and_offset()
+    int32 = _int32(0).type
+    thread = llvm.inline_asm(int32, [], "mov.u32 $0, %tid.x;", "=r", asm_dialect=0, has_side_effects=True)
+    address = llvm.ptrtoint(int32, mgpu.memref_ptr(ref))
+    return arith.remui(thread, _int32(128)), address, 2 * down, 2 * across, lines
+
+
+def _store(value: Any, address: Any) -> None:
+    llvm.store(value, llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address))
+
+
+def _int32(value: int) -> Any:
+    return mgpu.c(value, ir.IntegerType.get_signless(32))
+
+
 def exponentials(
     s: Array, c: float, maxima: Array, spread: Callable[[Array, tuple[int, ...]], Array] = along_rows
 ) -> tuple[Array, Array]:
@@ -298,7 +416,7 @@ def index_of(value: Any) -> Any:
     return arith.index_cast(ir.IndexType.get(), value)
 
 
-def address(pointer: Any, offset: Any, dtype: Any) -> Any:
+def address_behind(pointer: Any, offset: Any, dtype: Any) -> Any:
     """So many elements behind a pointer."""
     dynamic = [-(1 << 31)]  # LLVM's mark of an index that is not a constant
     return llvm.getelementptr(pointer.type, pointer, [offset], dynamic, dtype, llvm.GEPNoWrapFlags.none)

@@ -79,6 +79,9 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     for name, replacement in (
         ("fma", _fma),
+        ("issued_product", _product),
+        ("clear_rows", attention_tile_hopper.scrub),
+        ("store_lines", _store_lines),
         ("row_sums", lambda p: block_sum(p)[:, 0]),
         ("columns_kept", _columns_kept),
         ("distances", lambda first: (first[:, None] + jnp.arange(KV_BLOCK)[None]).astype(jnp.float32)),
@@ -119,6 +122,18 @@ def _fma(x: Array, y: Array, z: Array, layout: Any = None) -> Array:
     """Rounded twice, as no primitive of JAX rounds once, but the same wherever it stands."""
     product, z = lax.optimization_barrier((x * y, z))
     return product + z
+
+
+def _product(p: Array, v: Any) -> Array:
+    def multiplied(accumulator: Any) -> Array:
+        plgpu.wgmma(accumulator, p, v)
+        return accumulator[...]
+
+    return pl.run_scoped(multiplied, plgpu.ACC((p.shape[0], v.shape[1]), jnp.float32))  # pyright: ignore
+
+
+def _store_lines(x: Array, ref: Any) -> None:
+    ref[...] = x
 
 
 def _columns_kept(s: Array, end: Array, first: Array | None = None) -> Array:

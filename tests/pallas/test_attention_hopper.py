@@ -20,7 +20,12 @@ from test_ptxas import ROOT, VARIABLE, Program, attention
 import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK, Masking
-from detjax.pallas import attention_decode_hopper, attention_hopper, attention_merge_hopper
+from detjax.pallas import (
+    attention_decode_hopper,
+    attention_hopper,
+    attention_merge_hopper,
+    attention_prefill_hopper,
+)
 from detjax.pallas.attention_decode_hopper import Schedule
 
 INTERPRETER = plgpu.InterpretGPUParams(inline_mgpu="_hack_model_inline_mgpu_tokamax")
@@ -257,6 +262,54 @@ def test_heads_of_any_number_and_width_decode_to_the_bits_of_prefill(heads: int,
 
 
 @in_the_interpreter
+@pytest.mark.parametrize("product_turns", [False, True], ids=["block turns", "product turns"])
+@pytest.mark.parametrize("persistent", [False, True], ids=["a CTA a tile", "persistent"])
+@pytest.mark.parametrize("width", [192, 256])
+def test_no_schedule_of_wide_rows_changes_a_bit(
+    width: int, persistent: bool, product_turns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = attention_prefill_hopper.Problem.schedule
+
+    def schedule(problem: attention_prefill_hopper.Problem) -> attention_prefill_hopper.Schedule:
+        return dataclasses.replace(own(problem), persistent=persistent, product_turns=product_turns)
+
+    requests = Requests.random((300, 5), 2, 1, width)
+    monkeypatch.setattr(attention_prefill_hopper.Problem, "schedule", schedule)
+    with plgpu.force_gpu_interpret_mode(INTERPRETER):
+        expected = requests.whole()
+        assert_close(expected, requests.exact())
+        start = requests.last(3)
+        assert_same_bits(requests.decode(start, 3, Schedule(3)), last_of(expected, start))
+
+
+@in_the_interpreter
+@pytest.mark.parametrize(("width", "options"), [(192, {}), (256, OPTIONS["everything"])])
+def test_wide_rows_in_ragged_queries_have_the_bits_of_a_whole_prefill(width: int, options: dict[str, Any]) -> None:
+    requests, counts = Requests.random((300, 140, 1), 2, 1, width, **options), (150, 3, 1)
+    with plgpu.force_gpu_interpret_mode(INTERPRETER):
+        expected, found = requests.whole(), requests.ragged(counts)
+        assert_close(expected, requests.exact())
+    assert_same_bits(found, [x[len(x) - count :] for x, count in zip(expected, counts, strict=True)])
+
+
+@in_the_interpreter
+@pytest.mark.parametrize(("width", "value_width"), [(192, 64), (192, 128), (256, 128), (256, 192)])
+def test_a_column_of_the_result_does_not_depend_on_how_many_there_are(width: int, value_width: int) -> None:
+    requests = Requests.random((200,), 2, 1, width)
+    narrow = dataclasses.replace(requests, v_pages=requests.v_pages[..., :value_width])
+    with plgpu.force_gpu_interpret_mode(INTERPRETER):
+        expected, found = requests.whole(), narrow.whole()
+    assert_same_bits(found, [x[..., :value_width] for x in expected])
+
+
+def test_rows_of_wide_keys_and_odd_values_are_refused() -> None:
+    q, v = jnp.ones((1, 3, 2, 256), "bfloat16"), jnp.ones((1, 3, 2, 80), "bfloat16")
+    words = "q has 256 columns and v_pages has 80 columns on .*; accepted .*: multiples of 64 where either is above 128"
+    with detjax.use_backend("hopper"), pytest.raises(NotImplementedError, match=words):
+        ops.dot_product_attention(q, q, v)
+
+
+@in_the_interpreter
 def test_where_the_line_of_blocks_is_cut_changes_no_bit() -> None:
     requests = Requests.random((1000, 17), 2, 1, sinks=True)
     start = requests.last(1)
@@ -411,7 +464,7 @@ def programs() -> dict[str, Program]:
     return {
         f"{phase}, head size {width}{', everything' if options else ''}": attention(tokens, width, **options)
         for phase, tokens in (("prefill", 1024), ("decode", 1))
-        for width, options in ((96, {}), (128, {}), (128, everything), (256, {}))
+        for width, options in ((96, {}), (128, {}), (128, everything), (192, {}), (256, {}))
     }
 
 

@@ -209,7 +209,7 @@ def programs() -> dict[str, Program]:
         "logsumexp": (softmax_hopper.logsumexp, [array(1024, 128256, dtype="float32")]),
         "sampling": sampler(64, 151936, filtered=False),
         "sampling with filters": sampler(16, 128256, filtered=True),
-        **{f"attention prefill, head size {width}": attention(1024, width) for width in (64, 96, 128)},
+        **{f"attention prefill, head size {width}": attention(1024, width) for width in (64, 96, 128, 192, 256)},
         **{f"attention decode, head size {width}": attention(1, width) for width in (64, 96, 128)},
         "decode step": decode_step(4),
     }
