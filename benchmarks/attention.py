@@ -1,7 +1,7 @@
 """What attention costs on an H200 against cuDNN, PyTorch and tokamax, and that one token keeps one set of bits.
 
-    python benchmarks/attention.py [--out benchmarks/results/attention-h200.json] [--only prefill decode backward
-                                   accuracy bits] [--skip-torch] [--small]
+    python benchmarks/attention.py [--out benchmarks/results/attention-h200.json] [--only prefill decode quantized
+                                   backward accuracy bits] [--skip-torch] [--small]
 
 Bfloat16, 32 query heads that share 8 key heads. Ours reads keys and values from pages, the others from arrays without
 gaps; inputs are rotated so that they come from memory. Times are medians over rounds in which all take turns. Decode is
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 # PyTorch needs room beside JAX.
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -43,13 +43,19 @@ from rich.table import Table
 import detjax
 from detjax import ops
 from detjax.bench.timing import device_time, rotations, step_time, torch_time, turns
-from detjax.contract import KV_BLOCK
+from detjax.contract import KV_BLOCK, KVQuantization
 
 OURS, SHUFFLED, CUDNN, TORCH, TOKAMAX = "detjax", "detjax, shuffled pages", "cudnn", "torch", "tokamax"
-RIVALS: Final = (CUDNN, TORCH, TOKAMAX)
+QUANTIZED: Final = get_args(KVQuantization)
+RIVALS: Final = (CUDNN, TORCH, TOKAMAX, *QUANTIZED)
 FORWARD, BOTH, BACKWARD = "forward", "forward and backward", "backward"
-SECTIONS: Final = ("prefill", "decode", "backward", "accuracy", "bits")
-KINDS: Final = {"prefill": ("kernels",), "decode": ("kernels", "step"), "backward": (FORWARD, BOTH, BACKWARD)}
+SECTIONS: Final = ("prefill", "decode", "quantized", "backward", "accuracy", "bits")
+KINDS: Final = {
+    "prefill": ("kernels",),
+    "decode": ("kernels", "step"),
+    "quantized": ("kernels",),
+    "backward": (FORWARD, BOTH, BACKWARD),
+}
 """Of time, by section."""
 BF16: Final = jnp.dtype("bfloat16")
 TIMING: Final = {
@@ -506,6 +512,20 @@ def measure_decode(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, Any]
         if {OURS, SHUFFLED} <= seconds.keys()
     }
     return cell(case, measured) | {"gigabytes_per_second": rates, "shuffled_over_contiguous": over, "kernels": kernels}
+
+
+def measure_quantized(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, Any]:
+    """Decode over quantized pages, beside that over bfloat16's; the bytes are those of codes and scales."""
+    del sizes, with_torch
+    q, pools, where, attend = queries(case), paged(case), places(case), detjax.jit(ops.attention)
+    pages: dict[str, list[Any]] = {OURS: list(pools)}
+    pages |= {kind: [tuple(ops.quantize_kv(x, kind) for x in pool) for pool in pools] for kind in QUANTIZED}
+    sets = {name: [(q, *pool, *where) for pool in of] for name, of in pages.items()}
+    runs = {name: functools.partial(device_time, attend, of, calls=case.calls) for name, of in sets.items()}
+    seconds, missing = in_turns(runs, case.rounds)
+    read = {name: sum(x.nbytes for x in jax.tree.leaves(of[0])) for name, of in pages.items()}
+    rates = {name: round(read[name] / value / 1e9, 1) for name, value in seconds.items()}
+    return cell(case, {"kernels": (seconds, missing)}) | {"gigabytes_per_second": {"kernels": rates}}
 
 
 def measure_backward(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, Any]:
@@ -1030,6 +1050,7 @@ def run(
     timed: dict[str, tuple[Callable[[Sizes, Case, bool], dict[str, Any]], list[Case]]] = {
         "prefill": (measure_prefill, [prefill_case(sizes, *shape) for shape in sizes.prefill]),
         "decode": (measure_decode, list(decode_cases(sizes))),
+        "quantized": (measure_quantized, list(decode_cases(sizes))),
         "backward": (measure_backward, [prefill_case(sizes, *shape, sizes.head_dim) for shape in sizes.backward]),
     }
     for section, (measure, cases) in timed.items():
@@ -1067,7 +1088,7 @@ def show(content: dict[str, Any]) -> None:
     for section, kinds in KINDS.items():
         if section in content:
             cells = content[section]
-            rates = "GB/s" if section == "decode" else "TFLOP/s"
+            rates = "GB/s" if section in ("decode", "quantized") else "TFLOP/s"
             title = f"{section}; ratios are our speed over theirs"
             console.print(time_table(title, cells, kinds, rates), *missing_lines(cells), sep="\n")
             for kind, means in content["summary"][section].items():

@@ -8,13 +8,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from detjax import engine, models, platform
+from detjax.contract import KVQuantization
 from detjax.demo import CHECKPOINT, DEFAULT_MAX_TOKENS
 from detjax.version import __version__
 
@@ -209,6 +210,14 @@ def generate(
         ),
     ] = None,
     dtype: _DType = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Quantize the KV cache: {', '.join(get_args(KVQuantization))}.",
+            show_default="the model's dtype",
+        ),
+    ] = None,
     backend: _Backend = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: texts, tokens, logprobs and the fingerprint.")
@@ -220,6 +229,9 @@ def generate(
     choices = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     fields |= {name: value for name, value in choices.items() if value is not None}
     engine.SamplingParams(**fields)  # before minutes are spent on loading
+    if kv_cache_dtype not in (None, *get_args(KVQuantization)):
+        accepted = ", ".join(get_args(KVQuantization))
+        raise ValueError(f"--kv-cache-dtype is {kv_cache_dtype!r}; accepted: {accepted}")
     texts = _with_standard_input(prompt)
     with platform.use_backend(backend):
         fingerprint = platform.fingerprint()
@@ -233,7 +245,14 @@ def generate(
             conversations = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
             prompts = [tokenizer.encode(conversation, add_special_tokens=False) for conversation in conversations]
         sampling = engine.SamplingParams.recommended(decoder, **fields)
-        generations = engine.generate(decoder, prompts, sampling, tokenizer=tokenizer, progress=sys.stderr.isatty())
+        generations = engine.generate(
+            decoder,
+            prompts,
+            sampling,
+            tokenizer=tokenizer,
+            kv_cache_dtype=cast(KVQuantization | None, kv_cache_dtype),
+            progress=sys.stderr.isatty(),
+        )
     if as_json:
         found = [_as_json(*pair) for pair in zip(texts, generations, strict=True)]
         typer.echo(json.dumps({"generations": found, "fingerprint": _fields(fingerprint)}, indent=2))

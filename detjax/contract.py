@@ -125,6 +125,37 @@ class Masking:
     alibi_slopes: tuple[float, ...] | None = None
 
 
+# --- quantized keys and values ----------------------------------------------------------------------------------------
+# Quantized pages hold codes and scales instead of numbers. They are read as
+#   value = rn(rn(float32(code) * float32(scale)))   first to float32, then to q's dtype
+# and from there on attention has the bits that it has over pages of these values, in every phase.
+#
+# "int8" and "fp8_e4m3" have a float32 scale per token and head. For a row x of K numbers, with L being 127 or 448,
+#   scale = rn(max |x| * rn(1 / L)),  t = rn(x * rn(1 / scale)) held within -L and L
+# by the device's own reciprocal, and the code is t to the nearest integer or float8_e4m3fn, ties to even.
+# A row whose largest magnitude is below KV_SMALLEST has scale 0 and codes 0: the scales of such rows would leave
+# float32's normal numbers.
+#
+# "q4_0" has a float16 scale d per Q4_GROUP numbers along the head dimension. With m the number of largest magnitude in
+# a group, the first of several,
+#   d = rn(m / -8) to float16,  t = rn(x * rn(1 / d)) held within -8 and 8,  code = min(floor(rn(t + 8.5)), 15)
+# and the code is read as code - 8; where d is 0 it is 8. Byte j of a group's 16 has element j in its low four bits and
+# j + 16 in its high ones. That is llama.cpp's q4_0 but for one step: llama.cpp divides by d before it rounds d.
+#
+# A row, or a group, that holds a NaN or an infinity, or whose d leaves float16, has a NaN for its scale and codes of
+# zero: all of it is read as NaN. No scale is an infinity. Which zero a code of zero is read as is left open: attention
+# shows none of their signs.
+
+KVQuantization = Literal["int8", "fp8_e4m3", "q4_0"]
+
+KV_LARGEST_CODE: Final = {"int8": 127.0, "fp8_e4m3": 448.0}
+
+KV_SMALLEST: Final = 2.0**-100
+
+Q4_GROUP: Final = 32
+"""Numbers that share a scale in "q4_0": head sizes are multiples of it."""
+
+
 # --- sampling ---------------------------------------------------------------------------------------------------------
 # key(seed), fold_in(absolute position of the token), fold_in(index of the sample), one Gumbel variable g per vocabulary
 # entry: g = -log(-log(u)), u the float32 in [0, 1) of the upper 23 of 32 random bits, and of 0 the smallest normal

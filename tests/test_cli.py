@@ -71,6 +71,16 @@ def test_generate_prints_the_text_alone(checkpoint: Path) -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (0, f"{expected.completions[0].text}\n", "")
 
 
+def test_generate_quantizes_the_cache_that_it_is_asked_to(checkpoint: Path) -> None:
+    arguments = ("--prompt", "ROMEO:", "--max-tokens", 5, "--kv-cache-dtype", "q4_0", "--json")
+    (found,) = json.loads(run("generate", "--model", checkpoint, *arguments).stdout)["generations"]
+    model, tokenizer = models.load(checkpoint, progress=False)
+    (expected,) = detjax.generate(
+        model, ["ROMEO:"], SamplingParams(max_tokens=5), tokenizer=tokenizer, kv_cache_dtype="q4_0"
+    )
+    assert found["completions"][0]["logprobs"] == list(expected.completions[0].logprobs)
+
+
 def test_generate_heads_each_of_several_texts(checkpoint: Path) -> None:
     result = run(
         *("generate", "--model", checkpoint, "--prompt", "ROMEO:", "--prompt", "-", "--n", 2),
@@ -123,6 +133,7 @@ def test_chat_wraps_the_prompt_in_the_template() -> None:
         (("--stop", ""), "stop is ('',); accepted: "),
         (("--backend", "cuda"), "'cuda' is no backend of this release; accepted: hopper, portable, stock"),
         (("--dtype", "int8"), "int8"),
+        (("--kv-cache-dtype", "int4"), "--kv-cache-dtype is 'int4'; accepted: int8, fp8_e4m3, q4_0"),
         (("--prompt", ""), "prompt 1 is empty; accepted: at least one token"),
         (("--prompt", "-", "--prompt", "-"), "--prompt is - more than once; accepted: once"),
         (("--max-tokens", 10_000), "asks for 10000 more; accepted: 512 in all"),

@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from detjax import ops, platform
-from detjax.contract import PORTABLE_ROWS
+from detjax.contract import PORTABLE_ROWS, KVQuantization
 from detjax.engine.sampling import SamplingParams
 from detjax.models import Decoder, KVCache, Tokenizer
+from detjax.ops.quantized_kv import check_kind
 
 PREFILL_CHUNK = 128
 """Tokens of a prompt that enter the cache in one step, by default. A schedule: any number gives the same bits."""
@@ -54,6 +55,7 @@ def generate(
     *,
     tokenizer: Tokenizer | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
+    kv_cache_dtype: KVQuantization | None = None,
     progress: bool = False,
 ) -> list[Generation]:
     """Returns a generation per prompt, each the same in every bit as if it were alone.
@@ -64,16 +66,21 @@ def generate(
         sampling: for all prompts, or one for each; default: greedy.
         tokenizer: needed for texts and stop strings.
         prefill_chunk: tokens of a prompt that are processed at a time. It changes no bits.
+        kv_cache_dtype: "int8", "fp8_e4m3" or "q4_0" quantize keys and values in the cache (`ops.quantize_kv`). The
+            numbers are others than without, and as independent of everything else; default: the model's dtype.
         progress: shows a bar on stderr.
 
     Raises:
         ValueError: a prompt is empty, holds ids outside the vocabulary, is too long for the model with what is to be
-            generated, or is text without a tokenizer; or the numbers of prompts and parameters differ.
+            generated, or is text without a tokenizer; the numbers of prompts and parameters differ; or the cache's
+            dtype is none of these, or does not take the model's head size.
     """
     if isinstance(prompts, str):
         raise ValueError("generate: prompts is one string; accepted: a list of prompts. Put it in a list.")
     if prefill_chunk < 1:
         raise ValueError(f"generate: prefill_chunk is {prefill_chunk}; accepted: at least 1")
+    if kv_cache_dtype is not None:
+        check_kind("generate", kv_cache_dtype, model.config.head_dim)
     sampling = SamplingParams() if sampling is None else sampling
     per_prompt = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
     if len(per_prompt) != len(prompts):
@@ -90,7 +97,7 @@ def generate(
         for index in range(params.n)
     ]
     if samples:
-        _run(model, samples, prefill_chunk, progress)
+        _run(model, samples, prefill_chunk, kv_cache_dtype, progress)
     finished = iter(sample.completion() for sample in samples)
     return [
         Generation(tuple(prompt), tuple(next(finished) for _ in range(params.n)))
@@ -157,12 +164,18 @@ class _Choice:
     min_p: Array
 
 
-def _run(model: Decoder, samples: list[_Sample], prefill_chunk: int, progress: bool) -> None:
+def _run(
+    model: Decoder,
+    samples: list[_Sample],
+    prefill_chunk: int,
+    kv_cache_dtype: KVQuantization | None,
+    progress: bool,
+) -> None:
     """Generates until every sample has ended. Shapes are rounded up, so that few programs are compiled."""
     graphdef, state = nnx.split(model)
     batch = _power_of_two(len(samples))
     capacity = max(len(sample.prompt) + sample.params.max_tokens for sample in samples)
-    cache = KVCache.empty(model.config, batch, capacity, model.dtype)
+    cache = KVCache.empty(model.config, batch, capacity, model.dtype, kv_cache_dtype)
     hidden = jnp.zeros((batch, model.config.hidden_size), model.dtype)
     filtered = any(sample.params.filtered for sample in samples)
     top = max(sample.params.top_logprobs for sample in samples)

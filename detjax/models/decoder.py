@@ -12,7 +12,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int
 
 from detjax import ops
 from detjax.contract import rounded
-from detjax.models.cache import KVCache
+from detjax.models.cache import KVCache, Pages
 from detjax.models.config import DecoderConfig
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Layer(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: KVCache, counts: Int[Array, "B"]
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "P h S K"], Float[Array, "P h S K"]]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[Pages, Pages]]:
         """The residual stream behind this layer, and the layer's pages with the new keys and values in them."""
         y = ops.rms_norm(x, self.attention_norm[...], eps=self.config.norm_eps)
         y, pages = self.attention(y, cache, counts)
@@ -75,7 +75,7 @@ class Layer(nnx.Module):
 
     def attention(
         self, x: Float[Array, "B T D"], cache: KVCache, counts: Int[Array, "B"]
-    ) -> tuple[Float[Array, "B T HK"], tuple[Float[Array, "P h S K"], Float[Array, "P h S K"]]]:
+    ) -> tuple[Float[Array, "B T HK"], tuple[Pages, Pages]]:
         """Attention of the new tokens over the request's cache, the new tokens included."""
         config = self.config
         H, h, K = config.heads, config.kv_heads, config.head_dim

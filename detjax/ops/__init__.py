@@ -8,6 +8,9 @@ from detjax.ops.attention import ragged_attention as ragged_attention
 from detjax.ops.embedding import embed as embed
 from detjax.ops.matmul import matmul as matmul
 from detjax.ops.norm import rms_norm as rms_norm
+from detjax.ops.quantized_kv import QuantizedPages as QuantizedPages
+from detjax.ops.quantized_kv import dequantize_kv as dequantize_kv
+from detjax.ops.quantized_kv import quantize_kv as quantize_kv
 from detjax.ops.rope import LinearScaling as LinearScaling
 from detjax.ops.rope import Llama3Scaling as Llama3Scaling
 from detjax.ops.rope import RotaryEmbedding as RotaryEmbedding

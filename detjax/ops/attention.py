@@ -2,19 +2,23 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from detjax import platform, stock
 from detjax.contract import KV_BLOCK, Masking
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
+from detjax.ops.quantized_kv import check_pools
 from detjax.pallas import attention_hopper
 from detjax.portable import attention as portable_attention
+from detjax.portable import quantized_kv
 from detjax.portable.attention import rows_as_requests
+from detjax.portable.quantized_kv import QuantizedPages
 
 _KERNELS = {"portable": portable_attention, "hopper": attention_hopper}
 
@@ -22,8 +26,8 @@ _KERNELS = {"portable": portable_attention, "hopper": attention_hopper}
 @platform.jit(static_argnames=("scale", "causal", "window", "soft_cap", "alibi_slopes"))
 def attention(
     q: Float[Array, "B T H K"],
-    k_pages: Float[Array, "P h S K"],
-    v_pages: Float[Array, "P h S V"],
+    k_pages: Float[Array, "P h S K"] | QuantizedPages,
+    v_pages: Float[Array, "P h S V"] | QuantizedPages,
     page_table: Int[Array, "B p"],
     q_start: Int[Array, "B"],
     kv_length: Int[Array, "B"],
@@ -43,8 +47,9 @@ def attention(
 
     Args:
         q: queries; bfloat16, float16 or float32. H is a multiple of h: consecutive queries' heads share a key head.
-        k_pages: pages of `contract.KV_BLOCK` tokens each, of q's dtype.
-        v_pages: values in the same pages.
+        k_pages: pages of `contract.KV_BLOCK` tokens each, of q's dtype or quantized; there are no gradients through
+            quantized ones, and the bits are those of `dequantize_kv` of them.
+        v_pages: values in the same pages, of the same dtype or kind.
         page_table: the page of each request's block of tokens; entries behind its length are not read.
         q_start: absolute position of each request's first query, in tokens.
         kv_length: tokens of each request in the cache, the queries' own included.
@@ -56,8 +61,9 @@ def attention(
         alibi_slopes: per head, added times `key position - query position` to the score.
 
     Raises:
-        TypeError: a dtype is not under contract, or the pages' is not q's.
+        TypeError: a dtype is not under contract, or the pages' is not q's; or one is quantized as the other is not.
         ValueError: shapes do not fit together, or an option is out of range.
+        NotImplementedError: gradients are taken, and the pages are quantized.
     """
     batch = q.shape[0]
     masking = _checked(
@@ -65,15 +71,16 @@ def attention(
     )
     _check_requests("attention", page_table, batch, f"q being {q.shape}", q_start=q_start, kv_length=kv_length)
     if platform.backend() == platform.STOCK:
-        return stock.attention(q, k_pages, v_pages, page_table, q_start, kv_length, sinks, masking=masking)
+        k, v = (_numbers(pages, q.dtype) for pages in (k_pages, v_pages))
+        return stock.attention(q, k, v, page_table, q_start, kv_length, sinks, masking=masking)
     return _attention(masking, q, k_pages, v_pages, page_table, q_start, kv_length, sinks)
 
 
 @platform.jit(static_argnames=("scale", "causal", "window", "soft_cap", "alibi_slopes"))
 def ragged_attention(
     q: Float[Array, "N H K"],
-    k_pages: Float[Array, "P h S K"],
-    v_pages: Float[Array, "P h S V"],
+    k_pages: Float[Array, "P h S K"] | QuantizedPages,
+    v_pages: Float[Array, "P h S V"] | QuantizedPages,
     page_table: Int[Array, "B p"],
     q_row: Int[Array, "B"],
     q_length: Int[Array, "B"],
@@ -115,16 +122,21 @@ def ragged_attention(
     where = page_table, q_row, q_length, q_start, kv_length
     if platform.backend() == platform.STOCK:
         one_by_one = rows_as_requests(q.shape[0], *where)
-        return stock.attention(q[:, None], k_pages, v_pages, *one_by_one, sinks, masking=masking)[:, 0]
+        k, v = (_numbers(pages, q.dtype) for pages in (k_pages, v_pages))
+        return stock.attention(q[:, None], k, v, *one_by_one, sinks, masking=masking)[:, 0]
     ragged = functools.partial(kernels(name, _KERNELS).ragged, masking=masking)
-    return with_vmap_rule(ragged, rows=(False,) * 9)(q, k_pages, v_pages, *where, sinks)
+    return _one_by_one(ragged, (q, k_pages, v_pages, *where, sinks))
+
+
+def _numbers(pages: Array | QuantizedPages, dtype: DTypeLike) -> Array:
+    return quantized_kv.dequantized(pages, dtype) if isinstance(pages, QuantizedPages) else pages
 
 
 def _checked(
     name: str,
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Array | QuantizedPages,
+    v_pages: Array | QuantizedPages,
     page_table: Array,
     sinks: Array | None,
     scale: float | None,
@@ -135,8 +147,8 @@ def _checked(
 ) -> Masking:
     """The options together, once they and the arrays' shapes and dtypes are known to fit."""
     check_dtype(name, q=q, sinks=sinks)
-    check_dtype(name, like=q, k_pages=k_pages, v_pages=v_pages)
-    check_not_empty(name, q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table)
+    check_pools(name, q, k_pages, v_pages)
+    check_not_empty(name, q=q, page_table=page_table)
     heads, width = q.shape[-2:]
     pages, kv_heads = k_pages.shape[:2]
     check_shape(name, "k_pages", k_pages, (pages, kv_heads, KV_BLOCK, width), f"q being {q.shape}")
@@ -209,20 +221,33 @@ def contiguous_page_table(batch: int, tokens: int) -> Int[Array, "B p"]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(masking: Masking, *operands: Array | None) -> Array:
+def _attention(masking: Masking, *operands: Array | QuantizedPages | None) -> Array:
     return _output_and_normalizers(masking, operands, with_normalizers=False)[0]
 
 
-def _forward(masking: Masking, *operands: Array | None):
+def _forward(masking: Masking, *operands: Array | QuantizedPages | None):
+    if isinstance(operands[1], QuantizedPages):
+        raise NotImplementedError(
+            f"attention: gradients through pages that are quantized ({operands[1].kind}); accepted: pages of q's "
+            "dtype. Train without quantization, or take no gradient."
+        )
     o, log2_normalizers = _output_and_normalizers(masking, operands, with_normalizers=True)
     return o, (operands, o, log2_normalizers)
 
 
-def _output_and_normalizers(masking: Masking, operands: tuple[Array | None, ...], with_normalizers: bool):
+def _output_and_normalizers(
+    masking: Masking, operands: tuple[Array | QuantizedPages | None, ...], with_normalizers: bool
+):
     """The output, and what the backend's own gradients need of the softmax; None if they are not to come."""
     forward = kernels("attention", _KERNELS).forward
-    forward = functools.partial(forward, masking=masking, with_normalizers=with_normalizers)
-    return with_vmap_rule(forward, rows=(False,) * len(operands))(*operands)
+    return _one_by_one(functools.partial(forward, masking=masking, with_normalizers=with_normalizers), operands)
+
+
+def _one_by_one(fn: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+    """`fn(*operands)`, under `vmap` one example after another."""
+    leaves, tree = jax.tree.flatten(operands)  # quantized pages are two arrays, either of which may be batched
+    flat = with_vmap_rule(lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)), rows=(False,) * len(leaves))
+    return flat(*leaves)
 
 
 def _backward(masking: Masking, saved: tuple, do: Array):

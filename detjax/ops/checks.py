@@ -6,6 +6,7 @@ from jaxtyping import Array
 
 from detjax import platform
 from detjax.contract import INPUT_DTYPES
+from detjax.portable.quantized_kv import QuantizedPages
 
 
 def check_dtype(operation: str, *, like: Array | None = None, **arrays: Array | None) -> None:
@@ -34,7 +35,9 @@ def check_integers(operation: str, **arrays: Array) -> None:
             raise TypeError(f"{operation}: {name} has dtype {array.dtype}; accepted: integers")
 
 
-def check_shape(operation: str, name: str, array: Array | None, accepted: tuple[int, ...], because: str) -> None:
+def check_shape(
+    operation: str, name: str, array: Array | QuantizedPages | None, accepted: tuple[int, ...], because: str
+) -> None:
     """Returns if `array` is None or has the shape `accepted`.
 
     Raises:

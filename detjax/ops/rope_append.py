@@ -10,10 +10,12 @@ from detjax import platform
 from detjax.contract import KV_BLOCK
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
-from detjax.ops.rope import RotaryEmbedding, check_head_dim, cos_and_sin, in_separate_steps, norm_weights
+from detjax.ops.quantized_kv import check_pools
+from detjax.ops.rope import RotaryEmbedding, check_head_dim, cos_and_sin, in_separate_steps, norm_weights, qk_rope
 from detjax.pallas import rope_hopper
 from detjax.portable import pages
 from detjax.portable import rope as portable_rope
+from detjax.portable.quantized_kv import QuantizedPages
 
 _KERNELS = {"portable": portable_rope, "hopper": rope_hopper}
 
@@ -21,8 +23,8 @@ _KERNELS = {"portable": portable_rope, "hopper": rope_hopper}
 @platform.jit(static_argnames=("embedding", "norm_eps"))
 def qk_rope_append_kv(
     qkv: Float[Array, "B T N K"],
-    k_pages: Float[Array, "P h S K"],
-    v_pages: Float[Array, "P h S K"],
+    k_pages: Float[Array, "P h S K"] | QuantizedPages,
+    v_pages: Float[Array, "P h S K"] | QuantizedPages,
     page_table: Int[Array, "B p"],
     q_start: Int[Array, "B"],
     q_length: Int[Array, "B"],
@@ -31,7 +33,7 @@ def qk_rope_append_kv(
     q_norm: Float[Array, "K"] | None = None,
     k_norm: Float[Array, "K"] | None = None,
     norm_eps: float | None = None,
-) -> tuple[Float[Array, "B T H K"], Float[Array, "P h S K"], Float[Array, "P h S K"]]:
+) -> tuple[Float[Array, "B T H K"], Float[Array, "P h S K"] | QuantizedPages, Float[Array, "P h S K"] | QuantizedPages]:
     """Returns queries as `qk_rope` has them, and the pools of pages with the new keys, likewise, and values in them.
 
     Token `t` of request `b` stands at absolute position `q_start[b] + t`; the first `q_length[b]` tokens are written
@@ -41,7 +43,8 @@ def qk_rope_append_kv(
 
     Args:
         qkv: a fused projection: H heads of queries, h of keys and h of values; bfloat16, float16 or float32.
-        k_pages: pages of `contract.KV_BLOCK` tokens each, of qkv's dtype; as `attention` takes them.
+        k_pages: pages of `contract.KV_BLOCK` tokens each, of qkv's dtype, or quantized; as `attention` takes them.
+            What is written to quantized ones is quantized as `quantize_kv` does it, in steps of their own.
         v_pages: values in the same pages.
         page_table: the page of each request's block of tokens. No two new tokens may have one slot.
         q_start: absolute position of each request's first new token: how many it has in the cache. Positions are below
@@ -58,9 +61,9 @@ def qk_rope_append_kv(
     """
     name = "qk_rope_append_kv"
     check_dtype(name, qkv=qkv)
-    check_dtype(name, like=qkv, k_pages=k_pages, v_pages=v_pages)
+    check_pools(name, qkv, k_pages, v_pages)
     check_integers(name, page_table=page_table, q_start=q_start, q_length=q_length)
-    check_not_empty(name, qkv=qkv, k_pages=k_pages, page_table=page_table)
+    check_not_empty(name, qkv=qkv, page_table=page_table)
     batch, _, all_heads, width = qkv.shape
     of_pool = (*k_pages.shape[:2], KV_BLOCK, width)
     check_shape(name, "k_pages", k_pages, of_pool, f"qkv being {qkv.shape}")
@@ -76,6 +79,13 @@ def qk_rope_append_kv(
     check_head_dim(name, "qkv", qkv, embedding)
     weights = norm_weights(name, qkv, q_norm, k_norm, norm_eps)
     where = page_table.astype(jnp.int32), q_start.astype(jnp.int32), q_length.astype(jnp.int32)
+    if isinstance(k_pages, QuantizedPages) and isinstance(v_pages, QuantizedPages):
+        heads, kv_heads = all_heads - 2 * k_pages.shape[1], k_pages.shape[1]
+        options = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
+        q, k = qk_rope(qkv, _positions(qkv, where[1]), embedding, heads=heads, kv_heads=kv_heads, **options)
+        at = pages.places(k_pages.shape[0], qkv.shape[1], *where)
+        return q, k_pages.written(*at, k), v_pages.written(*at, qkv[:, :, heads + kv_heads :])
+    assert not isinstance(k_pages, QuantizedPages) and not isinstance(v_pages, QuantizedPages)
     steps = _in_separate_steps if platform.backend() == platform.STOCK else _qk_rope_append_kv
     return steps(embedding, norm_eps, qkv, (k_pages, v_pages), where, weights)
 

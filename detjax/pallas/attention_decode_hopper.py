@@ -22,7 +22,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from detjax.contract import ACCUMULATOR, KV_BLOCK, Masking
+from detjax.contract import ACCUMULATOR, KV_BLOCK, KVQuantization, Masking
 from detjax.pallas import hopper
 from detjax.pallas.attention_columns_hopper import (
     COLUMN,
@@ -57,10 +57,14 @@ from detjax.pallas.attention_tile_hopper import (
     visible_keys,
 )
 from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED
+from detjax.pallas.quantized_kv_hopper import dequantize, page_buffers, page_bytes
 from detjax.pallas.warps_hopper import WARP, lane, warp_sum, warp_sums_up_to
+from detjax.portable.quantized_kv import QuantizedPages
 
 MOST_TOKENS: Final = 16
 """Query tokens of a request."""
+_DEQUANTIZING: Final = KV_BLOCK // ROWS
+"""Warpgroups that dequantize, where pages are quantized: each has its rows of every page."""
 _THREADS: Final = 256
 _CACHE_LINE: Final = 128
 """Bytes."""
@@ -104,11 +108,16 @@ class Problem(NamedTuple):
     most_blocks: int
     """Of a request."""
     dtype: Any
+    kind: KVQuantization | None = None
+    """Of quantized pages."""
 
     @classmethod
-    def of(cls, q: Array, k_pages: Array, v_pages: Array, most_blocks: int) -> "Problem":
+    def of(
+        cls, q: Array, k_pages: Array | QuantizedPages, v_pages: Array | QuantizedPages, most_blocks: int
+    ) -> "Problem":
         batch, tokens, heads, width = q.shape
-        return cls(batch, tokens, heads, k_pages.shape[1], width, v_pages.shape[-1], most_blocks, q.dtype)
+        kind = k_pages.kind if isinstance(k_pages, QuantizedPages) else None
+        return cls(batch, tokens, heads, k_pages.shape[1], width, v_pages.shape[-1], most_blocks, q.dtype, kind)
 
     @property
     def group(self) -> int:
@@ -167,16 +176,35 @@ class Problem(NamedTuple):
         return [chunks[first : first + size] for first in range(0, len(chunks), size)]
 
     @property
+    def widths(self) -> list[int]:
+        """Of the rings of keys and values: one for both, or one for each."""
+        return list(dict.fromkeys((self.width, self.value_width)))
+
+    @property
     def slots(self) -> int:
-        """Pages of keys or values in flight."""
+        """Pages of keys or values that the matrix unit can read, at once or while more are in flight."""
+        return self._slots_and_code_slots[0]
+
+    @property
+    def code_slots(self) -> int:
+        """Pages of codes in flight."""
+        return self._slots_and_code_slots[1]
+
+    @property
+    def _slots_and_code_slots(self) -> tuple[int, int]:
         columns = self.columns
         exchanged = columns * (self.width + KV_BLOCK) * self.dtype.itemsize + columns * (4 + 32) * 4
         free = SHARED_MEMORY - SHARED_MEMORY_RESERVED - exchanged
-        widths = sum({self.width, self.value_width})  # one ring for both, or one for each
-        return min(6, free // (KV_BLOCK * widths * self.dtype.itemsize))
+        page = KV_BLOCK * sum(self.widths) * self.dtype.itemsize
+        if self.kind is None:
+            return min(6, free // page), 0
+        page_of_codes = sum(page_bytes(self.kind, width) for width in self.widths)
+        # Numbers that wait hide nothing of the memory's latency: more room is for codes.
+        slots = min(3, free // (page + page_of_codes))
+        return slots, min(8, (free - slots * page) // page_of_codes)
 
 
-def serves(q: Array, k_pages: Array, v_pages: Array) -> bool:
+def serves(q: Array, k_pages: Array | QuantizedPages, v_pages: Array | QuantizedPages) -> bool:
     """Whether tokens are few, a tile has room for the heads that share keys, and values fill the matrix unit's rows."""
     problem = Problem.of(q, k_pages, v_pages, 1)
     return problem.tokens <= MOST_TOKENS and problem.group <= problem.most_columns and problem.value_width >= ROWS
@@ -184,8 +212,8 @@ def serves(q: Array, k_pages: Array, v_pages: Array) -> bool:
 
 def forward(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Array | QuantizedPages,
+    v_pages: Array | QuantizedPages,
     page_table: Array,
     q_start: Array,
     kv_length: Array,
@@ -199,7 +227,7 @@ def forward(
     problem = Problem.of(q, k_pages, v_pages, page_table.shape[1])
     schedule = schedule or problem.schedule()
     by_group = batch, tokens, problem.kv_heads, problem.group
-    operands = [q.reshape(*by_group, width), k_pages, v_pages, page_table, q_start, kv_length]
+    operands = [q.reshape(*by_group, width), *jax.tree.leaves((k_pages, v_pages)), page_table, q_start, kv_length]
     if sinks is not None:
         operands.append(_by_column(sinks.astype(ACCUMULATOR), problem))
     if masking.alibi_slopes is not None:
@@ -208,19 +236,22 @@ def forward(
     cuts = problem.cuts(schedule.ctas)
     if schedule.cut:
         out += cuts.out_types()
-    dtype, slots, columns = q.dtype, problem.slots, problem.columns
-    scratch = {
+    dtype, slots, columns, kind = q.dtype, problem.slots, problem.columns, problem.kind
+    scratch: dict[str, Any] = {
         "q": plgpu.SMEM((columns, width), dtype, transforms=swizzled(width)),
         # As wide lines as the values have: the matrix unit's operands share them.
         "p": plgpu.SMEM((columns, KV_BLOCK), dtype, transforms=swizzled(line(problem.value_width))),
-        "kv": [
-            plgpu.SMEM((slots, KV_BLOCK, size), dtype, transforms=swizzled(size))
-            for size in dict.fromkeys((width, problem.value_width))
-        ],
-        "loaded": plgpu.Barrier(num_barriers=slots),
+        "kv": [plgpu.SMEM((slots, KV_BLOCK, size), dtype, transforms=swizzled(size)) for size in problem.widths],
+        "loaded": plgpu.Barrier(num_arrivals=1 if kind is None else _DEQUANTIZING, num_barriers=slots),
         "consumed": plgpu.Barrier(num_barriers=slots),
         **exchanges(columns),
     }
+    if kind is not None:
+        scratch |= {
+            "codes": [page_buffers(kind, problem.code_slots, size) for size in problem.widths],
+            "codes_loaded": plgpu.Barrier(num_arrivals=2, num_barriers=problem.code_slots),
+            "codes_consumed": plgpu.Barrier(num_arrivals=_DEQUANTIZING, num_barriers=problem.code_slots),
+        }
 
     def body(*refs: Any, **scratch: Any) -> None:
         _Kernel(problem, schedule, masking, sinks is not None, refs, scratch).run()
@@ -230,7 +261,7 @@ def forward(
         out_type=out,
         grid=(schedule.ctas,),
         grid_names=("cta",),
-        num_threads=2,
+        num_threads=2 if kind is None else 2 + _DEQUANTIZING,
         thread_name="warpgroup",
         scratch_types=scratch,
         # What one warp leaves in shared memory for others, these read once all have met: see `_Kernel.multiply_piece`.
@@ -276,6 +307,17 @@ class _Piece(NamedTuple):
     """Of these, how many are the CTA's."""
 
 
+class _Arrivals(NamedTuple):
+    """Where pages arrive: as they are multiplied, or as codes and scales."""
+
+    rings: list[tuple[Any, ...]]
+    """Of the arrays of a page, for keys and for values."""
+    slots: int
+    loaded: str
+    """The barriers' names."""
+    consumed: str
+
+
 class _Kernel:
     def __init__(
         self,
@@ -291,17 +333,27 @@ class _Kernel:
         count = 1 + len(Left._fields) if schedule.cut else 1
         operands, (self.o_gmem, *left) = refs[:-count], refs[-count:]
         self.left = Left(*left) if schedule.cut else None
-        self.q_gmem, self.k_gmem, self.v_gmem, self.page_table, self.q_start, self.kv_length, *operands = operands
+        arrays = 1 if problem.kind is None else 2  # of a pool
+        self.q_gmem, *operands = operands
+        self.pools, operands = (operands[:arrays], operands[arrays : 2 * arrays]), operands[2 * arrays :]
+        self.page_table, self.q_start, self.kv_length, *operands = operands
         self.sinks = operands.pop(0) if has_sinks else None
         self.slopes = operands.pop(0) if masking.alibi_slopes is not None else None
         self.slots = problem.slots
+        if problem.kind is None:
+            self.arrivals = _Arrivals([(ring,) for ring in scratch["kv"]], self.slots, "loaded", "consumed")
+        else:
+            self.arrivals = _Arrivals(scratch["codes"], problem.code_slots, "codes_loaded", "codes_consumed")
         self.cta = lax.axis_index("cta")
 
     def run(self) -> None:
         warpgroup = lax.axis_index("warpgroup")
         prefetch(self.page_table, self.cta, self.schedule.ctas)
         self.deal()
-        lax.cond(warpgroup == 1, self.load, self.multiply)
+        roles = [self.multiply, self.load]
+        if self.problem.kind is not None:
+            roles.append(lambda: self.dequantize((warpgroup - 2) * ROWS))
+        lax.switch(warpgroup, roles)  # the last one is that of all further warpgroups
 
     # --- which blocks -------------------------------------------------------------------------------------------------
 
@@ -394,29 +446,68 @@ class _Kernel:
             @pl.when(warp == 0)
             def _() -> None:
                 steps = self.for_each_piece(self.load_piece, jnp.int32(0))
+                self.await_all(self.arrivals.consumed, steps, self.arrivals.slots)
 
-                # What has not been waited for when the last load was started.
-                @pl.loop(lax.max(steps - self.slots, 0), steps)
-                def _(step: Array) -> None:
-                    plgpu.barrier_wait(self.scratch["consumed"].at[lax.rem(step, jnp.int32(self.slots))])
+    def await_all(self, name: str, count: Array, slots: int) -> None:
+        """Waits for what has not been waited for when the last of `count` loads was started."""
+
+        @pl.loop(lax.max(count - slots, 0), count)
+        def _(index: Array) -> None:
+            plgpu.barrier_wait(self.scratch[name].at[lax.rem(index, jnp.int32(slots))])
+
+    def await_slot(self, name: str, step: Array, slots: int) -> Array:
+        """The step's slot, once what was in it is no longer needed."""
+        slot = lax.rem(step, jnp.int32(slots))
+
+        @pl.when(step >= slots)
+        def _() -> None:
+            plgpu.barrier_wait(self.scratch[name].at[slot])
+
+        return slot
 
     def load_piece(self, piece: _Piece, step: Array) -> Array:
         kv_head, _ = self.head_and_tile(piece)
 
         def load_block(i: Array, step: Array) -> Array:
             page = self.page_table[piece.request, piece.first_block + piece.skipped + i]
-            for number, pages in enumerate((self.k_gmem, self.v_gmem)):
-                slot = lax.rem(step + number, jnp.int32(self.slots))
-
-                @pl.when(step + number >= self.slots)
-                def _(slot: Array = slot) -> None:
-                    plgpu.barrier_wait(self.scratch["consumed"].at[slot])
-
-                target = self.ring(number).at[slot]
-                plgpu.copy_gmem_to_smem(pages.at[page, kv_head], target, self.scratch["loaded"].at[slot])
+            for number, pool in enumerate(self.pools):
+                slot = self.await_slot(self.arrivals.consumed, step + number, self.arrivals.slots)
+                barrier = self.scratch[self.arrivals.loaded].at[slot]
+                for pages, ring in zip(pool, self.arrivals.rings[number % len(self.arrivals.rings)], strict=True):
+                    plgpu.copy_gmem_to_smem(pages.at[page, kv_head], ring.at[slot], barrier)
             return step + 2
 
         return lax.fori_loop(0, piece.visits, load_block, step)
+
+    # --- the dequantizing warpgroups ----------------------------------------------------------------------------------
+
+    def dequantize(self, first_row: Array) -> None:
+        """`ROWS` rows of every page that arrives, from codes to what the matrix unit reads."""
+        plgpu.set_max_registers(112, action="decrease")
+        problem, kind = self.problem, self.problem.kind
+        assert kind is not None
+
+        def page(number: int, step: Array) -> None:
+            code_slot = lax.rem(step, jnp.int32(problem.code_slots))
+            plgpu.barrier_wait(self.scratch["codes_loaded"].at[code_slot])
+            slot = self.await_slot("consumed", step, self.slots)
+            codes, scales = self.arrivals.rings[number % len(self.arrivals.rings)]
+            target = self.ring(number).at[slot]
+            dequantize(kind, codes.at[code_slot], scales.at[code_slot], target, first_row)
+            plgpu.barrier_arrive(self.scratch["codes_consumed"].at[code_slot])
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.scratch["loaded"].at[slot])
+
+        def pages(_: Array, step: Array) -> Array:
+            for number in range(len(self.pools)):
+                page(number, step + number)
+            return step + len(self.pools)
+
+        def dequantize_piece(piece: _Piece, step: Array) -> Array:
+            return lax.fori_loop(0, piece.visits, pages, step)
+
+        steps = self.for_each_piece(dequantize_piece, jnp.int32(0))
+        self.await_all("consumed", steps, self.slots)
 
     # --- the multiplying warpgroup ------------------------------------------------------------------------------------
 

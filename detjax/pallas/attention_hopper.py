@@ -4,14 +4,17 @@ from typing import Final
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from detjax import platform
-from detjax.contract import QUERY_UNIT, Masking
+from detjax.contract import KV_BLOCK, QUERY_UNIT, Masking
 from detjax.pallas import attention_backward_hopper, attention_decode_hopper, attention_prefill_hopper
 from detjax.pallas.attention_cta_hopper import TILE
 from detjax.pallas.attention_prefill_hopper import Tiles
 from detjax.pallas.matmul_hopper import DTYPES
+from detjax.pallas.quantized_kv_hopper import read_pages
 from detjax.pallas.schedules.matmul_hopper import round_up
+from detjax.portable.quantized_kv import QuantizedPages
 
 WIDTHS: Final = (*range(16, 129, 16), 192, 256)
 """Columns of keys and of values."""
@@ -19,8 +22,8 @@ WIDTHS: Final = (*range(16, 129, 16), 192, 256)
 
 def forward(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Array | QuantizedPages,
+    v_pages: Array | QuantizedPages,
     page_table: Array,
     q_start: Array,
     kv_length: Array,
@@ -38,6 +41,8 @@ def forward(
     operands = k_pages, v_pages, page_table, q_start, kv_length, sinks
     if not with_normalizers and attention_decode_hopper.serves(q, k_pages, v_pages):
         return attention_decode_hopper.forward(q, *operands, masking=masking), None
+    pools = _numbers(k_pages, v_pages, page_table, q_start, q.shape[1], kv_length, masking, q.dtype)
+    operands = *pools, q_start, kv_length, sinks
     o, normalizers = attention_prefill_hopper.forward(_packed(q), *operands, masking=masking)
     return _unpacked(o, q), normalizers
 
@@ -77,8 +82,8 @@ def _unpacked(x: Array, like: Array) -> Array:
 
 def ragged(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Array | QuantizedPages,
+    v_pages: Array | QuantizedPages,
     page_table: Array,
     q_row: Array,
     q_length: Array,
@@ -97,8 +102,36 @@ def ragged(
     rows = q.shape[0]
     packed = jnp.pad(q, ((0, round_up(rows, QUERY_UNIT) - rows), (0, 0), (0, 0)))
     tiles = _ragged_tiles(packed.shape[0], q_row, q_length)
-    operands = k_pages, v_pages, page_table, q_start, kv_length, sinks
+    pools = _numbers(k_pages, v_pages, page_table, q_start, q_length, kv_length, masking, q.dtype)
+    operands = *pools, q_start, kv_length, sinks
     return attention_prefill_hopper.forward(packed, *operands, masking=masking, tiles=tiles)[0][:rows]
+
+
+def _numbers(
+    k_pages: Array | QuantizedPages,
+    v_pages: Array | QuantizedPages,
+    page_table: Array,
+    q_start: Array,
+    q_length: Array | int,
+    kv_length: Array,
+    masking: Masking,
+    dtype: DTypeLike,
+) -> tuple[Array, Array, Array]:
+    """Keys, values and page table as prefill takes them: of quantized pages those that some tile of queries visits."""
+    if not (isinstance(k_pages, QuantizedPages) and isinstance(v_pages, QuantizedPages)):
+        return k_pages, v_pages, page_table  # pyright: ignore[reportReturnType]
+    last, end, first = q_start + q_length - 1, kv_length, jnp.zeros_like(kv_length)
+    least_end = jnp.ones_like(kv_length)
+    if masking.causal:
+        end = jnp.minimum(end, last + 1)
+    if masking.window is not None:
+        # A tile visits at least one block, also where its window holds no key.
+        first = jnp.maximum(q_start - (masking.window - 1), 0) // KV_BLOCK
+        least_end = jnp.maximum(last - (masking.window - 1), 0) // KV_BLOCK + 1
+    first = jnp.minimum(first, page_table.shape[1] - 1).astype(jnp.int32)
+    end = jnp.minimum(jnp.maximum(-(-end // KV_BLOCK), least_end), page_table.shape[1]).astype(jnp.int32)
+    (k, table), (v, _) = (read_pages(pages, page_table, first, end, dtype) for pages in (k_pages, v_pages))
+    return k, v, table
 
 
 def _ragged_tiles(rows: int, q_row: Array, q_length: Array) -> Tiles:
@@ -115,7 +148,7 @@ def _ragged_tiles(rows: int, q_row: Array, q_length: Array) -> Tiles:
     return Tiles(*(x.astype(jnp.int32) for x in (request, q_row[request] + offset, offset, count)))
 
 
-def _check(q: Array, v_pages: Array) -> None:
+def _check(q: Array, v_pages: Array | QuantizedPages) -> None:
     sizes = {"q": q.shape[-1], "v_pages": v_pages.shape[-1]}
     if str(q.dtype) not in DTYPES:
         given, accepted = f"q has dtype {q.dtype}", f"{', '.join(DTYPES)}. Cast q and the pages"

@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, DTypeLike
 
 from detjax.contract import (
     ACCUMULATOR,
@@ -22,6 +22,7 @@ from detjax.contract import (
     rounded,
     soft_cap_exponent,
 )
+from detjax.portable.quantized_kv import QuantizedPages, page_of
 from detjax.portable.tiles import dot, fold_rows, map_rows, row_sum
 
 
@@ -54,8 +55,8 @@ class _PerHead:
 
 def forward(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Array | QuantizedPages,
+    v_pages: Array | QuantizedPages,
     page_table: Array,
     q_start: Array,
     kv_length: Array,
@@ -71,13 +72,13 @@ def forward(
     del with_normalizers
     heads, group = q.shape[2], q.shape[2] // k_pages.shape[1]
 
-    def attend(rows: tuple[Array, _Tile], shared: tuple[Array, Array, _PerHead]) -> tuple[Array, Array]:
+    def attend(rows: tuple[Array, _Tile], shared: tuple[Any, Any, _PerHead]) -> tuple[Array, Array]:
         q, tile = jax.tree.map(lambda leaf: leaf[0], rows)
         k_pages, v_pages, per_head = shared
 
         def merge(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             o, total, m = state
-            k, v = _block(block, tile, k_pages, v_pages)
+            k, v = _block(block, tile, k_pages, v_pages, q.dtype)
             s, c, _ = _scores(q, k, block, tile, per_head, masking)
             m_b = jnp.maximum(jnp.max(s, axis=-1, keepdims=True) * c, LOWEST_MAXIMUM)
             p = jnp.exp2(s * c - m_b)
@@ -105,8 +106,8 @@ def forward(
 
 def ragged(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Array | QuantizedPages,
+    v_pages: Array | QuantizedPages,
     page_table: Array,
     q_row: Array,
     q_length: Array,
@@ -169,7 +170,7 @@ def backward(
         k_pages, v_pages, per_head = shared
 
         def add(block: Array, dq: Array) -> Array:
-            k, v = _block(block, tile, k_pages, v_pages)
+            k, v = _block(block, tile, k_pages, v_pages, k_pages.dtype)
             _, ds = score_gradients(operands, k, v, block, tile, per_head)
             return dq + dot(ds, k, (2, 1), batched=True)
 
@@ -190,7 +191,7 @@ def backward(
 
         def add(block: Array, pools: tuple[Array, Array]) -> tuple[Array, Array]:
             dk, dv = pools
-            k, v = (jnp.repeat(x, group, axis=0) for x in _block(block, tile, k_pages, v_pages))
+            k, v = (jnp.repeat(x, group, axis=0) for x in _block(block, tile, k_pages, v_pages, k_pages.dtype))
             p, ds = score_gradients(operands, k, v, block, tile, per_head)
             page = tile.page_table[block]
             dk = dk.at[page].add(dot(ds, q, (1, 1), batched=True))
@@ -279,11 +280,16 @@ def _visible_blocks(tile: _Tile, rows: int, group: int, masking: Masking) -> tup
     return first, -(-end // KV_BLOCK)
 
 
-def _block(block: Array, tile: _Tile, k_pages: Array, v_pages: Array) -> tuple[Array, Array]:
-    """Keys and values `[h, S, K]` of a block. What lies behind the request's length in its last page is not its own."""
+def _block(
+    block: Array, tile: _Tile, k_pages: Array | QuantizedPages, v_pages: Array | QuantizedPages, dtype: DTypeLike
+) -> tuple[Array, Array]:
+    """Keys and values `[h, S, K]` of a block, quantized ones in the dtype given.
+
+    What lies behind the request's length in its last page is not its own.
+    """
     page = tile.page_table[block]
     own = (block * KV_BLOCK + jnp.arange(KV_BLOCK) < tile.kv_length)[None, :, None]
-    k, v = k_pages[page], v_pages[page]
+    k, v = (page_of(pages, page, dtype) for pages in (k_pages, v_pages))
     return jnp.where(own, k, jnp.zeros_like(k)), jnp.where(own, v, jnp.zeros_like(v))
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +55,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-def answers(model: Decoder, asked: list[tuple[list[int], SamplingParams]], **options: int) -> list[Generation]:
+def answers(model: Decoder, asked: list[tuple[list[int], SamplingParams]], **options: Any) -> list[Generation]:
     prompts, params = zip(*asked, strict=True)
     return generate(model, list(prompts), list(params), **options)
 
@@ -241,3 +242,15 @@ def test_a_chunk_of_no_tokens_is_refused(model: Decoder) -> None:
 def test_sampling_parameters_out_of_range_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"{field} is .*; accepted: "):
         SamplingParams(**{field: value})
+
+
+def test_a_request_is_the_same_in_any_company_with_a_quantized_cache(model: Decoder) -> None:
+    asked = requests()[:4]
+    together = answers(model, asked, kv_cache_dtype="int8")
+    assert together != answers(model, asked)
+    assert answers(model, asked[2:3], kv_cache_dtype="int8", prefill_chunk=20) == together[2:3]
+
+
+def test_a_cache_of_no_such_dtype_is_refused(model: Decoder) -> None:
+    with pytest.raises(ValueError, match=r"generate: q4_0 of 80 numbers; accepted: multiples of 32\. Choose int8 or"):
+        generate(model, [[1]], kv_cache_dtype="q4_0")

@@ -224,3 +224,31 @@ def test_another_process_gives_the_same_bits() -> None:
     command = [sys.executable, "-c", _DIGEST, str(Path(__file__).parents[1])]
     there = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     assert there == here
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen3", "int8"), ("mistral", "fp8_e4m3"), ("llama3", "q4_0")])
+def test_a_quantized_cache_gives_the_same_bits_in_every_batch_and_in_chunks(name: str, kind: str) -> None:
+    _, cached = programs(name, "bfloat16")
+    tokens = tokens_of(name, 3, 140)
+
+    def logits(tokens: jax.Array, size: int) -> np.ndarray:
+        batch, length = tokens.shape
+        cache = KVCache.empty(model(name).config, batch, length, "bfloat16", quantized=kind)  # pyright: ignore
+        chunks = []
+        for start in range(0, length, size):
+            out, cache = cached(tokens[:, start : start + size], cache, jnp.full(batch, size, jnp.int32))
+            chunks.append(np.asarray(out))
+        return np.concatenate(chunks, axis=1)
+
+    expected = logits(tokens[:1], 140)
+    for size in (140, 20, 1):
+        together = logits(jnp.roll(tokens, 1, axis=0), size)
+        assert_same_bits(together[1], expected[0])
+    plain = np.asarray(programs(name, "bfloat16")[0](tokens[:1]))
+    limit = {"int8": 0.03, "fp8_e4m3": 0.2, "q4_0": 0.6}[kind]
+    assert 0 < np.linalg.norm(expected - plain) / np.linalg.norm(plain) < limit
+
+
+def test_a_quantized_cache_of_another_head_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="KVCache: q4_0 of 80 numbers; accepted: multiples of 32"):
+        KVCache.empty(model("qwen3").config, 1, 8, jnp.float32, quantized="q4_0")

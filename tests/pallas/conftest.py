@@ -24,7 +24,9 @@ from detjax.pallas import (
     attention_prefill_hopper,
     attention_tile_hopper,
     hopper,
+    quantized_kv_hopper,
 )
+from detjax.portable import quantized_kv
 from detjax.portable.attention import block_sum
 
 
@@ -99,6 +101,7 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         ("warp", lambda: jnp.int32(0)),
         ("find_places", _find_places),
         ("prefetch", lambda *_: None),
+        ("products", _products),
     ):
         for module in _ATTENTION:
             if hasattr(module, name):
@@ -115,6 +118,7 @@ _ATTENTION = (
     attention_prefill_hopper,
     attention_decode_hopper,
     attention_backward_hopper,
+    quantized_kv_hopper,
 )
 
 
@@ -184,6 +188,10 @@ def _copy(x: Any, target: Any) -> None:
 
 def _store_numbers(x: Array, target: Any) -> None:
     target[...] = x[: target.shape[0]]
+
+
+def _products(kind: Any, codes: Array, scales: list[Array], layout: Any) -> Array:
+    return quantized_kv._values(codes, jnp.stack(scales) if kind == "q4_0" else scales[0], kind, jnp.float32)
 
 
 def _wgmma(*, token: Any, mesh_location: Any, thread: Any, source_info: Any = None, **operands: Any) -> Any:

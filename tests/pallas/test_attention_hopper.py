@@ -20,6 +20,7 @@ from test_ptxas import ROOT, VARIABLE, Program, attention
 import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK, Masking
+from detjax.ops.quantized_kv import KINDS
 from detjax.pallas import (
     attention_decode_hopper,
     attention_hopper,
@@ -57,8 +58,8 @@ class Requests:
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    k_pages: jax.Array
-    v_pages: jax.Array
+    k_pages: jax.Array | ops.QuantizedPages
+    v_pages: jax.Array | ops.QuantizedPages
     page_table: jax.Array
     masking: Masking
     sinks: jax.Array | None
@@ -104,6 +105,21 @@ class Requests:
         given = jnp.asarray(random.standard_normal(heads), dtype) if sinks else None
         page_table = jnp.asarray(order.reshape(len(lengths), columns))
         return cls(lengths, q, k, v, in_pages(k), in_pages(v), page_table, masking, given)
+
+    def quantized(self, kind: str) -> tuple["Requests", "Requests"]:
+        """The requests with quantized pages, and with pages of the numbers that these are read as.
+
+        What is nobody's has scales of NaN, and codes that are NaN where a code can be.
+        """
+        pages = []
+        for numbers in (self.k_pages, self.v_pages):
+            made = ops.quantize_kv(numbers, kind)  # pyright: ignore[reportArgumentType]
+            codes, is_foreign = np.array(made.codes), np.isnan(np.asarray(numbers, np.float32)).all(axis=-1)
+            codes.view(np.uint8)[is_foreign] = 0x7F
+            pages.append(ops.QuantizedPages(jnp.asarray(codes), made.scales, made.kind))
+        k, v = (ops.dequantize_kv(x, self.q.dtype) for x in pages)
+        with_pages = functools.partial(dataclasses.replace, self)
+        return with_pages(k_pages=pages[0], v_pages=pages[1]), with_pages(k_pages=k, v_pages=v)
 
     def last(self, tokens: int) -> np.ndarray:
         """The position of the first of each request's last tokens."""
@@ -234,6 +250,44 @@ def test_decode_has_the_bits_of_prefill(name: str) -> None:
 
 
 @in_the_interpreter
+@pytest.mark.parametrize(
+    ("kind", "name", "dtype"),
+    [
+        ("int8", "causal", "bfloat16"),
+        ("int8", "everything", "float16"),
+        ("fp8_e4m3", "window", "bfloat16"),
+        ("q4_0", "causal", "float16"),
+        ("q4_0", "not causal", "bfloat16"),
+    ],
+)
+def test_quantized_pages_decode_to_the_bits_of_what_they_are_read_as(kind: str, name: str, dtype: str) -> None:
+    requests, dense = Requests.random((129, 1, 300, 128), 2, 1, 64, dtype=dtype, **OPTIONS[name]).quantized(kind)
+    with plgpu.force_gpu_interpret_mode(INTERPRETER):
+        for tokens, schedule in ((1, Schedule(3, cut=False)), (3, Schedule(3))):
+            start = requests.last(tokens)
+            found = requests.decode(start, tokens, schedule)
+            assert not any(np.isnan(x.astype(np.float32)).any() for x in found)
+            assert_same_bits(found, dense.decode(start, tokens, schedule))
+
+
+@in_the_interpreter
+@pytest.mark.parametrize(("kind", "name"), [("int8", "causal"), ("fp8_e4m3", "everything"), ("q4_0", "not causal")])
+def test_quantized_pages_prefill_to_the_bits_of_what_they_are_read_as(kind: str, name: str) -> None:
+    requests, dense = Requests.random((300, 17), 2, 1, 32, dtype="bfloat16", **OPTIONS[name]).quantized(kind)
+    # Of many pages only those of two requests become numbers.
+    pools = (jax.tree.map(lambda x: jnp.concatenate([x] * 2), x) for x in (requests.k_pages, requests.v_pages))
+    k_pages, v_pages = pools
+    larger = dataclasses.replace(requests, k_pages=k_pages, v_pages=v_pages)
+    with plgpu.force_gpu_interpret_mode(INTERPRETER):
+        expected = dense.whole()
+        assert not any(np.isnan(x.astype(np.float32)).any() for x in expected)
+        assert_same_bits(requests.whole(), expected)
+        start = np.array([260, 0])  # of which the window leaves out the first page
+        assert_same_bits(larger.prefill(start, 40), dense.prefill(start, 40))
+        assert_same_bits(larger.ragged((150, 3)), dense.ragged((150, 3)))
+
+
+@in_the_interpreter
 def test_another_rounding_of_the_factors_gives_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     def rescaling(m: jax.Array, m_b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         m_new = jnp.maximum(m, m_b) + 0.3
@@ -327,6 +381,17 @@ def test_where_the_line_of_blocks_is_cut_changes_no_bit() -> None:
 )
 def test_attention_lowers(tokens: int, width: int, options: dict[str, Any]) -> None:
     fn, operands = attention(tokens, width, **options)
+    jax.jit(fn).trace(*operands).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("tokens", [1, 1024], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    [(kind, width) for kind in ("int8", "fp8_e4m3") for width in (16, 64, 80, 96, 112, 128, 192, 256)]
+    + [("q4_0", width) for width in (32, 64, 96, 128, 192, 256)],
+)
+def test_attention_over_quantized_pages_lowers(tokens: int, kind: str, width: int) -> None:
+    fn, operands = attention(tokens, width, kind=kind)
     jax.jit(fn).trace(*operands).lower(lowering_platforms=("cuda",))
 
 
@@ -436,6 +501,49 @@ def test_gradients_on_the_device(width: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.hopper
+@pytest.mark.parametrize("dtype", attention_hopper.DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "width", "options"),
+    [(kind, width, {}) for kind in KINDS for width in (64, 96, 192, 256)]
+    + [(kind, 80, {}) for kind in ("int8", "fp8_e4m3")]
+    + [(kind, 128, OPTIONS[name]) for kind in KINDS for name in ("causal", "not causal", "everything")],
+)
+def test_quantized_pages_give_the_bits_of_what_they_are_read_as_on_the_device(
+    kind: str, width: int, options: dict[str, Any], dtype: str
+) -> None:
+    lengths = (3000, 300, 129, 1, 128)
+    requests, dense = Requests.random(lengths, 8, 2, width, dtype=dtype, **options).quantized(kind)
+    expected = dense.whole()
+    assert not any(np.isnan(x.astype(np.float32)).any() for x in expected)
+    assert_same_bits(requests.whole(), expected)
+    for tokens in (1, 5, 100):
+        start = requests.last(tokens)
+        assert_same_bits(requests.prefill(start, tokens), last_of(expected, start))
+        if tokens <= 16:
+            for schedule in (None, Schedule(7), Schedule(132, cut=False)):
+                assert_same_bits(requests.decode(start, tokens, schedule), last_of(expected, start))
+    assert_same_bits(requests.ragged((40, 7, 1, 0, 128)), dense.ragged((40, 7, 1, 0, 128)))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", *attention_hopper.DTYPES])
+def test_codes_and_scales_on_the_device_are_the_contracts(kind: str, dtype: str) -> None:
+    random = np.random.default_rng(0)
+    x = random.standard_normal((40, 8, KV_BLOCK, 128), np.float32) * np.exp2(
+        random.integers(-12, 12, (40, 8, KV_BLOCK, 1))
+    )
+    x = jnp.asarray(x, dtype)
+    whole = ops.quantize_kv(x, kind)  # pyright: ignore
+    for page in (0, 39):
+        alone = ops.quantize_kv(x[page : page + 1], kind)  # pyright: ignore
+        assert_same_bits(jax.tree.map(lambda leaf, page=page: leaf[page : page + 1], whole), alone)
+    error = np.abs(np.asarray(ops.dequantize_kv(whole, "float32") - x.astype(jnp.float32))).max(axis=-1)
+    largest = np.abs(np.asarray(x, np.float32)).max(axis=-1)
+    assert np.all(error <= 1.01 * {"int8": 1 / 254, "fp8_e4m3": 1 / 28, "q4_0": 1 / 8}[kind] * largest)
+
+
+@pytest.mark.hopper
 def test_where_the_line_of_blocks_is_cut_changes_no_bit_on_the_device() -> None:
     requests = Requests.random((40000, 17, 1, 4096), 8, 2, 128, sinks=True)
     for tokens in (1, 5):
@@ -465,7 +573,7 @@ def programs() -> dict[str, Program]:
         f"{phase}, head size {width}{', everything' if options else ''}": attention(tokens, width, **options)
         for phase, tokens in (("prefill", 1024), ("decode", 1))
         for width, options in ((96, {}), (128, {}), (128, everything), (192, {}), (256, {}))
-    }
+    } | {f"decode, {kind}": attention(1, 128, kind=kind) for kind in KINDS}
 
 
 def products_in_sums(ptx: str) -> list[str]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,12 @@ import pytest
 from flax import nnx
 
 from detjax import platform
-from detjax.contract import KV_BLOCK, Epilogue, Masking
+from detjax.contract import KV_BLOCK, Epilogue, KVQuantization, Masking
 from detjax.models import Decoder, KVCache
 from detjax.models.config import DecoderConfig
 from detjax.pallas import attention_hopper, matmul_hopper, norm_hopper, rope_hopper, sampling_hopper, softmax_hopper
 from detjax.pallas.schedules import matmul_hopper as schedules
+from detjax.portable import quantized_kv
 
 VARIABLE = "DETJAX_PTXAS"
 WITHOUT_A_DEVICE = {**platform.PINNED_OPTIONS["gpu"], "xla_gpu_enable_triton_gemm": False}
@@ -111,18 +112,24 @@ def sampler(rows: int, width: int, filtered: bool) -> Program:
     return fn, list(shapes.values())
 
 
-def attention(tokens: int, width: int, *, sinks: bool = False, alibi: bool = False, **options: Any) -> Program:
+def attention(
+    tokens: int, width: int, *, kind: str | None = None, sinks: bool = False, alibi: bool = False, **options: Any
+) -> Program:
     """Attention of 4 requests of 32 heads, 4 to a key head, as it runs where no gradient is taken."""
     slopes = tuple(2.0 ** -(1 + head % 8) for head in range(32)) if alibi else None
     masking = Masking(width**-0.5, alibi_slopes=slopes, **options)
+    shape = (64, 8, KV_BLOCK, width)
+    pool = [array(*shape)] if kind is None else list(quantized_kv.layout(shape, kind))  # pyright: ignore
 
-    def fn(*operands: jax.Array) -> jax.Array:
+    def fn(q: jax.Array, *operands: jax.Array) -> jax.Array:
+        pools, operands = operands[: 2 * len(pool)], operands[2 * len(pool) :]
+        if kind is not None:
+            pools = [quantized_kv.QuantizedPages(*pools[i : i + 2], kind) for i in (0, 2)]  # pyright: ignore
         *others, given = operands if sinks else (*operands, None)
-        return attention_hopper.forward(*others, given, masking=masking, with_normalizers=False)[0]  # pyright: ignore
+        return attention_hopper.forward(q, *pools, *others, given, masking=masking, with_normalizers=False)[0]  # pyright: ignore
 
-    pages = array(64, 8, KV_BLOCK, width)
     where = [array(4, 16, dtype="int32"), array(4, dtype="int32"), array(4, dtype="int32")]
-    return fn, [array(4, tokens, 32, width), pages, pages, *where, *[array(32)] * sinks]
+    return fn, [array(4, tokens, 32, width), *pool, *pool, *where, *[array(32)] * sinks]
 
 
 def decode_step(batch: int) -> Program:
@@ -211,6 +218,8 @@ def programs() -> dict[str, Program]:
         "sampling with filters": sampler(16, 128256, filtered=True),
         **{f"attention prefill, head size {width}": attention(1024, width) for width in (64, 96, 128, 192, 256)},
         **{f"attention decode, head size {width}": attention(1, width) for width in (64, 96, 128)},
+        **{f"attention decode, {kind}": attention(1, 128, kind=kind) for kind in get_args(KVQuantization)},
+        "attention prefill, q4_0": attention(1024, 128, kind="q4_0"),
         "decode step": decode_step(4),
     }
 

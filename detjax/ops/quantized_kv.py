@@ -1,0 +1,112 @@
+"""Quantized pages of a KV cache: made of numbers, and turned back into what attention reads."""
+
+from typing import get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float
+
+from detjax import platform
+from detjax.contract import INPUT_DTYPES, KV_BLOCK, Q4_GROUP, KVQuantization
+from detjax.ops.checks import check_dtype, check_not_empty, check_shape
+from detjax.portable import quantized_kv
+from detjax.portable.quantized_kv import QuantizedPages
+
+KINDS = get_args(KVQuantization)
+
+
+@platform.jit(static_argnames=("kind",))
+def quantize_kv(x: Float[Array, "P h S K"], kind: KVQuantization) -> QuantizedPages:
+    """Returns pages of keys or of values as codes and scales: `scale = max |x| / L`, `code = round(x / scale)`.
+
+    A row's codes and scale depend on that row alone. `detjax.contract` says how they are rounded, and what NaN and
+    infinities become.
+
+    Args:
+        x: pages of `contract.KV_BLOCK` tokens each; bfloat16, float16 or float32.
+        kind: "int8" or "fp8_e4m3" with a float32 scale per token and head, or "q4_0" with a float16 scale per 32
+            numbers of these.
+
+    Raises:
+        TypeError: x's dtype is not under contract.
+        ValueError: the kind is none of these, a page has another number of tokens, or "q4_0" is asked for and K is not
+            a multiple of 32.
+    """
+    check_dtype("quantize_kv", x=x)
+    check_not_empty("quantize_kv", x=x)
+    check_shape("quantize_kv", "x", x, (*x.shape[:2], KV_BLOCK, x.shape[3]), "pages")
+    check_kind("quantize_kv", kind, x.shape[3])
+    return quantized_kv.quantized(x, kind)
+
+
+@platform.jit(static_argnames=("dtype",))
+def dequantize_kv(pages: QuantizedPages, dtype: DTypeLike) -> Float[Array, "P h S K"]:
+    """Returns the numbers that attention reads in quantized pages: `code * scale`, rounded to float32, then to `dtype`.
+
+    Args:
+        pages: keys or values.
+        dtype: that of attention's queries; bfloat16, float16 or float32.
+
+    Raises:
+        TypeError: the dtype is not under contract, or those of the pages do not belong to their kind.
+        ValueError: the pages' shapes do not fit together.
+    """
+    check_quantized("dequantize_kv", "pages", pages)
+    dtype = jnp.dtype(dtype)
+    if str(dtype) not in INPUT_DTYPES:
+        raise TypeError(f"dequantize_kv: dtype is {dtype}; accepted: {', '.join(INPUT_DTYPES)}")
+    return quantized_kv.dequantized(pages, dtype)
+
+
+def check_kind(operation: str, kind: str, width: int) -> None:
+    """Returns if rows of `width` numbers can be quantized so.
+
+    Raises:
+        ValueError: names the operation, and what is accepted.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"{operation}: the quantization is {kind!r}; accepted: {', '.join(KINDS)}")
+    if kind == "q4_0" and width % Q4_GROUP:
+        raise ValueError(
+            f"{operation}: q4_0 of {width} numbers; accepted: multiples of {Q4_GROUP}. Choose int8 or fp8_e4m3."
+        )
+
+
+def check_quantized(operation: str, name: str, pages: QuantizedPages) -> None:
+    """Returns if codes and scales have the dtypes and shapes of their kind.
+
+    Raises:
+        TypeError: names the operation, the argument, the dtype and the one accepted.
+        ValueError: names the operation, the argument, the shape and the one accepted.
+    """
+    check_kind(operation, pages.kind, pages.shape[-1])
+    codes, scales = quantized_kv.layout(pages.shape, pages.kind)
+    for part, array, accepted in (("codes", pages.codes, codes), ("scales", pages.scales, scales)):
+        if array.dtype != accepted.dtype:
+            raise TypeError(
+                f"{operation}: {name}.{part} has dtype {array.dtype}; accepted: {accepted.dtype}, the kind being "
+                f"{pages.kind}"
+            )
+    check_shape(operation, f"{name}.scales", pages.scales, scales.shape, f"{name}.codes being {pages.codes.shape}")
+
+
+def check_pools(operation: str, like: Array, k_pages: Array | QuantizedPages, v_pages: Array | QuantizedPages) -> None:
+    """Returns if there are pages, and keys and values have `like`'s dtype or are both quantized in the same way.
+
+    Raises:
+        TypeError: names the operation, the argument and what is accepted.
+        ValueError: a pool is empty, or codes and scales do not fit together.
+    """
+    pools = {"k_pages": k_pages, "v_pages": v_pages}
+    kinds = {x.kind if isinstance(x, QuantizedPages) else str(x.dtype) for x in pools.values()}
+    for argument, pool in pools.items():
+        if isinstance(pool, QuantizedPages):
+            check_quantized(operation, argument, pool)
+        else:
+            check_dtype(operation, like=like, **{argument: pool})
+    if len(kinds) > 1:
+        raise TypeError(
+            f"{operation}: of k_pages and v_pages one is {kinds.pop()} and one {kinds.pop()}; accepted: both of one "
+            "dtype, or both quantized in the same way. Quantize the other with quantize_kv."
+        )
+    arrays = {argument: x.codes if isinstance(x, QuantizedPages) else x for argument, x in pools.items()}
+    check_not_empty(operation, **arrays)
