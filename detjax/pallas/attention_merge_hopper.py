@@ -22,7 +22,7 @@ from jaxlib.mlir.dialects import arith, memref, vector
 
 from detjax.contract import ACCUMULATOR
 from detjax.pallas.attention_tile_hopper import element, finished, fma, index_of
-from detjax.pallas.warps_hopper import from_lanes_below, warp
+from detjax.pallas.warps_hopper import WARP, from_lanes_below, warp
 
 _THREADS: Final = 128
 _AT_ONCE: Final = 32
@@ -125,7 +125,9 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
     def spread(x: Array) -> Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(x, (width,), ()), layout)
 
-    def body(o_gmem: Any, *refs: Any, x_smem: Any, factors: Any, maxima: Any, warps: Any, loaded: Any) -> None:
+    def body(
+        o_gmem: Any, *refs: Any, x_smem: Any, factors: Any, maxima: Any, warps: Any, changes: Any, loaded: Any
+    ) -> None:
         gmem = Left(*refs)
         row, cta = lax.axis_index("row"), lax.axis_index("cut") + 1
         cut = Cut(*(gmem.cuts[cta, index] for index in range(len(Cut._fields))))
@@ -154,16 +156,23 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
                 )
                 return m_b, total_b
 
-            def merge_blocks(slot: Array, first: Array, count: Array | int, carry: Any) -> Any:
-                """Some of a slot's blocks, the first one having its factors at `first`."""
+            def merge_blocks(
+                slot: Array, first: Array, count: Array | int, carry: Any, *, is_steady: bool = False
+            ) -> Any:
+                """Some of a slot's blocks, the first one having its factors at `first`; its factor of what was merged
+                before is that of all where the maximum `is_steady`."""
+                steady = factors[_BEFORE, first]  # 1, which the compiler must not know: it would add products unrounded
+
+                def before(index: Any) -> Array:
+                    return steady if is_steady else factors[_BEFORE, first + index]
 
                 def merge_result(index: Any, o: Array) -> Array:
-                    a, b = (spread(factors[which, first + index]) for which in (_BEFORE, _OWN))
-                    return fma(o, a, plgpu.load(x_smem.at[slot, index], layout=layout) * b, layout)
+                    x, b = plgpu.load(x_smem.at[slot, index], layout=layout), spread(factors[_OWN, first + index])
+                    return fma(o, spread(before(index)), x * b, layout)
 
                 def merge_sum(index: Any, total: Array) -> Array:
                     # The sum of a block has its factor already.
-                    return fma(total, factors[_BEFORE, first + index], factors[_SUM, first + index], _NUMBER)
+                    return fma(total, before(index), factors[_SUM, first + index], _NUMBER)
 
                 def all_of(step: Callable[[Any, Array], Array], x: Array) -> Array:
                     if isinstance(count, int):
@@ -179,12 +188,15 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
                 slot, first = lax.rem(index, jnp.int32(_STAGES)), index * _AT_ONCE
                 plgpu.barrier_wait(loaded.at[slot])
                 in_factors, left = lax.rem(first, jnp.int32(_THREADS)), cut.left - first
-                carry = lax.cond(
-                    left >= _AT_ONCE,
-                    lambda carry: merge_blocks(slot, in_factors, _AT_ONCE, carry),
-                    lambda carry: merge_blocks(slot, in_factors, left, carry),
-                    carry,
-                )
+                # What is loaded for all threads limits the speed, and a maximum seldom grows.
+                is_steady = changes[lax.div(in_factors, jnp.int32(WARP))] == 0
+                kind = jnp.where(left < _AT_ONCE, 0, jnp.where(is_steady, 2, 1))
+                kinds = [
+                    functools.partial(merge_blocks, slot, in_factors, left),
+                    functools.partial(merge_blocks, slot, in_factors, _AT_ONCE),
+                    functools.partial(merge_blocks, slot, in_factors, _AT_ONCE, is_steady=True),
+                ]
+                carry = lax.switch(kind, kinds, carry)
 
                 @pl.when(index + _STAGES < loads)
                 def _() -> None:
@@ -201,6 +213,7 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
                 for which, factor in ((_BEFORE, jnp.exp2(before - after)), (_OWN, b), (_SUM, total_b * b)):
                     factors.at[which][...] = factor
                 maxima[...] = after
+                leave_changes(before, after, changes)
                 meet()
                 # The next ones are on their way while these are merged.
                 following = statistics(lax.min(first + _THREADS, cut.left))
@@ -230,6 +243,7 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
             "factors": plgpu.SMEM((3, _THREADS), ACCUMULATOR),
             "maxima": plgpu.SMEM((_THREADS,), ACCUMULATOR),
             "warps": plgpu.SMEM((4,), ACCUMULATOR),
+            "changes": plgpu.SMEM((_THREADS // WARP,), jnp.int32),
             "loaded": plgpu.Barrier(num_barriers=_STAGES),
         },
         compiler_params=plgpu.CompilerParams(
@@ -293,6 +307,23 @@ def running_maxima(x: Array, start: Array, warps: Any) -> tuple[Array, Array]:
     arg_types = _LINE, plgpu.Layout.WG_SPLAT, plgpu.RefType()
     inlined: Any = plgpu.inline_mgpu(arg_types=arg_types, return_type=(result, result))(scanned)
     return inlined(x, start, warps)
+
+
+def leave_changes(before: Array, after: Array, changes: Any) -> None:
+    """Stores in shared memory `[4]`, for each 32 elements of `[128]`, whether two arrays differ in one of them."""
+
+    def store(_: Any, before: Any, after: Any, changes: Any) -> None:
+        thread = mgpu.thread_idx()
+        i32 = thread.type
+        differs = arith.cmpf(arith.CmpFPredicate.UNE, element(before.registers.item()), element(after.registers.item()))
+        differs = mgpu.redux(arith.extui(i32, differs), mgpu.c(0xFFFFFFFF, i32), mgpu.ReductionKind.OR)
+        own_warp = arith.remui(arith.divui(thread, mgpu.c(WARP, i32)), mgpu.c(_THREADS // WARP, i32))
+        lane = arith.remui(thread, mgpu.c(WARP, i32))
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(0, i32))):
+            memref.store(differs, changes, [index_of(own_warp)])
+
+    inlined: Any = plgpu.inline_mgpu(arg_types=(_LINE, _LINE, plgpu.RefType()))(store)
+    inlined(before, after, changes)
 
 
 def store_line(x: Array, target: Any) -> None:

@@ -97,6 +97,7 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         ("store_column_numbers", _store_numbers),
         ("store_line", _store_numbers),
         ("running_maxima", _running_maxima),
+        ("leave_changes", _leave_changes),
         ("meet", lambda: None),
         ("warp", lambda: jnp.int32(0)),
         ("find_places", _find_places),
@@ -168,6 +169,10 @@ def _store_columns(x: Array, target: Any, first: Array | int, count: Array | int
 def _running_maxima(x: Array, start: Array, _: Any) -> tuple[Array, Array]:
     after = jnp.maximum(lax.cummax(x), start)
     return jnp.concatenate([start[None], after[:-1]]), after
+
+
+def _leave_changes(before: Array, after: Array, changes: Any) -> None:
+    changes[...] = (before != after).reshape(changes.shape[0], -1).any(axis=1).astype(jnp.int32)
 
 
 def _find_places(amount: Any, count: int, positions: Any) -> tuple[Array, list[tuple[Array, Array]]]:

@@ -30,7 +30,7 @@ def model() -> Decoder:
             "num_hidden_layers": LAYERS,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "head_dim": 32,
+            "head_dim": 64,
             "vocab_size": 128,
             "tie_word_embeddings": False,
             "rms_norm_eps": 1e-6,
