@@ -635,7 +635,7 @@ def differing(a: jax.Array, b: jax.Array) -> jax.Array:
     return (lax.bitcast_convert_type(a, unsigned) != lax.bitcast_convert_type(b, unsigned)).any((2, 3))
 
 
-@functools.partial(detjax.jit, static_argnames="tokens")
+@functools.partial(detjax.jit, static_argnames=("tokens", "training"))
 def chunk(
     tokens: int,
     q: jax.Array,
@@ -645,16 +645,19 @@ def chunk(
     lengths: jax.Array,
     requests: jax.Array,
     starts: jax.Array,
+    training: bool = False,
 ) -> jax.Array:
-    """Attention of some requests' tokens from `starts` on; what lies behind the chunk is not in the cache yet."""
-    return ops.attention(
-        taken(q, tokens, requests, starts),
-        k_pages,
-        v_pages,
-        table[requests],
-        starts,
-        jnp.minimum(starts + tokens, lengths[requests]),
-    )
+    """Attention of some requests' tokens from `starts` on; what lies behind the chunk is not in the cache yet.
+
+    In training it is the forward pass that gradients are taken of.
+    """
+    where = table[requests], starts, jnp.minimum(starts + tokens, lengths[requests])
+
+    def attend(q: jax.Array) -> jax.Array:
+        return ops.attention(q, k_pages, v_pages, *where)
+
+    q = taken(q, tokens, requests, starts)
+    return jax.vjp(attend, q)[0] if training else attend(q)
 
 
 def taken(x: jax.Array, tokens: int, requests: jax.Array, starts: jax.Array) -> jax.Array:
@@ -715,12 +718,13 @@ class Requests:
         starts: Sequence[int],
         pool: tuple[jax.Array, jax.Array] | None = None,
         table: np.ndarray | None = None,
+        training: bool = False,
     ) -> tuple[jax.Array, jax.Array]:
         """Outputs, and the number of tokens of each request that differ from what is wanted."""
         where = jnp.asarray(requests, jnp.int32), jnp.asarray(starts, jnp.int32)
         pool, table = pool or (self.k_pages, self.v_pages), self.table if table is None else table
         lengths = jnp.asarray(self.lengths)
-        o = chunk(tokens, self.q, *pool, jnp.asarray(table), lengths, *where)
+        o = chunk(tokens, self.q, *pool, jnp.asarray(table), lengths, *where, training=training)
         return o, other_tokens(tokens, o, self.want, lengths, *where)
 
     def prefill_alone(self) -> None:
@@ -733,9 +737,9 @@ class Requests:
         if not bool(jnp.isfinite(self.want).all()):
             self.bits.differences.append("prefill: outputs are not finite")
 
-    def compare(self, kind: str, calls: Iterable[tuple[int, Sequence[int], Sequence[int]]], **pool: Any) -> None:
+    def compare(self, kind: str, calls: Iterable[tuple[int, Sequence[int], Sequence[int]]], **options: Any) -> None:
         """Compares what the calls (tokens, requests, starts) give; the host waits once."""
-        made = [(arguments, self.call(*arguments, **pool)[1]) for arguments in calls]
+        made = [(arguments, self.call(*arguments, **options)[1]) for arguments in calls]
         counts = jax.device_get([count for _, count in made])
         other: dict[int, int] = {}
         for ((tokens, requests, starts), _), count in zip(made, counts, strict=True):
@@ -824,6 +828,8 @@ def compare_requests(sizes: Sizes, bits: Bits) -> None:
         stages[kind] = lambda: requests.compare(kind, calls())
 
     stage("prefill padded to the longest", lambda: requests.in_chunks(bucket(sizes.longest)))
+    whole = [(bucket(length), [request], [0]) for request, length in enumerate(requests.lengths.tolist())]
+    stages["training forward"] = lambda: requests.compare("training forward", whole, training=True)
     for tokens in sizes.chunks:
         stage(f"chunks of {tokens}", functools.partial(requests.in_chunks, tokens))
     stage("decode alone", requests.decoded_alone)
