@@ -667,7 +667,7 @@ def find_places(
     def length(chunk: Any) -> Array:
         """Of the thread's own neighbour among 32."""
         index = chunk * WARP + own
-        return jnp.where(index < count, amount(lax.min(index, jnp.int32(count - 1))), 0)
+        return jnp.where(index < count, amount(jnp.minimum(index, count - 1)), 0)
 
     # Where they are few, all lengths are loaded before the first is needed.
     lengths = [length(chunk) for chunk in range(chunks)] if chunks <= _KEPT_LENGTHS else None
@@ -679,7 +679,7 @@ def find_places(
             carry = step(chunk, known, carry)
         return carry
 
-    total = warp_sum(fold(lambda _, length, total: total + length, jnp.int32(0)))
+    total = warp_sum(fold(lambda _, length, total: total + length, jnp.zeros_like(own)))
     wanted = positions(total)
 
     def find(chunk: Any, length: Array, carry: tuple[Array, list[tuple[Array, Array]]]) -> Any:

@@ -440,6 +440,24 @@ def test_what_no_kernel_serves_is_refused(dtype: str, width: int, words: str) ->
         ops.dot_product_attention(x, x, x)
 
 
+@pytest.mark.parametrize("count", [1, 5, 32, 33, 300])
+def test_32_lanes_find_places_among_neighbours(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A warp's lanes are an array's elements here.
+    lanes = {"lane": lambda: jnp.arange(32), "warp_sum": jnp.sum, "warp_sums_up_to": jnp.cumsum}
+    for name, replacement in lanes.items():
+        monkeypatch.setattr(attention_decode_hopper, name, replacement)
+    lengths = np.random.default_rng(count).integers(1, 9, count).astype(np.int32)
+    owners = np.repeat(np.arange(count), lengths)
+    offsets = np.concatenate([np.arange(length) for length in lengths])
+    positions = np.unique(np.linspace(0, len(owners), 7).astype(np.int32))
+    total, found = attention_decode_hopper.find_places(
+        lambda index: jnp.asarray(lengths)[index], count, lambda _: [jnp.asarray(x) for x in positions]
+    )
+    assert total == len(owners)
+    expected = [(owners[x], offsets[x]) if x < len(owners) else (0, 0) for x in positions]
+    assert [tuple(map(int, place)) for place in found] == [tuple(map(int, place)) for place in expected]
+
+
 # --- on the device ----------------------------------------------------------------------------------------------------
 
 
@@ -552,6 +570,13 @@ def test_where_the_line_of_blocks_is_cut_changes_no_bit_on_the_device() -> None:
         schedules = Schedule(2), Schedule(7, slack=0.4), Schedule(131, slack=0.0), Schedule(1000)
         for schedule in (None, *schedules, Schedule(132, cut=False)):
             assert_same_bits(requests.decode(start, tokens, schedule), expected)
+
+
+@pytest.mark.hopper
+def test_three_hundred_requests_have_the_bits_of_prefill_on_the_device() -> None:
+    requests = Requests.random(tuple(1 + 37 * i % 290 for i in range(300)), 4, 1, 64)
+    start = requests.last(1)
+    assert_same_bits(requests.decode(start, 1), requests.prefill(start, 1))
 
 
 @pytest.mark.hopper
