@@ -10,7 +10,6 @@ kernel merges what is left, in order. Where the cuts lie changes no bit.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -58,7 +57,7 @@ from detjax.pallas.attention_tile_hopper import (
 )
 from detjax.pallas.hopper import SHARED_MEMORY, SHARED_MEMORY_RESERVED
 from detjax.pallas.quantized_kv_hopper import dequantize, page_buffers, page_bytes
-from detjax.pallas.warps_hopper import WARP, lane, warp_sum, warp_sums_up_to
+from detjax.pallas.warps_hopper import find_places
 from detjax.portable.quantized_kv import QuantizedPages
 
 MOST_TOKENS: Final = 16
@@ -68,8 +67,6 @@ _DEQUANTIZING: Final = KV_BLOCK // ROWS
 _THREADS: Final = 256
 _CACHE_LINE: Final = 128
 """Bytes."""
-_KEPT_LENGTHS: Final = 8
-"""Requests' lengths that a thread holds in registers."""
 _MOST_SCRATCH: Final = 1 << 28
 """Bytes of unmerged results above which sequences are not cut."""
 
@@ -650,54 +647,6 @@ class _Kernel:
         which keys and values that stream through the cache would make it."""
         target = ref.at[:, :, pl.ds(self.problem.value_chunks[index], ROWS)]
         store_columns(x, target, 0, self.problem.rows, keep_in_cache=True)
-
-
-def find_places(
-    amount: Callable[[Array], Array], count: int, positions: Callable[[Array], Sequence[Array]]
-) -> tuple[Array, list[tuple[Array, Array]]]:
-    """Where positions lie among neighbours, of which number i is `amount(i)` long.
-
-    Returns:
-        the whole length; and for each of `positions(length)` the neighbour it lies in, and its distance from where that
-        begins. Positions behind all are at 0 of the first.
-    """
-    chunks = -(-count // WARP)
-    own = lane()
-
-    def length(chunk: Any) -> Array:
-        """Of the thread's own neighbour among 32."""
-        index = chunk * WARP + own
-        return jnp.where(index < count, amount(jnp.minimum(index, count - 1)), 0)
-
-    # Where they are few, all lengths are loaded before the first is needed.
-    lengths = [length(chunk) for chunk in range(chunks)] if chunks <= _KEPT_LENGTHS else None
-
-    def fold(step: Callable[[Any, Array, Any], Any], carry: Any) -> Any:
-        if lengths is None:
-            return lax.fori_loop(0, chunks, lambda chunk, carry: step(chunk, length(chunk), carry), carry)
-        for chunk, known in enumerate(lengths):
-            carry = step(chunk, known, carry)
-        return carry
-
-    total = warp_sum(fold(lambda _, length, total: total + length, jnp.zeros_like(own)))
-    wanted = positions(total)
-
-    def find(chunk: Any, length: Array, carry: tuple[Array, list[tuple[Array, Array]]]) -> Any:
-        passed, found = carry
-        end = passed + warp_sums_up_to(length)
-        begin, index = end - length, chunk * WARP + own
-
-        def added(to: tuple[Array, Array], position: Array) -> tuple[Array, Array]:
-            is_here = (begin <= position) & (position < end)
-            here = jnp.where(is_here, index, 0), jnp.where(is_here, position - begin, 0)
-            return to[0] + warp_sum(here[0]), to[1] + warp_sum(here[1])
-
-        is_last = isinstance(chunk, int) and chunk + 1 == chunks
-        passed = passed if is_last else passed + warp_sum(length)
-        return passed, [added(*pair) for pair in zip(found, wanted, strict=True)]
-
-    nowhere = jnp.int32(0), jnp.int32(0)
-    return total, fold(find, (jnp.int32(0), [nowhere for _ in wanted]))[1]
 
 
 def prefetch(ref: Any, part: Array, parts: int) -> None:

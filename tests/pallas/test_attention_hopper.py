@@ -26,6 +26,7 @@ from detjax.pallas import (
     attention_hopper,
     attention_merge_hopper,
     attention_prefill_hopper,
+    warps_hopper,
 )
 from detjax.pallas.attention_decode_hopper import Schedule
 
@@ -445,12 +446,12 @@ def test_32_lanes_find_places_among_neighbours(count: int, monkeypatch: pytest.M
     # A warp's lanes are an array's elements here.
     lanes = {"lane": lambda: jnp.arange(32), "warp_sum": jnp.sum, "warp_sums_up_to": jnp.cumsum}
     for name, replacement in lanes.items():
-        monkeypatch.setattr(attention_decode_hopper, name, replacement)
+        monkeypatch.setattr(warps_hopper, name, replacement)
     lengths = np.random.default_rng(count).integers(1, 9, count).astype(np.int32)
     owners = np.repeat(np.arange(count), lengths)
     offsets = np.concatenate([np.arange(length) for length in lengths])
     positions = np.unique(np.linspace(0, len(owners), 7).astype(np.int32))
-    total, found = attention_decode_hopper.find_places(
+    total, found = warps_hopper.find_places(
         lambda index: jnp.asarray(lengths)[index], count, lambda _: [jnp.asarray(x) for x in positions]
     )
     assert total == len(owners)
