@@ -108,6 +108,7 @@ def attention(
     q_start: Array,
     kv_length: Array,
     sinks: Array | None,
+    mask: Array | None = None,
     *,
     masking: Masking,
 ) -> Array:
@@ -135,6 +136,8 @@ def attention(
         visible = visible & (keys <= positions)
     if masking.window is not None:
         visible = visible & (keys > positions - masking.window)
+    if mask is not None:
+        visible = visible & jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, keys.size - mask.shape[-1])))
     s = jnp.where(visible, s, -jnp.inf)
     if sinks is not None:
         sink = jnp.broadcast_to(sinks.astype(ACCUMULATOR)[None, :, None, None], (*s.shape[:-1], 1))

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from detjax import platform, stock
 from detjax.contract import KV_BLOCK, Masking
-from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
+from detjax.ops.checks import check_booleans, check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
 from detjax.ops.quantized_kv import check_pools
 from detjax.pallas import attention_hopper
@@ -38,6 +38,7 @@ def attention(
     soft_cap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
     alibi_slopes: tuple[float, ...] | None = None,
+    mask: Bool[Array, "#B #H T s"] | None = None,
 ) -> Float[Array, "B T H V"]:
     """Returns `softmax(q k^T * scale) v` of each request over its own keys.
 
@@ -59,9 +60,14 @@ def attention(
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.
         sinks: a logit per head that takes its share of the softmax and has no value.
         alibi_slopes: per head, added times `key position - query position` to the score.
+        mask: `mask[b, h, t, j]` says whether query `t` of the call may see the key at position `j` of the request; of
+            the keys that it may see, it sees those that all else leaves it. An axis of requests, or of heads, of size 1
+            stands for all of them. The axis of keys may end before the cache does: keys at `s` and behind are not seen.
+            Calls with a mask are served as prefill, also those of one token.
 
     Raises:
-        TypeError: a dtype is not under contract, or the pages' is not q's; or one is quantized as the other is not.
+        TypeError: a dtype is not under contract, or the pages' is not q's; or one is quantized as the other is not; or
+            the mask is not of booleans.
         ValueError: shapes do not fit together, or an option is out of range.
         NotImplementedError: gradients are taken, and the pages are quantized.
     """
@@ -70,10 +76,11 @@ def attention(
         "attention", q, k_pages, v_pages, page_table, sinks, scale, causal, window, soft_cap, alibi_slopes
     )
     _check_requests("attention", page_table, batch, f"q being {q.shape}", q_start=q_start, kv_length=kv_length)
+    _check_mask("attention", mask, q, page_table.shape[1] * KV_BLOCK, f"page_table being {page_table.shape}")
     if platform.backend() == platform.STOCK:
         k, v = (_numbers(pages, q.dtype) for pages in (k_pages, v_pages))
-        return stock.attention(q, k, v, page_table, q_start, kv_length, sinks, masking=masking)
-    return _attention(masking, q, k_pages, v_pages, page_table, q_start, kv_length, sinks)
+        return stock.attention(q, k, v, page_table, q_start, kv_length, sinks, mask, masking=masking)
+    return _attention(masking, q, k_pages, v_pages, page_table, q_start, kv_length, sinks, mask)
 
 
 @platform.jit(static_argnames=("scale", "causal", "window", "soft_cap", "alibi_slopes"))
@@ -176,6 +183,20 @@ def _check_requests(name: str, page_table: Array, batch: int, why: str, **of_req
         check_shape(name, argument, array, (batch,), why)
 
 
+def _check_mask(name: str, mask: Array | None, q: Array, keys: int, why: str) -> None:
+    """Raises unless the mask is None, or booleans for each query of the call and for 1 to `keys` keys."""
+    check_booleans(name, mask=mask)
+    if mask is None:
+        return
+    batch, tokens, heads = q.shape[:3]
+    accepted = {1, batch}, {1, heads}, {tokens}, range(1, keys + 1)
+    if mask.ndim != 4 or not all(size in sizes for size, sizes in zip(mask.shape, accepted, strict=True)):
+        raise ValueError(
+            f"{name}: mask has shape {mask.shape}; accepted: (1 or {batch}, 1 or {heads}, {tokens}, 1 to {keys}), q "
+            f"being {q.shape} and {why}"
+        )
+
+
 def dot_product_attention(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B t h K"],
@@ -183,6 +204,7 @@ def dot_product_attention(
     *,
     kv_length: Int[Array, "B"] | None = None,
     q_start: Int[Array, "B"] | None = None,
+    mask: Bool[Array, "#B #H T s"] | None = None,
     **options: Any,
 ) -> Float[Array, "B T H V"]:
     """Returns `attention` over keys and values that are not in pages: the bits are those of the paged form.
@@ -193,18 +215,20 @@ def dot_product_attention(
         v: their values.
         kv_length: keys of each request, in tokens; default: all t.
         q_start: absolute position of the first query; default: that of the last T keys, `kv_length - T`.
+        mask: as `attention` has it, over at most t keys.
         options: `attention`'s keyword arguments.
 
     Raises:
         TypeError: as `attention`.
         ValueError: as `attention`.
     """
+    _check_mask("dot_product_attention", mask, q, k.shape[1], f"k being {k.shape}")
     k_pages, v_pages, page_table = in_pages(k), in_pages(v), contiguous_page_table(*k.shape[:2])
     if kv_length is None:
         kv_length = jnp.full(k.shape[0], k.shape[1], jnp.int32)
     if q_start is None:
         q_start = kv_length - q.shape[1]
-    return attention(q, k_pages, v_pages, page_table, q_start, kv_length, **options)
+    return attention(q, k_pages, v_pages, page_table, q_start, kv_length, mask=mask, **options)
 
 
 def in_pages(x: Float[Array, "B t h K"]) -> Float[Array, "P h S K"]:
@@ -255,7 +279,7 @@ def _backward(masking: Masking, saved: tuple, do: Array):
     backward = functools.partial(kernels("attention", _KERNELS).backward, masking=masking)
     arguments = (*operands, o, log2_normalizers, do)
     dq, dk, dv, dsinks = with_vmap_rule(backward, rows=(False,) * len(arguments))(*arguments)
-    return dq, dk, dv, None, None, None, dsinks
+    return dq, dk, dv, None, None, None, dsinks, None
 
 
 _attention.defvjp(_forward, _backward)

@@ -35,6 +35,17 @@ def check_integers(operation: str, **arrays: Array) -> None:
             raise TypeError(f"{operation}: {name} has dtype {array.dtype}; accepted: integers")
 
 
+def check_booleans(operation: str, **arrays: Array | None) -> None:
+    """Returns if every array is None or holds booleans.
+
+    Raises:
+        TypeError: names the operation, the argument and its dtype.
+    """
+    for name, array in arrays.items():
+        if array is not None and array.dtype != bool:
+            raise TypeError(f"{operation}: {name} has dtype {array.dtype}; accepted: bool")
+
+
 def check_shape(
     operation: str, name: str, array: Array | QuantizedPages | None, accepted: tuple[int, ...], because: str
 ) -> None:

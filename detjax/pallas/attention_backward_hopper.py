@@ -36,6 +36,7 @@ from detjax.pallas.attention_cta_hopper import (
     sync,
     take_turn,
 )
+from detjax.pallas.attention_mask_hopper import bits_kept, tile_words, words_of
 from detjax.pallas.attention_tile_hopper import (
     MATRIX,
     ROWS,
@@ -115,6 +116,7 @@ def backward(
     do: Array,
     *,
     masking: Masking,
+    mask: Array | None = None,
     schedule: Schedule | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
     """Gradients of q `[N, H, K]`, of both page pools `[P, h, S, K]` and `[P, h, S, V]`, and of the sinks `[H]` float32.
@@ -128,6 +130,7 @@ def backward(
         o: the forward's output, `[N, H, V]`.
         log2_normalizer: of each row, `[H, N]` float32.
         do: gradient of the output, `[N, H, V]`.
+        mask: `[B or 1, H or 1, T, s]`, as `ops.attention` has it.
         schedule: default: the problem's own.
     """
     batch, given = q_start.shape[0], q.shape[0] // q_start.shape[0]
@@ -141,11 +144,15 @@ def backward(
     where = page_table, q_start, kv_length
     slopes = () if masking.alibi_slopes is None else (jnp.asarray(masking.alibi_slopes, ACCUMULATOR),)
     operands = (q, do, log2_normalizer, k_pages, v_pages, *where, *slopes)
-    dq, delta = _query_gradient(problem, schedule, masking, operands, o)
+    words, transposed = (), ()
+    if mask is not None:
+        keys = problem.blocks * KV_BLOCK
+        words, transposed = (words_of(mask, tokens, keys),), (words_of(mask.swapaxes(2, 3), keys, tokens),)
+    dq, delta = _query_gradient(problem, schedule, masking, (*operands, *words), o)
     parts = (("k", "v"),) if schedule.together else (("k",), ("v",))
     gradients: dict[str, Array] = {}
     for part in parts:
-        gradients |= _key_gradients(problem, schedule, masking, part, operands, delta)
+        gradients |= _key_gradients(problem, schedule, masking, part, (*operands, *transposed), delta)
     own = jnp.arange(problem.blocks, dtype=jnp.int32)[None] * KV_BLOCK < kv_length[:, None]
     pages = k_pages.shape[0]
     owned = jnp.zeros(pages, bool).at[jnp.where(own, page_table, pages)].set(True, mode="drop")[:, None, None, None]
@@ -273,6 +280,13 @@ class _Tile(NamedTuple):
     kept: Callable[[Array], Array] | None
 
 
+def _kept_by(in_sight: Callable[[Array], Array] | None, words: list[Array]) -> Callable[[Array], Array] | None:
+    """What both, positions and the call's mask, leave of scores; None if that is all."""
+    if not words:
+        return in_sight
+    return lambda s: bits_kept(s if in_sight is None else in_sight(s), *words)
+
+
 class _Kernel:
     """What both kernels share: operands, turns, and a tile's arithmetic."""
 
@@ -282,7 +296,8 @@ class _Kernel:
         self.problem, self.schedule, self.masking, self.scratch = problem, schedule, masking, scratch
         self.q_gmem, self.do_gmem, self.normalizers_gmem, self.k_gmem, self.v_gmem, *refs = refs
         self.page_table, self.q_start, self.kv_length, *refs = refs
-        self.slopes = refs[0] if masking.alibi_slopes is not None else None
+        self.slopes = refs.pop(0) if masking.alibi_slopes is not None else None
+        self.mask = refs.pop(0) if refs else None
         self.warpgroup = lax.axis_index("warpgroup")
         self.cta = lax.axis_index("cta")
         self.stages = jnp.int32(schedule.stages)
@@ -301,6 +316,10 @@ class _Kernel:
 
     def free(self, slot: Array | int) -> None:
         arrive(_FREE + slot, CONSUMERS + 32)
+
+    def mask_words(self, request: Array, head: Array, row: Array, column: Array) -> list[Array]:
+        """Which scores of a tile the call's mask leaves; nothing without one."""
+        return [] if self.mask is None else [tile_words(self.mask, request, head, row, column)]
 
     def head_slope(self, head: Array) -> Array | None:
         return None if self.slopes is None else splat(self.slopes[head], _SQUARE)
@@ -403,6 +422,8 @@ class _QueryGradient(_Kernel):
         def visit(step: Array, dq: Any, *, masked: bool) -> None:
             slot = lax.rem(step - self.first, self.stages)
             k, v = self.scratch["k"].at[slot], self.scratch["v"].at[slot]
+            half = lax.div(self.half(self.warpgroup), jnp.int32(ROWS))
+            words = self.mask_words(self.request, self.head, half, step)
             plgpu.barrier_wait(self.scratch["k_loaded"].at[slot])
             keys = step * ROWS
             if masked:
@@ -415,7 +436,7 @@ class _QueryGradient(_Kernel):
                     scrub(k, self.length - keys)
                     scrub(v, self.length - keys)
 
-            def kept(s: Array) -> Array:
+            def in_sight(s: Array) -> Array:
                 # Columns of the tile, of each row.
                 position = rows_of_tile() + (self.position - keys)
                 end = _everywhere(self.length - keys)
@@ -429,7 +450,7 @@ class _QueryGradient(_Kernel):
                 lambda: along_rows(normalizers, _SQUARE),
                 lambda: along_rows(delta, _SQUARE),
                 lambda: (indices(1, _SQUARE) + (keys - self.position)) - indices(0, _SQUARE),
-                kept if masked else None,
+                _kept_by(in_sight if masked else None, words),
             )
 
             def products(s_sum: Any, dp_sum: Any) -> Array:
@@ -567,12 +588,14 @@ class _KeyGradients(_Kernel):
             slot = lax.rem(first_step + (block - self.first), self.stages)
             q, do = self.scratch["q"].at[slot], self.scratch["do"].at[slot]
             position = self.start + block * ROWS
+            head = self.kv_head * problem.group + index
+            words = self.mask_words(self.request, head, lax.div(keys, jnp.int32(ROWS)), block)
 
             def spread(name: str) -> Array:
                 numbers = plgpu.load(self.scratch[name].at[slot], layout=_COLUMN_VECTOR, optimized=False)
                 return _along_columns(numbers, _SQUARE)
 
-            def kept(s: Array) -> Array:
+            def in_sight(s: Array) -> Array:
                 # Columns of the tile, of each row: positions of queries, which begin with the key's own if causal.
                 key = rows_of_tile() + (keys - position)
                 end = _everywhere(ROWS) if self.masking.window is None else key + self.masking.window
@@ -583,7 +606,7 @@ class _KeyGradients(_Kernel):
                 lambda: spread("normalizers"),
                 lambda: spread("delta"),
                 lambda: (indices(0, _SQUARE) + (keys - position)) - indices(1, _SQUARE),
-                kept if masked else None,
+                _kept_by(in_sight if masked else None, words),
             )
 
             def values_alone(s_sum: Any) -> Array:

@@ -10,6 +10,7 @@ from detjax import platform
 from detjax.contract import KV_BLOCK, QUERY_UNIT, Masking
 from detjax.pallas import attention_backward_hopper, attention_decode_hopper, attention_prefill_hopper
 from detjax.pallas.attention_cta_hopper import TILE
+from detjax.pallas.attention_mask_hopper import words_of
 from detjax.pallas.attention_prefill_hopper import Tiles
 from detjax.pallas.matmul_hopper import DTYPES
 from detjax.pallas.quantized_kv_hopper import read_pages
@@ -28,22 +29,26 @@ def forward(
     q_start: Array,
     kv_length: Array,
     sinks: Array | None,
+    mask: Array | None = None,
     *,
     masking: Masking,
     with_normalizers: bool = True,
 ) -> tuple[Array, Array | None]:
     """Output `[B, T, H, V]` and, if asked for, the log2 of rows' normalizers, `[H, N]` float32 in `_packed`'s order.
 
+    See `ops.attention` for the mask, `[B or 1, H or 1, T, s]`; only prefill takes one.
+
     Raises:
         NotImplementedError: no kernel serves the dtype or the sizes.
     """
     _check(q, v_pages)
     operands = k_pages, v_pages, page_table, q_start, kv_length, sinks
-    if not with_normalizers and attention_decode_hopper.serves(q, k_pages, v_pages):
+    if not with_normalizers and mask is None and attention_decode_hopper.serves(q, k_pages, v_pages):
         return attention_decode_hopper.forward(q, *operands, masking=masking), None
     pools = _numbers(k_pages, v_pages, page_table, q_start, q.shape[1], kv_length, masking, q.dtype)
     operands = *pools, q_start, kv_length, sinks
-    o, normalizers = attention_prefill_hopper.forward(_packed(q), *operands, masking=masking)
+    words = None if mask is None else words_of(mask, round_up(q.shape[1], TILE), page_table.shape[1] * KV_BLOCK)
+    o, normalizers = attention_prefill_hopper.forward(_packed(q), *operands, masking=masking, mask=words)
     return _unpacked(o, q), normalizers
 
 
@@ -55,6 +60,7 @@ def backward(
     q_start: Array,
     kv_length: Array,
     sinks: Array | None,
+    mask: Array | None,
     o: Array,
     log2_normalizers: Array,
     do: Array,
@@ -63,7 +69,7 @@ def backward(
 ) -> tuple[Array, Array, Array, Array | None]:
     """Gradients of q, of both page pools and of the sinks; a page belongs to one request."""
     operands = k_pages, v_pages, page_table, q_start, kv_length, sinks, _packed(o), log2_normalizers, _packed(do)
-    dq, dk, dv, dsinks = attention_backward_hopper.backward(_packed(q), *operands, masking=masking)
+    dq, dk, dv, dsinks = attention_backward_hopper.backward(_packed(q), *operands, masking=masking, mask=mask)
     return _unpacked(dq, q), dk, dv, None if sinks is None or dsinks is None else dsinks.astype(sinks.dtype)
 
 

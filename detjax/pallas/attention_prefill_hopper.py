@@ -33,6 +33,7 @@ from detjax.pallas.attention_cta_hopper import (
     sync,
     take_turn,
 )
+from detjax.pallas.attention_mask_hopper import bits_kept, tile_words
 from detjax.pallas.attention_tile_hopper import (
     ROWS,
     along_rows,
@@ -164,6 +165,7 @@ def forward(
     sinks: Array | None,
     *,
     masking: Masking,
+    mask: Array | None = None,
     tiles: Tiles | None = None,
     schedule: Schedule | None = None,
 ) -> tuple[Array, Array]:
@@ -171,6 +173,7 @@ def forward(
 
     Args:
         q: queries of all requests, `[N, H, K]`; N is a multiple of 8 and each request begins at one.
+        mask: `words_of` a mask, of whole tiles of 128 rows and all pages; none with `tiles`.
         tiles: the tiles of 128 rows; default: those of requests of N / B rows each. Rows behind a request's last are
             written up to the next multiple of 8.
         schedule: default: the problem's own.
@@ -192,6 +195,8 @@ def forward(
         operands.append(sinks.astype(ACCUMULATOR))
     if masking.alibi_slopes is not None:
         operands.append(jnp.asarray(masking.alibi_slopes, ACCUMULATOR))
+    if mask is not None:
+        operands.append(mask)
 
     def body(*refs: Any, **scratch: Any) -> None:
         _Kernel(problem, schedule, masking, items, grid, tiles is not None, sinks is not None, refs, scratch).run()
@@ -277,6 +282,7 @@ class _Kernel:
         self.tiles = Tiles(*(operands.pop(0) for _ in Tiles._fields)) if has_tiles else None
         self.sinks = operands.pop(0) if has_sinks else None
         self.slopes = operands.pop(0) if masking.alibi_slopes is not None else None
+        self.mask = operands.pop(0) if operands else None
         self.scratch = scratch
         self._warpgroup = lax.axis_index("warpgroup")
         cta = lax.axis_index("cta")
@@ -447,6 +453,7 @@ class _Kernel:
             step = first_step + (block - item.first) if step is None else step
             k_slots, v_slots = self.slots("k", step), self.slots("v", step)
             is_last = block + 1 == item.end
+            words = self.mask_words(item, block)
 
             def scores(accumulator: Any) -> Array:
                 self.issue_scores(accumulator, q_smem, k_slots)
@@ -467,6 +474,8 @@ class _Kernel:
             if is_masked:
                 positions = position + rows_of_tile()
                 s = columns_kept(s, *visible_keys(self.masking, keys, positions, item.kv_length))
+            if words:
+                s = bits_kept(s, *words)
             p, m_b = exponentials(s, c, s.max(axis=1))
             total_b = row_sums(p)
             p = p.astype(self.problem.dtype)
@@ -513,7 +522,7 @@ class _Kernel:
 
         zeros = tuple(splat(0.0, (ROWS, piece.size)) for piece in self.pieces)
         carry = zeros, *initial_statistics(sinks), first_step if self.problem.is_wide else None
-        # Blocks that every row of the tile sees whole need no mask.
+        # Blocks that every row of the tile sees whole, but for what the call's own mask hides, need no masking.
         open_end = lax.div(item.kv_length, jnp.int32(KV_BLOCK))
         if self.masking.causal:
             open_end = lax.min(open_end, lax.div(position + 1, jnp.int32(KV_BLOCK)))
@@ -528,6 +537,15 @@ class _Kernel:
         o, m, total, step = visit_all(open_end, item.end, carry, True)
         self.write(self.item(i), o, m, total)
         return first_step + (item.end - item.first) if step is None else step
+
+    def mask_words(self, item: _Item, block: Array) -> list[Array]:
+        """Which scores of a block the call's mask leaves; nothing without one."""
+        if self.mask is None:
+            return []
+        tokens = self.problem.rows // self.q_start.shape[0]
+        row = lax.div(item.row - item.request * tokens, jnp.int32(ROWS)) + self.warpgroup
+        parts = KV_BLOCK // ROWS
+        return [tile_words(self.mask, item.request, item.head, row, block * parts + part) for part in range(parts)]
 
     def issue_scores(self, accumulator: Any, q_smem: Any, slots: list[_Slot]) -> None:
         """Begins with the products of queries and keys, part by part of their columns; the first part is there."""

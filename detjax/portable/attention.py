@@ -33,6 +33,7 @@ class _Tile(NamedTuple):
     q_start: Array
     kv_length: Array
     first_row: Array
+    request: Array
 
     def positions(self, rows: int, group: int) -> Array:
         """Absolute positions `[rows]`."""
@@ -42,14 +43,24 @@ class _Tile(NamedTuple):
         """Values of heads, `[h, G]`, for the rows of the tile: `[h, rows, 1]`."""
         return values[:, (self.first_row + jnp.arange(rows, dtype=jnp.int32)) % values.shape[1], None]
 
+    def by_key(self, mask: Array, block: Array, rows: int, heads: int, group: int) -> Array:
+        """A mask `[B, h, G, T, s]`, any of B, h and G also 1, of the tile's rows and a block's keys: `[h, rows, S]`."""
+        mask = lax.dynamic_slice_in_dim(mask[jnp.minimum(self.request, len(mask) - 1)], block * KV_BLOCK, KV_BLOCK, 3)
+        row = self.first_row + jnp.arange(rows, dtype=jnp.int32)
+        # Rows that only fill up have anyone's mask.
+        mask = mask[:, row % group % mask.shape[1], jnp.minimum(row // group, mask.shape[2] - 1)]
+        # Whatever axes it has: what is made of the scores is to be compiled the same.
+        return lax.optimization_barrier(jnp.broadcast_to(mask, (heads, rows, KV_BLOCK)))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _PerHead:
-    """Values of the query heads, `[h, G]`."""
+    """Values of the query heads, `[h, G]`, and the mask, `[B, h, G, T, s]` with s whole blocks."""
 
     sinks: Array | None
     slopes: Array | None
+    mask: Array | None
     group: int = dataclasses.field(metadata={"static": True})
 
 
@@ -61,13 +72,15 @@ def forward(
     q_start: Array,
     kv_length: Array,
     sinks: Array | None,
+    mask: Array | None = None,
     *,
     masking: Masking,
     with_normalizers: bool = True,
 ) -> tuple[Array, Array]:
     """Output `[B, T, H, V]` and the log2 of each row's normalizer, `[B, T, H]` float32 (0 for a row without keys).
 
-    The normalizers cost next to nothing here, and come whether they are asked for or not.
+    The normalizers cost next to nothing here, and come whether they are asked for or not. See `ops.attention` for the
+    mask, `[B or 1, H or 1, T, s]`.
     """
     del with_normalizers
     heads, group = q.shape[2], q.shape[2] // k_pages.shape[1]
@@ -99,7 +112,7 @@ def forward(
         return o[None], log2_normalizer[None]
 
     rows = _packed(q, group), _tiles(q, group, page_table, q_start, kv_length)
-    shared = k_pages, v_pages, _per_head(sinks, masking, heads, group)
+    shared = k_pages, v_pages, _per_head(sinks, mask, page_table.shape[1], masking, heads, group)
     o, log2_normalizer = map_rows(attend, rows, shared, size=1)
     return _unpacked(o, q.shape, group), _unpacked(log2_normalizer, q.shape, group)[..., 0]
 
@@ -141,6 +154,7 @@ def backward(
     q_start: Array,
     kv_length: Array,
     sinks: Array | None,
+    mask: Array | None,
     o: Array,
     log2_normalizer: Array,
     do: Array,
@@ -205,12 +219,13 @@ def backward(
         return dk, dv, dsinks
 
     where = page_table, q_start, kv_length
+    per_head = functools.partial(_per_head, sinks, mask, page_table.shape[1], masking, heads)
     rows = tuple(_packed(x, group) for x in operands), _tiles(q, group, *where)
-    dq = map_rows(query_gradient, rows, (k_pages, v_pages, _per_head(sinks, masking, heads, group)), size=1)
+    dq = map_rows(query_gradient, rows, (k_pages, v_pages, per_head(group)), size=1)
 
     rows = tuple(_packed(x, 1) for x in operands), _tiles(q, 1, *where)
     zeros = [jnp.zeros((x.shape[0], heads, *x.shape[2:]), ACCUMULATOR) for x in (k_pages, v_pages)]
-    shared = k_pages, v_pages, _per_head(sinks, masking, heads, 1)
+    shared = k_pages, v_pages, per_head(1)
     dk, dv, dsinks = fold_rows(key_gradients, (*zeros, jnp.zeros(heads, ACCUMULATOR)), rows, shared, size=1)
     dk = rounded(_sum_of_group(dk, group) * np.float32(masking.scale), k_pages.dtype)
     dv = rounded(_sum_of_group(dv, group), v_pages.dtype)
@@ -266,7 +281,10 @@ def _scores(
         visible = visible & (keys <= positions)
     if masking.window is not None:
         visible = visible & (keys > positions - masking.window)
-    return jnp.where(visible[None], s, -jnp.inf), c, cap_slope
+    visible = visible[None]
+    if per_head.mask is not None:
+        visible = visible & tile.by_key(per_head.mask, block, q.shape[1], q.shape[0], per_head.group)
+    return jnp.where(visible, s, -jnp.inf), c, cap_slope
 
 
 def _visible_blocks(tile: _Tile, rows: int, group: int, masking: Masking) -> tuple[Array, Array]:
@@ -297,8 +315,11 @@ def _tiles(q: Array, group: int, page_table: Array, q_start: Array, kv_length: A
     """The tiles of all requests, request by request, a leading axis of `B * ceil(T * G / rows)` on each field."""
     per_request = -(-q.shape[1] * group // PORTABLE_ROWS)
     first_row = jnp.tile(jnp.arange(per_request, dtype=jnp.int32) * PORTABLE_ROWS, q.shape[0])
-    of_request = [jnp.repeat(x, per_request, axis=0) for x in (page_table, q_start, kv_length)]
-    return _Tile(of_request[0], of_request[1], of_request[2], first_row)
+    request = jnp.arange(q.shape[0], dtype=jnp.int32)
+    table, start, length, request = (
+        jnp.repeat(x, per_request, axis=0) for x in (page_table, q_start, kv_length, request)
+    )
+    return _Tile(table, start, length, first_row, request)
 
 
 def _packed(x: Array, group: int) -> Array:
@@ -321,10 +342,16 @@ def _unpacked(x: Array, shape: tuple[int, ...], group: int) -> Array:
     return x.reshape(batch, tokens, heads, width)
 
 
-def _per_head(sinks: Array | None, masking: Masking, heads: int, group: int) -> _PerHead:
+def _per_head(
+    sinks: Array | None, mask: Array | None, blocks: int, masking: Masking, heads: int, group: int
+) -> _PerHead:
     shape = heads // group, group
+    if mask is not None:
+        batch, masks, tokens, keys = mask.shape
+        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, blocks * KV_BLOCK - keys)))
+        mask = mask.reshape(batch, *(shape if masks == heads else (1, 1)), tokens, blocks * KV_BLOCK)
     slopes = None if masking.alibi_slopes is None else jnp.asarray(masking.alibi_slopes, ACCUMULATOR).reshape(shape)
-    return _PerHead(None if sinks is None else sinks.astype(ACCUMULATOR).reshape(shape), slopes, group)
+    return _PerHead(None if sinks is None else sinks.astype(ACCUMULATOR).reshape(shape), slopes, mask, group)
 
 
 def _sum_of_group(x: Array, group: int) -> Array:

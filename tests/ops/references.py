@@ -95,7 +95,7 @@ def rope(x, positions, turning, factor=1.0):
 
 def attention(
     q, k_pages, v_pages, sinks=None, *, page_table, q_start, kv_length,
-    scale=None, causal=True, window=None, soft_cap=None, alibi_slopes=None,
+    scale=None, causal=True, window=None, soft_cap=None, alibi_slopes=None, mask=None,
 ):  # fmt: skip
     """All scores at once, of which a query keeps those of the keys that it sees."""
     batch, tokens, heads, width = q.shape
@@ -115,6 +115,8 @@ def attention(
     if window is not None:
         seen = seen & (key > at[..., None] - window)
     seen = np.broadcast_to(seen[:, None], (batch, heads, tokens, len(key)))
+    if mask is not None:
+        seen = seen & np.pad(mask, ((0, 0), (0, 0), (0, 0), (0, len(key) - mask.shape[3])))
 
     s = jnp.einsum("bthk,bshk->bhts", q, k) * (width**-0.5 if scale is None else scale)
     s = s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)

@@ -226,6 +226,26 @@ BEHIND_ANNOTATIONS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         )
     ),
     (
+        lambda: attention(unchecked(ops.attention), mask=jnp.ones((1, 1, 3, 9))),
+        TypeError,
+        "attention: mask has dtype float32; accepted: bool",
+    ),
+    *(
+        (
+            lambda shape=shape: attention(unchecked(ops.attention), mask=jnp.ones(shape, bool)),
+            ValueError,
+            f"attention: mask has shape {shape}; accepted: (1 or 1, 1 or 4, 3, 1 to 256), q being (1, 3, 4, 8) and "
+            "page_table being (1, 2)",
+        )
+        for shape in ((3, 9), (2, 1, 3, 9), (1, 2, 3, 9), (1, 1, 1, 9), (1, 1, 3, 257), (1, 1, 3, 0))
+    ),
+    (
+        lambda: ops.dot_product_attention(*[jnp.ones((1, 3, 4, 8))] * 3, mask=jnp.ones((1, 1, 3, 4), bool)),
+        ValueError,
+        "dot_product_attention: mask has shape (1, 1, 3, 4); accepted: (1 or 1, 1 or 4, 3, 1 to 3), q being (1, 3, 4, "
+        "8) and k being (1, 3, 4, 8)",
+    ),
+    (
         lambda: attention(unchecked(ops.attention), sinks=jnp.ones(3)),
         ValueError,
         "attention: sinks has shape (3,); accepted: (4,), q being (1, 3, 4, 8)",

@@ -106,7 +106,7 @@ def _embed() -> Case:
     )
 
 
-def _attention(name: str, heads: int = 4, kv_heads: int = 2) -> Case:
+def _attention(name: str, heads: int = 4, kv_heads: int = 2, masks: tuple[int, int] | None = None) -> Case:
     # The first page belongs to two requests, the last to none; the third request sees nothing.
     where = {
         "page_table": np.asarray([[0, 2], [0, 1], [1, 1]], np.int32),
@@ -114,16 +114,21 @@ def _attention(name: str, heads: int = 4, kv_heads: int = 2) -> Case:
         "kv_length": np.asarray([140, 17, 0], np.int32),
     }
     options = {option: value for option, value in OPTIONS[name].items() if option != "sinks"}
+    if masks is not None:  # for keys up to the 200th
+        mask = np.random.default_rng(4).random((*masks, 11, 200)) < 0.6
+        mask[..., 5, :] = False
+        options |= {"mask": mask}
     shapes = {"q": (3, 11, heads, 24), "k_pages": (4, kv_heads, KV_BLOCK, 24), "v_pages": (4, kv_heads, KV_BLOCK, 40)}
     shapes |= {"sinks": (heads,)} if "sinks" in OPTIONS[name] else {}
 
     def fn(**arrays: Any) -> Any:
-        return ops.attention(**arrays, **{key: jnp.asarray(x) for key, x in where.items()}, **options)
+        given = options | ({"mask": jnp.asarray(options["mask"])} if masks else {})
+        return ops.attention(**arrays, **{key: jnp.asarray(x) for key, x in where.items()}, **given)
 
     def reference(**arrays: Any) -> Any:
         return references.attention(**arrays, **where, **options)
 
-    return Case(f"attention {name} {heads}:{kv_heads}", fn, reference, shapes)
+    return Case(f"attention {name} {heads}:{kv_heads}{f' masks {masks}' if masks else ''}", fn, reference, shapes)
 
 
 VARIANTS = (
@@ -146,6 +151,8 @@ VARIANTS = (
     *(_attention(name) for name in OPTIONS if name not in ("causal", "everything", "window of one")),
     _attention("causal", heads=2),
     _attention("causal", kv_heads=1),
+    *(_attention("not causal", masks=masks) for masks in ((1, 1), (3, 1), (1, 4), (3, 4))),
+    _attention("everything", masks=(3, 4)),
 )
 KINDS = (
     _matmul("alone"),

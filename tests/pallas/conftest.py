@@ -86,6 +86,7 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         ("store_lines", _store_lines),
         ("row_sums", lambda p: block_sum(p)[:, 0]),
         ("columns_kept", _columns_kept),
+        ("bits_kept", _bits_kept),
         ("distances", lambda first: (first[:, None] + jnp.arange(KV_BLOCK)[None]).astype(jnp.float32)),
         ("column_maxima", lambda s, _: s.max(axis=0)),
         ("leave_sums", _leave_sums),
@@ -145,6 +146,16 @@ def _columns_kept(s: Array, end: Array, first: Array | None = None) -> Array:
     columns = jnp.arange(s.shape[1])[None]
     kept = columns < end[:, None]
     return jnp.where(kept if first is None else kept & (columns >= first[:, None]), s, -jnp.inf)
+
+
+def _bits_kept(s: Array, *words: Array) -> Array:
+    tiles = []
+    for word in words:
+        bits = (word[:, None] >> jnp.arange(32)[None]) & 1
+        # Of the threads' warp, row and column; of their bits half, group of columns, and one of two.
+        bits = bits.reshape(4, 8, 4, 2, 8, 2).transpose(0, 3, 1, 4, 2, 5)
+        tiles.append(bits.reshape(attention_tile_hopper.ROWS, attention_tile_hopper.ROWS))
+    return jnp.where(jnp.concatenate(tiles, axis=1) == 1, s, -jnp.inf)
 
 
 def _leave_sums(p: Array, exchange: Any) -> None:

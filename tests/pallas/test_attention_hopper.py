@@ -172,7 +172,16 @@ class Requests:
         o = forward(jnp.asarray(packed), self.k_pages, self.v_pages, self.page_table, *numbers, self.sinks)
         return [np.asarray(o)[row : row + count] for row, count in zip(rows[:-1], counts, strict=True)]
 
-    def gradients(self, backend: str, which: slice = slice(None)) -> dict[str, np.ndarray]:
+    def with_mask(self, mask: np.ndarray) -> list[np.ndarray]:
+        """Every query, in a call with a mask `[B or 1, H or 1, T, T]` in place of the causal one."""
+        start = np.zeros(len(self.lengths), int)
+        masking = dataclasses.replace(self.masking, causal=False)
+        forward = detjax.jit(functools.partial(attention_hopper.forward, masking=masking))
+        return self.own(forward(*self.operands(start, self.q.shape[1]), jnp.asarray(mask))[0], start)
+
+    def gradients(
+        self, backend: str, which: slice = slice(None), mask: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
         """Of queries, of each request's pages and of the sinks, from random gradients of the output."""
         lengths = np.array(self.lengths)[which]
         q, k_pages, v_pages, page_table, q_start, kv_length, sinks = self.operands(
@@ -186,7 +195,8 @@ class Requests:
 
         def loss(of: dict[str, jax.Array]) -> jax.Array:
             where = page_table, q_start, kv_length
-            o = ops.attention(of["q"], of["k"], of["v"], *where, sinks=of.get("sinks"), **options)
+            given = None if mask is None else jnp.asarray(mask)
+            o = ops.attention(of["q"], of["k"], of["v"], *where, sinks=of.get("sinks"), mask=given, **options)
             return (o.astype(jnp.float32) * do).sum()
 
         of = {"q": q, "k": k_pages, "v": v_pages} | ({} if sinks is None else {"sinks": sinks})
@@ -410,11 +420,7 @@ def test_gradients_are_those_of_the_portable_backend(name: str) -> None:
     requests = Requests.random((150, 40), 2, 1, dtype="bfloat16", **OPTIONS[name])
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
         found, alone = requests.gradients("hopper"), requests.gradients("hopper", slice(1, 2))
-    for of, expected in requests.gradients("portable").items():
-        error = np.linalg.norm(np.asarray(found[of], np.float64) - expected) / np.linalg.norm(
-            expected.astype(np.float64)
-        )
-        assert error < 1e-2, of
+    assert_gradients_close(found, requests.gradients("portable"))
     for of in ("q", "k", "v"):
         assert_same_bits(alone[of], found[of][1:2])
 
@@ -439,6 +445,43 @@ def test_what_no_kernel_serves_is_refused(dtype: str, width: int, words: str) ->
     x = jnp.ones((1, 3, 2, width), dtype)
     with detjax.use_backend("hopper"), pytest.raises(NotImplementedError, match=words):
         ops.dot_product_attention(x, x, x)
+
+
+def causal_mask(requests: Requests) -> np.ndarray:
+    return np.tri(requests.q.shape[1], dtype=bool)[None, None]
+
+
+def mask_of_heads(requests: Requests) -> np.ndarray:
+    """A mask of each head, in which a third is hidden, and all from one query."""
+    tokens, heads = requests.q.shape[1:3]
+    mask = np.random.default_rng(3).random((1, heads, tokens, tokens)) > 0.3
+    mask[..., tokens // 2, :] = False
+    return mask
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("width", [64, 256])
+def test_a_causal_mask_has_the_bits_of_causal_attention(width: int) -> None:
+    requests = Requests.random((150, 40), 2, 1, width, sinks=True)
+    with plgpu.force_gpu_interpret_mode(INTERPRETER):
+        expected = requests.whole()
+        assert_same_bits(requests.with_mask(causal_mask(requests)), expected)
+        assert not same_bits(requests.with_mask(mask_of_heads(requests)), expected)
+
+
+@in_the_interpreter
+def test_gradients_with_a_mask_are_those_of_the_portable_backend() -> None:
+    requests = Requests.random((150, 40), 2, 1, dtype="bfloat16")
+    mask = mask_of_heads(requests)
+    with plgpu.force_gpu_interpret_mode(INTERPRETER):
+        found = requests.gradients("hopper", mask=mask)
+    assert_gradients_close(found, requests.gradients("portable", mask=mask))
+
+
+def assert_gradients_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    for of, x in expected.items():
+        error = np.linalg.norm(np.asarray(found[of], np.float64) - x) / np.linalg.norm(x.astype(np.float64))
+        assert error < 1e-2, of
 
 
 @pytest.mark.parametrize("count", [1, 5, 32, 33, 300])
@@ -507,11 +550,7 @@ def test_ragged_queries_have_the_bits_of_a_whole_prefill_on_the_device() -> None
 def test_gradients_on_the_device(width: int, options: dict[str, Any]) -> None:
     requests = Requests.random((300, 129, 1, 128), 8, 2, width, dtype="bfloat16", **options)
     found = requests.gradients("hopper")
-    for of, expected in requests.gradients("portable").items():
-        error = np.linalg.norm(np.asarray(found[of], np.float64) - expected) / np.linalg.norm(
-            expected.astype(np.float64)
-        )
-        assert error < 1e-2, of
+    assert_gradients_close(found, requests.gradients("portable"))
     for _ in range(10):
         assert_same_bits(requests.gradients("hopper"), found)
     alone = requests.gradients("hopper", slice(1, 2))
@@ -571,6 +610,18 @@ def test_where_the_line_of_blocks_is_cut_changes_no_bit_on_the_device() -> None:
         schedules = Schedule(2), Schedule(7, slack=0.4), Schedule(131, slack=0.0), Schedule(1000)
         for schedule in (None, *schedules, Schedule(132, cut=False)):
             assert_same_bits(requests.decode(start, tokens, schedule), expected)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_a_mask_on_the_device(width: int) -> None:
+    requests = Requests.random((300, 129, 1, 128), 8, 2, width, dtype="bfloat16")
+    causal, of_heads = causal_mask(requests), mask_of_heads(requests)
+    assert_same_bits(requests.with_mask(causal), requests.whole())
+    found = requests.gradients("hopper", mask=of_heads)
+    assert_gradients_close(found, requests.gradients("portable", mask=of_heads))
+    assert_same_bits(requests.gradients("hopper", mask=of_heads), found)
+    assert_same_bits(requests.gradients("hopper", mask=causal), requests.gradients("hopper"))
 
 
 @pytest.mark.hopper

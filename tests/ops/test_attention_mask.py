@@ -1,0 +1,183 @@
+"""A mask of booleans gives the bits that the same masking has by other options, in any call and on any axis."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import HEADS, OPTIONS, Pool, Request, attend, pool, sinks, whole
+from bits import assert_same_bits, same_bits
+
+from detjax import ops
+from detjax.contract import KV_BLOCK
+
+every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+
+
+def seen(queries: int, keys: int, first: int = 0, **options: Any) -> np.ndarray:
+    """`[T, s]`: what options of `ops.attention` leave the queries from position `first` on."""
+    distance = np.arange(keys) - (first + np.arange(queries))[:, None]
+    mask = distance <= 0 if options.get("causal", True) else np.ones(distance.shape, bool)
+    return mask & (distance > -options["window"]) if "window" in options else mask
+
+
+def drawn(*shape: int) -> np.ndarray:
+    """A mask in which half is seen, and of some queries all, nothing, and single keys."""
+    mask = np.random.default_rng(shape).random(shape) < 0.5
+    mask[..., 0, :], mask[..., 1, :], mask[..., 2, :] = True, False, np.arange(shape[-1]) == shape[-1] // 2
+    return mask
+
+
+def given(mask: np.ndarray) -> jax.Array:
+    """A mask of two axes for all requests and heads, or one of four, as `ops.attention` takes it."""
+    return jnp.asarray(mask if mask.ndim == 4 else mask[None, None])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, "float32") for name in OPTIONS]
+    + [(name, d) for name in ("causal", "everything") for d in ("bfloat16", "float16")],
+)
+def test_a_mask_has_the_bits_of_the_options_that_mask_alike(name: str, dtype: str) -> None:
+    request, options = Request.random(270, dtype), OPTIONS[name]
+    expected = whole(request, **options)
+    mask = given(seen(270, 270, **options))
+    assert_same_bits(whole(request, mask=mask, **options), expected)
+    rest = {key: value for key, value in options.items() if key != "window"}
+    assert_same_bits(whole(request, mask=mask, **rest), expected)
+    assert_same_bits(whole(request, mask=mask, **rest | {"causal": False}), expected)
+
+
+@every_dtype
+def test_keys_that_a_mask_leaves_out_are_like_keys_behind_the_length(dtype: str) -> None:
+    request = Request.random(270, dtype)
+    q, where = request.q[None, :9], pool([request])
+    for length in (1, 127, 128, 200):
+        expected = attend(q, where, [261], [length], causal=False)
+        for keys in (length, 270, 3 * KV_BLOCK):
+            mask = np.broadcast_to(np.arange(keys) < length, (9, keys))
+            assert_same_bits(attend(q, where, [261], [270], causal=False, mask=given(mask)), expected)
+
+
+def test_another_mask_gives_other_bits() -> None:
+    request, mask = Request.random(140), drawn(140, 140)
+    changed = mask.copy()
+    changed[139, 7] ^= True
+    some, other = (whole(request, mask=given(x)) for x in (mask, changed))
+    assert_same_bits(other[:139], some[:139])
+    assert not same_bits(other[139], some[139])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("causal", "float32"), ("not causal", "bfloat16"), ("everything", "float32")]
+)
+@pytest.mark.parametrize("heads", [1, HEADS])
+def test_chunks_with_their_rows_of_the_mask_have_the_bits_of_the_whole(name: str, dtype: str, heads: int) -> None:
+    request, mask, options = Request.random(150, dtype), drawn(1, heads, 150, 150), OPTIONS[name]
+    expected = whole(request, mask=given(mask), **options)
+    where = pool([request]).on_device()
+    for size in (1, 50):
+        for start in range(0, 150, size):
+            rows = slice(start, start + size)
+            # Also where the mask ends with the keys that there are by then.
+            end = 150 if options.get("causal") is False else start + size
+            for keys in {end, 150}:
+                own = given(mask[:, :, rows, :keys])
+                o = attend(request.q[None, rows], where, [start], [end], mask=own, **options)[0]
+                assert_same_bits(o, expected[rows])
+
+
+@pytest.mark.parametrize("name", ["causal", "not causal", "everything"])
+def test_each_request_and_head_has_the_bits_of_its_own_mask_alone(name: str) -> None:
+    options, lengths = OPTIONS[name], (150, 17, 130)
+    requests = [Request.random(length) for length in lengths]
+    q = np.stack([np.pad(r.q, ((0, 150 - len(r)), (0, 0), (0, 0))) for r in requests])
+    where = pool(requests, shuffled=True, rest=np.nan)
+    masks = drawn(3, HEADS, 150, 150)
+    for per_request in (True, False):
+        for per_head in (True, False):
+            mask = masks[: None if per_request else 1, : None if per_head else 1]
+            together = attend(q, where, [0] * 3, lengths, mask=given(mask), **options)
+            in_full = np.broadcast_to(mask, masks.shape)
+            assert_same_bits(attend(q, where, [0] * 3, lengths, mask=given(in_full), **options), together)
+            for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+                for head in range(HEADS):
+                    own = given(in_full[row, head, :length, :length])
+                    alone = attend(request.q[None], where.alone(row), [0], [length], mask=own, **options)
+                    assert_same_bits(together[row, :length, head], alone[0, :, head])
+
+
+@every_dtype
+def test_queries_that_a_mask_leaves_nothing_give_zeros(dtype: str) -> None:
+    request, mask = Request.random(140, dtype), drawn(140, 140)
+    mask[130:] = False
+    for options in ({}, {"sinks": True}, {"causal": False, "soft_cap": 2.0}):
+        o = whole(request, mask=given(mask), **options)
+        nothing = [1, *range(130, 140), *([] if options.get("causal") is False else [2])]
+        assert_same_bits(o[nothing], np.zeros_like(o[nothing]))
+        assert np.all(np.any(o[3:130] != 0, axis=(1, 2)))
+
+
+def test_a_mask_shows_nothing_of_what_is_behind_the_length() -> None:
+    request = Request.random(140)
+    where = pool([request], columns=3, rest=np.nan, beyond=10**6)
+    everything = np.ones((140, 3 * KV_BLOCK), bool)
+    o = attend(request.q[None], where, [0], [140], causal=False, mask=given(everything))[0]
+    assert_same_bits(o, whole(request, causal=False))
+
+
+@pytest.mark.parametrize("mapped", ["mask", "q mask", "q k v"])
+def test_vmap_gives_the_bits_of_each(mapped: str) -> None:
+    requests = [Request.random(140, seed=seed) for seed in range(3)]
+    stacks = {name: jnp.stack([jnp.asarray(getattr(r, name))[None] for r in requests]) for name in "qkv"}
+    stacks["mask"] = jnp.asarray(drawn(3, 1, HEADS, 140, 140))
+    operands = {name: x if name in mapped.split() else x[0] for name, x in stacks.items()}
+    axes = {name: 0 if name in mapped.split() else None for name in stacks}
+
+    def f(operands: dict[str, jax.Array]) -> jax.Array:
+        return ops.dot_product_attention(**operands)
+
+    def gradient(operands: dict[str, jax.Array]) -> Any:
+        mask = operands["mask"]
+        return jax.grad(lambda of: (f(of | {"mask": mask}) ** 2).sum())({x: operands[x] for x in "qkv"})
+
+    for fn in (f, gradient):
+        found = jax.vmap(fn, in_axes=(axes,))(operands)
+        for i in range(3):
+            alone = fn({name: x[i] if axes[name] == 0 else x for name, x in operands.items()})
+            assert_same_bits(jax.tree.map(lambda leaf, i=i: leaf[i], found), alone)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "everything"])
+def test_gradients_have_the_bits_of_the_options_that_mask_alike(name: str) -> None:
+    request, options = Request.random(150), OPTIONS[name]
+    logits = {"sinks": sinks(HEADS, "float32")} if options.get("sinks") else {}
+    rest = {key: value for key, value in options.items() if key not in ("window", "sinks")}
+    of = {name: jnp.asarray(getattr(request, name))[None] for name in "qkv"} | logits
+
+    def gradients(**options: Any) -> Any:
+        return jax.grad(lambda of: (ops.dot_product_attention(**of, **options) ** 2).sum())(of)
+
+    expected = gradients(**{key: value for key, value in options.items() if key != "sinks"})
+    mask = given(seen(150, 150, **options))
+    assert_same_bits(gradients(mask=mask, **rest), expected)
+    assert_same_bits(gradients(mask=mask, **rest | {"causal": False}), expected)
+
+
+def test_a_mask_as_a_constant_of_the_program_gives_the_same_bits() -> None:
+    request, mask = Request.random(140), given(drawn(140, 140))
+    q, k, v = (jnp.asarray(x)[None] for x in (request.q, request.k, request.v))
+    expected = whole(request, mask=mask)
+    assert_same_bits(jax.jit(lambda q: ops.dot_product_attention(q, k, v, mask=mask))(q)[0], expected)
+    assert_same_bits(jax.jit(lambda m: ops.dot_product_attention(q, k, v, mask=m))(mask)[0], expected)
+
+
+def test_a_mask_over_quantized_pages_has_the_bits_of_what_they_are_read_as() -> None:
+    request, mask = Request.random(140, width=32), given(drawn(140, 140))
+    where = pool([request])
+    pages = [ops.quantize_kv(jnp.asarray(x), "int8") for x in (where.k_pages, where.v_pages)]
+    dense = Pool(*(ops.dequantize_kv(x, "float32") for x in pages), where.page_table)
+    operands = jnp.asarray(where.page_table), jnp.zeros(1, jnp.int32), jnp.full(1, 140, jnp.int32)
+    o = ops.attention(jnp.asarray(request.q)[None], *pages, *operands, mask=mask)
+    assert_same_bits(o, attend(request.q[None], dense, [0], [140], mask=mask))
