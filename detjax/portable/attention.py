@@ -284,7 +284,9 @@ def _scores(
     visible = visible[None]
     if per_head.mask is not None:
         visible = visible & tile.by_key(per_head.mask, block, q.shape[1], q.shape[0], per_head.group)
-    return jnp.where(visible, s, -jnp.inf), c, cap_slope
+    # What is made of the scores is compiled the same, whatever hides them.
+    s, visible = lax.optimization_barrier((s, jnp.broadcast_to(visible, s.shape)))
+    return lax.optimization_barrier(jnp.where(visible, s, -jnp.inf)), c, cap_slope
 
 
 def _visible_blocks(tile: _Tile, rows: int, group: int, masking: Masking) -> tuple[Array, Array]:
