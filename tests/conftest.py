@@ -1,6 +1,7 @@
 """Settings for every test: typed arrays are checked, JAX converts and broadcasts nothing silently."""
 
 import os
+from collections.abc import Iterator
 
 import jaxtyping
 
@@ -12,6 +13,15 @@ with jaxtyping.install_import_hook("detjax", "beartype.beartype"):
     import detjax  # noqa: F401
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgotten_programs() -> Iterator[None]:
+    """What a file's tests compiled goes with them: a process may map 65,530 pieces of memory, and XLA crashes
+    where programs have taken them all."""
+    yield
+    jax.clear_caches()
