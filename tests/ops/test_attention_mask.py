@@ -80,9 +80,9 @@ def test_chunks_with_their_rows_of_the_mask_have_the_bits_of_the_whole(name: str
     for size in (1, 50):
         for start in range(0, 150, size):
             rows = slice(start, start + size)
-            # Also where the mask ends with the keys that there are by then.
+            # Also where the mask ends with the keys that there are by then: each a program of its own, so not all.
             end = 150 if options.get("causal") is False else start + size
-            for keys in {end, 150}:
+            for keys in {end if size > 1 or start % KV_BLOCK in (0, 1, 21, KV_BLOCK - 1) else 150, 150}:
                 own = given(mask[:, :, rows, :keys])
                 o = attend(request.q[None, rows], where, [start], [end], mask=own, **options)[0]
                 assert_same_bits(o, expected[rows])

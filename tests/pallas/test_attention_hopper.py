@@ -699,7 +699,7 @@ def test_no_product_meets_a_sum_in_the_kernels(ptx: dict[str, str]) -> None:
     for name, text in ptx.items():
         kernels = re.findall(r"^\.visible \.entry attention_([a-z]+)", text, re.MULTILINE)
         assert kernels == (["prefill"] if name.startswith("prefill") else ["decode", "merge"]), name
-        assert text.count("fma.rn.f32") > 100 * len(kernels) and "add.f32" in text, name
+        assert text.count("fma.rn.f32") > 50 * len(kernels) and "add.rn.f32" in text, name
         assert products_in_sums(text) == [], name
 
 
