@@ -153,7 +153,7 @@ class Problem(NamedTuple):
         """What CTAs leave that share sequences."""
         blocks = min(self.most_blocks, -(-self.batch * self.sequences * self.most_blocks // ctas))
         of_tile = self.tokens, self.tiles, self.tile_tokens, self.group
-        return Cuts(ctas, blocks, *of_tile, self.value_width, self.dtype)
+        return Cuts(ctas, blocks, self.batch, self.sequences, *of_tile, self.value_width, self.dtype)
 
     def schedule(self) -> Schedule:
         ctas = hopper.multiprocessors()
@@ -345,6 +345,8 @@ class _Kernel:
 
     def run(self) -> None:
         warpgroup = lax.axis_index("warpgroup")
+        hopper.await_prior_kernels()
+        hopper.start_next_kernel()
         prefetch(self.page_table, self.cta, self.schedule.ctas)
         self.deal()
         roles = [self.multiply, self.load]
@@ -510,23 +512,15 @@ class _Kernel:
 
     def multiply(self) -> None:
         plgpu.set_max_registers(240, action="increase")
-        if self.left is not None:
-            self.leave_cut(self.left)
+        if self.left is not None and not self.cuts.by_sequence:
+            # Of a CTA that begins no sequence nothing goes on.
+            self.leave_cut(self.left, Cut(*(jnp.int32(0),) * len(Cut._fields)))
         self.for_each_piece(self.multiply_piece, jnp.int32(0))
 
-    def leave_cut(self, left: Left) -> None:
-        """What the merging kernel has to know. Of the cuts through a sequence the first one counts: the CTA before it
-        has the sequence's beginning."""
-        request, sequence, skipped = self.start
-        _, blocks = self.blocks_of(lax.min(request, jnp.int32(self.problem.batch - 1)))
-        is_first = (self.work > 0) & (skipped > 0) & (skipped <= self.each + self.slack)
-        cut = Cut(request, sequence, jnp.where(is_first, blocks - skipped, 0), self.first_place)
+    def leave_cut(self, left: Left, cut: Cut) -> None:
+        """What the merging kernel has to know of a sequence that begins here."""
         for index, number in enumerate(cut):
-            left.cuts[self.cta, index] = number
-
-    @property
-    def first_place(self) -> Array:
-        return self.problem.cuts(self.schedule.ctas).first_place(self.cta, self.each)
+            left.cuts[self.cuts.line(self.cta, cut.request, cut.sequence), index] = number
 
     def multiply_piece(self, piece: _Piece, first_step: Array) -> Array:
         """Every block has its threads meet twice: in `column_maxima`, and when `p` and its sums are in shared memory.
@@ -598,35 +592,41 @@ class _Kernel:
             return o, m, merged(total, a, total_b, b, COLUMN)
 
         def from_the_beginning() -> None:
+            left, cuts = self.left, self.cuts
+            if left is not None and cuts is not None:
+                missing = piece.blocks - piece.visits
+                behind = Cut(piece.request, piece.sequence, missing, cuts.first_place(self.cta + 1, self.each))
+                self.leave_cut(left, behind)
             zeros = tuple(splat(0.0, (ROWS, columns)) for _ in problem.value_chunks)
             start = zeros, *initial_statistics(sinks, columns, COLUMN)
             o, m, total = lax.fori_loop(0, piece.visits, merge_block, start)
-            left = self.left
-            if left is None:
+            if left is None or cuts is None:
                 return self.write(piece, kv_head, tile, o, total)
             is_whole = piece.visits == piece.blocks
             pl.when(is_whole)(lambda: self.write(piece, kv_head, tile, o, total))
 
             @pl.when(~is_whole)
             def _() -> None:
+                line = cuts.line(self.cta, piece.request, piece.sequence)
                 for index, x in enumerate(o):
-                    self.leave_columns(left.prefixes.at[self.cta], index, x)
+                    self.leave_columns(left.prefixes.at[line], index, x)
                 for which, numbers in enumerate((m, total)):
-                    store_column_numbers(numbers, left.prefix_statistics.at[self.cta, :, which])
+                    store_column_numbers(numbers, left.prefix_statistics.at[line, :, which])
 
-        def block_by_block(left: Left) -> None:
+        def block_by_block(left: Left, cuts: Cuts) -> None:
             def leave_block(i: Array, _: None) -> None:
-                place = self.first_place + i
+                place = cuts.first_place(self.cta, self.each) + i
                 m_b, total_b, _ = visit(i, lambda index, x, _: self.leave_columns(left.blocks.at[place], index, x))
                 for which, numbers in enumerate((m_b, total_b)):
                     store_column_numbers(numbers, left.statistics.at[:, which, place])
 
             lax.fori_loop(0, piece.visits, leave_block, None)
 
-        if self.left is None:
+        if self.left is None or self.cuts is None:
             from_the_beginning()
         else:
-            lax.cond(piece.skipped == 0, from_the_beginning, functools.partial(block_by_block, self.left))
+            rest = functools.partial(block_by_block, self.left, self.cuts)
+            lax.cond(piece.skipped == 0, from_the_beginning, rest)
         return first_step + 2 * piece.visits
 
     def scrub(self, v: Any, length: Array) -> None:

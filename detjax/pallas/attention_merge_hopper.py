@@ -1,9 +1,10 @@
 """Blocks of keys that several CTAs have of one sequence, merged in order on Hopper (Pallas Mosaic GPU).
 
 Where a decode's line of blocks is cut within a sequence, the CTA that has its beginning leaves what it has merged, and
-the others leave each block's result by itself. A CTA for each query of such a sequence merges them, a thread for each
-column. The factors of 128 blocks are found first, a thread for each: what is left to do in order is two fused
-multiply-adds a block.
+the others leave each block's result by itself. CTAs for each query of such a sequence merge them, a thread for each
+column. The factors of 128 blocks are found first, a thread for each: what is left to do in order is a fused
+multiply-add a block. What shared memory delivers limits how fast that goes, so where sequences are few, their columns
+are spread over several CTAs.
 """
 
 import functools
@@ -14,6 +15,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
@@ -21,15 +23,17 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
 from detjax.contract import ACCUMULATOR
+from detjax.pallas import hopper
 from detjax.pallas.attention_tile_hopper import element, finished, fma, index_of
 from detjax.pallas.warps_hopper import WARP, from_lanes_below, warp
 
 _THREADS: Final = 128
 _AT_ONCE: Final = 32
 """Blocks that are loaded at once."""
-_STAGES: Final = 3
-"""Of loads in flight: so few that CTAs for all queries of a decode of 4 heads run at the same time, most of which have
-nothing to do."""
+_MOST_CTAS: Final = 8
+"""Of a multiprocessor, up to which columns are spread over CTAs."""
+_RING: Final = 192 * 1024
+"""Bytes of loads in flight, of all the CTAs of a multiprocessor."""
 _BEFORE, _OWN, _SUM = range(3)
 """Factors of a block: of what was merged before, of the block's own result, and its sum times that."""
 _NUMBER: Final = plgpu.Layout.WG_SPLAT
@@ -46,6 +50,9 @@ class Cuts(NamedTuple):
     ctas: int
     blocks: int
     """The most that a CTA leaves unmerged of a sequence that goes on in the next CTA."""
+    batch: int
+    sequences: int
+    """Of a request."""
     tokens: int
     """Of a request, in `tiles` of `tile_tokens`."""
     tiles: int
@@ -59,9 +66,43 @@ class Cuts(NamedTuple):
         return self.tile_tokens * self.group
 
     @property
+    def by_sequence(self) -> bool:
+        """Whether there are fewer sequences than places to cut one: then each has a line of what is left, else each CTA
+        has, for the sequence that it begins last."""
+        return self.batch * self.sequences < self.ctas - 1
+
+    @property
+    def lines(self) -> int:
+        return self.batch * self.sequences if self.by_sequence else self.ctas - 1
+
+    def line(self, cta: Array, request: Array, sequence: Array) -> Array:
+        return request * self.sequences + sequence if self.by_sequence else cta
+
+    @property
+    def columns(self) -> int:
+        """Of a result, that one CTA merges."""
+        fits = (
+            columns
+            for columns in (WARP, 2 * WARP, 4 * WARP)
+            if self.lines * self.rows * -(-self.value_width // columns) <= _MOST_CTAS * hopper.multiprocessors()
+        )
+        return next(fits, 4 * WARP)
+
+    @property
+    def parts(self) -> int:
+        """CTAs of a query."""
+        return -(-self.value_width // self.columns)
+
+    @property
     def width(self) -> int:
-        """Columns of a result: as many for each thread."""
-        return -(-self.value_width // _THREADS) * _THREADS
+        """Columns of a result, as many in each part."""
+        return self.parts * self.columns
+
+    @property
+    def stages(self) -> int:
+        """Loads in flight: as many as fit where all CTAs run at the same time, most of which have nothing to do."""
+        ctas = -(-self.lines * self.rows * self.parts // hopper.multiprocessors())
+        return max(3, min(16, _RING // ctas // (_AT_ONCE * self.columns * 4)))
 
     @property
     def places(self) -> int:
@@ -84,9 +125,9 @@ class Cuts(NamedTuple):
         return (
             jax.ShapeDtypeStruct((self.places, *of_tile), ACCUMULATOR),
             jax.ShapeDtypeStruct((self.rows, 2, self.places), ACCUMULATOR),
-            jax.ShapeDtypeStruct((self.ctas, *of_tile), ACCUMULATOR),
-            jax.ShapeDtypeStruct((self.ctas, self.rows, 2), ACCUMULATOR),
-            jax.ShapeDtypeStruct((self.ctas, len(Cut._fields)), jnp.int32),
+            jax.ShapeDtypeStruct((self.lines + 1, *of_tile), ACCUMULATOR),
+            jax.ShapeDtypeStruct((self.lines + 1, self.rows, 2), ACCUMULATOR),
+            jax.ShapeDtypeStruct((self.lines + 1, len(Cut._fields)), jnp.int32),
         )
 
 
@@ -98,39 +139,39 @@ class Left(NamedTuple):
     statistics: Any
     """Their maxima and sums, `[query, 2, place]`."""
     prefixes: Any
-    """Merged blocks of the sequence that a CTA ends in, `[cta, t, g, width]`."""
+    """Merged blocks of sequences that go on in other CTAs, `[line, t, g, width]`."""
     prefix_statistics: Any
-    """Their maxima and sums, `[cta, query, 2]`."""
+    """Their maxima and sums, `[line, query, 2]`."""
     cuts: Any
-    """A `Cut` for each CTA, `[cta, 4]`."""
+    """A `Cut` for each line, `[line, 4]`."""
 
 
 class Cut(NamedTuple):
-    """What has to be known of the sequence that a CTA begins within, all int32."""
+    """What has to be known of a sequence, all int32."""
 
     request: Array
     sequence: Array
     """Of the request: heads of keys, of each its tiles."""
     left: Array
-    """Blocks from the cut on; 0 if there is nothing to merge, or another CTA's cut is the sequence's first."""
+    """Blocks from the first cut through it on; 0 if there is none."""
     first_place: Array
     """Of these."""
 
 
 def merge(cuts: Cuts, o: Array, left: Left) -> Array:
     """The output `[B, T, h, G, V]`, with the sequences in it that cuts go through."""
-    width = cuts.width
-    layout = plgpu.Layout.WG_STRIDED(shape=(width,), vec_size=1)
+    columns, stages = cuts.columns, cuts.stages
 
     def spread(x: Array) -> Array:
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, (width,), ()), layout)
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, (_THREADS,), ()), _LINE)
 
     def body(
         o_gmem: Any, *refs: Any, x_smem: Any, factors: Any, maxima: Any, warps: Any, changes: Any, loaded: Any
     ) -> None:
         gmem = Left(*refs)
-        row, cta = lax.axis_index("row"), lax.axis_index("cut") + 1
-        cut = Cut(*(gmem.cuts[cta, index] for index in range(len(Cut._fields))))
+        hopper.await_prior_kernels()
+        line, row, part = (lax.axis_index(name) for name in ("line", "row", "part"))
+        cut = Cut(*(gmem.cuts[line, index] for index in range(len(Cut._fields))))
         kv_head, tile = lax.div(cut.sequence, jnp.int32(cuts.tiles)), lax.rem(cut.sequence, jnp.int32(cuts.tiles))
         in_tile, head = lax.div(row, jnp.int32(cuts.group)), lax.rem(row, jnp.int32(cuts.group))
         token = tile * cuts.tile_tokens + in_tile
@@ -139,13 +180,14 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
         def _() -> None:
             loads = lax.div(cut.left + (_AT_ONCE - 1), jnp.int32(_AT_ONCE))
 
-            def load(index: Array) -> None:
-                slot = lax.rem(index, jnp.int32(_STAGES))
-                places = pl.ds(cut.first_place + index * _AT_ONCE, _AT_ONCE)
-                plgpu.copy_gmem_to_smem(gmem.blocks.at[places, in_tile, head], x_smem.at[slot], loaded.at[slot])
+            own_columns = pl.ds(part * columns, columns)
 
-            for index in range(_STAGES):
-                pl.when(index < loads)(lambda index=index: load(jnp.int32(index)))
+            def load(index: Array) -> None:
+                slot = lax.rem(index, jnp.int32(stages))
+                source = gmem.blocks.at[pl.ds(cut.first_place + index * _AT_ONCE, _AT_ONCE), in_tile, head, own_columns]
+                plgpu.copy_gmem_to_smem(source, x_smem.at[slot], loaded.at[slot])
+
+            pl.loop(0, lax.min(loads, jnp.int32(stages)))(load)
 
             def statistics(first: Array) -> tuple[Array, Array]:
                 """Maxima and sums of 128 blocks; of those behind the last one anything."""
@@ -167,8 +209,8 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
                     return steady if is_steady else factors[_BEFORE, first + index]
 
                 def merge_result(index: Any, o: Array) -> Array:
-                    x, b = plgpu.load(x_smem.at[slot, index], layout=layout), spread(factors[_OWN, first + index])
-                    return fma(o, spread(before(index)), x * b, layout)
+                    x, b = load_line(x_smem.at[slot, index]), spread(factors[_OWN, first + index])
+                    return fma(o, spread(before(index)), x * b, _LINE)
 
                 def merge_sum(index: Any, total: Array) -> Array:
                     # The sum of a block has its factor already.
@@ -180,12 +222,14 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
                     return lax.fori_loop(0, count, step, x)
 
                 o, total = carry
-                # What is broadcast from shared memory takes as long as what is not: one warp looks at the sums.
-                total = lax.cond(warp() == 0, functools.partial(all_of, merge_sum), lambda total: total, total)
-                return all_of(merge_result, o), total
+                # What is broadcast from shared memory takes as long as what is not: one warp looks at the sums, and
+                # those that have no columns at nothing.
+                warps = columns // WARP
+                total = is_warp_in(3, 4, functools.partial(all_of, merge_sum), total)
+                return is_warp_in(0, warps, functools.partial(all_of, merge_result), o), total
 
             def merge_load(index: Array, carry: Any) -> Any:
-                slot, first = lax.rem(index, jnp.int32(_STAGES)), index * _AT_ONCE
+                slot, first = lax.rem(index, jnp.int32(stages)), index * _AT_ONCE
                 plgpu.barrier_wait(loaded.at[slot])
                 in_factors, left = lax.rem(first, jnp.int32(_THREADS)), cut.left - first
                 # What is loaded for all threads limits the speed, and a maximum seldom grows.
@@ -198,10 +242,10 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
                 ]
                 carry = lax.switch(kind, kinds, carry)
 
-                @pl.when(index + _STAGES < loads)
+                @pl.when(index + stages < loads)
                 def _() -> None:
                     meet()  # all have read the slot
-                    load(index + _STAGES)
+                    load(index + stages)
 
                 return carry
 
@@ -222,29 +266,28 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
                 x, total = lax.fori_loop(index * per_line, end, merge_load, (x, total))
                 return x, total, maxima[_THREADS - 1], *following
 
-            before = gmem.prefix_statistics.at[cta - 1]
-            prefix = plgpu.load(gmem.prefixes.at[cta - 1, in_tile, head], layout=layout)
+            before = gmem.prefix_statistics.at[line]
+            prefix = load_line(gmem.prefixes.at[line, in_tile, head, own_columns])
             lines = lax.div(cut.left + (_THREADS - 1), jnp.int32(_THREADS))
             start = prefix, before[row, 1], before[row, 0], *statistics(jnp.int32(0))
             x, total, *_ = lax.fori_loop(0, lines, merge_128, start)
             maxima[...] = plgpu.layout_cast(jnp.full((_THREADS,), total), _LINE)
             meet()
-            total = spread(maxima[0])
-            y = finished(x, total, cuts.dtype, spread=lambda x, _: x)
-            store_line(y, o_gmem.at[cut.request, token, kv_head, head])
+            y = finished(x, spread(maxima[_THREADS - 1]), cuts.dtype, spread=lambda x, _: x)
+            store_line(y, o_gmem.at[cut.request, token, kv_head, head], part * columns, columns)
 
     kernel = plgpu.kernel(
         body,
         out_type=(),
-        grid=(cuts.ctas - 1, cuts.rows),
-        grid_names=("cut", "row"),
+        grid=(cuts.lines, cuts.rows, cuts.parts),
+        grid_names=("line", "row", "part"),
         scratch_types={
-            "x_smem": plgpu.SMEM((_STAGES, _AT_ONCE, width), ACCUMULATOR),
+            "x_smem": plgpu.SMEM((stages, _AT_ONCE, columns), ACCUMULATOR),
             "factors": plgpu.SMEM((3, _THREADS), ACCUMULATOR),
             "maxima": plgpu.SMEM((_THREADS,), ACCUMULATOR),
             "warps": plgpu.SMEM((4,), ACCUMULATOR),
             "changes": plgpu.SMEM((_THREADS // WARP,), jnp.int32),
-            "loaded": plgpu.Barrier(num_barriers=_STAGES),
+            "loaded": plgpu.Barrier(num_barriers=stages),
         },
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -326,18 +369,42 @@ def leave_changes(before: Array, after: Array, changes: Any) -> None:
     inlined(before, after, changes)
 
 
-def store_line(x: Array, target: Any) -> None:
-    """Stores the first elements of a line, as many as memory `[count]` takes; each thread has every 128th."""
-    (count,) = target.shape
-    layout = plgpu.Layout.WG_STRIDED(shape=x.shape, vec_size=1)
+def is_warp_in(first: int, end: int, step: Callable[[Array], Array], x: Array) -> Array:
+    """`step(x)` in some of the warpgroup's warps, `x` in the others."""
+    if end - first == _THREADS // WARP:
+        return step(x)
+    own = warp()
+    return lax.cond((own >= first) & (own < end), step, lambda x: x, x)
 
-    def store(_: Any, x: Any, target: Any) -> None:
+
+def load_line(source: Any) -> Array:
+    """Numbers of memory `[n]` for 128 threads: the first n have one each, the others those again."""
+    (count,) = source.shape
+
+    def load(_: Any, source: Any) -> Any:
+        thread = mgpu.thread_idx()
+        value = memref.load(source, [index_of(arith.remui(thread, mgpu.c(count, thread.type)))])
+        registers = np.empty(_LINE.to_mgpu().registers_shape((_THREADS,)), dtype=object)
+        registers[...] = vector.from_elements(ir.VectorType.get((1,), value.type), [value])
+        return FragmentedArray(_registers=registers, _layout=_LINE.to_mgpu(), _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct((_THREADS,), ACCUMULATOR, layout=_LINE)
+    inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)(load)
+    return inlined(source)
+
+
+def store_line(x: Array, target: Any, first: Array, count: int) -> None:
+    """Stores the first `count` of 128 threads' numbers from element `first` of memory `[n]` on, as far as that goes."""
+    (size,) = target.shape
+
+    def store(_: Any, x: Any, target: Any, first: Any) -> None:
         thread = mgpu.thread_idx()
         thread = arith.remui(thread, mgpu.c(_THREADS, thread.type))
-        for number, register in enumerate(x.registers.flatten()):
-            at = arith.addi(thread, mgpu.c(_THREADS * number, thread.type))
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, at, mgpu.c(count, thread.type))):
-                memref.store(element(register), target, [index_of(at)])
+        at = arith.addi(first.registers.item(), thread)
+        is_own = arith.cmpi(arith.CmpIPredicate.ult, thread, mgpu.c(count, thread.type))
+        is_there = arith.cmpi(arith.CmpIPredicate.ult, at, mgpu.c(size, thread.type))
+        with mgpu.when(arith.andi(is_own, is_there)):
+            memref.store(element(x.registers.item()), target, [index_of(at)])
 
-    inlined: Any = plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))(store)
-    inlined(x, target)
+    inlined: Any = plgpu.inline_mgpu(arg_types=(_LINE, plgpu.RefType(), plgpu.Layout.WG_SPLAT))(store)
+    inlined(x, target, first)

@@ -1,6 +1,7 @@
 """What the kernels need to know of a Hopper chip."""
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax.extend import backend
 
 SHARED_MEMORY = 232448
@@ -26,3 +27,18 @@ def resident_clusters(size: int) -> int:
     """
     usable = multiprocessors() if size <= 2 else multiprocessors() * 10 // 11
     return max(1, usable // size)
+
+
+def await_prior_kernels() -> None:
+    """Waits, in a kernel, until all that the stream was given before it has ended.
+
+    A kernel that calls this is started while the one before it still runs, into room that this one leaves
+    (programmatic dependent launch): it has to call this in all threads before they look at memory.
+    """
+    plgpu.griddepcontrol_wait()
+
+
+def start_next_kernel() -> None:
+    """Allows the stream's next kernel to be started, if that calls `await_prior_kernels`, into room that CTAs of this
+    one leave."""
+    plgpu.griddepcontrol_launch_dependents()

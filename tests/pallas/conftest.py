@@ -96,11 +96,12 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         ("load_queries", _load_queries),
         ("store_columns", _store_columns),
         ("store_column_numbers", _store_numbers),
-        ("store_line", _store_numbers),
+        ("store_line", _store_line),
         ("running_maxima", _running_maxima),
         ("leave_changes", _leave_changes),
         ("meet", lambda: None),
-        ("warp", lambda: jnp.int32(0)),
+        ("is_warp_in", lambda _first, _end, step, x: step(x)),
+        ("load_line", _load_line),
         ("find_places", _find_places),
         ("prefetch", lambda *_: None),
         ("products", _products),
@@ -108,6 +109,8 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         for module in _ATTENTION:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, replacement)
+    for name in ("await_prior_kernels", "start_next_kernel"):
+        monkeypatch.setattr(hopper, name, lambda: None)
     monkeypatch.setattr(attention_cta_hopper, "named_barrier", _barrier_operation)
     monkeypatch.setattr(gpu_callbacks, "wgmma", gpu_callbacks.fail_on_exception(_wgmma))
     monkeypatch.setattr(gpu_callbacks, "_named_barrier", gpu_callbacks.fail_on_exception(_named_barrier))
@@ -204,6 +207,15 @@ def _copy(x: Any, target: Any) -> None:
 
 def _store_numbers(x: Array, target: Any) -> None:
     target[...] = x[: target.shape[0]]
+
+
+def _load_line(source: Any) -> Array:
+    return jnp.tile(source[...], attention_merge_hopper._THREADS // source.shape[0])
+
+
+def _store_line(x: Array, target: Any, first: Array, count: int) -> None:
+    for index in range(count):
+        pl.when(first + index < target.shape[0])(functools.partial(_copy, x[index], target.at[first + index]))
 
 
 def _products(kind: Any, codes: Array, scales: list[Array], layout: Any) -> Array:
