@@ -23,7 +23,7 @@ demo: $(READY) ## set up, then run the demonstration
 	@$(BIN)/detjax demo
 
 test: lint $(PTXAS)/.ready ## set up, lint, then run the tests (PYTEST_ARGS="-k matmul" picks some)
-	DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 2 $(PYTEST_ARGS)
+	DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(READY) ## check style, formatting, types and the direction of imports
 	$(BIN)/ruff check

@@ -326,7 +326,7 @@ class _Kernel:
         scratch: dict[str, Any],
     ) -> None:
         self.problem, self.schedule, self.masking, self.scratch = problem, schedule, masking, scratch
-        self.cuts = problem.cuts(schedule.ctas) if schedule.cut else None
+        self.cuts = problem.cuts(schedule.ctas)
         count = 1 + len(Left._fields) if schedule.cut else 1
         operands, (self.o_gmem, *left) = refs[:-count], refs[-count:]
         self.left = Left(*left) if schedule.cut else None
@@ -592,41 +592,39 @@ class _Kernel:
             return o, m, merged(total, a, total_b, b, COLUMN)
 
         def from_the_beginning() -> None:
-            left, cuts = self.left, self.cuts
-            if left is not None and cuts is not None:
-                missing = piece.blocks - piece.visits
-                behind = Cut(piece.request, piece.sequence, missing, cuts.first_place(self.cta + 1, self.each))
-                self.leave_cut(left, behind)
+            left = self.left
+            if left is not None:
+                first_place = self.cuts.first_place(self.cta + 1, self.each)
+                self.leave_cut(left, Cut(piece.request, piece.sequence, piece.blocks - piece.visits, first_place))
             zeros = tuple(splat(0.0, (ROWS, columns)) for _ in problem.value_chunks)
             start = zeros, *initial_statistics(sinks, columns, COLUMN)
             o, m, total = lax.fori_loop(0, piece.visits, merge_block, start)
-            if left is None or cuts is None:
+            if left is None:
                 return self.write(piece, kv_head, tile, o, total)
             is_whole = piece.visits == piece.blocks
             pl.when(is_whole)(lambda: self.write(piece, kv_head, tile, o, total))
 
             @pl.when(~is_whole)
             def _() -> None:
-                line = cuts.line(self.cta, piece.request, piece.sequence)
+                line = self.cuts.line(self.cta, piece.request, piece.sequence)
                 for index, x in enumerate(o):
                     self.leave_columns(left.prefixes.at[line], index, x)
                 for which, numbers in enumerate((m, total)):
                     store_column_numbers(numbers, left.prefix_statistics.at[line, :, which])
 
-        def block_by_block(left: Left, cuts: Cuts) -> None:
+        def block_by_block(left: Left) -> None:
             def leave_block(i: Array, _: None) -> None:
-                place = cuts.first_place(self.cta, self.each) + i
+                place = self.cuts.first_place(self.cta, self.each) + i
                 m_b, total_b, _ = visit(i, lambda index, x, _: self.leave_columns(left.blocks.at[place], index, x))
                 for which, numbers in enumerate((m_b, total_b)):
                     store_column_numbers(numbers, left.statistics.at[:, which, place])
 
             lax.fori_loop(0, piece.visits, leave_block, None)
 
-        if self.left is None or self.cuts is None:
+        if self.left is None:
             from_the_beginning()
         else:
-            rest = functools.partial(block_by_block, self.left, self.cuts)
-            lax.cond(piece.skipped == 0, from_the_beginning, rest)
+            lax.cond(piece.skipped == 0, from_the_beginning, functools.partial(block_by_block, self.left))
         return first_step + 2 * piece.visits
 
     def scrub(self, v: Any, length: Array) -> None:

@@ -85,8 +85,9 @@ def test_greedy_continuations_are_those_of_transformers(name: str) -> None:
     assert generation.completions[0].tokens == tuple(continuation.tolist())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, "float32") for name in NAMES] + [("qwen3", "bfloat16"), ("mistral", "bfloat16")]
+)
 def test_chunks_and_decode_give_the_bits_of_prefill(name: str, dtype: str) -> None:
     tokens = tokens_of(name, batch=2)
     whole = programs(name, dtype)[0](tokens)
@@ -135,7 +136,7 @@ def test_gradients_of_the_model_are_those_of_plain_jax(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("batch", "length"), [(2, 163), (17, 163), (33, 130), (128, 130), (257, 130), (1024, 9)])
+@pytest.mark.parametrize(("batch", "length"), [(2, 163), (17, 163), (257, 130), (1024, 9)])
 def test_a_request_is_the_same_in_every_batch_and_slot(batch: int, length: int, dtype: str) -> None:
     whole, _ = programs("qwen3", dtype)
     alone = whole(tokens_of("qwen3", 1, length))[0]

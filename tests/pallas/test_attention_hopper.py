@@ -264,10 +264,8 @@ def test_decode_has_the_bits_of_prefill(name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "dtype"),
     [
-        ("int8", "causal", "bfloat16"),
         ("int8", "everything", "float16"),
         ("fp8_e4m3", "window", "bfloat16"),
-        ("q4_0", "causal", "float16"),
         ("q4_0", "not causal", "bfloat16"),
     ],
 )
@@ -314,7 +312,7 @@ def test_another_rounding_of_the_factors_gives_other_bits(monkeypatch: pytest.Mo
 
 
 @in_the_interpreter
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(2, 2, 80), (4, 1, 80), (7, 1, 64), (14, 1, 96)])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(2, 2, 80), (7, 1, 64), (14, 1, 96)])
 def test_heads_of_any_number_and_width_decode_to_the_bits_of_prefill(heads: int, kv_heads: int, width: int) -> None:
     requests = Requests.random((300, 5), heads, kv_heads, width)
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
@@ -398,8 +396,8 @@ def test_attention_lowers(tokens: int, width: int, options: dict[str, Any]) -> N
 @pytest.mark.parametrize("tokens", [1, 1024], ids=["decode", "prefill"])
 @pytest.mark.parametrize(
     ("kind", "width"),
-    [(kind, width) for kind in ("int8", "fp8_e4m3") for width in (16, 64, 80, 96, 112, 128, 192, 256)]
-    + [("q4_0", width) for width in (32, 64, 96, 128, 192, 256)],
+    [(kind, width) for kind in ("int8", "fp8_e4m3") for width in (16, 64, 80, 128, 256)]
+    + [("q4_0", width) for width in (32, 96, 128, 256)],
 )
 def test_attention_over_quantized_pages_lowers(tokens: int, kind: str, width: int) -> None:
     fn, operands = attention(tokens, width, kind=kind)

@@ -52,7 +52,7 @@ def test_what_is_in_the_pages_stays() -> None:
 SCHEDULES = [(2, 8, 1), (4, 4, 2), (8, 1, 1), (16, 2, 2), (16, 1, 4), (16, 8, 1), (16, 8, 4)]
 
 
-@pytest.mark.parametrize("kv_heads", [1, 4, 6])
+@pytest.mark.parametrize("kv_heads", [1, 6])
 def test_every_schedule_writes_the_same_bits(kv_heads: int) -> None:
     # Nine tokens: with two or more to a CTA, the last one moves up to tokens that another CTA writes too.
     case = exactly(Append.random((126, 250, 0), (3, 2, 3), 3, heads=8, kv_heads=kv_heads, width=128))
