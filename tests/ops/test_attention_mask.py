@@ -70,9 +70,9 @@ def test_another_mask_gives_other_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("causal", "float32"), ("not causal", "bfloat16"), ("everything", "float32")]
+    ("name", "dtype", "heads"),
+    [("causal", "float32", 1), ("not causal", "bfloat16", HEADS), ("everything", "float32", HEADS)],
 )
-@pytest.mark.parametrize("heads", [1, HEADS])
 def test_chunks_with_their_rows_of_the_mask_have_the_bits_of_the_whole(name: str, dtype: str, heads: int) -> None:
     request, mask, options = Request.random(150, dtype), drawn(1, heads, 150, 150), OPTIONS[name]
     expected = whole(request, mask=given(mask), **options)

@@ -280,7 +280,7 @@ def test_quantized_pages_decode_to_the_bits_of_what_they_are_read_as(kind: str, 
 
 
 @in_the_interpreter
-@pytest.mark.parametrize(("kind", "name"), [("int8", "causal"), ("fp8_e4m3", "everything"), ("q4_0", "not causal")])
+@pytest.mark.parametrize(("kind", "name"), [("fp8_e4m3", "everything"), ("q4_0", "not causal")])
 def test_quantized_pages_prefill_to_the_bits_of_what_they_are_read_as(kind: str, name: str) -> None:
     requests, dense = Requests.random((300, 17), 2, 1, 32, dtype="bfloat16", **OPTIONS[name]).quantized(kind)
     # Of many pages only those of two requests become numbers.
@@ -312,7 +312,7 @@ def test_another_rounding_of_the_factors_gives_other_bits(monkeypatch: pytest.Mo
 
 
 @in_the_interpreter
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(2, 2, 80), (7, 1, 64), (14, 1, 96)])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(2, 2, 80), (7, 1, 96)])
 def test_heads_of_any_number_and_width_decode_to_the_bits_of_prefill(heads: int, kv_heads: int, width: int) -> None:
     requests = Requests.random((300, 5), heads, kv_heads, width)
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
@@ -325,9 +325,9 @@ def test_heads_of_any_number_and_width_decode_to_the_bits_of_prefill(heads: int,
 
 
 @in_the_interpreter
-@pytest.mark.parametrize("product_turns", [False, True], ids=["block turns", "product turns"])
-@pytest.mark.parametrize("persistent", [False, True], ids=["a CTA a tile", "persistent"])
-@pytest.mark.parametrize("width", [192, 256])
+@pytest.mark.parametrize(
+    ("width", "persistent", "product_turns"), [(192, True, True), (256, True, False), (256, False, True)]
+)
 def test_no_schedule_of_wide_rows_changes_a_bit(
     width: int, persistent: bool, product_turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,8 +396,8 @@ def test_attention_lowers(tokens: int, width: int, options: dict[str, Any]) -> N
 @pytest.mark.parametrize("tokens", [1, 1024], ids=["decode", "prefill"])
 @pytest.mark.parametrize(
     ("kind", "width"),
-    [(kind, width) for kind in ("int8", "fp8_e4m3") for width in (16, 64, 80, 128, 256)]
-    + [("q4_0", width) for width in (32, 96, 128, 256)],
+    [(kind, width) for kind in ("int8", "fp8_e4m3") for width in (16, 80, 256)]
+    + [("q4_0", width) for width in (32, 128)],
 )
 def test_attention_over_quantized_pages_lowers(tokens: int, kind: str, width: int) -> None:
     fn, operands = attention(tokens, width, kind=kind)
