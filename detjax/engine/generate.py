@@ -13,39 +13,13 @@ from rich.progress import Progress
 
 from detjax import ops, platform
 from detjax.contract import PORTABLE_ROWS, KVQuantization
+from detjax.engine.request import Completion, Generation, encoded, end_tokens
 from detjax.engine.sampling import SamplingParams
 from detjax.models import Decoder, KVCache, Tokenizer
 from detjax.ops.quantized_kv import check_kind
 
 PREFILL_CHUNK = 128
 """Tokens of a prompt that enter the cache in one step, by default. A schedule: any number gives the same bits."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """One sample.
-
-    Attributes:
-        tokens: what was generated, the token that ended it included.
-        logprobs: of each token under the model, before temperature and filters; float32 numbers, held exactly.
-        top_logprobs: at each step the likeliest tokens and their logprobs, as many as were asked for.
-        text: the tokens as text, cut before a stop string; None without a tokenizer.
-        finish_reason: "stop" (an end token or a stop string) or "length".
-    """
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
-    text: str | None
-    finish_reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """A prompt's tokens and its samples, in order of their index."""
-
-    prompt_tokens: tuple[int, ...]
-    completions: tuple[Completion, ...]
 
 
 def generate(
@@ -87,21 +61,21 @@ def generate(
         raise ValueError(
             f"generate: {len(prompts)} prompts and {len(per_prompt)} sampling parameters; accepted: one, or as many"
         )
-    encoded = [
-        _encoded(model, index, prompt, params, tokenizer)
+    tokens = [
+        encoded(f"generate: prompt {index}", model, prompt, params, tokenizer)
         for index, (prompt, params) in enumerate(zip(prompts, per_prompt, strict=True))
     ]
     samples = [
-        _Sample(prompt, index, params, _end_tokens(model, params), tokenizer)
-        for prompt, params in zip(encoded, per_prompt, strict=True)
+        _Sample(prompt, index, params, end_tokens(model, params), tokenizer)
+        for prompt, params in zip(tokens, per_prompt, strict=True)
         for index in range(params.n)
     ]
     if samples:
         _run(model, samples, prefill_chunk, kv_cache_dtype, progress)
     finished = iter(sample.completion() for sample in samples)
     return [
-        Generation(tuple(prompt), tuple(next(finished) for _ in range(params.n)))
-        for prompt, params in zip(encoded, per_prompt, strict=True)
+        Generation(prompt, tuple(next(finished) for _ in range(params.n)))
+        for prompt, params in zip(tokens, per_prompt, strict=True)
     ]
 
 
@@ -110,7 +84,7 @@ class _Sample:
 
     def __init__(
         self,
-        prompt: list[int],
+        prompt: tuple[int, ...],
         index: int,
         params: SamplingParams,
         end_tokens: frozenset[int],
@@ -265,35 +239,3 @@ def _padded(pieces: Iterable[Sequence[int]], batch: int, width: int) -> tuple[In
 
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
-
-
-def _encoded(
-    model: Decoder, index: int, prompt: str | Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
-) -> list[int]:
-    if tokenizer is None and (isinstance(prompt, str) or params.stop):
-        what = "is text" if isinstance(prompt, str) else "has stop strings"
-        raise ValueError(
-            f"generate: prompt {index} {what} and there is no tokenizer; accepted: token ids and stop_token_ids. "
-            "Give generate the tokenizer that detjax.models.load returned, if the checkpoint has one."
-        )
-    tokens = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer is not None else [int(t) for t in prompt]
-    config = model.config
-    if not tokens:
-        raise ValueError(f"generate: prompt {index} is empty; accepted: at least one token")
-    strange = [token for token in tokens if not 0 <= token < config.vocab_size]
-    if strange:
-        raise ValueError(f"generate: prompt {index} has token {strange[0]}; accepted: ids 0 to {config.vocab_size - 1}")
-    if len(tokens) + params.max_tokens > config.max_positions:
-        raise ValueError(
-            f"generate: prompt {index} has {len(tokens)} tokens and asks for {params.max_tokens} more; accepted: "
-            f"{config.max_positions} in all, the model's max_position_embeddings. Lower max_tokens or cut the prompt."
-        )
-    if params.top_logprobs > config.vocab_size:
-        raise ValueError(f"generate: top_logprobs is {params.top_logprobs}; accepted: up to {config.vocab_size}")
-    return tokens
-
-
-def _end_tokens(model: Decoder, params: SamplingParams) -> frozenset[int]:
-    defaults = model.generation_defaults
-    eos = () if params.ignore_eos or defaults is None else defaults.eos_token_ids
-    return frozenset(eos) | frozenset(params.stop_token_ids)

@@ -26,6 +26,7 @@ class SamplingParams:
         stop_token_ids: tokens that end a sample; they stay in its tokens.
         ignore_eos: go on after the model's own end-of-sequence tokens.
         top_logprobs: how many of the likeliest tokens are reported at each step.
+        prompt_logprobs: report logprobs of the prompt's tokens too, and the likeliest tokens there. An `Engine` does.
     """
 
     max_tokens: int = 128
@@ -39,6 +40,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         """Checks every field.

@@ -12,7 +12,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int
 
 from detjax import ops
 from detjax.contract import rounded
-from detjax.models.cache import KVCache, Pages
+from detjax.models.cache import KVCache, Packed, Pages, Projection, Rectangle
 from detjax.models.config import DecoderConfig
 
 if TYPE_CHECKING:
@@ -55,11 +55,11 @@ class Layer(nnx.Module):
         self.down_bias = bias(config.mlp_bias, D)
 
     def __call__(
-        self, x: Float[Array, "B T D"], cache: KVCache, counts: Int[Array, "B"]
-    ) -> tuple[Float[Array, "B T D"], tuple[Pages, Pages]]:
+        self, x: Float[Array, "*N D"], where: Rectangle | Packed
+    ) -> tuple[Float[Array, "*N D"], tuple[Pages, Pages]]:
         """The residual stream behind this layer, and the layer's pages with the new keys and values in them."""
         y = ops.rms_norm(x, self.attention_norm[...], eps=self.config.norm_eps)
-        y, pages = self.attention(y, cache, counts)
+        y, pages = self.attention(y, where)
         x = ops.matmul(y, self.output[...], layout="nk", bias=_optional(self.output_bias), residual=x)
         y = ops.rms_norm(x, self.mlp_norm[...], eps=self.config.norm_eps)
         y = ops.matmul(
@@ -74,30 +74,15 @@ class Layer(nnx.Module):
         return x, pages
 
     def attention(
-        self, x: Float[Array, "B T D"], cache: KVCache, counts: Int[Array, "B"]
-    ) -> tuple[Float[Array, "B T HK"], tuple[Pages, Pages]]:
-        """Attention of the new tokens over the request's cache, the new tokens included."""
+        self, x: Float[Array, "*N D"], where: Rectangle | Packed
+    ) -> tuple[Float[Array, "*N HK"], tuple[Pages, Pages]]:
+        """Attention of the new tokens over their requests' caches, the new tokens included."""
         config = self.config
-        H, h, K = config.heads, config.kv_heads, config.head_dim
-        batch, tokens, _ = x.shape
         qkv = ops.matmul(x, self.qkv[...], layout="nk", bias=_optional(self.qkv_bias))
-        qkv = qkv.reshape(batch, tokens, H + 2 * h, K)
-        q, k_pages, v_pages = ops.qk_rope_append_kv(
-            qkv,
-            cache.k[self.index],
-            cache.v[self.index],
-            cache.page_table,
-            cache.lengths,
-            counts,
-            config.rope,
-            q_norm=_optional(self.q_norm),
-            k_norm=_optional(self.k_norm),
-            norm_eps=config.norm_eps if config.qk_norm else None,
-        )
-        kv_length = jnp.minimum(cache.lengths + counts, cache.capacity)
-        window = config.windows[self.index]
-        o = ops.attention(q, k_pages, v_pages, cache.page_table, cache.lengths, kv_length, window=window)
-        return o.reshape(batch, tokens, H * K), (k_pages, v_pages)
+        qkv = qkv.reshape(*x.shape[:-1], config.heads + 2 * config.kv_heads, config.head_dim)
+        tokens = Projection(qkv, _optional(self.q_norm), _optional(self.k_norm))
+        o, pages = where.attend(config, self.index, tokens)
+        return o.reshape(*x.shape[:-1], config.heads * config.head_dim), pages
 
 
 class Decoder(nnx.Module):
@@ -149,15 +134,26 @@ class Decoder(nnx.Module):
         batch, length = tokens.shape
         cache = KVCache.empty(self.config, batch, length, self.dtype) if cache is None else cache
         counts = jnp.full(batch, length, jnp.int32) if counts is None else counts.astype(jnp.int32)
+        x, k, v = self._through_layers(tokens, Rectangle(cache, counts))
+        lengths = jnp.minimum(cache.lengths + counts, cache.capacity)
+        return x, dataclasses.replace(cache, k=k, v=v, lengths=lengths)
+
+    def packed_hidden(
+        self, tokens: Int[Array, "N"], where: Packed
+    ) -> tuple[Float[Array, "N D"], tuple[Pages, ...], tuple[Pages, ...]]:
+        """As `hidden`, of tokens of many requests side by side; and the pools of pages with these tokens in them."""
+        return self._through_layers(tokens, where)
+
+    def _through_layers(
+        self, tokens: Int[Array, "*N"], where: Rectangle | Packed
+    ) -> tuple[Float[Array, "*N D"], tuple[Pages, ...], tuple[Pages, ...]]:
         x = ops.embed(tokens, self.embedding[...])
         pages = []
         for layer in self.layers:
-            x, written = layer(x, cache, counts)
+            x, written = layer(x, where)
             pages.append(written)
         k, v = zip(*pages, strict=True)
-        x = ops.rms_norm(x, self.final_norm[...], eps=self.config.norm_eps)
-        lengths = jnp.minimum(cache.lengths + counts, cache.capacity)
-        return x, dataclasses.replace(cache, k=k, v=v, lengths=lengths)
+        return ops.rms_norm(x, self.final_norm[...], eps=self.config.norm_eps), k, v
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
         """Logits of the hidden states given."""

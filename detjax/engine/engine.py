@@ -1,0 +1,387 @@
+"""The engine: requests from any threads and tasks, batched continuously, each answered as if it were alone."""
+
+import asyncio
+import contextlib
+import contextvars
+import dataclasses
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Final
+
+import jax
+from flax import nnx
+from jaxtyping import Array, PyTree
+from rich.console import Console
+from rich.progress import track
+
+from detjax.contract import KV_BLOCK, KVQuantization
+from detjax.engine.core import Core
+from detjax.engine.device import Device
+from detjax.engine.inputs import Shapes, Slots
+from detjax.engine.pages import PagePool
+from detjax.engine.request import Generation, Request, Token, encoded, end_tokens
+from detjax.engine.sample import Sample
+from detjax.engine.scheduler import Scheduler, Step
+from detjax.models import Decoder, Tokenizer
+from detjax.models.cache import empty_pages
+from detjax.ops.quantized_kv import check_kind
+
+_SHARE_OF_FREE_MEMORY: Final = 0.9
+_PAGES_WITHOUT_A_GPU: Final = 1 << 30
+"""Bytes of the cache at most, where the device does not say what it has."""
+
+
+class EngineClosed(RuntimeError):
+    """The engine was closed, or has failed, before the request was answered."""
+
+
+class _Job:
+    """A request on its way."""
+
+    def __init__(self, samples: list[Sample], tell: Callable[[Token | BaseException], None]) -> None:
+        self.samples = samples
+        self.tell = tell
+        """Called in the engine's thread: with each token, and with what went wrong."""
+
+    def generation(self) -> Generation:
+        completions = tuple(sample.completion() for sample in self.samples)
+        return Generation(self.samples[0].prompt, completions, self.samples[0].scored_prompt())
+
+
+class Engine:
+    """Generates for any number of requests at the same time.
+
+    A request's tokens and logprobs are the same in every bit whatever else the engine is busy with, in whichever order
+    requests come, and however they are cut into steps; whether their prompts' pages were in the cache already; and
+    whether they were computed twice because pages had run out.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None = None,
+        *,
+        max_samples: int = 64,
+        token_budget: int = 512,
+        max_tokens: int | None = None,
+        pages: int | None = None,
+        prefix_cache: bool = True,
+        kv_cache_dtype: KVQuantization | None = None,
+        top_logprobs: int = 20,
+    ) -> None:
+        """An engine that takes requests. `warm_up` compiles what it needs beforehand; else the first requests wait.
+
+        Of the arguments `kv_cache_dtype` alone changes bits.
+
+        Args:
+            model: the decoder.
+            tokenizer: needed for texts and stop strings.
+            max_samples: that are computed at the same time; more of them wait.
+            token_budget: tokens of a step at most, of prompts and of samples that go on.
+            max_tokens: of a request, prompt and samples included; default: the model's max_position_embeddings.
+            pages: of the cache, `contract.KV_BLOCK` tokens each; default: what all samples could need, or what fits
+                into 90% of the device's free memory.
+            prefix_cache: keep pages for requests that begin with the same tokens.
+            kv_cache_dtype: as `generate` has it.
+            top_logprobs: the most that a request may ask for.
+
+        Raises:
+            ValueError: an argument is out of range, or the pages do not hold one request of `max_tokens`.
+        """
+        config = model.config
+        longest = config.max_positions if max_tokens is None else max_tokens
+        accepted = {
+            "max_samples": (max_samples, max_samples >= 1, "at least 1"),
+            "token_budget": (token_budget, token_budget >= 1, "at least 1"),
+            "max_tokens": (longest, 2 <= longest <= config.max_positions, f"2 to {config.max_positions}, the model's"),
+            "top_logprobs": (top_logprobs, 0 <= top_logprobs <= config.vocab_size, f"0 to {config.vocab_size}"),
+        }
+        for name, (given, holds, what) in accepted.items():
+            if not holds:
+                raise ValueError(f"Engine: {name} is {given}; accepted: {what}")
+        if kv_cache_dtype is not None:
+            check_kind("Engine", kv_cache_dtype, config.head_dim)
+        of_one = -(-(longest - 1) // KV_BLOCK)
+        if pages is None:
+            pages = max(of_one, min(max_samples * of_one, _fitting(model, kv_cache_dtype)))
+        if pages < of_one:
+            raise ValueError(
+                f"Engine: pages is {pages}; accepted: at least {of_one}, for one request of {longest} tokens. "
+                "Give more pages, or a lower max_tokens."
+            )
+        self._model, self._tokenizer, self._longest, self._top = model, tokenizer, longest, top_logprobs
+        self._shapes = Shapes(max_samples, token_budget)
+        self._slots = Slots(max_samples, of_one)
+        self._device = Device(
+            model, pages=pages, slots=max_samples, top_logprobs=top_logprobs, kv_cache_dtype=kv_cache_dtype
+        )
+        scheduler = Scheduler(
+            PagePool(pages, keeps_prefixes=prefix_cache), self._shapes.limits, shares_prefixes=prefix_cache
+        )
+        self._core = Core(scheduler, self._shapes, self._slots, self._device)
+
+        # All that follows belongs to the engine's thread, which is given what to do by way of the inbox.
+        self._jobs: dict[Sample, _Job] = {}
+        self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._open = threading.Lock()
+        # The thread sees the backend that was chosen where the engine was made.
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._work,), name="detjax-engine", daemon=True)
+        self._thread.start()
+
+    def warm_up(self, *, progress: bool = False) -> None:
+        """Compiles every program that steps may need, the engine being idle.
+
+        Args:
+            progress: shows a bar on stderr.
+
+        Raises:
+            RuntimeError: the engine is busy.
+        """
+
+        def compile_all() -> None:
+            self._check_idle("warm_up")
+            console = Console(stderr=True)
+            for shape in track(list(self._shapes), "compiling", console=console, disable=not progress, transient=True):
+                self._device.warm_up(shape, self._slots.inputs(Step((), ()), shape))
+
+        self._call(compile_all).result()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Iterable[Request]) -> list[Generation]:
+        """Returns a generation per request, in their order; each is the same in every bit as if it were alone.
+
+        Raises:
+            ValueError: a request cannot be served; none of them is begun then.
+            EngineClosed: the engine was closed meanwhile, or has failed.
+        """
+        jobs: list[_Job] = []
+        done = threading.Condition()
+        errors: list[BaseException] = []
+        unfinished = 0
+
+        def tell(token: Token | BaseException) -> None:
+            nonlocal unfinished
+            with done:
+                if isinstance(token, BaseException):
+                    errors.append(token)
+                elif token.finish_reason is not None:
+                    unfinished -= 1
+                if errors or not unfinished:
+                    done.notify()
+
+        for number, request in enumerate(requests):
+            jobs.append(_Job(self._samples(f"request {number}", request), tell))
+        unfinished = sum(len(job.samples) for job in jobs)
+        self._submit(jobs)
+        try:
+            with done:
+                done.wait_for(lambda: errors or not unfinished)
+        except BaseException:
+            self._cancel(jobs)
+            raise
+        if errors:
+            raise EngineClosed(f"Engine.generate: {errors[0]}") from errors[0]
+        return [job.generation() for job in jobs]
+
+    async def stream(self, request: Request) -> AsyncIterator[Token]:
+        """Yields the tokens of a request's samples as they come. Leaving the loop cancels what is left of it.
+
+        Raises:
+            ValueError: the request cannot be served.
+            EngineClosed: the engine was closed meanwhile, or has failed.
+        """
+        loop = asyncio.get_running_loop()
+        tokens: asyncio.Queue[Token | BaseException] = asyncio.Queue()
+
+        def tell(token: Token | BaseException) -> None:
+            try:
+                loop.call_soon_threadsafe(tokens.put_nowait, token)
+            except RuntimeError:  # the loop was closed: nobody listens any more
+                return
+
+        job = _Job(self._samples("the request", request), tell)
+        unfinished = len(job.samples)
+        self._submit([job])
+        try:
+            while unfinished:
+                token = await tokens.get()
+                if isinstance(token, BaseException):
+                    raise EngineClosed(f"Engine.stream: {token}") from token
+                unfinished -= token.finish_reason is not None
+                yield token
+        finally:
+            if unfinished:
+                self._cancel([job])
+
+    def _samples(self, name: str, request: Request) -> list[Sample]:
+        params = request.sampling
+        prompt = encoded(name, self._model, request.prompt, params, self._tokenizer)
+        if len(prompt) + params.max_tokens > self._longest:
+            raise ValueError(
+                f"{name} has {len(prompt)} tokens and asks for {params.max_tokens} more; accepted: {self._longest} in "
+                "all, the engine's max_tokens. Lower the request's max_tokens, cut the prompt, or raise the engine's."
+            )
+        if params.top_logprobs > self._top:
+            raise ValueError(
+                f"{name}: top_logprobs is {params.top_logprobs}; accepted: up to {self._top}, the engine's top_logprobs"
+            )
+        samples: list[Sample] = []
+        for index in range(params.n):
+            of_sample = params if index == 0 else dataclasses.replace(params, prompt_logprobs=False)
+            leader = samples[0] if samples else None
+            ends = end_tokens(self._model, params)
+            samples.append(Sample(prompt, index, of_sample, ends, self._tokenizer, leader))
+        return samples
+
+    def _submit(self, jobs: list[_Job]) -> None:
+        def submit() -> None:
+            for job in jobs:
+                for sample in job.samples:
+                    self._jobs[sample] = job
+                    self._core.scheduler.submit(sample)
+
+        self._call(submit)
+
+    def _cancel(self, jobs: list[_Job]) -> None:
+        def cancel() -> None:
+            for job in jobs:
+                for sample in job.samples:
+                    if self._jobs.pop(sample, None) is not None:
+                        self._core.scheduler.cancel(sample)
+
+        with contextlib.suppress(EngineClosed):
+            self._call(cancel)
+
+    # --- weights, and the end -----------------------------------------------------------------------------------------
+
+    def update_weights(self, params: PyTree[Array]) -> None:
+        """Goes on with other weights, as a trainer has them, and forgets all prefixes in the cache.
+
+        Args:
+            params: what `nnx.split(model)[1]` or `nnx.state(model)` gives, of the same shapes and dtypes.
+
+        Raises:
+            RuntimeError: requests are on their way: with which of the weights they were answered could not be said.
+            ValueError: the weights do not fit the model.
+        """
+
+        def update() -> None:
+            self._check_idle("update_weights")
+            _check_weights(self._device.state, params)
+            self._device.state = params
+            self._core.scheduler.pool.forget_prefixes()
+
+        self._call(update).result()
+
+    def close(self) -> None:
+        """Ends the engine; requests on their way fail with `EngineClosed`."""
+        self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pages_in_use(self) -> int:
+        """Pages of the cache that requests on their way refer to."""
+        return self._core.scheduler.pool.in_use
+
+    @property
+    def preemptions(self) -> int:
+        """How often a sample's pages have been taken away since the engine was made."""
+        return self._core.scheduler.preemptions
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _call(self, fn: Callable[[], Any]) -> "Future[Any]":
+        """What `fn()` returns or raises, once the engine's thread has called it between two steps."""
+        future: Future[Any] = Future()
+        with self._open:
+            if self._failure is not None:
+                raise EngineClosed(f"Engine: {self._failure}") from self._failure
+            self._inbox.put((fn, future))
+        return future
+
+    def _check_idle(self, name: str) -> None:
+        if self._jobs:
+            raise RuntimeError(
+                f"Engine.{name}: {len(self._jobs)} samples are on their way; accepted: none. Wait for them, or cancel "
+                "them."
+            )
+        while not self._core.is_idle:  # a step too many of a sample that has ended
+            self._core.step()
+
+    def _work(self) -> None:
+        try:
+            while self._do_what_is_asked():
+                for sample, token in self._core.step():
+                    job = self._jobs.get(sample)
+                    if token.finish_reason is not None:
+                        self._jobs.pop(sample, None)
+                    if job is not None:
+                        job.tell(token)
+        except BaseException as error:
+            self._end(error)
+        else:
+            self._end(EngineClosed("it was closed"))
+
+    def _do_what_is_asked(self) -> bool:
+        """Empties the inbox, and waits for something in it if there is nothing else to do; False: the engine ends."""
+        while True:
+            try:
+                item = self._inbox.get(block=self._core.is_idle)
+            except queue.Empty:
+                return True
+            if item is None:
+                return False
+            _run(*item)
+
+    def _end(self, error: BaseException) -> None:
+        with self._open:
+            self._failure = error
+        for job in dict.fromkeys(self._jobs.values()):
+            job.tell(error)
+        self._jobs.clear()
+        while not self._inbox.empty():
+            if (item := self._inbox.get()) is not None:
+                item[1].set_exception(EngineClosed(f"Engine: {error}"))
+
+
+def _run(fn: Callable[[], Any], future: "Future[Any]") -> None:
+    try:
+        future.set_result(fn())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _fitting(model: Decoder, kv_cache_dtype: KVQuantization | None) -> int:
+    """Pages that fit into the device's memory."""
+    pages = nnx.eval_shape(lambda: [empty_pages(model.config, 1, model.dtype, kv_cache_dtype) for _ in range(2)])
+    of_page = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
+    memory = jax.local_devices()[0].memory_stats() or {}
+    free = _PAGES_WITHOUT_A_GPU
+    if "bytes_limit" in memory:
+        free = int((memory["bytes_limit"] - memory["bytes_in_use"]) * _SHARE_OF_FREE_MEMORY)
+    return max(1, free // of_page)
+
+
+def _check_weights(old: PyTree[Array], new: PyTree[Array]) -> None:
+    expected, found = (
+        {jax.tree_util.keystr(path): (leaf.shape, leaf.dtype) for path, leaf in jax.tree.leaves_with_path(tree)}
+        for tree in (old, new)
+    )
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise ValueError(
+                f"Engine.update_weights: {name} is {found.get(name, 'missing')}; accepted: "
+                f"{expected.get(name, 'no such weight')}"
+            )

@@ -1,0 +1,211 @@
+"""A step as the device takes it: arrays whose shapes come from a few that programs were compiled for."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jaxtyping import Float32, Int32, UInt32
+
+from detjax import ops
+from detjax.contract import QUERY_UNIT
+from detjax.engine.sample import Sample
+from detjax.engine.scheduler import Limits, Step
+
+_GROWTH = 4
+"""From one size to the next."""
+_LEAST_ROWS = 64
+"""Of the smallest step that prefills."""
+
+type Ints = Int32[np.ndarray, "*n"] | Int32[jax.Array, "*n"]
+type Floats = Float32[np.ndarray, "*n"] | Float32[jax.Array, "*n"]
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Shape:
+    """What a compiled step has room for.
+
+    Attributes:
+        decodes: samples of which the last token is computed.
+        rows: of samples that prefill; each begins at a multiple of `QUERY_UNIT`.
+        prefills: these samples.
+    """
+
+    decodes: int
+    rows: int
+    prefills: int
+
+    @property
+    def sampled(self) -> int:
+        """Rows that tokens are sampled from: one of each sample."""
+        return self.decodes + self.prefills
+
+
+class Shapes:
+    """The shapes that an engine's steps come in, few enough to compile them all before the first request."""
+
+    def __init__(self, samples: int, tokens: int) -> None:
+        """Shapes for so many samples that have a slot, and so many tokens of a step."""
+        self._decodes = _sizes(1, samples)
+        self._rows = _sizes(min(_LEAST_ROWS, _round_up(tokens)), _round_up(tokens))
+        self._prefills = {rows: min(samples, rows // QUERY_UNIT) for rows in self._rows}
+        # Beside prefills, a few decodes too many cost little.
+        self._beside_prefills = [0, *self._decodes[::-2][::-1]]
+        self.limits = Limits(samples, tokens, self._prefills[self._rows[-1]], self._rows[-1], QUERY_UNIT)
+
+    def __iter__(self) -> Iterator[Shape]:
+        yield from (Shape(decodes, 0, 0) for decodes in self._decodes)
+        yield from (
+            Shape(decodes, rows, self._prefills[rows]) for rows in self._rows for decodes in self._beside_prefills
+        )
+
+    def of(self, step: Step) -> Shape:
+        """The smallest shape that has room for the step."""
+        if not step.prefills:
+            return Shape(_least(self._decodes, len(step.decodes)), 0, 0)
+        needed = sum(_round_up(piece.count) for piece in step.prefills)
+        rows = next(n for n in self._rows if n >= needed and self._prefills[n] >= len(step.prefills))
+        return Shape(_least(self._beside_prefills, len(step.decodes)), rows, self._prefills[rows])
+
+
+def _sizes(first: int, last: int) -> list[int]:
+    sizes = [first]
+    while sizes[-1] < last:
+        sizes.append(min(_GROWTH * sizes[-1], last))
+    return sizes
+
+
+def _least(sizes: list[int], needed: int) -> int:
+    return next(size for size in sizes if size >= needed)
+
+
+def _round_up(rows: int) -> int:
+    return -(-rows // QUERY_UNIT) * QUERY_UNIT
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a row's next token is chosen by, of `ops.sample`'s arguments all but the logits."""
+
+    seed: UInt32[np.ndarray, "S 2"] | UInt32[jax.Array, "S 2"]
+    position: Ints
+    sample_index: Ints
+    temperature: Floats
+    top_k: Ints
+    top_p: Floats
+    min_p: Floats
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Of a step of `Shape`: N is its decodes and its rows, P its prefills, R its decodes and prefills.
+
+    The fields that `models.cache.Packed` has too are explained there.
+    """
+
+    token: Ints
+    """`[N]`; of those that decode the device has it."""
+    held: Ints
+    """`[decodes]`: the slots that it has them in."""
+    page_table: Ints
+    request: Ints
+    position: Ints
+    present: Ints
+    q_row: Ints
+    q_length: Ints
+    q_start: Ints
+    last_row: Ints
+    """`[R]`: of each sample the last token that is computed, of the N."""
+    slot: Ints
+    """`[R]`: where the next token is kept; behind all slots for a sample that goes on with its prompt."""
+    choice: Choice
+
+
+class Slots:
+    """What steps need of the samples that have a slot, by slot."""
+
+    def __init__(self, count: int, pages: int) -> None:
+        """Tables for so many slots, whose samples have so many pages at most."""
+        self.count = count
+        self._page_table = np.zeros((count, pages), np.int32)
+        self._pages: list[list[int] | None] = [None] * count
+        self._known = [0] * count
+        self._of_choice = {
+            "seed": np.zeros((count, 2), np.uint32),
+            "sample_index": np.zeros(count, np.int32),
+            "temperature": np.zeros(count, np.float32),
+            "top_k": np.zeros(count, np.int32),
+            "top_p": np.ones(count, np.float32),
+            "min_p": np.zeros(count, np.float32),
+        }
+
+    def inputs(self, step: Step, shape: Shape) -> Inputs:
+        """The step's arrays; what the shape has too many of belongs nowhere."""
+        for piece in step.pieces:
+            self._refresh(piece.sample)
+        decodes, prefills, total = len(step.decodes), len(step.prefills), shape.decodes + shape.rows
+        # Rows of the shape that samples have, those that decode first.
+        own = np.r_[:decodes, shape.decodes : shape.decodes + prefills]
+        slots = np.array([piece.sample.slot for piece in step.pieces], np.int32)
+        starts = np.array([piece.start for piece in step.pieces], np.int32)
+        counts = np.array([piece.count for piece in step.pieces], np.int32)
+        completes = np.array([piece.completes for piece in step.pieces], bool)
+
+        def table(rows: int, values: np.ndarray, fill: int | float = 0) -> np.ndarray:
+            out = np.full((rows, *values.shape[1:]), fill, values.dtype)
+            out[own] = values
+            return out
+
+        token, request, position, present = (np.zeros(total, np.int32) for _ in range(4))
+        q_row, q_length, q_start = (np.zeros(shape.prefills, np.int32) for _ in range(3))
+        request[:decodes], position[:decodes], present[:decodes] = np.arange(decodes), starts[:decodes], 1
+        last_row = np.arange(decodes + prefills, dtype=np.int32)
+        row = 0
+        for number, piece in enumerate(step.prefills):
+            rows = slice(shape.decodes + row, shape.decodes + row + piece.count)
+            token[rows] = piece.sample.tokens[piece.start : piece.start + piece.count]
+            request[rows], present[rows] = shape.decodes + number, 1
+            position[rows] = np.arange(piece.start, piece.start + piece.count)
+            q_row[number], q_length[number], q_start[number] = row, piece.count, piece.start
+            last_row[decodes + number] = rows.stop - 1
+            row += _round_up(piece.count)
+        q_row[prefills:] = row
+        held = np.zeros(shape.decodes, np.int32)
+        held[:decodes] = slots[:decodes]
+        choice = {name: table(shape.sampled, values[slots]) for name, values in self._of_choice.items()}
+        return Inputs(
+            token=token,
+            held=held,
+            page_table=table(shape.sampled, self._page_table[slots]),
+            request=request,
+            position=position,
+            present=present,
+            q_row=q_row,
+            q_length=q_length,
+            q_start=q_start,
+            last_row=table(shape.sampled, last_row),
+            slot=table(shape.sampled, np.where(completes, slots, self.count).astype(np.int32), fill=self.count),
+            choice=Choice(**choice, position=table(shape.sampled, starts + counts)),
+        )
+
+    def _refresh(self, sample: Sample) -> None:
+        slot = sample.slot
+        assert slot is not None
+        if self._pages[slot] is not sample.pages:  # another sample, or the same with other pages
+            self._pages[slot], self._known[slot] = sample.pages, 0
+            self._of_choice["seed"][slot] = ops.seed_words(sample.params.seed)
+            self._of_choice["sample_index"][slot] = sample.index
+            for name in ("temperature", "top_k", "top_p", "min_p"):
+                self._of_choice[name][slot] = getattr(sample.params, name)
+        known, count = self._known[slot], len(sample.pages)
+        if known < count:
+            self._page_table[slot, known:] = 0
+            self._page_table[slot, known:count] = sample.pages[known:]
+            self._known[slot] = count
+
+
+def rows_of(step: Step, shape: Shape) -> list[int]:
+    """Of each of the step's pieces: the row of what is sampled that is its own."""
+    return [*range(len(step.decodes)), *(shape.decodes + index for index in range(len(step.prefills)))]
