@@ -1,6 +1,7 @@
 """Generation: from prompts to tokens and logprobs."""
 
 from detjax.engine.engine import Engine as Engine
+from detjax.engine.engine import EngineClosed as EngineClosed
 from detjax.engine.generate import generate as generate
 from detjax.engine.request import Completion as Completion
 from detjax.engine.request import Generation as Generation

@@ -3,7 +3,7 @@
 import dataclasses
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from detjax.engine.sample import Sample
 from detjax.engine.scheduler import Piece, Scheduler, Step
 
 
+@runtime_checkable
 class Computes(Protocol):
     """What computes steps: `device.Device`."""
 
@@ -49,8 +50,8 @@ class Core:
 
     def step(self) -> list[tuple[Sample, Token]]:
         """Gives the device its next step, if there is one, and returns the tokens of the one before."""
-        step = self.scheduler.plan(may_preempt=not self._on_their_way)
-        started = step is not None and bool(step.pieces)
+        step = self.scheduler.plan()
+        started = bool(step.pieces)
         if started:
             self._start(step)
         if len(self._on_their_way) > started:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32, PyTree
 
 from detjax import ops, platform
 from detjax.contract import KVQuantization
-from detjax.engine.inputs import Choice, Inputs, Ints, Shape
+from detjax.engine.inputs import Arrays, Choice, Inputs, Shape
 from detjax.models import Decoder
 from detjax.models.cache import Packed, Pages, empty_pages
 
@@ -112,7 +112,7 @@ def _choose(
     state: PyTree[Array],
     hidden: Float[Array, "R D"],
     last: Int32[Array, "slots"],
-    slot: Ints,
+    slot: Int32[Arrays, "R"],
     choice: Choice,
     *,
     filtered: bool,
@@ -130,14 +130,14 @@ def _score(
     state: PyTree[Array],
     rows: Float[Array, "rows D"],
     first: np.int32 | Int32[Array, ""],
-    tokens: Ints,
+    tokens: Int32[Arrays, "n"],
     *,
     top: int,
 ) -> tuple[Array, Array, Array, Array]:
     index = jnp.minimum(first + jnp.arange(tokens.shape[0], dtype=jnp.int32), rows.shape[0] - 1)
     logits = nnx.merge(graph, state).logits(rows[index])
     logprobs = jnp.take_along_axis(ops.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
-    return tokens, logprobs, *_top(logits, top)
+    return jnp.asarray(tokens), logprobs, *_top(logits, top)
 
 
 def _top(logits: Float[Array, "R V"], count: int) -> tuple[Array, Array]:

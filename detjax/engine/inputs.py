@@ -17,8 +17,7 @@ _GROWTH = 4
 _LEAST_ROWS = 64
 """Of the smallest step that prefills."""
 
-type Ints = Int32[np.ndarray, "*n"] | Int32[jax.Array, "*n"]
-type Floats = Float32[np.ndarray, "*n"] | Float32[jax.Array, "*n"]
+Arrays = np.ndarray | jax.Array
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -88,38 +87,38 @@ def _round_up(rows: int) -> int:
 class Choice:
     """What a row's next token is chosen by, of `ops.sample`'s arguments all but the logits."""
 
-    seed: UInt32[np.ndarray, "S 2"] | UInt32[jax.Array, "S 2"]
-    position: Ints
-    sample_index: Ints
-    temperature: Floats
-    top_k: Ints
-    top_p: Floats
-    min_p: Floats
+    seed: UInt32[Arrays, "R 2"]
+    position: Int32[Arrays, "R"]
+    sample_index: Int32[Arrays, "R"]
+    temperature: Float32[Arrays, "R"]
+    top_k: Int32[Arrays, "R"]
+    top_p: Float32[Arrays, "R"]
+    min_p: Float32[Arrays, "R"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Of a step of `Shape`: N is its decodes and its rows, P its prefills, R its decodes and prefills.
+    """Of a step of `Shape`: N is its decodes and its rows, R its decodes and its prefills.
 
     The fields that `models.cache.Packed` has too are explained there.
     """
 
-    token: Ints
-    """`[N]`; of those that decode the device has it."""
-    held: Ints
-    """`[decodes]`: the slots that it has them in."""
-    page_table: Ints
-    request: Ints
-    position: Ints
-    present: Ints
-    q_row: Ints
-    q_length: Ints
-    q_start: Ints
-    last_row: Ints
-    """`[R]`: of each sample the last token that is computed, of the N."""
-    slot: Ints
-    """`[R]`: where the next token is kept; behind all slots for a sample that goes on with its prompt."""
+    token: Int32[Arrays, "N"]
+    """Of those that decode the device has it."""
+    held: Int32[Arrays, "decodes"]
+    """The slots that it has them in."""
+    page_table: Int32[Arrays, "R p"]
+    request: Int32[Arrays, "N"]
+    position: Int32[Arrays, "N"]
+    present: Int32[Arrays, "N"]
+    q_row: Int32[Arrays, "prefills"]
+    q_length: Int32[Arrays, "prefills"]
+    q_start: Int32[Arrays, "prefills"]
+    last_row: Int32[Arrays, "R"]
+    """Of each sample the last token that is computed, of the N."""
+    slot: Int32[Arrays, "R"]
+    """Where the next token is kept; behind all slots for a sample that goes on with its prompt."""
     choice: Choice
 
 

@@ -94,18 +94,15 @@ class Scheduler:
             self._evict(sample)
         del self._arrivals[sample]
 
-    def plan(self, *, may_preempt: bool) -> Step | None:
-        """The next step; None where pages have run out that reading what is on its way may set free, and else would
-        have to be taken from a sample. A step without pieces: all are waiting for what is on its way.
+    def plan(self) -> Step:
+        """The next step. One without pieces: all that there is to do depends on tokens that nobody has read.
 
-        Args:
-            may_preempt: whether pages may be taken from a sample, nothing being on its way.
+        What has been sampled has to be read before the next but one is planned: a sample whose pages are taken away
+        must know all its tokens when it is computed anew.
         """
         pieces, before = self._of_running(), self.preemptions
         for sample in sorted(pieces, key=self._arrivals.__getitem__):
             while sample in pieces and not self._has_pages(sample, pieces[sample]):
-                if not may_preempt:
-                    return None
                 victim = self.running[-1]
                 pieces.pop(victim, None)
                 self._preempt(victim)

@@ -119,10 +119,10 @@ class Packed:
     position: Int32[Array, "N"]
     present: Int32[Array, "N"]
     """1, or 0."""
-    q_row: Int32[Array, "P"]
+    q_row: Int32[Array, "prefills"]
     """Of those that prefill: the first of their tokens, of all that prefill. See `ops.ragged_attention`."""
-    q_length: Int32[Array, "P"]
-    q_start: Int32[Array, "P"]
+    q_length: Int32[Array, "prefills"]
+    q_start: Int32[Array, "prefills"]
 
     def attend(
         self, config: DecoderConfig, layer: int, tokens: Projection

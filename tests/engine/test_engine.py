@@ -1,0 +1,315 @@
+"""The engine on the small checkpoint: a request's bits are its own in any company, order, budget and cache."""
+
+import asyncio
+import dataclasses
+import functools
+import random
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bits import assert_same_bits, same_bits
+from flax import nnx
+
+import detjax
+from detjax import SamplingParams, ops
+from detjax.engine import Engine, EngineClosed, Generation, Request, Token
+from detjax.models import Decoder, Tokenizer, load
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+LONGEST = 400
+
+
+@functools.cache
+def loaded() -> tuple[Decoder, Tokenizer]:
+    model, tokenizer = load(FIXTURES / "qwen3", dtype="bfloat16", progress=False)
+    assert tokenizer is not None
+    return model, tokenizer
+
+
+@functools.cache
+def requests() -> list[Request]:
+    """64 with prompts of 1 to 300 tokens, many of which begin alike; greedy, sampled and filtered."""
+    draw = random.Random(0)
+    begun = [[draw.randrange(515) for _ in range(length)] for length in (128, 140, 260)]
+    styles = (
+        SamplingParams(),
+        SamplingParams(temperature=1.0, top_logprobs=2),
+        SamplingParams(temperature=0.7, top_k=20),
+        SamplingParams(temperature=1.3, top_p=0.8, min_p=0.01),
+    )
+    found = []
+    for index in range(64):
+        shared = begun[index % 6] if index % 6 < 3 else []
+        prompt = [*shared, *(draw.randrange(515) for _ in range(draw.choice([1, 2, 7, 30, 40])))]
+        params = dataclasses.replace(styles[index % 4], seed=index, max_tokens=draw.randint(1, 14), ignore_eos=True)
+        found.append(Request(prompt, params))
+    return found
+
+
+def engine(**options: Any) -> Engine:
+    return Engine(*loaded(), **({"max_samples": 16, "token_budget": 128, "max_tokens": LONGEST} | options))
+
+
+def bits_of(generations: list[Generation]) -> list:
+    """Everything that was generated, as arrays."""
+    return [
+        (np.asarray(c.tokens), np.float32(c.logprobs), np.asarray(c.top_logprobs, np.float64))
+        for generation in generations
+        for c in generation.completions
+    ]
+
+
+@functools.cache
+def alone() -> list[Generation]:
+    """Each request's answer from an engine that never has another one, nor has had."""
+    with engine(prefix_cache=False) as one:
+        return [one.generate([request])[0] for request in requests()]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Engine]:
+    """An engine for the tests that leave it as it was."""
+    with engine() as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefix_cache": False}, {"token_budget": 1, "max_samples": 3}, {"token_budget": 512, "max_samples": 64}],
+    ids=["as it is", "no prefix cache", "a token a step", "512 tokens a step"],
+)
+def test_requests_alone_and_together_have_the_same_bits(options: dict[str, Any]) -> None:
+    with engine(**options) as one:
+        assert_same_bits(bits_of(one.generate(requests())), bits_of(alone()))
+        assert one.pages_in_use == 0
+
+
+def test_order_and_a_warm_prefix_cache_do_not_matter(shared: Engine) -> None:
+    for seed in range(2):
+        order = random.Random(seed).sample(range(64), 64)
+        found = shared.generate([requests()[i] for i in order])
+        assert_same_bits(bits_of(found), bits_of([alone()[i] for i in order]))
+
+
+def test_requests_that_are_preempted_have_the_same_bits() -> None:
+    with engine(pages=6) as one:
+        assert_same_bits(bits_of(one.generate(requests())), bits_of(alone()))
+        assert one.preemptions > 0
+        assert one.pages_in_use == 0
+
+
+async def listen(engine: Engine, request: Request, until: int | None = None) -> list[Token]:
+    tokens = []
+    stream: AsyncIterator[Token] = engine.stream(request)
+    async for token in stream:
+        tokens.append(token)
+        if len(tokens) == until:
+            break
+    await stream.aclose()
+    return tokens
+
+
+def assert_same_tokens(tokens: list[Token], expected: Generation) -> None:
+    (completion,) = expected.completions
+    count = len(tokens)
+    assert tuple(token.token for token in tokens) == completion.tokens[:count]
+    assert_same_bits(np.float32([token.logprob for token in tokens]), np.float32(completion.logprobs[:count]))
+    assert tuple(token.top_logprobs for token in tokens) == completion.top_logprobs[:count]
+
+
+def test_requests_that_come_over_time_while_half_are_cancelled_have_the_same_bits(shared: Engine) -> None:
+    draw = random.Random(3)
+    until = [draw.randint(1, 4) if index % 2 else None for index in range(64)]
+
+    async def one(index: int) -> list[Token]:
+        await asyncio.sleep(draw.random() * 0.5)
+        return await listen(shared, requests()[index], until[index])
+
+    async def all_of_them() -> list[list[Token]]:
+        return await asyncio.gather(*(one(index) for index in range(64)))
+
+    for index, tokens in enumerate(asyncio.run(all_of_them())):
+        assert_same_tokens(tokens, alone()[index])
+        if until[index] is None:
+            assert tokens[-1].finish_reason == "length"
+    assert shared.generate([requests()[0]]) == alone()[:1]
+    assert shared.pages_in_use == 0
+
+
+def test_stock_xla_fails_the_test_of_requests_alone_and_together() -> None:
+    some = requests()[:12]
+    with detjax.use_backend("stock"), engine() as one:
+        together = one.generate(some)
+        apart = [one.generate([request])[0] for request in some]
+    assert not same_bits([c[1] for c in bits_of(together)], [c[1] for c in bits_of(apart)])
+
+
+def test_the_bits_are_those_of_generate(shared: Engine) -> None:
+    some = requests()[:8]
+    expected = detjax.generate(loaded()[0], [r.prompt for r in some], [r.sampling for r in some])
+    assert_same_bits(bits_of(shared.generate(some)), bits_of(expected))
+
+
+def test_samples_of_one_request_are_those_of_generate(shared: Engine) -> None:
+    params = SamplingParams(temperature=1.0, n=3, max_tokens=6, ignore_eos=True, seed=5)
+    prompt = list(range(200))
+    (expected,) = detjax.generate(loaded()[0], [prompt], params)
+    assert_same_bits(bits_of(shared.generate([Request(prompt, params)])), bits_of([expected]))
+
+
+@pytest.mark.parametrize("length", [1, 2, 130, 300])
+def test_a_prompts_logprobs_are_those_of_the_training_forward(shared: Engine, length: int) -> None:
+    model = loaded()[0]
+    prompt = np.random.default_rng(length).integers(0, 515, length)
+    params = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=True, top_logprobs=3)
+    tokens = np.zeros((1, 384), np.int32)
+    tokens[0, :length] = prompt
+    logprobs = np.asarray(detjax.jit(lambda tokens: ops.log_softmax(model(tokens)))(jnp.asarray(tokens))[0])
+    for _ in range(2):  # with the prompt's pages in the cache, too
+        (found,) = shared.generate([Request(prompt.tolist(), params)])
+        assert found.prompt is not None
+        expected = logprobs[np.arange(length - 1), prompt[1:]]
+        assert_same_bits(np.float32(found.prompt.logprobs), expected)
+        top = np.asarray(found.prompt.top_logprobs).reshape(length - 1, 3, 2)
+        assert_same_bits(top[..., 1].astype(np.float32), -np.sort(-logprobs[: length - 1])[:, :3])
+
+
+def test_a_streams_text_is_the_completions(shared: Engine) -> None:
+    tokenizer = loaded()[1]
+    free = shared.generate([Request("Hello", SamplingParams(max_tokens=12, ignore_eos=True))])[0].completions[0]
+    assert free.text == tokenizer.decode(list(free.tokens))
+    stop = free.text[4:6]
+    for params in (SamplingParams(max_tokens=12, ignore_eos=True), SamplingParams(max_tokens=12, stop=(stop,))):
+        request = Request("Hello", params)
+        (expected,) = shared.generate([request])[0].completions
+        tokens = asyncio.run(listen(shared, request))
+        assert "".join(token.text or "" for token in tokens) == expected.text
+        assert tokens[-1].finish_reason == expected.finish_reason
+    assert (expected.text, expected.finish_reason) == (free.text[: free.text.index(stop)], "stop")
+
+
+def test_new_weights_give_new_answers_and_forget_the_old_ones_pages() -> None:
+    model = loaded()[0]
+    request = Request(list(range(300)), SamplingParams(max_tokens=5, ignore_eos=True))
+    state = nnx.split(model)[1]
+    changed = jax.tree.map(lambda leaf: (leaf * 1.25).astype(leaf.dtype), state)
+    with engine() as one:
+        (before,) = one.generate([request])
+        one.update_weights(changed)
+        (after,) = one.generate([request])
+        one.update_weights(state)
+        assert one.generate([request]) == [before]
+    with Engine(nnx.merge(nnx.split(model)[0], changed), max_tokens=LONGEST, max_samples=16, token_budget=128) as other:
+        assert other.generate([request]) == [after]
+    assert after != before
+
+
+def test_weights_are_not_exchanged_while_a_request_is_on_its_way(shared: Engine) -> None:
+    state = nnx.split(loaded()[0])[1]
+
+    async def while_streaming() -> None:
+        stream = shared.stream(Request([1, 2], SamplingParams(max_tokens=300, ignore_eos=True)))
+        await anext(stream)
+        with pytest.raises(RuntimeError, match="update_weights: 1 samples are on their way; accepted: none"):
+            shared.update_weights(state)
+        await stream.aclose()
+
+    asyncio.run(while_streaming())
+    shared.update_weights(state)
+
+
+def test_weights_of_another_shape_are_refused(shared: Engine) -> None:
+    other = nnx.split(load(FIXTURES / "llama3", dtype="bfloat16", progress=False)[0])[1]
+    with pytest.raises(ValueError, match=r"update_weights: .* is .*; accepted: "):
+        shared.update_weights(other)
+
+
+def test_a_closed_engine_says_so_and_drops_nobody_in_silence() -> None:
+    one = engine()
+    started = threading.Event()
+
+    async def stream() -> None:
+        async for _ in one.stream(Request([1, 2], SamplingParams(max_tokens=300, ignore_eos=True))):
+            started.set()
+
+    errors: list[BaseException] = []
+
+    def listen_on() -> None:
+        try:
+            asyncio.run(stream())
+        except EngineClosed as error:
+            errors.append(error)
+
+    listener = threading.Thread(target=listen_on)
+    listener.start()
+    assert started.wait(60)
+    one.close()
+    listener.join(60)
+    assert len(errors) == 1
+    with pytest.raises(EngineClosed, match="it was closed"):
+        one.generate([Request([1])])
+    one.close()
+
+
+def test_what_fails_in_the_thread_reaches_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine() as one:
+
+        def broken() -> None:
+            raise MemoryError("no memory left")
+
+        monkeypatch.setattr(one._core, "step", broken)
+        with pytest.raises(EngineClosed, match="no memory left"):
+            one.generate([Request([1])])
+        with pytest.raises(EngineClosed, match="no memory left"):
+            one.generate([Request([1])])
+
+
+def test_nothing_is_compiled_after_warming_up() -> None:
+    compiled = []
+
+    def count(event: str, *_: object, **__: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    with engine(max_samples=2, token_budget=64) as one:
+        one.warm_up()
+        jax.monitoring.register_event_duration_secs_listener(count)
+        one.generate(requests()[:5])
+        one.generate([Request([1, 2, 3], SamplingParams(prompt_logprobs=True, max_tokens=3))])
+    assert compiled == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request([]), "request 0 is empty; accepted: at least one token"),
+        (Request([515]), "request 0 has token 515; accepted: ids 0 to 514"),
+        (Request([1] * 300, SamplingParams(max_tokens=101)), "accepted: 400 in all, the engine's max_tokens"),
+        (Request([1], SamplingParams(top_logprobs=21)), "top_logprobs is 21; accepted: up to 20, the engine's"),
+    ],
+)
+def test_bad_requests_are_refused(shared: Engine, request_: Request, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shared.generate([request_])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_samples": 0}, "max_samples is 0; accepted: at least 1"),
+        ({"token_budget": 0}, "token_budget is 0; accepted: at least 1"),
+        ({"max_tokens": 1}, "max_tokens is 1; accepted: 2 to"),
+        ({"pages": 3}, "pages is 3; accepted: at least 4, for one request of 400 tokens"),
+        ({"top_logprobs": 516}, "top_logprobs is 516; accepted: 0 to 515"),
+        ({"kv_cache_dtype": "q4_0"}, r"Engine: q4_0 of 80 numbers; accepted: multiples of 32"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine(**options)
