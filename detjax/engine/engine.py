@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import contextvars
 import dataclasses
 import queue
 import threading
@@ -16,6 +15,7 @@ from jaxtyping import Array, PyTree
 from rich.console import Console
 from rich.progress import track
 
+from detjax import platform
 from detjax.contract import KV_BLOCK, KVQuantization
 from detjax.engine.core import Core
 from detjax.engine.device import Device
@@ -127,9 +127,8 @@ class Engine:
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._open = threading.Lock()
-        # The thread sees the backend that was chosen where the engine was made.
-        run = contextvars.copy_context().run
-        self._thread = threading.Thread(target=run, args=(self._work,), name="detjax-engine", daemon=True)
+        self._backend = platform.backend()
+        self._thread = threading.Thread(target=self._work, name="detjax-engine", daemon=True)
         self._thread.start()
 
     def warm_up(self, *, progress: bool = False) -> None:
@@ -322,13 +321,15 @@ class Engine:
 
     def _work(self) -> None:
         try:
-            while self._do_what_is_asked():
-                for sample, token in self._core.step():
-                    job = self._jobs.get(sample)
-                    if token.finish_reason is not None:
-                        self._jobs.pop(sample, None)
-                    if job is not None:
-                        job.tell(token)
+            # What was chosen where the engine was made; a choice of backend is each thread's own.
+            with platform.use_backend(self._backend):
+                while self._do_what_is_asked():
+                    for sample, token in self._core.step():
+                        job = self._jobs.get(sample)
+                        if token.finish_reason is not None:
+                            self._jobs.pop(sample, None)
+                        if job is not None:
+                            job.tell(token)
         except BaseException as error:
             self._end(error)
         else:
