@@ -95,7 +95,7 @@ def test_chunks_and_decode_give_the_bits_of_prefill(name: str, dtype: str) -> No
         assert_same_bits(in_chunks(name, tokens, size, dtype), whole)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_training_forward_gives_the_bits_of_prefill(dtype: str) -> None:
     graphdef, state = nnx.split(model("qwen3", dtype))
     tokens = tokens_of("qwen3", batch=2)

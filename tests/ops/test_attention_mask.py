@@ -36,8 +36,8 @@ def given(mask: np.ndarray) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, "float32") for name in OPTIONS]
-    + [(name, d) for name in ("causal", "everything") for d in ("bfloat16", "float16")],
+    [(name, "float32") for name in OPTIONS if name not in ("window of one", "scale", "sinks")]
+    + [("everything", "bfloat16"), ("causal", "float16")],
 )
 def test_a_mask_has_the_bits_of_the_options_that_mask_alike(name: str, dtype: str) -> None:
     request, options = Request.random(270, dtype), OPTIONS[name]
