@@ -31,62 +31,10 @@ from rich.table import Table
 
 import detjax
 from detjax import ops, platform
+from detjax.bench.presets import MODELS, decoder
 from detjax.models import Decoder, KVCache
-from detjax.models.config import DecoderConfig
 
 CONSOLE = Console()
-
-_QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 40960,
-    "vocab_size": 151936,
-    "torch_dtype": "bfloat16",
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3-0.6B": {
-        **_QWEN3,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": True,
-    },
-    "Qwen3-8B": {
-        **_QWEN3,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-    },
-    "tiny": {
-        **_QWEN3,
-        "head_dim": 32,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-        "tie_word_embeddings": True,
-    },
-}
-
-
-def decoder(name: str, layers: int | None) -> Decoder:
-    """A decoder of the shape named, with random bfloat16 weights."""
-    raw = {**MODELS[name], **({} if layers is None else {"num_hidden_layers": layers})}
-    config = DecoderConfig.from_hugging_face(raw, name)
-    make = jax.jit(lambda: nnx.split(Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))[1])
-    graph = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[0]
-    return nnx.merge(graph, make())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,9 @@ from detjax import models as models
 from detjax import ops as ops
 from detjax.contract import CONTRACT_VERSION as CONTRACT_VERSION
 from detjax.engine import Completion as Completion
+from detjax.engine import Engine as Engine
 from detjax.engine import Generation as Generation
+from detjax.engine import Request as Request
 from detjax.engine import SamplingParams as SamplingParams
 from detjax.engine import generate as generate
 from detjax.platform import EnvironmentContradiction as EnvironmentContradiction

@@ -1,17 +1,22 @@
-"""`python -m detjax.bench tune`: searches schedules on the device at hand and writes their table."""
+"""`python -m detjax.bench`: measures what is on the device at hand, and tunes it."""
 
+import contextlib
 import dataclasses
 import json
+import random
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
-from detjax import platform
-from detjax.bench import shapes
+from detjax import models, platform
+from detjax.bench import presets, serve, shapes
 from detjax.bench.tune import Trial, tune
+from detjax.engine import Engine
 from detjax.pallas.schedules import matmul_hopper as schedules
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -24,7 +29,7 @@ def _main() -> None:
 
 @app.command("tune")
 def tune_command(
-    models: Annotated[
+    names: Annotated[
         list[str] | None,
         typer.Option("--model", metavar="NAME", help="Whose linear layers; repeatable.", show_default="all"),
     ] = None,
@@ -50,13 +55,13 @@ def tune_command(
     if platform.backend() != "hopper":
         console.print(f"tune: {platform.device_name()} is no Hopper GPU; accepted: an H100 or H200.")
         raise typer.Exit(2)
-    models, tokens = models or list(shapes.MODELS), tokens or list(shapes.TOKENS)
-    unknown = [name for name in models if name not in shapes.MODELS]
+    names, tokens = names or list(shapes.MODELS), tokens or list(shapes.TOKENS)
+    unknown = [name for name in names if name not in shapes.MODELS]
     if unknown:
         raise typer.BadParameter(f"--model {unknown[0]!r} is unknown; accepted: {', '.join(shapes.MODELS)}")
     kind = platform.device_kind()
     file = schedules.table_file(kind) if out is None else out
-    problems = {schedules.key(p): p for m in tokens for name in models for p in shapes.products(shapes.MODELS[name], m)}
+    problems = {schedules.key(p): p for m in tokens for name in names for p in shapes.products(shapes.MODELS[name], m)}
     done: set[str] = set()
     lines = []
     with Progress(console=console) as progress:
@@ -74,6 +79,74 @@ def tune_command(
     if log is not None:
         log.write_text("\n".join(lines) + "\n")
     console.print(f"{len(best)} of {len(problems)} products tuned, {len(lines)} schedules tried: {file}")
+
+
+@app.command("serve")
+def serve_command(
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"A shape with random weights: {', '.join(presets.MODELS)}.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(metavar="DIR", help="A checkpoint, instead of a preset.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Of the preset.", show_default="the model's own")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 1000,
+    prompt: Annotated[tuple[int, int], typer.Option(help="Tokens of the shortest and the longest prompt.")] = (16, 256),
+    output: Annotated[tuple[int, int], typer.Option(help="Tokens generated, likewise.")] = (90, 110),
+    rate: Annotated[float | None, typer.Option(help="Requests a second.", show_default="all at once")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token.")] = 0.0,
+    orders: Annotated[int, typer.Option(min=1, help="Runs, each with the requests in another order.")] = 1,
+    numerics: Annotated[
+        str, typer.Option(help="detjax, or stock: the same engine on XLA's own operations, under no contract.")
+    ] = "detjax",
+    max_samples: Annotated[int, typer.Option(min=1, help="Computed at the same time.")] = 256,
+    token_budget: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 2048,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Of a request, prompt included.")] = 2048,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON of all that was measured.")] = None,
+    chart: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="PNG of the times.")] = None,
+) -> None:
+    """Throughput and latency of the engine. Runs in different orders must have the same answers, bit for bit."""
+    console = Console()
+    if (preset is None) == (model is None):
+        raise typer.BadParameter("accepted: one of --preset and --model")
+    if preset is not None and preset not in presets.MODELS:
+        raise typer.BadParameter(f"--preset {preset!r} is unknown; accepted: {', '.join(presets.MODELS)}")
+    if numerics not in ("detjax", platform.STOCK):
+        raise typer.BadParameter(f"--numerics is {numerics!r}; accepted: detjax, {platform.STOCK}")
+    try:
+        workload = serve.Workload(requests, prompt, output, rate, temperature)
+        with platform.use_backend(platform.STOCK) if numerics == platform.STOCK else contextlib.nullcontext():
+            decoder = presets.decoder(preset, layers) if preset is not None else models.load(str(model))[0]
+            start = time.perf_counter()
+            sizes = {"max_samples": max_samples, "token_budget": token_budget, "max_tokens": max_tokens}
+            with Engine(decoder, **sizes, top_logprobs=0) as engine:  # pyright: ignore[reportArgumentType]
+                engine.warm_up(progress=True)
+                warm = time.perf_counter() - start
+                runs = {}
+                for number in range(orders):
+                    order = random.Random(number).sample(range(requests), requests) if number else None
+                    runs[f"order {number + 1}"] = serve.measure(engine, workload, decoder.config.vocab_size, order)
+            fingerprint = dataclasses.asdict(platform.fingerprint())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    same = len({run["digest"] for run in runs.values()}) == 1
+    columns = "", "seconds", "tokens a second", "first token, ms", "a token, ms"
+    table = Table(*columns, title=f"{requests} requests, p50 / p95 / p99, {numerics}")
+    for label, run in runs.items():
+        times = [
+            " / ".join(f"{value * 1e3:.1f}" for value in run["percentiles"][name].values())
+            for name in ("time_to_first_token", "time_per_token")
+        ]
+        table.add_row(label, f"{run['seconds']:.2f}", f"{run['generated_tokens_per_second']:.0f}", *times)
+    console.print(table)
+    verdict = "the same bits" if same else "DIFFERENT BITS"
+    console.print(f"answers of {orders} orders: {verdict}; ready after {warm:.1f} s")
+    if out is not None:
+        result = {"model": preset or str(model), "layers": decoder.config.layers, "numerics": numerics, "engine": sizes}
+        result |= {"workload": dataclasses.asdict(workload), "ready_after_seconds": warm, "same_bits": same}
+        out.write_text(json.dumps(result | {"fingerprint": fingerprint, "runs": runs}, indent=1) + "\n")
+    if chart is not None:
+        serve.plot(runs, chart)
+    if not same and numerics == "detjax":
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """The engine: requests from any threads and tasks, batched continuously, each answered as if it were alone."""
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
+import functools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -40,18 +42,32 @@ class EngineClosed(RuntimeError):
 class _Job:
     """A request on its way."""
 
-    def __init__(self, samples: list[Sample], tell: Callable[[Token | BaseException], None]) -> None:
+    def __init__(self, samples: list[Sample], on_token: Callable[[Token], None] | None) -> None:
         self.samples = samples
-        self.tell = tell
-        """Called in the engine's thread: with each token, and with what went wrong."""
+        self.future: Future[Generation] = Future()
+        self._on_token = on_token
+        self._unfinished = len(samples)
 
-    def generation(self) -> Generation:
-        completions = tuple(sample.completion() for sample in self.samples)
-        return Generation(self.samples[0].prompt, completions, self.samples[0].scored_prompt())
+    def tell(self, token: Token) -> None:
+        """Passes on a token, and what came of the request with its last one."""
+        if self._on_token is not None:
+            self._on_token(token)
+        self._unfinished -= token.finish_reason is not None
+        if not self._unfinished:
+            completions = tuple(sample.completion() for sample in self.samples)
+            self.settle(Generation(self.samples[0].prompt, completions, self.samples[0].scored_prompt()))
+
+    def settle(self, outcome: Generation | BaseException) -> None:
+        """The request's end, unless it was cancelled."""
+        if self.future.set_running_or_notify_cancel():
+            if isinstance(outcome, BaseException):
+                self.future.set_exception(outcome)
+            else:
+                self.future.set_result(outcome)
 
 
 class Engine:
-    """Generates for any number of requests at the same time.
+    """Generates for any number of requests at the same time, in a thread of its own, until it is closed.
 
     A request's tokens and logprobs are the same in every bit whatever else the engine is busy with, in whichever order
     requests come, and however they are cut into steps; whether their prompts' pages were in the cache already; and
@@ -111,7 +127,9 @@ class Engine:
                 f"Engine: pages is {pages}; accepted: at least {of_one}, for one request of {longest} tokens. "
                 "Give more pages, or a lower max_tokens."
             )
-        self._model, self._tokenizer, self._longest, self._top = model, tokenizer, longest, top_logprobs
+        # Not the model: its weights may be exchanged.
+        self._config, self._defaults, self._tokenizer = config, model.generation_defaults, tokenizer
+        self._longest, self._top = longest, top_logprobs
         self._shapes = Shapes(max_samples, token_budget)
         self._slots = Slots(max_samples, of_one)
         self._device = Device(
@@ -130,6 +148,7 @@ class Engine:
         self._backend = platform.backend()
         self._thread = threading.Thread(target=self._work, name="detjax-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a program that ends while the device computes may crash
 
     def warm_up(self, *, progress: bool = False) -> None:
         """Compiles every program that steps may need, the engine being idle.
@@ -158,34 +177,29 @@ class Engine:
             ValueError: a request cannot be served; none of them is begun then.
             EngineClosed: the engine was closed meanwhile, or has failed.
         """
-        jobs: list[_Job] = []
-        done = threading.Condition()
-        errors: list[BaseException] = []
-        unfinished = 0
-
-        def tell(token: Token | BaseException) -> None:
-            nonlocal unfinished
-            with done:
-                if isinstance(token, BaseException):
-                    errors.append(token)
-                elif token.finish_reason is not None:
-                    unfinished -= 1
-                if errors or not unfinished:
-                    done.notify()
-
-        for number, request in enumerate(requests):
-            jobs.append(_Job(self._samples(f"request {number}", request), tell))
-        unfinished = sum(len(job.samples) for job in jobs)
-        self._submit(jobs)
+        jobs = [self._job(f"request {number}", request) for number, request in enumerate(requests)]
+        self._start(jobs)
         try:
-            with done:
-                done.wait_for(lambda: errors or not unfinished)
-        except BaseException:
-            self._cancel(jobs)
-            raise
-        if errors:
-            raise EngineClosed(f"Engine.generate: {errors[0]}") from errors[0]
-        return [job.generation() for job in jobs]
+            return [job.future.result() for job in jobs]
+        finally:
+            for job in jobs:
+                job.future.cancel()
+
+    def submit(self, request: Request, on_token: Callable[[Token], None] | None = None) -> "Future[Generation]":
+        """Returns at once what will hold the request's generation. To cancel it is to cancel the request.
+
+        Args:
+            request: joins those on their way.
+            on_token: called with each token in the engine's thread, which waits for it. What it raises ends the
+                request, and comes out of the future.
+
+        Raises:
+            ValueError: the request cannot be served.
+            EngineClosed: the engine was closed, or has failed; also out of the future.
+        """
+        job = self._job("the request", request, on_token)
+        self._start([job])
+        return job.future
 
     async def stream(self, request: Request) -> AsyncIterator[Token]:
         """Yields the tokens of a request's samples as they come. Leaving the loop cancels what is left of it.
@@ -195,31 +209,27 @@ class Engine:
             EngineClosed: the engine was closed meanwhile, or has failed.
         """
         loop = asyncio.get_running_loop()
-        tokens: asyncio.Queue[Token | BaseException] = asyncio.Queue()
+        tokens: asyncio.Queue[Token | None] = asyncio.Queue()
 
-        def tell(token: Token | BaseException) -> None:
-            try:
+        def tell(token: Token | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
                 loop.call_soon_threadsafe(tokens.put_nowait, token)
-            except RuntimeError:  # the loop was closed: nobody listens any more
-                return
 
-        job = _Job(self._samples("the request", request), tell)
-        unfinished = len(job.samples)
-        self._submit([job])
+        future = self.submit(request, tell)
+        future.add_done_callback(lambda _: tell(None))
         try:
-            while unfinished:
-                token = await tokens.get()
-                if isinstance(token, BaseException):
-                    raise EngineClosed(f"Engine.stream: {token}") from token
-                unfinished -= token.finish_reason is not None
+            while (token := await tokens.get()) is not None:
                 yield token
+            future.result()
         finally:
-            if unfinished:
-                self._cancel([job])
+            future.cancel()
 
-    def _samples(self, name: str, request: Request) -> list[Sample]:
+    def _job(self, name: str, request: Request, on_token: Callable[[Token], None] | None = None) -> _Job:
+        return _Job(self._samples(name, request, is_streamed=on_token is not None), on_token)
+
+    def _samples(self, name: str, request: Request, *, is_streamed: bool = False) -> list[Sample]:
         params = request.sampling
-        prompt = encoded(name, self._model, request.prompt, params, self._tokenizer)
+        prompt = encoded(name, self._config, request.prompt, params, self._tokenizer)
         if len(prompt) + params.max_tokens > self._longest:
             raise ValueError(
                 f"{name} has {len(prompt)} tokens and asks for {params.max_tokens} more; accepted: {self._longest} in "
@@ -233,28 +243,31 @@ class Engine:
         for index in range(params.n):
             of_sample = params if index == 0 else dataclasses.replace(params, prompt_logprobs=False)
             leader = samples[0] if samples else None
-            ends = end_tokens(self._model, params)
-            samples.append(Sample(prompt, index, of_sample, ends, self._tokenizer, leader))
+            ends = end_tokens(self._defaults, params)
+            samples.append(Sample(prompt, index, of_sample, ends, self._tokenizer, leader, is_streamed=is_streamed))
         return samples
 
-    def _submit(self, jobs: list[_Job]) -> None:
+    def _start(self, jobs: list[_Job]) -> None:
         def submit() -> None:
             for job in jobs:
-                for sample in job.samples:
-                    self._jobs[sample] = job
-                    self._core.scheduler.submit(sample)
+                if not job.future.cancelled():
+                    for sample in job.samples:
+                        self._jobs[sample] = job
+                        self._core.scheduler.submit(sample)
 
         self._call(submit)
+        for job in jobs:
+            job.future.add_done_callback(functools.partial(self._cancel, job))
 
-    def _cancel(self, jobs: list[_Job]) -> None:
+    def _cancel(self, job: _Job, future: "Future[Generation]") -> None:
         def cancel() -> None:
-            for job in jobs:
-                for sample in job.samples:
-                    if self._jobs.pop(sample, None) is not None:
-                        self._core.scheduler.cancel(sample)
+            for sample in job.samples:
+                if self._jobs.pop(sample, None) is not None:
+                    self._core.scheduler.cancel(sample)
 
-        with contextlib.suppress(EngineClosed):
-            self._call(cancel)
+        if future.cancelled():
+            with contextlib.suppress(EngineClosed):
+                self._call(cancel)
 
     # --- weights, and the end -----------------------------------------------------------------------------------------
 
@@ -279,6 +292,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the engine; requests on their way fail with `EngineClosed`."""
+        atexit.unregister(self.close)
         self._inbox.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -329,11 +343,20 @@ class Engine:
                         if token.finish_reason is not None:
                             self._jobs.pop(sample, None)
                         if job is not None:
-                            job.tell(token)
+                            self._tell(job, token)
         except BaseException as error:
             self._end(error)
         else:
             self._end(EngineClosed("it was closed"))
+
+    def _tell(self, job: _Job, token: Token) -> None:
+        try:
+            job.tell(token)
+        except BaseException as error:  # of whoever listens
+            for sample in job.samples:
+                if self._jobs.pop(sample, None) is not None:
+                    self._core.scheduler.cancel(sample)
+            job.settle(error)
 
     def _do_what_is_asked(self) -> bool:
         """Empties the inbox, and waits for something in it if there is nothing else to do; False: the engine ends."""
@@ -349,12 +372,14 @@ class Engine:
     def _end(self, error: BaseException) -> None:
         with self._open:
             self._failure = error
+        closed = EngineClosed(f"Engine: {error}")
+        closed.__cause__ = error
         for job in dict.fromkeys(self._jobs.values()):
-            job.tell(error)
+            job.settle(closed)
         self._jobs.clear()
         while not self._inbox.empty():
             if (item := self._inbox.get()) is not None:
-                item[1].set_exception(EngineClosed(f"Engine: {error}"))
+                item[1].set_exception(closed)
 
 
 def _run(fn: Callable[[], Any], future: "Future[Any]") -> None:

@@ -46,8 +46,8 @@ def generate(
 
     Raises:
         ValueError: a prompt is empty, holds ids outside the vocabulary, is too long for the model with what is to be
-            generated, or is text without a tokenizer; the numbers of prompts and parameters differ; or the cache's
-            dtype is none of these, or does not take the model's head size.
+            generated, or is text without a tokenizer; the numbers of prompts and parameters differ; logprobs of
+            prompts are asked for; or the cache's dtype is none of these, or does not take the model's head size.
     """
     if isinstance(prompts, str):
         raise ValueError("generate: prompts is one string; accepted: a list of prompts. Put it in a list.")
@@ -57,16 +57,18 @@ def generate(
         check_kind("generate", kv_cache_dtype, model.config.head_dim)
     sampling = SamplingParams() if sampling is None else sampling
     per_prompt = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+    if any(params.prompt_logprobs for params in per_prompt):
+        raise ValueError("generate: prompt_logprobs is True; accepted: False. An Engine reports them.")
     if len(per_prompt) != len(prompts):
         raise ValueError(
             f"generate: {len(prompts)} prompts and {len(per_prompt)} sampling parameters; accepted: one, or as many"
         )
     tokens = [
-        encoded(f"generate: prompt {index}", model, prompt, params, tokenizer)
+        encoded(f"generate: prompt {index}", model.config, prompt, params, tokenizer)
         for index, (prompt, params) in enumerate(zip(prompts, per_prompt, strict=True))
     ]
     samples = [
-        _Sample(prompt, index, params, end_tokens(model, params), tokenizer)
+        _Sample(prompt, index, params, end_tokens(model.generation_defaults, params), tokenizer)
         for prompt, params in zip(tokens, per_prompt, strict=True)
         for index in range(params.n)
     ]

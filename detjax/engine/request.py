@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from detjax.engine.sampling import SamplingParams
-from detjax.models import Decoder, Tokenizer
+from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Token:
         logprob: under the model, before temperature and filters; a float32 number, held exactly.
         top_logprobs: the likeliest tokens at this step and their logprobs, as many as were asked for.
         text: what it adds to the sample's text, as far as no stop string can begin there; None without a tokenizer.
+            Pieces of all tokens make the completion's text.
         finish_reason: of a sample's last token "stop" (an end token or a stop string) or "length"; else None.
     """
 
@@ -78,7 +79,7 @@ class Generation:
 
 
 def encoded(
-    name: str, model: Decoder, prompt: str | Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
+    name: str, config: DecoderConfig, prompt: str | Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
 ) -> tuple[int, ...]:
     """The prompt's tokens.
 
@@ -94,7 +95,6 @@ def encoded(
             "Give the tokenizer that detjax.models.load returned, if the checkpoint has one."
         )
     tokens = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer is not None else [int(t) for t in prompt]
-    config = model.config
     if not tokens:
         raise ValueError(f"{name} is empty; accepted: at least one token")
     strange = [token for token in tokens if not 0 <= token < config.vocab_size]
@@ -110,8 +110,7 @@ def encoded(
     return tuple(tokens)
 
 
-def end_tokens(model: Decoder, params: SamplingParams) -> frozenset[int]:
+def end_tokens(defaults: GenerationDefaults | None, params: SamplingParams) -> frozenset[int]:
     """Tokens that end a sample."""
-    defaults = model.generation_defaults
     eos = () if params.ignore_eos or defaults is None else defaults.eos_token_ids
     return frozenset(eos) | frozenset(params.stop_token_ids)

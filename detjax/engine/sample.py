@@ -14,6 +14,7 @@ class Sample:
         computed: tokens in the cache, of those that the device was given to compute.
         unread: tokens that the device was told to sample, and that nobody has read yet.
         pages: of the cache, in order.
+        named: of these, how many others can find.
         slot: where the device keeps its last token; None while it waits.
         is_held: whether its last token is there, and the only one left to compute.
         finish_reason: "stop", "length" or "cancelled" once it has ended.
@@ -27,6 +28,8 @@ class Sample:
         end_tokens: frozenset[int],
         tokenizer: Tokenizer | None,
         leader: "Sample | None" = None,
+        *,
+        is_streamed: bool = False,
     ) -> None:
         self.prompt = prompt
         self.index = index
@@ -41,11 +44,14 @@ class Sample:
         self.computed = 0
         self.unread = 0
         self.pages: list[int] = []
+        self.named = 0
         self.slot: int | None = None
         self.is_held = False
         self._end_tokens = end_tokens
         self._tokenizer = tokenizer
         self._digests: list[Digest] = []
+        # Text takes longer to make than all else here: it is made at every token only where somebody looks at it.
+        self._is_read = tokenizer is not None and (is_streamed or bool(params.stop))
         self._text = ""
         self._told = 0
 
@@ -66,7 +72,9 @@ class Sample:
     @property
     def text(self) -> str | None:
         """What has been generated, cut before a stop string; None without a tokenizer."""
-        return None if self._tokenizer is None else self._text
+        if self._tokenizer is None:
+            return None
+        return self._text if self._is_read else self._tokenizer.decode(self.generated)
 
     def completion(self) -> Completion:
         """What came of it, once it has ended."""
@@ -93,7 +101,7 @@ class Sample:
         self.logprobs.append(logprob)
         self.top_logprobs.append(top)
         stopped = False
-        if self._tokenizer is not None:
+        if self._tokenizer is not None and self._is_read:
             self._text = self._tokenizer.decode(self.generated)
             found = [at for stop in self.params.stop if (at := self._text.find(stop)) >= 0]
             if found:
@@ -106,7 +114,7 @@ class Sample:
 
     def _news(self) -> str | None:
         """Text that nobody has been told, up to where a stop string or an unfinished character may begin."""
-        if self._tokenizer is None:
+        if not self._is_read:
             return None
         end = len(self._text)
         if self.finish_reason is None:

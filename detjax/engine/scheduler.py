@@ -147,7 +147,8 @@ class Scheduler:
             # At least one token is computed: the next one is sampled from what comes of it.
             known = sample.digests()[: (len(sample.tokens) - 1) // KV_BLOCK] if self._shares(sample) else []
             sample.pages = self.pool.share(known)
-            sample.computed = len(sample.pages) * KV_BLOCK
+            sample.named = len(sample.pages)
+            sample.computed = sample.named * KV_BLOCK
             missing = -(-len(sample.tokens) // KV_BLOCK) - len(sample.pages)
             if missing <= self.pool.available:
                 pieces.add(sample)
@@ -185,10 +186,11 @@ class Scheduler:
         return True
 
     def _name_pages(self, sample: Sample) -> None:
-        if sample.slot is not None and self._shares_prefixes:
-            full = min(sample.computed, len(sample.tokens)) // KV_BLOCK
-            for page, digest in zip(sample.pages[:full], sample.digests(), strict=False):
+        full = min(sample.computed, len(sample.tokens)) // KV_BLOCK
+        if self._shares_prefixes and sample.slot is not None and full > sample.named:
+            for page, digest in zip(sample.pages[sample.named : full], sample.digests()[sample.named :], strict=False):
                 self.pool.name(page, digest)
+            sample.named = full
 
     def _preempt(self, sample: Sample) -> None:
         self._evict(sample)

@@ -210,6 +210,7 @@ def test_no_prompts_give_no_generations(model: Decoder) -> None:
         ([[1], [2]], [SamplingParams()], "2 prompts and 1 sampling parameters"),
         ([[1] * 100_000], SamplingParams(), "accepted: .* in all, the model's max_position_embeddings"),
         ([[1]], SamplingParams(top_logprobs=516), "top_logprobs is 516; accepted: up to 515"),
+        ([[1]], SamplingParams(prompt_logprobs=True), "prompt_logprobs is True; accepted: False. An Engine reports"),
     ],
 )
 def test_bad_requests_are_refused(model: Decoder, prompts: list, params: SamplingParams, message: str) -> None:

@@ -1,0 +1,169 @@
+"""Throughput and latency of the engine under a load of requests, and a digest of all their answers."""
+
+import dataclasses
+import hashlib
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from detjax.engine import Engine, Generation, Request, SamplingParams, Token
+
+PERCENTILES: Final = (50, 95, 99)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Requests with random tokens, and when they come.
+
+    Attributes:
+        requests: how many.
+        prompt: tokens of the shortest and of the longest prompt.
+        output: likewise of what is generated; end tokens do not end it.
+        rate: requests a second, at random times; None: all at once.
+        temperature: of all of them.
+        seed: of lengths, tokens and times.
+    """
+
+    requests: int = 1000
+    prompt: tuple[int, int] = (16, 256)
+    output: tuple[int, int] = (90, 110)
+    rate: float | None = None
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks every field.
+
+        Raises:
+            ValueError: names the field, what was given and what is accepted.
+        """
+        accepted = {
+            "requests": (self.requests >= 1, "at least 1"),
+            "prompt": (1 <= self.prompt[0] <= self.prompt[1], "two numbers from 1 on, the lower one first"),
+            "output": (1 <= self.output[0] <= self.output[1], "two numbers from 1 on, the lower one first"),
+            "rate": (self.rate is None or self.rate > 0, "above 0, or none"),
+        }
+        for name, (holds, what) in accepted.items():
+            if not holds:
+                raise ValueError(f"Workload: {name} is {getattr(self, name)}; accepted: {what}")
+
+    def draw(self, vocabulary: int) -> list[Request]:
+        """The requests."""
+        draw = random.Random(self.seed)
+        found = []
+        for index in range(self.requests):
+            prompt = [draw.randrange(vocabulary) for _ in range(draw.randint(*self.prompt))]
+            count = draw.randint(*self.output)
+            params = SamplingParams(count, self.temperature, seed=self.seed << 32 | index, ignore_eos=True)
+            found.append(Request(prompt, params))
+        return found
+
+    def arrivals(self) -> list[float]:
+        """Seconds from the beginning at which each request comes, ascending."""
+        draw, now, times = random.Random(self.seed + 1), 0.0, []
+        for _ in range(self.requests):
+            now += 0.0 if self.rate is None else draw.expovariate(self.rate)
+            times.append(now)
+        return times
+
+
+@dataclasses.dataclass
+class _Watch:
+    """When the tokens of a request came."""
+
+    begun: float
+    times: list[float] = dataclasses.field(default_factory=list)
+
+    def note(self, _: Token) -> None:
+        self.times.append(time.perf_counter())
+
+
+def measure(engine: Engine, workload: Workload, vocabulary: int, order: Sequence[int] | None = None) -> dict[str, Any]:
+    """What the workload took, in seconds: all of it, and percentiles over requests and tokens.
+
+    Args:
+        engine: warmed up, or the time to compile counts.
+        workload: what is asked.
+        vocabulary: of the model.
+        order: in which the requests come; default: their own.
+    """
+    requests, arrivals = workload.draw(vocabulary), workload.arrivals()
+    futures: dict[int, Future[Generation]] = {}
+    watches: dict[int, _Watch] = {}
+    start = time.perf_counter()
+    for index, arrival in zip(range(workload.requests) if order is None else order, arrivals, strict=True):
+        if (early := start + arrival - time.perf_counter()) > 0:
+            time.sleep(early)
+        watches[index] = _Watch(time.perf_counter())
+        futures[index] = engine.submit(requests[index], watches[index].note)
+    answers = [futures[index].result() for index in range(workload.requests)]
+    seconds = max(watch.times[-1] for watch in watches.values()) - start
+    prompts, tokens = (sum(len(of) for of in lists) for lists in zip(*map(_tokens, answers), strict=True))
+    watched = [watches[index] for index in range(workload.requests)]
+    of_requests = {
+        "time_to_first_token": [watch.times[0] - watch.begun for watch in watched],
+        "time_per_token": [float(np.diff(watch.times).mean()) for watch in watched if len(watch.times) > 1],
+        "latency": [watch.times[-1] - watch.begun for watch in watched],
+    }
+    gaps = [float(gap) for watch in watched for gap in np.diff(watch.times)]
+    return {
+        "seconds": seconds,
+        "prompt_tokens": prompts,
+        "generated_tokens": tokens,
+        "generated_tokens_per_second": tokens / seconds,
+        "tokens_per_second": (prompts + tokens) / seconds,
+        "percentiles": {name: percentiles(of) for name, of in (of_requests | {"time_between_tokens": gaps}).items()},
+        "preemptions": engine.preemptions,
+        "digest": digest(answers),
+        "requests": {name: [round(value, 6) for value in of] for name, of in of_requests.items()},
+    }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """By name; none of no values."""
+    found = np.percentile(values, PERCENTILES) if values else ()
+    return {f"p{name}": float(value) for name, value in zip(PERCENTILES, found, strict=False)}
+
+
+def plot(runs: Mapping[str, Mapping[str, Any]], file: Path) -> None:
+    """Draws what share of the requests had its first token, each of its tokens and its last one within which time.
+
+    Args:
+        runs: what `measure` gave, by label.
+        file: PNG.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second that measuring need not wait
+    from matplotlib.figure import Figure
+
+    panels = {"time_to_first_token": "to the first token", "time_per_token": "a token", "latency": "to the last token"}
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True)
+    for axis, (name, label) in zip(axes, panels.items(), strict=True):
+        for run, found in runs.items():
+            values = np.sort(found["requests"][name])
+            axis.step(values * 1e3, np.arange(1, len(values) + 1) / max(len(values), 1), where="post", label=run)
+        axis.set_xlabel(f"milliseconds {label}")
+        axis.set_xlim(left=0)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("share of requests")
+    axes[0].legend(loc="lower right")
+    FigureCanvasAgg(figure).print_png(str(file))
+
+
+def digest(answers: Iterable[Generation]) -> str:
+    """Names all tokens and all bits of logprobs, in order."""
+    hashed = hashlib.sha256()
+    for answer in answers:
+        for completion in answer.completions:
+            hashed.update(np.asarray(completion.tokens, np.int64).tobytes())
+            hashed.update(np.asarray(completion.logprobs, np.float32).tobytes())
+    return hashed.hexdigest()
+
+
+def _tokens(answer: Generation) -> tuple[Sequence[int], Sequence[int]]:
+    return answer.prompt_tokens, answer.completions[0].tokens

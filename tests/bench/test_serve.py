@@ -1,0 +1,75 @@
+"""The engine under load: what is asked, what is measured, and that answers do not depend on their order."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from detjax.bench.__main__ import app
+from detjax.bench.serve import Workload, digest, percentiles
+from detjax.engine import Completion, Generation
+
+LOAD = ["--requests", "9", "--prompt", "3", "70", "--output", "2", "5", "--orders", "2"]
+SMALL = ["--preset", "tiny", "--max-samples", "4", "--token-budget", "64", "--max-tokens", "128"]
+
+
+def test_requests_in_another_order_are_answered_with_the_same_bits(tmp_path: Path) -> None:
+    out, chart = tmp_path / "serve.json", tmp_path / "serve.png"
+    run = CliRunner().invoke(app, ["serve", *SMALL, *LOAD, "--out", str(out), "--plot", str(chart)])
+    assert run.exit_code == 0, run.output
+    assert "answers of 2 orders: the same bits" in run.output
+    found = json.loads(out.read_text())
+    assert found["same_bits"] and (found["model"], found["layers"]) == ("tiny", 2)
+    for of_order in found["runs"].values():
+        assert of_order["digest"] == found["runs"]["order 1"]["digest"]
+        assert len(of_order["requests"]["latency"]) == 9
+        assert 9 * 3 <= of_order["prompt_tokens"] <= 9 * 70
+        assert 9 * 2 <= of_order["generated_tokens"] <= 9 * 5
+        times = of_order["percentiles"]
+        assert 0 < times["time_to_first_token"]["p50"] <= times["latency"]["p50"] <= of_order["seconds"]
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_workload_is_what_it_says() -> None:
+    workload = Workload(50, (3, 9), (2, 2), rate=10.0, temperature=0.5)
+    requests = workload.draw(100)
+    assert requests == workload.draw(100)
+    assert {len(request.prompt) for request in requests} == set(range(3, 10))
+    assert all(0 <= token < 100 for request in requests for token in request.prompt)
+    assert {request.sampling.max_tokens for request in requests} == {2}
+    assert len({request.sampling.seed for request in requests}) == 50
+    arrivals = workload.arrivals()
+    assert arrivals == sorted(arrivals) and 2 < arrivals[-1] < 12
+    assert Workload(3).arrivals() == [0.0] * 3
+
+
+def test_a_digest_is_that_of_tokens_and_logprobs_in_order() -> None:
+    def answer(token: int, logprob: float) -> Generation:
+        return Generation((1,), (Completion((token,), (logprob,), ((),), None, "length"),))
+
+    one, other = answer(5, -1.5), answer(6, -1.5)
+    assert digest([one, other]) == digest([one, other])
+    assert len({digest(of) for of in ([one, other], [other, one], [one, one], [answer(5, -1.25), other])}) == 4
+
+
+def test_percentiles_of_nothing_are_none() -> None:
+    assert percentiles([]) == {}
+    assert percentiles([2.0] * 5) == {"p50": 2.0, "p95": 2.0, "p99": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "one of --preset and --model"),
+        (["--preset", "tiny", "--model", "x"], "one of --preset and --model"),
+        (["--preset", "huge"], "'huge' is unknown; accepted: Qwen3-0.6B"),
+        (["--preset", "tiny", "--numerics", "other"], "--numerics is 'other'; accepted: detjax, stock"),
+        (["--preset", "tiny", "--prompt", "9", "3"], r"prompt is (9, 3); accepted: two numbers from 1 on"),
+        (["--preset", "tiny", "--rate", "0"], "rate is 0.0; accepted: above 0, or none"),
+    ],
+)
+def test_a_load_that_cannot_be_is_refused(arguments: list[str], message: str) -> None:
+    run = CliRunner().invoke(app, ["serve", *arguments], env={"COLUMNS": "300"})
+    assert run.exit_code == 2
+    assert message in run.output
