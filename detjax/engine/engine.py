@@ -166,7 +166,7 @@ class Engine:
             for shape in track(list(self._shapes), "compiling", console=console, disable=not progress, transient=True):
                 self._device.warm_up(shape, self._slots.inputs(Step((), ()), shape))
 
-        self._call(compile_all).result()
+        self._wait_for(self._call(compile_all))
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Engine:
         jobs = [self._job(f"request {number}", request) for number, request in enumerate(requests)]
         self._start(jobs)
         try:
-            return [job.future.result() for job in jobs]
+            return [self._wait_for(job.future) for job in jobs]
         finally:
             for job in jobs:
                 job.future.cancel()
@@ -288,7 +288,7 @@ class Engine:
             self._device.state = params
             self._core.scheduler.pool.forget_prefixes()
 
-        self._call(update).result()
+        self._wait_for(self._call(update))
 
     def close(self) -> None:
         """Ends the engine; requests on their way fail with `EngineClosed`."""
@@ -323,6 +323,13 @@ class Engine:
                 raise EngineClosed(f"Engine: {self._failure}") from self._failure
             self._inbox.put((fn, future))
         return future
+
+    def _wait_for[R](self, future: "Future[R]") -> R:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "Engine: a listener waits for the engine, which waits for the listener; accepted in on_token: submit"
+            )
+        return future.result()
 
     def _check_idle(self, name: str) -> None:
         if self._jobs:

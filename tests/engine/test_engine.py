@@ -186,6 +186,39 @@ def test_a_prompts_logprobs_are_those_of_the_training_forward(shared: Engine, le
         assert_same_bits(top[..., 1].astype(np.float32), -np.sort(-logprobs[: length - 1])[:, :3])
 
 
+def test_a_future_holds_the_generation_and_its_cancellation_ends_the_request(shared: Engine) -> None:
+    long = Request([1, 2], SamplingParams(max_tokens=300, ignore_eos=True))
+    begun = threading.Event()
+    cancelled = shared.submit(long, lambda _: begun.set())
+    tokens: list[Token] = []
+    future = shared.submit(requests()[1], tokens.append)
+    assert future.result(60) == alone()[1]
+    assert_same_tokens(tokens, alone()[1])
+    assert begun.wait(60) and cancelled.cancel()
+    # What is asked for next is answered, and nothing is left of what was cancelled.
+    assert shared.generate([requests()[2]]) == [alone()[2]]
+    assert shared.pages_in_use == 0
+
+
+def test_what_a_listener_raises_ends_its_own_request_alone(shared: Engine) -> None:
+    def listen(token: Token) -> None:
+        raise ArithmeticError(f"token {token.token}")
+
+    future = shared.submit(Request([1, 2], SamplingParams(max_tokens=300, ignore_eos=True)), listen)
+    assert shared.generate([requests()[1]]) == [alone()[1]]
+    with pytest.raises(ArithmeticError, match="token"):
+        future.result(60)
+    assert shared.pages_in_use == 0
+
+
+def test_a_listener_that_waits_for_the_engine_is_told(shared: Engine) -> None:
+    def listen(_: Token) -> None:
+        shared.generate([Request([3])])
+
+    with pytest.raises(RuntimeError, match="accepted in on_token: submit"):
+        shared.submit(Request([1, 2]), listen).result(60)
+
+
 def test_a_streams_text_is_the_completions(shared: Engine) -> None:
     tokenizer = loaded()[1]
     free = shared.generate([Request("Hello", SamplingParams(max_tokens=12, ignore_eos=True))])[0].completions[0]
