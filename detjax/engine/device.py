@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int32, PyTree
+from jaxtyping import Array, Float, Float32, Int32, PyTree
 
 from detjax import ops, platform
 from detjax.contract import KVQuantization
@@ -121,7 +121,7 @@ def _choose(
     """The last token of each slot, and the fields of `Found`."""
     logits = nnx.merge(graph, state).logits(hidden)
     token, logprob = ops.sample(logits, **vars(choice), filtered=filtered)
-    return last.at[slot].set(token, mode="drop"), token, logprob, *_top(logits, top)
+    return last.at[slot].set(token, mode="drop"), token, logprob, *likeliest(logits, top)
 
 
 @functools.partial(platform.jit, static_argnums=0, static_argnames="top")
@@ -137,10 +137,11 @@ def _score(
     index = jnp.minimum(first + jnp.arange(tokens.shape[0], dtype=jnp.int32), rows.shape[0] - 1)
     logits = nnx.merge(graph, state).logits(rows[index])
     logprobs = jnp.take_along_axis(ops.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
-    return jnp.asarray(tokens), logprobs, *_top(logits, top)
+    return jnp.asarray(tokens), logprobs, *likeliest(logits, top)
 
 
-def _top(logits: Float[Array, "R V"], count: int) -> tuple[Array, Array]:
+def likeliest(logits: Float[Array, "R V"], count: int) -> tuple[Int32[Array, "R n"], Float32[Array, "R n"]]:
+    """`ops.top_logprobs`, or arrays without columns for none."""
     if count:
         return ops.top_logprobs(logits, count)
     none = jnp.zeros((logits.shape[0], 0))

@@ -1,6 +1,5 @@
 """`generate`: a batch of prompts of any lengths, each with its own sampling parameters."""
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -13,7 +12,10 @@ from rich.progress import Progress
 
 from detjax import ops, platform
 from detjax.contract import PORTABLE_ROWS, KVQuantization
-from detjax.engine.request import Completion, Generation, encoded, end_tokens
+from detjax.engine.device import likeliest
+from detjax.engine.inputs import Choice
+from detjax.engine.request import Generation, encoded, end_tokens
+from detjax.engine.sample import Sample
 from detjax.engine.sampling import SamplingParams
 from detjax.models import Decoder, KVCache, Tokenizer
 from detjax.ops.quantized_kv import check_kind
@@ -68,7 +70,7 @@ def generate(
         for index, (prompt, params) in enumerate(zip(prompts, per_prompt, strict=True))
     ]
     samples = [
-        _Sample(prompt, index, params, end_tokens(model.generation_defaults, params), tokenizer)
+        Sample(prompt, index, params, end_tokens(model.generation_defaults, params), tokenizer)
         for prompt, params in zip(tokens, per_prompt, strict=True)
         for index in range(params.n)
     ]
@@ -81,68 +83,9 @@ def generate(
     ]
 
 
-class _Sample:
-    """A row of the batch: its prompt, what it has generated, and whether it goes on."""
-
-    def __init__(
-        self,
-        prompt: tuple[int, ...],
-        index: int,
-        params: SamplingParams,
-        end_tokens: frozenset[int],
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        self.prompt = prompt
-        self.index = index
-        self.params = params
-        self.end_tokens = end_tokens
-        self.tokenizer = tokenizer
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
-        self.text: str | None = None
-        self.finish_reason: str | None = None
-
-    def add(self, token: int, logprob: float, top: tuple[tuple[int, float], ...]) -> None:
-        """Takes the next token, and sees whether it ends the sample."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.top_logprobs.append(top[: self.params.top_logprobs])
-        if token in self.end_tokens:
-            self.finish_reason = "stop"
-        elif self.params.stop and self.tokenizer is not None:
-            text = self.tokenizer.decode(self.tokens)
-            found = [at for stop in self.params.stop if (at := text.find(stop)) >= 0]
-            if found:
-                self.text, self.finish_reason = text[: min(found)], "stop"
-        if self.finish_reason is None and len(self.tokens) == self.params.max_tokens:
-            self.finish_reason = "length"
-
-    def completion(self) -> Completion:
-        """What came of it."""
-        assert self.finish_reason is not None
-        text = self.text
-        if text is None and self.tokenizer is not None:
-            text = self.tokenizer.decode(self.tokens)
-        return Completion(tuple(self.tokens), tuple(self.logprobs), tuple(self.top_logprobs), text, self.finish_reason)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    """Arguments of `ops.sample` that stay the same from step to step, a row per sample."""
-
-    seed: Array
-    sample_index: Array
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    min_p: Array
-
-
 def _run(
     model: Decoder,
-    samples: list[_Sample],
+    samples: list[Sample],
     prefill_chunk: int,
     kv_cache_dtype: KVQuantization | None,
     progress: bool,
@@ -171,7 +114,8 @@ def _run(
             chosen = _choose(graphdef, state, hidden, cache.lengths, choice, filtered=filtered, top=top)
             for sample, token, logprob, ids, logprobs in zip(samples, *jax.device_get(chosen), strict=False):
                 if sample.finish_reason is None:
-                    sample.add(int(token), float(logprob), tuple(zip(ids.tolist(), logprobs.tolist(), strict=True)))
+                    found = tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))
+                    sample.add(int(token), float(logprob), found[: sample.params.top_logprobs])
             going = [sample.tokens[-1:] if sample.finish_reason is None else [] for sample in samples]
             if not any(going):
                 break
@@ -203,24 +147,22 @@ def _choose(
     state: PyTree[Array],
     hidden: Float[Array, "B D"],
     position: Int32[Array, "B"],
-    choice: _Choice,
+    choice: Choice,
     *,
     filtered: bool,
     top: int,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"], Int32[Array, "B top"], Float32[Array, "B top"]]:
     """Each row's next token with its logprob, and the `top` likeliest with theirs."""
     logits = nnx.merge(graphdef, state).logits(hidden)
-    token, logprob = ops.sample(logits, position=position, **vars(choice), filtered=filtered)
-    if not top:
-        none = jnp.zeros((logits.shape[0], 0))
-        return token, logprob, none.astype(jnp.int32), none
-    return token, logprob, *ops.top_logprobs(logits, top)
+    token, logprob = ops.sample(logits, **vars(choice) | {"position": position}, filtered=filtered)
+    return token, logprob, *likeliest(logits, top)
 
 
-def _choice(params: list[SamplingParams], indices: list[int], batch: int) -> _Choice:
+def _choice(params: list[SamplingParams], indices: list[int], batch: int) -> Choice:
     rows = [params[min(row, len(params) - 1)] for row in range(batch)]
-    return _Choice(
+    return Choice(
         seed=jnp.asarray([ops.seed_words(row.seed) for row in rows], jnp.uint32),
+        position=jnp.zeros(batch, jnp.int32),  # changes from step to step
         sample_index=jnp.asarray(indices + [0] * (batch - len(indices)), jnp.int32),
         temperature=jnp.asarray([row.temperature for row in rows], jnp.float32),
         top_k=jnp.asarray([row.top_k for row in rows], jnp.int32),

@@ -96,7 +96,6 @@ class Sample:
 
     def add(self, token: int, logprob: float, top: tuple[tuple[int, float], ...]) -> Token:
         """Takes the next token that was read, and sees whether it ends the sample."""
-        self.unread -= 1
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.top_logprobs.append(top)

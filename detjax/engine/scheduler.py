@@ -123,6 +123,7 @@ class Scheduler:
 
     def read(self, sample: Sample) -> None:
         """A sample has got the token that it had been waiting for."""
+        sample.unread -= 1
         if sample.finish_reason is None:
             self._name_pages(sample)
         else:
