@@ -11,12 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental.mosaic.gpu import utils as mgpu
-from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith
 
 from detjax.contract import ACCUMULATOR
-from detjax.pallas.attention_tile_hopper import MATRIX, ROWS, element
+from detjax.pallas.attention_tile_hopper import MATRIX, ROWS, element, scores_seen
 
 _THREADS: Final = 128
 _BITS: Final = 32
@@ -58,23 +56,15 @@ def bits_kept(s: Array, *words: Array) -> Array:
 
     def kept(_: Any, s: Any, *words: Any) -> Any:
         of_columns = [element(word.registers.item()) for word in words]
-        int32, float32 = of_columns[0].type, ir.F32Type.get()
-        lowest = arith.constant(float32, ir.FloatAttr.get(float32, -np.inf))
-        zero = mgpu.c(0, int32)
-        registers = np.empty_like(s.registers)
-        for index, place in enumerate(np.ndindex(s.registers.shape)):
-            group, half = divmod(index, 2)
+        int32 = of_columns[0].type
+
+        def is_seen(group: int, half: int, offset: int) -> Any:
             part, group = divmod(group, 8)
-            register = s.registers[place]
-            for offset in range(2):
-                bit = 16 * half + 2 * group + offset
-                mask = mgpu.c(int(np.uint32(1 << bit).view(np.int32)), int32)
-                hidden = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(of_columns[part], mask), zero)
-                score = arith.select(hidden, lowest, element(register, offset))
-                position = ir.DenseI64ArrayAttr.get([offset])
-                register = vector.insert(score, register, dynamic_position=[], static_position=position)
-            registers[place] = register
-        return FragmentedArray(_registers=registers, _layout=s.layout, _is_signed=s.is_signed)
+            bit = 16 * half + 2 * group + offset
+            mask = mgpu.c(int(np.uint32(1 << bit).view(np.int32)), int32)
+            return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(of_columns[part], mask), mgpu.c(0, int32))
+
+        return scores_seen(s, is_seen)
 
     result = plgpu.ShapeDtypeStruct(s.shape, ACCUMULATOR, layout=MATRIX)
     inlined: Any = plgpu.inline_mgpu(arg_types=(MATRIX, *(_WORDS,) * len(words)), return_type=result)(kept)

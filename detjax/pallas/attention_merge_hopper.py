@@ -179,7 +179,6 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
         @pl.when((cut.left > 0) & (token < cuts.tokens))
         def _() -> None:
             loads = lax.div(cut.left + (_AT_ONCE - 1), jnp.int32(_AT_ONCE))
-
             own_columns = pl.ds(part * columns, columns)
 
             def load(index: Array) -> None:
@@ -339,12 +338,7 @@ def running_maxima(x: Array, start: Array, warps: Any) -> tuple[Array, Array]:
         is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(0, i32))
         before = arith.select(is_first, prior, from_lanes_below(after, 1))
 
-        def array(value: Any) -> Any:
-            registers = x.registers.copy()
-            registers[...] = vector.from_elements(ir.VectorType.get((1,), value.type), [value])
-            return FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
-
-        return array(before), array(after)
+        return _line_of(before), _line_of(after)
 
     result = plgpu.ShapeDtypeStruct(x.shape, ACCUMULATOR, layout=_LINE)
     arg_types = _LINE, plgpu.Layout.WG_SPLAT, plgpu.RefType()
@@ -383,10 +377,7 @@ def load_line(source: Any) -> Array:
 
     def load(_: Any, source: Any) -> Any:
         thread = mgpu.thread_idx()
-        value = memref.load(source, [index_of(arith.remui(thread, mgpu.c(count, thread.type)))])
-        registers = np.empty(_LINE.to_mgpu().registers_shape((_THREADS,)), dtype=object)
-        registers[...] = vector.from_elements(ir.VectorType.get((1,), value.type), [value])
-        return FragmentedArray(_registers=registers, _layout=_LINE.to_mgpu(), _is_signed=None)
+        return _line_of(memref.load(source, [index_of(arith.remui(thread, mgpu.c(count, thread.type)))]))
 
     result = plgpu.ShapeDtypeStruct((_THREADS,), ACCUMULATOR, layout=_LINE)
     inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)(load)
@@ -408,3 +399,10 @@ def store_line(x: Array, target: Any, first: Array, count: int) -> None:
 
     inlined: Any = plgpu.inline_mgpu(arg_types=(_LINE, plgpu.RefType(), plgpu.Layout.WG_SPLAT))(store)
     inlined(x, target, first)
+
+
+def _line_of(value: Any) -> Any:
+    """An array of 128 elements from each thread's own, in the compiler's terms."""
+    registers = np.empty(_LINE.to_mgpu().registers_shape((_THREADS,)), dtype=object)
+    registers[...] = vector.from_elements(ir.VectorType.get((1,), value.type), [value])
+    return FragmentedArray(_registers=registers, _layout=_LINE.to_mgpu(), _is_signed=None)

@@ -210,6 +210,27 @@ def visible_keys(
     return end, positions - (min(masking.window, 1 << 30) - 1) - keys
 
 
+def scores_seen(s: Any, is_seen: Callable[[int, int, int], Any]) -> Any:
+    """A tile with -inf where a score is not seen, in the compiler's terms.
+
+    Args:
+        s: the tile.
+        is_seen: of a group of 8 columns, a half of its rows (the thread's own, and the one 8 below), and one of the
+            thread's two columns there.
+    """
+    lowest = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), -np.inf))
+    registers = np.empty_like(s.registers)
+    for index, place in enumerate(np.ndindex(s.registers.shape)):
+        group, half = divmod(index, 2)
+        register = s.registers[place]
+        for offset in range(2):
+            score = arith.select(is_seen(group, half, offset), element(register, offset), lowest)
+            position = ir.DenseI64ArrayAttr.get([offset])
+            register = vector.insert(score, register, dynamic_position=[], static_position=position)
+        registers[place] = register
+    return FragmentedArray(_registers=registers, _layout=s.layout, _is_signed=s.is_signed)
+
+
 def columns_kept(s: Array, end: Array, first: Array | None = None) -> Array:
     """A tile with -inf in the columns from each row's `end` on and, if given, below its `first`; int32 `[ROWS]`."""
     bounds = (end,) if first is None else (end, first)
@@ -220,22 +241,16 @@ def columns_kept(s: Array, end: Array, first: Array | None = None) -> Array:
         _, lane = first_row_and_lane()
         shift = arith.muli(lane, mgpu.c(2, lane.type))
         limits = [[arith.subi(element(bound), shift) for bound in array.registers.flatten()] for array in bounds]
-        lowest = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), -np.inf))
-        registers = np.empty_like(s.registers)
-        for index, place in enumerate(np.ndindex(s.registers.shape)):
-            group, half = divmod(index, 2)
-            register = s.registers[place]
-            for offset in range(2):
-                column = mgpu.c(8 * group + offset, lane.type)
-                seen = arith.cmpi(arith.CmpIPredicate.slt, column, limits[0][half])
-                if len(limits) > 1:
-                    behind = arith.cmpi(arith.CmpIPredicate.sge, column, limits[1][half])
-                    seen = arith.andi(seen, behind)
-                score = arith.select(seen, element(register, offset), lowest)
-                position = ir.DenseI64ArrayAttr.get([offset])
-                register = vector.insert(score, register, dynamic_position=[], static_position=position)
-            registers[place] = register
-        return FragmentedArray(_registers=registers, _layout=s.layout, _is_signed=s.is_signed)
+
+        def is_seen(group: int, half: int, offset: int) -> Any:
+            column = mgpu.c(8 * group + offset, lane.type)
+            seen = arith.cmpi(arith.CmpIPredicate.slt, column, limits[0][half])
+            if len(limits) > 1:
+                behind = arith.cmpi(arith.CmpIPredicate.sge, column, limits[1][half])
+                seen = arith.andi(seen, behind)
+            return seen
+
+        return scores_seen(s, is_seen)
 
     result = plgpu.ShapeDtypeStruct(s.shape, ACCUMULATOR, layout=MATRIX)
     inlined: Any = plgpu.inline_mgpu(arg_types=(MATRIX, *(VECTOR,) * len(bounds)), return_type=result)(kept)
