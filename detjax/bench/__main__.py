@@ -6,7 +6,7 @@ import json
 import random
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -116,8 +116,8 @@ def serve_command(
         with platform.use_backend(platform.STOCK) if numerics == platform.STOCK else contextlib.nullcontext():
             decoder = presets.decoder(preset, layers) if preset is not None else models.load(str(model))[0]
             start = time.perf_counter()
-            sizes = {"max_samples": max_samples, "token_budget": token_budget, "max_tokens": max_tokens}
-            with Engine(decoder, **sizes, top_logprobs=0) as engine:  # pyright: ignore[reportArgumentType]
+            sizes: dict[str, Any] = {"max_samples": max_samples, "token_budget": token_budget, "max_tokens": max_tokens}
+            with Engine(decoder, **sizes, top_logprobs=0) as engine:
                 engine.warm_up(progress=True)
                 warm = time.perf_counter() - start
                 runs = {}

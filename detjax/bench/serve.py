@@ -105,19 +105,20 @@ def measure(engine: Engine, workload: Workload, vocabulary: int, order: Sequence
     seconds = max(watch.times[-1] for watch in watches.values()) - start
     prompts, tokens = (sum(len(of) for of in lists) for lists in zip(*map(_tokens, answers), strict=True))
     watched = [watches[index] for index in range(workload.requests)]
+    gaps = [np.diff(watch.times) for watch in watched]
     of_requests = {
         "time_to_first_token": [watch.times[0] - watch.begun for watch in watched],
-        "time_per_token": [float(np.diff(watch.times).mean()) for watch in watched if len(watch.times) > 1],
+        "time_per_token": [float(of.mean()) for of in gaps if of.size],
         "latency": [watch.times[-1] - watch.begun for watch in watched],
     }
-    gaps = [float(gap) for watch in watched for gap in np.diff(watch.times)]
+    between = np.concatenate(gaps).tolist()
     return {
         "seconds": seconds,
         "prompt_tokens": prompts,
         "generated_tokens": tokens,
         "generated_tokens_per_second": tokens / seconds,
         "tokens_per_second": (prompts + tokens) / seconds,
-        "percentiles": {name: percentiles(of) for name, of in (of_requests | {"time_between_tokens": gaps}).items()},
+        "percentiles": {name: percentiles(of) for name, of in (of_requests | {"time_between_tokens": between}).items()},
         "preemptions": engine.preemptions,
         "digest": digest(answers),
         "requests": {name: [round(value, 6) for value in of] for name, of in of_requests.items()},

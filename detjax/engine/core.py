@@ -90,29 +90,17 @@ class Core:
 
     def _read(self, step: _OnItsWay) -> Iterator[tuple[Sample, Token]]:
         for sample, first, count, found in step.scores:
-            entries = list(_entries(found.read(), sample.params.top_logprobs))[:count]
-            for position, (_, logprob, top) in enumerate(entries, first):
+            found = found.read()
+            for index in range(count):
+                position = first + index
                 # What was computed anew, its pages having been taken away, is known.
                 if position == len(sample.prompt_logprobs) + 1:
+                    _, logprob, top = found.at(index, sample.params.top_logprobs)
                     sample.prompt_logprobs.append((logprob, top))
         found = step.found.read()
         for row, piece in step.pieces:
             sample = piece.sample
             if sample.finish_reason is None:  # else it was given a step too many before that was known
-                top = sample.params.top_logprobs
-                token = sample.add(
-                    int(found.token[row]),
-                    float(found.logprob[row]),
-                    _top(found.top_tokens[row], found.top_logprobs[row], top),
-                )
+                token = sample.add(*found.at(row, sample.params.top_logprobs))
                 self.scheduler.read(sample)
                 yield sample, token
-
-
-def _entries(found: Found, top: int) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...]]]:
-    for token, logprob, tokens, logprobs in zip(*found, strict=True):
-        yield int(token), float(logprob), _top(tokens, logprobs, top)
-
-
-def _top(tokens: np.ndarray, logprobs: np.ndarray, count: int) -> tuple[tuple[int, float], ...]:
-    return tuple(zip(tokens[:count].tolist(), logprobs[:count].tolist(), strict=True))

@@ -34,36 +34,37 @@ class Found(NamedTuple):
         return self
 
     def read(self) -> "Found":
+        """The same on the host, once it is there."""
         return Found(*jax.device_get(tuple(self)))
+
+    def at(self, row: int, top: int) -> tuple[int, float, tuple[tuple[int, float], ...]]:
+        """A row's, on the host; of the likeliest tokens the first `top`."""
+        likeliest = zip(self.top_tokens[row, :top].tolist(), self.top_logprobs[row, :top].tolist(), strict=True)
+        return int(self.token[row]), float(self.logprob[row]), tuple(likeliest)
 
 
 class Device:
-    """The model, its cache, and the tokens that are sampled last."""
+    """The model, its cache, and the tokens that are sampled last.
+
+    Attributes:
+        state: the model's weights.
+    """
 
     def __init__(
         self, model: Decoder, *, pages: int, slots: int, top_logprobs: int, kv_cache_dtype: KVQuantization | None
     ) -> None:
-        self._graph, self._state = nnx.split(model)
+        self._graph, self.state = nnx.split(model)
         self._top = top_logprobs
         k, v = (empty_pages(model.config, pages, model.dtype, kv_cache_dtype) for _ in range(2))
         self._pools = k, v
         self._last = jnp.zeros(slots, jnp.int32)
 
-    @property
-    def state(self) -> PyTree[Array]:
-        """The model's weights."""
-        return self._state
-
-    @state.setter
-    def state(self, state: PyTree[Array]) -> None:
-        self._state = state
-
     def compute(self, inputs: Inputs, *, filtered: bool, with_top: bool) -> tuple[Found, Array]:
         """What is sampled, and the last hidden states of the rows that prefill, for `scores`."""
-        self._pools, hidden, rows = _advance(self._graph, self._state, self._pools, self._last, inputs)
+        self._pools, hidden, rows = _advance(self._graph, self.state, self._pools, self._last, inputs)
         self._last, *found = _choose(
             self._graph,
-            self._state,
+            self.state,
             hidden,
             self._last,
             inputs.slot,
@@ -77,7 +78,7 @@ class Device:
         """Logprobs of up to `SCORED_ROWS` tokens, each under the hidden state of its own row, from row `first` on."""
         padded = np.zeros(SCORED_ROWS, np.int32)
         padded[: len(tokens)] = tokens
-        return Found(*_score(self._graph, self._state, rows, np.int32(first), padded, top=self._top))
+        return Found(*_score(self._graph, self.state, rows, np.int32(first), padded, top=self._top))
 
     def warm_up(self, shape: Shape, inputs: Inputs) -> None:
         """Compiles all that a step of the shape may need, by computing one in which nothing is present."""
@@ -119,9 +120,22 @@ def _choose(
     top: int,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """The last token of each slot, and the fields of `Found`."""
+    found = chosen(graph, state, hidden, choice, filtered=filtered, top=top)
+    return last.at[slot].set(found.token, mode="drop"), *found
+
+
+def chosen(
+    graph: nnx.GraphDef[Decoder],
+    state: PyTree[Array],
+    hidden: Float[Array, "R D"],
+    choice: Choice,
+    *,
+    filtered: bool,
+    top: int,
+) -> Found:
+    """What is sampled behind tokens with the hidden states given; part of a program."""
     logits = nnx.merge(graph, state).logits(hidden)
-    token, logprob = ops.sample(logits, **vars(choice), filtered=filtered)
-    return last.at[slot].set(token, mode="drop"), token, logprob, *likeliest(logits, top)
+    return Found(*ops.sample(logits, **vars(choice), filtered=filtered), *_likeliest(logits, top))
 
 
 @functools.partial(platform.jit, static_argnums=0, static_argnames="top")
@@ -137,10 +151,10 @@ def _score(
     index = jnp.minimum(first + jnp.arange(tokens.shape[0], dtype=jnp.int32), rows.shape[0] - 1)
     logits = nnx.merge(graph, state).logits(rows[index])
     logprobs = jnp.take_along_axis(ops.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
-    return jnp.asarray(tokens), logprobs, *likeliest(logits, top)
+    return jnp.asarray(tokens), logprobs, *_likeliest(logits, top)
 
 
-def likeliest(logits: Float[Array, "R V"], count: int) -> tuple[Int32[Array, "R n"], Float32[Array, "R n"]]:
+def _likeliest(logits: Float[Array, "R V"], count: int) -> tuple[Int32[Array, "R n"], Float32[Array, "R n"]]:
     """`ops.top_logprobs`, or arrays without columns for none."""
     if count:
         return ops.top_logprobs(logits, count)

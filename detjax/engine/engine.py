@@ -135,9 +135,7 @@ class Engine:
         self._device = Device(
             model, pages=pages, slots=max_samples, top_logprobs=top_logprobs, kv_cache_dtype=kv_cache_dtype
         )
-        scheduler = Scheduler(
-            PagePool(pages, keeps_prefixes=prefix_cache), self._shapes.limits, shares_prefixes=prefix_cache
-        )
+        scheduler = Scheduler(PagePool(pages, keeps_prefixes=prefix_cache), self._shapes.limits)
         self._core = Core(scheduler, self._shapes, self._slots, self._device)
 
         # All that follows belongs to the engine's thread, which is given what to do by way of the inbox.
@@ -159,6 +157,7 @@ class Engine:
         Raises:
             RuntimeError: the engine is busy.
         """
+        self._refuse_listeners()
 
         def compile_all() -> None:
             self._check_idle("warm_up")
@@ -166,7 +165,7 @@ class Engine:
             for shape in track(list(self._shapes), "compiling", console=console, disable=not progress, transient=True):
                 self._device.warm_up(shape, self._slots.inputs(Step((), ()), shape))
 
-        self._wait_for(self._call(compile_all))
+        self._call(compile_all).result()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -177,10 +176,11 @@ class Engine:
             ValueError: a request cannot be served; none of them is begun then.
             EngineClosed: the engine was closed meanwhile, or has failed.
         """
+        self._refuse_listeners()
         jobs = [self._job(f"request {number}", request) for number, request in enumerate(requests)]
         self._start(jobs)
         try:
-            return [self._wait_for(job.future) for job in jobs]
+            return [job.future.result() for job in jobs]
         finally:
             for job in jobs:
                 job.future.cancel()
@@ -260,14 +260,9 @@ class Engine:
             job.future.add_done_callback(functools.partial(self._cancel, job))
 
     def _cancel(self, job: _Job, future: "Future[Generation]") -> None:
-        def cancel() -> None:
-            for sample in job.samples:
-                if self._jobs.pop(sample, None) is not None:
-                    self._core.scheduler.cancel(sample)
-
         if future.cancelled():
             with contextlib.suppress(EngineClosed):
-                self._call(cancel)
+                self._call(functools.partial(self._drop, job))
 
     # --- weights, and the end -----------------------------------------------------------------------------------------
 
@@ -281,6 +276,7 @@ class Engine:
             RuntimeError: requests are on their way: with which of the weights they were answered could not be said.
             ValueError: the weights do not fit the model.
         """
+        self._refuse_listeners()
 
         def update() -> None:
             self._check_idle("update_weights")
@@ -288,7 +284,7 @@ class Engine:
             self._device.state = params
             self._core.scheduler.pool.forget_prefixes()
 
-        self._wait_for(self._call(update))
+        self._call(update).result()
 
     def close(self) -> None:
         """Ends the engine; requests on their way fail with `EngineClosed`."""
@@ -324,12 +320,12 @@ class Engine:
             self._inbox.put((fn, future))
         return future
 
-    def _wait_for[R](self, future: "Future[R]") -> R:
+    def _refuse_listeners(self) -> None:
+        """Raises where what follows waits for the engine's thread, and is called in it."""
         if threading.current_thread() is self._thread:
             raise RuntimeError(
                 "Engine: a listener waits for the engine, which waits for the listener; accepted in on_token: submit"
             )
-        return future.result()
 
     def _check_idle(self, name: str) -> None:
         if self._jobs:
@@ -360,10 +356,13 @@ class Engine:
         try:
             job.tell(token)
         except BaseException as error:  # of whoever listens
-            for sample in job.samples:
-                if self._jobs.pop(sample, None) is not None:
-                    self._core.scheduler.cancel(sample)
+            self._drop(job)
             job.settle(error)
+
+    def _drop(self, job: _Job) -> None:
+        for sample in job.samples:
+            if self._jobs.pop(sample, None) is not None:
+                self._core.scheduler.cancel(sample)
 
     def _do_what_is_asked(self) -> bool:
         """Empties the inbox, and waits for something in it if there is nothing else to do; False: the engine ends."""

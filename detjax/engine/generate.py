@@ -1,18 +1,19 @@
 """`generate`: a batch of prompts of any lengths, each with its own sampling parameters."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32, PyTree
+from jaxtyping import Array, Float, Int32, PyTree
 from rich.console import Console
 from rich.progress import Progress
 
-from detjax import ops, platform
+from detjax import platform
 from detjax.contract import PORTABLE_ROWS, KVQuantization
-from detjax.engine.device import likeliest
+from detjax.engine.device import Found, chosen
 from detjax.engine.inputs import Choice
 from detjax.engine.request import Generation, encoded, end_tokens
 from detjax.engine.sample import Sample
@@ -98,7 +99,9 @@ def _run(
     hidden = jnp.zeros((batch, model.config.hidden_size), model.dtype)
     filtered = any(sample.params.filtered for sample in samples)
     top = max(sample.params.top_logprobs for sample in samples)
-    choice = _choice([sample.params for sample in samples], [sample.index for sample in samples], batch)
+    rows = [*samples, *samples[-1:] * (batch - len(samples))]  # what fills the batch is whoever is last
+    choice = Choice.of([sample.params for sample in rows], [sample.index for sample in rows])
+    choice = jax.tree.map(jnp.asarray, choice)  # once, not at every step
 
     longest = max(len(sample.prompt) for sample in samples)
     chunk = min(prefill_chunk, max(_power_of_two(longest), PORTABLE_ROWS))
@@ -111,11 +114,10 @@ def _run(
             cache, hidden = _advance(graphdef, state, tokens, counts, cache, hidden)
             bars.advance(bar)
         while True:
-            chosen = _choose(graphdef, state, hidden, cache.lengths, choice, filtered=filtered, top=top)
-            for sample, token, logprob, ids, logprobs in zip(samples, *jax.device_get(chosen), strict=False):
+            found = _choose(graphdef, state, hidden, cache.lengths, choice, filtered=filtered, top=top).read()
+            for row, sample in enumerate(samples):
                 if sample.finish_reason is None:
-                    found = tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))
-                    sample.add(int(token), float(logprob), found[: sample.params.top_logprobs])
+                    sample.add(*found.at(row, sample.params.top_logprobs))
             going = [sample.tokens[-1:] if sample.finish_reason is None else [] for sample in samples]
             if not any(going):
                 break
@@ -151,24 +153,9 @@ def _choose(
     *,
     filtered: bool,
     top: int,
-) -> tuple[Int32[Array, "B"], Float32[Array, "B"], Int32[Array, "B top"], Float32[Array, "B top"]]:
+) -> Found:
     """Each row's next token with its logprob, and the `top` likeliest with theirs."""
-    logits = nnx.merge(graphdef, state).logits(hidden)
-    token, logprob = ops.sample(logits, **vars(choice) | {"position": position}, filtered=filtered)
-    return token, logprob, *likeliest(logits, top)
-
-
-def _choice(params: list[SamplingParams], indices: list[int], batch: int) -> Choice:
-    rows = [params[min(row, len(params) - 1)] for row in range(batch)]
-    return Choice(
-        seed=jnp.asarray([ops.seed_words(row.seed) for row in rows], jnp.uint32),
-        position=jnp.zeros(batch, jnp.int32),  # changes from step to step
-        sample_index=jnp.asarray(indices + [0] * (batch - len(indices)), jnp.int32),
-        temperature=jnp.asarray([row.temperature for row in rows], jnp.float32),
-        top_k=jnp.asarray([row.top_k for row in rows], jnp.int32),
-        top_p=jnp.asarray([row.top_p for row in rows], jnp.float32),
-        min_p=jnp.asarray([row.min_p for row in rows], jnp.float32),
-    )
+    return chosen(graphdef, state, hidden, dataclasses.replace(choice, position=position), filtered=filtered, top=top)
 
 
 def _padded(pieces: Iterable[Sequence[int]], batch: int, width: int) -> tuple[Int32[Array, "B T"], Int32[Array, "B"]]:

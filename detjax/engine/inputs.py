@@ -1,7 +1,7 @@
 """A step as the device takes it: arrays whose shapes come from a few that programs were compiled for."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -10,7 +10,8 @@ from jaxtyping import Float32, Int32, UInt32
 from detjax import ops
 from detjax.contract import QUERY_UNIT
 from detjax.engine.sample import Sample
-from detjax.engine.scheduler import Limits, Step
+from detjax.engine.sampling import SamplingParams
+from detjax.engine.scheduler import Limits, Step, rows_taken
 
 _GROWTH = 4
 """From one size to the next."""
@@ -46,11 +47,11 @@ class Shapes:
     def __init__(self, samples: int, tokens: int) -> None:
         """Shapes for so many samples that have a slot, and so many tokens of a step."""
         self._decodes = _sizes(1, samples)
-        self._rows = _sizes(min(_LEAST_ROWS, _round_up(tokens)), _round_up(tokens))
+        self._rows = _sizes(min(_LEAST_ROWS, rows_taken(tokens)), rows_taken(tokens))
         self._prefills = {rows: min(samples, rows // QUERY_UNIT) for rows in self._rows}
         # Beside prefills, a few decodes too many cost little.
         self._beside_prefills = [0, *self._decodes[::-2][::-1]]
-        self.limits = Limits(samples, tokens, self._prefills[self._rows[-1]], self._rows[-1], QUERY_UNIT)
+        self.limits = Limits(samples, tokens, self._prefills[self._rows[-1]], self._rows[-1])
 
     def __iter__(self) -> Iterator[Shape]:
         yield from (Shape(decodes, 0, 0) for decodes in self._decodes)
@@ -62,7 +63,7 @@ class Shapes:
         """The smallest shape that has room for the step."""
         if not step.prefills:
             return Shape(_least(self._decodes, len(step.decodes)), 0, 0)
-        needed = sum(_round_up(piece.count) for piece in step.prefills)
+        needed = sum(rows_taken(piece.count) for piece in step.prefills)
         rows = next(n for n in self._rows if n >= needed and self._prefills[n] >= len(step.prefills))
         return Shape(_least(self._beside_prefills, len(step.decodes)), rows, self._prefills[rows])
 
@@ -78,10 +79,6 @@ def _least(sizes: list[int], needed: int) -> int:
     return next(size for size in sizes if size >= needed)
 
 
-def _round_up(rows: int) -> int:
-    return -(-rows // QUERY_UNIT) * QUERY_UNIT
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -94,6 +91,19 @@ class Choice:
     top_k: Int32[Arrays, "R"]
     top_p: Float32[Arrays, "R"]
     min_p: Float32[Arrays, "R"]
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], sample_index: Sequence[int]) -> "Choice":
+        """A row for each of the samples given, on the host; positions, which change from step to step, are zeros."""
+        return cls(
+            seed=np.array([ops.seed_words(row.seed) for row in params], np.uint32),
+            position=np.zeros(len(params), np.int32),
+            sample_index=np.array(sample_index, np.int32),
+            temperature=np.array([row.temperature for row in params], np.float32),
+            top_k=np.array([row.top_k for row in params], np.int32),
+            top_p=np.array([row.top_p for row in params], np.float32),
+            min_p=np.array([row.min_p for row in params], np.float32),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -131,22 +141,14 @@ class Slots:
         self._page_table = np.zeros((count, pages), np.int32)
         self._pages: list[list[int] | None] = [None] * count
         self._known = [0] * count
-        self._of_choice = {
-            "seed": np.zeros((count, 2), np.uint32),
-            "sample_index": np.zeros(count, np.int32),
-            "temperature": np.zeros(count, np.float32),
-            "top_k": np.zeros(count, np.int32),
-            "top_p": np.ones(count, np.float32),
-            "min_p": np.zeros(count, np.float32),
-        }
+        self._choice = Choice.of([SamplingParams()] * count, [0] * count)
 
     def inputs(self, step: Step, shape: Shape) -> Inputs:
         """The step's arrays; what the shape has too many of belongs nowhere."""
         for piece in step.pieces:
             self._refresh(piece.sample)
         decodes, prefills, total = len(step.decodes), len(step.prefills), shape.decodes + shape.rows
-        # Rows of the shape that samples have, those that decode first.
-        own = np.r_[:decodes, shape.decodes : shape.decodes + prefills]
+        own = rows_of(step, shape)
         slots = np.array([piece.sample.slot for piece in step.pieces], np.int32)
         starts = np.array([piece.start for piece in step.pieces], np.int32)
         counts = np.array([piece.count for piece in step.pieces], np.int32)
@@ -169,11 +171,11 @@ class Slots:
             position[rows] = np.arange(piece.start, piece.start + piece.count)
             q_row[number], q_length[number], q_start[number] = row, piece.count, piece.start
             last_row[decodes + number] = rows.stop - 1
-            row += _round_up(piece.count)
+            row += rows_taken(piece.count)
         q_row[prefills:] = row
         held = np.zeros(shape.decodes, np.int32)
         held[:decodes] = slots[:decodes]
-        choice = {name: table(shape.sampled, values[slots]) for name, values in self._of_choice.items()}
+        choice = {name: table(shape.sampled, values[slots]) for name, values in vars(self._choice).items()}
         return Inputs(
             token=token,
             held=held,
@@ -186,7 +188,7 @@ class Slots:
             q_start=q_start,
             last_row=table(shape.sampled, last_row),
             slot=table(shape.sampled, np.where(completes, slots, self.count).astype(np.int32), fill=self.count),
-            choice=Choice(**choice, position=table(shape.sampled, starts + counts)),
+            choice=Choice(**choice | {"position": table(shape.sampled, starts + counts)}),
         )
 
     def _refresh(self, sample: Sample) -> None:
@@ -194,10 +196,8 @@ class Slots:
         assert slot is not None
         if self._pages[slot] is not sample.pages:  # another sample, or the same with other pages
             self._pages[slot], self._known[slot] = sample.pages, 0
-            self._of_choice["seed"][slot] = ops.seed_words(sample.params.seed)
-            self._of_choice["sample_index"][slot] = sample.index
-            for name in ("temperature", "top_k", "top_p", "min_p"):
-                self._of_choice[name][slot] = getattr(sample.params, name)
+            for name, values in vars(Choice.of([sample.params], [sample.index])).items():
+                getattr(self._choice, name)[slot] = values[0]
         known, count = self._known[slot], len(sample.pages)
         if known < count:
             self._page_table[slot, known:] = 0

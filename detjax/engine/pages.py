@@ -33,7 +33,7 @@ class PagePool:
         if pages < 1:
             raise ValueError(f"PagePool: pages is {pages}; accepted: at least 1")
         self.pages = pages
-        self._keeps_prefixes = keeps_prefixes
+        self.keeps_prefixes = keeps_prefixes
         self._free = list(range(pages - 1, -1, -1))
         self._references = [0] * pages
         self._kept: OrderedDict[int, None] = OrderedDict()  # of no references, longest out of use first
@@ -76,7 +76,7 @@ class PagePool:
 
     def name(self, page: int, digest: Digest) -> None:
         """Lets others find a full page that is in use. Of two pages of one digest the first one is found."""
-        if self._keeps_prefixes and digest not in self._page_of and page not in self._digest_of:
+        if self.keeps_prefixes and digest not in self._page_of and page not in self._digest_of:
             self._page_of[digest] = page
             self._digest_of[page] = digest
 

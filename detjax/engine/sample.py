@@ -107,7 +107,7 @@ class Sample:
                 self._text, stopped = self._text[: min(found)], True
         if stopped or token in self._end_tokens:
             self.finish_reason = "stop"
-        elif len(self.generated) == self.params.max_tokens:
+        elif len(self.logprobs) == self.params.max_tokens:
             self.finish_reason = "length"
         return Token(self.index, token, logprob, top, self._news(), self.finish_reason)
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections import deque
 
-from detjax.contract import KV_BLOCK
+from detjax.contract import KV_BLOCK, QUERY_UNIT
 from detjax.engine.pages import PagePool
 from detjax.engine.sample import Sample
 
@@ -40,15 +40,13 @@ class Limits:
         samples: that have a slot at the same time.
         tokens: of a step.
         prefills: samples of a step of which more than their last token is computed.
-        rows: of prefills, where each sample begins at a multiple of `row_unit`.
-        row_unit: see there.
+        rows: of prefills, each of which takes `rows_taken`.
     """
 
     samples: int
     tokens: int
     prefills: int
     rows: int
-    row_unit: int
 
 
 class Scheduler:
@@ -58,13 +56,12 @@ class Scheduler:
     one that has a slot gives its own back, waits again, and is computed anew.
     """
 
-    def __init__(self, pool: PagePool, limits: Limits, *, shares_prefixes: bool = True) -> None:
+    def __init__(self, pool: PagePool, limits: Limits) -> None:
         self.pool = pool
         self.limits = limits
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []
         self.preemptions = 0
-        self._shares_prefixes = shares_prefixes
         self._slots = list(range(limits.samples - 1, -1, -1))
         self._arrivals: dict[Sample, int] = {}
         self._arrived = 0
@@ -164,7 +161,7 @@ class Scheduler:
 
     def _shares(self, sample: Sample) -> bool:
         """Logprobs of a prompt need all of its tokens computed."""
-        return self._shares_prefixes and not sample.params.prompt_logprobs
+        return self.pool.keeps_prefixes and not sample.params.prompt_logprobs
 
     def _waits_for_leader(self, sample: Sample) -> bool:
         leader = sample.leader
@@ -188,7 +185,7 @@ class Scheduler:
 
     def _name_pages(self, sample: Sample) -> None:
         full = min(sample.computed, len(sample.tokens)) // KV_BLOCK
-        if self._shares_prefixes and sample.slot is not None and full > sample.named:
+        if self.pool.keeps_prefixes and sample.slot is not None and full > sample.named:
             for page, digest in zip(sample.pages[sample.named : full], sample.digests()[sample.named :], strict=False):
                 self.pool.name(page, digest)
             sample.named = full
@@ -218,7 +215,7 @@ class _Pieces(dict[Sample, Piece]):
     """Those of a step, as long as it has room."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limits, self._tokens, self._rows, self._prefills = limits, limits.tokens, limits.rows, limits.prefills
+        self._tokens, self._rows, self._prefills = limits.tokens, limits.rows, limits.prefills
 
     def add(self, sample: Sample) -> None:
         """The next piece of the sample, as much of it as there is room for."""
@@ -226,11 +223,16 @@ class _Pieces(dict[Sample, Piece]):
         count = min(left, self._tokens)
         if not sample.is_held:
             count = min(count, self._rows) if self._prefills else 0
-            self._rows -= -(-count // self._limits.row_unit) * self._limits.row_unit
+            self._rows -= rows_taken(count)
             self._prefills -= 1
         self._tokens -= count
         if count > 0:
             self[sample] = Piece(sample, sample.computed, count, completes=count == left)
+
+
+def rows_taken(tokens: int) -> int:
+    """Rows of a step that so many tokens of a sample take, since the next one begins at a multiple of `QUERY_UNIT`."""
+    return -(-tokens // QUERY_UNIT) * QUERY_UNIT
 
 
 def pages_of(sample: Sample) -> int:

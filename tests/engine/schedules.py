@@ -102,7 +102,7 @@ class Schedules(RuleBasedStateMachine):
     def begin(self, slots: int, tokens: int, count: int, keeps: bool) -> None:
         shapes = Shapes(slots, tokens)
         self.pool = PagePool(count, keeps_prefixes=keeps)
-        self.scheduler = Scheduler(self.pool, shapes.limits, shares_prefixes=keeps)
+        self.scheduler = Scheduler(self.pool, shapes.limits)
         self.core = Core(self.scheduler, shapes, Slots(slots, count), Remembering(slots))
         self.samples: list[Sample] = []
         self.expected: dict[Sample, list[int]] = {}
@@ -174,7 +174,8 @@ def small_pages() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (pages, scheduler):
             patch.setattr(module, "KV_BLOCK", PAGE)
-        patch.setattr(inputs, "QUERY_UNIT", 2)
+        for module in (inputs, scheduler):
+            patch.setattr(module, "QUERY_UNIT", 2)
         patch.setattr(inputs, "_LEAST_ROWS", 8)
         yield
 

@@ -44,7 +44,7 @@ def sample(prompt: tuple[int, ...], index: int = 0, leader: Sample | None = None
 
 def core(slots: int, tokens: int, pages: int, keeps: bool = True) -> Core:
     shapes = Shapes(slots, tokens)
-    scheduler = Scheduler(PagePool(pages, keeps_prefixes=keeps), shapes.limits, shares_prefixes=keeps)
+    scheduler = Scheduler(PagePool(pages, keeps_prefixes=keeps), shapes.limits)
     return Core(scheduler, shapes, Slots(slots, pages), Remembering(slots))
 
 
