@@ -162,6 +162,10 @@ def _flag_value(text: str) -> int | str:
     return int(lowered) if lowered.lstrip("-").isdigit() else lowered
 
 
+_COMPILED: Final = "_detjax_compiled"
+"""Where a function of `jit` has what `compiled` calls."""
+
+
 @overload
 def jit[**P, R](fn: Callable[P, R], /, **jit_arguments: Any) -> Callable[P, R]: ...
 @overload
@@ -182,7 +186,7 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
     nested = jax.jit(fn, **jit_arguments)
 
     @functools.cache
-    def program(device_platform: str) -> Callable[..., Any]:
+    def program(device_platform: str) -> Any:
         return jax.jit(fn, compiler_options=compiler_options(device_platform), **jit_arguments)
 
     @functools.wraps(fn)
@@ -195,7 +199,31 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
         with _chosen(backend()), _pinned(True), _explained():
             return program(jax.default_backend())(*args, **kwargs)
 
+    def compiled(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        check_environment()
+        with _chosen(backend()), _pinned(True), _explained():
+            return program(jax.default_backend()).lower(*args, **kwargs).compile()
+
+    setattr(call, _COMPILED, compiled)
     return call
+
+
+def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """The program that a function of `jit` runs on arguments like these, without their static ones.
+
+    It is compiled here and now, for the backend chosen here, which takes as many threads as call this. The function
+    itself does not come to know of it.
+
+    Args:
+        fn: what `jit` returned.
+        args: arrays, or `jax.ShapeDtypeStruct`.
+        kwargs: likewise.
+
+    Raises:
+        EnvironmentContradiction: see `check_environment`.
+        RuntimeError: the backend that was chosen has no kernels for this device.
+    """
+    return getattr(fn, _COMPILED)(*args, **kwargs)
 
 
 @contextlib.contextmanager

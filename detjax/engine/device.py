@@ -1,7 +1,11 @@
 """What runs on the device: the cache, the last token of each slot, and the programs that compute a step."""
 
 import functools
-from typing import Any, NamedTuple
+import itertools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +15,14 @@ from jaxtyping import Array, Float, Float32, Int32, PyTree
 
 from detjax import ops, platform
 from detjax.contract import KVQuantization
-from detjax.engine.inputs import Arrays, Choice, Inputs, Shape
+from detjax.engine.inputs import Arrays, Choice, Inputs
 from detjax.models import Decoder
 from detjax.models.cache import Packed, Pages, empty_pages
 
-SCORED_ROWS = 64
+SCORED_ROWS: Final = 64
 """Tokens of a prompt whose logprobs are computed at once."""
+_COMPILERS: Final = 8
+"""Threads that compile programs."""
 
 
 class Found(NamedTuple):
@@ -54,40 +60,75 @@ class Device:
         self, model: Decoder, *, pages: int, slots: int, top_logprobs: int, kv_cache_dtype: KVQuantization | None
     ) -> None:
         self._graph, self.state = nnx.split(model)
+        self._hidden = functools.partial(jax.ShapeDtypeStruct, dtype=model.dtype)
+        self._width = model.config.hidden_size
         self._top = top_logprobs
+        self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
         k, v = (empty_pages(model.config, pages, model.dtype, kv_cache_dtype) for _ in range(2))
         self._pools = k, v
         self._last = jnp.zeros(slots, jnp.int32)
 
     def compute(self, inputs: Inputs, *, filtered: bool, with_top: bool) -> tuple[Found, Array]:
         """What is sampled, and the last hidden states of the rows that prefill, for `scores`."""
-        self._pools, hidden, rows = _advance(self._graph, self.state, self._pools, self._last, inputs)
-        self._last, *found = _choose(
-            self._graph,
-            self.state,
-            hidden,
-            self._last,
-            inputs.slot,
-            inputs.choice,
-            filtered=filtered,
-            top=self._top if with_top else 0,
-        )
+        self._pools, hidden, rows = self._run(_advance, inputs.shape, self._pools, self._last, inputs)
+        static = {"filtered": filtered, "top": self._top if with_top else 0}
+        choice = self._last, inputs.slot, inputs.choice
+        self._last, *found = self._run(_choose, len(inputs.slot), hidden, *choice, **static)
         return Found(*found), rows
 
     def scores(self, rows: Array, first: int, tokens: np.ndarray) -> Found:
         """Logprobs of up to `SCORED_ROWS` tokens, each under the hidden state of its own row, from row `first` on."""
         padded = np.zeros(SCORED_ROWS, np.int32)
         padded[: len(tokens)] = tokens
-        return Found(*_score(self._graph, self.state, rows, np.int32(first), padded, top=self._top))
+        return Found(*self._run(_score, len(rows), rows, np.int32(first), padded, top=self._top))
 
-    def warm_up(self, shape: Shape, inputs: Inputs) -> None:
-        """Compiles all that a step of the shape may need, by computing one in which nothing is present."""
-        rows: Array | None = None
-        for filtered in (False, True):
-            for with_top in {False, self._top > 0}:
-                _, rows = self.compute(inputs, filtered=filtered, with_top=with_top)
-        if shape.rows and rows is not None:
-            jax.block_until_ready(self.scores(rows, 0, np.zeros(1, np.int32)))
+    def warm_up(self, steps: Sequence[Inputs], each: Callable[[Iterable[Any], int], Iterable[Any]]) -> None:
+        """Compiles all that steps of the shapes given may need, and computes one of each.
+
+        Args:
+            steps: one of each shape, in which nothing is present.
+            each: what is given programs as they are compiled, and their number, to yield them again.
+        """
+        backend, choices = platform.backend(), [False, True]
+        tops = dict.fromkeys((0, self._top))
+        programs: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+        def add(fn: Callable[..., Any], size: Any, *args: Any, **static: Any) -> None:
+            programs[fn, size, *static.values()] = fn, args, static
+
+        for inputs in steps:
+            add(_advance, inputs.shape, self._pools, self._last, inputs)
+            hidden, rows = (self._hidden((count, self._width)) for count in (inputs.shape.sampled, inputs.shape.rows))
+            for filtered, top in itertools.product(choices, tops):
+                choice = self._last, inputs.slot, inputs.choice
+                add(_choose, len(inputs.slot), hidden, *choice, filtered=filtered, top=top)
+            if inputs.shape.rows:
+                tokens = np.zeros(SCORED_ROWS, np.int32)
+                add(_score, inputs.shape.rows, rows, np.int32(0), tokens, top=self._top)
+
+        def compiled(fn: Callable[..., Any], args: tuple[Any, ...], static: dict[str, Any]) -> Callable[..., Any]:
+            with platform.use_backend(backend):  # a choice of backend is each thread's own
+                return platform.compiled(fn, self._graph, self.state, *args, **static)
+
+        with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
+            keys = {pool.submit(compiled, *program): key for key, program in programs.items()}
+            try:
+                for future in each(as_completed(keys), len(keys)):
+                    self._compiled[keys[future]] = future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        # What is done when a program runs for the first time is done now as well.
+        for inputs in steps:
+            for filtered, top in itertools.product(choices, tops):
+                _, rows = self.compute(inputs, filtered=filtered, with_top=top > 0)
+                if inputs.shape.rows:
+                    jax.block_until_ready(self.scores(rows, 0, np.zeros(1, np.int32)))
+
+    def _run(self, fn: Callable[..., Any], size: Any, *args: Any, **static: Any) -> Any:
+        """`fn` of the model and these arguments, whose shapes `size` tells."""
+        compiled = self._compiled.get((fn, size, *static.values()))
+        return compiled(self.state, *args) if compiled else fn(self._graph, self.state, *args, **static)
 
 
 @functools.partial(platform.jit, static_argnums=0, donate_argnums=2)
@@ -102,8 +143,8 @@ def _advance(
     decodes = inputs.held.shape[0]
     tokens = jnp.concatenate([last[inputs.held], inputs.token[decodes:]])
     fields = ("page_table", "request", "position", "present", "q_row", "q_length", "q_start")
-    where = Packed(*pools, **{name: jnp.asarray(getattr(inputs, name)) for name in fields})
-    hidden, k, v = nnx.merge(graph, state).packed_hidden(tokens, where)
+    where = Packed(**{name: jnp.asarray(getattr(inputs, name)) for name in fields})
+    hidden, k, v = nnx.merge(graph, state).through_layers(tokens, where, *pools)
     return (k, v), hidden[inputs.last_row], hidden[decodes:]
 
 
@@ -135,7 +176,7 @@ def chosen(
 ) -> Found:
     """What is sampled behind tokens with the hidden states given; part of a program."""
     logits = nnx.merge(graph, state).logits(hidden)
-    return Found(*ops.sample(logits, **vars(choice), filtered=filtered), *_likeliest(logits, top))
+    return Found(*ops.sample(logits, **choice._asdict(), filtered=filtered), *_likeliest(logits, top))
 
 
 @functools.partial(platform.jit, static_argnums=0, static_argnames="top")

@@ -162,8 +162,9 @@ class Engine:
         def compile_all() -> None:
             self._check_idle("warm_up")
             console = Console(stderr=True)
-            for shape in track(list(self._shapes), "compiling", console=console, disable=not progress, transient=True):
-                self._device.warm_up(shape, self._slots.inputs(Step((), ()), shape))
+            bar = functools.partial(track, description="compiling", console=console, disable=not progress)
+            steps = [self._slots.inputs(Step((), ()), shape) for shape in self._shapes]
+            self._device.warm_up(steps, lambda programs, count: bar(programs, total=count))
 
         self._call(compile_all).result()
 

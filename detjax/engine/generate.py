@@ -1,6 +1,5 @@
 """`generate`: a batch of prompts of any lengths, each with its own sampling parameters."""
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -155,7 +154,7 @@ def _choose(
     top: int,
 ) -> Found:
     """Each row's next token with its logprob, and the `top` likeliest with theirs."""
-    return chosen(graphdef, state, hidden, dataclasses.replace(choice, position=position), filtered=filtered, top=top)
+    return chosen(graphdef, state, hidden, choice._replace(position=position), filtered=filtered, top=top)
 
 
 def _padded(pieces: Iterable[Sequence[int]], batch: int, width: int) -> tuple[Int32[Array, "B T"], Int32[Array, "B"]]:

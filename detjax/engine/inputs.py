@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -79,9 +80,7 @@ def _least(sizes: list[int], needed: int) -> int:
     return next(size for size in sizes if size >= needed)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What a row's next token is chosen by, of `ops.sample`'s arguments all but the logits."""
 
     seed: UInt32[Arrays, "R 2"]
@@ -106,9 +105,7 @@ class Choice:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """Of a step of `Shape`: N is its decodes and its rows, R its decodes and its prefills.
 
     The fields that `models.cache.Packed` has too are explained there.
@@ -130,6 +127,10 @@ class Inputs:
     slot: Int32[Arrays, "R"]
     """Where the next token is kept; behind all slots for a sample that goes on with its prompt."""
     choice: Choice
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(len(self.held), len(self.token) - len(self.held), len(self.q_row))
 
 
 class Slots:
@@ -175,7 +176,7 @@ class Slots:
         q_row[prefills:] = row
         held = np.zeros(shape.decodes, np.int32)
         held[:decodes] = slots[:decodes]
-        choice = {name: table(shape.sampled, values[slots]) for name, values in vars(self._choice).items()}
+        choice = {name: table(shape.sampled, values[slots]) for name, values in self._choice._asdict().items()}
         return Inputs(
             token=token,
             held=held,
@@ -196,7 +197,7 @@ class Slots:
         assert slot is not None
         if self._pages[slot] is not sample.pages:  # another sample, or the same with other pages
             self._pages[slot], self._known[slot] = sample.pages, 0
-            for name, values in vars(Choice.of([sample.params], [sample.index])).items():
+            for name, values in Choice.of([sample.params], [sample.index])._asdict().items():
                 getattr(self._choice, name)[slot] = values[0]
         known, count = self._known[slot], len(sample.pages)
         if known < count:

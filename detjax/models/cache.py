@@ -84,23 +84,29 @@ class Projection(NamedTuple):
     k_norm: Float[Array, "K"] | None
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rectangle:
     """The same number of tokens of each request, `[B, T]`, behind those it has in a cache."""
 
-    cache: KVCache
+    page_table: Int32[Array, "B p"]
+    lengths: Int32[Array, "B"]
+    """Tokens that each request has in the cache."""
     counts: Int32[Array, "B"]
     """The requests' own, the rest being padding on the right."""
 
+    @property
+    def new_lengths(self) -> Int32[Array, "B"]:
+        """Tokens that each request has with these."""
+        return jnp.minimum(self.lengths + self.counts, self.page_table.shape[1] * KV_BLOCK)
+
     def attend(
-        self, config: DecoderConfig, layer: int, tokens: Projection
+        self, config: DecoderConfig, window: int | None, tokens: Projection, pages: tuple[Pages, Pages]
     ) -> tuple[Float[Array, "B T H K"], tuple[Pages, Pages]]:
-        """Attention of the tokens over their requests, themselves included, and the layer's pages with them in it."""
-        cache = self.cache
-        where = cache.page_table, cache.lengths
-        q, k, v = _append(config, tokens, cache.k[layer], cache.v[layer], *where, self.counts)
-        kv_length = jnp.minimum(cache.lengths + self.counts, cache.capacity)
-        return ops.attention(q, k, v, *where, kv_length, window=config.windows[layer]), (k, v)
+        """Attention of the tokens over their requests, themselves included, and a layer's pages with them in it."""
+        where = self.page_table, self.lengths
+        q, k, v = _append(config, tokens, *pages, *where, self.counts)
+        return ops.attention(q, k, v, *where, self.new_lengths, window=window), (k, v)
 
 
 @jax.tree_util.register_dataclass
@@ -109,9 +115,6 @@ class Packed:
     """Tokens of many requests side by side, `[N]`: first one each of requests that decode, then any number each of
     requests that prefill. A token that is not present is computed and belongs nowhere."""
 
-    k: tuple[Pages, ...]
-    """A pool of pages per layer."""
-    v: tuple[Pages, ...]
     page_table: Int32[Array, "R p"]
     """Of those that decode, then of those that prefill."""
     request: Int32[Array, "N"]
@@ -125,13 +128,13 @@ class Packed:
     q_start: Int32[Array, "prefills"]
 
     def attend(
-        self, config: DecoderConfig, layer: int, tokens: Projection
+        self, config: DecoderConfig, window: int | None, tokens: Projection, pages: tuple[Pages, Pages]
     ) -> tuple[Float[Array, "N H K"], tuple[Pages, Pages]]:
         """As `Rectangle.attend`."""
         one_each = tokens._replace(qkv=tokens.qkv[:, None])
         where = self.page_table[self.request], self.position, self.present
-        q, k, v = _append(config, one_each, self.k[layer], self.v[layer], *where)
-        window, decodes = config.windows[layer], self.page_table.shape[0] - self.q_row.shape[0]
+        q, k, v = _append(config, one_each, *pages, *where)
+        decodes = self.page_table.shape[0] - self.q_row.shape[0]
         outputs = []
         if decodes:
             length = (self.position[:decodes] + 1) * self.present[:decodes]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, overload
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float, Float32, Int
+from jaxtyping import Array, DTypeLike, Float, Float32, Int, PyTree
 
-from detjax import ops
+from detjax import ops, platform
 from detjax.contract import rounded
 from detjax.models.cache import KVCache, Packed, Pages, Projection, Rectangle
 from detjax.models.config import DecoderConfig
@@ -26,7 +27,7 @@ class Layer(nnx.Module):
     and up are stacked.
     """
 
-    def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+    def __init__(self, config: DecoderConfig, window: int | None, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         D, F, K = config.hidden_size, config.intermediate_size, config.head_dim
         q_width, kv_width = config.heads * K, config.kv_heads * K
 
@@ -40,7 +41,7 @@ class Layer(nnx.Module):
             return nnx.Param(jnp.ones(size, dtype))
 
         self.config = config
-        self.index = index
+        self.window = window
         self.attention_norm = norm(D)
         self.qkv = weight(q_width + 2 * kv_width, D)
         self.qkv_bias = bias(config.qkv_bias, q_width + 2 * kv_width)
@@ -55,11 +56,11 @@ class Layer(nnx.Module):
         self.down_bias = bias(config.mlp_bias, D)
 
     def __call__(
-        self, x: Float[Array, "*N D"], where: Rectangle | Packed
+        self, x: Float[Array, "*N D"], where: Rectangle | Packed, pages: tuple[Pages, Pages]
     ) -> tuple[Float[Array, "*N D"], tuple[Pages, Pages]]:
         """The residual stream behind this layer, and the layer's pages with the new keys and values in them."""
         y = ops.rms_norm(x, self.attention_norm[...], eps=self.config.norm_eps)
-        y, pages = self.attention(y, where)
+        y, pages = self.attention(y, where, pages)
         x = ops.matmul(y, self.output[...], layout="nk", bias=_optional(self.output_bias), residual=x)
         y = ops.rms_norm(x, self.mlp_norm[...], eps=self.config.norm_eps)
         y = ops.matmul(
@@ -74,14 +75,14 @@ class Layer(nnx.Module):
         return x, pages
 
     def attention(
-        self, x: Float[Array, "*N D"], where: Rectangle | Packed
+        self, x: Float[Array, "*N D"], where: Rectangle | Packed, pages: tuple[Pages, Pages]
     ) -> tuple[Float[Array, "*N HK"], tuple[Pages, Pages]]:
         """Attention of the new tokens over their requests' caches, the new tokens included."""
         config = self.config
         qkv = ops.matmul(x, self.qkv[...], layout="nk", bias=_optional(self.qkv_bias))
         qkv = qkv.reshape(*x.shape[:-1], config.heads + 2 * config.kv_heads, config.head_dim)
         tokens = Projection(qkv, _optional(self.q_norm), _optional(self.k_norm))
-        o, pages = where.attend(config, self.index, tokens)
+        o, pages = where.attend(config, self.window, tokens, pages)
         return o.reshape(*x.shape[:-1], config.heads * config.head_dim), pages
 
 
@@ -98,7 +99,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.generation_defaults: GenerationDefaults | None = None
         self.embedding = nnx.Param(_random(rngs, (config.vocab_size, config.hidden_size), dtype))
-        self.layers = nnx.List([Layer(config, i, rngs=rngs, dtype=dtype) for i in range(config.layers)])
+        self.layers = nnx.List([Layer(config, window, rngs=rngs, dtype=dtype) for window in config.windows])
         self.final_norm = nnx.Param(jnp.ones(config.hidden_size, dtype))
         tied = config.tied_embeddings
         self.lm_head = None if tied else nnx.Param(_random(rngs, (config.vocab_size, config.hidden_size), dtype))
@@ -134,23 +135,26 @@ class Decoder(nnx.Module):
         batch, length = tokens.shape
         cache = KVCache.empty(self.config, batch, length, self.dtype) if cache is None else cache
         counts = jnp.full(batch, length, jnp.int32) if counts is None else counts.astype(jnp.int32)
-        x, k, v = self._through_layers(tokens, Rectangle(cache, counts))
-        lengths = jnp.minimum(cache.lengths + counts, cache.capacity)
-        return x, dataclasses.replace(cache, k=k, v=v, lengths=lengths)
+        where = Rectangle(cache.page_table, cache.lengths, counts)
+        x, k, v = self.through_layers(tokens, where, cache.k, cache.v)
+        return x, dataclasses.replace(cache, k=k, v=v, lengths=where.new_lengths)
 
-    def packed_hidden(
-        self, tokens: Int[Array, "N"], where: Packed
-    ) -> tuple[Float[Array, "N D"], tuple[Pages, ...], tuple[Pages, ...]]:
-        """As `hidden`, of tokens of many requests side by side; and the pools of pages with these tokens in them."""
-        return self._through_layers(tokens, where)
-
-    def _through_layers(
-        self, tokens: Int[Array, "*N"], where: Rectangle | Packed
+    def through_layers(
+        self, tokens: Int[Array, "*N"], where: Rectangle | Packed, k: tuple[Pages, ...], v: tuple[Pages, ...]
     ) -> tuple[Float[Array, "*N D"], tuple[Pages, ...], tuple[Pages, ...]]:
+        """The normalized last hidden states, and the layers' pages `k` and `v` with the tokens in them.
+
+        Args:
+            tokens: ids within the vocabulary.
+            where: the requests that they belong to, and where those are in the pages.
+            k: a pool of pages per layer.
+            v: likewise.
+        """
         x = ops.embed(tokens, self.embedding[...])
         pages = []
-        for layer in self.layers:
-            x, written = layer(x, where)
+        for layer, of_k, of_v in zip(self.layers, k, v, strict=True):
+            graph, state = nnx.split(layer)
+            x, written = _layer(graph, state, x, where, (of_k, of_v))
             pages.append(written)
         k, v = zip(*pages, strict=True)
         return ops.rms_norm(x, self.final_norm[...], eps=self.config.norm_eps), k, v
@@ -159,6 +163,18 @@ class Decoder(nnx.Module):
         """Logits of the hidden states given."""
         head = self.embedding if self.lm_head is None else self.lm_head
         return ops.matmul(hidden, head[...], layout="nk", out_dtype=jnp.float32)
+
+
+@functools.partial(platform.jit, static_argnums=0)
+def _layer(
+    graph: nnx.GraphDef[Layer],
+    state: PyTree[Array],
+    x: Float[Array, "*N D"],
+    where: Rectangle | Packed,
+    pages: tuple[Pages, Pages],
+) -> tuple[Float[Array, "*N D"], tuple[Pages, Pages]]:
+    """A layer as a program of its own: layers that differ in their weights alone are traced once."""
+    return nnx.merge(graph, state)(x, where, pages)
 
 
 def _random(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> Array:

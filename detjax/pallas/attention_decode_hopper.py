@@ -9,6 +9,7 @@ kernel merges what is left, in order. Where the cuts lie changes no bit.
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, Final, NamedTuple
 
@@ -65,8 +66,13 @@ MOST_TOKENS: Final = 16
 _DEQUANTIZING: Final = KV_BLOCK // ROWS
 """Warpgroups that dequantize, where pages are quantized: each has its rows of every page."""
 _THREADS: Final = 256
+_REGISTERS: Final = 512
+"""Of four threads, one of each warpgroup."""
 _CACHE_LINE: Final = 128
 """Bytes."""
+_RING: Final = 128 * 1024
+"""Bytes of pages in flight: enough to keep memory busy. What arrives last is all there at about the same time, and the
+more that is, the longer it takes until it is multiplied."""
 _MOST_SCRATCH: Final = 1 << 28
 """Bytes of unmerged results above which sequences are not cut."""
 
@@ -194,7 +200,7 @@ class Problem(NamedTuple):
         free = SHARED_MEMORY - SHARED_MEMORY_RESERVED - exchanged
         page = KV_BLOCK * sum(self.widths) * self.dtype.itemsize
         if self.kind is None:
-            return min(6, free // page), 0
+            return min(6, free // page, max(3, _RING // page)), 0
         page_of_codes = sum(page_bytes(self.kind, width) for width in self.widths)
         # Numbers that wait hide nothing of the memory's latency: more room is for codes.
         slots = min(3, free // (page + page_of_codes))
@@ -250,11 +256,12 @@ def forward(
             "codes_consumed": plgpu.Barrier(num_arrivals=_DEQUANTIZING, num_barriers=problem.code_slots),
         }
 
-    def body(*refs: Any, **scratch: Any) -> None:
-        _Kernel(problem, schedule, masking, sinks is not None, refs, scratch).run()
+    def kernel(refs: tuple[Any, ...], scratch: dict[str, Any]) -> "_Kernel":
+        return _Kernel(problem, schedule, masking, sinks is not None, refs, scratch)
 
-    results = plgpu.kernel(
-        body,
+    results = hopper.kernel(
+        lambda *refs, **scratch: kernel(refs, scratch).run(),
+        ahead=lambda *refs, **scratch: kernel(refs, scratch).look_ahead(),
         out_type=out,
         grid=(schedule.ctas,),
         grid_names=("cta",),
@@ -343,16 +350,42 @@ class _Kernel:
             self.arrivals = _Arrivals(scratch["codes"], problem.code_slots, "codes_loaded", "codes_consumed")
         self.cta = lax.axis_index("cta")
 
+    def look_ahead(self) -> None:
+        """Asks for what will be read first, as far as it is known before the kernels before this one have ended."""
+        prefetch(self.page_table, self.cta, self.schedule.ctas)
+        peeks: Any = map(hopper.Peeked, (self.page_table, self.q_start, self.kv_length))
+        self.page_table, self.q_start, self.kv_length = peeks
+        self.deal()
+        place, problem = self.start, self.problem
+        # Any of these may be wrong, but each has to be somewhere.
+        request = clamped(place.request, problem.batch)
+        first_block = self.blocks_of(request)[0]
+        kv_head = clamped(lax.div(place.sequence, jnp.int32(problem.tiles)), problem.kv_heads)
+
+        def ask() -> None:
+            for index in range(self.arrivals.slots // len(self.pools)):
+                block = clamped(first_block + place.skipped + index, problem.most_blocks)
+                page = self.page_table[request, block]
+                for pages in itertools.chain(*self.pools):
+                    plgpu.async_prefetch(pages.at[clamped(page, pages.shape[0]), kv_head])
+
+        @pl.when(lax.axis_index("warpgroup") == 1)
+        def _() -> None:
+            plgpu.warp_map(lambda warp: pl.when(warp == 0)(ask))
+
     def run(self) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        hopper.await_prior_kernels()
-        hopper.start_next_kernel()
-        prefetch(self.page_table, self.cta, self.schedule.ctas)
         self.deal()
         roles = [self.multiply, self.load]
         if self.problem.kind is not None:
             roles.append(lambda: self.dequantize((warpgroup - 2) * ROWS))
         lax.switch(warpgroup, roles)  # the last one is that of all further warpgroups
+
+    def take_registers(self, count: int) -> None:
+        """Of a thread, where warpgroups that dequantize leave too few for the one that multiplies. Else all may have as
+        many as that one: most tiles need so few that the merging kernel's CTAs find room beside this one's."""
+        if self.problem.kind is not None:
+            plgpu.set_max_registers(count, action="increase" if count > _REGISTERS // 4 else "decrease")
 
     # --- which blocks -------------------------------------------------------------------------------------------------
 
@@ -438,7 +471,7 @@ class _Kernel:
     # --- the loading warpgroup ----------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        plgpu.set_max_registers(40, action="decrease")
+        self.take_registers(40)
 
         @plgpu.warp_map
         def _(warp: Array) -> None:
@@ -482,7 +515,7 @@ class _Kernel:
 
     def dequantize(self, first_row: Array) -> None:
         """`ROWS` rows of every page that arrives, from codes to what the matrix unit reads."""
-        plgpu.set_max_registers(112, action="decrease")
+        self.take_registers(112)
         problem, kind = self.problem, self.problem.kind
         assert kind is not None
 
@@ -511,7 +544,7 @@ class _Kernel:
     # --- the multiplying warpgroup ------------------------------------------------------------------------------------
 
     def multiply(self) -> None:
-        plgpu.set_max_registers(240, action="increase")
+        self.take_registers(240)
         if self.left is not None and not self.cuts.by_sequence:
             # Of a CTA that begins no sequence nothing goes on.
             self.leave_cut(self.left, Cut(*(jnp.int32(0),) * len(Cut._fields)))
@@ -645,6 +678,11 @@ class _Kernel:
         which keys and values that stream through the cache would make it."""
         target = ref.at[:, :, pl.ds(self.problem.value_chunks[index], ROWS)]
         store_columns(x, target, 0, self.problem.rows, keep_in_cache=True)
+
+
+def clamped(index: Array, count: int) -> Array:
+    """The index below `count` that is nearest."""
+    return lax.max(lax.min(index, jnp.int32(count - 1)), jnp.int32(0))
 
 
 def prefetch(ref: Any, part: Array, parts: int) -> None:

@@ -169,7 +169,6 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
         o_gmem: Any, *refs: Any, x_smem: Any, factors: Any, maxima: Any, warps: Any, changes: Any, loaded: Any
     ) -> None:
         gmem = Left(*refs)
-        hopper.await_prior_kernels()
         line, row, part = (lax.axis_index(name) for name in ("line", "row", "part"))
         cut = Cut(*(gmem.cuts[line, index] for index in range(len(Cut._fields))))
         kv_head, tile = lax.div(cut.sequence, jnp.int32(cuts.tiles)), lax.rem(cut.sequence, jnp.int32(cuts.tiles))
@@ -275,7 +274,7 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
             y = finished(x, spread(maxima[_THREADS - 1]), cuts.dtype, spread=lambda x, _: x)
             store_line(y, o_gmem.at[cut.request, token, kv_head, head], part * columns, columns)
 
-    kernel = plgpu.kernel(
+    kernel = hopper.kernel(
         body,
         out_type=(),
         grid=(cuts.lines, cuts.rows, cuts.parts),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
-from detjax.pallas.hopper import multiprocessors
+from detjax.pallas import hopper
 from detjax.pallas.rows_hopper import WARPGROUP, layout, row_sums, squares, widened
 from detjax.portable import norm as portable
 from detjax.portable.tiles import flat_rows
@@ -74,7 +74,7 @@ def schedule(rows: int, width: int, dtype: jax.typing.DTypeLike) -> Schedule:
     itemsize = jnp.dtype(dtype).itemsize
     if width <= WARPGROUP:
         threads = width // LANE_GROUP
-    elif width % 256 or width < 1024 or (width == 1024 and rows > 2 * multiprocessors()):
+    elif width % 256 or width < 1024 or (width == 1024 and rows > 2 * hopper.multiprocessors()):
         threads = 32
     else:
         threads = 128 if width % LANES == 0 else 64
@@ -83,12 +83,12 @@ def schedule(rows: int, width: int, dtype: jax.typing.DTypeLike) -> Schedule:
         return Schedule(threads, 1, weight_first=False, resident=False)
     # Few rows go one warpgroup each; many go together until enough bytes are on their way.
     together = max(1, BYTES_IN_FLIGHT // (at_once * width * itemsize))
-    while together > 1 and rows < 8 * multiprocessors() * at_once * together:
+    while together > 1 and rows < 8 * hopper.multiprocessors() * at_once * together:
         together //= 2
     if rows < at_once:
         at_once = 1 << (rows.bit_length() - 1)
     # A wait that no other CTA fills, and registers enough.
-    waits = together > 1 or rows <= 2 * multiprocessors() * at_once
+    waits = together > 1 or rows <= 2 * hopper.multiprocessors() * at_once
     fits = width * itemsize <= RESIDENT_BYTES // 2 * threads
     return Schedule(threads, at_once * together, weight_first=waits and fits)
 
@@ -206,7 +206,7 @@ def _kernel(
         lax.fori_loop(0, pieces // together, multiply, scale_of(row_sums([total])))
 
     out = jax.ShapeDtypeStruct((M, D), dtype)
-    return plgpu.kernel(
+    return hopper.kernel(
         body,
         out_type=(out,) * len(operands),
         grid=(-(-M // schedule.rows),),

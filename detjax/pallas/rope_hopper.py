@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK, LANE_GROUP
-from detjax.pallas import norm_hopper
-from detjax.pallas.hopper import multiprocessors
+from detjax.pallas import hopper, norm_hopper
 from detjax.pallas.rows_hopper import WARP, WARPGROUP, layout, row_sums, squares, widened
 from detjax.portable import pages as portable_pages
 
@@ -72,7 +71,7 @@ def schedule(tokens: int, heads: tuple[int, ...], width: int, dtype: jax.typing.
 
     def fits(count: int) -> bool:
         ctas = -(-tokens // at_once) * sum(heads) // count
-        return count * loaded <= LOADED_BYTES and ctas >= 4 * multiprocessors()
+        return count * loaded <= LOADED_BYTES and ctas >= 4 * hopper.multiprocessors()
 
     counts = [count for count in (2, 4, 8) if math.gcd(*heads) % count == 0 and fits(count)]
     return Schedule(threads, at_once, max(counts, default=1))
@@ -320,7 +319,7 @@ def _kernel(
                 own = (of_kind >= 0) & (of_kind < kv_ctas)
                 pl.when(own)(functools.partial(append, of_kind * units, ends[index], is_key))
 
-    return plgpu.kernel(
+    return hopper.kernel(
         body,
         out_type=tuple(jax.ShapeDtypeStruct((tokens, count, width), x.dtype) for count in returned),
         grid=(-(-tokens // schedule.tokens), ctas + 2 * kv_ctas),

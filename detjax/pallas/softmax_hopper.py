@@ -20,6 +20,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxlib.mlir.dialects import arith, nvvm
 
 from detjax.contract import ACCUMULATOR, LOG2_E, SOFTMAX_BLOCK
+from detjax.pallas import hopper
 from detjax.pallas.blocks_hopper import (
     COMPILER_PARAMS,
     PART,
@@ -36,7 +37,6 @@ from detjax.pallas.blocks_hopper import (
     ring_types,
     stream_blocks,
 )
-from detjax.pallas.hopper import multiprocessors
 from detjax.portable.tiles import flat_rows
 
 MOST_CTAS: Final = 8
@@ -90,7 +90,7 @@ def schedule_for(x: Array | jax.ShapeDtypeStruct) -> Schedule:
 
 def clusters_at_once(cluster: int, ctas_of_sm: int) -> int:
     """Clusters that run at the same time; larger ones leave SMs out, as none crosses the border of a GPC."""
-    sms = multiprocessors()
+    sms = hopper.multiprocessors()
     return (sms if cluster <= 2 else sms * 10 // 11) * ctas_of_sm // cluster
 
 
@@ -99,7 +99,7 @@ def _cost(schedule: Schedule, rows: int, parts: int) -> tuple[float, int]:
     # Clusters load together and write together: the last turn takes as long as the others, however few rows it has. A
     # turn is shorter the more CTAs share a row, until the chip is full.
     turns = -(-rows // schedule.grid)
-    time = turns * max(schedule.grid, multiprocessors() / schedule.cluster)
+    time = turns * max(schedule.grid, hopper.multiprocessors() / schedule.cluster)
     # Room for the beginning of the next row keeps memory busy while statistics are exchanged.
     free = schedule.slots - -(-parts // schedule.cluster)
     return round(time / rows, 1), -free if turns > 1 else schedule.cluster
@@ -110,7 +110,7 @@ def streaming_schedule(x: Array | jax.ShapeDtypeStruct) -> Schedule:
     rows, width = x.shape
     ctas_of_sm = 6
     slots = 32 * 1024 // (PART * x.dtype.itemsize)
-    return Schedule(0, slots, min(rows * blocks_of_row(width), multiprocessors() * ctas_of_sm))
+    return Schedule(0, slots, min(rows * blocks_of_row(width), hopper.multiprocessors() * ctas_of_sm))
 
 
 def softmax(x: Array, schedule: Schedule | None = None) -> Array:
@@ -268,7 +268,7 @@ def _write_held_rows(operation: str, x: Array, schedule: Schedule) -> Array:
         scratch.append(plgpu.ClusterBarrier(collective_axes=("cta",)))
     else:
         scratch.append(plgpu.SMEM((2, blocks, 2), ACCUMULATOR))
-    return plgpu.kernel(
+    return hopper.kernel(
         body,
         out_type=out,
         scratch_types=scratch,

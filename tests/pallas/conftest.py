@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, lax
+from jax._src import config
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory  # JAX has no public names for these
 
 from detjax import platform
@@ -52,6 +53,18 @@ class _Product:
             for k in range(self.a.shape[1]):
                 accumulator = accumulator + self.a[:, k : k + 1] * self.b[k]
         return accumulator
+
+
+@pytest.fixture(autouse=True)
+def one_kernel_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the interpreter runs them: it knows of no other way."""
+    begin = hopper.begin
+
+    def begin_on_devices(ahead: Any) -> None:
+        if config.pallas_tpu_interpret_mode_context_manager.value is None:
+            begin(ahead)
+
+    monkeypatch.setattr(hopper, "begin", begin_on_devices)
 
 
 @pytest.fixture
@@ -109,8 +122,6 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         for module in _ATTENTION:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, replacement)
-    for name in ("await_prior_kernels", "start_next_kernel"):
-        monkeypatch.setattr(hopper, name, lambda: None)
     monkeypatch.setattr(attention_cta_hopper, "named_barrier", _barrier_operation)
     monkeypatch.setattr(gpu_callbacks, "wgmma", gpu_callbacks.fail_on_exception(_wgmma))
     monkeypatch.setattr(gpu_callbacks, "_named_barrier", gpu_callbacks.fail_on_exception(_named_barrier))
