@@ -371,6 +371,8 @@ def free_torch_memory() -> None:
 def layered(attend: Callable[..., jax.Array], layers: int) -> Callable[..., jax.Array]:
     """A program of many calls, each on the next keys and values of a rotation and on the output of the one before."""
 
+    attend = jax.jit(attend)  # traced once
+
     def program(q: jax.Array, pairs: Sequence[tuple[jax.Array, jax.Array]], *rest: jax.Array) -> jax.Array:
         for layer in range(layers):
             q = attend(q, *pairs[layer % len(pairs)], *rest)

@@ -2,7 +2,6 @@
 
 from typing import Any, Final
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -62,9 +61,4 @@ def decoder(name: str, layers: int | None = None) -> Decoder:
     """
     raw = {**MODELS[name], **({} if layers is None else {"num_hidden_layers": layers})}
     config = DecoderConfig.from_hugging_face(raw, name)
-
-    def made() -> Decoder:
-        return Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
-
-    state = jax.jit(lambda: nnx.split(made())[1])()
-    return nnx.merge(nnx.split(nnx.eval_shape(made))[0], state)
+    return Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)

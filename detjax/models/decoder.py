@@ -179,7 +179,12 @@ def _layer(
 
 def _random(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Normal weights that keep the variance of what goes through them."""
-    return rounded(jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-1] ** -0.5, dtype)
+    return _normal(rngs.params(), shape, jnp.dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    return rounded(jax.random.normal(key, shape, jnp.float32) * shape[-1] ** -0.5, dtype)
 
 
 def _optional(parameter: nnx.Param[Array] | None) -> Array | None:

@@ -9,7 +9,6 @@ kernel merges what is left, in order. Where the cuts lie changes no bit.
 
 import dataclasses
 import functools
-import itertools
 import math
 from typing import Any, Final, NamedTuple
 
@@ -256,12 +255,11 @@ def forward(
             "codes_consumed": plgpu.Barrier(num_arrivals=_DEQUANTIZING, num_barriers=problem.code_slots),
         }
 
-    def kernel(refs: tuple[Any, ...], scratch: dict[str, Any]) -> "_Kernel":
-        return _Kernel(problem, schedule, masking, sinks is not None, refs, scratch)
+    def body(*refs: Any, **scratch: Any) -> None:
+        _Kernel(problem, schedule, masking, sinks is not None, refs, scratch).run()
 
     results = hopper.kernel(
-        lambda *refs, **scratch: kernel(refs, scratch).run(),
-        ahead=lambda *refs, **scratch: kernel(refs, scratch).look_ahead(),
+        body,
         out_type=out,
         grid=(schedule.ctas,),
         grid_names=("cta",),
@@ -350,31 +348,9 @@ class _Kernel:
             self.arrivals = _Arrivals(scratch["codes"], problem.code_slots, "codes_loaded", "codes_consumed")
         self.cta = lax.axis_index("cta")
 
-    def look_ahead(self) -> None:
-        """Asks for what will be read first, as far as it is known before the kernels before this one have ended."""
-        prefetch(self.page_table, self.cta, self.schedule.ctas)
-        peeks: Any = map(hopper.Peeked, (self.page_table, self.q_start, self.kv_length))
-        self.page_table, self.q_start, self.kv_length = peeks
-        self.deal()
-        place, problem = self.start, self.problem
-        # Any of these may be wrong, but each has to be somewhere.
-        request = clamped(place.request, problem.batch)
-        first_block = self.blocks_of(request)[0]
-        kv_head = clamped(lax.div(place.sequence, jnp.int32(problem.tiles)), problem.kv_heads)
-
-        def ask() -> None:
-            for index in range(self.arrivals.slots // len(self.pools)):
-                block = clamped(first_block + place.skipped + index, problem.most_blocks)
-                page = self.page_table[request, block]
-                for pages in itertools.chain(*self.pools):
-                    plgpu.async_prefetch(pages.at[clamped(page, pages.shape[0]), kv_head])
-
-        @pl.when(lax.axis_index("warpgroup") == 1)
-        def _() -> None:
-            plgpu.warp_map(lambda warp: pl.when(warp == 0)(ask))
-
     def run(self) -> None:
         warpgroup = lax.axis_index("warpgroup")
+        prefetch(self.page_table, self.cta, self.schedule.ctas)
         self.deal()
         roles = [self.multiply, self.load]
         if self.problem.kind is not None:
@@ -678,11 +654,6 @@ class _Kernel:
         which keys and values that stream through the cache would make it."""
         target = ref.at[:, :, pl.ds(self.problem.value_chunks[index], ROWS)]
         store_columns(x, target, 0, self.problem.rows, keep_in_cache=True)
-
-
-def clamped(index: Array, count: int) -> Array:
-    """The index below `count` that is nearest."""
-    return lax.max(lax.min(index, jnp.int32(count - 1)), jnp.int32(0))
 
 
 def prefetch(ref: Any, part: Array, parts: int) -> None:
