@@ -1,5 +1,6 @@
 """What runs on the device: the cache, the last token of each slot, and the programs that compute a step."""
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -23,6 +24,35 @@ SCORED_ROWS: Final = 64
 """Tokens of a prompt whose logprobs are computed at once."""
 _COMPILERS: Final = 8
 """Threads that compile programs."""
+
+
+type Weights = tuple[Array, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Network:
+    """A decoder without its weights, for which programs are traced.
+
+    It is compared as an object, and weights go without the tree that they have in it: to compare graphs, or to walk
+    through that tree, would take a millisecond at each step.
+    """
+
+    graph: nnx.GraphDef[Decoder]
+    tree: Any
+    """Of its weights, as JAX has it."""
+
+    def with_weights(self, weights: Weights) -> Decoder:
+        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
+
+
+def split(model: Decoder) -> tuple[Network, Weights]:
+    """A model's network, the same object for the same one, and its weights."""
+    graph, state = nnx.split(model)
+    weights, tree = jax.tree.flatten(state)
+    return _network(graph, tree), tuple(weights)
+
+
+_network = functools.lru_cache(maxsize=64)(Network)
 
 
 class Found(NamedTuple):
@@ -50,16 +80,12 @@ class Found(NamedTuple):
 
 
 class Device:
-    """The model, its cache, and the tokens that are sampled last.
-
-    Attributes:
-        state: the model's weights.
-    """
+    """The model, its cache, and the tokens that are sampled last."""
 
     def __init__(
         self, model: Decoder, *, pages: int, slots: int, top_logprobs: int, kv_cache_dtype: KVQuantization | None
     ) -> None:
-        self._graph, self.state = nnx.split(model)
+        self._network, self._weights = split(model)
         self._hidden = functools.partial(jax.ShapeDtypeStruct, dtype=model.dtype)
         self._width = model.config.hidden_size
         self._top = top_logprobs
@@ -67,6 +93,15 @@ class Device:
         k, v = (empty_pages(model.config, pages, model.dtype, kv_cache_dtype) for _ in range(2))
         self._pools = k, v
         self._last = jnp.zeros(slots, jnp.int32)
+
+    @property
+    def state(self) -> PyTree[Array]:
+        """The model's weights, as `nnx.split` has them."""
+        return jax.tree.unflatten(self._network.tree, self._weights)
+
+    @state.setter
+    def state(self, state: PyTree[Array]) -> None:
+        self._weights = tuple(jax.tree.leaves(state))
 
     def compute(self, inputs: Inputs, *, filtered: bool, with_top: bool) -> tuple[Found, Array]:
         """What is sampled, and the last hidden states of the rows that prefill, for `scores`."""
@@ -108,7 +143,7 @@ class Device:
 
         def compiled(fn: Callable[..., Any], args: tuple[Any, ...], static: dict[str, Any]) -> Callable[..., Any]:
             with platform.use_backend(backend):  # a choice of backend is each thread's own
-                return platform.compiled(fn, self._graph, self.state, *args, **static)
+                return platform.compiled(fn, self._network, self._weights, *args, **static)
 
         with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
             keys = {pool.submit(compiled, *program): key for key, program in programs.items()}
@@ -128,13 +163,13 @@ class Device:
     def _run(self, fn: Callable[..., Any], size: Any, *args: Any, **static: Any) -> Any:
         """`fn` of the model and these arguments, whose shapes `size` tells."""
         compiled = self._compiled.get((fn, size, *static.values()))
-        return compiled(self.state, *args) if compiled else fn(self._graph, self.state, *args, **static)
+        return compiled(self._weights, *args) if compiled else fn(self._network, self._weights, *args, **static)
 
 
 @functools.partial(platform.jit, static_argnums=0, donate_argnums=2)
 def _advance(
-    graph: nnx.GraphDef[Decoder],
-    state: PyTree[Array],
+    network: Network,
+    weights: Weights,
     pools: tuple[tuple[Pages, ...], tuple[Pages, ...]],
     last: Int32[Array, "slots"],
     inputs: Inputs,
@@ -144,14 +179,14 @@ def _advance(
     tokens = jnp.concatenate([last[inputs.held], inputs.token[decodes:]])
     fields = ("page_table", "request", "position", "present", "q_row", "q_length", "q_start")
     where = Packed(**{name: jnp.asarray(getattr(inputs, name)) for name in fields})
-    hidden, k, v = nnx.merge(graph, state).through_layers(tokens, where, *pools)
+    hidden, k, v = network.with_weights(weights).through_layers(tokens, where, *pools)
     return (k, v), hidden[inputs.last_row], hidden[decodes:]
 
 
 @functools.partial(platform.jit, static_argnums=0, donate_argnums=3, static_argnames=("filtered", "top"))
 def _choose(
-    graph: nnx.GraphDef[Decoder],
-    state: PyTree[Array],
+    network: Network,
+    weights: Weights,
     hidden: Float[Array, "R D"],
     last: Int32[Array, "slots"],
     slot: Int32[Arrays, "R"],
@@ -161,28 +196,20 @@ def _choose(
     top: int,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """The last token of each slot, and the fields of `Found`."""
-    found = chosen(graph, state, hidden, choice, filtered=filtered, top=top)
+    found = chosen(network.with_weights(weights), hidden, choice, filtered=filtered, top=top)
     return last.at[slot].set(found.token, mode="drop"), *found
 
 
-def chosen(
-    graph: nnx.GraphDef[Decoder],
-    state: PyTree[Array],
-    hidden: Float[Array, "R D"],
-    choice: Choice,
-    *,
-    filtered: bool,
-    top: int,
-) -> Found:
+def chosen(model: Decoder, hidden: Float[Array, "R D"], choice: Choice, *, filtered: bool, top: int) -> Found:
     """What is sampled behind tokens with the hidden states given; part of a program."""
-    logits = nnx.merge(graph, state).logits(hidden)
+    logits = model.logits(hidden)
     return Found(*ops.sample(logits, **choice._asdict(), filtered=filtered), *_likeliest(logits, top))
 
 
 @functools.partial(platform.jit, static_argnums=0, static_argnames="top")
 def _score(
-    graph: nnx.GraphDef[Decoder],
-    state: PyTree[Array],
+    network: Network,
+    weights: Weights,
     rows: Float[Array, "rows D"],
     first: np.int32 | Int32[Array, ""],
     tokens: Int32[Arrays, "n"],
@@ -190,7 +217,7 @@ def _score(
     top: int,
 ) -> tuple[Array, Array, Array, Array]:
     index = jnp.minimum(first + jnp.arange(tokens.shape[0], dtype=jnp.int32), rows.shape[0] - 1)
-    logits = nnx.merge(graph, state).logits(rows[index])
+    logits = network.with_weights(weights).logits(rows[index])
     logprobs = jnp.take_along_axis(ops.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
     return jnp.asarray(tokens), logprobs, *_likeliest(logits, top)
 

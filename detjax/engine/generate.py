@@ -5,14 +5,13 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Float, Int32, PyTree
+from jaxtyping import Array, Float, Int32
 from rich.console import Console
 from rich.progress import Progress
 
 from detjax import platform
 from detjax.contract import PORTABLE_ROWS, KVQuantization
-from detjax.engine.device import Found, chosen
+from detjax.engine.device import Found, Network, Weights, chosen, split
 from detjax.engine.inputs import Choice
 from detjax.engine.request import Generation, encoded, end_tokens
 from detjax.engine.sample import Sample
@@ -91,7 +90,7 @@ def _run(
     progress: bool,
 ) -> None:
     """Generates until every sample has ended. Shapes are rounded up, so that few programs are compiled."""
-    graphdef, state = nnx.split(model)
+    network, weights = split(model)
     batch = _power_of_two(len(samples))
     capacity = max(len(sample.prompt) + sample.params.max_tokens for sample in samples)
     cache = KVCache.empty(model.config, batch, capacity, model.dtype, kv_cache_dtype)
@@ -110,10 +109,10 @@ def _run(
         for start in range(0, longest, chunk):
             pieces = [sample.prompt[start : start + chunk] for sample in samples]
             tokens, counts = _padded(pieces, batch, chunk)
-            cache, hidden = _advance(graphdef, state, tokens, counts, cache, hidden)
+            cache, hidden = _advance(network, weights, tokens, counts, cache, hidden)
             bars.advance(bar)
         while True:
-            found = _choose(graphdef, state, hidden, cache.lengths, choice, filtered=filtered, top=top).read()
+            found = _choose(network, weights, hidden, cache.lengths, choice, filtered=filtered, top=top).read()
             for row, sample in enumerate(samples):
                 if sample.finish_reason is None:
                     sample.add(*found.at(row, sample.params.top_logprobs))
@@ -121,22 +120,22 @@ def _run(
             if not any(going):
                 break
             tokens, counts = _padded(going, batch, 1)
-            cache, hidden = _advance(graphdef, state, tokens, counts, cache, hidden)
+            cache, hidden = _advance(network, weights, tokens, counts, cache, hidden)
             bars.advance(bar)
         bars.update(bar, completed=steps)
 
 
 @platform.jit(static_argnums=0, donate_argnums=(4, 5))
 def _advance(
-    graphdef: nnx.GraphDef[Decoder],
-    state: PyTree[Array],
+    network: Network,
+    weights: Weights,
     tokens: Int32[Array, "B T"],
     counts: Int32[Array, "B"],
     cache: KVCache,
     hidden: Float[Array, "B D"],
 ) -> tuple[KVCache, Float[Array, "B D"]]:
     """The cache with the tokens in it, and the hidden state of each row's last token so far."""
-    new, cache = nnx.merge(graphdef, state).hidden(tokens, cache, counts)
+    new, cache = network.with_weights(weights).hidden(tokens, cache, counts)
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     new = jnp.take_along_axis(new, last, axis=1)[:, 0]
     return cache, jnp.where((counts > 0)[:, None], new, hidden)
@@ -144,8 +143,8 @@ def _advance(
 
 @platform.jit(static_argnums=0, static_argnames=("filtered", "top"))
 def _choose(
-    graphdef: nnx.GraphDef[Decoder],
-    state: PyTree[Array],
+    network: Network,
+    weights: Weights,
     hidden: Float[Array, "B D"],
     position: Int32[Array, "B"],
     choice: Choice,
@@ -154,7 +153,7 @@ def _choose(
     top: int,
 ) -> Found:
     """Each row's next token with its logprob, and the `top` likeliest with theirs."""
-    return chosen(graphdef, state, hidden, choice._replace(position=position), filtered=filtered, top=top)
+    return chosen(network.with_weights(weights), hidden, choice._replace(position=position), filtered=filtered, top=top)
 
 
 def _padded(pieces: Iterable[Sequence[int]], batch: int, width: int) -> tuple[Int32[Array, "B T"], Int32[Array, "B"]]:

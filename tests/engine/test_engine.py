@@ -187,14 +187,15 @@ def test_a_prompts_logprobs_are_those_of_the_training_forward(shared: Engine, le
 
 
 def test_a_future_holds_the_generation_and_its_cancellation_ends_the_request(shared: Engine) -> None:
+    expected = alone()[1]
     long = Request([1, 2], SamplingParams(max_tokens=300, ignore_eos=True))
     begun = threading.Event()
     cancelled = shared.submit(long, lambda _: begun.set())
     tokens: list[Token] = []
     future = shared.submit(requests()[1], tokens.append)
-    assert future.result(60) == alone()[1]
-    assert_same_tokens(tokens, alone()[1])
     assert begun.wait(60) and cancelled.cancel()
+    assert future.result(60) == expected
+    assert_same_tokens(tokens, expected)
     # What is asked for next is answered, and nothing is left of what was cancelled.
     assert shared.generate([requests()[2]]) == [alone()[2]]
     assert shared.pages_in_use == 0
