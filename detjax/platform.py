@@ -42,6 +42,8 @@ PINNED_OPTIONS: Final[Mapping[str, Mapping[str, bool | int]]] = {
         "xla_gpu_deterministic_ops": True,
         "xla_gpu_exclude_nondeterministic_ops": True,
         "xla_gpu_autotune_level": 0,
+        # Else a kernel is given the address of a slice in place of a copy, and refuses it where 256 does not divide it.
+        "xla_gpu_enable_dynamic_slice_fusion": False,
     },
     "tpu": {
         "xla_allow_excess_precision": False,

@@ -93,6 +93,7 @@ def measure(engine: Engine, workload: Workload, vocabulary: int, order: Sequence
         order: in which the requests come; default: their own.
     """
     requests, arrivals = workload.draw(vocabulary), workload.arrivals()
+    engine.forget_prefixes()  # else a workload that is asked again would find its prompts in the cache
     futures: dict[int, Future[Generation]] = {}
     watches: dict[int, _Watch] = {}
     start = time.perf_counter()

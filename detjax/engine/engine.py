@@ -287,6 +287,15 @@ class Engine:
 
         self._call(update).result()
 
+    def forget_prefixes(self) -> None:
+        """Makes the engine compute every prompt anew, whatever it has in its cache; no bit depends on it.
+
+        Raises:
+            EngineClosed: the engine was closed, or has failed.
+        """
+        self._refuse_listeners()
+        self._call(self._core.scheduler.pool.forget_prefixes).result()
+
     def close(self) -> None:
         """Ends the engine; requests on their way fail with `EngineClosed`."""
         atexit.unregister(self.close)

@@ -7,7 +7,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array
 from jax.experimental.mosaic.gpu import utils as mgpu
 
-from detjax.pallas import hopper
 from detjax.pallas.attention_tile_hopper import ROWS
 
 WARPGROUPS: Final = 2
@@ -25,7 +24,7 @@ def launch(
     name: str, body: Callable[..., None], out_type: Any, ctas: int, scratch: dict[str, Any]
 ) -> Callable[..., tuple[Array, ...]]:
     """The kernel whose CTAs, "cta", have the warpgroups 0 and 1 to multiply, and 2 to load."""
-    return hopper.kernel(
+    return plgpu.kernel(
         body,
         out_type=out_type,
         grid=(ctas,),

@@ -258,7 +258,7 @@ def forward(
     def body(*refs: Any, **scratch: Any) -> None:
         _Kernel(problem, schedule, masking, sinks is not None, refs, scratch).run()
 
-    results = hopper.kernel(
+    results = plgpu.kernel(
         body,
         out_type=out,
         grid=(schedule.ctas,),
@@ -359,7 +359,7 @@ class _Kernel:
 
     def take_registers(self, count: int) -> None:
         """Of a thread, where warpgroups that dequantize leave too few for the one that multiplies. Else all may have as
-        many as that one: most tiles need so few that the merging kernel's CTAs find room beside this one's."""
+        many as that one."""
         if self.problem.kind is not None:
             plgpu.set_max_registers(count, action="increase" if count > _REGISTERS // 4 else "decrease")
 

@@ -304,7 +304,7 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
             y = finished(x, spread(maxima[_THREADS - 1]), cuts.dtype, spread=lambda x, _: x)
             store_line(y, o_gmem.at[cut.request, token, kv_head, head], part * columns, columns)
 
-    kernel = hopper.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=(),
         grid=(cuts.lines, cuts.rows, cuts.parts),

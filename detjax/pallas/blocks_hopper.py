@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, SOFTMAX_BLOCK
-from detjax.pallas import hopper
 
 PART: Final = 2048
 """Elements that one bulk copy brings: the unit in which SMEM passes from one block to another."""
@@ -198,7 +197,7 @@ def stream_blocks(
         ring.start()
         each(ring.count, lambda item: step(ring, item, *locate(item), *arrays))
 
-    return hopper.kernel(
+    return plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=ring_types(x, slots),
@@ -211,7 +210,7 @@ def stream_blocks(
 
 def for_each_row(name: str, rows: int, body: Callable[..., None], out_type: Any, *arrays: Array) -> Any:
     """Runs `body(row, *refs of arrays and of out_type)`, arithmetic on scalars, for each row."""
-    return hopper.kernel(
+    return plgpu.kernel(
         lambda *refs: body(lax.axis_index("row"), *refs),
         out_type=out_type,
         grid=(rows,),

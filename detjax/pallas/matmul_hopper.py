@@ -13,7 +13,6 @@ reaches the bits. What a schedule decides is how few bytes each multiprocessor h
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -26,7 +25,7 @@ from jaxtyping import Array, DTypeLike
 
 from detjax import platform
 from detjax.contract import ACCUMULATOR, Epilogue, WeightLayout, rounded
-from detjax.pallas import activations_hopper, hopper
+from detjax.pallas import activations_hopper
 from detjax.pallas.schedules.matmul_hopper import Plan, Problem, Schedule, TokenLayout, choose
 from detjax.portable.matmul import activated
 from detjax.portable.tiles import flat_rows
@@ -35,8 +34,6 @@ DTYPES: Final = ("bfloat16", "float16")
 
 _PRODUCER_REGISTERS = 40
 _CONSUMER_REGISTERS = 232
-_AHEAD = 96 * 1024
-"""Bytes of weights, of a CTA, that are asked for before the kernels before have ended."""
 
 
 def forward(
@@ -196,9 +193,8 @@ def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., Array]:
     if problem.bias_dtype is not None:
         scratch["bias"] = plgpu.SMEM((s.warpgroups, problem.parts, plan.bias_size), problem.bias_dtype)
         scratch["bias_loaded"] = plgpu.Barrier(num_arrivals=problem.parts, num_barriers=s.warpgroups)
-    return hopper.kernel(
+    return plgpu.kernel(
         functools.partial(_body, plan, epilogue),
-        ahead=functools.partial(_look_ahead, plan) if plan.weights_on_rows else None,
         out_type=jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype),
         grid=(plan.clusters,),
         grid_names=("cluster",),
@@ -220,36 +216,6 @@ def _swizzled(line: int, dtype: jnp.dtype) -> tuple[Any, ...]:
     return tiling, plgpu.SwizzleTransform(size)  # pyright: ignore[reportAbstractUsage]
 
 
-def _origin(plan: Plan, tile: Array | int) -> tuple[Array, Array]:
-    """First token and first output of a CTA's tile."""
-    index = lax.axis_index("cluster") + tile * plan.clusters
-    m, n = plgpu.planar_snake(index, plan.grid, 0, plan.schedule.panel)
-    m = m * plan.schedule.cluster_m + lax.axis_index("cm")
-    n = n * plan.schedule.cluster_n + lax.axis_index("cn")
-    return m * plan.schedule.tile_m, n * plan.schedule.tile_n
-
-
-def _look_ahead(plan: Plan, _: Any, w: Any, *refs: Any, rows: Any, **scratch: Any) -> None:
-    """Asks for the weights of the first steps of K, which no kernel before this one is likely to write: memory has
-    something to send between two kernels that both wait for it."""
-    stage = math.prod(rows.shape[1:]) * plan.problem.dtype.itemsize
-    steps = min(plan.stages, plan.k_steps, _AHEAD // stage)
-
-    def ask() -> None:
-        _, n = _origin(plan, 0)
-        for k_step in range(steps):
-            k_slice = pl.ds(k_step * plan.tile_k, plan.tile_k)
-            for part in range(plan.row_parts):
-                for piece in range(plan.row_pieces):
-                    outputs = pl.ds(n + piece * plan.rows, plan.row_tile // plan.row_pieces)
-                    where = (part, outputs, k_slice) if plan.problem.layout == "nk" else (part, k_slice, outputs)
-                    plgpu.async_prefetch(w.at[where])
-
-    @pl.when(lax.axis_index("warpgroup") == plan.schedule.warpgroups)
-    def _() -> None:
-        plgpu.warp_map(lambda warp: pl.when(warp == 0)(ask))
-
-
 def _body(plan: Plan, epilogue: Epilogue, *operands: Any, **scratch: Any) -> None:
     problem, s = plan.problem, plan.schedule
     x, w, *others = operands[:-1]
@@ -260,7 +226,13 @@ def _body(plan: Plan, epilogue: Epilogue, *operands: Any, **scratch: Any) -> Non
     work = plan.grid[0] * plan.grid[1]
     tiles = 1 if work == plan.clusters else lax.div(work - cluster + (plan.clusters - 1), jnp.int32(plan.clusters))
 
-    origin = functools.partial(_origin, plan)
+    def origin(tile: Array | int) -> tuple[Array, Array]:
+        """First token and first output of this CTA's tile."""
+        index = cluster + tile * plan.clusters
+        m, n = plgpu.planar_snake(index, plan.grid, 0, s.panel)
+        m = m * s.cluster_m + lax.axis_index("cm")
+        n = n * s.cluster_n + lax.axis_index("cn")
+        return m * s.tile_m, n * s.tile_n
 
     def produce() -> None:
         @pl.loop(0, tiles)

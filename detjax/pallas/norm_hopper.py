@@ -206,7 +206,7 @@ def _kernel(
         lax.fori_loop(0, pieces // together, multiply, scale_of(row_sums([total])))
 
     out = jax.ShapeDtypeStruct((M, D), dtype)
-    return hopper.kernel(
+    return plgpu.kernel(
         body,
         out_type=(out,) * len(operands),
         grid=(-(-M // schedule.rows),),

@@ -26,7 +26,6 @@ from jaxlib.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import math as math_dialect
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK, Q4_GROUP, KVQuantization
-from detjax.pallas import hopper
 from detjax.pallas.attention_tile_hopper import ROWS, line, swizzled
 from detjax.portable.quantized_kv import QuantizedPages
 from detjax.portable.quantized_kv import layout as pages_layout
@@ -113,7 +112,7 @@ def read_pages(pages: QuantizedPages, page_table: Array, first: Array, end: Arra
             plgpu.copy_smem_to_gmem(numbers, out.at[place, head])
             plgpu.wait_smem_to_gmem(0)
 
-    kernel = hopper.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((count, kv_heads, KV_BLOCK, width), dtype),
         grid=(batch, blocks, kv_heads),

@@ -319,7 +319,7 @@ def _kernel(
                 own = (of_kind >= 0) & (of_kind < kv_ctas)
                 pl.when(own)(functools.partial(append, of_kind * units, ends[index], is_key))
 
-    return hopper.kernel(
+    return plgpu.kernel(
         body,
         out_type=tuple(jax.ShapeDtypeStruct((tokens, count, width), x.dtype) for count in returned),
         grid=(-(-tokens // schedule.tokens), ctas + 2 * kv_ctas),

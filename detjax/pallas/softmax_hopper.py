@@ -268,7 +268,7 @@ def _write_held_rows(operation: str, x: Array, schedule: Schedule) -> Array:
         scratch.append(plgpu.ClusterBarrier(collective_axes=("cta",)))
     else:
         scratch.append(plgpu.SMEM((2, blocks, 2), ACCUMULATOR))
-    return hopper.kernel(
+    return plgpu.kernel(
         body,
         out_type=out,
         scratch_types=scratch,

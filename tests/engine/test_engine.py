@@ -312,6 +312,17 @@ def test_what_fails_in_the_thread_reaches_who_waits(monkeypatch: pytest.MonkeyPa
             one.generate([Request([1])])
 
 
+def test_forgotten_prefixes_are_computed_anew() -> None:
+    prompt = Request([7] * 200, SamplingParams(max_tokens=3))
+    with engine() as one:
+        expected = one.generate([prompt])
+        pool = one._core.scheduler.pool
+        assert pool._page_of
+        one.forget_prefixes()
+        assert not pool._page_of
+        assert one.generate([prompt]) == expected
+
+
 def test_nothing_is_compiled_after_warming_up() -> None:
     compiled = []
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, lax
-from jax._src import config
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory  # JAX has no public names for these
 
 from detjax import platform
@@ -53,18 +52,6 @@ class _Product:
             for k in range(self.a.shape[1]):
                 accumulator = accumulator + self.a[:, k : k + 1] * self.b[k]
         return accumulator
-
-
-@pytest.fixture(autouse=True)
-def one_kernel_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the interpreter runs them: it knows of no other way."""
-    begin = hopper.begin
-
-    def begin_on_devices(ahead: Any) -> None:
-        if config.pallas_tpu_interpret_mode_context_manager.value is None:
-            begin(ahead)
-
-    monkeypatch.setattr(hopper, "begin", begin_on_devices)
 
 
 @pytest.fixture

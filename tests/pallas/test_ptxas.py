@@ -165,6 +165,13 @@ def decode_step(batch: int) -> Program:
     return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
 
 
+def of_slices(program: Program) -> Program:
+    """The program on what lies behind the first element of each operand."""
+    fn, shapes = program
+    longer = [jax.ShapeDtypeStruct((1 + size, *rest), shape.dtype) for shape in shapes for size, *rest in [shape.shape]]
+    return lambda *operands: fn(*(operand[1:] for operand in operands)), longer
+
+
 def append(batch: int, tokens: int, width: int = 128) -> Program:
     """Queries and keys turned, keys and values written: 32 heads, 4 to a key head."""
     turns = [array(batch, tokens, width // 2, dtype="float32")] * 2
@@ -220,6 +227,7 @@ def programs() -> dict[str, Program]:
         **{f"attention decode, head size {width}": attention(1, width) for width in (64, 96, 128)},
         **{f"attention decode, {kind}": attention(1, 128, kind=kind) for kind in get_args(KVQuantization)},
         "attention prefill, q4_0": attention(1024, 128, kind="q4_0"),
+        "attention decode of slices": of_slices(attention(1, 128)),
         "decode step": decode_step(4),
     }
 
@@ -241,6 +249,7 @@ def compile_all() -> None:
                 fn, donate_argnums=DONATED.get(name, ()), out_shardings=sharding, compiler_options=WITHOUT_A_DEVICE
             )
             compiled = program.trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+            print("fused:", *re.findall(r"dynamic[-_]slice[-_]fusion", compiled.as_text()), flush=True)
             if name in DONATED:
                 print("copied:", *copied(compiled.as_text()), flush=True)
 
@@ -302,6 +311,11 @@ def test_kernels_compile_for_an_h200_and_nothing_spills(reports: dict[str, str])
 def test_a_decode_step_writes_its_cache_where_it_lies(reports: dict[str, str]) -> None:
     (found,) = re.findall(r"^copied:(.*)$", reports["decode step"], re.MULTILINE)
     assert not {shape for shape in found.split() if shape.startswith("bf16")}
+
+
+def test_kernels_are_given_copies_of_slices(reports: dict[str, str]) -> None:
+    """They refuse addresses that 256 does not divide."""
+    assert re.findall(r"^fused:(.*)$", reports["attention decode of slices"], re.MULTILINE) == [""]
 
 
 def test_a_copy_is_seen() -> None:
