@@ -36,7 +36,7 @@ _AT_ONCE: Final = 32
 """Blocks that are loaded at once."""
 _MOST_LINES: Final = 4
 """Of blocks, a thread for each of a line, whose factors are found at once."""
-_MOST_CTAS: Final = 8
+_MOST_CTAS: Final = 4
 """Of a multiprocessor, up to which columns are spread over CTAs."""
 _RING: Final = 192 * 1024
 """Bytes of loads in flight, of all the CTAs of a multiprocessor."""
