@@ -158,7 +158,7 @@ class Problem(NamedTuple):
         """What CTAs leave that share sequences."""
         blocks = min(self.most_blocks, -(-self.batch * self.sequences * self.most_blocks // ctas))
         of_tile = self.tokens, self.tiles, self.tile_tokens, self.group
-        return Cuts(ctas, blocks, self.most_blocks, self.batch, self.sequences, *of_tile, self.value_width, self.dtype)
+        return Cuts(ctas, blocks, self.batch, self.sequences, *of_tile, self.value_width, self.dtype)
 
     def schedule(self) -> Schedule:
         ctas = hopper.multiprocessors()

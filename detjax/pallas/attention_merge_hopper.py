@@ -2,14 +2,13 @@
 
 Where a decode's line of blocks is cut within a sequence, the CTA that has its beginning leaves what it has merged, and
 the others leave each block's result by itself. CTAs for each query of such a sequence merge them, a thread for each
-column. The factors of up to 512 blocks are found first, a thread for every 128th: what is left to do in order is a
-fused multiply-add a block. What shared memory delivers limits how fast that goes, so where sequences are few, their
-columns are spread over several CTAs.
+column. The factors of 128 blocks are found first, a thread for each: what is left to do in order is a fused
+multiply-add a block. What shared memory delivers limits how fast that goes, so where sequences are few, their columns
+are spread over several CTAs.
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -28,14 +27,9 @@ from detjax.pallas import hopper
 from detjax.pallas.attention_tile_hopper import element, finished, fma, index_of
 from detjax.pallas.warps_hopper import WARP, from_lanes_below, warp
 
-VECTOR: Final = 4
-"""Numbers that shared memory delivers to a thread at once."""
 _THREADS: Final = 128
-_WARPS: Final = _THREADS // WARP
 _AT_ONCE: Final = 32
 """Blocks that are loaded at once."""
-_MOST_LINES: Final = 4
-"""Of blocks, a thread for each of a line, whose factors are found at once."""
 _MOST_CTAS: Final = 4
 """Of a multiprocessor, up to which columns are spread over CTAs."""
 _RING: Final = 192 * 1024
@@ -56,8 +50,6 @@ class Cuts(NamedTuple):
     ctas: int
     blocks: int
     """The most that a CTA leaves unmerged of a sequence that goes on in the next CTA."""
-    most_blocks: int
-    """Of a sequence."""
     batch: int
     sequences: int
     """Of a request."""
@@ -113,14 +105,9 @@ class Cuts(NamedTuple):
         return max(3, min(16, _RING // ctas // (_AT_ONCE * self.columns * 4)))
 
     @property
-    def at_once(self) -> int:
-        """Blocks whose factors are found at once."""
-        return _THREADS * min(_MOST_LINES, -(-self.most_blocks // _THREADS))
-
-    @property
     def places(self) -> int:
         """Of unmerged blocks: those of the CTAs, what the last one may have more, and a load behind the last one."""
-        return self.ctas * self.blocks + self.blocks + self.at_once
+        return self.ctas * self.blocks + self.blocks + _THREADS
 
     @property
     def bytes(self) -> int:
@@ -174,7 +161,6 @@ class Cut(NamedTuple):
 def merge(cuts: Cuts, o: Array, left: Left) -> Array:
     """The output `[B, T, h, G, V]`, with the sequences in it that cuts go through."""
     columns, stages = cuts.columns, cuts.stages
-    begins = range(0, cuts.at_once, _THREADS)
 
     def spread(x: Array) -> Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(x, (_THREADS,), ()), _LINE)
@@ -201,19 +187,14 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
 
             pl.loop(0, lax.min(loads, jnp.int32(stages)))(load)
 
-            def statistics(first: Array) -> list[list[Array]]:
-                """Maxima and sums of lines of blocks; of those behind the last one anything."""
-                return [
-                    [
-                        plgpu.load(
-                            gmem.statistics.at[row, which, pl.ds(cut.first_place + first + begin, _THREADS)],
-                            layout=_LINE,
-                            optimized=False,
-                        )
-                        for begin in begins
-                    ]
+            def statistics(first: Array) -> tuple[Array, Array]:
+                """Maxima and sums of 128 blocks; of those behind the last one anything."""
+                places = pl.ds(cut.first_place + first, _THREADS)
+                m_b, total_b = (
+                    plgpu.load(gmem.statistics.at[row, which, places], layout=_LINE, optimized=False)
                     for which in range(2)
-                ]
+                )
+                return m_b, total_b
 
             def merge_blocks(
                 slot: Array, first: Array, count: Array | int, carry: Any, *, is_steady: bool = False
@@ -222,43 +203,33 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
                 before is that of all where the maximum `is_steady`."""
                 steady = factors[_BEFORE, first]  # 1, which the compiler must not know: it would add products unrounded
 
-                def factor(which: int) -> Callable[[Any], Array]:
-                    if which == _BEFORE and is_steady:
-                        return lambda _: steady
-                    if isinstance(count, int):
-                        starts = range(0, count, VECTOR)
-                        found = [load_vector(factors.at[which, pl.ds(first + start, VECTOR)]) for start in starts]
-                        return list(itertools.chain(*found)).__getitem__
-                    return lambda index: factors[which, first + index]
+                def before(index: Any) -> Array:
+                    return steady if is_steady else factors[_BEFORE, first + index]
 
-                def all_of(which: int, step: Callable[[Any, Array, Array, Array], Array], x: Array) -> Array:
-                    before, own = factor(_BEFORE), factor(which)
+                def merge_result(index: Any, o: Array) -> Array:
+                    x, b = load_line(x_smem.at[slot, index]), spread(factors[_OWN, first + index])
+                    return fma(o, spread(before(index)), x * b, _LINE)
 
-                    def merge_one(index: Any, x: Array) -> Array:
-                        return step(index, x, before(index), own(index))
-
-                    if isinstance(count, int):
-                        return functools.reduce(lambda x, index: merge_one(index, x), range(count), x)
-                    return lax.fori_loop(0, count, merge_one, x)
-
-                def merge_result(index: Any, o: Array, before: Array, own: Array) -> Array:
-                    return fma(o, spread(before), load_line(x_smem.at[slot, index]) * spread(own), _LINE)
-
-                def merge_sum(_: Any, total: Array, before: Array, own: Array) -> Array:
+                def merge_sum(index: Any, total: Array) -> Array:
                     # The sum of a block has its factor already.
-                    return fma(total, before, own, _NUMBER)
+                    return fma(total, before(index), factors[_SUM, first + index], _NUMBER)
+
+                def all_of(step: Callable[[Any, Array], Array], x: Array) -> Array:
+                    if isinstance(count, int):
+                        return functools.reduce(lambda x, index: step(index, x), range(count), x)
+                    return lax.fori_loop(0, count, step, x)
 
                 o, total = carry
                 # What is broadcast from shared memory takes as long as what is not: one warp looks at the sums, and
                 # those that have no columns at nothing.
                 warps = columns // WARP
-                total = is_warp_in(3, 4, functools.partial(all_of, _SUM, merge_sum), total)
-                return is_warp_in(0, warps, functools.partial(all_of, _OWN, merge_result), o), total
+                total = is_warp_in(3, 4, functools.partial(all_of, merge_sum), total)
+                return is_warp_in(0, warps, functools.partial(all_of, merge_result), o), total
 
             def merge_load(index: Array, carry: Any) -> Any:
                 slot, first = lax.rem(index, jnp.int32(stages)), index * _AT_ONCE
                 plgpu.barrier_wait(loaded.at[slot])
-                in_factors, left = lax.rem(first, jnp.int32(cuts.at_once)), cut.left - first
+                in_factors, left = lax.rem(first, jnp.int32(_THREADS)), cut.left - first
                 # What is loaded for all threads limits the speed, and a maximum seldom grows.
                 is_steady = changes[lax.div(in_factors, jnp.int32(WARP))] == 0
                 kind = jnp.where(left < _AT_ONCE, 0, jnp.where(is_steady, 2, 1))
@@ -276,29 +247,28 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
 
                 return carry
 
-            def merge_lines(index: Array, carry: Any) -> Any:
-                x, total, largest, (maxima_b, totals_b) = carry
-                first = index * cuts.at_once
-                befores, afters = running_maxima(maxima_b, largest, warps)
-                for begin, m_b, total_b, before, after in zip(begins, maxima_b, totals_b, befores, afters, strict=True):
-                    b = jnp.exp2(m_b - after)
-                    for which, factor in ((_BEFORE, jnp.exp2(before - after)), (_OWN, b), (_SUM, total_b * b)):
-                        factors.at[which, pl.ds(begin, _THREADS)][...] = factor
-                    leave_changes(before, after, changes.at[pl.ds(begin // WARP, _WARPS)])
-                maxima[...] = afters[-1]
+            def merge_128(index: Array, carry: Any) -> Any:
+                x, total, before, m_b, total_b = carry
+                first = index * _THREADS
+                before, after = running_maxima(m_b, before, warps)
+                b = jnp.exp2(m_b - after)
+                for which, factor in ((_BEFORE, jnp.exp2(before - after)), (_OWN, b), (_SUM, total_b * b)):
+                    factors.at[which][...] = factor
+                maxima[...] = after
+                leave_changes(before, after, changes)
                 meet()
                 # The next ones are on their way while these are merged.
-                following = statistics(lax.min(first + cuts.at_once, cut.left))
-                per_round = cuts.at_once // _AT_ONCE
-                end = lax.min((index + 1) * per_round, loads)
-                x, total = lax.fori_loop(index * per_round, end, merge_load, (x, total))
-                return x, total, maxima[_THREADS - 1], following
+                following = statistics(lax.min(first + _THREADS, cut.left))
+                per_line = _THREADS // _AT_ONCE
+                end = lax.min((index + 1) * per_line, loads)
+                x, total = lax.fori_loop(index * per_line, end, merge_load, (x, total))
+                return x, total, maxima[_THREADS - 1], *following
 
             before = gmem.prefix_statistics.at[line]
             prefix = load_line(gmem.prefixes.at[line, in_tile, head, own_columns])
-            rounds = lax.div(cut.left + (cuts.at_once - 1), jnp.int32(cuts.at_once))
-            start = prefix, before[row, 1], before[row, 0], statistics(jnp.int32(0))
-            x, total, *_ = lax.fori_loop(0, rounds, merge_lines, start)
+            lines = lax.div(cut.left + (_THREADS - 1), jnp.int32(_THREADS))
+            start = prefix, before[row, 1], before[row, 0], *statistics(jnp.int32(0))
+            x, total, *_ = lax.fori_loop(0, lines, merge_128, start)
             maxima[...] = plgpu.layout_cast(jnp.full((_THREADS,), total), _LINE)
             meet()
             y = finished(x, spread(maxima[_THREADS - 1]), cuts.dtype, spread=lambda x, _: x)
@@ -311,10 +281,10 @@ def merge(cuts: Cuts, o: Array, left: Left) -> Array:
         grid_names=("line", "row", "part"),
         scratch_types={
             "x_smem": plgpu.SMEM((stages, _AT_ONCE, columns), ACCUMULATOR),
-            "factors": plgpu.SMEM((3, cuts.at_once), ACCUMULATOR),
+            "factors": plgpu.SMEM((3, _THREADS), ACCUMULATOR),
             "maxima": plgpu.SMEM((_THREADS,), ACCUMULATOR),
-            "warps": plgpu.SMEM((cuts.at_once // WARP,), ACCUMULATOR),
-            "changes": plgpu.SMEM((cuts.at_once // WARP,), jnp.int32),
+            "warps": plgpu.SMEM((4,), ACCUMULATOR),
+            "changes": plgpu.SMEM((_THREADS // WARP,), jnp.int32),
             "loaded": plgpu.Barrier(num_barriers=stages),
         },
         compiler_params=plgpu.CompilerParams(
@@ -340,50 +310,39 @@ def meet() -> None:
     inlined()
 
 
-def running_maxima(lines: Sequence[Array], start: Array, warps: Any) -> tuple[list[Array], list[Array]]:
-    """The largest of `start` and of `[128 n]`, given as lines `[128]`, before each element, and up to it.
+def running_maxima(x: Array, start: Array, warps: Any) -> tuple[Array, Array]:
+    """The largest of `start` and of `x [128]` before each element, and up to it.
 
     Args:
-        lines: the elements.
-        start: a number.
-        warps: shared memory `[4 n]`, by which the warps exchange theirs; all threads meet.
+        warps: shared memory `[4]`, by which the warps exchange theirs; all threads meet.
     """
 
-    def scanned(_: Any, *operands: Any) -> Any:
-        *lines, start, warps = operands
+    def scanned(_: Any, x: Any, start: Any, warps: Any) -> Any:
         thread = mgpu.thread_idx()
         i32 = thread.type
-        own_warp = arith.remui(arith.divui(thread, mgpu.c(WARP, i32)), mgpu.c(_WARPS, i32))
-        lane = arith.remui(thread, mgpu.c(WARP, i32))
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(0, i32))
+        own_warp = arith.remui(arith.divui(thread, mgpu.c(32, i32)), mgpu.c(4, i32))
+        lane = arith.remui(thread, mgpu.c(32, i32))
 
-        values = [element(x.registers.item()) for x in lines]
+        value = element(x.registers.item())
         for distance in (1, 2, 4, 8, 16):
-            values = [arith.maximumf(value, from_lanes_below(value, distance)) for value in values]
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(WARP - 1, i32))):
-            for line, value in enumerate(values):
-                memref.store(value, warps, [index_of(arith.addi(own_warp, mgpu.c(line * _WARPS, i32)))])
+            value = arith.maximumf(value, from_lanes_below(value, distance))
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(31, i32))):
+            memref.store(value, warps, [index_of(own_warp)])
         mgpu.warpgroup_barrier()
-        largest, befores, afters = start.registers.item(), [], []
-        for line, value in enumerate(values):
-            prior = largest
-            for other in range(_WARPS):
-                of_other = memref.load(warps, [mgpu.c(line * _WARPS + other, ir.IndexType.get())])
-                largest = arith.maximumf(largest, of_other)
-                if other + 1 < _WARPS:
-                    is_behind = arith.cmpi(arith.CmpIPredicate.sgt, own_warp, mgpu.c(other, i32))
-                    prior = arith.select(is_behind, largest, prior)
-            after = arith.maximumf(value, prior)
-            befores.append(_line_of(arith.select(is_first, prior, from_lanes_below(after, 1))))
-            afters.append(_line_of(after))
-        return *befores, *afters
+        prior = start.registers.item()
+        for other in range(3):
+            largest = arith.maximumf(prior, memref.load(warps, [mgpu.c(other, ir.IndexType.get())]))
+            prior = arith.select(arith.cmpi(arith.CmpIPredicate.sgt, own_warp, mgpu.c(other, i32)), largest, prior)
+        after = arith.maximumf(value, prior)
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(0, i32))
+        before = arith.select(is_first, prior, from_lanes_below(after, 1))
 
-    count = len(lines)
-    result = plgpu.ShapeDtypeStruct((_THREADS,), ACCUMULATOR, layout=_LINE)
-    arg_types = *(_LINE,) * count, plgpu.Layout.WG_SPLAT, plgpu.RefType()
-    inlined: Any = plgpu.inline_mgpu(arg_types=arg_types, return_type=(result,) * (2 * count))(scanned)
-    found = inlined(*lines, start, warps)
-    return list(found[:count]), list(found[count:])
+        return _line_of(before), _line_of(after)
+
+    result = plgpu.ShapeDtypeStruct(x.shape, ACCUMULATOR, layout=_LINE)
+    arg_types = _LINE, plgpu.Layout.WG_SPLAT, plgpu.RefType()
+    inlined: Any = plgpu.inline_mgpu(arg_types=arg_types, return_type=(result, result))(scanned)
+    return inlined(x, start, warps)
 
 
 def leave_changes(before: Array, after: Array, changes: Any) -> None:
@@ -394,7 +353,7 @@ def leave_changes(before: Array, after: Array, changes: Any) -> None:
         i32 = thread.type
         differs = arith.cmpf(arith.CmpFPredicate.UNE, element(before.registers.item()), element(after.registers.item()))
         differs = mgpu.redux(arith.extui(i32, differs), mgpu.c(0xFFFFFFFF, i32), mgpu.ReductionKind.OR)
-        own_warp = arith.remui(arith.divui(thread, mgpu.c(WARP, i32)), mgpu.c(_WARPS, i32))
+        own_warp = arith.remui(arith.divui(thread, mgpu.c(WARP, i32)), mgpu.c(_THREADS // WARP, i32))
         lane = arith.remui(thread, mgpu.c(WARP, i32))
         with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(0, i32))):
             memref.store(differs, changes, [index_of(own_warp)])
@@ -405,23 +364,10 @@ def leave_changes(before: Array, after: Array, changes: Any) -> None:
 
 def is_warp_in(first: int, end: int, step: Callable[[Array], Array], x: Array) -> Array:
     """`step(x)` in some of the warpgroup's warps, `x` in the others."""
-    if end - first == _WARPS:
+    if end - first == _THREADS // WARP:
         return step(x)
     own = warp()
     return lax.cond((own >= first) & (own < end), step, lambda x: x, x)
-
-
-def load_vector(source: Any) -> tuple[Array, ...]:
-    """The numbers of shared memory `[VECTOR]`, which it delivers at once."""
-
-    def load(_: Any, source: Any) -> Any:
-        vector_type = ir.VectorType.get((VECTOR,), ir.F32Type.get())
-        x = vector.load(vector_type, source, [mgpu.c(0, ir.IndexType.get())])
-        return tuple(FragmentedArray.splat(element(x, index), ()) for index in range(VECTOR))
-
-    result = plgpu.ShapeDtypeStruct((), ACCUMULATOR, layout=_NUMBER)
-    inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(result,) * VECTOR)(load)
-    return tuple(inlined(source))
 
 
 def load_line(source: Any) -> Array:

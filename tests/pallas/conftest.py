@@ -102,7 +102,6 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         ("meet", lambda: None),
         ("is_warp_in", lambda _first, _end, step, x: step(x)),
         ("load_line", _load_line),
-        ("load_vector", lambda source: [source[index] for index in range(source.shape[0])]),
         ("find_places", _find_places),
         ("prefetch", lambda *_: None),
         ("products", _products),
@@ -179,10 +178,9 @@ def _store_columns(x: Array, target: Any, first: Array | int, count: Array | int
         pl.when(row < count)(functools.partial(_copy, x[:, row], place))
 
 
-def _running_maxima(lines: list[Array], start: Array, _: Any) -> tuple[list[Array], list[Array]]:
-    after = jnp.maximum(lax.cummax(jnp.concatenate(lines)), start)
-    before = jnp.concatenate([start[None], after[:-1]])
-    return jnp.split(before, len(lines)), jnp.split(after, len(lines))
+def _running_maxima(x: Array, start: Array, _: Any) -> tuple[Array, Array]:
+    after = jnp.maximum(lax.cummax(x), start)
+    return jnp.concatenate([start[None], after[:-1]]), after
 
 
 def _leave_changes(before: Array, after: Array, changes: Any) -> None:
