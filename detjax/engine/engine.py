@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import gc
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -151,6 +152,8 @@ class Engine:
     def warm_up(self, *, progress: bool = False) -> None:
         """Compiles every program that steps may need, the engine being idle.
 
+        What there is then, Python's garbage collector no longer looks through: it would stop a step for a second.
+
         Args:
             progress: shows a bar on stderr.
 
@@ -165,6 +168,8 @@ class Engine:
             bar = functools.partial(track, description="compiling", console=console, disable=not progress)
             steps = [self._slots.inputs(Step((), ()), shape) for shape in self._shapes]
             self._device.warm_up(steps, lambda programs, count: bar(programs, total=count))
+            gc.collect()
+            gc.freeze()
 
         self._call(compile_all).result()
 
