@@ -152,8 +152,8 @@ class Engine:
     def warm_up(self, *, progress: bool = False) -> None:
         """Compiles every program that steps may need, the engine being idle.
 
-        Python's garbage collector no longer looks through what there is then: traces of programs are many objects, and a
-        step would wait for it.
+        Python's garbage collector no longer looks through what there is then: what programs were traced to are many
+        objects, and a step would wait for it.
 
         Args:
             progress: shows a bar on stderr.
