@@ -52,6 +52,8 @@ class Sample:
         self._digests: list[Digest] = []
         # Text takes longer to make than all else here: it is made at every token only where somebody looks at it.
         self._is_read = tokenizer is not None and (is_streamed or bool(params.stop))
+        self._longest_stop = max(map(len, params.stop), default=0)
+        self._stream = tokenizer.stream() if tokenizer is not None and self._is_read else None
         self._text = ""
         self._told = 0
 
@@ -100,10 +102,11 @@ class Sample:
         self.logprobs.append(logprob)
         self.top_logprobs.append(top)
         stopped = False
-        if self._tokenizer is not None and self._is_read:
-            self._text = self._tokenizer.decode(self.generated)
-            found = [at for stop in self.params.stop if (at := self._text.find(stop)) >= 0]
-            if found:
+        if self._stream is not None:
+            # No stop string ended in what was finished of the text before, but one may have begun there.
+            first = max(0, len(self._text.rstrip("\ufffd")) - self._longest_stop)
+            self._text = self._stream.add(token)
+            if found := [at for stop in self.params.stop if (at := self._text.find(stop, first)) >= 0]:
                 self._text, stopped = self._text[: min(found)], True
         if stopped or token in self._end_tokens:
             self.finish_reason = "stop"

@@ -87,6 +87,10 @@ class Tokenizer:
         """Text of the token ids; bytes that are no character become U+FFFD."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def stream(self) -> "TextStream":
+        """The text of tokens that come one after the other."""
+        return TextStream(self)
+
     def token_id(self, role: str) -> int | None:
         """Id of the token with the role given, such as "eos_token"; None where there is none."""
         token = self.special_tokens.get(role)
@@ -190,6 +194,37 @@ class Tokenizer:
                 "objects with a name and a template"
             )
         return templates
+
+
+class TextStream:
+    """The text of tokens that come one after the other, of which only the last few are looked at again.
+
+    Attributes:
+        text: what `Tokenizer.decode` makes of all tokens so far; what is no character yet is U+FFFD at its end.
+    """
+
+    _UNFINISHED: Final = "\ufffd"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        """The last that ended a text, from the one before that on, and those that came since."""
+        self._known = 0
+        """Of these, how many belong to the settled text, which ends with a whole character."""
+        self._settled = ""
+
+    def add(self, token: int) -> str:
+        """The text with one more token."""
+        self._tokens.append(token)
+        known, all_ = (self._tokenizer.decode(self._tokens[:end]) for end in (self._known, None))
+        # What tokens look like at the beginning of a text, the ones that are known have in both.
+        self.text = self._settled + all_[len(known) :]
+        if len(all_) > len(known) and not all_.endswith(self._UNFINISHED):
+            self._settled = self.text
+            self._tokens = self._tokens[self._known :]
+            self._known = len(self._tokens)
+        return self.text
 
 
 class _GenerationBlock(jinja2.ext.Extension):

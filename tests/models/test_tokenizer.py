@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,26 @@ def test_conversations_become_the_text_and_ids_of_transformers(tokenizer, chat):
 def test_strings_become_the_ids_of_transformers_and_back(tokenizer, plain):
     assert tokenizer.encode(plain["text"], add_special_tokens=False) == plain["ids"]
     assert tokenizer.decode(plain["ids"], skip_special_tokens=False) == plain["decoded"]
+
+
+def test_a_stream_has_the_text_of_all_tokens_so_far(tokenizer):
+    """Tokens at random, so that characters begin that never end, and special ones lie between."""
+    draw = random.Random(0)
+    ids = [draw.randrange(len(tokenizer)) for _ in range(300)]
+    ids += tokenizer.encode("Zwölf Boxkämpfer 🦀🦀 日本語 \ufffd end")
+    stream = tokenizer.stream()
+    for count, token in enumerate(ids, 1):
+        assert stream.add(token) == stream.text == tokenizer.decode(ids[:count])
+
+
+def test_a_stream_looks_at_few_tokens_again(tokenizer, monkeypatch):
+    seen = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: seen.append(len(ids)) or decode(ids))
+    stream = tokenizer.stream()
+    for token in tokenizer.encode("as many as there are words " * 100):
+        stream.add(token)
+    assert max(seen) < 10
 
 
 def test_special_tokens_are_left_out_of_text_unless_asked_for(tokenizer):
