@@ -196,14 +196,11 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
         # JAX takes compiler options at the outermost program alone, and refuses them below it.
         if not trace_state_clean():
             return nested(*args, **kwargs)
-        check_environment()
-        # The backend is read here, so that DETJAX_BACKEND is part of the compilation cache's key as well.
-        with _chosen(backend()), _pinned(True), _explained():
+        with _under_contract():
             return program(jax.default_backend())(*args, **kwargs)
 
     def compiled(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-        check_environment()
-        with _chosen(backend()), _pinned(True), _explained():
+        with _under_contract():
             return program(jax.default_backend()).lower(*args, **kwargs).compile()
 
     setattr(call, _COMPILED, compiled)
@@ -226,6 +223,15 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[.
         RuntimeError: the backend that was chosen has no kernels for this device.
     """
     return getattr(fn, _COMPILED)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _under_contract() -> Iterator[None]:
+    """Where an outermost program is traced, compiled and called."""
+    check_environment()
+    # The backend is read here, so that DETJAX_BACKEND is part of the compilation cache's key as well.
+    with _chosen(backend()), _pinned(True), _explained():
+        yield
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -86,8 +85,8 @@ class Device:
         self, model: Decoder, *, pages: int, slots: int, top_logprobs: int, kv_cache_dtype: KVQuantization | None
     ) -> None:
         self._network, self._weights = split(model)
-        self._hidden = functools.partial(jax.ShapeDtypeStruct, dtype=model.dtype)
-        self._width = model.config.hidden_size
+        width, dtype = model.config.hidden_size, model.dtype  # not the model: its weights may be exchanged
+        self._hidden = lambda rows: jax.ShapeDtypeStruct((rows, width), dtype)
         self._top = top_logprobs
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
         k, v = (empty_pages(model.config, pages, model.dtype, kv_cache_dtype) for _ in range(2))
@@ -109,14 +108,14 @@ class Device:
         self._pools, hidden, rows = self._run(_advance, inputs.shape, self._pools, self._last, inputs)
         static = {"filtered": filtered, "top": self._top if with_top else 0}
         choice = self._last, inputs.slot, inputs.choice
-        self._last, *found = self._run(_choose, len(inputs.slot), hidden, *choice, **static)
-        return Found(*found), rows
+        self._last, found = self._run(_choose, len(inputs.slot), hidden, *choice, **static)
+        return found, rows
 
     def scores(self, rows: Array, first: int, tokens: np.ndarray) -> Found:
         """Logprobs of up to `SCORED_ROWS` tokens, each under the hidden state of its own row, from row `first` on."""
         padded = np.zeros(SCORED_ROWS, np.int32)
         padded[: len(tokens)] = tokens
-        return Found(*self._run(_score, len(rows), rows, np.int32(first), padded, top=self._top))
+        return self._run(_score, len(rows), rows, np.int32(first), padded, top=self._top)
 
     def warm_up(self, steps: Sequence[Inputs], each: Callable[[Iterable[Any], int], Iterable[Any]]) -> None:
         """Compiles all that steps of the shapes given may need, and computes one of each.
@@ -125,8 +124,8 @@ class Device:
             steps: one of each shape, in which nothing is present.
             each: what is given programs as they are compiled, and their number, to yield them again.
         """
-        backend, choices = platform.backend(), [False, True]
-        tops = dict.fromkeys((0, self._top))
+        backend = platform.backend()
+        variants = [(filtered, top) for filtered in (False, True) for top in dict.fromkeys((0, self._top))]
         programs: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
         def add(fn: Callable[..., Any], size: Any, *args: Any, **static: Any) -> None:
@@ -134,9 +133,9 @@ class Device:
 
         for inputs in steps:
             add(_advance, inputs.shape, self._pools, self._last, inputs)
-            hidden, rows = (self._hidden((count, self._width)) for count in (inputs.shape.sampled, inputs.shape.rows))
-            for filtered, top in itertools.product(choices, tops):
-                choice = self._last, inputs.slot, inputs.choice
+            hidden, rows = map(self._hidden, (inputs.shape.sampled, inputs.shape.rows))
+            choice = self._last, inputs.slot, inputs.choice
+            for filtered, top in variants:
                 add(_choose, len(inputs.slot), hidden, *choice, filtered=filtered, top=top)
             if inputs.shape.rows:
                 tokens = np.zeros(SCORED_ROWS, np.int32)
@@ -156,10 +155,11 @@ class Device:
                 raise
         # What is done when a program runs for the first time is done now as well.
         for inputs in steps:
-            for filtered, top in itertools.product(choices, tops):
+            rows = None
+            for filtered, top in variants:
                 _, rows = self.compute(inputs, filtered=filtered, with_top=top > 0)
-                if inputs.shape.rows:
-                    jax.block_until_ready(self.scores(rows, 0, np.zeros(1, np.int32)))
+            if inputs.shape.rows and rows is not None:
+                jax.block_until_ready(self.scores(rows, 0, np.zeros(1, np.int32)))
 
     def _run(self, fn: Callable[..., Any], size: Any, *args: Any, **static: Any) -> Any:
         """`fn` of the model and these arguments, whose shapes `size` tells."""
@@ -178,8 +178,7 @@ def _advance(
     """The cache with the step's tokens, and the hidden states of those that are sampled from, and that prefill."""
     decodes = inputs.held.shape[0]
     tokens = jnp.concatenate([last[inputs.held], inputs.token[decodes:]])
-    fields = ("page_table", "request", "position", "present", "q_row", "q_length", "q_start")
-    where = Packed(**{name: jnp.asarray(getattr(inputs, name)) for name in fields})
+    where = Packed(**{of.name: jnp.asarray(getattr(inputs, of.name)) for of in dataclasses.fields(Packed)})
     hidden, k, v = network.with_weights(weights).through_layers(tokens, where, *pools)
     return (k, v), hidden[inputs.last_row], hidden[decodes:]
 
@@ -195,10 +194,10 @@ def _choose(
     *,
     filtered: bool,
     top: int,
-) -> tuple[Array, Array, Array, Array, Array]:
-    """The last token of each slot, and the fields of `Found`."""
+) -> tuple[Int32[Array, "slots"], Found]:
+    """The last token of each slot, and what is sampled."""
     found = chosen(network.with_weights(weights), hidden, choice, filtered=filtered, top=top)
-    return last.at[slot].set(found.token, mode="drop"), *found
+    return last.at[slot].set(found.token, mode="drop"), found
 
 
 def chosen(model: Decoder, hidden: Float[Array, "R D"], choice: Choice, *, filtered: bool, top: int) -> Found:
@@ -216,11 +215,11 @@ def _score(
     tokens: Int32[Arrays, "n"],
     *,
     top: int,
-) -> tuple[Array, Array, Array, Array]:
+) -> Found:
     index = jnp.minimum(first + jnp.arange(tokens.shape[0], dtype=jnp.int32), rows.shape[0] - 1)
     logits = network.with_weights(weights).logits(rows[index])
     logprobs = jnp.take_along_axis(ops.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
-    return jnp.asarray(tokens), logprobs, *_likeliest(logits, top)
+    return Found(jnp.asarray(tokens), logprobs, *_likeliest(logits, top))
 
 
 def _likeliest(logits: Float[Array, "R V"], count: int) -> tuple[Int32[Array, "R n"], Float32[Array, "R n"]]:

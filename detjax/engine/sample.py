@@ -51,9 +51,9 @@ class Sample:
         self._tokenizer = tokenizer
         self._digests: list[Digest] = []
         # Text takes longer to make than all else here: it is made at every token only where somebody looks at it.
-        self._is_read = tokenizer is not None and (is_streamed or bool(params.stop))
+        is_read = is_streamed or bool(params.stop)
+        self._stream = tokenizer.stream() if tokenizer is not None and is_read else None
         self._longest_stop = max(map(len, params.stop), default=0)
-        self._stream = tokenizer.stream() if tokenizer is not None and self._is_read else None
         self._text = ""
         self._told = 0
 
@@ -76,7 +76,7 @@ class Sample:
         """What has been generated, cut before a stop string; None without a tokenizer."""
         if self._tokenizer is None:
             return None
-        return self._text if self._is_read else self._tokenizer.decode(self.generated)
+        return self._text if self._stream is not None else self._tokenizer.decode(self.generated)
 
     def completion(self) -> Completion:
         """What came of it, once it has ended."""
@@ -104,7 +104,7 @@ class Sample:
         stopped = False
         if self._stream is not None:
             # No stop string ended in what was finished of the text before, but one may have begun there.
-            first = max(0, len(self._text.rstrip("\ufffd")) - self._longest_stop)
+            first = max(0, self._stream.finished - self._longest_stop)
             self._text = self._stream.add(token)
             if found := [at for stop in self.params.stop if (at := self._text.find(stop, first)) >= 0]:
                 self._text, stopped = self._text[: min(found)], True
@@ -116,7 +116,7 @@ class Sample:
 
     def _news(self) -> str | None:
         """Text that nobody has been told, up to where a stop string or an unfinished character may begin."""
-        if not self._is_read:
+        if self._stream is None:
             return None
         end = len(self._text)
         if self.finish_reason is None:
@@ -127,6 +127,6 @@ class Sample:
                 if self._text.endswith(stop[:length])
             ]
             end -= max(held, default=0)
-            end = min(end, len(self._text.rstrip("\ufffd")))
+            end = min(end, self._stream.finished)
         news, self._told = self._text[self._told : end], max(self._told, end)
         return news

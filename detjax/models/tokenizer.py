@@ -214,6 +214,11 @@ class TextStream:
         """Of these, how many belong to the settled text, which ends with a whole character."""
         self._settled = ""
 
+    @property
+    def finished(self) -> int:
+        """Length of the text without what may become another character at its end."""
+        return len(self.text.rstrip(self._UNFINISHED))
+
     def add(self, token: int) -> str:
         """The text with one more token."""
         self._tokens.append(token)

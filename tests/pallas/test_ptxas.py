@@ -168,7 +168,7 @@ def decode_step(batch: int) -> Program:
 def of_slices(program: Program) -> Program:
     """The program on what lies behind the first element of each operand."""
     fn, shapes = program
-    longer = [jax.ShapeDtypeStruct((1 + size, *rest), shape.dtype) for shape in shapes for size, *rest in [shape.shape]]
+    longer = [jax.ShapeDtypeStruct((1 + shape.shape[0], *shape.shape[1:]), shape.dtype) for shape in shapes]
     return lambda *operands: fn(*(operand[1:] for operand in operands)), longer
 
 
