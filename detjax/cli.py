@@ -1,4 +1,4 @@
-"""The command line: `detjax demo`, `detjax generate`, `detjax fingerprint`."""
+"""The command line: `detjax demo`, `detjax generate`, `detjax serve`, `detjax fingerprint`."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from detjax import engine, models, platform
-from detjax.contract import KVQuantization
+from detjax.contract import KV_BLOCK, KVQuantization
 from detjax.demo import CHECKPOINT, DEFAULT_MAX_TOKENS
 from detjax.version import __version__
 
@@ -28,6 +28,14 @@ _Model = Annotated[Path, typer.Option(metavar="DIR", help="Directory with a Hugg
 _DType = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="float32, bfloat16 or float16.", show_default="the checkpoint's own"),
+]
+_KVCacheDType = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help=f"Quantize the KV cache: {', '.join(get_args(KVQuantization))}.",
+        show_default="the model's dtype",
+    ),
 ]
 _Backend = Annotated[
     str | None,
@@ -210,14 +218,7 @@ def generate(
         ),
     ] = None,
     dtype: _DType = None,
-    kv_cache_dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Quantize the KV cache: {', '.join(get_args(KVQuantization))}.",
-            show_default="the model's dtype",
-        ),
-    ] = None,
+    kv_cache_dtype: _KVCacheDType = None,
     backend: _Backend = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: texts, tokens, logprobs and the fingerprint.")
@@ -229,17 +230,11 @@ def generate(
     choices = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     fields |= {name: value for name, value in choices.items() if value is not None}
     engine.SamplingParams(**fields)  # before minutes are spent on loading
-    if kv_cache_dtype not in (None, *get_args(KVQuantization)):
-        accepted = ", ".join(get_args(KVQuantization))
-        raise ValueError(f"--kv-cache-dtype is {kv_cache_dtype!r}; accepted: {accepted}")
+    quantization = _quantization(kv_cache_dtype)
     texts = _with_standard_input(prompt)
     with platform.use_backend(backend):
         fingerprint = platform.fingerprint()
-        decoder, tokenizer = models.load(model, dtype=dtype)
-        if tokenizer is None:
-            raise ValueError(
-                f"{model} has no tokenizer.json; accepted: a checkpoint with one, as prompts are texts here"
-            )
+        decoder, tokenizer = _load(model, dtype)
         prompts = texts
         if chat:
             conversations = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
@@ -250,7 +245,7 @@ def generate(
             prompts,
             sampling,
             tokenizer=tokenizer,
-            kv_cache_dtype=cast(KVQuantization | None, kv_cache_dtype),
+            kv_cache_dtype=quantization,
             progress=sys.stderr.isatty(),
         )
     if as_json:
@@ -269,10 +264,126 @@ def generate(
 
 @app.command()
 @_plain_errors()
+def serve(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Directory with a Hugging Face checkpoint.")],
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where it listens; 0.0.0.0: everywhere.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", parser=_integer, help="0: any that is free.")] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="The model's name for clients.", show_default="the directory's"),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="DETJAX_API_KEY",
+            help="What clients have to send; may be repeated. Others see a command line, not its environment.",
+            show_default="nothing",
+        ),
+    ] = None,
+    dtype: _DType = None,
+    kv_cache_dtype: _KVCacheDType = None,
+    backend: _Backend = None,
+    max_samples: Annotated[
+        int, typer.Option(metavar="N", parser=_integer, help="Samples computed at the same time.")
+    ] = 64,
+    token_budget: Annotated[int, typer.Option(metavar="N", parser=_integer, help="Tokens of a step at most.")] = 512,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", parser=_integer, help="Tokens of a prompt and its answer at most.", show_default="the model's"
+        ),
+    ] = None,
+    pages: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            parser=_integer,
+            help=f"Pages of the KV cache, {KV_BLOCK} tokens each.",
+            show_default="what is needed, as far as there is memory",
+        ),
+    ] = None,
+    prefix_cache: Annotated[
+        bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Keep pages for prompts that begin alike.")
+    ] = True,
+    top_logprobs: Annotated[
+        int, typer.Option(metavar="N", parser=_integer, help="The most that a request may ask for.")
+    ] = 20,
+    max_queue: Annotated[
+        int, typer.Option(metavar="N", parser=_integer, help="Samples that may wait; more are answered 429.")
+    ] = 1024,
+    max_body: Annotated[int, typer.Option(metavar="BYTES", parser=_integer, help="Of a request.")] = 8 << 20,
+    request_seconds: Annotated[float, typer.Option(metavar="X", parser=_real, help="That an answer may take.")] = 600,
+    grace: Annotated[
+        float, typer.Option(metavar="SECONDS", parser=_real, help="For requests on their way when it is told to stop.")
+    ] = 30,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where compiled programs are kept. Who can write to it can run programs here.",
+            show_default="detjax in the user's cache",
+        ),
+    ] = None,
+    compilation_cache: Annotated[
+        bool, typer.Option("--compilation-cache/--no-compilation-cache", help="Keep compiled programs.")
+    ] = True,
+) -> None:
+    """Serve a model over HTTP, in OpenAI's terms; the page at / shows what it promises. Ctrl-C ends it."""
+    try:
+        from detjax import server
+    except ModuleNotFoundError as error:
+        raise ValueError(f"detjax serve needs {error.name}: pip install 'detjax[server]'") from error
+    settings = server.Settings(
+        name or model.resolve().name,
+        api_keys=tuple(api_key or ()),
+        max_on_their_way=max_samples + max_queue,
+        max_body=max_body,
+        request_seconds=request_seconds,
+    )
+    quantization = _quantization(kv_cache_dtype)
+    if max_queue < 0 or grace < 0:
+        raise ValueError(f"--max-queue is {max_queue}, --grace is {grace:g}; accepted: 0 and more")
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    with contextlib.closing(server.bound_socket(host, port)) as own, platform.use_backend(backend):
+        decoder, tokenizer = _load(model, dtype)
+        options = {"max_samples": max_samples, "token_budget": token_budget, "max_tokens": max_tokens, "pages": pages}
+        options |= {"prefix_cache": prefix_cache, "top_logprobs": top_logprobs, "kv_cache_dtype": quantization}
+        with engine.Engine(decoder, tokenizer, **options) as one:
+            fingerprint = server.system_fingerprint(decoder, tokenizer, quantization)
+            app = server.create_app(one, decoder, tokenizer, settings, fingerprint=fingerprint)
+            cache = (cache_dir or _user_cache()) if compilation_cache else None
+            one.warm_up(progress=sys.stderr.isatty(), cache=cache)
+            address, port = own.getsockname()[:2]
+            address = f"[{address}]" if ":" in address else address
+            errors.print(f"{settings.name} on http://{address}:{port}, fingerprint {fingerprint}", markup=False)
+            server.Server(app, grace=grace).serve_on(own)
+
+
+@app.command()
+@_plain_errors()
 def fingerprint(backend: _Backend = None) -> None:
     """Print what bits depend on besides request and weights, as JSON."""
     with platform.use_backend(backend):
         typer.echo(json.dumps(_fields(platform.fingerprint()), indent=2))
+
+
+def _load(model: Path, dtype: str | None) -> tuple[models.Decoder, models.Tokenizer]:
+    decoder, tokenizer = models.load(model, dtype=dtype)
+    if tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer.json; accepted: a checkpoint with one, as prompts are texts here")
+    return decoder, tokenizer
+
+
+def _quantization(name: str | None) -> KVQuantization | None:
+    if name not in (None, *get_args(KVQuantization)):
+        accepted = ", ".join(get_args(KVQuantization))
+        raise ValueError(f"--kv-cache-dtype is {name!r}; accepted: {accepted}")
+    return cast(KVQuantization | None, name)
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "detjax"
 
 
 @contextlib.contextmanager

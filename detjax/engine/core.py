@@ -29,6 +29,8 @@ class _OnItsWay:
 
     pieces: list[tuple[int, Piece]]
     """With the row of what is found that is each piece's own."""
+    batch: int
+    """Samples of the step, those included of which nothing is sampled."""
     found: Found
     scores: list[tuple[Sample, int, int, Found]]
     """Of a prompt's tokens: whose, from which position on, how many, and what is found."""
@@ -74,7 +76,7 @@ class Core:
             for score in self._scores(piece, int(row), rows)
         ]
         pieces = [(row, piece) for row, piece in zip(rows_of(step, shape), step.pieces, strict=True) if piece.completes]
-        self._on_their_way.append(_OnItsWay(pieces, found.on_its_way(), scores))
+        self._on_their_way.append(_OnItsWay(pieces, len(step.pieces), found.on_its_way(), scores))
         self.scheduler.given(step)
 
     def _scores(self, piece: Piece, row: int, rows: Any) -> Iterator[tuple[Sample, int, int, Found]]:
@@ -101,6 +103,6 @@ class Core:
         for row, piece in step.pieces:
             sample = piece.sample
             if sample.finish_reason is None:  # else it was given a step too many before that was known
-                token = sample.add(*found.at(row, sample.params.top_logprobs))
+                token = sample.add(*found.at(row, sample.params.top_logprobs), batch=step.batch)
                 self.scheduler.read(sample)
                 yield sample, token

@@ -8,8 +8,9 @@ import functools
 import gc
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Final
 
 import jax
@@ -20,6 +21,7 @@ from rich.progress import track
 
 from detjax import platform
 from detjax.contract import KV_BLOCK, KVQuantization
+from detjax.engine.compilation_cache import compilation_cache
 from detjax.engine.core import Core
 from detjax.engine.device import Device
 from detjax.engine.inputs import Shapes, Slots
@@ -149,7 +151,7 @@ class Engine:
         self._thread.start()
         atexit.register(self.close)  # a program that ends while the device computes may crash
 
-    def warm_up(self, *, progress: bool = False) -> None:
+    def warm_up(self, *, progress: bool = False, cache: Path | None = None) -> None:
         """Compiles every program that steps may need, the engine being idle.
 
         Python's garbage collector no longer looks through what there is then: what programs were traced to are many
@@ -157,8 +159,11 @@ class Engine:
 
         Args:
             progress: shows a bar on stderr.
+            cache: a directory whose programs need not be compiled again, and where those are left that it lacks.
+                Whoever can write to it can run programs here.
 
         Raises:
+            OSError: the directory cannot be made or written to.
             RuntimeError: the engine is busy.
         """
         self._refuse_listeners()
@@ -168,7 +173,8 @@ class Engine:
             console = Console(stderr=True)
             bar = functools.partial(track, description="compiling", console=console, disable=not progress)
             steps = [self._slots.inputs(Step((), ()), shape) for shape in self._shapes]
-            self._device.warm_up(steps, lambda programs, count: bar(programs, total=count))
+            with compilation_cache(cache):
+                self._device.warm_up(steps, lambda programs, count: bar(programs, total=count))
             gc.collect()
             gc.freeze()
 
@@ -184,13 +190,18 @@ class Engine:
             EngineClosed: the engine was closed meanwhile, or has failed.
         """
         self._refuse_listeners()
-        jobs = [self._job(f"request {number}", request) for number, request in enumerate(requests)]
-        self._start(jobs)
-        try:
+        with self._started(requests) as jobs:
             return [job.future.result() for job in jobs]
-        finally:
-            for job in jobs:
-                job.future.cancel()
+
+    async def generate_async(self, requests: Iterable[Request]) -> list[Generation]:
+        """`generate` for a task, which may be cancelled, and its requests with it.
+
+        Raises:
+            ValueError: a request cannot be served; none of them is begun then.
+            EngineClosed: the engine was closed meanwhile, or has failed.
+        """
+        with self._started(requests) as jobs:
+            return [await asyncio.wrap_future(job.future) for job in jobs]
 
     def submit(self, request: Request, on_token: Callable[[Token], None] | None = None) -> "Future[Generation]":
         """Returns at once what will hold the request's generation. To cancel it is to cancel the request.
@@ -215,21 +226,51 @@ class Engine:
             ValueError: the request cannot be served.
             EngineClosed: the engine was closed meanwhile, or has failed.
         """
-        loop = asyncio.get_running_loop()
-        tokens: asyncio.Queue[Token | None] = asyncio.Queue()
-
-        def tell(token: Token | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
-                loop.call_soon_threadsafe(tokens.put_nowait, token)
-
-        future = self.submit(request, tell)
-        future.add_done_callback(lambda _: tell(None))
-        try:
-            while (token := await tokens.get()) is not None:
+        async with contextlib.aclosing(self.stream_all([request])) as tokens:
+            async for _, token in tokens:
                 yield token
-            future.result()
+
+    async def stream_all(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Token]]:
+        """Yields the tokens of several requests as they come, each with its request's number, as `stream` does.
+
+        Raises:
+            ValueError: a request cannot be served; none of them is begun then.
+            EngineClosed: the engine was closed meanwhile, or has failed.
+        """
+        loop = asyncio.get_running_loop()
+        news: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
+
+        def tell(number: int, token: Token | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
+                loop.call_soon_threadsafe(news.put_nowait, (number, token))
+
+        with self._started(requests, tell) as jobs:
+            for number, job in enumerate(jobs):
+                job.future.add_done_callback(functools.partial(lambda number, _: tell(number, None), number))
+            unanswered = len(jobs)
+            while unanswered:
+                number, token = await news.get()
+                if token is not None:
+                    yield number, token
+                    continue
+                jobs[number].future.result()
+                unanswered -= 1
+
+    @contextlib.contextmanager
+    def _started(
+        self, requests: Iterable[Request], on_token: Callable[[int, Token], None] | None = None
+    ) -> Iterator[list[_Job]]:
+        """The requests on their way, and cancelled where they are left before their end."""
+        jobs = [
+            self._job(f"request {number}", request, on_token and functools.partial(on_token, number))
+            for number, request in enumerate(requests)
+        ]
+        self._start(jobs)
+        try:
+            yield jobs
         finally:
-            future.cancel()
+            for job in jobs:
+                job.future.cancel()
 
     def _job(self, name: str, request: Request, on_token: Callable[[Token], None] | None = None) -> _Job:
         return _Job(self._samples(name, request, is_streamed=on_token is not None), on_token)
@@ -314,6 +355,31 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are taken: it was not closed, and has not failed."""
+        return self._failure is None
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a request, prompt and samples included."""
+        return self._longest
+
+    @property
+    def running(self) -> int:
+        """Samples that have a slot."""
+        return len(self._core.scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """Samples that wait for a slot."""
+        return len(self._core.scheduler.waiting)
+
+    @property
+    def pages(self) -> int:
+        """Of the cache."""
+        return self._core.scheduler.pool.pages
 
     @property
     def pages_in_use(self) -> int:

@@ -115,7 +115,7 @@ def _run(
             found = _choose(network, weights, hidden, cache.lengths, choice, filtered=filtered, top=top).read()
             for row, sample in enumerate(samples):
                 if sample.finish_reason is None:
-                    sample.add(*found.at(row, sample.params.top_logprobs))
+                    sample.add(*found.at(row, sample.params.top_logprobs), batch=batch)
             going = [sample.tokens[-1:] if sample.finish_reason is None else [] for sample in samples]
             if not any(going):
                 break

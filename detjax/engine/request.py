@@ -27,6 +27,7 @@ class Token:
         text: what it adds to the sample's text, as far as no stop string can begin there; None without a tokenizer.
             Pieces of all tokens make the completion's text.
         finish_reason: of a sample's last token "stop" (an end token or a stop string) or "length"; else None.
+        batch: how many samples the step had that computed it. It depends on who else is there; nothing else does.
     """
 
     sample: int
@@ -35,6 +36,7 @@ class Token:
     top_logprobs: tuple[tuple[int, float], ...]
     text: str | None
     finish_reason: str | None
+    batch: int
 
 
 @dataclasses.dataclass(frozen=True)

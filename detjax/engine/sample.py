@@ -96,8 +96,8 @@ class Sample:
         self._digests = digests(self.tokens, self._digests)
         return self._digests
 
-    def add(self, token: int, logprob: float, top: tuple[tuple[int, float], ...]) -> Token:
-        """Takes the next token that was read, and sees whether it ends the sample."""
+    def add(self, token: int, logprob: float, top: tuple[tuple[int, float], ...], *, batch: int) -> Token:
+        """Takes the next token that was read, of a step of `batch` samples, and sees whether it ends the sample."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.top_logprobs.append(top)
@@ -112,7 +112,7 @@ class Sample:
             self.finish_reason = "stop"
         elif len(self.logprobs) == self.params.max_tokens:
             self.finish_reason = "length"
-        return Token(self.index, token, logprob, top, self._news(), self.finish_reason)
+        return Token(self.index, token, logprob, top, self._news(), self.finish_reason, batch)
 
     def _news(self) -> str | None:
         """Text that nobody has been told, up to where a stop string or an unfinished character may begin."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import warnings
 from typing import Any
 
@@ -51,8 +50,8 @@ class SamplingParams:
         ops.seed_words(self.seed)
         accepted = {
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "temperature": (math.isfinite(self.temperature) and self.temperature >= 0, "finite numbers from 0 on"),
-            "top_k": (self.top_k >= 0, "at least 0"),
+            "temperature": (self.temperature == 0 or 1e-30 <= self.temperature <= 1e30, "0, or 1e-30 to 1e30"),
+            "top_k": (0 <= self.top_k < 2**31, "0 to 2^31 - 1"),
             "top_p": (0 < self.top_p <= 1, "above 0, up to 1"),
             "min_p": (0 <= self.min_p <= 1, "0 to 1"),
             "n": (self.n >= 1, "at least 1"),

@@ -3,6 +3,7 @@
 import datetime
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -24,6 +25,9 @@ _MORE_TEMPLATES: Final = "additional_chat_templates"
 
 _ROLES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKENS_WITHOUT_ROLE: Final = ("extra_special_tokens", "additional_special_tokens")
+_BYTE_TOKEN: Final = re.compile("<0x([0-9A-F]{2})>")
+_SPACE: Final = "\u2581"
+"""Of tokenizers that are not byte-level."""
 
 
 class Tokenizer:
@@ -56,6 +60,9 @@ class Tokenizer:
             role: self._content(role, config[role]) for role in _ROLES if config.get(role) is not None
         }
         self._mark_special([*self.special_tokens.values(), *self._tokens_without_role(config)])
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        self._is_byte_level = '"ByteLevel"' in json.dumps(self._object(_TOKENIZER).get("decoder"))
+        self._bytes: dict[int, bytes] = {}
         self._templates = self._read_templates(config)
         self._compiled: dict[str, jinja2.Template] = {}
 
@@ -86,6 +93,25 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the token ids; bytes that are no character become U+FFFD."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What the token adds to a text, special or not; it may begin or end within a character. None: b""."""
+        if token not in self._bytes:
+            self._bytes[token] = self._bytes_of(token)
+        return self._bytes[token]
+
+    def _bytes_of(self, token: int) -> bytes:
+        own = self._tokenizer.id_to_token(token)
+        if own is None:
+            return b""
+        if token in self._added:
+            return own.encode()
+        if self._is_byte_level:
+            alphabet = _byte_alphabet()
+            return b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in own)
+        if found := _BYTE_TOKEN.fullmatch(own):
+            return bytes([int(found[1], 16)])
+        return own.replace(_SPACE, " ").encode()
 
     def stream(self) -> "TextStream":
         """The text of tokens that come one after the other."""
@@ -194,6 +220,15 @@ class Tokenizer:
                 "objects with a name and a template"
             )
         return templates
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level tokenizers write bytes as: printable ones as themselves, the others from U+0100
+    on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 class TextStream:

@@ -17,7 +17,6 @@ from detjax.ops.quantized_kv import check_pools
 from detjax.pallas import attention_hopper
 from detjax.portable import attention as portable_attention
 from detjax.portable import quantized_kv
-from detjax.portable.attention import rows_as_requests
 from detjax.portable.quantized_kv import QuantizedPages
 
 _KERNELS = {"portable": portable_attention, "hopper": attention_hopper}
@@ -128,9 +127,8 @@ def ragged_attention(
     _check_requests(name, page_table, batch, f"page_table being {page_table.shape}", **of_requests)
     where = page_table, q_row, q_length, q_start, kv_length
     if platform.backend() == platform.STOCK:
-        one_by_one = rows_as_requests(q.shape[0], *where)
         k, v = (_numbers(pages, q.dtype) for pages in (k_pages, v_pages))
-        return stock.attention(q[:, None], k, v, *one_by_one, sinks, masking=masking)[:, 0]
+        return stock.ragged_attention(q, k, v, *where, sinks, masking=masking)
     ragged = functools.partial(kernels(name, _KERNELS).ragged, masking=masking)
     return _one_by_one(ragged, (q, k_pages, v_pages, *where, sinks))
 

@@ -1,0 +1,215 @@
+"""OpenAI's own client gets what it expects, in the bits that the engine gives."""
+
+import json
+import urllib.request
+
+import openai
+import pytest
+from running_server import MODEL, Running, serving
+
+import detjax
+from detjax.engine import Engine, Generation, Request, SamplingParams
+from detjax.models import Decoder, Tokenizer
+from detjax.server import system_fingerprint
+
+PROMPT = "A prompt of some length, "
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Who?"}]}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(loaded: tuple[Decoder, Tokenizer]) -> Tokenizer:
+    return loaded[1]
+
+
+def expected(engine: Engine, prompt: str | list[int], **fields) -> Generation:
+    defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}  # of the checkpoint
+    return engine.generate([Request(prompt, SamplingParams(**defaults | fields))])[0]
+
+
+def test_a_completion_is_the_engines(client: openai.OpenAI, engine: Engine, tokenizer: Tokenizer) -> None:
+    found = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, seed=3, logprobs=2)
+    (completion,) = expected(engine, PROMPT, max_tokens=6, seed=3, top_logprobs=2).completions
+    (choice,) = found.choices
+    assert (choice.text, choice.finish_reason) == (completion.text, completion.finish_reason)
+    assert tuple(choice.logprobs.token_logprobs) == completion.logprobs
+    texts = [tokenizer.token_bytes(token).decode(errors="replace") for token in completion.tokens]
+    assert choice.logprobs.tokens == texts
+    assert choice.logprobs.text_offset == [len("".join(texts[:index])) for index in range(len(texts))]
+    assert [set(one.values()) for one in choice.logprobs.top_logprobs] == [
+        {value for _, value in top} for top in completion.top_logprobs
+    ]
+    prompt = len(tokenizer.encode(PROMPT))
+    generated = len(completion.tokens)
+    assert found.usage.model_dump(exclude_none=True) == {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+    }
+    assert (found.object, found.model) == ("text_completion", MODEL)
+
+
+def test_prompts_are_texts_or_tokens_one_or_several(client: openai.OpenAI, engine: Engine) -> None:
+    tokens = [[5, 6, 7], [8]]
+    found = client.completions.create(model=MODEL, prompt=tokens, max_tokens=3, n=2, temperature=1)
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in found.choices] == [
+        completion.text
+        for prompt in tokens
+        for completion in expected(engine, prompt, max_tokens=3, n=2, temperature=1.0).completions
+    ]
+    one = client.completions.create(model=MODEL, prompt=tokens[0], max_tokens=3, temperature=1)
+    assert one.choices[0].text == found.choices[0].text
+    texts = client.completions.create(model=MODEL, prompt=["a", "b"], max_tokens=1)
+    assert len(texts.choices) == 2
+
+
+def test_without_a_seed_the_answer_is_the_same_and_with_others_it_is_not(client: openai.OpenAI) -> None:
+    def text(**seed: int) -> str:
+        return (
+            client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=1, **seed).choices[0].text
+        )
+
+    assert text() == text() == text(seed=0)
+    assert len({text(seed=seed) for seed in range(4)}) > 1
+
+
+def test_echo_tells_the_prompts_logprobs(client: openai.OpenAI, engine: Engine, tokenizer: Tokenizer) -> None:
+    found = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=2, echo=True, logprobs=1, temperature=0)
+    generation = expected(engine, PROMPT, max_tokens=2, temperature=0.0, prompt_logprobs=True, top_logprobs=1)
+    (completion,), scored = generation.completions, generation.prompt
+    assert scored is not None
+    (choice,) = found.choices
+    assert choice.text == PROMPT + completion.text
+    assert choice.logprobs.token_logprobs == [None, *scored.logprobs, *completion.logprobs]
+    assert choice.logprobs.top_logprobs[0] is None
+    alone = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)
+    assert alone.choices[0].text == PROMPT
+    assert alone.choices[0].logprobs.token_logprobs == [None, *scored.logprobs]
+    assert alone.usage.completion_tokens == 0
+
+
+def test_a_chat_follows_the_template(client: openai.OpenAI, engine: Engine, tokenizer: Tokenizer) -> None:
+    found = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_completion_tokens=5, seed=1, n=2, logprobs=True, top_logprobs=3
+    )
+    plain = [MESSAGES[0], {"role": "user", "content": "Who?"}]
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(plain), add_special_tokens=False)
+    generation = expected(engine, prompt, max_tokens=5, seed=1, n=2, top_logprobs=3)
+    for choice, completion in zip(found.choices, generation.completions, strict=True):
+        assert (choice.message.role, choice.message.content) == ("assistant", completion.text)
+        assert choice.finish_reason == completion.finish_reason
+        scored = choice.logprobs.content
+        assert tuple(one.logprob for one in scored) == completion.logprobs
+        assert [bytes(one.bytes) for one in scored] == [tokenizer.token_bytes(token) for token in completion.tokens]
+        assert [[top.logprob for top in one.top_logprobs] for one in scored] == [
+            [value for _, value in top] for top in completion.top_logprobs
+        ]
+    assert found.usage.prompt_tokens == len(prompt)
+
+
+def test_a_chat_may_take_all_the_room_there_is(client: openai.OpenAI, engine: Engine) -> None:
+    found = client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body={"ignore_eos": True})
+    assert found.choices[0].finish_reason == "length"
+    assert found.usage.total_tokens == engine.max_tokens
+
+
+def test_streams_add_up_to_whole_answers(client: openai.OpenAI) -> None:
+    asked = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 12, "n": 2, "logprobs": True, "seed": 5}
+    whole = client.chat.completions.create(**asked)
+    texts, logprobs, reasons = ["", ""], [[], []], [None, None]
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    for chunk in chunks[:-1]:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        logprobs[choice.index] += choice.logprobs.content if choice.logprobs else []
+        reasons[choice.index] = reasons[choice.index] or choice.finish_reason
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert (chunks[-1].choices, chunks[-1].usage) == ([], whole.usage)
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert logprobs == [choice.logprobs.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert {chunk.system_fingerprint for chunk in chunks} == {whole.system_fingerprint}
+
+
+def test_streamed_completions_of_several_prompts(client: openai.OpenAI) -> None:
+    asked = {"model": MODEL, "prompt": ["One", "Two"], "max_tokens": 5, "echo": True, "temperature": 0}
+    whole = client.completions.create(**asked)
+    texts = ["", ""]
+    for chunk in client.completions.create(**asked, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+def test_chunks_tell_the_batch_if_asked(client: openai.OpenAI) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3, "n": 3, "temperature": 0}
+    options = {"stream_options": {"include_batch": True}}
+    batches = [chunk.batch for chunk in client.completions.create(**asked, stream=True, extra_body=options)]
+    assert max(batches) == 3
+
+
+def test_stop_strings_and_tokens_end_an_answer(client: openai.OpenAI, engine: Engine) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    text = client.completions.create(**asked).choices[0].text
+    stop = text[3:5]
+    for found in (stop, [stop, "never there"]):
+        choice = client.completions.create(**asked, stop=found).choices[0]
+        assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
+        streamed = [chunk.choices[0] for chunk in client.completions.create(**asked, stop=found, stream=True)]
+        assert "".join(one.text for one in streamed) == choice.text
+        assert streamed[-1].finish_reason == "stop"
+    (greedy,) = expected(engine, PROMPT, temperature=0.0, max_tokens=1).completions
+    ends = {"stop_token_ids": [*greedy.tokens]}
+    found = client.completions.create(**asked, extra_body=ends)
+    assert (found.choices[0].finish_reason, found.usage.completion_tokens) == ("stop", 1)
+
+
+def test_models_are_listed(client: openai.OpenAI, engine: Engine) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.max_model_len) == (MODEL, engine.max_tokens)
+    assert client.models.retrieve(MODEL) == model
+
+
+def test_the_fingerprint_tells_models_and_environments_apart(
+    client: openai.OpenAI, loaded: tuple[Decoder, Tokenizer]
+) -> None:
+    found = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1).system_fingerprint
+    assert found == system_fingerprint(*loaded)
+    others = {found, system_fingerprint(*loaded, "int8")}
+    with detjax.use_backend("stock"):
+        others.add(system_fingerprint(*loaded))
+    assert len(others) == 3
+
+
+def test_health_metrics_and_the_document(server: Running, client: openai.OpenAI) -> None:
+    def get(path: str) -> str:
+        with urllib.request.urlopen(f"{server.url}{path}") as answer:
+            return answer.read().decode()
+
+    assert json.loads(get("/health")) == {"status": "ok"}
+    before = _numbers(get("/metrics"))
+    client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=4, extra_body={"ignore_eos": True})
+    after = _numbers(get("/metrics"))
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["detjax_prompt_tokens_total"] == 3
+    assert grown["detjax_generated_tokens_total"] == 4
+    assert grown['detjax_requests_total{path="/v1/completions",status="200"}'] == 1
+    assert after["detjax_pages_in_use"] == 0
+    assert set(json.loads(get("/openapi.json"))["paths"]) >= {"/v1/completions", "/v1/chat/completions"}
+
+
+def _numbers(metrics: str) -> dict[str, float]:
+    lines = (line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, value in lines}
+
+
+def test_keys_are_asked_for(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
+    with serving(engine, loaded, api_keys=["one key", "another"]) as running:
+        for key in ("one key", "another"):
+            assert running.client(api_key=key).models.list().data
+        for key in ("One key", "one", "none"):
+            with pytest.raises(openai.AuthenticationError, match="API key"):
+                running.client(api_key=key).models.list()
+        with pytest.raises(openai.AuthenticationError):
+            running.client().completions.create(model=MODEL, prompt="x")
+        with urllib.request.urlopen(f"{running.url}/health") as answer:
+            assert answer.status == 200

@@ -1,0 +1,214 @@
+"""Whatever is sent, the answer says what is wrong with it, and the engine goes on with nothing leaked."""
+
+import json
+import random
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import schemathesis.openapi
+from hypothesis import HealthCheck, given, settings
+from running_server import MODEL, Running, serving
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.schemas import APIOperation
+from schemathesis.specs.openapi.checks import (
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from detjax.engine import Engine, Request, SamplingParams
+from detjax.models import Decoder, Tokenizer
+
+COMPLETION = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+def post(url: str, body: Any, path: str = "completions", **headers: str) -> tuple[int, dict]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}/v1/{path}", data, {"Content-Type": "application/json"} | headers)
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def wait_until_idle(server: Running) -> None:
+    end = time.monotonic() + 20
+    while server.engine.running or server.engine.waiting or server.app.state.guard.on_their_way:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def unharmed(server: Running) -> Iterator[None]:
+    """Behind each test the server answers as before, and nothing is on its way."""
+    yield
+    status, found = post(server.url, COMPLETION | {"temperature": 0, "max_tokens": 3})
+    assert status == 200
+    greedy = SamplingParams(temperature=0.0, max_tokens=3)
+    assert found["choices"][0]["text"] == server.engine.generate([Request("x", greedy)])[0].completions[0].text
+    assert server.engine.pages_in_use == 0
+    assert server.app.state.guard.on_their_way == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "EOF"),
+        (b"{", "EOF"),
+        (b"[]", "object"),
+        (b'"x"', "object"),
+        (b'{"model": "little", "prompt": "\xff\xfe"}', "JSON"),
+        (b'{"model": "little", "prompt": "\\ud800"}', "JSON"),
+        (b"[" * 100_000, "recursion"),
+        (b'{"model": "little", "prompt": "x", "temperature": NaN}', "temperature"),
+        (b'{"model": "little", "prompt": "x", "seed": 1e400}', "seed"),
+        ({"prompt": "x"}, "model is missing"),
+        ({"model": MODEL}, "prompt is missing"),
+        (COMPLETION | {"prompt": ""}, "prompt is empty"),
+        (COMPLETION | {"prompt": []}, "prompt is empty"),
+        (COMPLETION | {"prompt": [[]]}, "is empty"),
+        (COMPLETION | {"prompt": ["a", 1]}, "prompt is of no type that is accepted"),
+        (COMPLETION | {"prompt": [1, True]}, "prompt is of no type that is accepted"),
+        (COMPLETION | {"prompt": [515]}, "token 515; accepted: ids 0 to 514"),
+        (COMPLETION | {"prompt": [-1]}, "prompt is of no type"),
+        (COMPLETION | {"prompt": [1] * 400}, "accepted: 400 in all"),
+        (COMPLETION | {"prompt": "word " * 2000}, "Lower max_tokens or cut the prompt"),
+        (COMPLETION | {"max_tokens": -1}, "max_tokens is -1"),
+        (COMPLETION | {"max_tokens": 0}, "max_tokens is 0; accepted: at least 1, or 0 with echo"),
+        (COMPLETION | {"max_tokens": "1"}, "max_tokens is '1'"),
+        (COMPLETION | {"max_tokens": 1.5}, "max_tokens is 1.5"),
+        (COMPLETION | {"max_tokens": True}, "max_tokens is True"),
+        (COMPLETION | {"max_tokens": 400}, "accepted: 400 in all"),
+        (COMPLETION | {"max_tokens": 10**30}, "max_tokens"),
+        (COMPLETION | {"n": 0}, "n is 0"),
+        (COMPLETION | {"n": 129}, "n is 129"),
+        (COMPLETION | {"prompt": ["x"] * 10, "n": 128}, "1280 samples; accepted: up to 1024"),
+        (COMPLETION | {"best_of": 3}, "best_of is 3"),
+        (COMPLETION | {"temperature": -0.1}, "temperature is -0.1"),
+        (COMPLETION | {"temperature": 1e-40}, "accepted: 0, or 1e-30 to 1e30"),
+        (COMPLETION | {"temperature": 1e300}, "temperature"),
+        (COMPLETION | {"top_p": 0}, "top_p is 0"),
+        (COMPLETION | {"top_k": 2**31}, "top_k"),
+        (COMPLETION | {"seed": -1}, "seed is -1"),
+        (COMPLETION | {"seed": 2**64}, "seed"),
+        (COMPLETION | {"logprobs": 21}, "top_logprobs is 21; accepted: up to 20"),
+        (COMPLETION | {"stop": ""}, "stop is of no type that is accepted"),
+        (COMPLETION | {"stop": ["a"] * 17}, "stop"),
+        (COMPLETION | {"stop": "a" * 257}, "stop"),
+        (COMPLETION | {"frequency_penalty": 0.5}, "frequency_penalty is 0.5"),
+        (COMPLETION | {"logit_bias": {"1": 2}}, "logit_bias"),
+        (COMPLETION | {"stream_options": {}}, "stream_options is given, and stream is not true"),
+        (COMPLETION | {"stream": True, "echo": True, "logprobs": 1}, "accepted: two of them"),
+        (COMPLETION | {"stream": True, "max_tokens": 400}, "accepted: 400 in all"),
+        (COMPLETION | {"nonsense": 1}, "there is no field nonsense"),
+        (CHAT | {"messages": []}, "messages is []"),
+        (CHAT | {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role is 'king'"),
+        (CHAT | {"messages": [{"role": "user", "content": 3}]}, "messages.0.content is of no type"),
+        (CHAT | {"messages": [{"role": "user", "content": "x" * 5000}]}, "room for another one"),
+        (CHAT | {"max_completion_tokens": 2}, "accepted: one of them"),
+        (CHAT | {"top_logprobs": 2}, "top_logprobs is given, and logprobs is not true"),
+        (CHAT | {"tools": []}, "there is no field tools"),
+        (CHAT | {"response_format": {"type": "json_object"}}, "response_format.type"),
+        (CHAT | {"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs has messages"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_refused_by_name(server: Running, body: Any, says: str) -> None:
+    path = "chat/completions" if isinstance(body, dict) and "messages" in body else "completions"
+    status, found = post(server.url, body, path)
+    assert (status, found["error"]["type"]) == (400, "invalid_request_error")
+    assert says in found["error"]["message"]
+
+
+def test_other_models_paths_methods_and_types_are_refused(server: Running) -> None:
+    status, found = post(server.url, COMPLETION | {"model": "gpt"})
+    assert (status, found["error"]["code"]) == (404, "model_not_found")
+    assert "accepted: 'little'" in found["error"]["message"]
+    assert post(server.url, COMPLETION, "nowhere")[0] == 404
+    assert post(server.url, COMPLETION, "models")[0] == 405
+    assert post(server.url, COMPLETION, **{"Content-Type": "text/plain"})[0] == 415
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{server.url}/v1/models/other")
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{server.url}/page/../app.py")
+
+
+def test_requests_that_are_too_large_or_too_slow_are_refused(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
+    with serving(engine, loaded, max_body=2000, body_seconds=0.2) as running:
+        assert post(running.url, COMPLETION | {"prompt": "x" * 1000})[0] == 400  # too many tokens
+        assert post(running.url, COMPLETION | {"prompt": "x" * 2000})[0] == 413
+        host = ("127.0.0.1", int(running.url.rsplit(":", 1)[1]))
+        with socket.create_connection(host) as connection:
+            connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"400\r\n" + b"x" * 1024 + b"\r\n")
+            connection.sendall(b"400\r\n" + b"x" * 1024 + b"\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 413")
+        with socket.create_connection(host) as connection:
+            connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+            assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_an_answer_that_takes_too_long_is_ended(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
+    long = COMPLETION | {"max_tokens": 390, "ignore_eos": True}
+    with serving(engine, loaded, request_seconds=0.3) as running:
+        status, found = post(running.url, long | {"n": 16})
+        assert (status, found["error"]["code"]) == (504, "timeout")
+        with running.client() as client, pytest.raises(openai.APIError, match="took longer than"):
+            for _ in client.completions.create(
+                model=MODEL, prompt="x", max_tokens=390, n=16, stream=True, extra_body={"ignore_eos": True}
+            ):
+                pass
+        wait_until_idle(running)
+    assert engine.pages_in_use == 0
+
+
+def test_clients_that_vanish_are_dropped(server: Running) -> None:
+    host = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+    draw = random.Random(0)
+    for stream in (True, False) * 10:
+        body = json.dumps(COMPLETION | {"max_tokens": 390, "ignore_eos": True, "stream": stream, "n": 3}).encode()
+        sent = HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+        with socket.create_connection(host) as connection:
+            if draw.random() < 0.2:
+                connection.sendall(sent[: draw.randrange(len(sent))])
+                continue
+            connection.sendall(sent)
+            if stream and draw.random() < 0.5:
+                connection.recv(1000)
+    wait_until_idle(server)
+
+
+# Of schemathesis' own strategies.
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+def test_nothing_makes_the_server_fail(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
+    statuses: set[int] = set()
+    always = [not_a_server_error, status_code_conformance, response_schema_conformance]
+    checks = {GenerationMode.POSITIVE: always, GenerationMode.NEGATIVE: [*always, negative_data_rejection]}
+
+    def no_server_error(operation: APIOperation, mode: GenerationMode) -> None:
+        @settings(max_examples=30, deadline=None, database=None, derandomize=True, suppress_health_check=[*HealthCheck])
+        @given(case=operation.as_strategy(mode))
+        def every(case: Case) -> None:
+            statuses.add(case.call_and_validate(checks=checks[mode]).status_code)
+
+        every()
+
+    with serving(engine, loaded, max_on_their_way=4) as running:
+        for result in schemathesis.openapi.from_url(f"{running.url}/openapi.json").get_all_operations():
+            operation = result.ok()
+            no_server_error(operation, GenerationMode.POSITIVE)
+            if operation.body:
+                no_server_error(operation, GenerationMode.NEGATIVE)
+    assert statuses >= {200, 400, 404}
