@@ -356,8 +356,8 @@ def serve(
             one.warm_up(progress=sys.stderr.isatty(), cache=cache)
             address, port = own.getsockname()[:2]
             address = f"[{address}]" if ":" in address else address
-            errors.print(f"{settings.name} on http://{address}:{port}, fingerprint {fingerprint}", markup=False)
-            server.Server(app, grace=grace).serve_on(own)
+            ready = f"{settings.name} on http://{address}:{port}, fingerprint {fingerprint}"
+            server.Server(app, grace=grace).serve_on(own, lambda: errors.print(ready, markup=False))
 
 
 @app.command()

@@ -126,11 +126,9 @@ def attention(
     # cuDNN lines queries up with the first keys: a window would lie there.
     if tokens == 1 and mask is None and masking.window is None and _has_cudnn(q, v_pages, sinks, masking):
         length = jnp.minimum(kv_length, q_start + 1) if masking.causal else kv_length
-        # The heads that share a key head, as tokens of it.
-        grouped = q.reshape(batch, kv_heads, -1, width)
-        queries = jnp.full(batch, grouped.shape[2], jnp.int32)
-        o = _cudnn(grouped, k_pages, v_pages, page_table, queries, length, masking, causal=False)
-        return jnp.where((length > 0)[:, None, None, None], o.reshape(q.shape), jnp.zeros_like(q))
+        where = page_table, jnp.ones_like(length), length
+        o = _cudnn(q.swapaxes(1, 2), k_pages, v_pages, *where, masking, causal=False).swapaxes(1, 2)
+        return jnp.where((length > 0)[:, None, None, None], o, jnp.zeros_like(o))
     k, v = (
         pages[page_table].transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, pages.shape[-1])
         for pages in (k_pages, v_pages)
@@ -182,15 +180,15 @@ def ragged_attention(
     """See `detjax.ops.ragged_attention`. It is cuDNN's where that can do it, else each row is a request."""
     rows, requests = q.shape[0], page_table.shape[0]
     row = jnp.arange(rows, dtype=jnp.int32)
-    request = jnp.maximum(jnp.searchsorted(q_row, row, side="right").astype(jnp.int32) - 1, 0)
+    request = jnp.maximum(jnp.searchsorted(q_row, row, side="right", method="compare_all").astype(jnp.int32) - 1, 0)
     position = q_start[request] + row - q_row[request]
     if not _has_cudnn(q, v_pages, sinks, masking):
         is_own = (row >= q_row[request]) & (row < q_row[request] + q_length[request])
         where = page_table[request], position, jnp.where(is_own, kv_length[request], 0)
         return attention(q[:, None], k_pages, v_pages, *where, sinks, masking=masking)[:, 0]
 
-    # cuDNN lines queries up with the first keys. So they are put where they stand in their requests, behind as many rows
-    # of no meaning as there are keys before them; as many requests at once as such rows have room for.
+    # cuDNN lines queries up with the first keys. So they are put where they stand in their requests, behind as many
+    # rows of no meaning as there are keys before them; as many requests at once as such rows have room for.
     keys = page_table.shape[1] * KV_BLOCK
     together = min(requests, max(1, max(_PADDING * rows, _LEAST_PADDED_ROWS) // keys))
 

@@ -1,8 +1,12 @@
 """The process's part of serving: its socket, its signals, its orderly end."""
 
 import asyncio
+import contextlib
 import resource
+import signal
 import socket
+import threading
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import uvicorn
@@ -23,12 +27,25 @@ def bound_socket(host: str, port: int) -> socket.socket:
     own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         own.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         own.close()
-        raise OSError(
-            f"{host} port {port}: {error.strerror or error}; accepted: a free port of this machine"
-        ) from error
+        why = getattr(error, "strerror", None) or error
+        raise OSError(f"{host} port {port}: {why}; accepted: a free port of this machine") from error
     return own
+
+
+@contextlib.contextmanager
+def _signals_are_not_the_end() -> Iterator[None]:
+    """uvicorn raises again, when it has ended, what it was told to end by: there is more to be closed than it knows."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Server(uvicorn.Server):
@@ -46,12 +63,18 @@ class Server(uvicorn.Server):
         )
         self._guard, self._grace = app.state.guard, grace
 
-    def serve_on(self, own: socket.socket) -> None:
-        """Serves on this socket, to the end."""
+    def serve_on(self, own: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Serves on this socket, to the end; calls `on_ready` once clients are answered."""
+        self._on_ready = on_ready
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:  # each client takes a descriptor, and shells often leave a process 1024
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        self.run(sockets=[own])
+        with _signals_are_not_the_end():
+            self.run(sockets=[own])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._guard.drain()

@@ -1,4 +1,4 @@
-"""Stock attention where cuDNN serves it: against cuDNN's semantics in plain JAX, lowered, and on a GPU where there is one."""
+"""Stock attention where cuDNN serves it: by a model of cuDNN, lowered, and on a GPU where there is one."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ from detjax.engine import Engine, Request, SamplingParams
 from detjax.models import Decoder, Tokenizer
 
 CLIENTS = 500
-DISTINCT = 100
+DISTINCT = 50
 
 
 def params(index: int) -> SamplingParams:

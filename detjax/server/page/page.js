@@ -16,7 +16,7 @@ const $ = (id) => document.getElementById(id);
 const client = new Client();
 let model = null;
 
-// --- the model ---------------------------------------------------------------------------------------------------------
+// --- the model -------------------------------------------------------------------------------------------------------
 
 async function meet() {
   tell("model-error", null);
@@ -32,23 +32,11 @@ async function meet() {
   $("model").textContent = model.id;
   $("fingerprint").textContent = model.system_fingerprint;
   document.title = `${model.id} – detjax`;
+  $("as-chat").disabled = model.chat === false; // it has no chat template
   $("send").disabled = $("prove-button").disabled = false;
-  await offerChat();
 }
 
-/** Chat is offered where one token of it can be had: there are models without a chat template. */
-async function offerChat() {
-  const messages = [{ role: "user", content: "Hello" }];
-  try {
-    await client.whole("/v1/chat/completions", { model: model.id, messages, max_tokens: 1 });
-    $("as-chat").disabled = false;
-    $("as-chat").title = $("as-chat-label").title = "";
-  } catch (error) {
-    $("as-chat-label").title = error.message;
-  }
-}
-
-// --- requests ----------------------------------------------------------------------------------------------------------
+// --- requests --------------------------------------------------------------------------------------------------------
 
 /** What the fields say. */
 function request() {
@@ -72,6 +60,7 @@ function startAndStop(form, button, label, work) {
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     if (stop) return stop.abort();
+    if (!$("ask").reportValidity()) return;
     stop = new AbortController();
     button.textContent = "Stop";
     button.classList.add("stops");
@@ -100,19 +89,20 @@ function inWords(error) {
   return /[.!?]$/.test(sentence) ? sentence : `${sentence}.`;
 }
 
-// --- one answer --------------------------------------------------------------------------------------------------------
+// --- one answer ------------------------------------------------------------------------------------------------------
 
 async function send(signal) {
-  const output = $("output");
+  const [box, output] = [$("answer"), $("output")];
   const begun = performance.now();
   const seconds = () => `${((performance.now() - begun) / 1000).toFixed(1)} s`;
   tell("ask-error", null);
-  output.textContent = $("output-facts").textContent = "";
+  output.textContent = "";
+  $("output-facts").textContent = "";
   output.setAttribute("aria-busy", "true");
   const show = atFrames((answer) => {
-    const isAtEnd = output.scrollTop + output.clientHeight >= output.scrollHeight - 8;
+    const isAtEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 8;
     output.textContent = answer.text;
-    if (isAtEnd) output.scrollTop = output.scrollHeight;
+    if (isAtEnd) box.scrollTop = box.scrollHeight;
     $("output-facts").textContent = `${counted(answer.tokens.length, "token")}, ${seconds()}`;
   });
   let answer = null;
@@ -131,7 +121,7 @@ async function send(signal) {
   }
 }
 
-// --- many answers ------------------------------------------------------------------------------------------------------
+// --- many answers ----------------------------------------------------------------------------------------------------
 
 async function proof(signal) {
   const total = $("total").valueAsNumber;
@@ -171,25 +161,24 @@ function verdict(tally) {
   if (unique.size === 1) {
     return `${answers} answers, and all are the same: text, tokens, and every bit of the logprobs. ${others}`;
   }
-  const texts = tally.texts === 1 ? "one text" : `${tally.texts} texts`;
+  const texts = tally.texts === 1 ? "all with the same text" : `with ${tally.texts} different texts`;
   const changed = fingerprints.size > 1 ? " The server's fingerprint changed meanwhile." : "";
-  return `${answers} answers, of which ${unique.size} are unique, with ${texts}. ${others}${changed}`;
+  return `${answers} answers, ${unique.size} different ones, ${texts}. ${others}${changed}`;
 }
 
 function showTally(tally, total) {
   $("progress").max = total;
   $("progress").value = tally.answers;
-  const small = document.createElement("small");
-  small.textContent = ` of ${total}`;
-  $("answers").replaceChildren(`${tally.answers}`, small);
+  $("answers-label").textContent = `Answers of ${total}`;
+  $("answers").textContent = tally.answers;
   $("unique").textContent = tally.answers ? tally.unique.size : "–";
   $("proof").classList.toggle("differs", tally.unique.size > 1);
   $("batches").textContent = tally.batches.size ? range(tally) : "–";
   showHistogram(tally);
-  const { requests, samples, abandoned } = tally.others;
-  $("others").textContent =
-    `Others meanwhile: ${counted(requests, "request")} of ${counted(samples, "sample")} in all; ` +
-    `${abandoned} given up midway.`;
+  const { requests, samples, abandoned, refused } = tally.others;
+  const sent = `${counted(requests, "request")} of ${counted(samples, "sample")} in all`;
+  const ends = `${abandoned} given up midway${refused ? `, ${refused} refused by the server` : ""}`;
+  $("others").textContent = `Others meanwhile: ${sent}; ${ends}.`;
   showUnique(tally);
 }
 
@@ -214,7 +203,7 @@ function showHistogram(tally) {
   });
   $("axis-end").textContent = heights.length * width;
   const sizes = [...tally.batches].sort(([a], [b]) => a - b).map(([size, tokens]) => `${size}: ${tokens}`);
-  histogram.setAttribute("aria-label", sizes.length ? `Tokens by batch size. ${sizes.join(", ")}` : "No batch sizes yet");
+  histogram.setAttribute("aria-label", `Tokens by batch size. ${sizes.join(", ") || "None yet"}`);
 }
 
 function showUnique(tally) {
@@ -233,39 +222,47 @@ function showUnique(tally) {
 
 function uniqueItem({ answer }, { answer: first }) {
   const item = document.createElement("li");
-  const difference = paragraph(answer === first ? "" : differenceInWords(answer, first));
-  const text = document.createElement("div");
-  text.className = "text";
-  text.tabIndex = 0;
-  let common = answer.text.length;
-  if (answer !== first) {
-    common = 0;
-    while (common < answer.text.length && answer.text[common] === first.text[common]) common += 1;
-  }
-  const rest = document.createElement("mark");
-  rest.textContent = answer.text.slice(common);
-  text.append(answer.text.slice(0, common), rest);
-  item.append(paragraph(""));
-  if (answer !== first) item.append(difference);
-  if (answer === first || answer.text !== first.text) item.append(text);
+  item.append(paragraph());
+  if (answer !== first) item.append(paragraph(...difference(answer, first)));
+  if (answer === first || answer.text !== first.text) item.append(textSince(answer, divergence(answer, first)));
   return item;
 }
 
-function differenceInWords(answer, first) {
+/** In words, where and how an answer first differs from the first one. */
+function difference(answer, first) {
   const at = answer.differsFrom(first);
-  if (at < 0) return "The same tokens and logprobs as the first; another ending.";
+  if (at < 0) return ["The same tokens and logprobs as the first one, with another ending."];
   const [own, its] = [answer.tokens[at], first.tokens[at]];
-  const where = `Differs from the first at token ${at + 1}`;
-  if (!own || !its) return `${where}, where one of them has ended.`;
-  if (own.token !== its.token) return `${where}: ${quoted(own)} in place of ${quoted(its)}.`;
+  const where = `Differs from the first one at token ${at + 1}`;
+  if (!own || !its) return [`${where}, where one of them has ended.`];
+  if (own.token !== its.token) return [`${where}: `, quoted(own), " in place of ", quoted(its), "."];
   const texts = answer.text === first.text ? "The text is the same." : "The text differs behind it.";
-  return `${where}, ${quoted(own)}: logprob ${own.logprob} in place of ${its.logprob}. ${texts}`;
+  return [`${where}, `, quoted(own), `: logprob ${own.logprob} in place of ${its.logprob}. ${texts}`];
 }
 
-// --- words and elements ------------------------------------------------------------------------------------------------
+/** The index in the text of the first token that another answer does not have. */
+function divergence({ text, tokens }, other) {
+  if (text === other.text) return text.length;
+  let [same, before] = [0, 0];
+  while (same < text.length && text[same] === other.text[same]) same += 1;
+  for (let i = 0; i < tokens.length && tokens[i].token === other.tokens[i]?.token; i++) before += tokens[i].token.length;
+  return Math.min(same, before); // tokens of half a character are longer than what they add to the text
+}
+
+/** An answer's text, marked from there on. */
+function textSince(answer, start) {
+  const element = document.createElement("div");
+  element.className = "text";
+  element.tabIndex = 0;
+  const marked = document.createElement("mark");
+  marked.textContent = answer.text.slice(start);
+  element.append(answer.text.slice(0, start), marked);
+  return element;
+}
+
+// --- words and elements ----------------------------------------------------------------------------------------------
 
 const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
-const quoted = ({ token }) => JSON.stringify(token);
 
 function code(text) {
   const element = document.createElement("span");
@@ -274,9 +271,15 @@ function code(text) {
   return element;
 }
 
-function paragraph(text) {
+function quoted({ token }) {
+  const element = code(JSON.stringify(token));
+  element.classList.add("token");
+  return element;
+}
+
+function paragraph(...content) {
   const element = document.createElement("p");
-  element.textContent = text;
+  element.append(...content);
   return element;
 }
 
@@ -300,7 +303,7 @@ function atFrames(draw) {
   return later;
 }
 
-// --- what begins it ----------------------------------------------------------------------------------------------------
+// --- what begins it --------------------------------------------------------------------------------------------------
 
 $("prompt").value = PROMPTS.completion;
 $("prompt").addEventListener("keydown", (event) => {
@@ -308,11 +311,10 @@ $("prompt").addEventListener("keydown", (event) => {
   event.preventDefault();
   $("ask").requestSubmit();
 });
-for (const [kind, other] of [["completion", "chat"], ["chat", "completion"]]) {
-  $(`as-${kind}`).addEventListener("change", () => {
-    if ($("prompt").value === PROMPTS[other]) $("prompt").value = PROMPTS[kind];
-  });
-}
+$("ask").addEventListener("change", ({ target }) => {
+  const isUntouched = Object.values(PROMPTS).includes($("prompt").value);
+  if (target.name === "kind" && isUntouched) $("prompt").value = PROMPTS[target.value];
+});
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   client.key = $("key").value;

@@ -14,7 +14,7 @@ export class Tally {
   unique = new Map(); // digest: { digest, answer: the first of them, count }, in the order in which they came
   batches = new Map(); // how many samples a step had: how many tokens of answers it computed
   fingerprints = new Set();
-  others = { requests: 0, samples: 0, abandoned: 0 };
+  others = { requests: 0, samples: 0, abandoned: 0, refused: 0 };
 
   add(answer) {
     this.answers += 1;

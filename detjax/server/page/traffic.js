@@ -16,7 +16,7 @@ const chance = (probability) => Math.random() < probability;
 /**
  * Keeps one random request after the other on its way, with pauses, until the signal.
  *
- * `counts` is told what became of them: `requests`, `samples`, and how many were `abandoned` midway.
+ * `counts` is told what became of them: `requests`, their `samples`, and how many were `abandoned` midway or `refused`.
  */
 export async function keepBusy(client, model, prompt, counts, signal) {
   for (;;) {
@@ -28,11 +28,12 @@ export async function keepBusy(client, model, prompt, counts, signal) {
       counts.abandoned += await sent(client, body, signal);
     } catch (error) {
       signal.throwIfAborted();
-      if (error.status !== 429) throw error;
+      if (error.status < 400 || error.status >= 500) throw error;
+      counts.refused += 1; // there is no room, or none for so many samples
       await pause(1000 * error.seconds, signal);
     }
     // There has to be silence, too: some answers should be computed alone.
-    if (chance(0.5)) await pause(Math.random() * 3 * (performance.now() - begun), signal);
+    if (chance(0.3)) await pause(Math.random() * 2 * (performance.now() - begun), signal);
   }
 }
 
