@@ -121,6 +121,10 @@ def compiler_options(device_platform: str | None = None) -> dict[str, bool | int
     return dict(PINNED_OPTIONS[name])
 
 
+def _options_of(backend: str, device_platform: str) -> dict[str, bool | int]:
+    return {} if backend == STOCK else compiler_options(device_platform)
+
+
 def check_environment() -> None:
     """Returns if nothing in the process environment contradicts the contracts.
 
@@ -173,7 +177,8 @@ def jit[**P, R](fn: Callable[P, R], /, **jit_arguments: Any) -> Callable[P, R]: 
 @overload
 def jit[**P, R](**jit_arguments: Any) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
-    """`jax.jit(fn)` with the pinned compiler options: how every program under contract is compiled.
+    """`jax.jit(fn)` with the pinned compiler options: how every program under contract is compiled. Stock programs are
+    compiled with XLA's own, as others would.
 
     Takes `jax.jit`'s own keyword arguments. Called inside another program's trace it becomes part of that program,
     whose options then hold. The environment is checked at every call.
@@ -188,8 +193,8 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
     nested = jax.jit(fn, **jit_arguments)
 
     @functools.cache
-    def program(device_platform: str) -> Any:
-        return jax.jit(fn, compiler_options=compiler_options(device_platform), **jit_arguments)
+    def program(device_platform: str, backend: str) -> Any:
+        return jax.jit(fn, compiler_options=_options_of(backend, device_platform), **jit_arguments)
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -197,11 +202,11 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
         if not trace_state_clean():
             return nested(*args, **kwargs)
         with _under_contract():
-            return program(jax.default_backend())(*args, **kwargs)
+            return program(jax.default_backend(), backend())(*args, **kwargs)
 
     def compiled(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         with _under_contract():
-            return program(jax.default_backend()).lower(*args, **kwargs).compile()
+            return program(jax.default_backend(), backend()).lower(*args, **kwargs).compile()
 
     setattr(call, _COMPILED, compiled)
     return call
@@ -301,7 +306,7 @@ def fingerprint() -> Fingerprint:
         jaxlib=importlib.metadata.version("jaxlib"),
         plugin=jax.extend.backend.get_backend().platform_version.strip(),
         flags=json.dumps(flags, sort_keys=True),
-        compiler_options=json.dumps(compiler_options(), sort_keys=True),
+        compiler_options=json.dumps(_options_of(backend(), jax.default_backend()), sort_keys=True),
     )
 
 

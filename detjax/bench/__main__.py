@@ -94,6 +94,9 @@ def serve_command(
     rate: Annotated[float | None, typer.Option(help="Requests a second.", show_default="all at once")] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token.")] = 0.0,
     orders: Annotated[int, typer.Option(min=1, help="Runs, each with the requests in another order.")] = 1,
+    beside: Annotated[
+        int, typer.Option(min=0, help="One run more, among so many others, every third of which is cancelled midway.")
+    ] = 0,
     numerics: Annotated[
         str, typer.Option(help="detjax, or stock: the same engine on XLA's own operations, under no contract.")
     ] = "detjax",
@@ -124,6 +127,10 @@ def serve_command(
                 for number in range(orders):
                     order = random.Random(number).sample(range(requests), requests) if number else None
                     runs[f"order {number + 1}"] = serve.measure(engine, workload, decoder.config.vocab_size, order)
+                if beside:
+                    others = serve.Workload.beside(beside, workload)
+                    found = serve.measure(engine, workload, decoder.config.vocab_size, beside=others)
+                    runs[f"among {beside} others"] = found
             fingerprint = dataclasses.asdict(platform.fingerprint())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -138,7 +145,7 @@ def serve_command(
         table.add_row(label, f"{run['seconds']:.2f}", f"{run['generated_tokens_per_second']:.0f}", *times)
     console.print(table)
     verdict = "the same bits" if same else "DIFFERENT BITS"
-    console.print(f"answers of {orders} orders: {verdict}; ready after {warm:.1f} s")
+    console.print(f"answers of {len(runs)} runs: {verdict}; ready after {warm:.1f} s")
     if out is not None:
         result = {"model": preset or str(model), "layers": decoder.config.layers, "numerics": numerics, "engine": sizes}
         result |= {"workload": dataclasses.asdict(workload), "ready_after_seconds": warm, "same_bits": same}

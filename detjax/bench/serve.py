@@ -36,6 +36,11 @@ class Workload:
     temperature: float = 0.0
     seed: int = 0
 
+    @classmethod
+    def beside(cls, requests: int, other: "Workload") -> "Workload":
+        """Requests of all kinds that are other than another workload's, to come among them."""
+        return cls(requests, (1, other.prompt[1]), (1, other.output[1]), temperature=0.9, seed=other.seed + 1)
+
     def __post_init__(self) -> None:
         """Checks every field.
 
@@ -83,7 +88,49 @@ class _Watch:
         self.times.append(time.perf_counter())
 
 
-def measure(engine: Engine, workload: Workload, vocabulary: int, order: Sequence[int] | None = None) -> dict[str, Any]:
+class _HeardEnough(Exception):
+    """Ends a request."""
+
+
+class _Others:
+    """Requests that come among the `among` ones that are watched."""
+
+    def __init__(self, engine: Engine, requests: list[Request], among: int) -> None:
+        self._engine, self._left = engine, list(enumerate(requests))
+        self._futures: list[Future[Generation]] = []
+        self._draw, self._share = random.Random(len(requests)), len(requests) / among
+
+    def come(self) -> None:
+        """As many as there are for each of those."""
+        for _ in range(int(self._share + self._draw.random())):
+            if self._left:
+                self._submit(*self._left.pop())
+
+    def _submit(self, index: int, request: Request) -> None:
+        until = request.sampling.max_tokens // 2 if index % 3 == 0 else None
+        told: list[Token] = []
+
+        def listen(token: Token) -> None:
+            told.append(token)
+            if len(told) == until:
+                raise _HeardEnough
+
+        self._futures.append(self._engine.submit(request, listen))
+
+    def leave(self) -> None:
+        """Cancels those that have not ended, and returns when they are gone."""
+        for future in self._futures:
+            future.cancel()
+        self._engine.forget_prefixes()  # behind what is cancelled
+
+
+def measure(
+    engine: Engine,
+    workload: Workload,
+    vocabulary: int,
+    order: Sequence[int] | None = None,
+    beside: Workload | None = None,
+) -> dict[str, Any]:
     """What the workload took, in seconds: all of it, and percentiles over requests and tokens.
 
     Args:
@@ -91,19 +138,23 @@ def measure(engine: Engine, workload: Workload, vocabulary: int, order: Sequence
         workload: what is asked.
         vocabulary: of the model.
         order: in which the requests come; default: their own.
+        beside: further requests that come among them, a third of which are cancelled midway. Nothing is told of them.
     """
     requests, arrivals = workload.draw(vocabulary), workload.arrivals()
     engine.forget_prefixes()  # else a workload that is asked again would find its prompts in the cache
     futures: dict[int, Future[Generation]] = {}
     watches: dict[int, _Watch] = {}
+    others = _Others(engine, beside.draw(vocabulary) if beside is not None else [], workload.requests)
     start = time.perf_counter()
     for index, arrival in zip(range(workload.requests) if order is None else order, arrivals, strict=True):
         if (early := start + arrival - time.perf_counter()) > 0:
             time.sleep(early)
+        others.come()
         watches[index] = _Watch(time.perf_counter())
         futures[index] = engine.submit(requests[index], watches[index].note)
     answers = [futures[index].result() for index in range(workload.requests)]
     seconds = max(watch.times[-1] for watch in watches.values()) - start
+    others.leave()
     prompts, tokens = (sum(len(of) for of in lists) for lists in zip(*map(_tokens, answers), strict=True))
     watched = [watches[index] for index in range(workload.requests)]
     gaps = [np.diff(watch.times) for watch in watched]

@@ -21,7 +21,7 @@ from detjax.models.cache import Packed, Pages, empty_pages
 
 SCORED_ROWS: Final = 64
 """Tokens of a prompt whose logprobs are computed at once."""
-_COMPILERS: Final = 8
+_COMPILERS: Final = 16
 """Threads that compile programs."""
 
 

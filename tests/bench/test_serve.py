@@ -10,7 +10,7 @@ from detjax.bench.__main__ import app
 from detjax.bench.serve import Workload, digest, percentiles
 from detjax.engine import Completion, Generation
 
-LOAD = ["--requests", "9", "--prompt", "3", "70", "--output", "2", "5", "--orders", "2"]
+LOAD = ["--requests", "9", "--prompt", "3", "70", "--output", "2", "5", "--orders", "2", "--beside", "12"]
 SMALL = ["--preset", "tiny", "--max-samples", "4", "--token-budget", "64", "--max-tokens", "128"]
 
 
@@ -18,9 +18,10 @@ def test_requests_in_another_order_are_answered_with_the_same_bits(tmp_path: Pat
     out, chart = tmp_path / "serve.json", tmp_path / "serve.png"
     run = CliRunner().invoke(app, ["serve", *SMALL, *LOAD, "--out", str(out), "--plot", str(chart)])
     assert run.exit_code == 0, run.output
-    assert "answers of 2 orders: the same bits" in run.output
+    assert "answers of 3 runs: the same bits" in run.output
     found = json.loads(out.read_text())
     assert found["same_bits"] and (found["model"], found["layers"]) == ("tiny", 2)
+    assert list(found["runs"]) == ["order 1", "order 2", "among 12 others"]
     for of_order in found["runs"].values():
         assert of_order["digest"] == found["runs"]["order 1"]["digest"]
         assert len(of_order["requests"]["latency"]) == 9
