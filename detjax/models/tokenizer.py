@@ -122,6 +122,10 @@ class Tokenizer:
         token = self.special_tokens.get(role)
         return None if token is None else self._tokenizer.token_to_id(token)
 
+    @property
+    def has_chat_template(self) -> bool:
+        return "default" in self._templates
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:

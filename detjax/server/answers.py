@@ -234,7 +234,12 @@ class Chat(Answer):
         self._logprobs = bool(asked.logprobs)
         messages = [message.for_template() for message in asked.messages]
         variables: Json = dict(asked.chat_template_kwargs or {})
-        text = served.tokenizer.apply_chat_template(messages, **variables)
+        if not served.tokenizer.has_chat_template:
+            raise ValueError("the model has no chat template; accepted: /v1/completions")
+        try:
+            text = served.tokenizer.apply_chat_template(messages, **variables)
+        except ValueError as error:  # which names the directory, and that is nothing for clients
+            raise ValueError(f"the chat template refuses these messages: {error.__cause__}") from error
         prompt = served.tokenizer.encode(text, add_special_tokens=False)
         room = served.engine.max_tokens - len(prompt)
         if room < 1:

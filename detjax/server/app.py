@@ -32,6 +32,12 @@ from detjax.server.metrics import Metrics
 from detjax.server.schemas import ChatRequest, CompletionRequest, Sampling
 
 _PAGE: Final = Path(__file__).parent / "page"
+_PAGE_HEADERS: Final = {
+    # It may be given a key.
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
 _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -100,7 +106,7 @@ def create_app(
         Route("/metrics", api.metrics_text),
         Route("/openapi.json", lambda _: JSONResponse(document)),
         Route("/", lambda _: FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS)),
-        Mount("/page", StaticFiles(directory=_PAGE)),
+        Mount("/page", _Page(directory=_PAGE)),
     ]
     document = openapi.document(settings.name, needs_key=bool(settings.api_keys))
     handlers = {ApiError: _told, HTTPException: _http_error, EngineClosed: _engine_closed}
@@ -108,9 +114,6 @@ def create_app(
     app.add_middleware(_Counted, metrics=api.metrics, paths=[route.path for route in routes])
     app.state.guard = api.guard
     return app
-
-
-_PAGE_HEADERS: Final = {"Content-Security-Policy": "default-src 'self'", "Cache-Control": "no-cache"}
 
 
 def _defaults(model: Decoder) -> dict[str, Any]:
@@ -251,7 +254,7 @@ class _Api:
 
     def _model(self) -> dict[str, Any]:
         own = {"id": self.served.name, "object": "model", "created": self.served.created, "owned_by": "detjax"}
-        own |= {"max_model_len": self.served.engine.max_tokens}
+        own |= {"max_model_len": self.served.engine.max_tokens, "chat": self.served.tokenizer.has_chat_template}
         return own | {"system_fingerprint": self.served.fingerprint}
 
     async def health(self, _: Request) -> Response:
@@ -309,6 +312,13 @@ async def _send_part(send: Send, body: bytes) -> None:
 
 def _event(content: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+class _Page(StaticFiles):
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_PAGE_HEADERS)
+        return response
 
 
 class _Counted:

@@ -43,9 +43,10 @@ _ANSWER = {
 }
 _MODEL = {
     "type": "object",
-    "required": ["id", "object", "created", "owned_by", "max_model_len", "system_fingerprint"],
+    "required": ["id", "object", "created", "owned_by", "max_model_len", "chat", "system_fingerprint"],
     "properties": {name: {"type": "string"} for name in ("id", "object", "owned_by", "system_fingerprint")}
-    | {name: {"type": "integer"} for name in ("created", "max_model_len")},
+    | {name: {"type": "integer"} for name in ("created", "max_model_len")}
+    | {"chat": {"type": "boolean"}},
 }
 _OF_REQUESTS = {
     400: "What is asked cannot be served; the message says why.",

@@ -1,10 +1,14 @@
 """One server for the tests that leave it as it was."""
 
+import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
+import jax.numpy as jnp
 import openai
 import pytest
-from running_server import CHECKPOINT, Running, serving
+from flax import nnx
+from running_server import FIXTURE, MODEL, Running, serving
 
 from detjax import models
 from detjax.engine import Engine
@@ -13,9 +17,20 @@ from detjax.models import Decoder, Tokenizer
 
 @pytest.fixture(scope="session")
 def loaded() -> tuple[Decoder, Tokenizer]:
-    model, tokenizer = models.load(CHECKPOINT, dtype="bfloat16", progress=False)
+    """With one layer, it compiles fast."""
+    model, tokenizer = models.load(FIXTURE, dtype="bfloat16", progress=False)
     assert tokenizer is not None
-    return model, tokenizer
+    small = Decoder(dataclasses.replace(model.config, layers=1, windows=(None,)), rngs=nnx.Rngs(1), dtype=jnp.bfloat16)
+    small.generation_defaults = model.generation_defaults
+    return small, tokenizer
+
+
+@pytest.fixture(scope="session")
+def checkpoint(loaded: tuple[Decoder, Tokenizer], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in a directory."""
+    path = tmp_path_factory.mktemp("checkpoint") / MODEL
+    models.save(loaded[0], path, tokenizer=loaded[1])
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from detjax.engine import Engine
 from detjax.models import Decoder, Tokenizer
 from detjax.server import Server, Settings, bound_socket, create_app
 
-CHECKPOINT = Path(__file__).parents[1] / "fixtures" / "qwen3"
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen3"
 MODEL = "little"
 
 

@@ -15,7 +15,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-SECONDS = 30
+SECONDS = 120
+"""Most of which only an engine needs that compiles its programs when it first meets them."""
 QUIET = ("disable-background-networking", "disable-component-update", "disable-sync", "no-first-run", "disable-quic")
 
 # Answers are the server's, but for one bit of one logprob of the third.
@@ -119,8 +120,9 @@ def test_the_proof_counts_one_unique_answer_among_others(page: Page) -> None:
     page["prove-button"].click()
     page.until(lambda: page.text("verdict").startswith("5 answers, and all are the same"))
     assert (page.text("answers-label"), page.text("answers"), page.text("unique")) == ("Answers of 5", "5", "1")
-    smallest, _, largest = page.text("batches").partition("–")
-    assert 1 <= int(smallest) < int(largest) <= 16
+    sizes = [int(size) for size in page.text("batches").split("–")]
+    assert 1 <= sizes[0] <= sizes[-1] <= 16
+    assert sizes[-1] > 1
     assert not page.text("others").startswith("Others meanwhile: 0 ")
     assert page.text("unique-answers").startswith(f"5 answers with SHA-256 {alone}")
     assert page.errors() == []

@@ -12,19 +12,19 @@ from pathlib import Path
 
 import openai
 import pytest
-from running_server import CHECKPOINT
+from running_server import MODEL
 from typer.testing import CliRunner
 
 from detjax.cli import app
 
 SMALL = ("--max-samples", "1", "--token-budget", "8", "--max-tokens", "64", "--top-logprobs", "0")
-ASKED = {"model": "qwen3", "prompt": "x", "max_tokens": 5, "logprobs": 0}
+ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 5, "logprobs": 0}
 
 
 @contextlib.contextmanager
-def started(cache: Path) -> Iterator[subprocess.Popen[str]]:
+def started(checkpoint: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
     main = "from detjax.cli import app; app()"
-    command = [sys.executable, "-c", main, "serve", CHECKPOINT, "--port", "0", "--cache-dir", cache, *SMALL]
+    command = [sys.executable, "-c", main, "serve", checkpoint, "--port", "0", "--cache-dir", cache, *SMALL]
     process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
     try:
         yield process
@@ -38,7 +38,7 @@ def up(process: subprocess.Popen[str]) -> Iterator[openai.OpenAI]:
     """A client, once the server says where it is, which is the first thing that it says."""
     assert process.stderr is not None
     line = process.stderr.readline()
-    assert line.startswith("qwen3 on http://127.0.0.1:"), line + process.stderr.read()
+    assert line.startswith(f"{MODEL} on http://127.0.0.1:"), line + process.stderr.read()
     with openai.OpenAI(base_url=line.split()[2].rstrip(",") + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -53,26 +53,26 @@ def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> No
         time.sleep(0.02)
 
 
-def test_a_process_that_is_killed_leaves_nothing_that_stops_the_next(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_leaves_nothing_that_stops_the_next(checkpoint: Path, tmp_path: Path) -> None:
     def programs() -> list[Path]:
         return [path for path in tmp_path.rglob("*-cache") if path.stat().st_size]
 
     def published() -> list[Path]:
         return [path for path in tmp_path.glob("*/*-cache")]
 
-    with started(tmp_path) as process:  # killed while it compiles
+    with started(checkpoint, tmp_path) as process:  # killed while it compiles
         until(programs, process)
     assert not published()
     for path in programs():  # as if it had been killed in the middle of a file
         os.truncate(path, path.stat().st_size // 2)
 
-    with started(tmp_path) as process, up(process) as client:  # killed while it answers
+    with started(checkpoint, tmp_path) as process, up(process) as client:  # killed while it answers
         expected = answer(client)
         stream = client.completions.create(**ASKED | {"max_tokens": 60}, stream=True, extra_body={"ignore_eos": True})
         next(iter(stream))
     assert len(programs()) == len(published()) > 0
 
-    with started(tmp_path) as process, up(process) as client:  # ended as it should be
+    with started(checkpoint, tmp_path) as process, up(process) as client:  # ended as it should be
         assert answer(client) == expected
         before = {path: path.stat().st_mtime_ns for path in published()}
         process.send_signal(signal.SIGTERM)
@@ -83,17 +83,17 @@ def test_a_process_that_is_killed_leaves_nothing_that_stops_the_next(tmp_path: P
     assert sorted(path.name for path in tmp_path.rglob(".*")) == [".lock"]
 
 
-def test_what_it_cannot_serve_is_said_at_once(tmp_path: Path) -> None:
+def test_what_it_cannot_serve_is_said_at_once(checkpoint: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for arguments, says in (
-            ([CHECKPOINT, "--port", port], f"127.0.0.1 port {port}: Address already in use"),
-            ([CHECKPOINT, "--port", "70000"], "port 70000"),
+            ([checkpoint, "--port", port], f"127.0.0.1 port {port}: Address already in use"),
+            ([checkpoint, "--port", "70000"], "port 70000"),
             ([tmp_path / "missing", "--port", "0"], "is not a directory"),
-            ([CHECKPOINT, "--port", "0", "--max-samples", "0"], "max_samples is 0; accepted: at least 1"),
-            ([CHECKPOINT, "--port", "0", "--max-queue", "-1"], "--max-queue is -1"),
-            ([CHECKPOINT, "--port", "0", "--kv-cache-dtype", "int4"], "--kv-cache-dtype is 'int4'"),
-            ([CHECKPOINT, "--port", "0", "--api-key", ""], "api_keys"),
+            ([checkpoint, "--port", "0", "--max-samples", "0"], "max_samples is 0; accepted: at least 1"),
+            ([checkpoint, "--port", "0", "--max-queue", "-1"], "--max-queue is -1"),
+            ([checkpoint, "--port", "0", "--kv-cache-dtype", "int4"], "--kv-cache-dtype is 'int4'"),
+            ([checkpoint, "--port", "0", "--api-key", ""], "api_keys"),
         ):
             result = CliRunner().invoke(app, ["serve", *map(str, arguments)])
             assert result.exit_code == 2, arguments
@@ -101,10 +101,10 @@ def test_what_it_cannot_serve_is_said_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["file", "unwritable"])
-def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, place: str) -> None:
+def test_a_cache_that_cannot_be_written_is_said(checkpoint: Path, tmp_path: Path, place: str) -> None:
     path = tmp_path / "file"
     path.touch()
     cache = path if place == "file" else Path("/proc/detjax")
-    result = CliRunner().invoke(app, ["serve", str(CHECKPOINT), "--port", "0", "--cache-dir", str(cache), *SMALL])
+    result = CliRunner().invoke(app, ["serve", str(checkpoint), "--port", "0", "--cache-dir", str(cache), *SMALL])
     assert result.exit_code == 2
     assert str(cache) in result.stderr

@@ -32,7 +32,10 @@ async function meet() {
   $("model").textContent = model.id;
   $("fingerprint").textContent = model.system_fingerprint;
   document.title = `${model.id} – detjax`;
-  $("as-chat").disabled = model.chat === false; // it has no chat template
+  if (model.chat === false) {
+    $("as-chat").disabled = true;
+    $("as-chat").labels[0].title = "The model has no chat template.";
+  }
   $("send").disabled = $("prove-button").disabled = false;
 }
 
