@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Installs Chromium and its driver, which the test of the server's page needs, on a Debian or Ubuntu machine that lacks
+# them. Elsewhere, and without root, it says so and the test is skipped.
+set -euo pipefail
+
+if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then
+  exit
+fi
+if ! command -v apt-get >/dev/null || [[ $(id -u) != 0 ]]; then
+  echo "Chromium and chromedriver are not on PATH and cannot be installed here: the page's test will be skipped." >&2
+  exit
+fi
+export DEBIAN_FRONTEND=noninteractive
+apt-get -qq update
+apt-get -qq install --yes --no-install-recommends chromium chromium-driver >/dev/null
