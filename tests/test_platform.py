@@ -135,6 +135,9 @@ def test_programs_are_compiled_with_the_pinned_options(monkeypatch: pytest.Monke
     monkeypatch.setattr(platform, "PINNED_OPTIONS", strange)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         detjax.jit(lambda x: x + 1)(jnp.ones(3))
+    with detjax.use_backend("stock"):  # XLA's own are for what detjax is compared with
+        assert detjax.jit(lambda x: x + 1)(jnp.ones(3))[0] == 2
+        assert platform.fingerprint().compiler_options == "{}"
 
 
 def test_a_program_may_be_part_of_another() -> None:

@@ -74,6 +74,35 @@ def test_a_stream_looks_at_few_tokens_again(tokenizer, monkeypatch):
     assert max(seen) < 10
 
 
+@pytest.mark.parametrize("text", ["Zwölf Boxkämpfer 🦀", "two  spaces\n\ttabs", "日本語 <|im_end|>", "\x00\x7f\xad"])
+def test_the_bytes_of_tokens_make_up_the_text(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_the_bytes_of_tokens_that_are_not_byte_level(tmp_path):
+    """As Llama 2 and Mistral have them: spaces are U+2581, and bytes have tokens of their own."""
+    vocabulary = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581a"]
+    model = tokenizers.models.BPE(
+        {token: index for index, token in enumerate(vocabulary)},
+        [("\u2581", "a")],
+        unk_token="<unk>",
+        byte_fallback=True,
+    )
+    made = tokenizers.Tokenizer(model)
+    made.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+    made.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer is not None
+    ids = tokenizer.encode("b ab a🦀", add_special_tokens=False)
+    assert vocabulary.index("\u2581a") in ids
+    assert b"".join(map(tokenizer.token_bytes, ids)) == "b ab a🦀".encode()
+
+
 def test_special_tokens_are_left_out_of_text_unless_asked_for(tokenizer):
     ids = tokenizer.encode("a<|im_end|>b")
     assert tokenizer.decode(ids) == "ab"
