@@ -350,13 +350,12 @@ def serve(
         options = {"max_samples": max_samples, "token_budget": token_budget, "max_tokens": max_tokens, "pages": pages}
         options |= {"prefix_cache": prefix_cache, "top_logprobs": top_logprobs, "kv_cache_dtype": quantization}
         with engine.Engine(decoder, tokenizer, **options) as one:
-            fingerprint = server.system_fingerprint(decoder, tokenizer, quantization)
-            app = server.create_app(one, decoder, tokenizer, settings, fingerprint=fingerprint)
+            app = server.create_app(one, decoder, tokenizer, settings)
             cache = (cache_dir or _user_cache()) if compilation_cache else None
             one.warm_up(progress=sys.stderr.isatty(), cache=cache)
             address, port = own.getsockname()[:2]
             address = f"[{address}]" if ":" in address else address
-            ready = f"{settings.name} on http://{address}:{port}, fingerprint {fingerprint}"
+            ready = f"{settings.name} on http://{address}:{port}, fingerprint {app.state.fingerprint}"
             server.Server(app, grace=grace).serve_on(own, lambda: errors.print(ready, markup=False))
 
 

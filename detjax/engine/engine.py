@@ -133,6 +133,7 @@ class Engine:
         # Not the model: its weights may be exchanged.
         self._config, self._defaults, self._tokenizer = config, model.generation_defaults, tokenizer
         self._longest, self._top = longest, top_logprobs
+        self._kv_cache_dtype: KVQuantization | None = kv_cache_dtype
         self._shapes = Shapes(max_samples, token_budget)
         self._slots = Slots(max_samples, of_one)
         self._device = Device(
@@ -365,6 +366,11 @@ class Engine:
     def max_tokens(self) -> int:
         """Of a request, prompt and samples included."""
         return self._longest
+
+    @property
+    def kv_cache_dtype(self) -> KVQuantization | None:
+        """How keys and values are quantized in the cache; of the engine's settings the only one that bits depend on."""
+        return self._kv_cache_dtype
 
     @property
     def running(self) -> int:

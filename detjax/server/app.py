@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import hmac
 import json
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +32,7 @@ from detjax.server.guard import ClientGone, Guard
 from detjax.server.metrics import Metrics
 from detjax.server.schemas import ChatRequest, CompletionRequest, Sampling
 
+_log: Final = logging.getLogger(__name__)
 _PAGE: Final = Path(__file__).parent / "page"
 _PAGE_HEADERS: Final = {
     # It may be given a key.
@@ -82,19 +84,16 @@ def system_fingerprint(model: Decoder, tokenizer: Tokenizer, kv_cache_dtype: KVQ
     return f"detjax-{CONTRACT_VERSION}-{platform.fingerprint().digest}-{own[:16]}"
 
 
-def create_app(
-    engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: Settings, *, fingerprint: str | None = None
-) -> Starlette:
-    """The server as an ASGI application.
+def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: Settings) -> Starlette:
+    """The server as an ASGI application. All weights are read for its fingerprint: for large models that takes a while.
 
     Args:
         engine: answers; it is the caller's to close.
         model: the engine's.
         tokenizer: the engine's.
         settings: see there.
-        fingerprint: what `system_fingerprint` gave; default: it is computed, which takes a while for large models.
     """
-    fingerprint = fingerprint or system_fingerprint(model, tokenizer)
+    fingerprint = system_fingerprint(model, tokenizer, engine.kv_cache_dtype)
     served = Served(settings.name, engine, tokenizer, _defaults(model), fingerprint)
     api = _Api(served, settings)
     routes = [
@@ -109,10 +108,10 @@ def create_app(
         Mount("/page", _Page(directory=_PAGE)),
     ]
     document = openapi.document(settings.name, needs_key=bool(settings.api_keys))
-    handlers = {ApiError: _told, HTTPException: _http_error, EngineClosed: _engine_closed}
+    handlers = {ApiError: _told, HTTPException: _http_error}
     app = Starlette(routes=routes, exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
     app.add_middleware(_Counted, metrics=api.metrics, paths=[route.path for route in routes])
-    app.state.guard = api.guard
+    app.state.guard, app.state.fingerprint = api.guard, fingerprint
     return app
 
 
@@ -161,8 +160,8 @@ class _Api:
                 found = await self.guard.watch(request.receive, generations, until)
         except ClientGone:
             return Response(status_code=499)  # to nobody
-        except ValueError as error:
-            raise ApiError(400, str(error)) from error
+        except Exception as error:
+            return _as_told(error).response()
         self.metrics.generated_tokens.inc(sum(len(c.tokens) for one in found for c in one.completions))
         return JSONResponse(answer.whole(found))
 
@@ -295,9 +294,8 @@ class _EventStream(Response):
                     await self._guard.watch(receive, self._send(send), self._until)
                 except ClientGone:
                     return
-                except (ApiError, EngineClosed, ValueError) as error:
-                    told = error if isinstance(error, ApiError) else ApiError(500, str(error))
-                    await _send_part(send, _event(told.body))
+                except Exception as error:
+                    await _send_part(send, _event(_as_told(error).body))
                 await send({"type": "http.response.body", "body": b""})
 
     async def _send(self, send: Send) -> None:
@@ -361,5 +359,13 @@ async def _http_error(_: Request, error: Exception) -> Response:
     return ApiError(error.status_code, error.detail, headers=dict(error.headers or {})).response()
 
 
-async def _engine_closed(_: Request, error: Exception) -> Response:
-    return ApiError(503, str(error)).response()
+def _as_told(error: Exception) -> ApiError:
+    """What a client is told of what went wrong."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineClosed):
+        return ApiError(503, str(error))
+    if isinstance(error, ValueError):  # of the engine, the tokenizer, the chat template: what is asked cannot be served
+        return ApiError(400, str(error))
+    _log.error("a request has failed", exc_info=error)
+    return ApiError(500, "the server has a defect, which its log tells of")

@@ -106,6 +106,22 @@ def test_a_shutdown_that_does_not_wait_says_so(engine: Engine, loaded: tuple[Dec
     assert engine.pages_in_use == 0
 
 
+def test_a_defect_is_told_without_its_traceback(
+    engine: Engine, loaded: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def defect(_: object) -> None:
+        raise RuntimeError("a secret")
+
+    with serving(engine, loaded) as running, running.client() as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "generate_async", defect)
+            with pytest.raises(openai.InternalServerError, match="the server has a defect") as told:
+                client.completions.create(model=MODEL, prompt="x")
+        assert "secret" not in told.value.response.text
+        assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
+    assert running.app.state.guard.on_their_way == 0
+
+
 def test_a_failed_engine_is_told(loaded: tuple[Decoder, Tokenizer]) -> None:
     with Engine(*loaded, max_samples=1, token_budget=8, max_tokens=64) as broken:
         with serving(broken, loaded) as running:
