@@ -55,10 +55,10 @@ PROGRAMS = {name: detjax.jit(fn) for name, fn in (FIRST | LAST).items()}
 PAIRS = [(g, f) for g in FIRST if g != "sample" for f in LAST]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+# In float32, where XLA's own operations do move; bfloat16's pairs are compared below, where roundings may be dropped.
 @pytest.mark.parametrize(("g", "f"), PAIRS)
-def test_a_program_of_two_operations_gives_the_bits_of_two_programs(g: str, f: str, dtype: str) -> None:
-    w = _weights(dtype)
+def test_a_program_of_two_operations_gives_the_bits_of_two_programs(g: str, f: str) -> None:
+    w = _weights("float32")
     between = PROGRAMS[g](w["x"], w)
     v = _weights(between.dtype)
 
