@@ -17,11 +17,12 @@ from detjax.models import Decoder, Tokenizer
 
 @pytest.fixture(scope="session")
 def loaded() -> tuple[Decoder, Tokenizer]:
-    """With one layer, it compiles fast."""
+    """With one layer and no filters it compiles fast."""
     model, tokenizer = models.load(FIXTURE, dtype="bfloat16", progress=False)
     assert tokenizer is not None
     small = Decoder(dataclasses.replace(model.config, layers=1, windows=(None,)), rngs=nnx.Rngs(1), dtype=jnp.bfloat16)
-    small.generation_defaults = model.generation_defaults
+    assert model.generation_defaults is not None
+    small.generation_defaults = dataclasses.replace(model.generation_defaults, do_sample=False)
     return small, tokenizer
 
 
@@ -35,7 +36,7 @@ def checkpoint(loaded: tuple[Decoder, Tokenizer], tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def engine(loaded: tuple[Decoder, Tokenizer]) -> Iterator[Engine]:
-    with Engine(*loaded, max_samples=16, token_budget=64, max_tokens=400) as one:
+    with Engine(*loaded, max_samples=4, token_budget=32, max_tokens=400) as one:
         yield one
 
 

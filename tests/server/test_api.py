@@ -5,11 +5,12 @@ import urllib.request
 
 import openai
 import pytest
+from flax import nnx
 from running_server import MODEL, Running, serving
 
 import detjax
 from detjax.engine import Engine, Generation, Request, SamplingParams
-from detjax.models import Decoder, Tokenizer
+from detjax.models import Decoder, GenerationDefaults, Tokenizer
 from detjax.server import system_fingerprint
 
 PROMPT = "A prompt of some length, "
@@ -22,8 +23,7 @@ def tokenizer(loaded: tuple[Decoder, Tokenizer]) -> Tokenizer:
 
 
 def expected(engine: Engine, prompt: str | list[int], **fields) -> Generation:
-    defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}  # of the checkpoint
-    return engine.generate([Request(prompt, SamplingParams(**defaults | fields))])[0]
+    return engine.generate([Request(prompt, SamplingParams(**{"temperature": 1.0} | fields))])[0]
 
 
 def test_a_completion_is_the_engines(client: openai.OpenAI, engine: Engine, tokenizer: Tokenizer) -> None:
@@ -71,6 +71,20 @@ def test_without_a_seed_the_answer_is_the_same_and_with_others_it_is_not(client:
 
     assert text() == text() == text(seed=0)
     assert len({text(seed=seed) for seed in range(4)}) > 1
+
+
+def test_the_checkpoints_settings_hold_where_a_request_is_silent(
+    engine: Engine, loaded: tuple[Decoder, Tokenizer]
+) -> None:
+    graph, state = nnx.split(loaded[0])
+    model = nnx.merge(graph, state)
+    model.generation_defaults = GenerationDefaults(do_sample=True, temperature=0.6, top_k=3, eos_token_ids=(509,))
+    with serving(engine, (model, loaded[1])) as running, running.client() as client:
+        for given in ({}, {"temperature": 1.3}):
+            found = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, logprobs=0, **given)
+            fields = {"temperature": 0.6, "top_k": 3} | given
+            (completion,) = expected(engine, PROMPT, max_tokens=6, **fields).completions
+            assert tuple(found.choices[0].logprobs.token_logprobs) == completion.logprobs
 
 
 def test_echo_tells_the_prompts_logprobs(client: openai.OpenAI, engine: Engine, tokenizer: Tokenizer) -> None:

@@ -29,7 +29,7 @@ def prompt(index: int) -> list[int]:
 async def streamed(client: openai.AsyncOpenAI, index: int) -> np.ndarray:
     own = params(index)
     asked = {"max_tokens": own.max_tokens, "seed": own.seed, "temperature": own.temperature, "logprobs": 0}
-    extra = {"ignore_eos": True, "top_k": 0, "top_p": 1.0}
+    extra = {"ignore_eos": True}
     stream = await client.completions.create(model=MODEL, prompt=prompt(index), stream=True, **asked, extra_body=extra)
     found, reason = [], None
     async for chunk in stream:
@@ -89,7 +89,7 @@ def test_a_shutdown_finishes_what_runs(engine: Engine, loaded: tuple[Decoder, To
 def test_a_shutdown_that_does_not_wait_says_so(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
     async def one(running: Running) -> None:
         async with running.client(openai.AsyncOpenAI) as client:
-            asked = {"model": MODEL, "prompt": "x", "n": 16} | LONG
+            asked = {"model": MODEL, "prompt": "x", "n": 4} | LONG
             whole = asyncio.create_task(client.completions.create(**asked))
             stream = await client.completions.create(**asked, stream=True)
             await anext(aiter(stream))
