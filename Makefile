@@ -1,9 +1,10 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format lock clean
+.PHONY: help demo test test-tpu lint format lock clean
 
 BIN := .venv/bin
 READY := .venv/.ready
 PTXAS := .ptxas
+LIBTPU := .libtpu
 PYTEST_ARGS ?=
 LOCK_ARGS ?=
 
@@ -17,13 +18,16 @@ export UV_SYSTEM_CERTS ?= true
 unexport PYTHONDONTWRITEBYTECODE
 
 help: ## say what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(READY) ## set up, then run the demonstration
 	@$(BIN)/detjax demo
 
 test: lint $(PTXAS)/.ready ## set up, lint, then run the tests (PYTEST_ARGS="-k matmul" picks some)
-	DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 2 --dist loadfile --ignore tests/tpu $(PYTEST_ARGS)
+
+test-tpu: $(LIBTPU)/.ready ## the kernels for TPUs, in the interpreter and compiled for chips that are not there
+	PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(BIN)/pytest -n 2 --dist load tests/tpu $(PYTEST_ARGS)
 
 lint: $(READY) ## check style, formatting, types and the direction of imports
 	$(BIN)/ruff check
@@ -40,10 +44,11 @@ COMPILE := --universal --python-version 3.12 --generate-hashes --no-header --no-
 lock: ## resolve both locks anew (LOCK_ARGS=--upgrade takes newer releases)
 	@uv=$$(tools/find-uv.sh) && \
 	"$$uv" pip compile pyproject.toml --extra test $(COMPILE) $(LOCK_ARGS) --output-file requirements.lock && \
-	"$$uv" pip compile --group ptxas --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-ptxas.lock
+	"$$uv" pip compile --group ptxas --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-ptxas.lock && \
+	"$$uv" pip compile --group libtpu --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-libtpu.lock
 
 clean: ## remove everything that was made here
-	rm -rf .venv $(PTXAS) .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv $(PTXAS) $(LIBTPU) .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml requirements.lock tools/make-venv.sh
@@ -55,4 +60,11 @@ $(PTXAS)/.ready: $(READY) requirements-ptxas.lock
 	@rm -rf $(PTXAS)
 	@uv=$$(tools/find-uv.sh) && "$$uv" pip install --quiet --python $(BIN)/python --target $(PTXAS) \
 	  --no-deps --require-hashes --requirements requirements-ptxas.lock
+	@touch $@
+
+# Likewise: where libtpu is importable, every process looks for TPUs.
+$(LIBTPU)/.ready: $(READY) requirements-libtpu.lock
+	@rm -rf $(LIBTPU)
+	@uv=$$(tools/find-uv.sh) && "$$uv" pip install --quiet --python $(BIN)/python --target $(LIBTPU) \
+	  --no-deps --require-hashes --requirements requirements-libtpu.lock
 	@touch $@

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from detjax import models, platform
-from detjax.bench import presets, serve, shapes
+from detjax.bench import cases, deviceless, presets, results, serve, shapes
+from detjax.bench import compare as comparing
+from detjax.bench import compile as compiling
+from detjax.bench import run as running
 from detjax.bench.tune import Trial, tune
 from detjax.engine import Engine
 from detjax.pallas.schedules import matmul_hopper as schedules
@@ -154,6 +158,131 @@ def serve_command(
         serve.plot(runs, chart)
     if not same and numerics == "detjax":
         raise typer.Exit(1)
+
+
+_Small = Annotated[bool, typer.Option("--small", help="Sizes that take seconds on a CPU.")]
+_Only = Annotated[
+    list[str] | None,
+    typer.Option(metavar="OPERATION", help=f"Repeatable: {', '.join(cases.OPERATIONS)}.", show_default="all"),
+]
+_Out = Annotated[Path | None, typer.Option(metavar="FILE", help="JSON, which `compare` reads.")]
+
+
+@app.command("run")
+def run_command(
+    small: _Small = False,
+    only: _Only = None,
+    backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="That serves.", show_default="the best of this device")
+    ] = None,
+    out: _Out = None,
+) -> None:
+    """Time, share of what the chip can do, speed over XLA's own operations, error and bits of every operation."""
+    console = Console()
+    with _bad_parameters():
+        chosen = _operations(only)
+        with _Rows(console, "measuring") as note:
+            found = running.run(small=small, only=chosen, backend=backend, out=out, report=note)
+    console.print(running.table(found))
+    failed = [row for row in found["rows"] if "failed" in row]
+    for row in failed:
+        _print_line(console, f"{row['operation']} {row['name']}: {row['failed']}")
+    changed = [row for row in found["rows"] if not row.get("same_bits_again", True)]
+    if changed and found["fingerprint"]["backend"] != platform.STOCK:
+        _print_line(console, f"DIFFERENT BITS when called again: {', '.join(row['name'] for row in changed)}")
+        raise typer.Exit(1)
+    if any(not row["refused"] for row in failed):
+        raise typer.Exit(1)
+
+
+@app.command("compile")
+def compile_command(
+    chip: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(deviceless.TPU_CHIPS)}.")],
+    small: _Small = False,
+    only: _Only = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Whose programs.", show_default=compiling.default_backend()),
+    ] = None,
+    out: _Out = None,
+) -> None:
+    """Compiles what `run` measures for a TPU that is not there. It needs libtpu, and nothing is executed."""
+    console = Console()
+    try:
+        with _bad_parameters():
+            chosen = _operations(only)
+            with _Rows(console, f"compiling for {chip}") as note:
+                found = compiling.compile_for(chip, small=small, only=chosen, backend=backend, out=out, report=note)
+    except ModuleNotFoundError as error:
+        _print_line(console, f"compile: {error}")
+        raise typer.Exit(2) from error
+    console.print(compiling.table(found))
+    if any("failed" in row and not row["refused"] for row in found["rows"]):
+        raise typer.Exit(1)
+
+
+@app.command("compare")
+def compare_command(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Two or more, of `run` and `compile`.")],
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="A report that needs no other file.")] = None,
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="For PNG files.")] = None,
+) -> None:
+    """Results beside each other. The exit code is 1 if bits differ that are promised to be equal."""
+    console = Console()
+    try:
+        comparison = comparing.compare(files)
+    except results.ResultError as error:
+        _print_line(console, f"compare: {error}")
+        raise typer.Exit(2) from error
+    console.print(comparing.report(comparison))
+    if html is not None or plots is not None:
+        from detjax.bench import report  # matplotlib takes a second
+
+        if html is not None:
+            html.write_text(report.html(comparison))
+        if plots is not None:
+            report.plot(comparison, plots)
+    if comparison.broken:
+        raise typer.Exit(1)
+
+
+class _Rows:
+    """Counts rows as they come."""
+
+    def __init__(self, console: Console, what: str) -> None:
+        self._progress = Progress(*Progress.get_default_columns()[:1], "{task.completed} cases", console=console)
+        self._task = self._progress.add_task(what, total=None)
+
+    def __enter__(self) -> "_Rows":
+        self._progress.start()
+        return self
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        self._progress.update(self._task, advance=1, description=f"{row['operation']} {row['name']}")
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+@contextlib.contextmanager
+def _bad_parameters() -> Iterator[None]:
+    """What is refused is a parameter that was given."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _operations(only: list[str] | None) -> list[str]:
+    for name in only or ():
+        if name not in cases.OPERATIONS:
+            raise ValueError(f"--only {name!r} is unknown; accepted: {', '.join(cases.OPERATIONS)}")
+    return only or list(cases.OPERATIONS)
+
+
+def _print_line(console: Console, text: str) -> None:
+    """As it is: nothing in it is markup, and it is cut nowhere."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -71,8 +71,9 @@ def bits_of(generations: list[Generation]) -> list:
 
 def test_requests_alone_and_together_have_the_same_bits(model: Decoder) -> None:
     together = answers(model, requests())
-    alone = [answers(model, [request])[0] for request in requests()]
-    assert_same_bits(bits_of(together), bits_of(alone))
+    for index in (0, 3, 4):  # each compiles programs of its own
+        (alone,) = answers(model, [requests()[index]])
+        assert_same_bits(bits_of([alone]), bits_of([together[index]]))
 
 
 def test_the_order_of_requests_does_not_matter(model: Decoder) -> None:
@@ -91,8 +92,8 @@ def test_the_size_of_prefill_chunks_does_not_matter(model: Decoder, prefill_chun
 def test_stock_xla_fails_the_test_of_requests_alone_and_together(model: Decoder) -> None:
     with detjax.use_backend("stock"):
         together = answers(model, requests())
-        alone = [answers(model, [request])[0] for request in requests()]
-    assert not same_bits([c[1] for c in bits_of(together)], [c[1] for c in bits_of(alone)])
+        alone = answers(model, requests()[3:4])
+    assert not same_bits([c[1] for c in bits_of(together[3:4])], [c[1] for c in bits_of(alone)])
 
 
 def test_logprobs_are_those_of_the_training_forward(model: Decoder) -> None:

@@ -1,0 +1,446 @@
+"""What `run` measures and `compile` compiles: operations at the shapes of models that people serve, and whole steps.
+
+Inputs are hashes of their own indices, made by integer arithmetic and scaled by powers of two, so they have the same
+bits on every device.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, DTypeLike
+
+from detjax import ops
+from detjax.bench import presets
+from detjax.contract import KV_BLOCK, rounded
+from detjax.models import DecoderConfig
+from detjax.models.cache import KVCache
+
+type Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
+"""What was computed, and the same in float64."""
+
+type Arguments = tuple[Any, ...]
+
+OPERATIONS: Final = (
+    "matmul",
+    "rms_norm",
+    "qk_rope",
+    "softmax",
+    "log_softmax",
+    "logsumexp",
+    "attention_prefill",
+    "attention_decode",
+    "sample",
+    "prefill_step",
+    "decode_step",
+)
+
+_EPS: Final = 1e-6
+_CHECKED_ROWS: Final = 4
+_CHECKED_COLUMNS: Final = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How large cases are, and how often each is called.
+
+    Attributes:
+        models: presets; the first one's heads and widths are those of norms, rotary embedding and attention.
+        tokens: rows of a matmul.
+        head_tokens: rows of the last layer's, whose result is as wide as the vocabulary.
+        rows: of norms and rotary embedding.
+        vocabulary: width of softmax and sampling.
+        vocabulary_rows: their rows.
+        prefill: requests, and tokens of each.
+        decode: requests, and tokens that each has in the cache.
+        prefill_steps: likewise, of whole models.
+        decode_steps: likewise.
+        calls: in a round.
+        rounds: in each of which backends take their turns.
+    """
+
+    models: tuple[str, ...] = ("Qwen3-8B", "Qwen3-0.6B")
+    tokens: tuple[int, ...] = (1, 64, 512, 4096)
+    head_tokens: tuple[int, ...] = (1, 64)
+    rows: tuple[int, ...] = (1, 64, 4096)
+    vocabulary: int = 151936
+    vocabulary_rows: tuple[int, ...] = (1, 64)
+    prefill: tuple[tuple[int, int], ...] = ((1, 1024), (1, 4096), (4, 1024))
+    decode: tuple[tuple[int, int], ...] = ((1, 4096), (64, 1024), (64, 4096))
+    prefill_steps: tuple[tuple[int, int], ...] = ((1, 1024),)
+    decode_steps: tuple[tuple[int, int], ...] = ((1, 1024), (64, 1024))
+    calls: int = 20
+    rounds: int = 4
+
+
+SMALL: Final = Sizes(
+    models=("tiny",),
+    tokens=(1, 17),
+    head_tokens=(17,),
+    rows=(1, 17),
+    vocabulary=5000,
+    vocabulary_rows=(3,),
+    prefill=((2, 150),),
+    decode=((3, 300),),
+    prefill_steps=((1, 40),),
+    decode_steps=((3, 150),),
+    calls=9,
+    rounds=4,
+)
+"""Seconds on a CPU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One operation, or one step of a model, at one size.
+
+    Attributes:
+        name: unlike any other's.
+        operation: one of `OPERATIONS`.
+        run: of the arguments; its last `carried` results take the place of the first `carried` arguments.
+        draw: arguments from a seed.
+        bytes: of arguments that are read and results that are written, each once.
+        flops: of matrix products; other arithmetic is not counted.
+        exact: pairs to compare, from arguments and results; None: there are none.
+        carried: arguments that are donated.
+        rotated: whether calls take other arguments in turn, or none of them fits into a cache anyway.
+    """
+
+    name: str
+    operation: str
+    run: Callable[..., tuple[Any, ...]]
+    draw: Callable[[int], Arguments]
+    bytes: int
+    flops: int = 0
+    exact: Callable[[Arguments, Sequence[Array]], Pairs] | None = None
+    carried: int = 0
+    rotated: bool = True
+
+    @property
+    def shapes(self) -> Arguments:
+        """The arguments as `jax.ShapeDtypeStruct`."""
+        return jax.eval_shape(functools.partial(self.draw, 0))
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments' shapes and dtypes as text, equal ones counted: what must be equal to compare two results."""
+        found: dict[str, int] = {}
+        for leaf in jax.tree.leaves(self.shapes):
+            text = f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
+            found[text] = found.get(text, 0) + 1
+        return [text if count == 1 else f"{count} × {text}" for text, count in found.items()]
+
+
+def cases(sizes: Sizes, only: Sequence[str] = OPERATIONS) -> Iterator[Case]:
+    """All cases of the operations named.
+
+    Raises:
+        ValueError: there is no such operation.
+    """
+    for name in only:
+        if name not in OPERATIONS:
+            raise ValueError(f"operation {name!r} is unknown; accepted: {', '.join(OPERATIONS)}")
+    for case in _all(sizes):
+        if case.operation in only:
+            yield case
+
+
+def drawn(seed: int | Array, shape: tuple[int, ...], dtype: DTypeLike, exponent: int = 0) -> Array:
+    """Numbers around 0 of standard deviation 1.15 times `2**exponent`, in the same bits on every device.
+
+    Args:
+        seed: other ones give other numbers; below 2^31.
+        shape: of at most 2^32 numbers.
+        dtype: floating.
+        exponent: of the power of two that they are scaled by.
+    """
+    return _drawn(jnp.uint32(seed), shape, jnp.dtype(dtype), exponent)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _drawn(seed: Array, shape: tuple[int, ...], dtype: jnp.dtype, exponent: int) -> Array:
+    # Four uniform variables add up to something near a normal one. Eight bits each would do for that, but numbers of so
+    # few bits have exact sums, and no order of addition would show.
+    words = _hashed(2 * seed, shape), _hashed(2 * seed + np.uint32(1), shape)
+    halves = [half for x in words for half in (x >> np.uint32(16), x & np.uint32(0xFFFF))]
+    total = sum(half.astype(jnp.int32) for half in halves) - np.int32(2 * 0xFFFF)
+    return rounded(total.astype(jnp.float32) * np.float32(2.0 ** (exponent - 15)), dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _integers(seed: Array, shape: tuple[int, ...], below: int) -> Array:
+    return (_hashed(seed, shape) % np.uint32(below)).astype(jnp.int32)
+
+
+def _hashed(seed: Array, shape: tuple[int, ...]) -> Array:
+    """The finalizer of MurmurHash3 (Appleby), of indices that the seed has moved."""
+    x = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + (seed + np.uint32(1)) * np.uint32(0x9E3779B9)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    return x ^ (x >> np.uint32(16))
+
+
+@jax.jit
+def checksum(tree: Any) -> Array:
+    """A uint32 that tells arguments apart. Integers that wrap have one sum, whatever the order."""
+    total = jnp.uint32(0)
+    for leaf in jax.tree.leaves(tree):
+        words = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32).reshape(-1)
+        odd = 2 * jax.lax.iota(jnp.uint32, words.size) + np.uint32(1)
+        total = total * np.uint32(31) + jnp.sum(words * odd, dtype=jnp.uint32)
+    return total
+
+
+def _exponent(inputs: int) -> int:
+    """Of the power of two nearest to `inputs ** -0.5`: the scale of weights that keeps their inputs' variance."""
+    return -round(math.log2(inputs) / 2)
+
+
+def _config(model: str) -> DecoderConfig:
+    return DecoderConfig.from_hugging_face(presets.MODELS[model], model)
+
+
+def _all(sizes: Sizes) -> Iterator[Case]:
+    for model in sizes.models:
+        yield from _matmuls(model, sizes)
+    first, config = sizes.models[0], _config(sizes.models[0])
+    for rows in sizes.rows:
+        yield _rms_norm(first, config, rows)
+    for rows in sizes.rows:
+        yield _qk_rope(first, config, rows)
+    for operation in ("softmax", "log_softmax", "logsumexp"):
+        for rows in sizes.vocabulary_rows:
+            yield _over_vocabulary(operation, rows, sizes.vocabulary)
+    for batch, tokens in sizes.prefill:
+        yield _attention("attention_prefill", first, config, batch, tokens, tokens)
+    for batch, context in sizes.decode:
+        yield _attention("attention_decode", first, config, batch, context, 1)
+    for temperature in (0.0, 1.0):
+        for rows in sizes.vocabulary_rows:
+            yield _sample(rows, sizes.vocabulary, temperature)
+    for model in reversed(sizes.models):
+        for batch, tokens in sizes.prefill_steps:
+            yield _step("prefill_step", model, batch, tokens, tokens)
+        for batch, context in sizes.decode_steps:
+            yield _step("decode_step", model, batch, context, 1)
+
+
+def _matmuls(model: str, sizes: Sizes) -> Iterator[Case]:
+    config = _config(model)
+    D, F, K = config.hidden_size, config.intermediate_size, config.head_dim
+    layers = {
+        "qkv": ((config.heads + 2 * config.kv_heads) * K, D),
+        "o": (D, config.heads * K),
+        "gate+up": (F, D),
+        "down": (D, F),
+        "lm_head": (config.vocab_size, D),
+    }
+    for layer, (n, k) in layers.items():
+        for m in sizes.head_tokens if layer == "lm_head" else sizes.tokens:
+            yield _matmul(model, layer, m, n, k)
+
+
+def _matmul(model: str, layer: str, m: int, n: int, k: int) -> Case:
+    gated, out_dtype = layer == "gate+up", "float32" if layer == "lm_head" else "bfloat16"
+    options: dict[str, Any] = {"activation": "silu", "gated": True} if gated else {}
+    parts = 2 if gated else 1
+
+    def run(x: Array, w: Array) -> tuple[Array]:
+        return (ops.matmul(x, w, layout="nk", out_dtype=out_dtype, **options),)
+
+    def draw(seed: int) -> Arguments:
+        shape = (2, n, k) if gated else (n, k)
+        return drawn(2 * seed, (m, k), "bfloat16"), drawn(2 * seed + 1, shape, "bfloat16", _exponent(k))
+
+    def exact(arguments: Arguments, outputs: Sequence[Array]) -> Pairs:
+        x, w = _wide(arguments[0][-_CHECKED_ROWS:]), _wide(arguments[1][..., -_CHECKED_COLUMNS:, :])
+        y = x @ w.swapaxes(-1, -2)
+        want = y[0] / (1 + np.exp(-y[0])) * y[1] if gated else y
+        return [(_wide(outputs[0][-_CHECKED_ROWS:, -_CHECKED_COLUMNS:]), want)]
+
+    size = 2 * (m * k + parts * n * k) + jnp.dtype(out_dtype).itemsize * m * n
+    return Case(f"{model} {layer}, M={m}", "matmul", run, draw, size, 2 * m * n * k * parts, exact)
+
+
+def _rms_norm(model: str, config: DecoderConfig, rows: int) -> Case:
+    D = config.hidden_size
+
+    def run(x: Array, residual: Array, weight: Array) -> tuple[Array, Array]:
+        return ops.rms_norm(x, weight, eps=_EPS, residual=residual)
+
+    def draw(seed: int) -> Arguments:
+        return (*(drawn(3 * seed + i, (rows, D), "bfloat16") for i in range(2)), _norm_weight(3 * seed + 2, D))
+
+    def exact(arguments: Arguments, outputs: Sequence[Array]) -> Pairs:
+        weight = _wide(arguments[2])
+        h = _wide(outputs[1][-_CHECKED_ROWS:])  # its own rounding is part of what the norm is of
+        y = h / np.sqrt(np.mean(h * h, axis=-1, keepdims=True) + _EPS) * weight
+        return [(_wide(outputs[0][-_CHECKED_ROWS:]), y)]
+
+    return Case(f"{model}, residual, {_counted(rows)}", "rms_norm", run, draw, 2 * (4 * rows * D + D), exact=exact)
+
+
+def _qk_rope(model: str, config: DecoderConfig, rows: int) -> Case:
+    H, h, K = config.heads, config.kv_heads, config.head_dim
+
+    def run(qkv: Array, positions: Array, q_norm: Array, k_norm: Array) -> tuple[Array, Array]:
+        norms = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": _EPS}
+        return ops.qk_rope(qkv, positions, config.rope, heads=H, kv_heads=h, **norms)
+
+    def draw(seed: int) -> Arguments:
+        positions = _integers(jnp.uint32(4 * seed + 1), (rows,), 4096)
+        norms = (_norm_weight(4 * seed + i, K) for i in (2, 3))
+        return drawn(4 * seed, (rows, H + 2 * h, K), "bfloat16"), positions, *norms
+
+    def exact(arguments: Arguments, outputs: Sequence[Array]) -> Pairs:
+        qkv, positions = _wide(arguments[0][-_CHECKED_ROWS:]), _wide(arguments[1][-_CHECKED_ROWS:])
+        angles = positions[:, None, None] * config.rope.inverse_frequencies.astype(np.float64)
+        cos, sin = np.cos(angles), np.sin(angles)
+        pairs = []
+        for output, heads, weight in zip(outputs, (slice(0, H), slice(H, H + h)), arguments[2:], strict=True):
+            x = qkv[:, heads]
+            x = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + _EPS) * _wide(weight)
+            first, second = np.split(x, 2, axis=-1)
+            want = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+            pairs.append((_wide(output[-_CHECKED_ROWS:]), want))
+        return pairs
+
+    return Case(f"{model}, {_counted(rows)}", "qk_rope", run, draw, 4 * rows * (H + h) * K, exact=exact)
+
+
+def _over_vocabulary(operation: str, rows: int, vocabulary: int) -> Case:
+    function = getattr(ops, operation)
+
+    def run(x: Array) -> tuple[Array]:
+        return (function(x),)
+
+    def draw(seed: int) -> Arguments:
+        return (drawn(seed, (rows, vocabulary), "float32", 1),)
+
+    def exact(arguments: Arguments, outputs: Sequence[Array]) -> Pairs:
+        x = _wide(arguments[0][-_CHECKED_ROWS:])
+        log_sum = _logsumexp(x)
+        wanted = {"softmax": np.exp(x - log_sum), "log_softmax": x - log_sum, "logsumexp": log_sum[:, 0]}
+        return [(_wide(outputs[0][-_CHECKED_ROWS:]), wanted[operation])]
+
+    size = 4 * rows * (vocabulary + (1 if operation == "logsumexp" else vocabulary))
+    return Case(f"{rows} × {vocabulary}, float32", operation, run, draw, size, exact=exact)
+
+
+def _attention(operation: str, model: str, config: DecoderConfig, batch: int, context: int, tokens: int) -> Case:
+    H, h, K = config.heads, config.kv_heads, config.head_dim
+    start = context - tokens
+
+    def run(q: Array, k_pages: Array, v_pages: Array, page_table: Array, q_start: Array, kv_length: Array):
+        return (ops.attention(q, k_pages, v_pages, page_table, q_start, kv_length),)
+
+    def draw(seed: int) -> Arguments:
+        page_table = _scattered(batch, context)
+        pool = (page_table.size, h, KV_BLOCK, K)
+        pages = (drawn(3 * seed + i, pool, "bfloat16") for i in (1, 2))
+        lengths = (jnp.full(batch, start, jnp.int32), jnp.full(batch, context, jnp.int32))
+        return drawn(3 * seed, (batch, tokens, H, K), "bfloat16"), *pages, page_table, *lengths
+
+    def exact(arguments: Arguments, outputs: Sequence[Array]) -> Pairs:
+        q, k_pages, v_pages, page_table, *_ = arguments
+        last = np.asarray(page_table[-1])
+        k, v = (_wide(pages[last, -1]).reshape(-1, K)[:context] for pages in (k_pages, v_pages))
+        q = _wide(q[-1, -_CHECKED_ROWS:, -1])
+        positions = np.arange(context - len(q), context)
+        s = np.where(np.arange(context)[None] <= positions[:, None], q @ k.T / math.sqrt(K), -np.inf)
+        return [(_wide(outputs[0][-1, -_CHECKED_ROWS:, -1]), np.exp(s - _logsumexp(s)) @ v)]
+
+    seen = batch * sum(range(start + 1, context + 1))
+    size = 2 * batch * (2 * tokens * H * K + 2 * context * h * K)
+    what = f"{context} tokens" if operation == "attention_prefill" else f"{context} keys"
+    return Case(f"{model}, {batch} × {what}", operation, run, draw, size, 4 * H * K * seen, exact)
+
+
+def _sample(rows: int, vocabulary: int, temperature: float) -> Case:
+    def run(logits: Array, seed: Array, position: Array) -> tuple[Array, Array]:
+        integers, whole = jnp.zeros(rows, jnp.int32), jnp.ones(rows, jnp.float32)
+        options = whole * np.float32(temperature), integers, whole, 0 * whole
+        return ops.sample(logits, seed, position, integers, *options, filtered=False)
+
+    def draw(seed: int) -> Arguments:
+        words = _integers(jnp.uint32(3 * seed + 1), (rows, 2), 2**31).astype(jnp.uint32)
+        return (
+            drawn(3 * seed, (rows, vocabulary), "float32", 1),
+            words,
+            _integers(jnp.uint32(3 * seed + 2), (rows,), 99),
+        )
+
+    def exact(arguments: Arguments, outputs: Sequence[Array]) -> Pairs:
+        logits, tokens = _wide(arguments[0][-_CHECKED_ROWS:]), np.asarray(outputs[0][-_CHECKED_ROWS:])
+        logprobs = np.take_along_axis(logits - _logsumexp(logits), tokens[:, None], axis=-1)[:, 0]
+        return [(_wide(outputs[1][-_CHECKED_ROWS:]), logprobs)]
+
+    name = f"{rows} × {vocabulary}, {f'temperature {temperature:g}' if temperature else 'greedy'}"
+    return Case(name, "sample", run, draw, 4 * rows * vocabulary, exact=exact)
+
+
+def _step(operation: str, model: str, batch: int, context: int, tokens: int) -> Case:
+    """A prompt in one piece into an empty cache, or one token more of requests that have `context` of them there."""
+    config = _config(model)
+    graph, state = nnx.split(nnx.eval_shape(lambda: presets.decoder(model)))
+    leaves, tree = jax.tree.flatten(state)
+    decoding = operation == "decode_step"
+    held = context if decoding else 0
+
+    def run(k: Any, v: Any, weights: Sequence[Array], tokens: Array, page_table: Array, lengths: Array):
+        decoder = nnx.merge(graph, jax.tree.unflatten(tree, weights))
+        hidden, cache = decoder.hidden(tokens, KVCache(k, v, page_table, lengths))
+        return decoder.logits(hidden[:, -1]), cache.k, cache.v
+
+    def draw(seed: int) -> Arguments:
+        page_table = _scattered(batch, held + tokens)
+        pool = (page_table.size, config.kv_heads, KV_BLOCK, config.head_dim)
+        seeds = iter(range(1000 * seed, 1000 * (seed + 1)))
+        k, v = (tuple(drawn(next(seeds), pool, "bfloat16") for _ in range(config.layers)) for _ in range(2))
+        weights = [
+            _norm_weight(next(seeds), leaf.size)
+            if leaf.ndim == 1
+            else drawn(next(seeds), leaf.shape, leaf.dtype, _exponent(leaf.shape[-1]))
+            for leaf in leaves
+        ]
+        ids = _integers(jnp.uint32(next(seeds)), (batch, tokens), config.vocab_size)
+        return k, v, weights, ids, page_table, jnp.full(batch, held, jnp.int32)
+
+    linear = sum(leaf.size for leaf in leaves if leaf.ndim > 1) - config.vocab_size * config.hidden_size
+    head = config.vocab_size * config.hidden_size
+    linear -= 0 if config.tied_embeddings else head
+    width, seen = config.heads * config.head_dim, sum(range(held + 1, held + tokens + 1))
+    cached = 2 * config.layers * config.kv_heads * config.head_dim * (held + tokens)
+    size = 2 * (linear + head + batch * cached) + 4 * batch * config.vocab_size
+    flops = 2 * batch * (tokens * linear + head) + 4 * batch * config.layers * width * seen
+    name = f"{model}, {batch} × {context} tokens" + (" in the cache" if decoding else "")
+    return Case(name, operation, run, draw, size, flops, carried=2, rotated=False)
+
+
+def _counted(rows: int) -> str:
+    return "1 row" if rows == 1 else f"{rows} rows"
+
+
+def _norm_weight(seed: int, size: int) -> Array:
+    x = drawn(seed, (size,), "float32", -3) + np.float32(1)
+    return rounded(x, "bfloat16")
+
+
+def _scattered(batch: int, tokens: int) -> Array:
+    """Pages in another order than they lie in."""
+    return jnp.flip(ops.contiguous_page_table(batch, tokens))
+
+
+def _wide(x: Array) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def _logsumexp(x: np.ndarray) -> np.ndarray:
+    largest = x.max(axis=-1, keepdims=True)
+    return largest + np.log(np.exp(x - largest).sum(axis=-1, keepdims=True))

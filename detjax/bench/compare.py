@@ -1,0 +1,278 @@
+"""Puts results beside each other: speed, bits where equal ones are promised, and distances where they are not."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from detjax.bench.results import Result, ResultError, read
+
+COMPILED: Final = "compiled, not measured"
+_LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_FLOATS: Final = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bits:
+    """What one case gave in two results.
+
+    Attributes:
+        first: label of the result that is compared with.
+        second: of the other one.
+        promised: equal fingerprints under contract promise equal bits.
+        equal: all bits of all outputs.
+        ulp: the largest distance among the sampled floating-point numbers, in units of the last place of their dtype;
+            None where one is NaN in one result alone.
+        others: sampled integers, as tokens, that differ.
+        missing: why the two cannot be compared; nothing else holds then.
+    """
+
+    first: str
+    second: str
+    promised: bool = False
+    equal: bool = False
+    ulp: int | None = 0
+    others: int = 0
+    missing: str | None = None
+
+    @property
+    def broken(self) -> bool:
+        """Whether a promise is."""
+        return self.missing is None and self.promised and not self.equal
+
+    @property
+    def text(self) -> str:
+        """In a few words, of the second result."""
+        if self.missing is not None:
+            return f"not comparable with {self.first}"
+        if self.equal:
+            return f"equal to {self.first}" + (", promised" if self.promised else "")
+        distance = "NaN in one alone" if self.ulp is None else f"{self.ulp:,} ulp"
+        distance += f", {self.others} other tokens" if self.others else ""
+        distance = distance if self.ulp != 0 or self.others else "0 ulp in what is kept"
+        return f"NOT EQUAL to {self.first}: {distance}" if self.promised else f"{distance} from {self.first}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One case in all results.
+
+    Attributes:
+        operation: as `matmul`.
+        name: of the case.
+        cells: by label, the row of each result that has one.
+        bits: of each measured result after the first, with the one that it is compared with.
+    """
+
+    operation: str
+    name: str
+    cells: Mapping[str, dict[str, Any]]
+    bits: Sequence[Bits]
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Several results, by the letters that stand for them."""
+
+    results: Mapping[str, Result]
+    lines: Sequence[Line]
+
+    @property
+    def measured(self) -> dict[str, Result]:
+        """Those with times and bits."""
+        return {label: result for label, result in self.results.items() if result.kind == "measured"}
+
+    @property
+    def pairs(self) -> list[tuple[Line, Bits]]:
+        """All comparisons of bits that could be made."""
+        return [(line, bits) for line in self.lines for bits in line.bits if bits.missing is None]
+
+    @property
+    def broken(self) -> list[tuple[Line, Bits]]:
+        """Those of bits that were promised to be equal and are not."""
+        return [(line, bits) for line, bits in self.pairs if bits.broken]
+
+    @property
+    def operations(self) -> dict[str, list[Line]]:
+        """Lines by operation."""
+        return {name: list(of) for name, of in itertools.groupby(self.lines, lambda line: line.operation)}
+
+    @property
+    def missing(self) -> dict[str, list[str]]:
+        """Why cases cannot be compared, with the cases."""
+        found: dict[str, list[str]] = {}
+        for line in self.lines:
+            reasons = [bits.missing for bits in line.bits if bits.missing is not None]
+            reasons += [f"{label}: {row['failed']}" for label, row in line.cells.items() if "failed" in row]
+            absent = [label for label in self.results if label not in line.cells]
+            reasons += [f"not in {' and '.join(absent)}"] if absent else []
+            for reason in dict.fromkeys(reasons):
+                found.setdefault(reason, []).append(f"{line.operation} {line.name}")
+        return found
+
+    @property
+    def verdict(self) -> str:
+        """One sentence on bits."""
+        promised = [bits for _, bits in self.pairs if bits.promised]
+        if self.broken:
+            return f"{len(self.broken)} of {len(promised)} results that must have equal bits differ"
+        if promised:
+            return f"All {len(promised)} results that must have equal bits have them"
+        if not self.pairs:
+            return "No two results can be compared bit by bit"
+        return "No two results must have equal bits: their fingerprints differ, or nothing is promised of their backend"
+
+    @property
+    def differing_fields(self) -> list[str]:
+        """Of the fingerprints."""
+        values = [result.fingerprint for result in self.results.values()]
+        return [name for name in values[0] if len({str(of[name]) for of in values}) > 1]
+
+
+def compare(files: Sequence[Path]) -> Comparison:
+    """The comparison of files of `run` and `compile`.
+
+    Raises:
+        ResultError: a file is not one of these, or there are too few or too many.
+    """
+    if not 2 <= len(files) <= len(_LETTERS):
+        raise ResultError(f"files given: {len(files)}; accepted: 2 to {len(_LETTERS)}")
+    return compared([read(file) for file in files])
+
+
+def compared(results: Sequence[Result]) -> Comparison:
+    """The comparison of results."""
+    labelled = dict(zip(_LETTERS, results, strict=False))
+    names = dict.fromkeys(itertools.chain.from_iterable(result.rows for result in results))
+    lines = []
+    for key in names:
+        cells = {label: result.rows[key] for label, result in labelled.items() if key in result.rows}
+        of = next(iter(cells.values()))
+        lines.append(Line(of["operation"], of["name"], cells, _bits_of(labelled, cells)))
+    order = {name: index for index, name in enumerate(dict.fromkeys(line.operation for line in lines))}
+    return Comparison(labelled, sorted(lines, key=lambda line: order[line.operation]))
+
+
+def _bits_of(results: Mapping[str, Result], cells: Mapping[str, dict[str, Any]]) -> list[Bits]:
+    """Each result that has numbers beside the first one with its fingerprint, else beside the first one of all.
+
+    Equality is transitive, so this finds every broken promise.
+    """
+    measured = [label for label, row in cells.items() if results[label].kind == "measured" and "failed" not in row]
+    found = []
+    for index, second in enumerate(measured[1:], 1):
+        result = results[second]
+        alike = (of for of in measured[:index] if results[of].fingerprint == result.fingerprint)
+        first = next(alike, None)
+        promised = first is not None and result.under_contract
+        first = first or measured[0]
+        found.append(_bits(first, second, cells[first], cells[second], promised))
+    return found
+
+
+def _bits(first: str, second: str, a: dict[str, Any], b: dict[str, Any], promised: bool) -> Bits:
+    """What two rows gave."""
+    missing = None
+    if a["arguments"] != b["arguments"]:
+        missing = f"{first} and {second} have arguments of other shapes"
+    elif a["inputs"] != b["inputs"]:
+        missing = f"{first} and {second} were given other numbers"
+    elif [_form(x) for x in a["outputs"]] != [_form(x) for x in b["outputs"]]:
+        missing = f"{first} and {second} have results of other shapes or dtypes"
+    if missing is not None:
+        return Bits(first, second, missing=missing)
+    equal = all(x["sha256"] == y["sha256"] for x, y in zip(a["outputs"], b["outputs"], strict=True))
+    ulp: int | None = 0
+    others = 0
+    for x, y in zip(a["outputs"], b["outputs"], strict=True):
+        if x["dtype"] in _FLOATS:
+            distance = ulps(x["sample"], y["sample"], x["dtype"])
+            ulp = None if ulp is None or distance is None else max(ulp, distance)
+        else:
+            others += sum(i != j for i, j in zip(x["sample"], y["sample"], strict=True))
+    return Bits(first, second, promised, equal, ulp, others)
+
+
+def _form(output: Mapping[str, Any]) -> tuple[Any, ...]:
+    return output["dtype"], tuple(output["shape"]), len(output["sample"])
+
+
+def ulps(a: Sequence[str], b: Sequence[str], dtype: str) -> int | None:
+    """The largest distance of floating-point numbers, counted in numbers of their dtype between them.
+
+    Args:
+        a: the hexadecimal of their bits.
+        b: likewise, as many.
+        dtype: of both.
+
+    Returns:
+        None where one number is NaN and the other is not.
+    """
+    bits, exponent = {"bfloat16": (16, 0x7F80), "float16": (16, 0x7C00), "float32": (32, 0x7F800000)}[dtype]
+    words = [np.array([int(word, 16) for word in words], np.int64) for words in (a, b)]
+    nan = [(x & ((1 << bits - 1) - 1)) > exponent for x in words]
+    if (nan[0] != nan[1]).any():
+        return None
+    # Magnitudes are in order as integers are; both zeros are one number.
+    ordered = [np.where(x >> (bits - 1), -(x & ((1 << bits - 1) - 1)), x) for x in words]
+    return int(np.where(nan[0], 0, np.abs(ordered[0] - ordered[1])).max(initial=0))
+
+
+def report(comparison: Comparison) -> RenderableType:
+    """Which results these are, the table, what cannot be compared, and the verdict."""
+    files = Table("", "file", "device", "backend", "fingerprint", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in files.columns:
+        column.overflow = "fold"
+    for label, result in comparison.results.items():
+        files.add_row(label, result.file, result.chip, result.backend, result.digest)
+    differing = comparison.differing_fields
+    fields = Text(f"Fingerprints differ in: {', '.join(differing)}" if differing else "All fingerprints are equal")
+    missing = [
+        Text(f"Not compared, {reason}: " + (cases[0] if len(cases) == 1 else f"{len(cases)} cases, as {cases[0]}"))
+        for reason, cases in comparison.missing.items()
+    ]
+    verdict = Text(comparison.verdict, style="bold red" if comparison.broken else "bold")
+    return Group(files, _table(comparison), fields, *missing, verdict)
+
+
+def _table(comparison: Comparison) -> Table:
+    """A row for each case and result, so that any number of them has room."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", overflow="fold")
+    table.add_column("")
+    for name in ("µs", "share", "× stock"):
+        table.add_column(name, justify="right")
+    table.add_column("bits and distances", overflow="fold")
+    for operation, lines in comparison.operations.items():
+        table.add_row(f"[bold]{operation}")
+        for line in lines:
+            for index, (label, result) in enumerate(comparison.results.items()):
+                bits = next((bits for bits in line.bits if bits.second == label), None)
+                cells = _cells(result, line.cells.get(label), bits)
+                style = "bold red" if bits is not None and bits.broken else None
+                table.add_row(f"  {line.name}" if not index else "", label, *cells, style=style)
+        table.add_section()
+    return table
+
+
+def _cells(result: Result, row: Mapping[str, Any] | None, bits: Bits | None) -> list[str]:
+    if row is None:
+        return ["", "", "", "not there"]
+    if "failed" in row:
+        return ["", "", "", "refused" if row.get("refused") else "FAILED"]
+    if result.kind == "compiled":
+        return ["", "", "", COMPILED]
+    share, stock = row.get("share_of_peak"), row.get("speed_over_stock")
+    return [
+        f"{row['seconds']['median'] * 1e6:.1f}",
+        "" if share is None else f"{share:.0%}",
+        "" if stock is None else f"{stock:.2f}",
+        "" if bits is None else bits.text,
+    ]

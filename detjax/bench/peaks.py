@@ -1,0 +1,45 @@
+"""What chips can do at most, by their makers' data sheets: what measured speeds are shares of."""
+
+import dataclasses
+from typing import Final
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The most that one JAX device does.
+
+    Attributes:
+        chip: its name in tables.
+        flops: bfloat16 operations a second of its matrix units, dense.
+        bytes: a second, from its memory.
+        source: whose figures these are.
+    """
+
+    chip: str
+    flops: float
+    bytes: float
+    source: str
+
+    def least_seconds(self, flops: float, size: float) -> float:
+        """What so many operations and so many bytes of traffic take at least (Williams et al. 2009, the roofline)."""
+        return max(flops / self.flops, size / self.bytes)
+
+
+_NVIDIA: Final = "NVIDIA, data sheet"
+_GOOGLE: Final = "Google, Cloud TPU documentation"
+
+PEAKS: Final = {
+    "NVIDIA A100-SXM4-40GB": Peak("A100 40GB", 312e12, 1555e9, _NVIDIA),
+    "NVIDIA A100-SXM4-80GB": Peak("A100 80GB", 312e12, 2039e9, _NVIDIA),
+    "NVIDIA H100 80GB HBM3": Peak("H100 SXM", 989.4e12, 3350e9, _NVIDIA),
+    "NVIDIA H100 PCIe": Peak("H100 PCIe", 756e12, 2000e9, _NVIDIA),
+    "NVIDIA H200": Peak("H200", 989.4e12, 4800e9, _NVIDIA),
+    "NVIDIA B200": Peak("B200", 2250e12, 8000e9, _NVIDIA),
+    "TPU v4": Peak("TPU v4", 275e12, 1228e9, _GOOGLE),
+    "TPU v5 lite": Peak("TPU v5e", 197e12, 819e9, _GOOGLE),
+    "TPU v5": Peak("TPU v5p", 459e12, 2765e9, _GOOGLE),
+    "TPU v6 lite": Peak("TPU v6e", 918e12, 1640e9, _GOOGLE),
+    # A chip has two chiplets, each of which JAX has as a device.
+    "TPU7x": Peak("TPU7x, one of a chip's two devices", 2307e12 / 2, 7380e9 / 2, _GOOGLE),
+}
+"""By the device's kind as JAX has it. What is not here has no peak: none is guessed."""

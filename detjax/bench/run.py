@@ -1,0 +1,217 @@
+"""Measures operations and whole steps on the device at hand, and keeps the bits that they gave."""
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from detjax import platform
+from detjax.bench import results, timing
+from detjax.bench.cases import OPERATIONS, SMALL, Case, Sizes, cases, checksum
+from detjax.bench.peaks import PEAKS, Peak
+
+_TIMERS: Final = {
+    "gpu": "the kernels of a call, by CUPTI, without the time between them",
+    "tpu": "wall clock of calls that follow each other, over their number",
+    "cpu": "wall clock of a call",
+}
+
+_SMALL_BYTES: Final = 64 << 20
+
+
+def run(
+    *,
+    small: bool = False,
+    only: Sequence[str] = OPERATIONS,
+    backend: str | None = None,
+    out: Path | None = None,
+    sizes: Sizes | None = None,
+    report: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measures every case under the backend and, taking turns with it, under XLA's own operations.
+
+    Args:
+        small: sizes that take seconds on a CPU.
+        only: operations.
+        backend: that serves; default: the best that this device has.
+        out: JSON of the result.
+        sizes: instead of those that `small` chooses.
+        report: is called with every row.
+
+    Raises:
+        ValueError: there is no such operation, or no such backend.
+    """
+    sizes = sizes or (SMALL if small else Sizes())
+    device = jax.devices()[0]
+    peak = PEAKS.get(device.device_kind)
+    memory = (device.memory_stats() or {}) if device.platform != "cpu" else {}
+    of_device = {
+        "kind": platform.device_kind(),
+        "jax_kind": device.device_kind,
+        "platform": device.platform,
+        "devices": jax.device_count(),
+        "memory_bytes": memory.get("bytes_limit"),
+    }
+    settings = {"small": small, "only": list(only), "backend": backend, "timer": _TIMERS.get(device.platform)}
+    settings |= {"sizes": dataclasses.asdict(sizes)}
+    rows: list[dict[str, Any]] = []
+    with platform.use_backend(backend or platform.backend()):
+        about = "python -m detjax.bench run", platform.fingerprint(), of_device, peak, settings
+        for case in cases(sizes, only):
+            rows.append(measured(case, sizes, peak))
+            report(rows[-1])
+            results.written(out, "measured", *about, rows)  # what was measured outlives a run that is cut short
+    return results.written(out, "measured", *about, rows)
+
+
+def measured(case: Case, sizes: Sizes, peak: Peak | None) -> dict[str, Any]:
+    """A row: the case's time, speed, errors and bits under the backend that serves; or why there are none."""
+    row: dict[str, Any] = {"operation": case.operation, "name": case.name, "arguments": case.arguments}
+    row |= {"bytes": case.bytes, "flops": case.flops, "error": None}
+    try:
+        program = platform.jit(case.run, donate_argnums=tuple(range(case.carried)))
+        count = min(timing.rotations(case.bytes), sizes.calls) if case.rotated else 1
+        sets = [case.draw(seed) for seed in range(count)]
+        row["inputs"] = int(checksum(sets[0]))
+        first = _results(case, program, sets[0])
+        row["outputs"] = [results.output(np.asarray(x)) for x in first]
+        if case.exact is not None:
+            # Small arrays come as a whole, so that no program has to be compiled for each slice of them.
+            checked: tuple[Any, Any] = (
+                (sets[0], first) if case.bytes > _SMALL_BYTES else jax.device_get((sets[0], first))
+            )
+            row["error"] = error(case.exact(*checked))
+        seconds = _in_turns(case, program, sets, sizes)
+        row |= seconds | _speeds(case, seconds, peak)
+        again = [results.output(np.asarray(x)) for x in _results(case, program, sets[0])]
+        row["same_bits_again"] = again == row["outputs"]
+    except Exception as failure:  # what this device lacks memory or kernels for says nothing of the other cases
+        row["failed"] = said(failure)
+        row["refused"] = isinstance(failure, NotImplementedError | TypeError)
+    return row
+
+
+def error(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+    """How far numbers are from those in float64: the largest difference, and the differences' norm over the norm."""
+    computed, exact = (np.concatenate([pair[i].reshape(-1) for pair in pairs]) for i in range(2))
+    difference = computed - exact
+    norm = float(np.linalg.norm(exact))
+    return {
+        "max_absolute": float(np.abs(difference).max()),
+        "relative": float(np.linalg.norm(difference)) / norm if norm else 0.0,
+        "elements": computed.size,
+    }
+
+
+def said(failure: Exception) -> str:
+    """The kind of a failure and the first line of what it says."""
+    lines = str(failure).strip().splitlines() or [""]
+    return f"{type(failure).__name__}: {lines[0][:400]}"
+
+
+def _results(case: Case, program: Callable[..., Any], arguments: tuple[Any, ...]) -> list[jax.Array]:
+    """Those that are not carried. The arguments stay as they are."""
+    donated = jax.tree.map(jax.numpy.copy, arguments[: case.carried])
+    found = program(*donated, *arguments[case.carried :])
+    return list(found[: len(found) - case.carried])
+
+
+def _in_turns(case: Case, program: Callable[..., Any], sets: list[Any], sizes: Sizes) -> dict[str, Any]:
+    """Seconds of the backend that serves and of stock, each round's median, or why there are none of stock."""
+    backend = platform.backend()
+    rounds: dict[str, list[float]] = {backend: []}
+    if backend != platform.STOCK:
+        rounds[platform.STOCK] = []
+    missing = None
+    for name in timing.turns(list(rounds), sizes.rounds):
+        if name == platform.STOCK != backend and missing is not None:
+            continue
+        with platform.use_backend(name):
+            try:
+                rounds[name].append(_seconds(_carrying(case, program, sets), [a[case.carried :] for a in sets], sizes))
+            except Exception as failure:
+                if name == backend:
+                    raise
+                missing = said(failure)
+    found: dict[str, Any] = {"seconds": _spread(rounds[backend]), "stock_seconds": None}
+    if missing is not None:
+        return found | {"stock_failed": missing}
+    if backend != platform.STOCK:
+        found["stock_seconds"] = _spread(rounds[platform.STOCK])
+    return found
+
+
+def _seconds(program: Callable[..., Any], sets: Sequence[tuple[Any, ...]], sizes: Sizes) -> float:
+    # A call to a TPU returns before it is done, and waiting for each would measure the way there and back.
+    if jax.default_backend() == "tpu":
+        return timing.step_time(program, sets, steps=sizes.calls, repetitions=3)
+    return timing.device_time(program, sets, calls=sizes.calls)
+
+
+def _carrying(case: Case, program: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Callable[..., Any]:
+    """The program of all arguments but the carried ones, which every call takes from the one before."""
+    held = list(jax.tree.map(jax.numpy.copy, sets[0][: case.carried]))
+
+    def call(*arguments: Any) -> Any:
+        found = program(*held, *arguments)
+        held[:] = found[len(found) - case.carried :]
+        return found[: len(found) - case.carried]
+
+    return call
+
+
+def _spread(rounds: Sequence[float]) -> dict[str, Any]:
+    """The rounds, their median, and how far apart they are as a share of it."""
+    median = statistics.median(rounds)
+    return {"median": median, "spread": (max(rounds) - min(rounds)) / median, "rounds": list(rounds)}
+
+
+def _speeds(case: Case, seconds: dict[str, Any], peak: Peak | None) -> dict[str, Any]:
+    median, stock = seconds["seconds"]["median"], seconds["stock_seconds"]
+    return {
+        "bytes_per_second": case.bytes / median,
+        "flops_per_second": case.flops / median if case.flops else None,
+        "share_of_peak": None if peak is None else peak.least_seconds(case.flops, case.bytes) / median,
+        "speed_over_stock": None if stock is None else stock["median"] / median,
+    }
+
+
+def table(content: dict[str, Any]) -> Table:
+    """The rows of a result."""
+    peak, kind = content["peak"], content["device"]["kind"]
+    share = f"shares are of {peak['chip']}'s roofline" if peak else "no peak is known of this device, so no share"
+    title = f"{content['fingerprint']['backend']} on {kind}\n{share}"
+    out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    out.add_column("", overflow="fold")
+    for name in ("µs", "±", "GB/s", "TFLOP/s", "share", "× stock", "error"):
+        out.add_column(name, justify="right", no_wrap=True)
+    out.add_column("bits", no_wrap=True)
+    for operation, of in itertools.groupby(content["rows"], lambda row: row["operation"]):
+        out.add_section()
+        out.add_row(f"[bold]{operation}")
+        for row in of:
+            out.add_row(f"  {row['name']}", *_cells(row))
+    return out
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if "failed" in row:
+        return [*[""] * 7, "refused" if row["refused"] else "FAILED"]
+    share, stock, flops = row["share_of_peak"], row["speed_over_stock"], row["flops_per_second"]
+    return [
+        f"{row['seconds']['median'] * 1e6:.1f}",
+        f"{row['seconds']['spread']:.0%}",
+        f"{row['bytes_per_second'] / 1e9:.1f}",
+        "" if flops is None else f"{flops / 1e12:.3g}",
+        "" if share is None else f"{share:.0%}",
+        "none" if stock is None else f"{stock:.2f}",
+        "" if row["error"] is None else f"{row['error']['relative']:.1e}",
+        row["outputs"][0]["sha256"][:8] + ("" if row["same_bits_again"] else " CHANGED"),
+    ]

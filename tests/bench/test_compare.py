@@ -1,0 +1,246 @@
+"""Results beside each other: promises that are kept or broken, distances, and files that are none of ours."""
+
+import copy
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from detjax.bench import compare, report, results
+from detjax.bench.__main__ import app
+from detjax.bench.peaks import PEAKS
+from detjax.platform import Fingerprint
+
+FINGERPRINT = Fingerprint(1, "0.1", "portable", "a CPU", "none", "0.11.2", "0.11.2", "cpu", "{}", "{}")
+OTHER = dataclasses.replace(FINGERPRINT, backend="hopper", device_kind="NVIDIA H200", driver="580")
+X = np.linspace(-2, 2, 200, dtype=np.float32)
+
+
+def row(name: str, *outputs: np.ndarray, **changes: Any) -> dict[str, Any]:
+    seconds = {"median": 2e-5, "spread": 0.1, "rounds": [2e-5, 2.1e-5]}
+    found = {"operation": "matmul", "name": name, "arguments": ["float32[9]"], "bytes": 100, "flops": 10, "inputs": 5}
+    found |= {"seconds": seconds, "stock_seconds": seconds, "speed_over_stock": 1.5, "share_of_peak": 0.25}
+    found |= {"error": {"max_absolute": 1e-3, "relative": 1e-4, "elements": 9}, "same_bits_again": True}
+    return found | {"outputs": [results.output(x) for x in outputs]} | changes
+
+
+def save(file: Path, *rows: dict[str, Any], fingerprint: Fingerprint = FINGERPRINT, kind: Any = "measured") -> Path:
+    device = {"kind": fingerprint.device_kind, "platform": "gpu" if fingerprint.driver != "none" else "cpu"}
+    peak = PEAKS.get(fingerprint.device_kind)
+    results.written(file, kind, "python -m detjax.bench run", fingerprint, device, peak, {"small": True}, rows)
+    return file
+
+
+def compiled(file: Path, *names: str) -> Path:
+    fingerprint = dataclasses.replace(FINGERPRINT, device_kind="TPU v5 lite", backend="stock")
+    memory = {"argument": 3000, "temp": 1 << 20}
+    base = {"operation": "matmul", "arguments": ["float32[9]"], "bytes": 100, "flops": 10, "cost": {}}
+    rows = [base | {"name": name, "memory": memory, "compile_seconds": 1.0} for name in names]
+    return save(file, *rows, fingerprint=fingerprint, kind="compiled")
+
+
+def invoke(*arguments: Path | str) -> Any:
+    return CliRunner().invoke(app, ["compare", *map(str, arguments)], env={"COLUMNS": "250"})
+
+
+def nudged(x: np.ndarray, index: int, by: int) -> np.ndarray:
+    words = x.view(np.int32).copy()
+    words[index] += by
+    return words.view(np.float32)
+
+
+def test_equal_fingerprints_with_equal_bits_keep_the_promise(tmp_path: Path) -> None:
+    found = invoke(*(save(tmp_path / f"{i}.json", row("a", X), row("b", X[:3])) for i in range(2)))
+    assert found.exit_code == 0, found.output
+    assert "All 2 results that must have equal bits have them" in found.output
+    assert "equal to A, promised" in found.output and "All fingerprints are equal" in found.output
+
+
+@pytest.mark.parametrize("index", [0, 100, 199])
+def test_one_bit_that_was_promised_breaks_it(tmp_path: Path, index: int) -> None:
+    files = [save(tmp_path / "a.json", row("a", X)), save(tmp_path / "b.json", row("a", nudged(X, index, 1)))]
+    found = invoke(*files)
+    assert found.exit_code == 1
+    assert "1 of 1 results that must have equal bits differ" in found.output
+    assert "NOT EQUAL to A: " in found.output
+
+
+def test_of_three_results_the_one_with_other_bits_is_found(tmp_path: Path) -> None:
+    one, other = row("a", X), row("a", X + 1)
+    files = [
+        save(tmp_path / "0", one),
+        save(tmp_path / "1", row("a", X * 3), fingerprint=OTHER),
+        save(tmp_path / "2", row("a", X * 3), fingerprint=OTHER),
+        save(tmp_path / "3", other),
+    ]
+    found = compare.compare(files)
+    assert [(bits.first, bits.second) for _, bits in found.broken] == [("A", "D")]
+    assert [(bits.first, bits.second, bits.promised) for bits in found.lines[0].bits] == [
+        ("A", "B", False),
+        ("B", "C", True),
+        ("A", "D", True),
+    ]
+
+
+def test_stock_promises_nothing(tmp_path: Path) -> None:
+    stock = dataclasses.replace(FINGERPRINT, backend="stock")
+    files = [save(tmp_path / f"{i}", row("a", X + i), fingerprint=stock) for i in range(2)]
+    assert invoke(*files).exit_code == 0
+    assert "No two results must have equal bits" in compare.compare(files).verdict
+
+
+def test_other_devices_are_a_distance_apart(tmp_path: Path) -> None:
+    tokens = np.arange(4, dtype=np.int32)
+    files = [
+        save(tmp_path / "a", row("a", X, tokens)),
+        save(tmp_path / "b", row("a", nudged(X, 199, -3), tokens * 2), fingerprint=OTHER),
+    ]
+    found = invoke(*files)
+    assert found.exit_code == 0
+    assert "3 ulp, 3 other tokens from A" in found.output
+    assert "Fingerprints differ in: backend, device_kind, driver" in found.output
+
+
+def test_bits_that_differ_where_no_number_is_kept_do_not_pass_for_equal(tmp_path: Path) -> None:
+    many = np.ones(1000, np.float32)
+    files = [save(tmp_path / "a", row("a", many)), save(tmp_path / "b", row("a", nudged(many, 1, 1)))]
+    ((_, bits),) = compare.compare(files).pairs
+    assert bits.broken and bits.text == "NOT EQUAL to A: 0 ulp in what is kept"
+
+
+def test_ulps_are_counted_across_zero_and_within_every_dtype() -> None:
+    def of(dtype: Any, a: list[float], b: list[float]) -> int | None:
+        words = [results.output(np.asarray(x, dtype))["sample"] for x in (a, b)]
+        return compare.ulps(*words, np.dtype(dtype).name)
+
+    tiny = float(np.finfo(np.float32).smallest_subnormal)
+    assert of(np.float32, [0.0, 1.0], [-0.0, 1.0]) == 0
+    assert of(np.float32, [tiny], [-tiny]) == 2
+    assert of(np.float32, [1.0, 5.0], [1.0 + 2**-23, 5.0]) == 1
+    assert of(np.float16, [-1.0], [-1.0 - 2**-10]) == 1
+    assert of(np.float32, [np.nan, np.inf], [np.nan, np.inf]) == 0
+    assert of(np.float32, [np.nan], [1.0]) is None
+    assert of(np.float32, [], []) == 0
+    assert compare.ulps(["3f80", "bf80"], ["3f82", "bf80"], "bfloat16") == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"arguments": ["float32[8]"]}, "A and B have arguments of other shapes"),
+        ({"inputs": 6}, "A and B were given other numbers"),
+        ({"outputs": [results.output(X[:3])]}, "A and B have results of other shapes or dtypes"),
+        ({"failed": "NotImplementedError: no kernels", "refused": True}, "B: NotImplementedError: no kernels"),
+        ({"name": "c"}, "not in B"),
+    ],
+)
+def test_what_cannot_be_compared_is_named_with_the_reason(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    files = [save(tmp_path / "a", row("a", X), row("b", X)), save(tmp_path / "b", row("a", X), row("b", X) | change)]
+    found = compare.compare(files)
+    assert found.missing[reason] == ["matmul b"]
+    assert [line.name for line, _ in found.pairs] == ["a"]
+    assert f"Not compared, {reason}: matmul b" in invoke(*files).output
+
+
+def test_what_was_compiled_is_not_taken_for_measured(tmp_path: Path) -> None:
+    files = [save(tmp_path / "a", row("a", X)), compiled(tmp_path / "b", "a")]
+    found = invoke(*files)
+    assert found.exit_code == 0 and "compiled, not measured" in found.output
+    comparison = compare.compare(files)
+    assert list(comparison.measured) == ["A"] and not comparison.pairs
+    assert comparison.verdict == "No two results can be compared bit by bit"
+    assert "compiled; 1.05 MB" in report.html(comparison)
+
+
+def test_the_report_needs_no_other_file_and_shows_what_was_found(tmp_path: Path) -> None:
+    files = [
+        save(tmp_path / "a.json", row("<a>", X), row("b", X)),
+        save(tmp_path / "b.json", row("<a>", X), row("b", X + 1)),
+        save(tmp_path / "c.json", row("<a>", X), fingerprint=OTHER),
+        compiled(tmp_path / "d.json", "b"),
+    ]
+    out, folder = tmp_path / "report.html", tmp_path / "plots"
+    found = invoke(*files, "--html", out, "--plots", folder)
+    assert found.exit_code == 1, found.output  # the report of a broken promise is written too
+    html = out.read_text()
+    assert "1 of 2 results that must have equal bits differ" in html and "matmul b: A and B" in html
+    assert "&lt;a&gt;" in html and "<a>" not in html
+    assert "H200" in html and "compiled, not measured" in html and "prefers-color-scheme: dark" in html
+    assert html.count("<svg") == 3
+    assert not re.search(r"(src|href)=.(?!#)", html) and "url(http" not in html and "<script" not in html
+    # The same results make the same report.
+    assert report.html(compare.compare(files)) == html
+    names = {"compare-share.png", "compare-over-stock.png", "compare-error.png"}
+    assert {file.name for file in folder.iterdir()} == names
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in folder.iterdir())
+
+
+def change(**fields: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda content: content | fields
+
+
+def change_row(**fields: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda content: content | {"rows": [content["rows"][0] | fields]}
+
+
+def without(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda content: {key: value for key, value in content.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda _: [1, 2], "is JSON of another kind, list"),
+        (lambda _: {"workload": {}, "runs": {}}, "is a result of `python -m detjax.bench serve`"),
+        (lambda _: {"x": 1, "y": 2}, "neither of these commands wrote, with the keys 'x', 'y'"),
+        (change(version=2), "has version 2 of the format; accepted: version 1"),
+        (change(kind="guessed"), "is of kind 'guessed'; accepted: measured, compiled"),
+        (without("rows"), "is damaged: rows is missing"),
+        (without("fingerprint"), "is damaged: fingerprint is missing"),
+        (change(fingerprint={"jax": "1"}), "is damaged: its fingerprint lacks ['backend'"),
+        (change(rows=[3]), "is damaged: row 1 is 3"),
+        (change(peak={"chip": "x"}), "is damaged: flops of peak is missing"),
+        (lambda content: content | {"rows": content["rows"] * 2}, "is damaged: row 2 is there twice: matmul | a"),
+        (change_row(seconds=None), "is damaged: seconds of matmul | a is None"),
+        (change_row(seconds={"median": 1.0, "spread": 0.0, "rounds": [-1.0]}), "seconds are [-1.0]"),
+        (change_row(outputs=[{"sha256": "z" * 64}]), "the sha256"),
+        (
+            change_row(outputs=[results.output(X) | {"sample": ["0", "xy"]}]),
+            "is damaged: matmul | a: its sample is no hexadecimal",
+        ),
+    ],
+)
+def test_files_that_are_not_ours_are_refused_by_name(tmp_path: Path, changed: Any, message: str) -> None:
+    good = save(tmp_path / "good.json", row("a", X))
+    bad = tmp_path / "bad.json"
+    bad.write_text(json.dumps(changed(copy.deepcopy(json.loads(good.read_text())))))
+    found = invoke(good, bad)
+    assert found.exit_code == 2
+    assert str(bad) in found.output and message in found.output and "accepted: " in found.output
+
+
+def test_files_that_are_no_json_are_refused_by_name(tmp_path: Path) -> None:
+    good = save(tmp_path / "good.json", row("a", X))
+    text = good.read_bytes()
+    cut, empty, binary = (tmp_path / name for name in ("cut", "empty", "binary"))
+    cut.write_bytes(text[: len(text) // 2])
+    empty.write_bytes(b"")
+    binary.write_bytes(b"\x89PNG\xff\xfe\x00")
+    messages = {
+        cut: "is no JSON, or was cut off",
+        empty: "is empty",
+        binary: "is no text",
+        tmp_path / "none": "No such file",
+        tmp_path: "Is a directory",
+    }
+    for file, message in messages.items():
+        found = invoke(good, file)
+        assert found.exit_code == 2 and f"{file}" in found.output and message in found.output, found.output
+    alone = invoke(good)
+    assert alone.exit_code == 2 and "files given: 1; accepted: 2 to 26" in alone.output

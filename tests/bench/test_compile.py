@@ -1,0 +1,101 @@
+"""Compiling for TPUs that are not there."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+from typer.testing import CliRunner
+
+from detjax import platform
+from detjax.bench import compare, deviceless
+from detjax.bench import compile as compiling
+from detjax.bench.__main__ import app
+from detjax.bench.cases import OPERATIONS, SMALL, cases
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Stands for libtpu, and refuses softmax; the calls that it saw."""
+    seen: list[tuple[Any, ...]] = []
+    client = SimpleNamespace(platform_version="libtpu of a test\n")
+    devices = [SimpleNamespace(device_kind="TPU v5 lite", client=client)]
+
+    def compiled_for(chip: str, fn: Any, *args: Any, options: Any, donate: Any) -> Any:
+        jax.eval_shape(fn, *args)
+        seen.append((chip, platform.backend(), options, donate))
+        if len(jax.tree.leaves(args)) == 1:
+            raise RuntimeError("scoped vmem limit exceeded\nat length")
+        sizes = {f"{name}_size_in_bytes": 1000 for name in ("argument", "output", "alias", "temp", "generated_code")}
+        return SimpleNamespace(
+            memory_analysis=lambda: SimpleNamespace(**sizes), cost_analysis=lambda: {"flops": 5.0, "utilization": 1.0}
+        )
+
+    monkeypatch.setattr(deviceless, "topology", lambda _: SimpleNamespace(devices=devices))
+    monkeypatch.setattr(deviceless, "compiled_for", compiled_for)
+    return seen
+
+
+def test_what_the_compiler_says_is_kept(compiler: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    out = tmp_path / "v5e.json"
+    only = ["rms_norm", "decode_step"]
+    content = compiling.compile_for("v5e", small=True, only=only, backend="portable", out=out)
+    assert json.loads(out.read_text()) == content
+    assert compiler == [("v5e", "portable", platform.compiler_options("tpu"), donate) for donate in ((), (), (0, 1))]
+    row = content["rows"][0]
+    assert row["memory"]["temp"] == 1000 and row["cost"] == {"flops": 5.0} and row["compile_seconds"] >= 0
+    assert (content["kind"], content["fingerprint"]["backend"]) == ("compiled", "portable")
+    assert content["fingerprint"]["plugin"] == "libtpu of a test" and content["peak"]["chip"] == "TPU v5e"
+    comparison = compare.compare([out, out])
+    assert not comparison.pairs and not comparison.measured
+
+
+def test_a_program_that_the_compiler_refuses_fails_the_command(compiler: list[tuple[Any, ...]]) -> None:
+    arguments = ["compile", "--chip", "v5e", "--small", "--only", "softmax", "--only", "rms_norm"]
+    found = CliRunner().invoke(app, arguments, env={"COLUMNS": "250"})
+    assert found.exit_code == 1
+    assert "FAILED: RuntimeError: scoped vmem limit exceeded" in found.output
+    assert "compiled, not measured" in found.output
+    assert {options == {} for _, backend, options, _ in compiler if backend == "stock"} <= {True}
+
+
+def test_every_case_has_arguments_without_a_device_that_makes_them() -> None:
+    assert {case.operation for case in cases(SMALL)} == set(OPERATIONS)
+    names = [(case.operation, case.name) for case in cases(SMALL)]
+    assert len(set(names)) == len(names)
+    for case in cases(SMALL):
+        assert case.arguments and all("[" in text for text in case.arguments)
+
+
+def test_without_libtpu_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    deviceless.topology.cache_clear()
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    found = CliRunner().invoke(app, ["compile", "--chip", "v5e"], env={"COLUMNS": "250"})
+    assert found.exit_code == 2
+    assert "libtpu is not installed" in found.output and "pip install 'detjax[tpu]'" in found.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--chip", "v9"], "chip is 'v9'; accepted: v5e, v5p, v6e, tpu7x"),
+        (["--chip", "v5e", "--only", "sort"], "--only 'sort' is unknown; accepted: matmul"),
+        ([], "Missing option '--chip'"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(arguments: list[str], message: str) -> None:
+    found = CliRunner().invoke(app, ["compile", *arguments], env={"COLUMNS": "300"})
+    assert found.exit_code == 2
+    assert message in found.output
+
+
+@needs_libtpu
+def test_small_cases_compile_for_a_chip() -> None:
+    content = compiling.compile_for("v5e", small=True, only=["rms_norm", "matmul"])
+    assert content["rows"] and all(row["memory"]["argument"] > 0 for row in content["rows"])
