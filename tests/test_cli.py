@@ -126,7 +126,7 @@ def test_chat_wraps_the_prompt_in_the_template() -> None:
     [
         (("--model", "nowhere"), "'nowhere' is not a directory; accepted: a directory with a Hugging Face checkpoint"),
         (("--max-tokens", 0), "max_tokens is 0; accepted: at least 1"),
-        (("--temperature", "nan"), "temperature is nan; accepted: finite numbers"),
+        (("--temperature", "nan"), "temperature is nan; accepted: 0, or 1e-30 to 1e30"),
         (("--top-p", 2), "top_p is 2.0; accepted: "),
         (("--seed", -1), "seed is -1; accepted: "),
         (("--logprobs", -1), "top_logprobs is -1; accepted: "),
