@@ -24,7 +24,7 @@ demo: $(READY) ## set up, then run the demonstration
 	@$(BIN)/detjax demo
 
 test: lint $(PTXAS)/.ready ## set up, lint, then run the tests (PYTEST_ARGS="-k matmul" picks some)
-	DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 2 --dist loadfile --ignore tests/tpu $(PYTEST_ARGS)
+	DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/tpu $(PYTEST_ARGS)
 
 test-tpu: $(LIBTPU)/.ready ## the kernels for TPUs, in the interpreter and compiled for chips that are not there
 	PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(BIN)/pytest -n 2 --dist load tests/tpu $(PYTEST_ARGS)

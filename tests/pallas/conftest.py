@@ -114,6 +114,12 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_callbacks, "_named_barrier", gpu_callbacks.fail_on_exception(_named_barrier))
 
 
+@pytest.fixture
+def small_chip(two_multiprocessors: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill's tiles are many to a CTA, and decode's partial results many loads to a merge."""
+    monkeypatch.setattr(attention_merge_hopper, "_AT_ONCE", 2)
+
+
 _ATTENTION = (
     attention_tile_hopper,
     attention_columns_hopper,
