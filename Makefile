@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-tpu lint format lock clean
+.PHONY: help demo test test-tpu test-all lint format lock clean
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -23,11 +23,22 @@ help: ## say what can be made
 demo: $(READY) ## set up, then run the demonstration
 	@$(BIN)/detjax demo
 
+PYTEST = DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Where what was asked for is all elsewhere, pytest's exit code is 5.
+IF_ANY := || [ $$? -eq 5 ]
+# Kernels in Pallas' interpreter are called by XLA's programs, which take most of the time to compile. How good these
+# are matters elsewhere.
+QUICK_COMPILER := XLA_FLAGS=--xla_backend_optimization_level=0
+
 test: lint $(PTXAS)/.ready ## set up, lint, then run the tests (PYTEST_ARGS="-k matmul" picks some)
-	DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/tpu $(PYTEST_ARGS)
+	$(PYTEST) --ignore tests/pallas --ignore tests/tpu $(PYTEST_ARGS) $(IF_ANY)
+	$(QUICK_COMPILER) $(PYTEST) tests/pallas $(PYTEST_ARGS) $(IF_ANY)
 
 test-tpu: $(LIBTPU)/.ready ## the kernels for TPUs, in the interpreter and compiled for chips that are not there
-	PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(BIN)/pytest -n 2 --dist load tests/tpu $(PYTEST_ARGS)
+	PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(QUICK_COMPILER) $(PYTEST) tests/tpu $(PYTEST_ARGS)
+
+test-all: ## every case of every test: of costly ones, the others run only some
+	$(MAKE) test test-tpu PYTEST_ARGS="--all-cases $(PYTEST_ARGS)"
 
 lint: $(READY) ## check style, formatting, types and the direction of imports
 	$(BIN)/ruff check

@@ -47,6 +47,13 @@ class Epilogue:
 WEIGHT_GRADIENT_TOKENS: Final = 16
 """Weight gradients add tokens in ascending order, this many in one step of the matrix unit, onto one accumulator."""
 
+TPU_ROW_TILE: Final = 128
+TPU_K_STEP: Final = 512
+"""On TPUs a tile of so many tokens meets so many elements of K in one product, which is added to the accumulator. What
+the matrix unit does inside one product is the compiler's choice for the product's shape, so the shape is part of what
+the bits are. By the published peaks of v5e, v5p, v6e and TPU7x a bfloat16 weight takes longer to arrive than to meet
+128 tokens, so one token costs no more time than it must; 256 would cost a v5p half as much again."""
+
 # --- rows: rms_norm, softmax, log_softmax, logsumexp ------------------------------------------------------------------
 
 LANES: Final = 512

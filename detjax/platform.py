@@ -14,14 +14,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, overload
 
 import jax
-import jax.extend.backend
 from jax._src.core import trace_state_clean  # JAX has no public name for "nothing is being traced"
 
 from detjax.contract import CONTRACT_VERSION
 from detjax.version import __version__
 
-BACKENDS: Final = ("hopper", "portable")
-"""Backends under contract, in order of preference: kernels for compute capability 9.0 (H100, H200), and plain JAX."""
+BACKENDS: Final = ("hopper", "tpu", "portable")
+"""Backends under contract, in order of preference: kernels for compute capability 9.0, kernels for TPUs, and plain JAX,
+which runs anywhere."""
+
+_DEVICES: Final[Mapping[str, str]] = {
+    "hopper": "GPUs of compute capability 9.0 (H100, H200)",
+    "tpu": "TPUs",
+}
+"""Where backends run that don't run anywhere."""
 
 STOCK: Final = "stock"
 """XLA's own operations, under no contract: what detjax is compared with. Served only where it is asked for by name."""
@@ -30,6 +36,7 @@ BACKEND_VARIABLE: Final = "DETJAX_BACKEND"
 
 _chosen = jax.make_user_context(None)
 _pinned = jax.make_user_context(False)
+_target = jax.make_user_context(None)
 
 PINNED_OPTIONS: Final[Mapping[str, Mapping[str, bool | int]]] = {
     "cpu": {
@@ -75,13 +82,16 @@ def backend() -> str:
     forced = os.environ.get(BACKEND_VARIABLE)
     if forced:
         return _checked(forced, f"environment variable {BACKEND_VARIABLE}")
-    return "hopper" if _is_hopper() else "portable"
+    return next(name for name in BACKENDS if runs_here(name))
 
 
 @functools.cache
-def _is_hopper() -> bool:
+def runs_here(backend: str) -> bool:
+    """Whether the default device runs the kernels of a backend of `BACKENDS`."""
     device = jax.devices()[0]
-    return device.platform == "gpu" and getattr(device, "compute_capability", None) == "9.0"
+    if backend == "hopper":
+        return device.platform == "gpu" and getattr(device, "compute_capability", None) == "9.0"
+    return backend == "portable" or device.platform == backend
 
 
 @contextlib.contextmanager
@@ -107,6 +117,16 @@ def _checked(name: str, source: str) -> str:
     return name
 
 
+def target() -> str:
+    """The platform that programs are traced for: "cpu", "gpu" or "tpu"."""
+    return _target.value or jax.default_backend()
+
+
+def tracing_for(device_platform: str) -> contextlib.AbstractContextManager[None]:
+    """A context in which programs are traced for a platform whose devices need not be there; none of them can run."""
+    return _target(device_platform)
+
+
 def device_name() -> str:
     """The default device as errors name it, as in "cuda:0 (NVIDIA H200)"."""
     device = jax.devices()[0]
@@ -114,14 +134,15 @@ def device_name() -> str:
 
 
 def compiler_options(device_platform: str | None = None) -> dict[str, bool | int]:
-    """The options that programs are compiled with on "cpu", "gpu" or "tpu"; default: on this process's device."""
-    name = device_platform or jax.default_backend()
+    """The options that programs are compiled with on "cpu", "gpu" or "tpu"; default: see `target`."""
+    name = device_platform or target()
     if name not in PINNED_OPTIONS:
         raise ValueError(f"compiler_options: platform {name!r} is unknown; accepted: {', '.join(PINNED_OPTIONS)}")
     return dict(PINNED_OPTIONS[name])
 
 
-def _options_of(backend: str, device_platform: str) -> dict[str, bool | int]:
+def options_of(backend: str, device_platform: str) -> dict[str, bool | int]:
+    """The options that a backend's programs are compiled with; stock programs are given none."""
     return {} if backend == STOCK else compiler_options(device_platform)
 
 
@@ -194,7 +215,7 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
 
     @functools.cache
     def program(device_platform: str, backend: str) -> Any:
-        return jax.jit(fn, compiler_options=_options_of(backend, device_platform), **jit_arguments)
+        return jax.jit(fn, compiler_options=options_of(backend, device_platform), **jit_arguments)
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -245,11 +266,12 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if backend() != "hopper" or _is_hopper() or "interpret mode" not in str(error):
+        name = backend()
+        if name not in _DEVICES or runs_here(name) or "interpret mode" not in str(error):
             raise
         raise RuntimeError(
-            f"backend 'hopper' is chosen on {device_name()}; accepted: GPUs of compute capability 9.0 (H100, H200). "
-            f"Choose 'portable' with detjax.use_backend or {BACKEND_VARIABLE}, or neither: the best one then serves."
+            f"backend {name!r} is chosen on {device_name()}; accepted: {_DEVICES[name]}. Choose 'portable' with "
+            f"detjax.use_backend or {BACKEND_VARIABLE}, or neither: the best one then serves."
         ) from error
 
 
@@ -262,7 +284,7 @@ def require_pinned_program(operation: str) -> None:
     Raises:
         RuntimeError: `operation` is traced for a GPU outside of `detjax.jit`.
     """
-    if jax.default_backend() == "gpu" and not _pinned.value:
+    if target() == "gpu" and not _pinned.value:
         raise RuntimeError(
             f"{operation}: traced for the portable backend on {jax.devices()[0].device_kind} by a program without the "
             "pinned compiler options; accepted: programs compiled with detjax.jit. Put detjax.jit around the outermost "
@@ -292,33 +314,35 @@ class Fingerprint:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def fingerprint() -> Fingerprint:
-    """The fingerprint of this process's default device and of what would serve on it."""
-    device = jax.devices()[0]
+def fingerprint(device: Any = None) -> Fingerprint:
+    """The fingerprint of a JAX device, by default of this process's first, and of the backend that would serve."""
+    device = device or jax.devices()[0]
     flags = {name: os.environ[name] for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if os.environ.get(name)}
     return Fingerprint(
         contract_version=CONTRACT_VERSION,
         detjax=__version__,
         backend=backend(),
-        device_kind=device_kind(),
+        device_kind=device_kind(device),
         driver=_driver(device.platform),
         jax=jax.__version__,
         jaxlib=importlib.metadata.version("jaxlib"),
-        plugin=jax.extend.backend.get_backend().platform_version.strip(),
+        plugin=device.client.platform_version.strip(),
         flags=json.dumps(flags, sort_keys=True),
-        compiler_options=json.dumps(_options_of(backend(), jax.default_backend()), sort_keys=True),
+        compiler_options=json.dumps(options_of(backend(), device.platform), sort_keys=True),
     )
 
 
-@functools.cache
-def device_kind() -> str:
-    """The default device's kind, as fingerprints and tables of schedules name it.
+def device_kind(device: Any = None) -> str:
+    """The kind of a JAX device, by default of the first, as fingerprints and tables of schedules name it.
 
     XLA's CPU compiler emits code for the processor it finds, so "cpu" alone would not tell two machines apart.
     """
-    device = jax.devices()[0]
-    if device.platform != "cpu":
-        return device.device_kind
+    device = device or jax.devices()[0]
+    return _processor() if device.platform == "cpu" else device.device_kind
+
+
+@functools.cache
+def _processor() -> str:
     model = host.processor() or host.machine()
     with contextlib.suppress(OSError, KeyError):
         lines = (line.partition(":") for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines())

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn  # JAX has no public name for paged attention
 from jaxtyping import Array, DTypeLike
 
+from detjax import platform
 from detjax.contract import ACCUMULATOR, KV_BLOCK, PRNG, Activation, Epilogue, Masking, WeightLayout
 
 _CUDNN_DTYPES: Final = ("bfloat16", "float16")
@@ -58,7 +59,7 @@ def matmul(
 
 def _operands(x: Array, y: Array) -> tuple[Array, Array]:
     """What a dot with a float32 result takes: XLA's CPU runtime (jaxlib 0.11.2) has none of bfloat16 for one row."""
-    if jax.default_backend() == "cpu":
+    if platform.target() == "cpu":
         return x.astype(ACCUMULATOR), y.astype(ACCUMULATOR)
     return x, y
 
@@ -175,15 +176,18 @@ def ragged_attention(
     kv_length: Array,
     sinks: Array | None,
     *,
+    request: Array,
+    index: Array,
     masking: Masking,
 ) -> Array:
-    """See `detjax.ops.ragged_attention`. It is cuDNN's where that can do it, else each row is a request."""
+    """See `detjax.ops.ragged_attention`. It is cuDNN's where that can do it, else each row is a request.
+
+    `request` and `index` say of each row whose it is, and how far behind that one's first.
+    """
     rows, requests = q.shape[0], page_table.shape[0]
-    row = jnp.arange(rows, dtype=jnp.int32)
-    request = jnp.maximum(jnp.searchsorted(q_row, row, side="right", method="compare_all").astype(jnp.int32) - 1, 0)
-    position = q_start[request] + row - q_row[request]
+    position = q_start[request] + index
     if not _has_cudnn(q, v_pages, sinks, masking):
-        is_own = (row >= q_row[request]) & (row < q_row[request] + q_length[request])
+        is_own = (index >= 0) & (index < q_length[request])
         where = page_table[request], position, jnp.where(is_own, kv_length[request], 0)
         return attention(q[:, None], k_pages, v_pages, *where, sinks, masking=masking)[:, 0]
 
@@ -199,9 +203,9 @@ def ragged_attention(
         padded = q[jnp.clip(source, 0, rows - 1)].swapaxes(1, 2)
         length = jnp.where(q_length[of] > 0, kv_length[of], 0)
         found = _cudnn(padded, k_pages, v_pages, page_table[of], length, length, masking, causal=masking.causal)
-        index = request - first
-        mine = found[jnp.clip(index, 0, together - 1), :, jnp.clip(position, 0, keys - 1)]
-        return jnp.where(((index >= 0) & (index < together))[:, None, None], mine, o)
+        slot = request - first
+        mine = found[jnp.clip(slot, 0, together - 1), :, jnp.clip(position, 0, keys - 1)]
+        return jnp.where(((slot >= 0) & (slot < together))[:, None, None], mine, o)
 
     o = jnp.zeros_like(q)
     if together == requests:
@@ -213,7 +217,7 @@ def ragged_attention(
 def _has_cudnn(q: Array, v_pages: Array, sinks: Array | None, masking: Masking) -> bool:
     width = q.shape[-1]
     return (
-        jax.default_backend() == "gpu"
+        platform.target() == "gpu"
         and q.dtype.name in _CUDNN_DTYPES
         and width % 8 == 0
         and width <= 256

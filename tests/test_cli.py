@@ -5,16 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
-from flax import nnx
+from one_layer import one_layer
 from typer.testing import CliRunner, Result
 
 import detjax
 from detjax import SamplingParams, models, platform
 from detjax.cli import app
 from detjax.demo import CHECKPOINT, experiment
-from detjax.models import Decoder
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -25,10 +23,8 @@ def run(*arguments: object, **options: Any) -> Result:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that is shipped, cut to its first layer: it compiles fast."""
-    model, tokenizer = models.load(CHECKPOINT, progress=False)
-    small = Decoder(dataclasses.replace(model.config, layers=1, windows=(None,)), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
-    small.generation_defaults = model.generation_defaults
+    """The model that is shipped, cut to its first layer."""
+    small, tokenizer = one_layer(CHECKPOINT, seed=0)
     path = tmp_path_factory.mktemp("checkpoint") / "small"
     models.save(small, path, tokenizer=tokenizer)
     return path
@@ -131,7 +127,7 @@ def test_chat_wraps_the_prompt_in_the_template() -> None:
         (("--seed", -1), "seed is -1; accepted: "),
         (("--logprobs", -1), "top_logprobs is -1; accepted: "),
         (("--stop", ""), "stop is ('',); accepted: "),
-        (("--backend", "cuda"), "'cuda' is no backend of this release; accepted: hopper, portable, stock"),
+        (("--backend", "cuda"), "'cuda' is no backend of this release; accepted: hopper, tpu, portable, stock"),
         (("--dtype", "int8"), "int8"),
         (("--kv-cache-dtype", "int4"), "--kv-cache-dtype is 'int4'; accepted: int8, fp8_e4m3, q4_0"),
         (("--prompt", ""), "prompt 1 is empty; accepted: at least one token"),
@@ -219,7 +215,7 @@ def test_demo_with_several_answers_of_detjax_ends_with_code_1(
         (("--prompt", ""), "the prompt is empty"),
         (
             ("--backend", "stock"),
-            "the backend is 'stock', which is what detjax is compared with; accepted: hopper, portable",
+            "the backend is 'stock', which is what detjax is compared with; accepted: hopper, tpu, portable",
         ),
         (("--backend", "cuda"), "'cuda' is no backend"),
         (("--dtype", "int8"), "int8"),

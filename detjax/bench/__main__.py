@@ -201,9 +201,9 @@ def compile_command(
     small: _Small = False,
     only: _Only = None,
     backend: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Whose programs.", show_default=compiling.default_backend()),
-    ] = None,
+        str,
+        typer.Option(metavar="NAME", help="Whose programs."),
+    ] = "tpu",
     out: _Out = None,
 ) -> None:
     """Compiles what `run` measures for a TPU that is not there. It needs libtpu, and nothing is executed."""

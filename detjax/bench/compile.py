@@ -1,16 +1,13 @@
 """Compiles operations and whole steps for TPUs that are not there: are they accepted, and what memory do they take?"""
 
 import dataclasses
-import importlib.metadata
+import functools
 import itertools
-import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import jax
 from rich import box
 from rich.markup import escape
 from rich.table import Table
@@ -19,16 +16,8 @@ from detjax import platform
 from detjax.bench import deviceless, results
 from detjax.bench.cases import OPERATIONS, SMALL, Case, Sizes, cases
 from detjax.bench.peaks import PEAKS
-from detjax.bench.run import said
-from detjax.contract import CONTRACT_VERSION
-from detjax.version import __version__
 
 _MEMORY: Final = ("argument", "output", "alias", "temp", "generated_code")
-
-
-def default_backend() -> str:
-    """The backend that serves on TPUs; stock while this release has none for them."""
-    return "tpu" if "tpu" in platform.BACKENDS else platform.STOCK
 
 
 def compile_for(
@@ -36,7 +25,7 @@ def compile_for(
     *,
     small: bool = False,
     only: Sequence[str] = OPERATIONS,
-    backend: str | None = None,
+    backend: str = "tpu",
     out: Path | None = None,
     sizes: Sizes | None = None,
     report: Callable[[dict[str, Any]], None] = lambda _: None,
@@ -47,7 +36,7 @@ def compile_for(
         chip: one of `deviceless.TPU_CHIPS`.
         small: the sizes of `run --small`.
         only: operations.
-        backend: whose programs; default: see `default_backend`.
+        backend: whose programs.
         out: JSON of the result.
         sizes: instead of those that `small` chooses.
         report: is called with every row.
@@ -57,51 +46,30 @@ def compile_for(
         ModuleNotFoundError: libtpu is not installed.
     """
     device = deviceless.topology(chip).devices[0]
-    backend, sizes = backend or default_backend(), sizes or (SMALL if small else Sizes())
-    options = {} if backend == platform.STOCK else platform.compiler_options("tpu")
-    flags = {name: os.environ[name] for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if os.environ.get(name)}
-    fingerprint = platform.Fingerprint(
-        contract_version=CONTRACT_VERSION,
-        detjax=__version__,
-        backend=backend,
-        device_kind=device.device_kind,
-        driver="none",
-        jax=jax.__version__,
-        jaxlib=importlib.metadata.version("jaxlib"),
-        plugin=device.client.platform_version.strip(),
-        flags=json.dumps(flags, sort_keys=True),
-        compiler_options=json.dumps(options, sort_keys=True),
-    )
+    sizes = sizes or (SMALL if small else Sizes())
     of_device = {"kind": device.device_kind, "jax_kind": device.device_kind, "platform": "tpu", "devices": 1}
     settings = {"chip": chip, "small": small, "only": list(only), "backend": backend}
     settings |= {"sizes": dataclasses.asdict(sizes)}
     command = f"python -m detjax.bench compile --chip {chip}"
-    about = command, fingerprint, of_device, PEAKS.get(device.device_kind), settings
-    rows: list[dict[str, Any]] = []
     with platform.use_backend(backend):
-        for case in cases(sizes, only):
-            rows.append(_compiled(chip, case, options))
-            report(rows[-1])
-            results.written(out, "compiled", *about, rows)  # what was compiled outlives a run that is cut short
-    return results.written(out, "compiled", *about, rows)
+        about = command, platform.fingerprint(device), of_device, PEAKS.get(device.device_kind), settings
+        found = functools.partial(_compiled, chip, platform.options_of(backend, "tpu"))
+        return results.gathered(out, "compiled", about, cases(sizes, only), found, report)
 
 
-def _compiled(chip: str, case: Case, options: dict[str, Any]) -> dict[str, Any]:
-    """A row: what memory the program takes and what the compiler thinks it costs; or why there is none."""
-    row: dict[str, Any] = {"operation": case.operation, "name": case.name, "arguments": case.arguments}
-    row |= {"bytes": case.bytes, "flops": case.flops}
+def _compiled(chip: str, options: dict[str, Any], case: Case) -> dict[str, Any]:
+    """What memory the program takes and what the compiler thinks it costs."""
     start = time.perf_counter()
-    try:
-        donated = tuple(range(case.carried))
-        program = deviceless.compiled_for(chip, case.run, *case.shapes, options=options, donate=donated)
-        row["compile_seconds"] = time.perf_counter() - start
-        memory, cost = program.memory_analysis(), program.cost_analysis() or {}
-        row["memory"] = {name: getattr(memory, f"{name}_size_in_bytes") for name in _MEMORY}
+    donated = tuple(range(case.carried))
+    program = deviceless.compiled_for(chip, case.run, *case.shapes, options=options, donate=donated)
+    seconds = time.perf_counter() - start
+    memory, cost = program.memory_analysis(), program.cost_analysis() or {}
+    return {
+        "compile_seconds": seconds,
+        "memory": {name: getattr(memory, f"{name}_size_in_bytes") for name in _MEMORY},
         # The compiler's own names. It counts what its fusions read, not what memory is asked for.
-        row["cost"] = {name: cost[name] for name in ("flops", "bytes accessed") if name in cost}
-    except Exception as failure:  # what one program lacks says nothing of the others
-        row |= {"failed": said(failure), "refused": isinstance(failure, NotImplementedError | TypeError)}
-    return row
+        "cost": {name: cost[name] for name in ("flops", "bytes accessed") if name in cost},
+    }
 
 
 def table(content: dict[str, Any]) -> Table:

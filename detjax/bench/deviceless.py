@@ -14,6 +14,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from detjax import platform
+
 TPU_CHIPS: Final = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 """Names of chips, with the smallest topology of each that libtpu knows."""
 
@@ -69,7 +71,8 @@ def compiled_for(
     sharding = SingleDeviceSharding(device)
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), args)
     mesh = Mesh(np.array([device]), ("_",)).abstract_mesh
-    with jax.sharding.use_abstract_mesh(mesh):  # kernels that ask for the kind of device see the target's
+    # Kernels that ask for the kind of device see the target's.
+    with jax.sharding.use_abstract_mesh(mesh), platform.tracing_for("tpu"):
         program = jax.jit(fn, out_shardings=sharding, donate_argnums=donate, compiler_options=options)
         return program.trace(*args).lower(lowering_platforms=("tpu",)).compile()
 
@@ -93,7 +96,8 @@ def kernels_of(fn: Callable[..., Any], *args: Any) -> list[str]:
 
     tpu_custom_call._lower_to_custom_call_config = noted  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",))
+        with platform.tracing_for("tpu"):
+            jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",))
     finally:
         tpu_custom_call._lower_to_custom_call_config = original  # pyright: ignore[reportAttributeAccessIssue]
     return found

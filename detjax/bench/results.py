@@ -6,12 +6,13 @@ import hashlib
 import importlib.metadata
 import json
 import platform as host
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
 
+from detjax.bench.cases import Case
 from detjax.platform import STOCK, Fingerprint
 
 FORMAT: Final = "detjax bench"
@@ -100,6 +101,48 @@ def written(
     if file is not None:
         file.write_text(text)
     return json.loads(text)
+
+
+def gathered(
+    file: Path | None,
+    kind: Kind,
+    about: tuple[str, Fingerprint, Mapping[str, Any], Any, Mapping[str, Any]],
+    cases: Iterable[Case],
+    found: Callable[[Case], dict[str, Any]],
+    report: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """The content of a file with a row for every case, written after each: what there is outlives a run cut short.
+
+    Args:
+        file: see `written`.
+        kind: likewise.
+        about: what `written` takes between kind and rows.
+        cases: in the order of the rows.
+        found: of a case, see `row`.
+        report: is called with every row.
+    """
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        rows.append(row(case, found))
+        report(rows[-1])
+        written(file, kind, *about, rows)
+    return written(file, kind, *about, rows)
+
+
+def row(case: Case, found: Callable[[Case], dict[str, Any]]) -> dict[str, Any]:
+    """What a case is, and what was found of it; or why there is nothing, which says nothing of other cases."""
+    head = {"operation": case.operation, "name": case.name, "arguments": case.arguments}
+    head |= {"bytes": case.bytes, "flops": case.flops}
+    try:
+        return head | found(case)
+    except Exception as failure:
+        return head | {"failed": said(failure), "refused": isinstance(failure, NotImplementedError | TypeError)}
+
+
+def said(failure: Exception) -> str:
+    """The kind of a failure and the first line of what it says."""
+    lines = str(failure).strip().splitlines() or [""]
+    return f"{type(failure).__name__}: {lines[0][:400]}"
 
 
 def versions() -> dict[str, str]:

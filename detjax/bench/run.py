@@ -1,6 +1,7 @@
 """Measures operations and whole steps on the device at hand, and keeps the bits that they gave."""
 
 import dataclasses
+import functools
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
@@ -61,40 +62,28 @@ def run(
     }
     settings = {"small": small, "only": list(only), "backend": backend, "timer": _TIMERS.get(device.platform)}
     settings |= {"sizes": dataclasses.asdict(sizes)}
-    rows: list[dict[str, Any]] = []
     with platform.use_backend(backend or platform.backend()):
         about = "python -m detjax.bench run", platform.fingerprint(), of_device, peak, settings
-        for case in cases(sizes, only):
-            rows.append(measured(case, sizes, peak))
-            report(rows[-1])
-            results.written(out, "measured", *about, rows)  # what was measured outlives a run that is cut short
-    return results.written(out, "measured", *about, rows)
+        found = functools.partial(measured, sizes=sizes, peak=peak)
+        return results.gathered(out, "measured", about, cases(sizes, only), found, report)
 
 
 def measured(case: Case, sizes: Sizes, peak: Peak | None) -> dict[str, Any]:
-    """A row: the case's time, speed, errors and bits under the backend that serves; or why there are none."""
-    row: dict[str, Any] = {"operation": case.operation, "name": case.name, "arguments": case.arguments}
-    row |= {"bytes": case.bytes, "flops": case.flops, "error": None}
-    try:
-        program = platform.jit(case.run, donate_argnums=tuple(range(case.carried)))
-        count = min(timing.rotations(case.bytes), sizes.calls) if case.rotated else 1
-        sets = [case.draw(seed) for seed in range(count)]
-        row["inputs"] = int(checksum(sets[0]))
-        first = _results(case, program, sets[0])
-        row["outputs"] = [results.output(np.asarray(x)) for x in first]
-        if case.exact is not None:
-            # Small arrays come as a whole, so that no program has to be compiled for each slice of them.
-            checked: tuple[Any, Any] = (
-                (sets[0], first) if case.bytes > _SMALL_BYTES else jax.device_get((sets[0], first))
-            )
-            row["error"] = error(case.exact(*checked))
-        seconds = _in_turns(case, program, sets, sizes)
-        row |= seconds | _speeds(case, seconds, peak)
-        again = [results.output(np.asarray(x)) for x in _results(case, program, sets[0])]
-        row["same_bits_again"] = again == row["outputs"]
-    except Exception as failure:  # what this device lacks memory or kernels for says nothing of the other cases
-        row["failed"] = said(failure)
-        row["refused"] = isinstance(failure, NotImplementedError | TypeError)
+    """The case's time, speed, errors and bits under the backend that serves."""
+    program = platform.jit(case.run, donate_argnums=tuple(range(case.carried)))
+    count = min(timing.rotations(case.bytes), sizes.calls) if case.rotated else 1
+    sets = [case.draw(seed) for seed in range(count)]
+    row: dict[str, Any] = {"inputs": int(checksum(sets[0])), "error": None}
+    first = _results(case, program, sets[0])
+    row["outputs"] = [results.output(np.asarray(x)) for x in first]
+    if case.exact is not None:
+        # Small arrays come as a whole, so that no program has to be compiled for each slice of them.
+        checked: tuple[Any, Any] = (sets[0], first) if case.bytes > _SMALL_BYTES else jax.device_get((sets[0], first))
+        row["error"] = error(case.exact(*checked))
+    seconds = _in_turns(case, program, sets, sizes)
+    row |= seconds | _speeds(case, seconds, peak)
+    again = [results.output(np.asarray(x)) for x in _results(case, program, sets[0])]
+    row["same_bits_again"] = again == row["outputs"]
     return row
 
 
@@ -108,12 +97,6 @@ def error(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
         "relative": float(np.linalg.norm(difference)) / norm if norm else 0.0,
         "elements": computed.size,
     }
-
-
-def said(failure: Exception) -> str:
-    """The kind of a failure and the first line of what it says."""
-    lines = str(failure).strip().splitlines() or [""]
-    return f"{type(failure).__name__}: {lines[0][:400]}"
 
 
 def _results(case: Case, program: Callable[..., Any], arguments: tuple[Any, ...]) -> list[jax.Array]:
@@ -139,7 +122,7 @@ def _in_turns(case: Case, program: Callable[..., Any], sets: list[Any], sizes: S
             except Exception as failure:
                 if name == backend:
                     raise
-                missing = said(failure)
+                missing = results.said(failure)
     found: dict[str, Any] = {"seconds": _spread(rounds[backend]), "stock_seconds": None}
     if missing is not None:
         return found | {"stock_failed": missing}

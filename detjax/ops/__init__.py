@@ -5,6 +5,8 @@ from detjax.ops.attention import contiguous_page_table as contiguous_page_table
 from detjax.ops.attention import dot_product_attention as dot_product_attention
 from detjax.ops.attention import in_pages as in_pages
 from detjax.ops.attention import ragged_attention as ragged_attention
+from detjax.ops.collectives import psum as psum
+from detjax.ops.collectives import psum_scatter as psum_scatter
 from detjax.ops.embedding import embed as embed
 from detjax.ops.matmul import matmul as matmul
 from detjax.ops.norm import rms_norm as rms_norm

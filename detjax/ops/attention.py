@@ -14,12 +14,12 @@ from detjax.contract import KV_BLOCK, Masking
 from detjax.ops.checks import check_booleans, check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
 from detjax.ops.quantized_kv import check_pools
-from detjax.pallas import attention_hopper
+from detjax.pallas import attention_hopper, attention_tpu
 from detjax.portable import attention as portable_attention
 from detjax.portable import quantized_kv
 from detjax.portable.quantized_kv import QuantizedPages
 
-_KERNELS = {"portable": portable_attention, "hopper": attention_hopper}
+_KERNELS = {"portable": portable_attention, "hopper": attention_hopper, "tpu": attention_tpu}
 
 
 @platform.jit(static_argnames=("scale", "causal", "window", "soft_cap", "alibi_slopes"))
@@ -128,7 +128,8 @@ def ragged_attention(
     where = page_table, q_row, q_length, q_start, kv_length
     if platform.backend() == platform.STOCK:
         k, v = (_numbers(pages, q.dtype) for pages in (k_pages, v_pages))
-        return stock.ragged_attention(q, k, v, *where, sinks, masking=masking)
+        request, index = portable_attention.request_of_rows(q.shape[0], q_row)
+        return stock.ragged_attention(q, k, v, *where, sinks, request=request, index=index, masking=masking)
     ragged = functools.partial(kernels(name, _KERNELS).ragged, masking=masking)
     return _one_by_one(ragged, (q, k_pages, v_pages, *where, sinks))
 

@@ -9,7 +9,7 @@ from detjax.ops.dispatch import kernels, with_vmap_rule
 from detjax.portable import embedding as portable_embedding
 
 # A gather moves bits and adds none, so Hopper needs no kernel of its own.
-_KERNELS = {"portable": portable_embedding, "hopper": portable_embedding}
+_KERNELS = {"portable": portable_embedding, "hopper": portable_embedding, "tpu": portable_embedding}
 
 
 @platform.jit

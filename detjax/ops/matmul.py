@@ -11,10 +11,10 @@ from detjax import platform, stock
 from detjax.contract import INPUT_DTYPES, Activation, Epilogue, WeightLayout
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
-from detjax.pallas import matmul_hopper
+from detjax.pallas import matmul_hopper, matmul_tpu
 from detjax.portable import matmul as portable_matmul
 
-_KERNELS = {"portable": portable_matmul, "hopper": matmul_hopper}
+_KERNELS = {"portable": portable_matmul, "hopper": matmul_hopper, "tpu": matmul_tpu}
 
 
 @platform.jit(static_argnames=("layout", "activation", "gated", "soft_cap", "out_dtype"))

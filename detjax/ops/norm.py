@@ -9,10 +9,10 @@ from jaxtyping import Array, Float
 from detjax import platform, stock
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
-from detjax.pallas import norm_hopper
+from detjax.pallas import norm_hopper, norm_tpu
 from detjax.portable import norm as portable_norm
 
-_KERNELS = {"portable": portable_norm, "hopper": norm_hopper}
+_KERNELS = {"portable": portable_norm, "hopper": norm_hopper, "tpu": norm_tpu}
 
 
 @overload

@@ -19,7 +19,7 @@ from detjax.pallas import rope_hopper
 from detjax.portable import rope as portable_rope
 from detjax.portable.tiles import map_rows
 
-_KERNELS = {"portable": portable_rope, "hopper": rope_hopper}
+_KERNELS = {"portable": portable_rope, "hopper": rope_hopper, "tpu": portable_rope}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from detjax.portable import pages
 from detjax.portable import rope as portable_rope
 from detjax.portable.quantized_kv import QuantizedPages
 
-_KERNELS = {"portable": portable_rope, "hopper": rope_hopper}
+_KERNELS = {"portable": portable_rope, "hopper": rope_hopper, "tpu": portable_rope}
 
 
 @platform.jit(static_argnames=("embedding", "norm_eps"))

@@ -8,10 +8,11 @@ from jaxtyping import Array, Float, Float32, Int, Int32, UInt32
 from detjax import platform, stock
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
-from detjax.pallas import sampling_hopper
+from detjax.ops.softmax import log_softmax
+from detjax.pallas import sampling_hopper, sampling_tpu
 from detjax.portable import sampling as portable_sampling
 
-_KERNELS = {"portable": portable_sampling, "hopper": sampling_hopper}
+_KERNELS = {"portable": portable_sampling, "hopper": sampling_hopper, "tpu": sampling_tpu}
 
 
 @platform.jit(static_argnames="filtered")
@@ -76,8 +77,9 @@ def top_logprobs(logits: Float[Array, "B V"], count: int) -> tuple[Int32[Array, 
         raise ValueError(f"top_logprobs: count is {count}; accepted: 1 to {logits.shape[-1]}, the vocabulary's size")
     if platform.backend() == platform.STOCK:
         return stock.top_logprobs(logits, count=count)
-    fn = functools.partial(kernels("top_logprobs", _KERNELS).top_logprobs, count=count)
-    return with_vmap_rule(fn, rows=(False,))(jax.lax.stop_gradient(logits))
+    # Choosing adds nothing, so the bits are log-softmax's.
+    likeliest = with_vmap_rule(functools.partial(portable_sampling.likeliest, count=count), rows=(False,))
+    return likeliest(log_softmax(jax.lax.stop_gradient(logits)))
 
 
 def seed_words(seed: int) -> tuple[int, int]:

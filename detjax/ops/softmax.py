@@ -7,10 +7,10 @@ from detjax import platform, stock
 from detjax.contract import rounded
 from detjax.ops.checks import check_dtype, check_not_empty
 from detjax.ops.dispatch import kernels, with_vmap_rule
-from detjax.pallas import softmax_hopper
+from detjax.pallas import softmax_hopper, softmax_tpu
 from detjax.portable import softmax as portable_softmax
 
-_KERNELS = {"portable": portable_softmax, "hopper": softmax_hopper}
+_KERNELS = {"portable": portable_softmax, "hopper": softmax_hopper, "tpu": softmax_tpu}
 
 
 @platform.jit

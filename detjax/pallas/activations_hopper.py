@@ -1,4 +1,4 @@
-"""What a Hopper matmul does to its accumulators: activations, gate and soft cap, on registers.
+"""The activations that a Hopper matmul applies to its accumulators, on registers.
 
 One piece of code for every schedule: whether a compiler fuses a product with the addition behind it is then the same in
 all of them, which tests on the device compare bit by bit.
@@ -10,19 +10,7 @@ from typing import Final
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from detjax.contract import Activation, Epilogue
-
-
-def activated(epilogue: Epilogue, sums: Sequence[Array]) -> Array:
-    """The epilogue of the biased sums, gate's and up's if gated, before the residual."""
-    z = sums[0]
-    if epilogue.activation is not None:
-        z = _ACTIVATIONS[epilogue.activation](z)
-    if epilogue.gated:
-        z = z * sums[1]
-    if epilogue.soft_cap is not None:
-        z = epilogue.soft_cap * jnp.tanh(z / epilogue.soft_cap)
-    return z
+from detjax.contract import Activation
 
 
 def _erf(x: Array) -> Array:
@@ -50,7 +38,7 @@ def _gelu_tanh(z: Array) -> Array:
     return 0.5 * z * (1.0 + jnp.tanh(0.7978845608028654 * (z + 0.044715 * (z * z * z))))
 
 
-_ACTIVATIONS: Final[dict[Activation, Callable[[Array], Array]]] = {
+ACTIVATIONS: Final[dict[Activation, Callable[[Array], Array]]] = {
     "silu": lambda z: z / (1.0 + jnp.exp(-z)),
     "gelu": lambda z: 0.5 * z * (1.0 + _erf(0.7071067811865476 * z)),
     "gelu_tanh": _gelu_tanh,

@@ -9,6 +9,7 @@ from detjax import platform
 from detjax.contract import KV_BLOCK, Masking
 from detjax.pallas import attention_tile_tpu
 from detjax.pallas.attention_tile_tpu import Tiles, rows_of_a_tile
+from detjax.pallas.tpu import check_dtypes
 from detjax.portable import attention as portable_attention
 from detjax.portable.quantized_kv import QuantizedPages
 
@@ -38,8 +39,8 @@ def forward(
     of the page table.
 
     Raises:
-        NotImplementedError: the pages are quantized or have a width that no kernel serves, or the page table has too
-            many entries.
+        NotImplementedError: the pages are quantized or have a width or a dtype that no kernel serves, or the page table
+            has too many entries.
     """
     k_pages, v_pages = _served(q, k_pages, v_pages)
     batch, tokens, heads, width = q.shape
@@ -78,8 +79,8 @@ def ragged(
     """Output `[N, H, V]` of queries `[N, H, K]` of requests that begin at `q_row` and have `q_length` rows each.
 
     Raises:
-        NotImplementedError: the pages are quantized or have a width that no kernel serves, or the page table has too
-            many entries.
+        NotImplementedError: the pages are quantized or have a width or a dtype that no kernel serves, or the page table
+            has too many entries.
     """
     k_pages, v_pages = _served(q, k_pages, v_pages)
     rows, requests = q.shape[0], q_row.shape[0]
@@ -99,11 +100,9 @@ def ragged(
         masking=masking,
         with_normalizers=False,
     )
-    row = jnp.arange(rows, dtype=jnp.int32)
-    of_row = jnp.maximum(jnp.sum(q_row[None] <= row[:, None], axis=1) - 1, 0)
+    of_row, index = portable_attention.request_of_rows(rows, q_row)
     # Rows of no request get what any row has.
-    index = jnp.clip(row - q_row[of_row], 0)
-    place = (ends - needed)[of_row] * per_tile + index
+    place = (ends - needed)[of_row] * per_tile + jnp.maximum(index, 0)
     return o.reshape(-1, *o.shape[2:])[jnp.minimum(place, o.shape[0] * per_tile - 1)]
 
 
@@ -123,7 +122,6 @@ def backward(
     masking: Masking,
 ) -> tuple[Array, Array, Array, Array | None]:
     """Gradients of q, of both page pools and of the sinks, by the portable backend's program."""
-    platform.require_pinned_program("attention")
     operands = q, k_pages, v_pages, page_table, q_start, kv_length, sinks, mask, o, log2_normalizer, do
     return portable_attention.backward(*operands, masking=masking)
 
@@ -202,6 +200,7 @@ def _tokens_of_a_tile(group: int) -> int:
 
 def _served(q: Array, k_pages: Array | QuantizedPages, v_pages: Array | QuantizedPages) -> tuple[Array, Array]:
     """The pages, once it is known that the kernel serves them."""
+    check_dtypes("attention", q)
     widths = {"q": q.shape[-1], "v_pages": v_pages.shape[-1]}
     if isinstance(k_pages, QuantizedPages) or isinstance(v_pages, QuantizedPages):
         given, accepted = "quantized pages", f"pages of {q.dtype}"

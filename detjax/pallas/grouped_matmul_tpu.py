@@ -13,20 +13,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from detjax.contract import ACCUMULATOR, Epilogue, WeightLayout
-from detjax.pallas.matmul_tpu import (
-    EPILOGUE_ROWS,
-    K_STEP,
-    LANES,
-    ROW_TILE,
-    SUBLANES,
-    VMEM_LIMIT,
-    activated,
-    add_step,
-    check_dtypes,
-    choose,
-    filled,
-)
+from detjax.contract import ACCUMULATOR, TPU_K_STEP, TPU_ROW_TILE, Epilogue, WeightLayout
+from detjax.pallas.matmul_tpu import ACTIVATIONS, EPILOGUE_ROWS, VMEM_LIMIT, add_step, choose, filled
+from detjax.pallas.tpu import LANES, SUBLANES, check_dtypes
+from detjax.portable.matmul import activated
 
 
 def forward(
@@ -46,10 +36,10 @@ def forward(
         group_sizes: rows of each expert, int32; their sum is at most M.
 
     Raises:
-        NotImplementedError: a dtype is none of `matmul_tpu.DTYPES`, or all of K does not fit into memory at once.
+        NotImplementedError: a dtype is none of `tpu.DTYPES`, or all of K does not fit into memory at once.
     """
     out_dtype = jnp.dtype(out_dtype)
-    check_dtypes("grouped_matmul", x.dtype, w.dtype, out_dtype)
+    check_dtypes("grouped_matmul", x, w, jax.ShapeDtypeStruct((), out_dtype))
     m = x.shape[0]
     k_axis = 2 if layout == "kn" else 3
     w = filled(w.reshape(w.shape[0], -1, *w.shape[-2:]), k_axis, LANES)
@@ -62,7 +52,7 @@ def forward(
             f"matmul for each expert, or narrower dtypes."
         )
     outputs = schedule.outputs
-    tiles = -(-x.shape[0] // ROW_TILE)
+    tiles = -(-x.shape[0] // TPU_ROW_TILE)
     visits = _visits(group_sizes, x.shape[0], tiles)
 
     def body(tile_of: Any, _: Any, first_of: Any, end_of: Any, x: Any, w: Any, out: Any, accumulators: Any) -> None:
@@ -76,8 +66,8 @@ def forward(
         def write_rows(chunk: Array, _: None) -> None:
             start = pl.multiple_of(chunk * EPILOGUE_ROWS, EPILOGUE_ROWS)
             span = pl.ds(start, EPILOGUE_ROWS)
-            made = activated(epilogue, *(accumulators[part, span, :] for part in range(parts)))
-            row = tile_of[visit] * ROW_TILE + start + lax.broadcasted_iota(jnp.int32, made.shape, 0)
+            made = activated([accumulators[part, span, :] for part in range(parts)], epilogue, ACTIVATIONS)
+            row = tile_of[visit] * TPU_ROW_TILE + start + lax.broadcasted_iota(jnp.int32, made.shape, 0)
             # Kept by a choice, not by a product: neighbours may be NaN.
             others = out[span, :].astype(ACCUMULATOR)
             out[span, :] = jnp.where((row >= first) & (row < end), made, others).astype(out_dtype)
@@ -87,26 +77,34 @@ def forward(
             accumulators[...] = jnp.zeros(accumulators.shape, ACCUMULATOR)
 
             def step(index: Array, _: None) -> None:
-                add_step(accumulators, x, w, "mk", layout, pl.multiple_of(index * K_STEP, K_STEP), K_STEP)
+                add_step(
+                    accumulators,
+                    x,
+                    w,
+                    "mk",
+                    layout,
+                    pl.multiple_of(index * TPU_K_STEP, TPU_K_STEP),
+                    TPU_K_STEP,
+                )
 
-            lax.fori_loop(0, k // K_STEP, step, None)
-            if k % K_STEP:
-                add_step(accumulators, x, w, "mk", layout, k // K_STEP * K_STEP, k % K_STEP)
-            lax.fori_loop(0, ROW_TILE // EPILOGUE_ROWS, write_rows, None)
+            lax.fori_loop(0, k // TPU_K_STEP, step, None)
+            if k % TPU_K_STEP:
+                add_step(accumulators, x, w, "mk", layout, k // TPU_K_STEP * TPU_K_STEP, k % TPU_K_STEP)
+            lax.fori_loop(0, TPU_ROW_TILE // EPILOGUE_ROWS, write_rows, None)
 
     w_block = (k, outputs) if layout == "kn" else (outputs, k)
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(visits),
         grid=(-(-n // outputs), visits[0].shape[0]),
         in_specs=[
-            pl.BlockSpec((ROW_TILE, k), lambda n, v, tile_of, *_: (tile_of[v], 0)),
+            pl.BlockSpec((TPU_ROW_TILE, k), lambda n, v, tile_of, *_: (tile_of[v], 0)),
             pl.BlockSpec(
                 (None, parts, *w_block),
                 lambda n, v, _, expert_of, *__: (expert_of[v], 0, *((0, n) if layout == "kn" else (n, 0))),
             ),
         ],
-        out_specs=pl.BlockSpec((ROW_TILE, outputs), lambda n, v, tile_of, *_: (tile_of[v], n)),
-        scratch_shapes=[pltpu.VMEM((parts, ROW_TILE, outputs), ACCUMULATOR)],
+        out_specs=pl.BlockSpec((TPU_ROW_TILE, outputs), lambda n, v, tile_of, *_: (tile_of[v], n)),
+        scratch_shapes=[pltpu.VMEM((parts, TPU_ROW_TILE, outputs), ACCUMULATOR)],
     )
     return pl.pallas_call(
         body,
@@ -128,8 +126,8 @@ def _visits(group_sizes: Array, rows: int, tiles: int) -> tuple[Array, ...]:
     sizes = jnp.append(group_sizes.astype(jnp.int32), rows - jnp.sum(group_sizes, dtype=jnp.int32))
     ends = jnp.cumsum(sizes)
     firsts = ends - sizes
-    first_tiles = firsts // ROW_TILE
-    counts = jnp.where(sizes > 0, (ends - 1) // ROW_TILE - first_tiles + 1, 0)
+    first_tiles = firsts // TPU_ROW_TILE
+    counts = jnp.where(sizes > 0, (ends - 1) // TPU_ROW_TILE - first_tiles + 1, 0)
     visited = jnp.cumsum(counts)
     # Each group beyond the first adds at most one visit to those of the tiles.
     index = jnp.arange(tiles + experts, dtype=jnp.int32)

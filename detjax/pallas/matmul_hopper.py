@@ -25,9 +25,9 @@ from jaxtyping import Array, DTypeLike
 
 from detjax import platform
 from detjax.contract import ACCUMULATOR, Epilogue, WeightLayout, rounded
-from detjax.pallas import activations_hopper
+from detjax.pallas.activations_hopper import ACTIVATIONS
 from detjax.pallas.schedules.matmul_hopper import Plan, Problem, Schedule, TokenLayout, choose
-from detjax.portable.matmul import activated
+from detjax.portable.matmul import activated, parts
 from detjax.portable.tiles import flat_rows
 
 DTYPES: Final = ("bfloat16", "float16")
@@ -82,7 +82,7 @@ def backward(
         z = jnp.stack([plain(flat_x, half, layout=layout, out_dtype=ACCUMULATOR) for half in halves], axis=1)
         if bias is not None:
             z = z + bias.astype(ACCUMULATOR).reshape(1, *z.shape[1:])
-        (dz,) = jax.vjp(lambda z: activated(z, epilogue), z)[1](flat_dy.astype(ACCUMULATOR))
+        (dz,) = jax.vjp(lambda z: activated(parts(z), epilogue), z)[1](flat_dy.astype(ACCUMULATOR))
         dz = rounded(dz, x.dtype).reshape(dz.shape[0], -1)
 
     # To contract both halves of a stacked "kn" weight at once takes a copy; "nk" halves follow each other already.
@@ -394,9 +394,8 @@ class _Output:
             plgpu.barrier_wait(self.scratch["bias_loaded"].at[self.warpgroup])
         for chunk in range(plan.chunks):
             # Chunk by chunk from the start: what an activation computes with would not fit beside all accumulators.
-            z = activations_hopper.activated(
-                self.epilogue, [self._biased(z, part, chunk) for part, z in enumerate(sums)]
-            )
+            biased = [self._biased(z, part, chunk) for part, z in enumerate(sums)]
+            z = activated(biased, self.epilogue, ACTIVATIONS)
             if self.residual is not None:
                 plgpu.barrier_wait(self.scratch["residual_loaded"].at[self._slot_index(chunk)])
                 z = z + self._loaded("residual", chunk).astype(ACCUMULATOR)

@@ -1,8 +1,8 @@
 """Matmul on a TPU's matrix unit: one kernel whose tiles are the same for every number of tokens.
 
-A tile of `ROW_TILE` tokens meets weights that stay in VMEM while all tokens pass by, so each weight is read once for
-any number of tokens, and a decode step costs what its weights take to arrive. K is visited inside, `K_STEP` after
-`K_STEP`, onto one float32 accumulator in VMEM.
+A tile of tokens meets weights that stay in VMEM while all tokens pass by, so each weight is read once for any number of
+tokens, and a decode step costs what its weights take to arrive. K is visited inside, `TPU_K_STEP` after `TPU_K_STEP`,
+onto one float32 accumulator in VMEM.
 
 Nothing here follows the number of tokens but the length of the grid. On Hopper every schedule has the same bits, as its
 accumulator meets K in hardware steps; what a TPU does inside one step is the compiler's choice for the step's shape, so
@@ -22,27 +22,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, DTypeLike
 
-from detjax import platform
-from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS, Activation, Epilogue, WeightLayout, rounded
+from detjax.contract import (
+    ACCUMULATOR,
+    TPU_K_STEP,
+    TPU_ROW_TILE,
+    WEIGHT_GRADIENT_TOKENS,
+    Activation,
+    Epilogue,
+    WeightLayout,
+    rounded,
+)
+from detjax.pallas.tpu import LANES, SUBLANES, check_dtypes
+from detjax.portable.matmul import activated
 from detjax.portable.tiles import flat_rows
-
-DTYPES: Final = ("bfloat16", "float32")
-
-ROW_TILE: Final = 128
-"""Tokens of a tile. By the published peaks of v5e, v5p, v6e and TPU7x, a bfloat16 weight takes longer to arrive than to
-meet 128 tokens, so one token costs no more time than it must; 256 would cost a v5p half as much again."""
-
-K_STEP: Final = 512
-"""Elements of K in one product of the matrix unit, which is added to the accumulator. K's last step may be shorter."""
 
 EPILOGUE_ROWS: Final = 32
 """Lines that the epilogue takes at once, for what it computes with to stay in registers."""
 
 TokenLayout = Literal["mk", "km"]
-
-LANES: Final = 128
-SUBLANES: Final = 8
-"""Lines of a tile of a TPU's memory, whose last axis is `LANES` long."""
 
 VMEM_LIMIT: Final = 56 * 2**20
 """Of the 64 MiB of a TPU7x, which has least; the others' default is 16 MiB of the 128 that are there."""
@@ -57,12 +54,12 @@ class Schedule:
     Args:
         outputs: columns of a tile, a multiple of 128.
         slab: length of K that is loaded at once; all of K, or a multiple of the step and of 128.
-        rows: lines of a tile: `ROW_TILE` where they are tokens.
+        rows: lines of a tile: `TPU_ROW_TILE` where they are tokens.
     """
 
     outputs: int
     slab: int
-    rows: int = ROW_TILE
+    rows: int = TPU_ROW_TILE
 
 
 WEIGHT_GRADIENT_SCHEDULE: Final = Schedule(outputs=512, slab=256, rows=256)
@@ -77,7 +74,7 @@ def choose(n: int, k: int, parts: int, dtype: DTypeLike) -> Schedule:
     """
 
     def size(outputs: int, slab: int) -> int:
-        return 2 * jnp.dtype(dtype).itemsize * slab * (parts * outputs + ROW_TILE)
+        return 2 * jnp.dtype(dtype).itemsize * slab * (parts * outputs + TPU_ROW_TILE)
 
     for outputs in (512 // parts, 256 // parts):
         if size(outputs, k) <= _VMEM_BUDGET:
@@ -98,7 +95,7 @@ def forward(
     """`[*B, N]` of `[*B, K]` rows; see `detjax.ops.matmul` for the rest.
 
     Raises:
-        NotImplementedError: a dtype, the result's among them, is none of `DTYPES`.
+        NotImplementedError: a dtype, the result's among them, is none of `tpu.DTYPES`.
     """
     flat_residual = None if residual is None else flat_rows(residual)
     y = product(flat_rows(x), w, bias, flat_residual, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
@@ -119,7 +116,7 @@ def backward(
     The gradient of the accumulator is rounded to x's dtype before it meets the matrix unit.
 
     Raises:
-        NotImplementedError: a dtype is none of `DTYPES`.
+        NotImplementedError: a dtype is none of `tpu.DTYPES`.
     """
     flat_x, flat_dy = flat_rows(x), flat_rows(dy)
     halves = [w] if w.ndim == 2 else [w[0], w[1]]
@@ -157,7 +154,7 @@ def product(
     layout: WeightLayout,
     epilogue: Epilogue = Epilogue(),  # noqa: B008
     out_dtype: DTypeLike,
-    k_step: int = K_STEP,
+    k_step: int = TPU_K_STEP,
     schedule: Schedule | None = None,
 ) -> Array:
     """`[M, N]`: the epilogue of `x @ w`.
@@ -171,11 +168,11 @@ def product(
         schedule: default: `choose`'s.
 
     Raises:
-        NotImplementedError: a dtype is none of `DTYPES`.
+        NotImplementedError: a dtype is none of `tpu.DTYPES`.
     """
 
     def finish(sums: Sequence[Array], residual: Array | None) -> list[Array]:
-        y = activated(epilogue, *sums)
+        y = activated(sums, epilogue, ACTIVATIONS)
         return [y if residual is None else y + residual.astype(ACCUMULATOR)]
 
     (y,) = _tiled(
@@ -200,25 +197,13 @@ def _accumulator_gradients(
 
     def finish(sums: Sequence[Array], dy: Array | None) -> list[Array]:
         assert dy is not None
-        return list(jax.vjp(functools.partial(activated, epilogue), *sums)[1](dy.astype(ACCUMULATOR)))
+        return list(jax.vjp(lambda *sums: activated(sums, epilogue, ACTIVATIONS), *sums)[1](dy.astype(ACCUMULATOR)))
 
     dtypes = [x.dtype] * (2 if epilogue.gated else 1)
-    return _tiled(finish, dtypes, x, w, bias, dy, token_layout="mk", layout=layout, k_step=K_STEP, schedule=None)
+    return _tiled(finish, dtypes, x, w, bias, dy, token_layout="mk", layout=layout, k_step=TPU_K_STEP, schedule=None)
 
 
-def activated(epilogue: Epilogue, *sums: Array) -> Array:
-    """The epilogue of the biased sums, gate's and up's if gated, before the residual."""
-    z = sums[0]
-    if epilogue.activation is not None:
-        z = _ACTIVATIONS[epilogue.activation](z)
-    if epilogue.gated:
-        z = z * sums[1]
-    if epilogue.soft_cap is not None:
-        z = epilogue.soft_cap * jnp.tanh(z / epilogue.soft_cap)
-    return z
-
-
-_ACTIVATIONS: Final[dict[Activation, Callable[[Array], Array]]] = {
+ACTIVATIONS: Final[dict[Activation, Callable[[Array], Array]]] = {
     "silu": jax.nn.silu,
     "gelu": lambda z: 0.5 * z * (1.0 + lax.erf(0.7071067811865476 * z)),  # jax.nn's takes erfc, which Mosaic lacks
     "gelu_tanh": jax.nn.gelu,
@@ -240,7 +225,7 @@ def _tiled(
     schedule: Schedule | None,
 ) -> list[Array]:
     """Arrays `[M, N]` of what `finish` makes of a tile's biased float32 sums and of the companion's tile `[M, N]`."""
-    check_dtypes("matmul", *(a.dtype for a in (x, w, bias, companion) if a is not None), *dtypes)
+    check_dtypes("matmul", x, w, bias, companion, *(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
     w = w.reshape(-1, *w.shape[-2:])
     token_axis, x_axis = (0, 1) if token_layout == "mk" else (1, 0)
     w_axis = 1 if layout == "kn" else 2
@@ -347,20 +332,6 @@ def add_step(
         accumulators[part] += lax.dot_general(
             a, b, (contracted, ((), ())), precision=precision, preferred_element_type=ACCUMULATOR
         )
-
-
-def check_dtypes(operation: str, *dtypes: jnp.dtype) -> None:
-    """Refuses what Mosaic cannot load or store.
-
-    Raises:
-        NotImplementedError: a dtype is none of `DTYPES`.
-    """
-    for dtype in dtypes:
-        if str(dtype) not in DTYPES:
-            raise NotImplementedError(
-                f"{operation}: an argument or the result has dtype {dtype} on {platform.device_name()}; accepted by "
-                f"the backend 'tpu': {', '.join(DTYPES)}. Cast it, or choose the backend 'portable', which takes it."
-            )
 
 
 def filled(a: Array, axis: int, multiple: int) -> Array:

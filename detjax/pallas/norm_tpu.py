@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from detjax.contract import ACCUMULATOR
 from detjax.pallas.rows_tpu import PIECE, filled, pieces_of, row_sum, row_tile, squares
+from detjax.pallas.tpu import check_dtypes
 from detjax.portable import norm as portable
 from detjax.portable.tiles import flat_rows
 
@@ -30,7 +31,11 @@ def forward(
     """`(y, None)`, or `(y, h)` with `h = rn(x + residual)` where there is a residual; y is the norm of h then.
 
     `rows` of a tile are a schedule: no bit depends on them.
+
+    Raises:
+        NotImplementedError: a dtype is none of `tpu.DTYPES`.
     """
+    check_dtypes("rms_norm", x, weight, residual)
     operands = (flat_rows(x), *(() if residual is None else (flat_rows(residual),)))
     y, *h = _kernel(operands, weight[None], eps, weight_offset, rows)
     return y.reshape(x.shape), h[0].reshape(x.shape) if h else None

@@ -15,18 +15,17 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
+from detjax.pallas import tpu
 
-PIECE: Final = 128
-"""Columns of a register."""
-SUBLANES: Final = 8
-"""Rows of a register of 32-bit numbers; rows of narrower ones are packed into the same registers."""
+PIECE: Final = tpu.LANES
+"""Columns of a piece: those of a register."""
 
 LOWEST: Final = float(jnp.finfo(ACCUMULATOR).min)
 
 
 def row_unit(dtype: jax.typing.DTypeLike) -> int:
     """Rows of a register of this dtype."""
-    return SUBLANES * jnp.dtype(ACCUMULATOR).itemsize // jnp.dtype(dtype).itemsize
+    return tpu.SUBLANES * jnp.dtype(ACCUMULATOR).itemsize // jnp.dtype(dtype).itemsize
 
 
 def row_tile(dtype: jax.typing.DTypeLike, row_bytes: int, budget: int, most: int) -> int:

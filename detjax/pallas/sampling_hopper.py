@@ -1,8 +1,8 @@
 """The next token on Hopper GPUs (Mosaic GPU): logits are read once, noise is made where it is used, nothing is stored.
 
 One kernel finds the best candidate and the statistics of each block of a row, a small one merges a row's blocks. Where
-rows have filters, sorting and deciding what is kept are the portable backend's part; `top_logprobs` leaves the choice
-among finished logprobs to XLA, which adds nothing. Tokens and logprobs come from the same kernels in every case.
+rows have filters, sorting and deciding what is kept are the portable backend's part. Tokens and logprobs come from the
+same kernels in every case.
 """
 
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANES, SOFTMAX_BLOCK
@@ -25,11 +24,9 @@ from detjax.pallas.blocks_hopper import (
     padded,
     stream_blocks,
 )
+from detjax.pallas.candidates import NO_ID, beats, gumbel
 from detjax.pallas.softmax_hopper import LOWEST, Schedule
 from detjax.portable import sampling as portable
-from detjax.portable.tiles import map_rows
-
-_NO_ID = np.int32(np.iinfo(np.int32).max)
 
 
 def sample(
@@ -58,16 +55,6 @@ def sample(
     return _chosen(logits, statistics, *candidates)
 
 
-def top_logprobs(logits: Array, *, count: int) -> tuple[Array, Array]:
-    """The `count` likeliest tokens `[B, count]` int32, ties by lowest id, and their logprobs, float32."""
-
-    def tile(logprobs: Array, _: None) -> tuple[Array, Array]:
-        likeliest, tokens = lax.top_k(logprobs, count)
-        return tokens.astype(jnp.int32), likeliest
-
-    return map_rows(tile, softmax_hopper.log_softmax(logits), None)
-
-
 def _candidates(logits: Array, keys: Array, temperature: Array, schedule: Schedule) -> tuple[Array, Array, Array]:
     """Of every block of rows `[B, V]`: its statistics, its best value, float32, and the id of that, int32."""
     rows, width = logits.shape
@@ -87,7 +74,7 @@ def _candidates(logits: Array, keys: Array, temperature: Array, schedule: Schedu
 
                 def noisy(x: Array, token: Array) -> Array:
                     # The maximum also keeps ptxas from contracting the product with the addition.
-                    return jnp.maximum(x * inverse, LOWEST) + gumbel(key, token)
+                    return jnp.maximum(x * inverse, LOWEST) + gumbel(key, token.astype(jnp.uint32))
 
                 return _best(ring, item, size, first, noisy)
 
@@ -121,40 +108,14 @@ def _best(ring: Ring, item: Any, size: int, first: Any, value_of: Any) -> tuple[
             start = i * LANES
             token = lane + (part * PART + start)
             value = value_of(ring.elements(item, part, start, LANES), token)
-            better = _beats(value, best[0])
+            better = beats(value, best[0])
             return jnp.where(better, value, best[0]), jnp.where(better, token, best[1])
 
         chunks = -(-min(PART, size - part * PART) // LANES)
         best = lax.fori_loop(0, chunks, step, best)
     value, token = best
     top = jnp.max(value)
-    return top, jnp.min(jnp.where((value == top) | (value != value), token, _NO_ID))
-
-
-def _beats(value: Array, best: Array) -> Array:
-    """Whether a later value takes the place of the best one; NaN counts as the largest, as in argmax."""
-    return (value > best) | ((value != value) & (best == best))
-
-
-def gumbel(key: tuple[Array, Array], token: Array) -> Array:
-    """The Gumbel variables of these ids, int32: those of `jax.random.gumbel` with this key, float32."""
-    bits = threefry(key, token.astype(jnp.uint32))
-    uniform = lax.bitcast_convert_type((bits >> np.uint32(9)) | np.uint32(0x3F800000), ACCUMULATOR) - 1.0
-    return -jnp.log(-jnp.log(jnp.maximum(uniform, np.finfo(np.float32).tiny)))
-
-
-def threefry(key: tuple[Array, Array], counter: Array) -> Array:
-    """32 random bits of each counter, uint32: Threefry-2x32 in 20 rounds (Salmon et al. 2011), its two words xored."""
-    rotations = (13, 15, 26, 6), (17, 29, 16, 24)
-    keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
-    x, y = keys[0], counter + keys[1]
-    for group in range(5):
-        for rotation in rotations[group % 2]:
-            x = x + y
-            y = ((y << np.uint32(rotation)) | (y >> np.uint32(32 - rotation))) ^ x
-        x = x + keys[(group + 1) % 3]
-        y = y + (keys[(group + 2) % 3] + np.uint32(group + 1))
-    return x ^ y
+    return top, jnp.min(jnp.where((value == top) | (value != value), token, NO_ID))
 
 
 def _chosen(logits: Array, statistics: Array, values: Array, tokens: Array) -> tuple[Array, Array]:
@@ -164,7 +125,7 @@ def _chosen(logits: Array, statistics: Array, values: Array, tokens: Array) -> t
     def body(row: Any, x: Any, statistics: Any, values: Any, tokens: Any, token_gmem: Any, logprob_gmem: Any) -> None:
         def step(block: Any, best: tuple[Array, Array]) -> tuple[Array, Array]:
             value = values[row, block]
-            better = _beats(value, best[0])
+            better = beats(value, best[0])
             return jnp.where(better, value, best[0]), jnp.where(better, tokens[row, block], best[1])
 
         _, token = fold_blocks(blocks, step, (jnp.float32(-jnp.inf), tokens[row, 0]))

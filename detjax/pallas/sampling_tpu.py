@@ -2,8 +2,7 @@
 
 One kernel streams the blocks of a tile of rows through VMEM. It keeps the best candidate of every lane, and the maximum
 and the sum of every block; at the end of the row the lanes meet. Where rows have filters, sorting and deciding what is
-kept are the portable backend's part; `top_logprobs` leaves the choice among finished logprobs to XLA, which adds
-nothing.
+kept are the portable backend's part.
 """
 
 import math
@@ -13,21 +12,19 @@ from typing import Any, Final
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
 from detjax.contract import ACCUMULATOR, SOFTMAX_BLOCK
 from detjax.pallas import softmax_tpu
+from detjax.pallas.candidates import NO_ID, beats, gumbel
 from detjax.pallas.rows_tpu import LOWEST, PIECE, lane_ids, row_unit, wide
 from detjax.pallas.softmax_tpu import blocks_of_row, end_of_row, pieces_of_block
+from detjax.pallas.tpu import check_dtypes
 from detjax.portable import sampling as portable
-from detjax.portable.tiles import map_rows
 
 PIECES_TOGETHER: Final = 8
 """Pieces whose noise is made at the same time: one alone waits for each of its instructions."""
-
-_NO_ID = np.int32(np.iinfo(np.int32).max)
 
 
 def sample(
@@ -46,20 +43,14 @@ def sample(
     """Tokens `[B]` int32 and their logprobs `[B]` float32; see `detjax.ops.sample`.
 
     `rows` of a tile are a schedule: no bit depends on them.
+
+    Raises:
+        NotImplementedError: the logits' dtype is none of `tpu.DTYPES`.
     """
+    check_dtypes("sample", logits)
     keys = jax.random.key_data(jax.vmap(portable.sample_key)(seed, position, sample_index))
     kept = (portable.masked(logits, temperature, top_k, top_p, min_p),) if filtered else ()
     return chosen((logits, *kept), keys, temperature, rows)
-
-
-def top_logprobs(logits: Array, *, count: int) -> tuple[Array, Array]:
-    """The `count` likeliest tokens `[B, count]` int32, ties by lowest id, and their logprobs, float32."""
-
-    def tile(logprobs: Array, _: None) -> tuple[Array, Array]:
-        likeliest, tokens = lax.top_k(logprobs, count)
-        return tokens.astype(jnp.int32), likeliest
-
-    return map_rows(tile, softmax_tpu.log_softmax(logits), None)
 
 
 def chosen(
@@ -84,7 +75,7 @@ def chosen(
 
         @pl.when(block == 0)
         def _() -> None:
-            for ref, nothing in zip(best_refs, (-jnp.inf, _NO_ID, -jnp.inf), strict=True):
+            for ref, nothing in zip(best_refs, (-jnp.inf, NO_ID, -jnp.inf), strict=True):
                 ref[...] = jnp.full(ref.shape, nothing, ref.dtype)
 
         temperature = temperature_ref[...]
@@ -101,7 +92,7 @@ def chosen(
                     token = column + block * SOFTMAX_BLOCK
                     x, kept = x_ref[:, place].astype(ACCUMULATOR), kept_ref[:, place].astype(ACCUMULATOR)
                     value = value_of(x, kept, token)
-                    better = (_beats(value, best[0]) | (best[1] == _NO_ID)) & (column < left)
+                    better = (beats(value, best[0]) | (best[1] == NO_ID)) & (column < left)
                     new = value, token, x
                     best = tuple(jnp.where(better, n, old) for n, old in zip(new, best, strict=True))
                 return best
@@ -126,7 +117,7 @@ def chosen(
                 scaled = jnp.where(scaled < LOWEST, LOWEST, scaled)
                 if len(operands) > 1:
                     scaled = jnp.where((kept == -jnp.inf) & (x != -jnp.inf), -jnp.inf, scaled)
-                return jnp.where(greedy, x, scaled + gumbel(key, token))
+                return jnp.where(greedy, x, scaled + gumbel(key, lax.bitcast_convert_type(token, jnp.uint32)))
 
             keep_best(value_of)
 
@@ -158,11 +149,6 @@ def chosen(
     return token[:, 0], logprob[:, 0]
 
 
-def _beats(value: Array, best: Array) -> Array:
-    """Whether a later value takes the place of the best one; NaN counts as the largest, as in argmax."""
-    return (value > best) | ((value != value) & (best == best))
-
-
 def _best_of_lanes(value: Array, token: Array, logit: Array) -> tuple[Array, Array]:
     """The lowest id among the lanes with the largest value, `[rows, 1]`, and its logit."""
     # Nothing here asks what a maximum makes of a NaN.
@@ -170,28 +156,7 @@ def _best_of_lanes(value: Array, token: Array, logit: Array) -> tuple[Array, Arr
     top = jnp.max(jnp.where(value != value, -jnp.inf, value), axis=1, keepdims=True)
     largest = no_number == jnp.max(no_number, axis=1, keepdims=True)
     among = largest & ((value != value) | (value == top))
-    chosen = jnp.min(jnp.where(among, token, _NO_ID), axis=1, keepdims=True)
+    chosen = jnp.min(jnp.where(among, token, NO_ID), axis=1, keepdims=True)
     # A NaN makes its whole row one, whatever its own logit is taken for.
     own = jnp.where(token == chosen, logit, -jnp.inf)
     return chosen, jnp.max(own, axis=1, keepdims=True)
-
-
-def gumbel(key: tuple[Array, Array], token: Array) -> Array:
-    """The Gumbel variables of these ids, int32: those of `jax.random.gumbel` with this key, float32."""
-    bits = threefry(key, lax.bitcast_convert_type(token, jnp.uint32))
-    uniform = lax.bitcast_convert_type((bits >> np.uint32(9)) | np.uint32(0x3F800000), ACCUMULATOR) - 1.0
-    return -jnp.log(-jnp.log(jnp.maximum(uniform, np.finfo(np.float32).tiny)))
-
-
-def threefry(key: tuple[Array, Array], counter: Array) -> Array:
-    """32 random bits of each counter, uint32: Threefry-2x32 in 20 rounds (Salmon et al. 2011), its two words xored."""
-    rotations = (13, 15, 26, 6), (17, 29, 16, 24)
-    keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
-    x, y = keys[0], counter + keys[1]
-    for group in range(5):
-        for rotation in rotations[group % 2]:
-            x = x + y
-            y = ((y << np.uint32(rotation)) | (y >> np.uint32(32 - rotation))) ^ x
-        x = x + keys[(group + 1) % 3]
-        y = y + (keys[(group + 2) % 3] + np.uint32(group + 1))
-    return x ^ y

@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from detjax.contract import ACCUMULATOR, LOG2_E, SOFTMAX_BLOCK
 from detjax.pallas.rows_tpu import LOWEST, PIECE, filled, pieces_of, row_sum, row_tile, wide
+from detjax.pallas.tpu import check_dtypes
 from detjax.portable.tiles import flat_rows
 
 STATISTICS_BYTES: Final = 4 * 1024 * 1024
@@ -136,7 +137,12 @@ def rows_of_tile(x: Array, statistics: int = 2) -> int:
 
 
 def _normalized(operation: Operation, x: Array, rows: int | None) -> Array:
-    """`[M, V]` float32 of rows, or `[M, 1]` for logsumexp."""
+    """`[M, V]` float32 of rows, or `[M, 1]` for logsumexp.
+
+    Raises:
+        NotImplementedError: x's dtype is none of `tpu.DTYPES`.
+    """
+    check_dtypes(operation, x)
     M, V = x.shape
     R, blocks = rows or rows_of_tile(x), blocks_of_row(V)
     writes = operation != "logsumexp"

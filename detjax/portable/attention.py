@@ -139,11 +139,16 @@ def rows_as_requests(
     rows: int, page_table: Array, q_row: Array, q_length: Array, q_start: Array, kv_length: Array
 ) -> tuple[Array, Array, Array]:
     """Page table, first position and length of each of the packed rows; those of no request see no key."""
-    row = jnp.arange(rows, dtype=jnp.int32)
-    request = jnp.maximum(jnp.sum(q_row[None] <= row[:, None], axis=1) - 1, 0)
-    index = row - q_row[request]
+    request, index = request_of_rows(rows, q_row)
     is_own = (index >= 0) & (index < q_length[request])
     return page_table[request], q_start[request] + index, jnp.where(is_own, kv_length[request], 0)
+
+
+def request_of_rows(rows: int, q_row: Array) -> tuple[Array, Array]:
+    """Of each packed row, int32: the last request that begins there or before, and how far behind its first row."""
+    row = jnp.arange(rows, dtype=jnp.int32)
+    request = jnp.maximum(jnp.sum(q_row[None] <= row[:, None], axis=1, dtype=jnp.int32) - 1, 0)
+    return request, row - q_row[request]
 
 
 def backward(

@@ -1,13 +1,16 @@
 """Matmul in plain JAX: a tile of rows against the whole weight, epilogue on the float32 accumulator."""
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
 
-from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS, Epilogue, WeightLayout, rounded
+from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS, Activation, Epilogue, WeightLayout, rounded
 from detjax.portable.tiles import dot, flat_rows, fold_rows, map_rows
 
-_ACTIVATIONS = {
+_ACTIVATIONS: Final[Mapping[Activation, Callable[[Array], Array]]] = {
     "silu": jax.nn.silu,
     "gelu": lambda z: jax.nn.gelu(z, approximate=False),
     "gelu_tanh": lambda z: jax.nn.gelu(z, approximate=True),
@@ -29,7 +32,7 @@ def forward(
 
     def tile(rows: tuple[Array, Array | None], shared: tuple[Array, Array | None]) -> Array:
         x, residual = rows
-        y = activated(_pre_activation(x, *shared, layout), epilogue)
+        y = activated(parts(_pre_activation(x, *shared, layout)), epilogue)
         if residual is not None:
             y = y + residual.astype(ACCUMULATOR)
         return rounded(y, out_dtype)
@@ -58,7 +61,7 @@ def backward(
     def accumulator_gradient(rows: tuple[Array, Array], shared: tuple[Array, Array | None]) -> Array:
         x, dy = rows
         z = _pre_activation(x, *shared, layout)
-        (dz,) = jax.vjp(lambda z: activated(z, epilogue), z)[1](dy.astype(ACCUMULATOR))
+        (dz,) = jax.vjp(lambda z: activated(parts(z), epilogue), z)[1](dy.astype(ACCUMULATOR))
         return rounded(dz, x.dtype)
 
     def input_gradient(dz: Array, w: Array) -> Array:
@@ -89,11 +92,20 @@ def _pre_activation(x: Array, w: Array, bias: Array | None, layout: WeightLayout
     return z if bias is None else z + bias.astype(ACCUMULATOR).reshape(1, *z.shape[1:])
 
 
-def activated(z: Array, epilogue: Epilogue) -> Array:
-    """`[rows, N]`: activation, gate and soft cap of the biased sums `z [rows, 1 or 2, N]`."""
-    y = z[:, 0]
+def parts(z: Array) -> list[Array]:
+    """The sums `[rows, N]`, or gate's and up's, of `[rows, 1 or 2, N]`."""
+    return [z[:, part] for part in range(z.shape[1])]
+
+
+def activated(
+    sums: Sequence[Array],
+    epilogue: Epilogue,
+    activations: Mapping[Activation, Callable[[Array], Array]] = _ACTIVATIONS,
+) -> Array:
+    """Activation, gate and soft cap of the biased sums, gate's and up's if gated: what is before the residual."""
+    z = sums[0]
     if epilogue.activation is not None:
-        y = _ACTIVATIONS[epilogue.activation](y)
+        z = activations[epilogue.activation](z)
     if epilogue.gated:
-        y = y * z[:, 1]
-    return y if epilogue.soft_cap is None else epilogue.soft_cap * jnp.tanh(y / epilogue.soft_cap)
+        z = z * sums[1]
+    return z if epilogue.soft_cap is None else epilogue.soft_cap * jnp.tanh(z / epilogue.soft_cap)

@@ -52,14 +52,14 @@ def masked(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p:
     return map_rows(tile, (logits, temperature, top_k, top_p, min_p), None)
 
 
-def top_logprobs(logits: Array, *, count: int) -> tuple[Array, Array]:
-    """The `count` likeliest tokens `[B, count]` int32, ties by lowest id, and their logprobs, float32."""
+def likeliest(logprobs: Array, *, count: int) -> tuple[Array, Array]:
+    """Of logprobs `[B, V]`, the ids `[B, count]` int32 of the largest, ties by lowest id, and these themselves."""
 
-    def tile(logits: Array, _: None) -> tuple[Array, Array]:
-        logprobs, tokens = lax.top_k(log_softmax_tile(logits), count)
-        return tokens.astype(jnp.int32), logprobs
+    def tile(logprobs: Array, _: None) -> tuple[Array, Array]:
+        largest, tokens = lax.top_k(logprobs, count)
+        return tokens.astype(jnp.int32), largest
 
-    return map_rows(tile, logits, None)
+    return map_rows(tile, logprobs, None)
 
 
 def sample_key(seed: Array, position: Array, sample_index: Array) -> Array:

@@ -15,7 +15,7 @@ from bits import assert_same_bits
 from typer.testing import CliRunner
 
 import detjax
-from detjax.bench import run
+from detjax.bench import results, run
 from detjax.bench.__main__ import app
 from detjax.bench.cases import OPERATIONS, SMALL, Case, Sizes, cases, checksum, drawn
 from detjax.bench.peaks import PEAKS, Peak
@@ -114,7 +114,7 @@ def test_two_runs_have_the_same_bits_and_speeds_that_follow_from_their_times(tmp
 
 
 def test_a_share_needs_a_peak_that_is_known() -> None:
-    row = run.measured(small("logsumexp"), QUICK, PEAK)
+    row = results.row(small("logsumexp"), lambda case: run.measured(case, QUICK, PEAK))
     assert row["share_of_peak"] == pytest.approx(row["bytes"] / 1e8 / row["seconds"]["median"])
     assert PEAK.least_seconds(flops=2e9, size=1e8) == 2 and PEAK.least_seconds(flops=1e9, size=3e8) == 3
     assert jax.devices("cpu")[0].device_kind not in PEAKS
@@ -131,11 +131,14 @@ def failing(error: Exception | None, on_stock: Exception | None = None) -> Case:
 
 
 def test_what_fails_is_a_row_that_says_why() -> None:
-    refused = run.measured(failing(NotImplementedError("no kernels\nfor this")), QUICK, None)
+    def row(case: Case) -> dict[str, Any]:
+        return results.row(case, lambda case: run.measured(case, QUICK, None))
+
+    refused = row(failing(NotImplementedError("no kernels\nfor this")))
     assert (refused["failed"], refused["refused"]) == ("NotImplementedError: no kernels", True)
-    failed = run.measured(failing(RuntimeError("out of memory")), QUICK, None)
+    failed = row(failing(RuntimeError("out of memory")))
     assert (failed["failed"], failed["refused"]) == ("RuntimeError: out of memory", False)
-    alone = run.measured(failing(None, on_stock=RuntimeError("no cuDNN")), QUICK, None)
+    alone = row(failing(None, on_stock=RuntimeError("no cuDNN")))
     assert alone["speed_over_stock"] is None and alone["stock_failed"] == "RuntimeError: no cuDNN"
     assert "failed" not in alone and alone["seconds"]["median"] > 0
 

@@ -169,6 +169,7 @@ def test_samples_of_one_request_are_those_of_generate(shared: Engine) -> None:
     assert_same_bits(bits_of(shared.generate([Request(prompt, params)])), bits_of([expected]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("length", [1, 2, 130, 300])
 def test_a_prompts_logprobs_are_those_of_the_training_forward(shared: Engine, length: int) -> None:
     model = loaded()[0]

@@ -77,6 +77,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     np.testing.assert_allclose(logits[0], reference(name)["logits"], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_continuations_are_those_of_transformers(name: str) -> None:
     prompt, continuation = reference(name)["prompt"], reference(name)["continuation"]
@@ -85,6 +86,7 @@ def test_greedy_continuations_are_those_of_transformers(name: str) -> None:
     assert generation.completions[0].tokens == tuple(continuation.tolist())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "dtype"), [(name, "float32") for name in NAMES] + [("qwen3", "bfloat16"), ("mistral", "bfloat16")]
 )
@@ -95,6 +97,7 @@ def test_chunks_and_decode_give_the_bits_of_prefill(name: str, dtype: str) -> No
         assert_same_bits(in_chunks(name, tokens, size, dtype), whole)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_training_forward_gives_the_bits_of_prefill(dtype: str) -> None:
     graphdef, state = nnx.split(model("qwen3", dtype))
@@ -118,6 +121,7 @@ def test_the_training_forward_gives_the_bits_of_prefill(dtype: str) -> None:
     assert_same_bits(training_step(state)[1], gradients)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["qwen2", "llama3", "qwen3"])
 def test_gradients_of_the_model_are_those_of_plain_jax(name: str) -> None:
     graphdef, state = nnx.split(model(name))
@@ -135,6 +139,7 @@ def test_gradients_of_the_model_are_those_of_plain_jax(name: str) -> None:
         assert error < 1e-4, f"{jax.tree_util.keystr(path)}: relative error {error:.1e}"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("batch", "length", "dtype"),
     [(2, 163, "float32"), (17, 163, "bfloat16"), (257, 130, "bfloat16"), (1024, 9, "float32")],
@@ -229,6 +234,7 @@ def test_another_process_gives_the_same_bits() -> None:
     assert there == here
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "kind"), [("mistral", "fp8_e4m3"), ("llama3", "q4_0")])
 def test_a_quantized_cache_gives_the_same_bits_in_every_batch_and_in_chunks(name: str, kind: str) -> None:
     _, cached = programs(name, "bfloat16")

@@ -17,6 +17,7 @@ every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"
 SOME = ("causal", "everything")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, "float32") for name in OPTIONS] + [(n, d) for n in SOME for d in ("bfloat16", "float16")],
@@ -29,6 +30,7 @@ def test_decode_and_chunked_prefill_give_the_bits_of_a_whole_prefill(name: str, 
         assert_same_bits(in_chunks(request, size, **options), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width"), [(2, 2, 8), (4, 1, 64), (6, 2, 80), (2, 2, 96), (5, 1, 16), (6, 2, 128)]
 )
@@ -66,6 +68,7 @@ def test_requests_packed_into_one_array_have_the_bits_of_each_alone(name: str) -
             assert_same_bits(o[row : row + count], alone)
 
 
+@pytest.mark.sampled(2)
 # The negative control; a window of one key leaves nothing to add in another order.
 @pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"window of one"}))
 def test_xlas_own_attention_decodes_to_other_bits_than_prefill(name: str) -> None:
@@ -151,6 +154,7 @@ def test_dot_product_attention_takes_lengths_and_starts_per_request() -> None:
         assert_same_bits(o[row], whole(Request(request.q, request.k, request.k))[10:20])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_keys_that_a_query_does_not_see_change_nothing(name: str) -> None:
     options = OPTIONS[name]

@@ -34,6 +34,7 @@ def given(mask: np.ndarray) -> jax.Array:
     return jnp.asarray(mask if mask.ndim == 4 else mask[None, None])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, "float32") for name in OPTIONS if name not in ("window of one", "scale", "sinks")]
@@ -49,6 +50,7 @@ def test_a_mask_has_the_bits_of_the_options_that_mask_alike(name: str, dtype: st
     assert_same_bits(whole(request, mask=mask, **rest | {"causal": False}), expected)
 
 
+@pytest.mark.sampled(1)
 @every_dtype
 def test_keys_that_a_mask_leaves_out_are_like_keys_behind_the_length(dtype: str) -> None:
     request = Request.random(270, dtype)
@@ -69,6 +71,7 @@ def test_another_mask_gives_other_bits() -> None:
     assert not same_bits(other[139], some[139])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "dtype", "heads"),
     [("causal", "float32", 1), ("not causal", "bfloat16", HEADS), ("everything", "float32", HEADS)],
@@ -88,6 +91,7 @@ def test_chunks_with_their_rows_of_the_mask_have_the_bits_of_the_whole(name: str
                 assert_same_bits(o, expected[rows])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["causal", "not causal", "everything"])
 def test_each_request_and_head_has_the_bits_of_its_own_mask_alone(name: str) -> None:
     options, lengths = OPTIONS[name], (150, 17, 130)
@@ -127,6 +131,7 @@ def test_a_mask_shows_nothing_of_what_is_behind_the_length() -> None:
     assert_same_bits(o, whole(request, causal=False))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mapped", ["mask", "q mask", "q k v"])
 def test_vmap_gives_the_bits_of_each(mapped: str) -> None:
     requests = [Request.random(140, seed=seed) for seed in range(3)]
@@ -149,6 +154,7 @@ def test_vmap_gives_the_bits_of_each(mapped: str) -> None:
             assert_same_bits(jax.tree.map(lambda leaf, i=i: leaf[i], found), alone)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["causal", "window", "everything"])
 def test_gradients_have_the_bits_of_the_options_that_mask_alike(name: str) -> None:
     request, options = Request.random(150), OPTIONS[name]

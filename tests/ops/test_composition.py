@@ -55,6 +55,7 @@ PROGRAMS = {name: detjax.jit(fn) for name, fn in (FIRST | LAST).items()}
 PAIRS = [(g, f) for g in FIRST if g != "sample" for f in LAST]
 
 
+@pytest.mark.sampled(12)
 # In float32, where XLA's own operations do move; bfloat16's pairs are compared below, where roundings may be dropped.
 @pytest.mark.parametrize(("g", "f"), PAIRS)
 def test_a_program_of_two_operations_gives_the_bits_of_two_programs(g: str, f: str) -> None:
@@ -68,6 +69,7 @@ def test_a_program_of_two_operations_gives_the_bits_of_two_programs(g: str, f: s
     assert_same_bits(detjax.jit(both)(w["x"], w, v), PROGRAMS[f](between, v))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("g", [g for g in FIRST if g != "sample"])
 def test_roundings_stay_where_the_compiler_may_drop_them(g: str) -> None:
     w = _weights("bfloat16")
@@ -91,6 +93,7 @@ def test_a_sampled_token_is_embedded_in_the_same_program() -> None:
     assert len(set(np.asarray(tokens).tolist())) > 5
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", [name for name in FIRST if name not in ("rope", "log_softmax")])
 def test_weights_that_are_constants_give_the_bits_of_weights_that_are_arguments(name: str, dtype: str) -> None:

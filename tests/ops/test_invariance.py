@@ -40,12 +40,14 @@ def moved(
     return found
 
 
+@pytest.mark.sampled(18)
 @every_op_and_dtype
 def test_a_row_is_the_same_at_every_batch_size_and_position(op: RowOp, dtype: str) -> None:
     few = {"bfloat16": (1, 17, 257, 1024), "float16": (33, 257)}
     assert moved(op, dtype, batch_sizes=few.get(dtype, BATCH_SIZES)) == []
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("op", "width"), ODD_WIDTHS, ids=str)
 def test_a_row_of_any_width_is_the_same_at_every_batch_size(op: RowOp, width: int) -> None:
     assert moved(op, "float32", width + width % 2 if op.even else width, batch_sizes=(1, 33)) == []
@@ -127,6 +129,7 @@ def test_the_same_call_gives_the_same_bits(op: RowOp, dtype: str) -> None:
         assert_same_bits(op(*arguments), first)
 
 
+@pytest.mark.sampled(6)
 @every_op
 def test_a_larger_program_gives_the_bits_of_the_operation_alone(op: RowOp, dtype: str) -> None:
     rows, shared = op.arguments(17, dtype)
@@ -150,6 +153,7 @@ def _halved(x: jax.Array) -> jax.Array:
     return x / 2 if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
+@pytest.mark.sampled(6)
 @every_op
 def test_vmap_over_rows_gives_the_bits_of_each(op: RowOp, dtype: str) -> None:
     rows, shared = op.arguments(12, dtype)
@@ -158,6 +162,7 @@ def test_vmap_over_rows_gives_the_bits_of_each(op: RowOp, dtype: str) -> None:
     assert_same_bits(jax.vmap(op, in_axes=(0, None))(batched, shared), each)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("op", "dtype"), [(op, dtype) for op, dtype in EVERY if dtype != "float16" and op.arguments(1, dtype)[1]], ids=str
 )
@@ -168,12 +173,14 @@ def test_vmap_over_weights_gives_the_bits_of_each(op: RowOp, dtype: str) -> None
     assert_same_bits(mapped, stacked([op(rows, one) for one in shared]))
 
 
+@pytest.mark.sampled(6)
 @every_op
 def test_vmap_over_everything_gives_the_bits_of_each(op: RowOp, dtype: str) -> None:
     examples = [op.arguments(5, dtype, seed=seed) for seed in range(3)]
     assert_same_bits(detjax.jit(jax.vmap(op))(*stacked(examples)), stacked([op(*example) for example in examples]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", MAIN_OPS, ids=repr)
 def test_vmap_inside_vmap_gives_the_bits_of_each(op: RowOp) -> None:
     rows, shared = op.arguments(12, "float32")

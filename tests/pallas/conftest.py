@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("hopper") and not platform._is_hopper():
+    if item.get_closest_marker("hopper") and not platform.runs_here("hopper"):
         pytest.skip("needs a Hopper GPU")
 
 

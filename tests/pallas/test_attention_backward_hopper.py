@@ -2,10 +2,11 @@
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
-from attention_cases import INTERPRETER, OPTIONS, Requests, assert_gradients_close, in_the_interpreter, mask_of_heads
+from attention_requests import INTERPRETER, OPTIONS, Requests, assert_gradients_close, in_the_interpreter, mask_of_heads
 from bits import assert_same_bits
 
 
+@pytest.mark.sampled(1)
 @in_the_interpreter
 @pytest.mark.parametrize("name", ["causal", "everything"])
 def test_gradients_are_those_of_the_portable_backend(name: str) -> None:
@@ -17,6 +18,7 @@ def test_gradients_are_those_of_the_portable_backend(name: str) -> None:
         assert_same_bits(alone[of], found[of][1:2])
 
 
+@pytest.mark.sampled(0)
 @in_the_interpreter
 def test_gradients_with_a_mask_are_those_of_the_portable_backend() -> None:
     requests = Requests.random((150, 40), 2, 1, dtype="bfloat16")

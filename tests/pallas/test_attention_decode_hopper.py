@@ -5,13 +5,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import INTERPRETER, OPTIONS, Requests, assert_close, in_the_interpreter, last_of
+from attention_requests import INTERPRETER, OPTIONS, Requests, assert_close, in_the_interpreter, last_of
 from bits import assert_same_bits, same_bits
 
 from detjax.pallas import attention_decode_hopper
 from detjax.pallas.attention_decode_hopper import Schedule
 
 
+@pytest.mark.sampled(1)
 @in_the_interpreter
 @pytest.mark.parametrize("name", ["causal", "not causal", "window", "alibi", "everything"])
 def test_decode_has_the_bits_of_prefill(name: str) -> None:
@@ -39,6 +40,7 @@ def test_another_rounding_of_the_factors_gives_other_bits(monkeypatch: pytest.Mo
         assert not same_bits(requests.decode(start, 1, Schedule(1, cut=False)), expected)
 
 
+@pytest.mark.sampled(0)
 @in_the_interpreter
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(2, 2, 80), (7, 1, 96)])
 def test_heads_of_any_number_and_width_decode_to_the_bits_of_prefill(heads: int, kv_heads: int, width: int) -> None:
@@ -62,6 +64,7 @@ def test_where_the_line_of_blocks_is_cut_changes_no_bit() -> None:
             assert_same_bits(requests.decode(start, 1, schedule), expected)
 
 
+@pytest.mark.sampled(1)
 @in_the_interpreter
 @pytest.mark.parametrize(
     ("kind", "name", "dtype"),

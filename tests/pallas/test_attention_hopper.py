@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_ptxas
-from attention_cases import (
+from attention_requests import (
     OPTIONS,
     WIDTHS,
     Requests,
@@ -40,6 +40,7 @@ def test_rows_of_wide_keys_and_odd_values_are_refused() -> None:
         ops.dot_product_attention(q, q, v)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("tokens", [1, 1024], ids=["decode", "prefill"])
 @pytest.mark.parametrize(
     ("width", "options"),
@@ -51,6 +52,7 @@ def test_attention_lowers(tokens: int, width: int, options: dict[str, Any]) -> N
     jax.jit(fn).trace(*operands).lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tokens", [1, 1024], ids=["decode", "prefill"])
 @pytest.mark.parametrize(
     ("kind", "width"),
@@ -294,6 +296,7 @@ def ptx() -> dict[str, str]:
     return dict(zip(sections[::2], sections[1::2], strict=True))
 
 
+@pytest.mark.sampled(0)
 def test_no_product_meets_a_sum_in_the_kernels(ptx: dict[str, str]) -> None:
     assert list(ptx) == list(programs())
     for name, text in ptx.items():

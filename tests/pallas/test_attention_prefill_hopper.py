@@ -8,7 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
+from attention_requests import (
     INTERPRETER,
     OPTIONS,
     Requests,
@@ -32,6 +32,7 @@ def test_ragged_queries_have_the_bits_of_a_whole_prefill() -> None:
     assert_same_bits(found, [x[len(x) - count :] for x, count in zip(expected, counts, strict=True)])
 
 
+@pytest.mark.sampled(1)
 @in_the_interpreter
 @pytest.mark.parametrize(
     ("width", "persistent", "product_turns"), [(192, True, True), (256, True, False), (256, False, True)]
@@ -53,6 +54,7 @@ def test_no_schedule_of_wide_rows_changes_a_bit(
         assert_same_bits(requests.decode(start, 3, Schedule(3)), last_of(expected, start))
 
 
+@pytest.mark.sampled(0)
 @in_the_interpreter
 @pytest.mark.parametrize(("width", "options"), [(192, {}), (256, OPTIONS["everything"])])
 def test_wide_rows_in_ragged_queries_have_the_bits_of_a_whole_prefill(width: int, options: dict[str, Any]) -> None:
@@ -63,6 +65,7 @@ def test_wide_rows_in_ragged_queries_have_the_bits_of_a_whole_prefill(width: int
     assert_same_bits(found, [x[len(x) - count :] for x, count in zip(expected, counts, strict=True)])
 
 
+@pytest.mark.sampled(1)
 @in_the_interpreter
 @pytest.mark.parametrize(("width", "value_width"), [(192, 64), (192, 128), (256, 128), (256, 192)])
 def test_a_column_of_the_result_does_not_depend_on_how_many_there_are(width: int, value_width: int) -> None:
@@ -73,6 +76,7 @@ def test_a_column_of_the_result_does_not_depend_on_how_many_there_are(width: int
     assert_same_bits(found, [x[..., :value_width] for x in expected])
 
 
+@pytest.mark.sampled(1)
 @in_the_interpreter
 @pytest.mark.parametrize("width", [64, 256])
 def test_a_causal_mask_has_the_bits_of_causal_attention(width: int) -> None:
@@ -83,6 +87,7 @@ def test_a_causal_mask_has_the_bits_of_causal_attention(width: int) -> None:
         assert not same_bits(requests.with_mask(mask_of_heads(requests)), expected)
 
 
+@pytest.mark.sampled(0)
 @in_the_interpreter
 @pytest.mark.parametrize(("kind", "name"), [("fp8_e4m3", "everything"), ("q4_0", "not causal")])
 def test_quantized_pages_prefill_to_the_bits_of_what_they_are_read_as(kind: str, name: str) -> None:

@@ -80,6 +80,7 @@ def test_a_prompt_has_attentions_other_kernel(model: Decoder) -> None:
     assert counts["dot"] == 0
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.usefixtures("matrix_unit", "attention_in_the_interpreter", "two_multiprocessors")
 def test_a_request_is_the_same_alone_and_in_a_batch(model: Decoder) -> None:
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 128, (3, 4)))

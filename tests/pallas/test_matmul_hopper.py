@@ -116,6 +116,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, dtype: str) -> None:
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("m", "n", "k", "schedule"),
     [
@@ -145,6 +146,7 @@ EPILOGUES: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", [Schedule(16, 24), Schedule(72, 24, "tokens")], ids=str)
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=lambda e: "-".join(map(str, e.values())) or "plain")
 def test_epilogues_have_the_values_of_float64(schedule: Schedule, epilogue: dict[str, Any]) -> None:
@@ -159,6 +161,7 @@ def test_epilogues_have_the_values_of_float64(schedule: Schedule, epilogue: dict
         np.testing.assert_allclose(y, exact(x, w, *operands, **epilogue), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", SCHEDULES_OF_64, ids=str)
 def test_operands_may_have_k_first(schedule: Schedule) -> None:
     x, w = drawn(100, 203), drawn(136, 203)
@@ -184,6 +187,7 @@ def operands_of_bits() -> tuple[np.ndarray, np.ndarray]:
     return drawn(100, 203), drawn(72, 203)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("matrix_unit")
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_every_schedule_gives_the_same_bits(schedule: Schedule) -> None:
@@ -192,6 +196,7 @@ def test_every_schedule_gives_the_same_bits(schedule: Schedule) -> None:
     assert_same_bits(multiplied(x[:m], w, schedule=schedule), in_order(x[:m], w))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("matrix_unit")
 @pytest.mark.parametrize("schedule", SCHEDULES_OF_64, ids=str)
 def test_every_layout_gives_the_same_bits(schedule: Schedule) -> None:
@@ -200,6 +205,7 @@ def test_every_layout_gives_the_same_bits(schedule: Schedule) -> None:
         assert_same_bits(multiplied(x, w, schedule=schedule, **layouts), in_order(x, w))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("matrix_unit", "two_multiprocessors")
 @pytest.mark.parametrize(
     "schedule",
@@ -231,6 +237,7 @@ def test_another_order_of_k_has_other_bits() -> None:
     assert not same_bits(multiplied(x[:, stages_swapped], w[:, stages_swapped], schedule=schedule), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("matrix_unit")
 @pytest.mark.parametrize(
     ("m", "gated", "schedule"),
@@ -263,6 +270,7 @@ def test_a_rows_bits_do_not_depend_on_how_many_there_are_nor_on_its_neighbours(
 # --- the public operation ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["kn", "nk"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_gradients_are_those_of_float64(layout: str, gated: bool) -> None:

@@ -94,6 +94,7 @@ def test_norms_have_the_values_of_float64(rows: int, width: int, dtype: str) -> 
     assert_close(y, reference_norm(h, weight, 0.5), dtype)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("width", "threads"), [(64, 16), (512, 32), (512, 64), (512, 128)])
 def test_a_norms_bits_do_not_depend_on_rows_position_or_neighbours(width: int, threads: int) -> None:
     row, weight = drawn(width), drawn(width, seed=1)
@@ -139,6 +140,7 @@ def test_heads_are_turned_as_in_float64(width: int, dtype: str) -> None:
     assert_same_bits(np.concatenate([q, k], axis=1), alone[:, :3])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("width", "dtype"),
     [*((width, "bfloat16") for width in (20, 96, 128, 256)), (128, "float32")],
@@ -284,6 +286,7 @@ def lowered(fn: Callable[..., Any], *args: Any) -> str:
     return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [128, 1024, 4096, 5120, 8192])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_norms_lower_for_cuda(width: int, dtype: str) -> None:

@@ -30,6 +30,7 @@ def exactly(case: Append) -> Append:
     return case.changed(qkv=jnp.asarray(random.integers(-7, 8, case.arrays["qkv"].shape), case.arrays["qkv"].dtype))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_kernel_has_the_bits_of_the_portable_backend(case: Append) -> None:
     case = exactly(case)
@@ -52,6 +53,7 @@ def test_what_is_in_the_pages_stays() -> None:
 SCHEDULES = [(2, 8, 1), (4, 4, 2), (8, 1, 1), (16, 1, 4), (16, 8, 4)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kv_heads", [1, 6])
 def test_every_schedule_writes_the_same_bits(kv_heads: int) -> None:
     # Nine tokens: with two or more to a CTA, the last one moves up to tokens that another CTA writes too.

@@ -12,7 +12,7 @@ from bits import assert_same_bits
 import detjax
 from detjax import ops
 from detjax.pallas import sampling_hopper, softmax_hopper
-from detjax.pallas.sampling_hopper import gumbel, threefry
+from detjax.pallas.candidates import gumbel, threefry
 from detjax.pallas.softmax_hopper import Schedule
 from detjax.portable import sampling as portable
 
@@ -51,10 +51,11 @@ def test_random_bits_are_those_of_jax_random(seed: int) -> None:
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
     ids = jnp.arange(152_064, dtype=jnp.int32)
     assert_same_bits(threefry((words[0], words[1]), ids.astype(jnp.uint32)), jax.random.bits(key, ids.shape))
-    noise = jax.jit(lambda words: gumbel((words[0], words[1]), ids))(words)
+    noise = jax.jit(lambda words: gumbel((words[0], words[1]), ids.astype(jnp.uint32)))(words)
     np.testing.assert_allclose(noise, jax.random.gumbel(key, ids.shape, jnp.float32), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("width", "filtered"), [(1, False), (5, True), (128, True), (4097, False), (4097, True)])
 def test_tokens_are_those_of_the_portable_backend(width: int, filtered: bool) -> None:
     arguments = requests(4, width, filters=filtered)
@@ -64,6 +65,7 @@ def test_tokens_are_those_of_the_portable_backend(width: int, filtered: bool) ->
     np.testing.assert_allclose(logprobs, expected_logprobs, rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_logprobs_have_the_bits_of_log_softmax(dtype: str) -> None:
     arguments = requests(4, 1100, filters=True)
@@ -127,6 +129,7 @@ def test_the_public_operation_runs_on_these_kernels() -> None:
     assert_same_bits((tokens, logprobs), tuple(sample(arguments, filtered=True)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("width", "filtered"), [(128256, False), (151936, False), (1, False), (1_000_001, False), (50257, True)]
 )

@@ -51,6 +51,7 @@ def exact(x: Any) -> dict[str, np.ndarray]:
     return {"softmax": np.exp(logprobs), "log_softmax": logprobs, "logsumexp": total}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fn", "width"),
     [(log_softmax, width) for width in (1, 5, 128, 4096, 4097, 10000)]
@@ -126,6 +127,7 @@ def test_infinities_and_nans_stay_in_their_row(cluster: int) -> None:
     np.testing.assert_allclose(result[kept], exact(x)["log_softmax"][kept], rtol=1e-6, atol=4e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fn", "schedule"),
     [
@@ -169,6 +171,7 @@ def test_the_public_operations_and_their_gradients_run_on_these_kernels() -> Non
         np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", VOCABULARIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_chosen_lowers_for_cuda(width: int, dtype: str) -> None:
@@ -180,6 +183,7 @@ def test_what_is_chosen_lowers_for_cuda(width: int, dtype: str) -> None:
     lower(row_sums, jax.ShapeDtypeStruct(x.shape, jnp.float32))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", VOCABULARIES)
 def test_every_schedule_lowers_for_cuda(width: int) -> None:
     x = jax.ShapeDtypeStruct((64, width), jnp.bfloat16)

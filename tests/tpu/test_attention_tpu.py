@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tpu_attention_cases
-from attention_cases import OPTIONS, Requests
+from attention_requests import OPTIONS, Requests
 from bits import assert_same_bits
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # JAX has no public name for what races were found
 

@@ -18,9 +18,9 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # JAX has no
 from ops import references
 
 from detjax.bench.deviceless import kernels_of
-from detjax.contract import Epilogue
+from detjax.contract import TPU_ROW_TILE, Epilogue
 from detjax.pallas import matmul_tpu
-from detjax.pallas.matmul_tpu import ROW_TILE, Schedule, product
+from detjax.pallas.matmul_tpu import Schedule, product
 
 GATED = Epilogue("silu", gated=True)
 TOLERANCE = {"float32": 3e-6, "bfloat16": 5e-3}
@@ -94,7 +94,7 @@ def test_bits_follow_neither_the_number_of_tokens_nor_their_places_nor_neighbour
 
     poisoned = np.full_like(x, np.nan)
     poisoned[1::2] = np.inf
-    places = [0, 1, ROW_TILE - 1, ROW_TILE, 255, 299]
+    places = [0, 1, TPU_ROW_TILE - 1, TPU_ROW_TILE, 255, 299]
     poisoned[places] = x[7]
     shifted = np.broadcast_to(residual[7], residual.shape)
     assert_same_bits(fn(poisoned, w, bias, shifted)[places], np.stack([together[7]] * len(places)))

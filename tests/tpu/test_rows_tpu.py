@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from detjax import ops
 from detjax.bench.deviceless import kernels_of
-from detjax.pallas import norm_tpu, rows_tpu, sampling_tpu, softmax_tpu
+from detjax.pallas import candidates, norm_tpu, rows_tpu, sampling_tpu, softmax_tpu
 from detjax.portable import norm as portable_norm
 from detjax.portable import sampling as portable_sampling
 from detjax.portable import softmax as portable_softmax
@@ -208,9 +208,9 @@ def test_random_bits_are_those_of_jax_random(seed: int) -> None:
     words = jnp.asarray(ops.sampling.seed_words(seed), jnp.uint32)
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
     ids = jnp.arange(152_064, dtype=jnp.int32)
-    bits = jax.jit(lambda words: sampling_tpu.threefry((words[0], words[1]), ids.astype(jnp.uint32)))(words)
+    bits = jax.jit(lambda words: candidates.threefry((words[0], words[1]), ids.astype(jnp.uint32)))(words)
     assert_same_bits(bits, jax.random.bits(key, ids.shape))
-    noise = jax.jit(lambda words: sampling_tpu.gumbel((words[0], words[1]), ids))(words)
+    noise = jax.jit(lambda words: candidates.gumbel((words[0], words[1]), ids.astype(jnp.uint32)))(words)
     np.testing.assert_allclose(noise, jax.random.gumbel(key, ids.shape, jnp.float32), rtol=1e-6, atol=1e-6)
 
 
@@ -262,7 +262,7 @@ def test_ties_go_to_the_lowest_id_and_nan_counts_as_the_largest(small_blocks: No
 
 def test_the_likeliest_tokens_have_the_logprobs_of_log_softmax() -> None:
     logits = drawn(3, 300)
-    tokens, logprobs = interpreted(functools.partial(sampling_tpu.top_logprobs, count=7), logits)
+    tokens, logprobs = interpreted(functools.partial(ops.top_logprobs, count=7), logits)
     expected = interpreted(softmax_tpu.log_softmax, logits)
     assert_same_bits(logprobs, np.take_along_axis(expected, tokens, axis=1))
     assert_same_bits(logprobs, -np.sort(-expected, axis=1)[:, :7])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from detjax.pallas import norm_tpu, sampling_tpu, softmax_tpu
+from detjax.portable import sampling as portable_sampling
 
 HIDDEN, HEADS, HEAD_DIM, VOCABULARY = 4096, 32, 128, 151936
 TOKENS = {"decode of 1": 1, "decode of 64": 64, "prefill of 512": 512, "prefill of 4096": 4096}
@@ -42,7 +43,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     made["softmax_backward, 64 rows"] = softmax_tpu.softmax_backward, (logprobs, logprobs)
     made["log_softmax_backward, 64 rows"] = softmax_tpu.log_softmax_backward, (logprobs, logprobs)
     made["logsumexp_backward, 64 rows"] = softmax_tpu.logsumexp_backward, (logprobs, shape(64), shape(64))
-    made["top_logprobs, 64 rows"] = functools.partial(sampling_tpu.top_logprobs, count=20), (logprobs,)
+    made["likeliest, 64 rows"] = functools.partial(portable_sampling.likeliest, count=20), (logprobs,)
     # Widths that no register divides.
     for width in (1, 80, 50257):
         logits = shape(3, width, dtype="bfloat16")

@@ -1,0 +1,36 @@
+"""What sampling kernels of all backends have in common: Gumbel noise, and which of two candidates is taken."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from detjax.contract import ACCUMULATOR
+
+NO_ID = np.int32(np.iinfo(np.int32).max)
+"""Above every token's id."""
+
+
+def beats(value: Array, best: Array) -> Array:
+    """Whether a later value takes the place of the best one; NaN counts as the largest, as in argmax."""
+    return (value > best) | ((value != value) & (best == best))
+
+
+def gumbel(key: tuple[Array, Array], token: Array) -> Array:
+    """The Gumbel variables of these ids, uint32: those of `jax.random.gumbel` with this key, float32."""
+    bits = threefry(key, token)
+    uniform = lax.bitcast_convert_type((bits >> np.uint32(9)) | np.uint32(0x3F800000), ACCUMULATOR) - 1.0
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, np.finfo(np.float32).tiny)))
+
+
+def threefry(key: tuple[Array, Array], counter: Array) -> Array:
+    """32 random bits of each counter, uint32: Threefry-2x32 in 20 rounds (Salmon et al. 2011), its two words xored."""
+    rotations = (13, 15, 26, 6), (17, 29, 16, 24)
+    keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
+    x, y = keys[0], counter + keys[1]
+    for group in range(5):
+        for rotation in rotations[group % 2]:
+            x = x + y
+            y = ((y << np.uint32(rotation)) | (y >> np.uint32(32 - rotation))) ^ x
+        x = x + keys[(group + 1) % 3]
+        y = y + (keys[(group + 2) % 3] + np.uint32(group + 1))
+    return x ^ y

@@ -1,0 +1,92 @@
+"""Sums over the devices of a mesh: eight CPU devices, in a process that has so many."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import detjax
+from detjax import ops
+
+DEVICES = 8
+
+
+def test_sums_over_devices_are_those_of_the_axis_left_to_right() -> None:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.split("\n")[-2] == "all hold"
+
+
+def test_what_cannot_be_summed_is_refused() -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]), "d", axis_types=(AxisType.Auto,))
+
+    def over(fn, x):
+        return jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P())(x)
+
+    with pytest.raises(TypeError, match=r"psum: x has dtype int32 on .*; accepted: bfloat16, float16, float32"):
+        over(lambda x: ops.psum(x, "d"), jnp.ones(3, "int32"))
+    with pytest.raises(ValueError, match=r"psum_scatter: x has shape \(\); accepted: a first axis that 1 devices"):
+        over(lambda x: ops.psum_scatter(x, "d"), jnp.float32(1))
+    with pytest.raises(NameError, match="unbound axis name"):
+        ops.psum(jnp.ones(3), "d")
+
+
+def on_devices(fn, x, out_specs=P()):  # noqa: B008
+    """What `fn` gives where each device has one `x[i]`."""
+    mesh = Mesh(np.array(jax.devices()), "d", axis_types=(AxisType.Auto,))
+    program = detjax.jit(jax.shard_map(lambda x: fn(x[0]), mesh=mesh, in_specs=P("d"), out_specs=out_specs))
+    return np.asarray(program(jnp.asarray(x)))
+
+
+def left_to_right(terms: np.ndarray) -> np.ndarray:
+    total = terms[0].astype(np.float32)
+    for term in terms[1:]:
+        total = total + term.astype(np.float32)
+    return total.astype(terms.dtype)
+
+
+def main() -> None:
+    assert jax.device_count() == DEVICES
+    random = np.random.default_rng(0)
+    for dtype in ("float32", "bfloat16", "float16"):
+        x = (random.standard_normal((DEVICES, 16, 33)) * 2.0 ** random.integers(-6, 7, (DEVICES, 1, 1))).astype(dtype)
+        expected = left_to_right(x)
+        total = on_devices(lambda x: ops.psum(x, "d"), x)
+        assert total.tobytes() == expected.tobytes(), dtype
+        scattered = on_devices(lambda x: ops.psum_scatter(x, "d"), x, P("d"))
+        assert scattered.tobytes() == expected.tobytes(), dtype
+        # The negative control: in another order these terms have another sum, where the last rounding does not hide it.
+        assert dtype != "float32" or left_to_right(x[::-1]).tobytes() != expected.tobytes()
+
+    # Products that are added stay rounded.
+    a, b = random.standard_normal((2, DEVICES, 1000)).astype(np.float32)
+    joined = np.stack([a, b], axis=1)
+    assert on_devices(lambda ab: ops.psum(ab[0] * ab[1], "d"), joined).tobytes() == left_to_right(a * b).tobytes()
+
+    # A tree, over two axes of a mesh: the first varies slowest.
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    of_both = jax.shard_map(
+        lambda x: ops.psum({"x": x[0]}, ("a", "b")), mesh=mesh, in_specs=P(("a", "b")), out_specs={"x": P()}
+    )
+    assert np.asarray(detjax.jit(of_both)(jnp.asarray(a))["x"]).tobytes() == left_to_right(a).tobytes()
+
+    # Gradients are moved, not added: those of each term are those of the sum.
+    def loss(x):
+        return jnp.vdot(ops.psum(jnp.sin(x), "d"), jnp.asarray(b[0]))
+
+    gradients = on_devices(lambda x: jax.grad(loss)(x)[None], a, P("d"))
+    expected = np.asarray(jax.jit(lambda a: jnp.cos(a) * jnp.asarray(b[0]))(a))
+    assert gradients.tobytes() == expected.tobytes()
+    print("all hold")
+
+
+if __name__ == "__main__":
+    main()
