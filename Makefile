@@ -24,15 +24,16 @@ demo: $(READY) ## set up, then run the demonstration
 	@$(BIN)/detjax demo
 
 PYTEST = DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# What XLA makes of an operation, at full optimization, is what these tests are about.
+OF_THE_COMPILER := tests/models tests/ops tests/portable
+# The others are about what happens around compiled programs, and most of their time is XLA's.
+QUICK_COMPILER := XLA_FLAGS=--xla_backend_optimization_level=0
 # Where what was asked for is all elsewhere, pytest's exit code is 5.
 IF_ANY := || [ $$? -eq 5 ]
-# Kernels in Pallas' interpreter are called by XLA's programs, which take most of the time to compile. How good these
-# are matters elsewhere.
-QUICK_COMPILER := XLA_FLAGS=--xla_backend_optimization_level=0
 
 test: lint $(PTXAS)/.ready ## set up, lint, then run the tests (PYTEST_ARGS="-k matmul" picks some)
-	$(PYTEST) --ignore tests/pallas --ignore tests/tpu $(PYTEST_ARGS) $(IF_ANY)
-	$(QUICK_COMPILER) $(PYTEST) tests/pallas $(PYTEST_ARGS) $(IF_ANY)
+	$(PYTEST) $(OF_THE_COMPILER) $(PYTEST_ARGS) $(IF_ANY)
+	$(QUICK_COMPILER) $(PYTEST) tests --ignore tests/tpu $(addprefix --ignore ,$(OF_THE_COMPILER)) $(PYTEST_ARGS) $(IF_ANY)
 
 test-tpu: $(LIBTPU)/.ready ## the kernels for TPUs, in the interpreter and compiled for chips that are not there
 	PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(QUICK_COMPILER) $(PYTEST) tests/tpu $(PYTEST_ARGS)

@@ -3,6 +3,7 @@
 The speed is that of memory. Gradients are the portable backend's.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
@@ -43,7 +44,7 @@ def forward(
 
 def _kernel(
     operands: tuple[Array, ...], weight: Array, eps: float, weight_offset: float, rows: int | None
-) -> list[Array]:
+) -> Sequence[Array]:
     """The norm of `[M, D]`, and the sum of the operands where there are two."""
     (M, D), dtype = operands[0].shape, operands[0].dtype
     pieces = pieces_of(D)

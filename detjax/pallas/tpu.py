@@ -1,8 +1,6 @@
 """What all kernels for TPUs have to know of the chip."""
 
-from typing import Final
-
-import jax
+from typing import Any, Final
 
 from detjax import platform
 
@@ -16,8 +14,8 @@ SUBLANES: Final = 8
 """Rows of a register of 32-bit numbers, and lines of a tile of memory; rows of narrower ones are packed into them."""
 
 
-def check_dtypes(operation: str, *arrays: jax.Array | jax.ShapeDtypeStruct | None) -> None:
-    """Returns if kernels load and store every array that is there.
+def check_dtypes(operation: str, *arrays: Any) -> None:
+    """Returns if kernels load and store every array, or what has an array's dtype, that is not None.
 
     Raises:
         NotImplementedError: a dtype is none of `DTYPES`.

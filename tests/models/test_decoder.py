@@ -71,6 +71,7 @@ def in_chunks(name: str, tokens: jax.Array, size: int, dtype: str = "float32") -
     return np.concatenate(logits, axis=1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(name: str) -> None:
     logits = programs(name)[0](tokens_of(name))

@@ -77,6 +77,7 @@ def test_xlas_own_attention_decodes_to_other_bits_than_prefill(name: str) -> Non
         assert not same_bits(in_chunks(request, 1, **OPTIONS[name]), whole(request, **OPTIONS[name]))
 
 
+@pytest.mark.sampled(1)
 @every_dtype
 def test_a_request_gives_the_same_bits_in_any_batch_slot_and_pages(dtype: str) -> None:
     options = OPTIONS["everything"]
@@ -128,6 +129,7 @@ def test_a_request_does_not_see_what_its_neighbours_contain(content: float) -> N
         assert_same_bits(together[requests.index(request), :140], whole(request))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "dtype"), [("causal", "float16"), ("everything", "bfloat16"), ("everything", "float32")]
 )
@@ -232,6 +234,7 @@ def test_vmap_gives_the_bits_of_each(mapped: str, dtype: str) -> None:
         assert_same_bits(found[i], f({name: x[i] if axes[name] == 0 else x for name, x in operands.items()}))
 
 
+@pytest.mark.sampled(1)
 @every_dtype
 def test_a_program_with_the_cache_as_a_constant_gives_the_same_bits(dtype: str) -> None:
     request = Request.random(140, dtype)

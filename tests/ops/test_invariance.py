@@ -67,6 +67,7 @@ def test_a_row_times_a_weight_of_any_shape_is_the_same_at_every_batch_size(
         assert_same_bits(alone, together[row : row + 1])
 
 
+@pytest.mark.sampled(3)
 # The negative control: what these tests say of XLA's own operations on a CPU. Where they hold there in spite of all
 # (bfloat16 and float16 products written in the same dtype, whose rounding hides the difference; rms_norm without a
 # residual, logsumexp, rope and embed, in every dtype and width tried), nothing is claimed of them.
@@ -100,6 +101,7 @@ def test_xlas_own_operation_fails_the_same_test(name: str, dtype: str, width: in
         assert moved(BY_NAME[name], dtype, width, batch_sizes=(17, 257), anchors=16) != []
 
 
+@pytest.mark.sampled(5)
 @every_op_and_dtype
 def test_a_row_does_not_see_what_its_neighbours_contain(op: RowOp, dtype: str) -> None:
     rows, shared = op.arguments(33, dtype)

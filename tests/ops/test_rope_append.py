@@ -62,6 +62,7 @@ def test_what_goes_to_a_page_that_is_not_there_is_dropped(page: int) -> None:
     assert [case.written(pool) for pool in pools] == [expected.slots()] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "backend"),
     [("decode, some ended", "portable"), ("ragged", "portable"), ("no norms", "portable"), ("ragged", "stock")],

@@ -64,7 +64,7 @@ def test_where_the_line_of_blocks_is_cut_changes_no_bit() -> None:
             assert_same_bits(requests.decode(start, 1, schedule), expected)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @in_the_interpreter
 @pytest.mark.parametrize(
     ("kind", "name", "dtype"),

@@ -32,7 +32,7 @@ def test_ragged_queries_have_the_bits_of_a_whole_prefill() -> None:
     assert_same_bits(found, [x[len(x) - count :] for x, count in zip(expected, counts, strict=True)])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @in_the_interpreter
 @pytest.mark.parametrize(
     ("width", "persistent", "product_turns"), [(192, True, True), (256, True, False), (256, False, True)]

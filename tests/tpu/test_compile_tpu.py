@@ -16,6 +16,7 @@ MEMORY = {"v5e": 16 << 30, "v5p": 95 << 30, "v6e": 32 << 30, "tpu7x": 96 << 30}
 """Bytes of a device; of a v7x, which has two, half the chip's."""
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: see make test-tpu")
 @pytest.mark.parametrize("chip", TPU_CHIPS)
 @pytest.mark.parametrize(("fn", "args"), CASES)

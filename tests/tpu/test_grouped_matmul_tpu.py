@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bits import assert_same_bits
-from pallas.test_matmul_tpu import drawn, interpreted, shape
+from test_matmul_tpu import drawn, interpreted, shape
 
 from detjax.bench.deviceless import kernels_of
 from detjax.contract import Epilogue
