@@ -54,8 +54,13 @@ PINNED_OPTIONS: Final[Mapping[str, Mapping[str, bool | int]]] = {
     },
     "tpu": {
         "xla_allow_excess_precision": False,
-        # Named by libtpu 0.0.48, which takes it; its name says that sums may be reordered.
+        # libtpu 0.0.48 takes these as options of a program. None is documented; by their names they add in another
+        # order, or compute in another precision than the program says. Collectives need no option, as none that adds is
+        # used (`ops.psum`), nor does the precision of products, which every dot names itself.
         "xla_jf_accumulation_reassociation": False,
+        "xla_tpu_force_excess_precision_bf16": False,
+        "xla_tpu_auto_reduce_precision": False,
+        "xla_tpu_enable_mixed_precision_add_transform": False,
     },
 }
 """Per platform, what every program is compiled with. Options of a program beat environment variables."""
