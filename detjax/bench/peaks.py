@@ -25,8 +25,8 @@ class Peak:
         return max(flops / self.flops, size / self.bytes)
 
 
-_NVIDIA: Final = "NVIDIA, data sheet"
-_GOOGLE: Final = "Google, Cloud TPU documentation"
+_NVIDIA: Final = "NVIDIA, data sheets"
+_GOOGLE: Final = "Google, docs.cloud.google.com/tpu/docs"
 
 PEAKS: Final = {
     "NVIDIA A100-SXM4-40GB": Peak("A100 40GB", 312e12, 1555e9, _NVIDIA),
@@ -38,8 +38,8 @@ PEAKS: Final = {
     "TPU v4": Peak("TPU v4", 275e12, 1228e9, _GOOGLE),
     "TPU v5 lite": Peak("TPU v5e", 197e12, 819e9, _GOOGLE),
     "TPU v5": Peak("TPU v5p", 459e12, 2765e9, _GOOGLE),
-    "TPU v6 lite": Peak("TPU v6e", 918e12, 1640e9, _GOOGLE),
-    # A chip has two chiplets, each of which JAX has as a device.
-    "TPU7x": Peak("TPU7x, one of a chip's two devices", 2307e12 / 2, 7380e9 / 2, _GOOGLE),
+    "TPU v6 lite": Peak("TPU v6e", 918e12, 1638e9, _GOOGLE),
+    # A chip has two chiplets, each of which JAX has as a device: half of the chip's figures.
+    "TPU7x": Peak("TPU7x", 2307e12 / 2, 7380e9 / 2, _GOOGLE),
 }
 """By the device's kind as JAX has it. What is not here has no peak: none is guessed."""

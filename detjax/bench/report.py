@@ -89,7 +89,7 @@ def html(comparison: Comparison) -> str:
     results = [_result(label, result) for label, result in comparison.results.items()]
     operations = {name: [_line(comparison, line) for line in lines] for name, lines in comparison.operations.items()}
     return environment.get_template("report.html").render(
-        title=" and ".join(dict.fromkeys(result.chip for result in comparison.results.values())),
+        title=_listed([*dict.fromkeys(result.chip for result in comparison.results.values())]),
         verdict=comparison.verdict,
         broken=[f"{line.operation} {line.name}: {bits.first} and {bits.second}" for line, bits in comparison.broken],
         results=results,
@@ -99,6 +99,12 @@ def html(comparison: Comparison) -> str:
         fields=_fields(comparison),
         missing=comparison.missing,
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """As in "A, B and C"."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _result(label: str, result: Result) -> dict[str, Any]:
