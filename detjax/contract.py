@@ -132,6 +132,9 @@ class Masking:
     alibi_slopes: tuple[float, ...] | None = None
 
 
+TPU_ATTENTION_ROWS: Final = 64
+"""On TPUs so many rows of queries meet a block of keys in one product, as with `TPU_ROW_TILE`."""
+
 # --- quantized keys and values ----------------------------------------------------------------------------------------
 # Quantized pages hold codes and scales instead of numbers. They are read as
 #   value = rn(rn(float32(code) * float32(scale)))   first to float32, then to q's dtype
@@ -171,6 +174,10 @@ Q4_GROUP: Final = 32
 # partitionable form. The logprob is that of log_softmax of the logits, in the same bits.
 
 PRNG: Final = "threefry2x32"
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+# A sum over the devices of a mesh is that of their terms in the order of the axis, added left to right in float32 and
+# rounded once. Terms are moved between devices, never added on the way.
 
 # --- the portable backend ---------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ Prefill, chunks of it, decode and the check of drafted tokens are one program. A
 each of its tokens, the query heads that share the keys. Its shape follows from the number of these heads alone, and no
 row's arithmetic knows another row's numbers, so neither the number of tokens nor the neighbours can be in the bits. A
 second, smaller tile for decode would be another program, with bits that nothing holds equal; instead the kernel's inner
-loop leaves out units of `UNIT_ROWS` in which there is no row.
+loop leaves out units of `TPU_ATTENTION_ROWS` in which there is no row.
 
 Of a product and a sum, as `s * c - m_b`, the compiler may make one step or two, and nothing here can forbid it. It
 chooses once for all rows, as it compiles each step once.
@@ -27,14 +27,12 @@ from detjax.contract import (
     KEY_LANES,
     KV_BLOCK,
     LOWEST_MAXIMUM,
+    TPU_ATTENTION_ROWS,
     Masking,
     log2_scale,
     rounded,
     soft_cap_exponent,
 )
-
-UNIT_ROWS: Final = 64
-"""Rows that are computed together."""
 
 TILE_ROWS: Final = 128
 """Rows that share one visit of their keys: whole units."""
@@ -65,7 +63,7 @@ class Tiles(NamedTuple):
 
 def rows_of_a_tile(group: int) -> int:
     """For so many query heads to a head of keys."""
-    return max(TILE_ROWS, -(-group // UNIT_ROWS) * UNIT_ROWS)
+    return max(TILE_ROWS, -(-group // TPU_ATTENTION_ROWS) * TPU_ATTENTION_ROWS)
 
 
 def attend(
@@ -204,9 +202,11 @@ def _kernel(
 
     def meet(first: Array) -> None:
         """One unit of rows, from the one given on, and the block."""
-        place = pl.ds(first, UNIT_ROWS)
-        positions = position[tile] + _quotient(first + lax.broadcasted_iota(jnp.int32, (UNIT_ROWS, 1), 0), group)
-        keys = block * KV_BLOCK + lax.broadcasted_iota(jnp.int32, (UNIT_ROWS, KV_BLOCK), 1)
+        place = pl.ds(first, TPU_ATTENTION_ROWS)
+        positions = position[tile] + _quotient(
+            first + lax.broadcasted_iota(jnp.int32, (TPU_ATTENTION_ROWS, 1), 0), group
+        )
+        keys = block * KV_BLOCK + lax.broadcasted_iota(jnp.int32, (TPU_ATTENTION_ROWS, KV_BLOCK), 1)
         visible = keys < kv_length[tile]
         if masking.causal:
             visible = visible & (keys <= positions)
@@ -230,11 +230,11 @@ def _kernel(
     @pl.when(step < blocks[tile])
     def _() -> None:
         def unit(index: Array, _: None) -> None:
-            first = pl.multiple_of(index * UNIT_ROWS, UNIT_ROWS)
+            first = pl.multiple_of(index * TPU_ATTENTION_ROWS, TPU_ATTENTION_ROWS)
             pl.when(first < rows[tile])(functools.partial(meet, first))
 
         # Of so many trips however many rows there are: one of a number that is not known is compiled twice.
-        lax.fori_loop(0, q.shape[2] // UNIT_ROWS, unit, None)
+        lax.fori_loop(0, q.shape[2] // TPU_ATTENTION_ROWS, unit, None)
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:

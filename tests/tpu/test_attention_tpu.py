@@ -75,7 +75,7 @@ def test_numbers_are_those_of_float64_and_of_the_portable_backend(name: str, dty
 
 
 def test_sums_of_a_block_have_the_contracts_order() -> None:
-    p = np.random.default_rng(0).standard_normal((attention_tile_tpu.UNIT_ROWS, KV_BLOCK), np.float32)
+    p = np.random.default_rng(0).standard_normal((attention_tile_tpu.TPU_ATTENTION_ROWS, KV_BLOCK), np.float32)
 
     def kernel(p: Any, sums: Any) -> None:
         sums[...] = attention_tile_tpu._block_sum(p[...])
@@ -186,7 +186,7 @@ def test_the_kernel_is_one_text_for_every_number_of_tokens(dtype: str, monkeypat
     expected = _text(tpu_attention_cases.forward(1, 1, **sizes))
     for batch, tokens in ((8, 1), (500, 1), (4, 4), (1, 128), (1, 500), (1, 4096)):
         assert _text(tpu_attention_cases.forward(batch, tokens, **sizes)) == expected
-    monkeypatch.setattr(attention_tile_tpu, "UNIT_ROWS", 32)
+    monkeypatch.setattr(attention_tile_tpu, "TPU_ATTENTION_ROWS", 32)
     assert _text(tpu_attention_cases.forward(1, 1, **sizes)) != expected
 
 
