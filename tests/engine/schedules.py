@@ -187,7 +187,7 @@ def search(examples: int) -> None:
             Schedules,
             settings=settings(
                 max_examples=examples,
-                stateful_step_count=12,
+                stateful_step_count=8,
                 deadline=None,
                 derandomize=True,
                 suppress_health_check=list(HealthCheck),

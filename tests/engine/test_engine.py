@@ -148,6 +148,7 @@ def test_requests_that_come_over_time_while_half_are_cancelled_have_the_same_bit
     assert shared.pages_in_use == 0
 
 
+@pytest.mark.sampled(0)
 def test_stock_xla_fails_the_test_of_requests_alone_and_together() -> None:
     some = requests()[:12]
     with detjax.use_backend("stock"), engine() as one:
@@ -324,6 +325,7 @@ def test_forgotten_prefixes_are_computed_anew() -> None:
         assert one.generate([prompt]) == expected
 
 
+@pytest.mark.sampled(0)
 def test_nothing_is_compiled_after_warming_up() -> None:
     compiled = []
 

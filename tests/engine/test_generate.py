@@ -69,6 +69,7 @@ def bits_of(generations: list[Generation]) -> list:
     ]
 
 
+@pytest.mark.sampled(0)
 def test_requests_alone_and_together_have_the_same_bits(model: Decoder) -> None:
     together = answers(model, requests())
     for index in (0, 3, 4):  # each compiles programs of its own
@@ -246,6 +247,7 @@ def test_sampling_parameters_out_of_range_are_refused(field: str, value: object)
         SamplingParams(**{field: value})
 
 
+@pytest.mark.sampled(0)
 def test_a_request_is_the_same_in_any_company_with_a_quantized_cache(model: Decoder) -> None:
     asked = requests()[:4]
     together = answers(model, asked, kv_cache_dtype="int8")

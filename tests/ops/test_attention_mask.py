@@ -91,7 +91,7 @@ def test_chunks_with_their_rows_of_the_mask_have_the_bits_of_the_whole(name: str
                 assert_same_bits(o, expected[rows])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", ["causal", "not causal", "everything"])
 def test_each_request_and_head_has_the_bits_of_its_own_mask_alone(name: str) -> None:
     options, lengths = OPTIONS[name], (150, 17, 130)
@@ -131,7 +131,7 @@ def test_a_mask_shows_nothing_of_what_is_behind_the_length() -> None:
     assert_same_bits(o, whole(request, causal=False))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("mapped", ["mask", "q mask", "q k v"])
 def test_vmap_gives_the_bits_of_each(mapped: str) -> None:
     requests = [Request.random(140, seed=seed) for seed in range(3)]
@@ -154,7 +154,7 @@ def test_vmap_gives_the_bits_of_each(mapped: str) -> None:
             assert_same_bits(jax.tree.map(lambda leaf, i=i: leaf[i], found), alone)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", ["causal", "window", "everything"])
 def test_gradients_have_the_bits_of_the_options_that_mask_alike(name: str) -> None:
     request, options = Request.random(150), OPTIONS[name]

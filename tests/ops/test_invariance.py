@@ -47,7 +47,7 @@ def test_a_row_is_the_same_at_every_batch_size_and_position(op: RowOp, dtype: st
     assert moved(op, dtype, batch_sizes=few.get(dtype, BATCH_SIZES)) == []
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("op", "width"), ODD_WIDTHS, ids=str)
 def test_a_row_of_any_width_is_the_same_at_every_batch_size(op: RowOp, width: int) -> None:
     assert moved(op, "float32", width + width % 2 if op.even else width, batch_sizes=(1, 33)) == []
@@ -131,7 +131,7 @@ def test_the_same_call_gives_the_same_bits(op: RowOp, dtype: str) -> None:
         assert_same_bits(op(*arguments), first)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @every_op
 def test_a_larger_program_gives_the_bits_of_the_operation_alone(op: RowOp, dtype: str) -> None:
     rows, shared = op.arguments(17, dtype)
@@ -155,7 +155,7 @@ def _halved(x: jax.Array) -> jax.Array:
     return x / 2 if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @every_op
 def test_vmap_over_rows_gives_the_bits_of_each(op: RowOp, dtype: str) -> None:
     rows, shared = op.arguments(12, dtype)
@@ -164,7 +164,7 @@ def test_vmap_over_rows_gives_the_bits_of_each(op: RowOp, dtype: str) -> None:
     assert_same_bits(jax.vmap(op, in_axes=(0, None))(batched, shared), each)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("op", "dtype"), [(op, dtype) for op, dtype in EVERY if dtype != "float16" and op.arguments(1, dtype)[1]], ids=str
 )
@@ -175,14 +175,14 @@ def test_vmap_over_weights_gives_the_bits_of_each(op: RowOp, dtype: str) -> None
     assert_same_bits(mapped, stacked([op(rows, one) for one in shared]))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @every_op
 def test_vmap_over_everything_gives_the_bits_of_each(op: RowOp, dtype: str) -> None:
     examples = [op.arguments(5, dtype, seed=seed) for seed in range(3)]
     assert_same_bits(detjax.jit(jax.vmap(op))(*stacked(examples)), stacked([op(*example) for example in examples]))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("op", MAIN_OPS, ids=repr)
 def test_vmap_inside_vmap_gives_the_bits_of_each(op: RowOp) -> None:
     rows, shared = op.arguments(12, "float32")

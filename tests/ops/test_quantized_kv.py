@@ -187,7 +187,7 @@ def attend_to(q: np.ndarray, where: Pool, q_start: Any, kv_length: Any, **option
     return np.asarray(ops.attention(jnp.asarray(q), where.k_pages, where.v_pages, *numbers, **options))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "kind", "dtype"),
     [(name, "int8", "bfloat16") for name in ("causal", "not causal", "window", "alibi", "everything")]

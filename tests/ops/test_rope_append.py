@@ -15,7 +15,7 @@ import detjax
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "backend"),
     [(case, "portable") for case in CASES.values()] + [(CASES["ragged"], "stock"), (CASES["no norms"], "stock")],

@@ -54,6 +54,7 @@ def test_heads_of_any_number_and_width_decode_to_the_bits_of_prefill(heads: int,
             assert_same_bits(requests.decode(start, tokens, schedule), last_of(expected, start))
 
 
+@pytest.mark.sampled(0)
 @in_the_interpreter
 def test_where_the_line_of_blocks_is_cut_changes_no_bit() -> None:
     requests = Requests.random((1000, 17), 2, 1, sinks=True)

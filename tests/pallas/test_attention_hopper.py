@@ -40,7 +40,7 @@ def test_rows_of_wide_keys_and_odd_values_are_refused() -> None:
         ops.dot_product_attention(q, q, v)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tokens", [1, 1024], ids=["decode", "prefill"])
 @pytest.mark.parametrize(
     ("width", "options"),
@@ -52,7 +52,7 @@ def test_attention_lowers(tokens: int, width: int, options: dict[str, Any]) -> N
     jax.jit(fn).trace(*operands).lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", [1, 1024], ids=["decode", "prefill"])
 @pytest.mark.parametrize(
     ("kind", "width"),

@@ -157,6 +157,7 @@ def test_norm_and_rope_together_give_the_bits_of_the_two_steps(width: int, dtype
         assert_same_bits(y, turned(interpreted(norm_alone, group, weight), cos, sin, heads=group.shape[1:2])[0])
 
 
+@pytest.mark.sampled(0)
 def test_every_schedule_of_heads_gives_the_same_bits() -> None:
     x, (cos, sin) = whole_numbers(9, 6, 128, dtype="bfloat16"), angles(9, 64)
     weights = drawn(128), drawn(128, seed=1)

@@ -234,12 +234,8 @@ def programs() -> dict[str, Program]:
 
 SOME = (
     "matmul of one token",
-    "matmul of 4096 tokens",
     "matmul gated, 16 tokens",
     "norm of wide rows",
-    "norm and rope",
-    "append to a KV cache",
-    "log-softmax",
     "sampling",
     "attention prefill, head size 128",
     "attention decode, head size 128",

@@ -53,6 +53,7 @@ def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> No
         time.sleep(0.02)
 
 
+@pytest.mark.sampled(0)
 def test_a_process_that_is_killed_leaves_nothing_that_stops_the_next(checkpoint: Path, tmp_path: Path) -> None:
     def programs() -> list[Path]:
         return [path for path in tmp_path.rglob("*-cache") if path.stat().st_size]
