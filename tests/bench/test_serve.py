@@ -14,6 +14,7 @@ LOAD = ["--requests", "9", "--prompt", "3", "70", "--output", "2", "5", "--order
 SMALL = ["--preset", "tiny", "--max-samples", "4", "--token-budget", "64", "--max-tokens", "128"]
 
 
+@pytest.mark.sampled(0)
 def test_requests_in_another_order_are_answered_with_the_same_bits(tmp_path: Path) -> None:
     out, chart = tmp_path / "serve.json", tmp_path / "serve.png"
     run = CliRunner().invoke(app, ["serve", *SMALL, *LOAD, "--out", str(out), "--plot", str(chart)])

@@ -40,7 +40,7 @@ def moved(
     return found
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(12)
 @every_op_and_dtype
 def test_a_row_is_the_same_at_every_batch_size_and_position(op: RowOp, dtype: str) -> None:
     few = {"bfloat16": (1, 17, 257, 1024), "float16": (33, 257)}
