@@ -53,15 +53,15 @@ def compile_for(
     command = f"python -m detjax.bench compile --chip {chip}"
     with platform.use_backend(backend):
         about = command, platform.fingerprint(device), of_device, PEAKS.get(device.device_kind), settings
-        found = functools.partial(_compiled, chip, platform.options_of(backend, "tpu"))
+        found = functools.partial(_compiled, chip, backend)
         return results.gathered(out, "compiled", about, cases(sizes, only), found, report)
 
 
-def _compiled(chip: str, options: dict[str, Any], case: Case) -> dict[str, Any]:
+def _compiled(chip: str, backend: str, case: Case) -> dict[str, Any]:
     """What memory the program takes and what the compiler thinks it costs."""
     start = time.perf_counter()
     donated = tuple(range(case.carried))
-    program = deviceless.compiled_for(chip, case.run, *case.shapes, options=options, donate=donated)
+    program = deviceless.compiled_for(chip, case.run, *case.shapes, backend=backend, donate=donated)
     seconds = time.perf_counter() - start
     memory, cost = program.memory_analysis(), program.cost_analysis() or {}
     return {

@@ -51,19 +51,19 @@ def topology(chip: str) -> Any:
 
 
 def compiled_for(
-    chip: str, fn: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, donate: tuple[int, ...] = ()
+    chip: str, fn: Callable[..., Any], *args: Any, backend: str = platform.STOCK, donate: tuple[int, ...] = ()
 ) -> jax.stages.Compiled:
-    """`fn`, compiled for one chip.
+    """`fn`, compiled for one chip as a backend's programs are.
 
     Args:
         chip: one of `TPU_CHIPS`.
         fn: a function of arrays.
         args: trees of `jax.ShapeDtypeStruct`.
-        options: the compiler's.
+        backend: which serves the operations in `fn`, and whose compiler options are taken.
         donate: arguments whose memory the result may take.
 
     Raises:
-        ValueError: no chip of this name is known.
+        ValueError: no chip or backend of this name is known.
         ModuleNotFoundError: libtpu is not installed.
         jax.errors.JaxRuntimeError: the compiler refuses the program.
     """
@@ -72,7 +72,8 @@ def compiled_for(
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), args)
     mesh = Mesh(np.array([device]), ("_",)).abstract_mesh
     # Kernels that ask for the kind of device see the target's.
-    with jax.sharding.use_abstract_mesh(mesh), platform.tracing_for("tpu"):
+    with jax.sharding.use_abstract_mesh(mesh), platform.tracing_for("tpu"), platform.use_backend(backend):
+        options = platform.options_of(backend, "tpu")
         program = jax.jit(fn, out_shardings=sharding, donate_argnums=donate, compiler_options=options)
         return program.trace(*args).lower(lowering_platforms=("tpu",)).compile()
 

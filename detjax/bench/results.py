@@ -122,11 +122,12 @@ def gathered(
         report: is called with every row.
     """
     rows: list[dict[str, Any]] = []
+    content = written(file, kind, *about, rows)
     for case in cases:
         rows.append(row(case, found))
         report(rows[-1])
-        written(file, kind, *about, rows)
-    return written(file, kind, *about, rows)
+        content = written(file, kind, *about, rows)
+    return content
 
 
 def row(case: Case, found: Callable[[Case], dict[str, Any]]) -> dict[str, Any]:

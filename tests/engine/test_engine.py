@@ -47,7 +47,7 @@ def requests() -> list[Request]:
     for index in range(64):
         shared = begun[index % 6] if index % 6 < 3 else []
         prompt = [*shared, *(draw.randrange(515) for _ in range(draw.choice([1, 2, 7, 30, 40])))]
-        params = dataclasses.replace(styles[index % 4], seed=index, max_tokens=draw.randint(1, 14), ignore_eos=True)
+        params = dataclasses.replace(styles[index % 4], seed=index, max_tokens=draw.randint(1, 8), ignore_eos=True)
         found.append(Request(prompt, params))
     return found
 

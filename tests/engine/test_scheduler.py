@@ -27,7 +27,7 @@ def small_pages() -> Iterator[None]:
 
 
 def test_random_schedules_change_no_token_and_leak_no_page() -> None:
-    schedules.search(30)
+    schedules.shrink(30)
 
 
 def test_ten_thousand_random_schedules_change_no_token_and_leak_no_page() -> None:

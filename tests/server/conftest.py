@@ -33,7 +33,7 @@ def checkpoint(loaded: tuple[Decoder, Tokenizer], tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def engine(loaded: tuple[Decoder, Tokenizer]) -> Iterator[Engine]:
-    with Engine(*loaded, max_samples=4, token_budget=32, max_tokens=400) as one:
+    with Engine(*loaded, max_samples=16, token_budget=64, max_tokens=400) as one:
         yield one
 
 

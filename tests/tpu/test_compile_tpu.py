@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from detjax import ops, platform
 from detjax.bench import cases
+from detjax.bench.compile import compile_for
 from detjax.bench.deviceless import TPU_CHIPS, compiled_for, topology
 
 pytestmark = pytest.mark.skipif(
@@ -39,7 +40,7 @@ def assert_fits(program: jax.stages.Compiled, chip: str) -> None:
 @pytest.mark.parametrize("chip", TPU_CHIPS)
 @pytest.mark.parametrize(("fn", "args"), CASES)
 def test_kernels_compile(fn, args, chip: str) -> None:
-    assert_fits(compiled_for(chip, fn, *args, options=platform.options_of("tpu", "tpu")), chip)
+    assert_fits(compiled_for(chip, fn, *args, backend="tpu"), chip)
 
 
 @pytest.mark.sampled(1)
@@ -49,21 +50,26 @@ def test_whole_steps_of_qwen3_8b_compile(operation: str, chip: str) -> None:
     # One request: the weights alone are 15.3 of a v5e's 16 GiB.
     sizes = cases.Sizes(models=("Qwen3-8B",), prefill_steps=((1, 1024),), decode_steps=((1, 1024),))
     (step,) = cases.cases(sizes, (operation,))
-    options, donated = platform.options_of("tpu", "tpu"), tuple(range(step.carried))
-    with platform.use_backend("tpu"):
-        program = compiled_for(chip, step.run, *step.shapes, options=options, donate=donated)
+    program = compiled_for(chip, step.run, *step.shapes, backend="tpu", donate=tuple(range(step.carried)))
     assert_fits(program, chip)
     assert 'custom_call_target="tpu_custom_call"' in str(program.as_text()), "no kernel of the backend is in it"
 
 
-def test_the_options_that_are_pinned_are_the_compilers() -> None:
+def test_small_cases_compile() -> None:
+    content = compile_for("v5e", small=True, only=["rms_norm", "matmul"])
+    assert content["rows"] and all(row["memory"]["argument"] > 0 for row in content["rows"])
+
+
+def test_the_options_that_are_pinned_are_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     def fn(x: jax.Array) -> jax.Array:
         return x + 1
 
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
-    compiled_for("v6e", fn, x, options=platform.options_of("tpu", "tpu"))
+    compiled_for("v6e", fn, x, backend="tpu")
+    monkeypatch.setattr(platform, "compiler_options", lambda _: {"xla_tpu_unheard_of": False})
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
-        compiled_for("v6e", fn, x, options={"xla_tpu_unheard_of": False})
+        compiled_for("v6e", fn, x, backend="tpu")
+    compiled_for("v6e", fn, x, backend="stock")
 
 
 @pytest.mark.parametrize("chip", ["v5e", "tpu7x"])
