@@ -233,7 +233,11 @@ def shrink(examples: int) -> None:
         run_state_machine_as_test(
             Schedules,
             settings=settings(
-                max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+                max_examples=examples,
+                stateful_step_count=10,
+                deadline=None,
+                derandomize=True,
+                suppress_health_check=list(HealthCheck),
             ),
         )
 
