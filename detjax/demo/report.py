@@ -23,7 +23,7 @@ def verdict_on_stock(tally: Tally) -> str:
     if not tally.reproduced:
         return (
             f"Stock XLA gave one answer this time, but its logprobs came in {tally.bit_patterns} sets of bits: no "
-            "token was near enough to a tie. Another --prompt, more --max-tokens or --dtype bfloat16 may show more."
+            "token was near enough to a tie. Another --prompt or more --max-tokens may show more."
         )
     return (
         "Stock XLA gave one answer with one set of logprob bits: on this device and with this model these loads made "

@@ -20,6 +20,7 @@ from detjax.demo.experiment import (
     Result,
     Tally,
     ask,
+    at_once,
     compare,
     contender,
     draw_loads,
@@ -164,6 +165,12 @@ def test_answers_come_by_load_and_slot_under_the_backend_asked_for(
         ask(model, loads, "stock")
     assert 1 <= len(met) <= 2, "an interruption reaches the loads that have not begun"
     assert {backend for *_, backend in met} == {"stock"}
+
+
+def test_stock_programs_on_a_gpu_are_compiled_and_run_by_one_thread() -> None:
+    with platform.tracing_for("gpu"):
+        assert (at_once("stock"), at_once("hopper")) == (1, 2)
+    assert at_once("stock") == 2
 
 
 def test_a_tally_counts_completions_and_bits() -> None:
