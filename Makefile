@@ -23,7 +23,8 @@ help: ## say what can be made
 demo: $(READY) ## set up, then run the demonstration
 	@$(BIN)/detjax demo
 
-PYTEST = DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# One more than the cores that CI has: some tests wait for servers and other processes.
+PYTEST = DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # What XLA makes of an operation, at full optimization, is what these tests are about.
 OF_THE_COMPILER := tests/models tests/ops tests/portable
 # The others are about what happens around compiled programs, and most of their time is XLA's.

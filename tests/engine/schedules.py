@@ -242,7 +242,7 @@ def shrink(examples: int) -> None:
         )
 
 
-def search(seeds: range, actions: int = 10) -> None:
+def search(seeds: range, actions: int = 8) -> None:
     """Plays a schedule for each seed.
 
     Raises:

@@ -36,13 +36,14 @@ def assert_fits(program: jax.stages.Compiled, chip: str) -> None:
     assert held + memory.temp_size_in_bytes < MEMORY[chip]
 
 
-@pytest.mark.sampled(len(CASES))  # each for one chip
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("chip", TPU_CHIPS)
 @pytest.mark.parametrize(("fn", "args"), CASES)
 def test_kernels_compile(fn, args, chip: str) -> None:
     assert_fits(compiled_for(chip, fn, *args, backend="tpu"), chip)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("chip", TPU_CHIPS)
 @pytest.mark.parametrize("operation", ["prefill_step", "decode_step"])
 def test_whole_steps_of_qwen3_8b_compile(operation: str, chip: str) -> None:
