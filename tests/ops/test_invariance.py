@@ -123,6 +123,7 @@ def _filled(x: np.ndarray, which: np.ndarray, content: float) -> np.ndarray:
     return x
 
 
+@pytest.mark.sampled(6)
 @every_op
 def test_the_same_call_gives_the_same_bits(op: RowOp, dtype: str) -> None:
     arguments = op.arguments(33, dtype)

@@ -26,6 +26,7 @@ def test_the_bits_are_those_of_the_three_steps(case: Append, backend: str) -> No
         assert_same_bits(case(), case.in_steps())
 
 
+@pytest.mark.sampled(5)
 @every_case
 def test_new_tokens_are_written_and_no_others(case: Append) -> None:
     _, *pools = case()

@@ -1,5 +1,6 @@
 """Which token is chosen, held against a sampler written out in NumPy: what is kept, how often it is drawn, by what."""
 
+import functools
 from typing import Any
 
 import jax
@@ -49,6 +50,7 @@ def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p
     return np.isin(np.arange(len(p)), [i for i in nucleus if p[i] >= min_p * p.max()])
 
 
+@functools.cache
 def noise(seed: int, position: int, index: int, size: int) -> np.ndarray:
     key = jax.random.key(seed, impl="threefry2x32")
     return np.asarray(jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, position), index), (size,)))
