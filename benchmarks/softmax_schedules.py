@@ -19,7 +19,7 @@ from rich.console import Console
 
 import detjax
 from detjax.bench.timing import device_time, rotations
-from detjax.pallas import sampling_hopper, softmax_hopper
+from detjax.pallas import hopper, sampling_hopper, softmax_hopper
 from detjax.pallas.blocks_hopper import PART, SMEM_OF_CTA, SMEM_OF_SM, SMEM_RESERVED, blocks_of_row, parts_of_block
 from detjax.pallas.softmax_hopper import MOST_CTAS, MOST_SLOTS, Schedule, schedule_for
 from detjax.portable import sampling as portable_sampling
@@ -44,7 +44,7 @@ def schedules(x: Any, around: tuple[int, ...] = (0,)) -> Iterator[Schedule]:
         slots = min(free // (PART * x.dtype.itemsize), MOST_SLOTS)
         for cluster in range(1, min(blocks, MOST_CTAS) + 1):
             if -(-blocks // cluster) * parts_of_block(width) <= slots:
-                resident = softmax_hopper.clusters_at_once(cluster, ctas_of_sm)
+                resident = hopper.resident_clusters(cluster, ctas_of_sm)
                 for grid in sorted({min(rows, max(1, resident + more)) for more in around}):
                     yield Schedule(cluster, slots, grid)
     for slots, ctas_of_sm in ((4, 6), (8, 3), (8, 6)):

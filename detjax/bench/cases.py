@@ -18,6 +18,7 @@ from jaxtyping import Array, DTypeLike
 
 from detjax import ops
 from detjax.bench import presets
+from detjax.bench.shapes import Widths
 from detjax.contract import KV_BLOCK, rounded
 from detjax.models import DecoderConfig
 from detjax.models.cache import KVCache
@@ -202,14 +203,10 @@ def _exponent(inputs: int) -> int:
     return -round(math.log2(inputs) / 2)
 
 
-def _config(model: str) -> DecoderConfig:
-    return DecoderConfig.from_hugging_face(presets.MODELS[model], model)
-
-
 def _all(sizes: Sizes) -> Iterator[Case]:
     for model in sizes.models:
         yield from _matmuls(model, sizes)
-    first, config = sizes.models[0], _config(sizes.models[0])
+    first, config = sizes.models[0], presets.config(sizes.models[0])
     for rows in sizes.rows:
         yield _rms_norm(first, config, rows)
     for rows in sizes.rows:
@@ -232,16 +229,7 @@ def _all(sizes: Sizes) -> Iterator[Case]:
 
 
 def _matmuls(model: str, sizes: Sizes) -> Iterator[Case]:
-    config = _config(model)
-    D, F, K = config.hidden_size, config.intermediate_size, config.head_dim
-    layers = {
-        "qkv": ((config.heads + 2 * config.kv_heads) * K, D),
-        "o": (D, config.heads * K),
-        "gate+up": (F, D),
-        "down": (D, F),
-        "lm_head": (config.vocab_size, D),
-    }
-    for layer, (n, k) in layers.items():
+    for layer, (n, k) in Widths.of(presets.config(model)).linears.items():
         for m in sizes.head_tokens if layer == "lm_head" else sizes.tokens:
             yield _matmul(model, layer, m, n, k)
 
@@ -250,6 +238,7 @@ def _matmul(model: str, layer: str, m: int, n: int, k: int) -> Case:
     gated, out_dtype = layer == "gate+up", "float32" if layer == "lm_head" else "bfloat16"
     options: dict[str, Any] = {"activation": "silu", "gated": True} if gated else {}
     parts = 2 if gated else 1
+    n //= parts
 
     def run(x: Array, w: Array) -> tuple[Array]:
         return (ops.matmul(x, w, layout="nk", out_dtype=out_dtype, **options),)
@@ -387,7 +376,7 @@ def _sample(rows: int, vocabulary: int, temperature: float) -> Case:
 
 def _step(operation: str, model: str, batch: int, context: int, tokens: int) -> Case:
     """A prompt in one piece into an empty cache, or one token more of requests that have `context` of them there."""
-    config = _config(model)
+    config = presets.config(model)
     graph, state = nnx.split(nnx.eval_shape(lambda: presets.decoder(model)))
     leaves, tree = jax.tree.flatten(state)
     decoding = operation == "decode_step"

@@ -78,11 +78,14 @@ def compiled_for(
         return program.trace(*args).lower(lowering_platforms=("tpu",)).compile()
 
 
-_BOUNDS: Final = re.compile(r"iteration_bounds = array<i64[^>]*>")
+_OF_THE_GRID: Final = re.compile(
+    r"iteration_bounds = array<i64[^>]*>|(?<=memref<)\d+(?=xi32, #tpu.memory_space<smem>>)"
+)
+"""Its bounds, and how long the lists are that say what each step works on."""
 
 
 def kernels_of(fn: Callable[..., Any], *args: Any) -> list[str]:
-    """The text of each Mosaic TPU kernel in `fn`, in order, without the bounds of its grid; needs no libtpu.
+    """The text of each Mosaic TPU kernel in `fn`, in order, without the size of its grid; needs no libtpu.
 
     Two calls whose kernels have one text differ in how many steps their grids have, and in nothing else.
     """
@@ -92,7 +95,7 @@ def kernels_of(fn: Callable[..., Any], *args: Any) -> list[str]:
     original = tpu_custom_call._lower_to_custom_call_config  # pyright: ignore[reportAttributeAccessIssue]
 
     def noted(module: Any, *rest: Any, **options: Any) -> Any:
-        found.append(_BOUNDS.sub("", str(module)))
+        found.append(_OF_THE_GRID.sub("", str(module)))
         return original(module, *rest, **options)
 
     tpu_custom_call._lower_to_custom_call_config = noted  # pyright: ignore[reportAttributeAccessIssue]

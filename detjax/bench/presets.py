@@ -37,6 +37,38 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": False,
     },
+    "Qwen3-32B": {
+        **_QWEN3,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+    "Llama-3.1-8B": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "max_position_embeddings": 131072,
+        "vocab_size": 128256,
+        "torch_dtype": "bfloat16",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         **_QWEN3,
         "head_dim": 32,
@@ -52,6 +84,12 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
 """Configurations as Hugging Face has them."""
 
 
+def config(name: str, layers: int | None = None) -> DecoderConfig:
+    """The configuration of the shape named; see `decoder`."""
+    raw = {**MODELS[name], **({} if layers is None else {"num_hidden_layers": layers})}
+    return DecoderConfig.from_hugging_face(raw, name)
+
+
 def decoder(name: str, layers: int | None = None) -> Decoder:
     """A decoder of the shape named, with random bfloat16 weights, made on the device.
 
@@ -59,6 +97,4 @@ def decoder(name: str, layers: int | None = None) -> Decoder:
         name: one of `MODELS`.
         layers: fewer than the model's own, or more.
     """
-    raw = {**MODELS[name], **({} if layers is None else {"num_hidden_layers": layers})}
-    config = DecoderConfig.from_hugging_face(raw, name)
-    return Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    return Decoder(config(name, layers), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)

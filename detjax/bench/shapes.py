@@ -6,6 +6,8 @@ from typing import Final
 
 import jax.numpy as jnp
 
+from detjax.bench import presets
+from detjax.models import DecoderConfig
 from detjax.pallas.schedules.matmul_hopper import Problem
 
 
@@ -19,6 +21,17 @@ class Widths:
     mlp: int
     vocabulary: int
 
+    @classmethod
+    def of(cls, config: DecoderConfig) -> "Widths":
+        """Those of a decoder."""
+        return cls(
+            hidden=config.hidden_size,
+            queries=config.heads * config.head_dim,
+            keys=config.kv_heads * config.head_dim,
+            mlp=config.intermediate_size,
+            vocabulary=config.vocab_size,
+        )
+
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """Outputs N and inputs K of each linear layer; gate and up are one of both's outputs."""
@@ -31,11 +44,7 @@ class Widths:
         }
 
 
-MODELS: Final = {
-    "Qwen3-8B": Widths(hidden=4096, queries=4096, keys=1024, mlp=12288, vocabulary=151936),
-    "Qwen3-32B": Widths(hidden=5120, queries=8192, keys=1024, mlp=25600, vocabulary=151936),
-    "Llama-3.1-8B": Widths(hidden=4096, queries=4096, keys=1024, mlp=14336, vocabulary=128256),
-}
+MODELS: Final = {name: Widths.of(presets.config(name)) for name in ("Qwen3-8B", "Qwen3-32B", "Llama-3.1-8B")}
 
 TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 """Tokens in a call, from the decode step of one request to the training batch."""

@@ -18,11 +18,11 @@ def multiprocessors() -> int:
     return device.core_count if device.platform == "gpu" else _H200_MULTIPROCESSORS
 
 
-def resident_clusters(size: int) -> int:
-    """Clusters of `size` CTAs, one to a multiprocessor, that run at the same time.
+def resident_clusters(size: int, ctas_of_multiprocessor: int = 1) -> int:
+    """Clusters of `size` CTAs that run at the same time, where a multiprocessor has room for so many CTAs.
 
     A cluster lives within one group of multiprocessors, of which some have a number that 4 does not divide: an H200
     holds 66 clusters of 2, 30 of 4 and 15 of 8 (cudaOccupancyMaxActiveClusters).
     """
     usable = multiprocessors() if size <= 2 else multiprocessors() * 10 // 11
-    return max(1, usable // size)
+    return max(1, usable * ctas_of_multiprocessor // size)

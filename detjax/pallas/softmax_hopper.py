@@ -79,19 +79,13 @@ def schedule_for(x: Array | jax.ShapeDtypeStruct) -> Schedule:
         free = min(SMEM_OF_SM // ctas_of_sm, SMEM_OF_CTA) - SMEM_RESERVED
         slots = min(free // (PART * x.dtype.itemsize), MOST_SLOTS)
         fitting = [
-            Schedule(cluster, slots, min(rows, clusters_at_once(cluster, ctas_of_sm)))
+            Schedule(cluster, slots, min(rows, hopper.resident_clusters(cluster, ctas_of_sm)))
             for cluster in range(1, min(blocks, MOST_CTAS) + 1)
             if -(-blocks // cluster) * parts_of_block(width) <= slots
         ]
         if fitting:
             return min(fitting, key=lambda schedule: _cost(schedule, rows, blocks * parts_of_block(width)))
     return streaming_schedule(x)
-
-
-def clusters_at_once(cluster: int, ctas_of_sm: int) -> int:
-    """Clusters that run at the same time; larger ones leave SMs out, as none crosses the border of a GPC."""
-    sms = hopper.multiprocessors()
-    return (sms if cluster <= 2 else sms * 10 // 11) * ctas_of_sm // cluster
 
 
 def _cost(schedule: Schedule, rows: int, parts: int) -> tuple[float, int]:

@@ -12,10 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from detjax import platform
 from detjax.bench import presets
-from detjax.models import DecoderConfig
 from detjax.models.cache import KVCache
 
-CONFIG = DecoderConfig.from_hugging_face(presets.MODELS["tiny"], "tiny")
+CONFIG = presets.config("tiny")
 TOKENS = np.random.default_rng(0).integers(0, 256, (3, 16)).astype(np.int32)
 
 
