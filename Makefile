@@ -34,10 +34,10 @@ IF_ANY := || [ $$? -eq 5 ]
 
 test: lint $(PTXAS)/.ready ## set up, lint, then run the tests (PYTEST_ARGS="-k matmul" picks some)
 	$(PYTEST) $(OF_THE_COMPILER) $(PYTEST_ARGS) $(IF_ANY)
-	$(QUICK_COMPILER) $(PYTEST) tests --ignore tests/tpu $(addprefix --ignore ,$(OF_THE_COMPILER)) $(PYTEST_ARGS) $(IF_ANY)
+	$(QUICK_COMPILER) $(PYTEST) tests --ignore tests/pallas/tpu $(addprefix --ignore ,$(OF_THE_COMPILER)) $(PYTEST_ARGS) $(IF_ANY)
 
 test-tpu: $(LIBTPU)/.ready ## the kernels for TPUs, in the interpreter and compiled for chips that are not there
-	PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(QUICK_COMPILER) $(PYTEST) --dist load tests/tpu $(PYTEST_ARGS)
+	PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(QUICK_COMPILER) $(PYTEST) --dist load tests/pallas/tpu $(PYTEST_ARGS)
 
 test-all: ## every case of every test: of costly ones, the others run only some
 	$(MAKE) test test-tpu PYTEST_ARGS="--all-cases $(PYTEST_ARGS)"

@@ -43,7 +43,8 @@ from rich.table import Table
 import detjax
 from detjax import ops
 from detjax.bench.timing import device_time, rotations, step_time, torch_time, turns
-from detjax.contract import KV_BLOCK, KVQuantization
+from detjax.contract import KV_BLOCK
+from detjax.options import KVQuantization
 
 OURS, SHUFFLED, CUDNN, TORCH, TOKAMAX = "detjax", "detjax, shuffled pages", "cudnn", "torch", "tokamax"
 QUANTIZED: Final = get_args(KVQuantization)

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import detjax
-from detjax import ops, platform
+from detjax import backends, fingerprints, ops
 from detjax.bench.presets import MODELS, decoder
 from detjax.models import Decoder, KVCache
 
@@ -214,10 +214,10 @@ def main() -> int:
     result: dict[str, Any] = {
         "model": arguments.model,
         "layers": model.config.layers,
-        "fingerprint": dataclasses.asdict(platform.fingerprint()),
+        "fingerprint": dataclasses.asdict(fingerprints.fingerprint()),
         "kernels of a decode step": kernels_of(model, arguments.batch),
     }
-    CONSOLE.print(f"{arguments.model}, {model.config.layers} layers, {platform.device_name()}, {platform.backend()}")
+    CONSOLE.print(f"{arguments.model}, {model.config.layers} layers, {backends.device_name()}, {backends.backend()}")
     CONSOLE.print(result["kernels of a decode step"])
     load = Load(arguments.tokens, arguments.batch, arguments.longest, alone=min(Load.alone, arguments.batch))
     result["batches"] = compare_batches(model, load)
@@ -225,7 +225,7 @@ def main() -> int:
     table = Table("batch", "backend", "ms a step")
     result["step seconds"] = {}
     for batch in (1, arguments.batch):
-        for backend in (platform.backend(), platform.STOCK):
+        for backend in (backends.backend(), backends.STOCK):
             seconds = step_seconds(model, batch, backend)
             result["step seconds"][f"{backend}, batch {batch}"] = seconds
             table.add_row(str(batch), backend, f"{seconds * 1e3:.2f}")

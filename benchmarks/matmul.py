@@ -42,12 +42,12 @@ import detjax
 from detjax import ops
 from detjax.bench.shapes import MODELS, TOKENS, Widths
 from detjax.bench.timing import device_time, rotations, torch_time, turns
-from detjax.contract import Epilogue, WeightLayout
-from detjax.pallas import matmul_hopper
-from detjax.pallas.schedules.matmul_hopper import Plan, Problem, Schedule, choose, key, table
+from detjax.options import Epilogue, WeightLayout
+from detjax.pallas.hopper.matmul import kernel
+from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule, choose, key, table
 
 OURS, XLA, TORCH = "detjax", "xla", "torch"
-STOCK: Final = detjax.platform.STOCK
+STOCK: Final = detjax.backends.STOCK
 BF16: Final = jnp.dtype("bfloat16")
 TIMING: Final = {
     OURS: "sum of the kernels' times by CUPTI, without the time between kernels",
@@ -203,7 +203,7 @@ def matmul(layout: WeightLayout, **epilogue: Any) -> Callable[..., jax.Array]:
 
 def build(fn: Callable[..., Any], backend: str, *arguments: Any) -> Callable[..., Any]:
     """`fn` compiled for arguments of these shapes: with the pinned options, or with JAX's defaults under `stock`."""
-    options = None if backend == STOCK else detjax.platform.compiler_options()
+    options = None if backend == STOCK else detjax.compilation.compiler_options()
     with detjax.use_backend(backend):
         return jax.jit(fn, compiler_options=options).lower(*arguments).compile()
 
@@ -280,7 +280,7 @@ def result(problem: Problem, seconds: dict[str, float], backend: str) -> dict[st
     out["gigabytes_per_second"] = round(traffic(problem) / own / 1e9, 1)
     out["teraflops"] = round(operations(problem) / own / 1e12, 2)
     if backend == "hopper":
-        kind = detjax.platform.device_kind()
+        kind = detjax.backends.device_kind()
         out |= {"schedule": schedule_name(choose(problem, kind)), "tuned": key(problem) in table(kind)}
     return out
 
@@ -366,7 +366,7 @@ def equal_bits(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def compare_schedules(sizes: Sizes, bits: Bits) -> None:
     """Every result of one product by schedules of the table, where there is one, spread over all that it has."""
-    known = sorted(set(table(detjax.platform.device_kind()).values()), key=repr)
+    known = sorted(set(table(detjax.backends.device_kind()).values()), key=repr)
     spread = known[:: -(-len(known) // MOST_SCHEDULES) or 1]
     n, k = sizes.probe
     w = drawn((n, k), jnp.asarray(0))
@@ -385,7 +385,7 @@ def compare_schedules(sizes: Sizes, bits: Bits) -> None:
 def by_schedule(schedule: Schedule) -> Callable[[jax.Array, jax.Array], jax.Array]:
     def call(x: jax.Array, w: jax.Array) -> jax.Array:
         options = {"layout": "nk", "epilogue": Epilogue(), "out_dtype": BF16}
-        return matmul_hopper.product(x, w, None, None, schedule=schedule, **options)
+        return kernel.product(x, w, None, None, schedule=schedule, **options)
 
     return call
 

@@ -27,7 +27,8 @@ import detjax
 from detjax import ops
 from detjax.bench.timing import device_time, rotations
 from detjax.contract import KV_BLOCK
-from detjax.pallas import norm_hopper, rope_hopper
+from detjax.pallas.hopper import norm as hopper_norm
+from detjax.pallas.hopper import rope as hopper_rope
 from detjax.portable import pages
 
 STOCK = "stock"
@@ -172,7 +173,7 @@ def compare(sizes: Sizes) -> list[dict[str, Any]]:
                 continue
             sets = [(*case.rows(count, seed), *case.shared) for seed in range(rotations(read))]
             seconds: dict[str, float | None] = {"copy": copy_time(size, sizes.calls)}
-            for backend in (detjax.platform.backend(), STOCK):
+            for backend in (detjax.backends.backend(), STOCK):
                 with detjax.use_backend(backend):
                     try:
                         seconds[backend] = device_time(detjax.jit(case.run), sets, calls=sizes.calls)
@@ -220,7 +221,7 @@ def appends(sizes: Sizes) -> Iterator[dict[str, Any]]:
             size = 2 * drawn(0).nbytes
             sets = [(drawn(seed), *where) for seed in range(rotations(size // 2))]
             seconds = {"copy": copy_time(size, sizes.calls)}
-            for backend in (detjax.platform.backend(), STOCK):
+            for backend in (detjax.backends.backend(), STOCK):
                 with detjax.use_backend(backend):
                     seconds[backend] = device_time(_carrying(fn, (pool, pool)), sets, calls=sizes.calls)
             made = [detjax.jit(step)(pool, pool, *sets[0]) for step in steps.values()]
@@ -250,11 +251,11 @@ def sweep(sizes: Sizes) -> list[dict[str, Any]]:
         sets = [(*case.rows(count, seed), *case.shared) for seed in range(rotations(4 * D * count))]
         best = copy_time(8 * D * count, sizes.calls)
         for threads, rows, first in ((128, 1, False), (128, 1, True), (128, 2, False), (128, 2, True), (64, 2, False)):
-            schedule = norm_hopper.Schedule(threads, rows, first)
+            schedule = hopper_norm.Schedule(threads, rows, first)
             if rows <= count:
 
                 def norm(x: jax.Array, r: jax.Array, w: jax.Array, schedule=schedule) -> Any:
-                    return norm_hopper.forward(x, w, r, eps=1e-6, weight_offset=0.0, schedule=schedule)
+                    return hopper_norm.forward(x, w, r, eps=1e-6, weight_offset=0.0, schedule=schedule)
 
                 seconds = device_time(detjax.jit(norm), sets, calls=sizes.calls)
                 results.append(_swept(case.name, count, schedule, seconds, best))
@@ -267,11 +268,11 @@ def sweep(sizes: Sizes) -> list[dict[str, Any]]:
         best = copy_time(4 * count * K * sum(groups), sizes.calls)
         for tokens in (1, 2, 4, 8):
             for heads in (1, 2, 4, 8):
-                schedule = rope_hopper.Schedule(K // 8, tokens, heads)
+                schedule = hopper_rope.Schedule(K // 8, tokens, heads)
                 if tokens <= count and (tokens == 8 or tokens * 2 > count or heads == 1):
 
                     def rope(x: jax.Array, c: jax.Array, s: jax.Array, *w: jax.Array, schedule=schedule) -> Any:
-                        return rope_hopper.forward(x, c, s, *w, heads=groups, eps=1e-6, schedule=schedule)
+                        return hopper_rope.forward(x, c, s, *w, heads=groups, eps=1e-6, schedule=schedule)
 
                     seconds = device_time(detjax.jit(rope), sets, calls=sizes.calls)
                     results.append(_swept(case.name, count, schedule, seconds, best))
@@ -311,7 +312,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     sizes = SMALL if arguments.small else Sizes()
-    backend = detjax.platform.backend()
+    backend = detjax.backends.backend()
     if arguments.sweep:
         results = sweep(sizes)
     else:

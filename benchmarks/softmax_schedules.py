@@ -19,9 +19,9 @@ from rich.console import Console
 
 import detjax
 from detjax.bench.timing import device_time, rotations
-from detjax.pallas import hopper, sampling_hopper, softmax_hopper
-from detjax.pallas.blocks_hopper import PART, SMEM_OF_CTA, SMEM_OF_SM, SMEM_RESERVED, blocks_of_row, parts_of_block
-from detjax.pallas.softmax_hopper import MOST_CTAS, MOST_SLOTS, Schedule, schedule_for
+from detjax.pallas.hopper import device, sampling, softmax
+from detjax.pallas.hopper.row_stream import PART, SMEM_OF_CTA, SMEM_OF_SM, SMEM_RESERVED, blocks_of_row, parts_of_block
+from detjax.pallas.hopper.softmax import MOST_CTAS, MOST_SLOTS, Schedule, schedule_for
 from detjax.portable import sampling as portable_sampling
 from detjax.portable import softmax as portable_softmax
 
@@ -44,7 +44,7 @@ def schedules(x: Any, around: tuple[int, ...] = (0,)) -> Iterator[Schedule]:
         slots = min(free // (PART * x.dtype.itemsize), MOST_SLOTS)
         for cluster in range(1, min(blocks, MOST_CTAS) + 1):
             if -(-blocks // cluster) * parts_of_block(width) <= slots:
-                resident = hopper.resident_clusters(cluster, ctas_of_sm)
+                resident = device.resident_clusters(cluster, ctas_of_sm)
                 for grid in sorted({min(rows, max(1, resident + more)) for more in around}):
                     yield Schedule(cluster, slots, grid)
     for slots, ctas_of_sm in ((4, 6), (8, 3), (8, 6)):
@@ -57,9 +57,9 @@ def check_bits() -> None:
         (width, 5, "float32") for width in OTHER_WIDTHS
     ]:
         x = logits(rows, width, dtype, 0)
-        padded = softmax_hopper.padded(x)
+        padded = softmax.padded(x)
         for name in ("log_softmax", "softmax"):
-            fn = getattr(softmax_hopper, name)
+            fn = getattr(softmax, name)
             tried = {}
             for schedule in dict.fromkeys(schedules(padded)):
                 program = detjax.jit(functools.partial(fn, schedule=schedule))
@@ -87,12 +87,12 @@ def check_sampling() -> None:
     """Raises unless logprobs have log_softmax's bits, and rows their own whatever is beside them."""
     for width, dtype in [(VOCABULARY, "float32"), (VOCABULARY, "bfloat16"), (50257, "float32"), (5, "float32")]:
         arguments = sampler_arguments(logits(64, width, dtype, 1), np.resize([0.0, 1.0, 0.7, 2.0], 64))
-        tokens, logprobs = detjax.jit(functools.partial(sampling_hopper.sample, filtered=False))(*arguments)
-        expected = detjax.jit(softmax_hopper.log_softmax)(arguments[0])[np.arange(64), tokens]
+        tokens, logprobs = detjax.jit(functools.partial(sampling.sample, filtered=False))(*arguments)
+        expected = detjax.jit(softmax.log_softmax)(arguments[0])[np.arange(64), tokens]
         if np.asarray(logprobs).tobytes() != np.asarray(expected).tobytes():
             raise SystemExit(f"sample, width {width}: logprobs have other bits than log_softmax")
-        alone = detjax.jit(functools.partial(sampling_hopper.sample, filtered=False))(*(x[9:10] for x in arguments))
-        filtered = detjax.jit(functools.partial(sampling_hopper.sample, filtered=True))(*arguments)
+        alone = detjax.jit(functools.partial(sampling.sample, filtered=False))(*(x[9:10] for x in arguments))
+        filtered = detjax.jit(functools.partial(sampling.sample, filtered=True))(*arguments)
         cases = {"alone": (alone, (tokens[9:10], logprobs[9:10])), "among filters": (filtered, (tokens, logprobs))}
         for name, (other, own) in cases.items():
             if any(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in zip(other, own, strict=True)):
@@ -124,7 +124,7 @@ def time_all(rows: int, dtype: str, calls: int) -> None:
     console.print(f"\n{rows} rows, {dtype}: a copy of {(read + written) / 1e6:.0f} MB takes {copy * 1e6:.1f} µs")
     chosen, found = schedule_for(one), []
     for schedule in dict.fromkeys([chosen, *schedules(one, around=(-2, 0, 2, rows))]):
-        program = detjax.jit(functools.partial(softmax_hopper.log_softmax, schedule=schedule))
+        program = detjax.jit(functools.partial(softmax.log_softmax, schedule=schedule))
         found.append((device_time(program, sets, calls=calls), schedule))
     for seconds, schedule in [*sorted(found, key=lambda result: result[0])[:12], found[0]]:
         mark = "  <- chosen" if schedule == chosen else ""
@@ -136,10 +136,10 @@ def time_all(rows: int, dtype: str, calls: int) -> None:
     reading = copied(2 * read) / 2
     for slots, grid in ((4, 6), (8, 3), (4, 4), (8, 6)):
         schedule = Schedule(0, slots, min(rows * blocks_of_row(VOCABULARY), 132 * grid))
-        program = detjax.jit(functools.partial(softmax_hopper.logsumexp, schedule=schedule))
+        program = detjax.jit(functools.partial(softmax.logsumexp, schedule=schedule))
         times = [device_time(program, sets, calls=calls)]
         for temperature in (0.0, 1.0):
-            sampler = detjax.jit(functools.partial(sampling_hopper.sample, filtered=False, schedule=schedule))
+            sampler = detjax.jit(functools.partial(sampling.sample, filtered=False, schedule=schedule))
             all_sets = [sampler_arguments(x, np.full(rows, temperature)) for (x,) in sets]
             times.append(device_time(sampler, all_sets, calls=calls))
         shown = ", ".join(

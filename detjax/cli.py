@@ -14,12 +14,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from detjax import engine, models, platform
-from detjax.contract import KV_BLOCK, KVQuantization
+from detjax import backends, compilation, engine, fingerprints, models
+from detjax.contract import KV_BLOCK
 from detjax.demo import CHECKPOINT, DEFAULT_MAX_TOKENS
+from detjax.options import KVQuantization
 from detjax.version import __version__
 
-_EXPECTED_ERRORS = (ValueError, NotImplementedError, OSError, platform.EnvironmentContradiction)
+_EXPECTED_ERRORS = (ValueError, NotImplementedError, OSError, compilation.EnvironmentContradiction)
 """What a user can bring about. It ends in one line; everything else is a defect and ends in a traceback."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -41,8 +42,8 @@ _Backend = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help=f"Backend to force: {', '.join((*platform.BACKENDS, platform.STOCK))}.",
-        show_default=f"{platform.BACKEND_VARIABLE}, else the best for this device",
+        help=f"Backend to force: {', '.join((*backends.BACKENDS, backends.STOCK))}.",
+        show_default=f"{backends.BACKEND_VARIABLE}, else the best for this device",
     ),
 ]
 
@@ -138,7 +139,7 @@ def demo(
         errors = Console(stderr=True, highlight=False)
         errors.print(
             f"One question, asked {asks} times in {len(loads)} batches of 1 to {experiment.LARGEST_BATCH} requests, on "
-            f"{platform.device_name()}, in {decoder.dtype.name}",
+            f"{backends.device_name()}, in {decoder.dtype.name}",
             markup=False,
         )
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -232,8 +233,8 @@ def generate(
     engine.SamplingParams(**fields)  # before minutes are spent on loading
     quantization = _quantization(kv_cache_dtype)
     texts = _with_standard_input(prompt)
-    with platform.use_backend(backend):
-        fingerprint = platform.fingerprint()
+    with backends.use_backend(backend):
+        fingerprint = fingerprints.fingerprint()
         decoder, tokenizer = _load(model, dtype)
         prompts = texts
         if chat:
@@ -345,7 +346,7 @@ def serve(
     if max_queue < 0 or grace < 0:
         raise ValueError(f"--max-queue is {max_queue}, --grace is {grace:g}; accepted: 0 and more")
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    with contextlib.closing(server.bound_socket(host, port)) as own, platform.use_backend(backend):
+    with contextlib.closing(server.bound_socket(host, port)) as own, backends.use_backend(backend):
         decoder, tokenizer = _load(model, dtype)
         options = {"max_samples": max_samples, "token_budget": token_budget, "max_tokens": max_tokens, "pages": pages}
         options |= {"prefix_cache": prefix_cache, "top_logprobs": top_logprobs, "kv_cache_dtype": quantization}
@@ -363,8 +364,8 @@ def serve(
 @_plain_errors()
 def fingerprint(backend: _Backend = None) -> None:
     """Print what bits depend on besides request and weights, as JSON."""
-    with platform.use_backend(backend):
-        typer.echo(json.dumps(_fields(platform.fingerprint()), indent=2))
+    with backends.use_backend(backend):
+        typer.echo(json.dumps(_fields(fingerprints.fingerprint()), indent=2))
 
 
 def _load(model: Path, dtype: str | None) -> tuple[models.Decoder, models.Tokenizer]:
@@ -439,5 +440,5 @@ def _as_json(prompt: str, generation: engine.Generation) -> dict[str, Any]:
     return {"prompt": prompt, "prompt_tokens": generation.prompt_tokens, "completions": completions}
 
 
-def _fields(fingerprint: platform.Fingerprint) -> dict[str, Any]:
+def _fields(fingerprint: fingerprints.Fingerprint) -> dict[str, Any]:
     return dataclasses.asdict(fingerprint) | {"digest": fingerprint.digest}

@@ -9,10 +9,8 @@ Bits may differ between kinds of device: the contracts fix the order of what is 
 of its matrix unit adds.
 """
 
-import dataclasses
-from typing import Final, Literal
+from typing import Final
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,22 +24,6 @@ ACCUMULATOR: Final = jnp.float32
 # y[m, n] = act(sum over k ascending of x[m, k] * w[k, n] + bias[n]) + residual[m, n]: one accumulator per element, no
 # split of K, the epilogue on the float32 accumulator, one rounding at the end. With a soft cap, the activated sum z
 # becomes cap * tanh(z / cap) before the residual.
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-WeightLayout = Literal["kn", "nk"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Epilogue:
-    """What a matmul does to its float32 accumulator `z` before the one rounding.
-
-    `z + bias`; then `activation(z)`, or `activation(z_gate) * z_up` if `gated`; then `soft_cap * tanh(z / soft_cap)`
-    where there is one; then `+ residual`.
-    """
-
-    activation: Activation | None = None
-    gated: bool = False
-    soft_cap: float | None = None
 
 
 WEIGHT_GRADIENT_TOKENS: Final = 16
@@ -116,22 +98,6 @@ LOWEST_MAXIMUM: Final = -1e30
 """Floor of a row's maximum in the log2 domain: keeps `-inf - -inf` out of fully masked blocks."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Masking:
-    """Which keys a query row sees and how its scores are shaped, the same in every phase.
-
-    A query at absolute position `i` sees the keys `j < kv_length`, of these `j <= i` if `causal`, and `j > i - window`
-    if there is a window. A score is `s * scale`; `soft_cap * tanh(s * scale / soft_cap)` with a soft cap; plus
-    `slope[head] * (j - i)` with ALiBi (Press et al. 2022).
-    """
-
-    scale: float
-    causal: bool = True
-    window: int | None = None
-    soft_cap: float | None = None
-    alibi_slopes: tuple[float, ...] | None = None
-
-
 TPU_ATTENTION_ROWS: Final = 64
 """On TPUs so many rows of queries meet a block of keys in one product, as with `TPU_ROW_TILE`."""
 
@@ -156,7 +122,6 @@ TPU_ATTENTION_ROWS: Final = 64
 # zero: all of it is read as NaN. No scale is an infinity. Which zero a code of zero is read as is left open: attention
 # shows none of their signs.
 
-KVQuantization = Literal["int8", "fp8_e4m3", "q4_0"]
 
 KV_LARGEST_CODE: Final = {"int8": 127.0, "fp8_e4m3": 448.0}
 
@@ -183,28 +148,3 @@ PRNG: Final = "threefry2x32"
 
 PORTABLE_ROWS: Final = 16
 """Rows of a portable tile. XLA compiles the tile, so its shape belongs to what the bits are."""
-
-
-def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """`x` in `dtype`, by a rounding that no compiler may drop.
-
-    A bare pair of casts (float32 to bfloat16 and back) may be removed by XLA where excess precision is allowed, so that
-    bits would depend on what was fused with what.
-    """
-    dtype = jnp.dtype(dtype)
-    if x.dtype == dtype:
-        return x
-    if dtype == jnp.bfloat16:
-        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(dtype)
-    # reduce_precision would flush float16's subnormal numbers, which the hardware's own conversion keeps.
-    return jax.lax.optimization_barrier(x.astype(dtype))
-
-
-def log2_scale(scale: float) -> np.float32:
-    """`c = log2(e) * scale` of the attention contract, rounded once."""
-    return np.float32(np.log2(np.e) * scale)
-
-
-def soft_cap_exponent(soft_cap: float) -> np.float32:
-    """`2 * LOG2_E / cap` of the attention contract, rounded once."""
-    return np.float32(2 * LOG2_E / soft_cap)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn  # JAX has no public name for paged attention
 from jaxtyping import Array, DTypeLike
 
-from detjax import platform
-from detjax.contract import ACCUMULATOR, KV_BLOCK, PRNG, Activation, Epilogue, Masking, WeightLayout
+from detjax import backends
+from detjax.contract import ACCUMULATOR, KV_BLOCK, PRNG
+from detjax.options import Activation, Epilogue, Masking, WeightLayout
 
 _CUDNN_DTYPES: Final = ("bfloat16", "float16")
 _PADDING: Final = 4
@@ -59,7 +60,7 @@ def matmul(
 
 def _operands(x: Array, y: Array) -> tuple[Array, Array]:
     """What a dot with a float32 result takes: XLA's CPU runtime (jaxlib 0.11.2) has none of bfloat16 for one row."""
-    if platform.target() == "cpu":
+    if backends.target() == "cpu":
         return x.astype(ACCUMULATOR), y.astype(ACCUMULATOR)
     return x, y
 
@@ -217,7 +218,7 @@ def ragged_attention(
 def _has_cudnn(q: Array, v_pages: Array, sinks: Array | None, masking: Masking) -> bool:
     width = q.shape[-1]
     return (
-        platform.target() == "gpu"
+        backends.target() == "gpu"
         and q.dtype.name in _CUDNN_DTYPES
         and width % 8 == 0
         and width <= 256

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bits import assert_same_bits, same_bits
+
+from tests.support.bits import assert_same_bits, same_bits
 
 
 def test_the_first_difference_is_reported() -> None:

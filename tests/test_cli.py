@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from one_layer import one_layer
 from typer.testing import CliRunner, Result
 
 import detjax
-from detjax import SamplingParams, models, platform
+from detjax import SamplingParams, fingerprints, models
 from detjax.cli import app
 from detjax.demo import CHECKPOINT, experiment
+from tests.support.one_layer import one_layer
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -52,7 +52,7 @@ def test_help_names_the_commands() -> None:
 
 def test_fingerprint_is_json_with_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     found = json.loads(run("fingerprint").stdout)
-    own = platform.fingerprint()
+    own = fingerprints.fingerprint()
     assert found == dataclasses.asdict(own) | {"digest": own.digest}
     assert json.loads(run("fingerprint", "--backend", "stock").stdout)["backend"] == "stock"
     monkeypatch.setenv("DETJAX_BACKEND", "stock")
@@ -105,7 +105,7 @@ def test_generate_writes_json_that_holds_the_bits(checkpoint: Path) -> None:
     assert completion["tokens"] == list(expected.completions[0].tokens)
     assert tuple(completion["logprobs"]) == expected.completions[0].logprobs
     assert [len(top) for top in completion["top_logprobs"]] == [2] * 4
-    assert found["fingerprint"]["digest"] == platform.fingerprint().digest
+    assert found["fingerprint"]["digest"] == fingerprints.fingerprint().digest
 
 
 def test_chat_wraps_the_prompt_in_the_template() -> None:
@@ -191,7 +191,7 @@ def test_demo_with_several_answers_of_detjax_ends_with_code_1(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = experiment.Tally((((1, 2), 2), ((1, 3), 1)), bit_patterns=2)
-    result = experiment.Result(1, broken, 1.0, broken, 1.0, platform.fingerprint())
+    result = experiment.Result(1, broken, 1.0, broken, 1.0, fingerprints.fingerprint())
     monkeypatch.setattr(experiment, "compare", lambda *arguments: result)
     found = run("demo", "--model", checkpoint, "--output", tmp_path / "demo.png")
     assert found.exit_code == 1

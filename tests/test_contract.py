@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from bits import assert_same_bits
 
-from detjax import contract
+from detjax import contract, rounding
+from tests.support.bits import assert_same_bits
 
 _LARGE = [65504, 65519.99, 65520, 3.3e38, np.inf, -np.inf, np.nan]
 _TIES = [0.0, -0.0, 1.0, 1 + 2**-8, 1 + 2**-9, 1 + 3 * 2**-8, 1 + 2**-11]
@@ -30,7 +30,7 @@ def test_rounding_is_to_nearest_even_and_survives_the_compiler(dtype: str, exces
     numbers = _many()
 
     def there_and_back(x: jax.Array) -> jax.Array:
-        return contract.rounded(x, dtype).astype(jnp.float32)
+        return rounding.rounded(x, dtype).astype(jnp.float32)
 
     options = {"xla_allow_excess_precision": excess_precision}
     found = np.asarray(jax.jit(there_and_back, compiler_options=options)(jnp.asarray(numbers)))
@@ -43,8 +43,8 @@ def test_rounding_is_to_nearest_even_and_survives_the_compiler(dtype: str, exces
 
 def test_widening_is_exact_and_the_same_dtype_is_left_alone() -> None:
     x = jnp.asarray([1.5, -0.0, np.inf], jnp.bfloat16)
-    assert contract.rounded(x, "bfloat16") is x
-    assert_same_bits(contract.rounded(x, "float32"), np.float32([1.5, -0.0, np.inf]))
+    assert rounding.rounded(x, "bfloat16") is x
+    assert_same_bits(rounding.rounded(x, "float32"), np.float32([1.5, -0.0, np.inf]))
 
 
 def test_blocks_are_whole_numbers_of_lanes_and_tiles() -> None:
@@ -61,4 +61,4 @@ def test_the_lowest_maximum_is_below_all_scores_and_finite_in_float32() -> None:
 
 def test_exponents_are_those_of_e() -> None:
     scale = 0.125
-    assert np.exp2(np.float64(contract.log2_scale(scale)) * 3) == pytest.approx(np.exp(scale * 3), rel=1e-6)
+    assert np.exp2(np.float64(rounding.log2_scale(scale)) * 3) == pytest.approx(np.exp(scale * 3), rel=1e-6)

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from bits import assert_same_bits
 
 import detjax
-from detjax import ops, platform
+from detjax import backends, compilation, fingerprints, ops
+from tests.support.bits import assert_same_bits
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_stock_is_served_only_where_it_is_asked_for() -> None:
 
 
 def test_an_operation_without_kernels_on_a_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "BACKENDS", ("new", "portable"))
+    monkeypatch.setattr(backends, "BACKENDS", ("new", "portable"))
     with (
         pytest.raises(
             NotImplementedError, match=r"softmax: no kernels for backend 'new' on cpu:0 .*accepted: portable"
@@ -109,35 +109,35 @@ def test_the_hopper_backend_says_so_where_there_is_no_hopper_gpu() -> None:
 
 @pytest.mark.parametrize("device_platform", ["cpu", "gpu", "tpu"])
 def test_excess_precision_is_off_on_every_platform(device_platform: str) -> None:
-    assert platform.compiler_options(device_platform)["xla_allow_excess_precision"] is False
+    assert compilation.compiler_options(device_platform)["xla_allow_excess_precision"] is False
 
 
 def test_the_gpus_choice_of_algorithms_is_pinned() -> None:
-    options = platform.compiler_options("gpu")
+    options = compilation.compiler_options("gpu")
     assert (options["xla_gpu_autotune_level"], options["xla_gpu_deterministic_ops"]) == (0, True)
 
 
 @pytest.mark.parametrize("device_platform", ["cpu", "gpu"])
 def test_the_pinned_options_are_known_to_this_release_of_xla(device_platform: str) -> None:
     # The compiler for CPUs knows the names of both; those of TPUs are libtpu's own.
-    options = platform.compiler_options(device_platform)
+    options = compilation.compiler_options(device_platform)
     assert jax.jit(lambda x: x + 1, compiler_options=options)(jnp.ones(3))[0] == 2
 
 
 def test_an_unknown_platform_is_refused() -> None:
     with pytest.raises(ValueError, match="platform 'npu' is unknown; accepted: cpu, gpu, tpu"):
-        platform.compiler_options("npu")
+        compilation.compiler_options("npu")
 
 
 def test_programs_are_compiled_with_the_pinned_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """An option that XLA does not know shows that the options do reach the compiler."""
-    strange = {"cpu": platform.compiler_options("cpu") | {"xla_no_such_option": True}}
-    monkeypatch.setattr(platform, "PINNED_OPTIONS", strange)
+    strange = {"cpu": compilation.compiler_options("cpu") | {"xla_no_such_option": True}}
+    monkeypatch.setattr(compilation, "PINNED_OPTIONS", strange)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         detjax.jit(lambda x: x + 1)(jnp.ones(3))
     with detjax.use_backend("stock"):  # XLA's own are for what detjax is compared with
         assert detjax.jit(lambda x: x + 1)(jnp.ones(3))[0] == 2
-        assert platform.fingerprint().compiler_options == "{}"
+        assert fingerprints.fingerprint().compiler_options == "{}"
 
 
 def test_a_program_may_be_part_of_another() -> None:
@@ -195,14 +195,14 @@ def test_an_environment_that_contradicts_the_contract_is_refused(
 )
 def test_other_flags_are_let_through(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, value)
-    platform.check_environment()
+    compilation.check_environment()
 
 
 def test_what_contradicts_on_a_gpu_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4")
     with pytest.raises(detjax.EnvironmentContradiction, match="needs 0 on gpu"):
-        platform.check_environment()
+        compilation.check_environment()
 
 
 @pytest.mark.parametrize(
@@ -217,10 +217,10 @@ def test_jax_options_that_contradict_the_contract_are_refused(option: str, value
     jax.config.update(option, value)
     try:
         with pytest.raises(detjax.EnvironmentContradiction, match=message):
-            platform.check_environment()
+            compilation.check_environment()
     finally:
         jax.config.update(option, before)
-    platform.check_environment()
+    compilation.check_environment()
 
 
 def test_a_program_without_the_pinned_options_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_the_fingerprint_names_everything_bits_depend_on() -> None:
     assert found["contract_version"] == detjax.CONTRACT_VERSION
     assert (found["detjax"], found["jax"], found["backend"]) == (detjax.__version__, jax.__version__, "portable")
     assert "cores" in found["device_kind"]
-    assert json.loads(found["compiler_options"]) == platform.compiler_options()
+    assert json.loads(found["compiler_options"]) == compilation.compiler_options()
     assert all(value != "" for value in found.values())
 
 
@@ -242,7 +242,7 @@ def _changed(value: Any) -> Any:
     return value + 1 if isinstance(value, int) else value + "x"
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(platform.Fingerprint)])
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(fingerprints.Fingerprint)])
 def test_the_digest_changes_with_every_field(field: str) -> None:
     found = detjax.fingerprint()
     other = dataclasses.replace(found, **{field: _changed(getattr(found, field))})

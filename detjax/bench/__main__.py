@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from detjax import models, platform
+from detjax import backends, fingerprints, models
 from detjax.bench import cases, deviceless, presets, results, serve, shapes
 from detjax.bench import compare as comparing
 from detjax.bench import compile as compiling
 from detjax.bench import run as running
 from detjax.bench.tune import Trial, tune
 from detjax.engine import Engine
-from detjax.pallas.schedules import matmul_hopper as schedules
+from detjax.pallas.hopper.matmul import plan as schedules
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -56,14 +56,14 @@ def tune_command(
 ) -> None:
     """Searches matmul schedules, accepts those with the reference schedule's bits, and writes the table."""
     console = Console()
-    if platform.backend() != "hopper":
-        console.print(f"tune: {platform.device_name()} is no Hopper GPU; accepted: an H100 or H200.")
+    if backends.backend() != "hopper":
+        console.print(f"tune: {backends.device_name()} is no Hopper GPU; accepted: an H100 or H200.")
         raise typer.Exit(2)
     names, tokens = names or list(shapes.MODELS), tokens or list(shapes.TOKENS)
     unknown = [name for name in names if name not in shapes.MODELS]
     if unknown:
         raise typer.BadParameter(f"--model {unknown[0]!r} is unknown; accepted: {', '.join(shapes.MODELS)}")
-    kind = platform.device_kind()
+    kind = backends.device_kind()
     file = schedules.table_file(kind) if out is None else out
     problems = {schedules.key(p): p for m in tokens for name in names for p in shapes.products(shapes.MODELS[name], m)}
     done: set[str] = set()
@@ -78,7 +78,7 @@ def tune_command(
                 progress.advance(task)
 
         best = tune(list(problems.values()), tries=tries, processes=processes, seconds=seconds, report=report)
-    origin = {"command": "python -m detjax.bench tune", **dataclasses.asdict(platform.fingerprint())}
+    origin = {"command": "python -m detjax.bench tune", **dataclasses.asdict(fingerprints.fingerprint())}
     file.write_text(schedules.table_text({**schedules.table(kind), **best}, origin))
     if log is not None:
         log.write_text("\n".join(lines) + "\n")
@@ -116,11 +116,11 @@ def serve_command(
         raise typer.BadParameter("accepted: one of --preset and --model")
     if preset is not None and preset not in presets.MODELS:
         raise typer.BadParameter(f"--preset {preset!r} is unknown; accepted: {', '.join(presets.MODELS)}")
-    if numerics not in ("detjax", platform.STOCK):
-        raise typer.BadParameter(f"--numerics is {numerics!r}; accepted: detjax, {platform.STOCK}")
+    if numerics not in ("detjax", backends.STOCK):
+        raise typer.BadParameter(f"--numerics is {numerics!r}; accepted: detjax, {backends.STOCK}")
     try:
         workload = serve.Workload(requests, prompt, output, rate, temperature)
-        with platform.use_backend(platform.STOCK) if numerics == platform.STOCK else contextlib.nullcontext():
+        with backends.use_backend(backends.STOCK) if numerics == backends.STOCK else contextlib.nullcontext():
             decoder = presets.decoder(preset, layers) if preset is not None else models.load(str(model))[0]
             start = time.perf_counter()
             sizes: dict[str, Any] = {"max_samples": max_samples, "token_budget": token_budget, "max_tokens": max_tokens}
@@ -135,7 +135,7 @@ def serve_command(
                     others = serve.Workload.beside(beside, workload)
                     found = serve.measure(engine, workload, decoder.config.vocab_size, beside=others)
                     runs[f"among {beside} others"] = found
-            fingerprint = dataclasses.asdict(platform.fingerprint())
+            fingerprint = dataclasses.asdict(fingerprints.fingerprint())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     same = len({run["digest"] for run in runs.values()}) == 1
@@ -188,7 +188,7 @@ def run_command(
     for row in failed:
         _print_line(console, f"{row['operation']} {row['name']}: {row['failed']}")
     changed = [row for row in found["rows"] if not row.get("same_bits_again", True)]
-    if changed and found["fingerprint"]["backend"] != platform.STOCK:
+    if changed and found["fingerprint"]["backend"] != backends.STOCK:
         _print_line(console, f"DIFFERENT BITS when called again: {', '.join(row['name'] for row in changed)}")
         raise typer.Exit(1)
     if any(not row["refused"] for row in failed):

@@ -19,9 +19,10 @@ from jaxtyping import Array, DTypeLike
 from detjax import ops
 from detjax.bench import presets
 from detjax.bench.shapes import Widths
-from detjax.contract import KV_BLOCK, rounded
+from detjax.contract import KV_BLOCK
 from detjax.models import DecoderConfig
 from detjax.models.cache import KVCache
+from detjax.rounding import rounded
 
 type Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
 """What was computed, and the same in float64."""

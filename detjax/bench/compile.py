@@ -12,7 +12,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from detjax import platform
+from detjax import backends, fingerprints
 from detjax.bench import deviceless, results
 from detjax.bench.cases import OPERATIONS, SMALL, Case, Sizes, cases
 from detjax.bench.peaks import PEAKS
@@ -51,8 +51,8 @@ def compile_for(
     settings = {"chip": chip, "small": small, "only": list(only), "backend": backend}
     settings |= {"sizes": dataclasses.asdict(sizes)}
     command = f"python -m detjax.bench compile --chip {chip}"
-    with platform.use_backend(backend):
-        about = command, platform.fingerprint(device), of_device, PEAKS.get(device.device_kind), settings
+    with backends.use_backend(backend):
+        about = command, fingerprints.fingerprint(device), of_device, PEAKS.get(device.device_kind), settings
         found = functools.partial(_compiled, chip, backend)
         return results.gathered(out, "compiled", about, cases(sizes, only), found, report)
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from detjax import platform
+from detjax import backends, compilation
 
 TPU_CHIPS: Final = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 """Names of chips, with the smallest topology of each that libtpu knows."""
@@ -51,7 +51,7 @@ def topology(chip: str) -> Any:
 
 
 def compiled_for(
-    chip: str, fn: Callable[..., Any], *args: Any, backend: str = platform.STOCK, donate: tuple[int, ...] = ()
+    chip: str, fn: Callable[..., Any], *args: Any, backend: str = backends.STOCK, donate: tuple[int, ...] = ()
 ) -> jax.stages.Compiled:
     """`fn`, compiled for one chip as a backend's programs are.
 
@@ -72,8 +72,8 @@ def compiled_for(
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), args)
     mesh = Mesh(np.array([device]), ("_",)).abstract_mesh
     # Kernels that ask for the kind of device see the target's.
-    with jax.sharding.use_abstract_mesh(mesh), platform.tracing_for("tpu"), platform.use_backend(backend):
-        options = platform.options_of(backend, "tpu")
+    with jax.sharding.use_abstract_mesh(mesh), backends.tracing_for("tpu"), backends.use_backend(backend):
+        options = compilation.options_of(backend, "tpu")
         program = jax.jit(fn, out_shardings=sharding, donate_argnums=donate, compiler_options=options)
         return program.trace(*args).lower(lowering_platforms=("tpu",)).compile()
 
@@ -100,7 +100,7 @@ def kernels_of(fn: Callable[..., Any], *args: Any) -> list[str]:
 
     tpu_custom_call._lower_to_custom_call_config = noted  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        with platform.tracing_for("tpu"):
+        with backends.tracing_for("tpu"):
             jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",))
     finally:
         tpu_custom_call._lower_to_custom_call_config = original  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,8 +12,9 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from detjax.backends import STOCK
 from detjax.bench.cases import Case
-from detjax.platform import STOCK, Fingerprint
+from detjax.fingerprints import Fingerprint
 
 FORMAT: Final = "detjax bench"
 VERSION: Final = 1

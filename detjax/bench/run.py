@@ -13,7 +13,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from detjax import platform
+from detjax import backends, compilation, fingerprints
 from detjax.bench import results, timing
 from detjax.bench.cases import OPERATIONS, SMALL, Case, Sizes, cases, checksum
 from detjax.bench.peaks import PEAKS, Peak
@@ -54,7 +54,7 @@ def run(
     peak = PEAKS.get(device.device_kind)
     memory = (device.memory_stats() or {}) if device.platform != "cpu" else {}
     of_device = {
-        "kind": platform.device_kind(),
+        "kind": backends.device_kind(),
         "jax_kind": device.device_kind,
         "platform": device.platform,
         "devices": jax.device_count(),
@@ -62,15 +62,15 @@ def run(
     }
     settings = {"small": small, "only": list(only), "backend": backend, "timer": _TIMERS.get(device.platform)}
     settings |= {"sizes": dataclasses.asdict(sizes)}
-    with platform.use_backend(backend or platform.backend()):
-        about = "python -m detjax.bench run", platform.fingerprint(), of_device, peak, settings
+    with backends.use_backend(backend or backends.backend()):
+        about = "python -m detjax.bench run", fingerprints.fingerprint(), of_device, peak, settings
         found = functools.partial(measured, sizes=sizes, peak=peak)
         return results.gathered(out, "measured", about, cases(sizes, only), found, report)
 
 
 def measured(case: Case, sizes: Sizes, peak: Peak | None) -> dict[str, Any]:
     """The case's time, speed, errors and bits under the backend that serves."""
-    program = platform.jit(case.run, donate_argnums=tuple(range(case.carried)))
+    program = compilation.jit(case.run, donate_argnums=tuple(range(case.carried)))
     count = min(timing.rotations(case.bytes), sizes.calls) if case.rotated else 1
     sets = [case.draw(seed) for seed in range(count)]
     row: dict[str, Any] = {"inputs": int(checksum(sets[0])), "error": None}
@@ -108,15 +108,15 @@ def _results(case: Case, program: Callable[..., Any], arguments: tuple[Any, ...]
 
 def _in_turns(case: Case, program: Callable[..., Any], sets: list[Any], sizes: Sizes) -> dict[str, Any]:
     """Seconds of the backend that serves and of stock, each round's median, or why there are none of stock."""
-    backend = platform.backend()
+    backend = backends.backend()
     rounds: dict[str, list[float]] = {backend: []}
-    if backend != platform.STOCK:
-        rounds[platform.STOCK] = []
+    if backend != backends.STOCK:
+        rounds[backends.STOCK] = []
     missing = None
     for name in timing.turns(list(rounds), sizes.rounds):
-        if name == platform.STOCK != backend and missing is not None:
+        if name == backends.STOCK != backend and missing is not None:
             continue
-        with platform.use_backend(name):
+        with backends.use_backend(name):
             try:
                 rounds[name].append(_seconds(_carrying(case, program, sets), [a[case.carried :] for a in sets], sizes))
             except Exception as failure:
@@ -126,8 +126,8 @@ def _in_turns(case: Case, program: Callable[..., Any], sets: list[Any], sizes: S
     found: dict[str, Any] = {"seconds": _spread(rounds[backend]), "stock_seconds": None}
     if missing is not None:
         return found | {"stock_failed": missing}
-    if backend != platform.STOCK:
-        found["stock_seconds"] = _spread(rounds[platform.STOCK])
+    if backend != backends.STOCK:
+        found["stock_seconds"] = _spread(rounds[backends.STOCK])
     return found
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from detjax.bench import presets
 from detjax.models import DecoderConfig
-from detjax.pallas.schedules.matmul_hopper import Problem
+from detjax.pallas.hopper.matmul.plan import Problem
 
 
 @dataclasses.dataclass(frozen=True)

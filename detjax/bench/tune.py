@@ -14,11 +14,11 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from detjax import platform
+from detjax import backends, compilation
 from detjax.bench import timing
-from detjax.contract import Epilogue
-from detjax.pallas import matmul_hopper
-from detjax.pallas.schedules.matmul_hopper import BUCKETS, Plan, Problem, Schedule, bucket, candidates, key, table
+from detjax.options import Epilogue
+from detjax.pallas.hopper.matmul import kernel
+from detjax.pallas.hopper.matmul.plan import BUCKETS, Plan, Problem, Schedule, bucket, candidates, key, table
 
 REFERENCE: Final = Schedule(tile_m=8, tile_n=64)
 """The schedule whose bits every other one has to give."""
@@ -139,7 +139,7 @@ def search(problem: Problem, tries: int, device: Any) -> Iterator[Trial]:
 
 def _pool(problem: Problem, tries: int) -> list[Schedule]:
     """What the table names for this many tokens and for somewhat more or fewer, and the best of the rule."""
-    named = table(platform.device_kind())
+    named = table(backends.device_kind())
     index = BUCKETS.index(bucket(problem.m))
     near = [dataclasses.replace(problem, m=size) for size in BUCKETS[max(0, index - 2) : index + 3]]
     known = [named[key(p)] for p in near if key(p) in named]
@@ -165,7 +165,7 @@ def _varied(schedules: Iterable[Schedule], count: int) -> list[Schedule]:
 def _program(problem: Problem, schedule: Schedule) -> Any:
     epilogue = Epilogue("silu", gated=True) if problem.parts == 2 else Epilogue()
     fn = functools.partial(
-        matmul_hopper.product,
+        kernel.product,
         bias=None,
         residual=None,
         token_layout=problem.token_layout,
@@ -174,7 +174,7 @@ def _program(problem: Problem, schedule: Schedule) -> Any:
         out_dtype=problem.out_dtype,
         schedule=schedule,
     )
-    return jax.jit(fn, compiler_options=platform.compiler_options("gpu"))
+    return jax.jit(fn, compiler_options=compilation.compiler_options("gpu"))
 
 
 @jax.jit

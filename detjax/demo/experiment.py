@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from detjax import platform
+from detjax import backends, fingerprints
 from detjax.demo import DEFAULT_PROMPT
 from detjax.engine import SamplingParams, generate
 from detjax.models import Decoder, Tokenizer
@@ -142,7 +142,7 @@ class Result:
     stock_seconds: float
     detjax: Tally
     detjax_seconds: float
-    fingerprint: platform.Fingerprint
+    fingerprint: fingerprints.Fingerprint
 
 
 def contender(backend: str | None) -> str:
@@ -151,12 +151,12 @@ def contender(backend: str | None) -> str:
     Raises:
         ValueError: it is no backend, or stock XLA itself.
     """
-    with platform.use_backend(backend):
-        name = platform.backend()
-    if name == platform.STOCK:
+    with backends.use_backend(backend):
+        name = backends.backend()
+    if name == backends.STOCK:
         raise ValueError(
             f"demo: the backend is {name!r}, which is what detjax is compared with; accepted: "
-            f"{', '.join(platform.BACKENDS)}. Change --backend or {platform.BACKEND_VARIABLE}, or leave them out."
+            f"{', '.join(backends.BACKENDS)}. Change --backend or {backends.BACKEND_VARIABLE}, or leave them out."
         )
     return name
 
@@ -266,7 +266,7 @@ def at_once(backend: str) -> int:
     fault or by "cuda_graph_end_capture failed with capturing stream has unjoined work"; with one in none. That is about
     cuDNN's kernels, which only its programs have.
     """
-    return 1 if (backend, platform.target()) == (platform.STOCK, "gpu") else 2
+    return 1 if (backend, backends.target()) == (backends.STOCK, "gpu") else 2
 
 
 def compare(
@@ -279,19 +279,19 @@ def compare(
     many more answers there are, 0 at the start.
     """
     tallies, seconds = [], []
-    for numerics, chosen in (("stock", platform.STOCK), ("detjax", backend)):
+    for numerics, chosen in (("stock", backends.STOCK), ("detjax", backend)):
         advance(numerics, 0)
         start = time.perf_counter()
         tallies.append(Tally.of(ask(model, loads, chosen, functools.partial(advance, numerics))))
         seconds.append(time.perf_counter() - start)
-    with platform.use_backend(backend):
-        return Result(len(loads), tallies[0], seconds[0], tallies[1], seconds[1], platform.fingerprint())
+    with backends.use_backend(backend):
+        return Result(len(loads), tallies[0], seconds[0], tallies[1], seconds[1], fingerprints.fingerprint())
 
 
 def _meet(model: Decoder, load: Load, index: int, backend: str) -> list[Answer]:
     prompts = [request.prompt for request in load.requests]
     sampling = [SamplingParams(max_tokens=request.max_tokens) for request in load.requests]
-    with platform.use_backend(backend):
+    with backends.use_backend(backend):
         generations = generate(model, prompts, sampling, prefill_chunk=load.prefill_chunk)
     completions = [(slot, generations[slot].completions[0]) for slot in load.asked]
     return [

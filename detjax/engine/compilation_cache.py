@@ -12,7 +12,7 @@ from typing import Final
 import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
-from detjax import platform
+from detjax import fingerprints
 
 _UNPUBLISHED: Final = ".unpublished-"
 _LOCK: Final = ".lock"
@@ -41,7 +41,7 @@ def compilation_cache(directory: Path | None) -> Iterator[None]:
     if directory is None:
         yield
         return
-    published = directory / platform.fingerprint().digest
+    published = directory / fingerprints.fingerprint().digest
     published.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.ExitStack() as until_the_end:
         with _locked(published):

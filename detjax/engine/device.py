@@ -13,11 +13,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32, PyTree
 
-from detjax import ops, platform
-from detjax.contract import KVQuantization
+from detjax import backends, compilation, ops
 from detjax.engine.inputs import Arrays, Choice, Inputs
 from detjax.models import Decoder
 from detjax.models.cache import Packed, Pages, empty_pages
+from detjax.options import KVQuantization
 
 SCORED_ROWS: Final = 64
 """Tokens of a prompt whose logprobs are computed at once."""
@@ -124,7 +124,7 @@ class Device:
             steps: one of each shape, in which nothing is present.
             each: what is given programs as they are compiled, and their number, to yield them again.
         """
-        backend = platform.backend()
+        backend = backends.backend()
         variants = [(filtered, top) for filtered in (False, True) for top in dict.fromkeys((0, self._top))]
         programs: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
@@ -142,8 +142,8 @@ class Device:
                 add(_score, inputs.shape.rows, rows, np.int32(0), tokens, top=self._top)
 
         def compiled(fn: Callable[..., Any], args: tuple[Any, ...], static: dict[str, Any]) -> Callable[..., Any]:
-            with platform.use_backend(backend):  # a choice of backend is each thread's own
-                return platform.compiled(fn, self._network, self._weights, *args, **static)
+            with backends.use_backend(backend):  # a choice of backend is each thread's own
+                return compilation.compiled(fn, self._network, self._weights, *args, **static)
 
         with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
             keys = {pool.submit(compiled, *program): key for key, program in programs.items()}
@@ -167,7 +167,7 @@ class Device:
         return compiled(self._weights, *args) if compiled else fn(self._network, self._weights, *args, **static)
 
 
-@functools.partial(platform.jit, static_argnums=0, donate_argnums=2)
+@functools.partial(compilation.jit, static_argnums=0, donate_argnums=2)
 def _advance(
     network: Network,
     weights: Weights,
@@ -183,7 +183,7 @@ def _advance(
     return (k, v), hidden[inputs.last_row], hidden[decodes:]
 
 
-@functools.partial(platform.jit, static_argnums=0, donate_argnums=3, static_argnames=("filtered", "top"))
+@functools.partial(compilation.jit, static_argnums=0, donate_argnums=3, static_argnames=("filtered", "top"))
 def _choose(
     network: Network,
     weights: Weights,
@@ -206,7 +206,7 @@ def chosen(model: Decoder, hidden: Float[Array, "R D"], choice: Choice, *, filte
     return Found(*ops.sample(logits, **choice._asdict(), filtered=filtered), *_likeliest(logits, top))
 
 
-@functools.partial(platform.jit, static_argnums=0, static_argnames="top")
+@functools.partial(compilation.jit, static_argnums=0, static_argnames="top")
 def _score(
     network: Network,
     weights: Weights,

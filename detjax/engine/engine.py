@@ -19,8 +19,8 @@ from jaxtyping import Array, PyTree
 from rich.console import Console
 from rich.progress import track
 
-from detjax import platform
-from detjax.contract import KV_BLOCK, KVQuantization
+from detjax import backends
+from detjax.contract import KV_BLOCK
 from detjax.engine.compilation_cache import compilation_cache
 from detjax.engine.core import Core
 from detjax.engine.device import Device
@@ -32,6 +32,7 @@ from detjax.engine.scheduler import Scheduler, Step
 from detjax.models import Decoder, Tokenizer
 from detjax.models.cache import empty_pages
 from detjax.ops.quantized_kv import check_kind
+from detjax.options import KVQuantization
 
 _SHARE_OF_FREE_MEMORY: Final = 0.9
 _PAGES_WITHOUT_A_GPU: Final = 1 << 30
@@ -147,7 +148,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._open = threading.Lock()
-        self._backend = platform.backend()
+        self._backend = backends.backend()
         self._thread = threading.Thread(target=self._work, name="detjax-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a program that ends while the device computes may crash
@@ -427,7 +428,7 @@ class Engine:
     def _work(self) -> None:
         try:
             # What was chosen where the engine was made; a choice of backend is each thread's own.
-            with platform.use_backend(self._backend):
+            with backends.use_backend(self._backend):
                 while self._do_what_is_asked():
                     for sample, token in self._core.step():
                         job = self._jobs.get(sample)

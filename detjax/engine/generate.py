@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int32
 from rich.console import Console
 from rich.progress import Progress
 
-from detjax import platform
-from detjax.contract import PORTABLE_ROWS, KVQuantization
+from detjax import compilation
+from detjax.contract import PORTABLE_ROWS
 from detjax.engine.device import Found, Network, Weights, chosen, split
 from detjax.engine.inputs import Choice
 from detjax.engine.request import Generation, encoded, end_tokens
@@ -18,6 +18,7 @@ from detjax.engine.sample import Sample
 from detjax.engine.sampling import SamplingParams
 from detjax.models import Decoder, KVCache, Tokenizer
 from detjax.ops.quantized_kv import check_kind
+from detjax.options import KVQuantization
 
 PREFILL_CHUNK = 128
 """Tokens of a prompt that enter the cache in one step, by default. A schedule: any number gives the same bits."""
@@ -125,7 +126,7 @@ def _run(
         bars.update(bar, completed=steps)
 
 
-@platform.jit(static_argnums=0, donate_argnums=(4, 5))
+@compilation.jit(static_argnums=0, donate_argnums=(4, 5))
 def _advance(
     network: Network,
     weights: Weights,
@@ -141,7 +142,7 @@ def _advance(
     return cache, jnp.where((counts > 0)[:, None], new, hidden)
 
 
-@platform.jit(static_argnums=0, static_argnames=("filtered", "top"))
+@compilation.jit(static_argnums=0, static_argnames=("filtered", "top"))
 def _choose(
     network: Network,
     weights: Weights,

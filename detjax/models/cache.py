@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int32
 
 from detjax import ops
-from detjax.contract import KV_BLOCK, KVQuantization
+from detjax.contract import KV_BLOCK
 from detjax.models.config import DecoderConfig
 from detjax.ops import QuantizedPages, contiguous_page_table
 from detjax.ops.quantized_kv import check_kind
+from detjax.options import KVQuantization
 
 type Pages = Float[Array, "P h S K"] | QuantizedPages
 """Keys or values of a layer."""

@@ -9,9 +9,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from detjax.contract import INPUT_DTYPES, Activation
+from detjax.contract import INPUT_DTYPES
 from detjax.models.json_object import JsonObject
 from detjax.ops.rope import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
+from detjax.options import Activation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int, PyTree
 
-from detjax import ops, platform
-from detjax.contract import rounded
+from detjax import compilation, ops
 from detjax.models.cache import KVCache, Packed, Pages, Projection, Rectangle
 from detjax.models.config import DecoderConfig
+from detjax.rounding import rounded
 
 if TYPE_CHECKING:
     from detjax.models.config import GenerationDefaults
@@ -165,7 +165,7 @@ class Decoder(nnx.Module):
         return ops.matmul(hidden, head[...], layout="nk", out_dtype=jnp.float32)
 
 
-@functools.partial(platform.jit, static_argnums=0)
+@functools.partial(compilation.jit, static_argnums=0)
 def _layer(
     graph: nnx.GraphDef[Layer],
     state: PyTree[Array],

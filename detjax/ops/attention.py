@@ -9,20 +9,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from detjax import platform, stock
-from detjax.contract import KV_BLOCK, Masking
+from detjax import backends, compilation, stock
+from detjax.contract import KV_BLOCK
 from detjax.ops.checks import check_booleans, check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
 from detjax.ops.quantized_kv import check_pools
-from detjax.pallas import attention_hopper, attention_tpu
+from detjax.options import Masking
+from detjax.pallas.hopper import attention as hopper_attention
+from detjax.pallas.tpu import attention as tpu_attention
 from detjax.portable import attention as portable_attention
 from detjax.portable import quantized_kv
 from detjax.portable.quantized_kv import QuantizedPages
 
-_KERNELS = {"portable": portable_attention, "hopper": attention_hopper, "tpu": attention_tpu}
+_KERNELS = {"portable": portable_attention, "hopper": hopper_attention, "tpu": tpu_attention}
 
 
-@platform.jit(static_argnames=("scale", "causal", "window", "soft_cap", "alibi_slopes"))
+@compilation.jit(static_argnames=("scale", "causal", "window", "soft_cap", "alibi_slopes"))
 def attention(
     q: Float[Array, "B T H K"],
     k_pages: Float[Array, "P h S K"] | QuantizedPages,
@@ -76,13 +78,13 @@ def attention(
     )
     _check_requests("attention", page_table, batch, f"q being {q.shape}", q_start=q_start, kv_length=kv_length)
     _check_mask("attention", mask, q, page_table.shape[1] * KV_BLOCK, f"page_table being {page_table.shape}")
-    if platform.backend() == platform.STOCK:
+    if backends.backend() == backends.STOCK:
         k, v = (_numbers(pages, q.dtype) for pages in (k_pages, v_pages))
         return stock.attention(q, k, v, page_table, q_start, kv_length, sinks, mask, masking=masking)
     return _attention(masking, q, k_pages, v_pages, page_table, q_start, kv_length, sinks, mask)
 
 
-@platform.jit(static_argnames=("scale", "causal", "window", "soft_cap", "alibi_slopes"))
+@compilation.jit(static_argnames=("scale", "causal", "window", "soft_cap", "alibi_slopes"))
 def ragged_attention(
     q: Float[Array, "N H K"],
     k_pages: Float[Array, "P h S K"] | QuantizedPages,
@@ -126,7 +128,7 @@ def ragged_attention(
     of_requests = {"q_row": q_row, "q_length": q_length, "q_start": q_start, "kv_length": kv_length}
     _check_requests(name, page_table, batch, f"page_table being {page_table.shape}", **of_requests)
     where = page_table, q_row, q_length, q_start, kv_length
-    if platform.backend() == platform.STOCK:
+    if backends.backend() == backends.STOCK:
         k, v = (_numbers(pages, q.dtype) for pages in (k_pages, v_pages))
         request, index = portable_attention.request_of_rows(q.shape[0], q_row)
         return stock.ragged_attention(q, k, v, *where, sinks, request=request, index=index, masking=masking)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from detjax import platform
+from detjax import backends
 from detjax.contract import INPUT_DTYPES
 from detjax.portable.quantized_kv import QuantizedPages
 
@@ -19,7 +19,7 @@ def check_dtype(operation: str, *, like: Array | None = None, **arrays: Array | 
     for name, array in arrays.items():
         if array is not None and str(array.dtype) not in accepted:
             raise TypeError(
-                f"{operation}: {name} has dtype {array.dtype} on {platform.device_name()}; accepted: "
+                f"{operation}: {name} has dtype {array.dtype} on {backends.device_name()}; accepted: "
                 f"{', '.join(accepted)}. Convert it first."
             )
 

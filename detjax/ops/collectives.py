@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from detjax import platform
-from detjax.contract import ACCUMULATOR, rounded
+from detjax import backends
+from detjax.contract import ACCUMULATOR
 from detjax.ops.checks import check_dtype
+from detjax.rounding import rounded
 
 type AxisName = str | tuple[str, ...]
 
@@ -36,7 +37,7 @@ def psum(x: PyTree[Array], axis_name: AxisName) -> Any:
 
     def sum_of(term: Array) -> Array:
         check_dtype("psum", x=term)
-        if platform.backend() == platform.STOCK:
+        if backends.backend() == backends.STOCK:
             return lax.psum(term, axis_name)
         return _added(lax.all_gather(term, axis_name, to="invarying"))
 
@@ -66,7 +67,7 @@ def psum_scatter(x: PyTree[Array], axis_name: AxisName) -> Any:
                 f"psum_scatter: x has shape {term.shape}; accepted: a first axis that {devices} devices of the axis "
                 f"{axis_name!r} divide"
             )
-        if platform.backend() == platform.STOCK:
+        if backends.backend() == backends.STOCK:
             return lax.psum_scatter(term, axis_name, tiled=True)
         parts = term.reshape(devices, -1, *term.shape[1:])
         return _added(lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0))

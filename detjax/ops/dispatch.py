@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from detjax import platform
+from detjax import backends, compilation
 
 
 def kernels(operation: str, by_backend: Mapping[str, ModuleType]) -> ModuleType:
@@ -17,16 +17,16 @@ def kernels(operation: str, by_backend: Mapping[str, ModuleType]) -> ModuleType:
 
     Raises:
         NotImplementedError: the backend has no kernels for it.
-        RuntimeError: see `platform.require_pinned_program`.
+        RuntimeError: see `compilation.require_pinned_program`.
     """
-    name = platform.backend()
+    name = backends.backend()
     if name not in by_backend:
         raise NotImplementedError(
-            f"{operation}: no kernels for backend {name!r} on {platform.device_name()}; accepted: "
-            f"{', '.join(by_backend)}. Choose one with detjax.use_backend or {platform.BACKEND_VARIABLE}."
+            f"{operation}: no kernels for backend {name!r} on {backends.device_name()}; accepted: "
+            f"{', '.join(by_backend)}. Choose one with detjax.use_backend or {backends.BACKEND_VARIABLE}."
         )
     if by_backend[name] is by_backend["portable"]:
-        platform.require_pinned_program(operation)
+        compilation.require_pinned_program(operation)
     return by_backend[name]
 
 

@@ -3,7 +3,7 @@
 import jax
 from jaxtyping import Array, Float, Int
 
-from detjax import platform, stock
+from detjax import backends, compilation, stock
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty
 from detjax.ops.dispatch import kernels, with_vmap_rule
 from detjax.portable import embedding as portable_embedding
@@ -12,7 +12,7 @@ from detjax.portable import embedding as portable_embedding
 _KERNELS = {"portable": portable_embedding, "hopper": portable_embedding, "tpu": portable_embedding}
 
 
-@platform.jit
+@compilation.jit
 def embed(tokens: Int[Array, "*B"], table: Float[Array, "V D"]) -> Float[Array, "*B D"]:
     """Returns the table's rows at the tokens; ids must lie within the vocabulary.
 
@@ -23,7 +23,7 @@ def embed(tokens: Int[Array, "*B"], table: Float[Array, "V D"]) -> Float[Array, 
     check_dtype("embed", table=table)
     check_integers("embed", tokens=tokens)
     check_not_empty("embed", tokens=tokens, table=table)
-    if platform.backend() == platform.STOCK:
+    if backends.backend() == backends.STOCK:
         return stock.embed(tokens, table)
     return _embed(tokens, table)
 

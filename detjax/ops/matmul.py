@@ -7,17 +7,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
-from detjax import platform, stock
-from detjax.contract import INPUT_DTYPES, Activation, Epilogue, WeightLayout
+from detjax import backends, compilation, stock
+from detjax.contract import INPUT_DTYPES
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
-from detjax.pallas import matmul_hopper, matmul_tpu
+from detjax.options import Activation, Epilogue, WeightLayout
+from detjax.pallas.hopper.matmul import kernel
+from detjax.pallas.tpu import matmul as tpu_matmul
 from detjax.portable import matmul as portable_matmul
 
-_KERNELS = {"portable": portable_matmul, "hopper": matmul_hopper, "tpu": matmul_tpu}
+_KERNELS = {"portable": portable_matmul, "hopper": kernel, "tpu": tpu_matmul}
 
 
-@platform.jit(static_argnames=("layout", "activation", "gated", "soft_cap", "out_dtype"))
+@compilation.jit(static_argnames=("layout", "activation", "gated", "soft_cap", "out_dtype"))
 def matmul(
     x: Float[Array, "*B K"],
     w: Float[Array, "..."],
@@ -71,7 +73,7 @@ def matmul(
     check_not_empty("matmul", x=x, w=w)
 
     epilogue = Epilogue(activation, gated, soft_cap)
-    if platform.backend() == platform.STOCK:
+    if backends.backend() == backends.STOCK:
         return stock.matmul(x, w, bias, residual, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
     return _matmul(layout, epilogue, out_dtype, x, w, bias, residual)
 

@@ -6,13 +6,14 @@ from typing import overload
 import jax
 from jaxtyping import Array, Float
 
-from detjax import platform, stock
+from detjax import backends, compilation, stock
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
-from detjax.pallas import norm_hopper, norm_tpu
+from detjax.pallas.hopper import norm
+from detjax.pallas.tpu import norm as tpu_norm
 from detjax.portable import norm as portable_norm
 
-_KERNELS = {"portable": portable_norm, "hopper": norm_hopper, "tpu": norm_tpu}
+_KERNELS = {"portable": portable_norm, "hopper": norm, "tpu": tpu_norm}
 
 
 @overload
@@ -28,7 +29,7 @@ def rms_norm(
     weight_offset: float = 0.0,
     residual: Float[Array, "*B D"],
 ) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]: ...
-@platform.jit(static_argnames=("eps", "weight_offset"))
+@compilation.jit(static_argnames=("eps", "weight_offset"))
 def rms_norm(
     x: Float[Array, "*B D"],
     weight: Float[Array, "D"],
@@ -57,7 +58,7 @@ def rms_norm(
     check_shape("rms_norm", "weight", weight, x.shape[-1:], f"x being {x.shape}")
     check_shape("rms_norm", "residual", residual, x.shape, "x's shape")
     check_not_empty("rms_norm", x=x)
-    if platform.backend() == platform.STOCK:
+    if backends.backend() == backends.STOCK:
         y, h = stock.rms_norm(x, weight, residual, eps=eps, weight_offset=weight_offset)
     else:
         y, h = _rms_norm(eps, weight_offset, x, weight, residual)

@@ -5,16 +5,17 @@ from typing import get_args
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
-from detjax import platform
-from detjax.contract import INPUT_DTYPES, KV_BLOCK, Q4_GROUP, KVQuantization
+from detjax import compilation
+from detjax.contract import INPUT_DTYPES, KV_BLOCK, Q4_GROUP
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
+from detjax.options import KVQuantization
 from detjax.portable import quantized_kv
 from detjax.portable.quantized_kv import QuantizedPages
 
 KINDS = get_args(KVQuantization)
 
 
-@platform.jit(static_argnames=("kind",))
+@compilation.jit(static_argnames=("kind",))
 def quantize_kv(x: Float[Array, "P h S K"], kind: KVQuantization) -> QuantizedPages:
     """Returns pages of keys or of values as codes and scales: `scale = max |x| / L`, `code = round(x / scale)`.
 
@@ -38,7 +39,7 @@ def quantize_kv(x: Float[Array, "P h S K"], kind: KVQuantization) -> QuantizedPa
     return quantized_kv.quantized(x, kind)
 
 
-@platform.jit(static_argnames=("dtype",))
+@compilation.jit(static_argnames=("dtype",))
 def dequantize_kv(pages: QuantizedPages, dtype: DTypeLike) -> Float[Array, "P h S K"]:
     """Returns the numbers that attention reads in quantized pages: `code * scale`, rounded to float32, then to `dtype`.
 

@@ -10,16 +10,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
-from detjax import platform, stock
+from detjax import backends, compilation, stock
 from detjax.contract import ACCUMULATOR
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
 from detjax.ops.norm import rms_norm
-from detjax.pallas import rope_hopper
+from detjax.pallas.hopper import rope as hopper_rope
 from detjax.portable import rope as portable_rope
 from detjax.portable.tiles import map_rows
 
-_KERNELS = {"portable": portable_rope, "hopper": rope_hopper, "tpu": portable_rope}
+_KERNELS = {"portable": portable_rope, "hopper": hopper_rope, "tpu": portable_rope}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-@platform.jit(static_argnames="embedding")
+@compilation.jit(static_argnames="embedding")
 def rope(
     x: Float[Array, "*B T H K"], positions: Int[Array, "*B T"], embedding: RotaryEmbedding
 ) -> Float[Array, "*B T H K"]:
@@ -144,13 +144,13 @@ def rope(
         ValueError: shapes do not fit together.
     """
     _check("rope", "x", x, positions, embedding)
-    if platform.backend() == platform.STOCK:
+    if backends.backend() == backends.STOCK:
         frequencies, scale = jnp.asarray(embedding.inverse_frequencies), embedding.embedding_scale
         return stock.rope(x, positions, frequencies, scale=scale)
     return _rope(embedding, x, positions)
 
 
-@platform.jit(static_argnames=("embedding", "heads", "kv_heads", "norm_eps"))
+@compilation.jit(static_argnames=("embedding", "heads", "kv_heads", "norm_eps"))
 def qk_rope(
     qkv: Float[Array, "*B T N K"],
     positions: Int[Array, "*B T"],
@@ -187,7 +187,7 @@ def qk_rope(
             f"at most {qkv.shape[-2]} together"
         )
     weights = norm_weights("qk_rope", qkv, q_norm, k_norm, norm_eps)
-    steps = in_separate_steps if platform.backend() == platform.STOCK else _qk_rope
+    steps = in_separate_steps if backends.backend() == backends.STOCK else _qk_rope
     return steps(embedding, (heads, kv_heads), norm_eps, qkv, positions, weights)
 
 
@@ -326,7 +326,7 @@ def cos_and_sin(embedding: RotaryEmbedding, positions: Array, turn: float) -> tu
         return jnp.cos(angles) * embedding.embedding_scale, jnp.sin(angles) * embedding.embedding_scale
 
     operands = positions.reshape(-1), jnp.asarray(np.float32(turn) * embedding.inverse_frequencies)
-    if platform.backend() == "portable":
+    if backends.backend() == "portable":
         cos, sin = map_rows(of_rows, *operands)
     else:
         # On an accelerator every element goes through the same instructions, and behind the barriers none is computed

@@ -6,21 +6,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from detjax import platform
+from detjax import backends, compilation
 from detjax.contract import KV_BLOCK
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
 from detjax.ops.quantized_kv import check_pools
 from detjax.ops.rope import RotaryEmbedding, check_head_dim, cos_and_sin, in_separate_steps, norm_weights, qk_rope
-from detjax.pallas import rope_hopper
+from detjax.pallas.hopper import rope
 from detjax.portable import pages
 from detjax.portable import rope as portable_rope
 from detjax.portable.quantized_kv import QuantizedPages
 
-_KERNELS = {"portable": portable_rope, "hopper": rope_hopper, "tpu": portable_rope}
+_KERNELS = {"portable": portable_rope, "hopper": rope, "tpu": portable_rope}
 
 
-@platform.jit(static_argnames=("embedding", "norm_eps"))
+@compilation.jit(static_argnames=("embedding", "norm_eps"))
 def qk_rope_append_kv(
     qkv: Float[Array, "B T N K"],
     k_pages: Float[Array, "P h S K"] | QuantizedPages,
@@ -86,7 +86,7 @@ def qk_rope_append_kv(
         at = pages.places(k_pages.shape[0], qkv.shape[1], *where)
         return q, k_pages.written(*at, k), v_pages.written(*at, qkv[:, :, heads + kv_heads :])
     assert not isinstance(k_pages, QuantizedPages) and not isinstance(v_pages, QuantizedPages)
-    steps = _in_separate_steps if platform.backend() == platform.STOCK else _qk_rope_append_kv
+    steps = _in_separate_steps if backends.backend() == backends.STOCK else _qk_rope_append_kv
     return steps(embedding, norm_eps, qkv, (k_pages, v_pages), where, weights)
 
 

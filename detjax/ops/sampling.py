@@ -5,17 +5,18 @@ import functools
 import jax
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt32
 
-from detjax import platform, stock
+from detjax import backends, compilation, stock
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import kernels, with_vmap_rule
 from detjax.ops.softmax import log_softmax
-from detjax.pallas import sampling_hopper, sampling_tpu
+from detjax.pallas.hopper import sampling
+from detjax.pallas.tpu import sampling as tpu_sampling
 from detjax.portable import sampling as portable_sampling
 
-_KERNELS = {"portable": portable_sampling, "hopper": sampling_hopper, "tpu": sampling_tpu}
+_KERNELS = {"portable": portable_sampling, "hopper": sampling, "tpu": tpu_sampling}
 
 
-@platform.jit(static_argnames="filtered")
+@compilation.jit(static_argnames="filtered")
 def sample(
     logits: Float[Array, "B V"],
     seed: UInt32[Array, "B 2"],
@@ -57,13 +58,13 @@ def sample(
     for name, array in per_row.items():
         check_shape("sample", name, array, rows, f"logits being {logits.shape}")
     operands = logits, seed, *per_row.values()
-    if platform.backend() == platform.STOCK:
+    if backends.backend() == backends.STOCK:
         return stock.sample(*operands, filtered=filtered)
     fn = functools.partial(kernels("sample", _KERNELS).sample, filtered=filtered)
     return with_vmap_rule(fn, rows=(False,) * len(operands))(*jax.lax.stop_gradient(operands))
 
 
-@platform.jit(static_argnames="count")
+@compilation.jit(static_argnames="count")
 def top_logprobs(logits: Float[Array, "B V"], count: int) -> tuple[Int32[Array, "B count"], Float32[Array, "B count"]]:
     """Returns the `count` likeliest tokens of each row, ties by lowest id, and their logprobs.
 
@@ -75,7 +76,7 @@ def top_logprobs(logits: Float[Array, "B V"], count: int) -> tuple[Int32[Array, 
     check_not_empty("top_logprobs", logits=logits)
     if not 1 <= count <= logits.shape[-1]:
         raise ValueError(f"top_logprobs: count is {count}; accepted: 1 to {logits.shape[-1]}, the vocabulary's size")
-    if platform.backend() == platform.STOCK:
+    if backends.backend() == backends.STOCK:
         return stock.top_logprobs(logits, count=count)
     # Choosing adds nothing, so the bits are log-softmax's.
     likeliest = with_vmap_rule(functools.partial(portable_sampling.likeliest, count=count), rows=(False,))

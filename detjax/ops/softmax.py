@@ -3,17 +3,18 @@
 import jax
 from jaxtyping import Array, Float, Float32
 
-from detjax import platform, stock
-from detjax.contract import rounded
+from detjax import backends, compilation, stock
 from detjax.ops.checks import check_dtype, check_not_empty
 from detjax.ops.dispatch import kernels, with_vmap_rule
-from detjax.pallas import softmax_hopper, softmax_tpu
+from detjax.pallas.hopper import softmax as hopper_softmax
+from detjax.pallas.tpu import softmax as tpu_softmax
 from detjax.portable import softmax as portable_softmax
+from detjax.rounding import rounded
 
-_KERNELS = {"portable": portable_softmax, "hopper": softmax_hopper, "tpu": softmax_tpu}
+_KERNELS = {"portable": portable_softmax, "hopper": hopper_softmax, "tpu": tpu_softmax}
 
 
-@platform.jit
+@compilation.jit
 def softmax(x: Float[Array, "*B V"]) -> Float32[Array, "*B V"]:
     """Returns `exp(x) / sum(exp(x))` over the last axis, float32.
 
@@ -22,10 +23,10 @@ def softmax(x: Float[Array, "*B V"]) -> Float32[Array, "*B V"]:
         ValueError: x is empty.
     """
     _check("softmax", x)
-    return stock.softmax(x) if platform.backend() == platform.STOCK else _softmax(x)
+    return stock.softmax(x) if backends.backend() == backends.STOCK else _softmax(x)
 
 
-@platform.jit
+@compilation.jit
 def log_softmax(x: Float[Array, "*B V"]) -> Float32[Array, "*B V"]:
     """Returns `x - log(sum(exp(x)))` over the last axis, float32.
 
@@ -34,10 +35,10 @@ def log_softmax(x: Float[Array, "*B V"]) -> Float32[Array, "*B V"]:
         ValueError: x is empty.
     """
     _check("log_softmax", x)
-    return stock.log_softmax(x) if platform.backend() == platform.STOCK else _log_softmax(x)
+    return stock.log_softmax(x) if backends.backend() == backends.STOCK else _log_softmax(x)
 
 
-@platform.jit
+@compilation.jit
 def logsumexp(x: Float[Array, "*B V"]) -> Float32[Array, "*B"]:
     """Returns `log(sum(exp(x)))` over the last axis, float32.
 
@@ -46,7 +47,7 @@ def logsumexp(x: Float[Array, "*B V"]) -> Float32[Array, "*B"]:
         ValueError: x is empty.
     """
     _check("logsumexp", x)
-    return stock.logsumexp(x) if platform.backend() == platform.STOCK else _logsumexp(x)
+    return stock.logsumexp(x) if backends.backend() == backends.STOCK else _logsumexp(x)
 
 
 def _check(operation: str, x: Array) -> None:

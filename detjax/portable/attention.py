@@ -10,20 +10,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike
 
-from detjax.contract import (
-    ACCUMULATOR,
-    KEY_GROUPS,
-    KEY_LANES,
-    KV_BLOCK,
-    LOWEST_MAXIMUM,
-    PORTABLE_ROWS,
-    Masking,
-    log2_scale,
-    rounded,
-    soft_cap_exponent,
-)
+from detjax.contract import ACCUMULATOR, KEY_GROUPS, KEY_LANES, KV_BLOCK, LOWEST_MAXIMUM, PORTABLE_ROWS
+from detjax.options import Masking
 from detjax.portable.quantized_kv import QuantizedPages, page_of
 from detjax.portable.tiles import dot, fold_rows, map_rows, row_sum
+from detjax.rounding import log2_scale, rounded, soft_cap_exponent
 
 
 class _Tile(NamedTuple):

@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from detjax.contract import ACCUMULATOR, rounded
+from detjax.contract import ACCUMULATOR
 from detjax.portable.tiles import fold_rows
+from detjax.rounding import rounded
 
 
 def forward(tokens: Array, table: Array) -> Array:

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
 
-from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS, Activation, Epilogue, WeightLayout, rounded
+from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
+from detjax.options import Activation, Epilogue, WeightLayout
 from detjax.portable.tiles import dot, flat_rows, fold_rows, map_rows
+from detjax.rounding import rounded
 
 _ACTIVATIONS: Final[Mapping[Activation, Callable[[Array], Array]]] = {
     "silu": jax.nn.silu,

@@ -4,8 +4,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from detjax.contract import ACCUMULATOR, rounded
+from detjax.contract import ACCUMULATOR
 from detjax.portable.tiles import flat_rows, fold_rows, map_rows, row_sum
+from detjax.rounding import rounded
 
 
 def forward(

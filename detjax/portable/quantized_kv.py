@@ -7,14 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, Num
 
-from detjax.contract import (
-    ACCUMULATOR,
-    KV_LARGEST_CODE,
-    KV_SMALLEST,
-    Q4_GROUP,
-    KVQuantization,
-    rounded,
-)
+from detjax.contract import ACCUMULATOR, KV_LARGEST_CODE, KV_SMALLEST, Q4_GROUP
+from detjax.options import KVQuantization
+from detjax.rounding import rounded
 
 CODE_DTYPES = {"int8": "int8", "fp8_e4m3": "float8_e4m3fn", "q4_0": "uint8"}
 SCALE_DTYPES = {"int8": "float32", "fp8_e4m3": "float32", "q4_0": "float16"}

@@ -6,9 +6,10 @@ from itertools import accumulate
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from detjax.contract import ACCUMULATOR, rounded
+from detjax.contract import ACCUMULATOR
 from detjax.portable import norm, pages
 from detjax.portable.tiles import map_rows
+from detjax.rounding import rounded
 
 
 def forward(

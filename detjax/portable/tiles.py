@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from detjax import platform
+from detjax import backends
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, PORTABLE_ROWS
 
 
@@ -81,7 +81,7 @@ def dot(x: Array, w: Array, contracted: tuple[int, int], batched: bool = False) 
 
     Where `batched`, the leading axes of both are paired, as heads are.
     """
-    if platform.target() == "cpu":
+    if backends.target() == "cpu":
         # Exact, and keeps XLA from choosing between the bfloat16 instructions of different processors.
         x, w = x.astype(ACCUMULATOR), w.astype(ACCUMULATOR)
     pairs = ((0,), (0,)) if batched else ((), ())

@@ -21,10 +21,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from detjax import models, platform
-from detjax.contract import CONTRACT_VERSION, KVQuantization
+from detjax import fingerprints, models
+from detjax.contract import CONTRACT_VERSION
 from detjax.engine import Engine, EngineClosed, SamplingParams
 from detjax.models import Decoder, Tokenizer
+from detjax.options import KVQuantization
 from detjax.server import openapi
 from detjax.server.answers import Answer, Chat, Completions, Served
 from detjax.server.errors import ApiError, of_validation
@@ -81,7 +82,7 @@ class Settings:
 def system_fingerprint(model: Decoder, tokenizer: Tokenizer, kv_cache_dtype: KVQuantization | None = None) -> str:
     """What answers depend on besides requests: contract, environment, and model. Equal ones promise equal bits."""
     own = hashlib.sha256(f"{models.digest(model, tokenizer)} {kv_cache_dtype}".encode()).hexdigest()
-    return f"detjax-{CONTRACT_VERSION}-{platform.fingerprint().digest}-{own[:16]}"
+    return f"detjax-{CONTRACT_VERSION}-{fingerprints.fingerprint().digest}-{own[:16]}"
 
 
 def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: Settings) -> Starlette:

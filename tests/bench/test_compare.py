@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from detjax.bench import compare, report, results
 from detjax.bench.__main__ import app
 from detjax.bench.peaks import PEAKS
-from detjax.platform import Fingerprint
+from detjax.fingerprints import Fingerprint
 
 FINGERPRINT = Fingerprint(1, "0.1", "portable", "a CPU", "none", "0.11.2", "0.11.2", "cpu", "{}", "{}")
 OTHER = dataclasses.replace(FINGERPRINT, backend="hopper", device_kind="NVIDIA H200", driver="580")

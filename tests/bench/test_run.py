@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from bits import assert_same_bits
 from typer.testing import CliRunner
 
 import detjax
@@ -19,6 +18,7 @@ from detjax.bench import results, run
 from detjax.bench.__main__ import app
 from detjax.bench.cases import OPERATIONS, SMALL, Case, Sizes, cases, checksum, drawn
 from detjax.bench.peaks import PEAKS, Peak
+from tests.support.bits import assert_same_bits
 
 QUICK = dataclasses.replace(SMALL, calls=2, rounds=2)
 PEAK = Peak("chip", flops=1e9, bytes=1e8, source="nobody")
@@ -122,7 +122,7 @@ def test_a_share_needs_a_peak_that_is_known() -> None:
 
 def failing(error: Exception | None, on_stock: Exception | None = None) -> Case:
     def fails(x: jax.Array) -> tuple[jax.Array]:
-        found = on_stock if detjax.platform.backend() == "stock" else error
+        found = on_stock if detjax.backend() == "stock" else error
         if found is not None:
             raise found
         return (x + 1,)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from detjax import platform
+from detjax import backends
 from detjax.bench import timing, tune
 from detjax.bench.__main__ import app
-from detjax.pallas.schedules.matmul_hopper import Plan, Problem, Schedule, candidates, key
+from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule, candidates, key
 
 PROBLEM = Problem(16, 1288, 1088)
 
@@ -55,7 +55,7 @@ def test_only_the_bits_of_the_reference_are_accepted(monkeypatch: pytest.MonkeyP
     assert (trials[slow].seconds, trials[fast].seconds) == (64.0, 32.0)
 
 
-@pytest.mark.skipif(platform.runs_here("hopper"), reason="what happens without a Hopper GPU")
+@pytest.mark.skipif(backends.runs_here("hopper"), reason="what happens without a Hopper GPU")
 def test_tuning_without_the_gpu_says_what_is_accepted() -> None:
     result = CliRunner().invoke(app, ["tune"], env={"COLUMNS": "200"})
     assert result.exit_code == 2

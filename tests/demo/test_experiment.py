@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from detjax import platform
+from detjax import backends, fingerprints
 from detjax.demo import CHECKPOINT, DEFAULT_PROMPT
 from detjax.demo.experiment import (
     LARGEST_BATCH,
@@ -157,7 +157,7 @@ def test_answers_come_by_load_and_slot_under_the_backend_asked_for(
     met = []
 
     def generate(model: Decoder, prompts: list, sampling: list, prefill_chunk: int) -> list:
-        met.append((len(prompts), prefill_chunk, platform.backend()))
+        met.append((len(prompts), prefill_chunk, backends.backend()))
         raise KeyboardInterrupt
 
     monkeypatch.setattr("detjax.demo.experiment.generate", generate)
@@ -168,7 +168,7 @@ def test_answers_come_by_load_and_slot_under_the_backend_asked_for(
 
 
 def test_stock_programs_on_a_gpu_are_compiled_and_run_by_one_thread() -> None:
-    with platform.tracing_for("gpu"):
+    with backends.tracing_for("gpu"):
         assert (at_once("stock"), at_once("hopper")) == (1, 2)
     assert at_once("stock") == 2
 
@@ -222,7 +222,7 @@ def test_the_report_shows_both_sides_of_a_divergence(loaded: Loaded, words: bool
     tokenizer = loaded[1] if words else None
     one, other = (tuple(loaded[1].encode(text)) for text in ("I will not be so.", "I will go."))
     tally = Tally(((one, 7), (other, 3)), bit_patterns=2)
-    result = Result(4, tally, 1.0, Tally(((one, 10),), 1), 2.0, platform.fingerprint())
+    result = Result(4, tally, 1.0, Tally(((one, 10),), 1), 2.0, fingerprints.fingerprint())
     console = Console(width=100, file=io.StringIO())
     console.print(report(result, Request(tuple(loaded[1].encode("ROMEO:")), 8), tokenizer))
     shown = console.file.getvalue()

@@ -5,7 +5,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from detjax import platform
+from detjax import fingerprints
 from detjax.demo import CHECKPOINT
 from detjax.demo.experiment import Result, Tally
 from detjax.demo.histogram import draw_histogram
@@ -21,7 +21,7 @@ def tokenizer() -> Tokenizer:
 
 def drawn(path: Path, stock: Tally, tokenizer: Tokenizer | None) -> bytes:
     detjax = Tally(((stock.counts[0][0], stock.asks),), 1)
-    draw_histogram(Result(9, stock, 1.0, detjax, 1.0, platform.fingerprint()), tokenizer, path)
+    draw_histogram(Result(9, stock, 1.0, detjax, 1.0, fingerprints.fingerprint()), tokenizer, path)
     return path.read_bytes()
 
 

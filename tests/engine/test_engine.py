@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bits import assert_same_bits, same_bits
 from flax import nnx
 
 import detjax
 from detjax import SamplingParams, ops
 from detjax.engine import Engine, EngineClosed, Generation, Request, Token
 from detjax.models import Decoder, Tokenizer, load
+from tests.support.bits import assert_same_bits, same_bits
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 LONGEST = 400

@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bits import assert_same_bits, same_bits
 
 import detjax
 from detjax import SamplingParams, generate, ops
 from detjax.engine import Completion, Generation
 from detjax.models import Decoder, Tokenizer, load
+from tests.support.bits import assert_same_bits, same_bits
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 

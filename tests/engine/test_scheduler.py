@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import schedules
-from schedules import END, PAGE, Remembering, alone
 
 from detjax import SamplingParams
 from detjax.engine.core import Core
@@ -16,6 +14,8 @@ from detjax.engine.inputs import Shape, Shapes, Slots
 from detjax.engine.pages import PagePool, digests
 from detjax.engine.sample import Sample
 from detjax.engine.scheduler import Piece, Scheduler, Step
+from tests.engine import schedules
+from tests.engine.schedules import END, PAGE, Remembering, alone
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +32,7 @@ def test_random_schedules_change_no_token_and_leak_no_page() -> None:
 
 def test_ten_thousand_random_schedules_change_no_token_and_leak_no_page() -> None:
     # In a process of its own, which does not check the type of each argument of each call.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))), "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     script = [sys.executable, schedules.__file__, "10000"]
     run = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, (run.stdout + run.stderr)[-5000:]

@@ -14,12 +14,23 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from bits import assert_same_bits
 from flax import nnx
-from hugging_face import EMBEDDING, FIXTURES, HEAD, INDEX, NAMES, SINGLE, changed_json, changed_tensors, copied, tensors
 from safetensors import safe_open
 
 from detjax.models import CheckpointError, Decoder, DecoderConfig, GenerationDefaults, load, save
+from tests.models.hugging_face import (
+    EMBEDDING,
+    FIXTURES,
+    HEAD,
+    INDEX,
+    NAMES,
+    SINGLE,
+    changed_json,
+    changed_tensors,
+    copied,
+    tensors,
+)
+from tests.support.bits import assert_same_bits
 
 
 def parameters(model: Decoder) -> dict[Any, Any]:

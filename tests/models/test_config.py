@@ -5,10 +5,10 @@ import json
 from typing import Any
 
 import pytest
-from hugging_face import FIXTURES, NAMES
 
 from detjax.models import CheckpointError, DecoderConfig, GenerationDefaults
 from detjax.ops.rope import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
+from tests.models.hugging_face import FIXTURES, NAMES
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -8,9 +8,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hugging_face import EMBEDDING, FIXTURES, HEAD, INDEX, SINGLE, changed_json, changed_tensors, copied
 
 from detjax.models import CheckpointError, checkpoint, load
+from tests.models.hugging_face import EMBEDDING, FIXTURES, HEAD, INDEX, SINGLE, changed_json, changed_tensors, copied
 
 Q_PROJ, K_PROJ = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
 

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bits import assert_same_bits, same_bits
 from flax import nnx
 
 import detjax
 from detjax import ops
 from detjax.models import Decoder, KVCache, load
+from tests.support.bits import assert_same_bits, same_bits
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAMES = sorted(path.name for path in FIXTURES.iterdir() if (path / "reference.npz").is_file())
@@ -220,7 +220,7 @@ _DIGEST = """
 import hashlib, sys
 import numpy as np
 sys.path[:0] = sys.argv[1:]
-from models.test_decoder import programs, tokens_of
+from tests.models.test_decoder import programs, tokens_of
 logits = np.asarray(programs("qwen3", "bfloat16")[0](tokens_of("qwen3", 3)))
 print(hashlib.sha256(logits.tobytes()).hexdigest())
 """
@@ -231,7 +231,7 @@ def test_another_process_gives_the_same_bits() -> None:
     import hashlib
 
     here = hashlib.sha256(np.asarray(programs("qwen3", "bfloat16")[0](tokens_of("qwen3", 3))).tobytes()).hexdigest()
-    command = [sys.executable, "-c", _DIGEST, str(Path(__file__).parents[1])]
+    command = [sys.executable, "-c", _DIGEST, str(Path(__file__).parents[2])]
     there = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     assert there == here
 

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import in_dtype
 
 from detjax import ops
 from detjax.contract import KV_BLOCK
+from tests.ops.cases import in_dtype
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
 

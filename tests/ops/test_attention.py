@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import OPTIONS, Pool, Request, attend, in_chunks, pool, sinks, whole
-from bits import assert_same_bits, same_bits
 
 import detjax
 from detjax import ops
+from tests.ops.attention_cases import OPTIONS, Pool, Request, attend, in_chunks, pool, sinks, whole
+from tests.support.bits import assert_same_bits, same_bits
 
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 

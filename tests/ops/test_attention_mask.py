@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import HEADS, OPTIONS, Pool, Request, attend, pool, sinks, whole
-from bits import assert_same_bits, same_bits
 
 from detjax import ops
 from detjax.contract import KV_BLOCK
+from tests.ops.attention_cases import HEADS, OPTIONS, Pool, Request, attend, pool, sinks, whole
+from tests.support.bits import assert_same_bits, same_bits
 
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bits import assert_same_bits, same_bits
 
 import detjax
 from detjax import ops
+from tests.support.bits import assert_same_bits, same_bits
 
 M, D = 24, 64
 ROPE = ops.RotaryEmbedding(32, 10_000.0)

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bits import assert_same_bits, same_bits
-from cases import MAIN_OPS, ROW_OPS, RowOp, at, stacked
 
 import detjax
 from detjax import ops
+from tests.ops.cases import MAIN_OPS, ROW_OPS, RowOp, at, stacked
+from tests.support.bits import assert_same_bits, same_bits
 
 BATCH_SIZES = (1, 2, 17, 33, 128, 257, 1024)
 ODD_WIDTHS = [(op, width) for op in MAIN_OPS for width in (1, 3, 257, 515)]

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import references
-from attention_cases import OPTIONS
-from bits import assert_same_bits
-from cases import DTYPES, ROPE_SCALINGS, in_dtype
 
 import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK, SOFTMAX_BLOCK
+from tests.ops import references
+from tests.ops.attention_cases import OPTIONS
+from tests.ops.cases import DTYPES, ROPE_SCALINGS, in_dtype
+from tests.support.bits import assert_same_bits
 
 VALUE_TOLERANCE = {"float32": 3e-6, "bfloat16": 1e-2, "float16": 1.2e-3}
 GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import OPTIONS, Request, whole
-from cases import MAIN_OPS, in_dtype
 
 import detjax
 from detjax import ops
+from tests.ops.attention_cases import OPTIONS, Request, whole
+from tests.ops.cases import MAIN_OPS, in_dtype
 
 
 @functools.cache
@@ -59,10 +59,10 @@ def _digest(result: Any) -> str:
 )
 def test_another_process_gives_the_same_bits(cores: int, variables: dict[str, str], dtype: str) -> None:
     tests = Path(__file__).parents[1]
-    paths = os.pathsep.join([str(tests), str(tests / "ops")])
+    paths = str(tests.parent)
     code = (
         f"import os; os.sched_setaffinity(0, range({cores}))\n"
-        "import conftest, json, test_processes\n"
+        "import json, tests.conftest\nfrom tests.ops import test_processes\n"
         f"print(json.dumps(test_processes.digests({dtype!r})))"
     )
     there = subprocess.run(

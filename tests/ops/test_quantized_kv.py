@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import OPTIONS, Pool, Request, attend, pool, sinks
-from bits import assert_same_bits, same_bits
-from test_errors import unchecked
 
 import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK, KV_LARGEST_CODE, KV_SMALLEST
 from detjax.ops.quantized_kv import KINDS
 from detjax.portable import quantized_kv
+from tests.ops.attention_cases import OPTIONS, Pool, Request, attend, pool, sinks
+from tests.ops.test_errors import unchecked
+from tests.support.bits import assert_same_bits, same_bits
 
 WIDTH = 32
 DTYPES = ("float32", "bfloat16", "float16")

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from append_cases import CASES, Append
-from bits import assert_same_bits
-from cases import at, stacked
 
 import detjax
+from tests.ops.cases import at, stacked
+from tests.support.append_cases import CASES, Append
+from tests.support.bits import assert_same_bits
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

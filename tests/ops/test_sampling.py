@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bits import assert_same_bits
 
 from detjax import ops
+from tests.support.bits import assert_same_bits
 
 
 def sample(logits: Any, *, filtered: bool = True, **fields: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -4,13 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bits import assert_same_bits, same_bits
 
 import detjax
 from detjax import ops
-from detjax.contract import KEY_GROUPS, KEY_LANES, KV_BLOCK, LANE_GROUP, LANES, WEIGHT_GRADIENT_TOKENS, Masking, rounded
+from detjax.contract import KEY_GROUPS, KEY_LANES, KV_BLOCK, LANE_GROUP, LANES, WEIGHT_GRADIENT_TOKENS
+from detjax.options import Masking
 from detjax.portable import attention as portable_attention
 from detjax.portable.tiles import fold_rows, map_rows, row_sum
+from detjax.rounding import rounded
+from tests.support.bits import assert_same_bits, same_bits
 
 
 def summed_by_lanes(x: np.ndarray) -> np.ndarray:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import openai
 import pytest
-from one_layer import one_layer
-from running_server import FIXTURE, MODEL, Running, serving
 
 from detjax import models
 from detjax.engine import Engine
 from detjax.models import Decoder, Tokenizer
+from tests.server.running_server import FIXTURE, MODEL, Running, serving
+from tests.support.one_layer import one_layer
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,12 @@ import urllib.request
 import openai
 import pytest
 from flax import nnx
-from running_server import MODEL, Running, serving
 
 import detjax
 from detjax.engine import Engine, Generation, Request, SamplingParams
 from detjax.models import Decoder, GenerationDefaults, Tokenizer
 from detjax.server import system_fingerprint
+from tests.server.running_server import MODEL, Running, serving
 
 PROMPT = "A prompt of some length, "
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Who?"}]}]

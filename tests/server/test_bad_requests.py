@@ -13,7 +13,6 @@ import openai
 import pytest
 import schemathesis.openapi
 from hypothesis import HealthCheck, given, settings
-from running_server import MODEL, Running, serving
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.schemas import APIOperation
@@ -25,6 +24,7 @@ from schemathesis.specs.openapi.checks import (
 
 from detjax.engine import Engine, Request, SamplingParams
 from detjax.models import Decoder, Tokenizer
+from tests.server.running_server import MODEL, Running, serving
 
 COMPLETION = {"model": MODEL, "prompt": "x", "max_tokens": 1}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}

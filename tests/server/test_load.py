@@ -8,11 +8,11 @@ import urllib.request
 import numpy as np
 import openai
 import pytest
-from bits import assert_same_bits
-from running_server import MODEL, Running, serving
 
 from detjax.engine import Engine, Request, SamplingParams
 from detjax.models import Decoder, Tokenizer
+from tests.server.running_server import MODEL, Running, serving
+from tests.support.bits import assert_same_bits
 
 CLIENTS = 500
 DISTINCT = 50

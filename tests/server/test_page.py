@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from running_server import Running
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
+
+from tests.server.running_server import Running
 
 SECONDS = 120
 """Most of which only an engine needs that compiles its programs when it first meets them."""

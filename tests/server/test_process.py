@@ -12,10 +12,10 @@ from pathlib import Path
 
 import openai
 import pytest
-from running_server import MODEL
 from typer.testing import CliRunner
 
 from detjax.cli import app
+from tests.server.running_server import MODEL
 
 SMALL = ("--max-samples", "1", "--token-budget", "8", "--max-tokens", "64", "--top-logprobs", "0")
 ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 5, "logprobs": 0}

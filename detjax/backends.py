@@ -1,0 +1,111 @@
+"""Which backend serves, which platform programs are traced for, and what devices are called."""
+
+import contextlib
+import functools
+import os
+import pathlib
+import platform
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import jax
+
+BACKENDS: Final = ("hopper", "tpu", "portable")
+"""Backends under contract, in order of preference: kernels for compute capability 9.0, kernels for TPUs, and plain JAX,
+which runs anywhere."""
+
+DEVICES: Final[Mapping[str, str]] = {
+    "hopper": "GPUs of compute capability 9.0 (H100, H200)",
+    "tpu": "TPUs",
+}
+"""Where backends run that don't run anywhere."""
+
+STOCK: Final = "stock"
+"""XLA's own operations, under no contract: what detjax is compared with. Served only where it is asked for by name."""
+
+BACKEND_VARIABLE: Final = "DETJAX_BACKEND"
+
+chosen_backend = jax.make_user_context(None)
+_target = jax.make_user_context(None)
+
+
+def backend() -> str:
+    """The backend that serves: the one `use_backend` chose, else `DETJAX_BACKEND`, else the best this device has.
+
+    Raises:
+        ValueError: `DETJAX_BACKEND` names no backend.
+    """
+    chosen = chosen_backend.value
+    if chosen is not None:
+        return chosen
+    forced = os.environ.get(BACKEND_VARIABLE)
+    if forced:
+        return _check_name(forced, f"environment variable {BACKEND_VARIABLE}")
+    return next(name for name in BACKENDS if runs_here(name))
+
+
+@functools.cache
+def runs_here(backend: str) -> bool:
+    """Whether the default device runs the kernels of a backend of `BACKENDS`."""
+    device = jax.devices()[0]
+    if backend == "hopper":
+        return device.platform == "gpu" and getattr(device, "compute_capability", None) == "9.0"
+    return backend == "portable" or device.platform == backend
+
+
+@contextlib.contextmanager
+def use_backend(name: str | None) -> Iterator[None]:
+    """A context in which the backend `name` serves; None leaves the choice as it is.
+
+    The choice is part of JAX's compilation cache key, so one function may be jitted under several backends.
+
+    Raises:
+        ValueError: `name` is no backend.
+    """
+    if name is None:
+        yield
+        return
+    with chosen_backend(_check_name(name, "use_backend")):
+        yield
+
+
+def _check_name(name: str, source: str) -> str:
+    if name not in (*BACKENDS, STOCK):
+        accepted = ", ".join((*BACKENDS, STOCK))
+        raise ValueError(f"{source}: {name!r} is no backend of this release; accepted: {accepted}")
+    return name
+
+
+def target() -> str:
+    """The platform that programs are traced for: "cpu", "gpu" or "tpu"."""
+    return _target.value or jax.default_backend()
+
+
+def tracing_for(device_platform: str) -> contextlib.AbstractContextManager[None]:
+    """A context in which programs are traced for a platform whose devices need not be there; none of them can run."""
+    return _target(device_platform)
+
+
+def device_name() -> str:
+    """The default device as errors name it, as in "cuda:0 (NVIDIA H200)"."""
+    device = jax.devices()[0]
+    return f"{device.platform}:{device.id} ({device_kind()})"
+
+
+def device_kind(device: Any = None) -> str:
+    """The kind of a JAX device, by default of the first, as fingerprints and tables of schedules name it.
+
+    XLA's CPU compiler emits code for the processor it finds, so "cpu" alone would not tell two machines apart.
+    """
+    device = device or jax.devices()[0]
+    return _processor() if device.platform == "cpu" else device.device_kind
+
+
+@functools.cache
+def _processor() -> str:
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, KeyError):
+        lines = (line.partition(":") for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines())
+        info = {name.strip(): value.strip() for name, _, value in lines}
+        model = f"{info['model name']} family {info['cpu family']} model {info['model']}"
+    return f"{model}, {os.cpu_count()} cores"

@@ -1,0 +1,210 @@
+"""The compiler options that every program is given, and `jit`, which compiles with them."""
+
+import contextlib
+import functools
+import os
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, overload
+
+import jax
+from jax._src.core import trace_state_clean  # JAX has no public name for "nothing is being traced"
+
+from detjax import backends
+
+_pinned = jax.make_user_context(False)
+
+PINNED_OPTIONS: Final[Mapping[str, Mapping[str, bool | int]]] = {
+    "cpu": {
+        "xla_allow_excess_precision": False,
+        "xla_cpu_enable_fast_math": False,
+        "xla_cpu_enable_fast_min_max": False,
+    },
+    "gpu": {
+        "xla_allow_excess_precision": False,
+        "xla_gpu_deterministic_ops": True,
+        "xla_gpu_exclude_nondeterministic_ops": True,
+        "xla_gpu_autotune_level": 0,
+        # Else a kernel is given the address of a slice in place of a copy, and refuses it where 256 does not divide it.
+        "xla_gpu_enable_dynamic_slice_fusion": False,
+    },
+    "tpu": {
+        "xla_allow_excess_precision": False,
+        # libtpu 0.0.48 takes these as options of a program. None is documented; by their names they add in another
+        # order, or compute in another precision than the program says. Collectives need no option, as none that adds is
+        # used (`ops.psum`), nor does the precision of products, which every dot names itself.
+        "xla_jf_accumulation_reassociation": False,
+        "xla_tpu_force_excess_precision_bf16": False,
+        "xla_tpu_auto_reduce_precision": False,
+        "xla_tpu_enable_mixed_precision_add_transform": False,
+    },
+}
+"""Per platform, what every program is compiled with. Options of a program beat environment variables."""
+
+_ENVIRONMENT_OF_LIBRARIES: Final[Mapping[str, tuple[str, str]]] = {
+    # variable: (value that contradicts the contract, why)
+    "NVIDIA_TF32_OVERRIDE": ("1", "it makes cuBLAS round float32 operands to TF32"),
+}
+
+
+class EnvironmentContradiction(RuntimeError):
+    """The process environment asks for what a contract forbids."""
+
+
+def compiler_options(device_platform: str | None = None) -> dict[str, bool | int]:
+    """The options that programs are compiled with on "cpu", "gpu" or "tpu"; default: see `target`."""
+    name = device_platform or backends.target()
+    if name not in PINNED_OPTIONS:
+        raise ValueError(f"compiler_options: platform {name!r} is unknown; accepted: {', '.join(PINNED_OPTIONS)}")
+    return dict(PINNED_OPTIONS[name])
+
+
+def options_of(backend: str, device_platform: str) -> dict[str, bool | int]:
+    """The options that a backend's programs are compiled with; stock programs are given none."""
+    return {} if backend == backends.STOCK else compiler_options(device_platform)
+
+
+def check_environment() -> None:
+    """Returns if nothing in the process environment contradicts the contracts.
+
+    Raises:
+        EnvironmentContradiction: a flag in `XLA_FLAGS` or `LIBTPU_INIT_ARGS` sets a pinned option to another value, a
+            library's variable changes its rounding, or a JAX option takes compilation or random bits out of contract.
+    """
+    pinned = compiler_options()
+    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        for name, value in _flags(os.environ.get(variable, "")).items():
+            if name in pinned and _flag_value(value) != int(pinned[name]):
+                raise EnvironmentContradiction(
+                    f"{variable} has --{name}={value}; the contract needs {str(pinned[name]).lower()} on "
+                    f"{jax.default_backend()}. Remove the flag: detjax gives it to each of its programs itself."
+                )
+    for variable, (value, reason) in _ENVIRONMENT_OF_LIBRARIES.items():
+        if os.environ.get(variable) == value:
+            raise EnvironmentContradiction(f"{variable}={value} is set and {reason}. Unset it.")
+    if jax.config.jax_disable_jit:
+        raise EnvironmentContradiction(
+            "jax_disable_jit is on: operations would run uncompiled and in other bits. Turn it off (JAX_DISABLE_JIT=0)."
+        )
+    if not jax.config.jax_threefry_partitionable:
+        raise EnvironmentContradiction(
+            "jax_threefry_partitionable is off: sampled tokens would depend on the vocabulary's layout. Turn it on."
+        )
+
+
+def _flags(text: str) -> dict[str, str]:
+    flags = {}
+    for word in shlex.split(text):
+        name, _, value = word.lstrip("-").partition("=")
+        flags[name] = value or "true"
+    return flags
+
+
+def _flag_value(text: str) -> int | str:
+    lowered = text.lower()
+    if lowered in ("true", "false"):
+        return int(lowered == "true")
+    return int(lowered) if lowered.lstrip("-").isdigit() else lowered
+
+
+_COMPILED: Final = "_detjax_compiled"
+"""Where a function of `jit` has what `compiled` calls."""
+
+
+@overload
+def jit[**P, R](fn: Callable[P, R], /, **jit_arguments: Any) -> Callable[P, R]: ...
+@overload
+def jit[**P, R](**jit_arguments: Any) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
+    """`jax.jit(fn)` with the pinned compiler options: how every program under contract is compiled. Stock programs are
+    compiled with XLA's own, as others would.
+
+    Takes `jax.jit`'s own keyword arguments. Called inside another program's trace it becomes part of that program,
+    whose options then hold. The environment is checked at every call.
+
+    Raises:
+        EnvironmentContradiction: see `check_environment`; when called.
+        RuntimeError: the backend that was chosen has no kernels for this device; when called.
+    """
+    if fn is None:
+        return functools.partial(jit, **jit_arguments)
+
+    nested = jax.jit(fn, **jit_arguments)
+
+    @functools.cache
+    def program(device_platform: str, backend: str) -> Any:
+        return jax.jit(fn, compiler_options=options_of(backend, device_platform), **jit_arguments)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # JAX takes compiler options at the outermost program alone, and refuses them below it.
+        if not trace_state_clean():
+            return nested(*args, **kwargs)
+        with _under_contract():
+            return program(jax.default_backend(), backends.backend())(*args, **kwargs)
+
+    def compiled(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        with _under_contract():
+            return program(jax.default_backend(), backends.backend()).lower(*args, **kwargs).compile()
+
+    setattr(call, _COMPILED, compiled)
+    return call
+
+
+def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """The program that a function of `jit` runs on arguments like these, without their static ones.
+
+    It is compiled here and now, for the backend chosen here, which takes as many threads as call this. The function
+    itself does not come to know of it.
+
+    Args:
+        fn: what `jit` returned.
+        args: arrays, or `jax.ShapeDtypeStruct`.
+        kwargs: likewise.
+
+    Raises:
+        EnvironmentContradiction: see `check_environment`.
+        RuntimeError: the backend that was chosen has no kernels for this device.
+    """
+    return getattr(fn, _COMPILED)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _under_contract() -> Iterator[None]:
+    """Where an outermost program is traced, compiled and called."""
+    check_environment()
+    # The backend is read here, so that DETJAX_BACKEND is part of the compilation cache's key as well.
+    with backends.chosen_backend(backends.backend()), _pinned(True), _explained():
+        yield
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Says which backend was meant where Pallas finds that it cannot run a kernel here."""
+    try:
+        yield
+    except ValueError as error:
+        name = backends.backend()
+        if name not in backends.DEVICES or backends.runs_here(name) or "interpret mode" not in str(error):
+            raise
+        raise RuntimeError(
+            f"backend {name!r} is chosen on {backends.device_name()}; accepted: {backends.DEVICES[name]}. Choose "
+            f"'portable' with detjax.use_backend or {backends.BACKEND_VARIABLE}, or neither: the best one then serves."
+        ) from error
+
+
+def require_pinned_program(operation: str) -> None:
+    """Returns if the program being traced was given the pinned options, or does not need them.
+
+    XLA's GPU compiler picks library algorithms by timing them; without the pinned options the portable backend's dots
+    would be other algorithms in another process. On CPU the portable tiles leave it nothing to choose.
+
+    Raises:
+        RuntimeError: `operation` is traced for a GPU outside of `detjax.jit`.
+    """
+    if backends.target() == "gpu" and not _pinned.value:
+        raise RuntimeError(
+            f"{operation}: traced for the portable backend on {jax.devices()[0].device_kind} by a program without the "
+            "pinned compiler options; accepted: programs compiled with detjax.jit. Put detjax.jit around the outermost "
+            "function in place of jax.jit (and around eager grad or vmap)."
+        )

@@ -1,0 +1,95 @@
+"""The decoder on the Hopper backend: which kernels serve it, and that its bits do not follow the batch."""
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import detjax
+from detjax.models import Decoder
+from detjax.models.config import DecoderConfig
+from tests.support.bits import assert_same_bits
+
+LAYERS = 2
+INTERPRETER = plgpu.InterpretGPUParams(inline_mgpu="_hack_model_inline_mgpu_tokamax")
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    config = DecoderConfig.from_hugging_face(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "vocab_size": 128,
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "hidden_act": "silu",
+            "max_position_embeddings": 512,
+        },
+        "test",
+    )
+    return Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+
+
+def kernel_counts(jaxpr: Any) -> collections.Counter[str]:
+    """By name, the kernels of a program; "dot" and "scatter" stand for XLA's own."""
+    counts: collections.Counter[str] = collections.Counter()
+    for equation in jaxpr.eqns:
+        meshes = equation.params.get("meshes")
+        if meshes:
+            counts[meshes[0].kernel_name] += 1
+            continue
+        counts += collections.Counter(name for name in ("dot", "scatter") if equation.primitive.name.startswith(name))
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                counts += kernel_counts(inner)
+    return counts
+
+
+def test_kernels_serve_every_linear_layer_norm_and_attention(model: Decoder) -> None:
+    tokens = jnp.zeros((2, 3), jnp.int32)
+    with detjax.use_backend("hopper"):
+        counts = kernel_counts(jax.make_jaxpr(lambda tokens: model(tokens))(tokens).jaxpr)
+    # Keys and values are written by the kernel that turns queries and keys.
+    assert counts["scatter"] == 0
+    # Of each layer qkv, output, gate and up, and down; at last the logits.
+    assert counts["matmul"] == 4 * LAYERS + 1
+    assert counts["rms_norm"] == 2 * LAYERS + 1
+    assert counts["norm_rope_append_kv"] == LAYERS
+    assert counts["attention_decode"] == LAYERS
+    assert counts["dot"] == 0
+
+
+def test_a_prompt_has_attentions_other_kernel(model: Decoder) -> None:
+    with detjax.use_backend("hopper"):
+        counts = kernel_counts(jax.make_jaxpr(lambda tokens: model(tokens))(jnp.zeros((2, 20), jnp.int32)).jaxpr)
+    assert counts["attention_prefill"] == LAYERS
+    assert counts["dot"] == 0
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.usefixtures("matrix_unit", "attention_in_the_interpreter", "two_multiprocessors")
+def test_a_request_is_the_same_alone_and_in_a_batch(model: Decoder) -> None:
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 128, (3, 4)))
+
+    def logits(tokens: jax.Array) -> jax.Array:
+        return detjax.jit(lambda tokens: model(tokens))(tokens)
+
+    with detjax.use_backend("hopper"), plgpu.force_gpu_interpret_mode(INTERPRETER):
+        together, alone = logits(tokens), logits(tokens[1:2])
+    assert_same_bits(together[1:2], alone)
+    with detjax.use_backend("portable"):
+        np.testing.assert_allclose(together, logits(tokens), atol=0.05)

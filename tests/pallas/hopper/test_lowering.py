@@ -1,0 +1,266 @@
+"""The tuned tables and the rule behind them: every schedule that may be chosen fits its problem and lowers for CUDA."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from detjax.bench import shapes
+from detjax.contract import CONTRACT_VERSION
+from detjax.options import Epilogue
+from detjax.pallas.hopper.matmul import plan
+from detjax.pallas.hopper.matmul import plan as matmul
+from detjax.pallas.hopper.matmul.kernel import product
+from detjax.pallas.hopper.matmul.plan import BUCKETS, Plan, Problem, Schedule, bucket, candidates, choose, key
+
+TABLE_FILES = sorted(plan.TABLES.glob("*.json"))
+H200 = "NVIDIA H200"
+
+KEY = re.compile(
+    r"(?P<dtype>\w+?)-(?P<gated>2x)?(?P<n>\d+)x(?P<k>\d+)(-(?P<layouts>[mk]{2}-[nk]{2}))?(-(?P<out>\w+))?-m(?P<m>\d+)"
+)
+
+
+def problem_named(name: str) -> Problem:
+    """The problem that a key stands for."""
+    match = KEY.fullmatch(name)
+    assert match is not None, name
+    tokens, weights = (match["layouts"] or "mk-nk").split("-")
+    return Problem(
+        int(match["m"]),
+        int(match["n"]),
+        int(match["k"]),
+        2 if match["gated"] else 1,
+        jnp.dtype(match["dtype"]),
+        jnp.dtype(match["out"] or match["dtype"]),
+        token_layout=tokens,  # pyright: ignore
+        layout=weights,  # pyright: ignore
+    )
+
+
+def lowered(problem: Problem, schedule: Schedule | None) -> str:
+    """The program of the problem's product as it would go to the compiler of a GPU."""
+    epilogue = Epilogue("silu", gated=True) if problem.parts == 2 else Epilogue()
+    fn = functools.partial(
+        product,
+        layout=problem.layout,
+        token_layout=problem.token_layout,
+        epilogue=epilogue,
+        out_dtype=problem.out_dtype,
+        schedule=schedule,
+    )
+    x = (problem.m, problem.k) if problem.token_layout == "mk" else (problem.k, problem.m)
+    w = (problem.n, problem.k) if problem.layout == "nk" else (problem.k, problem.n)
+    bias = residual = None
+    if problem.bias_dtype is not None:
+        bias = jax.ShapeDtypeStruct((problem.parts, problem.n)[2 - problem.parts :], problem.bias_dtype)
+    if problem.residual_dtype is not None:
+        residual = jax.ShapeDtypeStruct((problem.m, problem.n), problem.residual_dtype)
+    operands = (
+        jax.ShapeDtypeStruct(x, problem.dtype),
+        jax.ShapeDtypeStruct((2, *w) if problem.parts == 2 else w, problem.dtype),
+        bias,
+        residual,
+    )
+    return jax.jit(fn).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels_of_tables() -> dict[str, list[tuple[Problem, Schedule]]]:
+    """By product, one entry of each kind of kernel: those that differ in their number of tiles alone are one kind."""
+    kinds: dict[Any, tuple[Problem, Schedule]] = {}
+    for file in TABLE_FILES:
+        for name, fields in json.loads(file.read_text())["schedules"].items():
+            problem, schedule = problem_named(name), Schedule(**fields)
+            plan = Plan(problem, schedule)
+            more_than_one = problem.m > schedule.tile_m, plan.grid[0] * plan.grid[1] > plan.clusters
+            kind = schedule, problem.parts, problem.dtype, problem.out_dtype, plan.stages, more_than_one
+            kinds.setdefault(kind, (problem, schedule))
+    products: dict[str, list[tuple[Problem, Schedule]]] = {}
+    for problem, schedule in kinds.values():
+        products.setdefault(key(problem).rpartition("-m")[0], []).append((problem, schedule))
+    return products
+
+
+KERNELS = kernels_of_tables()
+
+
+@pytest.mark.parametrize("file", TABLE_FILES, ids=lambda file: file.stem)
+def test_every_schedule_of_a_table_fits_the_problem_that_it_is_named_for(file: Path) -> None:
+    stored = json.loads(file.read_text())
+    device_kind = stored["origin"]["device_kind"]
+    assert matmul.table_file(device_kind) == file
+    assert stored["origin"]["contract_version"] == CONTRACT_VERSION
+    table = matmul.table(device_kind)
+    assert list(stored["schedules"]) == sorted(table)
+    for name, schedule in table.items():
+        problem = problem_named(name)
+        assert key(problem) == name
+        assert Plan(problem, schedule).faults() == []
+        assert choose(problem, device_kind) == schedule
+    assert matmul.table_text(table, stored["origin"]) == file.read_text()
+
+
+def test_the_h200s_table_names_the_linear_layers_of_the_models_that_are_tuned() -> None:
+    named = {problem_named(name) for name in matmul.table(H200)}
+    for widths, m in itertools.product(shapes.MODELS.values(), shapes.TOKENS):
+        if m <= 4096:
+            assert {dataclasses.replace(problem, m=bucket(m)) for problem in shapes.products(widths, m)} <= named
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("product_name", KERNELS)
+def test_every_kernel_of_the_tables_lowers_for_cuda(product_name: str) -> None:
+    for problem, schedule in KERNELS[product_name]:
+        assert "mosaic_gpu" in lowered(problem, schedule)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", [name for i, name in enumerate(sorted(matmul.table(H200))) if i % 25 == 0])
+def test_kernels_of_the_table_lower_with_bias_and_residual(name: str) -> None:
+    problem = dataclasses.replace(
+        problem_named(name), bias_dtype=jnp.dtype("bfloat16"), residual_dtype=jnp.dtype("bfloat16")
+    )
+    assert "mosaic_gpu" in lowered(problem, choose(problem, H200))
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+DTYPES = [jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")]
+ANY_SIZE = st.one_of(st.integers(1, 100), st.integers(1, 2000))
+ANY_PROBLEM = st.builds(
+    Problem,
+    m=ANY_SIZE,
+    n=ANY_SIZE,
+    k=ANY_SIZE,
+    parts=st.sampled_from([1, 2]),
+    dtype=st.sampled_from(DTYPES[:2]),
+    out_dtype=st.sampled_from(DTYPES),
+    residual_dtype=st.sampled_from([None, *DTYPES]),
+    bias_dtype=st.sampled_from([None, *DTYPES]),
+    token_layout=st.sampled_from(["mk", "km"]),
+    layout=st.sampled_from(["nk", "kn"]),
+)
+
+
+# The same examples everywhere, and no search for smaller ones: each takes a second.
+FIXED = settings(deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+
+
+def padded(problem: Problem) -> Problem:
+    """The problem with sizes that the copy engine can address: those that are looked up."""
+    of_64 = problem.layout == "kn" or problem.token_layout == "km"
+    multiples = {
+        "m": 64 if problem.token_layout == "km" else 8 if problem.m > 8 else 1,
+        "n": 64 if problem.layout == "kn" else 8,
+        "k": 64 if of_64 else 16,
+    }
+    return dataclasses.replace(
+        problem, **{name: -(-getattr(problem, name) // by) * by for name, by in multiples.items()}
+    )
+
+
+@pytest.mark.sampled(0)
+@settings(FIXED, max_examples=12)
+@given(ANY_PROBLEM.map(padded))
+def test_there_is_a_schedule_that_fits_every_problem(problem: Problem) -> None:
+    for device_kind in (H200, "a kind that nobody tuned for"):
+        assert Plan(problem, choose(problem, device_kind)).faults() == []
+
+
+@pytest.mark.sampled(0)
+@settings(FIXED, max_examples=10)
+@given(ANY_PROBLEM)
+def test_every_product_lowers_for_cuda(problem: Problem) -> None:
+    assert "mosaic_gpu" in lowered(problem, None)
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_there_is_a_schedule_for_any_number_of_tokens(layout: Any) -> None:
+    for m in (*range(1, 9), *range(16, 73, 8), 9000):
+        problem = Problem(m, 1216, 1088, layout=layout)
+        assert Plan(problem, choose(problem, H200)).faults() == []
+
+
+def test_what_the_table_names_serves_only_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(16, 1288, 1096)
+    named, too_wide = Schedule(16, 56), Schedule(264, 64)
+    monkeypatch.setattr(matmul, "table", lambda kind: {key(problem): named if kind == "fitting" else too_wide})
+    assert choose(problem, "fitting") == named
+    assert choose(dataclasses.replace(problem, m=9), "fitting") == named
+    assert choose(dataclasses.replace(problem, m=24), "fitting") == named, "the next number of tokens is named"
+    many = dataclasses.replace(problem, m=192)
+    assert choose(many, "fitting") == candidates(many)[0]
+    assert choose(problem, "other") == candidates(problem)[0]
+
+
+def test_candidates_fit_and_are_distinct() -> None:
+    for problem in (Problem(1, 1288, 1096), Problem(300, 1288, 1096, parts=2), Problem(200, 64, 64, layout="kn")):
+        found = candidates(problem)
+        assert len(found) == len(set(found)) > 3
+        assert all(not Plan(problem, schedule).faults() for schedule in found)
+
+
+@pytest.mark.parametrize("rows", ["tokens", "weights"])
+@pytest.mark.parametrize("columns", [8, 96, 144, 224])
+def test_biases_lie_where_the_copy_engine_can_put_them(rows: Any, columns: int) -> None:
+    problem = Problem(128, 1024, 1024, 2, bias_dtype=jnp.dtype("bfloat16"))
+    plan = Plan(problem, Schedule(*((columns, 64) if rows == "weights" else (64, columns)), rows))
+    assert plan.bias_size * 2 % 128 == 0
+    assert plan.bias_size >= (64 if rows == "weights" else columns)
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 20_000), st.integers(1, 20_000))
+def test_buckets_are_the_next_sizes_that_were_tuned(a: int, b: int) -> None:
+    assert bucket(a) in BUCKETS
+    assert bucket(a) >= a or bucket(a) == BUCKETS[-1]
+    assert bucket(bucket(a)) == bucket(a)
+    assert bucket(min(a, b)) <= bucket(max(a, b))
+    assert not any(a <= size < bucket(a) for size in BUCKETS)
+
+
+@settings(deadline=None)
+@given(ANY_PROBLEM, ANY_PROBLEM)
+def test_keys_name_what_schedules_are_tuned_for(a: Problem, b: Problem) -> None:
+    def tuned_for(problem: Problem) -> Problem:
+        return dataclasses.replace(problem, m=bucket(problem.m), bias_dtype=None, residual_dtype=None)
+
+    assert problem_named(key(a)) == tuned_for(a)
+    assert (key(a) == key(b)) == (tuned_for(a) == tuned_for(b))
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(
+        st.text("abc-0123", min_size=1),
+        st.builds(
+            Schedule,
+            tile_m=st.integers(8, 256),
+            tile_n=st.integers(8, 256),
+            rows=st.sampled_from(["weights", "tokens"]),
+            warpgroups=st.sampled_from([1, 2]),
+            cluster_n=st.sampled_from([1, 2]),
+            lines=st.sampled_from([1, 4]),
+        ),
+    )
+)
+def test_a_table_that_is_written_is_read_as_it_was(table: dict[str, Schedule]) -> None:
+    stored = json.loads(matmul.table_text(table, {"device_kind": "some"}))
+    assert {name: Schedule(**fields) for name, fields in stored["schedules"].items()} == table
+    assert stored["origin"] == {"device_kind": "some"}
+
+
+def test_a_device_without_a_table_has_no_tuned_schedules() -> None:
+    assert matmul.table("a kind that nobody tuned for") == {}

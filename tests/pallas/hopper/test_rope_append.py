@@ -1,0 +1,138 @@
+"""The Hopper kernel that turns queries and keys and writes the KV cache: bits in Pallas' interpreter and on a
+GPU, where there is one, and lowering."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import detjax
+from detjax.contract import KV_BLOCK
+from detjax.pallas.hopper import rope
+from tests.support.append_cases import CASES, Append
+from tests.support.bits import assert_same_bits
+
+
+def interpreted(fn: Callable[[], Any], backend: str = "hopper") -> Any:
+    """What `fn` gives, its kernels interpreted, as NumPy arrays."""
+    with detjax.use_backend(backend), plgpu.force_gpu_interpret_mode():
+        return jax.tree.map(np.asarray, detjax.jit(fn)())
+
+
+def exactly(case: Append) -> Append:
+    """The case with whole numbers, whose squares every order adds to the same sum, as the interpreter's own."""
+    random = np.random.default_rng(0)
+    return case.changed(qkv=jnp.asarray(random.integers(-7, 8, case.arrays["qkv"].shape), case.arrays["qkv"].dtype))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_kernel_has_the_bits_of_the_portable_backend(case: Append) -> None:
+    case = exactly(case)
+    found = interpreted(case)
+    assert_same_bits(found, interpreted(case, "portable"))
+    assert_same_bits(found, interpreted(case.in_steps))
+    assert [case.written(pool) for pool in found[1:]] == [case.slots()] * 2
+
+
+def test_what_is_in_the_pages_stays() -> None:
+    case = exactly(CASES["ragged"])
+    shape = case.arrays["k_pages"].shape
+    k_pages, v_pages = (jnp.asarray(np.random.default_rng(i).standard_normal(shape), jnp.bfloat16) for i in range(2))
+    full = case.changed(k_pages=k_pages, v_pages=v_pages)
+    assert_same_bits(interpreted(full), interpreted(full, "portable"))
+    nothing = full.changed(q_length=jnp.zeros_like(case.arrays["q_length"]))
+    assert_same_bits(interpreted(nothing)[1:], (k_pages, v_pages))
+
+
+SCHEDULES = [(2, 8, 1), (4, 4, 2), (8, 1, 1), (16, 1, 4), (16, 8, 4)]
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("kv_heads", [1, 6])
+def test_every_schedule_writes_the_same_bits(kv_heads: int) -> None:
+    # Nine tokens: with two or more to a CTA, the last one moves up to tokens that another CTA writes too.
+    case = exactly(Append.random((126, 250, 0), (3, 2, 3), 3, heads=8, kv_heads=kv_heads, width=128))
+    random = np.random.default_rng(0)
+    cos, sin = (jnp.asarray(random.standard_normal((3, 3, 64)), jnp.float32) for _ in range(2))
+    arrays = dict(case.arrays)
+    operands = arrays.pop("qkv"), cos, sin, arrays.pop("q_norm"), arrays.pop("k_norm")
+
+    def appended(schedule: rope.Schedule | None) -> Any:
+        return interpreted(lambda: rope.append_kv(*operands, **arrays, eps=1e-6, schedule=schedule))
+
+    expected = appended(None)
+    assert case.written(expected[1]) == case.slots()
+    for threads, tokens, heads in SCHEDULES:
+        assert_same_bits(appended(rope.Schedule(threads, tokens, heads)), expected)
+
+
+@pytest.mark.sampled(0)
+def test_gradients_have_the_bits_of_the_separate_steps() -> None:
+    case = exactly(CASES["ragged"])
+    pools = {which: jnp.zeros_like(case.arrays[which]) for which in ("k_pages", "v_pages")}
+    floats = {n: x for n, x in (case.arrays | pools).items() if jnp.issubdtype(x.dtype, jnp.floating)}
+
+    def gradients(of: Callable[..., Any]) -> Any:
+        out, transposed = jax.vjp(lambda floats: of(**floats), floats)
+        return transposed(tuple(jnp.linspace(-1, 1, y.size).reshape(y.shape).astype(y.dtype) for y in out))[0]
+
+    assert_same_bits(interpreted(lambda: gradients(case)), interpreted(lambda: gradients(case.in_steps)))
+
+
+def test_vmap_gives_the_bits_of_each() -> None:
+    case = exactly(CASES["decode, some ended"])
+    qkv = jnp.stack([case.arrays["qkv"], case.arrays["qkv"][::-1]])
+    found = interpreted(lambda: jax.vmap(lambda qkv: case(qkv=qkv))(qkv))
+    for i, one in enumerate(qkv):
+        assert_same_bits(jax.tree.map(lambda x, i=i: x[i], found), interpreted(functools.partial(case, qkv=one)))
+
+
+@pytest.mark.parametrize("width", [20, 64, 80, 128, 256])
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (64, 1), (3, 7), (4, 1024)])
+def test_it_lowers_for_cuda(width: int, batch: int, tokens: int) -> None:
+    def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    turns = (array(batch, tokens, width // 2, dtype="float32"),) * 2
+    numbers = {"page_table": array(batch, 16, dtype="int32")}
+    numbers |= {name: array(batch, dtype="int32") for name in ("q_start", "q_length")}
+    pools = {name: array(99, 8, KV_BLOCK, width) for name in ("k_pages", "v_pages")}
+    operands = array(batch, tokens, 48, width), *turns, array(width), array(width)
+    append = functools.partial(rope.append_kv, eps=1e-6)
+    text = jax.jit(append).trace(*operands, **pools, **numbers).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == (3 if width == 20 else 1)
+
+
+def on_the_device(fn: Callable[..., Any], **arrays: jax.Array) -> Any:
+    return jax.tree.map(np.asarray, detjax.jit(lambda arrays: fn(**arrays))(arrays))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("norms", [True, False])
+def test_the_device_has_the_bits_of_the_separate_steps(dtype: str, norms: bool) -> None:
+    for width, kv_heads in ((64, 2), (128, 8), (128, 1), (80, 4), (256, 4)):
+        sizes: dict[str, Any] = {"heads": 4 * kv_heads, "kv_heads": kv_heads, "width": width}
+        sizes |= {"dtype": dtype, "norms": norms}
+        for starts, counts, tokens in (
+            ((0, 127, 128, 300), (1, 1, 1, 0), 1),
+            ((0, 120, 250, 383), (17, 0, 9, 17), 17),
+            ((5, 0), (300, 299), 300),
+            (tuple(range(0, 300, 7)), (1,) * 43, 1),
+        ):
+            case = Append.random(starts, counts, tokens, columns=3, **sizes)
+            found = on_the_device(case, **case.arrays)
+            assert_same_bits(found, on_the_device(case.in_steps, **case.arrays))
+            assert [case.written(pool) for pool in found[1:]] == [case.slots()] * 2
+            for row in {0, len(starts) - 1}:
+                own = {n: case.arrays[n][row : row + 1] for n in ("qkv", "page_table", "q_start", "q_length")}
+                alone = on_the_device(case, **case.arrays | own)
+                pages = np.asarray(case.arrays["page_table"][row])
+                expected = found[0][row : row + 1], *(np.asarray(pool)[pages] for pool in found[1:])
+                assert_same_bits((alone[0], *(np.asarray(pool)[pages] for pool in alone[1:])), expected)

@@ -1,0 +1,145 @@
+"""The sampler's Hopper kernels, in Pallas' interpreter and lowered for CUDA."""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import detjax
+from detjax import ops
+from detjax.pallas.gumbel import gumbel, threefry
+from detjax.pallas.hopper import sampling, softmax
+from detjax.pallas.hopper.softmax import Schedule
+from detjax.portable import sampling as portable
+from tests.support.bits import assert_same_bits
+
+
+def requests(rows: int, width: int, *, filters: bool = False, **fields: Any) -> dict[str, jax.Array]:
+    random = np.random.default_rng([rows, width])
+    made = {
+        "logits": random.standard_normal((rows, width)).astype(np.float32) * 2,
+        "seed": random.integers(0, 2**32, (rows, 2)).astype(np.uint32),
+        "position": random.integers(0, 1000, rows).astype(np.int32),
+        "sample_index": random.integers(0, 8, rows).astype(np.int32),
+        "temperature": np.resize([0.7, 0.0, 1.0, 2.0], rows).astype(np.float32),
+        "top_k": np.resize([3, 0, 40] if filters else [0], rows).astype(np.int32),
+        "top_p": np.resize([1.0, 0.9] if filters else [1.0], rows).astype(np.float32),
+        "min_p": np.resize([0.0, 0.05] if filters else [0.0], rows).astype(np.float32),
+    }
+    return {name: jnp.asarray(array) for name, array in (made | fields).items()}
+
+
+def sample(arguments: dict[str, jax.Array], *, filtered: bool = False, schedule: Schedule | None = None) -> Any:
+    def fn(arguments: dict[str, jax.Array]) -> Any:
+        return sampling.sample(**arguments, filtered=filtered, schedule=schedule)
+
+    with plgpu.force_gpu_interpret_mode():
+        return jax.tree.map(np.asarray, jax.jit(fn)(arguments))
+
+
+def log_softmax(x: jax.Array) -> np.ndarray:
+    with plgpu.force_gpu_interpret_mode():
+        return np.asarray(softmax.log_softmax(x, Schedule(0, 4, 5)))
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63])
+def test_random_bits_are_those_of_jax_random(seed: int) -> None:
+    words = jnp.asarray(ops.seed_words(seed), jnp.uint32)
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    ids = jnp.arange(152_064, dtype=jnp.int32)
+    assert_same_bits(threefry((words[0], words[1]), ids.astype(jnp.uint32)), jax.random.bits(key, ids.shape))
+    noise = jax.jit(lambda words: gumbel((words[0], words[1]), ids.astype(jnp.uint32)))(words)
+    np.testing.assert_allclose(noise, jax.random.gumbel(key, ids.shape, jnp.float32), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("width", "filtered"), [(1, False), (5, True), (128, True), (4097, False), (4097, True)])
+def test_tokens_are_those_of_the_portable_backend(width: int, filtered: bool) -> None:
+    arguments = requests(4, width, filters=filtered)
+    tokens, logprobs = sample(arguments, filtered=filtered)
+    expected, expected_logprobs = portable.sample(**arguments, filtered=filtered)
+    assert_same_bits(tokens, expected)
+    np.testing.assert_allclose(logprobs, expected_logprobs, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_logprobs_have_the_bits_of_log_softmax(dtype: str) -> None:
+    arguments = requests(4, 1100, filters=True)
+    arguments["logits"] = arguments["logits"].astype(dtype)
+    expected = log_softmax(arguments["logits"])
+    for filtered in (False, True) if dtype == "bfloat16" else (False,):
+        tokens, logprobs = sample(arguments, filtered=filtered)
+        assert_same_bits(logprobs, expected[np.arange(4), tokens])
+
+
+def test_rows_without_a_filter_have_the_bits_of_a_program_without_filters() -> None:
+    arguments = requests(4, 1100)
+    unfiltered = sample(arguments)
+    assert_same_bits(sample(arguments, filtered=True), unfiltered)
+    row = np.arange(4)
+    arguments["top_k"] = jnp.asarray(np.where(row % 2, 0, 3), jnp.int32)
+    mixed = sample(arguments, filtered=True)
+    assert_same_bits([x[row % 2 == 1] for x in mixed], [x[row % 2 == 1] for x in unfiltered])
+
+
+@pytest.mark.sampled(0)
+def test_every_schedule_gives_the_same_bits_and_rows_do_not_meet() -> None:
+    arguments = requests(2, 4200)
+    expected = sample(arguments)
+    for schedule in (Schedule(0, 2, 1), Schedule(0, 5, 4)):
+        assert_same_bits(sample(arguments, schedule=schedule), expected)
+    for row in (0, 1):
+        alone = sample({name: array[row : row + 1] for name, array in arguments.items()})
+        assert_same_bits(alone, [x[row : row + 1] for x in expected])
+
+
+def test_ties_go_to_the_lowest_id_and_nan_counts_as_the_largest() -> None:
+    logits = np.zeros((6, 4800), np.float32)
+    logits[0, [5, 600, 4096]] = 2.0
+    logits[1, [4095, 4096]] = 2.0
+    logits[2, [4610, 4799]] = 2.0
+    logits[3] = -np.inf
+    logits[4, [4500, 4700]] = np.nan
+    logits[5, [700, 4096]] = np.inf
+    for temperature in (0.0, 1.0):
+        arguments = requests(6, 4800, logits=logits, temperature=np.full(6, temperature, np.float32))
+        tokens, logprobs = sample(arguments)
+        assert tokens[3:].tolist() == [0, 4500, 700]
+        assert np.isnan(logprobs[3:]).all()
+        if temperature == 0:
+            assert tokens[:3].tolist() == [5, 4095, 4610]
+
+
+def test_the_likeliest_tokens_have_the_logprobs_of_log_softmax() -> None:
+    logits = requests(3, 300)["logits"]
+    with plgpu.force_gpu_interpret_mode(), detjax.use_backend("hopper"):
+        tokens, logprobs = (np.asarray(x) for x in ops.top_logprobs(logits, 7))
+    expected = log_softmax(logits)
+    assert_same_bits(logprobs, np.take_along_axis(expected, tokens, axis=1))
+    assert_same_bits(logprobs, -np.sort(-expected, axis=1)[:, :7])
+
+
+def test_the_public_operation_runs_on_these_kernels() -> None:
+    arguments = requests(5, 300, filters=True)
+    with plgpu.force_gpu_interpret_mode(), detjax.use_backend("hopper"):
+        tokens, logprobs = ops.sample(*arguments.values())
+    assert_same_bits((tokens, logprobs), tuple(sample(arguments, filtered=True)))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("width", "filtered"), [(128256, False), (151936, False), (1, False), (1_000_001, False), (50257, True)]
+)
+def test_samplers_lower_for_cuda(width: int, filtered: bool) -> None:
+    def fn(arguments: dict[str, jax.Array]) -> Any:
+        return sampling.sample(**arguments, filtered=filtered)
+
+    for rows, dtype in ((1, "bfloat16"), (64, "float32"), (1024, "float32")):
+        made = requests(1, 1).items()
+        shapes = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in made}
+        shapes["logits"] = jax.ShapeDtypeStruct((rows, width), jnp.dtype(dtype))
+        jax.jit(fn).trace(shapes).lower(lowering_platforms=("cuda",))

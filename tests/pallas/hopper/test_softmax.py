@@ -1,0 +1,223 @@
+"""Softmax's Hopper kernels: in Pallas' interpreter, which adds a block's lanes in an order of its own, and lowered."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races  # JAX has no public name for it
+
+import detjax
+from detjax import ops
+from detjax.contract import SOFTMAX_BLOCK
+from detjax.pallas.hopper.row_stream import Ring
+from detjax.pallas.hopper.softmax import (
+    Schedule,
+    log_softmax,
+    logsumexp,
+    row_sums,
+    schedule_for,
+    softmax,
+    streaming_schedule,
+)
+from tests.support.bits import assert_same_bits
+
+VOCABULARIES = (128256, 151936)
+
+
+def logits(rows: int, width: int, dtype: str = "float32", seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng([seed, width]).standard_normal((rows, width)) * 4, dtype)
+
+
+def interpreted(fn: Callable[..., Any], *args: Any) -> np.ndarray:
+    with plgpu.force_gpu_interpret_mode():
+        return np.asarray(jax.jit(fn)(*args))
+
+
+def lower(fn: Callable[..., Any], *args: Any) -> None:
+    jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+def exact(x: Any) -> dict[str, np.ndarray]:
+    x = np.asarray(x, np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        m = x.max(axis=-1)
+        total = m + np.log(np.exp(x - m[..., None]).sum(axis=-1))
+        logprobs = x - total[..., None]
+    return {"softmax": np.exp(logprobs), "log_softmax": logprobs, "logsumexp": total}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("fn", "width"),
+    [(log_softmax, width) for width in (1, 5, 128, 4096, 4097, 10000)]
+    + [(fn, width) for fn in (softmax, logsumexp) for width in (1, 300, 4097)],
+)
+def test_numbers_are_those_of_float64(fn: Callable[..., Any], width: int) -> None:
+    x = logits(3, width)
+    alone = Schedule(1, 8, 2)
+    result = interpreted(functools.partial(fn, schedule=Schedule(0, 4, 3) if fn is logsumexp else alone), x)
+    np.testing.assert_allclose(result, exact(x)[fn.__name__], rtol=1e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_logits_have_the_bits_of_the_same_logits_in_float32(dtype: str) -> None:
+    x = logits(3, 4737, dtype)
+    fn = functools.partial(log_softmax, schedule=Schedule(1, 4, 2))
+    assert_same_bits(interpreted(fn, x), interpreted(fn, x.astype(jnp.float32)))
+
+
+SCHEDULES = (
+    Schedule(1, 9, 2),
+    Schedule(2, 4, 2, "global"),
+    Schedule(3, 3, 1, "global"),
+    Schedule(0, 2, 1),
+    Schedule(0, 5, 4),
+)
+
+
+@pytest.mark.parametrize(("fn", "schedules"), [(log_softmax, SCHEDULES), (softmax, SCHEDULES[::3])])
+def test_every_schedule_gives_the_same_bits(fn: Callable[..., Any], schedules: tuple[Schedule, ...]) -> None:
+    x = logits(3, 2 * SOFTMAX_BLOCK + 300)
+    expected = interpreted(functools.partial(fn, schedule=schedules[0]), x)
+    for schedule in schedules[1:]:
+        assert_same_bits(interpreted(functools.partial(fn, schedule=schedule), x), expected)
+
+
+def test_every_schedule_of_logsumexp_gives_the_same_bits() -> None:
+    x = logits(3, SOFTMAX_BLOCK + 1)
+    expected = interpreted(functools.partial(logsumexp, schedule=Schedule(0, 2, 1)), x)
+    for schedule in (Schedule(0, 5, 4), Schedule(0, 8, 100)):
+        assert_same_bits(interpreted(functools.partial(logsumexp, schedule=schedule), x), expected)
+
+
+def test_sums_for_gradients_have_the_same_bits_in_every_schedule_and_for_a_row_alone() -> None:
+    x = logits(3, SOFTMAX_BLOCK + 700)
+    expected = interpreted(functools.partial(row_sums, schedule=Schedule(0, 2, 1)), x)
+    np.testing.assert_allclose(expected[:, 0], np.asarray(x, np.float64).sum(axis=1), atol=1e-3)
+    assert_same_bits(interpreted(functools.partial(row_sums, schedule=Schedule(0, 5, 4)), x), expected)
+    assert_same_bits(interpreted(row_sums, x[1:2]), expected[1:2])
+
+
+def test_a_row_does_not_depend_on_how_many_there_are_nor_on_its_neighbours() -> None:
+    fn = functools.partial(log_softmax, schedule=Schedule(1, 5, 2))
+    anchor = logits(1, 4300, seed=1)
+    alone = interpreted(fn, anchor)
+    for rows, at in ((2, 0), (4, 3)):
+        batch = logits(rows, 4300, seed=rows).at[at].set(anchor[0])
+        assert_same_bits(interpreted(fn, batch)[at], alone[0])
+
+
+@pytest.mark.parametrize("cluster", [0, 1, 2])
+def test_infinities_and_nans_stay_in_their_row(cluster: int) -> None:
+    x = np.array(logits(6, 4200))
+    x[1, 4100] = np.nan
+    x[2, 7] = np.inf
+    x[3] = -np.inf
+    x[4, :4096] = -np.inf
+    x[5, 1::2] = -np.inf
+    fn = functools.partial(log_softmax, schedule=Schedule(cluster, 4, 2, "global"))
+    result = interpreted(fn, jnp.asarray(x))
+    assert np.isnan(result[1:4]).all()
+    kept = [0, 4, 5]
+    np.testing.assert_allclose(result[kept], exact(x)["log_softmax"][kept], rtol=1e-6, atol=4e-6)
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize(
+    ("fn", "schedule"),
+    [
+        (log_softmax, Schedule(1, 4, 2)),
+        (log_softmax, Schedule(2, 3, 2, "global")),
+        (log_softmax, Schedule(0, 3, 2)),
+        (logsumexp, Schedule(0, 3, 2)),
+    ],
+)
+def test_no_part_is_read_before_it_arrives_or_overwritten_before_it_is_read(
+    fn: Callable[..., Any], schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = Ring.release
+
+    def fenced(self: Ring, item: Any, part: int) -> None:
+        # The interpreter does not know the barrier that the compiler puts in front of every copy.
+        plgpu.commit_smem()
+        release(self, item, part)
+
+    monkeypatch.setattr(Ring, "release", fenced)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")):
+        result = np.asarray(jax.jit(functools.partial(fn, schedule=schedule))(logits(3, 4700)))
+    assert not get_races().races_found
+    assert not np.isnan(result).any()
+
+
+def test_the_public_operations_and_their_gradients_run_on_these_kernels() -> None:
+    x = logits(4, 300).reshape(2, 2, 300)
+    weights = jnp.asarray(np.random.default_rng(1).standard_normal(x.shape), jnp.float32)
+    for name in ("softmax", "log_softmax", "logsumexp"):
+
+        def weighted(x: jax.Array, name: str = name) -> jax.Array:
+            y = getattr(ops, name)(x)
+            return (y * (weights if y.ndim == x.ndim else weights[..., 0])).sum()
+
+        with plgpu.force_gpu_interpret_mode(), detjax.use_backend("hopper"):
+            value, gradient = detjax.jit(jax.value_and_grad(weighted))(x)
+        with detjax.use_backend("portable"):
+            expected, expected_gradient = detjax.jit(jax.value_and_grad(weighted))(x)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+        np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("width", VOCABULARIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_chosen_lowers_for_cuda(width: int, dtype: str) -> None:
+    for rows in (1, 64, 1024):
+        x = jax.ShapeDtypeStruct((rows, width), jnp.dtype(dtype))
+        lower(log_softmax, x)
+    lower(softmax, x)
+    lower(logsumexp, x)
+    lower(row_sums, jax.ShapeDtypeStruct(x.shape, jnp.float32))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("width", VOCABULARIES)
+def test_every_schedule_lowers_for_cuda(width: int) -> None:
+    x = jax.ShapeDtypeStruct((64, width), jnp.bfloat16)
+    for cluster in range(2, 9):
+        slots = 2 * -(-(width // SOFTMAX_BLOCK + 1) // cluster)
+        if slots <= 26:
+            lower(functools.partial(log_softmax, schedule=Schedule(cluster, slots, 3)), x)
+    lower(functools.partial(softmax, schedule=streaming_schedule(x)), x)
+
+
+@pytest.mark.parametrize("width", [1, 4096, 50257, 1_000_001])
+def test_other_widths_lower_for_cuda(width: int) -> None:
+    x = jax.ShapeDtypeStruct((300, width), jnp.float32)
+    lower(log_softmax, x)
+    lower(logsumexp, x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_row_of_a_usual_vocabulary_is_held_by_a_cluster(dtype: str) -> None:
+    for width in (32000, *VOCABULARIES, 262144):
+        for rows in (1, 16, 64, 1000):
+            schedule = schedule_for(jax.ShapeDtypeStruct((rows, width), jnp.dtype(dtype)))
+            assert schedule.cluster >= 1
+            assert schedule.grid <= rows
+    assert schedule_for(jax.ShapeDtypeStruct((4, 2_000_000), jnp.dtype(dtype))).cluster == 0
+
+
+def test_schedules_that_do_not_fit_are_refused() -> None:
+    x = jax.ShapeDtypeStruct((4, 151936), jnp.float32)
+    with pytest.raises(ValueError, match=r"4 CTAs with 13 slots is given rows of 38 blocks; accepted: .* 20 slots"):
+        lower(functools.partial(log_softmax, schedule=Schedule(4, 13, 4)), x)
+    with pytest.raises(ValueError, match="cluster is 9; accepted: 0 to 8"):
+        Schedule(9, 13, 4)
+    with pytest.raises(ValueError, match="slots is 1; accepted: 2 to 32"):
+        Schedule(1, 1, 4)
+    with pytest.raises(ValueError, match="grid is 0; accepted: 1 and more"):
+        Schedule(1, 4, 0)

@@ -1,0 +1,79 @@
+"""Attention at the sizes of real models, as calls that a compiler for TPUs is to accept."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from detjax.contract import KV_BLOCK
+from detjax.options import Masking
+from detjax.pallas.tpu import attention
+
+HEADS, KV_HEADS, WIDTH = 32, 8, 128  # Qwen3-8B
+COLUMNS, PAGES = 64, 1024
+
+
+def forward(
+    batch: int,
+    tokens: int,
+    dtype: str = "bfloat16",
+    *,
+    heads: tuple[int, int] = (HEADS, KV_HEADS),
+    width: int = WIDTH,
+    value_width: int | None = None,
+    sinks: bool = False,
+    masks: int | None = None,
+    with_normalizers: bool = False,
+    **options: Any,
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """`attention.forward` of requests with so many tokens each, and what it takes; `masks` is a mask's H."""
+    masking = Masking(width**-0.5, **options)
+    shaped, integers = jax.ShapeDtypeStruct, functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    pages = PAGES, heads[1], KV_BLOCK
+    arguments = (
+        shaped((batch, tokens, heads[0], width), dtype),
+        *(shaped((*pages, columns), dtype) for columns in (width, value_width or width)),
+        *(integers((batch, COLUMNS)), integers((batch,)), integers((batch,))),
+        shaped((heads[0],), dtype) if sinks else None,
+        None if masks is None else shaped((batch, masks, tokens, tokens), jnp.bool_),
+    )
+    return functools.partial(attention.forward, masking=masking, with_normalizers=with_normalizers), arguments
+
+
+def ragged(rows: int, requests: int, dtype: str = "bfloat16") -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """`attention.ragged` of so many rows, and what it takes."""
+    (q, k, v, _, _, _, *_), integers = forward(1, 1, dtype)[1], functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    q = jax.ShapeDtypeStruct((rows, *q.shape[2:]), dtype)
+    arguments = q, k, v, integers((requests, COLUMNS)), *[integers((requests,))] * 4, None
+    return functools.partial(attention.ragged, masking=Masking(WIDTH**-0.5)), arguments
+
+
+def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Functions and the shapes of their arguments, by name."""
+    slopes = tuple(2.0 ** -(1 + head % 8) for head in range(HEADS))
+    everything = {"window": 1024, "soft_cap": 30.0, "sinks": True, "alibi_slopes": slopes}
+    return {
+        "decode of 1": forward(1, 1),
+        "decode of 64": forward(64, 1),
+        "decode of 512": forward(512, 1),
+        "decode of 64, float32": forward(64, 1, "float32"),
+        "4 drafted tokens of 64": forward(64, 4),
+        "prefill of 512": forward(1, 512),
+        "prefill of 4096": forward(1, 4096),
+        "prefill of 4096, float32": forward(1, 4096, "float32"),
+        "prefill of 512 with everything": forward(1, 512, with_normalizers=True, **everything),
+        "prefill of 512 with everything, float32": forward(1, 512, "float32", with_normalizers=True, **everything),
+        "a mask": forward(2, 512, masks=1, causal=False),
+        "a mask for each head, float32": forward(2, 512, "float32", masks=HEADS),
+        "prefills side by side": ragged(512, 16),
+        "prefills side by side, float32": ragged(512, 16, "float32"),
+        "heads of 64 columns": forward(8, 16, heads=(32, 8), width=64),
+        "heads of 80 columns": forward(8, 16, heads=(32, 32), width=80),
+        "heads of 256 columns": forward(1, 512, heads=(16, 16), width=256),
+        "heads of 256 columns, float32": forward(1, 512, "float32", heads=(16, 16), width=256, with_normalizers=True),
+        "keys of 192 columns, values of 128": forward(1, 512, heads=(16, 16), width=192, value_width=128),
+        "7 heads that share their keys": forward(8, 16, heads=(28, 4)),
+        "71 heads that share their keys": forward(8, 16, heads=(71, 1), width=64),
+    }

@@ -1,0 +1,65 @@
+"""The TPU kernels that work on rows, at the sizes of Qwen3-8B: what is compiled for every chip."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from detjax.pallas.tpu import norm as tpu_norm
+from detjax.pallas.tpu import sampling, softmax
+from detjax.portable import sampling as portable_sampling
+
+HIDDEN, HEADS, HEAD_DIM, VOCABULARY = 4096, 32, 128, 151936
+TOKENS = {"decode of 1": 1, "decode of 64": 64, "prefill of 512": 512, "prefill of 4096": 4096}
+
+
+def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Functions by name, each with the shapes that it is compiled for."""
+    made: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+    norm = functools.partial(tpu_norm.forward, eps=1e-6, weight_offset=0.0)
+    for name, tokens in TOKENS.items():
+        for dtype in ("bfloat16", "float32"):
+            x, weight = shape(tokens, HIDDEN, dtype=dtype), shape(HIDDEN, dtype=dtype)
+            heads = shape(tokens, HEADS, HEAD_DIM, dtype=dtype)
+            made[f"rms_norm, {name}, {dtype}"] = norm, (x, weight, None)
+            made[f"rms_norm with residual, {name}, {dtype}"] = norm, (x, weight, x)
+            made[f"rms_norm of heads, {name}, {dtype}"] = norm, (heads, shape(HEAD_DIM, dtype=dtype), None)
+    for name, tokens, dtype in (
+        ("decode of 1", 1, "float32"),
+        ("decode of 64", 64, "bfloat16"),
+        ("decode of 64", 64, "float32"),
+        ("prefill of 512", 512, "float32"),
+    ):
+        logits = shape(tokens, VOCABULARY, dtype=dtype)
+        for operation in ("softmax", "log_softmax", "logsumexp"):
+            made[f"{operation}, {name}, {dtype}"] = getattr(softmax, operation), (logits,)
+        made[f"sample, {name}, {dtype}"] = functools.partial(sampling.sample, filtered=False), requests(logits)
+        # The kernel behind filters alone: XLA takes a minute for the sorting, which is the portable backend's.
+        kept = shape(tokens, VOCABULARY)
+        keys, temperature = shape(tokens, 2, dtype="uint32"), shape(tokens)
+        made[f"sample of filtered logits, {name}, {dtype}"] = sampling.chosen, ((logits, kept), keys, temperature)
+    logprobs = shape(64, VOCABULARY)
+    made["softmax_backward, 64 rows"] = softmax.softmax_backward, (logprobs, logprobs)
+    made["log_softmax_backward, 64 rows"] = softmax.log_softmax_backward, (logprobs, logprobs)
+    made["logsumexp_backward, 64 rows"] = softmax.logsumexp_backward, (logprobs, shape(64), shape(64))
+    made["likeliest, 64 rows"] = functools.partial(portable_sampling.likeliest, count=20), (logprobs,)
+    # Widths that no register divides.
+    for width in (1, 80, 50257):
+        logits = shape(3, width, dtype="bfloat16")
+        made[f"rms_norm of {width}"] = norm, (logits, shape(width), logits)
+        made[f"log_softmax of {width}"] = softmax.log_softmax, (logits,)
+        made[f"sample of {width}"] = functools.partial(sampling.sample, filtered=False), requests(logits)
+    return made
+
+
+def requests(logits: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Arguments of `sample` for these logits."""
+    rows = logits.shape[0]
+    integers, floats = shape(rows, dtype="int32"), shape(rows)
+    return logits, shape(rows, 2, dtype="uint32"), integers, integers, floats, integers, floats, floats
+
+
+def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
