@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-tpu test-all lint format lock clean
+.PHONY: help demo test test-tpu test-all mutants lint format lock clean
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -17,36 +17,40 @@ export UV_SYSTEM_CERTS ?= true
 # Without cached bytecode every process that imports JAX starts more than a second later.
 unexport PYTHONDONTWRITEBYTECODE
 
-help: ## say what can be made
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(READY) ## set up, then run the demonstration
 	@$(BIN)/detjax demo
 
-# One more than the cores that CI has: some tests wait for servers and other processes.
+# One process more than CI has cores, since some tests wait for servers and other processes.
 PYTEST = DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
-# What XLA makes of an operation, at full optimization, is what these tests are about.
-OF_THE_COMPILER := tests/models tests/ops tests/portable
-# The others are about what happens around compiled programs, and most of their time is XLA's.
+# These tests check what XLA makes of an operation, so they run at XLA's full optimization.
+FULLY_OPTIMIZED := tests/models tests/ops tests/portable
+# The others check what happens around compiled programs, and XLA would take most of their time.
 QUICK_COMPILER := XLA_FLAGS=--xla_backend_optimization_level=0
-# Where what was asked for is all elsewhere, pytest's exit code is 5.
+# Pytest's exit code is 5 where PYTEST_ARGS selects no test of a command.
 IF_ANY := || [ $$? -eq 5 ]
 
 test: lint $(PTXAS)/.ready ## set up, lint, then run the tests (PYTEST_ARGS="-k matmul" picks some)
-	$(PYTEST) $(OF_THE_COMPILER) $(PYTEST_ARGS) $(IF_ANY)
-	$(QUICK_COMPILER) $(PYTEST) tests --ignore tests/pallas/tpu $(addprefix --ignore ,$(OF_THE_COMPILER)) $(PYTEST_ARGS) $(IF_ANY)
+	$(PYTEST) $(FULLY_OPTIMIZED) $(PYTEST_ARGS) $(IF_ANY)
+	$(QUICK_COMPILER) $(PYTEST) tests --ignore tests/pallas/tpu $(addprefix --ignore ,$(FULLY_OPTIMIZED)) $(PYTEST_ARGS) $(IF_ANY)
 
-test-tpu: $(LIBTPU)/.ready ## the kernels for TPUs, in the interpreter and compiled for chips that are not there
+test-tpu: $(LIBTPU)/.ready ## test the TPU kernels in the interpreter and with the TPU compiler; no TPU is needed
 	PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(QUICK_COMPILER) $(PYTEST) --dist load tests/pallas/tpu $(PYTEST_ARGS)
 
-test-all: ## every case of every test: of costly ones, the others run only some
+test-all: ## run every case of every test, where the other targets run a sample of the slow ones
 	$(MAKE) test test-tpu PYTEST_ARGS="--all-cases $(PYTEST_ARGS)"
 
-lint: $(READY) ## check style, formatting, types and the direction of imports
+mutants: $(PTXAS)/.ready $(LIBTPU)/.ready ## plant faults in copies of the code; fail if the tests miss one
+	$(BIN)/python tools/mutants.py $(MUTANTS)
+
+lint: $(READY) ## check style, formatting, types, the direction of imports and the rules of language
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/lint_language.py detjax benchmarks tests tools
 
 format: $(READY) ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix
@@ -54,7 +58,7 @@ format: $(READY) ## rewrite the code in the project's format
 
 COMPILE := --universal --python-version 3.12 --generate-hashes --no-header --no-emit-index-url --quiet
 
-lock: ## resolve both locks anew (LOCK_ARGS=--upgrade takes newer releases)
+lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	@uv=$$(tools/find-uv.sh) && \
 	"$$uv" pip compile pyproject.toml --extra test $(COMPILE) $(LOCK_ARGS) --output-file requirements.lock && \
 	"$$uv" pip compile --group ptxas --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-ptxas.lock && \
@@ -68,14 +72,14 @@ $(READY): pyproject.toml requirements.lock tools/make-venv.sh
 	@tools/make-venv.sh
 	@touch $@
 
-# Beside the environment rather than in it, where JAX would look for a GPU in every process.
+# In a folder of its own: where CUDA's plugin is importable, JAX looks for a GPU in every process.
 $(PTXAS)/.ready: $(READY) requirements-ptxas.lock
 	@rm -rf $(PTXAS)
 	@uv=$$(tools/find-uv.sh) && "$$uv" pip install --quiet --python $(BIN)/python --target $(PTXAS) \
 	  --no-deps --require-hashes --requirements requirements-ptxas.lock
 	@touch $@
 
-# Likewise: where libtpu is importable, every process looks for TPUs.
+# In a folder of its own for the same reason: where libtpu is importable, every process looks for TPUs.
 $(LIBTPU)/.ready: $(READY) requirements-libtpu.lock
 	@rm -rf $(LIBTPU)
 	@uv=$$(tools/find-uv.sh) && "$$uv" pip install --quiet --python $(BIN)/python --target $(LIBTPU) \
