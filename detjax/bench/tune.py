@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from detjax import backends, compilation
 from detjax.bench import timing
 from detjax.options import Epilogue
-from detjax.pallas.hopper.matmul import kernel
-from detjax.pallas.hopper.matmul.plan import BUCKETS, Plan, Problem, Schedule, bucket, candidates, key, table
+from detjax.pallas.hopper.matmul.kernel import Operands, product
+from detjax.pallas.hopper.matmul.plan import Problem, Schedule
+from detjax.pallas.hopper.matmul.tuning import BUCKETS, bucket, candidates, key, table
 
 REFERENCE: Final = Schedule(tile_m=8, tile_n=64)
 """The schedule whose bits every other one has to give."""
@@ -145,7 +146,7 @@ def _pool(problem: Problem, tries: int) -> list[Schedule]:
     known = [named[key(p)] for p in near if key(p) in named]
     variants = [dataclasses.replace(s, lines=lines) for s in known for lines in (1, 2)]
     pool = dict.fromkeys([*variants, *_varied(candidates(problem), tries)])
-    return [schedule for schedule in pool if not Plan(problem, schedule).faults()]
+    return [schedule for schedule in pool if schedule.fits(problem)]
 
 
 def _varied(schedules: Iterable[Schedule], count: int) -> list[Schedule]:
@@ -164,17 +165,15 @@ def _varied(schedules: Iterable[Schedule], count: int) -> list[Schedule]:
 
 def _program(problem: Problem, schedule: Schedule) -> Any:
     epilogue = Epilogue("silu", gated=True) if problem.parts == 2 else Epilogue()
-    fn = functools.partial(
-        kernel.product,
-        bias=None,
-        residual=None,
+    multiply = functools.partial(
+        product,
         token_layout=problem.token_layout,
         layout=problem.layout,
         epilogue=epilogue,
         out_dtype=problem.out_dtype,
         schedule=schedule,
     )
-    return jax.jit(fn, compiler_options=compilation.compiler_options("gpu"))
+    return jax.jit(lambda x, w: multiply(Operands(x, w)), compiler_options=compilation.compiler_options("gpu"))
 
 
 @jax.jit

@@ -1,4 +1,98 @@
-"""Matrix multiplication on Hopper GPUs: `plan.py` chooses the schedule, `kernel.py` runs it."""
+"""Matrix products on Hopper GPUs: the operation's forward and backward pass, as products of one kernel.
 
-from detjax.pallas.hopper.matmul.kernel import backward as backward
-from detjax.pallas.hopper.matmul.kernel import forward as forward
+`kernel.py` has the kernel, `plan.py` its schedules and `tuning.py` the choice of a schedule.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike
+
+from detjax.contract import ACCUMULATOR
+from detjax.options import Epilogue, WeightLayout
+from detjax.pallas.hopper.matmul.kernel import Operands, product
+from detjax.portable.matmul import activated, parts
+from detjax.portable.tiles import flat_rows
+from detjax.rounding import rounded
+
+
+def forward(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    residual: Array | None,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+) -> Array:
+    """`[*B, N]` of rows `[*B, K]`; see `detjax.ops.matmul` for the arguments.
+
+    Raises:
+        NotImplementedError: the matrix unit does not take x's dtype.
+    """
+    flat_residual = None if residual is None else flat_rows(residual)
+    operands = Operands(flat_rows(x), w, bias, flat_residual)
+    y = product(operands, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def backward(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    dy: Array,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+) -> tuple[Array, Array, Array | None]:
+    """Gradients of x, w and bias.
+
+    With z = x @ w + bias and y = epilogue(z), dz is the gradient of z, rounded to x's dtype. Then
+
+        dx[m, k]    = sum over n ascending (gate's, then up's) of dz[m, n] * w[k, n]
+        dw[k, n]    = sum over tokens m ascending of x[m, k] * dz[m, n]
+        dbias[n]    = sum over tokens m ascending of dz[m, n]
+
+    each in one float32 accumulator that is rounded once.
+
+    Raises:
+        NotImplementedError: the matrix unit does not take x's dtype.
+    """
+    flat_x = flat_rows(x)
+    halves = [w] if w.ndim == 2 else [w[0], w[1]]
+    dz = _accumulator_gradient(flat_x, halves, bias, flat_rows(dy), layout=layout, epilogue=epilogue)
+
+    # To contract both halves of a stacked "kn" weight at once takes a copy; "nk" halves already follow each other.
+    joined = w.reshape(-1, w.shape[-1]) if layout == "nk" else jnp.concatenate(halves, axis=1)
+    dx = _plain(dz, joined, layout="kn" if layout == "nk" else "nk", out_dtype=x.dtype)
+
+    over_tokens = functools.partial(_plain, token_layout="km", layout="kn")
+    if layout == "nk":
+        dw = over_tokens(dz, flat_x, out_dtype=w.dtype)
+    else:
+        dw = jnp.stack([over_tokens(flat_x, part, out_dtype=w.dtype) for part in jnp.split(dz, len(halves), axis=1)])
+    dbias = None
+    if bias is not None:
+        ones = jnp.ones((flat_x.shape[0], 8), x.dtype)
+        dbias = over_tokens(dz, ones, out_dtype=bias.dtype)[:, 0].reshape(bias.shape)
+    return dx.reshape(x.shape), dw.reshape(w.shape), dbias
+
+
+def _plain(x: Array, w: Array, **options: object) -> Array:
+    """`x @ w` without an epilogue."""
+    return product(Operands(x, w), epilogue=Epilogue(), **options)  # pyright: ignore[reportArgumentType]
+
+
+def _accumulator_gradient(
+    x: Array, halves: list[Array], bias: Array | None, dy: Array, *, layout: WeightLayout, epilogue: Epilogue
+) -> Array:
+    """The gradient of the biased sums, `[M, N]` of x's dtype, or `[M, 2 N]` for gate and up."""
+    if epilogue == Epilogue():
+        return rounded(dy, x.dtype)
+    z = jnp.stack([_plain(x, half, layout=layout, out_dtype=ACCUMULATOR) for half in halves], axis=1)
+    if bias is not None:
+        z = z + bias.astype(ACCUMULATOR).reshape(1, *z.shape[1:])
+    (dz,) = jax.vjp(lambda z: activated(parts(z), epilogue), z)[1](dy.astype(ACCUMULATOR))
+    return rounded(dz, x.dtype).reshape(dz.shape[0], -1)
