@@ -7,6 +7,9 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 WeightLayout = Literal["kn", "nk"]
 
+type AxisName = str | tuple[str, ...]
+"""A mesh axis, or several of them, the first of which varies slowest."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:

@@ -7,21 +7,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, DTypeLike, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from detjax import backends, compilation, stock
+from detjax import compilation
 from detjax.contract import KV_BLOCK
 from detjax.ops.checks import check_booleans, check_dtype, check_integers, check_not_empty, check_shape
-from detjax.ops.dispatch import kernels, with_vmap_rule
+from detjax.ops.dispatch import Operation, with_vmap_rule
 from detjax.ops.quantized_kv import check_pools
 from detjax.options import Masking
-from detjax.pallas.hopper import attention as hopper_attention
-from detjax.pallas.tpu import attention as tpu_attention
-from detjax.portable import attention as portable_attention
-from detjax.portable import quantized_kv
 from detjax.portable.quantized_kv import QuantizedPages
 
-_KERNELS = {"portable": portable_attention, "hopper": hopper_attention, "tpu": tpu_attention}
+_MODULES = {
+    "portable": "detjax.portable.attention",
+    "hopper": "detjax.pallas.hopper.attention",
+    "tpu": "detjax.pallas.tpu.attention",
+    "stock": "detjax.stock.attention",
+}
+_ATTENTION = Operation("attention", _MODULES)
+_RAGGED_ATTENTION = Operation("ragged_attention", _MODULES)
 
 
 @compilation.jit(static_argnames=("scale", "causal", "window", "soft_cap", "alibi_slopes"))
@@ -78,10 +81,8 @@ def attention(
     )
     _check_requests("attention", page_table, batch, f"q being {q.shape}", q_start=q_start, kv_length=kv_length)
     _check_mask("attention", mask, q, page_table.shape[1] * KV_BLOCK, f"page_table being {page_table.shape}")
-    if backends.backend() == backends.STOCK:
-        k, v = (_numbers(pages, q.dtype) for pages in (k_pages, v_pages))
-        return stock.attention(q, k, v, page_table, q_start, kv_length, sinks, mask, masking=masking)
-    return _attention(masking, q, k_pages, v_pages, page_table, q_start, kv_length, sinks, mask)
+    operands = q, k_pages, v_pages, page_table, q_start, kv_length, sinks, mask
+    return _ATTENTION.call(_attention, *operands, masking=masking)
 
 
 @compilation.jit(static_argnames=("scale", "causal", "window", "soft_cap", "alibi_slopes"))
@@ -127,17 +128,12 @@ def ragged_attention(
     masking = _checked(name, q, k_pages, v_pages, page_table, sinks, scale, causal, window, soft_cap, alibi_slopes)
     of_requests = {"q_row": q_row, "q_length": q_length, "q_start": q_start, "kv_length": kv_length}
     _check_requests(name, page_table, batch, f"page_table being {page_table.shape}", **of_requests)
-    where = page_table, q_row, q_length, q_start, kv_length
-    if backends.backend() == backends.STOCK:
-        k, v = (_numbers(pages, q.dtype) for pages in (k_pages, v_pages))
-        request, index = portable_attention.request_of_rows(q.shape[0], q_row)
-        return stock.ragged_attention(q, k, v, *where, sinks, request=request, index=index, masking=masking)
-    ragged = functools.partial(kernels(name, _KERNELS).ragged, masking=masking)
-    return _one_by_one(ragged, (q, k_pages, v_pages, *where, sinks))
+    operands = q, k_pages, v_pages, page_table, q_row, q_length, q_start, kv_length, sinks
+    return _RAGGED_ATTENTION.call(_ragged_attention, *operands, masking=masking)
 
 
-def _numbers(pages: Array | QuantizedPages, dtype: DTypeLike) -> Array:
-    return quantized_kv.dequantized(pages, dtype) if isinstance(pages, QuantizedPages) else pages
+def _ragged_attention(*operands: Array | QuantizedPages | None, masking: Masking) -> Array:
+    return _one_by_one(functools.partial(_RAGGED_ATTENTION.kernels().ragged, masking=masking), operands)
 
 
 def _checked(
@@ -245,8 +241,12 @@ def contiguous_page_table(batch: int, tokens: int) -> Int[Array, "B p"]:
     return jnp.arange(batch * per_request, dtype=jnp.int32).reshape(batch, per_request)
 
 
+def _attention(*operands: Array | QuantizedPages | None, masking: Masking) -> Array:
+    return _attention_with_gradients(masking, *operands)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(masking: Masking, *operands: Array | QuantizedPages | None) -> Array:
+def _attention_with_gradients(masking: Masking, *operands: Array | QuantizedPages | None) -> Array:
     return _output_and_normalizers(masking, operands, with_normalizers=False)[0]
 
 
@@ -264,7 +264,7 @@ def _output_and_normalizers(
     masking: Masking, operands: tuple[Array | QuantizedPages | None, ...], with_normalizers: bool
 ):
     """The output, and what the backend's own gradients need of the softmax; None if they are not to come."""
-    forward = kernels("attention", _KERNELS).forward
+    forward = _ATTENTION.kernels().forward
     return _one_by_one(functools.partial(forward, masking=masking, with_normalizers=with_normalizers), operands)
 
 
@@ -277,10 +277,10 @@ def _one_by_one(fn: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
 
 def _backward(masking: Masking, saved: tuple, do: Array):
     operands, o, log2_normalizers = saved
-    backward = functools.partial(kernels("attention", _KERNELS).backward, masking=masking)
+    backward = functools.partial(_ATTENTION.kernels().backward, masking=masking)
     arguments = (*operands, o, log2_normalizers, do)
     dq, dk, dv, dsinks = with_vmap_rule(backward, rows=(False,) * len(arguments))(*arguments)
     return dq, dk, dv, None, None, None, dsinks, None
 
 
-_attention.defvjp(_forward, _backward)
+_attention_with_gradients.defvjp(_forward, _backward)

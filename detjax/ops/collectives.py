@@ -4,20 +4,24 @@
 devices only exchange terms, and each adds them itself.
 """
 
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from detjax import backends
-from detjax.contract import ACCUMULATOR
 from detjax.ops.checks import check_dtype
-from detjax.rounding import rounded
+from detjax.ops.dispatch import Operation
+from detjax.options import AxisName
 
-type AxisName = str | tuple[str, ...]
+_MODULES = {
+    "portable": "detjax.portable.collectives",
+    "hopper": "detjax.portable.collectives",
+    "tpu": "detjax.portable.collectives",
+    "stock": "detjax.stock.collectives",
+}
+_PSUM = Operation("psum", _MODULES)
+_PSUM_SCATTER = Operation("psum_scatter", _MODULES)
 
 
 def psum(x: PyTree[Array], axis_name: AxisName) -> Any:
@@ -35,13 +39,11 @@ def psum(x: PyTree[Array], axis_name: AxisName) -> Any:
         NameError: there is no such axis here; from JAX.
     """
 
-    def sum_of(term: Array) -> Array:
+    def sum_of_leaf(term: Array) -> Array:
         check_dtype("psum", x=term)
-        if backends.backend() == backends.STOCK:
-            return lax.psum(term, axis_name)
-        return _added(lax.all_gather(term, axis_name, to="invarying"))
+        return _PSUM.module().psum(term, axis_name)
 
-    return jax.tree.map(sum_of, x)
+    return jax.tree.map(sum_of_leaf, x)
 
 
 def psum_scatter(x: PyTree[Array], axis_name: AxisName) -> Any:
@@ -60,23 +62,13 @@ def psum_scatter(x: PyTree[Array], axis_name: AxisName) -> Any:
     """
     devices = lax.axis_size(axis_name)
 
-    def part_of(term: Array) -> Array:
+    def part_of_leaf(term: Array) -> Array:
         check_dtype("psum_scatter", x=term)
         if term.ndim == 0 or term.shape[0] % devices:
             raise ValueError(
                 f"psum_scatter: x has shape {term.shape}; accepted: a first axis that {devices} devices of the axis "
                 f"{axis_name!r} divide"
             )
-        if backends.backend() == backends.STOCK:
-            return lax.psum_scatter(term, axis_name, tiled=True)
-        parts = term.reshape(devices, -1, *term.shape[1:])
-        return _added(lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0))
+        return _PSUM_SCATTER.module().psum_scatter(term, axis_name)
 
-    return jax.tree.map(part_of, x)
-
-
-def _added(terms: Array) -> Array:
-    """The sum over the first axis."""
-    # Behind the barrier no term is still a product that an addition could be fused with.
-    terms = lax.optimization_barrier(terms)
-    return rounded(functools.reduce(jnp.add, [term.astype(ACCUMULATOR) for term in terms]), terms.dtype)
+    return jax.tree.map(part_of_leaf, x)

@@ -1,5 +1,7 @@
-"""How an operation finds its kernels, and how it behaves under `jax.vmap`."""
+"""How an operation finds the module that computes it, and how it behaves under `jax.vmap`."""
 
+import dataclasses
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -12,22 +14,64 @@ from jax.custom_batching import custom_vmap
 from detjax import backends, compilation
 
 
-def kernels(operation: str, by_backend: Mapping[str, ModuleType]) -> ModuleType:
-    """The module that computes `operation` on the backend that serves.
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation and the module that computes it on each backend.
 
-    Raises:
-        NotImplementedError: the backend has no kernels for it.
-        RuntimeError: see `compilation.require_pinned_program`.
+    A module serves an operation in one of two ways. Modules under contract provide *kernels*: functions such as
+    `forward` and `backward`, which the operation's own `custom_vjp` and vmap rule call. A module that says
+    `DIFFERENTIATED_BY_JAX = True` provides the *whole operation*, a function of the operation's name, which JAX
+    differentiates and batches itself. `call` is the one place that tells them apart.
+
+    Attributes:
+        name: the operation's name, as errors give it.
+        modules: for each backend, the path of its module. A module is imported when a call first needs it, so a
+            machine without a GPU never loads Mosaic GPU.
     """
-    name = backends.backend()
-    if name not in by_backend:
-        raise NotImplementedError(
-            f"{operation}: no kernels for backend {name!r} on {backends.device_name()}; accepted: "
-            f"{', '.join(by_backend)}. Choose one with detjax.use_backend or {backends.BACKEND_VARIABLE}."
-        )
-    if by_backend[name] is by_backend["portable"]:
-        compilation.require_pinned_program(operation)
-    return by_backend[name]
+
+    name: str
+    modules: Mapping[str, str]
+
+    def module(self) -> ModuleType:
+        """Returns the module of the backend that serves.
+
+        Raises:
+            NotImplementedError: the backend has no module for this operation.
+        """
+        backend = backends.backend()
+        if backend not in self.modules:
+            raise NotImplementedError(
+                f"{self.name}: no kernels for backend {backend!r} on {backends.device_name()}; accepted: "
+                f"{', '.join(self.modules)}. Choose one with detjax.use_backend or {backends.BACKEND_VARIABLE}."
+            )
+        # The first call may come while a program is traced: constants of the module must not become part of its trace.
+        with jax.ensure_compile_time_eval():
+            return importlib.import_module(self.modules[backend])
+
+    def kernels(self) -> ModuleType:
+        """Returns the module of the backend that serves, for a call of its kernels.
+
+        Raises:
+            NotImplementedError: see `module`.
+            RuntimeError: see `compilation.require_pinned_program`.
+        """
+        module = self.module()
+        if self.modules[backends.backend()] == self.modules["portable"]:
+            compilation.require_pinned_program(self.name)
+        return module
+
+    def call(self, under_contract: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+        """Returns the operation's result: the module's own whole operation, or else `under_contract`'s.
+
+        Both take the same operands by position and the same options by name.
+
+        Raises:
+            NotImplementedError: see `module`.
+        """
+        module = self.module()
+        if getattr(module, "DIFFERENTIATED_BY_JAX", False):
+            return getattr(module, self.name)(*operands, **options)
+        return under_contract(*operands, **options)
 
 
 def with_vmap_rule(fn: Callable[..., Any], rows: Sequence[bool]) -> Callable[..., Any]:

@@ -3,13 +3,19 @@
 import jax
 from jaxtyping import Array, Float, Int
 
-from detjax import backends, compilation, stock
+from detjax import compilation
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty
-from detjax.ops.dispatch import kernels, with_vmap_rule
-from detjax.portable import embedding as portable_embedding
+from detjax.ops.dispatch import Operation, with_vmap_rule
 
-# A gather moves bits and adds none, so Hopper needs no kernel of its own.
-_KERNELS = {"portable": portable_embedding, "hopper": portable_embedding, "tpu": portable_embedding}
+_EMBED = Operation(
+    "embed",
+    {
+        "portable": "detjax.portable.embedding",
+        "hopper": "detjax.portable.embedding",  # A gather adds nothing, so the chips need no kernels of their own.
+        "tpu": "detjax.portable.embedding",
+        "stock": "detjax.stock.embedding",
+    },
+)
 
 
 @compilation.jit
@@ -23,14 +29,12 @@ def embed(tokens: Int[Array, "*B"], table: Float[Array, "V D"]) -> Float[Array, 
     check_dtype("embed", table=table)
     check_integers("embed", tokens=tokens)
     check_not_empty("embed", tokens=tokens, table=table)
-    if backends.backend() == backends.STOCK:
-        return stock.embed(tokens, table)
-    return _embed(tokens, table)
+    return _EMBED.call(_embed, tokens, table)
 
 
 @jax.custom_vjp
 def _embed(tokens: Array, table: Array) -> Array:
-    return with_vmap_rule(kernels("embed", _KERNELS).forward, rows=(True, False))(tokens, table)
+    return with_vmap_rule(_EMBED.kernels().forward, rows=(True, False))(tokens, table)
 
 
 def _forward(tokens: Array, table: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -38,8 +42,7 @@ def _forward(tokens: Array, table: Array) -> tuple[Array, tuple[Array, Array]]:
 
 
 def _backward(saved: tuple[Array, Array], dy: Array) -> tuple[None, Array]:
-    backward = kernels("embed", _KERNELS).backward
-    return None, with_vmap_rule(backward, rows=(False,) * 3)(*saved, dy)
+    return None, with_vmap_rule(_EMBED.kernels().backward, rows=(False,) * 3)(*saved, dy)
 
 
 _embed.defvjp(_forward, _backward)

@@ -7,16 +7,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
-from detjax import backends, compilation, stock
+from detjax import compilation
 from detjax.contract import INPUT_DTYPES
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
-from detjax.ops.dispatch import kernels, with_vmap_rule
+from detjax.ops.dispatch import Operation, with_vmap_rule
 from detjax.options import Activation, Epilogue, WeightLayout
-from detjax.pallas.hopper.matmul import kernel
-from detjax.pallas.tpu import matmul as tpu_matmul
-from detjax.portable import matmul as portable_matmul
 
-_KERNELS = {"portable": portable_matmul, "hopper": kernel, "tpu": tpu_matmul}
+_MATMUL = Operation(
+    "matmul",
+    {
+        "portable": "detjax.portable.matmul",
+        "hopper": "detjax.pallas.hopper.matmul",
+        "tpu": "detjax.pallas.tpu.matmul",
+        "stock": "detjax.stock.matmul",
+    },
+)
 
 
 @compilation.jit(static_argnames=("layout", "activation", "gated", "soft_cap", "out_dtype"))
@@ -73,36 +78,43 @@ def matmul(
     check_not_empty("matmul", x=x, w=w)
 
     epilogue = Epilogue(activation, gated, soft_cap)
-    if backends.backend() == backends.STOCK:
-        return stock.matmul(x, w, bias, residual, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
-    return _matmul(layout, epilogue, out_dtype, x, w, bias, residual)
+    return _MATMUL.call(_matmul, x, w, bias, residual, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _matmul(
-    layout: WeightLayout,
-    epilogue: Epilogue,
-    out_dtype: jnp.dtype,
     x: Array,
     w: Array,
     bias: Array | None,
     residual: Array | None,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: jnp.dtype,
 ) -> Array:
-    forward = kernels("matmul", _KERNELS).forward
-    forward = functools.partial(forward, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
+    options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
+    forward = functools.partial(_MATMUL.kernels().forward, **options)
     return with_vmap_rule(forward, rows=(True, False, False, True))(x, w, bias, residual)
 
 
-def _forward(layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, *operands: Array | None):
-    # Of the residual only the dtype is needed again, so only an empty array of it is kept.
-    *saved, residual = operands
+def _forward(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    residual: Array | None,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: jnp.dtype,
+) -> tuple[Array, tuple[Array | None, ...]]:
+    # The backward pass needs only the residual's dtype, so an empty array stands for it.
     empty = None if residual is None else jnp.zeros(0, residual.dtype)
-    return _matmul(layout, epilogue, out_dtype, *operands), (*saved, empty)
+    return _matmul(x, w, bias, residual, layout, epilogue, out_dtype), (x, w, bias, empty)
 
 
-def _backward(layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, saved: tuple, dy: Array):
+def _backward(
+    layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, saved: tuple[Array | None, ...], dy: Array
+) -> tuple[Array | None, ...]:
     *operands, residual = saved
-    backward = functools.partial(kernels("matmul", _KERNELS).backward, layout=layout, epilogue=epilogue)
+    backward = functools.partial(_MATMUL.kernels().backward, layout=layout, epilogue=epilogue)
     dx, dw, dbias = with_vmap_rule(backward, rows=(False,) * 4)(*operands, dy)
     return dx, dw, dbias, None if residual is None else dy.astype(residual.dtype)
 

@@ -6,14 +6,19 @@ from typing import overload
 import jax
 from jaxtyping import Array, Float
 
-from detjax import backends, compilation, stock
+from detjax import compilation
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
-from detjax.ops.dispatch import kernels, with_vmap_rule
-from detjax.pallas.hopper import norm
-from detjax.pallas.tpu import norm as tpu_norm
-from detjax.portable import norm as portable_norm
+from detjax.ops.dispatch import Operation, with_vmap_rule
 
-_KERNELS = {"portable": portable_norm, "hopper": norm, "tpu": tpu_norm}
+_RMS_NORM = Operation(
+    "rms_norm",
+    {
+        "portable": "detjax.portable.norm",
+        "hopper": "detjax.pallas.hopper.norm",
+        "tpu": "detjax.pallas.tpu.norm",
+        "stock": "detjax.stock.norm",
+    },
+)
 
 
 @overload
@@ -58,33 +63,32 @@ def rms_norm(
     check_shape("rms_norm", "weight", weight, x.shape[-1:], f"x being {x.shape}")
     check_shape("rms_norm", "residual", residual, x.shape, "x's shape")
     check_not_empty("rms_norm", x=x)
-    if backends.backend() == backends.STOCK:
-        y, h = stock.rms_norm(x, weight, residual, eps=eps, weight_offset=weight_offset)
-    else:
-        y, h = _rms_norm(eps, weight_offset, x, weight, residual)
+    y, h = _RMS_NORM.call(_rms_norm, x, weight, residual, eps=eps, weight_offset=weight_offset)
     return y if h is None else (y, h)
 
 
-def _primal(
-    eps: float, weight_offset: float, x: Array, weight: Array, residual: Array | None
+def _norm_by_kernel(
+    x: Array, weight: Array, residual: Array | None, eps: float, weight_offset: float
 ) -> tuple[Array, Array | None]:
-    forward = functools.partial(kernels("rms_norm", _KERNELS).forward, eps=eps, weight_offset=weight_offset)
+    forward = functools.partial(_RMS_NORM.kernels().forward, eps=eps, weight_offset=weight_offset)
     return with_vmap_rule(forward, rows=(True, False, True))(x, weight, residual)
 
 
-_rms_norm = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
+_rms_norm = jax.custom_vjp(_norm_by_kernel, nondiff_argnums=(3, 4))
 
 
-def _forward(eps: float, weight_offset: float, x: Array, weight: Array, residual: Array | None):
-    y, h = _rms_norm(eps, weight_offset, x, weight, residual)
+def _forward(
+    x: Array, weight: Array, residual: Array | None, eps: float, weight_offset: float
+) -> tuple[tuple[Array, Array | None], tuple[Array, Array, Array | None]]:
+    y, h = _rms_norm(x, weight, residual, eps, weight_offset)
     return (y, h), (x, weight, h)
 
 
 def _backward(
     eps: float, weight_offset: float, saved: tuple[Array, Array, Array | None], gradients: tuple[Array, Array | None]
-):
+) -> tuple[Array, Array, Array | None]:
     x, weight, h = saved
-    backward = functools.partial(kernels("rms_norm", _KERNELS).backward, eps=eps, weight_offset=weight_offset)
+    backward = functools.partial(_RMS_NORM.kernels().backward, eps=eps, weight_offset=weight_offset)
     normalized = x if h is None else h
     dh, dweight = with_vmap_rule(backward, rows=(False,) * 4)(normalized, weight, *gradients)
     return dh, dweight, None if h is None else dh

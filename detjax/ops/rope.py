@@ -10,16 +10,21 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
-from detjax import backends, compilation, stock
+from detjax import backends, compilation
 from detjax.contract import ACCUMULATOR
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
-from detjax.ops.dispatch import kernels, with_vmap_rule
+from detjax.ops.dispatch import Operation, with_vmap_rule
 from detjax.ops.norm import rms_norm
-from detjax.pallas.hopper import rope as hopper_rope
-from detjax.portable import rope as portable_rope
 from detjax.portable.tiles import map_rows
 
-_KERNELS = {"portable": portable_rope, "hopper": hopper_rope, "tpu": portable_rope}
+_MODULES = {
+    "portable": "detjax.portable.rope",
+    "hopper": "detjax.pallas.hopper.rope",
+    "tpu": "detjax.portable.rope",
+    "stock": "detjax.stock.rope",
+}
+_ROPE = Operation("rope", _MODULES)
+_QK_ROPE = Operation("qk_rope", _MODULES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,10 +149,7 @@ def rope(
         ValueError: shapes do not fit together.
     """
     _check("rope", "x", x, positions, embedding)
-    if backends.backend() == backends.STOCK:
-        frequencies, scale = jnp.asarray(embedding.inverse_frequencies), embedding.embedding_scale
-        return stock.rope(x, positions, frequencies, scale=scale)
-    return _rope(embedding, x, positions)
+    return _ROPE.call(_rope, x, positions, embedding=embedding)
 
 
 @compilation.jit(static_argnames=("embedding", "heads", "kv_heads", "norm_eps"))
@@ -187,8 +189,8 @@ def qk_rope(
             f"at most {qkv.shape[-2]} together"
         )
     weights = norm_weights("qk_rope", qkv, q_norm, k_norm, norm_eps)
-    steps = in_separate_steps if backends.backend() == backends.STOCK else _qk_rope
-    return steps(embedding, (heads, kv_heads), norm_eps, qkv, positions, weights)
+    options = {"embedding": embedding, "heads": (heads, kv_heads), "eps": norm_eps}
+    return _QK_ROPE.call(_qk_rope, qkv, positions, weights, **options)
 
 
 def norm_weights(
@@ -225,13 +227,13 @@ def check_head_dim(operation: str, name: str, x: Array, embedding: RotaryEmbeddi
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rope(embedding: RotaryEmbedding, x: Array, positions: Array) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rope(x: Array, positions: Array, embedding: RotaryEmbedding) -> Array:
     return _rotated(embedding, x, positions, turn=1.0)
 
 
-def _forward(embedding: RotaryEmbedding, x: Array, positions: Array) -> tuple[Array, Array]:
-    return _rope(embedding, x, positions), positions
+def _forward(x: Array, positions: Array, embedding: RotaryEmbedding) -> tuple[Array, Array]:
+    return _rope(x, positions, embedding), positions
 
 
 def _backward(embedding: RotaryEmbedding, positions: Array, dy: Array) -> tuple[Array, None]:
@@ -246,14 +248,14 @@ def _rotated(embedding: RotaryEmbedding, x: Array, positions: Array, turn: float
 _rope.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _qk_rope(
-    embedding: RotaryEmbedding,
-    heads: tuple[int, int],
-    eps: float | None,
     qkv: Array,
     positions: Array,
     weights: tuple[Array, ...],
+    embedding: RotaryEmbedding,
+    heads: tuple[int, int],
+    eps: float | None,
 ) -> tuple[Array, Array]:
     q, k = _rotated_groups(embedding, heads, eps, qkv, positions, weights, turn=1.0)
     return q, k
@@ -276,14 +278,14 @@ def in_separate_steps(
 
 
 def _qk_forward(
-    embedding: RotaryEmbedding,
-    heads: tuple[int, int],
-    eps: float | None,
     qkv: Array,
     positions: Array,
     weights: tuple[Array, ...],
+    embedding: RotaryEmbedding,
+    heads: tuple[int, int],
+    eps: float | None,
 ):
-    return _qk_rope(embedding, heads, eps, qkv, positions, weights), (qkv, positions, weights)
+    return _qk_rope(qkv, positions, weights, embedding, heads, eps), (qkv, positions, weights)
 
 
 def _qk_backward(embedding: RotaryEmbedding, heads: tuple[int, int], eps: float | None, saved, gradients):
@@ -308,8 +310,8 @@ def _rotated_groups(
     weights: tuple[Array, ...],
     turn: float,
 ) -> tuple[Array, ...]:
-    operation = "qk_rope" if len(heads) > 1 else "rope"
-    rotate = functools.partial(kernels(operation, _KERNELS).forward, heads=heads, eps=eps)
+    operation = _QK_ROPE if len(heads) > 1 else _ROPE
+    rotate = functools.partial(operation.kernels().forward, heads=heads, eps=eps)
 
     def forward(x: Array, positions: Array, *weights: Array) -> tuple[Array, ...]:
         cos, sin = cos_and_sin(embedding, positions, turn)

@@ -6,18 +6,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from detjax import backends, compilation
+from detjax import compilation
 from detjax.contract import KV_BLOCK
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
-from detjax.ops.dispatch import kernels, with_vmap_rule
+from detjax.ops.dispatch import Operation, with_vmap_rule
 from detjax.ops.quantized_kv import check_pools
 from detjax.ops.rope import RotaryEmbedding, check_head_dim, cos_and_sin, in_separate_steps, norm_weights, qk_rope
-from detjax.pallas.hopper import rope
 from detjax.portable import pages
-from detjax.portable import rope as portable_rope
 from detjax.portable.quantized_kv import QuantizedPages
 
-_KERNELS = {"portable": portable_rope, "hopper": rope, "tpu": portable_rope}
+_QK_ROPE_APPEND_KV = Operation(
+    "qk_rope_append_kv",
+    {
+        "portable": "detjax.portable.rope",
+        "hopper": "detjax.pallas.hopper.rope",
+        "tpu": "detjax.portable.rope",
+        "stock": "detjax.stock.rope",
+    },
+)
 
 
 @compilation.jit(static_argnames=("embedding", "norm_eps"))
@@ -86,24 +92,24 @@ def qk_rope_append_kv(
         at = pages.places(k_pages.shape[0], qkv.shape[1], *where)
         return q, k_pages.written(*at, k), v_pages.written(*at, qkv[:, :, heads + kv_heads :])
     assert not isinstance(k_pages, QuantizedPages) and not isinstance(v_pages, QuantizedPages)
-    steps = _in_separate_steps if backends.backend() == backends.STOCK else _qk_rope_append_kv
-    return steps(embedding, norm_eps, qkv, (k_pages, v_pages), where, weights)
+    operands = qkv, (k_pages, v_pages), where, weights
+    return _QK_ROPE_APPEND_KV.call(_qk_rope_append_kv, *operands, embedding=embedding, eps=norm_eps)
 
 
 def _positions(qkv: Array, q_start: Array) -> Array:
     return q_start[:, None] + jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _qk_rope_append_kv(
-    embedding: RotaryEmbedding,
-    eps: float | None,
     qkv: Array,
     pools: tuple[Array, Array],
     where: tuple[Array, Array, Array],
     weights: tuple[Array, ...],
+    embedding: RotaryEmbedding,
+    eps: float | None,
 ) -> tuple[Array, Array, Array]:
-    append_kv = functools.partial(kernels("qk_rope_append_kv", _KERNELS).append_kv, eps=eps)
+    append_kv = functools.partial(_QK_ROPE_APPEND_KV.kernels().append_kv, eps=eps)
 
     def forward(
         qkv: Array, k_pages: Array, v_pages: Array, page_table: Array, q_start: Array, q_length: Array, *weights: Array
@@ -142,15 +148,15 @@ def _in_separate_steps(
 
 
 def _forward(
-    embedding: RotaryEmbedding,
-    eps: float | None,
     qkv: Array,
     pools: tuple[Array, Array],
     where: tuple[Array, Array, Array],
     weights: tuple[Array, ...],
+    embedding: RotaryEmbedding,
+    eps: float | None,
 ):
     # The pools are not among what is kept: they could not be written in place.
-    return _qk_rope_append_kv(embedding, eps, qkv, pools, where, weights), (qkv, where, weights)
+    return _qk_rope_append_kv(qkv, pools, where, weights, embedding, eps), (qkv, where, weights)
 
 
 def _backward(embedding: RotaryEmbedding, eps: float | None, saved, gradients):

@@ -5,15 +5,20 @@ import functools
 import jax
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt32
 
-from detjax import backends, compilation, stock
+from detjax import compilation
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
-from detjax.ops.dispatch import kernels, with_vmap_rule
+from detjax.ops.dispatch import Operation, with_vmap_rule
 from detjax.ops.softmax import log_softmax
-from detjax.pallas.hopper import sampling
-from detjax.pallas.tpu import sampling as tpu_sampling
-from detjax.portable import sampling as portable_sampling
+from detjax.portable.sampling import likeliest
 
-_KERNELS = {"portable": portable_sampling, "hopper": sampling, "tpu": tpu_sampling}
+_MODULES = {
+    "portable": "detjax.portable.sampling",
+    "hopper": "detjax.pallas.hopper.sampling",
+    "tpu": "detjax.pallas.tpu.sampling",
+    "stock": "detjax.stock.sampling",
+}
+_SAMPLE = Operation("sample", _MODULES)
+_TOP_LOGPROBS = Operation("top_logprobs", _MODULES)
 
 
 @compilation.jit(static_argnames="filtered")
@@ -57,11 +62,12 @@ def sample(
     per_row |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     for name, array in per_row.items():
         check_shape("sample", name, array, rows, f"logits being {logits.shape}")
-    operands = logits, seed, *per_row.values()
-    if backends.backend() == backends.STOCK:
-        return stock.sample(*operands, filtered=filtered)
-    fn = functools.partial(kernels("sample", _KERNELS).sample, filtered=filtered)
-    return with_vmap_rule(fn, rows=(False,) * len(operands))(*jax.lax.stop_gradient(operands))
+    return _SAMPLE.call(_sample, logits, seed, *per_row.values(), filtered=filtered)
+
+
+def _sample(*operands: Array, filtered: bool) -> tuple[Array, Array]:
+    kernel = functools.partial(_SAMPLE.kernels().sample, filtered=filtered)
+    return with_vmap_rule(kernel, rows=(False,) * len(operands))(*jax.lax.stop_gradient(operands))
 
 
 @compilation.jit(static_argnames="count")
@@ -76,11 +82,13 @@ def top_logprobs(logits: Float[Array, "B V"], count: int) -> tuple[Int32[Array, 
     check_not_empty("top_logprobs", logits=logits)
     if not 1 <= count <= logits.shape[-1]:
         raise ValueError(f"top_logprobs: count is {count}; accepted: 1 to {logits.shape[-1]}, the vocabulary's size")
-    if backends.backend() == backends.STOCK:
-        return stock.top_logprobs(logits, count=count)
-    # Choosing adds nothing, so the bits are log-softmax's.
-    likeliest = with_vmap_rule(functools.partial(portable_sampling.likeliest, count=count), rows=(False,))
-    return likeliest(log_softmax(jax.lax.stop_gradient(logits)))
+    return _TOP_LOGPROBS.call(_top_logprobs, logits, count=count)
+
+
+def _top_logprobs(logits: Array, *, count: int) -> tuple[Array, Array]:
+    # A choice adds nothing: the bits are those of log_softmax, and every backend can share one way to choose.
+    choose = with_vmap_rule(functools.partial(likeliest, count=count), rows=(False,))
+    return choose(log_softmax(jax.lax.stop_gradient(logits)))
 
 
 def seed_words(seed: int) -> tuple[int, int]:

@@ -3,15 +3,20 @@
 import jax
 from jaxtyping import Array, Float, Float32
 
-from detjax import backends, compilation, stock
+from detjax import compilation
 from detjax.ops.checks import check_dtype, check_not_empty
-from detjax.ops.dispatch import kernels, with_vmap_rule
-from detjax.pallas.hopper import softmax as hopper_softmax
-from detjax.pallas.tpu import softmax as tpu_softmax
-from detjax.portable import softmax as portable_softmax
+from detjax.ops.dispatch import Operation, with_vmap_rule
 from detjax.rounding import rounded
 
-_KERNELS = {"portable": portable_softmax, "hopper": hopper_softmax, "tpu": tpu_softmax}
+_MODULES = {
+    "portable": "detjax.portable.softmax",
+    "hopper": "detjax.pallas.hopper.softmax",
+    "tpu": "detjax.pallas.tpu.softmax",
+    "stock": "detjax.stock.softmax",
+}
+_SOFTMAX = Operation("softmax", _MODULES)
+_LOG_SOFTMAX = Operation("log_softmax", _MODULES)
+_LOGSUMEXP = Operation("logsumexp", _MODULES)
 
 
 @compilation.jit
@@ -23,7 +28,7 @@ def softmax(x: Float[Array, "*B V"]) -> Float32[Array, "*B V"]:
         ValueError: x is empty.
     """
     _check("softmax", x)
-    return stock.softmax(x) if backends.backend() == backends.STOCK else _softmax(x)
+    return _SOFTMAX.call(_softmax, x)
 
 
 @compilation.jit
@@ -35,7 +40,7 @@ def log_softmax(x: Float[Array, "*B V"]) -> Float32[Array, "*B V"]:
         ValueError: x is empty.
     """
     _check("log_softmax", x)
-    return stock.log_softmax(x) if backends.backend() == backends.STOCK else _log_softmax(x)
+    return _LOG_SOFTMAX.call(_log_softmax, x)
 
 
 @compilation.jit
@@ -47,7 +52,7 @@ def logsumexp(x: Float[Array, "*B V"]) -> Float32[Array, "*B"]:
         ValueError: x is empty.
     """
     _check("logsumexp", x)
-    return stock.logsumexp(x) if backends.backend() == backends.STOCK else _logsumexp(x)
+    return _LOGSUMEXP.call(_logsumexp, x)
 
 
 def _check(operation: str, x: Array) -> None:
@@ -57,48 +62,56 @@ def _check(operation: str, x: Array) -> None:
 
 @jax.custom_vjp
 def _softmax(x: Array) -> Array:
-    return with_vmap_rule(kernels("softmax", _KERNELS).softmax, rows=(True,))(x)
+    return with_vmap_rule(_SOFTMAX.kernels().softmax, rows=(True,))(x)
 
 
-@jax.custom_vjp
-def _log_softmax(x: Array) -> Array:
-    return with_vmap_rule(kernels("log_softmax", _KERNELS).log_softmax, rows=(True,))(x)
-
-
-@jax.custom_vjp
-def _logsumexp(x: Array) -> Array:
-    return with_vmap_rule(kernels("logsumexp", _KERNELS).logsumexp, rows=(True,))(x)
+def _softmax_forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
+    y = _softmax(x)
+    return y, (x, y)
 
 
 def _softmax_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array]:
     x, y = saved
-    dx = with_vmap_rule(kernels("softmax", _KERNELS).softmax_backward, rows=(True, True))(y, dy)
+    dx = with_vmap_rule(_SOFTMAX.kernels().softmax_backward, rows=(True, True))(y, dy)
     return (rounded(dx, x.dtype),)
+
+
+_softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+@jax.custom_vjp
+def _log_softmax(x: Array) -> Array:
+    return with_vmap_rule(_LOG_SOFTMAX.kernels().log_softmax, rows=(True,))(x)
+
+
+def _log_softmax_forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
+    y = _log_softmax(x)
+    return y, (x, y)
 
 
 def _log_softmax_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array]:
     x, y = saved
-    dx = with_vmap_rule(kernels("log_softmax", _KERNELS).log_softmax_backward, rows=(True, True))(y, dy)
+    dx = with_vmap_rule(_LOG_SOFTMAX.kernels().log_softmax_backward, rows=(True, True))(y, dy)
     return (rounded(dx, x.dtype),)
+
+
+_log_softmax.defvjp(_log_softmax_forward, _log_softmax_backward)
+
+
+@jax.custom_vjp
+def _logsumexp(x: Array) -> Array:
+    return with_vmap_rule(_LOGSUMEXP.kernels().logsumexp, rows=(True,))(x)
+
+
+def _logsumexp_forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
+    y = _logsumexp(x)
+    return y, (x, y)
 
 
 def _logsumexp_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array]:
     x, y = saved
-    dx = with_vmap_rule(kernels("logsumexp", _KERNELS).logsumexp_backward, rows=(True, True, True))(x, y, dy)
+    dx = with_vmap_rule(_LOGSUMEXP.kernels().logsumexp_backward, rows=(True, True, True))(x, y, dy)
     return (rounded(dx, x.dtype),)
 
 
-def _saving_input_and_output(fn):
-    def forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
-        y = fn(x)
-        return y, (x, y)
-
-    return forward
-
-
-for _operation, _gradient in (
-    (_softmax, _softmax_backward),
-    (_log_softmax, _log_softmax_backward),
-    (_logsumexp, _logsumexp_backward),
-):
-    _operation.defvjp(_saving_input_and_output(_operation), _gradient)
+_logsumexp.defvjp(_logsumexp_forward, _logsumexp_backward)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import detjax
-from detjax import ops, stock
+from detjax import ops
 from detjax.contract import KV_BLOCK, QUERY_UNIT
 from detjax.options import Masking
+from detjax.stock import attention as stock
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 64
 STARTS = (0, 130, 0, 0, 5, 0, 300)

@@ -1,8 +1,4 @@
-"""XLA's own operations with the semantics of `detjax.ops`, under no contract: what detjax is compared with.
-
-Here XLA chooses tiles, splits and fusions by shape, as in any JAX program. It is served only where it is asked for by
-name, for benchmarks, for the demo, and as the negative control of the tests.
-"""
+"""Attention over a paged KV cache by XLA, and by cuDNN where that serves it."""
 
 from typing import Final
 
@@ -12,8 +8,13 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn  # JAX has no publ
 from jaxtyping import Array, DTypeLike
 
 from detjax import backends
-from detjax.contract import ACCUMULATOR, KV_BLOCK, PRNG
-from detjax.options import Activation, Epilogue, Masking, WeightLayout
+from detjax.contract import ACCUMULATOR, KV_BLOCK
+from detjax.options import Masking
+from detjax.portable.attention import request_of_rows
+from detjax.portable.quantized_kv import QuantizedPages, dequantized
+from detjax.stock.dot import dot_operands
+
+DIFFERENTIATED_BY_JAX: Final = True
 
 _CUDNN_DTYPES: Final = ("bfloat16", "float16")
 _PADDING: Final = 4
@@ -21,99 +22,10 @@ _PADDING: Final = 4
 _LEAST_PADDED_ROWS: Final = 4096
 
 
-def embed(tokens: Array, table: Array) -> Array:
-    """See `detjax.ops.embed`."""
-    return table[tokens]
-
-
-def matmul(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    residual: Array | None,
-    *,
-    layout: WeightLayout,
-    epilogue: Epilogue,
-    out_dtype: DTypeLike,
-) -> Array:
-    """See `detjax.ops.matmul`."""
-    transposed = w if layout == "kn" else jnp.swapaxes(w, -1, -2)
-
-    def linear(index: int | None) -> Array:
-        part = transposed if index is None else transposed[index]
-        z = jnp.matmul(*_operands(x, part), precision="highest", preferred_element_type=ACCUMULATOR)
-        return z if bias is None else z + _broadcast((bias if index is None else bias[index]).astype(ACCUMULATOR), z)
-
-    if epilogue.gated:
-        assert epilogue.activation is not None
-        y = _activation(epilogue.activation)(linear(0)) * linear(1)
-    else:
-        y = linear(None)
-        if epilogue.activation is not None:
-            y = _activation(epilogue.activation)(y)
-    if epilogue.soft_cap is not None:
-        y = epilogue.soft_cap * jnp.tanh(y / epilogue.soft_cap)
-    if residual is not None:
-        y = y + residual.astype(ACCUMULATOR)
-    return y.astype(out_dtype)
-
-
-def _operands(x: Array, y: Array) -> tuple[Array, Array]:
-    """What a dot with a float32 result takes: XLA's CPU runtime (jaxlib 0.11.2) has none of bfloat16 for one row."""
-    if backends.target() == "cpu":
-        return x.astype(ACCUMULATOR), y.astype(ACCUMULATOR)
-    return x, y
-
-
-def _broadcast(vector: Array, like: Array) -> Array:
-    return jnp.broadcast_to(vector, like.shape)
-
-
-def _activation(name: Activation):
-    if name.startswith("gelu"):
-        return lambda z: jax.nn.gelu(z, approximate=name == "gelu_tanh")
-    return getattr(jax.nn, name)
-
-
-def rms_norm(
-    x: Array, weight: Array, residual: Array | None, *, eps: float, weight_offset: float
-) -> tuple[Array, Array | None]:
-    """See `detjax.ops.rms_norm`; the second result is None without a residual."""
-    h = x if residual is None else x + residual
-    wide = h.astype(ACCUMULATOR)
-    y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    y = (y * _broadcast(weight.astype(ACCUMULATOR) + weight_offset, y)).astype(x.dtype)
-    return y, None if residual is None else h
-
-
-def softmax(x: Array) -> Array:
-    """See `detjax.ops.softmax`."""
-    return jax.nn.softmax(x.astype(ACCUMULATOR), axis=-1)
-
-
-def log_softmax(x: Array) -> Array:
-    """See `detjax.ops.log_softmax`."""
-    return jax.nn.log_softmax(x.astype(ACCUMULATOR), axis=-1)
-
-
-def logsumexp(x: Array) -> Array:
-    """See `detjax.ops.logsumexp`."""
-    return jax.nn.logsumexp(x.astype(ACCUMULATOR), axis=-1)
-
-
-def rope(x: Array, positions: Array, inverse_frequencies: Array, *, scale: float) -> Array:
-    """See `detjax.ops.rope`."""
-    angles = positions.astype(ACCUMULATOR)[..., None, None]
-    angles = angles * inverse_frequencies.reshape((1,) * (angles.ndim - 1) + (-1,))
-    cos, sin = jnp.cos(angles) * scale, jnp.sin(angles) * scale
-    first, second = jnp.split(x.astype(ACCUMULATOR), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
 def attention(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Array | QuantizedPages,
+    v_pages: Array | QuantizedPages,
     page_table: Array,
     q_start: Array,
     kv_length: Array,
@@ -123,6 +35,7 @@ def attention(
     masking: Masking,
 ) -> Array:
     """See `detjax.ops.attention`. Decode is cuDNN's where that can do it."""
+    k_pages, v_pages = (_dequantized(pages, q.dtype) for pages in (k_pages, v_pages))
     batch, tokens, heads, width = q.shape
     kv_heads = k_pages.shape[1]
     # cuDNN lines queries up with the first keys: a window would lie there.
@@ -136,7 +49,7 @@ def attention(
         for pages in (k_pages, v_pages)
     )
     grouped = q.reshape(batch, tokens, kv_heads, -1, width)
-    operands = _operands(grouped, k)
+    operands = dot_operands(grouped, k)
     s = jnp.einsum("bthgk,bhsk->bhgts", *operands, precision="highest", preferred_element_type=ACCUMULATOR)
     s = s.reshape(batch, heads, tokens, -1) * masking.scale
     if masking.soft_cap is not None:
@@ -162,14 +75,14 @@ def attention(
         p = jax.nn.softmax(s, axis=-1)
     p = jnp.where(visible, p, 0.0).astype(v.dtype).reshape(batch, kv_heads, -1, tokens, s.shape[-1])
     v = jnp.where(own.swapaxes(-1, -2), v, jnp.zeros_like(v))
-    o = jnp.einsum("bhgts,bhsk->bthgk", *_operands(p, v), precision="highest", preferred_element_type=ACCUMULATOR)
+    o = jnp.einsum("bhgts,bhsk->bthgk", *dot_operands(p, v), precision="highest", preferred_element_type=ACCUMULATOR)
     return o.reshape(batch, tokens, heads, -1).astype(q.dtype)
 
 
 def ragged_attention(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Array | QuantizedPages,
+    v_pages: Array | QuantizedPages,
     page_table: Array,
     q_row: Array,
     q_length: Array,
@@ -177,14 +90,11 @@ def ragged_attention(
     kv_length: Array,
     sinks: Array | None,
     *,
-    request: Array,
-    index: Array,
     masking: Masking,
 ) -> Array:
-    """See `detjax.ops.ragged_attention`. It is cuDNN's where that can do it, else each row is a request.
-
-    `request` and `index` say of each row whose it is, and how far behind that one's first.
-    """
+    """See `detjax.ops.ragged_attention`. cuDNN serves it where it can; elsewhere each row is a request of its own."""
+    k_pages, v_pages = (_dequantized(pages, q.dtype) for pages in (k_pages, v_pages))
+    request, index = request_of_rows(q.shape[0], q_row)
     rows, requests = q.shape[0], page_table.shape[0]
     position = q_start[request] + index
     if not _has_cudnn(q, v_pages, sinks, masking):
@@ -213,6 +123,10 @@ def ragged_attention(
         return attend(0, o)
     present = jnp.max(jnp.where(q_length > 0, jnp.arange(1, requests + 1), 0))
     return jax.lax.fori_loop(0, -(-present // together), lambda turn, o: attend(turn * together, o), o)
+
+
+def _dequantized(pages: Array | QuantizedPages, dtype: DTypeLike) -> Array:
+    return dequantized(pages, dtype) if isinstance(pages, QuantizedPages) else pages
 
 
 def _has_cudnn(q: Array, v_pages: Array, sinks: Array | None, masking: Masking) -> bool:
@@ -266,46 +180,3 @@ def _cudnn(
         cudnn.check_cudnn_version(),
         False,
     )
-
-
-def sample(
-    logits: Array,
-    seed: Array,
-    position: Array,
-    sample_index: Array,
-    temperature: Array,
-    top_k: Array,
-    top_p: Array,
-    min_p: Array,
-    *,
-    filtered: bool,
-) -> tuple[Array, Array]:
-    """See `detjax.ops.sample`."""
-    logits = logits.astype(ACCUMULATOR)
-    greedy = temperature == 0
-    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
-    if filtered:
-        order = jnp.argsort(-scaled, axis=-1, stable=True)
-        ranked = jnp.take_along_axis(scaled, order, axis=-1)
-        rank = jnp.arange(logits.shape[-1])[None, :]
-        kept = rank < jnp.where(top_k > 0, top_k, logits.shape[-1])[:, None]
-        probability = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
-        before = jnp.cumsum(probability, axis=-1) - probability
-        kept = kept & ((before < top_p[:, None]) | (rank == 0)) & (probability >= min_p[:, None] * probability[:, :1])
-        kept = jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
-        scaled = jnp.where(kept, scaled, -jnp.inf)
-
-    def gumbel(seed: Array, position: Array, sample_index: Array) -> Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl=PRNG), position)
-        return jax.random.gumbel(jax.random.fold_in(key, sample_index), logits.shape[-1:], ACCUMULATOR)
-
-    noise = jax.vmap(gumbel)(seed, position, sample_index)
-    token = jnp.argmax(jnp.where(greedy[:, None], logits, scaled + noise), axis=-1).astype(jnp.int32)
-    logprob = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), token[:, None], axis=-1)[:, 0]
-    return token, logprob
-
-
-def top_logprobs(logits: Array, *, count: int) -> tuple[Array, Array]:
-    """See `detjax.ops.top_logprobs`."""
-    logprobs, tokens = jax.lax.top_k(jax.nn.log_softmax(logits.astype(ACCUMULATOR), axis=-1), count)
-    return tokens.astype(jnp.int32), logprobs

@@ -1,0 +1,16 @@
+"""Sums over the devices of a mesh by XLA, in an order that the network chooses."""
+
+from jax import lax
+from jaxtyping import Array
+
+from detjax.options import AxisName
+
+
+def psum(term: Array, axis_name: AxisName) -> Array:
+    """See `detjax.ops.psum`."""
+    return lax.psum(term, axis_name)
+
+
+def psum_scatter(term: Array, axis_name: AxisName) -> Array:
+    """See `detjax.ops.psum_scatter`."""
+    return lax.psum_scatter(term, axis_name, tiled=True)

@@ -1,0 +1,54 @@
+"""Matrix products by XLA, with the linear layer's epilogues."""
+
+from collections.abc import Callable
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike
+
+from detjax.contract import ACCUMULATOR
+from detjax.options import Activation, Epilogue, WeightLayout
+from detjax.stock.dot import dot_operands
+
+DIFFERENTIATED_BY_JAX: Final = True
+
+
+def matmul(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    residual: Array | None,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+) -> Array:
+    """See `detjax.ops.matmul`."""
+    transposed = w if layout == "kn" else jnp.swapaxes(w, -1, -2)
+
+    def linear(index: int | None) -> Array:
+        part = transposed if index is None else transposed[index]
+        z = jnp.matmul(*dot_operands(x, part), precision="highest", preferred_element_type=ACCUMULATOR)
+        if bias is None:
+            return z
+        return z + jnp.broadcast_to((bias if index is None else bias[index]).astype(ACCUMULATOR), z.shape)
+
+    if epilogue.gated:
+        assert epilogue.activation is not None
+        y = _activation(epilogue.activation)(linear(0)) * linear(1)
+    else:
+        y = linear(None)
+        if epilogue.activation is not None:
+            y = _activation(epilogue.activation)(y)
+    if epilogue.soft_cap is not None:
+        y = epilogue.soft_cap * jnp.tanh(y / epilogue.soft_cap)
+    if residual is not None:
+        y = y + residual.astype(ACCUMULATOR)
+    return y.astype(out_dtype)
+
+
+def _activation(name: Activation) -> Callable[[Array], Array]:
+    if name.startswith("gelu"):
+        return lambda z: jax.nn.gelu(z, approximate=name == "gelu_tanh")
+    return getattr(jax.nn, name)
