@@ -43,8 +43,9 @@ from detjax import ops
 from detjax.bench.shapes import MODELS, TOKENS, Widths
 from detjax.bench.timing import device_time, rotations, torch_time, turns
 from detjax.options import Epilogue, WeightLayout
-from detjax.pallas.hopper.matmul import kernel
-from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule, choose, key, table
+from detjax.pallas.hopper.matmul.kernel import Operands, product
+from detjax.pallas.hopper.matmul.plan import Problem, Schedule
+from detjax.pallas.hopper.matmul.tuning import default_schedule, key, table
 
 OURS, XLA, TORCH = "detjax", "xla", "torch"
 STOCK: Final = detjax.backends.STOCK
@@ -281,7 +282,7 @@ def result(problem: Problem, seconds: dict[str, float], backend: str) -> dict[st
     out["teraflops"] = round(operations(problem) / own / 1e12, 2)
     if backend == "hopper":
         kind = detjax.backends.device_kind()
-        out |= {"schedule": schedule_name(choose(problem, kind)), "tuned": key(problem) in table(kind)}
+        out |= {"schedule": schedule_name(default_schedule(problem, kind)), "tuned": key(problem) in table(kind)}
     return out
 
 
@@ -372,7 +373,7 @@ def compare_schedules(sizes: Sizes, bits: Bits) -> None:
     w = drawn((n, k), jnp.asarray(0))
     for m in sizes.scheduled_tokens if known else ():
         x = tokens(m, k, sizes.most_tokens)
-        fitting = [s for s in spread if not Plan(Problem(m, n, k), s).faults()]
+        fitting = [s for s in spread if s.fits(Problem(m, n, k))]
         with ThreadPoolExecutor(BUILDERS) as pool:
             built = pool.map(lambda s, x=x: build(by_schedule(s), "hopper", x, w), fitting)
             results = [program(x, w) for program in built]
@@ -385,7 +386,7 @@ def compare_schedules(sizes: Sizes, bits: Bits) -> None:
 def by_schedule(schedule: Schedule) -> Callable[[jax.Array, jax.Array], jax.Array]:
     def call(x: jax.Array, w: jax.Array) -> jax.Array:
         options = {"layout": "nk", "epilogue": Epilogue(), "out_dtype": BF16}
-        return kernel.product(x, w, None, None, schedule=schedule, **options)
+        return product(Operands(x, w), schedule=schedule, **options)
 
     return call
 

@@ -21,7 +21,7 @@ from detjax.bench import compile as compiling
 from detjax.bench import run as running
 from detjax.bench.tune import Trial, tune
 from detjax.engine import Engine
-from detjax.pallas.hopper.matmul import plan as schedules
+from detjax.pallas.hopper.matmul import tuning as schedules
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 

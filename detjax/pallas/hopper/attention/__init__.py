@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from detjax import backends
 from detjax.contract import KV_BLOCK, QUERY_UNIT
+from detjax.numerics import round_up
 from detjax.options import Masking
 from detjax.pallas.hopper.attention import backward as hopper_backward
 from detjax.pallas.hopper.attention import decode, prefill
@@ -15,8 +16,7 @@ from detjax.pallas.hopper.attention.dequantize import read_pages
 from detjax.pallas.hopper.attention.mask import words_of
 from detjax.pallas.hopper.attention.prefill import Tiles
 from detjax.pallas.hopper.attention.warpgroups import TILE
-from detjax.pallas.hopper.matmul.kernel import DTYPES
-from detjax.pallas.hopper.matmul.plan import round_up
+from detjax.pallas.hopper.device import DTYPES
 from detjax.portable.quantized_kv import QuantizedPages
 
 WIDTHS: Final = (*range(16, 129, 16), 192, 256)
