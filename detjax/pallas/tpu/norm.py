@@ -1,10 +1,10 @@
-"""RMS norm on TPUs (Mosaic TPU): a tile of whole rows is brought to VMEM once, added piece by piece, and written.
+"""RMS norm on TPUs (Mosaic TPU): a tile of whole rows is brought to VMEM once, summed piece by piece, and written.
 
-The speed is that of memory. Gradients are the portable backend's.
+Its speed is that of memory. The gradients are the portable backend's.
 """
 
-from collections.abc import Sequence
-from typing import Any, Final
+import dataclasses
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -13,70 +13,135 @@ from jax.experimental.pallas import tpu as pltpu
 
 from detjax.contract import ACCUMULATOR
 from detjax.pallas.tpu.device import check_dtypes
-from detjax.pallas.tpu.rows import PIECE, filled, pieces_of, row_sum, row_tile, squares
+from detjax.pallas.tpu.rows import (
+    PIECE,
+    Problem,
+    Schedule,
+    filled_from,
+    piece_columns,
+    piece_count,
+    row_sum,
+    rows_within,
+    squares,
+)
 from detjax.portable import norm as portable
 from detjax.portable.tiles import flat_rows
 
-# Row sums in the same order, arithmetic on single elements, and tiles of one shape: XLA has nothing to choose here.
+# The portable backend's program adds rows in the same order, does the rest on single elements, and has tiles of one
+# shape, so XLA has no choice in it that could change a bit.
 backward = portable.backward
 
 TILE_BYTES: Final = 256 * 1024
-"""Of one operand's tile: enough for a step of the grid to take as long as its copies, several times over in VMEM."""
+"""Bytes of one operand's tile. A grid step then takes as long as its copies, and several tiles fit into VMEM."""
 MOST_ROWS: Final = 256
-"""Of a tile: short rows fill registers long before they fill VMEM."""
+"""Most rows of a tile: short rows fill the registers long before they fill VMEM."""
+
+
+def default_schedule(problem: Problem) -> Schedule:
+    """The schedule of RMS norm for rows of this width and dtype."""
+    row_bytes = problem.width * problem.dtype.itemsize
+    return Schedule(rows_within(problem.dtype, row_bytes, TILE_BYTES, MOST_ROWS))
 
 
 def forward(
-    x: Array, weight: Array, residual: Array | None, *, eps: float, weight_offset: float, rows: int | None = None
+    x: Array,
+    weight: Array,
+    residual: Array | None,
+    *,
+    eps: float,
+    weight_offset: float,
+    schedule: Schedule | None = None,
 ) -> tuple[Array, Array | None]:
-    """`(y, None)`, or `(y, h)` with `h = rn(x + residual)` where there is a residual; y is the norm of h then.
+    """`(y, None)`, or `(y, h)` with `h = rn(x + residual)` if there is a residual, in which case y is the norm of h.
 
-    `rows` of a tile are a schedule: no bit depends on them.
+    Args:
+        x: rows `[*B, D]`.
+        weight: `[D]`.
+        residual: `[*B, D]`, or None.
+        eps: added to the mean of the squares.
+        weight_offset: added to the weight, in float32.
+        schedule: default: `default_schedule`'s.
 
     Raises:
-        NotImplementedError: a dtype is none of `tpu.DTYPES`.
+        NotImplementedError: a dtype is not one of `device.DTYPES`.
+        ValueError: the schedule does not serve the problem.
     """
     check_dtypes("rms_norm", x, weight, residual)
-    operands = (flat_rows(x), *(() if residual is None else (flat_rows(residual),)))
-    y, *h = _kernel(operands, weight[None], eps, weight_offset, rows)
-    return y.reshape(x.shape), h[0].reshape(x.shape) if h else None
+    problem = Problem("rms_norm", x.shape[-1], x.dtype)
+    schedule = schedule or default_schedule(problem)
+    schedule.check(problem)
 
+    inputs = _Inputs(flat_rows(x), None if residual is None else flat_rows(residual))
+    rows, pieces = schedule.rows, piece_count(problem.width)
+    tile = pl.BlockSpec((rows, pieces * PIECE), lambda i: (i, 0))
+    residual_tile = None if residual is None else tile
+    shape = jax.ShapeDtypeStruct(inputs.x.shape, x.dtype)
 
-def _kernel(
-    operands: tuple[Array, ...], weight: Array, eps: float, weight_offset: float, rows: int | None
-) -> Sequence[Array]:
-    """The norm of `[M, D]`, and the sum of the operands where there are two."""
-    (M, D), dtype = operands[0].shape, operands[0].dtype
-    pieces = pieces_of(D)
-    R = rows or row_tile(dtype, D * dtype.itemsize, TILE_BYTES, MOST_ROWS)
+    def kernel(inputs: _Inputs, weight: Any, outputs: _Outputs) -> None:
+        _Kernel(inputs, weight, outputs, problem.width, eps, weight_offset).run()
 
-    def body(*refs: Any) -> None:
-        *operand_refs, weight_ref, y_ref = refs[: len(operands) + 2]
-        h_ref = refs[-1] if len(operands) > 1 else operand_refs[0]
-
-        def at(piece: int) -> tuple[slice, slice]:
-            return slice(None), slice(piece * PIECE, (piece + 1) * PIECE)
-
-        if len(operands) > 1:
-            for piece in map(at, range(pieces)):
-                left, right = (ref[piece].astype(ACCUMULATOR) for ref in operand_refs)
-                h_ref[piece] = (left + right).astype(dtype)
-
-        def square(piece: int) -> Array:
-            return filled(squares(h_ref[at(piece)].astype(ACCUMULATOR)), D - piece * PIECE, 0.0)
-
-        scale = lax.rsqrt(row_sum([square(piece) for piece in range(pieces)]) / D + eps)
-        for piece in map(at, range(pieces)):
-            w = weight_ref[piece].astype(ACCUMULATOR) + weight_offset
-            y_ref[piece] = (h_ref[piece].astype(ACCUMULATOR) * scale * w).astype(dtype)
-
-    tile = pl.BlockSpec((R, pieces * PIECE), lambda i: (i, 0))
-    return pl.pallas_call(
-        body,
-        out_shape=[jax.ShapeDtypeStruct((M, D), dtype)] * len(operands),
-        grid=(pl.cdiv(M, R),),
-        in_specs=[*[tile] * len(operands), pl.BlockSpec((1, pieces * PIECE), lambda i: (0, 0))],
-        out_specs=[tile] * len(operands),
+    (outputs,) = pl.pallas_call(
+        kernel,
+        out_shape=[_Outputs(shape, None if residual is None else shape)],
+        grid=(pl.cdiv(shape.shape[0], rows),),
+        in_specs=[_Inputs(tile, residual_tile), pl.BlockSpec((1, pieces * PIECE), lambda i: (0, 0))],
+        out_specs=[_Outputs(tile, residual_tile)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         name="rms_norm",
-    )(*operands, weight)
+    )(inputs, weight[None])
+    return outputs.y.reshape(x.shape), None if outputs.h is None else outputs.h.reshape(x.shape)
+
+
+class _Inputs(NamedTuple):
+    """Rows `[M, D]` that the kernel reads, or their tile; the residual is None if there is none."""
+
+    x: Any
+    residual: Any
+
+
+class _Outputs(NamedTuple):
+    """Rows `[M, D]` that the kernel writes, or their tile; h is None if there is no residual."""
+
+    y: Any
+    h: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Kernel:
+    """The norm of one tile of rows, with references to its arrays in VMEM."""
+
+    inputs: _Inputs
+    weight: Any
+    outputs: _Outputs
+    width: int
+    eps: float
+    weight_offset: float
+
+    def run(self) -> None:
+        pieces = range(piece_count(self.width))
+        if self.inputs.residual is not None:
+            for piece in pieces:
+                self.add_residual(piece)
+        scale = lax.rsqrt(row_sum([self.square(piece) for piece in pieces]) / self.width + self.eps)
+        for piece in pieces:
+            self.store(piece, scale)
+
+    @property
+    def normalized(self) -> Any:
+        """The rows whose norm is taken: x, or its sum with the residual after that was rounded and written."""
+        return self.inputs.x if self.outputs.h is None else self.outputs.h
+
+    def add_residual(self, piece: int) -> None:
+        place = slice(None), piece_columns(piece)
+        x, residual = (ref[place].astype(ACCUMULATOR) for ref in self.inputs)
+        self.outputs.h[place] = (x + residual).astype(self.outputs.h.dtype)
+
+    def square(self, piece: int) -> Array:
+        x = self.normalized[:, piece_columns(piece)].astype(ACCUMULATOR)
+        return filled_from(squares(x), self.width - piece * PIECE, 0.0)
+
+    def store(self, piece: int, scale: Array) -> None:
+        place = slice(None), piece_columns(piece)
+        weight = self.weight[place].astype(ACCUMULATOR) + self.weight_offset
+        y = self.normalized[place].astype(ACCUMULATOR) * scale * weight
+        self.outputs.y[place] = y.astype(self.outputs.y.dtype)

@@ -1,13 +1,14 @@
-"""The next token on TPUs (Mosaic TPU): logits are read once, noise is made where it is used, nothing is stored.
+"""The next token on TPUs (Mosaic TPU): logits are read once, and noise is made where it is used and never stored.
 
 One kernel streams the blocks of a tile of rows through VMEM. It keeps the best candidate of every lane, and the maximum
-and the sum of every block; at the end of the row the lanes meet. Where rows have filters, sorting and deciding what is
-kept are the portable backend's part.
+and the sum of every block. After the last block it chooses among the lanes' candidates. If requests have filters, the
+portable backend sorts the logits and decides which of them are kept.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,16 +16,51 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
-from detjax.contract import ACCUMULATOR, SOFTMAX_BLOCK
+from detjax.contract import ACCUMULATOR
 from detjax.pallas.gumbel import NO_ID, beats, gumbel
-from detjax.pallas.tpu import softmax
+from detjax.pallas.tpu import rows as tpu_rows
 from detjax.pallas.tpu.device import check_dtypes
-from detjax.pallas.tpu.rows import LOWEST, PIECE, lane_ids, row_unit, wide
-from detjax.pallas.tpu.softmax import blocks_of_row, end_of_row, pieces_of_block
+from detjax.pallas.tpu.rows import LOWEST, PIECE, Problem, in_every_lane, lane_ids, register_rows
+from detjax.pallas.tpu.softmax import BlockStatistics, RowBlocks, finished, row_constant
 from detjax.portable import sampling as portable
 
-PIECES_TOGETHER: Final = 8
-"""Pieces whose noise is made at the same time: one alone waits for each of its instructions."""
+MOST_PIECES_TOGETHER: Final = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule(tpu_rows.Schedule):
+    """How the kernel divides its work. No bit depends on it.
+
+    Attributes:
+        rows: rows of a tile, which one step of the grid handles together.
+        pieces_together: pieces of a block whose noise is made at the same time.
+    """
+
+    pieces_together: int
+
+    def check(self, problem: Problem) -> None:
+        """Returns if the schedule serves the problem.
+
+        Raises:
+            ValueError: the tile's rows don't fill whole registers, or the pieces of a block are not so many groups.
+        """
+        super().check(problem)
+        pieces = RowBlocks(problem.width).pieces
+        if self.pieces_together < 1 or pieces % self.pieces_together:
+            raise ValueError(
+                f"{problem.operation}: the schedule makes noise for {self.pieces_together} pieces together; accepted: "
+                f"divisors of {pieces}, the pieces of a block. Choose one of them."
+            )
+
+
+def default_schedule(problem: Problem) -> Schedule:
+    """The schedule of sampling from rows of this width and dtype.
+
+    Noise takes more instructions than everything else. So a tile has few rows, of which few can be beyond the batch,
+    and several pieces have their noise made together, since one alone waits for each of its instructions.
+    """
+    pieces = RowBlocks(problem.width).pieces
+    return Schedule(register_rows(problem.dtype), math.gcd(pieces, MOST_PIECES_TOGETHER))
 
 
 def sample(
@@ -38,125 +74,197 @@ def sample(
     min_p: Array,
     *,
     filtered: bool,
-    rows: int | None = None,
+    schedule: Schedule | None = None,
 ) -> tuple[Array, Array]:
     """Tokens `[B]` int32 and their logprobs `[B]` float32; see `detjax.ops.sample`.
 
-    `rows` of a tile are a schedule: no bit depends on them.
-
     Raises:
-        NotImplementedError: the logits' dtype is none of `tpu.DTYPES`.
+        NotImplementedError: the logits' dtype is not one of `device.DTYPES`.
+        ValueError: the schedule does not serve the problem.
     """
     check_dtypes("sample", logits)
     keys = jax.random.key_data(jax.vmap(portable.sample_key)(seed, position, sample_index))
-    kept = (portable.masked(logits, temperature, top_k, top_p, min_p),) if filtered else ()
-    return chosen((logits, *kept), keys, temperature, rows)
+    kept = portable.masked(logits, temperature, top_k, top_p, min_p) if filtered else None
+    return sample_with_keys(logits, kept, keys, temperature, schedule)
 
 
-def chosen(
-    operands: tuple[Array, ...], keys: Array, temperature: Array, rows: int | None = None
+def sample_with_keys(
+    logits: Array, kept: Array | None, keys: Array, temperature: Array, schedule: Schedule | None = None
 ) -> tuple[Array, Array]:
-    """Tokens and logprobs of logits `[B, V]`, followed by those logits that filters leave, where there are filters."""
-    B, V = operands[0].shape
-    blocks = blocks_of_row(V)
-    # Noise takes more instructions than all else: there are to be few rows in a tile that are not there in the batch.
-    R = rows or row_unit(operands[0].dtype)
-    pieces = pieces_of_block(V)
-    together = math.gcd(pieces, PIECES_TOGETHER)
+    """Tokens `[B]` int32 and their logprobs `[B]` float32.
 
-    def body(*refs: Any) -> None:
-        x_ref, kept_ref = refs[0], refs[len(operands) - 1]
-        keys_ref, temperature_ref, token_ref, logprob_ref, m_ref, l_ref, *best_refs = refs[len(operands) :]
-        block = pl.program_id(1)
+    Args:
+        logits: `[B, V]`.
+        kept: the logits with -inf for each one that a filter removed, `[B, V]`; None without filters.
+        keys: the key of each row's noise, uint32 `[B, 2]`.
+        temperature: `[B]`; rows of temperature 0 are greedy.
+        schedule: default: `default_schedule`'s.
 
-        m, total = softmax.block_statistics(lambda: softmax.pieces_at(x_ref, block, V, -jnp.inf))
-        m_ref[block] = wide(m)
-        l_ref[block] = wide(total)
+    Raises:
+        ValueError: the schedule does not serve the problem.
+    """
+    batch, width = logits.shape
+    problem = Problem("sample", width, logits.dtype)
+    schedule = schedule or default_schedule(problem)
+    schedule.check(problem)
+    rows, blocks = schedule.rows, RowBlocks(width)
 
-        @pl.when(block == 0)
-        def _() -> None:
-            for ref, nothing in zip(best_refs, (-jnp.inf, NO_ID, -jnp.inf), strict=True):
-                ref[...] = jnp.full(ref.shape, nothing, ref.dtype)
+    def kernel(inputs: _Inputs, outputs: _Outputs, statistics: BlockStatistics, best: _Candidates) -> None:
+        _Kernel(schedule, blocks, inputs, outputs, statistics, best).run()
 
-        temperature = temperature_ref[...]
-        warm = jnp.max(jnp.where(temperature == 0, 0.0, 1.0)) > 0
-        left = end_of_row(block, V)
-
-        def keep_best(value_of: Callable[[Array, Array, Array], Array]) -> None:
-            """Brings the lanes' best up to date with `value_of(logits, kept logits, ids)` of this block."""
-
-            def step(index: Array, best: tuple[Array, ...]) -> tuple[Array, ...]:
-                for piece in (index * together + i for i in range(together)):
-                    place = pl.ds(pl.multiple_of(piece * PIECE, PIECE), PIECE)
-                    column = lane_ids(R) + piece * PIECE
-                    token = column + block * SOFTMAX_BLOCK
-                    x, kept = x_ref[:, place].astype(ACCUMULATOR), kept_ref[:, place].astype(ACCUMULATOR)
-                    value = value_of(x, kept, token)
-                    better = (beats(value, best[0]) | (best[1] == NO_ID)) & (column < left)
-                    new = value, token, x
-                    best = tuple(jnp.where(better, n, old) for n, old in zip(new, best, strict=True))
-                return best
-
-            best = lax.fori_loop(0, pieces // together, step, tuple(ref[...] for ref in best_refs))
-            for ref, new in zip(best_refs, best, strict=True):
-                ref[...] = new
-
-        @pl.when(jnp.logical_not(warm))
-        def _() -> None:
-            keep_best(lambda x, kept, token: x)
-
-        @pl.when(warm)
-        def _() -> None:
-            greedy = wide(temperature) == 0
-            inverse = wide(1 / jnp.where(temperature == 0, 1.0, temperature))
-            key = wide(keys_ref[:, 0:1]), wide(keys_ref[:, 1:2])
-
-            def value_of(x: Array, kept: Array, token: Array) -> Array:
-                scaled = kept * inverse
-                # A NaN stays one. What a filter took out is below all else; a logit of -inf itself is not.
-                scaled = jnp.where(scaled < LOWEST, LOWEST, scaled)
-                if len(operands) > 1:
-                    scaled = jnp.where((kept == -jnp.inf) & (x != -jnp.inf), -jnp.inf, scaled)
-                return jnp.where(greedy, x, scaled + gumbel(key, lax.bitcast_convert_type(token, jnp.uint32)))
-
-            keep_best(value_of)
-
-        @pl.when(block == blocks - 1)
-        def _() -> None:
-            m, total = softmax.merged_statistics(m_ref, l_ref)
-            token, logit = _best_of_lanes(*(ref[...] for ref in best_refs))
-            constant = softmax.row_constant("log_softmax", total)
-            token_ref[...] = token
-            logprob_ref[...] = softmax.finished("log_softmax", wide(logit), m, constant)[:, :1]
-
-    tile = pl.BlockSpec((R, pieces * PIECE), lambda i, b: (i, b))
-    column = pl.BlockSpec((R, 1), lambda i, b: (i, 0))
-    token, logprob = pl.pallas_call(
-        body,
-        out_shape=[jax.ShapeDtypeStruct((B, 1), jnp.int32), jax.ShapeDtypeStruct((B, 1), ACCUMULATOR)],
-        grid=(pl.cdiv(B, R), blocks),
-        in_specs=[*[tile] * len(operands), pl.BlockSpec((R, 2), lambda i, b: (i, 0)), column],
-        out_specs=[column, column],
-        scratch_shapes=[
-            *[pltpu.VMEM((blocks, R, PIECE), ACCUMULATOR)] * 2,
-            pltpu.VMEM((R, PIECE), ACCUMULATOR),
-            pltpu.VMEM((R, PIECE), jnp.int32),
-            pltpu.VMEM((R, PIECE), ACCUMULATOR),
-        ],
+    tile = pl.BlockSpec((rows, blocks.columns), lambda i, b: (i, b))
+    column = pl.BlockSpec((rows, 1), lambda i, b: (i, 0))
+    key_columns = pl.BlockSpec((rows, 2), lambda i, b: (i, 0))
+    # Rows beyond the batch are greedy, so a tile without other rows makes no noise.
+    padded_temperature = jnp.pad(temperature, (0, -batch % rows))[:, None]
+    (outputs,) = pl.pallas_call(
+        kernel,
+        out_shape=[_Outputs(*(jax.ShapeDtypeStruct((batch, 1), dtype) for dtype in (jnp.int32, ACCUMULATOR)))],
+        grid=(pl.cdiv(batch, rows), blocks.count),
+        in_specs=[_Inputs(tile, None if kept is None else tile, key_columns, column)],
+        out_specs=[_Outputs(column, column)],
+        scratch_shapes=[BlockStatistics.scratch(blocks, rows), _Candidates.scratch(rows)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="sample",
-    )(*operands, keys, jnp.pad(temperature, (0, -B % R))[:, None])  # rows that are not there are greedy
-    return token[:, 0], logprob[:, 0]
+    )(_Inputs(logits, kept, keys, padded_temperature))
+    return outputs.token[:, 0], outputs.logprob[:, 0]
 
 
-def _best_of_lanes(value: Array, token: Array, logit: Array) -> tuple[Array, Array]:
+class _Inputs(NamedTuple):
+    """Arrays that the kernel reads, or their parts in VMEM; see `sample_with_keys`."""
+
+    logits: Any
+    kept: Any
+    keys: Any
+    temperature: Any
+
+
+class _Outputs(NamedTuple):
+    """Tokens int32 and logprobs float32, `[rows, 1]`."""
+
+    token: Any
+    logprob: Any
+
+
+class _Candidates(NamedTuple):
+    """The best candidate of each lane so far, `[rows, 128]`: its value with noise, its id and its logit."""
+
+    value: Any
+    token: Any
+    logit: Any
+
+    @classmethod
+    def scratch(cls, rows: int) -> "_Candidates":
+        """The memory that the candidates take."""
+        dtypes = ACCUMULATOR, jnp.int32, ACCUMULATOR
+        return cls(*(pltpu.VMEM((rows, PIECE), dtype) for dtype in dtypes))
+
+    def load(self) -> "_Candidates":
+        return _Candidates(*(ref[...] for ref in self))
+
+    def store(self, candidates: "_Candidates") -> None:
+        for ref, new in zip(self, candidates, strict=True):
+            ref[...] = new
+
+    def clear(self) -> None:
+        for ref, nothing in zip(self, (-jnp.inf, NO_ID, -jnp.inf), strict=True):
+            ref[...] = jnp.full(ref.shape, nothing, ref.dtype)
+
+
+_ValueOf = Callable[[Array, Array, Array], Array]
+"""A function of logits, kept logits and ids that gives the values whose largest is taken."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Kernel:
+    """One block of a tile of rows, with references to the arrays in VMEM."""
+
+    schedule: Schedule
+    blocks: RowBlocks
+    inputs: _Inputs
+    outputs: _Outputs
+    statistics: BlockStatistics
+    best: _Candidates
+
+    def run(self) -> None:
+        block = pl.program_id(1)
+        self.statistics.store(block, lambda: self.blocks.load(self.inputs.logits, block, -jnp.inf))
+        pl.when(block == 0)(self.best.clear)
+
+        temperature = self.inputs.temperature[...]
+        needs_noise = jnp.max(jnp.where(temperature == 0, 0.0, 1.0)) > 0
+        end = self.blocks.end_of_row(block)
+
+        @pl.when(jnp.logical_not(needs_noise))
+        def compare_logits() -> None:
+            self.update_best(block, end, lambda logits, kept, token: logits)
+
+        @pl.when(needs_noise)
+        def compare_with_noise() -> None:
+            self.update_best(block, end, self.noisy_values(temperature))
+
+        pl.when(block == self.blocks.count - 1)(self.store)
+
+    def noisy_values(self, temperature: Array) -> _ValueOf:
+        """A function that gives the scaled logits with Gumbel noise, or the logits of greedy rows."""
+        greedy = in_every_lane(temperature) == 0
+        inverse = in_every_lane(1 / jnp.where(temperature == 0, 1.0, temperature))
+        key = in_every_lane(self.inputs.keys[:, 0:1]), in_every_lane(self.inputs.keys[:, 1:2])
+
+        def values(logits: Array, kept: Array, token: Array) -> Array:
+            scaled = kept * inverse
+            # A NaN stays one. A logit that a filter removed is below all others; a logit that is -inf itself is not.
+            scaled = jnp.where(scaled < LOWEST, LOWEST, scaled)
+            if self.inputs.kept is not None:
+                scaled = jnp.where((kept == -jnp.inf) & (logits != -jnp.inf), -jnp.inf, scaled)
+            return jnp.where(greedy, logits, scaled + gumbel(key, lax.bitcast_convert_type(token, jnp.uint32)))
+
+        return values
+
+    def update_best(self, block: Array, end: int | Array, value_of: _ValueOf) -> None:
+        """Compares the lanes' best candidates with those of this block.
+
+        Args:
+            block: the block's index.
+            end: the column of the block in which the row ends.
+            value_of: gives the values that are compared.
+        """
+        together = self.schedule.pieces_together
+        logits_ref = self.inputs.logits
+        kept_ref = logits_ref if self.inputs.kept is None else self.inputs.kept
+
+        def step(index: Array, best: _Candidates) -> _Candidates:
+            for piece in (index * together + i for i in range(together)):
+                place = pl.ds(pl.multiple_of(piece * PIECE, PIECE), PIECE)
+                column = lane_ids(self.schedule.rows) + piece * PIECE
+                token = column + self.blocks.first_column(block)
+                logits, kept = logits_ref[:, place].astype(ACCUMULATOR), kept_ref[:, place].astype(ACCUMULATOR)
+                value = value_of(logits, kept, token)
+                better = (beats(value, best.value) | (best.token == NO_ID)) & (column < end)
+                candidates = _Candidates(value, token, logits)
+                best = _Candidates(*(jnp.where(better, new, old) for new, old in zip(candidates, best, strict=True)))
+            return best
+
+        self.best.store(lax.fori_loop(0, self.blocks.pieces // together, step, self.best.load()))
+
+    def store(self) -> None:
+        """Writes the token and its logprob, after the last block."""
+        m, total = self.statistics.merged()
+        token, logit = _best_of_lanes(self.best.load())
+        constant = row_constant("log_softmax", total)
+        self.outputs.token[...] = token
+        self.outputs.logprob[...] = finished("log_softmax", in_every_lane(logit), m, constant)[:, :1]
+
+
+def _best_of_lanes(candidates: _Candidates) -> tuple[Array, Array]:
     """The lowest id among the lanes with the largest value, `[rows, 1]`, and its logit."""
-    # Nothing here asks what a maximum makes of a NaN.
-    no_number = jnp.where(value != value, 1.0, 0.0)
+    value = candidates.value
+    # The comparisons are written so that none depends on what a maximum makes of a NaN.
+    not_a_number = jnp.where(value != value, 1.0, 0.0)
     top = jnp.max(jnp.where(value != value, -jnp.inf, value), axis=1, keepdims=True)
-    largest = no_number == jnp.max(no_number, axis=1, keepdims=True)
-    among = largest & ((value != value) | (value == top))
-    chosen = jnp.min(jnp.where(among, token, NO_ID), axis=1, keepdims=True)
-    # A NaN makes its whole row one, whatever its own logit is taken for.
-    own = jnp.where(token == chosen, logit, -jnp.inf)
-    return chosen, jnp.max(own, axis=1, keepdims=True)
+    has_largest = not_a_number == jnp.max(not_a_number, axis=1, keepdims=True)
+    is_best = has_largest & ((value != value) | (value == top))
+    token = jnp.min(jnp.where(is_best, candidates.token, NO_ID), axis=1, keepdims=True)
+    # A NaN makes the logprob of its whole row NaN, so the logit taken for it does not matter.
+    logit = jnp.where(candidates.token == token, candidates.logit, -jnp.inf)
+    return token, jnp.max(logit, axis=1, keepdims=True)

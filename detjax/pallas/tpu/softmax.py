@@ -1,13 +1,13 @@
-"""Softmax, log-softmax and logsumexp on TPUs (Mosaic TPU): blocks of a tile of rows stream through VMEM in order.
+"""Softmax, log-softmax and logsumexp on TPUs (Mosaic TPU): the blocks of a tile of rows stream through VMEM in order.
 
-The grid goes over a tile's blocks once for their maxima and sums, which stay in VMEM, and once more to write; rows that
-are not written are read once. In gradients the sums of rows are computed here; the arithmetic on single elements
-around them is XLA's, which has nothing to choose there.
+The grid visits the blocks of a tile once for their maxima and sums, which stay in VMEM, and a second time to write the
+result. Logsumexp writes no rows, so it visits them once. For gradients, only the row sums are computed by a kernel.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,210 +16,296 @@ from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
 from detjax.contract import ACCUMULATOR, LOG2_E, SOFTMAX_BLOCK
+from detjax.pallas import softmax_gradients
 from detjax.pallas.tpu.device import check_dtypes
-from detjax.pallas.tpu.rows import LOWEST, PIECE, filled, pieces_of, row_sum, row_tile, wide
+from detjax.pallas.tpu.rows import (
+    LOWEST,
+    PIECE,
+    Problem,
+    Schedule,
+    filled_from,
+    in_every_lane,
+    piece_columns,
+    piece_count,
+    row_sum,
+    rows_within,
+)
 from detjax.portable.tiles import flat_rows
 
 STATISTICS_BYTES: Final = 4 * 1024 * 1024
-"""Of the statistics of a tile's blocks. Vocabularies of language models take less, at `MOST_ROWS` rows."""
+"""Bytes of VMEM for the maxima and sums of a tile's blocks. Vocabularies of language models need less at `MOST_ROWS`."""
 MOST_ROWS: Final = 32
-"""Of a tile: with them a step of the grid takes longer to copy its block than to begin."""
+"""Most rows of a tile. With this many, a grid step takes longer to copy its block than to begin."""
 
 Operation = Literal["softmax", "log_softmax", "logsumexp"]
 
 
-def softmax(x: Array, rows: int | None = None) -> Array:
-    """`[*B, V]` float32; `rows` of a tile are a schedule, here and below: no bit depends on them."""
-    return _normalized("softmax", flat_rows(x), rows).reshape(x.shape)
+def default_schedule(problem: Problem) -> Schedule:
+    """The schedule of one of the three operations, or of "row_sums", which keeps no statistics of blocks."""
+    if problem.operation == "row_sums":
+        return Schedule(MOST_ROWS)
+    statistics_bytes = 2 * RowBlocks(problem.width).count * PIECE * jnp.dtype(ACCUMULATOR).itemsize
+    return Schedule(rows_within(problem.dtype, statistics_bytes, STATISTICS_BYTES, MOST_ROWS))
 
 
-def log_softmax(x: Array, rows: int | None = None) -> Array:
-    """`[*B, V]` float32."""
-    return _normalized("log_softmax", flat_rows(x), rows).reshape(x.shape)
+def softmax(x: Array, schedule: Schedule | None = None) -> Array:
+    """Softmax of rows: float32 `[*B, V]` of `[*B, V]`."""
+    return _normalized("softmax", flat_rows(x), schedule).reshape(x.shape)
 
 
-def logsumexp(x: Array, rows: int | None = None) -> Array:
-    """`[*B]` float32."""
-    return _normalized("logsumexp", flat_rows(x), rows).reshape(x.shape[:-1])
+def log_softmax(x: Array, schedule: Schedule | None = None) -> Array:
+    """Log-softmax of rows: float32 `[*B, V]` of `[*B, V]`."""
+    return _normalized("log_softmax", flat_rows(x), schedule).reshape(x.shape)
+
+
+def logsumexp(x: Array, schedule: Schedule | None = None) -> Array:
+    """Logsumexp of rows: float32 `[*B]` of `[*B, V]`."""
+    return _normalized("logsumexp", flat_rows(x), schedule).reshape(x.shape[:-1])
 
 
 def softmax_backward(y: Array, dy: Array) -> Array:
-    """Gradient of softmax's input, float32, from its output."""
-    # Behind the barrier the products are rounded before they are added.
-    return y * (dy - row_sums(lax.optimization_barrier(y * dy)))
+    """The gradient of softmax's input, float32, from its result."""
+    return softmax_gradients.softmax_gradient(y, dy, row_sums)
 
 
 def log_softmax_backward(y: Array, dy: Array) -> Array:
-    """Gradient of log-softmax's input, float32, from its output."""
-    # A maximum with the lowest number keeps the product from being contracted with the subtraction.
-    return dy - jnp.maximum(jnp.exp(y) * row_sums(dy), LOWEST)
+    """The gradient of log-softmax's input, float32, from its result."""
+    return softmax_gradients.log_softmax_gradient(y, dy, row_sums)
 
 
 def logsumexp_backward(x: Array, y: Array, dy: Array) -> Array:
-    """Gradient of logsumexp's input, float32, from its input and output."""
-    return jnp.exp(x.astype(ACCUMULATOR) - y[..., None]) * dy[..., None]
+    """The gradient of logsumexp's input, float32, from its input and result."""
+    return softmax_gradients.logsumexp_gradient(x, y, dy)
 
 
-# --- what the bits are ------------------------------------------------------------------------------------------------
+def row_sums(x: Array, schedule: Schedule | None = None) -> Array:
+    """Sums `[*B, 1]` of rows `[*B, V]`, both float32, as gradients need them: of each block, added left to right."""
+    flat = flat_rows(x)
+    schedule = _checked_schedule("row_sums", flat, schedule)
+    blocks, rows = RowBlocks(flat.shape[1]), schedule.rows
+
+    def kernel(x: Any, y: Any, total_ref: Any) -> None:
+        block = pl.program_id(1)
+
+        @pl.when(block == 0)
+        def clear() -> None:
+            total_ref[...] = jnp.zeros((rows, PIECE), ACCUMULATOR)
+
+        total = total_ref[...] + in_every_lane(row_sum(blocks.load(x, block, 0.0)))
+        total_ref[...] = total
+
+        @pl.when(block == blocks.count - 1)
+        def store() -> None:
+            y[...] = total[:, :1]
+
+    sums = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((flat.shape[0], 1), ACCUMULATOR),
+        grid=(pl.cdiv(flat.shape[0], rows), blocks.count),
+        in_specs=[pl.BlockSpec((rows, blocks.columns), lambda i, b: (i, b))],
+        out_specs=pl.BlockSpec((rows, 1), lambda i, b: (i, 0)),
+        scratch_shapes=[pltpu.VMEM((rows, PIECE), ACCUMULATOR)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        name="row_sums",
+    )(flat)
+    return sums.reshape(*x.shape[:-1], 1)
+
+
+# --- the contract's formulas ------------------------------------------------------------------------------------------
 
 
 def exp_difference(x: Array, m: Array) -> Array:
-    """`exp(x - m)` as the contract has it."""
+    """`e(x, m)` of `contract.SOFTMAX_BLOCK`: `exp(x - m)` by exp2."""
     return jnp.exp2((x - m) * LOG2_E)
 
 
-def block_statistics(pieces: Callable[[], Sequence[Array]]) -> tuple[Array, Array]:
-    """Maximum and sum, `[rows, 1]` float32, of a block, whose pieces are read twice."""
-    m = jnp.max(functools.reduce(jnp.maximum, pieces()), axis=1, keepdims=True)
+def block_statistics(load: Callable[[], Sequence[Array]]) -> tuple[Array, Array]:
+    """Maximum and sum of a block, `[rows, 1]` float32 each.
+
+    Args:
+        load: gives the block's pieces; called twice, so that they need not stay in registers.
+    """
+    m = jnp.max(functools.reduce(jnp.maximum, load()), axis=1, keepdims=True)
     m = jnp.maximum(m, LOWEST)
-    return m, row_sum([exp_difference(piece, m) for piece in pieces()])
-
-
-def merged_statistics(m_ref: Any, l_ref: Any) -> tuple[Array, Array]:
-    """Maximum and sum of rows from those of their blocks `[blocks, rows, 128]`, the same in every lane."""
-    blocks, *tile = m_ref.shape
-
-    def add(block: Array, total: Array) -> Array:
-        # The product is not negative, and its maximum with 0 stands between it and the addition.
-        return total + jnp.maximum(l_ref[block] * exp_difference(m_ref[block], m), 0.0)
-
-    m = jnp.full(tile, LOWEST, ACCUMULATOR)
-    m = lax.fori_loop(0, blocks, lambda block, m: jnp.maximum(m, m_ref[block]), m)
-    return m, lax.fori_loop(0, blocks, add, jnp.zeros(tile, ACCUMULATOR))
+    return m, row_sum([exp_difference(piece, m) for piece in load()])
 
 
 def row_constant(operation: Operation, total: Array) -> Array:
-    """What every element of a row is multiplied by, or has subtracted, in the end."""
+    """The number by which every element of a row is multiplied in the end (softmax), or which is subtracted from it."""
     return 1 / total if operation == "softmax" else jnp.log(total)
 
 
 def finished(operation: Operation, x: Array, m: Array, constant: Array) -> Array:
-    """Elements of the result."""
+    """Elements of the result, from elements of the input and the maximum and constant of their row."""
     return exp_difference(x, m) * constant if operation == "softmax" else (x - m) - constant
 
 
 # --- blocks in VMEM ---------------------------------------------------------------------------------------------------
 
 
-def blocks_of_row(width: int) -> int:
-    """Blocks of a row of `width` elements."""
-    return pl.cdiv(width, SOFTMAX_BLOCK)
+@dataclasses.dataclass(frozen=True)
+class RowBlocks:
+    """How a row is cut into the contract's blocks, and these into pieces.
+
+    Attributes:
+        width: elements of the row.
+    """
+
+    width: int
+
+    @property
+    def count(self) -> int:
+        """The number of blocks."""
+        return pl.cdiv(self.width, SOFTMAX_BLOCK)
+
+    @property
+    def pieces(self) -> int:
+        """The number of pieces of a block. The last block may have fewer elements than its pieces have columns."""
+        return piece_count(min(self.width, SOFTMAX_BLOCK))
+
+    @property
+    def columns(self) -> int:
+        """Columns of a block in VMEM: those of whole pieces."""
+        return self.pieces * PIECE
+
+    def end_of_row(self, block: Array) -> int | Array:
+        """The column of the block in which the row ends; for blocks before the last one, a column beyond the block."""
+        if self.count == 1:
+            return self.width
+        return SOFTMAX_BLOCK if self.width % SOFTMAX_BLOCK == 0 else self.width - block * SOFTMAX_BLOCK
+
+    def first_column(self, block: Array) -> Array:
+        """The column of the row with which the block begins."""
+        return block * SOFTMAX_BLOCK
+
+    def load(self, x: Any, block: Array, fill: float) -> list[Array]:
+        """The float32 pieces of a block in VMEM, with `fill` beyond the end of the row."""
+        end = self.end_of_row(block)
+        return [
+            filled_from(x[:, piece_columns(piece)].astype(ACCUMULATOR), end - piece * PIECE, fill)
+            for piece in range(self.pieces)
+        ]
 
 
-def pieces_of_block(width: int) -> int:
-    """Pieces of each block of such a row: the last block may have fewer elements than they have room for."""
-    return pieces_of(min(width, SOFTMAX_BLOCK))
+class BlockStatistics(NamedTuple):
+    """Maxima and sums of the blocks of a tile of rows, `[blocks, rows, 128]` float32, the same in every lane."""
+
+    m: Any
+    total: Any
+
+    @classmethod
+    def scratch(cls, blocks: RowBlocks, rows: int) -> "BlockStatistics":
+        """The memory that the statistics take."""
+        return cls(*[pltpu.VMEM((blocks.count, rows, PIECE), ACCUMULATOR)] * 2)
+
+    def store(self, block: Array, load: Callable[[], Sequence[Array]]) -> None:
+        """Computes and stores the statistics of a block, see `block_statistics`."""
+        m, total = block_statistics(load)
+        self.m[block] = in_every_lane(m)
+        self.total[block] = in_every_lane(total)
+
+    def merged(self) -> tuple[Array, Array]:
+        """Maximum and sum of whole rows, `[rows, 128]`: sums of blocks are added left to right."""
+        blocks, *tile = self.m.shape
+
+        def add(block: Array, total: Array) -> Array:
+            # The product is not negative. Its maximum with 0 stands between it and the addition, so they aren't fused.
+            return total + jnp.maximum(self.total[block] * exp_difference(self.m[block], m), 0.0)
+
+        m = jnp.full(tile, LOWEST, ACCUMULATOR)
+        m = lax.fori_loop(0, blocks, lambda block, m: jnp.maximum(m, self.m[block]), m)
+        return m, lax.fori_loop(0, blocks, add, jnp.zeros(tile, ACCUMULATOR))
 
 
-def columns(piece: int) -> slice:
-    """The place of a piece in its block."""
-    return slice(piece * PIECE, (piece + 1) * PIECE)
+class _RowStatistics(NamedTuple):
+    """Maxima and constants of a tile of rows, `[rows, 128]` float32, between the two visits of its blocks."""
+
+    m: Any
+    constant: Any
 
 
-def pieces_at(x_ref: Any, block: Array, width: int, fill: float) -> list[Array]:
-    """The pieces of a block that is in VMEM, float32, with `fill` beyond the end of the row."""
-    left = end_of_row(block, width)
-    pieces = range(pieces_of_block(width))
-    return [filled(x_ref[:, columns(piece)].astype(ACCUMULATOR), left - piece * PIECE, fill) for piece in pieces]
+def _checked_schedule(operation: str, x: Array, schedule: Schedule | None) -> Schedule:
+    """The given or default schedule, which serves rows `[M, V]`."""
+    problem = Problem(operation, x.shape[1], x.dtype)
+    schedule = schedule or default_schedule(problem)
+    schedule.check(problem)
+    return schedule
 
 
-def end_of_row(block: Array, width: int) -> int | Array:
-    """Where in a block the row ends; for some blocks, beyond them."""
-    if blocks_of_row(width) == 1:
-        return width
-    return SOFTMAX_BLOCK if width % SOFTMAX_BLOCK == 0 else width - block * SOFTMAX_BLOCK
-
-
-def rows_of_tile(x: Array, statistics: int = 2) -> int:
-    """Rows of a tile of `[M, V]`, with so many numbers for each block."""
-    row_bytes = statistics * blocks_of_row(x.shape[1]) * PIECE * jnp.dtype(ACCUMULATOR).itemsize
-    return row_tile(x.dtype, row_bytes, STATISTICS_BYTES, MOST_ROWS)
-
-
-def _normalized(operation: Operation, x: Array, rows: int | None) -> Array:
-    """`[M, V]` float32 of rows, or `[M, 1]` for logsumexp.
+def _normalized(operation: Operation, x: Array, schedule: Schedule | None) -> Array:
+    """Float32 `[M, V]` of rows `[M, V]`, or `[M, 1]` for logsumexp.
 
     Raises:
-        NotImplementedError: x's dtype is none of `tpu.DTYPES`.
+        NotImplementedError: x's dtype is not one of `device.DTYPES`.
+        ValueError: the schedule does not serve the problem.
     """
     check_dtypes(operation, x)
-    M, V = x.shape
-    R, blocks = rows or rows_of_tile(x), blocks_of_row(V)
-    writes = operation != "logsumexp"
+    (count, width), blocks = x.shape, RowBlocks(x.shape[1])
+    rows = _checked_schedule(operation, x, schedule).rows
+    writes_rows = operation != "logsumexp"
 
-    def body(x_ref: Any, y_ref: Any, m_ref: Any, l_ref: Any, row_m_ref: Any, constant_ref: Any) -> None:
-        passed, block = pl.program_id(1), pl.program_id(2)
+    def kernel(x: Any, y: Any, block_statistics: BlockStatistics, row_statistics: _RowStatistics) -> None:
+        _Kernel(operation, blocks, x, y, block_statistics, row_statistics).run()
 
-        @pl.when(passed == 0)
-        def _() -> None:
-            m, total = block_statistics(lambda: pieces_at(x_ref, block, V, -jnp.inf))
-            m_ref[block] = wide(m)
-            l_ref[block] = wide(total)
-
-        @pl.when((passed == 0) & (block == blocks - 1))
-        def _() -> None:
-            m, total = merged_statistics(m_ref, l_ref)
-            constant = row_constant(operation, total)
-            if writes:
-                row_m_ref[...] = m
-                constant_ref[...] = constant
-            else:
-                y_ref[...] = (m + constant)[:, :1]
-
-        if writes:
-
-            @pl.when(passed == 1)
-            def _() -> None:
-                m, constant = row_m_ref[...], constant_ref[...]
-                for piece in map(columns, range(pieces_of_block(V))):
-                    y_ref[:, piece] = finished(operation, x_ref[:, piece].astype(ACCUMULATOR), m, constant)
-
-    tile = R, pieces_of_block(V) * PIECE
-    # On the first pass the block to be written stays at the tile's first: it is written on the second, and stored then.
-    out = pl.BlockSpec(tile, lambda i, p, b: (i, p * b)) if writes else pl.BlockSpec((R, 1), lambda i, p, b: (i, 0))
+    # During the first visit the output's block stays at the tile's first, which is stored only after the second visit
+    # has written it.
+    out_spec = pl.BlockSpec((rows, blocks.columns), lambda i, p, b: (i, p * b))
+    if not writes_rows:
+        out_spec = pl.BlockSpec((rows, 1), lambda i, p, b: (i, 0))
     return pl.pallas_call(
-        body,
-        out_shape=jax.ShapeDtypeStruct((M, V if writes else 1), ACCUMULATOR),
-        grid=(pl.cdiv(M, R), 2 if writes else 1, blocks),
-        in_specs=[pl.BlockSpec(tile, lambda i, p, b: (i, b))],
-        out_specs=out,
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((count, width if writes_rows else 1), ACCUMULATOR),
+        grid=(pl.cdiv(count, rows), 2 if writes_rows else 1, blocks.count),
+        in_specs=[pl.BlockSpec((rows, blocks.columns), lambda i, p, b: (i, b))],
+        out_specs=out_spec,
         scratch_shapes=[
-            *[pltpu.VMEM((blocks, R, PIECE), ACCUMULATOR)] * 2,
-            *[pltpu.VMEM((R, PIECE), ACCUMULATOR)] * 2,
+            BlockStatistics.scratch(blocks, rows),
+            _RowStatistics(*[pltpu.VMEM((rows, PIECE), ACCUMULATOR)] * 2),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         name=operation,
     )(x)
 
 
-def row_sums(x: Array, rows: int | None = None) -> Array:
-    """Sums `[*B, 1]` of rows `[*B, V]`, both float32, as gradients need them."""
-    flat = flat_rows(x)
-    M, V = flat.shape
-    R = rows or MOST_ROWS
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Kernel:
+    """One visit of one block of a tile of rows, with references to the arrays in VMEM."""
 
-    def body(x_ref: Any, y_ref: Any, total_ref: Any) -> None:
-        block = pl.program_id(1)
+    operation: Operation
+    blocks: RowBlocks
+    x: Any
+    y: Any
+    block_statistics: BlockStatistics
+    row_statistics: _RowStatistics
 
-        @pl.when(block == 0)
-        def _() -> None:
-            total_ref[...] = jnp.zeros((R, PIECE), ACCUMULATOR)
+    def run(self) -> None:
+        visit, block = pl.program_id(1), pl.program_id(2)
+        writes_rows = self.operation != "logsumexp"
 
-        total = total_ref[...] + wide(row_sum(pieces_at(x_ref, block, V, 0.0)))
-        total_ref[...] = total
+        @pl.when(visit == 0)
+        def reduce() -> None:
+            self.block_statistics.store(block, lambda: self.blocks.load(self.x, block, -jnp.inf))
 
-        @pl.when(block == blocks_of_row(V) - 1)
-        def _() -> None:
-            y_ref[...] = total[:, :1]
+        pl.when((visit == 0) & (block == self.blocks.count - 1))(self.keep if writes_rows else self.store_logsumexp)
+        if writes_rows:
+            pl.when(visit == 1)(self.store_block)
 
-    sums = pl.pallas_call(
-        body,
-        out_shape=jax.ShapeDtypeStruct((M, 1), ACCUMULATOR),
-        grid=(pl.cdiv(M, R), blocks_of_row(V)),
-        in_specs=[pl.BlockSpec((R, pieces_of_block(V) * PIECE), lambda i, b: (i, b))],
-        out_specs=pl.BlockSpec((R, 1), lambda i, b: (i, 0)),
-        scratch_shapes=[pltpu.VMEM((R, PIECE), ACCUMULATOR)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        name="row_sums",
-    )(flat)
-    return sums.reshape(*x.shape[:-1], 1)
+    def merge(self) -> tuple[Array, Array]:
+        """Maxima and constants of the rows, once the statistics of all their blocks are there."""
+        m, total = self.block_statistics.merged()
+        return m, row_constant(self.operation, total)
+
+    def keep(self) -> None:
+        m, constant = self.merge()
+        self.row_statistics.m[...] = m
+        self.row_statistics.constant[...] = constant
+
+    def store_logsumexp(self) -> None:
+        m, constant = self.merge()
+        self.y[...] = (m + constant)[:, :1]
+
+    def store_block(self) -> None:
+        m, constant = (ref[...] for ref in self.row_statistics)
+        for piece in range(self.blocks.pieces):
+            place = slice(None), piece_columns(piece)
+            self.y[place] = finished(self.operation, self.x[place].astype(ACCUMULATOR), m, constant)

@@ -39,7 +39,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         # The kernel behind filters alone: XLA takes a minute for the sorting, which is the portable backend's.
         kept = shape(tokens, VOCABULARY)
         keys, temperature = shape(tokens, 2, dtype="uint32"), shape(tokens)
-        made[f"sample of filtered logits, {name}, {dtype}"] = sampling.chosen, ((logits, kept), keys, temperature)
+        made[f"sample of filtered logits, {name}, {dtype}"] = sampling.sample_with_keys, (logits, kept, keys, temperature)
     logprobs = shape(64, VOCABULARY)
     made["softmax_backward, 64 rows"] = softmax.softmax_backward, (logprobs, logprobs)
     made["log_softmax_backward, 64 rows"] = softmax.log_softmax_backward, (logprobs, logprobs)
