@@ -1,0 +1,92 @@
+"""Barriers between warps, and the prefetch of memory to the L2 cache."""
+
+import math
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.mosaic.gpu import utils as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from detjax.numerics import ceil_div
+from detjax.pallas.hopper.mosaic import no_twin, primitive, with_twin
+from detjax.pallas.hopper.mosaic.layouts import NUMBER
+from detjax.pallas.hopper.mosaic.registers import offset_address
+
+_CACHE_LINE = 128
+"""Bytes."""
+
+
+def _named_barrier_of_the_interpreter(operation: str, barrier: Array | int, num_threads: int) -> None:
+    """Pallas' interpreter recognizes a named barrier by the name and the closure of the function that emits it."""
+    emit = lambda *_: (operation, num_threads)  # noqa: E731 - tests wrap each `def` in a type check, which hides this
+    emit.__qualname__ = "bar_op"
+    inline: Any = plgpu.inline_mgpu(arg_types=(NUMBER,))
+    inline(emit)(jnp.int32(barrier))
+
+
+@primitive(twin=no_twin("a barrier's instruction"), args=lambda *barrier, text: (NUMBER,) * len(barrier))
+def _instruction(*barrier: Any, text: str) -> None:
+    mgpu.inline_ptx(text, *(x.registers.item() for x in barrier), has_side_effects=True)
+
+
+@with_twin(_named_barrier_of_the_interpreter)
+def _named_barrier(operation: str, barrier: Array | int, num_threads: int) -> None:
+    if isinstance(barrier, int):
+        _instruction(text=f"bar.{operation} {barrier}, {num_threads};")
+    else:
+        _instruction(barrier, text=f"bar.{operation} $0, {num_threads};")
+
+
+def arrive(barrier: Array | int, num_threads: int) -> None:
+    """Arrives at one of the hardware's 16 barriers, which `num_threads` threads use, and goes on."""
+    _named_barrier("arrive", barrier, num_threads)
+
+
+def sync(barrier: Array | int, num_threads: int) -> None:
+    """Arrives at one of the hardware's 16 barriers, which `num_threads` threads use, and waits for the others."""
+    _named_barrier("sync", barrier, num_threads)
+
+
+def _plain_meet() -> None:
+    """The interpreter's threads are whole warpgroups."""
+
+
+@primitive(twin=_plain_meet)
+def meet() -> None:
+    """All threads of the warpgroup wait for one another. Unlike `commit_smem` this waits for no load."""
+    mgpu.warpgroup_barrier()
+
+
+def _plain_prefetch(ref: Any, part: Array, *, parts: int, threads: int) -> None:
+    """The interpreter has no cache."""
+
+
+@primitive(twin=_plain_prefetch, args=(plgpu.RefType(), NUMBER))
+def prefetch(ref: Any, part: Any, *, parts: int, threads: int) -> None:
+    """Asks for one of `parts` parts of an array in memory to be brought to the L2 cache.
+
+    Args:
+        ref: the array, of 4-byte elements.
+        part: the number of the part.
+        parts: into how many parts the array is split.
+        threads: the number of threads that ask.
+    """
+    pointer = mgpu.memref_ptr(ref)
+    i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+    lines = ceil_div(math.prod(ref.type.shape) * 4, _CACHE_LINE)
+    lines_of_part = ceil_div(lines, parts)
+    thread = mgpu.thread_idx()
+    for first in range(0, lines_of_part, threads):
+        in_part = arith.addi(thread, mgpu.c(first, i32))
+        line = arith.addi(arith.muli(part.registers.item(), mgpu.c(lines_of_part, i32)), in_part)
+        is_inside = arith.andi(
+            arith.cmpi(arith.CmpIPredicate.ult, in_part, mgpu.c(lines_of_part, i32)),
+            arith.cmpi(arith.CmpIPredicate.ult, line, mgpu.c(lines, i32)),
+        )
+        offset = arith.muli(line, mgpu.c(_CACHE_LINE, i32))
+        with mgpu.when(is_inside):
+            address = offset_address(pointer, offset, i8)
+            mgpu.inline_ptx("prefetch.global.L2 [$0];", address, has_side_effects=True)

@@ -1,0 +1,126 @@
+"""Primitives on lines: 128 numbers, one for each thread of a warpgroup."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.mosaic.gpu import utils as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref
+
+from detjax.contract import ACCUMULATOR
+from detjax.pallas.hopper.device import WARP, WARPGROUP
+from detjax.pallas.hopper.mosaic import primitive, with_twin
+from detjax.pallas.hopper.mosaic.layouts import NUMBER, PER_THREAD
+from detjax.pallas.hopper.mosaic.registers import array, as_index, element, empty_registers, packed
+from detjax.pallas.hopper.warps import from_lanes_below, warp
+
+_LINE = plgpu.ShapeDtypeStruct((WARPGROUP,), ACCUMULATOR, layout=PER_THREAD)
+
+
+def _plain_running_maxima(x: Array, start: Array, exchange: Any) -> tuple[Array, Array]:
+    after = jnp.maximum(lax.cummax(x), start)
+    return jnp.concatenate([start[None], after[:-1]]), after
+
+
+@primitive(twin=_plain_running_maxima, args=(PER_THREAD, NUMBER, plgpu.RefType()), out=(_LINE, _LINE))
+def running_maxima(x: Any, start: Any, exchange: Any) -> Any:
+    """The largest of `start` and of the elements of `x [128]` before each element, and that up to and with it.
+
+    Args:
+        exchange: shared memory `[4]`, by which the warps exchange their maxima; all threads meet.
+    """
+    thread = mgpu.thread_idx()
+    i32 = thread.type
+    warp = arith.remui(arith.divui(thread, mgpu.c(WARP, i32)), mgpu.c(WARPGROUP // WARP, i32))
+    lane = arith.remui(thread, mgpu.c(WARP, i32))
+
+    value = element(x.registers.item())
+    for distance in (1, 2, 4, 8, 16):
+        value = arith.maximumf(value, from_lanes_below(value, distance))
+    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(WARP - 1, i32))):
+        memref.store(value, exchange, [as_index(warp)])
+    mgpu.warpgroup_barrier()
+    prior = start.registers.item()
+    for other in range(WARPGROUP // WARP - 1):
+        largest = arith.maximumf(prior, memref.load(exchange, [mgpu.c(other, ir.IndexType.get())]))
+        prior = arith.select(arith.cmpi(arith.CmpIPredicate.sgt, warp, mgpu.c(other, i32)), largest, prior)
+    after = arith.maximumf(value, prior)
+    is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(0, i32))
+    before = arith.select(is_first, prior, from_lanes_below(after, 1))
+    return _as_line(before), _as_line(after)
+
+
+def _plain_store_changes(before: Array, after: Array, changes: Any) -> None:
+    changes[...] = (before != after).reshape(changes.shape[0], -1).any(axis=1).astype(jnp.int32)
+
+
+@primitive(twin=_plain_store_changes, args=(PER_THREAD, PER_THREAD, plgpu.RefType()))
+def store_changes(before: Any, after: Any, changes: Any) -> None:
+    """Stores to shared memory `[4]`, for each 32 elements of `[128]`, whether two arrays differ in one of them."""
+    thread = mgpu.thread_idx()
+    i32 = thread.type
+    differs = arith.cmpf(arith.CmpFPredicate.UNE, element(before.registers.item()), element(after.registers.item()))
+    differs = mgpu.redux(arith.extui(i32, differs), mgpu.c(0xFFFFFFFF, i32), mgpu.ReductionKind.OR)
+    warp = arith.remui(arith.divui(thread, mgpu.c(WARP, i32)), mgpu.c(WARPGROUP // WARP, i32))
+    lane = arith.remui(thread, mgpu.c(WARP, i32))
+    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(0, i32))):
+        memref.store(differs, changes, [as_index(warp)])
+
+
+def _plain_load_line(source: Any) -> Array:
+    return jnp.tile(source[...], WARPGROUP // source.shape[0])
+
+
+@primitive(twin=_plain_load_line, args=(plgpu.RefType(),), out=_LINE)
+def load_line(source: Any) -> Any:
+    """Numbers of memory `[n]` for 128 threads: the first n threads have one each, the next n the same again."""
+    (count,) = source.type.shape
+    thread = mgpu.thread_idx()
+    return _as_line(memref.load(source, [as_index(arith.remui(thread, mgpu.c(count, thread.type)))]))
+
+
+def _copy(x: Any, target: Any) -> None:
+    target[...] = x[...]
+
+
+def _plain_store_line(x: Array, target: Any, first: Array, *, count: int) -> None:
+    for index in range(count):
+        pl.when(first + index < target.shape[0])(functools.partial(_copy, x[index], target.at[first + index]))
+
+
+@primitive(twin=_plain_store_line, args=(PER_THREAD, plgpu.RefType(), NUMBER))
+def store_line(x: Any, target: Any, first: Any, *, count: int) -> None:
+    """Stores the numbers of the first `count` threads from element `first` of memory `[n]` on, up to its end."""
+    (size,) = target.type.shape
+    thread = mgpu.thread_idx()
+    thread = arith.remui(thread, mgpu.c(WARPGROUP, thread.type))
+    position = arith.addi(first.registers.item(), thread)
+    is_counted = arith.cmpi(arith.CmpIPredicate.ult, thread, mgpu.c(count, thread.type))
+    is_inside = arith.cmpi(arith.CmpIPredicate.ult, position, mgpu.c(size, thread.type))
+    with mgpu.when(arith.andi(is_counted, is_inside)):
+        memref.store(element(x.registers.item()), target, [as_index(position)])
+
+
+def _plain_in_warps(first: int, end: int, step: Callable[[Array], Array], x: Array) -> Array:
+    return step(x)
+
+
+@with_twin(_plain_in_warps)
+def in_warps(first: int, end: int, step: Callable[[Array], Array], x: Array) -> Array:
+    """`step(x)` in the warps from `first` to before `end` of the warpgroup, `x` in the others."""
+    if end - first == WARPGROUP // WARP:
+        return step(x)
+    number = warp()
+    return lax.cond((number >= first) & (number < end), step, lambda x: x, x)
+
+
+def _as_line(value: Any) -> Any:
+    """An array of 128 elements from each thread's number."""
+    registers = empty_registers(PER_THREAD, (WARPGROUP,))
+    registers[...] = packed([value])
+    return array(registers, PER_THREAD)

@@ -1,0 +1,336 @@
+"""Primitives on tiles whose queries are on the rows, in the layout of the matrix unit's results."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental.mosaic.gpu import mma_utils
+from jax.experimental.mosaic.gpu import utils as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import math as math_dialect
+
+from detjax.contract import ACCUMULATOR, KEY_GROUPS, KEY_LANES, KV_BLOCK
+from detjax.pallas.hopper.device import WARP, WARPGROUP
+from detjax.pallas.hopper.mosaic import like, primitive
+from detjax.pallas.hopper.mosaic.layouts import MATRIX, NUMBER, PER_ROW, PER_THREAD, ROWS, line, swizzled
+from detjax.pallas.hopper.mosaic.registers import array, element, empty_registers, first_row_and_lane, int32, packed
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def _plain_fma(x: Array, y: Array, z: Array, *, layout: Any = None) -> Array:
+    """Rounds twice, as no primitive of JAX rounds once, but in the same way wherever it stands."""
+    product, z = lax.optimization_barrier((x * y, z))
+    return product + z
+
+
+def _layout_of(x: Array, layout: Any) -> Any:
+    return layout or (MATRIX if x.ndim == 2 else PER_ROW)
+
+
+@primitive(
+    twin=_plain_fma,
+    args=lambda x, y, z, *, layout=None: (_layout_of(x, layout),) * 3,
+    out=lambda x, y, z, *, layout=None: plgpu.ShapeDtypeStruct(x.shape, ACCUMULATOR, layout=_layout_of(x, layout)),
+)
+def fma(x: Any, y: Any, z: Any, *, layout: Any = None) -> Any:
+    """`x * y + z` in float32, rounded once.
+
+    The default layout is that of a tile for two axes, and of a number for each of its rows for one axis.
+    """
+    return x._pointwise(math_dialect.fma, y, z)
+
+
+def sum_in_order(registers: Sequence[Any]) -> Any:
+    """The sum of registers from left to right."""
+    return functools.reduce(arith.addf, registers)
+
+
+def block_sums(p: Array) -> Array:
+    """Sums of the rows of `[n, keys]` in the contract's order, in plain JAX."""
+    # Adding -0.0 changes nothing, not even a zero's sign.
+    missing = -p.shape[1] % (2 * KEY_GROUPS * KEY_LANES)
+    p = jnp.pad(p, ((0, 0), (0, missing)), constant_values=-0.0)
+    lanes = lax.optimization_barrier(p.reshape(p.shape[0], -1, KEY_GROUPS, 2, KEY_LANES))
+    in_lane = [lanes[:, half, :, pair] for half in range(lanes.shape[1]) for pair in range(2)]
+    by_group = functools.reduce(jnp.add, in_lane)
+    sums = functools.reduce(jnp.add, [by_group[:, group] for group in range(KEY_GROUPS)])
+    while sums.shape[1] > 1:
+        sums = sums[:, 0::2] + sums[:, 1::2]
+    return sums[:, 0]
+
+
+@primitive(
+    twin=block_sums,
+    args=(MATRIX,),
+    out=lambda p: plgpu.ShapeDtypeStruct(p.shape[:1], ACCUMULATOR, layout=PER_ROW),
+)
+def row_sums(p: Any) -> Any:
+    """Sums of the rows of `[ROWS, n]`, float32, with a block's keys in the contract's order."""
+    groups = p.registers.reshape(-1, 2)  # of 8 columns; the thread's first row, and the one 8 below
+    registers = empty_registers(PER_ROW, (ROWS,))
+    for half, place in enumerate(np.ndindex(registers.shape)):
+        by_group = [keys_of_group(group, len(groups)) for group in range(KEY_GROUPS)]
+        lanes = sum_in_order([sum_in_order(list(groups[keys, half])) for keys in by_group if keys])
+        total = sum_in_order([element(lanes, index) for index in range(2)])
+        for distance in (1, 2):
+            total = arith.addf(total, mgpu.shfl_bfly(total, distance))
+        registers[place] = packed([total])
+    return array(registers, PER_ROW)
+
+
+def keys_of_group(group: int, count: int) -> list[int]:
+    """Which of `count` registers, of 8 keys each in ascending order, hold keys of one of the contract's groups."""
+    return [index for index in range(count) if index // 2 % KEY_GROUPS == group]
+
+
+def _plain_start_product(p: Array, v: Any) -> Array:
+    def multiply(accumulator: Any) -> Array:
+        plgpu.wgmma(accumulator, p, v)
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((p.shape[0], v.shape[1]), ACCUMULATOR))  # pyright: ignore
+
+
+@primitive(
+    twin=_plain_start_product,
+    args=(MATRIX, plgpu.RefType(swizzled(64))),
+    out=lambda p, v: plgpu.ShapeDtypeStruct((p.shape[0], v.shape[1]), ACCUMULATOR, layout=MATRIX),
+)
+def start_product(p: Any, v: Any) -> Any:
+    """Starts `p @ v` from a fresh accumulator. The result must not be touched before a `wgmma_wait`.
+
+    `plgpu.wgmma` copies what it multiplies from registers, once for each product in flight, and fills its accumulators
+    with zeros; a warpgroup with 64 x 256 sums has no registers for that.
+
+    Args:
+        p: `[ROWS, K]`, in registers.
+        v: `[K, N]` in shared memory, swizzled in lines of 128 bytes.
+    """
+    rows, inner = p.shape
+    width = v.type.shape[1] * v.type.shape[3]
+    (first, (_, steps)), _, _ = mma_utils.create_descriptor(
+        v, swizzle=128, group_size=(64, width), logical_k_major=True
+    )
+    float32 = ir.F32Type.get()
+    one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+    registers = [element(vector.bitcast(one, x)) for i in range(0, inner, 16) for x in p[:, i : i + 16].registers.flat]
+    count = width // 2
+    text = _product_text(p.mlir_dtype, width, inner, count, steps[0] >> 4)
+    constraints = ",".join(["=&f"] * count + ["r"] * len(registers) + ["l"])
+    struct = llvm.StructType.get_literal([float32] * count)
+    result = llvm.inline_asm(struct, [*registers, first], text, constraints, asm_dialect=0, has_side_effects=True)
+    pairs = empty_registers(MATRIX, (rows, width))
+    for i, place in enumerate(np.ndindex(pairs.shape)):
+        pairs[place] = packed([llvm.extractvalue(float32, result, [2 * i + j]) for j in range(2)])
+    return array(pairs, MATRIX)
+
+
+def _product_text(dtype: Any, width: int, inner: int, count: int, step: int) -> str:
+    """PTX of a product: `count` sums, 4 registers of p for each 16 of K, whose next descriptor is `step` further."""
+    registers_of_step = 4
+    sums = ", ".join(f"${i}" for i in range(count))
+    descriptor = f"${count + registers_of_step * (inner // 16)}"
+    text = "{ .reg .b64 v; .reg .pred more; setp.ne.b32 more, 0, 0; wgmma.fence.sync.aligned; "
+    for i in range(inner // 16):
+        p_registers = ", ".join(f"${count + registers_of_step * i + j}" for j in range(registers_of_step))
+        text += (
+            f"add.s64 v, {descriptor}, {i * step}; "
+            f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{dtype}.{dtype} "
+            f"{{{sums}}}, {{{p_registers}}}, v, more, 1, 1, 1; "
+        )
+        if i == 0:
+            text += "setp.ne.b32 more, 1, 0; "
+    return text + "wgmma.commit_group.sync.aligned; }"
+
+
+# --- masks and distances ----------------------------------------------------------------------------------------------
+
+
+def masked_scores(s: Any, is_visible: Callable[[int, int, int], Any]) -> Any:
+    """A tile with -inf where a score is not visible, in the compiler's terms.
+
+    Args:
+        s: the tile.
+        is_visible: tells it for a group of 8 columns, a half of its rows (the thread's first row, or the one 8 below),
+            and one of the thread's two columns there.
+    """
+    lowest = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), -np.inf))
+    registers = np.empty_like(s.registers)
+    for index, place in enumerate(np.ndindex(s.registers.shape)):
+        group, half = divmod(index, 2)
+        register = s.registers[place]
+        for offset in range(2):
+            score = arith.select(is_visible(group, half, offset), element(register, offset), lowest)
+            position = ir.DenseI64ArrayAttr.get([offset])
+            register = vector.insert(score, register, dynamic_position=[], static_position=position)
+        registers[place] = register
+    return array(registers, plgpu.Layout.WGMMA, s.is_signed)
+
+
+def _plain_mask_columns(s: Array, end: Array, first: Array | None = None) -> Array:
+    columns = jnp.arange(s.shape[1])[None]
+    is_visible = columns < end[:, None]
+    if first is not None:
+        is_visible = is_visible & (columns >= first[:, None])
+    return jnp.where(is_visible, s, -jnp.inf)
+
+
+@primitive(
+    twin=_plain_mask_columns,
+    args=lambda s, *bounds: (MATRIX, *(PER_ROW,) * len(bounds)),
+    out=like(MATRIX),
+)
+def mask_columns(s: Any, *bounds: Any) -> Any:
+    """A tile with -inf in the columns from each row's `end` on and, if given, below its `first`; int32 `[ROWS]`."""
+    # A thread's columns are constants but for the lane, which goes to the side of the bounds: compared with an iota
+    # they would live in a register each.
+    _, lane = first_row_and_lane()
+    shift = arith.muli(lane, mgpu.c(2, lane.type))
+    limits = [
+        [arith.subi(element(bound), shift) for bound in bound_of_rows.registers.flatten()] for bound_of_rows in bounds
+    ]
+
+    def is_visible(group: int, half: int, offset: int) -> Any:
+        column = mgpu.c(8 * group + offset, lane.type)
+        visible = arith.cmpi(arith.CmpIPredicate.slt, column, limits[0][half])
+        if len(limits) > 1:
+            is_in_window = arith.cmpi(arith.CmpIPredicate.sge, column, limits[1][half])
+            visible = arith.andi(visible, is_in_window)
+        return visible
+
+    return masked_scores(s, is_visible)
+
+
+def _plain_mask_bits(s: Array, *words: Array) -> Array:
+    tiles = []
+    for word in words:
+        bits = (word[:, None] >> jnp.arange(32)[None]) & 1
+        # The threads' axes are warp, row and column; the bits' are half, group of columns, and one of two columns.
+        bits = bits.reshape(4, 8, 4, 2, 8, 2).transpose(0, 3, 1, 4, 2, 5)
+        tiles.append(bits.reshape(ROWS, ROWS))
+    return jnp.where(jnp.concatenate(tiles, axis=1) == 1, s, -jnp.inf)
+
+
+@primitive(
+    twin=_plain_mask_bits,
+    args=lambda s, *words: (MATRIX, *(PER_THREAD,) * len(words)),
+    out=like(MATRIX),
+)
+def mask_bits(s: Any, *words: Any) -> Any:
+    """A tile with -inf where a score's bit is 0; there is a word for each `ROWS` columns, see `attention.mask`."""
+    of_columns = [element(word.registers.item()) for word in words]
+    int32_type = of_columns[0].type
+
+    def is_visible(group: int, half: int, offset: int) -> Any:
+        part, group = divmod(group, 8)
+        bit = 16 * half + 2 * group + offset
+        mask = mgpu.c(int(np.uint32(1 << bit).view(np.int32)), int32_type)
+        return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(of_columns[part], mask), mgpu.c(0, int32_type))
+
+    return masked_scores(s, is_visible)
+
+
+def _plain_column_distances(first: Array) -> Array:
+    return (first[:, None] + jnp.arange(KV_BLOCK)[None]).astype(ACCUMULATOR)
+
+
+@primitive(
+    twin=_plain_column_distances,
+    args=(PER_ROW,),
+    out=plgpu.ShapeDtypeStruct((ROWS, KV_BLOCK), ACCUMULATOR, layout=MATRIX),
+)
+def column_distances(first: Any) -> Any:
+    """`first + column` as float32 `[ROWS, KV_BLOCK]`, from int32 `[ROWS]`."""
+    _, lane = first_row_and_lane()
+    shift = arith.muli(lane, mgpu.c(2, lane.type))
+    float32 = ir.F32Type.get()
+    bases = [arith.sitofp(float32, arith.addi(element(x), shift)) for x in first.registers.flatten()]
+    registers = empty_registers(MATRIX, (ROWS, KV_BLOCK))
+    for index, place in enumerate(np.ndindex(registers.shape)):
+        group, half = divmod(index, 2)
+        columns = [arith.constant(float32, ir.FloatAttr.get(float32, 8.0 * group + i)) for i in range(2)]
+        registers[place] = packed([arith.addf(bases[half], column) for column in columns])
+    return array(registers, MATRIX)
+
+
+# --- shared memory ----------------------------------------------------------------------------------------------------
+
+
+def clear_rows_in_registers(rows: Any, length: Array) -> None:
+    """Zeros after the first `length` of `ROWS` rows of keys or values in shared memory, by way of registers."""
+    width = rows.shape[-1]
+    for first in range(0, width, line(width)):
+        part = rows.at[:, pl.ds(first, line(width))]
+        is_kept = plgpu.broadcasted_iota(jnp.int32, (ROWS, line(width)), 0, layout=MATRIX) < length
+        values = plgpu.load(part, layout=MATRIX, optimized=False)
+        part[...] = jnp.where(is_kept, values.astype(ACCUMULATOR), 0.0).astype(values.dtype)
+
+
+@primitive(twin=clear_rows_in_registers, args=(plgpu.RefType(swizzled(64)), NUMBER))
+def clear_rows(rows: Any, length: Any) -> None:
+    """Zeros after the first `length` of `ROWS` rows of 2-byte elements that are swizzled in lines of 128 bytes.
+
+    It takes fewer registers than `clear_rows_in_registers`: swizzling moves nothing from row to row, so that whole rows
+    need no loading.
+    """
+    thread, address, down, across, lines = _place_in_lines(rows)
+    # Each thread has half of a row of each line.
+    row, half = arith.divui(thread, int32(2)), arith.remui(thread, int32(2))
+    address = arith.addi(address, arith.muli(arith.divui(row, int32(8)), int32(down)))
+    address = arith.addi(address, arith.muli(arith.remui(row, int32(8)), int32(128)))
+    address = arith.addi(address, arith.muli(half, int32(64)))
+    zeros = vector.broadcast(ir.VectorType.get((4,), int32(0).type), int32(0))
+    with mgpu.when(arith.cmpi(arith.CmpIPredicate.sge, row, length.registers.item())):
+        for line_index in range(lines):
+            for byte in range(0, 64, 16):
+                _store(zeros, arith.addi(address, int32(line_index * across + byte)))
+
+
+def _plain_store_lines(x: Array, ref: Any) -> None:
+    ref[...] = x
+
+
+@primitive(twin=_plain_store_lines, args=(MATRIX, plgpu.RefType(swizzled(64))))
+def store_lines(x: Any, ref: Any) -> None:
+    """Stores `[ROWS, n]` of 2-byte elements to shared memory that is swizzled in lines of 128 bytes.
+
+    It does what `ref[...] = x` does, but no addresses stay in registers from one tile to the next.
+    """
+    thread, address, down, across, _ = _place_in_lines(ref)
+    warp, lane = arith.divui(thread, int32(WARP)), arith.remui(thread, int32(WARP))
+    row = arith.divui(lane, int32(4))  # of 8
+    address = arith.addi(address, arith.muli(warp, int32(2 * down)))
+    address = arith.addi(address, arith.muli(row, int32(128)))
+    address = arith.addi(address, arith.muli(arith.remui(lane, int32(4)), int32(4)))
+    swizzle = arith.muli(row, int32(16))
+    registers = x.registers.flatten()  # of 8 columns two: the thread's first row, and the one 8 below
+    for group, pair in enumerate(zip(registers[::2], registers[1::2], strict=True)):
+        line_index, chunk = divmod(group, 8)
+        chunk_address = arith.addi(address, arith.xori(swizzle, int32(16 * chunk)))
+        for half, register in enumerate(pair):
+            _store(register, arith.addi(chunk_address, int32(half * down + line_index * across)))
+
+
+def _place_in_lines(ref: Any) -> tuple[Any, Any, int, int, int]:
+    """Where a thread works in swizzled lines.
+
+    Returns:
+        the thread's number in its warpgroup, which the compiler takes for another one each time; the address of the
+        lines; bytes from 8 rows to the next 8; bytes from line to line of a row; and the number of lines of a row.
+    """
+    _, lines, _, _ = ref.type.shape
+    (down, across, _, _), _ = ref.type.get_strides_and_offset()
+    thread = llvm.inline_asm(int32(0).type, [], "mov.u32 $0, %tid.x;", "=r", asm_dialect=0, has_side_effects=True)
+    address = llvm.ptrtoint(int32(0).type, mgpu.memref_ptr(ref))
+    return arith.remui(thread, int32(WARPGROUP)), address, 2 * down, 2 * across, lines
+
+
+def _store(value: Any, address: Any) -> None:
+    llvm.store(value, llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address))
