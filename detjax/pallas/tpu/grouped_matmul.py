@@ -1,10 +1,12 @@
-"""Matmul of rows sorted by expert on a TPU, each row in the bits that `matmul_tpu` gives it with its expert's weight.
+"""Matmul of rows sorted by expert on TPUs, for mixture-of-experts models; no operation calls it yet.
 
-A tile of rows meets the weight of every expert that has rows in it, one after the other, and each expert writes its own
-rows. So rows stay where they are, and how many of them an expert got decides how often a tile is visited, nothing more.
+Each row gets the bits that `matmul.forward` gives it with its expert's weight. A tile of rows is visited once for each
+expert that has rows in it, and each visit writes the rows of its expert. So rows stay where they are, and the number of
+rows of an expert decides how often a tile is visited, and nothing else.
 """
 
-from typing import Any
+import dataclasses
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +15,54 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from detjax.contract import ACCUMULATOR, TPU_K_STEP, TPU_ROW_TILE
+from detjax.contract import ACCUMULATOR
+from detjax.numerics import ceil_div
 from detjax.options import Epilogue, WeightLayout
-from detjax.pallas.tpu.device import LANES, SUBLANES, check_dtypes
-from detjax.pallas.tpu.matmul import ACTIVATIONS, EPILOGUE_ROWS, VMEM_LIMIT, add_step, choose, filled
+from detjax.pallas.tpu import matmul
+from detjax.pallas.tpu.device import LANES, SUBLANES, VMEM_LIMIT, check_dtypes
+from detjax.pallas.tpu.matmul import ACTIVATIONS, EPILOGUE_ROWS, TOKEN_STEP, Contraction, Problem, padded
 from detjax.portable.matmul import activated
+
+ROWS: Final = TOKEN_STEP.rows
+"""Rows of a tile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How much of a weight is in VMEM at once.
+
+    Attributes:
+        outputs: columns of a tile of the result, a multiple of 128.
+    """
+
+    outputs: int
+
+    def check(self, problem: Problem) -> None:
+        """Returns if the schedule serves the problem.
+
+        Raises:
+            ValueError: the outputs are not whole registers.
+        """
+        if self.outputs < 1 or self.outputs % LANES:
+            raise ValueError(
+                f"grouped_matmul: the schedule has {self.outputs} outputs, with N being {problem.n}; accepted: "
+                f"positive multiples of {LANES}. Round it up."
+            )
+
+
+def default_schedule(problem: Problem) -> Schedule:
+    """The schedule of a product with one expert's weight.
+
+    Raises:
+        NotImplementedError: blocks with all of K don't fit into VMEM.
+    """
+    schedule = matmul.default_schedule(problem)
+    if schedule.slab != problem.k:
+        raise NotImplementedError(
+            f"grouped_matmul: K is {problem.k} in {problem.dtype}; accepted: tiles with all of K that fit into a TPU's "
+            f"VMEM. Use one matmul for each expert, or a narrower dtype."
+        )
+    return Schedule(schedule.outputs)
 
 
 def forward(
@@ -28,113 +73,149 @@ def forward(
     layout: WeightLayout,
     epilogue: Epilogue,
     out_dtype: DTypeLike,
+    schedule: Schedule | None = None,
 ) -> Float[Array, "M N"]:
-    """The epilogue of `x[m] @ w[e]`, e being the expert of row m; zeros in rows behind the last group.
+    """The epilogue of `x[m] @ w[e]`, e being the expert of row m; zeros in rows after the last group.
 
     Args:
         x: rows, those of expert 0 first, then those of expert 1, and so on.
-        w: weights of x's dtype, `[E, K, N]`, or `[E, N, K]` where `layout` is "nk"; `[E, 2, ...]` if gated.
-        group_sizes: rows of each expert, int32; their sum is at most M.
+        w: weights of x's dtype, `[E, K, N]`, or `[E, N, K]` if `layout` is "nk"; `[E, 2, ...]` if gated.
+        group_sizes: the number of rows of each expert, int32; their sum is at most M.
+        layout: the layout of each weight.
+        epilogue: applied to the float32 sums.
+        out_dtype: dtype of the result.
+        schedule: default: `default_schedule`'s.
 
     Raises:
-        NotImplementedError: a dtype is none of `tpu.DTYPES`, or all of K does not fit into memory at once.
+        NotImplementedError: a dtype is not one of `device.DTYPES`, or all of K does not fit into memory at once.
+        ValueError: the schedule does not serve the problem.
     """
-    out_dtype = jnp.dtype(out_dtype)
+    m, out_dtype = x.shape[0], jnp.dtype(out_dtype)
     check_dtypes("grouped_matmul", x, w, jax.ShapeDtypeStruct((), out_dtype))
-    m = x.shape[0]
-    k_axis = 2 if layout == "kn" else 3
-    w = filled(w.reshape(w.shape[0], -1, *w.shape[-2:]), k_axis, LANES)
-    x = filled(filled(x, 1, LANES), 0, SUBLANES)
-    parts, n, k = w.shape[1], w.shape[5 - k_axis], x.shape[1]
-    schedule = choose(n, k, parts, x.dtype)
-    if schedule.slab != k:
-        raise NotImplementedError(
-            f"grouped_matmul: K is {k} in {x.dtype}, whose tiles don't fit into a TPU's VMEM whole. Use one "
-            f"matmul for each expert, or narrower dtypes."
-        )
-    outputs = schedule.outputs
-    tiles = -(-x.shape[0] // TPU_ROW_TILE)
-    visits = _visits(group_sizes, x.shape[0], tiles)
+    contraction = Contraction("mk", layout, TOKEN_STEP)
+    k_axis = 1 + contraction.w_axis
+    w = padded(w.reshape(w.shape[0], -1, *w.shape[-2:]), k_axis, LANES)
+    x = padded(padded(x, 1, LANES), 0, SUBLANES)
+    problem = Problem(contraction, w.shape[1], w.shape[5 - k_axis], x.shape[1], x.dtype)
+    schedule = schedule or default_schedule(problem)
+    schedule.check(problem)
 
-    def body(tile_of: Any, _: Any, first_of: Any, end_of: Any, x: Any, w: Any, out: Any, accumulators: Any) -> None:
-        visit = pl.program_id(1)
-        first, end = first_of[visit], end_of[visit]
+    def kernel(visits: _Visits, x: Any, w: Any, out: Any, accumulators: Any) -> None:
+        _Kernel(problem, epilogue, visits, x, w, out, accumulators).run()
 
-        @pl.when((visit == 0) | (tile_of[visit] != tile_of[jnp.maximum(visit - 1, 0)]))
-        def _() -> None:
-            out[...] = jnp.zeros(out.shape, out.dtype)
-
-        def write_rows(chunk: Array, _: None) -> None:
-            start = pl.multiple_of(chunk * EPILOGUE_ROWS, EPILOGUE_ROWS)
-            span = pl.ds(start, EPILOGUE_ROWS)
-            made = activated([accumulators[part, span, :] for part in range(parts)], epilogue, ACTIVATIONS)
-            row = tile_of[visit] * TPU_ROW_TILE + start + lax.broadcasted_iota(jnp.int32, made.shape, 0)
-            # Kept by a choice, not by a product: neighbours may be NaN.
-            others = out[span, :].astype(ACCUMULATOR)
-            out[span, :] = jnp.where((row >= first) & (row < end), made, others).astype(out_dtype)
-
-        @pl.when(first < end)
-        def _() -> None:
-            accumulators[...] = jnp.zeros(accumulators.shape, ACCUMULATOR)
-
-            def step(index: Array, _: None) -> None:
-                add_step(
-                    accumulators,
-                    x,
-                    w,
-                    "mk",
-                    layout,
-                    pl.multiple_of(index * TPU_K_STEP, TPU_K_STEP),
-                    TPU_K_STEP,
-                )
-
-            lax.fori_loop(0, k // TPU_K_STEP, step, None)
-            if k % TPU_K_STEP:
-                add_step(accumulators, x, w, "mk", layout, k // TPU_K_STEP * TPU_K_STEP, k % TPU_K_STEP)
-            lax.fori_loop(0, TPU_ROW_TILE // EPILOGUE_ROWS, write_rows, None)
-
-    w_block = (k, outputs) if layout == "kn" else (outputs, k)
-    grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=len(visits),
-        grid=(-(-n // outputs), visits[0].shape[0]),
-        in_specs=[
-            pl.BlockSpec((TPU_ROW_TILE, k), lambda n, v, tile_of, *_: (tile_of[v], 0)),
-            pl.BlockSpec(
-                (None, parts, *w_block),
-                lambda n, v, _, expert_of, *__: (expert_of[v], 0, *((0, n) if layout == "kn" else (n, 0))),
-            ),
-        ],
-        out_specs=pl.BlockSpec((TPU_ROW_TILE, outputs), lambda n, v, tile_of, *_: (tile_of[v], n)),
-        scratch_shapes=[pltpu.VMEM((parts, TPU_ROW_TILE, outputs), ACCUMULATOR)],
-    )
+    visits = _Visits.from_sizes(group_sizes, x.shape[0])
     return pl.pallas_call(
-        body,
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], n), out_dtype),
-        grid_spec=grid_spec,
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], problem.n), out_dtype),
+        grid_spec=_grid_spec(problem, schedule, visits),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
         name="grouped_matmul",
-    )(*visits, x, w)[:m]
+    )(visits, x, w)[:m]
 
 
-def _visits(group_sizes: Array, rows: int, tiles: int) -> tuple[Array, ...]:
-    """Of each visit, ascending: its tile, its expert, and the first row and the end of that expert's rows.
+class _Visits(NamedTuple):
+    """Visits of tiles, in ascending order of tiles and experts; int32 `[visits]` each.
 
-    Rows behind the last group are one more group, whose visits have no rows, as have those that fill up the array.
+    Attributes:
+        tile: the tile.
+        expert: the expert whose weight the tile meets.
+        first: the first row of that expert.
+        end: the end of its rows. A visit without rows has `first == end`.
     """
-    experts = group_sizes.shape[0]
-    sizes = jnp.append(group_sizes.astype(jnp.int32), rows - jnp.sum(group_sizes, dtype=jnp.int32))
-    ends = jnp.cumsum(sizes)
-    firsts = ends - sizes
-    first_tiles = firsts // TPU_ROW_TILE
-    counts = jnp.where(sizes > 0, (ends - 1) // TPU_ROW_TILE - first_tiles + 1, 0)
-    visited = jnp.cumsum(counts)
-    # Each group beyond the first adds at most one visit to those of the tiles.
-    index = jnp.arange(tiles + experts, dtype=jnp.int32)
-    last = jnp.minimum(index, visited[-1] - 1)
-    group = jnp.searchsorted(visited, last, side="right").astype(jnp.int32)
-    tile = first_tiles[group] + last - (visited - counts)[group]
-    empty = (group == experts) | (index >= visited[-1])
-    first = jnp.where(empty, 0, firsts[group])
-    return tile, jnp.minimum(group, experts - 1), first, jnp.where(empty, 0, ends[group])
+
+    tile: Any
+    expert: Any
+    first: Any
+    end: Any
+
+    @classmethod
+    def from_sizes(cls, group_sizes: Array, rows: int) -> "_Visits":
+        """The visits for experts with so many rows each.
+
+        Rows after the last group are treated as one more group. Its visits have no rows, and neither do the visits that
+        fill up the arrays, whose length depends on the shapes alone.
+        """
+        experts = group_sizes.shape[0]
+        sizes = jnp.append(group_sizes.astype(jnp.int32), rows - jnp.sum(group_sizes, dtype=jnp.int32))
+        ends = jnp.cumsum(sizes)
+        firsts = ends - sizes
+        first_tiles = firsts // ROWS
+        counts = jnp.where(sizes > 0, (ends - 1) // ROWS - first_tiles + 1, 0)
+        visited = jnp.cumsum(counts)
+        # Every group after the first adds at most one visit to the one of each tile.
+        index = jnp.arange(ceil_div(rows, ROWS) + experts, dtype=jnp.int32)
+        last = jnp.minimum(index, visited[-1] - 1)
+        group = jnp.searchsorted(visited, last, side="right").astype(jnp.int32)
+        tile = first_tiles[group] + last - (visited - counts)[group]
+        empty = (group == experts) | (index >= visited[-1])
+        first = jnp.where(empty, 0, firsts[group])
+        return cls(tile, jnp.minimum(group, experts - 1), first, jnp.where(empty, 0, ends[group]))
+
+
+def _grid_spec(problem: Problem, schedule: Schedule, visits: _Visits) -> pltpu.PrefetchScalarGridSpec:
+    """A grid of tiles of outputs and of visits: all visits pass by while a column of weights stays."""
+    k, outputs, parts = problem.k, schedule.outputs, problem.parts
+    if problem.contraction.w_layout == "kn":
+        w = pl.BlockSpec((None, parts, k, outputs), lambda n, v, visits: (visits.expert[v], 0, 0, n))
+    else:
+        w = pl.BlockSpec((None, parts, outputs, k), lambda n, v, visits: (visits.expert[v], 0, n, 0))
+    return pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(ceil_div(problem.n, outputs), visits.tile.shape[0]),
+        in_specs=[pl.BlockSpec((ROWS, k), lambda n, v, visits: (visits.tile[v], 0)), w],
+        out_specs=pl.BlockSpec((ROWS, outputs), lambda n, v, visits: (visits.tile[v], n)),
+        scratch_shapes=[pltpu.VMEM((parts, ROWS, outputs), ACCUMULATOR)],
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Kernel:
+    """One visit of a tile of rows, with references to the blocks in VMEM."""
+
+    problem: Problem
+    epilogue: Epilogue
+    visits: _Visits
+    x: Any
+    w: Any
+    out: Any
+    accumulators: Any
+
+    def run(self) -> None:
+        visit, tile = pl.program_id(1), self.visits.tile
+        first, end = self.visits.first[visit], self.visits.end[visit]
+        pl.when((visit == 0) | (tile[visit] != tile[jnp.maximum(visit - 1, 0)]))(self.clear_rows)
+
+        @pl.when(first < end)
+        def multiply() -> None:
+            self.accumulators[...] = jnp.zeros(self.accumulators.shape, ACCUMULATOR)
+            self.add_steps()
+            lax.fori_loop(0, ROWS // EPILOGUE_ROWS, lambda chunk, _: self.store_rows(chunk, first, end), None)
+
+    def clear_rows(self) -> None:
+        """Zeros the tile on its first visit: rows without an expert stay zero."""
+        self.out[...] = jnp.zeros(self.out.shape, self.out.dtype)
+
+    def add_steps(self) -> None:
+        contraction, k = self.problem.contraction, self.problem.k
+        assert k is not None
+        step = contraction.step.k
+
+        def add(index: Array, _: None) -> None:
+            contraction.add_step(self.accumulators, self.x, self.w, pl.multiple_of(index * step, step), step)
+
+        lax.fori_loop(0, k // step, add, None)
+        if k % step:
+            contraction.add_step(self.accumulators, self.x, self.w, k // step * step, k % step)
+
+    def store_rows(self, chunk: Array, first: Array, end: Array) -> None:
+        """Writes those of a chunk's rows that belong to the visit's expert."""
+        start = pl.multiple_of(chunk * EPILOGUE_ROWS, EPILOGUE_ROWS)
+        place = pl.ds(start, EPILOGUE_ROWS), slice(None)
+        sums = [self.accumulators[part, *place] for part in range(self.problem.parts)]
+        y = activated(sums, self.epilogue, ACTIVATIONS)
+        row = self.visits.tile[pl.program_id(1)] * ROWS + start + lax.broadcasted_iota(jnp.int32, y.shape, 0)
+        # Other experts' rows are kept by a selection. A product with zero would turn a neighbour's NaN into NaN.
+        kept = self.out[place].astype(ACCUMULATOR)
+        self.out[place] = jnp.where((row >= first) & (row < end), y, kept).astype(self.out.dtype)

@@ -1,19 +1,19 @@
-"""Matmul on a TPU's matrix unit: one kernel whose tiles are the same for every number of tokens.
+"""Matmul on a TPU's matrix unit: one kernel, whose tiles are the same for every number of tokens.
 
-A tile of tokens meets weights that stay in VMEM while all tokens pass by, so each weight is read once for any number of
-tokens, and a decode step costs what its weights take to arrive. K is visited inside, `TPU_K_STEP` after `TPU_K_STEP`,
-onto one float32 accumulator in VMEM.
+A block of weights stays in VMEM while all tiles of tokens pass by. So each weight is read once for any number of
+tokens, and a decode step takes the time in which its weights arrive. Inside, K is visited in steps of `TPU_K_STEP`,
+which are added to one float32 accumulator in VMEM.
 
-Nothing here follows the number of tokens but the length of the grid. On Hopper every schedule has the same bits, as its
-accumulator meets K in hardware steps; what a TPU does inside one step is the compiler's choice for the step's shape, so
-the tile and the step are part of what the bits are. Schedules by the number of tokens could follow where a device has
-shown that they change no bit.
+Only the length of the grid depends on the number of tokens. On Hopper every schedule has the same bits, as its
+accumulator meets K in hardware steps. What a TPU does inside one step is the compiler's choice for the step's shape, so
+the shape of the step is part of what the bits are (`StepShape`). Schedules that depend on the number of tokens could be
+added once a device has shown that they change no bit.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,56 +23,187 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, DTypeLike
 
 from detjax.contract import ACCUMULATOR, TPU_K_STEP, TPU_ROW_TILE, WEIGHT_GRADIENT_TOKENS
+from detjax.numerics import ceil_div, round_up
 from detjax.options import Activation, Epilogue, WeightLayout
-from detjax.pallas.tpu.device import LANES, SUBLANES, check_dtypes
+from detjax.pallas.tpu.device import LANES, SUBLANES, VMEM_LIMIT, check_dtypes
 from detjax.portable.matmul import activated
 from detjax.portable.tiles import flat_rows
 from detjax.rounding import rounded
 
 EPILOGUE_ROWS: Final = 32
-"""Lines that the epilogue takes at once, for what it computes with to stay in registers."""
+"""Rows that the epilogue handles at once, so that its intermediate results stay in registers."""
 
-TokenLayout = Literal["mk", "km"]
+OPERAND_BYTES: Final = 44 * 2**20
+"""Bytes of VMEM for the blocks of x and w, two of each because the next ones are loaded meanwhile. The rest of
+`VMEM_LIMIT` is for sums and temporaries."""
 
-VMEM_LIMIT: Final = 56 * 2**20
-"""Of the 64 MiB of a TPU7x, which has least; the others' default is 16 MiB of the 128 that are there."""
-_VMEM_BUDGET: Final = 44 * 2**20
-"""For the blocks of x and w, twice each as the next are loaded meanwhile. The rest is for sums and temporaries."""
+
+# --- what the bits are ------------------------------------------------------------------------------------------------
+
+XLayout = Literal["mk", "km"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShape:
+    """The shape of one product of the matrix unit, which belongs to the contract; see `contract.TPU_K_STEP`.
+
+    Attributes:
+        rows: rows of x.
+        k: elements of K.
+    """
+
+    rows: int
+    k: int
+
+
+TOKEN_STEP: Final = StepShape(TPU_ROW_TILE, TPU_K_STEP)
+"""The step of products whose rows are tokens."""
+WEIGHT_GRADIENT_STEP: Final = StepShape(256, WEIGHT_GRADIENT_TOKENS)
+"""The step of weight gradients, whose K is tokens."""
+BIAS_GRADIENT_STEP: Final = StepShape(LANES, WEIGHT_GRADIENT_TOKENS)
+"""The step of bias gradients, which are products of a tile of ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """How two operands are multiplied.
+
+    Attributes:
+        x_layout: "mk" if x is `[M, K]`, "km" if it is `[K, M]`.
+        w_layout: "kn" if w is `[K, N]`, "nk" if it is `[N, K]`.
+        step: the shape of one product.
+    """
+
+    x_layout: XLayout
+    w_layout: WeightLayout
+    step: StepShape
+
+    @property
+    def x_axis(self) -> int:
+        """The axis of K in x."""
+        return 1 if self.x_layout == "mk" else 0
+
+    @property
+    def w_axis(self) -> int:
+        """The axis of K in the stack of weights `[parts, ..., ...]`."""
+        return 1 if self.w_layout == "kn" else 2
+
+    def add_step(self, accumulators: Any, x: Any, w: Any, first: Array | int, size: int) -> None:
+        """Adds the products of one step of K to the accumulators.
+
+        Args:
+            accumulators: a reference to `[parts, rows, outputs]` float32.
+            x: a reference to a block of x.
+            w: a reference to a block of the stack of weights.
+            first: where in the blocks the step begins.
+            size: elements of K in the step.
+        """
+        span = pl.ds(first, size)
+        a = x[:, span] if self.x_layout == "mk" else x[span, :]
+        contracted = (self.x_axis,), (self.w_axis - 1,)
+        # By default the matrix unit would round float32 operands to bfloat16.
+        precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+        for part in range(w.shape[0]):
+            b = w[part, span, :] if self.w_layout == "kn" else w[part, :, span]
+            accumulators[part] += lax.dot_general(
+                a, b, (contracted, ((), ())), precision=precision, preferred_element_type=ACCUMULATOR
+            )
+
+
+ACTIVATIONS: Final[dict[Activation, Callable[[Array], Array]]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda z: 0.5 * z * (1.0 + lax.erf(0.7071067811865476 * z)),  # jax.nn's uses erfc, which Mosaic lacks
+    "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
+
+Finish = Callable[[Sequence[Array], Array | None], list[Array]]
+"""Makes the results of some rows from their biased float32 sums, one for each weight of the stack, and from the same
+rows of `Operands.elementwise`."""
+
+
+def _finish_forward(epilogue: Epilogue, sums: Sequence[Array], residual: Array | None) -> list[Array]:
+    y = activated(sums, epilogue, ACTIVATIONS)
+    return [y if residual is None else y + residual.astype(ACCUMULATOR)]
+
+
+def _finish_backward(epilogue: Epilogue, sums: Sequence[Array], dy: Array | None) -> list[Array]:
+    """The gradients of the sums."""
+    assert dy is not None
+    return list(jax.vjp(lambda *sums: activated(sums, epilogue, ACTIVATIONS), *sums)[1](dy.astype(ACCUMULATOR)))
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A product, except the number of tokens, on which no schedule depends.
+
+    Attributes:
+        contraction: how x and w are multiplied.
+        parts: weights in the stack: 1, or 2 if gated.
+        n: columns of the result.
+        k: elements of K, a multiple of 128; None if K is tokens.
+        dtype: the dtype of x and w.
+    """
+
+    contraction: Contraction
+    parts: int
+    n: int
+    k: int | None
+    dtype: jnp.dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How much of x and w is in VMEM at once. It follows dtypes and weight shapes, never the number of tokens.
+    """How much of x and w is in VMEM at once.
 
-    Args:
-        outputs: columns of a tile, a multiple of 128.
-        slab: length of K that is loaded at once; all of K, or a multiple of the step and of 128.
-        rows: lines of a tile: `TPU_ROW_TILE` where they are tokens.
+    Attributes:
+        outputs: columns of a tile of the result, a multiple of 128.
+        slab: the length of K that is loaded at once: all of K, or a multiple of the step and of 128.
     """
 
     outputs: int
     slab: int
-    rows: int = TPU_ROW_TILE
+
+    def __post_init__(self) -> None:
+        if self.outputs < 1 or self.outputs % LANES or self.slab < 1:
+            raise ValueError(
+                f"matmul: the schedule has {self.outputs} outputs and slabs of {self.slab}; accepted: positive "
+                f"multiples of {LANES} outputs and positive slabs. Round them up."
+            )
+
+    def check(self, problem: Problem) -> None:
+        """Returns if the schedule serves the problem.
+
+        Raises:
+            ValueError: a slab is neither all of K nor a multiple of the step and of a register.
+        """
+        step = problem.contraction.step.k
+        if self.slab != problem.k and (self.slab % step or self.slab % LANES):
+            raise ValueError(
+                f"matmul: the schedule has slabs of {self.slab}, with K being {problem.k or 'tokens'}; accepted: all "
+                f"of K, or multiples of {step} and {LANES}. Round it up."
+            )
 
 
-WEIGHT_GRADIENT_SCHEDULE: Final = Schedule(outputs=512, slab=256, rows=256)
-"""K is tokens here, filled up with zeros to whole slabs."""
+def default_schedule(problem: Problem) -> Schedule:
+    """The schedule of a product.
 
-
-def choose(n: int, k: int, parts: int, dtype: DTypeLike) -> Schedule:
-    """The schedule of a `[K, N]` weight, or of two that are gated; K a multiple of 128.
-
-    Tokens are read again for every tile of outputs: 512 of them are enough work for what is read. Where whole columns
-    of such a tile don't fit, it gets narrower, then K is cut.
+    Tokens are read once for every tile of outputs, and a tile of 512 outputs is enough work for what is read. If whole
+    columns of such a tile don't fit into VMEM, the tile gets narrower; if that is not enough, K is cut into slabs.
     """
+    if problem.k is None:
+        return Schedule(outputs=512, slab=256)
+    rows = problem.contraction.step.rows
+    for outputs in (512 // problem.parts, 256 // problem.parts):
+        if 2 * problem.dtype.itemsize * problem.k * (problem.parts * outputs + rows) <= OPERAND_BYTES:
+            return Schedule(min(outputs, round_up(problem.n, LANES)), problem.k)
+    return Schedule(512 // problem.parts, 4096)
 
-    def size(outputs: int, slab: int) -> int:
-        return 2 * jnp.dtype(dtype).itemsize * slab * (parts * outputs + TPU_ROW_TILE)
 
-    for outputs in (512 // parts, 256 // parts):
-        if size(outputs, k) <= _VMEM_BUDGET:
-            return Schedule(min(outputs, -(-n // LANES) * LANES), k)
-    return Schedule(512 // parts, 4096)
+# --- the operation ----------------------------------------------------------------------------------------------------
 
 
 def forward(
@@ -85,13 +216,14 @@ def forward(
     epilogue: Epilogue,
     out_dtype: DTypeLike,
 ) -> Array:
-    """`[*B, N]` of `[*B, K]` rows; see `detjax.ops.matmul` for the rest.
+    """`[*B, N]` of rows `[*B, K]`; see `detjax.ops.matmul` for the arguments.
 
     Raises:
-        NotImplementedError: a dtype, the result's among them, is none of `tpu.DTYPES`.
+        NotImplementedError: a dtype, among them the result's, is not one of `device.DTYPES`.
     """
-    flat_residual = None if residual is None else flat_rows(residual)
-    y = product(flat_rows(x), w, bias, flat_residual, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
+    operands = Operands(flat_rows(x), w, bias, None if residual is None else flat_rows(residual))
+    contraction = Contraction("mk", layout, TOKEN_STEP)
+    (y,) = multiply(operands, contraction, [out_dtype], functools.partial(_finish_forward, epilogue))
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -104,232 +236,215 @@ def backward(
     layout: WeightLayout,
     epilogue: Epilogue,
 ) -> tuple[Array, Array, Array | None]:
-    """Gradients of x, w and bias: `dx` with N ascending (gate's, then up's), `dw` and `dbias` with tokens ascending.
+    """Gradients of x, w and bias: `dx` adds N in ascending order, gate's before up's; `dw` and `dbias` add tokens in
+    ascending order.
 
-    The gradient of the accumulator is rounded to x's dtype before it meets the matrix unit.
+    The gradient of the sums before the epilogue is rounded to x's dtype before it is multiplied.
 
     Raises:
-        NotImplementedError: a dtype is none of `tpu.DTYPES`.
+        NotImplementedError: a dtype is not one of `device.DTYPES`.
     """
     flat_x, flat_dy = flat_rows(x), flat_rows(dy)
-    halves = [w] if w.ndim == 2 else [w[0], w[1]]
+    weights = [w] if w.ndim == 2 else [w[0], w[1]]
 
     if epilogue == Epilogue():
         dz = [rounded(flat_dy, x.dtype)]
     else:
-        dz = _accumulator_gradients(flat_x, w, bias, flat_dy, layout=layout, epilogue=epilogue)
+        # The sums are computed again.
+        operands, finish = Operands(flat_x, w, bias, flat_dy), functools.partial(_finish_backward, epilogue)
+        dz = multiply(operands, Contraction("mk", layout, TOKEN_STEP), [x.dtype] * len(weights), finish)
     joined_dz = jnp.concatenate(dz, axis=1)
-    # To contract both halves of a stacked "kn" weight at once takes a copy; "nk" halves follow each other already.
-    joined = w.reshape(-1, w.shape[-1]) if layout == "nk" else jnp.concatenate(halves, axis=1)
-    dx = product(joined_dz, joined, layout="kn" if layout == "nk" else "nk", out_dtype=x.dtype)
+    # Both weights of a "kn" stack have to be copied to be contracted at once; "nk" weights follow each other already.
+    joined_w = w.reshape(-1, w.shape[-1]) if layout == "nk" else jnp.concatenate(weights, axis=1)
+    dx = product(joined_dz, joined_w, Contraction("mk", "kn" if layout == "nk" else "nk", TOKEN_STEP), x.dtype)
 
-    over_tokens = functools.partial(product, token_layout="km", layout="kn", k_step=WEIGHT_GRADIENT_TOKENS)
-    over_tokens = functools.partial(over_tokens, schedule=WEIGHT_GRADIENT_SCHEDULE)
+    over_tokens = Contraction("km", "kn", WEIGHT_GRADIENT_STEP)
     if layout == "nk":
-        dw = over_tokens(joined_dz, flat_x, out_dtype=w.dtype)
+        dw = product(joined_dz, flat_x, over_tokens, w.dtype)
     else:
-        dw = jnp.stack([over_tokens(flat_x, part, out_dtype=w.dtype) for part in dz])
+        dw = jnp.stack([product(flat_x, part, over_tokens, w.dtype) for part in dz])
     dbias = None
     if bias is not None:
         ones = jnp.ones((flat_x.shape[0], LANES), x.dtype)
-        narrow = dataclasses.replace(WEIGHT_GRADIENT_SCHEDULE, rows=LANES)
-        dbias = over_tokens(ones, joined_dz, out_dtype=bias.dtype, schedule=narrow)[0].reshape(bias.shape)
+        over_tokens = Contraction("km", "kn", BIAS_GRADIENT_STEP)
+        dbias = product(ones, joined_dz, over_tokens, bias.dtype)[0].reshape(bias.shape)
     return dx.reshape(x.shape), dw.reshape(w.shape), dbias
 
 
 def product(
-    x: Array,
-    w: Array,
-    bias: Array | None = None,
-    residual: Array | None = None,
-    *,
-    token_layout: TokenLayout = "mk",
-    layout: WeightLayout,
-    epilogue: Epilogue = Epilogue(),  # noqa: B008
-    out_dtype: DTypeLike,
-    k_step: int = TPU_K_STEP,
-    schedule: Schedule | None = None,
+    x: Array, w: Array, contraction: Contraction, out_dtype: DTypeLike, schedule: Schedule | None = None
 ) -> Array:
-    """`[M, N]`: the epilogue of `x @ w`.
-
-    Args:
-        x: `[M, K]`, or `[K, M]` where `token_layout` is "km".
-        w: `[K, N]`, or `[N, K]` where `layout` is "nk"; two of them, stacked, if gated.
-        bias: `[N]`, or `[2, N]` if gated.
-        residual: `[M, N]`.
-        k_step: elements of K in one product of the matrix unit.
-        schedule: default: `choose`'s.
-
-    Raises:
-        NotImplementedError: a dtype is none of `tpu.DTYPES`.
-    """
-
-    def finish(sums: Sequence[Array], residual: Array | None) -> list[Array]:
-        y = activated(sums, epilogue, ACTIVATIONS)
-        return [y if residual is None else y + residual.astype(ACCUMULATOR)]
-
-    (y,) = _tiled(
-        finish,
-        [jnp.dtype(out_dtype)],
-        x,
-        w,
-        bias,
-        residual,
-        token_layout=token_layout,
-        layout=layout,
-        k_step=k_step,
-        schedule=schedule,
+    """`x @ w`, `[M, N]`, without an epilogue; see `multiply`."""
+    (y,) = multiply(
+        Operands(x, w, None, None), contraction, [out_dtype], functools.partial(_finish_forward, Epilogue()), schedule
     )
     return y
 
 
-def _accumulator_gradients(
-    x: Array, w: Array, bias: Array | None, dy: Array, *, layout: WeightLayout, epilogue: Epilogue
+class Operands(NamedTuple):
+    """Arrays that a product takes, or references to their blocks in VMEM.
+
+    Attributes:
+        x: `[M, K]` or `[K, M]`.
+        w: `[K, N]` or `[N, K]`; two of them, stacked, if gated.
+        bias: `[N]`, or `[2, N]` if gated; None if there is none.
+        elementwise: `[M, N]`, which the epilogue takes element by element: the residual, or the result's gradient.
+    """
+
+    x: Any
+    w: Any
+    bias: Any
+    elementwise: Any
+
+
+def multiply(
+    operands: Operands,
+    contraction: Contraction,
+    out_dtypes: Sequence[DTypeLike],
+    finish: Finish,
+    schedule: Schedule | None = None,
 ) -> list[Array]:
-    """`[M, N]` in x's dtype, of gate and up if gated, from sums that are computed again."""
+    """Results `[M, N]` of the dtypes given, which `finish` makes from the biased sums of `x @ w`.
 
-    def finish(sums: Sequence[Array], dy: Array | None) -> list[Array]:
-        assert dy is not None
-        return list(jax.vjp(lambda *sums: activated(sums, epilogue, ACTIVATIONS), *sums)[1](dy.astype(ACCUMULATOR)))
+    Args:
+        operands: the arrays.
+        contraction: how x and w are multiplied.
+        out_dtypes: dtypes of the results.
+        finish: makes the results of some rows.
+        schedule: default: `default_schedule`'s.
 
-    dtypes = [x.dtype] * (2 if epilogue.gated else 1)
-    return _tiled(finish, dtypes, x, w, bias, dy, token_layout="mk", layout=layout, k_step=TPU_K_STEP, schedule=None)
+    Raises:
+        NotImplementedError: a dtype is not one of `device.DTYPES`.
+        ValueError: the schedule does not serve the problem.
+    """
+    check_dtypes("matmul", *operands, *(jax.ShapeDtypeStruct((), dtype) for dtype in out_dtypes))
+    m = operands.x.shape[1 - contraction.x_axis]
+    operands, problem, schedule = _prepared(operands, contraction, schedule)
+    padded_m, k = (operands.x.shape[axis] for axis in (1 - contraction.x_axis, contraction.x_axis))
+    rows, outputs, slab = contraction.step.rows, schedule.outputs, schedule.slab
 
+    def kernel(operands: Operands, results: Sequence[Any], accumulators: Any) -> None:
+        _Kernel(problem, schedule, finish, operands, results, accumulators).run()
 
-ACTIVATIONS: Final[dict[Activation, Callable[[Array], Array]]] = {
-    "silu": jax.nn.silu,
-    "gelu": lambda z: 0.5 * z * (1.0 + lax.erf(0.7071067811865476 * z)),  # jax.nn's takes erfc, which Mosaic lacks
-    "gelu_tanh": jax.nn.gelu,
-    "relu": jax.nn.relu,
-}
-
-
-def _tiled(
-    finish: Callable[[Sequence[Array], Array | None], list[Array]],
-    dtypes: Sequence[jnp.dtype],
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    companion: Array | None,
-    *,
-    token_layout: TokenLayout,
-    layout: WeightLayout,
-    k_step: int,
-    schedule: Schedule | None,
-) -> list[Array]:
-    """Arrays `[M, N]` of what `finish` makes of a tile's biased float32 sums and of the companion's tile `[M, N]`."""
-    check_dtypes("matmul", x, w, bias, companion, *(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
-    w = w.reshape(-1, *w.shape[-2:])
-    token_axis, x_axis = (0, 1) if token_layout == "mk" else (1, 0)
-    w_axis = 1 if layout == "kn" else 2
-    parts, n = w.shape[0], w.shape[3 - w_axis]
-    m = x.shape[token_axis]
-
-    # Zeros behind K add nothing. Tokens as K come in whole slabs, so that no constant of the kernel knows their number.
-    multiple = LANES if token_layout == "mk" else WEIGHT_GRADIENT_SCHEDULE.slab
-    x, w = filled(x, x_axis, multiple), filled(w, w_axis, multiple)
-    k = x.shape[x_axis]
-    schedule = schedule or choose(n, k, parts, x.dtype)
-    if token_layout == "mk":
-        # XLA lays out arrays of fewer lines in tiles of fewer lines: another kind of copy, which nothing has to trust.
-        x = filled(x, 0, SUBLANES)
-        companion = None if companion is None else filled(companion, 0, SUBLANES)
-    rows, outputs, slab = schedule.rows, schedule.outputs, schedule.slab
-
-    def out_spec() -> pl.BlockSpec:
-        return pl.BlockSpec((rows, outputs), lambda n, m, k: (m, n))
-
-    x_spec = (
-        pl.BlockSpec((rows, slab), lambda n, m, k: (m, k))
-        if token_layout == "mk"
-        else pl.BlockSpec((slab, rows), lambda n, m, k: (k, m))
-    )
-    w_spec = (
-        pl.BlockSpec((parts, slab, outputs), lambda n, m, k: (0, k, n))
-        if layout == "kn"
-        else pl.BlockSpec((parts, outputs, slab), lambda n, m, k: (0, n, k))
-    )
-    operands, specs = [x, w], [x_spec, w_spec]
-    if bias is not None:
-        operands.append(bias.reshape(parts, n))
-        specs.append(pl.BlockSpec((parts, outputs), lambda n, m, k: (0, n)))
-    if companion is not None:
-        operands.append(companion)
-        specs.append(out_spec())
-
-    def body(*refs: Any) -> None:
-        x_ref, w_ref, *others = refs[: len(operands)]
-        bias_ref = None if bias is None else others.pop(0)
-        companion_ref = others.pop(0) if others else None
-        *outs, accumulators = refs[len(operands) :]
-        index = pl.program_id(2)
-
-        @pl.when(index == 0)
-        def _() -> None:
-            accumulators[...] = jnp.zeros(accumulators.shape, ACCUMULATOR)
-
-        add = functools.partial(add_step, accumulators, x_ref, w_ref, token_layout, layout)
-
-        # Slabs behind K's end are shorter; what their blocks hold beyond it is never read.
-        steps = slab // k_step
-        if k % slab:
-            steps = jnp.minimum(steps, k // k_step - index * steps)
-        lax.fori_loop(0, steps, lambda step, _: add(pl.multiple_of(step * k_step, k_step), k_step), None)
-
-        def write() -> None:
-            if k % k_step:
-                add((k - 1) % slab // k_step * k_step, k % k_step)
-            lax.fori_loop(0, rows // EPILOGUE_ROWS, lambda chunk, _: write_rows(chunk * EPILOGUE_ROWS), None)
-
-        def write_rows(first: Array) -> None:
-            span = pl.ds(pl.multiple_of(first, EPILOGUE_ROWS), EPILOGUE_ROWS)
-            sums = [accumulators[part, span, :] for part in range(parts)]
-            if bias_ref is not None:
-                sums = [z + bias_ref[part : part + 1, :].astype(ACCUMULATOR) for part, z in enumerate(sums)]
-            made = finish(sums, None if companion_ref is None else companion_ref[span, :])
-            for out, tile in zip(outs, made, strict=True):
-                out[span, :] = tile.astype(out.dtype)
-
-        if token_layout == "mk":
-            pl.when(index == pl.num_programs(2) - 1)(write)
-        else:
-            write()  # after every slab, as the last one's number, which follows the tokens, would be a constant here
-
-    lines = m if token_layout == "km" else x.shape[0]
-    results = pl.pallas_call(
-        body,
-        out_shape=[jax.ShapeDtypeStruct((lines, n), dtype) for dtype in dtypes],
-        # Tokens pass by while a block of weights stays.
-        grid=(-(-n // outputs), -(-lines // rows), -(-k // slab)),
-        in_specs=specs,
-        out_specs=[out_spec() for _ in dtypes],
-        scratch_shapes=[pltpu.VMEM((parts, rows, outputs), ACCUMULATOR)],
+    (results,) = pl.pallas_call(
+        kernel,
+        out_shape=[[jax.ShapeDtypeStruct((padded_m, problem.n), dtype) for dtype in out_dtypes]],
+        # All tokens pass by while a block of weights stays.
+        grid=(ceil_div(problem.n, outputs), ceil_div(padded_m, rows), ceil_div(k, slab)),
+        in_specs=[_operand_specs(operands, contraction, schedule)],
+        out_specs=[[_result_spec(rows, outputs) for _ in out_dtypes]],
+        scratch_shapes=[pltpu.VMEM((problem.parts, rows, outputs), ACCUMULATOR)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
         name="matmul",
-    )(*operands)
+    )(operands)
     return [result[:m] for result in results]
 
 
-def add_step(
-    accumulators: Any, x: Any, w: Any, token_layout: TokenLayout, layout: WeightLayout, first: Array | int, size: int
-) -> None:
-    """Adds the products of one step of K to the accumulators `[parts, rows, outputs]`, from a tile of x and of w."""
-    span = pl.ds(first, size)
-    a = x[:, span] if token_layout == "mk" else x[span, :]
-    contracted = ((1 if token_layout == "mk" else 0,), (0 if layout == "kn" else 1,))
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    for part in range(w.shape[0]):
-        b = w[part, span, :] if layout == "kn" else w[part, :, span]
-        accumulators[part] += lax.dot_general(
-            a, b, (contracted, ((), ())), precision=precision, preferred_element_type=ACCUMULATOR
-        )
-
-
-def filled(a: Array, axis: int, multiple: int) -> Array:
-    """`a` with zeros behind it up to a multiple of lines along the axis."""
-    padding = -a.shape[axis] % multiple
+def padded(array: Array, axis: int, multiple: int) -> Array:
+    """The array with zeros after its end along the axis, up to a multiple of `multiple`."""
+    padding = -array.shape[axis] % multiple
     if not padding:
-        return a
-    return jnp.pad(a, [(0, padding if i == axis else 0) for i in range(a.ndim)])
+        return array
+    return jnp.pad(array, [(0, padding if i == axis else 0) for i in range(array.ndim)])
+
+
+def _prepared(
+    operands: Operands, contraction: Contraction, schedule: Schedule | None
+) -> tuple[Operands, Problem, Schedule]:
+    """The operands as the kernel takes them: zeros fill up K, which add nothing, and weights and biases are stacks."""
+    x, w, bias, elementwise = operands
+    w = w.reshape(-1, *w.shape[-2:])
+    parts, n = w.shape[0], w.shape[3 - contraction.w_axis]
+    over_tokens = contraction.x_layout == "km"
+    k = None if over_tokens else round_up(x.shape[contraction.x_axis], LANES)
+    problem = Problem(contraction, parts, n, k, x.dtype)
+    schedule = schedule or default_schedule(problem)
+    schedule.check(problem)
+
+    # If K is tokens, it is filled up to whole slabs, so that no constant of the kernel depends on the number of tokens.
+    multiple = schedule.slab if over_tokens else LANES
+    x, w = padded(x, contraction.x_axis, multiple), padded(w, contraction.w_axis, multiple)
+    if not over_tokens:
+        # XLA lays out arrays of fewer than 8 rows in smaller tiles, which would be another kind of copy for few tokens.
+        x = padded(x, 0, SUBLANES)
+        elementwise = None if elementwise is None else padded(elementwise, 0, SUBLANES)
+    bias = None if bias is None else bias.reshape(parts, n)
+    return Operands(x, w, bias, elementwise), problem, schedule
+
+
+def _operand_specs(operands: Operands, contraction: Contraction, schedule: Schedule) -> Operands:
+    """The blocks of the operands for a step (n, m, k) of the grid; None for operands that are None."""
+    parts, rows, outputs, slab = operands.w.shape[0], contraction.step.rows, schedule.outputs, schedule.slab
+    if contraction.x_layout == "mk":
+        x = pl.BlockSpec((rows, slab), lambda n, m, k: (m, k))
+    else:
+        x = pl.BlockSpec((slab, rows), lambda n, m, k: (k, m))
+    if contraction.w_layout == "kn":
+        w = pl.BlockSpec((parts, slab, outputs), lambda n, m, k: (0, k, n))
+    else:
+        w = pl.BlockSpec((parts, outputs, slab), lambda n, m, k: (0, n, k))
+    bias = None if operands.bias is None else pl.BlockSpec((parts, outputs), lambda n, m, k: (0, n))
+    elementwise = None if operands.elementwise is None else _result_spec(rows, outputs)
+    return Operands(x, w, bias, elementwise)
+
+
+def _result_spec(rows: int, outputs: int) -> pl.BlockSpec:
+    return pl.BlockSpec((rows, outputs), lambda n, m, k: (m, n))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Kernel:
+    """One slab of K for one tile of the result, with references to the blocks in VMEM."""
+
+    problem: Problem
+    schedule: Schedule
+    finish: Finish
+    operands: Operands
+    results: Sequence[Any]
+    accumulators: Any
+
+    def run(self) -> None:
+        slab_index = pl.program_id(2)
+        pl.when(slab_index == 0)(self.clear)
+        self.add_whole_steps(slab_index)
+        if self.problem.k is not None:
+            pl.when(slab_index == pl.num_programs(2) - 1)(self.store)
+        else:
+            # The number of the last slab depends on the tokens and would be a constant of the kernel, so the result is
+            # written after every slab.
+            self.store()
+
+    def clear(self) -> None:
+        self.accumulators[...] = jnp.zeros(self.accumulators.shape, ACCUMULATOR)
+
+    def add_whole_steps(self, slab_index: Array) -> None:
+        k, slab, step = self.problem.k, self.schedule.slab, self.problem.contraction.step.k
+        steps = slab // step
+        # K may end within the last slab. The rest of that slab's blocks is never read.
+        if k is not None and k % slab:
+            steps = jnp.minimum(steps, k // step - slab_index * steps)
+        lax.fori_loop(0, steps, lambda index, _: self.add_step(pl.multiple_of(index * step, step), step), None)
+
+    def add_step(self, first: Array | int, size: int) -> None:
+        x, w, *_ = self.operands
+        self.problem.contraction.add_step(self.accumulators, x, w, first, size)
+
+    def store(self) -> None:
+        """Adds the last step of K, which may be shorter, and writes the results."""
+        k, slab, step = self.problem.k, self.schedule.slab, self.problem.contraction.step.k
+        if k is not None and k % step:
+            self.add_step((k - 1) % slab // step * step, k % step)
+        chunks = self.problem.contraction.step.rows // EPILOGUE_ROWS
+        lax.fori_loop(0, chunks, lambda chunk, _: self.store_rows(chunk * EPILOGUE_ROWS), None)
+
+    def store_rows(self, first: Array) -> None:
+        rows = pl.ds(pl.multiple_of(first, EPILOGUE_ROWS), EPILOGUE_ROWS)
+        sums = [self.accumulators[part, rows, :] for part in range(self.problem.parts)]
+        bias, elementwise = self.operands.bias, self.operands.elementwise
+        if bias is not None:
+            sums = [z + bias[part : part + 1, :].astype(ACCUMULATOR) for part, z in enumerate(sums)]
+        tiles = self.finish(sums, None if elementwise is None else elementwise[rows, :])
+        for result, tile in zip(self.results, tiles, strict=True):
+            result[rows, :] = tile.astype(result.dtype)

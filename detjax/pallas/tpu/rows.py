@@ -1,7 +1,7 @@
 """Rows in the vector registers of TPUs: tiles of rows, and row sums in the order of `contract.LANES`.
 
 A register holds 8 rows of 128 columns of 32-bit numbers. A tile of rows is therefore handled as a sequence of *pieces*
-`[rows, 128]`, and lane `j` of the contract is lane `j % 128` of every fourth piece. Lanes are added by rotating a piece.
+`[rows, 128]`, and lane `j` of the contract is lane `j % 128` of every fourth piece. To add lanes, a piece is rotated.
 Where the rotation brings a neighbour from beyond the end of its group, the sum in that lane is never used.
 """
 
@@ -98,7 +98,7 @@ def lane_ids(rows: int) -> jax.Array:
 
 
 def filled_from(piece: jax.Array, columns: int | jax.Array, fill: float) -> jax.Array:
-    """A piece with `fill` in column `columns` and all later ones: memory beyond the end of an array may hold anything."""
+    """A piece with `fill` in column `columns` and after it: memory beyond the end of an array may hold anything."""
     if isinstance(columns, int) and columns >= PIECE:
         return piece
     return jnp.where(lane_ids(piece.shape[0]) < columns, piece, jnp.asarray(fill, piece.dtype))

@@ -33,7 +33,8 @@ from detjax.pallas.tpu.rows import (
 from detjax.portable.tiles import flat_rows
 
 STATISTICS_BYTES: Final = 4 * 1024 * 1024
-"""Bytes of VMEM for the maxima and sums of a tile's blocks. Vocabularies of language models need less at `MOST_ROWS`."""
+"""Bytes of VMEM for the maxima and sums of a tile's blocks. At `MOST_ROWS`, the vocabularies of language models need
+less."""
 MOST_ROWS: Final = 32
 """Most rows of a tile. With this many, a grid step takes longer to copy its block than to begin."""
 
