@@ -1,4 +1,11 @@
-"""Small functions that the portable backend and the kernels share."""
+"""Small functions and numbers that the portable backend and the kernels share."""
+
+from typing import Final
+
+import numpy as np
+
+LOWEST: Final = float(np.finfo(np.float32).min)
+"""The lowest finite float32."""
 
 
 def ceil_div(size: int, divisor: int) -> int:

@@ -5,15 +5,12 @@ choice there that could change a bit.
 """
 
 from collections.abc import Callable
-from typing import Final
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR
-
-LOWEST: Final = float(jnp.finfo(ACCUMULATOR).min)
-"""The lowest finite float32."""
+from detjax.numerics import LOWEST
 
 RowSums = Callable[[Array], Array]
 """A function that gives the sums `[*B, 1]` of rows `[*B, V]`, both float32, in the contract's order."""

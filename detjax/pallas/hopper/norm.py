@@ -1,12 +1,12 @@
 """RMS norm on Hopper GPUs (Mosaic GPU): a row stays in the registers of its threads from its only read to its write.
 
-The speed is that of memory: a CTA is one warpgroup that loads all it needs before it adds, and registers are few enough
-that several CTAs of an SM overlap. Gradients are the portable backend's.
+The kernel is as fast as memory: a CTA is one warpgroup that loads all its rows before it adds, and uses few enough
+registers that several CTAs of a multiprocessor overlap. The gradients are the portable backend's.
 """
 
 import dataclasses
 import math
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,18 +15,41 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
+from detjax.numerics import round_up
 from detjax.pallas.hopper import device
-from detjax.pallas.hopper.rows import WARPGROUP, layout, row_sums, squares, widened
+from detjax.pallas.hopper.device import WARPGROUP
+from detjax.pallas.hopper.rows import broadcast, layout, rounded_squares, row_sums
 from detjax.portable import norm as portable
 from detjax.portable.tiles import flat_rows
 
-# Row sums in the same order, arithmetic on single elements, and tiles of one shape: XLA has nothing to choose here.
+# XLA has nothing to choose in the portable gradients: their row sums are the contract's, all other arithmetic is on
+# single elements, and the tiles have one shape.
 backward = portable.backward
 
 BYTES_IN_FLIGHT: Final = 8192
-"""Of x, per CTA, where there are rows enough: 4 MB over the device, what its bandwidth times its latency asks for."""
+"""Bytes of x that a CTA loads at once if there are enough rows: 4 MB over the device, bandwidth times latency."""
+
 RESIDENT_BYTES: Final = 256
-"""Of x, per thread, that fit into registers beside the residual and the arithmetic."""
+"""Bytes of x that fit into a thread's registers beside the residual and the temporaries."""
+
+_THREADS: Final = (4, 8, 16, 32, 64, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Rows to be normalized."""
+
+    rows: int
+    """Number of rows."""
+    width: int
+    """Elements of a row, a `padded_width`."""
+    dtype: jnp.dtype
+    """Dtype of the rows."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.width * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,30 +61,48 @@ class Schedule:
     rows: int
     """Rows of a CTA."""
     weight_first: bool
-    """Whether the weight is loaded with the row or when the row's sum is known: a shorter wait, or fewer registers."""
+    """Whether the weight is loaded together with the rows, for a shorter wait, or after their sums are known, for fewer
+    registers."""
     resident: bool = True
-    """Whether the row stays in registers between its sum and its product, or is read again from cache."""
+    """Whether a row stays in registers between its sum and its product, or is read from cache a second time."""
 
     def __post_init__(self) -> None:
-        if self.threads not in (4, 8, 16, 32, 64, 128):
-            raise ValueError(f"Schedule: threads is {self.threads}; accepted: 4, 8, 16, 32, 64, 128")
+        """Raises ValueError if no problem could be computed by this schedule."""
+        if self.threads not in _THREADS:
+            raise ValueError(f"Schedule: threads is {self.threads}; accepted: {', '.join(map(str, _THREADS))}")
         at_once = WARPGROUP // self.threads
         if self.rows < 1 or (self.rows % at_once and (self.rows > at_once or self.rows & (self.rows - 1))):
             raise ValueError(
                 f"Schedule: rows is {self.rows}; accepted: multiples of {at_once}, which {WARPGROUP} threads hold at "
-                f"{self.threads} to a row, and powers of two below"
+                f"{self.threads} to a row, and powers of two below {at_once}"
             )
 
-    def check(self, rows: int, width: int, dtype: jax.typing.DTypeLike) -> None:
-        """Returns if `[rows, width]` of this dtype can be worked on so."""
-        columns = LANE_GROUP * self.threads
-        if width % columns:
-            raise ValueError(f"Schedule: {self.threads} threads on rows of {width}; accepted: multiples of {columns}")
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that the warpgroup works on at the same time."""
+        return min(self.rows, WARPGROUP // self.threads)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a piece of a row."""
+        return LANE_GROUP * self.threads
+
+    def check(self, problem: Problem) -> None:
+        """Returns if a kernel of this schedule can compute the problem.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        rows, width = problem.rows, problem.width
+        if width % self.columns:
+            raise ValueError(
+                f"Schedule: {self.threads} threads on rows of {width}; accepted: multiples of {self.columns}"
+            )
         if rows < self.rows:
-            raise ValueError(f"Schedule: {self.rows} rows of a CTA; accepted: at most the {rows} there are")
+            raise ValueError(f"Schedule: {self.rows} rows of a CTA; accepted: at most the {rows} rows of the problem")
         if not self.resident and self.threads != WARPGROUP:
             raise ValueError(f"Schedule: rows that are read twice with {self.threads} threads; accepted: {WARPGROUP}")
-        held = max(1, self.rows * self.threads // WARPGROUP) * width * jnp.dtype(dtype).itemsize // self.threads
+        held = max(1, self.rows * self.threads // WARPGROUP) * problem.row_bytes // self.threads
         if self.resident and held > RESIDENT_BYTES:
             raise ValueError(
                 f"Schedule: {held} bytes of rows in the registers of a thread; accepted: at most {RESIDENT_BYTES}. "
@@ -69,9 +110,9 @@ class Schedule:
             )
 
 
-def schedule(rows: int, width: int, dtype: jax.typing.DTypeLike) -> Schedule:
-    """The schedule for `[rows, width]`, the width being one of `padded_width`."""
-    itemsize = jnp.dtype(dtype).itemsize
+def default_schedule(problem: Problem) -> Schedule:
+    """The schedule that serves the problem."""
+    rows, width = problem.rows, problem.width
     if width <= WARPGROUP:
         threads = width // LANE_GROUP
     elif width % 256 or width < 1024 or (width == 1024 and rows > 2 * device.multiprocessors()):
@@ -79,17 +120,18 @@ def schedule(rows: int, width: int, dtype: jax.typing.DTypeLike) -> Schedule:
     else:
         threads = 128 if width % LANES == 0 else 64
     at_once = WARPGROUP // threads
-    if width * itemsize > RESIDENT_BYTES * threads:
+    if problem.row_bytes > RESIDENT_BYTES * threads:
         return Schedule(threads, 1, weight_first=False, resident=False)
-    # Few rows go one warpgroup each; many go together until enough bytes are on their way.
-    together = max(1, BYTES_IN_FLIGHT // (at_once * width * itemsize))
+    # Few rows are spread over as many CTAs as possible. Of many rows, a CTA takes several until enough bytes are in
+    # flight.
+    together = max(1, BYTES_IN_FLIGHT // (at_once * problem.row_bytes))
     while together > 1 and rows < 8 * device.multiprocessors() * at_once * together:
         together //= 2
     if rows < at_once:
         at_once = 1 << (rows.bit_length() - 1)
-    # A wait that no other CTA fills, and registers enough.
+    # To load the weight first pays if no other CTA would fill the wait for it, and needs registers for it.
     waits = together > 1 or rows <= 2 * device.multiprocessors() * at_once
-    fits = width * itemsize <= RESIDENT_BYTES // 2 * threads
+    fits = problem.row_bytes <= RESIDENT_BYTES // 2 * threads
     return Schedule(threads, at_once * together, weight_first=waits and fits)
 
 
@@ -99,10 +141,10 @@ def padded_width(width: int, dtype: jax.typing.DTypeLike) -> int:
         return max(16, 1 << (width - 1).bit_length())
     resident = RESIDENT_BYTES // jnp.dtype(dtype).itemsize
     for threads in (32, 64):
-        padded = -(-width // (LANE_GROUP * threads)) * (LANE_GROUP * threads)
+        padded = round_up(width, LANE_GROUP * threads)
         if padded <= resident * threads:
             return padded
-    return -(-width // LANES) * LANES
+    return round_up(width, LANES)
 
 
 def forward(
@@ -114,107 +156,150 @@ def forward(
     weight_offset: float,
     schedule: Schedule | None = None,
 ) -> tuple[Array, Array | None]:
-    """`(y, None)`, or `(y, h)` with `h = rn(x + residual)` where there is a residual; y is the norm of h then."""
+    """The norm y of rows `[*B, D]`: `(y, None)`, or `(y, h)` with a residual, y being the norm of h = rn(x + residual).
+
+    With h = x if there is no residual, y = rn(h * rsqrt(mean(h^2) + eps) * (weight + weight_offset)).
+    """
     width = x.shape[-1]
     padding = padded_width(width, x.dtype) - width
 
-    def rows_of(x: Array) -> Array:
+    def padded_rows(x: Array) -> Array:
         return jnp.pad(flat_rows(x), ((0, 0), (0, padding)))
 
-    operands = (rows_of(x), *(() if residual is None else (rows_of(residual),)))
-    if schedule is None:
-        schedule = _schedule(math.prod(x.shape[:-1]), width + padding, x.dtype)
-    out = _kernel(operands, jnp.pad(weight, (0, padding)), width, eps, weight_offset, schedule)
+    operands = (padded_rows(x), *(() if residual is None else (padded_rows(residual),)))
+    problem = Problem(math.prod(x.shape[:-1]), width + padding, x.dtype)
+    schedule = schedule or default_schedule(problem)
+    schedule.check(problem)
+    formula = _Formula(width, eps, weight_offset)
+    out = _kernel(problem, schedule, formula, operands, jnp.pad(weight, (0, padding)))
     y, *h = (rows[:, :width].reshape(x.shape) for rows in out)
     return y, h[0] if h else None
 
 
-_schedule = schedule
+@dataclasses.dataclass(frozen=True)
+class _Formula:
+    """The constants of the norm's formula."""
+
+    width: int
+    """Elements of a row without its padding, over which the mean is taken."""
+    eps: float
+    weight_offset: float
 
 
 def _kernel(
-    operands: tuple[Array, ...], weight: Array, width: int, eps: float, weight_offset: float, schedule: Schedule
+    problem: Problem, schedule: Schedule, formula: _Formula, operands: tuple[Array, ...], weight: Array
 ) -> tuple[Array, ...]:
-    """The norm of `[M, D]`, and the sum of the operands where there are two. Columns from `width` on are zeros."""
-    (M, D), dtype = operands[0].shape, operands[0].dtype
-    schedule.check(M, D, dtype)
-    at_once, columns = min(schedule.rows, WARPGROUP // schedule.threads), LANE_GROUP * schedule.threads
-    in_rows = layout(at_once, schedule.threads)
-    pieces = D // columns
+    """The norm `[M, D]` of the operand, or the norm and the sum of two. Columns from `formula.width` on are zeros."""
 
-    def body(*refs):
-        *operand_refs, weight_ref, y_ref = refs[: len(operands) + 2]
-        h_ref = refs[-1] if len(operands) > 1 else None
-        # The last CTA moves up to whole rows: two CTAs then write the same bits to some.
-        first = jnp.minimum(lax.axis_index("tile") * schedule.rows, M - schedule.rows)
+    def body(*refs: Any) -> None:
+        *inputs, weight_ref, y_ref = refs[: len(operands) + 2]
+        cta = _Cta(problem, schedule, formula, inputs, weight_ref)
+        cta.run(y_ref, refs[-1] if len(operands) > 1 else None)
 
-        def at(ref, row, piece):
-            return ref.at[pl.ds(first + row, at_once), pl.ds(piece * columns, columns)]
-
-        def loaded(row, piece) -> Array:
-            """A piece of the rows that are normalized, in their dtype."""
-            parts = [plgpu.load(at(ref, row, piece), layout=in_rows, optimized=False) for ref in operand_refs]
-            if len(parts) == 1:
-                return parts[0]
-            return (parts[0].astype(ACCUMULATOR) + parts[1].astype(ACCUMULATOR)).astype(dtype)
-
-        def square(h: Array) -> Array:
-            return squares(h.astype(ACCUMULATOR))
-
-        def weight_of(piece) -> Array:
-            part = weight_ref.at[pl.ds(piece * columns, columns)]
-            w = plgpu.load(part, layout=in_rows.reduce(0), optimized=False).astype(ACCUMULATOR) + weight_offset
-            return widened(w, (at_once, columns), 1, in_rows)
-
-        def scale_of(total: Array) -> Array:
-            return widened(lax.rsqrt(total / width + eps), (at_once, columns), 0, in_rows)
-
-        def write(row, piece, h: Array, scale: Array, w: Array) -> None:
-            at(y_ref, row, piece)[...] = (h.astype(ACCUMULATOR) * scale * w).astype(dtype)
-
-        if schedule.resident:
-            rows = range(0, schedule.rows, at_once)
-            h = [[loaded(row, piece) for piece in range(pieces)] for row in rows]
-            weights = [weight_of(piece) for piece in range(pieces)] if schedule.weight_first else None
-            for row, held in zip(rows, h, strict=True):
-                if h_ref is not None:
-                    for piece in range(pieces):
-                        at(h_ref, row, piece)[...] = held[piece]
-                scale = scale_of(row_sums([square(piece) for piece in held]))
-                for piece in range(pieces):
-                    write(row, piece, held[piece], scale, weights[piece] if weights else weight_of(piece))
-            return
-
-        together = math.gcd(pieces, 8)
-
-        def add(step, total: Array) -> Array:
-            held = [loaded(0, step * together + i) for i in range(together)]
-            for i, h in enumerate(held):
-                if h_ref is not None:
-                    at(h_ref, 0, step * together + i)[...] = h
-                total = total + square(h)
-            return total
-
-        def multiply(step, scale: Array) -> Array:
-            held = [loaded(0, step * together + i) for i in range(together)]
-            for i, h in enumerate(held):
-                write(0, step * together + i, h, scale, weight_of(step * together + i))
-            return scale
-
-        nothing = plgpu.layout_cast(jnp.zeros((at_once, columns), ACCUMULATOR), in_rows)
-        total = lax.fori_loop(0, pieces // together, add, nothing)
-        lax.fori_loop(0, pieces // together, multiply, scale_of(row_sums([total])))
-
-    out = jax.ShapeDtypeStruct((M, D), dtype)
+    out = jax.ShapeDtypeStruct((problem.rows, problem.width), problem.dtype)
     return plgpu.kernel(
         body,
         out_type=(out,) * len(operands),
-        grid=(-(-M // schedule.rows),),
+        grid=(-(-problem.rows // schedule.rows),),
         grid_names=("tile",),
         kernel_name="rms_norm",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # No memory is both read and written, but for the last CTAs' common rows.
+            # No memory is both read and written, and the rows that the last two CTAs share are written with equal bits.
             unsafe_no_auto_barriers=True,
         ),
     )(*operands, weight)
+
+
+class _Cta:
+    """One CTA: a warpgroup that normalizes `schedule.rows` rows, piece by piece."""
+
+    def __init__(self, problem: Problem, schedule: Schedule, formula: _Formula, inputs: list[Any], weight: Any) -> None:
+        self.schedule, self.formula = schedule, formula
+        self.inputs, self.weight = inputs, weight
+        self.dtype = problem.dtype
+        self.shape = schedule.rows_at_once, schedule.columns
+        self.layout = layout(schedule.rows_at_once, schedule.threads)
+        self.pieces = problem.width // schedule.columns
+        # The last CTA moves up to whole rows: two CTAs then write the same bits to some.
+        self.first = jnp.minimum(lax.axis_index("tile") * schedule.rows, problem.rows - schedule.rows)
+
+    def run(self, y: Any, h: Any | None) -> None:
+        """Writes the norm to y, and to h the rows that are normalized."""
+        if self.schedule.resident:
+            self.normalize_resident_rows(y, h)
+        else:
+            self.normalize_row_read_twice(y, h)
+
+    def normalize_resident_rows(self, y: Any, h: Any | None) -> None:
+        """Loads all rows of the CTA, then sums and scales them in registers."""
+        rows = range(0, self.schedule.rows, self.schedule.rows_at_once)
+        pieces = range(self.pieces)
+        held = [[self.load(row, piece) for piece in pieces] for row in rows]
+        weights = [self.load_weight(piece) for piece in pieces] if self.schedule.weight_first else None
+        for row, row_pieces in zip(rows, held, strict=True):
+            if h is not None:
+                for piece in pieces:
+                    self.store(h, row, piece, row_pieces[piece])
+            scale = self.scale(row_sums([self.square(part) for part in row_pieces]))
+            for piece in pieces:
+                weight = weights[piece] if weights else self.load_weight(piece)
+                self.store(y, row, piece, self.scaled(row_pieces[piece], scale, weight))
+
+    def normalize_row_read_twice(self, y: Any, h: Any | None) -> None:
+        """Sums the CTA's row in one pass over it and scales it in another."""
+        together = math.gcd(self.pieces, 8)
+
+        def add(step: Array, total: Array) -> Array:
+            held = [self.load(0, step * together + i) for i in range(together)]
+            for i, part in enumerate(held):
+                if h is not None:
+                    self.store(h, 0, step * together + i, part)
+                total = total + self.square(part)
+            return total
+
+        def multiply(step: Array, scale: Array) -> Array:
+            held = [self.load(0, step * together + i) for i in range(together)]
+            for i, part in enumerate(held):
+                self.store(y, 0, step * together + i, self.scaled(part, scale, self.load_weight(step * together + i)))
+            return scale
+
+        zeros = plgpu.layout_cast(jnp.zeros(self.shape, ACCUMULATOR), self.layout)
+        total = lax.fori_loop(0, self.pieces // together, add, zeros)
+        lax.fori_loop(0, self.pieces // together, multiply, self.scale(row_sums([total])))
+
+    def at(self, ref: Any, row: int, piece: Any) -> Any:
+        """A piece of `rows_at_once` rows in device memory."""
+        rows, columns = self.shape
+        return ref.at[pl.ds(self.first + row, rows), pl.ds(piece * columns, columns)]
+
+    def store(self, ref: Any, row: int, piece: Any, value: Array) -> None:
+        """Writes a piece of `rows_at_once` rows."""
+        self.at(ref, row, piece)[...] = value
+
+    def load(self, row: int, piece: Any) -> Array:
+        """A piece of the rows that are normalized: of the only input, or of the rounded sum of both."""
+        parts = [plgpu.load(self.at(ref, row, piece), layout=self.layout, optimized=False) for ref in self.inputs]
+        if len(parts) == 1:
+            return parts[0]
+        return (parts[0].astype(ACCUMULATOR) + parts[1].astype(ACCUMULATOR)).astype(self.dtype)
+
+    def load_weight(self, piece: Any) -> Array:
+        """A piece of the weight plus its offset, repeated in every row."""
+        _, columns = self.shape
+        part = self.weight.at[pl.ds(piece * columns, columns)]
+        weight = plgpu.load(part, layout=self.layout.reduce(0), optimized=False).astype(ACCUMULATOR)
+        return broadcast(weight + self.formula.weight_offset, self.shape, 1, self.layout)
+
+    def square(self, part: Array) -> Array:
+        """The squares of a piece, float32."""
+        return rounded_squares(part.astype(ACCUMULATOR))
+
+    def scale(self, total: Array) -> Array:
+        """The factor of each row from the sum of its squares, repeated in every column."""
+        factor = lax.rsqrt(total / self.formula.width + self.formula.eps)
+        return broadcast(factor, self.shape, 0, self.layout)
+
+    def scaled(self, part: Array, scale: Array, weight: Array) -> Array:
+        """A piece of the result."""
+        return (part.astype(ACCUMULATOR) * scale * weight).astype(self.dtype)

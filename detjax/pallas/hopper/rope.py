@@ -22,7 +22,8 @@ from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK, LANE_GROUP
 from detjax.pallas.hopper import device, norm
-from detjax.pallas.hopper.rows import WARP, WARPGROUP, layout, row_sums, squares, widened
+from detjax.pallas.hopper.device import WARP, WARPGROUP
+from detjax.pallas.hopper.rows import broadcast, layout, rounded_squares, row_sums
 from detjax.portable import pages as portable_pages
 
 LOADED_BYTES: Final = 64
@@ -208,13 +209,13 @@ class _Rows:
         return [plgpu.load(part, layout=self.layout.reduce(0), optimized=False) for part in self.at(ref, *where)]
 
     def spread(self, vector: Array, axis: int = 1) -> Array:
-        return widened(vector, self.shape, axis, self.layout)
+        return broadcast(vector, self.shape, axis, self.layout)
 
     def normalized(self, held: list[Array], weight: list[Array], eps: float) -> list[Array]:
         # As in the norm alone, which adds its offset here.
         w = [self.spread(part.astype(ACCUMULATOR) + 0.0) for part in weight]
         wide = [h.astype(ACCUMULATOR) for h in held]
-        total = row_sums([squares(h) for h in wide])
+        total = row_sums([rounded_squares(h) for h in wide])
         scale = self.spread(lax.rsqrt(total / (len(held) * self.columns) + eps), axis=0)
         return [(h * scale * w).astype(held[0].dtype) for h, w in zip(wide, w, strict=True)]
 

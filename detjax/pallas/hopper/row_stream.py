@@ -1,7 +1,8 @@
-"""Blocks of long rows on their way through the shared memory of Hopper GPUs.
+"""Long rows on their way through the shared memory of Hopper GPUs.
 
-Rows are cut at multiples of `SOFTMAX_BLOCK`. A CTA is one warpgroup that takes block after block, in an order that its
-kernel chooses, while the copy engine fills the SMEM that earlier blocks have left.
+Rows are cut into blocks at multiples of `SOFTMAX_BLOCK`, and blocks into parts of `PART` elements. A CTA is one
+warpgroup that reads one block after another, in an order that its kernel chooses. The parts pass through a ring of
+slots in shared memory: while the CTA reads a part, the copy engine fills the slots of earlier ones.
 """
 
 import dataclasses
@@ -15,150 +16,185 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, SOFTMAX_BLOCK
+from detjax.numerics import ceil_div
+from detjax.pallas.hopper.device import SHARED_MEMORY, SHARED_MEMORY_OF_MULTIPROCESSOR, WARPGROUP
 
 PART: Final = 2048
-"""Elements that one bulk copy brings: the unit in which SMEM passes from one block to another."""
+"""Elements that one bulk copy brings, and of a slot of the ring."""
 
-WARPGROUP: Final = 128
-ROW_UNIT: Final = WARPGROUP
-"""Widths are multiples of this: a register of every thread, and what a bulk copy moves at once."""
+WIDTH_UNIT: Final = WARPGROUP
+"""Widths are multiples of this: an element for every thread, and the unit of a bulk copy."""
+
+MAX_SLOTS: Final = 32
+"""Slots of the longest ring: as many as the barriers of one group."""
+
+RING_RESERVED: Final = 5 * 1024
+"""Bytes of a CTA's shared memory that a ring leaves for what CUDA keeps for each CTA (1 KiB), for the statistics of a
+row's blocks, the scratch of reductions and the barriers. It is more than `device.SHARED_MEMORY_RESERVED` because
+several CTAs share a multiprocessor, each with its own."""
 
 COMPILER_PARAMS: Final = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Lane,
     reduction_scratch_bytes=16,  # a float32 of each warp
 )
 
-SMEM_OF_SM: Final = 228 * 1024
-SMEM_OF_CTA: Final = 227 * 1024
-SMEM_RESERVED: Final = 5 * 1024
-"""Of a CTA's SMEM, at most: what CUDA keeps, statistics of a row's blocks, scratch of reductions, barriers."""
-
 
 def padded(x: Array, fill: float = -math.inf) -> Array:
-    """`[M, V]` with V brought to a multiple of `ROW_UNIT`, by logits of probability 0 unless told otherwise."""
-    missing = -x.shape[-1] % ROW_UNIT
+    """`[M, V]` with V brought to a multiple of `WIDTH_UNIT`; by default with logits of probability 0."""
+    missing = -x.shape[-1] % WIDTH_UNIT
     return jnp.pad(x, ((0, 0), (0, missing)), constant_values=fill) if missing else x
 
 
-def blocks_of_row(width: int) -> int:
+def blocks_per_row(width: int) -> int:
     """Blocks of a row of `width` elements."""
-    return -(-width // SOFTMAX_BLOCK)
+    return ceil_div(width, SOFTMAX_BLOCK)
 
 
-def parts_of_block(width: int) -> int:
-    """Parts that a block of such a row takes room for."""
-    return -(-min(width, SOFTMAX_BLOCK) // PART)
+def parts_per_block(width: int) -> int:
+    """Parts of each block of a row of `width` elements. The last block may leave some of them empty."""
+    return ceil_div(min(width, SOFTMAX_BLOCK), PART)
+
+
+def slots_that_fit(ctas_per_multiprocessor: int, itemsize: int) -> int:
+    """Slots of a ring if a multiprocessor has room for this many CTAs, for elements of `itemsize` bytes."""
+    free = min(SHARED_MEMORY_OF_MULTIPROCESSOR // ctas_per_multiprocessor, SHARED_MEMORY) - RING_RESERVED
+    return min(free // (PART * itemsize), MAX_SLOTS)
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
-    """The blocks that a CTA takes one after another, and the slots of SMEM that their parts pass through.
+class RowStream:
+    """The blocks that a CTA reads one after another, and the ring of slots that their parts pass through.
 
-    Item `t` is the block `locate(t)`, a pair of row and block. Its parts are in the slots `t * parts + p` modulo their
-    number.
+    The stream's items are blocks. Part `p` of item `t` lies in slot `(t * parts_per_block + p) % slots`.
     """
 
-    x_gmem: Any
-    x_smem: Any
-    full: Any
+    rows: Any
+    """Reference to the rows `[M, V]` in device memory."""
+    ring: Any
+    """Reference to the slots `[slots, PART]` in shared memory."""
+    loaded: Any
+    """Barriers of the slots, which complete when a part has arrived."""
     count: Any
-    locate: Callable[[Any], tuple[Any, Any]]
+    """Number of items."""
+    block_of: Callable[[Any], tuple[Any, Any]]
+    """Gives an item's row, and its block within the row."""
 
     @property
     def slots(self) -> int:
-        return self.x_smem.shape[0]
+        """Slots of the ring."""
+        return self.ring.shape[0]
 
     @property
     def width(self) -> int:
-        return self.x_gmem.shape[1]
+        """Elements of a row."""
+        return self.rows.shape[1]
 
     @property
-    def parts(self) -> int:
-        """Slots of an item; the last block of a row may leave some of them empty."""
-        return parts_of_block(self.width)
+    def parts_per_block(self) -> int:
+        """Slots that an item takes; the last block of a row may leave some of them empty."""
+        return parts_per_block(self.width)
 
     def slot(self, item: Any, part: int) -> Any:
-        return lax.rem(item * self.parts + part, self.slots)
+        """The slot of an item's part."""
+        return lax.rem(item * self.parts_per_block + part, self.slots)
 
     def start(self) -> None:
         """Begins to load as many parts as there are slots."""
         for i in range(self.slots):
-            self._fetch(i // self.parts, i % self.parts)
+            self._load(i // self.parts_per_block, i % self.parts_per_block)
 
     def release(self, item: Any, part: int) -> None:
-        """Lets the part's slot be overwritten, by the one that is next in it."""
-        later, part = divmod(part + self.slots, self.parts)
-        self._fetch(item + later, part)
+        """Lets the copy engine overwrite a part that has been read, with the next one for its slot."""
+        later, part = divmod(part + self.slots, self.parts_per_block)
+        self._load(item + later, part)
 
-    def _fetch(self, item: Any, part: int) -> None:
+    def _load(self, item: Any, part: int) -> None:
+        """Begins to load a part of an item, if the stream has the item and the item's block has the part."""
         slot = self.slot(item, part)
-        whole, rest = divmod(self.width, PART)
+        whole_parts, rest = divmod(self.width, PART)
 
         def copy(row: Any, index: Any, size: int) -> None:
             plgpu.copy_gmem_to_smem(
-                self.x_gmem.at[row, pl.ds(index * PART, size)],
-                self.x_smem.at[slot, pl.ds(0, size)],
-                self.full.at[slot],
+                self.rows.at[row, pl.ds(index * PART, size)],
+                self.ring.at[slot, pl.ds(0, size)],
+                self.loaded.at[slot],
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
 
         @pl.when(item < self.count)
         def _() -> None:
-            row, block = self.locate(item)
-            index = block * self.parts + part
-            if whole:
-                pl.when(index < whole)(lambda: copy(row, index, PART))
+            row, block = self.block_of(item)
+            index = block * self.parts_per_block + part
+            if whole_parts:
+                pl.when(index < whole_parts)(lambda: copy(row, index, PART))
             if rest:
-                pl.when(index == whole)(lambda: copy(row, index, rest))
+                pl.when(index == whole_parts)(lambda: copy(row, index, rest))
 
-    def by_size(self, block: Any, fn: Callable[[int], Any]) -> Any:
-        """`fn(number of elements)` of a row's block: of the usual number, or of what the last block has."""
-        whole, rest = divmod(self.width, SOFTMAX_BLOCK)
+
+@dataclasses.dataclass(frozen=True)
+class StreamedBlock:
+    """One item of a stream: a block of a row."""
+
+    stream: RowStream
+    item: Any
+    """Index of the item in the stream."""
+    row: Any
+    index: Any
+    """Index of the block within its row."""
+
+    def with_size(self, fn: Callable[[int], Any]) -> Any:
+        """`fn(number of elements of this block)`: `fn` is traced for whole blocks and for the row's last one."""
+        whole_blocks, rest = divmod(self.stream.width, SOFTMAX_BLOCK)
         if not rest:
             return fn(SOFTMAX_BLOCK)
-        if not whole:
+        if not whole_blocks:
             return fn(rest)
-        return lax.cond(block == whole, lambda: fn(rest), lambda: fn(SOFTMAX_BLOCK))
+        return lax.cond(self.index == whole_blocks, lambda: fn(rest), lambda: fn(SOFTMAX_BLOCK))
 
-    def wait(self, item: Any, size: int) -> None:
-        """Returns when the item's `size` elements have arrived; once for every item."""
-        for part in range(-(-size // PART)):
-            plgpu.barrier_wait(self.full.at[self.slot(item, part)])
+    def wait(self, size: int) -> None:
+        """Returns when the block's `size` elements have arrived. It must be called once for every item."""
+        for part in range(ceil_div(size, PART)):
+            plgpu.barrier_wait(self.stream.loaded.at[self.stream.slot(self.item, part)])
 
-    def chunks(self, item: Any, size: int, fill: float = -math.inf) -> list[Array]:
-        """The item's `size` elements, once they are there, as float32 arrays of `LANES`, the last one filled up."""
-        self.wait(item, size)
+    def load_all(self, size: int, fill: float = -math.inf) -> list[Array]:
+        """Waits for the block's `size` elements; returns them as float32 arrays `[LANES]`, the last one filled up."""
+        self.wait(size)
         if missing := -size % LANES:
-            end = self.x_smem.at[self.slot(item, size // PART), pl.ds(size % PART, missing)]
-            end[...] = plgpu.layout_cast(jnp.full((missing,), fill, self.x_smem.dtype), layout(missing))
-            plgpu.commit_smem()  # what the copy engine overwrites later
-        return [self.elements(item, start // PART, start % PART, LANES) for start in range(0, size, LANES)]
+            end = self.stream.ring.at[self.stream.slot(self.item, size // PART), pl.ds(size % PART, missing)]
+            end[...] = plgpu.layout_cast(jnp.full((missing,), fill, self.stream.ring.dtype), layout(missing))
+            plgpu.commit_smem()  # The copy engine overwrites these elements later.
+        return [self.load(start // PART, start % PART, LANES) for start in range(0, size, LANES)]
 
-    def elements(self, item: Any, part: int, start: Any, size: int) -> Array:
-        """`size` elements from `start` on of one part of an item that has arrived, float32."""
-        elements = self.x_smem.at[self.slot(item, part), pl.ds(start, size)]
+    def load(self, part: int, start: Any, size: int) -> Array:
+        """`size` elements from `start` on of a part that has arrived, float32."""
+        elements = self.stream.ring.at[self.stream.slot(self.item, part), pl.ds(start, size)]
         return plgpu.load(elements, layout=layout(size)).astype(ACCUMULATOR)
 
+    def release(self) -> None:
+        """Lets the copy engine overwrite all parts of the block."""
+        for part in range(self.stream.parts_per_block):
+            self.stream.release(self.item, part)
 
-def ring_types(x: Array, slots: int) -> list[Any]:
-    """The scratch of a ring: its SMEM and its barriers."""
+
+def scratch_types(x: Array, slots: int) -> list[Any]:
+    """Types of a stream's ring and of its barriers."""
     return [plgpu.SMEM((slots, PART), x.dtype), plgpu.Barrier(num_arrivals=1, num_barriers=slots)]
 
 
 def layout(size: int) -> Any:
-    """How a warpgroup's threads hold `size` elements: up to `LANE_GROUP` neighbours each, then the next thread's."""
+    """The layout of `size` elements over a warpgroup: up to `LANE_GROUP` neighbours in each thread."""
     vector = next(n for n in (LANE_GROUP, 2, 1) if size % (n * WARPGROUP) == 0)
     return plgpu.Layout.WG_STRIDED(shape=(size,), vec_size=vector)
 
 
-def each(count: Any, step: Callable[[Any], None]) -> None:
+def loop(count: Any, step: Callable[[Any], None]) -> None:
     """Runs `step(i)` for i from 0 to count - 1."""
     lax.fori_loop(0, count, lambda i, _: (step(i), ())[1], ())
 
 
 def fold_blocks[T](blocks: int, step: Callable[[Any, T], T], carry: T) -> T:
     """The carry after `step(block, carry)` on each block in ascending order."""
-    # What a row of any usual width has is unrolled, so that its loads do not wait for one another.
+    # The blocks of a row of any usual width are unrolled, so that their loads do not wait for one another.
     unrolled = 64
 
     def steps(index: Any, carry: T) -> T:
@@ -174,42 +210,51 @@ def fold_blocks[T](blocks: int, step: Callable[[Any, T], T], carry: T) -> T:
     return carry
 
 
-def stream_blocks(
-    name: str, x: Array, step: Callable[..., None], out_type: Any, *more: Array, slots: int, grid: int
+def for_each_block(
+    name: str, step: Callable[..., None], out_type: Any, x: Array, *operands: Array, slots: int, grid: int
 ) -> Any:
-    """Runs `step(ring, item, row, block, *refs of more and of out_type)` on every block of rows `[M, V]`, in any order.
+    """Runs a kernel that works on every block of rows, in any order.
 
-    The step takes the elements from the ring and releases the item's parts.
+    Args:
+        name: the kernel's name.
+        step: called as `step(block, *references to operands and results)` with each `StreamedBlock`. It reads the
+            block's elements and releases its parts.
+        out_type: types of the results.
+        x: the rows `[M, V]`.
+        operands: other arrays, which stay in device memory.
+        slots: slots of each CTA's ring.
+        grid: CTAs; each takes every grid-th block.
     """
     rows, width = x.shape
-    blocks = blocks_of_row(width)
+    blocks = blocks_per_row(width)
     grid = min(grid, rows * blocks)
 
     def body(x_gmem: Any, *refs: Any) -> None:
-        arrays, (x_smem, full) = refs[:-2], refs[-2:]
+        arrays, (ring, loaded) = refs[:-2], refs[-2:]
         first = lax.axis_index("cta")
 
-        def locate(item: Any) -> tuple[Any, Any]:
+        def block_of(item: Any) -> tuple[Any, Any]:
             index = first + item * grid
             return lax.div(index, blocks), lax.rem(index, blocks)
 
-        ring = Ring(x_gmem, x_smem, full, lax.div(rows * blocks - first + (grid - 1), grid), locate)
-        ring.start()
-        each(ring.count, lambda item: step(ring, item, *locate(item), *arrays))
+        count = lax.div(rows * blocks - first + (grid - 1), grid)
+        stream = RowStream(x_gmem, ring, loaded, count, block_of)
+        stream.start()
+        loop(count, lambda item: step(StreamedBlock(stream, item, *block_of(item)), *arrays))
 
     return plgpu.kernel(
         body,
         out_type=out_type,
-        scratch_types=ring_types(x, slots),
+        scratch_types=scratch_types(x, slots),
         grid=(grid,),
         grid_names=("cta",),
         compiler_params=COMPILER_PARAMS,
         kernel_name=name,
-    )(x, *more)
+    )(x, *operands)
 
 
 def for_each_row(name: str, rows: int, body: Callable[..., None], out_type: Any, *arrays: Array) -> Any:
-    """Runs `body(row, *refs of arrays and of out_type)`, arithmetic on scalars, for each row."""
+    """Runs `body(row, *references to arrays and results)`, arithmetic on scalars, for each row."""
     return plgpu.kernel(
         lambda *refs: body(lax.axis_index("row"), *refs),
         out_type=out_type,

@@ -1,13 +1,13 @@
 """Rows in the registers of a warpgroup: layouts, and row sums in the order of `contract.LANES`.
 
-A row belongs to 2 to 128 threads, each of which holds `LANE_GROUP` neighbouring columns of every piece of the row. A
-thread's own columns are then added left to right and the threads' sums in pairs of neighbours, by shuffles and across
-warps: the contract's tree, however many threads share a row.
+A row is cut into *pieces* of equal width. It is held by 2 to 128 threads, each of which holds `LANE_GROUP` neighbouring
+columns of every piece. A row sum adds the columns of a thread left to right and then the sums of the threads in pairs
+of neighbours, by shuffles and across warps: that is the contract's tree, however many threads share a row.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +16,20 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.contract import LANE_GROUP, LANES
-
-WARP: Final = 32
-WARPGROUP: Final = 128
+from detjax.pallas.hopper.device import WARP, WARPGROUP
 
 
 def layout(rows: int, threads: int) -> Any:
-    """The layout of pieces `[rows, LANE_GROUP * threads]`, each row held by `threads` threads.
+    """The layout of pieces `[rows, LANE_GROUP * threads]`, in which `threads` threads hold each row.
 
-    Rows fewer than the warpgroup has room for are held several times over. `rows` is a power of two up to
+    If the warpgroup has room for more than `rows` rows, it holds several copies of them. `rows` is a power of two up to
     `128 / threads`.
     """
     columns = LANE_GROUP * threads
     rows_in_warp = max(1, min(WARP // threads, rows))
     warps_in_row = max(1, threads // WARP)
-    # Dimensions behind the tiling: row tiles, warps of a row, rows in a warp, threads of a row in a warp, 1, columns.
+    # The tiling appends these dimensions: row tiles, warps of a row, rows of a warp, threads that a warp has for a row,
+    # 1, columns of a thread.
     tiling = plgpu.Tiling(((rows, columns), (rows_in_warp, columns // warps_in_row), (1, LANE_GROUP)))
     warps = _spread(((-6, rows // rows_in_warp), (-5, warps_in_row)), WARPGROUP // WARP)
     lanes = _spread(((-4, rows_in_warp), (-3, min(threads, WARP))), WARP)
@@ -39,7 +38,12 @@ def layout(rows: int, threads: int) -> Any:
 
 
 def _spread(dimensions: Sequence[tuple[int, int]], available: int) -> tuple[int | plgpu.Replicated, ...]:
-    """The dimensions with more than one index; before them, what replication it takes to fill what is available."""
+    """The dimensions with more than one index, after the replication that it takes to fill what is available.
+
+    Args:
+        dimensions: pairs of a dimension and its size.
+        available: the number of warps, or of threads of a warp, that the dimensions are spread over.
+    """
     spread = [dimension for dimension, size in dimensions if size > 1]
     copies = available
     for _, size in dimensions:
@@ -47,36 +51,39 @@ def _spread(dimensions: Sequence[tuple[int, int]], available: int) -> tuple[int 
     return (plgpu.Replicated(copies), *spread) if copies > 1 else tuple(spread)
 
 
-def widened(x: jax.Array, shape: tuple[int, int], axis: int, layout: Any) -> jax.Array:
-    """A vector along `axis` of a piece of the shape given, repeated along the other."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (axis,)), layout)
+def broadcast(vector: jax.Array, shape: tuple[int, int], axis: int, layout: Any) -> jax.Array:
+    """A piece of the shape given that has the vector along `axis` and repeats it along the other axis."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (axis,)), layout)
 
 
-def squares(x: jax.Array) -> jax.Array:
+def rounded_squares(x: jax.Array) -> jax.Array:
     """`x * x`, rounded before anything is added to it.
 
-    Two compilers would fuse a product with the addition behind it. The maximum keeps its value and stands between.
+    XLA and ptxas would each fuse a product with a following addition. The maximum does not change the value and stands
+    between the two.
     """
     return jnp.maximum(x * x, 0.0)
 
 
 def row_sums(pieces: Sequence[jax.Array]) -> jax.Array:
-    """Sums `[rows]` float32 of rows given as pieces `[rows, columns]`, which ascend; `columns` is a power of two.
+    """Sums `[rows]` float32 of rows.
 
-    Products among the elements must be rounded already, see `squares`.
+    Args:
+        pieces: the pieces `[rows, columns]` of the rows in ascending order; `columns` is a power of two. Elements that
+            are products must be rounded already, see `rounded_squares`.
     """
     count = min(LANES // pieces[0].shape[1], len(pieces))
-    sums = [_sum_of_piece(functools.reduce(jnp.add, pieces[first::count])) for first in range(count)]
+    sums = [_piece_sums(functools.reduce(jnp.add, pieces[first::count])) for first in range(count)]
     while len(sums) > 1:
-        # Where the last one has no neighbour, that would be lanes of zeros.
+        # If the last sum has no neighbour, its neighbour in the contract is a sum of lanes without elements: zero.
         sums = [functools.reduce(jnp.add, sums[i : i + 2]) for i in range(0, len(sums), 2)]
     return sums[0]
 
 
-def _sum_of_piece(piece: jax.Array) -> jax.Array:
-    """Mosaic GPU's sum of a piece that has one register of `LANE_GROUP` numbers per row and thread.
+def _piece_sums(piece: jax.Array) -> jax.Array:
+    """Mosaic GPU's row sums of a piece of which each thread holds one register of `LANE_GROUP` numbers per row.
 
-    It adds these left to right, then the threads' by butterfly shuffles of 1, 2, 4, ... and the warps' as (0 + 1) +
-    (2 + 3). With more registers it would choose a number of partial sums by itself.
+    Mosaic GPU adds these left to right, then the threads' sums by butterfly shuffles of 1, 2, 4, ... and the warps'
+    sums as (0 + 1) + (2 + 3). With more registers it would choose a number of partial sums by itself.
     """
     return jnp.sum(piece, axis=1)

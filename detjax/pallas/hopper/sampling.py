@@ -1,10 +1,11 @@
-"""The next token on Hopper GPUs (Mosaic GPU): logits are read once, noise is made where it is used, nothing is stored.
+"""The next token on Hopper GPUs (Mosaic GPU): logits are read once, noise is made where it is used and never stored.
 
-One kernel finds the best candidate and the statistics of each block of a row, a small one merges a row's blocks. Where
-rows have filters, sorting and deciding what is kept are the portable backend's part. Tokens and logprobs come from the
-same kernels in every case.
+One kernel finds the best candidate and the statistics of each block of a row, and a small one merges a row's blocks. If
+requests have filters, the portable backend sorts the logits and decides which of them are kept. Tokens and logprobs
+come from the same kernels in every case.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,19 +14,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANES, SOFTMAX_BLOCK
+from detjax.numerics import LOWEST, ceil_div
 from detjax.pallas.gumbel import NO_ID, beats, gumbel
 from detjax.pallas.hopper import softmax
 from detjax.pallas.hopper.row_stream import (
     PART,
-    Ring,
-    blocks_of_row,
+    StreamedBlock,
+    blocks_per_row,
     fold_blocks,
+    for_each_block,
     for_each_row,
     layout,
     padded,
-    stream_blocks,
 )
-from detjax.pallas.hopper.softmax import LOWEST, Schedule
+from detjax.pallas.hopper.softmax import Problem, Schedule, default_schedule
 from detjax.portable import sampling as portable
 
 
@@ -45,84 +47,99 @@ def sample(
     """Tokens `[B]` int32 and their logprobs `[B]` float32; see `detjax.ops.sample`."""
     keys = jax.random.key_data(jax.vmap(portable.sample_key)(seed, position, sample_index))
     logits = padded(logits)
-    schedule = schedule or softmax.streaming_schedule(logits)
+    schedule = schedule or default_schedule(Problem.of_rows(logits, rewritten=False))
     if not filtered:
         statistics, *candidates = _candidates(logits, keys, temperature, schedule)
     else:
         statistics = softmax.blocks_statistics(logits, schedule)
         kept = portable.masked(logits, temperature, top_k, top_p, min_p)
         _, *candidates = _candidates(kept, keys, temperature, schedule)
-    return _chosen(logits, statistics, *candidates)
+    return _best_of_rows(logits, statistics, *candidates)
 
 
 def _candidates(logits: Array, keys: Array, temperature: Array, schedule: Schedule) -> tuple[Array, Array, Array]:
-    """Of every block of rows `[B, V]`: its statistics, its best value, float32, and the id of that, int32."""
+    """The statistics of every block of rows `[B, V]`, its best value, float32, and the token id of that, int32."""
     rows, width = logits.shape
-    blocks = blocks_of_row(width)
-
-    def step(ring: Ring, item: Any, row: Any, block: Any, *refs: Any) -> None:
-        keys_gmem, temperature_gmem, statistics_gmem, value_gmem, token_gmem = refs
-
-        def of_size(size: int) -> tuple[Array, ...]:
-            m, total = softmax.block_statistics(ring.chunks(item, size))
-            first = block * SOFTMAX_BLOCK
-            warmth = temperature_gmem[row]
-
-            def sampled() -> tuple[Array, Array]:
-                key = keys_gmem[row, 0], keys_gmem[row, 1]
-                inverse = 1 / warmth
-
-                def noisy(x: Array, token: Array) -> Array:
-                    # The maximum also keeps ptxas from contracting the product with the addition.
-                    return jnp.maximum(x * inverse, LOWEST) + gumbel(key, token.astype(jnp.uint32))
-
-                return _best(ring, item, size, first, noisy)
-
-            greedy = lambda: _best(ring, item, size, first, lambda x, _: x)  # noqa: E731
-            return m, total, *lax.cond(warmth == 0, greedy, sampled)
-
-        m, total, value, token = ring.by_size(block, of_size)
-        for part in range(ring.parts):
-            ring.release(item, part)
-        statistics_gmem[row, block, 0] = m
-        statistics_gmem[row, block, 1] = total
-        value_gmem[row, block] = value
-        token_gmem[row, block] = token
-
+    blocks = blocks_per_row(width)
     out = [
         jax.ShapeDtypeStruct((rows, blocks, 2), ACCUMULATOR),
         jax.ShapeDtypeStruct((rows, blocks), ACCUMULATOR),
         jax.ShapeDtypeStruct((rows, blocks), jnp.int32),
     ]
-    schedule_of_blocks = {"slots": schedule.slots, "grid": schedule.grid}
-    return tuple(stream_blocks("sample_blocks", logits, step, out, keys, temperature, **schedule_of_blocks))
+    grid = {"slots": schedule.slots, "grid": schedule.grid}
+    return tuple(for_each_block("sample_blocks", _reduce_block, out, logits, keys, temperature, **grid))
 
 
-def _best(ring: Ring, item: Any, size: int, first: Any, value_of: Any) -> tuple[Array, Array]:
-    """The largest of an item's `value_of(elements, ids)` and its id, the lowest of equals; ids begin at `first`."""
+def _reduce_block(
+    block: StreamedBlock, keys: Any, temperatures: Any, statistics: Any, best_values: Any, best_tokens: Any
+) -> None:
+    """Stores a block's statistics and its best candidate."""
+
+    def reduce(size: int) -> tuple[Array, ...]:
+        m, total = softmax.block_statistics(block.load_all(size))
+        first = block.index * SOFTMAX_BLOCK
+        temperature = temperatures[block.row]
+
+        def greedy() -> tuple[Array, Array]:
+            return _best(block, size, first, lambda x, _: x)
+
+        def sampled() -> tuple[Array, Array]:
+            key = keys[block.row, 0], keys[block.row, 1]
+            return _best(block, size, first, _add_noise(key, 1 / temperature))
+
+        return m, total, *lax.cond(temperature == 0, greedy, sampled)
+
+    m, total, value, token = block.with_size(reduce)
+    block.release()
+    statistics[block.row, block.index, 0] = m
+    statistics[block.row, block.index, 1] = total
+    best_values[block.row, block.index] = value
+    best_tokens[block.row, block.index] = token
+
+
+def _add_noise(key: tuple[Array, Array], inverse_temperature: Array) -> Callable[[Array, Array], Array]:
+    """The function of logits and token ids that gives the values whose largest is sampled."""
+
+    def noisy(x: Array, token: Array) -> Array:
+        # The maximum also keeps ptxas from fusing the product with the addition.
+        return jnp.maximum(x * inverse_temperature, LOWEST) + gumbel(key, token.astype(jnp.uint32))
+
+    return noisy
+
+
+def _best(
+    block: StreamedBlock, size: int, first: Any, value_of: Callable[[Array, Array], Array]
+) -> tuple[Array, Array]:
+    """The largest `value_of(elements, token ids)` of a block and its token id, the lowest one of equals.
+
+    The block's token ids begin at `first`. Each of the `LANES` lanes keeps the best of its elements, read in ascending
+    order.
+    """
     lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=layout(LANES)) + first
     best = plgpu.layout_cast(jnp.full((LANES,), -jnp.inf, ACCUMULATOR), layout(LANES)), lane
-    for part in range(-(-size // PART)):
+    for part in range(ceil_div(size, PART)):
 
         def step(i: Any, best: tuple[Array, Array], part: int = part) -> tuple[Array, Array]:
             start = i * LANES
             token = lane + (part * PART + start)
-            value = value_of(ring.elements(item, part, start, LANES), token)
+            value = value_of(block.load(part, start, LANES), token)
             better = beats(value, best[0])
             return jnp.where(better, value, best[0]), jnp.where(better, token, best[1])
 
-        chunks = -(-min(PART, size - part * PART) // LANES)
+        chunks = ceil_div(min(PART, size - part * PART), LANES)
         best = lax.fori_loop(0, chunks, step, best)
     value, token = best
     top = jnp.max(value)
     return top, jnp.min(jnp.where((value == top) | (value != value), token, NO_ID))
 
 
-def _chosen(logits: Array, statistics: Array, values: Array, tokens: Array) -> tuple[Array, Array]:
+def _best_of_rows(logits: Array, statistics: Array, values: Array, tokens: Array) -> tuple[Array, Array]:
     """The best of each row's candidates, and its logprob."""
     rows, blocks = values.shape
 
-    def body(row: Any, x: Any, statistics: Any, values: Any, tokens: Any, token_gmem: Any, logprob_gmem: Any) -> None:
+    def body(row: Any, x: Any, statistics: Any, values: Any, tokens: Any, *results: Any) -> None:
+        token_gmem, logprob_gmem = results
+
         def step(block: Any, best: tuple[Array, Array]) -> tuple[Array, Array]:
             value = values[row, block]
             better = beats(value, best[0])

@@ -1,9 +1,8 @@
 """Softmax, log-softmax and logsumexp on Hopper GPUs (Mosaic GPU): every logit is read from device memory once.
 
-A row does not fit into one SM's shared memory, so a cluster of CTAs holds it: each CTA keeps its blocks in SMEM, sends
-their maxima and sums to its peers, merges those of the whole row itself and writes its own part of the result. Rows
-that no cluster can hold are read twice. In gradients the sums of rows are computed here; the arithmetic on single
-elements around them is XLA's, which has nothing to choose there.
+A row does not fit into the shared memory of one multiprocessor, so a cluster of CTAs holds it: each CTA keeps its
+blocks in shared memory, sends their maxima and sums to the other CTAs, merges those of the whole row itself and writes
+its part of the result. Rows that no cluster can hold are read twice. For gradients, a kernel computes the row sums.
 """
 
 import dataclasses
@@ -20,36 +19,63 @@ from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxlib.mlir.dialects import arith, nvvm
 
 from detjax.contract import ACCUMULATOR, LOG2_E, SOFTMAX_BLOCK
+from detjax.numerics import LOWEST, ceil_div
+from detjax.pallas import softmax_gradients
 from detjax.pallas.hopper import device
+from detjax.pallas.hopper.device import MAX_CLUSTER
+from detjax.pallas.hopper.mosaic import no_twin, primitive
 from detjax.pallas.hopper.row_stream import (
     COMPILER_PARAMS,
+    MAX_SLOTS,
     PART,
-    SMEM_OF_CTA,
-    SMEM_OF_SM,
-    SMEM_RESERVED,
-    Ring,
-    blocks_of_row,
-    each,
+    RowStream,
+    StreamedBlock,
+    blocks_per_row,
     fold_blocks,
+    for_each_block,
     for_each_row,
+    loop,
     padded,
-    parts_of_block,
-    ring_types,
-    stream_blocks,
+    parts_per_block,
+    scratch_types,
+    slots_that_fit,
 )
 from detjax.portable.tiles import flat_rows
 
-MOST_CTAS: Final = 8
-"""In a cluster that every Hopper GPU can place."""
-MOST_SLOTS: Final = 32
-"""As many barriers as one group has."""
+Operation = Literal["softmax", "log_softmax", "logsumexp"]
 
-LOWEST: Final = float(jnp.finfo(ACCUMULATOR).min)
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Rows that are read by a kernel of this module, or by one that reads rows in the same way."""
+
+    rows: int
+    """Number of rows."""
+    width: int
+    """Elements of a row."""
+    dtype: jnp.dtype
+    """Dtype of the rows."""
+    rewritten: bool
+    """Whether the result has a number for every element, so that rows are worth keeping until their sums are known."""
+
+    @classmethod
+    def of_rows(cls, x: Array | jax.ShapeDtypeStruct, *, rewritten: bool) -> "Problem":
+        """The problem for rows `[M, V]`."""
+        return cls(*x.shape, jnp.dtype(x.dtype), rewritten)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row."""
+        return blocks_per_row(self.width)
+
+    def slots_held_by(self, ctas: int) -> int:
+        """Slots that a row takes in each CTA of a cluster that holds it."""
+        return ceil_div(self.blocks, ctas) * parts_per_block(self.width)
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How the work is spread; no bit depends on it."""
+    """How the work is spread over CTAs; no bit depends on it."""
 
     cluster: int
     """CTAs that hold a row together. 0: none do, and a row is read for its statistics and again to be written."""
@@ -59,209 +85,190 @@ class Schedule:
     """Clusters, or CTAs if there are none; each takes every grid-th row, or block."""
     exchange: Literal["shared", "global"] = "shared"
     """Where the CTAs of a cluster leave statistics for each other. "global", device memory, is for Pallas' interpreter,
-    which has no stores into another CTA's SMEM; a device orders such loads and stores too loosely."""
+    which has no stores to another CTA's shared memory; a device orders such loads and stores too loosely."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.cluster <= MOST_CTAS:
-            raise ValueError(f"Schedule: cluster is {self.cluster}; accepted: 0 to {MOST_CTAS}")
-        if not 2 <= self.slots <= MOST_SLOTS:
-            raise ValueError(f"Schedule: slots is {self.slots}; accepted: 2 to {MOST_SLOTS}")
+        """Raises ValueError if no problem could be computed by this schedule."""
+        if not 0 <= self.cluster <= MAX_CLUSTER:
+            raise ValueError(f"Schedule: cluster is {self.cluster}; accepted: 0 to {MAX_CLUSTER}")
+        if not 2 <= self.slots <= MAX_SLOTS:
+            raise ValueError(f"Schedule: slots is {self.slots}; accepted: 2 to {MAX_SLOTS}")
         if self.grid < 1:
             raise ValueError(f"Schedule: grid is {self.grid}; accepted: 1 and more")
+        if self.exchange not in ("shared", "global"):
+            raise ValueError(f"Schedule: exchange is {self.exchange!r}; accepted: 'shared', 'global'")
+
+    def check(self, problem: Problem) -> None:
+        """Returns if a kernel of this schedule can compute the problem.
+
+        Raises:
+            ValueError: it cannot: a cluster does not hold a row.
+        """
+        if not self.cluster:
+            return
+        needed = problem.slots_held_by(self.cluster)
+        if self.cluster > problem.blocks or needed > self.slots:
+            raise ValueError(
+                f"Schedule: a cluster of {self.cluster} CTAs with {self.slots} slots each for rows of {problem.blocks} "
+                f"blocks; accepted: at most {problem.blocks} CTAs, and at least {needed} slots for {self.cluster} CTAs"
+            )
 
 
-def schedule_for(x: Array | jax.ShapeDtypeStruct) -> Schedule:
-    """The schedule for rows `[M, V]`."""
-    rows, width = x.shape
-    blocks = blocks_of_row(width)
-    # Several CTAs of different clusters on one SM: one loads while another computes or writes.
-    for ctas_of_sm in (4, 2, 1) if x.dtype.itemsize == 2 else (2, 1):
-        free = min(SMEM_OF_SM // ctas_of_sm, SMEM_OF_CTA) - SMEM_RESERVED
-        slots = min(free // (PART * x.dtype.itemsize), MOST_SLOTS)
+def default_schedule(problem: Problem) -> Schedule:
+    """The schedule that serves the problem."""
+    itemsize = problem.dtype.itemsize
+    # With several CTAs of different clusters on a multiprocessor, one loads while another one computes or writes.
+    for ctas_per_multiprocessor in ((4, 2, 1) if itemsize == 2 else (2, 1)) if problem.rewritten else ():
+        slots = slots_that_fit(ctas_per_multiprocessor, itemsize)
         fitting = [
-            Schedule(cluster, slots, min(rows, device.resident_clusters(cluster, ctas_of_sm)))
-            for cluster in range(1, min(blocks, MOST_CTAS) + 1)
-            if -(-blocks // cluster) * parts_of_block(width) <= slots
+            Schedule(cluster, slots, min(problem.rows, device.resident_clusters(cluster, ctas_per_multiprocessor)))
+            for cluster in range(1, min(problem.blocks, MAX_CLUSTER) + 1)
+            if problem.slots_held_by(cluster) <= slots
         ]
         if fitting:
-            return min(fitting, key=lambda schedule: _cost(schedule, rows, blocks * parts_of_block(width)))
-    return streaming_schedule(x)
+            return min(fitting, key=lambda schedule: _cost(schedule, problem))
+    ctas_per_multiprocessor = 6
+    slots = 32 * 1024 // (PART * itemsize)
+    return Schedule(0, slots, min(problem.rows * problem.blocks, device.multiprocessors() * ctas_per_multiprocessor))
 
 
-def _cost(schedule: Schedule, rows: int, parts: int) -> tuple[float, int]:
-    """What makes one schedule that holds rows worse than another."""
+def _cost(schedule: Schedule, problem: Problem) -> tuple[float, int]:
+    """A cost that is lower for the better of two schedules that hold rows."""
     # Clusters load together and write together: the last turn takes as long as the others, however few rows it has. A
     # turn is shorter the more CTAs share a row, until the chip is full.
-    turns = -(-rows // schedule.grid)
+    turns = ceil_div(problem.rows, schedule.grid)
     time = turns * max(schedule.grid, device.multiprocessors() / schedule.cluster)
     # Room for the beginning of the next row keeps memory busy while statistics are exchanged.
-    free = schedule.slots - -(-parts // schedule.cluster)
-    return round(time / rows, 1), -free if turns > 1 else schedule.cluster
-
-
-def streaming_schedule(x: Array | jax.ShapeDtypeStruct) -> Schedule:
-    """The schedule for reading rows `[M, V]` without keeping them."""
-    rows, width = x.shape
-    ctas_of_sm = 6
-    slots = 32 * 1024 // (PART * x.dtype.itemsize)
-    return Schedule(0, slots, min(rows * blocks_of_row(width), device.multiprocessors() * ctas_of_sm))
+    parts = problem.blocks * parts_per_block(problem.width)
+    free = schedule.slots - ceil_div(parts, schedule.cluster)
+    return round(time / problem.rows, 1), -free if turns > 1 else schedule.cluster
 
 
 def softmax(x: Array, schedule: Schedule | None = None) -> Array:
-    """`[*B, V]` float32."""
+    """Softmax of rows: float32 `[*B, V]` of `[*B, V]`."""
     return _normalized("softmax", x, schedule)
 
 
 def log_softmax(x: Array, schedule: Schedule | None = None) -> Array:
-    """`[*B, V]` float32."""
+    """Log-softmax of rows: float32 `[*B, V]` of `[*B, V]`."""
     return _normalized("log_softmax", x, schedule)
 
 
 def logsumexp(x: Array, schedule: Schedule | None = None) -> Array:
-    """`[*B]` float32."""
+    """Logsumexp of rows: float32 `[*B]` of `[*B, V]`."""
     rows = padded(flat_rows(x))
-    _, _, y = row_statistics(rows, schedule or streaming_schedule(rows))
+    _, _, y = row_statistics(rows, schedule or default_schedule(Problem.of_rows(rows, rewritten=False)))
     return y.reshape(x.shape[:-1])
 
 
 def softmax_backward(y: Array, dy: Array) -> Array:
-    """Gradient of softmax's input, float32, from its output."""
-    # Behind the barrier the products are rounded before they are added.
-    return y * (dy - row_sums(lax.optimization_barrier(y * dy)))
+    """The gradient of softmax's input, float32, from its result."""
+    return softmax_gradients.softmax_gradient(y, dy, row_sums)
 
 
 def log_softmax_backward(y: Array, dy: Array) -> Array:
-    """Gradient of log-softmax's input, float32, from its output."""
-    # A maximum with the lowest number keeps the product from being contracted with the subtraction.
-    return dy - jnp.maximum(jnp.exp(y) * row_sums(dy), LOWEST)
+    """The gradient of log-softmax's input, float32, from its result."""
+    return softmax_gradients.log_softmax_gradient(y, dy, row_sums)
 
 
 def logsumexp_backward(x: Array, y: Array, dy: Array) -> Array:
-    """Gradient of logsumexp's input, float32, from its input and output."""
-    return jnp.exp(x.astype(ACCUMULATOR) - y[..., None]) * dy[..., None]
+    """The gradient of logsumexp's input, float32, from its input and result."""
+    return softmax_gradients.logsumexp_gradient(x, y, dy)
 
 
-def _normalized(operation: str, x: Array, schedule: Schedule | None) -> Array:
+def _normalized(operation: Operation, x: Array, schedule: Schedule | None) -> Array:
+    """Softmax or log-softmax of rows."""
     rows = padded(flat_rows(x))
-    schedule = schedule or schedule_for(rows)
-    if schedule.cluster:
-        y = _write_held_rows(operation, rows, schedule)
-    else:
-        y = _write_rows(operation, rows, schedule)
+    problem = Problem.of_rows(rows, rewritten=True)
+    schedule = schedule or default_schedule(problem)
+    schedule.check(problem)
+    y = _hold_rows(operation, rows, schedule) if schedule.cluster else _read_rows_twice(operation, rows, schedule)
     return y[:, : x.shape[-1]].reshape(x.shape)
 
 
-# --- what the bits are ------------------------------------------------------------------------------------------------
-
-
-def block_statistics(chunks: list[Array]) -> tuple[Array, Array]:
-    """Maximum and sum, float32 scalars, of a block that is given as arrays of `LANES` elements."""
-    m = jnp.maximum(jnp.max(functools.reduce(jnp.maximum, chunks)), LOWEST)
-    # Lanes are added here one after another, and in the order of LANE_GROUP and of pairs by the sum over a warpgroup's
-    # threads, each of which holds LANE_GROUP of them.
-    return m, jnp.sum(functools.reduce(jnp.add, [exp_difference(chunk, m) for chunk in chunks]))
+# --- the contract's formulas ------------------------------------------------------------------------------------------
 
 
 def exp_difference(x: Array, m: Array) -> Array:
-    """`exp(x - m)` as the contract has it."""
+    """`e(x, m)` of `contract.SOFTMAX_BLOCK`: `exp(x - m)` by exp2."""
     return jnp.exp2((x - m) * LOG2_E)
 
 
+def block_statistics(chunks: list[Array]) -> tuple[Array, Array]:
+    """Maximum and sum, float32 scalars, of a block that is given as arrays `[LANES]` in ascending order."""
+    m = jnp.maximum(jnp.max(functools.reduce(jnp.maximum, chunks)), LOWEST)
+    # The additions of chunks add each lane's elements in ascending order. The sum over the warpgroup adds lanes in the
+    # order of LANE_GROUP and of pairs, as each thread holds LANE_GROUP neighbours.
+    return m, jnp.sum(functools.reduce(jnp.add, [exp_difference(chunk, m) for chunk in chunks]))
+
+
 def merged_statistics(read: Callable[[Any], tuple[Array, Array]], blocks: int) -> tuple[Array, Array]:
-    """Maximum and sum of a row from those of its blocks, scalars."""
-    m = fold_blocks(blocks, lambda b, m: jnp.maximum(m, read(b)[0]), jnp.float32(LOWEST))
+    """Maximum and sum of a row, scalars, from those of its blocks, which `read(block)` gives."""
+    m = fold_blocks(blocks, lambda block, m: jnp.maximum(m, read(block)[0]), jnp.float32(LOWEST))
 
     def add(block: Any, total: Array) -> Array:
-        m_b, l_b = read(block)
-        # The product is not negative, and its maximum with 0 keeps ptxas from contracting it with the addition.
-        return total + jnp.maximum(l_b * exp_difference(m_b, m), 0.0)
+        block_m, block_total = read(block)
+        # The product is not negative. Its maximum with 0 keeps ptxas from fusing it with the addition.
+        return total + jnp.maximum(block_total * exp_difference(block_m, m), 0.0)
 
     return m, fold_blocks(blocks, add, jnp.float32(0))
 
 
-def row_constant(operation: str, total: Array) -> Array:
-    """What every element of a row is multiplied by, or has subtracted, in the end."""
+def row_constant(operation: Operation, total: Array) -> Array:
+    """The number by which every element of a row is multiplied in the end (softmax), or which is subtracted from it."""
     return 1 / total if operation == "softmax" else jnp.log(total)
 
 
-def finished(operation: str, x: Array, m: Array, constant: Array) -> Array:
-    """Elements of the result."""
+def finished(operation: Operation, x: Array, m: Array, constant: Array) -> Array:
+    """Elements of the result, from elements of the input and the maximum and constant of their row."""
     return exp_difference(x, m) * constant if operation == "softmax" else (x - m) - constant
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowWriter:
+    """Writes the result of a row whose statistics are known."""
+
+    operation: Operation
+    y: Any
+    """Reference to the result's rows."""
+    m: Array
+    constant: Array
+
+    def write(self, block: StreamedBlock, size: int) -> None:
+        """Writes the result of a block that has arrived, part by part, and releases each part."""
+        y = self.y.at[block.row]
+        for part in range(block.stream.parts_per_block):
+            if (count := min(PART, size - part * PART)) > 0:
+                elements = finished(self.operation, block.load(part, 0, count), self.m, self.constant)
+                y[pl.ds(block.index * SOFTMAX_BLOCK + part * PART, count)] = elements
+            block.stream.release(block.item, part)  # Also an empty part: its slot may be for a part of a later block.
 
 
 # --- rows held by a cluster -------------------------------------------------------------------------------------------
 
 
-def _write_held_rows(operation: str, x: Array, schedule: Schedule) -> Array:
-    """`[M, V]` float32 of rows that a cluster's SMEM can hold."""
+def _hold_rows(operation: Operation, x: Array, schedule: Schedule) -> Array:
+    """`[M, V]` float32 of rows that the shared memory of a cluster can hold."""
     rows, width = x.shape
-    blocks = blocks_of_row(width)
     ctas = schedule.cluster
-    held = -(-blocks // ctas) * parts_of_block(width)
-    if ctas > blocks or held > schedule.slots:
-        raise ValueError(
-            f"{operation}: a cluster of {ctas} CTAs with {schedule.slots} slots is given rows of {blocks} blocks; "
-            f"accepted: at most {blocks} CTAs, and {held} slots for that many"
-        )
-    through_gmem = ctas > 1 and schedule.exchange == "global"
+    through_memory = ctas > 1 and schedule.exchange == "global"
 
     def body(x_gmem: Any, y_gmem: Any, *refs: Any) -> None:
-        if through_gmem:
-            statistics, x_smem, full, arrived = refs
-            meet = functools.partial(_meet_in_gmem, arrived)
+        if through_memory:
+            statistics, ring, loaded, arrived = refs
+            exchange = _GlobalExchange(statistics, arrived)
         else:
-            x_smem, full, statistics = refs
-            meet = _meet
-        first = lax.axis_index("cluster")
-        cta = lax.axis_index("cta") if ctas > 1 else jnp.int32(0)
-        own = lax.div(blocks - cta + (ctas - 1), ctas)
-        count = lax.div(rows - first + (schedule.grid - 1), schedule.grid)
-
-        def locate(item: Any) -> tuple[Any, Any]:
-            return first + lax.div(item, own) * schedule.grid, cta + lax.rem(item, own) * ctas
-
-        ring = Ring(x_gmem, x_smem, full, count * own, locate)
-        ring.start()
-
-        def row_step(turn: Any) -> None:
-            row = first + turn * schedule.grid
-            # Two sets of statistics: a peer may be one row ahead.
-            place = row if through_gmem else lax.rem(turn, 2)
-
-            def block_step(i: Any) -> None:
-                item, block = turn * own + i, cta + i * ctas
-                m, total = ring.by_size(block, lambda size: block_statistics(ring.chunks(item, size)))
-                if ctas > 1 and not through_gmem:
-                    _send(statistics.at[place, block], m, total, ctas)
-                else:
-                    statistics[place, block, 0] = m
-                    statistics[place, block, 1] = total
-
-            each(own, block_step)
-            if ctas > 1:
-                meet()
-            m, total = merged_statistics(lambda b: (statistics[place, b, 0], statistics[place, b, 1]), blocks)
-            constant = row_constant(operation, total)
-
-            def write_step(i: Any) -> None:
-                item, block = turn * own + i, cta + i * ctas
-
-                def write(size: int) -> None:
-                    _write_block(operation, ring, item, size, y_gmem.at[row], block, m, constant)
-
-                ring.by_size(block, write)
-
-            each(own, write_step)
-
-        each(count, row_step)
+            ring, loaded, statistics = refs
+            exchange = _SharedExchange(statistics, ctas) if ctas > 1 else _Statistics(statistics)
+        _ClusterCta(operation, schedule, x_gmem, y_gmem, exchange).run(ring, loaded)
 
     out = [jax.ShapeDtypeStruct(x.shape, ACCUMULATOR)]
-    scratch = ring_types(x, schedule.slots)
-    if through_gmem:
-        out.append(jax.ShapeDtypeStruct((rows, blocks, 2), ACCUMULATOR))
+    scratch = scratch_types(x, schedule.slots)
+    if through_memory:
+        out.append(jax.ShapeDtypeStruct((rows, blocks_per_row(width), 2), ACCUMULATOR))
         scratch.append(plgpu.ClusterBarrier(collective_axes=("cta",)))
     else:
-        scratch.append(plgpu.SMEM((2, blocks, 2), ACCUMULATOR))
+        scratch.append(plgpu.SMEM((2, blocks_per_row(width), 2), ACCUMULATOR))
     return plgpu.kernel(
         body,
         out_type=out,
@@ -275,77 +282,155 @@ def _write_held_rows(operation: str, x: Array, schedule: Schedule) -> Array:
     )(x)[0]
 
 
-def _write_block(
-    operation: str, ring: Ring, item: Any, size: int, y_gmem: Any, block: Any, m: Array, constant: Array
-) -> None:
-    """Writes a block of the result and frees its slots."""
-    for part in range(ring.parts):
-        if (count := min(PART, size - part * PART)) > 0:
-            y = finished(operation, ring.elements(item, part, 0, count), m, constant)
-            y_gmem[pl.ds(block * SOFTMAX_BLOCK + part * PART, count)] = y
-        ring.release(item, part)  # also where it was left empty: a later block may be due there
+class _Statistics:
+    """Maxima and sums `[sets, blocks, 2]` of the blocks of rows, in the shared memory of a CTA that holds rows alone."""
+
+    def __init__(self, statistics: Any) -> None:
+        self.statistics = statistics
+
+    def set_of(self, row: Any, turn: Any) -> Any:
+        """The set for the CTA's turn-th row. There are two sets: another CTA of the cluster may be one row ahead."""
+        return lax.rem(turn, 2)
+
+    def store(self, index: Any, block: Any, m: Array, total: Array) -> None:
+        """Keeps a block's statistics for all CTAs that hold the row."""
+        self.statistics[index, block, 0] = m
+        self.statistics[index, block, 1] = total
+
+    def meet(self) -> None:
+        """Returns when all CTAs that hold the row have stored the statistics of their blocks."""
+
+    def read(self, index: Any, block: Any) -> tuple[Array, Array]:
+        """A block's maximum and sum."""
+        return self.statistics[index, block, 0], self.statistics[index, block, 1]
 
 
-def _send(place: Any, m: Array, total: Array, ctas: int) -> None:
-    """Stores a block's statistics to the same place in the SMEM of every CTA of the cluster."""
+class _SharedExchange(_Statistics):
+    """Statistics that each CTA of a cluster stores to the shared memory of all of them."""
 
-    def send(_: Any, place: Any, m: Any, total: Any) -> None:
-        thread = mgpu.thread_idx()
-        is_peer = arith.cmpi(arith.CmpIPredicate.ult, thread, mgpu.c(ctas, thread.type))
-        with mgpu.when(is_peer):
-            mgpu.inline_ptx(
-                "st.shared::cluster.v2.f32 [$0], {$1, $2};",
-                mgpu.get_cluster_ptr(mgpu.memref_ptr(place), thread, generic=False),
-                m.registers.item(),
-                total.registers.item(),
-                has_side_effects=True,
-            )
+    def __init__(self, statistics: Any, ctas: int) -> None:
+        super().__init__(statistics)
+        self.ctas = ctas
 
-    splat = plgpu.Layout.WG_SPLAT
-    inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat))(send)
-    inlined(place, m, total)
+    def store(self, index: Any, block: Any, m: Array, total: Array) -> None:
+        _store_in_all_ctas(self.statistics.at[index, block], m, total, ctas=self.ctas)
+
+    def meet(self) -> None:
+        _meet()
 
 
+class _GlobalExchange(_Statistics):
+    """Statistics `[rows, blocks, 2]` in device memory, which Pallas' interpreter can model; see `Schedule.exchange`."""
+
+    def __init__(self, statistics: Any, arrived: Any) -> None:
+        super().__init__(statistics)
+        self.arrived = arrived
+
+    def set_of(self, row: Any, turn: Any) -> Any:
+        return row
+
+    def meet(self) -> None:
+        plgpu.barrier_arrive(self.arrived)
+        plgpu.barrier_wait(self.arrived)
+
+
+_SPLAT: Final = plgpu.Layout.WG_SPLAT
+
+
+@primitive(twin=no_twin("_store_in_all_ctas"), args=(plgpu.RefType(), _SPLAT, _SPLAT))
+def _store_in_all_ctas(pair: Any, m: Any, total: Any, *, ctas: int) -> None:
+    """Stores a block's maximum and sum to the same place in the shared memory of every CTA of the cluster."""
+    thread = mgpu.thread_idx()
+    has_cta = arith.cmpi(arith.CmpIPredicate.ult, thread, mgpu.c(ctas, thread.type))
+    with mgpu.when(has_cta):
+        mgpu.inline_ptx(
+            "st.shared::cluster.v2.f32 [$0], {$1, $2};",
+            mgpu.get_cluster_ptr(mgpu.memref_ptr(pair), thread, generic=False),
+            m.registers.item(),
+            total.registers.item(),
+            has_side_effects=True,
+        )
+
+
+@primitive(twin=no_twin("_meet"))
 def _meet() -> None:
-    """Returns when the whole cluster has come here, with all that its CTAs have stored visible to each."""
-
-    def meet(_: Any) -> None:
-        nvvm.cluster_arrive(aligned=True)
-        nvvm.cluster_wait(aligned=True)
-
-    inlined: Any = plgpu.inline_mgpu()(meet)
-    inlined()
+    """Returns when the whole cluster has come here, with all that its CTAs have stored visible to each of them."""
+    nvvm.cluster_arrive(aligned=True)
+    nvvm.cluster_wait(aligned=True)
 
 
-def _meet_in_gmem(barrier: Any) -> None:
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
+class _ClusterCta:
+    """One CTA of a cluster that holds rows: it has every `cluster`-th block of a row."""
+
+    def __init__(self, operation: Operation, schedule: Schedule, x: Any, y: Any, statistics: _Statistics) -> None:
+        self.operation, self.schedule = operation, schedule
+        self.x, self.y = x, y
+        self.statistics = statistics
+        self.ctas, self.blocks = schedule.cluster, blocks_per_row(x.shape[1])
+        self.first = lax.axis_index("cluster")
+        self.cta = lax.axis_index("cta") if self.ctas > 1 else jnp.int32(0)
+        self.blocks_held = lax.div(self.blocks - self.cta + (self.ctas - 1), self.ctas)
+
+    def run(self, ring: Any, loaded: Any) -> None:
+        """Takes every grid-th row, beginning with the one of the cluster's index."""
+        count = lax.div(self.x.shape[0] - self.first + (self.schedule.grid - 1), self.schedule.grid)
+        stream = RowStream(self.x, ring, loaded, count * self.blocks_held, self.block_of)
+        stream.start()
+        loop(count, functools.partial(self.normalize_row, stream))
+
+    def block_of(self, item: Any) -> tuple[Any, Any]:
+        """The row of an item of the stream, and its block within the row."""
+        row = self.first + lax.div(item, self.blocks_held) * self.schedule.grid
+        return row, self.cta + lax.rem(item, self.blocks_held) * self.ctas
+
+    def normalize_row(self, stream: RowStream, turn: Any) -> None:
+        """Finishes this CTA's blocks of its turn-th row."""
+        row = self.first + turn * self.schedule.grid
+        index = self.statistics.set_of(row, turn)
+
+        def held(i: Any) -> StreamedBlock:
+            return StreamedBlock(stream, turn * self.blocks_held + i, row, self.cta + i * self.ctas)
+
+        def reduce_block(i: Any) -> None:
+            block = held(i)
+            m, total = block.with_size(lambda size: block_statistics(block.load_all(size)))
+            self.statistics.store(index, block.index, m, total)
+
+        loop(self.blocks_held, reduce_block)
+        self.statistics.meet()
+        m, total = merged_statistics(lambda block: self.statistics.read(index, block), self.blocks)
+        writer = _RowWriter(self.operation, self.y, m, row_constant(self.operation, total))
+
+        def write_block(i: Any) -> None:
+            block = held(i)
+            block.with_size(lambda size: writer.write(block, size))
+
+        loop(self.blocks_held, write_block)
 
 
-# --- rows read in pieces ----------------------------------------------------------------------------------------------
+# --- rows read twice --------------------------------------------------------------------------------------------------
 
 
 def blocks_statistics(x: Array, schedule: Schedule) -> Array:
-    """Maximum and sum of every block of rows `[M, V]`: `[M, blocks, 2]` float32."""
+    """Maximum and sum of every block of rows `[M, V]`: float32 `[M, blocks, 2]`."""
 
-    def step(ring: Ring, item: Any, row: Any, block: Any, out: Any) -> None:
-        m, total = ring.by_size(block, lambda size: block_statistics(ring.chunks(item, size)))
-        for part in range(ring.parts):
-            ring.release(item, part)
-        out[row, block, 0] = m
-        out[row, block, 1] = total
+    def step(block: StreamedBlock, out: Any) -> None:
+        m, total = block.with_size(lambda size: block_statistics(block.load_all(size)))
+        block.release()
+        out[block.row, block.index, 0] = m
+        out[block.row, block.index, 1] = total
 
-    out = jax.ShapeDtypeStruct((x.shape[0], blocks_of_row(x.shape[1]), 2), ACCUMULATOR)
-    return stream_blocks("block_statistics", x, step, out, slots=schedule.slots, grid=schedule.grid)
+    out = jax.ShapeDtypeStruct((x.shape[0], blocks_per_row(x.shape[1]), 2), ACCUMULATOR)
+    return for_each_block("block_statistics", step, out, x, slots=schedule.slots, grid=schedule.grid)
 
 
 def row_statistics(x: Array, schedule: Schedule) -> tuple[Array, Array, Array]:
-    """Maximum, sum and logsumexp, each `[M]` float32, of rows `[M, V]`."""
+    """Maximum, sum and logsumexp of rows `[M, V]`: float32 `[M]` each."""
     statistics = blocks_statistics(x, schedule)
     rows, blocks, _ = statistics.shape
 
     def body(row: Any, statistics: Any, m_gmem: Any, total_gmem: Any, logsumexp_gmem: Any) -> None:
-        m, total = merged_statistics(lambda b: (statistics[row, b, 0], statistics[row, b, 1]), blocks)
+        m, total = merged_statistics(lambda block: (statistics[row, block, 0], statistics[row, block, 1]), blocks)
         m_gmem[row] = m
         total_gmem[row] = total
         logsumexp_gmem[row] = m + row_constant("logsumexp", total)
@@ -356,41 +441,38 @@ def row_statistics(x: Array, schedule: Schedule) -> tuple[Array, Array, Array]:
 
 
 def row_sums(x: Array, schedule: Schedule | None = None) -> Array:
-    """Sums `[*B, 1]` of rows `[*B, V]`, both float32, as gradients need them."""
+    """Sums `[*B, 1]` of rows `[*B, V]`, both float32, as gradients need them: of each block, added left to right."""
     rows = padded(flat_rows(x), fill=0.0)
-    schedule = schedule or streaming_schedule(rows)
+    schedule = schedule or default_schedule(Problem.of_rows(rows, rewritten=False))
 
-    def step(ring: Ring, item: Any, row: Any, block: Any, out: Any) -> None:
-        def of_size(size: int) -> Array:
-            return jnp.sum(functools.reduce(jnp.add, ring.chunks(item, size, fill=0.0)))
-
-        total = ring.by_size(block, of_size)
-        for part in range(ring.parts):
-            ring.release(item, part)
-        out[row, block] = total
+    def step(block: StreamedBlock, out: Any) -> None:
+        total = block.with_size(lambda size: jnp.sum(functools.reduce(jnp.add, block.load_all(size, fill=0.0))))
+        block.release()
+        out[block.row, block.index] = total
 
     def merge(row: Any, sums: Any, out: Any) -> None:
         out[row] = fold_blocks(sums.shape[1], lambda block, total: total + sums[row, block], jnp.float32(0))
 
-    shape = rows.shape[0], blocks_of_row(rows.shape[1])
+    shape = rows.shape[0], blocks_per_row(rows.shape[1])
     out = jax.ShapeDtypeStruct(shape, ACCUMULATOR)
-    sums = stream_blocks("block_sums", rows, step, out, slots=schedule.slots, grid=schedule.grid)
+    sums = for_each_block("block_sums", step, out, rows, slots=schedule.slots, grid=schedule.grid)
     out = jax.ShapeDtypeStruct(shape[:1], ACCUMULATOR)
     return for_each_row("row_sums", shape[0], merge, out, sums).reshape(*x.shape[:-1], 1)
 
 
-def _write_rows(operation: str, x: Array, schedule: Schedule) -> Array:
-    """`[M, V]` float32 of rows of any length."""
+def _read_rows_twice(operation: Operation, x: Array, schedule: Schedule) -> Array:
+    """`[M, V]` float32 of rows of any length: one kernel computes their statistics and another one the result."""
     m, total, _ = row_statistics(x, schedule)
 
-    def step(ring: Ring, item: Any, row: Any, block: Any, m_gmem: Any, total_gmem: Any, y_gmem: Any) -> None:
-        m, constant = m_gmem[row], row_constant(operation, total_gmem[row])
+    def step(block: StreamedBlock, m_gmem: Any, total_gmem: Any, y_gmem: Any) -> None:
+        m, constant = m_gmem[block.row], row_constant(operation, total_gmem[block.row])
+        writer = _RowWriter(operation, y_gmem, m, constant)
 
         def write(size: int) -> None:
-            ring.wait(item, size)
-            _write_block(operation, ring, item, size, y_gmem.at[row], block, m, constant)
+            block.wait(size)
+            writer.write(block, size)
 
-        ring.by_size(block, write)
+        block.with_size(write)
 
     out = jax.ShapeDtypeStruct(x.shape, ACCUMULATOR)
-    return stream_blocks(operation, x, step, out, m, total, slots=schedule.slots, grid=schedule.grid)
+    return for_each_block(operation, step, out, x, m, total, slots=schedule.slots, grid=schedule.grid)

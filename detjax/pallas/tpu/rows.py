@@ -21,9 +21,6 @@ from detjax.pallas.tpu import device
 PIECE: Final = device.LANES
 """Columns of a piece."""
 
-LOWEST: Final = float(jnp.finfo(ACCUMULATOR).min)
-"""The lowest finite float32."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Problem:

@@ -17,10 +17,11 @@ from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
 from detjax.contract import ACCUMULATOR
+from detjax.numerics import LOWEST
 from detjax.pallas.gumbel import NO_ID, beats, gumbel
 from detjax.pallas.tpu import rows as tpu_rows
 from detjax.pallas.tpu.device import check_dtypes
-from detjax.pallas.tpu.rows import LOWEST, PIECE, Problem, in_every_lane, lane_ids, register_rows
+from detjax.pallas.tpu.rows import PIECE, Problem, in_every_lane, lane_ids, register_rows
 from detjax.pallas.tpu.softmax import BlockStatistics, RowBlocks, finished, row_constant
 from detjax.portable import sampling as portable
 
