@@ -1,17 +1,14 @@
 """The attention kernel for TPUs: tiles of queries that meet their request's blocks of keys one after the other.
 
-Prefill, chunks of it, decode and the check of drafted tokens are one program. A tile holds, for each head of keys and
-each of its tokens, the query heads that share the keys. Its shape follows from the number of these heads alone, and no
-row's arithmetic knows another row's numbers, so neither the number of tokens nor the neighbours can be in the bits. A
-second, smaller tile for decode would be another program, with bits that nothing holds equal; instead the kernel's inner
-loop leaves out units of `TPU_ATTENTION_ROWS` in which there is no row.
-
-Of a product and a sum, as `s * c - m_b`, the compiler may make one step or two, and nothing here can forbid it. It
-chooses once for all rows, as it compiles each step once.
+Prefill, chunks of it, decode and the verification of drafted tokens are one program. For each head of keys, a tile
+holds the query heads that share the keys, of each of its tokens. Its shape depends on the number of these heads alone,
+and no row's arithmetic uses another row's numbers. So neither the number of tokens nor the neighbours can affect the
+bits. A second, smaller tile for decode would be another program, whose bits nothing keeps equal. Instead, the kernel's
+inner loop skips units of `TPU_ATTENTION_ROWS` rows that have no query.
 """
 
+import dataclasses
 import functools
-import math
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -21,273 +18,278 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from detjax.contract import ACCUMULATOR, KEY_GROUPS, KEY_LANES, KV_BLOCK, LOWEST_MAXIMUM, TPU_ATTENTION_ROWS
+from detjax.contract import ACCUMULATOR, KV_BLOCK, TPU_ATTENTION_ROWS
+from detjax.numerics import round_up
 from detjax.options import Masking
-from detjax.rounding import log2_scale, rounded, soft_cap_exponent
+from detjax.pallas.tpu.attention.mask import key_positions, present_values, query_positions, visible_keys
+from detjax.pallas.tpu.attention.online_softmax import State, dot, exponentials, scores
+from detjax.rounding import rounded
 
 TILE_ROWS: Final = 128
-"""Rows that share one visit of their keys: whole units."""
+"""Rows of a tile, unless a head of keys is shared by more query heads."""
 
-MOST_HEADS: Final = 8
-"""Heads of keys in a step of the grid. Their pages lie side by side, so that a step has one long copy."""
+MOST_KV_HEADS: Final = 8
+"""Most heads of keys in a step of the grid. Their pages lie side by side, so that a step has one long copy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a call asks for, as far as a schedule depends on it.
+
+    Attributes:
+        kv_heads: heads of keys.
+        group: query heads that share a head of keys.
+    """
+
+    kv_heads: int
+    group: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How the kernel divides its work. No bit depends on it.
+
+    Attributes:
+        kv_heads: heads of keys in a step of the grid, a divisor of all of them.
+        rows: rows of a tile, which share one visit of their keys: a multiple of `TPU_ATTENTION_ROWS`.
+    """
+
+    kv_heads: int
+    rows: int
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1 or self.rows < 1 or self.rows % TPU_ATTENTION_ROWS:
+            raise ValueError(
+                f"attention: the schedule has {self.kv_heads} heads of keys in a step and tiles of {self.rows} rows; "
+                f"accepted: 1 head or more, and positive multiples of {TPU_ATTENTION_ROWS} rows. Round them up."
+            )
+
+    def check(self, problem: Problem) -> None:
+        """Returns if the schedule serves the problem.
+
+        Raises:
+            ValueError: the heads of keys are not whole steps, or a token's query heads don't fit into a tile.
+        """
+        if problem.kv_heads % self.kv_heads or self.rows < problem.group:
+            raise ValueError(
+                f"attention: the schedule has {self.kv_heads} heads of keys in a step and tiles of {self.rows} rows, "
+                f"for {problem.kv_heads} heads of keys with {problem.group} query heads each; accepted: a divisor of "
+                f"{problem.kv_heads}, and at least {problem.group} rows. Take the default schedule."
+            )
+
+    def tile_tokens(self, problem: Problem) -> int:
+        """Tokens of a tile."""
+        return self.rows // problem.group
+
+
+def default_schedule(problem: Problem) -> Schedule:
+    """The schedule for so many heads."""
+    heads = max(heads for heads in range(1, MOST_KV_HEADS + 1) if problem.kv_heads % heads == 0)
+    return Schedule(heads, max(TILE_ROWS, round_up(problem.group, TPU_ATTENTION_ROWS)))
 
 
 class Tiles(NamedTuple):
-    """Integers `[tiles]` that say what each tile is: read by the processor of scalars, before its copies start.
+    """Integers `[tiles]` that describe each tile. The scalar core reads them before it starts the tile's copies.
 
     Attributes:
-        table_row: where its request's page numbers begin in the table.
-        position: of its first token.
+        table_row: where the page numbers of its request begin in the page table.
+        position: the position of its first token.
         kv_length: tokens of its request.
-        first_block: the first block that it sees.
-        blocks: how many it sees.
-        rows: how many rows it has.
+        first_block: the first block of keys that one of its queries sees.
+        blocks: the number of blocks from there on that it visits.
+        rows: the number of its rows that have a query.
     """
 
-    table_row: Array
-    position: Array
-    kv_length: Array
-    first_block: Array
-    blocks: Array
-    rows: Array
+    table_row: Any
+    position: Any
+    kv_length: Any
+    first_block: Any
+    blocks: Any
+    rows: Any
+
+    def block(self, tile: Array, step: Array) -> Array:
+        """The block of a step of the grid. After its last block a tile stays there, so that nothing is copied."""
+        return self.first_block[tile] + jnp.minimum(step, jnp.maximum(self.blocks[tile] - 1, 0))
 
 
-def rows_of_a_tile(group: int) -> int:
-    """For so many query heads to a head of keys."""
-    return max(TILE_ROWS, -(-group // TPU_ATTENTION_ROWS) * TPU_ATTENTION_ROWS)
+class Operands(NamedTuple):
+    """Arrays that attention takes, or references to their parts in VMEM.
+
+    Attributes:
+        q: queries `[tiles, h, rows, K]`. Row `r` of a tile is query head `r % group` of its token `r // group`.
+        k: pages of keys `[P, h, S, K]`.
+        v: pages of values `[P, h, S, V]`.
+        sinks: sinks `[H]`, or None; in VMEM, for the rows of a tile and the heads of a step, `[1, rows, heads]`.
+        slopes: ALiBi's slopes, as the sinks.
+        mask: int8 `[n, h or 1, rows, keys]` with whole blocks of keys, 1 where a row may see one, or None. Tile `i` has
+            the mask `i % n`.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    sinks: Any
+    slopes: Any
+    mask: Any
+
+
+class Results(NamedTuple):
+    """Results of attention, or references to their parts in VMEM. Rows without a query have any result.
+
+    Attributes:
+        o: `[tiles, h, rows, V]`.
+        log2_normalizers: the log2 of each row's normalizer, float32 `[tiles, h, rows]`, in VMEM `[1, heads, 1, rows]`;
+            None if not asked for.
+    """
+
+    o: Any
+    log2_normalizers: Any
 
 
 def attend(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    operands: Operands,
     page_table: Array,
     tiles: Tiles,
-    sinks: Array | None,
-    mask: Array | None,
     *,
     group: int,
     masking: Masking,
     with_normalizers: bool,
-) -> tuple[Array, Array | None]:
-    """Outputs `[tiles, h, rows, V]` of queries `[tiles, h, rows, K]`, and the log2 of rows' normalizers if asked for.
+    schedule: Schedule,
+) -> Results:
+    """Attention of tiles of queries.
 
-    A mask is int8 `[n, h or 1, rows, keys]`, with whole blocks of keys and 1 where a row may see one; tile `i` has the
-    mask `i % n`. Row `r` of a tile is head `r % group` of its token `r // group`. The page table has one axis, and no
-    page number in it is beyond the pool. Rows behind a tile's last have any result.
+    Args:
+        operands: the arrays; the number of rows is the schedule's.
+        page_table: one axis; every page number in it exists.
+        tiles: int32 arrays.
+        group: query heads that share a head of keys.
+        masking: which keys are visible and how scores are shaped.
+        with_normalizers: whether the normalizers are asked for.
+        schedule: how the work is divided.
     """
-    count, kv_heads, rows, width = q.shape
-    heads = max(heads for heads in range(1, MOST_HEADS + 1) if kv_heads % heads == 0)
-
-    def of_tile(tile: Array, heads: Array, step: Array, *_: Any) -> tuple[Any, ...]:
-        del step
-        return tile, heads, 0, 0
-
-    def block(tile: Array, step: Array, where: Tiles) -> Array:
-        # Steps that a tile has too many stay at its last block, which is there already.
-        return where.first_block[tile] + jnp.minimum(step, jnp.maximum(where.blocks[tile] - 1, 0))
-
-    def page(tile: Array, heads: Array, step: Array, page_table: Any, *tiles: Any) -> tuple[Any, ...]:
-        where = Tiles(*tiles)
-        return page_table[where.table_row[tile] + block(tile, step, where)], heads, 0, 0
-
-    def of_mask(tile: Array, heads: Array, step: Array, _page_table: Any, *tiles: Any) -> tuple[Any, ...]:
-        assert mask is not None
-        head = 0 if mask.shape[1] == 1 else heads
-        return lax.rem(tile, mask.shape[0]), head, 0, block(tile, step, Tiles(*tiles))
-
-    def of_heads(tile: Array, heads: Array, step: Array, *_: Any) -> tuple[Any, ...]:
-        del tile, step
-        return heads, 0, 0
-
-    in_specs = [
-        pl.BlockSpec((1, heads, rows, width), of_tile),
-        pl.BlockSpec((1, heads, KV_BLOCK, width), page),
-        pl.BlockSpec((1, heads, KV_BLOCK, v_pages.shape[3]), page),
-    ]
-    per_head = [
-        None if values is None else _by_row(jnp.asarray(values, ACCUMULATOR), rows, group, heads)
-        for values in (sinks, masking.alibi_slopes)
-    ]
-    in_specs += [None if values is None else pl.BlockSpec((1, rows, heads), of_heads) for values in per_head]
-    in_specs.append(None if mask is None else pl.BlockSpec((1, min(heads, mask.shape[1]), rows, KV_BLOCK), of_mask))
-    shapes = [jax.ShapeDtypeStruct((*q.shape[:3], v_pages.shape[3]), q.dtype), None]
-    out_specs = [pl.BlockSpec((1, heads, rows, v_pages.shape[3]), of_tile), None]
-    if with_normalizers:
-        shapes[1] = jax.ShapeDtypeStruct((count, kv_heads, 1, rows), ACCUMULATOR)
-        out_specs[1] = pl.BlockSpec((1, heads, 1, rows), of_tile)
-    # A step too many costs little, but a page table may have many more columns than any request has blocks.
+    q, k, v, sinks, slopes, mask = operands
+    kv_heads, heads = q.shape[1], schedule.kv_heads
+    sinks, slopes = (None if x is None else _by_row(x, schedule, group) for x in (sinks, slopes))
+    # A surplus step costs little, but a page table may have many more columns than any request has blocks.
     steps = jnp.maximum(jnp.max(tiles.blocks), 1)
-    grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1 + len(tiles),
-        grid=(count, kv_heads // heads, steps),
-        in_specs=in_specs,
-        out_specs=out_specs,
-        scratch_shapes=[
-            pltpu.VMEM((heads, rows, v_pages.shape[3]), ACCUMULATOR),
-            pltpu.VMEM((heads, rows, KV_BLOCK), ACCUMULATOR),
-            pltpu.VMEM((heads, rows, KV_BLOCK), ACCUMULATOR),
-        ],
+    operands = Operands(q, k, v, sinks, slopes, mask)
+    shapes = Results(
+        jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
+        jax.ShapeDtypeStruct((q.shape[0], kv_heads, 1, schedule.rows), ACCUMULATOR) if with_normalizers else None,
     )
-    o, normalizers = pl.pallas_call(
-        functools.partial(_kernel, group=group, masking=masking),
+    in_specs, out_specs = _specs(operands, schedule, with_normalizers)
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        grid=(q.shape[0], kv_heads // heads, steps),
+        in_specs=[in_specs],
+        out_specs=[out_specs],
+        scratch_shapes=[State.scratch(heads, schedule.rows, v.shape[3])],
+    )
+
+    def kernel(_page_table: Any, tiles: Tiles, operands: Operands, results: Results, state: State) -> None:
+        _Kernel(group, masking, tiles, operands, results, state).run()
+
+    (results,) = pl.pallas_call(
+        kernel,
         grid_spec=grid_spec,
-        out_shape=shapes,
+        out_shape=[shapes],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         name="attention",
-    )(page_table.astype(jnp.int32), *(x.astype(jnp.int32) for x in tiles), q, k_pages, v_pages, *per_head, mask)
-    return o, None if normalizers is None else normalizers[:, :, 0]
+    )(page_table.astype(jnp.int32), Tiles(*(x.astype(jnp.int32) for x in tiles)), operands)
+    o, log2_normalizers = results
+    return Results(o, None if log2_normalizers is None else log2_normalizers[:, :, 0])
 
 
-def _by_row(values: Array, rows: int, group: int, heads: int) -> Array:
+def _by_row(values: Array, schedule: Schedule, group: int) -> Array:
     """Values of query heads `[H]` for the rows of a tile, `[h / heads, rows, heads]`."""
-    values = values.reshape(-1, heads, group)[:, :, np.arange(rows) % group]
+    values = jnp.asarray(values, ACCUMULATOR)
+    values = values.reshape(-1, schedule.kv_heads, group)[:, :, np.arange(schedule.rows) % group]
     return values.transpose(0, 2, 1)
 
 
-def _kernel(
-    _page_table: Any,
-    table_row: Any,
-    position: Any,
-    kv_length: Any,
-    first_block: Any,
-    blocks: Any,
-    rows: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    sinks: Any,
-    slopes: Any,
-    mask: Any,
-    o: Any,
-    normalizers: Any,
-    accumulator: Any,
-    total: Any,
-    maximum: Any,
-    *,
-    group: int,
-    masking: Masking,
-) -> None:
-    """One tile, some heads of keys, and one block of each.
+def _specs(operands: Operands, schedule: Schedule, with_normalizers: bool) -> tuple[Operands, Results]:
+    """The parts of operands and results for each step (tile, heads, step) of the grid."""
+    heads, rows, mask = schedule.kv_heads, schedule.rows, operands.mask
+    width, value_width = operands.k.shape[3], operands.v.shape[3]
 
-    The accumulator is `[heads, rows, V]`. Totals and maxima have a lane for each key, `[heads, rows, S]`: maxima are
-    the same in all lanes, and of totals only the first is looked at.
-    """
-    del table_row
-    tile, step = pl.program_id(0), pl.program_id(2)
-    heads = range(q.shape[1])
-    block = first_block[tile] + step
+    def tile_index(tile: Array, heads: Array, step: Array, page_table: Any, tiles: Tiles) -> tuple[Any, ...]:
+        del step, page_table, tiles
+        return tile, heads, 0, 0
 
-    @pl.when(step == 0)
-    def _() -> None:
-        # A sink is a key without a value that comes before all others.
-        accumulator[...] = jnp.zeros(accumulator.shape, ACCUMULATOR)
-        if sinks is None:
-            total[...] = jnp.zeros(total.shape, ACCUMULATOR)
-            maximum[...] = jnp.full(maximum.shape, LOWEST_MAXIMUM, ACCUMULATOR)
-        else:
-            total[...] = jnp.ones(total.shape, ACCUMULATOR)
-            for head in heads:
-                m = jnp.maximum(sinks[0, :, head : head + 1] * log2_scale(1.0), LOWEST_MAXIMUM)
-                maximum[head] = jnp.broadcast_to(m, maximum.shape[1:])
+    def page_index(tile: Array, heads: Array, step: Array, page_table: Any, tiles: Tiles) -> tuple[Any, ...]:
+        return page_table[tiles.table_row[tile] + tiles.block(tile, step)], heads, 0, 0
 
-    def meet(first: Array) -> None:
-        """One unit of rows, from the one given on, and the block."""
-        place = pl.ds(first, TPU_ATTENTION_ROWS)
-        positions = position[tile] + _quotient(
-            first + lax.broadcasted_iota(jnp.int32, (TPU_ATTENTION_ROWS, 1), 0), group
-        )
-        keys = block * KV_BLOCK + lax.broadcasted_iota(jnp.int32, (TPU_ATTENTION_ROWS, KV_BLOCK), 1)
-        visible = keys < kv_length[tile]
-        if masking.causal:
-            visible = visible & (keys <= positions)
-        if masking.window is not None:
-            visible = visible & (keys > positions - masking.window)
-        masks = [] if mask is None else [mask[0, head, place].astype(jnp.int32) != 0 for head in range(mask.shape[1])]
-        for head in heads:
-            slope = None if slopes is None else slopes[0, place, head : head + 1]
-            s, c = _scores(q[0, head, place], k[0, head], slope, keys - positions, masking)
+    def heads_index(tile: Array, heads: Array, step: Array, page_table: Any, tiles: Tiles) -> tuple[Any, ...]:
+        del tile, step, page_table, tiles
+        return heads, 0, 0
+
+    def mask_index(tile: Array, heads: Array, step: Array, page_table: Any, tiles: Tiles) -> tuple[Any, ...]:
+        del page_table
+        return lax.rem(tile, mask.shape[0]), 0 if mask.shape[1] == 1 else heads, 0, tiles.block(tile, step)
+
+    per_head = pl.BlockSpec((1, rows, heads), heads_index)
+    in_specs = Operands(
+        q=pl.BlockSpec((1, heads, rows, width), tile_index),
+        k=pl.BlockSpec((1, heads, KV_BLOCK, width), page_index),
+        v=pl.BlockSpec((1, heads, KV_BLOCK, value_width), page_index),
+        sinks=None if operands.sinks is None else per_head,
+        slopes=None if operands.slopes is None else per_head,
+        mask=None if mask is None else pl.BlockSpec((1, min(heads, mask.shape[1]), rows, KV_BLOCK), mask_index),
+    )
+    out_specs = Results(
+        o=pl.BlockSpec((1, heads, rows, value_width), tile_index),
+        log2_normalizers=pl.BlockSpec((1, heads, 1, rows), tile_index) if with_normalizers else None,
+    )
+    return in_specs, out_specs
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Kernel:
+    """One tile, some heads of keys, and one block of their keys, with references to the arrays in VMEM."""
+
+    group: int
+    masking: Masking
+    tiles: Tiles
+    operands: Operands
+    results: Results
+    state: State
+
+    def run(self) -> None:
+        tile, step = pl.program_id(0), pl.program_id(2)
+        block = self.tiles.first_block[tile] + step
+
+        @pl.when(step == 0)
+        def clear() -> None:
+            self.state.clear(self.operands.sinks)
+
+        @pl.when(step < self.tiles.blocks[tile])
+        def visit_block() -> None:
+            def visit_unit(index: Array, _: None) -> None:
+                first_row = pl.multiple_of(index * TPU_ATTENTION_ROWS, TPU_ATTENTION_ROWS)
+                pl.when(first_row < self.tiles.rows[tile])(functools.partial(self.add_block, tile, block, first_row))
+
+            # The number of trips does not depend on the rows present, as a loop of unknown length is compiled twice.
+            lax.fori_loop(0, self.operands.q.shape[2] // TPU_ATTENTION_ROWS, visit_unit, None)
+
+        pl.when(step == pl.num_programs(2) - 1)(self.store)
+
+    def add_block(self, tile: Array, block: Array, first_row: Array) -> None:
+        """Adds the block to one unit of rows."""
+        q, k, v, _, slopes, mask = self.operands
+        rows = pl.ds(first_row, TPU_ATTENTION_ROWS)
+        positions = query_positions(first_row, TPU_ATTENTION_ROWS, self.tiles.position[tile], self.group)
+        keys = key_positions(block, TPU_ATTENTION_ROWS)
+        visible = visible_keys(keys, positions, self.tiles.kv_length[tile], self.masking)
+        masks = [] if mask is None else [mask[0, head, rows].astype(jnp.int32) != 0 for head in range(mask.shape[1])]
+        for head in range(q.shape[1]):
+            slope = None if slopes is None else slopes[0, rows, head : head + 1]
+            s, c = scores(q[0, head, rows], k[0, head], slope, keys - positions, self.masking)
             s = jnp.where(visible if mask is None else visible & masks[head % len(masks)], s, -jnp.inf)
-            m_b = jnp.maximum(jnp.max(s, axis=-1, keepdims=True) * c, LOWEST_MAXIMUM)
-            p = jnp.exp2(s * c - m_b)
-            o_b = _dot(rounded(p, v.dtype), _own(v[0, head], block, kv_length[tile]), 0)
-            m = maximum[head, place]
-            m_new = jnp.maximum(m, m_b)
-            a, b = jnp.exp2(m - m_new), jnp.exp2(m_b - m_new)
-            accumulator[head, place] = accumulator[head, place] * _columns(a, o_b) + o_b * _columns(b, o_b)
-            total[head, place] = total[head, place] * a + _block_sum(p) * b
-            maximum[head, place] = m_new
+            p, m_b = exponentials(s, c)
+            o_b = dot(rounded(p, v.dtype), present_values(v[0, head], block, self.tiles.kv_length[tile]), 0)
+            self.state.merge((head, rows), p, m_b, o_b)
 
-    @pl.when(step < blocks[tile])
-    def _() -> None:
-        def unit(index: Array, _: None) -> None:
-            first = pl.multiple_of(index * TPU_ATTENTION_ROWS, TPU_ATTENTION_ROWS)
-            pl.when(first < rows[tile])(functools.partial(meet, first))
-
-        # Of so many trips however many rows there are: one of a number that is not known is compiled twice.
-        lax.fori_loop(0, q.shape[2] // TPU_ATTENTION_ROWS, unit, None)
-
-    @pl.when(step == pl.num_programs(2) - 1)
-    def _() -> None:
-        for head in heads:
-            empty = total[head, :, :1] == 0
-            divisor = jnp.where(empty, 1.0, total[head, :, :1])
-            result = jnp.where(empty, 0.0, accumulator[head] * (1.0 / divisor))
-            # Rounding may leave a zero's sign.
-            result = rounded(result, o.dtype).astype(ACCUMULATOR)
-            o[0, head] = jnp.where(result == 0, 0.0, result).astype(o.dtype)
-            if normalizers is not None:
-                found = jnp.where(empty, 0.0, maximum[head] + jnp.log2(divisor))
-                normalizers[0, head] = found.T[:1]
-
-
-def _scores(q: Array, k: Array, slope: Array | None, distance: Array, masking: Masking) -> tuple[Array, np.float32]:
-    """Scores `[rows, S]` before masking, and `c`, so that exponents are `s * c`."""
-    s, c = _dot(q, k, 1), log2_scale(masking.scale)
-    if masking.soft_cap is not None or slope is not None:
-        s, c = s * np.float32(masking.scale), log2_scale(1.0)
-    if masking.soft_cap is not None:
-        s = np.float32(masking.soft_cap) * (1.0 - 2.0 / (1.0 + jnp.exp2(s * soft_cap_exponent(masking.soft_cap))))
-    if slope is not None:
-        s = s + slope * distance.astype(ACCUMULATOR)
-    return s, c
-
-
-def _dot(x: Array, y: Array, axis: int) -> Array:
-    """Float32 products of rows, over the axis of `y` given."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return lax.dot_general(x, y, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=ACCUMULATOR)
-
-
-def _own(v: Array, block: Array, kv_length: Array) -> Array:
-    """Values of the request: what lies behind its length in its last page may be NaN, and zero times that is NaN."""
-    keys = block * KV_BLOCK + lax.broadcasted_iota(jnp.int32, v.shape, 0)
-    return jnp.where(keys < kv_length, v, jnp.zeros_like(v))
-
-
-def _block_sum(p: Array) -> Array:
-    """Sums of `[rows, S]` in the order of `contract.KEY_LANES`: in the first of as many lanes, the rest is by-catch.
-
-    Each addition is one of whole registers, with what comes from some lanes further on.
-    """
-
-    def ahead(x: Array, lanes: int) -> Array:
-        return pltpu.roll(x, KV_BLOCK - lanes, 1)
-
-    half, of_group = KV_BLOCK // 2, 2 * KEY_LANES
-    p = functools.reduce(jnp.add, [p, ahead(p, KEY_LANES), ahead(p, half), ahead(p, half + KEY_LANES)])
-    p = functools.reduce(jnp.add, [p, *(ahead(p, group * of_group) for group in range(1, KEY_GROUPS))])
-    for step in range(int(math.log2(KEY_LANES))):
-        p = p + ahead(p, 1 << step)
-    return p
-
-
-def _columns(x: Array, like: Array) -> Array:
-    """`[rows, S]`, the same in all lanes, for as many columns as `like` has."""
-    return x if x.shape == like.shape else jnp.broadcast_to(x[:, :1], like.shape)
-
-
-def _quotient(x: Array, divisor: int) -> Array:
-    """`x // divisor` for rows of a tile: vectors of integers have no division."""
-    bits = 16
-    return (x * ((1 << bits) // divisor + 1)) >> bits
+    def store(self) -> None:
+        """Writes the results after the last block."""
+        for head in range(self.operands.q.shape[1]):
+            self.state.store(head, *self.results)
