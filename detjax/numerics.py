@@ -1,11 +1,27 @@
 """Small functions and numbers that the portable backend and the kernels share."""
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
+
+from detjax.contract import PRNG
+from detjax.options import Activation, Epilogue
 
 LOWEST: Final = float(np.finfo(np.float32).min)
 """The lowest finite float32."""
+
+ACTIVATIONS: Final[Mapping[Activation, Callable[[Array], Array]]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda z: jax.nn.gelu(z, approximate=False),
+    "gelu_tanh": lambda z: jax.nn.gelu(z, approximate=True),
+    "relu": jax.nn.relu,
+}
+"""Activation functions as JAX has them. Kernels bring versions made of the instructions of their chip."""
 
 
 def ceil_div(size: int, divisor: int) -> int:
@@ -16,3 +32,37 @@ def ceil_div(size: int, divisor: int) -> int:
 def round_up(size: int, multiple: int) -> int:
     """The least multiple of `multiple` that is at least `size`."""
     return ceil_div(size, multiple) * multiple
+
+
+def flat_rows(x: Array) -> Array:
+    """Rows `[..., D]` as `[M, D]`."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def parts(z: Array) -> list[Array]:
+    """The parts of biased sums `[rows, parts, N]`: one `[rows, N]`, or those of gate and up."""
+    return [z[:, part] for part in range(z.shape[1])]
+
+
+def activated(
+    sums: Sequence[Array], epilogue: Epilogue, activations: Mapping[Activation, Callable[[Array], Array]] = ACTIVATIONS
+) -> Array:
+    """The value that a matmul's epilogue adds the residual to: activation, gate and soft cap of the biased sums.
+
+    Args:
+        sums: float32 `[rows, N]`, one array, or those of gate and up if the epilogue is gated.
+        epilogue: the steps to take.
+        activations: how this backend computes each activation.
+    """
+    z = sums[0]
+    if epilogue.activation is not None:
+        z = activations[epilogue.activation](z)
+    if epilogue.gated:
+        z = z * sums[1]
+    return z if epilogue.soft_cap is None else epilogue.soft_cap * jnp.tanh(z / epilogue.soft_cap)
+
+
+def sample_key(seed: Array, position: Array, sample_index: Array) -> Array:
+    """The random key of one token's Gumbel noise, from its seed `[2]`, its absolute position and its sample index."""
+    key = jax.random.wrap_key_data(seed, impl=PRNG)
+    return jax.random.fold_in(jax.random.fold_in(key, position), sample_index)

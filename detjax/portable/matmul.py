@@ -1,23 +1,14 @@
 """Matmul in plain JAX: a tile of rows against the whole weight, epilogue on the float32 accumulator."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
 
 from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
-from detjax.options import Activation, Epilogue, WeightLayout
-from detjax.portable.tiles import dot, flat_rows, fold_rows, map_rows
+from detjax.numerics import activated, flat_rows, parts
+from detjax.options import Epilogue, WeightLayout
+from detjax.portable.tiles import dot, fold_rows, map_rows
 from detjax.rounding import rounded
-
-_ACTIVATIONS: Final[Mapping[Activation, Callable[[Array], Array]]] = {
-    "silu": jax.nn.silu,
-    "gelu": lambda z: jax.nn.gelu(z, approximate=False),
-    "gelu_tanh": lambda z: jax.nn.gelu(z, approximate=True),
-    "relu": jax.nn.relu,
-}
 
 
 def forward(
@@ -92,22 +83,3 @@ def _pre_activation(x: Array, w: Array, bias: Array | None, layout: WeightLayout
     """`[rows, 1, N]`, or `[rows, 2, N]` for gate and up."""
     z = jnp.stack([dot(x, half, (1, 0 if layout == "kn" else 1)) for half in _halves(w)], axis=1)
     return z if bias is None else z + bias.astype(ACCUMULATOR).reshape(1, *z.shape[1:])
-
-
-def parts(z: Array) -> list[Array]:
-    """The sums `[rows, N]`, or gate's and up's, of `[rows, 1 or 2, N]`."""
-    return [z[:, part] for part in range(z.shape[1])]
-
-
-def activated(
-    sums: Sequence[Array],
-    epilogue: Epilogue,
-    activations: Mapping[Activation, Callable[[Array], Array]] = _ACTIVATIONS,
-) -> Array:
-    """Activation, gate and soft cap of the biased sums, gate's and up's if gated: what is before the residual."""
-    z = sums[0]
-    if epilogue.activation is not None:
-        z = activations[epilogue.activation](z)
-    if epilogue.gated:
-        z = z * sums[1]
-    return z if epilogue.soft_cap is None else epilogue.soft_cap * jnp.tanh(z / epilogue.soft_cap)

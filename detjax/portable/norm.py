@@ -5,7 +5,8 @@ from jax import lax
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.portable.tiles import flat_rows, fold_rows, map_rows, row_sum
+from detjax.numerics import flat_rows
+from detjax.portable.tiles import fold_rows, map_rows, row_sum
 from detjax.rounding import rounded
 
 

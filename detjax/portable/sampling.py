@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from detjax.contract import ACCUMULATOR, PRNG
+from detjax.contract import ACCUMULATOR
+from detjax.numerics import LOWEST, sample_key
 from detjax.portable.softmax import log_softmax_tile, softmax_tile
 from detjax.portable.tiles import map_rows
 
@@ -62,19 +63,13 @@ def likeliest(logprobs: Array, *, count: int) -> tuple[Array, Array]:
     return map_rows(tile, logprobs, None)
 
 
-def sample_key(seed: Array, position: Array, sample_index: Array) -> Array:
-    """The key of one token's noise."""
-    key = jax.random.wrap_key_data(seed, impl=PRNG)
-    return jax.random.fold_in(jax.random.fold_in(key, position), sample_index)
-
-
 def _gumbel(seed: Array, position: Array, sample_index: Array, size: int) -> Array:
     return jax.random.gumbel(sample_key(seed, position, sample_index), (size,), ACCUMULATOR, mode="low")
 
 
 def _scaled(logits: Array, temperature: Array) -> Array:
     scaled = logits * (1 / jnp.where(temperature == 0, 1.0, temperature))[:, None]
-    return jnp.maximum(scaled, jnp.finfo(ACCUMULATOR).min)
+    return jnp.maximum(scaled, LOWEST)
 
 
 def _kept(scaled: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:

@@ -7,14 +7,15 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from detjax.contract import ACCUMULATOR, LOG2_E, SOFTMAX_BLOCK
-from detjax.portable.tiles import flat_rows, map_rows, row_sum
+from detjax.numerics import LOWEST, flat_rows
+from detjax.portable.tiles import map_rows, row_sum
 
 
 def log_normalizer(x: Array) -> tuple[Array, Array]:
     """Maximum `m` and sum `l` of `exp(x - m)`, each `[rows, 1]` float32, of a tile `[rows, V]`."""
 
     def of_block(block: Array) -> tuple[Array, Array]:
-        m = jnp.maximum(jnp.max(block, axis=-1, keepdims=True), jnp.finfo(ACCUMULATOR).min)
+        m = jnp.maximum(jnp.max(block, axis=-1, keepdims=True), LOWEST)
         return m, row_sum(exp_difference(block, m))
 
     m_b, l_b = _of_blocks(of_block, x.astype(ACCUMULATOR), fill=-jnp.inf)

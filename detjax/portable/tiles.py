@@ -7,7 +7,6 @@ contracted with it, and no constant operand is folded by other arithmetic than t
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -87,11 +86,6 @@ def dot(x: Array, w: Array, contracted: tuple[int, int], batched: bool = False) 
     pairs = ((0,), (0,)) if batched else ((), ())
     dimensions = (((contracted[0],), (contracted[1],)), pairs)
     return lax.dot_general(x, w, dimensions, precision=lax.Precision.HIGHEST, preferred_element_type=ACCUMULATOR)
-
-
-def flat_rows(x: Array) -> Array:
-    """`[..., D]` as `[M, D]`."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _sealed(count: int, rows: PyTree[Array], shared: PyTree[Array], size: int) -> tuple[Array, PyTree, PyTree]:

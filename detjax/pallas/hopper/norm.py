@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
-from detjax.numerics import round_up
+from detjax.numerics import flat_rows, round_up
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.rows import broadcast, layout, rounded_squares, row_sums
 from detjax.portable import norm as portable
-from detjax.portable.tiles import flat_rows
 
 # XLA has nothing to choose in the portable gradients: their row sums are the contract's, all other arithmetic is on
 # single elements, and the tiles have one shape.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANES, SOFTMAX_BLOCK
-from detjax.numerics import LOWEST, ceil_div
+from detjax.numerics import LOWEST, ceil_div, sample_key
 from detjax.pallas.gumbel import NO_ID, beats, gumbel
 from detjax.pallas.hopper import softmax
 from detjax.pallas.hopper.row_stream import (
@@ -45,7 +45,7 @@ def sample(
     schedule: Schedule | None = None,
 ) -> tuple[Array, Array]:
     """Tokens `[B]` int32 and their logprobs `[B]` float32; see `detjax.ops.sample`."""
-    keys = jax.random.key_data(jax.vmap(portable.sample_key)(seed, position, sample_index))
+    keys = jax.random.key_data(jax.vmap(sample_key)(seed, position, sample_index))
     logits = padded(logits)
     schedule = schedule or default_schedule(Problem.of_rows(logits, rewritten=False))
     if not filtered:

@@ -19,7 +19,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxlib.mlir.dialects import arith, nvvm
 
 from detjax.contract import ACCUMULATOR, LOG2_E, SOFTMAX_BLOCK
-from detjax.numerics import LOWEST, ceil_div
+from detjax.numerics import LOWEST, ceil_div, flat_rows
 from detjax.pallas import softmax_gradients
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import MAX_CLUSTER
@@ -40,7 +40,6 @@ from detjax.pallas.hopper.row_stream import (
     scratch_types,
     slots_that_fit,
 )
-from detjax.portable.tiles import flat_rows
 
 Operation = Literal["softmax", "log_softmax", "logsumexp"]
 
@@ -283,7 +282,7 @@ def _hold_rows(operation: Operation, x: Array, schedule: Schedule) -> Array:
 
 
 class _Statistics:
-    """Maxima and sums `[sets, blocks, 2]` of the blocks of rows, in the shared memory of a CTA that holds rows alone."""
+    """Maxima and sums `[sets, blocks, 2]` of the blocks of rows, in the shared memory of the only CTA of a cluster."""
 
     def __init__(self, statistics: Any) -> None:
         self.statistics = statistics

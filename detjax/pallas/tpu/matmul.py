@@ -23,11 +23,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, DTypeLike
 
 from detjax.contract import ACCUMULATOR, TPU_K_STEP, TPU_ROW_TILE, WEIGHT_GRADIENT_TOKENS
-from detjax.numerics import ceil_div, round_up
+from detjax.numerics import activated, ceil_div, flat_rows, round_up
 from detjax.options import Activation, Epilogue, WeightLayout
 from detjax.pallas.tpu.device import LANES, SUBLANES, VMEM_LIMIT, check_dtypes
-from detjax.portable.matmul import activated
-from detjax.portable.tiles import flat_rows
 from detjax.rounding import rounded
 
 EPILOGUE_ROWS: Final = 32

@@ -12,6 +12,7 @@ from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
 from detjax.contract import ACCUMULATOR
+from detjax.numerics import flat_rows
 from detjax.pallas.tpu.device import check_dtypes
 from detjax.pallas.tpu.rows import (
     PIECE,
@@ -25,7 +26,6 @@ from detjax.pallas.tpu.rows import (
     squares,
 )
 from detjax.portable import norm as portable
-from detjax.portable.tiles import flat_rows
 
 # The portable backend's program adds rows in the same order, does the rest on single elements, and has tiles of one
 # shape, so XLA has no choice in it that could change a bit.

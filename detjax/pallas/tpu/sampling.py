@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
 from detjax.contract import ACCUMULATOR
-from detjax.numerics import LOWEST
+from detjax.numerics import LOWEST, sample_key
 from detjax.pallas.gumbel import NO_ID, beats, gumbel
 from detjax.pallas.tpu import rows as tpu_rows
 from detjax.pallas.tpu.device import check_dtypes
@@ -84,7 +84,7 @@ def sample(
         ValueError: the schedule does not serve the problem.
     """
     check_dtypes("sample", logits)
-    keys = jax.random.key_data(jax.vmap(portable.sample_key)(seed, position, sample_index))
+    keys = jax.random.key_data(jax.vmap(sample_key)(seed, position, sample_index))
     kept = portable.masked(logits, temperature, top_k, top_p, min_p) if filtered else None
     return sample_with_keys(logits, kept, keys, temperature, schedule)
 

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
 from detjax.contract import ACCUMULATOR, LOG2_E, SOFTMAX_BLOCK
-from detjax.numerics import LOWEST
+from detjax.numerics import LOWEST, flat_rows
 from detjax.pallas import softmax_gradients
 from detjax.pallas.tpu.device import check_dtypes
 from detjax.pallas.tpu.rows import (
@@ -30,7 +30,6 @@ from detjax.pallas.tpu.rows import (
     row_sum,
     rows_within,
 )
-from detjax.portable.tiles import flat_rows
 
 STATISTICS_BYTES: Final = 4 * 1024 * 1024
 """Bytes of VMEM for the maxima and sums of a tile's blocks. At `MOST_ROWS`, the vocabularies of language models need

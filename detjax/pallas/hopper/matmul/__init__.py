@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
 
 from detjax.contract import ACCUMULATOR
+from detjax.numerics import activated, flat_rows, parts
 from detjax.options import Epilogue, WeightLayout
 from detjax.pallas.hopper.matmul.kernel import Operands, product
-from detjax.portable.matmul import activated, parts
-from detjax.portable.tiles import flat_rows
 from detjax.rounding import rounded
 
 

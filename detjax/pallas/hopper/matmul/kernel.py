@@ -26,12 +26,12 @@ from jaxtyping import Array, DTypeLike
 
 from detjax import backends
 from detjax.contract import ACCUMULATOR
+from detjax.numerics import activated
 from detjax.options import Epilogue, WeightLayout
 from detjax.pallas.hopper.device import DTYPES
 from detjax.pallas.hopper.matmul.activations import ACTIVATIONS
 from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule, TokenLayout
 from detjax.pallas.hopper.matmul.tuning import default_schedule
-from detjax.portable.matmul import activated
 
 _PRODUCER_REGISTERS: Final = 40
 _CONSUMER_REGISTERS: Final = 232

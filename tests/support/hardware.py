@@ -1,0 +1,14 @@
+"""Tests that need a device of a certain kind are skipped where there is none."""
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "hopper: runs kernels on a Hopper GPU; skipped where there is none")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    from detjax import backends  # The first import is the conftest's, which checks types.
+
+    if item.get_closest_marker("hopper") and not backends.runs_here("hopper"):
+        pytest.skip("needs a Hopper GPU")
