@@ -1,11 +1,11 @@
 """Rotary position embedding on Hopper GPUs (Mosaic GPU), with the RMS norm of queries and keys before it.
 
-A CTA turns some heads of some tokens: cosines and sines are loaded once for all of its heads, both halves of a head are
-in one thread, and queries and keys are read where the fused projection left them.
+A CTA rotates some heads of some tokens: it loads cosines and sines once for all of its heads, both halves of a head are
+in one thread, and queries and keys are read from where the fused projection wrote them.
 
-`append_kv` writes keys and values where attention reads them, in pages. There tokens have addresses that nothing
-relates to one another, but the heads of one token lie at one stride: a CTA of keys or values holds heads where a CTA of
-queries holds tokens.
+`append_kv` also writes keys and values to the pages from which attention reads them. The slots of different tokens have
+unrelated addresses, but the heads of one token lie at one stride. So a CTA of keys or values holds several heads of a
+token where a CTA of queries holds several tokens of a head.
 """
 
 import dataclasses
@@ -21,15 +21,32 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK, LANE_GROUP
+from detjax.numerics import ceil_div
 from detjax.pallas.hopper import device, norm
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.rows import broadcast, layout, rounded_squares, row_sums
 from detjax.portable import pages as portable_pages
 
 LOADED_BYTES: Final = 64
-"""Of x, at most, that a thread loads before it computes."""
+"""Bytes of x that a thread loads, at most, before it computes."""
 EVEN_HALF: Final = 8
 """Columns of which a half head must be a multiple: the least that two threads load."""
+
+_THREADS: Final = (2, 4, 8, 16, 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Heads to be rotated."""
+
+    tokens: int
+    """Number of tokens."""
+    heads: tuple[int, ...]
+    """Heads of each group of heads that is returned: queries, or queries and keys."""
+    width: int
+    """Elements of a head, a multiple of `2 * EVEN_HALF`."""
+    dtype: jnp.dtype
+    """Dtype of the heads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,41 +61,45 @@ class Schedule:
     """Heads of each token in a CTA."""
 
     def __post_init__(self) -> None:
-        if self.threads not in (2, 4, 8, 16, 32):
-            raise ValueError(f"Schedule: threads is {self.threads}; accepted: 2, 4, 8, 16, 32")
+        """Raises ValueError if no problem could be computed by this schedule."""
+        if self.threads not in _THREADS:
+            raise ValueError(f"Schedule: threads is {self.threads}; accepted: {', '.join(map(str, _THREADS))}")
         most = WARPGROUP // self.threads
         if not 1 <= self.tokens <= most or self.tokens & (self.tokens - 1):
             raise ValueError(f"Schedule: tokens is {self.tokens}; accepted: powers of two up to {most}")
 
-    def check(self, tokens: int, heads: tuple[int, ...], width: int) -> None:
-        """Returns if heads of this width, of so many tokens, can be worked on so."""
-        columns = LANE_GROUP * self.threads
-        if width % (2 * columns):
+    def check(self, problem: Problem) -> None:
+        """Returns if a kernel of this schedule can compute the problem.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        columns = 2 * LANE_GROUP * self.threads
+        if problem.width % columns:
             raise ValueError(
-                f"Schedule: {self.threads} threads a head of {width}; accepted: multiples of {2 * columns}"
+                f"Schedule: {self.threads} threads for a head of {problem.width}; accepted: multiples of {columns}"
             )
-        if tokens < self.tokens:
-            raise ValueError(f"Schedule: {self.tokens} tokens of a CTA; accepted: at most the {tokens} there are")
-        if self.heads < 1 or any(count % self.heads for count in heads):
-            raise ValueError(f"Schedule: {self.heads} heads of a CTA; accepted: divisors of {heads}")
+        if problem.tokens < self.tokens:
+            raise ValueError(
+                f"Schedule: {self.tokens} tokens of a CTA; accepted: at most the {problem.tokens} tokens of the problem"
+            )
+        if self.heads < 1 or any(count % self.heads for count in problem.heads):
+            raise ValueError(f"Schedule: {self.heads} heads of a CTA; accepted: common divisors of {problem.heads}")
 
 
-def schedule(tokens: int, heads: tuple[int, ...], width: int, dtype: jax.typing.DTypeLike) -> Schedule:
-    """The schedule for groups of heads, the width being a multiple of `2 * EVEN_HALF`."""
-    half = width // 2
+def default_schedule(problem: Problem) -> Schedule:
+    """The schedule that serves the problem."""
+    half = problem.width // 2
     threads = min(WARP, (half & -half) // LANE_GROUP)
-    at_once = min(WARPGROUP // threads, 1 << (tokens.bit_length() - 1))
-    loaded = width // threads * jnp.dtype(dtype).itemsize
+    at_once = min(WARPGROUP // threads, 1 << (problem.tokens.bit_length() - 1))
+    loaded = problem.width // threads * problem.dtype.itemsize
 
     def fits(count: int) -> bool:
-        ctas = -(-tokens // at_once) * sum(heads) // count
+        ctas = ceil_div(problem.tokens, at_once) * sum(problem.heads) // count
         return count * loaded <= LOADED_BYTES and ctas >= 4 * device.multiprocessors()
 
-    counts = [count for count in (2, 4, 8) if math.gcd(*heads) % count == 0 and fits(count)]
+    counts = [count for count in (2, 4, 8) if math.gcd(*problem.heads) % count == 0 and fits(count)]
     return Schedule(threads, at_once, max(counts, default=1))
-
-
-_schedule = schedule
 
 
 def forward(
@@ -90,18 +111,25 @@ def forward(
     eps: float | None,
     schedule: Schedule | None = None,
 ) -> tuple[Array, ...]:
-    """Groups of `heads` heads of `x [*B, T, N, K]`, first to last, rotated by their tokens' `cos, sin [*B, T, K / 2]`.
+    """Rotates groups of heads: `[*B, T, heads[i], K]` for each group.
 
-    With weights `[K]`, one for each group, the heads are RMS normalized and rounded before. Further heads are not read.
+    Args:
+        x: `[*B, T, N, K]`; the groups are its first heads. Further heads are not read.
+        cos: cosines of the tokens' angles, float32 `[*B, T, K / 2]`.
+        sin: their sines, float32 `[*B, T, K / 2]`.
+        weights: `[K]` for each group; if given, the heads are RMS normalized and rounded before they are rotated.
+        heads: the number of heads of each group.
+        eps: of the norm; None without weights.
+        schedule: default: `default_schedule`'s.
     """
     tokens, half = math.prod(x.shape[:-2]), x.shape[-1] // 2
     if padding := -half % EVEN_HALF:
-        return _of_padded_halves(x, cos, sin, weights, heads, eps, padding)
-    if schedule is None:
-        schedule = _schedule(tokens, heads, 2 * half, x.dtype)
-    schedule.check(tokens, heads, 2 * half)
+        return _forward_with_padded_halves(x, cos, sin, weights, heads, eps, padding)
+    problem = Problem(tokens, heads, 2 * half, x.dtype)
+    schedule = schedule or default_schedule(problem)
+    schedule.check(problem)
     rows = x.reshape(tokens, *x.shape[-2:]), cos.reshape(tokens, half), sin.reshape(tokens, half)
-    out = _kernel(*rows, weights, heads, eps, schedule)
+    out = _kernel(_Division(problem, schedule), _Operands(*rows, weights), eps)
     return tuple(y.reshape(*x.shape[:-2], *y.shape[-2:]) for y in out)
 
 
@@ -118,10 +146,10 @@ def append_kv(
     eps: float | None,
     schedule: Schedule | None = None,
 ) -> tuple[Array, Array, Array]:
-    """`forward` of the queries in `x [B, T, H + 2 h, K]`, and pools `[P, h, S, K]` with its keys, turned, and values.
+    """Rotated queries, and the pages `[P, h, S, K]` with the rotated keys and the values of `x [B, T, H + 2 h, K]`.
 
-    Token `t < q_length[b]` of request `b` goes to position `q_start[b] + t`, the others nowhere: see `portable.pages`.
-    A schedule's heads are those of queries, its tokens those of all CTAs; see `_kernel` for keys and values.
+    Token `t < q_length[b]` of request `b` goes to position `q_start[b] + t`, other tokens are dropped. The
+    schedule's heads are those of queries, its tokens those of all CTAs.
     """
     batch, tokens, all_heads, width = x.shape
     kv_heads = k_pages.shape[1]
@@ -131,17 +159,17 @@ def append_kv(
         new = k, x[:, :, sum(heads) :]
         k_pages, v_pages = portable_pages.append((k_pages, v_pages), new, page_table, q_start, q_length)
         return q, k_pages, v_pages
-    if schedule is None:
-        schedule = _schedule(batch * tokens, heads[:1], width, x.dtype)
-    schedule.check(batch * tokens, heads[:1], width)
-    # A kernel that is given references writes into what it is given: a pool is not copied, nor read.
+    problem = Problem(batch * tokens, heads[:1], width, x.dtype)
+    schedule = schedule or default_schedule(problem)
+    schedule.check(problem)
+    # A kernel that is given references writes to the arrays themselves: the pages are neither copied nor read.
     cache = _Cache(jax.new_ref(k_pages), jax.new_ref(v_pages), page_table, q_start, q_length)
     x, cos, sin = (y.reshape(batch * tokens, *y.shape[2:]) for y in (x, cos, sin))
-    (q,) = _kernel(x, cos, sin, weights, heads, eps, schedule, cache)
+    (q,) = _kernel(_Division(problem, schedule, kv_heads), _Operands(x, cos, sin, weights), eps, cache)
     return q.reshape(batch, tokens, *q.shape[1:]), jax.freeze(cache.k_pages), jax.freeze(cache.v_pages)
 
 
-def _of_padded_halves(
+def _forward_with_padded_halves(
     x: Array,
     cos: Array,
     sin: Array,
@@ -150,7 +178,7 @@ def _of_padded_halves(
     eps: float | None,
     padding: int,
 ) -> tuple[Array, ...]:
-    """`forward` in separate steps: a padded half moves the columns behind it, so sums would be in another order."""
+    """`forward` in separate steps: a padded half moves the columns after it, so row sums would add in another order."""
     ends = tuple(accumulate(heads))
     groups = jnp.split(x[..., : ends[-1], :], ends[:-1], axis=-2)
     if weights:
@@ -168,8 +196,21 @@ def _of_padded_halves(
     return tuple(y.reshape(*y.shape[:-1], 2, -1)[..., :half].reshape(*y.shape[:-1], -1) for y in out)
 
 
+class _Operands(NamedTuple):
+    """The arrays that are read, or references to them in the kernel."""
+
+    x: Any
+    """Heads `[tokens, heads, K]`."""
+    cos: Any
+    """`[tokens, K / 2]`."""
+    sin: Any
+    """`[tokens, K / 2]`."""
+    weights: tuple[Any, ...]
+    """`[K]` for each group, or none."""
+
+
 class _Cache(NamedTuple):
-    """Where keys and values go: `append_kv`'s arguments, or references to them."""
+    """The pages that keys and values are written to: `append_kv`'s arguments, or references to them in the kernel."""
 
     k_pages: Any
     v_pages: Any
@@ -178,7 +219,12 @@ class _Cache(NamedTuple):
     q_length: Any
 
     def place(self, token: Array, tokens: int) -> tuple[Array, Array, Array]:
-        """Whether a token is written, its page and its slot there; tokens are counted from the first request's on."""
+        """Whether a token is written, its page and its slot in the page.
+
+        Args:
+            token: the token's index, counted from the first token of the first request on.
+            tokens: the number of tokens of each request.
+        """
         request, index = lax.div(token, jnp.int32(tokens)), lax.rem(token, jnp.int32(tokens))
         position = self.q_start[request] + index
         last_block = self.page_table.shape[1] - 1
@@ -189,7 +235,191 @@ class _Cache(NamedTuple):
         return written, page, lax.rem(position, jnp.int32(KV_BLOCK))
 
 
-class _Rows:
+@dataclasses.dataclass(frozen=True)
+class _Division:
+    """How the CTAs that share `schedule.tokens` tokens divide their heads.
+
+    The first CTAs rotate the groups of heads that are returned. If there are key heads to append, `kv_ctas` CTAs of
+    keys follow, then as many CTAs of values. These work on *units*: `unit_heads` heads of one token.
+    """
+
+    problem: Problem
+    schedule: Schedule
+    kv_heads: int = 0
+    """Key heads, and value heads, that are appended to a cache; 0: none."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """For each group the index of the first head after it; keys to append are the last group."""
+        return tuple(accumulate(self.problem.heads + ((self.kv_heads,) if self.kv_heads else ())))
+
+    @property
+    def rotating_ctas(self) -> int:
+        """CTAs that rotate groups of heads."""
+        return sum(self.problem.heads) // self.schedule.heads
+
+    @property
+    def unit_heads(self) -> int:
+        """Heads of a unit: as many as a warpgroup holds at once."""
+        return min(WARPGROUP // self.schedule.threads, self.kv_heads & -self.kv_heads)
+
+    @property
+    def units_per_token(self) -> int:
+        """Units of keys, and of values, that a token has."""
+        return self.kv_heads // self.unit_heads
+
+    @property
+    def units(self) -> int:
+        """Units of a CTA, 1 or 2: it loads all before it computes, and more would take more registers than queries."""
+        return math.gcd(self.schedule.heads, self.schedule.tokens * self.units_per_token, 2)
+
+    @property
+    def kv_ctas(self) -> int:
+        """CTAs of keys, and of values."""
+        return self.schedule.tokens * self.units_per_token // self.units if self.kv_heads else 0
+
+
+def _kernel(
+    division: _Division, operands: _Operands, eps: float | None, cache: _Cache | None = None
+) -> tuple[Array, ...]:
+    """The groups of heads, rotated. With a cache, keys and values are written to it."""
+    problem, schedule = division.problem, division.schedule
+    x, cos, sin, weights = operands
+
+    def body(x_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
+        weight_refs, cache_refs = refs[: len(weights)], refs[len(weights) : len(refs) - len(problem.heads)]
+        out_refs = refs[len(refs) - len(problem.heads) :]
+        cache = _Cache(*cache_refs) if cache_refs else None
+        _Cta(division, _Operands(x_ref, cos_ref, sin_ref, weight_refs), eps, out_refs, cache).run()
+
+    return plgpu.kernel(
+        body,
+        out_type=tuple(
+            jax.ShapeDtypeStruct((problem.tokens, count, problem.width), problem.dtype) for count in problem.heads
+        ),
+        grid=(ceil_div(problem.tokens, schedule.tokens), division.rotating_ctas + 2 * division.kv_ctas),
+        grid_names=("token", "head"),
+        kernel_name=("norm_" if weights else "") + "rope" + ("" if cache is None else "_append_kv"),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            # No memory is both read and written, and the tokens that the last two CTAs share are written with equal
+            # bits.
+            unsafe_no_auto_barriers=True,
+        ),
+    )(x, cos, sin, *weights, *(cache or ()))
+
+
+class _Cta:
+    """One CTA: it rotates heads of one group, or it appends keys, or values."""
+
+    def __init__(
+        self,
+        division: _Division,
+        operands: _Operands,
+        eps: float | None,
+        out: tuple[Any, ...],
+        cache: _Cache | None,
+    ) -> None:
+        self.division, self.problem, self.schedule = division, division.problem, division.schedule
+        self.operands, self.out, self.cache = operands, out, cache
+        self.eps = eps
+        # The last CTA moves up to whole tokens: two CTAs then write the same bits to some.
+        last_first = self.problem.tokens - self.schedule.tokens
+        self.first = jnp.minimum(lax.axis_index("token") * self.schedule.tokens, last_first)
+        self.cta = lax.axis_index("head")
+
+    def run(self) -> None:
+        """Takes the role that the CTA's index has."""
+        division, cta, heads = self.division, self.cta, self.schedule.heads
+        for group, count in enumerate(self.problem.heads):
+            end = division.ends[group]
+            has_group = (cta * heads >= end - count) & (cta * heads < end)
+            pl.when(has_group)(functools.partial(self.rotate_group, group))
+        if self.cache is not None:
+            for index, append in enumerate((self.append_keys, self.append_values)):
+                kv_cta = cta - (division.rotating_ctas + index * division.kv_ctas)
+                has_role = (kv_cta >= 0) & (kv_cta < division.kv_ctas)
+                pl.when(has_role)(functools.partial(append, self.cache, kv_cta * division.units))
+
+    def rotate_group(self, group: int) -> None:
+        """Normalizes and rotates `schedule.heads` heads of the tokens, and stores them."""
+        rows = _HeadRows(self.schedule.tokens, self.schedule.threads)
+        tokens, first_head = pl.ds(self.first, self.schedule.tokens), self.cta * self.schedule.heads
+        heads = [rows.load(self.operands.x, tokens, first_head + head) for head in range(self.schedule.heads)]
+        cos, sin = (rows.load(ref, tokens) for ref in (self.operands.cos, self.operands.sin))
+        weight = self.load_weight(rows, group)
+        for index, head in enumerate(self.normalize(rows, heads, weight)):
+            out_head = first_head + index - (self.division.ends[group] - self.problem.heads[group])
+            rows.store(rows.rotate(head, cos, sin), self.out[group], tokens, out_head)
+
+    def append_keys(self, cache: _Cache, first_unit: Array) -> None:
+        """Normalizes and rotates units of keys, and writes them to the pages of their tokens."""
+        units = _Units(self, cache, first_unit)
+        keys = units.load(self.operands.x, self.division.ends[-2])
+        rows = units.rows
+        angles = [[rows.load_vector(ref, token) for ref in self.operands[1:3]] for token in units.tokens]
+        weight = self.load_weight(rows, len(self.problem.heads))
+        units.fence()
+        keys = [
+            rows.rotate(key, *([rows.spread(part) for part in parts] for parts in pair))
+            for key, pair in zip(self.normalize(rows, keys, weight), angles, strict=True)
+        ]
+        units.store(keys, cache.k_pages)
+
+    def append_values(self, cache: _Cache, first_unit: Array) -> None:
+        """Writes units of values to the pages of their tokens."""
+        units = _Units(self, cache, first_unit)
+        values = units.load(self.operands.x, self.division.ends[-1])
+        units.fence()
+        units.store(values, cache.v_pages)
+
+    def load_weight(self, rows: "_HeadRows", group: int) -> list[Array]:
+        """The pieces of a group's norm weight; none without norms."""
+        return rows.load_vector(self.operands.weights[group]) if self.operands.weights else []
+
+    def normalize(self, rows: "_HeadRows", heads: list[list[Array]], weight: list[Array]) -> list[list[Array]]:
+        """The heads, RMS normalized and rounded; the heads themselves without norms."""
+        if not weight:
+            return heads
+        assert self.eps is not None
+        return [rows.normalize(head, weight, self.eps) for head in heads]
+
+
+class _Units:
+    """The units of keys or values that a CTA appends: their tokens, their heads and their places in the cache."""
+
+    def __init__(self, cta: _Cta, cache: _Cache, first_unit: Array) -> None:
+        division = cta.division
+        self.heads_at_once, units_per_token = division.unit_heads, jnp.int32(division.units_per_token)
+        self.rows = _HeadRows(division.unit_heads, division.schedule.threads)
+        units = [first_unit + unit for unit in range(division.units)]
+        self.tokens = [cta.first + lax.div(unit, units_per_token) for unit in units]
+        self.heads = [lax.rem(unit, units_per_token) * division.unit_heads for unit in units]
+        tokens_per_request = division.problem.tokens // cache.page_table.shape[0]
+        self.places = [cache.place(token, tokens_per_request) for token in self.tokens]
+
+    def load(self, x: Any, first_head: int) -> list[list[Array]]:
+        """The units' heads, which begin at a head of x."""
+        return [
+            self.rows.load(x, token, pl.ds(first_head + head, self.heads_at_once))
+            for token, head in zip(self.tokens, self.heads, strict=True)
+        ]
+
+    def fence(self) -> None:
+        """Keeps the compiler from moving the loads after the branch on whether a token is written.
+
+        ptxas would move them there, so that they began only when the page is known. It moves none across a barrier.
+        """
+        plgpu.commit_smem()
+
+    def store(self, units: list[list[Array]], pages: Any) -> None:
+        """Writes units to the pages of their tokens."""
+        for unit, first, (written, page, slot) in zip(units, self.heads, self.places, strict=True):
+            heads = pl.ds(first, self.heads_at_once)
+            pl.when(written)(functools.partial(self.rows.store, unit, pages, page, heads, slot))
+
+
+class _HeadRows:
     """Rows of heads in the registers of a warpgroup, each row in pieces that its threads hold side by side."""
 
     def __init__(self, count: int, threads: int) -> None:
@@ -197,138 +427,43 @@ class _Rows:
         self.shape = (count, self.columns)
         self.layout = layout(count, threads)
 
-    def at(self, ref: Any, *where: Any) -> list[Any]:
-        """The pieces of what lies at an index of all axes but the last."""
-        return [ref.at[(*where, pl.ds(i, self.columns))] for i in range(0, ref.shape[-1], self.columns)]
+    def at(self, ref: Any, *index: Any) -> list[Any]:
+        """References to the pieces of rows; the index has all axes but the last."""
+        return [ref.at[(*index, pl.ds(i, self.columns))] for i in range(0, ref.shape[-1], self.columns)]
 
-    def load(self, ref: Any, *where: Any) -> list[Array]:
-        return [plgpu.load(piece, layout=self.layout, optimized=False) for piece in self.at(ref, *where)]
+    def load(self, ref: Any, *index: Any) -> list[Array]:
+        """The pieces of rows."""
+        return [plgpu.load(piece, layout=self.layout, optimized=False) for piece in self.at(ref, *index)]
 
-    def load_vector(self, ref: Any, *where: Any) -> list[Array]:
-        """What is the same in every row."""
-        return [plgpu.load(part, layout=self.layout.reduce(0), optimized=False) for part in self.at(ref, *where)]
+    def load_vector(self, ref: Any, *index: Any) -> list[Array]:
+        """The pieces of a vector that is the same for every row, one-dimensional."""
+        return [plgpu.load(part, layout=self.layout.reduce(0), optimized=False) for part in self.at(ref, *index)]
+
+    def store(self, pieces: list[Array], ref: Any, *index: Any) -> None:
+        """Writes the pieces of rows."""
+        for piece, target in zip(pieces, self.at(ref, *index), strict=True):
+            target[...] = piece
 
     def spread(self, vector: Array, axis: int = 1) -> Array:
+        """A piece that repeats a vector in every row, or, with axis 0, in every column."""
         return broadcast(vector, self.shape, axis, self.layout)
 
-    def normalized(self, held: list[Array], weight: list[Array], eps: float) -> list[Array]:
-        # As in the norm alone, which adds its offset here.
-        w = [self.spread(part.astype(ACCUMULATOR) + 0.0) for part in weight]
-        wide = [h.astype(ACCUMULATOR) for h in held]
-        total = row_sums([rounded_squares(h) for h in wide])
-        scale = self.spread(lax.rsqrt(total / (len(held) * self.columns) + eps), axis=0)
-        return [(h * scale * w).astype(held[0].dtype) for h, w in zip(wide, w, strict=True)]
+    def normalize(self, head: list[Array], weight: list[Array], eps: float) -> list[Array]:
+        """The RMS norm of rows, in the operations of `norm.py`, whose weight offset is 0 here."""
+        weights = [self.spread(part.astype(ACCUMULATOR) + 0.0) for part in weight]
+        wide = [piece.astype(ACCUMULATOR) for piece in head]
+        total = row_sums([rounded_squares(piece) for piece in wide])
+        scale = self.spread(lax.rsqrt(total / (len(head) * self.columns) + eps), axis=0)
+        return [(piece * scale * w).astype(head[0].dtype) for piece, w in zip(wide, weights, strict=True)]
 
-    def turned(self, held: list[Array], cos: list[Array], sin: list[Array]) -> list[Array]:
+    def rotate(self, head: list[Array], cos: list[Array], sin: list[Array]) -> list[Array]:
+        """Rows with halves (a, b) as (a * cos - b * sin, b * cos + a * sin)."""
         firsts, seconds = [], []
-        halves = held[: len(cos)], held[len(cos) :]
+        halves = head[: len(cos)], head[len(cos) :]
         for *pair, c, s in zip(*halves, cos, sin, strict=True):
-            a, b = (h.astype(ACCUMULATOR) for h in pair)
-            # Of two products one is rounded behind a barrier, so only the other can be fused with the sum.
+            a, b = (half.astype(ACCUMULATOR) for half in pair)
+            # The barrier has one of the two products rounded, so that only the other one can be fused with the sum.
             bs, as_ = lax.optimization_barrier((b * s, a * s))
-            firsts.append((a * c - bs).astype(held[0].dtype))
-            seconds.append((b * c + as_).astype(held[0].dtype))
+            firsts.append((a * c - bs).astype(head[0].dtype))
+            seconds.append((b * c + as_).astype(head[0].dtype))
         return firsts + seconds
-
-    def store(self, pieces: list[Array], ref: Any, *where: Any) -> None:
-        for piece, to in zip(pieces, self.at(ref, *where), strict=True):
-            to[...] = piece
-
-
-def _kernel(
-    x: Array,
-    cos: Array,
-    sin: Array,
-    weights: tuple[Array, ...],
-    heads: tuple[int, ...],
-    eps: float | None,
-    schedule: Schedule,
-    cache: _Cache | None = None,
-) -> tuple[Array, ...]:
-    """The groups of heads, turned; of queries, keys and values with a cache, the queries alone."""
-    tokens, _, width = x.shape
-    ends = tuple(accumulate(heads))
-    returned = heads if cache is None else heads[:1]
-    ctas = sum(returned) // schedule.heads
-
-    # A CTA of keys, or of values, has one unit, `kv_rows` heads of a token, or two: it loads all before it computes,
-    # and more would take more registers than queries do.
-    kv_heads = heads[-1]
-    kv_rows = min(WARPGROUP // schedule.threads, kv_heads & -kv_heads)
-    of_token = kv_heads // kv_rows
-    units = math.gcd(schedule.heads, schedule.tokens * of_token, 2)
-    kv_ctas = 0 if cache is None else schedule.tokens * of_token // units
-
-    def body(x_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
-        weight_refs, out_refs = refs[: len(weights)], refs[len(refs) - len(returned) :]
-        # The last CTA moves up to whole tokens: two CTAs then write the same bits to some.
-        first = jnp.minimum(lax.axis_index("token") * schedule.tokens, tokens - schedule.tokens)
-        cta = lax.axis_index("head")
-
-        def normalized(rows: _Rows, held: list[list[Array]], weight: list[Array]) -> list[list[Array]]:
-            if not weight:
-                return held
-            assert eps is not None
-            return [rows.normalized(h, weight, eps) for h in held]
-
-        def turn(group: int) -> None:
-            rows, of_tokens = _Rows(schedule.tokens, schedule.threads), pl.ds(first, schedule.tokens)
-            first_head = cta * schedule.heads
-            held = [rows.load(x_ref, of_tokens, first_head + head) for head in range(schedule.heads)]
-            turns = [rows.load(ref, of_tokens) for ref in (cos_ref, sin_ref)]
-            weight = rows.load_vector(weight_refs[group]) if weights else []
-            for head, h in enumerate(normalized(rows, held, weight)):
-                to_head = first_head + head - (ends[group] - heads[group])
-                rows.store(rows.turned(h, *turns), out_refs[group], of_tokens, to_head)
-
-        def append(first_unit: Array, first_head: int, is_key: bool) -> None:
-            """Heads of x to the pages of their tokens."""
-            assert cache is not None
-            to = _Cache(*refs[len(weights) : len(refs) - len(returned)])
-            rows = _Rows(kv_rows, schedule.threads)
-            at_units = [first_unit + unit for unit in range(units)]
-            at_tokens = [first + lax.div(unit, jnp.int32(of_token)) for unit in at_units]
-            at_heads = [lax.rem(unit, jnp.int32(of_token)) * kv_rows for unit in at_units]
-            places = [to.place(token, tokens // cache.page_table.shape[0]) for token in at_tokens]
-            held = [
-                rows.load(x_ref, token, pl.ds(first_head + head, kv_rows))
-                for token, head in zip(at_tokens, at_heads, strict=True)
-            ]
-            turns, weight = [], []
-            if is_key:
-                turns = [[rows.load_vector(ref, token) for ref in (cos_ref, sin_ref)] for token in at_tokens]
-                weight = rows.load_vector(weight_refs[1]) if weights else []
-            # A barrier, which no load is moved across: else the compiler would begin them when the page is known.
-            plgpu.commit_smem()
-            if is_key:
-                held = [
-                    rows.turned(h, *([rows.spread(part) for part in parts] for parts in turn))
-                    for h, turn in zip(normalized(rows, held, weight), turns, strict=True)
-                ]
-            for h, head, (written, page, slot) in zip(held, at_heads, places, strict=True):
-
-                @pl.when(written)
-                def _(h: list[Array] = h, head: Array = head, page: Array = page, slot: Array = slot) -> None:
-                    rows.store(h, to.k_pages if is_key else to.v_pages, page, pl.ds(head, kv_rows), slot)
-
-        for group, count in enumerate(returned):
-            own = (cta * schedule.heads >= ends[group] - count) & (cta * schedule.heads < ends[group])
-            pl.when(own)(functools.partial(turn, group))
-        if cache is not None:
-            for index, is_key in enumerate((True, False)):
-                of_kind = cta - (ctas + index * kv_ctas)
-                own = (of_kind >= 0) & (of_kind < kv_ctas)
-                pl.when(own)(functools.partial(append, of_kind * units, ends[index], is_key))
-
-    return plgpu.kernel(
-        body,
-        out_type=tuple(jax.ShapeDtypeStruct((tokens, count, width), x.dtype) for count in returned),
-        grid=(-(-tokens // schedule.tokens), ctas + 2 * kv_ctas),
-        grid_names=("token", "head"),
-        kernel_name=("norm_" if weights else "") + "rope" + ("" if cache is None else "_append_kv"),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # No memory is both read and written, but for the last CTAs' common tokens.
-            unsafe_no_auto_barriers=True,
-        ),
-    )(x, cos, sin, *weights, *(cache or ()))
