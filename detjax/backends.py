@@ -1,4 +1,4 @@
-"""Which backend serves, which platform programs are traced for, and what devices are called."""
+"""The choice of the backend that serves, the platform that programs are traced for, and the names of devices."""
 
 import contextlib
 import functools
@@ -11,26 +11,31 @@ from typing import Any, Final
 import jax
 
 BACKENDS: Final = ("hopper", "tpu", "portable")
-"""Backends under contract, in order of preference: kernels for compute capability 9.0, kernels for TPUs, and plain JAX,
-which runs anywhere."""
+"""The backends under contract, in order of preference: kernels for GPUs of compute capability 9.0, kernels for TPUs,
+and plain JAX, which runs anywhere."""
 
 DEVICES: Final[Mapping[str, str]] = {
     "hopper": "GPUs of compute capability 9.0 (H100, H200)",
     "tpu": "TPUs",
 }
-"""Where backends run that don't run anywhere."""
+"""The devices of each backend that does not run everywhere, as errors name them."""
 
 STOCK: Final = "stock"
-"""XLA's own operations, under no contract: what detjax is compared with. Served only where it is asked for by name."""
+"""The backend of XLA's own operations, under no contract, which detjax is compared with.
+
+It serves only where it is asked for by name."""
 
 BACKEND_VARIABLE: Final = "DETJAX_BACKEND"
+"""The environment variable that chooses the backend of a process."""
 
 chosen_backend = jax.make_user_context(None)
 _target = jax.make_user_context(None)
 
 
 def backend() -> str:
-    """The backend that serves: the one `use_backend` chose, else `DETJAX_BACKEND`, else the best this device has.
+    """Returns the name of the backend that serves.
+
+    It is the choice of `use_backend`, else that of `DETJAX_BACKEND`, else the best backend that this device runs.
 
     Raises:
         ValueError: `DETJAX_BACKEND` names no backend.
@@ -46,7 +51,7 @@ def backend() -> str:
 
 @functools.cache
 def runs_here(backend: str) -> bool:
-    """Whether the default device runs the kernels of a backend of `BACKENDS`."""
+    """Returns whether the default device runs the kernels of a backend of `BACKENDS`."""
     device = jax.devices()[0]
     if backend == "hopper":
         return device.platform == "gpu" and getattr(device, "compute_capability", None) == "9.0"
@@ -55,12 +60,12 @@ def runs_here(backend: str) -> bool:
 
 @contextlib.contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """A context in which the backend `name` serves; None leaves the choice as it is.
+    """Makes the backend `name` serve within the context; None leaves the choice as it is.
 
     The choice is part of JAX's compilation cache key, so one function may be jitted under several backends.
 
     Raises:
-        ValueError: `name` is no backend.
+        ValueError: no backend has this name.
     """
     if name is None:
         yield
@@ -77,25 +82,28 @@ def _check_name(name: str, source: str) -> str:
 
 
 def target() -> str:
-    """The platform that programs are traced for: "cpu", "gpu" or "tpu"."""
+    """Returns the platform that programs are traced for: "cpu", "gpu" or "tpu"."""
     return _target.value or jax.default_backend()
 
 
 def tracing_for(device_platform: str) -> contextlib.AbstractContextManager[None]:
-    """A context in which programs are traced for a platform whose devices need not be there; none of them can run."""
+    """Returns a context in which programs are traced for a platform whose devices may be absent.
+
+    Such a program can be lowered and, with the platform's compiler, compiled, but it cannot run here.
+    """
     return _target(device_platform)
 
 
 def device_name() -> str:
-    """The default device as errors name it, as in "cuda:0 (NVIDIA H200)"."""
+    """Returns the default device's name in errors, such as "cuda:0 (NVIDIA H200)"."""
     device = jax.devices()[0]
     return f"{device.platform}:{device.id} ({device_kind()})"
 
 
 def device_kind(device: Any = None) -> str:
-    """The kind of a JAX device, by default of the first, as fingerprints and tables of schedules name it.
+    """Returns the kind of a JAX device, by default of the first, as fingerprints and tables of schedules name it.
 
-    XLA's CPU compiler emits code for the processor it finds, so "cpu" alone would not tell two machines apart.
+    XLA's CPU compiler emits code for the processor of its machine, so "cpu" alone would not tell two machines apart.
     """
     device = device or jax.devices()[0]
     return _processor() if device.platform == "cpu" else device.device_kind

@@ -1,4 +1,4 @@
-"""The compiler options that every program is given, and `jit`, which compiles with them."""
+"""The compiler options of every program under contract, and `jit`, which compiles programs with them."""
 
 import contextlib
 import functools
@@ -25,21 +25,23 @@ PINNED_OPTIONS: Final[Mapping[str, Mapping[str, bool | int]]] = {
         "xla_gpu_deterministic_ops": True,
         "xla_gpu_exclude_nondeterministic_ops": True,
         "xla_gpu_autotune_level": 0,
-        # Else a kernel is given the address of a slice in place of a copy, and refuses it where 256 does not divide it.
+        # With this fusion a kernel gets the address of a slice in place of a copy, and refuses that address where 256
+        # does not divide it.
         "xla_gpu_enable_dynamic_slice_fusion": False,
     },
     "tpu": {
         "xla_allow_excess_precision": False,
-        # libtpu 0.0.48 takes these as options of a program. None is documented; by their names they add in another
-        # order, or compute in another precision than the program says. Collectives need no option, as none that adds is
-        # used (`ops.psum`), nor does the precision of products, which every dot names itself.
+        # libtpu 0.0.48 accepts these as options of a program. None is documented. By their names, they would make the
+        # compiler add in another order, or compute in another precision than the program says. Collectives need no
+        # option, because no program uses one that adds (see `ops.psum`). The precision of products needs none either,
+        # because every dot states its own.
         "xla_jf_accumulation_reassociation": False,
         "xla_tpu_force_excess_precision_bf16": False,
         "xla_tpu_auto_reduce_precision": False,
         "xla_tpu_enable_mixed_precision_add_transform": False,
     },
 }
-"""Per platform, what every program is compiled with. Options of a program beat environment variables."""
+"""The options that every program of a platform is compiled with. A program's options override environment variables."""
 
 _ENVIRONMENT_OF_LIBRARIES: Final[Mapping[str, tuple[str, str]]] = {
     # variable: (value that contradicts the contract, why)
@@ -48,11 +50,15 @@ _ENVIRONMENT_OF_LIBRARIES: Final[Mapping[str, tuple[str, str]]] = {
 
 
 class EnvironmentContradiction(RuntimeError):
-    """The process environment asks for what a contract forbids."""
+    """The process environment asks for something that a contract forbids."""
 
 
 def compiler_options(device_platform: str | None = None) -> dict[str, bool | int]:
-    """The options that programs are compiled with on "cpu", "gpu" or "tpu"; default: see `target`."""
+    """Returns the pinned options of "cpu", "gpu" or "tpu", by default of the platform that programs are traced for.
+
+    Raises:
+        ValueError: the platform is unknown.
+    """
     name = device_platform or backends.target()
     if name not in PINNED_OPTIONS:
         raise ValueError(f"compiler_options: platform {name!r} is unknown; accepted: {', '.join(PINNED_OPTIONS)}")
@@ -60,7 +66,7 @@ def compiler_options(device_platform: str | None = None) -> dict[str, bool | int
 
 
 def options_of(backend: str, device_platform: str) -> dict[str, bool | int]:
-    """The options that a backend's programs are compiled with; stock programs are given none."""
+    """Returns the options that a backend's programs are compiled with; stock programs get none."""
     return {} if backend == backends.STOCK else compiler_options(device_platform)
 
 
@@ -108,7 +114,7 @@ def _flag_value(text: str) -> int | str:
 
 
 _COMPILED: Final = "_detjax_compiled"
-"""Where a function of `jit` has what `compiled` calls."""
+"""The attribute in which a function of `jit` keeps its compile function, which `compiled` calls."""
 
 
 @overload
@@ -116,11 +122,11 @@ def jit[**P, R](fn: Callable[P, R], /, **jit_arguments: Any) -> Callable[P, R]: 
 @overload
 def jit[**P, R](**jit_arguments: Any) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
-    """`jax.jit(fn)` with the pinned compiler options: how every program under contract is compiled. Stock programs are
-    compiled with XLA's own, as others would.
+    """Returns `jax.jit(fn)` with the pinned compiler options, which every program under contract is compiled with.
 
-    Takes `jax.jit`'s own keyword arguments. Called inside another program's trace it becomes part of that program,
-    whose options then hold. The environment is checked at every call.
+    Stock programs are compiled with XLA's own options, as any other JAX program is. The keyword arguments are those of
+    `jax.jit`. A function that is called inside another program's trace becomes part of that program, whose options then
+    hold. Every call checks the environment.
 
     Raises:
         EnvironmentContradiction: see `check_environment`; when called.
@@ -152,15 +158,15 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
 
 
 def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """The program that a function of `jit` runs on arguments like these, without their static ones.
+    """Returns the program that a function of `jit` runs on such arguments; a call of it omits the static arguments.
 
-    It is compiled here and now, for the backend chosen here, which takes as many threads as call this. The function
-    itself does not come to know of it.
+    The calling thread compiles the program at once, for the backend that is chosen here, so several threads can compile
+    several programs. The function's own cache of programs does not change.
 
     Args:
-        fn: what `jit` returned.
+        fn: a function that `jit` returned.
         args: arrays, or `jax.ShapeDtypeStruct`.
-        kwargs: likewise.
+        kwargs: arrays, or `jax.ShapeDtypeStruct`, and static arguments.
 
     Raises:
         EnvironmentContradiction: see `check_environment`.
@@ -171,16 +177,16 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[.
 
 @contextlib.contextmanager
 def _under_contract() -> Iterator[None]:
-    """Where an outermost program is traced, compiled and called."""
+    """Holds the conditions under which an outermost program is traced, compiled and called."""
     check_environment()
     # The backend is read here, so that DETJAX_BACKEND is part of the compilation cache's key as well.
-    with backends.chosen_backend(backends.backend()), _pinned(True), _explained():
+    with backends.chosen_backend(backends.backend()), _pinned(True), _explaining_missing_devices():
         yield
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Says which backend was meant where Pallas finds that it cannot run a kernel here."""
+def _explaining_missing_devices() -> Iterator[None]:
+    """Replaces Pallas' error about a kernel that cannot run here by one that names the chosen backend."""
     try:
         yield
     except ValueError as error:
@@ -189,15 +195,16 @@ def _explained() -> Iterator[None]:
             raise
         raise RuntimeError(
             f"backend {name!r} is chosen on {backends.device_name()}; accepted: {backends.DEVICES[name]}. Choose "
-            f"'portable' with detjax.use_backend or {backends.BACKEND_VARIABLE}, or neither: the best one then serves."
+            f"'portable' with detjax.use_backend or {backends.BACKEND_VARIABLE}, or choose none: then the best backend "
+            "of this device serves."
         ) from error
 
 
 def require_pinned_program(operation: str) -> None:
-    """Returns if the program being traced was given the pinned options, or does not need them.
+    """Returns if the program being traced has the pinned options, or does not need them.
 
-    XLA's GPU compiler picks library algorithms by timing them; without the pinned options the portable backend's dots
-    would be other algorithms in another process. On CPU the portable tiles leave it nothing to choose.
+    XLA's GPU compiler picks library algorithms by timing them. Without the pinned options, another process could pick
+    other algorithms for the portable backend's dots. On a CPU the portable tiles leave the compiler nothing to choose.
 
     Raises:
         RuntimeError: `operation` is traced for a GPU outside of `detjax.jit`.

@@ -1,4 +1,4 @@
-"""The environment's fingerprint: what bits depend on besides the request and the weights."""
+"""The fingerprint of the environment: everything that bits depend on besides the request and the weights."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,20 @@ from detjax.version import __version__
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """What bits depend on besides request and weights. Equal fingerprints promise equal bits."""
+    """Everything that bits depend on besides the request and the weights. Equal fingerprints promise equal bits.
+
+    Attributes:
+        contract_version: `contract.CONTRACT_VERSION`.
+        detjax: this package's version.
+        backend: the backend that serves.
+        device_kind: the kind of device; for a CPU, its processor and number of cores.
+        driver: the first line of the NVIDIA driver's version, or "none".
+        jax: JAX's version.
+        jaxlib: jaxlib's version.
+        plugin: the platform version of the device's client, such as the release of CUDA.
+        flags: the environment variables that hold compiler flags, as JSON.
+        compiler_options: the options that programs are compiled with, as JSON.
+    """
 
     contract_version: int
     detjax: str
@@ -39,7 +52,7 @@ class Fingerprint:
 
 
 def fingerprint(device: Any = None) -> Fingerprint:
-    """The fingerprint of a JAX device, by default of this process's first, and of the backend that would serve."""
+    """Returns the fingerprint of a JAX device, by default of the first one, with the backend that would serve."""
     device = device or jax.devices()[0]
     flags = {name: os.environ[name] for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if os.environ.get(name)}
     return Fingerprint(

@@ -7,16 +7,23 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 WeightLayout = Literal["kn", "nk"]
 
+KVQuantization = Literal["int8", "fp8_e4m3", "q4_0"]
+
 type AxisName = str | tuple[str, ...]
 """A mesh axis, or several of them, the first of which varies slowest."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What a matmul does to its float32 accumulator `z` before the one rounding.
+    """The steps of a matmul between its biased float32 sums `z` and the residual.
 
-    `z + bias`; then `activation(z)`, or `activation(z_gate) * z_up` if `gated`; then `soft_cap * tanh(z / soft_cap)`
-    where there is one; then `+ residual`.
+    The result is `soft_cap * tanh(y / soft_cap)`, or `y` without a soft cap, where `y` is `activation(z)`, or
+    `activation(z_gate) * z_up` if the epilogue is gated. The residual is added to it before the one rounding.
+
+    Attributes:
+        activation: the activation function; None leaves `z` as it is.
+        gated: whether there are two sums, of a gate and of an up projection.
+        soft_cap: the bound of the result; None: no bound.
     """
 
     activation: Activation | None = None
@@ -26,11 +33,17 @@ class Epilogue:
 
 @dataclasses.dataclass(frozen=True)
 class Masking:
-    """Which keys a query row sees and how its scores are shaped, the same in every phase.
+    """The keys that a query row sees and the shape of its scores, the same in every phase.
 
-    A query at absolute position `i` sees the keys `j < kv_length`, of these `j <= i` if `causal`, and `j > i - window`
-    if there is a window. A score is `s * scale`; `soft_cap * tanh(s * scale / soft_cap)` with a soft cap; plus
-    `slope[head] * (j - i)` with ALiBi (Press et al. 2022).
+    A query at absolute position `i` sees the keys `j < kv_length`. With `causal`, it sees only those with `j <= i`, and
+    with a window, only those with `j > i - window`.
+
+    Attributes:
+        scale: the factor of a score, `s * scale`.
+        causal: whether a query sees no key after its own.
+        window: how many keys a query sees at most, the last ones, its own included; None: all of them.
+        soft_cap: the bound of a score, which becomes `soft_cap * tanh(s * scale / soft_cap)`; None: no bound.
+        alibi_slopes: a slope for each head (Press et al. 2022); `slope * (j - i)` is added to the score.
     """
 
     scale: float
@@ -38,6 +51,3 @@ class Masking:
     window: int | None = None
     soft_cap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
-
-
-KVQuantization = Literal["int8", "fp8_e4m3", "q4_0"]

@@ -1,4 +1,4 @@
-"""Rounding that no compiler may drop, and constants of the contract that are rounded once."""
+"""Rounding that no compiler may drop, and factors of the attention contract that are rounded once."""
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,10 @@ from detjax.contract import LOG2_E
 
 
 def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """`x` in `dtype`, by a rounding that no compiler may drop.
+    """Returns `x` rounded to `dtype` in a way that no compiler may drop.
 
-    A bare pair of casts (float32 to bfloat16 and back) may be removed by XLA where excess precision is allowed, so that
-    bits would depend on what was fused with what.
+    XLA may remove a bare pair of casts (float32 to bfloat16 and back) where excess precision is allowed. Bits would
+    then depend on which operations were fused.
     """
     dtype = jnp.dtype(dtype)
     if x.dtype == dtype:
@@ -23,10 +23,10 @@ def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 def log2_scale(scale: float) -> np.float32:
-    """`c = log2(e) * scale` of the attention contract, rounded once."""
+    """Returns the attention contract's `c = log2(e) * scale`, rounded once."""
     return np.float32(np.log2(np.e) * scale)
 
 
 def soft_cap_exponent(soft_cap: float) -> np.float32:
-    """`2 * LOG2_E / cap` of the attention contract, rounded once."""
+    """Returns the attention contract's factor `2 * LOG2_E / cap`, rounded once."""
     return np.float32(2 * LOG2_E / soft_cap)
