@@ -60,7 +60,8 @@ class Problem:
     @classmethod
     def of_rows(cls, x: Array | jax.ShapeDtypeStruct, *, rewritten: bool) -> "Problem":
         """The problem for rows `[M, V]`."""
-        return cls(*x.shape, jnp.dtype(x.dtype), rewritten)
+        rows, width = x.shape
+        return cls(rows, width, jnp.dtype(x.dtype), rewritten)
 
     @property
     def blocks(self) -> int:
@@ -362,7 +363,8 @@ class _ClusterCta:
     """One CTA of a cluster that holds rows: it has every `cluster`-th block of a row."""
 
     def __init__(self, operation: Operation, schedule: Schedule, x: Any, y: Any, statistics: _Statistics) -> None:
-        self.operation, self.schedule = operation, schedule
+        self.operation: Operation = operation
+        self.schedule = schedule
         self.x, self.y = x, y
         self.statistics = statistics
         self.ctas, self.blocks = schedule.cluster, blocks_per_row(x.shape[1])
