@@ -1,15 +1,17 @@
-"""The TPU kernels that work on rows, at the sizes of Qwen3-8B: what is compiled for every chip."""
+"""The TPU kernels that work on rows, at the sizes of Qwen3-8B, to be compiled for every chip; and rows for their tests."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from detjax.pallas.tpu import norm as tpu_norm
 from detjax.pallas.tpu import sampling, softmax
 from detjax.portable import sampling as portable_sampling
+from tests.pallas.tpu.interpreter import normal
 
 HIDDEN, HEADS, HEAD_DIM, VOCABULARY = 4096, 32, 128, 151936
 TOKENS = {"decode of 1": 1, "decode of 64": 64, "prefill of 512": 512, "prefill of 4096": 4096}
@@ -36,16 +38,17 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         for operation in ("softmax", "log_softmax", "logsumexp"):
             made[f"{operation}, {name}, {dtype}"] = getattr(softmax, operation), (logits,)
         made[f"sample, {name}, {dtype}"] = functools.partial(sampling.sample, filtered=False), requests(logits)
-        # The kernel behind filters alone: XLA takes a minute for the sorting, which is the portable backend's.
+        # Only the kernel that follows the filters: the portable backend's sorting takes XLA a minute to compile.
         kept = shape(tokens, VOCABULARY)
         keys, temperature = shape(tokens, 2, dtype="uint32"), shape(tokens)
-        made[f"sample of filtered logits, {name}, {dtype}"] = sampling.sample_with_keys, (logits, kept, keys, temperature)
+        operands = logits, kept, keys, temperature
+        made[f"sample of filtered logits, {name}, {dtype}"] = sampling.sample_with_keys, operands
     logprobs = shape(64, VOCABULARY)
     made["softmax_backward, 64 rows"] = softmax.softmax_backward, (logprobs, logprobs)
     made["log_softmax_backward, 64 rows"] = softmax.log_softmax_backward, (logprobs, logprobs)
     made["logsumexp_backward, 64 rows"] = softmax.logsumexp_backward, (logprobs, shape(64), shape(64))
     made["likeliest, 64 rows"] = functools.partial(portable_sampling.likeliest, count=20), (logprobs,)
-    # Widths that no register divides.
+    # Widths that are not whole registers.
     for width in (1, 80, 50257):
         logits = shape(3, width, dtype="bfloat16")
         made[f"rms_norm of {width}"] = norm, (logits, shape(width), logits)
@@ -59,6 +62,14 @@ def requests(logits: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
     rows = logits.shape[0]
     integers, floats = shape(rows, dtype="int32"), shape(rows)
     return logits, shape(rows, 2, dtype="uint32"), integers, integers, floats, integers, floats, floats
+
+
+def rows_with_one_repeated(row: np.ndarray, count: int, positions: Sequence[int]) -> np.ndarray:
+    """Rows that have this row at the positions, between others with numbers, NaN and infinities."""
+    rows = normal(count, *row.shape, seed=count).astype(row.dtype)
+    rows[1::3], rows[2::3] = np.nan, np.inf
+    rows[list(positions)] = row
+    return rows
 
 
 def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""The TPU matmul of rows sorted by expert: the bits of one matmul for each expert, whoever the others are."""
+"""The TPU matmul of rows sorted by expert: each row has the bits of a matmul with its expert's weight alone."""
 
 import functools
 from typing import Any
@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from detjax.bench.deviceless import kernels_of
+from detjax.bench.deviceless import kernel_texts
 from detjax.options import Epilogue
 from detjax.pallas.tpu import grouped_matmul, matmul
-from tests.pallas.tpu.test_matmul import drawn, interpreted, shape
+from detjax.pallas.tpu.grouped_matmul import Schedule
+from tests.pallas.tpu.interpreter import assert_products_in_float32, interpreted, normal, shape
 from tests.support.bits import assert_same_bits
 
 GATED = Epilogue("silu", gated=True)
@@ -21,32 +22,50 @@ EXPERTS = 4
 
 @pytest.mark.parametrize(("dtype", "layout", "epilogue"), [("bfloat16", "nk", GATED), ("float32", "kn", Epilogue())])
 def test_each_row_has_the_bits_of_its_experts_matmul(dtype: str, layout: str, epilogue: Epilogue) -> None:
-    """Groups that end inside tiles and on them, that are empty, and rows of no group; beside NaN."""
+    """Groups end inside tiles and between them, or are empty, and rows that belong to no group are NaN."""
     m = 300
     stacked = (2,) if epilogue.gated else ()
-    x = drawn(m, K, dtype=dtype)
-    w = drawn(EXPERTS, *stacked, *((K, N) if layout == "kn" else (N, K)), dtype=dtype)
+    x = normal(m, K, dtype=dtype)
+    w = normal(EXPERTS, *stacked, *((K, N) if layout == "kn" else (N, K)), dtype=dtype)
     options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "out_dtype": dtype}
     grouped = interpreted(functools.partial(grouped_matmul.forward, **options))
-    single = interpreted(functools.partial(matmul.forward, bias=None, residual=None, **options))
-    of_expert = [single(x, w[expert]) for expert in range(EXPERTS)]
+    single = interpreted(functools.partial(matmul.forward, **options))
+    by_expert = [single(x, w[expert], None, None) for expert in range(EXPERTS)]
     for sizes in ((300, 0, 0, 0), (0, 128, 3, 130), (1, 1, 1, 297), (0, 0, 0, 0), (100, 28, 0, 1)):
-        expert = np.repeat(np.arange(EXPERTS), sizes)
+        experts = np.repeat(np.arange(EXPERTS), sizes)
         expected = np.zeros((m, N), jnp.dtype(dtype))
-        for row, e in enumerate(expert):
-            expected[row] = of_expert[e][row]
+        for row, expert in enumerate(experts):
+            expected[row] = by_expert[expert][row]
         poisoned = x.copy()
-        poisoned[len(expert) :] = np.nan
+        poisoned[len(experts) :] = np.nan
         assert_same_bits(grouped(poisoned, w, np.array(sizes, np.int32)), expected)
 
 
-def texts(m: int) -> list[str]:
-    fn = functools.partial(grouped_matmul.forward, layout="nk", epilogue=GATED, out_dtype="bfloat16")
-    w, sizes = shape(128, 2, 768, 2048), jax.ShapeDtypeStruct((128,), jnp.int32)
-    return kernels_of(fn, shape(m, 2048), w, sizes)
+def kernel_text(m: int, dtype: str = "bfloat16") -> str:
+    fn = functools.partial(grouped_matmul.forward, layout="nk", epilogue=GATED, out_dtype=dtype)
+    w, sizes = shape(128, 2, 768, 2048, dtype=dtype), jax.ShapeDtypeStruct((128,), jnp.int32)
+    (text,) = kernel_texts(fn, shape(m, 2048, dtype=dtype), w, sizes)
+    return text
 
 
 def test_the_kernel_is_one_text_for_every_number_of_rows() -> None:
-    expected = texts(8)
-    assert len(expected) == 1
-    assert all(texts(m) == expected for m in (1, 128, 500, 4096))
+    expected = kernel_text(8)
+    assert all(kernel_text(m) == expected for m in (1, 128, 500, 4096))
+
+
+def test_float32_is_multiplied_in_float32() -> None:
+    assert_products_in_float32(kernel_text(8, "float32"))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    fn = functools.partial(grouped_matmul.forward, layout="nk", epilogue=Epilogue(), out_dtype="float32")
+    sizes = jax.ShapeDtypeStruct((EXPERTS,), jnp.int32)
+    x, w = shape(8, 53248, dtype="float32"), shape(EXPERTS, 512, 53248, dtype="float32")
+    with pytest.raises(
+        NotImplementedError, match="grouped_matmul: K is 53248 in float32; accepted: tiles with all of K"
+    ):
+        jax.eval_shape(fn, x, w, sizes)
+    narrow = functools.partial(fn, schedule=Schedule(100))
+    x, w = shape(8, 128, dtype="float32"), shape(EXPERTS, 512, 128, dtype="float32")
+    with pytest.raises(ValueError, match="grouped_matmul: the schedule has 100 outputs, with N being 512; accepted"):
+        jax.eval_shape(narrow, x, w, sizes)

@@ -1,0 +1,150 @@
+"""Sampling on TPUs: noise, tokens and logprobs in Pallas' interpreter, and one kernel text for every number of rows."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from detjax import ops
+from detjax.bench.deviceless import kernel_texts
+from detjax.pallas import gumbel
+from detjax.pallas.tpu import sampling, softmax
+from detjax.pallas.tpu.rows import Problem
+from detjax.pallas.tpu.sampling import Schedule
+from detjax.portable import sampling as portable_sampling
+from detjax.portable import softmax as portable_softmax
+from tests.pallas.tpu.interpreter import compiled, interpreted, normal, shape
+from tests.pallas.tpu.rows_cases import rows_with_one_repeated
+from tests.support.bits import assert_same_bits
+
+BLOCK = 256
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are cut into blocks so short that a test can afford several."""
+    for module in (softmax, portable_softmax):
+        monkeypatch.setattr(module, "SOFTMAX_BLOCK", BLOCK)
+
+
+def requests(rows: int, width: int, *, filters: bool = False, **fields: Any) -> dict[str, np.ndarray]:
+    random = np.random.default_rng([rows, width])
+    arguments = {
+        "logits": 2 * random.standard_normal((rows, width)).astype(np.float32),
+        "seed": random.integers(0, 2**32, (rows, 2)).astype(np.uint32),
+        "position": random.integers(0, 1000, rows).astype(np.int32),
+        "sample_index": random.integers(0, 8, rows).astype(np.int32),
+        "temperature": np.resize([0.7, 0.0, 1.0, 2.0], rows).astype(np.float32),
+        "top_k": np.resize([3, 0, 40] if filters else [0], rows).astype(np.int32),
+        "top_p": np.resize([1.0, 0.9] if filters else [1.0], rows).astype(np.float32),
+        "min_p": np.resize([0.0, 0.05] if filters else [0.0], rows).astype(np.float32),
+    }
+    return arguments | fields
+
+
+def sample(arguments: dict[str, np.ndarray], *, filtered: bool = False, cores: int = 1, **options: Any) -> Any:
+    fn = functools.partial(sampling.sample, filtered=filtered, **options)
+    return interpreted(lambda arguments: fn(**arguments), cores=cores)(arguments)
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 + 7])
+def test_random_bits_are_those_of_jax_random(seed: int) -> None:
+    words = jnp.asarray(ops.sampling.seed_words(seed), jnp.uint32)
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    ids = jnp.arange(152_064, dtype=jnp.int32)
+    bits = jax.jit(lambda words: gumbel.threefry((words[0], words[1]), ids.astype(jnp.uint32)))(words)
+    assert_same_bits(bits, jax.random.bits(key, ids.shape))
+    noise = jax.jit(lambda words: gumbel.gumbel((words[0], words[1]), ids.astype(jnp.uint32)))(words)
+    np.testing.assert_allclose(noise, jax.random.gumbel(key, ids.shape, jnp.float32), rtol=1e-6, atol=1e-6)
+
+
+def test_tokens_are_those_of_the_portable_backend_and_logprobs_have_the_bits_of_log_softmax(small_blocks: None) -> None:
+    arguments = requests(5, 2 * BLOCK + 44, filters=True)
+    arguments["logits"] = arguments["logits"].astype(jnp.bfloat16)
+    tokens, logprobs = sample(arguments, filtered=True)
+    expected, _ = compiled(lambda arguments: portable_sampling.sample(**arguments, filtered=True))(arguments)
+    assert_same_bits(tokens, expected)
+    all_logprobs = interpreted(softmax.log_softmax)(arguments["logits"])
+    assert_same_bits(logprobs, all_logprobs[np.arange(5), tokens])
+
+
+def test_many_tokens_of_flat_rows_are_those_of_the_portable_backend(small_blocks: None) -> None:
+    """The noise decides alone, at every temperature above 0, so a token differs if one of its random bits does."""
+    arguments = requests(24, BLOCK + 44)
+    arguments["logits"] = np.round(arguments["logits"] / 4).astype(np.float32)
+    tokens, _ = sample(arguments)
+    expected, _ = compiled(lambda arguments: portable_sampling.sample(**arguments, filtered=False))(arguments)
+    assert_same_bits(tokens, expected)
+
+
+def test_bits_do_not_depend_on_rows_position_neighbours_or_their_filters(small_blocks: None) -> None:
+    alone = {name: array[2:3] for name, array in requests(3, BLOCK + 44).items()}
+    expected = sample(alone)
+    positions = [0, 9, 18]
+    logits = rows_with_one_repeated(alone["logits"][0], 19, positions)
+    arguments = requests(19, BLOCK + 44, logits=logits)
+    for name, array in alone.items():
+        arguments[name][positions] = array
+    result = sample(arguments, cores=2, schedule=Schedule(rows=16, pieces_together=1))
+    for position in positions:
+        assert_same_bits([x[[position]] for x in result], list(expected))
+    arguments["top_k"][1::2] = 3
+    arguments["top_k"][positions] = 0
+    result = sample(arguments, filtered=True)
+    for position in positions:
+        assert_same_bits([x[[position]] for x in result], list(expected))
+
+
+def test_ties_go_to_the_lowest_id_and_nan_counts_as_the_largest(small_blocks: None) -> None:
+    logits = np.zeros((6, 2 * BLOCK + 44), np.float32)
+    logits[0, [5, 133, BLOCK]] = 2.0
+    logits[1, [BLOCK - 1, BLOCK]] = 2.0
+    logits[2, [BLOCK + 129, 2 * BLOCK + 43]] = 2.0
+    logits[3] = -np.inf
+    logits[4, [BLOCK + 70, BLOCK + 200]] = np.nan
+    logits[5, [70, BLOCK]] = np.inf
+    # The rows of the first tile are all greedy, and no noise is made for it.
+    rows = np.r_[:6, 8:14]
+    logits = np.insert(np.concatenate([logits, logits]), [6, 6], 0.0, axis=0)
+    temperature = np.where(np.arange(14) < 8, 0.0, 1.0).astype(np.float32)
+    tokens, logprobs = sample(requests(*logits.shape, logits=logits, temperature=temperature))
+    greedy, sampled = np.split(tokens[rows], 2)
+    assert greedy.tolist() == [5, BLOCK - 1, BLOCK + 129, 0, BLOCK + 70, 70]
+    assert sampled[3:].tolist() == greedy[3:].tolist()
+    assert np.isnan(logprobs[rows].reshape(2, 6)[:, 3:]).all()
+
+
+def test_the_likeliest_tokens_have_the_logprobs_of_log_softmax() -> None:
+    logits = 2 * normal(3, 300)
+    tokens, logprobs = interpreted(functools.partial(ops.top_logprobs, count=7))(logits)
+    expected = interpreted(softmax.log_softmax)(logits)
+    assert_same_bits(logprobs, np.take_along_axis(expected, tokens, axis=1))
+    assert_same_bits(logprobs, -np.sort(-expected, axis=1)[:, :7])
+
+
+def kernel_text(rows: int) -> str:
+    logits = shape(rows, 2 * BLOCK + 44, dtype="float32")
+    keys, temperature = shape(rows, 2, dtype="uint32"), shape(rows, dtype="float32")
+    (text,) = kernel_texts(lambda *args: sampling.sample_with_keys(*args), logits, logits, keys, temperature)
+    return text
+
+
+def test_the_kernel_is_one_text_for_every_number_of_rows(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = kernel_text(1)
+    for rows in (8, 128, 500, 4096):
+        assert kernel_text(rows) == expected
+    # A change of bits would show in the text.
+    monkeypatch.setattr(softmax, "SOFTMAX_BLOCK", 2 * BLOCK)
+    assert kernel_text(1) != expected
+
+
+def test_schedules_are_checked() -> None:
+    problem = Problem("sample", 3 * 128, jnp.dtype("float32"))
+    Schedule(8, 3).check(problem)
+    with pytest.raises(ValueError, match="sample: the schedule makes noise for 2 pieces together; accepted: divisors"):
+        Schedule(8, 2).check(problem)
+    with pytest.raises(ValueError, match="sample: the schedule has tiles of 9 rows in float32"):
+        Schedule(9, 3).check(problem)
