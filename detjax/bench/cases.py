@@ -1,7 +1,5 @@
-"""What `run` measures and `compile` compiles: operations at the shapes of models that people serve, and whole steps.
-
-Inputs are hashes of their own indices, made by integer arithmetic and scaled by powers of two, so they have the same
-bits on every device.
+"""The cases that `run` measures and `compile` compiles: operations at the shapes of models that people serve, and whole
+steps of models. Their inputs have the same bits on every device, see `inputs.hashed`.
 """
 
 import dataclasses
@@ -14,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, DTypeLike
+from jaxtyping import Array
 
 from detjax import ops
 from detjax.bench import presets
+from detjax.bench.inputs import hashed, hashed_integers
 from detjax.bench.shapes import Widths
 from detjax.contract import KV_BLOCK
 from detjax.models import DecoderConfig
@@ -25,7 +24,7 @@ from detjax.models.cache import KVCache
 from detjax.rounding import rounded
 
 type Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
-"""What was computed, and the same in float64."""
+"""Computed numbers, each with the same numbers computed in float64."""
 
 type Arguments = tuple[Any, ...]
 
@@ -50,21 +49,22 @@ _CHECKED_COLUMNS: Final = 256
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How large cases are, and how often each is called.
+    """The sizes of the cases, and how often each case is called.
 
     Attributes:
-        models: presets; the first one's heads and widths are those of norms, rotary embedding and attention.
-        tokens: rows of a matmul.
-        head_tokens: rows of the last layer's, whose result is as wide as the vocabulary.
-        rows: of norms and rotary embedding.
-        vocabulary: width of softmax and sampling.
-        vocabulary_rows: their rows.
-        prefill: requests, and tokens of each.
-        decode: requests, and tokens that each has in the cache.
-        prefill_steps: likewise, of whole models.
-        decode_steps: likewise.
-        calls: in a round.
-        rounds: in each of which backends take their turns.
+        models: presets whose linear layers and steps are measured. The first one's heads and widths are also those of
+            norms, rotary embedding and attention.
+        tokens: numbers of tokens (rows) of a linear layer's matmul.
+        head_tokens: numbers of tokens of the last layer's matmul, whose result is as wide as the vocabulary.
+        rows: numbers of rows of norms and rotary embedding.
+        vocabulary: the width of softmax and sampling.
+        vocabulary_rows: numbers of rows of softmax and sampling.
+        prefill: (requests, tokens of each) of attention's prefills.
+        decode: (requests, tokens that each has in the cache) of attention's decodes.
+        prefill_steps: (requests, tokens of each) of whole models' prefill steps.
+        decode_steps: (requests, tokens that each has in the cache) of whole models' decode steps.
+        calls: how many calls a round has.
+        rounds: in how many rounds the backend and stock XLA take turns.
     """
 
     models: tuple[str, ...] = ("Qwen3-8B", "Qwen3-0.6B")
@@ -95,7 +95,7 @@ SMALL: Final = Sizes(
     calls=9,
     rounds=4,
 )
-"""Seconds on a CPU."""
+"""Sizes that take a CPU seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +103,15 @@ class Case:
     """One operation, or one step of a model, at one size.
 
     Attributes:
-        name: unlike any other's.
+        name: unique among the cases of its operation.
         operation: one of `OPERATIONS`.
-        run: of the arguments; its last `carried` results take the place of the first `carried` arguments.
-        draw: arguments from a seed.
-        bytes: of arguments that are read and results that are written, each once.
-        flops: of matrix products; other arithmetic is not counted.
-        exact: pairs to compare, from arguments and results; None: there are none.
-        carried: arguments that are donated.
-        rotated: whether calls take other arguments in turn, or none of them fits into a cache anyway.
+        run: the function that is measured; its last `carried` results take the place of its first `carried` arguments.
+        draw: returns the arguments of `run` for a seed.
+        bytes: the size of the arguments that are read and of the results that are written, each counted once.
+        flops: additions and multiplications of matrix products; other arithmetic is not counted.
+        exact: returns pairs to compare, given arguments and results; None: there is no reference in float64.
+        carried: how many arguments are donated.
+        rotated: whether calls take different arguments in turn. Not needed where no argument fits into a cache.
     """
 
     name: str
@@ -124,6 +124,22 @@ class Case:
     carried: int = 0
     rotated: bool = True
 
+    def carrying(self, program: Callable[..., Any], arguments: Arguments) -> Callable[..., Any]:
+        """The compiled `run` without its carried arguments, which every call takes from the call before.
+
+        Args:
+            program: `run`, compiled.
+            arguments: those from which the first call takes the carried ones; they stay as they are.
+        """
+        held = list(jax.tree.map(jnp.copy, arguments[: self.carried]))
+
+        def call(*arguments: Any) -> Any:
+            outputs = program(*held, *arguments)
+            held[:] = outputs[len(outputs) - self.carried :]
+            return outputs[: len(outputs) - self.carried]
+
+        return call
+
     @property
     def shapes(self) -> Arguments:
         """The arguments as `jax.ShapeDtypeStruct`."""
@@ -131,19 +147,19 @@ class Case:
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments' shapes and dtypes as text, equal ones counted: what must be equal to compare two results."""
-        found: dict[str, int] = {}
+        """The arguments' shapes and dtypes as text. Two results are compared only if it is equal."""
+        counts: dict[str, int] = {}
         for leaf in jax.tree.leaves(self.shapes):
             text = f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
-            found[text] = found.get(text, 0) + 1
-        return [text if count == 1 else f"{count} × {text}" for text, count in found.items()]
+            counts[text] = counts.get(text, 0) + 1
+        return [text if count == 1 else f"{count} × {text}" for text, count in counts.items()]
 
 
 def cases(sizes: Sizes, only: Sequence[str] = OPERATIONS) -> Iterator[Case]:
     """All cases of the operations named.
 
     Raises:
-        ValueError: there is no such operation.
+        ValueError: an operation is unknown.
     """
     for name in only:
         if name not in OPERATIONS:
@@ -153,54 +169,8 @@ def cases(sizes: Sizes, only: Sequence[str] = OPERATIONS) -> Iterator[Case]:
             yield case
 
 
-def drawn(seed: int | Array, shape: tuple[int, ...], dtype: DTypeLike, exponent: int = 0) -> Array:
-    """Numbers around 0 of standard deviation 1.15 times `2**exponent`, in the same bits on every device.
-
-    Args:
-        seed: other ones give other numbers; below 2^31.
-        shape: of at most 2^32 numbers.
-        dtype: floating.
-        exponent: of the power of two that they are scaled by.
-    """
-    return _drawn(jnp.uint32(seed), shape, jnp.dtype(dtype), exponent)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _drawn(seed: Array, shape: tuple[int, ...], dtype: jnp.dtype, exponent: int) -> Array:
-    # Four uniform variables add up to something near a normal one. Eight bits each would do for that, but numbers of so
-    # few bits have exact sums, and no order of addition would show.
-    words = _hashed(2 * seed, shape), _hashed(2 * seed + np.uint32(1), shape)
-    halves = [half for x in words for half in (x >> np.uint32(16), x & np.uint32(0xFFFF))]
-    total = sum(half.astype(jnp.int32) for half in halves) - np.int32(2 * 0xFFFF)
-    return rounded(total.astype(jnp.float32) * np.float32(2.0 ** (exponent - 15)), dtype)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _integers(seed: Array, shape: tuple[int, ...], below: int) -> Array:
-    return (_hashed(seed, shape) % np.uint32(below)).astype(jnp.int32)
-
-
-def _hashed(seed: Array, shape: tuple[int, ...]) -> Array:
-    """The finalizer of MurmurHash3 (Appleby), of indices that the seed has moved."""
-    x = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + (seed + np.uint32(1)) * np.uint32(0x9E3779B9)
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
-    return x ^ (x >> np.uint32(16))
-
-
-@jax.jit
-def checksum(tree: Any) -> Array:
-    """A uint32 that tells arguments apart. Integers that wrap have one sum, whatever the order."""
-    total = jnp.uint32(0)
-    for leaf in jax.tree.leaves(tree):
-        words = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32).reshape(-1)
-        odd = 2 * jax.lax.iota(jnp.uint32, words.size) + np.uint32(1)
-        total = total * np.uint32(31) + jnp.sum(words * odd, dtype=jnp.uint32)
-    return total
-
-
 def _exponent(inputs: int) -> int:
-    """Of the power of two nearest to `inputs ** -0.5`: the scale of weights that keeps their inputs' variance."""
+    """The exponent of the power of two nearest to `inputs ** -0.5`, a scale of weights that keeps the variance."""
     return -round(math.log2(inputs) / 2)
 
 
@@ -224,13 +194,13 @@ def _all(sizes: Sizes) -> Iterator[Case]:
             yield _sample(rows, sizes.vocabulary, temperature)
     for model in reversed(sizes.models):
         for batch, tokens in sizes.prefill_steps:
-            yield _step("prefill_step", model, batch, tokens, tokens)
+            yield step_case("prefill_step", model, batch, tokens)
         for batch, context in sizes.decode_steps:
-            yield _step("decode_step", model, batch, context, 1)
+            yield step_case("decode_step", model, batch, context)
 
 
 def _matmuls(model: str, sizes: Sizes) -> Iterator[Case]:
-    for layer, (n, k) in Widths.of(presets.config(model)).linears.items():
+    for layer, (n, k) in Widths.from_config(presets.config(model)).linears.items():
         for m in sizes.head_tokens if layer == "lm_head" else sizes.tokens:
             yield _matmul(model, layer, m, n, k)
 
@@ -246,7 +216,7 @@ def _matmul(model: str, layer: str, m: int, n: int, k: int) -> Case:
 
     def draw(seed: int) -> Arguments:
         shape = (2, n, k) if gated else (n, k)
-        return drawn(2 * seed, (m, k), "bfloat16"), drawn(2 * seed + 1, shape, "bfloat16", _exponent(k))
+        return hashed(2 * seed, (m, k), "bfloat16"), hashed(2 * seed + 1, shape, "bfloat16", _exponent(k))
 
     def exact(arguments: Arguments, outputs: Sequence[Array]) -> Pairs:
         x, w = _wide(arguments[0][-_CHECKED_ROWS:]), _wide(arguments[1][..., -_CHECKED_COLUMNS:, :])
@@ -265,11 +235,11 @@ def _rms_norm(model: str, config: DecoderConfig, rows: int) -> Case:
         return ops.rms_norm(x, weight, eps=_EPS, residual=residual)
 
     def draw(seed: int) -> Arguments:
-        return (*(drawn(3 * seed + i, (rows, D), "bfloat16") for i in range(2)), _norm_weight(3 * seed + 2, D))
+        return (*(hashed(3 * seed + i, (rows, D), "bfloat16") for i in range(2)), _norm_weight(3 * seed + 2, D))
 
     def exact(arguments: Arguments, outputs: Sequence[Array]) -> Pairs:
         weight = _wide(arguments[2])
-        h = _wide(outputs[1][-_CHECKED_ROWS:])  # its own rounding is part of what the norm is of
+        h = _wide(outputs[1][-_CHECKED_ROWS:])  # the norm is taken of the rounded sum
         y = h / np.sqrt(np.mean(h * h, axis=-1, keepdims=True) + _EPS) * weight
         return [(_wide(outputs[0][-_CHECKED_ROWS:]), y)]
 
@@ -284,9 +254,9 @@ def _qk_rope(model: str, config: DecoderConfig, rows: int) -> Case:
         return ops.qk_rope(qkv, positions, config.rope, heads=H, kv_heads=h, **norms)
 
     def draw(seed: int) -> Arguments:
-        positions = _integers(jnp.uint32(4 * seed + 1), (rows,), 4096)
+        positions = hashed_integers(jnp.uint32(4 * seed + 1), (rows,), 4096)
         norms = (_norm_weight(4 * seed + i, K) for i in (2, 3))
-        return drawn(4 * seed, (rows, H + 2 * h, K), "bfloat16"), positions, *norms
+        return hashed(4 * seed, (rows, H + 2 * h, K), "bfloat16"), positions, *norms
 
     def exact(arguments: Arguments, outputs: Sequence[Array]) -> Pairs:
         qkv, positions = _wide(arguments[0][-_CHECKED_ROWS:]), _wide(arguments[1][-_CHECKED_ROWS:])
@@ -311,7 +281,7 @@ def _over_vocabulary(operation: str, rows: int, vocabulary: int) -> Case:
         return (function(x),)
 
     def draw(seed: int) -> Arguments:
-        return (drawn(seed, (rows, vocabulary), "float32", 1),)
+        return (hashed(seed, (rows, vocabulary), "float32", 1),)
 
     def exact(arguments: Arguments, outputs: Sequence[Array]) -> Pairs:
         x = _wide(arguments[0][-_CHECKED_ROWS:])
@@ -333,9 +303,9 @@ def _attention(operation: str, model: str, config: DecoderConfig, batch: int, co
     def draw(seed: int) -> Arguments:
         page_table = _scattered(batch, context)
         pool = (page_table.size, h, KV_BLOCK, K)
-        pages = (drawn(3 * seed + i, pool, "bfloat16") for i in (1, 2))
+        pages = (hashed(3 * seed + i, pool, "bfloat16") for i in (1, 2))
         lengths = (jnp.full(batch, start, jnp.int32), jnp.full(batch, context, jnp.int32))
-        return drawn(3 * seed, (batch, tokens, H, K), "bfloat16"), *pages, page_table, *lengths
+        return hashed(3 * seed, (batch, tokens, H, K), "bfloat16"), *pages, page_table, *lengths
 
     def exact(arguments: Arguments, outputs: Sequence[Array]) -> Pairs:
         q, k_pages, v_pages, page_table, *_ = arguments
@@ -359,11 +329,11 @@ def _sample(rows: int, vocabulary: int, temperature: float) -> Case:
         return ops.sample(logits, seed, position, integers, *options, filtered=False)
 
     def draw(seed: int) -> Arguments:
-        words = _integers(jnp.uint32(3 * seed + 1), (rows, 2), 2**31).astype(jnp.uint32)
+        words = hashed_integers(jnp.uint32(3 * seed + 1), (rows, 2), 2**31).astype(jnp.uint32)
         return (
-            drawn(3 * seed, (rows, vocabulary), "float32", 1),
+            hashed(3 * seed, (rows, vocabulary), "float32", 1),
             words,
-            _integers(jnp.uint32(3 * seed + 2), (rows,), 99),
+            hashed_integers(jnp.uint32(3 * seed + 2), (rows,), 99),
         )
 
     def exact(arguments: Arguments, outputs: Sequence[Array]) -> Pairs:
@@ -375,13 +345,22 @@ def _sample(rows: int, vocabulary: int, temperature: float) -> Case:
     return Case(name, "sample", run, draw, 4 * rows * vocabulary, exact=exact)
 
 
-def _step(operation: str, model: str, batch: int, context: int, tokens: int) -> Case:
-    """A prompt in one piece into an empty cache, or one token more of requests that have `context` of them there."""
-    config = presets.config(model)
-    graph, state = nnx.split(nnx.eval_shape(lambda: presets.decoder(model)))
+def step_case(operation: str, model: str, batch: int, context: int, layers: int | None = None) -> Case:
+    """A step of a whole model.
+
+    Args:
+        operation: "prefill_step" computes prompts of `context` tokens into an empty cache; "decode_step" decodes one
+            token of requests that have `context` tokens in the cache.
+        model: a preset.
+        batch: the number of requests.
+        context: tokens of each request.
+        layers: the number of layers; default: the preset's own.
+    """
+    config = presets.config(model, layers)
+    graph, state = nnx.split(nnx.eval_shape(lambda: presets.decoder(model, layers)))
     leaves, tree = jax.tree.flatten(state)
     decoding = operation == "decode_step"
-    held = context if decoding else 0
+    held, tokens = (context, 1) if decoding else (0, context)
 
     def run(k: Any, v: Any, weights: Sequence[Array], tokens: Array, page_table: Array, lengths: Array):
         decoder = nnx.merge(graph, jax.tree.unflatten(tree, weights))
@@ -392,25 +371,31 @@ def _step(operation: str, model: str, batch: int, context: int, tokens: int) -> 
         page_table = _scattered(batch, held + tokens)
         pool = (page_table.size, config.kv_heads, KV_BLOCK, config.head_dim)
         seeds = iter(range(1000 * seed, 1000 * (seed + 1)))
-        k, v = (tuple(drawn(next(seeds), pool, "bfloat16") for _ in range(config.layers)) for _ in range(2))
+        k, v = (tuple(hashed(next(seeds), pool, "bfloat16") for _ in range(config.layers)) for _ in range(2))
         weights = [
             _norm_weight(next(seeds), leaf.size)
             if leaf.ndim == 1
-            else drawn(next(seeds), leaf.shape, leaf.dtype, _exponent(leaf.shape[-1]))
+            else hashed(next(seeds), leaf.shape, leaf.dtype, _exponent(leaf.shape[-1]))
             for leaf in leaves
         ]
-        ids = _integers(jnp.uint32(next(seeds)), (batch, tokens), config.vocab_size)
+        ids = hashed_integers(jnp.uint32(next(seeds)), (batch, tokens), config.vocab_size)
         return k, v, weights, ids, page_table, jnp.full(batch, held, jnp.int32)
 
-    linear = sum(leaf.size for leaf in leaves if leaf.ndim > 1) - config.vocab_size * config.hidden_size
+    size, flops = _step_traffic(config, batch, held, tokens)
+    name = f"{model}, {batch} × {context} tokens" + (" in the cache" if decoding else "")
+    return Case(name, operation, run, draw, size, flops, carried=2, rotated=False)
+
+
+def _step_traffic(config: DecoderConfig, batch: int, held: int, tokens: int) -> tuple[int, int]:
+    """The bytes and the operations of a step of so many new tokens for requests with `held` tokens in the cache."""
     head = config.vocab_size * config.hidden_size
-    linear -= 0 if config.tied_embeddings else head
+    shapes = Widths.from_config(config).linears.items()
+    linear = config.layers * sum(n * k for name, (n, k) in shapes if name != "lm_head")
     width, seen = config.heads * config.head_dim, sum(range(held + 1, held + tokens + 1))
     cached = 2 * config.layers * config.kv_heads * config.head_dim * (held + tokens)
     size = 2 * (linear + head + batch * cached) + 4 * batch * config.vocab_size
     flops = 2 * batch * (tokens * linear + head) + 4 * batch * config.layers * width * seen
-    name = f"{model}, {batch} × {context} tokens" + (" in the cache" if decoding else "")
-    return Case(name, operation, run, draw, size, flops, carried=2, rotated=False)
+    return size, flops
 
 
 def _counted(rows: int) -> str:
@@ -418,12 +403,12 @@ def _counted(rows: int) -> str:
 
 
 def _norm_weight(seed: int, size: int) -> Array:
-    x = drawn(seed, (size,), "float32", -3) + np.float32(1)
+    x = hashed(seed, (size,), "float32", -3) + np.float32(1)
     return rounded(x, "bfloat16")
 
 
 def _scattered(batch: int, tokens: int) -> Array:
-    """Pages in another order than they lie in."""
+    """A page table whose pages lie in reverse order."""
     return jnp.flip(ops.contiguous_page_table(batch, tokens))
 
 

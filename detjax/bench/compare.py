@@ -21,17 +21,17 @@ _FLOATS: Final = ("bfloat16", "float16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Bits:
-    """What one case gave in two results.
+    """A comparison of one case in two results.
 
     Attributes:
-        first: label of the result that is compared with.
-        second: of the other one.
-        promised: equal fingerprints under contract promise equal bits.
-        equal: all bits of all outputs.
+        first: the label of the result that the second one is compared with.
+        second: the label of the second result.
+        promised: whether equal bits are promised, by equal fingerprints under contract.
+        equal: whether all bits of all outputs are equal.
         ulp: the largest distance among the sampled floating-point numbers, in units of the last place of their dtype;
-            None where one is NaN in one result alone.
-        others: sampled integers, as tokens, that differ.
-        missing: why the two cannot be compared; nothing else holds then.
+            None if a number is NaN in one result only.
+        others: how many sampled integers, such as tokens, differ.
+        missing: why the two cannot be compared; the other fields mean nothing then.
     """
 
     first: str
@@ -44,18 +44,18 @@ class Bits:
 
     @property
     def broken(self) -> bool:
-        """Whether a promise is."""
+        """Whether promised bits differ."""
         return self.missing is None and self.promised and not self.equal
 
     @property
     def text(self) -> str:
-        """In a few words, of the second result."""
+        """The outcome in a few words, to stand beside the second result."""
         if self.missing is not None:
             return f"not comparable with {self.first}"
         if self.equal:
             return f"equal to {self.first}" + (", promised" if self.promised else "")
-        distance = "NaN in one alone" if self.ulp is None else f"{self.ulp:,} ulp"
-        distance += f", {self.others} other tokens" if self.others else ""
+        distance = "NaN in one only" if self.ulp is None else f"{self.ulp:,} ulp"
+        distance += f", {self.others} different tokens" if self.others else ""
         distance = distance if self.ulp != 0 or self.others else "0 ulp in what is kept"
         return f"NOT EQUAL to {self.first}: {distance}" if self.promised else f"{distance} from {self.first}"
 
@@ -65,10 +65,10 @@ class Line:
     """One case in all results.
 
     Attributes:
-        operation: as `matmul`.
-        name: of the case.
-        cells: by label, the row of each result that has one.
-        bits: of each measured result after the first, with the one that it is compared with.
+        operation: the operation, such as "matmul".
+        name: the name of the case.
+        cells: the rows of the results that have the case, by label.
+        bits: a comparison for each measured result after the first.
     """
 
     operation: str
@@ -79,14 +79,19 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Several results, by the letters that stand for them."""
+    """Several results side by side.
+
+    Attributes:
+        results: the results, by the letters that stand for them.
+        lines: a line for each case.
+    """
 
     results: Mapping[str, Result]
     lines: Sequence[Line]
 
     @property
     def measured(self) -> dict[str, Result]:
-        """Those with times and bits."""
+        """The results with times and bits."""
         return {label: result for label, result in self.results.items() if result.kind == "measured"}
 
     @property
@@ -96,30 +101,30 @@ class Comparison:
 
     @property
     def broken(self) -> list[tuple[Line, Bits]]:
-        """Those of bits that were promised to be equal and are not."""
+        """The comparisons of bits that were promised to be equal and are not."""
         return [(line, bits) for line, bits in self.pairs if bits.broken]
 
     @property
     def operations(self) -> dict[str, list[Line]]:
         """Lines by operation."""
-        return {name: list(of) for name, of in itertools.groupby(self.lines, lambda line: line.operation)}
+        return {name: list(lines) for name, lines in itertools.groupby(self.lines, lambda line: line.operation)}
 
     @property
     def missing(self) -> dict[str, list[str]]:
-        """Why cases cannot be compared, with the cases."""
-        found: dict[str, list[str]] = {}
+        """The cases that cannot be compared, by reason."""
+        cases: dict[str, list[str]] = {}
         for line in self.lines:
             reasons = [bits.missing for bits in line.bits if bits.missing is not None]
             reasons += [f"{label}: {row['failed']}" for label, row in line.cells.items() if "failed" in row]
             absent = [label for label in self.results if label not in line.cells]
             reasons += [f"not in {' and '.join(absent)}"] if absent else []
             for reason in dict.fromkeys(reasons):
-                found.setdefault(reason, []).append(f"{line.operation} {line.name}")
-        return found
+                cases.setdefault(reason, []).append(f"{line.operation} {line.name}")
+        return cases
 
     @property
     def verdict(self) -> str:
-        """One sentence on bits."""
+        """One sentence about bits."""
         promised = [bits for _, bits in self.pairs if bits.promised]
         if self.broken:
             return f"{len(self.broken)} of {len(promised)} results that must have equal bits differ"
@@ -127,20 +132,20 @@ class Comparison:
             return f"All {len(promised)} results that must have equal bits have them"
         if not self.pairs:
             return "No two results can be compared bit by bit"
-        return "No two results must have equal bits: their fingerprints differ, or nothing is promised of their backend"
+        return "No two results must have equal bits: their fingerprints differ, or their backend promises nothing"
 
     @property
     def differing_fields(self) -> list[str]:
-        """Of the fingerprints."""
+        """The fields in which the fingerprints differ."""
         values = [result.fingerprint for result in self.results.values()]
-        return [name for name in values[0] if len({str(of[name]) for of in values}) > 1]
+        return [name for name in values[0] if len({str(fields[name]) for fields in values}) > 1]
 
 
 def compare(files: Sequence[Path]) -> Comparison:
     """The comparison of files of `run` and `compile`.
 
     Raises:
-        ResultError: a file is not one of these, or there are too few or too many.
+        ResultError: a file is no such result, or there are too few or too many files.
     """
     if not 2 <= len(files) <= len(_LETTERS):
         raise ResultError(f"files given: {len(files)}; accepted: 2 to {len(_LETTERS)}")
@@ -154,38 +159,38 @@ def compared(results: Sequence[Result]) -> Comparison:
     lines = []
     for key in names:
         cells = {label: result.rows[key] for label, result in labelled.items() if key in result.rows}
-        of = next(iter(cells.values()))
-        lines.append(Line(of["operation"], of["name"], cells, _bits_of(labelled, cells)))
+        row = next(iter(cells.values()))
+        lines.append(Line(row["operation"], row["name"], cells, _compared_bits(labelled, cells)))
     order = {name: index for index, name in enumerate(dict.fromkeys(line.operation for line in lines))}
     return Comparison(labelled, sorted(lines, key=lambda line: order[line.operation]))
 
 
-def _bits_of(results: Mapping[str, Result], cells: Mapping[str, dict[str, Any]]) -> list[Bits]:
-    """Each result that has numbers beside the first one with its fingerprint, else beside the first one of all.
+def _compared_bits(results: Mapping[str, Result], cells: Mapping[str, dict[str, Any]]) -> list[Bits]:
+    """Compares each measured result with the first one that has its fingerprint, or else with the first of all.
 
-    Equality is transitive, so this finds every broken promise.
+    Equality is transitive, so this detects every broken promise.
     """
     measured = [label for label, row in cells.items() if results[label].kind == "measured" and "failed" not in row]
-    found = []
+    comparisons = []
     for index, second in enumerate(measured[1:], 1):
         result = results[second]
-        alike = (of for of in measured[:index] if results[of].fingerprint == result.fingerprint)
+        alike = (label for label in measured[:index] if results[label].fingerprint == result.fingerprint)
         first = next(alike, None)
         promised = first is not None and result.under_contract
         first = first or measured[0]
-        found.append(_bits(first, second, cells[first], cells[second], promised))
-    return found
+        comparisons.append(_bits(first, second, cells[first], cells[second], promised))
+    return comparisons
 
 
 def _bits(first: str, second: str, a: dict[str, Any], b: dict[str, Any], promised: bool) -> Bits:
-    """What two rows gave."""
+    """Compares two rows."""
     missing = None
     if a["arguments"] != b["arguments"]:
-        missing = f"{first} and {second} have arguments of other shapes"
+        missing = f"{first} and {second} have arguments of different shapes"
     elif a["inputs"] != b["inputs"]:
-        missing = f"{first} and {second} were given other numbers"
+        missing = f"{first} and {second} were given different numbers"
     elif [_form(x) for x in a["outputs"]] != [_form(x) for x in b["outputs"]]:
-        missing = f"{first} and {second} have results of other shapes or dtypes"
+        missing = f"{first} and {second} have results of different shapes or dtypes"
     if missing is not None:
         return Bits(first, second, missing=missing)
     equal = all(x["sha256"] == y["sha256"] for x, y in zip(a["outputs"], b["outputs"], strict=True))
@@ -205,28 +210,28 @@ def _form(output: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def ulps(a: Sequence[str], b: Sequence[str], dtype: str) -> int | None:
-    """The largest distance of floating-point numbers, counted in numbers of their dtype between them.
+    """The largest distance between floating-point numbers, counted in numbers of their dtype.
 
     Args:
-        a: the hexadecimal of their bits.
-        b: likewise, as many.
-        dtype: of both.
+        a: the bits of the numbers, in hexadecimal.
+        b: the bits of as many other numbers.
+        dtype: the dtype of all numbers.
 
     Returns:
-        None where one number is NaN and the other is not.
+        The distance; None if a number is NaN and its counterpart is not.
     """
     bits, exponent = {"bfloat16": (16, 0x7F80), "float16": (16, 0x7C00), "float32": (32, 0x7F800000)}[dtype]
     words = [np.array([int(word, 16) for word in words], np.int64) for words in (a, b)]
     nan = [(x & ((1 << bits - 1) - 1)) > exponent for x in words]
     if (nan[0] != nan[1]).any():
         return None
-    # Magnitudes are in order as integers are; both zeros are one number.
+    # Magnitudes are ordered like the integers of their bits; both zeros are one number.
     ordered = [np.where(x >> (bits - 1), -(x & ((1 << bits - 1) - 1)), x) for x in words]
     return int(np.where(nan[0], 0, np.abs(ordered[0] - ordered[1])).max(initial=0))
 
 
 def report(comparison: Comparison) -> RenderableType:
-    """Which results these are, the table, what cannot be compared, and the verdict."""
+    """The list of results, the table, the cases that cannot be compared, and the verdict."""
     files = Table("", "file", "device", "backend", "fingerprint", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in files.columns:
         column.overflow = "fold"
@@ -235,7 +240,7 @@ def report(comparison: Comparison) -> RenderableType:
     differing = comparison.differing_fields
     fields = Text(f"Fingerprints differ in: {', '.join(differing)}" if differing else "All fingerprints are equal")
     missing = [
-        Text(f"Not compared, {reason}: " + (cases[0] if len(cases) == 1 else f"{len(cases)} cases, as {cases[0]}"))
+        Text(f"Not compared, {reason}: " + (cases[0] if len(cases) == 1 else f"{len(cases)} cases, such as {cases[0]}"))
         for reason, cases in comparison.missing.items()
     ]
     verdict = Text(comparison.verdict, style="bold red" if comparison.broken else "bold")
@@ -243,7 +248,7 @@ def report(comparison: Comparison) -> RenderableType:
 
 
 def _table(comparison: Comparison) -> Table:
-    """A row for each case and result, so that any number of them has room."""
+    """A row for each case and result, so that there is room for any number of results."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", overflow="fold")
     table.add_column("")
@@ -264,7 +269,7 @@ def _table(comparison: Comparison) -> Table:
 
 def _cells(result: Result, row: Mapping[str, Any] | None, bits: Bits | None) -> list[str]:
     if row is None:
-        return ["", "", "", "not there"]
+        return ["", "", "", "missing"]
     if "failed" in row:
         return ["", "", "", "refused" if row.get("refused") else "FAILED"]
     if result.kind == "compiled":

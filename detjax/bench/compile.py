@@ -1,16 +1,14 @@
-"""Compiles operations and whole steps for TPUs that are not there: are they accepted, and what memory do they take?"""
+"""Compiles operations and whole steps for absent TPUs: whether they are accepted, and how much memory they take."""
 
 import dataclasses
 import functools
-import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rich import box
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from detjax import backends, fingerprints
 from detjax.bench import deviceless, results
@@ -34,31 +32,32 @@ def compile_for(
 
     Args:
         chip: one of `deviceless.TPU_CHIPS`.
-        small: the sizes of `run --small`.
-        only: operations.
-        backend: whose programs.
-        out: JSON of the result.
-        sizes: instead of those that `small` chooses.
+        small: whether to compile the sizes of `run --small`.
+        only: the operations to compile.
+        backend: the backend whose programs are compiled.
+        out: a JSON file to write.
+        sizes: the sizes to compile instead of those that `small` chooses.
         report: is called with every row.
 
     Raises:
-        ValueError: there is no such chip, operation or backend.
+        ValueError: the chip, the operation or the backend is unknown.
         ModuleNotFoundError: libtpu is not installed.
     """
     device = deviceless.topology(chip).devices[0]
     sizes = sizes or (SMALL if small else Sizes())
-    of_device = {"kind": device.device_kind, "jax_kind": device.device_kind, "platform": "tpu", "devices": 1}
+    description = {"kind": device.device_kind, "jax_kind": device.device_kind, "platform": "tpu", "devices": 1}
     settings = {"chip": chip, "small": small, "only": list(only), "backend": backend}
     settings |= {"sizes": dataclasses.asdict(sizes)}
     command = f"python -m detjax.bench compile --chip {chip}"
     with backends.use_backend(backend):
-        about = command, fingerprints.fingerprint(device), of_device, PEAKS.get(device.device_kind), settings
-        found = functools.partial(_compiled, chip, backend)
-        return results.gathered(out, "compiled", about, cases(sizes, only), found, report)
+        fingerprint, peak = fingerprints.fingerprint(device), PEAKS.get(device.device_kind)
+        header = results.Header("compiled", command, fingerprint, description, peak, settings)
+        measure = functools.partial(_compiled, chip, backend)
+        return results.gather(out, header, cases(sizes, only), measure, report)
 
 
 def _compiled(chip: str, backend: str, case: Case) -> dict[str, Any]:
-    """What memory the program takes and what the compiler thinks it costs."""
+    """The memory that the program takes, and its cost as the compiler estimates it."""
     start = time.perf_counter()
     donated = tuple(range(case.carried))
     program = deviceless.compiled_for(chip, case.run, *case.shapes, backend=backend, donate=donated)
@@ -67,7 +66,7 @@ def _compiled(chip: str, backend: str, case: Case) -> dict[str, Any]:
     return {
         "compile_seconds": seconds,
         "memory": {name: getattr(memory, f"{name}_size_in_bytes") for name in _MEMORY},
-        # The compiler's own names. It counts what its fusions read, not what memory is asked for.
+        # The names are the compiler's. It counts what its fusions read, not what is read from memory.
         "cost": {name: cost[name] for name in ("flops", "bytes accessed") if name in cost},
     }
 
@@ -75,25 +74,13 @@ def _compiled(chip: str, backend: str, case: Case) -> dict[str, Any]:
 def table(content: dict[str, Any]) -> Table:
     """The rows of a result."""
     title = f"{content['fingerprint']['backend']} for {content['device']['kind']}: compiled, not measured"
-    out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    out.add_column("", overflow="fold")
-    for name in ("MB in", "MB temporary", "GFLOP", "by compiler", "seconds"):
-        out.add_column(name, justify="right")
-    out.add_column("compiles", overflow="fold")
-    for operation, of in itertools.groupby(content["rows"], lambda row: row["operation"]):
-        out.add_section()
-        out.add_row(f"[bold]{operation}")
-        for row in of:
-            out.add_row(f"  {row['name']}", *_cells(row))
-    return out
+    numbers = "MB in", "MB temporary", "GFLOP", "by compiler", "seconds"
+    return results.table_by_operation(title, content["rows"], (numbers, Column("compiles", overflow="fold")), _cells)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: Mapping[str, Any]) -> list[str]:
     if "failed" in row:
-        return [
-            *[""] * 5,
-            escape(f"refused: {row['failed']}") if row["refused"] else escape(f"FAILED: {row['failed']}"),
-        ]
+        return [*[""] * 5, escape(f"{'refused' if row['refused'] else 'FAILED'}: {row['failed']}")]
     memory, flops = row["memory"], row["cost"].get("flops")
     return [
         f"{memory['argument'] / 1e6:.2f}",

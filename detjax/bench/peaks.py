@@ -1,4 +1,4 @@
-"""What chips can do at most, by their makers' data sheets: what measured speeds are shares of."""
+"""The peak rates of chips by their makers' data sheets. Measured speeds are stated as shares of them."""
 
 import dataclasses
 from typing import Final
@@ -6,13 +6,13 @@ from typing import Final
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The most that one JAX device does.
+    """The peak rates of one JAX device.
 
     Attributes:
-        chip: its name in tables.
-        flops: bfloat16 operations a second of its matrix units, dense.
-        bytes: a second, from its memory.
-        source: whose figures these are.
+        chip: the device's name in tables.
+        flops: dense bfloat16 operations a second of the matrix units.
+        bytes: bytes a second from and to memory.
+        source: the maker and the document that state the figures.
     """
 
     chip: str
@@ -21,7 +21,7 @@ class Peak:
     source: str
 
     def least_seconds(self, flops: float, size: float) -> float:
-        """What so many operations and so many bytes of traffic take at least (Williams et al. 2009, the roofline)."""
+        """The least time for so many operations and bytes of traffic: the roofline (Williams et al. 2009)."""
         return max(flops / self.flops, size / self.bytes)
 
 
@@ -39,7 +39,7 @@ PEAKS: Final = {
     "TPU v5 lite": Peak("TPU v5e", 197e12, 819e9, _GOOGLE),
     "TPU v5": Peak("TPU v5p", 459e12, 2765e9, _GOOGLE),
     "TPU v6 lite": Peak("TPU v6e", 918e12, 1638e9, _GOOGLE),
-    # A chip has two chiplets, each of which JAX has as a device: half of the chip's figures.
+    # A chip has two chiplets, and JAX has a device for each: half of the chip's figures.
     "TPU7x": Peak("TPU7x", 2307e12 / 2, 7380e9 / 2, _GOOGLE),
 }
-"""By the device's kind as JAX has it. What is not here has no peak: none is guessed."""
+"""Peaks by the device's kind as JAX names it. A device that is missing here has no known peak; none is guessed."""

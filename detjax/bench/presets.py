@@ -1,4 +1,4 @@
-"""Shapes of models that people serve, to be filled with random weights: speed needs no download."""
+"""Shapes of models that people serve, to be filled with random weights, so that no benchmark needs a download."""
 
 from typing import Any, Final
 
@@ -81,20 +81,20 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Configurations as Hugging Face has them."""
+"""Configurations by name, as in Hugging Face's `config.json`."""
 
 
 def config(name: str, layers: int | None = None) -> DecoderConfig:
-    """The configuration of the shape named; see `decoder`."""
+    """The configuration of a preset; arguments as in `decoder`."""
     raw = {**MODELS[name], **({} if layers is None else {"num_hidden_layers": layers})}
     return DecoderConfig.from_hugging_face(raw, name)
 
 
 def decoder(name: str, layers: int | None = None) -> Decoder:
-    """A decoder of the shape named, with random bfloat16 weights, made on the device.
+    """A decoder of a preset's shape with random bfloat16 weights, made on the device.
 
     Args:
         name: one of `MODELS`.
-        layers: fewer than the model's own, or more.
+        layers: the number of layers; default: the model's own.
     """
     return Decoder(config(name, layers), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)

@@ -21,17 +21,25 @@ from detjax.bench.results import Result
 COLORS: Final = ("#2a8f9e", "#d1603d", "#8e6fc7", "#b58a12", "#5d8f3a", "#c2568b", "#5b7fc4", "#8b7355")
 _INK: Final = "#3a3f45"
 _GREY: Final = "#87909a"
-"""Reads on light and on dark ground."""
+"""A grey that is readable on light and on dark ground."""
 _THEMED: Final = "#010203"
-"""Stands for the colour of the page's text in pictures inside of it."""
+"""A colour that stands for the colour of the page's text in the pictures within the page."""
 
 
 class Quantity(NamedTuple):
-    """What a picture shows of every case."""
+    """A quantity that a picture shows for every case.
+
+    Attributes:
+        title: the title of the picture.
+        axis: the label of the axis.
+        value: returns the quantity, given the row of a result; None if the row has none.
+        logarithmic: whether the axis is logarithmic.
+        line: where a reference line is drawn.
+    """
 
     title: str
     axis: str
-    of: Callable[[Mapping[str, Any]], float | None]
+    value: Callable[[Mapping[str, Any]], float | None]
     logarithmic: bool = False
     line: float | None = None
 
@@ -54,11 +62,11 @@ QUANTITIES: Final = {
     ),
     "error": Quantity("Distance from float64", "relative error", _error, logarithmic=True),
 }
-"""By the names of their pictures."""
+"""Quantities by the names of their pictures."""
 
 
 def pictures(comparison: Comparison) -> list[str]:
-    """Which quantities the results have; times only where no device has a peak that they could be shares of."""
+    """The quantities that the results have. Times are shown only if no device has a known peak to state shares of."""
     names = [name for name in QUANTITIES if _points(comparison, QUANTITIES[name])]
     return [name for name in names if name != "time" or "share" not in names]
 
@@ -82,7 +90,7 @@ def plot(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def html(comparison: Comparison) -> str:
-    """The report."""
+    """The report, as one page that needs no other file."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("detjax.bench", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -102,7 +110,7 @@ def html(comparison: Comparison) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """As in "A, B and C"."""
+    """The names as a list in prose: "A, B and C"."""
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
 
@@ -121,8 +129,9 @@ def _result(label: str, result: Result) -> dict[str, Any]:
             "backend": result.backend,
             "fingerprint": result.digest,
             "cases": f"{len(result.rows)}" + (f", {failed} without a result" if failed else ""),
-            "sizes": "small" if result.settings.get("small") else "of models that people serve",
+            "sizes": "small" if result.settings.get("small") else "models that people serve",
             "made": result.created.replace("T", " ").replace("+00:00", " UTC"),
+            "commit": result.commit,
             "time is": result.settings.get("timer") if result.kind == "measured" else None,
             "peak": _peak(result),
         },
@@ -131,13 +140,13 @@ def _result(label: str, result: Result) -> dict[str, Any]:
 
 def _peak(result: Result) -> str:
     if result.peak is None:
-        return "none is known of this device, so there are no shares of it"
+        return "unknown for this device, so there are no shares"
     flops, size = result.peak["flops"] / 1e12, result.peak["bytes"] / 1e9
     return f"{flops:,.0f} TFLOP/s in bfloat16, {size:,.0f} GB/s"
 
 
 def _counts(comparison: Comparison) -> list[tuple[str, str]]:
-    """What stands in large digits at the top, and what it is."""
+    """The numbers in large digits at the top, each with its meaning."""
     pairs = [bits for _, bits in comparison.pairs]
     promised = [bits for bits in pairs if bits.promised]
     counts = [(f"{sum(bits.equal for bits in promised)} of {len(promised)}", "promised bits equal")] if promised else []
@@ -161,7 +170,7 @@ def _line(comparison: Comparison, line: Line) -> dict[str, Any]:
 
 def _cell(result: Result, row: Mapping[str, Any] | None) -> dict[str, Any]:
     if row is None:
-        return {"missing": "not there"}
+        return {"missing": "missing"}
     if "failed" in row:
         return {"missing": "refused" if row.get("refused") else "failed", "why": row["failed"]}
     if result.kind == "compiled":
@@ -187,14 +196,14 @@ def _chip(bits: Bits) -> dict[str, str]:
 
 
 def _fields(comparison: Comparison) -> dict[str, list[tuple[str, list[str]]]]:
-    """Fields of the fingerprints, those that differ and those that do not."""
-    found: dict[str, list[tuple[str, list[str]]]] = {"differ": [], "equal": []}
+    """The fields of the fingerprints with their values, by whether they differ or are equal."""
+    fields: dict[str, list[tuple[str, list[str]]]] = {"differ": [], "equal": []}
     values = [result.fingerprint for result in comparison.results.values()]
     for name in values[0]:
         kind = "differ" if name in comparison.differing_fields else "equal"
-        shown = [str(of[name]) for of in values]
-        found[kind].append((name, shown if kind == "differ" else shown[:1]))
-    return found
+        shown = [str(fingerprint[name]) for fingerprint in values]
+        fields[kind].append((name, shown if kind == "differ" else shown[:1]))
+    return fields
 
 
 def _time(seconds: float) -> str:
@@ -203,9 +212,9 @@ def _time(seconds: float) -> str:
 
 
 def _size(size: float) -> str:
-    for unit, of in (("GB", 1e9), ("MB", 1e6)):
-        if size >= of:
-            return f"{size / of:.3g} {unit}"
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
     return f"{size / 1e3:.3g} kB"
 
 
@@ -214,15 +223,15 @@ def _color(label: str) -> str:
 
 
 def _points(comparison: Comparison, quantity: Quantity) -> list[tuple[str, str, float]]:
-    """Operation, label of the result, and value, of all cases that have one."""
-    found = []
+    """The operation, the label of the result and the value of every case that has one."""
+    points = []
     for line in comparison.lines:
         for label in comparison.measured:
             row = line.cells.get(label)
-            value = None if row is None or "failed" in row else quantity.of(row)
+            value = None if row is None or "failed" in row else quantity.value(row)
             if value is not None and (value > 0 or not quantity.logarithmic):
-                found.append((line.operation, label, value))
-    return found
+                points.append((line.operation, label, value))
+    return points
 
 
 def _drawn(comparison: Comparison, quantity: Quantity, ink: str) -> Figure:
@@ -238,7 +247,7 @@ def _drawn(comparison: Comparison, quantity: Quantity, ink: str) -> Figure:
         if place % 2:
             axes.axhspan(place - 0.5, place + 0.5, color=_GREY, alpha=0.09, linewidth=0)
         for index, label in enumerate(labels):
-            values = [value for of, by, value in points if (of, by) == (operation, label)]
+            values = [value for *key, value in points if key == [operation, label]]
             y = place + (index - (len(labels) - 1) / 2) * min(0.24, 0.8 / len(labels))
             axes.plot(values, [y] * len(values), "o", color=_color(label), markersize=6, alpha=0.75, markeredgewidth=0)
     axes.set_ylim(len(operations) - 0.5, -0.5)
@@ -277,9 +286,9 @@ def _shortened(text: str) -> str:
 
 
 def _svg(comparison: Comparison, quantity: Quantity) -> Markup:
-    """The picture as an element of the page, in the colour of its text."""
+    """The picture as an element of the page, in the colour of the page's text."""
     buffer = io.StringIO()
-    # The text stays text, and the same results have the same file.
+    # Text stays text, and the same results make the same file.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": quantity.title, "font.family": "sans-serif"}):
         _drawn(comparison, quantity, _THEMED).savefig(buffer, format="svg", metadata={"Date": None})
     svg = buffer.getvalue()

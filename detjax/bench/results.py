@@ -1,19 +1,21 @@
 """The files that `run` and `compile` write and that `compare` reads."""
 
 import dataclasses
-import datetime
 import hashlib
-import importlib.metadata
 import json
-import platform as host
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
+from rich import box
+from rich.table import Column, Table
 
 from detjax.backends import STOCK
+from detjax.bench import provenance
 from detjax.bench.cases import Case
+from detjax.bench.failures import reason
+from detjax.bench.peaks import Peak
 from detjax.fingerprints import Fingerprint
 
 FORMAT: Final = "detjax bench"
@@ -22,13 +24,11 @@ VERSION: Final = 1
 type Kind = Literal["measured", "compiled"]
 
 KINDS: Final[Mapping[str, str]] = {"measured": "run", "compiled": "compile"}
-"""Of files, with the commands that write them."""
+"""The kinds of files, with the commands that write them."""
 ACCEPTED: Final = "files that `python -m detjax.bench run --out` and `compile --out` write"
 
 SAMPLED: Final = 64
-"""Numbers of each result that are kept."""
-
-_VERSIONS: Final = ("detjax", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "numpy")
+"""How many numbers of each output are kept."""
 
 
 class ResultError(ValueError):
@@ -37,28 +37,42 @@ class ResultError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a file says; its fields are those of the file."""
+    """The content of a file.
+
+    Attributes:
+        file: its path.
+        kind: measured or compiled.
+        created: when, in UTC.
+        command: the command that made it.
+        commit: the commit of the code that made it, see `provenance.commit`; None: unknown.
+        fingerprint: the fields of a `Fingerprint`.
+        device: kind, platform, number and memory of the devices.
+        peak: the fields of the device's `Peak`, if it is known.
+        settings: the options of the command.
+        versions: the versions of libraries.
+        rows: what each case gave, by operation and name.
+    """
 
     file: str
     kind: Kind
     created: str
     command: str
+    commit: str | None
     fingerprint: dict[str, Any]
     device: dict[str, Any]
     peak: dict[str, Any] | None
     settings: dict[str, Any]
     versions: dict[str, str]
     rows: dict[str, dict[str, Any]]
-    """By operation and name."""
 
     @property
     def backend(self) -> str:
-        """Which served."""
+        """The backend that served."""
         return self.fingerprint["backend"]
 
     @property
     def digest(self) -> str:
-        """Of the fingerprint."""
+        """The digest of the fingerprint."""
         return Fingerprint(**self.fingerprint).digest
 
     @property
@@ -74,92 +88,110 @@ class Result:
         return "CPU" if self.device.get("platform") == "cpu" else self.device["kind"]
 
 
-def written(
-    file: Path | None,
-    kind: Kind,
-    command: str,
-    fingerprint: Fingerprint,
-    device: Mapping[str, Any],
-    peak: Any,
-    settings: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """The content of a file, which is also written to `file` where there is one."""
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What a file says before its rows.
+
+    Attributes:
+        kind: measured or compiled.
+        command: the command that makes the file.
+        fingerprint: the fingerprint of what is measured or compiled.
+        device: kind, platform, number and memory of the devices.
+        peak: the most that the device can do; None: unknown.
+        settings: the options of the command.
+    """
+
+    kind: Kind
+    command: str
+    fingerprint: Fingerprint
+    device: Mapping[str, Any]
+    peak: Peak | None
+    settings: Mapping[str, Any]
+
+
+def write(file: Path | None, header: Header, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The content of a file as it is read back. It is also written to `file`, if one is given."""
     content = {
         "format": FORMAT,
         "version": VERSION,
-        "kind": kind,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command,
-        "fingerprint": dataclasses.asdict(fingerprint),
-        "device": dict(device),
-        "peak": None if peak is None else dataclasses.asdict(peak),
-        "settings": dict(settings),
-        "versions": versions(),
+        "kind": header.kind,
+        **provenance.heading(header.command, header.fingerprint),
+        "device": dict(header.device),
+        "peak": None if header.peak is None else dataclasses.asdict(header.peak),
+        "settings": dict(header.settings),
         "rows": list(rows),
     }
-    text = json.dumps(content, indent=1) + "\n"
     if file is not None:
-        file.write_text(text)
-    return json.loads(text)
+        provenance.write(file, content)
+    return json.loads(json.dumps(content))
 
 
-def gathered(
+def gather(
     file: Path | None,
-    kind: Kind,
-    about: tuple[str, Fingerprint, Mapping[str, Any], Any, Mapping[str, Any]],
+    header: Header,
     cases: Iterable[Case],
-    found: Callable[[Case], dict[str, Any]],
+    measure: Callable[[Case], dict[str, Any]],
     report: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """The content of a file with a row for every case, written after each: what there is outlives a run cut short.
+    """The content of a file with a row for every case. It is written after each, so a run cut short keeps its rows.
 
     Args:
-        file: see `written`.
-        kind: likewise.
-        about: what `written` takes between kind and rows.
+        file: the JSON file to write, if any.
+        header: what the file says before its rows.
         cases: in the order of the rows.
-        found: of a case, see `row`.
+        measure: returns the fields of a case's row, see `row`.
         report: is called with every row.
     """
     rows: list[dict[str, Any]] = []
-    content = written(file, kind, *about, rows)
+    content = write(file, header, rows)
     for case in cases:
-        rows.append(row(case, found))
+        rows.append(row(case, measure))
         report(rows[-1])
-        content = written(file, kind, *about, rows)
+        content = write(file, header, rows)
     return content
 
 
-def row(case: Case, found: Callable[[Case], dict[str, Any]]) -> dict[str, Any]:
-    """What a case is, and what was found of it; or why there is nothing, which says nothing of other cases."""
+def row(case: Case, measure: Callable[[Case], dict[str, Any]]) -> dict[str, Any]:
+    """The description of a case and what was measured, or why it failed; a failure does not end the run."""
     head = {"operation": case.operation, "name": case.name, "arguments": case.arguments}
     head |= {"bytes": case.bytes, "flops": case.flops}
     try:
-        return head | found(case)
+        return head | measure(case)
     except Exception as failure:
-        return head | {"failed": said(failure), "refused": isinstance(failure, NotImplementedError | TypeError)}
+        return head | {"failed": reason(failure), "refused": isinstance(failure, NotImplementedError | TypeError)}
 
 
-def said(failure: Exception) -> str:
-    """The kind of a failure and the first line of what it says."""
-    lines = str(failure).strip().splitlines() or [""]
-    return f"{type(failure).__name__}: {lines[0][:400]}"
+def table_by_operation(
+    title: str,
+    rows: Iterable[Mapping[str, Any]],
+    columns: tuple[Sequence[str], Column],
+    cells: Callable[[Mapping[str, Any]], list[str]],
+) -> Table:
+    """A table with a section for each operation and a line for each case.
 
-
-def versions() -> dict[str, str]:
-    """Of Python and of the libraries that matter, those that are installed."""
-    found = {"python": host.python_version()}
-    for name in _VERSIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    Args:
+        title: stands above the table.
+        rows: the rows of a result.
+        columns: the names of the columns of numbers, and the last column, which is text.
+        cells: returns the cells of a row, one for each column.
+    """
+    numbers, last = columns
+    right = [Column(name, justify="right", no_wrap=True) for name in numbers]
+    table = Table(
+        Column(overflow="fold"), *right, last, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    operation = None
+    for row in rows:
+        if row["operation"] != operation:
+            operation = row["operation"]
+            table.add_section()
+            table.add_row(f"[bold]{operation}")
+        table.add_row(f"  {row['name']}", *cells(row))
+    return table
 
 
 def output(x: np.ndarray) -> dict[str, Any]:
-    """What is kept of a result: its digest, and the bits of some of its numbers, evenly spread, in hexadecimal."""
+    """What is kept of an output: its digest, and the bits of some of its numbers, evenly spread, in hexadecimal."""
     x = np.ascontiguousarray(x)
     words = x.reshape(-1).view(f"u{x.dtype.itemsize}")
     chosen = words[np.linspace(0, words.size - 1, min(SAMPLED, words.size)).astype(np.int64)]
@@ -173,10 +205,10 @@ def output(x: np.ndarray) -> dict[str, Any]:
 
 
 def read(file: Path) -> Result:
-    """What a file says.
+    """The content of a file of `run` or `compile`.
 
     Raises:
-        ResultError: it cannot be read, or is something else; names the file, what it is, and what is accepted.
+        ResultError: the file cannot be read, or is something else; names the file, what it is, and what is accepted.
     """
     try:
         content = json.loads(file.read_text())
@@ -201,7 +233,7 @@ def read(file: Path) -> Result:
 
 
 def _foreign(content: Any) -> str:
-    """What a JSON file is that `compare` does not take."""
+    """A description of a JSON file that `compare` does not take."""
     if not isinstance(content, dict):
         return f"JSON of another kind, {type(content).__name__}"
     if {"workload", "runs"} <= content.keys():
@@ -211,7 +243,7 @@ def _foreign(content: Any) -> str:
 
 
 class _Damage(Exception):
-    """What is wrong with a file that says it is one of ours."""
+    """What is wrong with a file that claims to be a result of this package."""
 
 
 def _checked(file: str, content: Mapping[str, Any]) -> Result:
@@ -224,23 +256,36 @@ def _checked(file: str, content: Mapping[str, Any]) -> Result:
     _field(device, "kind", str, "device")
     peak = content.get("peak")
     if peak is not None:
-        for name, of in (("chip", str), ("flops", int | float), ("bytes", int | float)):
-            _field(_field(content, "peak", dict), name, of, "peak")
+        for name, kind in (("chip", str), ("flops", int | float), ("bytes", int | float)):
+            _field(_field(content, "peak", dict), name, kind, "peak")
+    return Result(
+        file=file,
+        kind=content["kind"],
+        created=_field(content, "created", str),
+        command=_field(content, "command", str),
+        # Files of earlier releases have no commit.
+        commit=None if content.get("commit") is None else _field(content, "commit", str),
+        fingerprint=fingerprint,
+        device=device,
+        peak=peak,
+        settings=_field(content, "settings", dict),
+        versions=_field(content, "versions", dict),
+        rows=_checked_rows(content),
+    )
+
+
+def _checked_rows(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for index, row in enumerate(_field(content, "rows", list)):
-        where = f"row {index + 1}"
+        place = f"row {index + 1}"
         if not isinstance(row, dict):
-            raise _Damage(f"{where} is {row!r}")
-        name = f"{_field(row, 'operation', str, where)} | {_field(row, 'name', str, where)}"
+            raise _Damage(f"{place} is {row!r}")
+        name = f"{_field(row, 'operation', str, place)} | {_field(row, 'name', str, place)}"
         if name in rows:
-            raise _Damage(f"{where} is there twice: {name}")
+            raise _Damage(f"{place} is there twice: {name}")
         _check_row(row, name, content["kind"])
         rows[name] = row
-    of_file = {field.name: _field(content, field.name, str) for field in dataclasses.fields(Result)[2:4]}
-    rest = {name: _field(content, name, dict) for name in ("settings", "versions")}
-    return Result(
-        file=file, kind=content["kind"], fingerprint=fingerprint, device=device, peak=peak, rows=rows, **of_file, **rest
-    )
+    return rows
 
 
 def _check_row(row: Mapping[str, Any], name: str, kind: str) -> None:
@@ -260,21 +305,26 @@ def _check_row(row: Mapping[str, Any], name: str, kind: str) -> None:
             _field(row[field], "median", int | float, name)
             _field(row[field], "spread", int | float, name)
     for output in _field(row, "outputs", list, name):
-        if not isinstance(output, dict):
-            raise _Damage(f"{name}: an output is {output!r}")
-        digest = _field(output, "sha256", str, name)
-        if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-            raise _Damage(f"{name}: the sha256 {digest!r} is none")
-        _field(output, "dtype", str, name)
-        try:
-            [int(word, 16) for word in _field(output, "sample", list, name)]
-        except (TypeError, ValueError) as error:
-            raise _Damage(f"{name}: its sample is no hexadecimal") from error
+        _check_output(output, name)
     _field(row, "inputs", int, name)
 
 
-def _field(of: Mapping[str, Any], name: str, kind: Any, where: str | None = None) -> Any:
-    if not isinstance(of.get(name), kind):
-        given = repr(of[name]) if name in of else "missing"
-        raise _Damage(f"{name} {f'of {where} ' if where else ''}is {given}")
-    return of[name]
+def _check_output(output: Any, name: str) -> None:
+    if not isinstance(output, dict):
+        raise _Damage(f"{name}: an output is {output!r}")
+    digest = _field(output, "sha256", str, name)
+    if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+        raise _Damage(f"{name}: the sha256 {digest!r} is no digest")
+    _field(output, "dtype", str, name)
+    try:
+        [int(word, 16) for word in _field(output, "sample", list, name)]
+    except (TypeError, ValueError) as error:
+        raise _Damage(f"{name}: its sample is no hexadecimal") from error
+
+
+def _field(record: Mapping[str, Any], name: str, kind: Any, place: str | None = None) -> Any:
+    """The field of a record, which has to be of some kind."""
+    if not isinstance(record.get(name), kind):
+        given = repr(record[name]) if name in record else "missing"
+        raise _Damage(f"{name} {f'of {place} ' if place else ''}is {given}")
+    return record[name]

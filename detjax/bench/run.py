@@ -1,21 +1,20 @@
-"""Measures operations and whole steps on the device at hand, and keeps the bits that they gave."""
+"""Measures operations and whole steps on the device at hand, and records the bits that they give."""
 
 import dataclasses
 import functools
-import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import jax
 import numpy as np
-from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 
 from detjax import backends, compilation, fingerprints
 from detjax.bench import results, timing
-from detjax.bench.cases import OPERATIONS, SMALL, Case, Sizes, cases, checksum
+from detjax.bench.cases import OPERATIONS, SMALL, Case, Sizes, cases
+from detjax.bench.inputs import checksum
 from detjax.bench.peaks import PEAKS, Peak
 
 _TIMERS: Final = {
@@ -39,21 +38,21 @@ def run(
     """Measures every case under the backend and, taking turns with it, under XLA's own operations.
 
     Args:
-        small: sizes that take seconds on a CPU.
-        only: operations.
-        backend: that serves; default: the best that this device has.
-        out: JSON of the result.
-        sizes: instead of those that `small` chooses.
+        small: whether to measure sizes that take a CPU seconds.
+        only: the operations to measure.
+        backend: the backend to measure; default: the best one of this device.
+        out: a JSON file to write.
+        sizes: the sizes to measure instead of those that `small` chooses.
         report: is called with every row.
 
     Raises:
-        ValueError: there is no such operation, or no such backend.
+        ValueError: the operation or the backend is unknown.
     """
     sizes = sizes or (SMALL if small else Sizes())
     device = jax.devices()[0]
     peak = PEAKS.get(device.device_kind)
     memory = (device.memory_stats() or {}) if device.platform != "cpu" else {}
-    of_device = {
+    description = {
         "kind": backends.device_kind(),
         "jax_kind": device.device_kind,
         "platform": device.platform,
@@ -63,9 +62,10 @@ def run(
     settings = {"small": small, "only": list(only), "backend": backend, "timer": _TIMERS.get(device.platform)}
     settings |= {"sizes": dataclasses.asdict(sizes)}
     with backends.use_backend(backend or backends.backend()):
-        about = "python -m detjax.bench run", fingerprints.fingerprint(), of_device, peak, settings
-        found = functools.partial(measured, sizes=sizes, peak=peak)
-        return results.gathered(out, "measured", about, cases(sizes, only), found, report)
+        fingerprint = fingerprints.fingerprint()
+        header = results.Header("measured", "python -m detjax.bench run", fingerprint, description, peak, settings)
+        measure = functools.partial(measured, sizes=sizes, peak=peak)
+        return results.gather(out, header, cases(sizes, only), measure, report)
 
 
 def measured(case: Case, sizes: Sizes, peak: Peak | None) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def measured(case: Case, sizes: Sizes, peak: Peak | None) -> dict[str, Any]:
     count = min(timing.rotations(case.bytes), sizes.calls) if case.rotated else 1
     sets = [case.draw(seed) for seed in range(count)]
     row: dict[str, Any] = {"inputs": int(checksum(sets[0])), "error": None}
-    first = _results(case, program, sets[0])
+    first = _outputs(case, program, sets[0])
     row["outputs"] = [results.output(np.asarray(x)) for x in first]
     if case.exact is not None:
         # Small arrays come as a whole, so that no program has to be compiled for each slice of them.
@@ -82,13 +82,13 @@ def measured(case: Case, sizes: Sizes, peak: Peak | None) -> dict[str, Any]:
         row["error"] = error(case.exact(*checked))
     seconds = _in_turns(case, program, sets, sizes)
     row |= seconds | _speeds(case, seconds, peak)
-    again = [results.output(np.asarray(x)) for x in _results(case, program, sets[0])]
+    again = [results.output(np.asarray(x)) for x in _outputs(case, program, sets[0])]
     row["same_bits_again"] = again == row["outputs"]
     return row
 
 
 def error(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-    """How far numbers are from those in float64: the largest difference, and the differences' norm over the norm."""
+    """The distance from numbers in float64: the largest difference, and the norm of the differences over the norm."""
     computed, exact = (np.concatenate([pair[i].reshape(-1) for pair in pairs]) for i in range(2))
     difference = computed - exact
     norm = float(np.linalg.norm(exact))
@@ -99,55 +99,37 @@ def error(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
     }
 
 
-def _results(case: Case, program: Callable[..., Any], arguments: tuple[Any, ...]) -> list[jax.Array]:
-    """Those that are not carried. The arguments stay as they are."""
+def _outputs(case: Case, program: Callable[..., Any], arguments: tuple[Any, ...]) -> list[jax.Array]:
+    """The results that are not carried. The arguments stay as they are."""
     donated = jax.tree.map(jax.numpy.copy, arguments[: case.carried])
-    found = program(*donated, *arguments[case.carried :])
-    return list(found[: len(found) - case.carried])
+    outputs = program(*donated, *arguments[case.carried :])
+    return list(outputs[: len(outputs) - case.carried])
 
 
 def _in_turns(case: Case, program: Callable[..., Any], sets: list[Any], sizes: Sizes) -> dict[str, Any]:
-    """Seconds of the backend that serves and of stock, each round's median, or why there are none of stock."""
+    """Seconds of the backend that serves and of stock, or why stock has none."""
     backend = backends.backend()
-    rounds: dict[str, list[float]] = {backend: []}
-    if backend != backends.STOCK:
-        rounds[backends.STOCK] = []
-    missing = None
-    for name in timing.turns(list(rounds), sizes.rounds):
-        if name == backends.STOCK != backend and missing is not None:
-            continue
+
+    def seconds_on(name: str) -> float:
         with backends.use_backend(name):
-            try:
-                rounds[name].append(_seconds(_carrying(case, program, sets), [a[case.carried :] for a in sets], sizes))
-            except Exception as failure:
-                if name == backend:
-                    raise
-                missing = results.said(failure)
-    found: dict[str, Any] = {"seconds": _spread(rounds[backend]), "stock_seconds": None}
-    if missing is not None:
-        return found | {"stock_failed": missing}
+            return _seconds(case.carrying(program, sets[0]), [a[case.carried :] for a in sets], sizes)
+
+    names = dict.fromkeys((backend, backends.STOCK))
+    runs = {name: functools.partial(seconds_on, name) for name in names}
+    rounds = timing.in_turns(runs, sizes.rounds, required=(backend,))
+    fields: dict[str, Any] = {"seconds": _spread(rounds.seconds[backend]), "stock_seconds": None}
+    if rounds.missing:
+        return fields | {"stock_failed": rounds.missing[backends.STOCK]}
     if backend != backends.STOCK:
-        found["stock_seconds"] = _spread(rounds[backends.STOCK])
-    return found
+        fields["stock_seconds"] = _spread(rounds.seconds[backends.STOCK])
+    return fields
 
 
 def _seconds(program: Callable[..., Any], sets: Sequence[tuple[Any, ...]], sizes: Sizes) -> float:
-    # A call to a TPU returns before it is done, and waiting for each would measure the way there and back.
+    # A call to a TPU returns before it is done, and waiting for each would measure the way to the TPU and back.
     if jax.default_backend() == "tpu":
         return timing.step_time(program, sets, steps=sizes.calls, repetitions=3)
     return timing.device_time(program, sets, calls=sizes.calls)
-
-
-def _carrying(case: Case, program: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Callable[..., Any]:
-    """The program of all arguments but the carried ones, which every call takes from the one before."""
-    held = list(jax.tree.map(jax.numpy.copy, sets[0][: case.carried]))
-
-    def call(*arguments: Any) -> Any:
-        found = program(*held, *arguments)
-        held[:] = found[len(found) - case.carried :]
-        return found[: len(found) - case.carried]
-
-    return call
 
 
 def _spread(rounds: Sequence[float]) -> dict[str, Any]:
@@ -171,20 +153,11 @@ def table(content: dict[str, Any]) -> Table:
     peak, kind = content["peak"], content["device"]["kind"]
     share = f"shares are of {peak['chip']}'s roofline" if peak else "no peak is known of this device, so no share"
     title = f"{content['fingerprint']['backend']} on {kind}\n{share}"
-    out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    out.add_column("", overflow="fold")
-    for name in ("µs", "±", "GB/s", "TFLOP/s", "share", "× stock", "error"):
-        out.add_column(name, justify="right", no_wrap=True)
-    out.add_column("bits", no_wrap=True)
-    for operation, of in itertools.groupby(content["rows"], lambda row: row["operation"]):
-        out.add_section()
-        out.add_row(f"[bold]{operation}")
-        for row in of:
-            out.add_row(f"  {row['name']}", *_cells(row))
-    return out
+    numbers = "µs", "±", "GB/s", "TFLOP/s", "share", "× stock", "error"
+    return results.table_by_operation(title, content["rows"], (numbers, Column("bits", no_wrap=True)), _cells)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: Mapping[str, Any]) -> list[str]:
     if "failed" in row:
         return [*[""] * 7, "refused" if row["refused"] else "FAILED"]
     share, stock, flops = row["share_of_peak"], row["speed_over_stock"], row["flops_per_second"]

@@ -1,32 +1,41 @@
-"""Throughput and latency of the engine under a load of requests, and a digest of all their answers."""
+"""Throughput and latency of the engine under a load of requests, and a digest of all their answers.
 
+An `Experiment` runs a `Workload` in several orders and among other requests, in which every answer must be the same.
+"""
+
+import contextlib
 import dataclasses
 import hashlib
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from rich.table import Table
 
-from detjax.engine import Engine, Generation, Request, SamplingParams, Token
+from detjax import backends
+from detjax.bench import provenance
+from detjax.engine import Engine, EngineConfig, Generation, Request, SamplingParams, Token
+from detjax.models import Decoder
 
 PERCENTILES: Final = (50, 95, 99)
+NUMERICS: Final = ("detjax", backends.STOCK)
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Requests with random tokens, and when they come.
+    """Requests with random tokens, and when they arrive.
 
     Attributes:
-        requests: how many.
+        requests: the number of requests.
         prompt: tokens of the shortest and of the longest prompt.
-        output: likewise of what is generated; end tokens do not end it.
+        output: the fewest and the most tokens that a request generates; end tokens do not end it.
         rate: requests a second, at random times; None: all at once.
-        temperature: of all of them.
-        seed: of lengths, tokens and times.
+        temperature: the temperature of all requests.
+        seed: the seed of lengths, tokens and times.
     """
 
     requests: int = 1000
@@ -38,7 +47,7 @@ class Workload:
 
     @classmethod
     def beside(cls, requests: int, other: "Workload") -> "Workload":
-        """Requests of all kinds that are other than another workload's, to come among them."""
+        """Requests of many kinds, all different from those of another workload, to come among them."""
         return cls(requests, (1, other.prompt[1]), (1, other.output[1]), temperature=0.9, seed=other.seed + 1)
 
     def __post_init__(self) -> None:
@@ -60,16 +69,16 @@ class Workload:
     def draw(self, vocabulary: int) -> list[Request]:
         """The requests."""
         draw = random.Random(self.seed)
-        found = []
+        requests = []
         for index in range(self.requests):
             prompt = [draw.randrange(vocabulary) for _ in range(draw.randint(*self.prompt))]
             count = draw.randint(*self.output)
             params = SamplingParams(count, self.temperature, seed=self.seed << 32 | index, ignore_eos=True)
-            found.append(Request(prompt, params))
-        return found
+            requests.append(Request(prompt, params))
+        return requests
 
     def arrivals(self) -> list[float]:
-        """Seconds from the beginning at which each request comes, ascending."""
+        """When each request arrives, in seconds from the beginning, ascending."""
         draw, now, times = random.Random(self.seed + 1), 0.0, []
         for _ in range(self.requests):
             now += 0.0 if self.rate is None else draw.expovariate(self.rate)
@@ -79,49 +88,127 @@ class Workload:
 
 @dataclasses.dataclass
 class _Watch:
-    """When the tokens of a request came."""
+    """The times at which a request was submitted and its tokens came."""
 
-    begun: float
+    submitted: float
     times: list[float] = dataclasses.field(default_factory=list)
 
     def note(self, _: Token) -> None:
         self.times.append(time.perf_counter())
 
 
-class _HeardEnough(Exception):
-    """Ends a request."""
+class _Cancel(Exception):
+    """Ends a request from within its listener."""
 
 
 class _Others:
-    """Requests that come among the `among` ones that are watched."""
+    """Requests that are submitted among the watched ones."""
 
-    def __init__(self, engine: Engine, requests: list[Request], among: int) -> None:
-        self._engine, self._left = engine, list(enumerate(requests))
+    def __init__(self, engine: Engine, requests: list[Request], watched: int) -> None:
+        self._engine, self._remaining = engine, list(enumerate(requests))
         self._futures: list[Future[Generation]] = []
-        self._draw, self._share = random.Random(len(requests)), len(requests) / among
+        self._draw, self._share = random.Random(len(requests)), len(requests) / watched
 
-    def come(self) -> None:
-        """As many as there are for each of those."""
+    def submit_some(self) -> None:
+        """Submits as many requests as there are for each watched one."""
         for _ in range(int(self._share + self._draw.random())):
-            if self._left:
-                self._submit(*self._left.pop())
+            if self._remaining:
+                self._submit(*self._remaining.pop())
 
     def _submit(self, index: int, request: Request) -> None:
         until = request.sampling.max_tokens // 2 if index % 3 == 0 else None
-        told: list[Token] = []
+        tokens: list[Token] = []
 
         def listen(token: Token) -> None:
-            told.append(token)
-            if len(told) == until:
-                raise _HeardEnough
+            tokens.append(token)
+            if len(tokens) == until:
+                raise _Cancel
 
         self._futures.append(self._engine.submit(request, listen))
 
-    def leave(self) -> None:
-        """Cancels those that have not ended, and returns when they are gone."""
+    def cancel(self) -> None:
+        """Cancels the requests that have not ended, and returns when they are gone."""
         for future in self._futures:
             future.cancel()
-        self._engine.forget_prefixes()  # behind what is cancelled
+        self._engine.forget_prefixes()  # the engine does this after it has cancelled
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Runs of one workload, in all of which the answers must have the same bits.
+
+    Attributes:
+        workload: the requests.
+        engine: the settings of the engine.
+        orders: the number of runs, each of which has the requests in another order.
+        beside: requests of one further run, which come among those of the workload; 0: no such run.
+        numerics: "detjax", or "stock" for the same engine on XLA's own operations, which promise nothing.
+    """
+
+    workload: Workload
+    engine: EngineConfig
+    orders: int = 1
+    beside: int = 0
+    numerics: str = "detjax"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if the numerics are unknown."""
+        if self.numerics not in NUMERICS:
+            raise ValueError(f"--numerics is {self.numerics!r}; accepted: {', '.join(NUMERICS)}")
+
+    def run(self, load: Callable[[], Decoder], name: str) -> dict[str, Any]:
+        """The content of a result: settings, runs, and whether all have the same bits.
+
+        Args:
+            load: returns the model, under the backend that serves.
+            name: the model's name in the result.
+
+        Raises:
+            ValueError: the engine's settings do not fit the model.
+        """
+        with backends.use_backend(backends.STOCK) if self.numerics == backends.STOCK else contextlib.nullcontext():
+            decoder = load()
+            start = time.perf_counter()
+            with Engine(decoder, config=self.engine) as engine:
+                engine.warm_up(progress=True)
+                ready = time.perf_counter() - start
+                runs = self._runs(engine, decoder.config.vocab_size)
+            heading = provenance.heading("python -m detjax.bench serve")
+        return heading | {
+            "model": name,
+            "layers": decoder.config.layers,
+            "numerics": self.numerics,
+            "engine": dataclasses.asdict(self.engine),
+            "workload": dataclasses.asdict(self.workload),
+            "ready_after_seconds": ready,
+            "same_bits": len({run["digest"] for run in runs.values()}) == 1,
+            "runs": runs,
+        }
+
+    def _runs(self, engine: Engine, vocabulary: int) -> dict[str, dict[str, Any]]:
+        """The results of `measure`, by label."""
+        requests, runs = self.workload.requests, {}
+        for number in range(self.orders):
+            order = random.Random(number).sample(range(requests), requests) if number else None
+            runs[f"order {number + 1}"] = measure(engine, self.workload, vocabulary, order)
+        if self.beside:
+            others = Workload.beside(self.beside, self.workload)
+            runs[f"among {self.beside} others"] = measure(engine, self.workload, vocabulary, beside=others)
+        return runs
+
+
+def table(result: Mapping[str, Any]) -> Table:
+    """A line for each run of an experiment."""
+    columns = "", "seconds", "tokens a second", "first token, ms", "a token, ms"
+    title = f"{result['workload']['requests']} requests, p50 / p95 / p99, {result['numerics']}"
+    lines = Table(*columns, title=title)
+    for label, run in result["runs"].items():
+        times = [
+            " / ".join(f"{value * 1e3:.1f}" for value in run["percentiles"][name].values())
+            for name in ("time_to_first_token", "time_per_token")
+        ]
+        lines.add_row(label, f"{run['seconds']:.2f}", f"{run['generated_tokens_per_second']:.0f}", *times)
+    return lines
 
 
 def measure(
@@ -131,17 +218,18 @@ def measure(
     order: Sequence[int] | None = None,
     beside: Workload | None = None,
 ) -> dict[str, Any]:
-    """What the workload took, in seconds: all of it, and percentiles over requests and tokens.
+    """The times of a workload in seconds: of all of it, and percentiles over requests and tokens.
 
     Args:
-        engine: warmed up, or the time to compile counts.
-        workload: what is asked.
-        vocabulary: of the model.
-        order: in which the requests come; default: their own.
-        beside: further requests that come among them, a third of which are cancelled midway. Nothing is told of them.
+        engine: the engine; warmed up, or the time to compile counts.
+        workload: the requests.
+        vocabulary: the number of tokens of the model.
+        order: the order in which requests arrive; default: ascending.
+        beside: further requests that come among them, a third of which are cancelled midway. The result says nothing
+            of them.
     """
     requests, arrivals = workload.draw(vocabulary), workload.arrivals()
-    engine.forget_prefixes()  # else a workload that is asked again would find its prompts in the cache
+    engine.forget_prefixes()  # a repeated workload must not find its prompts in the cache
     futures: dict[int, Future[Generation]] = {}
     watches: dict[int, _Watch] = {}
     others = _Others(engine, beside.draw(vocabulary) if beside is not None else [], workload.requests)
@@ -149,19 +237,26 @@ def measure(
     for index, arrival in zip(range(workload.requests) if order is None else order, arrivals, strict=True):
         if (early := start + arrival - time.perf_counter()) > 0:
             time.sleep(early)
-        others.come()
+        others.submit_some()
         watches[index] = _Watch(time.perf_counter())
         futures[index] = engine.submit(requests[index], watches[index].note)
     answers = [futures[index].result() for index in range(workload.requests)]
     seconds = max(watch.times[-1] for watch in watches.values()) - start
-    others.leave()
-    prompts, tokens = (sum(len(of) for of in lists) for lists in zip(*map(_tokens, answers), strict=True))
+    others.cancel()
     watched = [watches[index] for index in range(workload.requests)]
+    result = _statistics(watched, answers, seconds)
+    return result | {"preemptions": engine.stats().preemptions, "digest": digest(answers)}
+
+
+def _statistics(watched: Sequence[_Watch], answers: Sequence[Generation], seconds: float) -> dict[str, Any]:
+    """Throughput, percentiles, and the times of each request."""
+    prompts = sum(len(answer.prompt_tokens) for answer in answers)
+    tokens = sum(len(answer.completions[0].tokens) for answer in answers)
     gaps = [np.diff(watch.times) for watch in watched]
-    of_requests = {
-        "time_to_first_token": [watch.times[0] - watch.begun for watch in watched],
-        "time_per_token": [float(of.mean()) for of in gaps if of.size],
-        "latency": [watch.times[-1] - watch.begun for watch in watched],
+    by_request = {
+        "time_to_first_token": [watch.times[0] - watch.submitted for watch in watched],
+        "time_per_token": [float(gap.mean()) for gap in gaps if gap.size],
+        "latency": [watch.times[-1] - watch.submitted for watch in watched],
     }
     between = np.concatenate(gaps).tolist()
     return {
@@ -170,25 +265,25 @@ def measure(
         "generated_tokens": tokens,
         "generated_tokens_per_second": tokens / seconds,
         "tokens_per_second": (prompts + tokens) / seconds,
-        "percentiles": {name: percentiles(of) for name, of in (of_requests | {"time_between_tokens": between}).items()},
-        "preemptions": engine.preemptions,
-        "digest": digest(answers),
-        "requests": {name: [round(value, 6) for value in of] for name, of in of_requests.items()},
+        "percentiles": {
+            name: percentiles(values) for name, values in (by_request | {"time_between_tokens": between}).items()
+        },
+        "requests": {name: [round(value, 6) for value in values] for name, values in by_request.items()},
     }
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """By name; none of no values."""
-    found = np.percentile(values, PERCENTILES) if values else ()
-    return {f"p{name}": float(value) for name, value in zip(PERCENTILES, found, strict=False)}
+    """The percentiles by name; none if there are no values."""
+    computed = np.percentile(values, PERCENTILES) if values else ()
+    return {f"p{name}": float(value) for name, value in zip(PERCENTILES, computed, strict=False)}
 
 
 def plot(runs: Mapping[str, Mapping[str, Any]], file: Path) -> None:
-    """Draws what share of the requests had its first token, each of its tokens and its last one within which time.
+    """Draws the distributions over requests of the time to the first token, per token, and to the last token.
 
     Args:
-        runs: what `measure` gave, by label.
-        file: PNG.
+        runs: results of `measure`, by label.
+        file: the PNG file to write.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second that measuring need not wait
     from matplotlib.figure import Figure
@@ -197,9 +292,11 @@ def plot(runs: Mapping[str, Mapping[str, Any]], file: Path) -> None:
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True)
     for axis, (name, label) in zip(axes, panels.items(), strict=True):
-        for run, found in runs.items():
-            values = np.sort(found["requests"][name])
-            axis.step(values * 1e3, np.arange(1, len(values) + 1) / max(len(values), 1), where="post", label=run)
+        for label_of_run, run in runs.items():
+            values = np.sort(run["requests"][name])
+            axis.step(
+                values * 1e3, np.arange(1, len(values) + 1) / max(len(values), 1), where="post", label=label_of_run
+            )
         axis.set_xlabel(f"milliseconds {label}")
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
@@ -209,14 +306,10 @@ def plot(runs: Mapping[str, Mapping[str, Any]], file: Path) -> None:
 
 
 def digest(answers: Iterable[Generation]) -> str:
-    """Names all tokens and all bits of logprobs, in order."""
+    """The SHA-256 of all tokens and of all bits of logprobs, in order."""
     hashed = hashlib.sha256()
     for answer in answers:
         for completion in answer.completions:
             hashed.update(np.asarray(completion.tokens, np.int64).tobytes())
             hashed.update(np.asarray(completion.logprobs, np.float32).tobytes())
     return hashed.hexdigest()
-
-
-def _tokens(answer: Generation) -> tuple[Sequence[int], Sequence[int]]:
-    return answer.prompt_tokens, answer.completions[0].tokens

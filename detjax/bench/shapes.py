@@ -1,4 +1,4 @@
-"""The linear layers of models that people serve: what is tuned and measured."""
+"""The linear layers of models that people serve, which are tuned and measured."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,7 +13,15 @@ from detjax.pallas.hopper.matmul.plan import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Widths:
-    """What the shapes of a decoder's linear layers follow from."""
+    """The widths of a decoder, from which the shapes of its linear layers follow.
+
+    Attributes:
+        hidden: the width of hidden states.
+        queries: the width of all query heads together.
+        keys: the width of all key heads together, and of all value heads.
+        mlp: the inner width of the MLP.
+        vocabulary: the number of tokens.
+    """
 
     hidden: int
     queries: int
@@ -22,8 +30,8 @@ class Widths:
     vocabulary: int
 
     @classmethod
-    def of(cls, config: DecoderConfig) -> "Widths":
-        """Those of a decoder."""
+    def from_config(cls, config: DecoderConfig) -> "Widths":
+        """The widths of a decoder."""
         return cls(
             hidden=config.hidden_size,
             queries=config.heads * config.head_dim,
@@ -34,7 +42,7 @@ class Widths:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Outputs N and inputs K of each linear layer; gate and up are one of both's outputs."""
+        """Outputs N and inputs K of each linear layer; gate and up are one layer with the outputs of both."""
         return {
             "qkv": (self.queries + 2 * self.keys, self.hidden),
             "o": (self.hidden, self.queries),
@@ -44,10 +52,10 @@ class Widths:
         }
 
 
-MODELS: Final = {name: Widths.of(presets.config(name)) for name in ("Qwen3-8B", "Qwen3-32B", "Llama-3.1-8B")}
+MODELS: Final = {name: Widths.from_config(presets.config(name)) for name in ("Qwen3-8B", "Qwen3-32B", "Llama-3.1-8B")}
 
 TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
-"""Tokens in a call, from the decode step of one request to the training batch."""
+"""Numbers of tokens in a call, from the decode step of one request to a training batch."""
 
 
 def products(widths: Widths, m: int) -> Iterator[Problem]:

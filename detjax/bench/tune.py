@@ -16,20 +16,28 @@ import jax.numpy as jnp
 
 from detjax import backends, compilation
 from detjax.bench import timing
+from detjax.bench.bits import same_bits
 from detjax.options import Epilogue
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import BUCKETS, bucket, candidates, key, table
 
 REFERENCE: Final = Schedule(tile_m=8, tile_n=64)
-"""The schedule whose bits every other one has to give."""
+"""The schedule whose bits every accepted schedule has."""
 
 _FINALISTS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One schedule of one problem: median seconds of a call, or why there are none."""
+    """One schedule of one problem.
+
+    Attributes:
+        problem: the product.
+        schedule: the schedule that was tried.
+        seconds: the median time of a call; None if the schedule was refused.
+        refused: why it was refused.
+    """
 
     problem: Problem
     schedule: Schedule
@@ -48,14 +56,14 @@ def tune(
     """The fastest schedule of each problem, by its key in a table.
 
     Args:
-        problems: what to search for.
-        tries: schedules of least estimated time that are built and timed for each.
-        processes: that build schedules side by side; they time them one at a time.
-        seconds: after which the search ends with what it has.
+        problems: the products to find schedules for.
+        tries: how many schedules of least estimated time are built and timed for each problem.
+        processes: how many processes build schedules side by side; they time them one at a time.
+        seconds: the time after which the search ends with the schedules that it has.
         report: is called with every trial.
     """
     deadline = time.monotonic() + seconds
-    # Workers give memory back at once: the largest products of two of them would not fit beside pools of all.
+    # Workers give memory back at once: the largest products of two of them would not fit beside the pools of all.
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     context = multiprocessing.get_context("spawn")
@@ -102,13 +110,13 @@ def _search(work: Any, trials: Any, device: Any, tries: int) -> None:
             problem = work.get(timeout=1)
         except queue.Empty:
             break
-        # All at once: a search that was cut short names no schedule.
+        # All trials at once: a search that was cut short names no schedule.
         trials.put(list(search(problem, tries, device)))
     trials.put(None)
 
 
 def search(problem: Problem, tries: int, device: Any) -> Iterator[Trial]:
-    """Builds and times schedules of one problem, holding the lock `device` while something runs."""
+    """Builds and times schedules of one problem. It holds the lock `device` while it uses the device."""
     with device:
         argument_sets = _operands(problem)
         want = jax.block_until_ready(_program(problem, REFERENCE)(*argument_sets[0]))
@@ -120,7 +128,7 @@ def search(problem: Problem, tries: int, device: Any) -> Iterator[Trial]:
             yield Trial(problem, schedule, None, str(error))
             continue
         with device:
-            if not bool(_equal_bits(want, program(*argument_sets[0]))):
+            if not bool(same_bits(want, program(*argument_sets[0]))):
                 yield Trial(problem, schedule, None, "its bits are not the reference schedule's")
                 continue
             seconds = timing.device_time(program, argument_sets, calls=8)
@@ -128,7 +136,7 @@ def search(problem: Problem, tries: int, device: Any) -> Iterator[Trial]:
     built.sort(key=lambda item: item[0])
     for seconds, schedule, _ in built[_FINALISTS:]:
         yield Trial(problem, schedule, seconds)
-    # Rounds in turn, so that a drifting clock meets all finalists alike.
+    # The finalists take turns, so that a drifting clock affects all of them equally.
     rounds: list[list[float]] = [[] for _ in built[:_FINALISTS]]
     for _ in range(3):
         for times, (_, _, program) in zip(rounds, built, strict=False):
@@ -139,7 +147,7 @@ def search(problem: Problem, tries: int, device: Any) -> Iterator[Trial]:
 
 
 def _pool(problem: Problem, tries: int) -> list[Schedule]:
-    """What the table names for this many tokens and for somewhat more or fewer, and the best of the rule."""
+    """The table's schedules for this number of tokens and for somewhat more or fewer, and the best candidates."""
     named = table(backends.device_kind())
     index = BUCKETS.index(bucket(problem.m))
     near = [dataclasses.replace(problem, m=size) for size in BUCKETS[max(0, index - 2) : index + 3]]
@@ -150,7 +158,7 @@ def _pool(problem: Problem, tries: int) -> list[Schedule]:
 
 
 def _varied(schedules: Iterable[Schedule], count: int) -> list[Schedule]:
-    """The first `count`, few of them alike: the estimate knows tiles better than clusters."""
+    """The first `count` schedules, at most two for each tile: the estimate knows tiles better than clusters."""
     alike: dict[tuple[Any, ...], int] = {}
     chosen = []
     for s in schedules:
@@ -176,14 +184,8 @@ def _program(problem: Problem, schedule: Schedule) -> Any:
     return jax.jit(lambda x, w: multiply(Operands(x, w)), compiler_options=compilation.compiler_options("gpu"))
 
 
-@jax.jit
-def _equal_bits(a: jax.Array, b: jax.Array) -> jax.Array:
-    word = {2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize]
-    return jnp.all(jax.lax.bitcast_convert_type(a, word) == jax.lax.bitcast_convert_type(b, word))
-
-
 def _operands(problem: Problem) -> list[tuple[jax.Array, jax.Array]]:
-    """As many pairs of tokens and weights as it takes that none is still in L2 when its turn comes."""
+    """So many pairs of tokens and weights that none is still in the L2 cache when its turn comes."""
     weights = problem.parts * problem.n * problem.k * problem.dtype.itemsize
     sets = []
     for index in range(timing.rotations(weights)):

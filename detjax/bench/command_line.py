@@ -1,0 +1,73 @@
+"""The options that the scripts of `benchmarks/` and `python -m detjax.bench` have in common, and their errors."""
+
+import contextlib
+import re
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+
+Small = Annotated[bool, typer.Option("--small", help="Measure sizes that take a CPU seconds.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the result as JSON.")]
+Torch = Annotated[bool, typer.Option("--torch/--skip-torch", help="Measure PyTorch too, if it is installed.")]
+Calls = Annotated[int, typer.Option("--calls", min=1, help="The calls that a measurement takes the median of.")]
+
+RoundCount = Annotated[
+    int, typer.Option("--rounds", min=1, help="The rounds in which all that is measured takes turns.")
+]
+Models = Annotated[
+    list[str] | None,
+    typer.Option("--model", metavar="NAME", help="Measure this model's linear layers; repeatable.", show_default="all"),
+]
+Tokens = Annotated[
+    list[int] | None,
+    typer.Option("--tokens", min=1, metavar="M", help="Tokens in a call; repeatable.", show_default="1 to 8192"),
+]
+
+ON_A_CPU: Final = "`--small` on the portable backend: a check that the benchmark runs, not a measurement of kernels"
+"""What a result of `--small` says of itself where the kernels cannot run."""
+
+
+def application() -> typer.Typer:
+    """A command line that shows failures as Python does."""
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def help_text(documentation: str | None) -> str:
+    """The docstring of a script as the text of its `--help`, its commands as they are."""
+    return re.sub(r"\n\n(?= )", "\n\n\b\n", documentation or "")
+
+
+def check_names(option: str, given: Iterable[str] | None, accepted: Collection[str]) -> list[str]:
+    """The names given, or all that are accepted if none is.
+
+    Raises:
+        ValueError: a name is not accepted.
+    """
+    given = list(given or ())
+    for name in given:
+        if name not in accepted:
+            raise ValueError(f"{option} {name!r} is unknown; accepted: {', '.join(accepted)}")
+    return given or list(accepted)
+
+
+@contextlib.contextmanager
+def bad_parameters() -> Iterator[None]:
+    """Turns a ValueError into an error about the command line."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def print_line(text: str) -> None:
+    """Prints a line as it is: without markup, and cut nowhere."""
+    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def fail(message: str) -> typer.Exit:
+    """Prints an error, and returns what ends the command with exit code 1."""
+    print_line(f"error: {message}")
+    return typer.Exit(1)

@@ -1,0 +1,158 @@
+"""A whole decoder: its kernels, the time of its steps, and whether a request's bits depend on its batch."""
+
+import collections
+import dataclasses
+import functools
+import random
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+import detjax
+from detjax.bench.cases import step_case
+from detjax.bench.timing import step_time
+from detjax.contract import KV_BLOCK
+from detjax.engine import BatchShapes, SamplingParams, SamplingVariant, Sequence, StepLoop, StepLoopConfig
+from detjax.models import Decoder
+from detjax.numerics import ceil_div
+
+CONTEXT = 100
+"""Tokens that each request of a timed step has in the cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Requests that enter one batch.
+
+    Attributes:
+        tokens: tokens that each request generates.
+        requests: the number of requests, each with a slot of the batch.
+        longest: tokens of the longest prompt; the other prompts have from 1 token on.
+        between: steps from one request's arrival to the next one's.
+        prefill_chunk: tokens of a prompt that a step computes at most.
+        alone: how many of the requests are generated alone as well.
+    """
+
+    tokens: int = 512
+    requests: int = 64
+    longest: int = 1500
+    between: int = 6
+    prefill_chunk: int = 64
+    alone: int = 8
+
+    def prompts(self, vocabulary: int) -> list[list[int]]:
+        """Random prompts."""
+        draw = random.Random(0)
+        lengths = [draw.randint(1, self.longest) for _ in range(self.requests)]
+        return [[draw.randrange(vocabulary) for _ in range(length)] for length in lengths]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Greedy generation for requests that arrive at chosen steps, by the engine's step loop.
+
+    Attributes:
+        model: the decoder.
+        load: sizes of prompts and steps, and when requests arrive.
+        slots: requests that are computed at the same time.
+    """
+
+    model: Decoder
+    load: Load
+    slots: int
+
+    @functools.cached_property
+    def _loop(self) -> StepLoop:
+        pages = ceil_div(self.load.longest + self.load.tokens, KV_BLOCK)
+        config = StepLoopConfig(
+            shapes=BatchShapes.for_chunks(self.slots, self.load.prefill_chunk, mixes=True),
+            num_pages=self.slots * pages,
+            pages_per_sequence=pages,
+            variants=(SamplingVariant(filtered=False, top_logprobs=0),),
+        )
+        return StepLoop.for_model(self.model, config)
+
+    def run(self, prompts: list[list[int]]) -> tuple[list[tuple[bytes, bytes]], int]:
+        """The bits of each request's tokens and logprobs, and the number of steps."""
+        params = SamplingParams(max_tokens=self.load.tokens, temperature=0.0, ignore_eos=True)
+        sequences = [Sequence(tuple(prompt), params) for prompt in prompts]
+        steps = 0
+        while steps < self.load.between * len(sequences) or not self._loop.is_idle:
+            index, rest = divmod(steps, self.load.between)
+            if rest == 0 and index < len(sequences):
+                self._loop.submit(sequences[index])
+            self._loop.step()
+            steps += 1
+        completions = [sequence.completion() for sequence in sequences]
+        bits = [
+            (np.asarray(c.tokens, np.int32).tobytes(), np.asarray(c.logprobs, np.float32).tobytes())
+            for c in completions
+        ]
+        return bits, steps
+
+
+def compare_batches(model: Decoder, load: Load) -> dict[str, Any]:
+    """Tokens and logprobs of requests alone against those of the same requests in a batch."""
+    prompts = load.prompts(model.config.vocab_size)
+    start = time.perf_counter()
+    together, steps = Batch(model, load, load.requests).run(prompts)
+    seconds = time.perf_counter() - start
+    one = Batch(model, load, 1)
+    chosen = [round(i * (load.requests - 1) / max(load.alone - 1, 1)) for i in range(load.alone)]
+    differing = [i for i in chosen if one.run([prompts[i]])[0][0] != together[i]]
+    return {
+        **dataclasses.asdict(load),
+        "steps": steps,
+        "distinct completions": len(set(together)),
+        "requests compared": chosen,
+        "requests alone that differ": differing,
+        "seconds together, compilation included": seconds,
+    }
+
+
+def kernels_of_step(model: str, batch: int, layers: int | None = None) -> dict[str, int]:
+    """How often each kernel, and each dot of XLA's, occurs in a decode step of a preset."""
+    case = step_case("decode_step", model, batch, CONTEXT, layers)
+    counts: collections.Counter[str] = collections.Counter()
+
+    @detjax.jit
+    def traced() -> int:
+        # Within a program of detjax.jit, as the backends under contract ask for on a GPU.
+        _count_kernels(jax.make_jaxpr(case.run)(*case.shapes).jaxpr, counts)
+        return 0
+
+    traced()
+    return dict(counts)
+
+
+def _count_kernels(jaxpr: Any, counts: collections.Counter[str]) -> None:
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if "pallas" in name or "mpmd" in name:
+            counts[_kernel_name(equation)] += 1
+            continue
+        if name == "dot_general":
+            counts["XLA dot"] += 1
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    _count_kernels(inner, counts)
+
+
+def _kernel_name(equation: Any) -> str:
+    for mesh in equation.params.get("meshes", ()):
+        if getattr(mesh, "kernel_name", None):
+            return mesh.kernel_name
+    return str(equation.params.get("name") or "kernel")
+
+
+def step_seconds(model: str, batch: int, backend: str, layers: int | None = None, steps: int = 10) -> float:
+    """Seconds of a decode step of a preset among many that follow each other, under a backend."""
+    case = step_case("decode_step", model, batch, CONTEXT, layers)
+    with detjax.use_backend(backend):
+        arguments = case.draw(0)
+        program = detjax.jit(case.run, donate_argnums=tuple(range(case.carried)))
+        return step_time(case.carrying(program, arguments), [arguments[case.carried :]], steps=steps)

@@ -1,0 +1,95 @@
+"""Where a result comes from: command, commit, versions and fingerprint, which every result file states."""
+
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+import os
+import platform as host
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import detjax
+from detjax.fingerprints import Fingerprint, fingerprint
+
+COMMIT_VARIABLE: Final = "DETJAX_COMMIT"
+"""The environment variable that names the commit where the code lies without its git history."""
+
+_CODE: Final = ("detjax", "benchmarks", ":!benchmarks/results")
+"""The paths whose changes can change a result."""
+_VERSIONS: Final = ("detjax", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "numpy")
+
+
+def commit(checkout: Path | None = None) -> str | None:
+    """The commit of the code that runs, ending in "+changes" if tracked code differs from that commit.
+
+    Args:
+        checkout: the folder that holds `detjax/`; default: the one that was imported.
+
+    Returns:
+        What git says; without git's history, the value of the environment variable DETJAX_COMMIT; None without both.
+    """
+    name = _commit_by_git(checkout or Path(detjax.__file__).resolve().parent.parent)
+    return os.environ.get(COMMIT_VARIABLE) or None if name is None else name
+
+
+@functools.cache
+def _commit_by_git(checkout: Path) -> str | None:
+    """The commit when this process first asked; None without git's history of this code."""
+    # An installed package may lie within somebody else's repository, which does not track it.
+    tracked = _git(checkout, "ls-files", "--error-unmatch", "detjax/version.py")
+    name = None if tracked is None else _git(checkout, "rev-parse", "HEAD")
+    if name is None:
+        return None
+    changes = _git(checkout, "status", "--porcelain", "--untracked-files=no", "--", *_CODE)
+    return name + ("+changes" if changes else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What a git command prints; None if it fails or there is no git."""
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the installed libraries that results depend on."""
+    installed = {"python": host.python_version()}
+    for name in _VERSIONS:
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return installed
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def heading(command: str, of_process: Fingerprint | None = None) -> dict[str, Any]:
+    """The fields with which every result file begins.
+
+    Args:
+        command: the command that makes the file.
+        of_process: the fingerprint of the results; default: this process's, under the backend that serves now.
+    """
+    return {
+        "command": command,
+        "created": now(),
+        "commit": commit(),
+        "versions": versions(),
+        "fingerprint": dataclasses.asdict(of_process or fingerprint()),
+    }
+
+
+def write(file: Path, content: Mapping[str, Any]) -> None:
+    """Writes a result as JSON, and makes its folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n")

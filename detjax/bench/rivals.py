@@ -1,0 +1,98 @@
+"""What detjax's kernels are compared with: XLA's own dot, cuDNN, PyTorch and tokamax.
+
+PyTorch and tokamax need not be installed; a function that needs one of them raises `ModuleNotFoundError` then.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+from jax import lax
+
+from detjax.bench.timing import torch_time
+
+OURS: Final = "detjax"
+XLA: Final = "xla"
+CUDNN: Final = "cudnn"
+TORCH: Final = "torch"
+TOKAMAX: Final = "tokamax"
+
+
+def xla_dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    """XLA's product of tokens `[M, K]` and weights `[N, K]`."""
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+
+
+def cudnn(causal: bool) -> Callable[..., jax.Array]:
+    """cuDNN's attention, as JAX has it, of queries, keys, values and perhaps the number of keys of each request."""
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=causal, key_value_seq_lengths=lengths, implementation="cudnn"
+        )
+
+    return call
+
+
+def tokamax(causal: bool) -> Callable[..., jax.Array]:
+    """tokamax's kernels, arguments as in `cudnn`; never XLA's attention, which holds all scores in memory."""
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+        import tokamax  # pyright: ignore[reportMissingImports]
+        from absl import flags
+
+        if not flags.FLAGS.is_parsed():
+            # Otherwise absl would parse the arguments of the benchmark as its own.
+            flags.FLAGS(sys.argv[:1])
+        return tokamax.dot_product_attention(
+            q, k, v, is_causal=causal, key_value_seq_lengths=lengths, implementation=("mosaic", "triton")
+        )
+
+    return call
+
+
+def torch_is_installed() -> bool:
+    """Whether PyTorch can be imported."""
+    return importlib.util.find_spec("torch") is not None
+
+
+def torch_attention(
+    causal: bool, q: jax.Array, pairs: Sequence[tuple[jax.Array, jax.Array]], *, ragged: bool, replays: int
+) -> float:
+    """Seconds of PyTorch's attention on the very arrays that JAX holds.
+
+    Raises:
+        NotImplementedError: requests have different lengths, of which PyTorch's attention knows nothing.
+        ModuleNotFoundError: PyTorch is not installed.
+    """
+    if ragged:
+        raise NotImplementedError("scaled_dot_product_attention takes no lengths of requests, only a mask of all keys")
+    import torch  # pyright: ignore[reportMissingImports]
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    # [B, S, H, K] seen as [B, H, S, K]: the memory order that PyTorch's kernels are fastest with.
+    shared = [tuple(torch.from_dlpack(x).transpose(1, 2) for x in (q, k, v)) for k, v in pairs]
+    return torch_time(attend, shared, replays=replays)
+
+
+def torch_product(sets: Sequence[tuple[jax.Array, jax.Array]], *, replays: int) -> Callable[[], float]:
+    """A measurement of `torch.mm` on the very arrays that JAX holds.
+
+    Raises:
+        ModuleNotFoundError: PyTorch is not installed.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    shared = [tuple(torch.from_dlpack(array) for array in arguments) for arguments in sets]
+    return lambda: torch_time(lambda x, w: torch.mm(x, w.t()), shared, replays=replays)
+
+
+def free_torch_memory() -> None:
+    """Gives the memory that PyTorch keeps back to the device, so that JAX can take it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
