@@ -1,241 +1,15 @@
-"""Kernels of every kind are compiled for an H200, on a machine that has none: ptxas takes them, and nothing spills.
+"""Kernels of every kind compile for an H200 on a machine that has none: ptxas accepts them, and nothing spills.
 
-A compile proves that a kernel is accepted and what it costs, never its bits. It happens in a process of its own, which
-alone sees the compiler: `make test` installs that beside the environment, in the folder `DETJAX_PTXAS`.
+A compilation proves that a kernel is accepted and what it costs, never its bits.
 """
 
-import dataclasses
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, get_args
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import nnx
 
-from detjax import backends, compilation
-from detjax.contract import KV_BLOCK
-from detjax.models import Decoder, KVCache
-from detjax.models.config import DecoderConfig
-from detjax.options import Epilogue, KVQuantization, Masking
-from detjax.pallas.hopper import attention as hopper_attention
-from detjax.pallas.hopper import norm as hopper_norm
-from detjax.pallas.hopper import rope as hopper_rope
-from detjax.pallas.hopper import sampling, softmax
-from detjax.pallas.hopper.matmul import kernel as hopper_kernel
-from detjax.pallas.hopper.matmul import plan as schedules
-from detjax.portable import quantized_kv
-
-VARIABLE = "DETJAX_PTXAS"
-WITHOUT_A_DEVICE = {**compilation.PINNED_OPTIONS["gpu"], "xla_gpu_enable_triton_gemm": False}
-"""XLA's own dots, of attention as yet, are left to a library: Triton's would be timed on the device."""
-DONATED = {"decode step": range(4)}
-"""By program, the operands that it may overwrite: of a decoder of two layers its pools of pages."""
-ROOT = Path(__file__).parents[3]
-
-type Program = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
-
-
-def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-
-def matmul(
-    m: int,
-    n: int,
-    k: int,
-    schedule: schedules.Schedule | None = None,
-    *,
-    layout: str = "nk",
-    token_layout: str = "mk",
-    dtype: str = "bfloat16",
-    out_dtype: str = "bfloat16",
-    bias: bool = False,
-    residual: bool = False,
-    **epilogue: Any,
-) -> Program:
-    """A product by the schedule given, or by the one that serves it on an H200."""
-    parts = (2,) if epilogue.get("gated") else ()
-    problem = schedules.Problem(
-        m,
-        n,
-        k,
-        2 if parts else 1,
-        jnp.dtype(dtype),
-        jnp.dtype(out_dtype),
-        jnp.dtype(dtype) if residual else None,
-        jnp.dtype(dtype) if bias else None,
-        token_layout,  # pyright: ignore
-        layout,  # pyright: ignore
-    )
-
-    def fn(x: jax.Array, w: jax.Array, *rest: jax.Array) -> jax.Array:
-        others = list(rest)
-        return hopper_kernel.product(
-            x,
-            w,
-            others.pop(0) if bias else None,
-            others.pop(0) if residual else None,
-            token_layout=token_layout,  # pyright: ignore
-            layout=layout,  # pyright: ignore
-            epilogue=Epilogue(**epilogue),
-            out_dtype=out_dtype,
-            schedule=schedule or schedules.choose(problem, "NVIDIA H200"),
-        )
-
-    operands = [
-        array(*((m, k) if token_layout == "mk" else (k, m)), dtype=dtype),
-        array(*parts, *((n, k) if layout == "nk" else (k, n)), dtype=dtype),
-    ]
-    operands += [array(*parts, n, dtype=dtype)] * bias + [array(m, n, dtype=dtype)] * residual
-    return fn, operands
-
-
-def sampler(rows: int, width: int, filtered: bool) -> Program:
-    shapes = {
-        "logits": array(rows, width, dtype="float32"),
-        "seed": array(rows, 2, dtype="uint32"),
-        "position": array(rows, dtype="int32"),
-        "sample_index": array(rows, dtype="int32"),
-        "temperature": array(rows, dtype="float32"),
-        "top_k": array(rows, dtype="int32"),
-        "top_p": array(rows, dtype="float32"),
-        "min_p": array(rows, dtype="float32"),
-    }
-    names = list(shapes)
-
-    def fn(*arrays: jax.Array) -> Any:
-        return sampling.sample(**dict(zip(names, arrays, strict=True)), filtered=filtered)
-
-    return fn, list(shapes.values())
-
-
-def attention(
-    tokens: int, width: int, *, kind: str | None = None, sinks: bool = False, alibi: bool = False, **options: Any
-) -> Program:
-    """Attention of 4 requests of 32 heads, 4 to a key head, as it runs where no gradient is taken."""
-    slopes = tuple(2.0 ** -(1 + head % 8) for head in range(32)) if alibi else None
-    masking = Masking(width**-0.5, alibi_slopes=slopes, **options)
-    shape = (64, 8, KV_BLOCK, width)
-    pool = [array(*shape)] if kind is None else list(quantized_kv.layout(shape, kind))  # pyright: ignore
-
-    def fn(q: jax.Array, *operands: jax.Array) -> jax.Array:
-        pools, operands = operands[: 2 * len(pool)], operands[2 * len(pool) :]
-        if kind is not None:
-            pools = [quantized_kv.QuantizedPages(*pools[i : i + 2], kind) for i in (0, 2)]  # pyright: ignore
-        *others, given = operands if sinks else (*operands, None)
-        return hopper_attention.forward(q, *pools, *others, given, masking=masking, with_normalizers=False)[0]  # pyright: ignore
-
-    where = [array(4, 16, dtype="int32"), array(4, dtype="int32"), array(4, dtype="int32")]
-    return fn, [array(4, tokens, 32, width), *pool, *pool, *where, *[array(32)] * sinks]
-
-
-def decode_step(batch: int) -> Program:
-    """A step of a decoder of two layers, to the logits and the cache; its pools are the first of its operands."""
-    config = DecoderConfig.from_hugging_face(
-        {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
-            "hidden_act": "silu",
-            "max_position_embeddings": 40960,
-        },
-        "test",
-    )
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
-    cache = KVCache.empty(config, batch, 256, jnp.bfloat16)
-    leaves, tree = jax.tree.flatten((cache, state, array(batch, 1, dtype="int32")))
-
-    def fn(*leaves: Any) -> Any:
-        cache, state, tokens = jax.tree.unflatten(tree, leaves)
-        with backends.use_backend("hopper"):
-            return nnx.merge(graph, state)(tokens, cache)
-
-    return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
-
-
-def of_slices(program: Program) -> Program:
-    """The program on what lies behind the first element of each operand."""
-    fn, shapes = program
-    longer = [jax.ShapeDtypeStruct((1 + shape.shape[0], *shape.shape[1:]), shape.dtype) for shape in shapes]
-    return lambda *operands: fn(*(operand[1:] for operand in operands)), longer
-
-
-def append(batch: int, tokens: int, width: int = 128) -> Program:
-    """Queries and keys turned, keys and values written: 32 heads, 4 to a key head."""
-    turns = [array(batch, tokens, width // 2, dtype="float32")] * 2
-    where = [array(batch, 16, dtype="int32"), array(batch, dtype="int32"), array(batch, dtype="int32")]
-    pools = [array(64, 8, KV_BLOCK, width)] * 2
-    names = ("k_pages", "v_pages", "page_table", "q_start", "q_length")
-
-    def fn(*operands: jax.Array) -> Any:
-        to = dict(zip(names, operands[5:], strict=True))
-        return hopper_rope.append_kv(*operands[:5], **to, eps=1e-6)
-
-    return fn, [array(batch, tokens, 48, width), *turns, array(width), array(width), *pools, *where]
-
-
-def programs() -> dict[str, Program]:
-    S = schedules.Schedule
-    angles = array(64, 64, dtype="float32")
-    norm, rope = partial(hopper_norm.forward, eps=1e-5, weight_offset=0.0), partial(hopper_rope.forward, eps=1e-5)
-    return {
-        "matmul of one token": matmul(1, 4096, 4096),
-        "matmul of 16 tokens": matmul(16, 6144, 4096, residual=True),
-        "matmul of 64 tokens": matmul(64, 4096, 12288, bias=True, residual=True),
-        "matmul of 192 tokens": matmul(192, 10240, 5120),
-        "matmul of 4096 tokens": matmul(4096, 6144, 4096, residual=True),
-        "matmul to float32": matmul(64, 151936, 4096, out_dtype="float32"),
-        "matmul to float32, soft cap": matmul(1024, 128256, 4096, out_dtype="float32", soft_cap=30.0),
-        "matmul gated, 16 tokens": matmul(16, 12288, 4096, activation="silu", gated=True),
-        "matmul gated, 4096 tokens": matmul(4096, 12288, 4096, activation="silu", gated=True, bias=True),
-        "matmul gelu, most columns": matmul(
-            4096, 12288, 4096, S(128, 256, "tokens", 2, cluster_m=2, panel=8), activation="gelu", bias=True
-        ),
-        "matmul gelu_tanh, odd tiles": matmul(
-            4096, 12288, 4096, S(128, 168, "tokens", 2, panel=8), activation="gelu_tanh", residual=True
-        ),
-        "matmul of half-empty tiles": matmul(16, 4096, 4096, S(16, 40, lines=2, cluster_n=2), dtype="float16"),
-        "matmul of two half-empty tiles": matmul(96, 4096, 4096, S(96, 96, warpgroups=2), residual=True),
-        "matmul, kn": matmul(512, 4096, 12288, layout="kn"),
-        "matmul of gradients": matmul(4096, 6144, 512, layout="kn", token_layout="km", out_dtype="float32"),
-        "norm of wide rows": (norm, [array(4096, 4096), array(4096), array(4096, 4096)]),
-        "norm of narrow rows": (lambda x, w: norm(x, w, None), [array(1000, 896), array(896)]),
-        "norm in float32": (norm, [array(3, 12288, dtype="float32"), array(12288), array(3, 12288, dtype="float32")]),
-        "rope": (partial(rope, heads=(32, 8)), [array(64, 48, 128), angles, angles]),
-        "norm and rope": (partial(rope, heads=(32, 8)), [array(64, 48, 128), angles, angles, array(128), array(128)]),
-        "append to a KV cache": append(64, 1),
-        **{f"append of long prompts, head size {width}": append(4, 1024, width) for width in (64, 128, 256)},
-        "softmax": (softmax.softmax, [array(64, 151936)]),
-        "log-softmax": (softmax.log_softmax, [array(64, 151936, dtype="float32")]),
-        "log-softmax, read twice": (softmax.log_softmax, [array(64, 2_000_000, dtype="float32")]),
-        "logsumexp": (softmax.logsumexp, [array(1024, 128256, dtype="float32")]),
-        "sampling": sampler(64, 151936, filtered=False),
-        "sampling with filters": sampler(16, 128256, filtered=True),
-        **{f"attention prefill, head size {width}": attention(1024, width) for width in (64, 96, 128, 192, 256)},
-        **{f"attention decode, head size {width}": attention(1, width) for width in (64, 96, 128)},
-        **{f"attention decode, {kind}": attention(1, 128, kind=kind) for kind in get_args(KVQuantization)},
-        "attention prefill, q4_0": attention(1024, 128, kind="q4_0"),
-        "attention decode of slices": of_slices(attention(1, 128)),
-        "decode step": decode_step(4),
-    }
-
+from tests.pallas.hopper import compiler
+from tests.pallas.hopper.compiler import Kernel, compiled, copied, programs, reported_kernels
 
 SOME = (
     "matmul of one token",
@@ -247,97 +21,31 @@ SOME = (
     "attention decode of slices",
     "decode step",
 )
-"""Programs that are compiled without --all-cases."""
-
-
-def compile_all(names: Sequence[str] = ()) -> None:
-    """Compiles the programs named, or all, for an H200; ptxas writes what it says of each kernel below the program's
-    name."""
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, SingleDeviceSharding
-
-    config = (Path(__file__).parent / "h200.txtpb").read_text()
-    device = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1").devices[0]
-    sharding = SingleDeviceSharding(device)
-    # Kernels that ask for the number of multiprocessors see the target's.
-    with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("_",)).abstract_mesh):
-        for name, (fn, shapes) in programs().items():
-            if names and name not in names:
-                continue
-            print(f"# {name}", flush=True)
-            operands = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in shapes]
-            program = jax.jit(
-                fn, donate_argnums=DONATED.get(name, ()), out_shardings=sharding, compiler_options=WITHOUT_A_DEVICE
-            )
-            compiled = program.trace(*operands).lower(lowering_platforms=("cuda",)).compile()
-            print("fused:", *re.findall(r"dynamic[-_]slice[-_]fusion", compiled.as_text()), flush=True)
-            if name in DONATED:
-                print("copied:", *copied(compiled.as_text()), flush=True)
-
-
-def copied(hlo: str) -> list[str]:
-    """Dtypes and shapes of what a compiled program copies."""
-    return re.findall(r"= \(?(\w+\[[\d,]*\])\S*.* copy(?:-start)?\(", hlo)
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """What ptxas says of one kernel."""
-
-    name: str
-    target: str
-    registers: int
-    spilled_bytes: int
-
-
-def kernels_of(text: str) -> Iterator[Kernel]:
-    spills = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
-    entry = rf"Compiling entry function '(\w+)' for '(\w+)'.*?{spills}.*?Used (\d+) registers"
-    for name, target, stores, loads, registers in re.findall(entry, text, re.DOTALL):
-        yield Kernel(name, target, int(registers), int(stores) + int(loads))
+"""The programs that are compiled without --all-cases."""
 
 
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest) -> dict[str, str]:
-    """By program, what was said while it was compiled."""
-    if sys.platform != "linux":
-        pytest.skip(f"CUDA's compiler has no packages for {sys.platform}")
-    named = os.environ.get(VARIABLE)
-    folder = ROOT / (named or ".ptxas")
-    ptxas = folder / "nvidia" / "cu13" / "bin" / "ptxas"
-    if not named and not ptxas.is_file():
-        pytest.skip(f"CUDA's compiler is not in {folder}: `make test` installs it")
-    assert ptxas.is_file(), f"{VARIABLE} is {named}, where there is no {ptxas}; run `make test`, which installs it"
-    environment = {
-        **os.environ,
-        "CUDA_ROOT": str(ptxas.parents[1]),
-        "JAX_PLATFORMS": "cpu",
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
-    }
-    names = programs() if request.config.getoption("--all-cases") else SOME
-    script = [sys.executable, __file__, *names]
-    run = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
-    _, *sections = re.split(r"^# (.*)\n", run.stdout, flags=re.MULTILINE)
-    return dict(zip(sections[::2], sections[1::2], strict=True))
+    """The compiler's output, by the program's name."""
+    names = [*programs()] if request.config.getoption("--all-cases") else SOME
+    return compiled(Path(compiler.__file__), names, dump="MOSAIC_GPU_DUMP_PTXAS")
 
 
 def test_kernels_compile_for_an_h200_and_nothing_spills(reports: dict[str, str]) -> None:
     assert {*reports} >= {*SOME}
-    kernels = {name: list(kernels_of(text)) for name, text in reports.items()}
-    assert [name for name, found in kernels.items() if not found] == []
-    assert {kernel.target for found in kernels.values() for kernel in found} == {"sm_90a"}
-    assert {name: found for name, found in kernels.items() if any(k.spilled_bytes for k in found)} == {}
+    kernels = {name: list(reported_kernels(text)) for name, text in reports.items()}
+    assert [name for name, reported in kernels.items() if not reported] == []
+    assert {kernel.target for reported in kernels.values() for kernel in reported} == {"sm_90a"}
+    assert {name: reported for name, reported in kernels.items() if any(k.spilled_bytes for k in reported)} == {}
 
 
 def test_a_decode_step_writes_its_cache_where_it_lies(reports: dict[str, str]) -> None:
-    (found,) = re.findall(r"^copied:(.*)$", reports["decode step"], re.MULTILINE)
-    assert not {shape for shape in found.split() if shape.startswith("bf16")}
+    (copies,) = re.findall(r"^copied:(.*)$", reports["decode step"], re.MULTILINE)
+    assert not {shape for shape in copies.split() if shape.startswith("bf16")}
 
 
 def test_kernels_are_given_copies_of_slices(reports: dict[str, str]) -> None:
-    """They refuse addresses that 256 does not divide."""
+    """Kernels refuse addresses that 256 does not divide, so a slice must not be fused into their operand."""
     assert re.findall(r"^fused:(.*)$", reports["attention decode of slices"], re.MULTILINE) == [""]
 
 
@@ -359,8 +67,4 @@ ptxas info    : Compiling entry function 'two' for 'sm_90a'
     64 bytes stack frame, 24 bytes spill stores, 40 bytes spill loads
 ptxas info    : Used 255 registers
 """
-    assert list(kernels_of(text)) == [Kernel("one", "sm_90a", 168, 0), Kernel("two", "sm_90a", 255, 64)]
-
-
-if __name__ == "__main__":
-    compile_all(sys.argv[1:])
+    assert list(reported_kernels(text)) == [Kernel("one", "sm_90a", 168, 0), Kernel("two", "sm_90a", 255, 64)]

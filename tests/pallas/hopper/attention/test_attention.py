@@ -1,10 +1,8 @@
 """Attention's Hopper kernels: lowered, as ptxas gets them, and on a GPU where there is one."""
 
 import functools
-import os
 import re
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,8 +18,7 @@ from detjax.pallas.hopper import attention as hopper_attention
 from detjax.pallas.hopper import warps
 from detjax.pallas.hopper.attention import decode
 from detjax.pallas.hopper.attention.decode import Schedule
-from tests.pallas.hopper import test_ptxas
-from tests.pallas.hopper.test_ptxas import ROOT, VARIABLE, Program, attention
+from tests.pallas.hopper.compiler import Program, attention, compile_programs, compiled
 from tests.support.attention_requests import (
     OPTIONS,
     WIDTHS,
@@ -91,7 +88,7 @@ def test_what_no_kernel_serves_is_refused(dtype: str, width: int, words: str) ->
 @pytest.mark.parametrize("count", [1, 5, 32, 33, 300])
 def test_32_lanes_find_places_among_neighbours(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # A warp's lanes are an array's elements here.
-    lanes = {"lane": lambda: jnp.arange(32), "warp_sum": jnp.sum, "warp_sums_up_to": jnp.cumsum}
+    lanes = {"lane": lambda: jnp.arange(32), "warp_sum": jnp.sum, "warp_prefix_sum": jnp.cumsum}
     for name, replacement in lanes.items():
         monkeypatch.setattr(warps, name, replacement)
     lengths = np.random.default_rng(count).integers(1, 9, count).astype(np.int32)
@@ -281,21 +278,8 @@ def _is(operation: str, *names: str) -> bool:
 
 @pytest.fixture(scope="module")
 def ptx() -> dict[str, str]:
-    """By program, what Mosaic gives ptxas, from a process of its own."""
-    folder = ROOT / os.environ.get(VARIABLE, ".ptxas")
-    if not (folder / "nvidia" / "cu13" / "bin" / "ptxas").is_file():
-        pytest.skip(f"CUDA's compiler is not in {folder}: `make test` installs it")
-    environment = {
-        **os.environ,
-        "CUDA_ROOT": str(folder / "nvidia" / "cu13"),
-        "JAX_PLATFORMS": "cpu",
-        "MOSAIC_GPU_DUMP_PTX": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT))),
-    }
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
-    _, *sections = re.split(r"^# (.*)\n", run.stdout, flags=re.MULTILINE)
-    return dict(zip(sections[::2], sections[1::2], strict=True))
+    """The PTX that Mosaic GPU gives ptxas, by the program's name."""
+    return compiled(Path(__file__), dump="MOSAIC_GPU_DUMP_PTX")
 
 
 @pytest.mark.sampled(0)
@@ -327,5 +311,4 @@ def test_a_product_in_a_sum_is_seen() -> None:
 
 
 if __name__ == "__main__":
-    test_ptxas.programs = programs
-    test_ptxas.compile_all()
+    compile_programs(programs())

@@ -1,0 +1,320 @@
+"""Programs for CUDA's compiler, which a process of its own compiles for an H200, on a machine that has none.
+
+    PYTHONPATH=<folder of the compiler>:<repository> python tests/pallas/hopper/compiler.py [NAME ...]
+
+compiles the programs of these names, or all of them. `compiled` runs this, or another such script, from a test. The
+compiler is installed by `make test`, in the folder that the environment variable `DETJAX_PTXAS` names.
+"""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from detjax import backends, compilation
+from detjax.contract import KV_BLOCK
+from detjax.models import Decoder, KVCache
+from detjax.models.config import DecoderConfig
+from detjax.options import Epilogue, KVQuantization, Masking
+from detjax.pallas.hopper import attention as hopper_attention
+from detjax.pallas.hopper import norm as hopper_norm
+from detjax.pallas.hopper import rope as hopper_rope
+from detjax.pallas.hopper import sampling, softmax
+from detjax.pallas.hopper.matmul.kernel import Operands, product
+from detjax.pallas.hopper.matmul.plan import Problem, Schedule
+from detjax.pallas.hopper.matmul.tuning import default_schedule
+from detjax.portable import quantized_kv
+
+FOLDER_VARIABLE = "DETJAX_PTXAS"
+WITHOUT_A_DEVICE = {**compilation.PINNED_OPTIONS["gpu"], "xla_gpu_enable_triton_gemm": False}
+"""Compiler options. XLA's own dots are left to a library: Triton's would be timed on the device."""
+DONATED = {"decode step": range(4)}
+"""The operands that a program may overwrite, by the program's name: a decoder of two layers has four pools of pages."""
+ROOT = Path(__file__).parents[3]
+
+type Program = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
+"""A function and the types of its operands."""
+
+
+def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+    """The type of an operand."""
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def matmul(
+    m: int,
+    n: int,
+    k: int,
+    schedule: Schedule | None = None,
+    *,
+    layout: str = "nk",
+    token_layout: str = "mk",
+    dtype: str = "bfloat16",
+    out_dtype: str = "bfloat16",
+    bias: bool = False,
+    residual: bool = False,
+    **epilogue: Any,
+) -> Program:
+    """A product by the schedule given, or by the default schedule of an H200."""
+    parts = (2,) if epilogue.get("gated") else ()
+    problem = Problem(
+        m,
+        n,
+        k,
+        2 if parts else 1,
+        jnp.dtype(dtype),
+        jnp.dtype(out_dtype),
+        jnp.dtype(dtype) if residual else None,
+        jnp.dtype(dtype) if bias else None,
+        token_layout,  # pyright: ignore
+        layout,  # pyright: ignore
+    )
+
+    def fn(x: jax.Array, w: jax.Array, *rest: jax.Array) -> jax.Array:
+        optional = list(rest)
+        operands = Operands(x, w, optional.pop(0) if bias else None, optional.pop(0) if residual else None)
+        return product(
+            operands,
+            token_layout=token_layout,  # pyright: ignore
+            layout=layout,  # pyright: ignore
+            epilogue=Epilogue(**epilogue),
+            out_dtype=out_dtype,
+            schedule=schedule or default_schedule(problem, "NVIDIA H200"),
+        )
+
+    operands = [
+        array(*((m, k) if token_layout == "mk" else (k, m)), dtype=dtype),
+        array(*parts, *((n, k) if layout == "nk" else (k, n)), dtype=dtype),
+    ]
+    operands += [array(*parts, n, dtype=dtype)] * bias + [array(m, n, dtype=dtype)] * residual
+    return fn, operands
+
+
+def sampler(rows: int, width: int, filtered: bool) -> Program:
+    """Sampling of float32 logits."""
+    shapes = {
+        "logits": array(rows, width, dtype="float32"),
+        "seed": array(rows, 2, dtype="uint32"),
+        "position": array(rows, dtype="int32"),
+        "sample_index": array(rows, dtype="int32"),
+        "temperature": array(rows, dtype="float32"),
+        "top_k": array(rows, dtype="int32"),
+        "top_p": array(rows, dtype="float32"),
+        "min_p": array(rows, dtype="float32"),
+    }
+    names = list(shapes)
+
+    def fn(*arrays: jax.Array) -> Any:
+        return sampling.sample(**dict(zip(names, arrays, strict=True)), filtered=filtered)
+
+    return fn, list(shapes.values())
+
+
+def attention(
+    tokens: int, width: int, *, kind: str | None = None, sinks: bool = False, alibi: bool = False, **options: Any
+) -> Program:
+    """Attention of 4 requests with 32 heads, 4 to a key head, as it runs if no gradient is taken."""
+    slopes = tuple(2.0 ** -(1 + head % 8) for head in range(32)) if alibi else None
+    masking = Masking(width**-0.5, alibi_slopes=slopes, **options)
+    shape = (64, 8, KV_BLOCK, width)
+    pool = [array(*shape)] if kind is None else list(quantized_kv.layout(shape, kind))  # pyright: ignore
+
+    def fn(q: jax.Array, *operands: jax.Array) -> jax.Array:
+        pools, operands = operands[: 2 * len(pool)], operands[2 * len(pool) :]
+        if kind is not None:
+            pools = [quantized_kv.QuantizedPages(*pools[i : i + 2], kind) for i in (0, 2)]  # pyright: ignore
+        *others, given = operands if sinks else (*operands, None)
+        return hopper_attention.forward(q, *pools, *others, given, masking=masking, with_normalizers=False)[0]  # pyright: ignore
+
+    where = [array(4, 16, dtype="int32"), array(4, dtype="int32"), array(4, dtype="int32")]
+    return fn, [array(4, tokens, 32, width), *pool, *pool, *where, *[array(32)] * sinks]
+
+
+def decode_step(batch: int) -> Program:
+    """A step of a decoder of two layers: logits and the cache. Its first operands are the pools of pages."""
+    config = DecoderConfig.from_hugging_face(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "hidden_act": "silu",
+            "max_position_embeddings": 40960,
+        },
+        "test",
+    )
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
+    cache = KVCache.empty(config, batch, 256, jnp.bfloat16)
+    leaves, tree = jax.tree.flatten((cache, state, array(batch, 1, dtype="int32")))
+
+    def fn(*leaves: Any) -> Any:
+        cache, state, tokens = jax.tree.unflatten(tree, leaves)
+        with backends.use_backend("hopper"):
+            return nnx.merge(graph, state)(tokens, cache)
+
+    return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
+
+
+def of_slices(program: Program) -> Program:
+    """The program on slices of its operands, from the second element of the first axis on."""
+    fn, shapes = program
+    longer = [jax.ShapeDtypeStruct((1 + shape.shape[0], *shape.shape[1:]), shape.dtype) for shape in shapes]
+    return lambda *operands: fn(*(operand[1:] for operand in operands)), longer
+
+
+def append(batch: int, tokens: int, width: int = 128) -> Program:
+    """RoPE and the append to the KV cache, for 32 query heads, 4 to a key head."""
+    turns = [array(batch, tokens, width // 2, dtype="float32")] * 2
+    where = [array(batch, 16, dtype="int32"), array(batch, dtype="int32"), array(batch, dtype="int32")]
+    pools = [array(64, 8, KV_BLOCK, width)] * 2
+    names = ("k_pages", "v_pages", "page_table", "q_start", "q_length")
+
+    def fn(*operands: jax.Array) -> Any:
+        to = dict(zip(names, operands[5:], strict=True))
+        return hopper_rope.append_kv(*operands[:5], **to, eps=1e-6)
+
+    return fn, [array(batch, tokens, 48, width), *turns, array(width), array(width), *pools, *where]
+
+
+def programs() -> dict[str, Program]:
+    """Kernels of every kind, by name."""
+    S = Schedule
+    angles = array(64, 64, dtype="float32")
+    norm, rope = partial(hopper_norm.forward, eps=1e-5, weight_offset=0.0), partial(hopper_rope.forward, eps=1e-5)
+    return {
+        "matmul of one token": matmul(1, 4096, 4096),
+        "matmul of 16 tokens": matmul(16, 6144, 4096, residual=True),
+        "matmul of 64 tokens": matmul(64, 4096, 12288, bias=True, residual=True),
+        "matmul of 192 tokens": matmul(192, 10240, 5120),
+        "matmul of 4096 tokens": matmul(4096, 6144, 4096, residual=True),
+        "matmul to float32": matmul(64, 151936, 4096, out_dtype="float32"),
+        "matmul to float32, soft cap": matmul(1024, 128256, 4096, out_dtype="float32", soft_cap=30.0),
+        "matmul gated, 16 tokens": matmul(16, 12288, 4096, activation="silu", gated=True),
+        "matmul gated, 4096 tokens": matmul(4096, 12288, 4096, activation="silu", gated=True, bias=True),
+        "matmul gelu, most columns": matmul(
+            4096, 12288, 4096, S(128, 256, "tokens", 2, cluster_m=2, panel=8), activation="gelu", bias=True
+        ),
+        "matmul gelu_tanh, odd tiles": matmul(
+            4096, 12288, 4096, S(128, 168, "tokens", 2, panel=8), activation="gelu_tanh", residual=True
+        ),
+        "matmul of half-empty tiles": matmul(16, 4096, 4096, S(16, 40, lines=2, cluster_n=2), dtype="float16"),
+        "matmul of two half-empty tiles": matmul(96, 4096, 4096, S(96, 96, warpgroups=2), residual=True),
+        "matmul, kn": matmul(512, 4096, 12288, layout="kn"),
+        "matmul of gradients": matmul(4096, 6144, 512, layout="kn", token_layout="km", out_dtype="float32"),
+        "norm of wide rows": (norm, [array(4096, 4096), array(4096), array(4096, 4096)]),
+        "norm of narrow rows": (lambda x, w: norm(x, w, None), [array(1000, 896), array(896)]),
+        "norm in float32": (norm, [array(3, 12288, dtype="float32"), array(12288), array(3, 12288, dtype="float32")]),
+        "rope": (partial(rope, heads=(32, 8)), [array(64, 48, 128), angles, angles]),
+        "norm and rope": (partial(rope, heads=(32, 8)), [array(64, 48, 128), angles, angles, array(128), array(128)]),
+        "append to a KV cache": append(64, 1),
+        **{f"append of long prompts, head size {width}": append(4, 1024, width) for width in (64, 128, 256)},
+        "softmax": (softmax.softmax, [array(64, 151936)]),
+        "log-softmax": (softmax.log_softmax, [array(64, 151936, dtype="float32")]),
+        "log-softmax, read twice": (softmax.log_softmax, [array(64, 2_000_000, dtype="float32")]),
+        "logsumexp": (softmax.logsumexp, [array(1024, 128256, dtype="float32")]),
+        "sampling": sampler(64, 151936, filtered=False),
+        "sampling with filters": sampler(16, 128256, filtered=True),
+        **{f"attention prefill, head size {width}": attention(1024, width) for width in (64, 96, 128, 192, 256)},
+        **{f"attention decode, head size {width}": attention(1, width) for width in (64, 96, 128)},
+        **{f"attention decode, {kind}": attention(1, 128, kind=kind) for kind in get_args(KVQuantization)},
+        "attention prefill, q4_0": attention(1024, 128, kind="q4_0"),
+        "attention decode of slices": of_slices(attention(1, 128)),
+        "decode step": decode_step(4),
+    }
+
+
+def compile_programs(programs: Mapping[str, Program]) -> None:
+    """Compiles programs for an H200. The compiler's output about a program follows a line with the program's name."""
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, SingleDeviceSharding
+
+    config = (Path(__file__).parent / "h200.txtpb").read_text()
+    device = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1").devices[0]
+    sharding = SingleDeviceSharding(device)
+    # Kernels that ask for the number of multiprocessors get the target's.
+    with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("_",)).abstract_mesh):
+        for name, (fn, shapes) in programs.items():
+            print(f"# {name}", flush=True)
+            operands = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in shapes]
+            program = jax.jit(
+                fn, donate_argnums=DONATED.get(name, ()), out_shardings=sharding, compiler_options=WITHOUT_A_DEVICE
+            )
+            compiled = program.trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+            print("fused:", *re.findall(r"dynamic[-_]slice[-_]fusion", compiled.as_text()), flush=True)
+            if name in DONATED:
+                print("copied:", *copied(compiled.as_text()), flush=True)
+
+
+def copied(hlo: str) -> list[str]:
+    """Dtypes and shapes of the arrays that a compiled program copies."""
+    return re.findall(r"= \(?(\w+\[[\d,]*\])\S*.* copy(?:-start)?\(", hlo)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The resources of one kernel, as ptxas reports them."""
+
+    name: str
+    target: str
+    registers: int
+    spilled_bytes: int
+
+
+def reported_kernels(text: str) -> Iterator[Kernel]:
+    """The kernels in ptxas' output."""
+    spills = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
+    entry = rf"Compiling entry function '(\w+)' for '(\w+)'.*?{spills}.*?Used (\d+) registers"
+    for name, target, stores, loads, registers in re.findall(entry, text, re.DOTALL):
+        yield Kernel(name, target, int(registers), int(stores) + int(loads))
+
+
+def compiled(script: Path, names: Sequence[str] = (), *, dump: str) -> dict[str, str]:
+    """The compiler's output for each program of a script that calls `compile_programs`, by the program's name.
+
+    Args:
+        script: a Python file, as this one.
+        names: its arguments.
+        dump: the environment variable that has Mosaic GPU print its output.
+    """
+    if sys.platform != "linux":
+        pytest.skip(f"CUDA's compiler has no packages for {sys.platform}")
+    named = os.environ.get(FOLDER_VARIABLE)
+    folder = ROOT / (named or ".ptxas")
+    ptxas = folder / "nvidia" / "cu13" / "bin" / "ptxas"
+    if not named and not ptxas.is_file():
+        pytest.skip(f"CUDA's compiler is not in {folder}: `make test` installs it")
+    assert ptxas.is_file(), f"{FOLDER_VARIABLE} is {named}, which has no {ptxas}; run `make test`, which installs it"
+    environment = {
+        **os.environ,
+        "CUDA_ROOT": str(ptxas.parents[1]),
+        "JAX_PLATFORMS": "cpu",
+        dump: "1",
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+    }
+    run = subprocess.run([sys.executable, script, *names], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
+    _, *sections = re.split(r"^# (.*)\n", run.stdout, flags=re.MULTILINE)
+    return dict(zip(sections[::2], sections[1::2], strict=True))
+
+
+if __name__ == "__main__":
+    compile_programs({name: program for name, program in programs().items() if name in (sys.argv[1:] or programs())})
