@@ -1,4 +1,4 @@
-"""Results beside each other: promises that are kept or broken, distances, and files that are none of ours."""
+"""Results side by side: promises that are kept or broken, distances, and files of other origin."""
 
 import copy
 import dataclasses
@@ -24,16 +24,17 @@ X = np.linspace(-2, 2, 200, dtype=np.float32)
 
 def row(name: str, *outputs: np.ndarray, **changes: Any) -> dict[str, Any]:
     seconds = {"median": 2e-5, "spread": 0.1, "rounds": [2e-5, 2.1e-5]}
-    found = {"operation": "matmul", "name": name, "arguments": ["float32[9]"], "bytes": 100, "flops": 10, "inputs": 5}
-    found |= {"seconds": seconds, "stock_seconds": seconds, "speed_over_stock": 1.5, "share_of_peak": 0.25}
-    found |= {"error": {"max_absolute": 1e-3, "relative": 1e-4, "elements": 9}, "same_bits_again": True}
-    return found | {"outputs": [results.output(x) for x in outputs]} | changes
+    fields = {"operation": "matmul", "name": name, "arguments": ["float32[9]"], "bytes": 100, "flops": 10, "inputs": 5}
+    fields |= {"seconds": seconds, "stock_seconds": seconds, "speed_over_stock": 1.5, "share_of_peak": 0.25}
+    fields |= {"error": {"max_absolute": 1e-3, "relative": 1e-4, "elements": 9}, "same_bits_again": True}
+    return fields | {"outputs": [results.output(x) for x in outputs]} | changes
 
 
 def save(file: Path, *rows: dict[str, Any], fingerprint: Fingerprint = FINGERPRINT, kind: Any = "measured") -> Path:
     device = {"kind": fingerprint.device_kind, "platform": "gpu" if fingerprint.driver != "none" else "cpu"}
     peak = PEAKS.get(fingerprint.device_kind)
-    results.written(file, kind, "python -m detjax.bench run", fingerprint, device, peak, {"small": True}, rows)
+    header = results.Header(kind, "python -m detjax.bench run", fingerprint, device, peak, {"small": True})
+    results.write(file, header, rows)
     return file
 
 
@@ -56,22 +57,22 @@ def nudged(x: np.ndarray, index: int, by: int) -> np.ndarray:
 
 
 def test_equal_fingerprints_with_equal_bits_keep_the_promise(tmp_path: Path) -> None:
-    found = invoke(*(save(tmp_path / f"{i}.json", row("a", X), row("b", X[:3])) for i in range(2)))
-    assert found.exit_code == 0, found.output
-    assert "All 2 results that must have equal bits have them" in found.output
-    assert "equal to A, promised" in found.output and "All fingerprints are equal" in found.output
+    result = invoke(*(save(tmp_path / f"{i}.json", row("a", X), row("b", X[:3])) for i in range(2)))
+    assert result.exit_code == 0, result.output
+    assert "All 2 results that must have equal bits have them" in result.output
+    assert "equal to A, promised" in result.output and "All fingerprints are equal" in result.output
 
 
 @pytest.mark.parametrize("index", [0, 100, 199])
 def test_one_bit_that_was_promised_breaks_it(tmp_path: Path, index: int) -> None:
     files = [save(tmp_path / "a.json", row("a", X)), save(tmp_path / "b.json", row("a", nudged(X, index, 1)))]
-    found = invoke(*files)
-    assert found.exit_code == 1
-    assert "1 of 1 results that must have equal bits differ" in found.output
-    assert "NOT EQUAL to A: " in found.output
+    result = invoke(*files)
+    assert result.exit_code == 1
+    assert "1 of 1 results that must have equal bits differ" in result.output
+    assert "NOT EQUAL to A: " in result.output
 
 
-def test_of_three_results_the_one_with_other_bits_is_found(tmp_path: Path) -> None:
+def test_among_several_results_the_one_with_different_bits_is_named(tmp_path: Path) -> None:
     one, other = row("a", X), row("a", X + 1)
     files = [
         save(tmp_path / "0", one),
@@ -79,9 +80,9 @@ def test_of_three_results_the_one_with_other_bits_is_found(tmp_path: Path) -> No
         save(tmp_path / "2", row("a", X * 3), fingerprint=OTHER),
         save(tmp_path / "3", other),
     ]
-    found = compare.compare(files)
-    assert [(bits.first, bits.second) for _, bits in found.broken] == [("A", "D")]
-    assert [(bits.first, bits.second, bits.promised) for bits in found.lines[0].bits] == [
+    result = compare.compare(files)
+    assert [(bits.first, bits.second) for _, bits in result.broken] == [("A", "D")]
+    assert [(bits.first, bits.second, bits.promised) for bits in result.lines[0].bits] == [
         ("A", "B", False),
         ("B", "C", True),
         ("A", "D", True),
@@ -95,16 +96,16 @@ def test_stock_promises_nothing(tmp_path: Path) -> None:
     assert "No two results must have equal bits" in compare.compare(files).verdict
 
 
-def test_other_devices_are_a_distance_apart(tmp_path: Path) -> None:
+def test_results_of_different_devices_are_a_distance_apart(tmp_path: Path) -> None:
     tokens = np.arange(4, dtype=np.int32)
     files = [
         save(tmp_path / "a", row("a", X, tokens)),
         save(tmp_path / "b", row("a", nudged(X, 199, -3), tokens * 2), fingerprint=OTHER),
     ]
-    found = invoke(*files)
-    assert found.exit_code == 0
-    assert "3 ulp, 3 other tokens from A" in found.output
-    assert "Fingerprints differ in: backend, device_kind, driver" in found.output
+    result = invoke(*files)
+    assert result.exit_code == 0
+    assert "3 ulp, 3 different tokens from A" in result.output
+    assert "Fingerprints differ in: backend, device_kind, driver" in result.output
 
 
 def test_bits_that_differ_where_no_number_is_kept_do_not_pass_for_equal(tmp_path: Path) -> None:
@@ -115,50 +116,50 @@ def test_bits_that_differ_where_no_number_is_kept_do_not_pass_for_equal(tmp_path
 
 
 def test_ulps_are_counted_across_zero_and_within_every_dtype() -> None:
-    def of(dtype: Any, a: list[float], b: list[float]) -> int | None:
+    def distance(dtype: Any, a: list[float], b: list[float]) -> int | None:
         words = [results.output(np.asarray(x, dtype))["sample"] for x in (a, b)]
         return compare.ulps(*words, np.dtype(dtype).name)
 
     tiny = float(np.finfo(np.float32).smallest_subnormal)
-    assert of(np.float32, [0.0, 1.0], [-0.0, 1.0]) == 0
-    assert of(np.float32, [tiny], [-tiny]) == 2
-    assert of(np.float32, [1.0, 5.0], [1.0 + 2**-23, 5.0]) == 1
-    assert of(np.float16, [-1.0], [-1.0 - 2**-10]) == 1
-    assert of(np.float32, [np.nan, np.inf], [np.nan, np.inf]) == 0
-    assert of(np.float32, [np.nan], [1.0]) is None
-    assert of(np.float32, [], []) == 0
+    assert distance(np.float32, [0.0, 1.0], [-0.0, 1.0]) == 0
+    assert distance(np.float32, [tiny], [-tiny]) == 2
+    assert distance(np.float32, [1.0, 5.0], [1.0 + 2**-23, 5.0]) == 1
+    assert distance(np.float16, [-1.0], [-1.0 - 2**-10]) == 1
+    assert distance(np.float32, [np.nan, np.inf], [np.nan, np.inf]) == 0
+    assert distance(np.float32, [np.nan], [1.0]) is None
+    assert distance(np.float32, [], []) == 0
     assert compare.ulps(["3f80", "bf80"], ["3f82", "bf80"], "bfloat16") == 2
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"arguments": ["float32[8]"]}, "A and B have arguments of other shapes"),
-        ({"inputs": 6}, "A and B were given other numbers"),
-        ({"outputs": [results.output(X[:3])]}, "A and B have results of other shapes or dtypes"),
+        ({"arguments": ["float32[8]"]}, "A and B have arguments of different shapes"),
+        ({"inputs": 6}, "A and B were given different numbers"),
+        ({"outputs": [results.output(X[:3])]}, "A and B have results of different shapes or dtypes"),
         ({"failed": "NotImplementedError: no kernels", "refused": True}, "B: NotImplementedError: no kernels"),
         ({"name": "c"}, "not in B"),
     ],
 )
 def test_what_cannot_be_compared_is_named_with_the_reason(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     files = [save(tmp_path / "a", row("a", X), row("b", X)), save(tmp_path / "b", row("a", X), row("b", X) | change)]
-    found = compare.compare(files)
-    assert found.missing[reason] == ["matmul b"]
-    assert [line.name for line, _ in found.pairs] == ["a"]
+    result = compare.compare(files)
+    assert result.missing[reason] == ["matmul b"]
+    assert [line.name for line, _ in result.pairs] == ["a"]
     assert f"Not compared, {reason}: matmul b" in invoke(*files).output
 
 
 def test_what_was_compiled_is_not_taken_for_measured(tmp_path: Path) -> None:
     files = [save(tmp_path / "a", row("a", X)), compiled(tmp_path / "b", "a")]
-    found = invoke(*files)
-    assert found.exit_code == 0 and "compiled, not measured" in found.output
+    result = invoke(*files)
+    assert result.exit_code == 0 and "compiled, not measured" in result.output
     comparison = compare.compare(files)
     assert list(comparison.measured) == ["A"] and not comparison.pairs
     assert comparison.verdict == "No two results can be compared bit by bit"
     assert "compiled; 1.05 MB" in report.html(comparison)
 
 
-def test_the_report_needs_no_other_file_and_shows_what_was_found(tmp_path: Path) -> None:
+def test_the_report_needs_no_other_file_and_shows_the_comparison(tmp_path: Path) -> None:
     files = [
         save(tmp_path / "a.json", row("<a>", X), row("b", X)),
         save(tmp_path / "b.json", row("<a>", X), row("b", X + 1)),
@@ -166,8 +167,8 @@ def test_the_report_needs_no_other_file_and_shows_what_was_found(tmp_path: Path)
         compiled(tmp_path / "d.json", "b"),
     ]
     out, folder = tmp_path / "report.html", tmp_path / "plots"
-    found = invoke(*files, "--html", out, "--plots", folder)
-    assert found.exit_code == 1, found.output  # the report of a broken promise is written too
+    result = invoke(*files, "--html", out, "--plots", folder)
+    assert result.exit_code == 1, result.output  # the report of a broken promise is written too
     html = out.read_text()
     assert "1 of 2 results that must have equal bits differ" in html and "matmul b: A and B" in html
     assert "&lt;a&gt;" in html and "<a>" not in html
@@ -216,13 +217,13 @@ def without(name: str) -> Callable[[dict[str, Any]], Any]:
         ),
     ],
 )
-def test_files_that_are_not_ours_are_refused_by_name(tmp_path: Path, changed: Any, message: str) -> None:
+def test_files_of_other_origin_are_refused_by_name(tmp_path: Path, changed: Any, message: str) -> None:
     good = save(tmp_path / "good.json", row("a", X))
     bad = tmp_path / "bad.json"
     bad.write_text(json.dumps(changed(copy.deepcopy(json.loads(good.read_text())))))
-    found = invoke(good, bad)
-    assert found.exit_code == 2
-    assert str(bad) in found.output and message in found.output and "accepted: " in found.output
+    result = invoke(good, bad)
+    assert result.exit_code == 2
+    assert str(bad) in result.output and message in result.output and "accepted: " in result.output
 
 
 def test_files_that_are_no_json_are_refused_by_name(tmp_path: Path) -> None:
@@ -240,7 +241,22 @@ def test_files_that_are_no_json_are_refused_by_name(tmp_path: Path) -> None:
         tmp_path: "Is a directory",
     }
     for file, message in messages.items():
-        found = invoke(good, file)
-        assert found.exit_code == 2 and f"{file}" in found.output and message in found.output, found.output
+        result = invoke(good, file)
+        assert result.exit_code == 2 and f"{file}" in result.output and message in result.output, result.output
     alone = invoke(good)
     assert alone.exit_code == 2 and "files given: 1; accepted: 2 to 26" in alone.output
+
+
+def test_results_of_releases_that_recorded_no_commit_can_be_read(tmp_path: Path) -> None:
+    file = save(tmp_path / "a.json", row("a", X))
+    content = json.loads(file.read_text())
+    commit = content.pop("commit")
+    assert results.read(file).commit == commit
+    file.write_text(json.dumps(content))
+    assert results.read(file).commit is None
+
+
+def test_a_result_with_a_different_bit_in_its_second_output_is_not_equal(tmp_path: Path) -> None:
+    files = [save(tmp_path / "a", row("a", X, X)), save(tmp_path / "b", row("a", X, nudged(X, 7, 1)))]
+    ((_, bits),) = compare.compare(files).pairs
+    assert bits.broken and not bits.equal

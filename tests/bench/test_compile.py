@@ -54,10 +54,10 @@ def test_what_the_compiler_says_is_kept(compiler: list[tuple[Any, ...]], tmp_pat
 
 def test_a_program_that_the_compiler_refuses_fails_the_command(compiler: list[tuple[Any, ...]]) -> None:
     arguments = ["compile", "--chip", "v5e", "--small", "--only", "softmax", "--only", "rms_norm"]
-    found = CliRunner().invoke(app, arguments, env={"COLUMNS": "250"})
-    assert found.exit_code == 1
-    assert "FAILED: RuntimeError: scoped vmem limit exceeded" in found.output
-    assert "compiled, not measured" in found.output
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "250"})
+    assert result.exit_code == 1
+    assert "FAILED: RuntimeError: scoped vmem limit exceeded" in result.output
+    assert "compiled, not measured" in result.output
     assert {backend for _, backend, _ in compiler} == {"tpu"}
 
 
@@ -72,9 +72,9 @@ def test_every_case_has_arguments_without_a_device_that_makes_them() -> None:
 def test_without_libtpu_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     deviceless.topology.cache_clear()
     monkeypatch.setitem(sys.modules, "libtpu", None)
-    found = CliRunner().invoke(app, ["compile", "--chip", "v5e"], env={"COLUMNS": "250"})
-    assert found.exit_code == 2
-    assert "libtpu is not installed" in found.output and "pip install 'detjax[tpu]'" in found.output
+    result = CliRunner().invoke(app, ["compile", "--chip", "v5e"], env={"COLUMNS": "250"})
+    assert result.exit_code == 2
+    assert "libtpu is not installed" in result.output and "pip install 'detjax[tpu]'" in result.output
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,6 @@ def test_without_libtpu_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_what_cannot_be_compiled_is_refused(arguments: list[str], message: str) -> None:
-    found = CliRunner().invoke(app, ["compile", *arguments], env={"COLUMNS": "300"})
-    assert found.exit_code == 2
-    assert message in found.output
+    result = CliRunner().invoke(app, ["compile", *arguments], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert message in result.output

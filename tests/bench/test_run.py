@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 import detjax
 from detjax.bench import results, run
 from detjax.bench.__main__ import app
-from detjax.bench.cases import OPERATIONS, SMALL, Case, Sizes, cases, checksum, drawn
+from detjax.bench.cases import OPERATIONS, SMALL, Case, Sizes, cases
+from detjax.bench.inputs import checksum, hashed
 from detjax.bench.peaks import PEAKS, Peak
 from tests.support.bits import assert_same_bits
 
@@ -28,11 +29,11 @@ def small(operation: str) -> Case:
     return next(cases(SMALL, [operation]))
 
 
-def numpy_drawn(seed: int, shape: tuple[int, ...], exponent: int) -> np.ndarray:
-    """`drawn` in NumPy."""
+def numpy_hashed(seed: int, shape: tuple[int, ...], exponent: int) -> np.ndarray:
+    """`hashed` in NumPy."""
     total = -2 * 0xFFFF * np.ones(shape, np.int64)
-    for of in (2 * seed, 2 * seed + 1):
-        x = np.arange(math.prod(shape), dtype=np.uint32).reshape(shape) + np.uint32((of + 1) * 0x9E3779B9 % 2**32)
+    for word in (2 * seed, 2 * seed + 1):
+        x = np.arange(math.prod(shape), dtype=np.uint32).reshape(shape) + np.uint32((word + 1) * 0x9E3779B9 % 2**32)
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
             x = (x ^ (x >> shift)) * np.uint32(factor)
         x ^= x >> 16
@@ -42,21 +43,21 @@ def numpy_drawn(seed: int, shape: tuple[int, ...], exponent: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_inputs_are_integer_arithmetic_that_any_device_does_alike(dtype: str) -> None:
-    want = numpy_drawn(7, (65, 33), -2).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
-    assert_same_bits(drawn(7, (65, 33), dtype, -2), want)
+    want = numpy_hashed(7, (65, 33), -2).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
+    assert_same_bits(hashed(7, (65, 33), dtype, -2), want)
     assert 0.25 * 1.1 < np.std(want.astype(np.float32)) < 0.25 * 1.2
 
 
 def test_the_order_of_additions_shows_in_sums_of_products_of_inputs() -> None:
-    x, w = (np.asarray(drawn(seed, (4096,), "bfloat16")).astype(np.float32) for seed in (0, 1))
+    x, w = (np.asarray(hashed(seed, (4096,), "bfloat16")).astype(np.float32) for seed in (0, 1))
     products = x * w
-    sums = {float(np.cumsum(of, dtype=np.float32)[-1]) for of in (products, products[::-1], np.sort(products))}
+    sums = {float(np.cumsum(x, dtype=np.float32)[-1]) for x in (products, products[::-1], np.sort(products))}
     assert len(sums) > 1
 
 
 def test_checksums_tell_inputs_apart() -> None:
-    a, b = drawn(0, (9, 5), "bfloat16"), jnp.arange(6, dtype=jnp.int32)
-    trees = [(a, b), (a, b + 1), (a, b[::-1]), (b, a), (drawn(1, (9, 5), "bfloat16"), b), (a.T, b)]
+    a, b = hashed(0, (9, 5), "bfloat16"), jnp.arange(6, dtype=jnp.int32)
+    trees = [(a, b), (a, b + 1), (a, b[::-1]), (b, a), (hashed(1, (9, 5), "bfloat16"), b), (a.T, b)]
     assert len({int(checksum(tree)) for tree in trees}) == len(trees)
     assert int(checksum((a, b))) == int(checksum((jnp.copy(a), b)))
 
@@ -67,9 +68,9 @@ def test_operations_are_near_what_they_are_in_float64(operation: str) -> None:
     arguments = case.draw(0)
     outputs = detjax.jit(case.run)(*arguments)
     assert case.exact is not None
-    found = run.error(case.exact(arguments, outputs))
-    of_dtype = {"bfloat16": 5e-3, "float32": 2e-7}[outputs[-1].dtype.name]
-    assert 0 < found["relative"] < of_dtype
+    error = run.error(case.exact(arguments, outputs))
+    tolerance = {"bfloat16": 5e-3, "float32": 2e-7}[outputs[-1].dtype.name]
+    assert 0 < error["relative"] < tolerance
     # What the case says that it moves is what its arguments and results take.
     if operation not in ("qk_rope", "attention_decode", "sample"):
         assert case.bytes == sum(leaf.nbytes for leaf in jax.tree.leaves((arguments, outputs)))
@@ -95,14 +96,14 @@ def test_the_shapes_are_those_of_the_model_named() -> None:
 def test_errors_are_against_the_larger_norm() -> None:
     exact = np.array([3.0, -4.0])
     assert run.error([(exact, exact)]) == {"max_absolute": 0.0, "relative": 0.0, "elements": 2}
-    found = run.error([(exact[:1] + 0.5, exact[:1]), (exact[1:], exact[1:])])
-    assert found == {"max_absolute": 0.5, "relative": 0.1, "elements": 2}
+    error = run.error([(exact[:1] + 0.5, exact[:1]), (exact[1:], exact[1:])])
+    assert error == {"max_absolute": 0.5, "relative": 0.1, "elements": 2}
 
 
 def test_two_runs_have_the_same_bits_and_speeds_that_follow_from_their_times(tmp_path: Path) -> None:
     runs = [run.run(sizes=QUICK, only=["softmax"], out=tmp_path / f"{i}.json") for i in range(2)]
     assert json.loads((tmp_path / "1.json").read_text()) == runs[1]
-    (first,), (second,) = (found["rows"] for found in runs)
+    (first,), (second,) = (content["rows"] for content in runs)
     assert first["outputs"] == second["outputs"] and first["inputs"] == second["inputs"]
     assert first["same_bits_again"] and "failed" not in first
     assert runs[0]["fingerprint"] == dataclasses.asdict(detjax.fingerprint())
@@ -110,7 +111,7 @@ def test_two_runs_have_the_same_bits_and_speeds_that_follow_from_their_times(tmp
     assert len(first["seconds"]["rounds"]) == len(first["stock_seconds"]["rounds"]) == 2
     assert first["bytes_per_second"] == first["bytes"] / median
     assert first["speed_over_stock"] == first["stock_seconds"]["median"] / median
-    assert [len(of["sample"]) for of in first["outputs"]] == [64]
+    assert [len(output["sample"]) for output in first["outputs"]] == [64]
 
 
 def test_a_share_needs_a_peak_that_is_known() -> None:
@@ -122,12 +123,12 @@ def test_a_share_needs_a_peak_that_is_known() -> None:
 
 def failing(error: Exception | None, on_stock: Exception | None = None) -> Case:
     def fails(x: jax.Array) -> tuple[jax.Array]:
-        found = on_stock if detjax.backend() == "stock" else error
-        if found is not None:
-            raise found
+        failure = on_stock if detjax.backend() == "stock" else error
+        if failure is not None:
+            raise failure
         return (x + 1,)
 
-    return Case("x", "softmax", fails, lambda seed: (drawn(seed, (4,), "float32"),), 32)
+    return Case("x", "softmax", fails, lambda seed: (hashed(seed, (4,), "float32"),), 32)
 
 
 def test_what_fails_is_a_row_that_says_why() -> None:
@@ -146,9 +147,9 @@ def test_what_fails_is_a_row_that_says_why() -> None:
 def test_the_command_prints_what_it_measured(tmp_path: Path) -> None:
     out = tmp_path / "stock.json"
     arguments = ["run", "--small", "--only", "softmax", "--backend", "stock", "--out", str(out)]
-    found = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
-    assert found.exit_code == 0, found.output
-    assert "stock on" in found.output and "no peak is known of this device" in found.output
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    assert "stock on" in result.output and "no peak is known of this device" in result.output
     content: dict[str, Any] = json.loads(out.read_text())
     assert content["kind"] == "measured" and content["settings"]["only"] == ["softmax"]
     assert content["rows"][0]["stock_seconds"] is None  # stock beside itself
@@ -157,8 +158,8 @@ def test_the_command_prints_what_it_measured(tmp_path: Path) -> None:
 def test_a_row_that_fails_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     for error, code in ((NotImplementedError("no kernels"), 0), (RuntimeError("[red]out of memory"), 1)):
         monkeypatch.setattr(run, "cases", lambda *_, error=error: [failing(error)])
-        found = CliRunner().invoke(app, ["run", "--small"], env={"COLUMNS": "160"})
-        assert found.exit_code == code and f"softmax x: {type(error).__name__}: {error}" in found.output
+        result = CliRunner().invoke(app, ["run", "--small"], env={"COLUMNS": "160"})
+        assert result.exit_code == code and f"softmax x: {type(error).__name__}: {error}" in result.output
 
 
 @pytest.mark.parametrize(
@@ -169,6 +170,51 @@ def test_a_row_that_fails_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: list[str], message: str) -> None:
-    found = CliRunner().invoke(app, ["run", *arguments], env={"COLUMNS": "300"})
-    assert found.exit_code == 2
-    assert message in found.output
+    result = CliRunner().invoke(app, ["run", *arguments], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def unsteady() -> Case:
+    """A case whose result changes from call to call, where programs are not compiled."""
+    calls: list[None] = []
+
+    def run(x: jax.Array) -> tuple[jax.Array]:
+        calls.append(None)
+        return (x + len(calls),)
+
+    return Case("x", "softmax", run, lambda seed: (hashed(seed, (4,), "float32"),), 32)
+
+
+def test_bits_that_change_from_call_to_call_fail_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.compilation, "jit", lambda fn, **_: fn)
+    monkeypatch.setattr(run, "cases", lambda *_: [unsteady()])
+    result = CliRunner().invoke(app, ["run", "--small"], env={"COLUMNS": "160"})
+    assert result.exit_code == 1 and "DIFFERENT BITS when called again: x" in result.output
+    stock = CliRunner().invoke(app, ["run", "--small", "--backend", "stock"], env={"COLUMNS": "160"})
+    assert stock.exit_code == 0 and "CHANGED" in stock.output
+
+
+def test_a_run_that_is_cut_short_keeps_its_rows(tmp_path: Path) -> None:
+    rows = []
+
+    def interrupt(row: dict[str, Any]) -> None:
+        rows.append(row)
+        if len(rows) == 2:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "cut.json"
+    with pytest.raises(KeyboardInterrupt):
+        run.run(sizes=dataclasses.replace(QUICK, rows=(1, 2, 3)), only=["rms_norm"], out=out, report=interrupt)
+    assert json.loads(out.read_text())["rows"] == rows[:1]
+
+
+def test_carried_arguments_pass_from_call_to_call() -> None:
+    def count(held: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return held + x, held + 1
+
+    case = Case("x", "decode_step", count, lambda seed: (jnp.int32(0), jnp.int32(10)), 8, carried=1)
+    arguments = case.draw(0)
+    call = case.carrying(count, arguments)
+    assert [int(call(arguments[1])[0]) for _ in range(3)] == [10, 11, 12]
+    assert int(arguments[0]) == 0

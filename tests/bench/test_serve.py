@@ -11,7 +11,7 @@ from detjax.bench.serve import Workload, digest, percentiles
 from detjax.engine import Completion, Generation
 
 LOAD = ["--requests", "9", "--prompt", "3", "70", "--output", "2", "5", "--orders", "2", "--beside", "12"]
-SMALL = ["--preset", "tiny", "--max-samples", "4", "--token-budget", "64", "--max-tokens", "128"]
+SMALL = ["--preset", "tiny", "--max-samples", "4", "--token-budget", "64", "--max-length", "128"]
 
 
 @pytest.mark.sampled(0)

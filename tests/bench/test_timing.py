@@ -1,12 +1,14 @@
 """Timing: inputs that come from memory, and a median."""
 
-import time
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from detjax.bench.timing import CACHE_BYTES, MOST_ROTATIONS, device_time, rotations, step_time, turns
+from detjax.bench import timing
+from detjax.bench.timing import CACHE_BYTES, MOST_ROTATIONS, rotations, turns
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20, 32 << 20, 300 << 20, 4 << 30])
@@ -17,33 +19,84 @@ def test_argument_sets_do_not_fit_into_the_cache_together(size: int) -> None:
     assert count == MOST_ROTATIONS or (count - 1) * size > CACHE_BYTES
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU only kernels are timed, and this calls Python")
-def test_each_argument_set_takes_its_turn() -> None:
-    seen = []
+class Queue:
+    """A device with a clock: calls return at once, and each takes the device a second after the calls before it."""
 
-    def fn(x: jax.Array) -> jax.Array:
-        seen.append(int(x))
-        return x
+    def __init__(self) -> None:
+        self.now = self.free_at = 0.0
+        self.seen: list[int] = []
 
-    sets = [(jnp.int32(i),) for i in range(3)]
-    assert device_time(fn, sets, calls=5) >= 0
-    assert seen == [0, 1, 0, 1, 2, 0, 1]
+    def perf_counter(self) -> float:
+        return self.now
+
+    def call(self, x: jax.Array) -> "Pending":
+        self.seen.append(int(x))
+        self.free_at = max(self.now, self.free_at) + 1
+        return Pending(self, self.free_at)
 
 
-def test_a_step_is_a_share_of_all_calls_of_a_repetition() -> None:
-    seen = []
+@dataclasses.dataclass
+class Pending:
+    """A result that is there from some time on."""
 
-    def program(x: jax.Array) -> jax.Array:
-        seen.append(int(x))
-        time.sleep(1e-3)
-        return x
+    queue: Queue
+    ready_at: float
 
-    sets = [(jnp.int32(i),) for i in range(3)]
-    seconds = step_time(program, sets, steps=4, repetitions=3)
-    assert seen == [0, 1] + 3 * [0, 1, 2, 0]
-    assert seconds >= 1e-3
+    def block_until_ready(self) -> None:
+        self.queue.now = max(self.queue.now, self.ready_at)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    queue = Queue()
+    monkeypatch.setattr(timing, "time", queue)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    return queue
+
+
+SETS = [(jnp.int32(i),) for i in range(3)]
+
+
+def test_a_call_lasts_until_its_result_is_there(device: Queue) -> None:
+    assert timing.device_time(device.call, SETS, calls=5) == 1.0
+    assert device.seen == [0, 1, 0, 1, 2, 0, 1]  # each argument set takes its turn
+
+
+def test_a_step_is_its_share_of_all_calls_of_a_repetition_the_last_one_included(device: Queue) -> None:
+    assert timing.step_time(device.call, SETS, steps=4, repetitions=3) == 1.0
+    assert device.seen == [0, 1] + 3 * [0, 1, 2, 0]
 
 
 def test_every_other_round_goes_backwards() -> None:
     assert list(turns("abc", 3)) == [*"abc", *"cba", *"abc"]
     assert list(turns([], 2)) == []
+
+
+def test_measurements_take_turns_and_one_that_fails_is_left_out() -> None:
+    order: list[str] = []
+
+    def run(name: str) -> float:
+        order.append(name)
+        if name == "bad":
+            raise RuntimeError("no room\nat all")
+        return float(len(order))
+
+    runs = {name: functools.partial(run, name) for name in ("a", "bad", "b")}
+    rounds = timing.in_turns(runs, 3, required=("a", "b"))
+    assert order == ["a", "bad", "b", "b", "a", "a", "b"]
+    assert rounds.seconds == {"a": [1.0, 5.0, 6.0], "b": [3.0, 4.0, 7.0]}
+    assert rounds.medians == {"a": 5.0, "b": 4.0}
+    assert rounds.missing == {"bad": "RuntimeError: no room"}
+
+
+def test_the_failure_of_a_required_measurement_is_raised() -> None:
+    def fails() -> float:
+        raise RuntimeError("no room")
+
+    with pytest.raises(RuntimeError, match="no room"):
+        timing.in_turns({"ours": fails}, 2, required=("ours",))
+
+
+def test_long_calls_are_measured_in_more_rounds_of_fewer_calls() -> None:
+    assert (timing.rounds_for(1e-5), timing.rounds_for(1e-3)) == (timing.ROUNDS, timing.LONG_ROUNDS)
+    assert [timing.calls_for(seconds) for seconds in (1e-6, 4e-3, 1.0)] == [25, 15, 7]

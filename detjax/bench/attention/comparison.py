@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Self
 
 from detjax.bench.failures import reason
 
@@ -39,7 +38,7 @@ class Comparison:
             self.failed[what] = reason(error)
         return what not in self.refused and what not in self.failed
 
-    def include(self, others: Iterable[Self]) -> None:
+    def include(self, others: Iterable["Comparison"]) -> None:
         """Adds what others counted and noted. Seconds stay, since the others may have run side by side."""
         for other in others:
             for kind, count in other.tokens.items():
