@@ -1,4 +1,4 @@
-"""The operations under contract: each gives one set of bits, whatever backend schedule, batch or phase serves it."""
+"""The operations under contract. Each gives one set of bits, whatever schedule, batch or phase serves it."""
 
 from detjax.ops.attention import attention as attention
 from detjax.ops.attention import contiguous_page_table as contiguous_page_table

@@ -1,4 +1,4 @@
-"""Checks of arguments: an error says what was given, what is accepted and where it happened."""
+"""Checks of arguments. An error says what was given, what is accepted, and in which operation and on which device."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from detjax.portable.quantized_kv import QuantizedPages
 
 
 def check_dtype(operation: str, *, like: Array | None = None, **arrays: Array | None) -> None:
-    """Returns if every array has a dtype under contract, and that of `like` where it is given.
+    """Returns if every array has a dtype under contract, or the dtype of `like` where that is given.
 
     Raises:
         TypeError: names the operation, the argument, its dtype and the device.

@@ -1,7 +1,7 @@
 """Sums over the devices of a mesh in one order, which no network and no compiler chooses.
 
-`jax.lax.psum` adds in the order that suits the network: another topology, or another release, has other bits. Here
-devices only exchange terms, and each adds them itself.
+`jax.lax.psum` adds in the order that suits the network, so another topology or another release gives different bits.
+Here devices only exchange terms, and each device adds them itself.
 """
 
 from typing import Any
@@ -25,18 +25,18 @@ _PSUM_SCATTER = Operation("psum_scatter", _MODULES)
 
 
 def psum(x: PyTree[Array], axis_name: AxisName) -> Any:
-    """Returns the sum of every leaf over devices: by all-gather, then added by each device in the order of the axis.
+    """Returns the sum of every leaf over the devices of an axis.
 
-    Terms are added left to right in float32, and rounded to the leaf's dtype once. The gradient of a term is the
-    gradient of the sum: nothing is added on the way back.
+    Devices gather all terms. Each device then adds them in the order of the axis, left to right in float32, and rounds
+    the sum once to the leaf's dtype. The gradient of a term is the gradient of the sum: the backward pass adds nothing.
 
     Args:
         x: arrays of bfloat16, float16 or float32, inside `jax.shard_map`.
-        axis_name: of the mesh; of several, the first varies slowest.
+        axis_name: an axis of the mesh, or several, the first of which varies slowest.
 
     Raises:
-        TypeError: a leaf has another dtype.
-        NameError: there is no such axis here; from JAX.
+        TypeError: a leaf has a different dtype.
+        NameError: the mesh has no such axis; raised by JAX.
     """
 
     def sum_of_leaf(term: Array) -> Array:
@@ -47,18 +47,18 @@ def psum(x: PyTree[Array], axis_name: AxisName) -> Any:
 
 
 def psum_scatter(x: PyTree[Array], axis_name: AxisName) -> Any:
-    """Returns each device's part of `psum`, cut along the first axis, in the same bits and with less traffic.
+    """Returns this device's part of `psum`, cut along the first axis, in the same bits and with less traffic.
 
-    Devices exchange parts of their terms, and each adds those of its own part in the order of the axis.
+    Devices exchange parts of their terms, and each device adds the terms of its own part in the order of the axis.
 
     Args:
         x: arrays of bfloat16, float16 or float32, inside `jax.shard_map`.
         axis_name: see `psum`.
 
     Raises:
-        TypeError: a leaf has another dtype.
-        ValueError: the devices do not divide a leaf's first axis.
-        NameError: there is no such axis here; from JAX.
+        TypeError: a leaf has a different dtype.
+        ValueError: the number of devices does not divide a leaf's first axis.
+        NameError: the mesh has no such axis; raised by JAX.
     """
     devices = lax.axis_size(axis_name)
 
@@ -66,8 +66,8 @@ def psum_scatter(x: PyTree[Array], axis_name: AxisName) -> Any:
         check_dtype("psum_scatter", x=term)
         if term.ndim == 0 or term.shape[0] % devices:
             raise ValueError(
-                f"psum_scatter: x has shape {term.shape}; accepted: a first axis that {devices} devices of the axis "
-                f"{axis_name!r} divide"
+                f"psum_scatter: x has shape {term.shape}; accepted: a first axis that the {devices} devices of axis "
+                f"{axis_name!r} divide. Pad it first, or use psum."
             )
         return _PSUM_SCATTER.module().psum_scatter(term, axis_name)
 

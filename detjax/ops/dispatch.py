@@ -75,11 +75,11 @@ class Operation:
 
 
 def with_vmap_rule(fn: Callable[..., Any], rows: Sequence[bool]) -> Callable[..., Any]:
-    """`fn` of positional array arguments (or None), with `vmap(fn)(xs)[i]` equal to `fn(xs[i])` in every bit.
+    """Returns `fn` with a vmap rule that makes `vmap(fn)(xs)[i]` equal to `fn(xs[i])` in every bit.
 
     Args:
-        fn: an operation whose results have the leading axes of its row arguments, or of nothing.
-        rows: for each argument, whether it holds rows: a batch axis of rows is one more leading axis, and `fn` is
+        fn: a function of positional arrays (or None). Its results have the leading axes of its row arguments.
+        rows: for each argument, whether it holds rows. A batch axis of rows becomes one more leading axis, and `fn` is
             called once. If any other argument is batched, `fn` is called for one example after another.
     """
 
@@ -93,10 +93,10 @@ def with_vmap_rule(fn: Callable[..., Any], rows: Sequence[bool]) -> Callable[...
         if any(b and not row for b, row in zip(batched, rows, strict=True)):
             mapped = [arg if b else None for arg, b in zip(args, batched, strict=True)]
 
-            def one(mapped: Sequence[Any]) -> Any:
-                return call(*(m if b else arg for m, b, arg in zip(mapped, batched, args, strict=True)))
+            def call_for_example(example: Sequence[Any]) -> Any:
+                return call(*(x if b else arg for x, b, arg in zip(example, batched, args, strict=True)))
 
-            out = lax.map(one, mapped)
+            out = lax.map(call_for_example, mapped)
         else:
             spread = [
                 jnp.broadcast_to(arg, (axis_size, *arg.shape)) if row and not b and arg is not None else arg

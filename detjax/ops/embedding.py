@@ -20,7 +20,7 @@ _EMBED = Operation(
 
 @compilation.jit
 def embed(tokens: Int[Array, "*B"], table: Float[Array, "V D"]) -> Float[Array, "*B D"]:
-    """Returns the table's rows at the tokens; ids must lie within the vocabulary.
+    """Returns the table's row of each token. Token ids must lie within the vocabulary.
 
     Raises:
         TypeError: the table's dtype is not under contract, or tokens are not integers.

@@ -1,4 +1,4 @@
-"""Matrix products with the linear layer's epilogues, under contract."""
+"""Matrix products with the epilogues of linear layers, under contract."""
 
 import functools
 from typing import get_args
@@ -41,17 +41,19 @@ def matmul(
 
     Args:
         x: rows; bfloat16, float16 or float32.
-        w: weights of x's dtype, `[K, N]` where `layout` is "kn" and `[N, K]`, as checkpoints hold them, where it is
-            "nk". If `gated`, gate and up stacked: `[2, K, N]` or `[2, N, K]`.
+        w: weights of x's dtype, `[K, N]` if `layout` is "kn", and `[N, K]`, the layout of checkpoints, if it is "nk".
+            If `gated`, the gate's and the up projection's weights, stacked: `[2, K, N]` or `[2, N, K]`.
+        layout: "kn" or "nk".
         bias: `[N]`, or `[2, N]` if `gated`.
-        activation: applied to the sum; "gelu" is the exact one, "gelu_tanh" its approximation.
-        gated: the result is `act(x @ w[0] + bias[0]) * (x @ w[1] + bias[1]) + residual` (Shazeer 2020).
-        soft_cap: the activated result y becomes `soft_cap * tanh(y / soft_cap)`, as Gemma caps its logits.
-        residual: added to the float32 result.
-        out_dtype: dtype of the result; default: x's.
+        activation: the function of the biased sum; "gelu" is the exact one, "gelu_tanh" its approximation.
+        gated: whether the result is `act(x @ w[0] + bias[0]) * (x @ w[1] + bias[1]) + residual` (Shazeer 2020).
+        soft_cap: the bound of the activated result `y`, which becomes `soft_cap * tanh(y / soft_cap)`; Gemma caps its
+            logits so.
+        residual: rows added to the float32 result.
+        out_dtype: the dtype of the result; default: x's.
 
     Raises:
-        TypeError: a dtype is not under contract, or w's is not x's.
+        TypeError: a dtype is not under contract, or w's dtype is not x's.
         ValueError: shapes do not fit together, or an option is unknown.
     """
     check_dtype("matmul", x=x, bias=bias, residual=residual)
@@ -61,7 +63,7 @@ def matmul(
     if activation not in (None, *get_args(Activation)):
         raise ValueError(f"matmul: activation is {activation!r}; accepted: None, {', '.join(get_args(Activation))}")
     if gated and activation is None:
-        raise ValueError("matmul: gated without an activation; accepted: gated with one, as silu")
+        raise ValueError("matmul: gated without an activation; accepted: gated with one, such as silu")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"matmul: soft_cap is {soft_cap}; accepted: positive numbers, or None for no cap")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)

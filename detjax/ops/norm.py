@@ -1,4 +1,4 @@
-"""RMS norm, alone and with the residual add before it, under contract."""
+"""RMS norm, alone or after a residual add, under contract."""
 
 import functools
 from typing import overload
@@ -45,14 +45,15 @@ def rms_norm(
 ) -> Float[Array, "*B D"] | tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
     """Returns `x / sqrt(mean(x^2) + eps) * (weight + weight_offset)` (Zhang & Sennrich 2019), in float32, rounded once.
 
-    With a residual: the pair of the norm of `h = rn(x + residual)`, and `h`. The bits are those of the separate steps.
+    With a residual, the result is the pair of the norm of `h = rn(x + residual)`, and `h`. The bits are those of the
+    separate steps.
 
     Args:
         x: rows; bfloat16, float16 or float32.
-        weight: of any of these dtypes.
-        eps: added to the mean square.
-        weight_offset: 1.0 for models that store `weight - 1`, as Gemma.
-        residual: of x's dtype.
+        weight: a factor for each column, in any of these dtypes.
+        eps: the number added to the mean square.
+        weight_offset: the number added to the weight; 1.0 for models that store `weight - 1`, such as Gemma.
+        residual: rows of x's dtype.
 
     Raises:
         TypeError: a dtype is not under contract.

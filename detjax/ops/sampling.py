@@ -1,4 +1,4 @@
-"""The next token of each request: greedy or sampled, and the logprobs that go with it."""
+"""The next token of each request, greedy or sampled, and the logprobs of tokens."""
 
 import functools
 
@@ -36,18 +36,19 @@ def sample(
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
     """Returns the sampled tokens, and their logprobs under the model itself (before temperature and filters).
 
-    A row's noise depends on its seed, its token's absolute position and its sample index alone.
+    The noise of a row depends only on its seed, the absolute position of its token and its sample index.
 
     Args:
         logits: bfloat16, float16 or float32.
-        seed: the two halves of a 64-bit seed, high one first.
+        seed: the two 32-bit words of a 64-bit seed, the high one first.
         position: absolute position of the token to be sampled.
-        sample_index: which of a request's samples this is.
-        temperature: 0 takes the likeliest token, the lowest id among equals.
-        top_k: tokens kept; 0: all.
-        top_p: the likeliest tokens whose probability reaches this are kept; 1: all.
-        min_p: tokens of at least this share of the likeliest one's probability are kept; 0: all.
-        filtered: False where no row has a filter, which saves sorting; it changes no bits then.
+        sample_index: the index of this sample among the request's samples.
+        temperature: the divisor of the logits; at 0 the likeliest token is taken, the lowest id among equals.
+        top_k: how many of the likeliest tokens are kept; 0: all.
+        top_p: the probability at which the likeliest tokens together are enough, so that no further one is kept; 1: all
+            are kept.
+        min_p: the share of the likeliest token's probability that a token needs to be kept; 0: all are kept.
+        filtered: False if no row has a filter. That saves sorting and changes no bits.
 
     Raises:
         TypeError: a dtype is not under contract.
@@ -92,7 +93,7 @@ def _top_logprobs(logits: Array, *, count: int) -> tuple[Array, Array]:
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """The high and the low 32 bits of a seed.
+    """Returns the high and the low 32-bit word of a seed.
 
     Raises:
         ValueError: the seed is not within 0 to 2^64 - 1.

@@ -9,12 +9,12 @@ from detjax.rounding import rounded
 
 
 def forward(tokens: Array, table: Array) -> Array:
-    """Rows `[*B, D]` of the table: copies, so there is no order to fix."""
+    """Returns copies `[*B, D]` of the table's rows. Nothing is added, so there is no order to fix."""
     return table[tokens]
 
 
 def backward(tokens: Array, table: Array, dy: Array) -> Array:
-    """Gradient of the table: each row adds its tokens in ascending order, float32, rounded once."""
+    """Returns the gradient of the table: each row adds its tokens in ascending order, in float32, rounded once."""
 
     def add(carry: Array, rows: tuple[Array, Array], _: None) -> Array:
         token, dy = rows

@@ -21,7 +21,7 @@ def forward(
     epilogue: Epilogue,
     out_dtype: DTypeLike,
 ) -> Array:
-    """`[*B, N]` of `[*B, K]` rows; see `detjax.ops.matmul` for the rest."""
+    """Returns rows `[*B, N]` for rows `[*B, K]`; see `detjax.ops.matmul` for the operands and options."""
 
     def tile(rows: tuple[Array, Array | None], shared: tuple[Array, Array | None]) -> Array:
         x, residual = rows
@@ -44,9 +44,13 @@ def backward(
     layout: WeightLayout,
     epilogue: Epilogue,
 ) -> tuple[Array, Array, Array | None]:
-    """Gradients of x, w and bias: `dx` row by row with N ascending, `dw` and `dbias` over tokens ascending.
+    """Returns the gradients of x, w and bias.
 
-    The gradient of the accumulator is rounded to `x`'s dtype before it meets a matrix unit.
+    With `dz` the gradient of the biased sums, rounded to x's dtype before it meets a matrix unit:
+
+        dx    = dz @ w^T, each row with N ascending
+        dw    = x^T @ dz, tokens added in ascending order, `WEIGHT_GRADIENT_TOKENS` in one product
+        dbias = the sum of dz over the tokens, in the same steps
     """
     flat_x = flat_rows(x)
     kept_axis = 1 if layout == "kn" else 0
@@ -75,11 +79,11 @@ def backward(
 
 
 def _halves(w: Array) -> tuple[Array, ...]:
-    """The weight alone, or gate and up of a stacked one."""
+    """The weight alone, or the gate's and the up projection's of a stacked one."""
     return (w,) if w.ndim == 2 else (w[0], w[1])
 
 
 def _pre_activation(x: Array, w: Array, bias: Array | None, layout: WeightLayout) -> Array:
-    """`[rows, 1, N]`, or `[rows, 2, N]` for gate and up."""
+    """The biased sums of a tile, float32 `[rows, 1, N]`, or `[rows, 2, N]` for gate and up."""
     z = jnp.stack([dot(x, half, (1, 0 if layout == "kn" else 1)) for half in _halves(w)], axis=1)
     return z if bias is None else z + bias.astype(ACCUMULATOR).reshape(1, *z.shape[1:])

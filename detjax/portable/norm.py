@@ -1,4 +1,4 @@
-"""RMS norm in plain JAX: one row, one fixed tree, float32."""
+"""RMS norm in plain JAX: the squares of a row are added in one fixed order, in float32."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,7 +13,15 @@ from detjax.rounding import rounded
 def forward(
     x: Array, weight: Array, residual: Array | None, *, eps: float, weight_offset: float
 ) -> tuple[Array, Array | None]:
-    """`(y, None)`, or `(y, h)` with `h = rn(x + residual)` where there is a residual; y is the norm of h then."""
+    """Returns `(y, None)`, or `(y, h)` with `h = rn(x + residual)` and `y` the norm of `h` if there is a residual.
+
+    Args:
+        x: rows `[*B, D]`.
+        weight: `[D]`.
+        residual: rows like `x`, or None.
+        eps: the number added to the mean square.
+        weight_offset: the number added to the weight.
+    """
 
     def tile(rows: tuple[Array, Array | None], weight: Array) -> tuple[Array, Array | None]:
         x, residual = rows
@@ -30,7 +38,22 @@ def forward(
 def backward(
     h: Array, weight: Array, dy: Array, dh: Array | None, *, eps: float, weight_offset: float
 ) -> tuple[Array, Array]:
-    """Gradients of the normalized rows `h`, with the `dh` that comes past the norm, and of the weight, row by row."""
+    """Returns the gradients of the normalized rows `h` and of the weight.
+
+    With `n = h * s` and `s = 1 / sqrt(mean(h^2) + eps)`, a row has the gradient
+
+        s * (g - n * mean(g * n)) + dh,  where g = dy * (weight + weight_offset)
+
+    and the weight has the sum of `dy * n` over the rows in ascending order, one tile after another.
+
+    Args:
+        h: the rows that were normalized, `[*B, D]`.
+        weight: `[D]`.
+        dy: the gradient of the norm's result.
+        dh: the gradient of `h` itself, which went past the norm as a residual; or None.
+        eps: as in `forward`.
+        weight_offset: as in `forward`.
+    """
 
     def tile(rows: tuple[Array, Array, Array | None], weight: Array) -> tuple[Array, Array]:
         h, dy, dh = rows
@@ -48,6 +71,7 @@ def backward(
 
 
 def _normalized(x: Array, eps: float) -> tuple[Array, Array]:
+    """The rows of a tile divided by their root mean square, float32, and the factors `[rows, 1]` of the division."""
     x = x.astype(ACCUMULATOR)
     scale = lax.rsqrt(row_sum(x * x) / x.shape[-1] + eps)
     return x * scale, scale

@@ -1,4 +1,4 @@
-"""Sampling in plain JAX: filters, Gumbel noise and argmax of one row of logits at a time."""
+"""Sampling in plain JAX: filters, Gumbel noise and the argmax of each row of logits."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def sample(
     *,
     filtered: bool,
 ) -> tuple[Array, Array]:
-    """Tokens `[B]` int32 and their logprobs `[B]` float32; see `detjax.ops.sample`."""
+    """Returns tokens, int32 `[B]`, and their logprobs, float32 `[B]`; see `detjax.ops.sample`."""
 
     def tile(rows: tuple[Array, ...], _: None) -> tuple[Array, Array]:
         logits, seed, position, sample_index, temperature, top_k, top_p, min_p = rows
@@ -33,7 +33,7 @@ def sample(
         if filtered:
             scaled = jnp.where(_kept(scaled, top_k, top_p, min_p), scaled, -jnp.inf)
         noise = jax.vmap(_gumbel, in_axes=(0, 0, 0, None))(seed, position, sample_index, logits.shape[-1])
-        # Behind the barrier the product is rounded before the noise is added, whatever instructions the processor has.
+        # The barrier has the product rounded before the noise is added, whatever instructions the processor has.
         noisy = lax.optimization_barrier(scaled) + noise
         token = jnp.argmax(jnp.where(greedy[:, None], logits, noisy), axis=-1).astype(jnp.int32)
         logprob = jnp.take_along_axis(log_softmax_tile(logits), token[:, None], axis=-1)[:, 0]
@@ -43,7 +43,7 @@ def sample(
 
 
 def masked(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """Logits `[B, V]` float32 with `-inf` for each entry that a filter takes out."""
+    """Returns the logits, float32 `[B, V]`, with `-inf` for each entry that a filter removes."""
 
     def tile(rows: tuple[Array, ...], _: None) -> Array:
         logits, temperature, *filters = rows
@@ -54,7 +54,10 @@ def masked(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p:
 
 
 def likeliest(logprobs: Array, *, count: int) -> tuple[Array, Array]:
-    """Of logprobs `[B, V]`, the ids `[B, count]` int32 of the largest, ties by lowest id, and these themselves."""
+    """Returns the ids, int32 `[B, count]`, of the largest of the logprobs `[B, V]`, and these logprobs themselves.
+
+    Ties go to the lowest id.
+    """
 
     def tile(logprobs: Array, _: None) -> tuple[Array, Array]:
         largest, tokens = lax.top_k(logprobs, count)
@@ -73,9 +76,9 @@ def _scaled(logits: Array, temperature: Array) -> Array:
 
 
 def _kept(scaled: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """Entries that pass top-k, then top-p (Holtzman et al. 2020) among those, then min-p (Nguyen et al. 2024).
+    """Whether each entry `[B, V]` passes top-k, top-p (Holtzman et al. 2020) and min-p (Nguyen et al. 2024).
 
-    Each filter sees the probabilities renormalized over what the one before kept.
+    Top-p and min-p see the probabilities renormalized over the entries that top-k keeps.
     """
     size = scaled.shape[-1]
     order = jnp.argsort(-scaled, axis=-1, stable=True)
