@@ -18,14 +18,17 @@ from detjax import compilation, ops
 from detjax.bench.shapes import TOKENS
 from detjax.bench.tune import REFERENCE
 from detjax.options import Epilogue
-from detjax.pallas.hopper.matmul.kernel import Schedule, product
-from detjax.pallas.hopper.matmul.plan import Plan, Problem, table
+from detjax.pallas.hopper.matmul.kernel import Operands, product
+from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule
+from detjax.pallas.hopper.matmul.tuning import table
 from tests.ops.references import ACTIVATIONS
+from tests.pallas.hopper.interpreter import normal
 from tests.support.bits import assert_same_bits, same_bits
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 5e-3, "float16": 7e-4}
 
-# Both operands on the matrix unit's rows, full and half-empty tiles, one and two warpgroups, clusters, long stages.
+# Schedules with either operand on the matrix unit's rows, with full and half-empty tiles, one and two warpgroups,
+# clusters and long stages.
 SCHEDULES = (
     Schedule(8, 24),
     Schedule(16, 40, lines=2),
@@ -41,7 +44,7 @@ SCHEDULES = (
     Schedule(64, 64, "tokens", cluster_m=4),
     Schedule(64, 32, "tokens", cluster_m=2, cluster_n=2, panel=2),
 )
-# Where K is not the last axis, tiles come in 64s.
+# If K is not the last axis of an operand, its tiles come in 64s.
 SCHEDULES_OF_64 = (
     Schedule(64, 64),
     Schedule(64, 64, "tokens", lines=2, cluster_n=2),
@@ -51,7 +54,7 @@ SCHEDULES_OF_64 = (
 
 
 def drawn(*shape: int, dtype: str = "bfloat16", seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(jnp.dtype(dtype))
+    return normal(*shape, dtype=dtype, seed=seed)
 
 
 def interpreted(
@@ -62,8 +65,8 @@ def interpreted(
     out_dtype: str = "float32",
     **epilogue: Any,
 ) -> Callable[..., np.ndarray]:
-    """The interpreted kernel's product of `[M, K]` and `[N, K]`, both turned to the layouts asked for."""
-    fn = functools.partial(
+    """The interpreted kernel's product of `[M, K]` and `[N, K]`, which are transposed to the layouts given."""
+    multiply = functools.partial(
         product,
         schedule=schedule,
         layout=layout,
@@ -71,7 +74,7 @@ def interpreted(
         epilogue=Epilogue(**epilogue),
         out_dtype=out_dtype,
     )
-    program = jax.jit(fn)
+    program = jax.jit(lambda *operands: multiply(Operands(*operands)))
 
     def call(x: Any, w: Any, bias: Any = None, residual: Any = None) -> np.ndarray:
         x = x if token_layout == "mk" else x.T
@@ -96,7 +99,7 @@ def exact(
     gated: bool = False,
     soft_cap: float | None = None,
 ) -> np.ndarray:
-    """The same in float64."""
+    """The product and its epilogue in float64."""
     with jax.enable_x64(True):
         z = np.einsum("mk,pnk->pmn", x.astype(np.float64), w.astype(np.float64).reshape(-1, *w.shape[-2:]))
         if bias is not None:
@@ -154,8 +157,8 @@ def test_epilogues_have_the_values_of_float64(schedule: Schedule, epilogue: dict
     x, w = drawn(11, 72), drawn(parts, 30, 72) * jnp.bfloat16(0.125)
     w, bias = (w, drawn(parts, 30)) if parts == 2 else (w[0], drawn(30))
     residual = drawn(11, 30, dtype="float32")
-    alone = [] if epilogue else [(bias,), (None, residual), (None, drawn(11, 30))]
-    for operands in (*alone, (bias, residual)):
+    single = [] if epilogue else [(bias,), (None, residual), (None, drawn(11, 30))]
+    for operands in (*single, (bias, residual)):
         y = multiplied(x, w, *operands, schedule=schedule, **epilogue)
         # The activations' own approximations have errors of some units in the last place.
         np.testing.assert_allclose(y, exact(x, w, *operands, **epilogue), atol=1e-5, rtol=1e-5)
@@ -174,7 +177,7 @@ def test_operands_may_have_k_first(schedule: Schedule) -> None:
 
 
 def in_order(x: np.ndarray, w: np.ndarray, bias: float = 0.0) -> np.ndarray:
-    """The product as the contract has it: one float32 sum per element, K ascending; and its bias."""
+    """The product in the order of the contract, plus a bias: one float32 sum per element, K ascending."""
     x, w = x.astype(np.float32), w.astype(np.float32)
     y = np.zeros((len(x), len(w)), np.float32)
     for k in range(x.shape[1]):
@@ -227,7 +230,7 @@ def test_a_cta_that_takes_tile_after_tile_gives_the_same_bits(schedule: Schedule
 
 @pytest.mark.usefixtures("matrix_unit")
 def test_another_order_of_k_has_other_bits() -> None:
-    # The negative control: what these comparisons must be able to see.
+    # The negative control: the comparisons above must be able to see a difference.
     x, w = operands_of_bits()
     expected = in_order(x, w)
     schedule = Schedule(64, 24, "tokens")
@@ -244,7 +247,7 @@ def test_another_order_of_k_has_other_bits() -> None:
     [
         *((m, False, Schedule(128, 24, "tokens", warpgroups=2)) for m in (1, 17, 100)),
         *((m, True, Schedule(32, 24)) for m in (9, 33)),
-        # What serves.
+        # The default schedule.
         (1, False, None),
         (3, True, None),
     ],
@@ -267,6 +270,22 @@ def test_a_rows_bits_do_not_depend_on_how_many_there_are_nor_on_its_neighbours(
             assert_same_bits(y[position], expected[0] + residual[position].astype(np.float32))
 
 
+@pytest.mark.usefixtures("matrix_unit")
+@pytest.mark.parametrize("schedule", [Schedule(16, 24), Schedule(64, 24, "tokens")], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_epilogue_has_the_contracts_order_and_one_rounding(schedule: Schedule, gated: bool) -> None:
+    # Numbers of many sizes: a step on a rounded value, or in another order, changes most results.
+    parts = 2 if gated else 1
+    x, w, bias, residual = drawn(17, 72), drawn(parts, 24, 72), drawn(parts, 24, seed=1), drawn(17, 24, seed=2)
+    z = [in_order(x, *pair) for pair in zip(w, bias, strict=True)]
+    y = np.maximum(z[0], np.float32(0))
+    y = y * z[1] if gated else y
+    expected = (y + residual.astype(np.float32)).astype(jnp.bfloat16)
+    operands = (w, bias) if gated else (w[0], bias[0])
+    result = multiplied(x, *operands, residual, schedule=schedule, out_dtype="bfloat16", activation="relu", gated=gated)
+    assert_same_bits(result, expected)
+
+
 # --- the public operation ---------------------------------------------------------------------------------------------
 
 
@@ -287,9 +306,9 @@ def test_gradients_are_those_of_float64(layout: str, gated: bool) -> None:
         z = jnp.einsum("btk,pnk->pbtn", x, w.reshape(parts, 16, 24)) + bias.reshape(parts, 1, 1, 16)
         return ACTIVATIONS["silu"](z[0]) * z[1] if gated else z[0]
 
-    turned = w if layout == "nk" else w.swapaxes(-1, -2)
+    stored = w if layout == "nk" else w.swapaxes(-1, -2)
     with detjax.use_backend("hopper"), plgpu.force_gpu_interpret_mode():
-        _, vjp = jax.vjp(ours, *map(jnp.asarray, (x, turned, bias)))
+        _, vjp = jax.vjp(ours, *map(jnp.asarray, (x, stored, bias)))
         gradients = [np.asarray(g) for g in vjp(jnp.asarray(dy))]
     gradients[1] = gradients[1] if layout == "nk" else gradients[1].swapaxes(-1, -2)
     with jax.enable_x64(True):
@@ -321,25 +340,39 @@ def test_float32_is_refused_and_says_what_serves() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rows": "columns"}, "rows is 'columns'; accepted: 'weights', 'tokens'"),
+        ({"warpgroups": 3}, "warpgroups is 3; accepted: 1 or 2"),
+        ({"cluster_m": 5}, r"5 x 1 CTAs; accepted: clusters of 1, 2, 3, 4 or 8 CTAs"),
+        ({"lines": 0}, "lines is 0 .*; accepted: 1 and more"),
+    ],
+)
+def test_schedules_that_fit_no_problem_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Schedule(16, 64, **fields)
+
+
+@pytest.mark.parametrize(
     ("schedule", "options", "words"),
     [
         (Schedule(12, 64), {}, "8 to 256 columns, in eights"),
         (Schedule(264, 64), {}, "8 to 256 columns, in eights"),
         (Schedule(64, 264, "tokens"), {}, "8 to 256 columns, in eights"),
         (Schedule(16, 320), {}, "up to 256 rows"),
-        (Schedule(16, 64, warpgroups=3), {}, "1 or 2 warpgroups"),
         (Schedule(16, 24, warpgroups=2), {}, "8 rows or more to a warpgroup, in eights"),
         (Schedule(16, 0), {}, "8 rows or more to a warpgroup, in eights"),
         (Schedule(16, 24), {"layout": "kn"}, "row tiles in 64s where K is not the last axis"),
         (Schedule(24, 64), {"token_layout": "km"}, "column tiles in 64s where K is not the last axis"),
         (Schedule(256, 128), {}, "up to 176 accumulators a thread"),
-        (Schedule(16, 64, cluster_m=5), {}, r"clusters of [0-9, ]+ or 8 CTAs"),
         (Schedule(16, 64, cluster_n=4), {}, "shared operands in equal groups of 8 rows"),
         (Schedule(128, 168, "tokens", lines=4), {}, "2 stages in shared memory"),
     ],
     ids=str,
 )
-def test_schedules_that_do_not_fit_are_refused(schedule: Schedule, options: dict[str, Any], words: str) -> None:
+def test_schedules_that_do_not_fit_the_problem_are_refused(
+    schedule: Schedule, options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=rf"matmul: Schedule\(.*Problem\(.*; accepted: .*{words}"):
         multiplied(drawn(128, 512), drawn(512, 512), schedule=schedule, **options)
 
@@ -350,10 +383,10 @@ def test_schedules_that_do_not_fit_are_refused(schedule: Schedule, options: dict
 def programs(
     problems: Sequence[tuple[Problem, Schedule]], epilogue: Epilogue, operands: Sequence[jax.ShapeDtypeStruct | None]
 ) -> list[Any]:
-    """A compiled program of `x, w, bias, residual` for each; ptxas runs while the next one is traced."""
+    """A compiled program of `x, w, bias, residual` for each problem; ptxas runs while the next one is traced."""
 
     def lowered(problem: Problem, schedule: Schedule) -> Any:
-        fn = functools.partial(
+        multiply = functools.partial(
             product,
             layout=problem.layout,
             token_layout=problem.token_layout,
@@ -366,7 +399,10 @@ def programs(
         if problem.residual_dtype is not None:
             residual = jax.ShapeDtypeStruct((problem.m, problem.n), problem.residual_dtype)
         arguments = (jax.ShapeDtypeStruct(x, problem.dtype), *operands, residual)
-        return jax.jit(fn, compiler_options=compilation.compiler_options("gpu")).lower(*arguments)
+        program = jax.jit(
+            lambda *operands: multiply(Operands(*operands)), compiler_options=compilation.compiler_options("gpu")
+        )
+        return program.lower(*arguments)
 
     with ThreadPoolExecutor(12) as pool:
         return list(pool.map(lambda program: program.compile(), (lowered(*pair) for pair in problems)))
@@ -380,7 +416,7 @@ def differing(y: jax.Array, expected: jax.Array) -> jax.Array:
 
 
 def placed(random: np.random.Generator, m: int, among: int) -> list[np.ndarray]:
-    """Three choices of m rows, with row 0 first, in the middle and last, each next to others."""
+    """Three choices of m rows, with row 0 first, in the middle and last, and with different neighbours."""
     chosen = []
     for position in (0, m // 2, m - 1):
         rows = 1 + random.permutation(among - 1)[np.arange(m) % (among - 1)]
@@ -394,12 +430,12 @@ DEVICE_TOKENS = [m for m in TOKENS if m <= ROWS] + [17, 33, 257]
 
 
 def fitting(problem: Problem, tokens: Sequence[int]) -> list[tuple[Problem, Schedule]]:
-    """Each schedule of the table that fits the problem, with the numbers of tokens dealt out as far as they fit too."""
+    """Each schedule of the table that fits the problem, with one of the numbers of tokens, which take turns."""
     pairs = []
     for i, schedule in enumerate(dict.fromkeys(table("NVIDIA H200").values())):
-        turned = [*tokens[i % len(tokens) :], *tokens[: i % len(tokens)]]
-        smaller = (dataclasses.replace(problem, m=m) for m in turned)
-        fits = (one for one in smaller if not Plan(one.addressable, schedule).faults())
+        in_turn = [*tokens[i % len(tokens) :], *tokens[: i % len(tokens)]]
+        smaller = (dataclasses.replace(problem, m=m) for m in in_turn)
+        fits = (one for one in smaller if schedule.fits(one.addressable))
         pairs += [(one, schedule) for one in itertools.islice(fits, 1)]
     return pairs
 

@@ -1,0 +1,25 @@
+"""Helpers of the Hopper kernels' tests: random arrays, Pallas' interpreter, and lowering for CUDA."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+
+
+def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
+    """Random numbers of a normal distribution, the same for the same arguments."""
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(jnp.dtype(dtype))
+
+
+def interpreted(fn: Callable[..., Any], *args: Any) -> Any:
+    """The result of `fn`, its kernels interpreted, as NumPy arrays."""
+    with plgpu.force_gpu_interpret_mode():
+        return jax.tree.map(np.asarray, jax.jit(fn)(*args))
+
+
+def lowered(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The text of `fn` as it is given to the compiler of a GPU."""
+    return jax.jit(fn).trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()
