@@ -1,4 +1,4 @@
-"""The TPU kernels that work on rows, at the sizes of Qwen3-8B, to be compiled for every chip; and rows for their tests."""
+"""The TPU kernels of rows at the sizes of Qwen3-8B, to be compiled for every chip, and rows for their tests."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -7,20 +7,29 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # JAX has no public name for what races were found
+from jax import lax
 
 import detjax
 from detjax import ops
-from detjax.bench.deviceless import kernels_of
+from detjax.bench.deviceless import kernel_texts
 from detjax.contract import KV_BLOCK
+from detjax.options import Masking
 from detjax.pallas.tpu import attention
 from detjax.pallas.tpu.attention import kernel as tpu_kernel
+from detjax.pallas.tpu.attention import online_softmax
+from detjax.pallas.tpu.attention.kernel import Problem, Schedule
 from detjax.portable import attention as portable_attention
-from tests.pallas.tpu import attention_cases as tpu_attention_cases
+from tests.pallas.tpu import attention_cases
+from tests.pallas.tpu.interpreter import (
+    assert_no_races,
+    assert_products_in_float32,
+    interpreted,
+    interpreting,
+    matrix_products,
+)
 from tests.support.attention_requests import OPTIONS, Requests
 from tests.support.bits import assert_same_bits
 
@@ -29,23 +38,17 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels run in the TPU interpreter, a head of keys in each step."""
-    monkeypatch.setattr(tpu_kernel, "MOST_HEADS", 1)
-    monkeypatch.setattr(tpu_kernel, "_block_sum", _block_sum)
-    with _interpreted():
+    """Kernels run in the TPU interpreter, with one head of keys in each step."""
+    monkeypatch.setattr(tpu_kernel, "MOST_KV_HEADS", 1)
+    monkeypatch.setattr(online_softmax, "block_sum", _block_sum)
+    with interpreting():
         yield
-    assert interpret_pallas_call.races is not None
-    assert not interpret_pallas_call.races.races_found
+    assert_no_races()
 
 
 def _block_sum(p: jax.Array) -> jax.Array:
-    """The kernel's own takes XLA long to compile; of its result only the first lane means anything."""
+    """The portable backend's sums, as the kernel's own take XLA long to compile. Only the first lane has a meaning."""
     return jnp.pad(portable_attention.block_sum(p), ((0, 0), (0, KV_BLOCK - 1)), constant_values=np.nan)
-
-
-def _interpreted(cores: int = 1) -> Any:
-    parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=cores)
-    return pltpu.force_tpu_interpret_mode(parameters)
 
 
 def _requests(name: str, dtype: str, lengths: tuple[int, ...], **sizes: int) -> Requests:
@@ -61,6 +64,9 @@ def _whole(requests: Requests) -> list[np.ndarray]:
     return requests.own(_forward(requests)(*requests.operands(start, max(requests.lengths)))[0], start)
 
 
+# --- numbers and the contract -----------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("not causal", "float32"), ("everything", "bfloat16")])
 def test_numbers_are_those_of_float64_and_of_the_portable_backend(name: str, dtype: str, interpreter: None) -> None:
     requests = _requests(name, dtype, (170, 129))
@@ -74,15 +80,109 @@ def test_numbers_are_those_of_float64_and_of_the_portable_backend(name: str, dty
     np.testing.assert_allclose(normalizers, expected_normalizers, rtol=1e-6, atol=1e-6)
 
 
+def exact_power(exponent: jax.Array) -> jax.Array:
+    """2 to the power of whole numbers, from the bits of a float32; 0 below its normal numbers."""
+    whole = jnp.maximum(exponent, -127.0).astype(jnp.int32)
+    return jnp.where(exponent < -126, 0.0, lax.bitcast_convert_type((whole + 127) << 23, jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactScores:
+    """One request with a head of keys and two of queries, whose scores are whole numbers in the log2 domain.
+
+    So the exponentials are powers of two, sums over a block are exact in every order, and no product is rounded: NumPy
+    can state the contract. The blocks' maxima lie far apart, so that each addition of blocks is rounded.
+    """
+
+    length: int
+    masking: Masking
+    has_sinks: bool
+
+    @property
+    def scores(self) -> np.ndarray:
+        """Scores `[length]` of the keys, for every query of the first head; the second head has twice as much."""
+        random = np.random.default_rng(0)
+        maxima = np.array([0, 13, 6, 11])[np.arange(self.length) // KV_BLOCK]
+        return maxima - random.integers(0, 5, self.length)
+
+    @property
+    def values(self) -> np.ndarray:
+        return np.random.default_rng(1).integers(-7, 8, (self.length, 16)).astype(np.float32)
+
+    def operands(self) -> tuple[Any, ...]:
+        """What `attention.forward` takes. Slots after the request's length are NaN."""
+        blocks = -(-self.length // KV_BLOCK)
+        k, v = np.full((2, blocks * KV_BLOCK, 16), np.nan, np.float32)
+        k[: self.length], v[: self.length] = 0, self.values
+        k[: self.length, 3] = self.scores
+        q = np.zeros((1, self.length, 2, 16), np.float32)
+        q[..., 3] = 1, 2
+        pages = (jnp.asarray(x.reshape(blocks, 1, KV_BLOCK, 16)) for x in (k, v))
+        table = jnp.arange(blocks, dtype=jnp.int32)[None]
+        integers = (jnp.array([number], jnp.int32) for number in (0, self.length))
+        return jnp.asarray(q), *pages, table, *integers, jnp.zeros(2, jnp.float32) if self.has_sinks else None
+
+    def expected(self) -> np.ndarray:
+        """Output `[1, length, 2, 16]` by the formulas of `detjax.contract`, block after block."""
+        o = np.zeros((1, self.length, 2, 16), np.float32)
+        for query in range(self.length):
+            for head in range(2):
+                o[0, query, head] = self._row(query, (1 + head) * self.scores)
+        return o
+
+    def _row(self, query: int, scores: np.ndarray) -> np.ndarray:
+        total = np.float32(1 if self.has_sinks else 0)
+        m = 0.0 if self.has_sinks else -1e30
+        accumulator = np.zeros(16, np.float32)
+        for first in range(0, self.length, KV_BLOCK):
+            keys = np.arange(first, min(first + KV_BLOCK, self.length))
+            visible = keys <= query if self.masking.causal else keys >= 0
+            if self.masking.window is not None:
+                visible &= keys > query - self.masking.window
+            if not visible.any():
+                continue
+            s, v = scores[keys[visible]], self.values[keys[visible]]
+            m_b = float(s.max())
+            p = np.exp2(s - m_b)
+            m_new = max(m, m_b)
+            a, b = np.float32(np.exp2(m - m_new)), np.float32(np.exp2(m_b - m_new))
+            accumulator = accumulator * a + (p @ v).astype(np.float32) * b
+            total = total * a + np.float32(p.sum()) * b
+            m = m_new
+        return accumulator * (np.float32(1) / total)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("options", [{}, {"window": 140}, {"causal": False}], ids=str)
+def test_bits_are_those_of_the_contract(
+    options: dict[str, Any], has_sinks: bool, interpreter: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks begin at absolute positions, have accumulators of their own and are merged left to right."""
+    request = ExactScores(470, Masking(scale=float(np.log(2)), **options), has_sinks)
+    # The last places of exp2 are the device's own, so an exact one takes its place.
+    monkeypatch.setattr(jnp, "exp2", exact_power)
+    o, _ = jax.jit(lambda *args: attention.forward(*args, masking=request.masking))(*request.operands())
+    assert_same_bits(o, request.expected())
+
+
 def test_sums_of_a_block_have_the_contracts_order() -> None:
     p = np.random.default_rng(0).standard_normal((tpu_kernel.TPU_ATTENTION_ROWS, KV_BLOCK), np.float32)
 
     def kernel(p: Any, sums: Any) -> None:
-        sums[...] = tpu_kernel._block_sum(p[...])
+        sums[...] = online_softmax.block_sum(p[...])
 
-    with _interpreted():
-        sums = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(p.shape, p.dtype))(p)
+    sums = interpreted(lambda p: pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(p.shape, p.dtype))(p))(p)
     assert_same_bits(sums[:, :1], portable_attention.block_sum(jnp.asarray(p)))
+    # Key 64 u + 16 g + 8 e + r is in lane r of group g.
+    keys = p.reshape(-1, 2, 4, 2, 8)
+    lanes = ((keys[:, 0, :, 0] + keys[:, 0, :, 1]) + keys[:, 1, :, 0]) + keys[:, 1, :, 1]
+    x = ((lanes[:, 0] + lanes[:, 1]) + lanes[:, 2]) + lanes[:, 3]
+    x = x[:, 0::2] + x[:, 1::2]
+    x = x[:, 0::2] + x[:, 1::2]
+    assert_same_bits(sums[:, 0], x[:, 0] + x[:, 1])
+
+
+# --- invariance -------------------------------------------------------------------------------------------------------
 
 
 def test_decode_and_packed_requests_have_the_bits_of_prefill(interpreter: None) -> None:
@@ -96,7 +196,7 @@ def test_decode_and_packed_requests_have_the_bits_of_prefill(interpreter: None) 
 
     counts, rows = (81, 0, 9), (0, 88, 88)
     start = np.array(lengths) - counts
-    packed = np.full((104, *requests.q.shape[2:]), np.nan, requests.q.dtype)  # also where no request's queries are
+    packed = np.full((104, *requests.q.shape[2:]), np.nan, requests.q.dtype)  # NaN in rows that belong to no request
     for q, first, count, row in zip(requests.q, start, counts, rows, strict=True):
         packed[row : row + count] = q[first : first + count]
     numbers = (jnp.asarray(x, jnp.int32) for x in (rows, counts, start, lengths))
@@ -107,38 +207,53 @@ def test_decode_and_packed_requests_have_the_bits_of_prefill(interpreter: None) 
         assert_same_bits(o[row : row + count], expected[first : first + count])
 
 
-def test_a_request_has_the_bits_it_has_alone_whatever_its_neighbours_and_pages_are(
-    interpreter: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_has_the_bits_it_has_alone_whatever_its_neighbours_and_pages_are(interpreter: None) -> None:
     requests = _requests("causal", "float32", (140, 200))
     *arrays, sinks = requests.operands(np.array([100, 150]), 70)
-    q, k, v, page_table, *where = map(np.array, arrays)
-    alone = np.asarray(_forward(requests)(q[:1, :40], k, v, page_table[:1], *(x[:1] for x in where), sinks)[0])
+    q, k, v, page_table, *numbers = map(np.array, arrays)
+    alone = np.asarray(_forward(requests)(q[:1, :40], k, v, page_table[:1], *(x[:1] for x in numbers), sinks)[0])
     assert np.isfinite(alone).all()
     for pages in (k, v):
         pages[page_table[1]] = np.nan
     q[1] = np.inf
     order = np.random.default_rng(0).permutation(len(k))  # page `order[i]` becomes page i
     page_table = np.argsort(order).astype(np.int32)[page_table]
-    page_table[:, -1] = 10**6, -1  # behind the lengths
-    # How many heads a step has, and which of two cores takes it, is a schedule.
-    monkeypatch.setattr(tpu_kernel, "MOST_HEADS", 8)
-    with _interpreted(cores=2):
-        together = _forward(requests)(q[::-1], k[order], v[order], page_table[::-1], *(x[::-1] for x in where), sinks)
+    page_table[:, -1] = 10**6, -1  # entries after the requests' lengths
+    # The number of heads in a step, the rows of a tile and the core that serves it are schedules.
+    forward = _forward(requests, schedule=Schedule(kv_heads=2, rows=192))
+    reversed_requests = (x[::-1] for x in numbers)
+    with interpreting(cores=2):
+        together = forward(q[::-1], k[order], v[order], page_table[::-1], *reversed_requests, sinks)
         assert_same_bits(np.asarray(together[0])[1, :40], alone[0])
 
 
 def test_a_mask_stands_for_the_option_that_it_spells_out(interpreter: None) -> None:
     requests, start = _requests("causal", "float32", (140, 60)), np.zeros(2, int)
-    uncausal = dataclasses.replace(requests, masking=dataclasses.replace(requests.masking, causal=False))
-    forward, operands = _forward(uncausal), requests.operands(start, 140)
+    without_option = dataclasses.replace(requests, masking=dataclasses.replace(requests.masking, causal=False))
+    forward, operands = _forward(without_option), requests.operands(start, 140)
     mask = np.tril(np.ones((140, 140), bool))
-    one, many = (
+    shared, repeated = (
         requests.own(forward(*operands, np.broadcast_to(mask, (b, h, 140, 140)))[0], start) for b, h in ((1, 1), (2, 4))
     )
-    assert_same_bits(one, many)
-    for actual, exact in zip(one, requests.exact(), strict=True):
+    assert_same_bits(shared, repeated)
+    for actual, exact in zip(shared, requests.exact(), strict=True):
         np.testing.assert_allclose(actual, exact, atol=2e-6, rtol=2e-6)
+
+
+def test_keys_after_the_end_of_a_mask_are_hidden(interpreter: None) -> None:
+    """The mask ends within a block of keys that belong to the request."""
+    requests = _requests("not causal", "float32", (140,), heads=2, kv_heads=1)
+    forward, operands = _forward(requests), requests.operands(np.zeros(1, int), 140)
+    short = np.ones((1, 1, 140, 100), bool)
+    whole = np.pad(short, ((0, 0), (0, 0), (0, 0), (0, 40)))
+    o = forward(*operands, short)[0]
+    assert_same_bits(o, forward(*operands, whole)[0])
+    first = dataclasses.replace(requests, lengths=(100,), q=requests.q[:, :100], k=requests.k[:, :100])
+    exact = dataclasses.replace(first, v=requests.v[:, :100]).exact()[0]
+    np.testing.assert_allclose(o[0, :100], exact, atol=2e-6, rtol=2e-6)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
 
 
 def test_gradients_are_those_of_attention_by_the_textbook(interpreter: None) -> None:
@@ -155,12 +270,15 @@ def test_gradients_are_those_of_attention_by_the_textbook(interpreter: None) -> 
 
     o, normalizers = _forward(requests)(*operands)
     backward = detjax.jit(functools.partial(attention.backward, masking=requests.masking))
-    found = backward(*operands, None, o, normalizers, do)[:3]
+    gradients = backward(*operands, None, o, normalizers, do)[:3]
     expected = jax.jit(jax.grad(textbook, argnums=(0, 1, 2)))(*operands[:3])
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), gradients, expected)
 
 
-def test_pages_that_no_kernel_serves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_pages_that_the_kernel_does_not_serve_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = _requests("causal", "bfloat16", (3,), width=32)
     quantized = dataclasses.replace(requests, k_pages=ops.quantize_kv(requests.k_pages, "int8"))
     with pytest.raises(NotImplementedError, match="quantized pages"):
@@ -168,28 +286,51 @@ def test_pages_that_no_kernel_serves_are_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(NotImplementedError, match="with 12 columns"):
         narrow = _requests("causal", "bfloat16", (3,), width=12)
         attention.forward(*narrow.operands(np.zeros(1, int), 3), masking=narrow.masking)
-    monkeypatch.setattr(tpu_attention_cases, "COLUMNS", 320)
+    monkeypatch.setattr(attention_cases, "COLUMNS", 320)
     with pytest.raises(NotImplementedError, match=r"a page table \(1024, 320\)"):
-        _text(tpu_attention_cases.forward(1024, 1))
+        _text(attention_cases.forward(1024, 1))
+
+
+def test_schedules_are_checked() -> None:
+    problem = Problem(kv_heads=6, group=4)
+    assert attention.default_schedule(problem) == Schedule(kv_heads=6, rows=128)
+    assert attention.default_schedule(Problem(kv_heads=1, group=130)) == Schedule(kv_heads=1, rows=192)
+    with pytest.raises(
+        ValueError, match=r"4 heads of keys in a step .* for 6 heads of keys .*; accepted: a divisor of 6"
+    ):
+        Schedule(kv_heads=4, rows=128).check(problem)
+    with pytest.raises(ValueError, match="at least 70 rows"):
+        Schedule(kv_heads=1, rows=64).check(Problem(kv_heads=1, group=70))
+    with pytest.raises(ValueError, match="tiles of 100 rows; accepted: 1 head or more, and positive multiples of 64"):
+        Schedule(kv_heads=1, rows=100)
+
+
+# --- kernel texts -----------------------------------------------------------------------------------------------------
 
 
 def _text(case: tuple[Callable[..., Any], tuple[Any, ...]]) -> str:
     fn, arguments = case
-    (text,) = kernels_of(fn, *arguments)
+    (text,) = kernel_texts(fn, *arguments)
     return text
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_kernel_is_one_text_for_every_number_of_tokens(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: dict[str, Any] = {"dtype": dtype, "heads": (8, 2)}
-    expected = _text(tpu_attention_cases.forward(1, 1, **sizes))
+    expected = _text(attention_cases.forward(1, 1, **sizes))
     for batch, tokens in ((8, 1), (500, 1), (4, 4), (1, 128), (1, 500), (1, 4096)):
-        assert _text(tpu_attention_cases.forward(batch, tokens, **sizes)) == expected
+        assert _text(attention_cases.forward(batch, tokens, **sizes)) == expected
     monkeypatch.setattr(tpu_kernel, "TPU_ATTENTION_ROWS", 32)
-    assert _text(tpu_attention_cases.forward(1, 1, **sizes)) != expected
+    assert _text(attention_cases.forward(1, 1, **sizes)) != expected
 
 
 def test_packed_requests_have_the_kernel_of_prefill() -> None:
-    expected = _text(tpu_attention_cases.forward(1, 512))
+    expected = _text(attention_cases.forward(1, 512))
     for rows, requests in ((8, 1), (512, 16)):
-        assert _text(tpu_attention_cases.ragged(rows, requests)) == expected
+        assert _text(attention_cases.ragged(rows, requests)) == expected
+
+
+def test_float32_is_multiplied_in_float32() -> None:
+    text = _text(attention_cases.forward(1, 512, "float32", heads=(8, 2), with_normalizers=True))
+    assert_products_in_float32(text)
+    assert len(matrix_products(text)) == 4, "two heads of keys, each with a product for scores and one for values"
