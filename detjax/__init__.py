@@ -9,6 +9,7 @@ from detjax.compilation import jit as jit
 from detjax.contract import CONTRACT_VERSION as CONTRACT_VERSION
 from detjax.engine import Completion as Completion
 from detjax.engine import Engine as Engine
+from detjax.engine import EngineConfig as EngineConfig
 from detjax.engine import Generation as Generation
 from detjax.engine import Request as Request
 from detjax.engine import SamplingParams as SamplingParams

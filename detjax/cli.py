@@ -25,44 +25,6 @@ _EXPECTED_ERRORS = (ValueError, NotImplementedError, OSError, compilation.Enviro
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
-_Model = Annotated[Path, typer.Option(metavar="DIR", help="Directory with a Hugging Face checkpoint.")]
-_DType = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="float32, bfloat16 or float16.", show_default="the checkpoint's own"),
-]
-_KVCacheDType = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help=f"Quantize the KV cache: {', '.join(get_args(KVQuantization))}.",
-        show_default="the model's dtype",
-    ),
-]
-_Backend = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help=f"Backend to force: {', '.join((*backends.BACKENDS, backends.STOCK))}.",
-        show_default=f"{backends.BACKEND_VARIABLE}, else the best for this device",
-    ),
-]
-
-
-def _integer(text: str) -> int:
-    return _number(int, text, "an integer")
-
-
-def _real(text: str) -> float:
-    return _number(float, text, "a number")
-
-
-def _number[N](kind: Callable[[str], N], text: str, accepted: str) -> N:
-    try:
-        return kind(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is given; accepted: {accepted}") from None
-
-
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
     try:
@@ -94,31 +56,15 @@ def main(
 @app.command()
 @_plain_errors()
 def demo(
-    model: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIR",
-            help="Directory with a Hugging Face checkpoint.",
-            show_default="a small one that comes with detjax",
-        ),
-    ] = CHECKPOINT,
-    prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The question.", show_default="a line of Shakespeare")
-    ] = None,
-    asks: Annotated[int, typer.Option(metavar="N", parser=_integer, help="How often it is asked.")] = 1000,
-    max_tokens: Annotated[
-        int, typer.Option(metavar="N", parser=_integer, help="Tokens of an answer at most.")
-    ] = DEFAULT_MAX_TOKENS,
-    dtype: _DType = None,
-    seed: Annotated[int, typer.Option(metavar="N", parser=_integer, help="Draws the loads.")] = 0,
-    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the histogram goes.")] = Path("demo.png"),
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json", metavar="FILE", help="Where all completions go, with the fingerprint.", show_default="nowhere"
-        ),
-    ] = None,
-    backend: _Backend = None,
+    model: options.DemoModel = CHECKPOINT,
+    prompt: options.Question = None,
+    asks: options.Asks = 1000,
+    max_tokens: options.MaxTokens = DEFAULT_MAX_TOKENS,
+    dtype: options.DType = None,
+    seed: options.LoadSeed = 0,
+    output: options.HistogramFile = Path("demo.png"),
+    json_file: options.JsonFile = None,
+    backend: options.Backend = None,
 ) -> None:
     """Ask one question at temperature 0 under changing load, with stock XLA and with detjax, and count the answers.
 
@@ -171,59 +117,22 @@ def demo(
 @app.command()
 @_plain_errors()
 def generate(
-    model: _Model,
-    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="A prompt; may be repeated. -: standard input.")],
-    chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is what a user says; apply the chat template.")
-    ] = False,
-    max_tokens: Annotated[int, typer.Option(metavar="N", parser=_integer, help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X", parser=_real, help="0 takes the likeliest token.", show_default="the checkpoint's, else 0"
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", parser=_integer, help="Tokens kept; 0: all.", show_default="the checkpoint's, else 0"
-        ),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X", parser=_real, help="Probability of the tokens kept.", show_default="the checkpoint's, else 1"
-        ),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            parser=_real,
-            help="Share of the likeliest token's probability, from which on tokens are kept.",
-            show_default="the checkpoint's, else 0",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", parser=_integer, help="0 to 2^64 - 1.")] = 0,
-    n: Annotated[int, typer.Option("--n", metavar="N", parser=_integer, help="Samples of each prompt.")] = 1,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Ends a completion, and is cut off; may be repeated.")
-    ] = None,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            parser=_integer,
-            help="Print each token with its logprob and with the N likeliest tokens.",
-            show_default="do not",
-        ),
-    ] = None,
-    dtype: _DType = None,
-    kv_cache_dtype: _KVCacheDType = None,
-    backend: _Backend = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: texts, tokens, logprobs and the fingerprint.")
-    ] = False,
+    model: options.Model,
+    prompt: options.Prompts,
+    chat: options.Chat = False,
+    max_tokens: options.MaxTokens = 128,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    seed: options.Seed = 0,
+    n: options.Samples = 1,
+    stop: options.Stop = None,
+    logprobs: options.Logprobs = None,
+    dtype: options.DType = None,
+    kv_cache_dtype: options.KVCacheDType = None,
+    backend: options.Backend = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Print completions of the prompts. The same prompt and seed give the same bits in any company."""
     fields: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "n": n, "stop": tuple(stop or ())}
@@ -266,69 +175,26 @@ def generate(
 @app.command()
 @_plain_errors()
 def serve(
-    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Directory with a Hugging Face checkpoint.")],
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where it listens; 0.0.0.0: everywhere.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", parser=_integer, help="0: any that is free.")] = 8000,
-    name: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="The model's name for clients.", show_default="the directory's"),
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            envvar="DETJAX_API_KEY",
-            help="What clients have to send; may be repeated. Others see a command line, not its environment.",
-            show_default="nothing",
-        ),
-    ] = None,
-    dtype: _DType = None,
-    kv_cache_dtype: _KVCacheDType = None,
-    backend: _Backend = None,
-    max_samples: Annotated[
-        int, typer.Option(metavar="N", parser=_integer, help="Samples computed at the same time.")
-    ] = 64,
-    token_budget: Annotated[int, typer.Option(metavar="N", parser=_integer, help="Tokens of a step at most.")] = 512,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", parser=_integer, help="Tokens of a prompt and its answer at most.", show_default="the model's"
-        ),
-    ] = None,
-    pages: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            parser=_integer,
-            help=f"Pages of the KV cache, {KV_BLOCK} tokens each.",
-            show_default="what is needed, as far as there is memory",
-        ),
-    ] = None,
-    prefix_cache: Annotated[
-        bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Keep pages for prompts that begin alike.")
-    ] = True,
-    top_logprobs: Annotated[
-        int, typer.Option(metavar="N", parser=_integer, help="The most that a request may ask for.")
-    ] = 20,
-    max_queue: Annotated[
-        int, typer.Option(metavar="N", parser=_integer, help="Samples that may wait; more are answered 429.")
-    ] = 1024,
-    max_body: Annotated[int, typer.Option(metavar="BYTES", parser=_integer, help="Of a request.")] = 8 << 20,
-    request_seconds: Annotated[float, typer.Option(metavar="X", parser=_real, help="That an answer may take.")] = 600,
-    grace: Annotated[
-        float, typer.Option(metavar="SECONDS", parser=_real, help="For requests on their way when it is told to stop.")
-    ] = 30,
-    cache_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Where compiled programs are kept. Who can write to it can run programs here.",
-            show_default="detjax in the user's cache",
-        ),
-    ] = None,
-    compilation_cache: Annotated[
-        bool, typer.Option("--compilation-cache/--no-compilation-cache", help="Keep compiled programs.")
-    ] = True,
+    model: options.ModelArgument,
+    host: options.Host = "127.0.0.1",
+    port: options.Port = 8000,
+    name: options.Name = None,
+    api_key: options.ApiKeys = None,
+    dtype: options.DType = None,
+    kv_cache_dtype: options.KVCacheDType = None,
+    backend: options.Backend = None,
+    max_samples: options.MaxSamples = 64,
+    token_budget: options.TokenBudget = 512,
+    max_length: options.MaxLength = None,
+    pages: options.NumPages = None,
+    prefix_cache: options.PrefixCache = True,
+    top_logprobs: options.TopLogprobs = 20,
+    max_queue: options.MaxQueue = 1024,
+    max_body: options.MaxBody = 8 << 20,
+    request_seconds: options.RequestSeconds = 600,
+    grace: options.Grace = 30,
+    cache_dir: options.CacheDir = None,
+    compilation_cache: options.CompilationCache = True,
 ) -> None:
     """Serve a model over HTTP, in OpenAI's terms; the page at / shows what it promises. Ctrl-C ends it."""
     try:
@@ -348,9 +214,16 @@ def serve(
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     with contextlib.closing(server.bound_socket(host, port)) as own, backends.use_backend(backend):
         decoder, tokenizer = _load(model, dtype)
-        options = {"max_samples": max_samples, "token_budget": token_budget, "max_tokens": max_tokens, "pages": pages}
-        options |= {"prefix_cache": prefix_cache, "top_logprobs": top_logprobs, "kv_cache_dtype": quantization}
-        with engine.Engine(decoder, tokenizer, **options) as one:
+        config = engine.EngineConfig(
+            max_samples=max_samples,
+            token_budget=token_budget,
+            max_length=max_length,
+            num_pages=pages,
+            prefix_cache=prefix_cache,
+            kv_cache_dtype=quantization,
+            top_logprobs=top_logprobs,
+        )
+        with engine.Engine(decoder, tokenizer, config) as one:
             app = server.create_app(one, decoder, tokenizer, settings)
             cache = (cache_dir or _user_cache()) if compilation_cache else None
             one.warm_up(progress=sys.stderr.isatty(), cache=cache)

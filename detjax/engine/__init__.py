@@ -1,11 +1,18 @@
 """Generation: from prompts to tokens and logprobs."""
 
+from detjax.engine.batch import BatchShapes as BatchShapes
+from detjax.engine.config import EngineConfig as EngineConfig
+from detjax.engine.config import EngineStats as EngineStats
 from detjax.engine.engine import Engine as Engine
 from detjax.engine.engine import EngineClosed as EngineClosed
 from detjax.engine.generate import generate as generate
+from detjax.engine.model_runner import SamplingVariant as SamplingVariant
 from detjax.engine.request import Completion as Completion
 from detjax.engine.request import Generation as Generation
 from detjax.engine.request import PromptLogprobs as PromptLogprobs
 from detjax.engine.request import Request as Request
 from detjax.engine.request import Token as Token
-from detjax.engine.sampling import SamplingParams as SamplingParams
+from detjax.engine.sampling_params import SamplingParams as SamplingParams
+from detjax.engine.sequence import Sequence as Sequence
+from detjax.engine.step_loop import StepLoop as StepLoop
+from detjax.engine.step_loop import StepLoopConfig as StepLoopConfig

@@ -1,15 +1,19 @@
-"""What is asked of the engine, and what comes back."""
+"""Types of a request and of its answer."""
 
 import dataclasses
 from collections.abc import Sequence
 
-from detjax.engine.sampling import SamplingParams
-from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
+from detjax.engine.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt, text or token ids, and how it is to go on."""
+    """A prompt and its sampling parameters.
+
+    Attributes:
+        prompt: text, or token ids.
+        sampling: how tokens are chosen, and when a sample ends. Default: greedy, 128 tokens.
+    """
 
     prompt: str | Sequence[int]
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
@@ -20,14 +24,14 @@ class Token:
     """One generated token.
 
     Attributes:
-        sample: which of the request's samples it belongs to.
+        sample: the number of the sample, in its request, that the token belongs to.
         token: its id.
-        logprob: under the model, before temperature and filters; a float32 number, held exactly.
-        top_logprobs: the likeliest tokens at this step and their logprobs, as many as were asked for.
-        text: what it adds to the sample's text, as far as no stop string can begin there; None without a tokenizer.
-            Pieces of all tokens make the completion's text.
-        finish_reason: of a sample's last token "stop" (an end token or a stop string) or "length"; else None.
-        batch: how many samples the step had that computed it. It depends on who else is there; nothing else does.
+        logprob: its logprob under the model, before temperature and filters; a float32 number, held exactly.
+        top_logprobs: the likeliest tokens at this step and their logprobs, as many as the request asks for.
+        text: the text that the token adds to the sample, as far as no stop string can begin there; None without a
+            tokenizer. The texts of all tokens make the completion's text.
+        finish_reason: at a sample's last token "stop" (an end token or a stop string) or "length"; otherwise None.
+        batch: how many sequences the step that sampled it had. This number alone depends on other requests.
     """
 
     sample: int
@@ -44,9 +48,9 @@ class Completion:
     """One sample.
 
     Attributes:
-        tokens: what was generated, the token that ended it included.
-        logprobs: of each token under the model, before temperature and filters; float32 numbers, held exactly.
-        top_logprobs: at each step the likeliest tokens and their logprobs, as many as were asked for.
+        tokens: the generated tokens. The token that ended the sample is included.
+        logprobs: each token's logprob under the model, before temperature and filters; float32 numbers, held exactly.
+        top_logprobs: the likeliest tokens at each step and their logprobs, as many as the request asks for.
         text: the tokens as text, cut before a stop string; None without a tokenizer.
         finish_reason: "stop" (an end token or a stop string) or "length".
     """
@@ -60,11 +64,11 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class PromptLogprobs:
-    """Logprobs of a prompt's tokens from its second one on, each under the model with those before it.
+    """Logprobs of a prompt's tokens from the second one on, each given the tokens before it.
 
     Attributes:
         logprobs: float32 numbers, held exactly.
-        top_logprobs: at each of these places the likeliest tokens, as in `Completion`.
+        top_logprobs: the likeliest tokens in each place, as in `Completion`.
     """
 
     logprobs: tuple[float, ...]
@@ -73,46 +77,14 @@ class PromptLogprobs:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A prompt's tokens and its samples, in order of their index; and the prompt's logprobs, if asked for."""
+    """The answer to one request.
+
+    Attributes:
+        prompt_tokens: token ids of the prompt.
+        completions: the request's samples, in the order of their index.
+        prompt: logprobs of the prompt, if the request asks for them.
+    """
 
     prompt_tokens: tuple[int, ...]
     completions: tuple[Completion, ...]
     prompt: PromptLogprobs | None = None
-
-
-def encoded(
-    name: str, config: DecoderConfig, prompt: str | Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
-) -> tuple[int, ...]:
-    """The prompt's tokens.
-
-    Raises:
-        ValueError: the prompt, which errors call `name`, is empty, holds ids outside the vocabulary, is too long for
-            the model with what is to be generated, or is text without a tokenizer; or more of the likeliest tokens are
-            asked for than there are.
-    """
-    if tokenizer is None and (isinstance(prompt, str) or params.stop):
-        what = "is text" if isinstance(prompt, str) else "has stop strings"
-        raise ValueError(
-            f"{name} {what} and there is no tokenizer; accepted: token ids and stop_token_ids. "
-            "Give the tokenizer that detjax.models.load returned, if the checkpoint has one."
-        )
-    tokens = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer is not None else [int(t) for t in prompt]
-    if not tokens:
-        raise ValueError(f"{name} is empty; accepted: at least one token")
-    strange = [token for token in tokens if not 0 <= token < config.vocab_size]
-    if strange:
-        raise ValueError(f"{name} has token {strange[0]}; accepted: ids 0 to {config.vocab_size - 1}")
-    if len(tokens) + params.max_tokens > config.max_positions:
-        raise ValueError(
-            f"{name} has {len(tokens)} tokens and asks for {params.max_tokens} more; accepted: "
-            f"{config.max_positions} in all, the model's max_position_embeddings. Lower max_tokens or cut the prompt."
-        )
-    if params.top_logprobs > config.vocab_size:
-        raise ValueError(f"{name}: top_logprobs is {params.top_logprobs}; accepted: up to {config.vocab_size}")
-    return tuple(tokens)
-
-
-def end_tokens(defaults: GenerationDefaults | None, params: SamplingParams) -> frozenset[int]:
-    """Tokens that end a sample."""
-    eos = () if params.ignore_eos or defaults is None else defaults.eos_token_ids
-    return frozenset(eos) | frozenset(params.stop_token_ids)

@@ -1,172 +1,197 @@
-"""Continuous batching: which tokens of which samples a step computes. No bit of a result depends on it."""
+"""Continuous batching: which tokens of which sequences a step computes. It changes no bit of any result."""
 
 import dataclasses
 from collections import deque
 
 from detjax.contract import KV_BLOCK, QUERY_UNIT
-from detjax.engine.pages import PagePool
-from detjax.engine.sample import Sample
+from detjax.engine.page_pool import PagePool
+from detjax.engine.sequence import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """Tokens of a sample that a step computes, from position `start` on."""
+class ScheduledChunk:
+    """Consecutive tokens of a sequence that a step computes.
 
-    sample: Sample
+    Attributes:
+        sequence: the sequence.
+        start: position of the first token.
+        count: number of tokens.
+        completes: whether these are the last tokens that the sequence has, so that the step samples the next one.
+        is_decode: whether the chunk is a single token and takes one row of the step. Other chunks are prefills, whose
+            rows begin at multiples of `QUERY_UNIT`.
+    """
+
+    sequence: Sequence
     start: int
     count: int
     completes: bool
-    """Whether they are all that there are, so that the token behind them is sampled."""
+    is_decode: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """What the device computes at once."""
+class ScheduledStep:
+    """The chunks that the device computes in one step.
 
-    decodes: tuple[Piece, ...]
-    """Samples whose last token, which the device holds, is computed and followed by another."""
-    prefills: tuple[Piece, ...]
+    Attributes:
+        decodes: chunks of a single token.
+        prefills: all other chunks.
+    """
+
+    decodes: tuple[ScheduledChunk, ...] = ()
+    prefills: tuple[ScheduledChunk, ...] = ()
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def chunks(self) -> tuple[ScheduledChunk, ...]:
+        """All chunks, decodes first."""
         return *self.decodes, *self.prefills
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What a step has room for.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """The size of a step.
 
     Attributes:
-        samples: that have a slot at the same time.
-        tokens: of a step.
-        prefills: samples of a step of which more than their last token is computed.
-        rows: of prefills, each of which takes `rows_taken`.
+        slots: sequences that are computed at the same time.
+        tokens: tokens of a step.
+        prefills: prefill chunks of a step.
+        rows: rows of a step's prefill chunks, each of which takes `padded_rows` of its tokens.
+        prefill_chunk: tokens of a chunk.
+        mixes: whether a step may hold decodes and prefills. Otherwise all prefills come before the next decode.
     """
 
-    samples: int
+    slots: int
     tokens: int
     prefills: int
     rows: int
+    prefill_chunk: int
+    mixes: bool = True
 
 
 class Scheduler:
-    """Samples in the order of their arrival: those that have a slot, and those that wait for one.
+    """The sequences in the order of their arrival: running ones, which have a slot, and waiting ones.
 
-    Those that decode come before those with more tokens to compute, the earliest first. Where pages run out, the latest
-    one that has a slot gives its own back, waits again, and is computed anew.
+    A step takes sequences that decode before sequences with more tokens to compute, in each group the earliest first.
+    When pages run out, the latest running sequence gives its pages back, waits again, and is recomputed later.
     """
 
-    def __init__(self, pool: PagePool, limits: Limits) -> None:
+    def __init__(self, pool: PagePool, limits: StepLimits) -> None:
         self.pool = pool
         self.limits = limits
-        self.waiting: deque[Sample] = deque()
-        self.running: list[Sample] = []
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
         self.preemptions = 0
-        self._slots = list(range(limits.samples - 1, -1, -1))
-        self._arrivals: dict[Sample, int] = {}
+        self._slots = list(range(limits.slots - 1, -1, -1))
+        self._arrivals: dict[Sequence, int] = {}
         self._arrived = 0
 
     @property
     def is_idle(self) -> bool:
+        """Whether no sequence is running or waiting."""
         return not self.waiting and not self.running
 
-    def submit(self, sample: Sample) -> None:
-        """Puts a sample behind all others. It must fit into the pool when it is alone there."""
-        assert pages_of(sample) <= self.pool.pages
-        self._arrivals[sample] = self._arrived
+    def submit(self, sequence: Sequence) -> None:
+        """Appends a sequence to the waiting ones. The pool must be able to hold the sequence when it is alone."""
+        assert pages_needed(sequence) <= self.pool.num_pages
+        self._arrivals[sequence] = self._arrived
         self._arrived += 1
-        self.waiting.append(sample)
+        self.waiting.append(sequence)
 
-    def cancel(self, sample: Sample) -> None:
-        """Ends a sample, wherever it is; its tokens that are on their way are not read."""
-        if sample.finish_reason is None:
-            sample.finish_reason = "cancelled"
-            self.drop(sample)
+    def cancel(self, sequence: Sequence) -> None:
+        """Ends a sequence early. The tokens that steps in flight sample for it will not be read."""
+        if sequence.finish_reason is None:
+            sequence.finish_reason = "cancelled"
+            self.release(sequence)
 
-    def drop(self, sample: Sample) -> None:
-        """Takes back all that an ended sample has."""
-        if sample.slot is None:
-            self.waiting.remove(sample)
+    def release(self, sequence: Sequence) -> None:
+        """Takes back the slot and the pages of a sequence that has ended."""
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
         else:
-            self._evict(sample)
-        del self._arrivals[sample]
+            self._evict(sequence)
+        del self._arrivals[sequence]
 
-    def plan(self) -> Step:
-        """The next step. One without pieces: all that there is to do depends on tokens that nobody has read.
+    def plan(self) -> ScheduledStep:
+        """Returns the next step. It has no chunks if all remaining work depends on tokens that have not been read.
 
-        What has been sampled has to be read before the next but one is planned: a sample whose pages are taken away
-        must know all its tokens when it is computed anew.
+        The caller must read what a step sampled before it plans the next but one: a preempted sequence must know all
+        its tokens when it is recomputed.
         """
-        pieces, before = self._of_running(), self.preemptions
-        for sample in sorted(pieces, key=self._arrivals.__getitem__):
-            while sample in pieces and not self._has_pages(sample, pieces[sample]):
+        chunks, preemptions = self._chunks_of_running(), self.preemptions
+        for sequence in sorted(chunks, key=self._arrivals.__getitem__):
+            while sequence in chunks and not self._has_pages(chunks[sequence]):
                 victim = self.running[-1]
-                pieces.pop(victim, None)
+                chunks.pop(victim, None)
                 self._preempt(victim)
-        if self.preemptions == before:
-            self._admit(pieces)
-        decodes = [piece for piece in pieces.values() if piece.sample.is_held]
-        prefills = [piece for piece in pieces.values() if not piece.sample.is_held]
-        return Step(tuple(decodes), tuple(prefills))
+        if self.preemptions == preemptions:
+            self._admit(chunks)
+        decodes = tuple(chunk for chunk in chunks.values() if chunk.is_decode)
+        prefills = tuple(chunk for chunk in chunks.values() if not chunk.is_decode)
+        if prefills and not self.limits.mixes:
+            decodes = ()
+        return ScheduledStep(decodes, prefills)
 
-    def given(self, step: Step) -> None:
-        """The device has been given the step: what it computes is in the cache for all later ones."""
-        for piece in step.pieces:
-            piece.sample.computed += piece.count
-            if piece.completes:
-                piece.sample.unread += 1
-                piece.sample.is_held = True
-            self._name_pages(piece.sample)
+    def mark_submitted(self, step: ScheduledStep) -> None:
+        """Notes that the device has been given the step: all later steps will find its tokens in the cache."""
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            sequence.computed += chunk.count
+            if chunk.completes:
+                sequence.unread += 1
+                sequence.is_held = True
+            self._name_pages(sequence)
 
-    def read(self, sample: Sample) -> None:
-        """A sample has got the token that it had been waiting for."""
-        sample.unread -= 1
-        if sample.finish_reason is None:
-            self._name_pages(sample)
+    def accept_token(self, sequence: Sequence) -> None:
+        """Notes that a sampled token was read and appended to its sequence."""
+        sequence.unread -= 1
+        if sequence.finish_reason is None:
+            self._name_pages(sequence)
         else:
-            self.drop(sample)
+            self.release(sequence)
 
-    # --- pieces -------------------------------------------------------------------------------------------------------
+    # --- chunks -------------------------------------------------------------------------------------------------------
 
-    def _of_running(self) -> "_Pieces":
-        going = [sample for sample in self.running if not sample.has_all]
-        pieces = _Pieces(self.limits)
-        for sample in (*(s for s in going if s.is_held), *(s for s in going if not s.is_held)):
-            pieces.add(sample)
-        return pieces
+    def _chunks_of_running(self) -> "_StepChunks":
+        unfinished = [sequence for sequence in self.running if not sequence.has_all]
+        chunks = _StepChunks(self.limits)
+        for is_held in (True, False):
+            for sequence in unfinished:
+                if sequence.is_held == is_held:
+                    chunks.add(sequence)
+        return chunks
 
-    def _admit(self, pieces: "_Pieces") -> None:
-        """Gives slots to samples that wait, as long as there are slots, pages and room in the step."""
-        for sample in tuple(self.waiting):
+    def _admit(self, chunks: "_StepChunks") -> None:
+        """Gives slots to waiting sequences while there are slots, pages and room in the step."""
+        for sequence in tuple(self.waiting):
             if not self._slots:
                 return
-            if self._waits_for_leader(sample):
+            if self._waits_for_leader(sequence):
                 continue
-            # At least one token is computed: the next one is sampled from what comes of it.
-            known = sample.digests()[: (len(sample.tokens) - 1) // KV_BLOCK] if self._shares(sample) else []
-            sample.pages = self.pool.share(known)
-            sample.named = len(sample.pages)
-            sample.computed = sample.named * KV_BLOCK
-            missing = -(-len(sample.tokens) // KV_BLOCK) - len(sample.pages)
+            # At least one token is computed: the next token is sampled from its hidden state.
+            full_pages = (len(sequence.tokens) - 1) // KV_BLOCK
+            prefix = sequence.digests()[:full_pages] if self._uses_prefix_cache(sequence) else []
+            sequence.page_ids = self.pool.share(prefix)
+            sequence.named_pages = len(sequence.page_ids)
+            sequence.computed = sequence.named_pages * KV_BLOCK
+            missing = -(-len(sequence.tokens) // KV_BLOCK) - len(sequence.page_ids)
             if missing <= self.pool.available:
-                pieces.add(sample)
-            if sample not in pieces:
-                self._give_back(sample)
+                chunks.add(sequence)
+            if sequence not in chunks:
+                self._return_pages(sequence)
                 return
-            self._has_pages(sample, pieces[sample])
-            sample.slot = self._slots.pop()
-            self.waiting.remove(sample)
-            self.running.append(sample)
+            self._has_pages(chunks[sequence])
+            sequence.slot = self._slots.pop()
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
             self.running.sort(key=self._arrivals.__getitem__)
 
-    def _shares(self, sample: Sample) -> bool:
-        """Logprobs of a prompt need all of its tokens computed."""
-        return self.pool.keeps_prefixes and not sample.params.prompt_logprobs
+    def _uses_prefix_cache(self, sequence: Sequence) -> bool:
+        # Logprobs of a prompt need the hidden states of all its tokens.
+        return self.pool.keeps_prefixes and not sequence.params.prompt_logprobs
 
-    def _waits_for_leader(self, sample: Sample) -> bool:
-        leader = sample.leader
+    def _waits_for_leader(self, sequence: Sequence) -> bool:
+        leader = sequence.leader
         return (
-            self._shares(sample)
+            self._uses_prefix_cache(sequence)
             and leader is not None
             and leader.finish_reason is None
             and leader.computed < len(leader.prompt)
@@ -174,67 +199,70 @@ class Scheduler:
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
-    def _has_pages(self, sample: Sample, piece: Piece) -> bool:
-        """Takes the pages that a piece writes to, as far as there are any."""
-        while len(sample.pages) * KV_BLOCK < piece.start + piece.count:
+    def _has_pages(self, chunk: ScheduledChunk) -> bool:
+        """Takes the pages that a chunk writes to. Returns False if the pool ran out of pages."""
+        pages = chunk.sequence.page_ids
+        while len(pages) * KV_BLOCK < chunk.start + chunk.count:
             page = self.pool.take()
             if page is None:
                 return False
-            sample.pages.append(page)
+            pages.append(page)
         return True
 
-    def _name_pages(self, sample: Sample) -> None:
-        full = min(sample.computed, len(sample.tokens)) // KV_BLOCK
-        if self.pool.keeps_prefixes and sample.slot is not None and full > sample.named:
-            for page, digest in zip(sample.pages[sample.named : full], sample.digests()[sample.named :], strict=False):
+    def _name_pages(self, sequence: Sequence) -> None:
+        """Makes the sequence's full pages available to others, as far as their tokens have been read."""
+        named, full = sequence.named_pages, min(sequence.computed, len(sequence.tokens)) // KV_BLOCK
+        if self.pool.keeps_prefixes and sequence.slot is not None and full > named:
+            for page, digest in zip(sequence.page_ids[named:full], sequence.digests()[named:], strict=False):
                 self.pool.name(page, digest)
-            sample.named = full
+            sequence.named_pages = full
 
-    def _preempt(self, sample: Sample) -> None:
-        self._evict(sample)
+    def _preempt(self, sequence: Sequence) -> None:
+        self._evict(sequence)
         self.preemptions += 1
-        ahead = (index for index, other in enumerate(self.waiting) if self._is_behind(other, sample))
-        self.waiting.insert(next(ahead, len(self.waiting)), sample)
+        arrival = self._arrivals[sequence]
+        later = (index for index, other in enumerate(self.waiting) if self._arrivals[other] > arrival)
+        self.waiting.insert(next(later, len(self.waiting)), sequence)
 
-    def _is_behind(self, sample: Sample, other: Sample) -> bool:
-        return self._arrivals[sample] > self._arrivals[other]
+    def _evict(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self.running.remove(sequence)
+        self._slots.append(sequence.slot)
+        sequence.slot, sequence.is_held = None, False
+        self._return_pages(sequence)
 
-    def _evict(self, sample: Sample) -> None:
-        assert sample.slot is not None
-        self.running.remove(sample)
-        self._slots.append(sample.slot)
-        sample.slot, sample.is_held = None, False
-        self._give_back(sample)
-
-    def _give_back(self, sample: Sample) -> None:
-        self.pool.release(sample.pages)
-        sample.pages, sample.computed = [], 0
+    def _return_pages(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.page_ids)
+        sequence.page_ids, sequence.computed = [], 0
 
 
-class _Pieces(dict[Sample, Piece]):
-    """Those of a step, as long as it has room."""
+class _StepChunks(dict[Sequence, ScheduledChunk]):
+    """The chunks of a step while it is filled, by their sequences."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._tokens, self._rows, self._prefills = limits.tokens, limits.rows, limits.prefills
+    def __init__(self, limits: StepLimits) -> None:
+        self._limits = limits
+        self._free_tokens, self._free_rows, self._free_prefills = limits.tokens, limits.rows, limits.prefills
 
-    def add(self, sample: Sample) -> None:
-        """The next piece of the sample, as much of it as there is room for."""
-        left = sample.length - sample.computed
-        count = min(left, self._tokens)
-        if not sample.is_held:
-            count = min(count, self._rows) if self._prefills else 0
-            self._rows -= rows_taken(count)
-            self._prefills -= 1
-        self._tokens -= count
+    def add(self, sequence: Sequence) -> None:
+        """Adds the sequence's next chunk, as long as the step has room for. Without room nothing is added."""
+        remaining = sequence.length - sequence.computed
+        count = min(remaining, self._free_tokens, self._limits.prefill_chunk)
+        # Logprobs of a prompt are computed from the rows of prefills.
+        is_decode = count == 1 and not (sequence.params.prompt_logprobs and not sequence.is_held)
+        if not is_decode:
+            count = min(count, self._free_rows) if self._free_prefills else 0
+            self._free_rows -= padded_rows(count)
+            self._free_prefills -= 1
+        self._free_tokens -= count
         if count > 0:
-            self[sample] = Piece(sample, sample.computed, count, completes=count == left)
+            self[sequence] = ScheduledChunk(sequence, sequence.computed, count, count == remaining, is_decode)
 
 
-def rows_taken(tokens: int) -> int:
-    """Rows of a step that so many tokens of a sample take, since the next one begins at a multiple of `QUERY_UNIT`."""
+def padded_rows(tokens: int) -> int:
+    """Returns the rows that a prefill chunk takes: the next chunk begins at a multiple of `QUERY_UNIT`."""
     return -(-tokens // QUERY_UNIT) * QUERY_UNIT
 
 
-def pages_of(sample: Sample) -> int:
-    """The most pages that a sample needs; its last token is not computed."""
-    return -(-max(len(sample.prompt) + sample.params.max_tokens - 1, 1) // KV_BLOCK)
+def pages_needed(sequence: Sequence) -> int:
+    """Returns the most pages that a sequence needs. Its last token is not computed."""
+    return -(-max(len(sequence.prompt) + sequence.params.max_tokens - 1, 1) // KV_BLOCK)

@@ -1,6 +1,6 @@
-"""Random schedules for the engine, over a device that remembers what was written where.
+"""Random schedules for the step loop, with a runner that remembers what was written where.
 
-To search for more: python tests/engine/schedules.py [FIRST] BEHIND_LAST, which are seeds.
+To search for more: python -m tests.engine.schedules [FIRST] END, a range of seeds.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,151 +23,168 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from detjax import SamplingParams
-from detjax.engine import inputs, pages, scheduler
-from detjax.engine.core import Core
-from detjax.engine.device import Found
-from detjax.engine.inputs import Inputs, Shapes, Slots
-from detjax.engine.pages import PagePool
-from detjax.engine.sample import Sample
-from detjax.engine.scheduler import Scheduler, pages_of
+from detjax import SamplingParams, kv_pages
+from detjax.engine import batch, page_pool, scheduler
+from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
+from detjax.engine.model_runner import SampledTokens, SamplingVariant
+from detjax.engine.page_pool import PagePool
+from detjax.engine.scheduler import Scheduler, pages_needed
+from detjax.engine.sequence import Sequence, samples
+from detjax.engine.step_loop import StepLoop
 
 VOCABULARY, END = 50, 7
 PAGE = 4
-"""Tokens; so few that sequences have many."""
+"""Tokens of a page: so few that sequences have many pages."""
 
 
-def seen(before: int, token: int) -> int:
-    """What the cache holds of a token: it depends on all those before it."""
+def content(before: int, token: int) -> int:
+    """Returns what the cache holds for a token: it depends on the token and on all tokens before it."""
     return hash((before, int(token)))
 
 
-def following(state: int, seed: int, index: int) -> int:
-    """The model: a token that depends on all those before it, and on the request."""
+def next_token(state: int, seed: int, index: int) -> int:
+    """Returns the model's next token: it depends on all tokens before it, and on the request."""
     return hash((state, seed, index)) % VOCABULARY
 
 
-def alone(sample: Sample) -> list[int]:
-    """What the sample has to be."""
-    state, tokens = functools.reduce(seen, sample.prompt, 0), []
-    while len(tokens) < sample.params.max_tokens and tokens[-1:] != [END]:
-        tokens.append(following(state, sample.params.seed, sample.index))
-        state = seen(state, tokens[-1])
+def expected_tokens(sequence: Sequence) -> list[int]:
+    """Returns the tokens that a sequence must generate."""
+    state, tokens = functools.reduce(content, sequence.prompt, 0), []
+    while len(tokens) < sequence.params.max_tokens and tokens[-1:] != [END]:
+        tokens.append(next_token(state, sequence.params.seed, sequence.index))
+        state = content(state, tokens[-1])
     return tokens
 
 
-class Remembering:
-    """A device whose cache holds what there has been, and which samples from what it finds there."""
+class RememberingRunner:
+    """A runner whose cache holds what was written to it, and which samples from what it reads there."""
 
     def __init__(self, slots: int) -> None:
         self.cache: dict[tuple[int, int], int] = {}
         self.last = np.full(slots, -1)
 
-    def compute(self, given: Inputs, *, filtered: bool, with_top: bool) -> tuple[Found, None]:
-        decodes = len(given.held)
-        tokens = np.concatenate([self.last[given.held], given.token[decodes:]])
-        own = np.flatnonzero(given.present).tolist()
+    def compute(self, batch: StepBatch, needed: SamplingVariant | None) -> tuple[SampledTokens | None, None]:
+        queries, decodes = batch.queries, len(batch.held)
+        held = batch.held < len(self.last)
+        decoded = np.where(held, self.last[np.where(held, batch.held, 0)], batch.token[:decodes])
+        tokens = np.concatenate([decoded, batch.token[decodes:]])
+        present = np.flatnonzero(queries.rows.present).tolist()
 
-        def place(n: int, position: int) -> tuple[int, int]:
-            return int(given.page_table[given.request[n], position // PAGE]), position % PAGE
+        def place(row: int, position: int) -> tuple[int, int]:
+            return int(queries.page_table[queries.rows.request[row], position // PAGE]), position % PAGE
 
-        places = {n: place(n, int(given.position[n])) for n in own}
+        places = {row: place(row, int(queries.rows.position[row])) for row in present}
         assert len({*places.values()}) == len(places), "two tokens are written to one place"
-        for n in own:  # of a request they are in order
-            position = int(given.position[n])
-            before = self.cache[place(n, position - 1)] if position else 0
-            self.cache[places[n]] = seen(before, tokens[n])
-        found = np.zeros(len(given.slot), np.int32)
-        for row in np.flatnonzero(given.slot < len(self.last)):
-            n = given.last_row[row]
-            assert given.choice.position[row] == given.position[n] + 1
-            seed = int(given.choice.seed[row, 0]) << 32 | int(given.choice.seed[row, 1])
-            found[row] = following(self.cache[places[n]], seed, int(given.choice.sample_index[row]))
-            self.last[given.slot[row]] = found[row]
-        none = np.zeros((len(found), 0))
-        return _Here(found, found.astype(np.float32), none, none), None
+        for row in present:  # the tokens of a sequence come in order
+            position = int(queries.rows.position[row])
+            before = self.cache[place(row, position - 1)] if position else 0
+            self.cache[places[row]] = content(before, tokens[row])
+        sampled = np.zeros(len(batch.slot), np.int32)
+        chunks = np.flatnonzero(batch.slot < len(self.last))
+        assert bool(len(chunks)) == (needed is not None)
+        if needed is None:
+            return None, None
+        for chunk in chunks:
+            row = batch.last_row[chunk]
+            assert batch.sampling.position[chunk] == queries.rows.position[row] + 1
+            seed = int(batch.sampling.seed[chunk, 0]) << 32 | int(batch.sampling.seed[chunk, 1])
+            sampled[chunk] = next_token(self.cache[places[row]], seed, int(batch.sampling.sample_index[chunk]))
+            self.last[batch.slot[chunk]] = sampled[chunk]
+        none = np.zeros((len(sampled), 0))
+        return _TokensOnTheHost(sampled, sampled.astype(np.float32), none, none), None
 
-    def scores(self, rows: None, first: int, tokens: np.ndarray) -> Found:
-        raise AssertionError("nobody asks for the logprobs of a prompt")
+    def score(self, rows: None, first: int, tokens: np.ndarray) -> SampledTokens:
+        raise AssertionError("no request asks for prompt logprobs")
+
+    def warm_up(self, batches: Any, track: Any) -> None:
+        raise AssertionError("there is nothing to compile")
+
+    def update_weights(self, params: Any) -> None:
+        raise AssertionError("there are no weights")
 
 
-class _Here(Found):
-    def on_its_way(self) -> Found:
+class _TokensOnTheHost(SampledTokens):
+    def start_copy(self) -> SampledTokens:
         return self
 
-    def read(self) -> Found:
+    def read(self) -> SampledTokens:
         return self
+
+
+def shapes_for(slots: int, tokens: int, chunk: int | None = None, mixes: bool = True) -> BatchShapes:
+    """Returns an engine's shapes, or with `chunk` those of `generate`."""
+    return BatchShapes.for_chunks(slots, chunk, mixes=mixes) if chunk else BatchShapes.for_serving(slots, tokens)
 
 
 class Schedule:
-    """Requests come, are cancelled, and steps are made, in any order."""
+    """Requests come and are cancelled, and steps are made, in any order."""
 
-    def __init__(self, slots: int, tokens: int, count: int, keeps: bool) -> None:
-        shapes = Shapes(slots, tokens)
-        self.pool = PagePool(count, keeps_prefixes=keeps)
+    def __init__(self, shapes: BatchShapes, num_pages: int, keeps_prefixes: bool) -> None:
+        slots = shapes.limits.slots
+        self.pool = PagePool(num_pages, keeps_prefixes=keeps_prefixes)
         self.scheduler = Scheduler(self.pool, shapes.limits)
-        self.core = Core(self.scheduler, shapes, Slots(slots, count), Remembering(slots))
-        self.samples: list[Sample] = []
-        self.expected: dict[Sample, list[int]] = {}
-        self.found: Counter[Sample] = Counter()
+        self.loop = StepLoop(self.scheduler, shapes, SlotTable(slots, num_pages), RememberingRunner(slots))
+        self.sequences: list[Sequence] = []
+        self.expected: dict[Sequence, list[int]] = {}
+        self.read: Counter[Sequence] = Counter()
 
-    def submit(self, begun: list[int], own: int, more: int, n: int) -> None:
-        # Pages that others have too, behind the same ones or other ones.
-        prompt = tuple(token for page in begun for token in [page] * PAGE) + tuple(range(own))
-        if len(prompt) + more - 1 > self.pool.pages * PAGE:
+    def submit(self, first_pages: list[int], more_tokens: int, max_tokens: int, n: int) -> None:
+        # Some requests begin with the same pages, some have equal pages after different ones.
+        prompt = tuple(token for page in first_pages for token in [page] * PAGE) + tuple(range(more_tokens))
+        if len(prompt) + max_tokens - 1 > self.pool.num_pages * PAGE:
             return
-        params = SamplingParams(max_tokens=more, seed=own << 40 | more, n=n)
-        samples: list[Sample] = []
-        for index in range(n):
-            samples.append(Sample(prompt, index, params, frozenset([END]), None, samples[0] if samples else None))
-            assert pages_of(samples[-1]) <= self.pool.pages
-            self.expected[samples[-1]] = alone(samples[-1])
-            self.scheduler.submit(samples[-1])
-        self.samples += samples
+        params = SamplingParams(max_tokens=max_tokens, seed=more_tokens << 40 | max_tokens, n=n)
+        for sequence in samples(prompt, params, end_tokens=frozenset([END]), tokenizer=None):
+            assert pages_needed(sequence) <= self.pool.num_pages
+            self.expected[sequence] = expected_tokens(sequence)
+            self.loop.submit(sequence)
+            self.sequences.append(sequence)
 
-    def cancel(self, which: int) -> None:
-        if self.samples:
-            self.scheduler.cancel(self.samples[which % len(self.samples)])
+    def cancel(self, index: int) -> None:
+        if self.sequences:
+            self.scheduler.cancel(self.sequences[index % len(self.sequences)])
 
     def step(self, steps: int) -> None:
         for _ in range(steps):
-            for sample, token in self.core.step():
-                assert token.token == self.expected[sample][self.found[sample]]
-                self.found[sample] += 1
+            for sequence, token in self.loop.step():
+                assert token.token == self.expected[sequence][self.read[sequence]]
+                self.read[sequence] += 1
 
     def forget(self) -> None:
-        if self.core.is_idle:
+        if self.loop.is_idle:
             self.pool.forget_prefixes()
 
     def check_pages(self) -> None:
         """Every page is accounted for."""
-        held = Counter(page for sample in self.scheduler.running for page in sample.pages)
-        assert self.pool.in_use == len(held)
-        assert all(self.pool._references[page] == held[page] for page in range(self.pool.pages))
-        assert len({*self.pool._free, *self.pool._kept, *held}) == self.pool.pages
-        assert not any(sample.pages for sample in self.scheduler.waiting)
+        references = Counter(page for sequence in self.scheduler.running for page in sequence.page_ids)
+        assert self.pool.in_use == len(references)
+        assert all(self.pool._references[page] == references[page] for page in range(self.pool.num_pages))
+        assert len({*self.pool._free, *self.pool._kept, *references}) == self.pool.num_pages
+        assert not any(sequence.page_ids for sequence in self.scheduler.waiting)
 
     def end(self) -> None:
-        """All that came have been served as if alone, and nothing is left."""
+        """Every sequence is served as if it were alone, and no page stays in use."""
         for _ in range(10_000):
-            if self.core.is_idle:
+            if self.loop.is_idle:
                 break
             self.step(1)
         self.check_pages()
         assert self.pool.in_use == 0
-        for sample, expected in self.expected.items():
-            assert sample.finish_reason is not None
-            assert sample.finish_reason == "cancelled" or sample.generated == expected
+        for sequence, expected in self.expected.items():
+            assert sequence.finish_reason is not None
+            assert sequence.finish_reason == "cancelled" or sequence.generated == expected
 
 
 def play(draw: random.Random, actions: int) -> None:
-    """A random schedule of so many actions."""
-    schedule = Schedule(draw.randint(1, 4), draw.randint(1, 24), draw.randint(6, 14), draw.random() < 0.5)
+    """Plays a random schedule of so many actions."""
+    chunk = draw.choice([None, None, 1, 3, 8])
+    shapes = shapes_for(draw.randint(1, 4), draw.randint(1, 24), chunk, draw.random() < 0.5)
+    schedule = Schedule(shapes, draw.randint(6, 14), draw.random() < 0.5)
     for _ in range(actions):
         match draw.choice(["submit", "submit", "step", "step", "cancel", "forget"]):
             case "submit":
-                begun = draw.choices([0, 1], k=draw.randint(0, 4))
-                schedule.submit(begun, draw.randint(1, 6), draw.randint(1, 8), draw.choice([1, 1, 1, 3]))
+                first_pages = draw.choices([0, 1], k=draw.randint(0, 4))
+                schedule.submit(first_pages, draw.randint(1, 6), draw.randint(1, 8), draw.choice([1, 1, 1, 3]))
             case "step":
                 schedule.step(draw.randint(1, 6))
             case "cancel":
@@ -178,24 +196,31 @@ def play(draw: random.Random, actions: int) -> None:
 
 
 class Schedules(RuleBasedStateMachine):
-    """The same for Hypothesis, which finds the shortest schedule that fails, at four times the time for each."""
+    """The same schedules for Hypothesis, which finds the shortest one that fails and takes four times as long."""
 
-    @initialize(slots=st.integers(1, 4), tokens=st.integers(1, 24), count=st.integers(6, 14), keeps=st.booleans())
-    def begin(self, slots: int, tokens: int, count: int, keeps: bool) -> None:
-        self.schedule = Schedule(slots, tokens, count, keeps)
+    @initialize(
+        slots=st.integers(1, 4),
+        tokens=st.integers(1, 24),
+        chunk=st.sampled_from([None, None, 1, 3, 8]),
+        mixes=st.booleans(),
+        num_pages=st.integers(6, 14),
+        keeps_prefixes=st.booleans(),
+    )
+    def begin(self, slots: int, tokens: int, chunk: int | None, mixes: bool, num_pages: int, keeps_prefixes: bool):
+        self.schedule = Schedule(shapes_for(slots, tokens, chunk, mixes), num_pages, keeps_prefixes)
 
     @rule(
-        begun=st.lists(st.sampled_from([0, 1]), max_size=4),
-        own=st.integers(1, 6),
-        more=st.integers(1, 8),
+        first_pages=st.lists(st.sampled_from([0, 1]), max_size=4),
+        more_tokens=st.integers(1, 6),
+        max_tokens=st.integers(1, 8),
         n=st.sampled_from([1, 1, 1, 3]),
     )
-    def submit(self, begun: list[int], own: int, more: int, n: int) -> None:
-        self.schedule.submit(begun, own, more, n)
+    def submit(self, first_pages: list[int], more_tokens: int, max_tokens: int, n: int) -> None:
+        self.schedule.submit(first_pages, more_tokens, max_tokens, n)
 
-    @rule(which=st.integers(0, 100))
-    def cancel(self, which: int) -> None:
-        self.schedule.cancel(which)
+    @rule(index=st.integers(0, 100))
+    def cancel(self, index: int) -> None:
+        self.schedule.cancel(index)
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
@@ -217,13 +242,13 @@ class Schedules(RuleBasedStateMachine):
 
 @contextlib.contextmanager
 def small_pages() -> Iterator[None]:
-    """Pages of few tokens, and shapes of few rows."""
+    """A context with pages of few tokens, and shapes of few rows."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (pages, scheduler):
+        for module in (page_pool, scheduler):
             patch.setattr(module, "KV_BLOCK", PAGE)
-        for module in (inputs, scheduler):
+        for module in (batch, scheduler, kv_pages):
             patch.setattr(module, "QUERY_UNIT", 2)
-        patch.setattr(inputs, "_LEAST_ROWS", 8)
+        patch.setattr(batch, "_LEAST_ROWS", 8)
         yield
 
 

@@ -1,4 +1,4 @@
-"""The scheduler and its pages: what schedules do to results (nothing), and what they do."""
+"""The scheduler and its pages: schedules change no result; and what they do to pages, slots and steps."""
 
 import os
 import subprocess
@@ -6,16 +6,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from detjax import SamplingParams
-from detjax.engine.core import Core
-from detjax.engine.inputs import Shape, Shapes, Slots
-from detjax.engine.pages import PagePool, digests
-from detjax.engine.sample import Sample
-from detjax.engine.scheduler import Piece, Scheduler, Step
+from detjax.engine.batch import BatchShape, BatchShapes, SlotTable
+from detjax.engine.page_pool import PagePool, digests
+from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler
+from detjax.engine.sequence import Sequence, samples
+from detjax.engine.step_loop import StepLoop
 from tests.engine import schedules
-from tests.engine.schedules import END, PAGE, Remembering, alone
+from tests.engine.schedules import END, PAGE, RememberingRunner, expected_tokens
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,81 +34,161 @@ def test_random_schedules_change_no_token_and_leak_no_page() -> None:
 def test_ten_thousand_random_schedules_change_no_token_and_leak_no_page() -> None:
     # In a process of its own, which does not check the type of each argument of each call.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    script = [sys.executable, schedules.__file__, "10000"]
+    script = [sys.executable, "-m", schedules.__name__, "10000"]
     run = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, (run.stdout + run.stderr)[-5000:]
 
 
-def sample(prompt: tuple[int, ...], index: int = 0, leader: Sample | None = None, **params: int) -> Sample:
-    return Sample(prompt, index, SamplingParams(**params), frozenset([END]), None, leader)
+def sequence(prompt: tuple[int, ...], **params: int) -> Sequence:
+    return Sequence(prompt, SamplingParams(**params), end_tokens=frozenset([END]))
 
 
-def core(slots: int, tokens: int, pages: int, keeps: bool = True) -> Core:
-    shapes = Shapes(slots, tokens)
-    scheduler = Scheduler(PagePool(pages, keeps_prefixes=keeps), shapes.limits)
-    return Core(scheduler, shapes, Slots(slots, pages), Remembering(slots))
+def step_loop(shapes: BatchShapes, num_pages: int, keeps_prefixes: bool = True) -> StepLoop:
+    slots = shapes.limits.slots
+    scheduler = Scheduler(PagePool(num_pages, keeps_prefixes=keeps_prefixes), shapes.limits)
+    return StepLoop(scheduler, shapes, SlotTable(slots, num_pages), RememberingRunner(slots))
 
 
-def pieces(core: Core) -> list[Piece]:
-    """Of all steps until nothing is left to do."""
-    given, found = core.scheduler.given, []
+def serving_loop(slots: int, tokens: int, num_pages: int, keeps_prefixes: bool = True) -> StepLoop:
+    return step_loop(BatchShapes.for_serving(slots, tokens), num_pages, keeps_prefixes)
 
-    def noted(step: Step) -> None:
-        found.extend(step.pieces)
-        given(step)
+
+def run(loop: StepLoop) -> list[ScheduledStep]:
+    """Returns all steps until the loop is idle."""
+    steps, mark_submitted = [], loop.scheduler.mark_submitted
+
+    def note(step: ScheduledStep) -> None:
+        steps.append(step)
+        mark_submitted(step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core.scheduler, "given", noted)
-        while not core.is_idle:
-            core.step()
-    return found
+        patch.setattr(loop.scheduler, "mark_submitted", note)
+        while not loop.is_idle:
+            loop.step()
+    return steps
+
+
+def chunks(steps: list[ScheduledStep]) -> list[ScheduledChunk]:
+    return [chunk for step in steps for chunk in step.chunks]
 
 
 @pytest.mark.usefixtures("small_pages")
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_prompt_that_was_there_is_computed_again_only_without_a_prefix_cache(keeps: bool) -> None:
-    engine, prompt = core(1, 8, 10, keeps), tuple(range(3 * PAGE))
-    again = PAGE if keeps else 3 * PAGE  # of a prompt of whole pages the last one is always computed
+@pytest.mark.parametrize("keeps_prefixes", [True, False])
+def test_a_known_prompt_is_computed_again_only_without_a_prefix_cache(keeps_prefixes: bool) -> None:
+    loop, prompt = serving_loop(1, 8, 10, keeps_prefixes), tuple(range(3 * PAGE))
+    again = PAGE if keeps_prefixes else 3 * PAGE  # the last page of a prompt is always computed
     for computed in (3 * PAGE, again):
-        one = sample(prompt, max_tokens=1)
-        engine.scheduler.submit(one)
-        assert sum(piece.count for piece in pieces(engine)) == computed
-        assert one.generated == alone(one)
-    assert engine.scheduler.pool.in_use == 0
-    assert len(engine.scheduler.pool._kept) == (3 if keeps else 0)
+        one = sequence(prompt, max_tokens=1)
+        loop.submit(one)
+        assert sum(chunk.count for chunk in chunks(run(loop))) == computed
+        assert one.generated == expected_tokens(one)
+    assert loop.scheduler.pool.in_use == 0
+    assert len(loop.scheduler.pool._kept) == (3 if keeps_prefixes else 0)
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_prompt_whose_logprobs_are_asked_for_is_computed_whole() -> None:
+    loop, prompt = serving_loop(1, 8, 10), tuple(range(3 * PAGE))
+    loop.submit(sequence(prompt, max_tokens=1))
+    run(loop)
+    scored = Sequence(prompt, SamplingParams(max_tokens=1, prompt_logprobs=True))
+    loop.submit(scored)
+    step = loop.scheduler.plan()
+    assert (scored.computed, scored.named_pages) == (0, 0)
+    assert [(chunk.start, chunk.is_decode) for chunk in step.chunks] == [(0, False)]
 
 
 @pytest.mark.usefixtures("small_pages")
 def test_samples_of_a_request_share_the_pages_of_their_prompt() -> None:
-    engine, prompt = core(3, 16, 20), tuple(range(4 * PAGE + 1))
-    samples = [sample(prompt, max_tokens=3)]
-    samples += [sample(prompt, index, samples[0], max_tokens=3) for index in (1, 2)]
-    for one in samples:
-        engine.scheduler.submit(one)
-    while not all(one.slot is not None for one in samples):
-        engine.step()
-    assert len({page for one in samples for page in one.pages[:4]}) == 4
-    assert engine.scheduler.pool.in_use <= 4 + 3
-    pieces(engine)
-    assert [one.generated for one in samples] == [alone(one) for one in samples]
+    loop, prompt = serving_loop(3, 16, 20), tuple(range(4 * PAGE + 1))
+    together = samples(prompt, SamplingParams(max_tokens=3, n=3), end_tokens=frozenset([END]), tokenizer=None)
+    for one in together:
+        loop.submit(one)
+    while not all(one.slot is not None for one in together):
+        loop.step()
+    assert len({page for one in together for page in one.page_ids[:4]}) == 4
+    assert loop.scheduler.pool.in_use <= 4 + 3
+    run(loop)
+    assert [one.generated for one in together] == [expected_tokens(one) for one in together]
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_where_pages_run_out_the_latest_sample_waits() -> None:
-    engine = core(2, 8, 5)
-    tries = (sample((1, 2, 3), max_tokens=12, seed=seed) for seed in range(100))
-    first, second, *_ = (one for one in tries if len(alone(one)) == 12)
+def test_without_free_pages_the_latest_sequence_waits() -> None:
+    loop = serving_loop(2, 8, 5)
+    candidates = (sequence((1, 2, 3), max_tokens=12, seed=seed) for seed in range(100))
+    first, second, *_ = (one for one in candidates if len(expected_tokens(one)) == 12)
     for one in (first, second):
-        engine.scheduler.submit(one)
+        loop.submit(one)
     ended = []
-    while not engine.is_idle:
-        ended += [one for one, token in engine.step() if token.finish_reason is not None]
-    assert engine.scheduler.preemptions > 0
+    while not loop.is_idle:
+        ended += [one for one, token in loop.step() if token.finish_reason is not None]
+    assert loop.scheduler.preemptions > 0
     assert ended == [first, second]
-    assert [one.generated for one in ended] == [alone(one) for one in ended]
+    assert [one.generated for one in ended] == [expected_tokens(one) for one in ended]
 
 
-def test_a_digest_names_a_page_and_all_before_it() -> None:
+@pytest.mark.usefixtures("small_pages")
+def test_a_page_is_shared_only_when_its_tokens_are_known() -> None:
+    # The second page is full as soon as the step that samples its last token is submitted, before it is read.
+    loop = serving_loop(1, 8, 10)
+    candidates = (sequence((1, 2, 3), max_tokens=10, seed=seed) for seed in range(100))
+    one = next(candidate for candidate in candidates if len(expected_tokens(candidate)) == 10)
+    loop.submit(one)
+    while not loop.is_idle:
+        loop.step()
+        read = len(one.tokens)
+        assert one.named_pages <= read // PAGE
+        if one.slot is not None:
+            assert one.named_pages == min(one.computed, read) // PAGE
+    assert loop.scheduler.pool.share(digests(one.tokens)[: len(one.tokens) // PAGE]) != []
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_chunks_of_one_token_are_computed_like_decodes() -> None:
+    loop = step_loop(BatchShapes.for_chunks(2, 1), 10)
+    prompts = (1, 2, 3, 4, 5), (6, 8)
+    together = [sequence(prompt, max_tokens=4) for prompt in prompts]
+    for one in together:
+        loop.submit(one)
+    steps = run(loop)
+    assert not any(step.prefills for step in steps)
+    assert max(chunk.count for chunk in chunks(steps)) == 1
+    assert [one.generated for one in together] == [expected_tokens(one) for one in together]
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("mixes", [True, False])
+def test_prefill_chunks_have_the_size_asked_for_and_come_first_unless_steps_mix(mixes: bool) -> None:
+    loop = step_loop(BatchShapes.for_chunks(2, 3, mixes=mixes), 20)
+    short, long = sequence((1, 2), max_tokens=6, seed=1), sequence(tuple(range(17)), max_tokens=2)
+    for one in (short, long):
+        loop.submit(one)
+    steps = run(loop)
+    assert [chunk.count for chunk in chunks(steps) if chunk.sequence is long][:6] == [3, 3, 3, 3, 3, 2]
+    assert any(step.prefills and step.decodes for step in steps) == mixes
+    assert [one.generated for one in (short, long)] == [expected_tokens(one) for one in (short, long)]
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_slot_of_an_ended_sequence_serves_the_next_one_with_its_own_parameters() -> None:
+    shapes = BatchShapes.for_serving(1, 8)
+    table = SlotTable(1, 4)
+    scheduler = Scheduler(PagePool(4, keeps_prefixes=False), shapes.limits)
+    for seed, temperature in ((3, 0.5), (5, 0.25)):
+        one = Sequence((1, 2, 3), SamplingParams(max_tokens=1, seed=seed, temperature=temperature), index=seed)
+        scheduler.submit(one)
+        step = scheduler.plan()
+        batch = table.batch(step, shapes.smallest(step))
+        (row,) = np.flatnonzero(batch.slot == 0)
+        assert batch.sampling.seed[row].tolist() == [0, seed]
+        assert (batch.sampling.temperature[row], batch.sampling.sample_index[row]) == (temperature, seed)
+        assert batch.queries.page_table[row, 0] == one.page_ids[0]
+        scheduler.mark_submitted(step)
+        one.finish_reason = "length"
+        scheduler.accept_token(one)
+
+
+def test_a_digest_names_a_page_and_all_pages_before_it() -> None:
     one, other = [1] * 128 + [2] * 128, [3] * 128 + [2] * 128
     assert len(digests(one)) == 2
     assert digests(one[:255]) == digests(one)[:1]
@@ -115,7 +196,7 @@ def test_a_digest_names_a_page_and_all_before_it() -> None:
     assert digests(one, digests(one)[:1]) == digests(one)
 
 
-def test_the_longest_unused_prefix_is_given_away_first_and_its_end_before_its_beginning() -> None:
+def test_the_prefix_unused_the_longest_is_given_away_first_and_its_end_before_its_beginning() -> None:
     pool = PagePool(4)
     names = [f"{i}".encode() for i in range(4)]
     pages = [pool.take() for _ in range(4)]
@@ -129,7 +210,7 @@ def test_the_longest_unused_prefix_is_given_away_first_and_its_end_before_its_be
     assert pool.take() is None
 
 
-def test_of_two_pages_of_one_digest_the_first_is_found() -> None:
+def test_the_first_of_two_pages_with_one_digest_is_shared() -> None:
     pool = PagePool(2)
     pages = [pool.take(), pool.take()]
     for page in pages:
@@ -141,16 +222,25 @@ def test_of_two_pages_of_one_digest_the_first_is_found() -> None:
     assert (pool.in_use, pool.available) == (0, 2)
 
 
-@pytest.mark.parametrize(("samples", "tokens"), [(1, 1), (3, 5), (8, 64), (64, 512), (1024, 2048), (5, 10_000)])
-def test_every_step_within_the_limits_has_a_shape(samples: int, tokens: int) -> None:
-    shapes = Shapes(samples, tokens)
+@pytest.mark.parametrize(("slots", "tokens"), [(1, 1), (3, 5), (8, 64), (64, 512), (1024, 2048), (5, 10_000)])
+def test_every_step_within_the_limits_has_a_shape(slots: int, tokens: int) -> None:
+    shapes = BatchShapes.for_serving(slots, tokens)
     largest = max(shape.rows for shape in shapes)
     assert largest >= tokens
-    assert max(shape.decodes for shape in shapes) == samples
+    assert max(shape.decodes for shape in shapes) == slots
     assert len(list(shapes)) == len(set(shapes)) <= 40
-    assert Shape(samples, largest, shapes.limits.prefills) in set(shapes)
+    assert BatchShape(slots, largest, shapes.limits.prefills) in set(shapes)
+
+
+@pytest.mark.parametrize(("slots", "chunk"), [(1, 1), (4, 7), (64, 128), (2048, 1), (8, 10_000)])
+def test_chosen_chunks_have_two_shapes_that_share_their_sampling_program(slots: int, chunk: int) -> None:
+    shapes = BatchShapes.for_chunks(slots, chunk)
+    assert {shape.sampled for shape in shapes} == {slots}
+    assert len(list(shapes)) == 2
+    assert min(shape.rows for shape in shapes) == 0
+    assert max(shape.rows for shape in shapes) >= chunk
 
 
 def test_a_pool_of_no_pages_is_refused() -> None:
-    with pytest.raises(ValueError, match="PagePool: pages is 0; accepted: at least 1"):
+    with pytest.raises(ValueError, match="PagePool: num_pages is 0; accepted: at least 1"):
         PagePool(0)

@@ -33,7 +33,7 @@ def checkpoint(loaded: tuple[Decoder, Tokenizer], tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def engine(loaded: tuple[Decoder, Tokenizer]) -> Iterator[Engine]:
-    with Engine(*loaded, max_samples=16, token_budget=64, max_tokens=400) as one:
+    with Engine(*loaded, max_samples=16, token_budget=64, max_length=400) as one:
         yield one
 
 
@@ -41,7 +41,7 @@ def engine(loaded: tuple[Decoder, Tokenizer]) -> Iterator[Engine]:
 def server(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> Iterator[Running]:
     with serving(engine, loaded) as running:
         yield running
-    assert engine.pages_in_use == 0
+    assert engine.stats().pages_in_use == 0
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def test_a_chat_follows_the_template(client: openai.OpenAI, engine: Engine, toke
 def test_a_chat_may_take_all_the_room_there_is(client: openai.OpenAI, engine: Engine) -> None:
     found = client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body={"ignore_eos": True})
     assert found.choices[0].finish_reason == "length"
-    assert found.usage.total_tokens == engine.max_tokens
+    assert found.usage.total_tokens == engine.max_length
 
 
 def test_streams_add_up_to_whole_answers(client: openai.OpenAI) -> None:
@@ -179,7 +179,7 @@ def test_stop_strings_and_tokens_end_an_answer(client: openai.OpenAI, engine: En
 
 def test_models_are_listed(client: openai.OpenAI, engine: Engine) -> None:
     (model,) = client.models.list().data
-    assert (model.id, model.max_model_len) == (MODEL, engine.max_tokens)
+    assert (model.id, model.max_model_len) == (MODEL, engine.max_length)
     assert client.models.retrieve(MODEL) == model
 
 

@@ -46,7 +46,7 @@ def post(url: str, body: Any, path: str = "completions", **headers: str) -> tupl
 
 def wait_until_idle(server: Running) -> None:
     end = time.monotonic() + 20
-    while server.engine.running or server.engine.waiting or server.app.state.guard.on_their_way:
+    while server.engine.stats().running or server.engine.stats().waiting or server.app.state.guard.on_their_way:
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -59,7 +59,7 @@ def unharmed(server: Running) -> Iterator[None]:
     assert status == 200
     greedy = SamplingParams(temperature=0.0, max_tokens=3)
     assert found["choices"][0]["text"] == server.engine.generate([Request("x", greedy)])[0].completions[0].text
-    assert server.engine.pages_in_use == 0
+    assert server.engine.stats().pages_in_use == 0
     assert server.app.state.guard.on_their_way == 0
 
 
@@ -171,7 +171,7 @@ def test_an_answer_that_takes_too_long_is_ended(engine: Engine, loaded: tuple[De
             ):
                 pass
         wait_until_idle(running)
-    assert engine.pages_in_use == 0
+    assert engine.stats().pages_in_use == 0
 
 
 def test_clients_that_vanish_are_dropped(server: Running) -> None:

@@ -52,7 +52,7 @@ def test_five_hundred_streams_have_the_bits_of_requests_alone(server: Running, e
         alone.append(np.float32(generation.completions[0].logprobs))
     found = asyncio.run(all_at_once())
     assert_same_bits(found, [alone[index % DISTINCT] for index in range(CLIENTS)])
-    assert engine.pages_in_use == 0
+    assert engine.stats().pages_in_use == 0
 
 
 LONG = {"max_tokens": 390, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -103,7 +103,7 @@ def test_a_shutdown_that_does_not_wait_says_so(engine: Engine, loaded: tuple[Dec
     with serving(engine, loaded, grace=0) as running:
         asyncio.run(one(running))
     assert engine.generate([Request("x")])
-    assert engine.pages_in_use == 0
+    assert engine.stats().pages_in_use == 0
 
 
 def test_a_defect_is_told_without_its_traceback(
@@ -123,7 +123,7 @@ def test_a_defect_is_told_without_its_traceback(
 
 
 def test_a_failed_engine_is_told(loaded: tuple[Decoder, Tokenizer]) -> None:
-    with Engine(*loaded, max_samples=1, token_budget=8, max_tokens=64) as broken:
+    with Engine(*loaded, max_samples=1, token_budget=8, max_length=64) as broken:
         with serving(broken, loaded) as running:
             broken.close()
             for path, data in (("/health", None), ("/v1/completions", {"model": MODEL, "prompt": "x"})):

@@ -154,7 +154,7 @@ def test_stopping_an_answer_ends_it_here_and_on_the_server(page: Page, server: R
     page.until(lambda: page.text("output"))
     page["send"].click()
     assert page.until(lambda: page.text("output-facts")).startswith("Stopped after ")
-    page.until(lambda: server.engine.pages_in_use == 0)
+    page.until(lambda: server.engine.stats().pages_in_use == 0)
 
 
 def test_stopping_the_proof_ends_it_and_its_others(page: Page, server: Running) -> None:
@@ -163,7 +163,7 @@ def test_stopping_the_proof_ends_it_and_its_others(page: Page, server: Running) 
     page.until(lambda: page.text("unique") == "1")
     page["prove-button"].click()
     page.until(lambda: page.text("verdict").startswith("Stopped. "))
-    page.until(lambda: server.engine.pages_in_use == 0)
+    page.until(lambda: server.engine.stats().pages_in_use == 0)
     assert page.text("prove-error") == ""
 
 

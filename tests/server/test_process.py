@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from detjax.cli import app
 from tests.server.running_server import MODEL
 
-SMALL = ("--max-samples", "1", "--token-budget", "8", "--max-tokens", "64", "--top-logprobs", "0")
+SMALL = ("--max-samples", "1", "--token-budget", "8", "--max-length", "64", "--top-logprobs", "0")
 ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 5, "logprobs": 0}
 
 

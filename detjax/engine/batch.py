@@ -1,0 +1,254 @@
+"""A step as the device takes it: arrays whose shapes come from a few that programs are compiled for."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float32, Int32, UInt32
+
+from detjax import ops
+from detjax.contract import QUERY_UNIT
+from detjax.engine import sequence as sequences
+from detjax.engine.sampling_params import SamplingParams
+from detjax.engine.scheduler import ScheduledStep, StepLimits, padded_rows
+from detjax.kv_pages import Queries
+
+_GROWTH = 4
+"""The ratio of one size of a serving engine's batches to the next smaller one."""
+_LEAST_ROWS = 64
+"""Rows of the smallest step of a serving engine that prefills."""
+_MOST_ROWS = 8192
+"""Rows of a step that prefills, where the caller says how long chunks are but not how many fit into a step."""
+
+Arrays = np.ndarray | jax.Array
+"""Arrays on the host or on the device."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class BatchShape:
+    """The sizes that the programs of a step are compiled for.
+
+    Attributes:
+        decodes: room for chunks of a single token.
+        rows: room for the rows of prefill chunks.
+        prefills: room for prefill chunks.
+    """
+
+    decodes: int
+    rows: int
+    prefills: int
+
+    @property
+    def sampled(self) -> int:
+        """Rows that tokens are sampled from: one per chunk."""
+        return self.decodes + self.prefills
+
+    def fits(self, step: ScheduledStep) -> bool:
+        """Returns whether the shape has room for a step."""
+        if not step.prefills:
+            return len(step.decodes) <= self.decodes
+        rows = sum(padded_rows(chunk.count) for chunk in step.prefills)
+        return len(step.decodes) <= self.decodes and rows <= self.rows and len(step.prefills) <= self.prefills
+
+
+class BatchShapes:
+    """The shapes of a step loop's batches, and the limits that its steps keep."""
+
+    def __init__(self, shapes: Iterable[BatchShape], limits: StepLimits) -> None:
+        """Shapes of which, for each step within the limits, at least one has room."""
+        self.limits = limits
+        # Rows of prefills cost more than decodes, so the shape with the fewest rows is the cheapest.
+        self._shapes = sorted(shapes, key=lambda shape: (shape.rows, shape.decodes))
+
+    @classmethod
+    def for_serving(cls, slots: int, token_budget: int) -> "BatchShapes":
+        """Returns shapes for steps of any mixture, few enough to compile them all before the first request.
+
+        Args:
+            slots: sequences that are computed at the same time.
+            token_budget: tokens of a step.
+        """
+        decodes = _sizes(1, slots)
+        prefills = {
+            rows: min(slots, rows // QUERY_UNIT)
+            for rows in _sizes(min(_LEAST_ROWS, padded_rows(token_budget)), padded_rows(token_budget))
+        }
+        # A few decodes too many cost little beside prefills, so there every other size is enough.
+        beside_prefills = [0, *decodes[::-2][::-1]]
+        shapes = [BatchShape(count, 0, 0) for count in decodes]
+        shapes += [BatchShape(count, rows, prefills[rows]) for rows in prefills for count in beside_prefills]
+        rows = max(prefills)
+        limits = StepLimits(
+            slots=slots, tokens=token_budget, prefills=prefills[rows], rows=rows, prefill_chunk=token_budget
+        )
+        return cls(shapes, limits)
+
+    @classmethod
+    def for_chunks(cls, slots: int, prefill_chunk: int, *, mixes: bool = False) -> "BatchShapes":
+        """Returns two shapes: one for decodes, and one for a prefill chunk of each sequence.
+
+        Args:
+            slots: sequences that are computed at the same time.
+            prefill_chunk: tokens of a prefill chunk at most. A chunk of one token is computed like a decode.
+            mixes: whether steps that prefill also decode. Otherwise all prompts are in the cache before the first
+                decode.
+        """
+        chunk_rows = padded_rows(prefill_chunk)
+        rows = max(min(slots * chunk_rows, _MOST_ROWS), chunk_rows)
+        # As many rows to sample from as decodes have, so that both shapes share the sampling program.
+        shapes = BatchShape(slots, 0, 0), BatchShape(slots if mixes else 0, rows, slots)
+        limits = StepLimits(
+            slots=slots, tokens=slots + rows, prefills=slots, rows=rows, prefill_chunk=prefill_chunk, mixes=mixes
+        )
+        return cls(shapes, limits)
+
+    def __iter__(self) -> Iterator[BatchShape]:
+        return iter(self._shapes)
+
+    def smallest(self, step: ScheduledStep) -> BatchShape:
+        """Returns the cheapest shape that has room for a step."""
+        return next(shape for shape in self._shapes if shape.fits(step))
+
+
+def _sizes(first: int, last: int) -> list[int]:
+    sizes = [first]
+    while sizes[-1] < last:
+        sizes.append(min(_GROWTH * sizes[-1], last))
+    return sizes
+
+
+class SamplingArrays(NamedTuple):
+    """The arguments of `ops.sample` other than the logits, one row per token to sample."""
+
+    seed: UInt32[Arrays, "R 2"]
+    position: Int32[Arrays, "R"]
+    sample_index: Int32[Arrays, "R"]
+    temperature: Float32[Arrays, "R"]
+    top_k: Int32[Arrays, "R"]
+    top_p: Float32[Arrays, "R"]
+    min_p: Float32[Arrays, "R"]
+
+    @classmethod
+    def from_params(cls, params: Sequence[SamplingParams], sample_index: Sequence[int]) -> "SamplingArrays":
+        """Returns a row for each sample, on the host. Positions, which change from step to step, are zeros."""
+        return cls(
+            seed=np.array([ops.seed_words(row.seed) for row in params], np.uint32),
+            position=np.zeros(len(params), np.int32),
+            sample_index=np.array(sample_index, np.int32),
+            temperature=np.array([row.temperature for row in params], np.float32),
+            top_k=np.array([row.top_k for row in params], np.int32),
+            top_p=np.array([row.top_p for row in params], np.float32),
+            min_p=np.array([row.min_p for row in params], np.float32),
+        )
+
+
+class StepBatch(NamedTuple):
+    """The arrays of one step: N tokens, first the decodes, then the rows of prefills; R chunks, decodes first.
+
+    What a shape has room for and a step does not need belongs to no sequence.
+
+    Attributes:
+        token: ids of the tokens. The device replaces those of decodes that it holds.
+        held: for each decode the slot that holds its token; the number of slots where `token` has it.
+        queries: where the tokens stand in their sequences, and the sequences in the cache.
+        last_row: for each chunk its last token, as an index into the N.
+        slot: for each chunk the slot that will hold the sampled token; the number of slots where none is sampled.
+        sampling: for each chunk how its next token is sampled.
+    """
+
+    token: Int32[Arrays, "N"]
+    held: Int32[Arrays, "decodes"]
+    queries: Queries
+    last_row: Int32[Arrays, "R"]
+    slot: Int32[Arrays, "R"]
+    sampling: SamplingArrays
+
+    @property
+    def shape(self) -> BatchShape:
+        """The shape that the step's programs are compiled for."""
+        decodes, chunks = len(self.held), len(self.slot)
+        return BatchShape(decodes, len(self.token) - decodes, chunks - decodes)
+
+
+class SlotTable:
+    """What batches need to know of the sequences that have a slot, by slot."""
+
+    def __init__(self, slots: int, pages_per_sequence: int) -> None:
+        """A table for so many slots, and for sequences of so many pages at most."""
+        self.slots = slots
+        self._page_table = np.zeros((slots, pages_per_sequence), np.int32)
+        self._page_ids: list[list[int] | None] = [None] * slots
+        self._num_pages = [0] * slots
+        self._sampling = SamplingArrays.from_params([SamplingParams()] * slots, [0] * slots)
+
+    def batch(self, step: ScheduledStep, shape: BatchShape) -> StepBatch:
+        """Returns the arrays of a step. Its chunks' page tables and sampling parameters are brought up to date."""
+        for chunk in step.chunks:
+            self._refresh(chunk.sequence)
+        rows = sampled_rows(step, shape)
+        slots = np.array([chunk.sequence.slot for chunk in step.chunks], np.int32)
+        starts = np.array([chunk.start for chunk in step.chunks], np.int32)
+        counts = np.array([chunk.count for chunk in step.chunks], np.int32)
+        completes = np.array([chunk.completes for chunk in step.chunks], bool)
+
+        def spread(values: Arrays, fill: int = 0) -> np.ndarray:
+            """Returns a value per row, given a value per chunk."""
+            result = np.full((shape.sampled, *values.shape[1:]), fill, values.dtype)
+            result[rows] = values
+            return result
+
+        sampling = SamplingArrays(*(spread(values[slots]) for values in self._sampling))
+        queries = Queries.packed(
+            spread(self._page_table[slots]), spread(starts), spread(counts), decodes=shape.decodes, rows=shape.rows
+        )
+        token, last_row = self._tokens(step, shape)
+        return StepBatch(
+            token=token,
+            held=self._held(step, shape, slots),
+            queries=queries,
+            last_row=spread(last_row),
+            slot=spread(np.where(completes, slots, np.int32(self.slots)), fill=self.slots),
+            sampling=sampling._replace(position=spread(starts + counts)),
+        )
+
+    def _tokens(self, step: ScheduledStep, shape: BatchShape) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the token ids that the host knows, and the row of each chunk's last token."""
+        token = np.zeros(shape.decodes + shape.rows, np.int32)
+        for row, chunk in enumerate(step.decodes):
+            if not chunk.sequence.is_held:
+                token[row] = chunk.sequence.tokens[chunk.start]
+        last_row, row = [*range(len(step.decodes))], shape.decodes
+        for chunk in step.prefills:
+            token[row : row + chunk.count] = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
+            last_row.append(row + chunk.count - 1)
+            row += padded_rows(chunk.count)
+        return token, np.array(last_row, np.int32)
+
+    def _held(self, step: ScheduledStep, shape: BatchShape, slots: np.ndarray) -> np.ndarray:
+        """Returns the slots that hold the tokens of decodes."""
+        held, decodes = np.zeros(shape.decodes, np.int32), len(step.decodes)
+        is_held = np.array([chunk.sequence.is_held for chunk in step.decodes], bool)
+        held[:decodes] = np.where(is_held, slots[:decodes], self.slots)
+        return held
+
+    def _refresh(self, sequence: sequences.Sequence) -> None:
+        """Brings a slot's page table and sampling parameters up to date."""
+        slot = sequence.slot
+        assert slot is not None
+        if self._page_ids[slot] is not sequence.page_ids:  # another sequence, or the same with different pages
+            self._page_ids[slot], self._num_pages[slot] = sequence.page_ids, 0
+            row = SamplingArrays.from_params([sequence.params], [sequence.index])
+            for name, values in row._asdict().items():
+                getattr(self._sampling, name)[slot] = values[0]
+        known, count = self._num_pages[slot], len(sequence.page_ids)
+        if known < count:
+            self._page_table[slot, known:] = 0
+            self._page_table[slot, known:count] = sequence.page_ids[known:]
+            self._num_pages[slot] = count
+
+
+def sampled_rows(step: ScheduledStep, shape: BatchShape) -> list[int]:
+    """Returns, for each chunk of a step, the row that its next token is sampled in."""
+    return [*range(len(step.decodes)), *(shape.decodes + index for index in range(len(step.prefills)))]

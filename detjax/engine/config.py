@@ -1,0 +1,115 @@
+"""The settings of an engine, and what it says of itself."""
+
+import dataclasses
+from typing import Final, NamedTuple
+
+import jax
+
+from detjax.contract import KV_BLOCK
+from detjax.engine.batch import BatchShapes
+from detjax.engine.model_runner import SamplingVariant, bytes_of_page
+from detjax.engine.step_loop import StepLoopConfig
+from detjax.models import Decoder
+from detjax.options import KVQuantization
+
+_SHARE_OF_FREE_MEMORY: Final = 0.9
+_CACHE_WITHOUT_A_GPU: Final = 1 << 30
+"""Bytes of the cache at most, where the device does not say how much memory it has."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The settings of an `Engine`. Among them `kv_cache_dtype` alone changes bits.
+
+    Attributes:
+        max_samples: samples that are computed at the same time; further ones wait.
+        token_budget: tokens of a step at most, prompts and decodes together.
+        max_length: tokens of a sample at most, its prompt included. Default: the model's max_position_embeddings.
+        num_pages: pages of the KV cache, of `contract.KV_BLOCK` tokens each. Default: as many as all samples could
+            need, or as fit into 90% of the device's free memory.
+        prefix_cache: keep pages for requests that begin with the same tokens.
+        kv_cache_dtype: "int8", "fp8_e4m3" or "q4_0" quantize keys and values in the cache (`ops.quantize_kv`), which
+            gives different numbers, as independent of everything else. Default: the model's dtype.
+        top_logprobs: the most of the likeliest tokens that a request may ask for.
+    """
+
+    max_samples: int = 64
+    token_budget: int = 512
+    max_length: int | None = None
+    num_pages: int | None = None
+    prefix_cache: bool = True
+    kv_cache_dtype: KVQuantization | None = None
+    top_logprobs: int = 20
+
+    def resolved(self, model: Decoder) -> "EngineConfig":
+        """Returns these settings with every default filled in for a model.
+
+        Raises:
+            ValueError: a setting is out of range, the model's keys and values cannot be quantized like this, or the
+                pages do not hold one request of `max_length` tokens.
+        """
+        positions, vocabulary = model.config.max_positions, model.config.vocab_size
+        length = positions if self.max_length is None else self.max_length
+        accepted = {
+            "max_samples": (self.max_samples, self.max_samples >= 1, "at least 1"),
+            "token_budget": (self.token_budget, self.token_budget >= 1, "at least 1"),
+            "max_length": (length, 2 <= length <= positions, f"2 to {positions}, the model's"),
+            "top_logprobs": (self.top_logprobs, 0 <= self.top_logprobs <= vocabulary, f"0 to {vocabulary}"),
+        }
+        for name, (value, is_accepted, description) in accepted.items():
+            if not is_accepted:
+                raise ValueError(f"Engine: {name} is {value}; accepted: {description}")
+        try:
+            page = bytes_of_page(model, self.kv_cache_dtype)
+        except ValueError as error:
+            raise ValueError(f"Engine: {error}") from error
+        # The last token of a sample is not computed.
+        needed = -(-(length - 1) // KV_BLOCK)
+        num_pages = self.num_pages
+        if num_pages is None:
+            num_pages = max(needed, min(self.max_samples * needed, max(1, _free_memory() // page)))
+        if num_pages < needed:
+            raise ValueError(
+                f"Engine: num_pages is {num_pages}; accepted: at least {needed}, for one request of {length} tokens. "
+                "Give more pages, or a lower max_length."
+            )
+        return dataclasses.replace(self, max_length=length, num_pages=num_pages)
+
+    def step_loop(self) -> StepLoopConfig:
+        """Returns the sizes of the engine's step loop. The settings must be resolved."""
+        assert self.max_length is not None
+        assert self.num_pages is not None
+        return StepLoopConfig(
+            shapes=BatchShapes.for_serving(self.max_samples, self.token_budget),
+            num_pages=self.num_pages,
+            pages_per_sequence=-(-(self.max_length - 1) // KV_BLOCK),
+            variants=SamplingVariant.for_serving(self.top_logprobs),
+            prefix_cache=self.prefix_cache,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+
+class EngineStats(NamedTuple):
+    """What an engine is doing.
+
+    Attributes:
+        running: samples that have a slot.
+        waiting: samples that wait for a slot.
+        num_pages: pages of the KV cache.
+        pages_in_use: pages that requests in flight refer to.
+        preemptions: how often a sample has lost its pages to another one since the engine was made.
+    """
+
+    running: int
+    waiting: int
+    num_pages: int
+    pages_in_use: int
+    preemptions: int
+
+
+def _free_memory() -> int:
+    """Returns the bytes that a cache may take."""
+    memory = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" not in memory:
+        return _CACHE_WITHOUT_A_GPU
+    return int((memory["bytes_limit"] - memory["bytes_in_use"]) * _SHARE_OF_FREE_MEMORY)

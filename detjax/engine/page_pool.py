@@ -1,0 +1,110 @@
+"""The page pool: which pages of the KV cache are free, referenced or kept, and a prefix cache of whole pages."""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from detjax.contract import KV_BLOCK
+
+type Digest = bytes
+"""A name for the tokens of a page and of all pages before it. Pages of one digest hold the same bits."""
+
+
+def digests(tokens: Sequence[int], known: Sequence[Digest] = ()) -> list[Digest]:
+    """Returns the digest of every full page of a sequence of tokens.
+
+    The hash is a cryptographic one: two different prefixes of one digest would silently share keys and values.
+
+    Args:
+        tokens: token ids, from position 0 on.
+        known: digests of the first pages, which are not computed again.
+    """
+    result = list(known)
+    for page in range(len(result), len(tokens) // KV_BLOCK):
+        before = result[-1] if result else b""
+        page_tokens = np.asarray(tokens[page * KV_BLOCK : (page + 1) * KV_BLOCK], np.int64).tobytes()
+        result.append(hashlib.blake2b(before + page_tokens, digest_size=32).digest())
+    return result
+
+
+class PagePool:
+    """The pages of a cache, by their ids.
+
+    A page is free, or sequences refer to it, or the pool keeps it for later sequences with the same prefix. When no
+    page is free, the pool gives away the kept page that has been unused the longest.
+    """
+
+    def __init__(self, num_pages: int, *, keeps_prefixes: bool = True) -> None:
+        if num_pages < 1:
+            raise ValueError(f"PagePool: num_pages is {num_pages}; accepted: at least 1")
+        self.num_pages = num_pages
+        self.keeps_prefixes = keeps_prefixes
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._references = [0] * num_pages
+        self._kept: OrderedDict[int, None] = OrderedDict()  # the page that has been unused the longest comes first
+        self._page_by_digest: dict[Digest, int] = {}
+        self._digest_by_page: dict[int, Digest] = {}
+
+    @property
+    def available(self) -> int:
+        """Pages that `take` can still return."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def in_use(self) -> int:
+        """Pages that sequences refer to."""
+        return self.num_pages - self.available
+
+    def take(self) -> int | None:
+        """Returns a page with one reference, or None if sequences refer to all pages."""
+        if self._free:
+            page = self._free.pop()
+        elif self._kept:
+            page, _ = self._kept.popitem(last=False)
+            self._forget(page)
+        else:
+            return None
+        self._references[page] = 1
+        return page
+
+    def share(self, prefix: Iterable[Digest]) -> list[int]:
+        """Returns the pages of the longest known part of a prefix, and adds a reference to each of them."""
+        pages = []
+        for digest in prefix:
+            page = self._page_by_digest.get(digest)
+            if page is None:
+                break
+            self._kept.pop(page, None)
+            self._references[page] += 1
+            pages.append(page)
+        return pages
+
+    def name(self, page: int, digest: Digest) -> None:
+        """Makes a full page that is in use available to `share`. The first page of a digest keeps the name."""
+        if self.keeps_prefixes and digest not in self._page_by_digest and page not in self._digest_by_page:
+            self._page_by_digest[digest] = page
+            self._digest_by_page[page] = digest
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Takes back one reference to each page of a sequence, given in the order of the sequence's tokens."""
+        for page in reversed(pages):  # the end of a prefix is given away before its beginning
+            self._references[page] -= 1
+            assert self._references[page] >= 0, f"page {page} is released more often than it was taken"
+            if self._references[page]:
+                continue
+            if page in self._digest_by_page:
+                self._kept[page] = None
+            else:
+                self._free.append(page)
+
+    def forget_prefixes(self) -> None:
+        """Makes `share` find none of today's pages, as is needed after a change of weights."""
+        for page in list(self._digest_by_page):
+            self._forget(page)
+        self._free += self._kept
+        self._kept.clear()
+
+    def _forget(self, page: int) -> None:
+        del self._page_by_digest[self._digest_by_page.pop(page)]

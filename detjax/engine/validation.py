@@ -1,0 +1,50 @@
+"""Checks of a request against a model: what is refused before anything is computed."""
+
+from collections.abc import Sequence
+
+from detjax.engine.sampling_params import SamplingParams
+from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
+
+
+def encode_prompt(
+    name: str, config: DecoderConfig, prompt: str | Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
+) -> tuple[int, ...]:
+    """Returns the token ids of a prompt that the model can serve.
+
+    Args:
+        name: what error messages call the prompt.
+        config: the model's.
+        prompt: text, or token ids.
+        params: the request's sampling parameters.
+        tokenizer: needed for text and for stop strings.
+
+    Raises:
+        ValueError: the prompt is empty, holds ids outside the vocabulary, is too long for the model together with the
+            tokens to generate, or is text without a tokenizer; or `top_logprobs` exceeds the vocabulary.
+    """
+    if tokenizer is None and (isinstance(prompt, str) or params.stop):
+        problem = "is text" if isinstance(prompt, str) else "has stop strings"
+        raise ValueError(
+            f"{name} {problem} and there is no tokenizer; accepted: token ids and stop_token_ids. "
+            "Give the tokenizer that detjax.models.load returned, if the checkpoint has one."
+        )
+    tokens = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer is not None else [int(t) for t in prompt]
+    if not tokens:
+        raise ValueError(f"{name} is empty; accepted: at least one token")
+    unknown = [token for token in tokens if not 0 <= token < config.vocab_size]
+    if unknown:
+        raise ValueError(f"{name} has token {unknown[0]}; accepted: ids 0 to {config.vocab_size - 1}")
+    if len(tokens) + params.max_tokens > config.max_positions:
+        raise ValueError(
+            f"{name} has {len(tokens)} tokens and asks for {params.max_tokens} more; accepted: "
+            f"{config.max_positions} in all, the model's max_position_embeddings. Lower max_tokens or cut the prompt."
+        )
+    if params.top_logprobs > config.vocab_size:
+        raise ValueError(f"{name}: top_logprobs is {params.top_logprobs}; accepted: up to {config.vocab_size}")
+    return tuple(tokens)
+
+
+def end_tokens(defaults: GenerationDefaults | None, params: SamplingParams) -> frozenset[int]:
+    """Returns the tokens that end a sample: the model's end-of-sequence tokens and the request's stop tokens."""
+    eos = () if params.ignore_eos or defaults is None else defaults.eos_token_ids
+    return frozenset(eos) | frozenset(params.stop_token_ids)
