@@ -55,26 +55,30 @@ class Pool:
     page_table: np.ndarray
 
 
-@functools.partial(detjax.jit, static_argnames=("tokens", "training"))
-def attention_of_chunk(
-    tokens: int, q: jax.Array, pages: tuple[jax.Array, jax.Array], queries: Queries, *, training: bool = False
-) -> jax.Array:
-    """Attention of some requests' tokens from `queries.start` on; what follows the chunk is not in the cache yet.
+def chunk_program(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A program of attention of some requests' tokens from their start on; what follows them is not in the cache yet.
 
     Args:
-        tokens: queries of each request.
-        q: [B, tokens, H, K].
-        pages: keys and values.
-        queries: page table, start and whole length of each request.
-        training: whether to compute the forward pass that gradients are taken of.
+        attend: attention of queries, pages of keys and of values, and `Queries`.
+
+    Returns:
+        A function of queries [B, tokens, H, K], of the pages, of `Queries` with each request's whole length, and of
+        whether to compute the forward pass that gradients are taken of.
     """
-    length = jnp.minimum(queries.start + tokens, queries.length)
-    queries = dataclasses.replace(queries, length=length)
 
-    def attend(q: jax.Array) -> jax.Array:
-        return paged_attention(q, *pages, queries)
+    @functools.partial(detjax.jit, static_argnames="training")
+    def program(
+        q: jax.Array, pages: tuple[jax.Array, jax.Array], queries: Queries, *, training: bool = False
+    ) -> jax.Array:
+        length = jnp.minimum(jnp.asarray(queries.start) + q.shape[1], queries.length)
+        chunk = dataclasses.replace(queries, length=length)
 
-    return jax.vjp(attend, q)[0] if training else attend(q)
+        def attend_to_pages(q: jax.Array) -> jax.Array:
+            return attend(q, *pages, chunk)
+
+        return jax.vjp(attend_to_pages, q)[0] if training else attend_to_pages(q)
+
+    return program
 
 
 @functools.partial(jax.jit, static_argnames="tokens")
@@ -91,7 +95,7 @@ def rows_from(x: jax.Array, tokens: int, requests: jax.Array, starts: jax.Array)
 def count_different(o: jax.Array, want: jax.Array, starts: jax.Array, lengths: jax.Array) -> jax.Array:
     """How many tokens of each request differ. Queries after a request's end are not looked at."""
     tokens = o.shape[1]
-    present = starts[:, None] + jnp.arange(tokens, dtype=jnp.int32) < lengths[:, None]
+    present = starts[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None] < lengths[:, None]
     return (differing_tokens(o, want) & present).sum(axis=1)
 
 
@@ -104,8 +108,8 @@ def with_nan(pages: jax.Array, kept: jax.Array) -> jax.Array:
 class Requests:
     """Ragged requests, and the outputs of a prefill of each alone."""
 
-    def __init__(self, sizes: Sizes, comparison: Comparison) -> None:
-        self.sizes, self.comparison = sizes, comparison
+    def __init__(self, sizes: Sizes, comparison: Comparison, attend: Callable[..., jax.Array]) -> None:
+        self.sizes, self.comparison, self._program = sizes, comparison, chunk_program(attend)
         self.lengths = request_lengths(sizes)
         # The last chunk of the longest request may reach beyond its end.
         room = max(padded_length(sizes.longest), sizes.longest + max(*sizes.chunks, *sizes.verified))
@@ -122,7 +126,7 @@ class Requests:
         lengths = jnp.asarray(self.lengths)[requests]
         queries = Queries(jnp.asarray(pool.page_table)[requests], starts, lengths)
         q = rows_from(self.q, call.tokens, requests, starts)
-        o = attention_of_chunk(call.tokens, q, (pool.k_pages, pool.v_pages), queries, training=training)
+        o = self._program(q, (pool.k_pages, pool.v_pages), queries, training=training)
         want = rows_from(self.want, call.tokens, requests, starts)
         return o, count_different(o, want, starts, lengths)
 
@@ -224,9 +228,15 @@ def padded_length(length: int) -> int:
     return max(KV_BLOCK, 1 << (length - 1).bit_length())
 
 
-def compare_requests(sizes: Sizes, comparison: Comparison) -> None:
-    """Compares every way in which the tokens can be computed; a way that fails does not end the comparison."""
-    requests = Requests(sizes, comparison)
+def compare_requests(sizes: Sizes, comparison: Comparison, attend: Callable[..., jax.Array] = paged_attention) -> None:
+    """Compares every way in which the tokens can be computed; a way that fails does not end the comparison.
+
+    Args:
+        sizes: the requests.
+        comparison: takes what is counted and noted.
+        attend: the attention to compare.
+    """
+    requests = Requests(sizes, comparison, attend)
     if not comparison.attempt("prefill", requests.prefill_alone):
         return
     stages = _stages(sizes, requests)

@@ -1,0 +1,122 @@
+"""Every script of `benchmarks/` runs with `--small` on a CPU, and writes a result that says where it comes from."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import detjax
+from detjax.bench import deviceless
+
+BENCHMARKS = Path(detjax.__file__).parent.parent / "benchmarks"
+SCRIPTS = ("attention", "decoder", "matmul", "norms", "portable", "softmax_schedules", "tpu_dots")
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(name: str, *arguments: str, exit_code: int = 0) -> str:
+    result = CliRunner().invoke(load(name).app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == exit_code, (result.output, result.exception)
+    return result.output
+
+
+def run_small(name: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """The result of `--small`."""
+    out = tmp_path / "results" / f"{name}.json"
+    run(name, "--small", "--out", str(out), *arguments)
+    content = json.loads(out.read_text())
+    assert content["command"].startswith(f"python benchmarks/{name}.py")
+    assert {"created", "commit", "versions", "fingerprint"} <= content.keys()
+    return content
+
+
+def test_every_script_is_tested() -> None:
+    assert sorted(file.stem for file in BENCHMARKS.glob("*.py")) == sorted(SCRIPTS)
+
+
+def test_matmul(tmp_path: Path) -> None:
+    content = run_small("matmul", tmp_path)
+    assert {cell["m"] for cell in content["cells"]} == {1, 3, 17} and len(content["cells"]) == 15
+    assert all(set(cell["seconds"]) == {"detjax", "xla"} for cell in content["cells"])
+    assert len(content["epilogues"]) == 6
+    assert content["bits"]["differences"] == [] and content["bits"]["anchor_rows"] > 100
+    assert "portable" in content["note"] and content["fingerprint"]["backend"] == "portable"
+    names = {file.name for file in (tmp_path / "results").iterdir()}
+    assert names == {"matmul.json", "matmul-over-tokens.png", "matmul-cells.png"}
+
+
+def test_attention_times(tmp_path: Path) -> None:
+    sections = ("prefill", "decode", "quantized", "backward", "accuracy")
+    content = run_small("attention", tmp_path, *(word for name in sections for word in ("--only", name)))
+    for section in sections[:4]:
+        for cell in content[section]:
+            assert "detjax" in cell["seconds"]["forward" if section == "backward" else "kernels"]
+    (cell, *_) = content["prefill"]
+    assert "cudnn" in cell["missing"]["kernels"]  # on a CPU
+    assert 0 < content["accuracy"]["relative_error"]["detjax"] < 5e-3
+    assert "bits" not in content
+
+
+def test_attention_bits(tmp_path: Path) -> None:
+    bits = run_small("attention", tmp_path, "--only", "bits")["bits"]
+    assert bits["differences"] == [] and not bits["failed"] and not bits["refused"]
+    assert bits["options"] == 6 and bits["processes"] == 1
+
+
+def test_norms(tmp_path: Path) -> None:
+    results = run_small("norms", tmp_path)["results"]
+    assert len(results) == 18
+    for result in results:
+        kept = [value for name, value in result.items() if name.startswith("same_bits")]
+        assert kept and all(kept)
+
+
+def test_norms_sweeps_only_where_the_kernels_run() -> None:
+    assert "accepted: an H100 or H200" in " ".join(run("norms", "--sweep", "--small", exit_code=2).split())
+
+
+def test_decoder(tmp_path: Path) -> None:
+    content = run_small("decoder", tmp_path)
+    assert content["batches"]["requests alone that differ"] == []
+    assert content["batches"]["requests compared"] == [0, 2]
+    assert all(seconds > 0 for seconds in content["step seconds"].values())
+    assert sum(content["kernels of a decode step"].values()) > 0
+
+
+def test_portable(tmp_path: Path) -> None:
+    results = run_small("portable", tmp_path)["results"]
+    assert len({result["case"] for result in results}) == 7
+    assert all(result["other_bits"]["portable"] == 0 for result in results)
+
+
+def test_softmax_schedules(tmp_path: Path) -> None:
+    content = run_small("softmax_schedules", tmp_path)
+    assert "interpreter" in content["note"] and len(content["bits"]) == 3
+    assert all("one set of bits" in line for line in content["bits"][:2])
+
+
+def test_tpu_dots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text as libtpu's stands for the compiler, which is not in this environment."""
+
+    class Compiled:
+        def __init__(self, tokens: int) -> None:
+            self.tokens = tokens
+
+        def as_text(self) -> str:
+            bounds = '["1"]' if self.tokens > 1 else "[]"
+            window = f'{{"kernel_window_bounds":{bounds},"iteration_bounds":["4","{self.tokens}","7"]}}'
+            return f'backend_config={{"window_config":{window},"other":1}}'
+
+    monkeypatch.setattr(deviceless, "compiled_for", lambda chip, fn, x, w: Compiled(x.shape[0]))
+    assert run_small("tpu_dots", tmp_path)["steps"] == {"v5e": {"1": None, "8": 7}}
+    assert (tmp_path / "results" / "tpu_dots.png").read_bytes().startswith(b"\x89PNG")
