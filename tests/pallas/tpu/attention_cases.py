@@ -1,4 +1,4 @@
-"""Attention at the sizes of real models, as calls that a compiler for TPUs is to accept."""
+"""Attention at the sizes of real models, as calls that the TPUs' compiler has to accept."""
 
 import functools
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def forward(
     with_normalizers: bool = False,
     **options: Any,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`attention.forward` of requests with so many tokens each, and what it takes; `masks` is a mask's H."""
+    """`attention.forward` of requests with so many tokens each, and its arguments; `masks` is the H of a mask."""
     masking = Masking(width**-0.5, **options)
     shaped, integers = jax.ShapeDtypeStruct, functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     pages = PAGES, heads[1], KV_BLOCK
@@ -43,7 +43,7 @@ def forward(
 
 
 def ragged(rows: int, requests: int, dtype: str = "bfloat16") -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`attention.ragged` of so many rows, and what it takes."""
+    """`attention.ragged` of so many rows, and its arguments."""
     (q, k, v, _, _, _, *_), integers = forward(1, 1, dtype)[1], functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     q = jax.ShapeDtypeStruct((rows, *q.shape[2:]), dtype)
     arguments = q, k, v, integers((requests, COLUMNS)), *[integers((requests,))] * 4, None
@@ -51,7 +51,7 @@ def ragged(rows: int, requests: int, dtype: str = "bfloat16") -> tuple[Callable[
 
 
 def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Functions and the shapes of their arguments, by name."""
+    """Functions and the shapes of their arguments, by name of the case."""
     slopes = tuple(2.0 ** -(1 + head % 8) for head in range(HEADS))
     everything = {"window": 1024, "soft_cap": 30.0, "sinks": True, "alibi_slopes": slopes}
     return {

@@ -1,4 +1,4 @@
-"""The TPU matmuls at the sizes of Qwen3-8B and Qwen3-30B-A3B, and at some that fit no block."""
+"""The TPU matmuls at the sizes of Qwen3-8B and Qwen3-30B-A3B, and at sizes that are not whole blocks."""
 
 import functools
 from collections.abc import Callable
@@ -9,34 +9,35 @@ import jax.numpy as jnp
 
 from detjax.options import Epilogue
 from detjax.pallas.tpu import grouped_matmul, matmul
+from tests.pallas.tpu.interpreter import shape
 
 HIDDEN, INTERMEDIATE, QKV, VOCABULARY = 4096, 12288, 6144, 151936
 TOKENS = {"decode of 1": 1, "decode of 64": 64, "prefill of 512": 512, "prefill of 4096": 4096}
 
 
 def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Functions by name, each with the shapes that it is compiled for."""
-    made: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+    """Functions and the shapes of their arguments, by name of the case."""
+    calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
     for name, m in TOKENS.items():
         x, wide = shape(m, HIDDEN), shape(m, INTERMEDIATE)
-        made[f"qkv, {name}"] = forward(), (x, shape(QKV, HIDDEN), shape(QKV), None)
-        made[f"o, {name}"] = forward(), (x, shape(HIDDEN, HIDDEN), None, x)
+        calls[f"qkv, {name}"] = forward(), (x, shape(QKV, HIDDEN), shape(QKV), None)
+        calls[f"o, {name}"] = forward(), (x, shape(HIDDEN, HIDDEN), None, x)
         gate_up = shape(2, INTERMEDIATE, HIDDEN)
-        made[f"gate and up, {name}"] = forward(Epilogue("silu", gated=True)), (x, gate_up, None, None)
-        made[f"down, {name}"] = forward(), (wide, shape(HIDDEN, INTERMEDIATE), None, x)
-        made[f"lm_head, {name}"] = forward(out_dtype="float32"), (x, shape(VOCABULARY, HIDDEN), None, None)
+        calls[f"gate and up, {name}"] = forward(Epilogue("silu", gated=True)), (x, gate_up, None, None)
+        calls[f"down, {name}"] = forward(), (wide, shape(HIDDEN, INTERMEDIATE), None, x)
+        calls[f"lm_head, {name}"] = forward(out_dtype="float32"), (x, shape(VOCABULARY, HIDDEN), None, None)
     for name in ("decode of 1", "prefill of 512"):
         f32 = functools.partial(shape, dtype="float32")
         x, wide = f32(TOKENS[name], HIDDEN), f32(TOKENS[name], INTERMEDIATE)
         fn = functools.partial(forward, layout="kn", out_dtype="float32")
-        made[f"qkv, {name}, float32"] = fn(), (x, f32(HIDDEN, QKV), f32(QKV), None)
+        calls[f"qkv, {name}, float32"] = fn(), (x, f32(HIDDEN, QKV), f32(QKV), None)
         gate_up = f32(2, HIDDEN, INTERMEDIATE)
-        made[f"gate and up, {name}, float32"] = fn(Epilogue("silu", gated=True)), (x, gate_up, None, None)
-        made[f"down, {name}, float32"] = fn(), (wide, f32(INTERMEDIATE, HIDDEN), None, x)
+        calls[f"gate and up, {name}, float32"] = fn(Epilogue("silu", gated=True)), (x, gate_up, None, None)
+        calls[f"down, {name}, float32"] = fn(), (wide, f32(INTERMEDIATE, HIDDEN), None, x)
 
     gelu = Epilogue("gelu", gated=True, soft_cap=30.0)
-    made["exact gelu, gated, capped"] = forward(gelu), (shape(64, 896), shape(2, 4864, 896), shape(2, 4864), None)
-    made["long K, float32"] = (
+    calls["exact gelu, gated, capped"] = forward(gelu), (shape(64, 896), shape(2, 4864, 896), shape(2, 4864), None)
+    calls["long K, float32"] = (
         forward(out_dtype="float32"),
         (
             shape(64, 53248, dtype="float32"),
@@ -46,15 +47,15 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         ),
     )
     for layout, sizes in (("kn", (515, 72)), ("nk", (72, 515))):
-        made[f"odd sizes, {layout}"] = forward(layout=layout), (shape(3, 515), shape(*sizes), shape(72), shape(3, 72))
+        calls[f"odd sizes, {layout}"] = forward(layout=layout), (shape(3, 515), shape(*sizes), shape(72), shape(3, 72))
 
     x, dy = shape(500, HIDDEN), shape(500, INTERMEDIATE)
     w, bias = shape(2, INTERMEDIATE, HIDDEN), shape(2, INTERMEDIATE)
-    made["gradients of gate and up"] = backward(Epilogue("silu", gated=True)), (x, w, bias, dy)
+    calls["gradients of gate and up"] = backward(Epilogue("silu", gated=True)), (x, w, bias, dy)
     dy = shape(64, VOCABULARY, dtype="float32")
-    made["gradients of lm_head"] = backward(), (shape(64, HIDDEN), shape(VOCABULARY, HIDDEN), None, dy)
+    calls["gradients of lm_head"] = backward(), (shape(64, HIDDEN), shape(VOCABULARY, HIDDEN), None, dy)
     x, dy = shape(64, HIDDEN, dtype="float32"), shape(64, QKV, dtype="float32")
-    made["gradients of qkv, float32"] = backward(layout="kn"), (x, shape(HIDDEN, QKV, dtype="float32"), None, dy)
+    calls["gradients of qkv, float32"] = backward(layout="kn"), (x, shape(HIDDEN, QKV, dtype="float32"), None, dy)
 
     experts, expert_hidden, expert_intermediate = 128, 2048, 768
     sizes = jax.ShapeDtypeStruct((experts,), jnp.int32)
@@ -63,11 +64,11 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         fn = functools.partial(grouped_matmul.forward, layout="nk", out_dtype=jnp.dtype("bfloat16"))
         gate_up = functools.partial(fn, epilogue=Epilogue("silu", gated=True))
         w = shape(experts, 2, expert_intermediate, expert_hidden)
-        made[f"experts' gate and up, {name}"] = gate_up, (shape(m, expert_hidden), w, sizes)
+        calls[f"experts' gate and up, {name}"] = gate_up, (shape(m, expert_hidden), w, sizes)
         w = shape(experts, expert_hidden, expert_intermediate)
         down = functools.partial(fn, epilogue=Epilogue())
-        made[f"experts' down, {name}"] = down, (shape(m, expert_intermediate), w, sizes)
-    return made
+        calls[f"experts' down, {name}"] = down, (shape(m, expert_intermediate), w, sizes)
+    return calls
 
 
 def forward(epilogue: Epilogue | None = None, layout: str = "nk", out_dtype: str = "bfloat16") -> Callable[..., Any]:
@@ -78,7 +79,3 @@ def forward(epilogue: Epilogue | None = None, layout: str = "nk", out_dtype: str
 
 def backward(epilogue: Epilogue | None = None, layout: str = "nk") -> Callable[..., Any]:
     return functools.partial(matmul.backward, layout=layout, epilogue=epilogue or Epilogue())
-
-
-def shape(*sizes: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))

@@ -18,16 +18,16 @@ TOKENS = {"decode of 1": 1, "decode of 64": 64, "prefill of 512": 512, "prefill 
 
 
 def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Functions by name, each with the shapes that it is compiled for."""
-    made: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+    """Functions and the shapes of their arguments, by name of the case."""
+    calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
     norm = functools.partial(tpu_norm.forward, eps=1e-6, weight_offset=0.0)
     for name, tokens in TOKENS.items():
         for dtype in ("bfloat16", "float32"):
             x, weight = shape(tokens, HIDDEN, dtype=dtype), shape(HIDDEN, dtype=dtype)
             heads = shape(tokens, HEADS, HEAD_DIM, dtype=dtype)
-            made[f"rms_norm, {name}, {dtype}"] = norm, (x, weight, None)
-            made[f"rms_norm with residual, {name}, {dtype}"] = norm, (x, weight, x)
-            made[f"rms_norm of heads, {name}, {dtype}"] = norm, (heads, shape(HEAD_DIM, dtype=dtype), None)
+            calls[f"rms_norm, {name}, {dtype}"] = norm, (x, weight, None)
+            calls[f"rms_norm with residual, {name}, {dtype}"] = norm, (x, weight, x)
+            calls[f"rms_norm of heads, {name}, {dtype}"] = norm, (heads, shape(HEAD_DIM, dtype=dtype), None)
     for name, tokens, dtype in (
         ("decode of 1", 1, "float32"),
         ("decode of 64", 64, "bfloat16"),
@@ -36,25 +36,25 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     ):
         logits = shape(tokens, VOCABULARY, dtype=dtype)
         for operation in ("softmax", "log_softmax", "logsumexp"):
-            made[f"{operation}, {name}, {dtype}"] = getattr(softmax, operation), (logits,)
-        made[f"sample, {name}, {dtype}"] = functools.partial(sampling.sample, filtered=False), requests(logits)
+            calls[f"{operation}, {name}, {dtype}"] = getattr(softmax, operation), (logits,)
+        calls[f"sample, {name}, {dtype}"] = functools.partial(sampling.sample, filtered=False), requests(logits)
         # Only the kernel that follows the filters: the portable backend's sorting takes XLA a minute to compile.
         kept = shape(tokens, VOCABULARY)
         keys, temperature = shape(tokens, 2, dtype="uint32"), shape(tokens)
         operands = logits, kept, keys, temperature
-        made[f"sample of filtered logits, {name}, {dtype}"] = sampling.sample_with_keys, operands
+        calls[f"sample of filtered logits, {name}, {dtype}"] = sampling.sample_with_keys, operands
     logprobs = shape(64, VOCABULARY)
-    made["softmax_backward, 64 rows"] = softmax.softmax_backward, (logprobs, logprobs)
-    made["log_softmax_backward, 64 rows"] = softmax.log_softmax_backward, (logprobs, logprobs)
-    made["logsumexp_backward, 64 rows"] = softmax.logsumexp_backward, (logprobs, shape(64), shape(64))
-    made["likeliest, 64 rows"] = functools.partial(portable_sampling.likeliest, count=20), (logprobs,)
+    calls["softmax_backward, 64 rows"] = softmax.softmax_backward, (logprobs, logprobs)
+    calls["log_softmax_backward, 64 rows"] = softmax.log_softmax_backward, (logprobs, logprobs)
+    calls["logsumexp_backward, 64 rows"] = softmax.logsumexp_backward, (logprobs, shape(64), shape(64))
+    calls["likeliest, 64 rows"] = functools.partial(portable_sampling.likeliest, count=20), (logprobs,)
     # Widths that are not whole registers.
     for width in (1, 80, 50257):
         logits = shape(3, width, dtype="bfloat16")
-        made[f"rms_norm of {width}"] = norm, (logits, shape(width), logits)
-        made[f"log_softmax of {width}"] = softmax.log_softmax, (logits,)
-        made[f"sample of {width}"] = functools.partial(sampling.sample, filtered=False), requests(logits)
-    return made
+        calls[f"rms_norm of {width}"] = norm, (logits, shape(width), logits)
+        calls[f"log_softmax of {width}"] = softmax.log_softmax, (logits,)
+        calls[f"sample of {width}"] = functools.partial(sampling.sample, filtered=False), requests(logits)
+    return calls
 
 
 def requests(logits: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:

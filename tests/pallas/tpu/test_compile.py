@@ -1,4 +1,4 @@
-"""What libtpu's compiler makes of kernels at the sizes of real models, of whole steps and of sums over a mesh."""
+"""libtpu's compiler accepts kernels at the sizes of real models, whole steps, and sums over a mesh."""
 
 import importlib
 import importlib.util
@@ -27,7 +27,7 @@ CASES = [
     for name, (fn, args) in importlib.import_module(module).cases().items()
 ]
 MEMORY = {"v5e": 16 << 30, "v5p": 95 << 30, "v6e": 32 << 30, "tpu7x": 96 << 30}
-"""Bytes of a device; of a v7x, which has two, half the chip's."""
+"""Bytes of a device's memory. A TPU7x has two devices, each with half of the chip's memory."""
 
 
 def assert_fits(program: jax.stages.Compiled, chip: str) -> None:
@@ -60,7 +60,7 @@ def test_small_cases_compile() -> None:
     assert content["rows"] and all(row["memory"]["argument"] > 0 for row in content["rows"])
 
 
-def test_the_options_that_are_pinned_are_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pinned_options_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def fn(x: jax.Array) -> jax.Array:
         return x + 1
 
@@ -73,7 +73,7 @@ def test_the_options_that_are_pinned_are_the_compilers(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("chip", ["v5e", "tpu7x"])
-def test_sums_over_a_mesh_move_terms_and_leave_no_addition_to_the_network(chip: str) -> None:
+def test_sums_over_a_mesh_move_terms_and_no_addition_is_left_to_the_network(chip: str) -> None:
     mesh = Mesh(np.array(topology(chip).devices), "d", axis_types=(AxisType.Auto,))
 
     def collectives(fn, out_specs: P) -> set[str]:
@@ -90,7 +90,7 @@ def test_sums_over_a_mesh_move_terms_and_leave_no_addition_to_the_network(chip: 
     assert collectives(jax.lax.psum, P()) == {"all-reduce"}
 
 
-def test_xlas_own_dot_walks_through_k_in_other_steps_for_other_numbers_of_tokens() -> None:
+def test_the_steps_of_k_of_xlas_own_dot_depend_on_the_number_of_tokens() -> None:
     def windows(tokens: int) -> list[str]:
         shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((tokens, 14336), (14336, 4096)))
         text = compiled_for("v5e", lambda x, w: x @ w, *shapes).as_text()

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from detjax import backends
 from detjax.bench import presets
 from detjax.models.cache import KVCache
+from tests.pallas.tpu.interpreter import COMPILER_OPTIONS
 from tests.support.bits import assert_same_bits, same_bits
 
 CONFIG = presets.config("tiny")
@@ -30,30 +31,28 @@ def step(backend: str) -> Any:
     def fn(tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         return nnx.merge(graph, state)(tokens, cache)
 
-    return jax.jit(
-        fn, compiler_options={"xla_backend_optimization_level": 0}
-    )  # nearly all of the time is the compiler's
+    return jax.jit(fn, compiler_options=COMPILER_OPTIONS)
 
 
 def logits(tokens: np.ndarray, chunks: tuple[int, ...], backend: str = "tpu") -> np.ndarray:
-    """Of all positions, `chunks` tokens of each request at a time."""
+    """The logits of all positions, computed in chunks of so many tokens of each request."""
     assert sum(chunks) == tokens.shape[1]
     params = pltpu.InterpretParams(uninitialized_memory="nan")
     cache = KVCache.empty(CONFIG, len(tokens), tokens.shape[1], jnp.bfloat16)
-    found, start = [], 0
+    parts, start = [], 0
     with backends.use_backend(backend), pltpu.force_tpu_interpret_mode(params):
         for count in chunks:
-            made, cache = step(backend)(jnp.asarray(tokens[:, start : start + count]), cache)
-            found.append(np.asarray(made))
+            part, cache = step(backend)(jnp.asarray(tokens[:, start : start + count]), cache)
+            parts.append(np.asarray(part))
             start += count
-    return np.concatenate(found, axis=1)
+    return np.concatenate(parts, axis=1)
 
 
 def test_prefill_chunks_and_decode_have_the_same_bits_in_any_batch() -> None:
     expected = logits(TOKENS, (16,))
     assert_same_bits(logits(TOKENS, (15, 1)), expected)
     assert_same_bits(logits(TOKENS[1:2], (16,)), expected[1:2])
-    # The negative control: XLA's own operations have nearly the same numbers, and other bits.
+    # The negative control: XLA's own operations have nearly the same numbers, but different bits.
     by_xla = logits(TOKENS, (16,), "stock")
     np.testing.assert_allclose(expected, by_xla, atol=0.1)
     assert not same_bits(by_xla, expected)
