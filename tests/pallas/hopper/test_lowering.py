@@ -1,4 +1,4 @@
-"""The tuned tables and the rule behind them: every schedule that may be chosen fits its problem and lowers for CUDA."""
+"""The matmul's tuned tables and its candidates: every schedule that may serve fits its problem and lowers for CUDA."""
 
 import dataclasses
 import functools
@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from detjax.bench import shapes
 from detjax.contract import CONTRACT_VERSION
 from detjax.options import Epilogue
-from detjax.pallas.hopper.matmul import plan
-from detjax.pallas.hopper.matmul import plan as matmul
-from detjax.pallas.hopper.matmul.kernel import product
-from detjax.pallas.hopper.matmul.plan import BUCKETS, Plan, Problem, Schedule, bucket, candidates, choose, key
+from detjax.pallas.hopper.matmul import tuning
+from detjax.pallas.hopper.matmul.kernel import Operands, product
+from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule
+from detjax.pallas.hopper.matmul.tuning import BUCKETS, bucket, candidates, default_schedule, key
+from tests.pallas.hopper import interpreter
 
-TABLE_FILES = sorted(plan.TABLES.glob("*.json"))
+TABLE_FILES = sorted(tuning.TABLES.glob("*.json"))
 H200 = "NVIDIA H200"
 
 KEY = re.compile(
@@ -31,7 +32,7 @@ KEY = re.compile(
 
 
 def problem_named(name: str) -> Problem:
-    """The problem that a key stands for."""
+    """The problem that has this key."""
     match = KEY.fullmatch(name)
     assert match is not None, name
     tokens, weights = (match["layouts"] or "mk-nk").split("-")
@@ -48,9 +49,9 @@ def problem_named(name: str) -> Problem:
 
 
 def lowered(problem: Problem, schedule: Schedule | None) -> str:
-    """The program of the problem's product as it would go to the compiler of a GPU."""
+    """The program of the problem's product, lowered for CUDA."""
     epilogue = Epilogue("silu", gated=True) if problem.parts == 2 else Epilogue()
-    fn = functools.partial(
+    multiply = functools.partial(
         product,
         layout=problem.layout,
         token_layout=problem.token_layout,
@@ -71,11 +72,14 @@ def lowered(problem: Problem, schedule: Schedule | None) -> str:
         bias,
         residual,
     )
-    return jax.jit(fn).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    return interpreter.lowered(lambda *operands: multiply(Operands(*operands)), *operands)
 
 
 def kernels_of_tables() -> dict[str, list[tuple[Problem, Schedule]]]:
-    """By product, one entry of each kind of kernel: those that differ in their number of tiles alone are one kind."""
+    """One entry of the tables for each kind of kernel, by the product's name.
+
+    Kernels that differ only in their number of tiles are of one kind.
+    """
     kinds: dict[Any, tuple[Problem, Schedule]] = {}
     for file in TABLE_FILES:
         for name, fields in json.loads(file.read_text())["schedules"].items():
@@ -94,26 +98,26 @@ KERNELS = kernels_of_tables()
 
 
 @pytest.mark.parametrize("file", TABLE_FILES, ids=lambda file: file.stem)
-def test_every_schedule_of_a_table_fits_the_problem_that_it_is_named_for(file: Path) -> None:
+def test_every_schedule_of_a_table_fits_its_problem(file: Path) -> None:
     stored = json.loads(file.read_text())
     device_kind = stored["origin"]["device_kind"]
-    assert matmul.table_file(device_kind) == file
+    assert tuning.table_file(device_kind) == file
     assert stored["origin"]["contract_version"] == CONTRACT_VERSION
-    table = matmul.table(device_kind)
+    table = tuning.table(device_kind)
     assert list(stored["schedules"]) == sorted(table)
     for name, schedule in table.items():
         problem = problem_named(name)
         assert key(problem) == name
-        assert Plan(problem, schedule).faults() == []
-        assert choose(problem, device_kind) == schedule
-    assert matmul.table_text(table, stored["origin"]) == file.read_text()
+        schedule.check(problem)
+        assert default_schedule(problem, device_kind) == schedule
+    assert tuning.table_text(table, stored["origin"]) == file.read_text()
 
 
-def test_the_h200s_table_names_the_linear_layers_of_the_models_that_are_tuned() -> None:
-    named = {problem_named(name) for name in matmul.table(H200)}
+def test_the_h200s_table_has_the_linear_layers_of_the_tuned_models() -> None:
+    tuned = {problem_named(name) for name in tuning.table(H200)}
     for widths, m in itertools.product(shapes.MODELS.values(), shapes.TOKENS):
         if m <= 4096:
-            assert {dataclasses.replace(problem, m=bucket(m)) for problem in shapes.products(widths, m)} <= named
+            assert {dataclasses.replace(problem, m=bucket(m)) for problem in shapes.products(widths, m)} <= tuned
 
 
 @pytest.mark.sampled(3)
@@ -124,15 +128,15 @@ def test_every_kernel_of_the_tables_lowers_for_cuda(product_name: str) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", [name for i, name in enumerate(sorted(matmul.table(H200))) if i % 25 == 0])
+@pytest.mark.parametrize("name", [name for i, name in enumerate(sorted(tuning.table(H200))) if i % 25 == 0])
 def test_kernels_of_the_table_lower_with_bias_and_residual(name: str) -> None:
     problem = dataclasses.replace(
         problem_named(name), bias_dtype=jnp.dtype("bfloat16"), residual_dtype=jnp.dtype("bfloat16")
     )
-    assert "mosaic_gpu" in lowered(problem, choose(problem, H200))
+    assert "mosaic_gpu" in lowered(problem, default_schedule(problem, H200))
 
 
-# --- the rule ---------------------------------------------------------------------------------------------------------
+# --- the candidates ---------------------------------------------------------------------------------------------------
 
 DTYPES = [jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")]
 ANY_SIZE = st.one_of(st.integers(1, 100), st.integers(1, 2000))
@@ -151,17 +155,17 @@ ANY_PROBLEM = st.builds(
 )
 
 
-# The same examples everywhere, and no search for smaller ones: each takes a second.
+# The same examples everywhere, and no search for smaller ones: an example takes a second.
 FIXED = settings(deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 
 
 def padded(problem: Problem) -> Problem:
-    """The problem with sizes that the copy engine can address: those that are looked up."""
-    of_64 = problem.layout == "kn" or problem.token_layout == "km"
+    """The problem with sizes that the copy engine can address, as schedules are looked up for."""
+    in_64s = problem.layout == "kn" or problem.token_layout == "km"
     multiples = {
         "m": 64 if problem.token_layout == "km" else 8 if problem.m > 8 else 1,
         "n": 64 if problem.layout == "kn" else 8,
-        "k": 64 if of_64 else 16,
+        "k": 64 if in_64s else 16,
     }
     return dataclasses.replace(
         problem, **{name: -(-getattr(problem, name) // by) * by for name, by in multiples.items()}
@@ -173,7 +177,7 @@ def padded(problem: Problem) -> Problem:
 @given(ANY_PROBLEM.map(padded))
 def test_there_is_a_schedule_that_fits_every_problem(problem: Problem) -> None:
     for device_kind in (H200, "a kind that nobody tuned for"):
-        assert Plan(problem, choose(problem, device_kind)).faults() == []
+        default_schedule(problem, device_kind).check(problem)
 
 
 @pytest.mark.sampled(0)
@@ -188,26 +192,28 @@ def test_every_product_lowers_for_cuda(problem: Problem) -> None:
 def test_there_is_a_schedule_for_any_number_of_tokens(layout: Any) -> None:
     for m in (*range(1, 9), *range(16, 73, 8), 9000):
         problem = Problem(m, 1216, 1088, layout=layout)
-        assert Plan(problem, choose(problem, H200)).faults() == []
+        default_schedule(problem, H200).check(problem)
 
 
-def test_what_the_table_names_serves_only_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_of_the_table_serves_only_if_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(16, 1288, 1096)
     named, too_wide = Schedule(16, 56), Schedule(264, 64)
-    monkeypatch.setattr(matmul, "table", lambda kind: {key(problem): named if kind == "fitting" else too_wide})
-    assert choose(problem, "fitting") == named
-    assert choose(dataclasses.replace(problem, m=9), "fitting") == named
-    assert choose(dataclasses.replace(problem, m=24), "fitting") == named, "the next number of tokens is named"
+    monkeypatch.setattr(tuning, "table", lambda kind: {key(problem): named if kind == "fitting" else too_wide})
+    assert default_schedule(problem, "fitting") == named
+    assert default_schedule(dataclasses.replace(problem, m=9), "fitting") == named
+    assert default_schedule(dataclasses.replace(problem, m=24), "fitting") == named, (
+        "the table has the next number of tokens"
+    )
     many = dataclasses.replace(problem, m=192)
-    assert choose(many, "fitting") == candidates(many)[0]
-    assert choose(problem, "other") == candidates(problem)[0]
+    assert default_schedule(many, "fitting") == candidates(many)[0]
+    assert default_schedule(problem, "other") == candidates(problem)[0]
 
 
 def test_candidates_fit_and_are_distinct() -> None:
     for problem in (Problem(1, 1288, 1096), Problem(300, 1288, 1096, parts=2), Problem(200, 64, 64, layout="kn")):
-        found = candidates(problem)
-        assert len(found) == len(set(found)) > 3
-        assert all(not Plan(problem, schedule).faults() for schedule in found)
+        schedules = candidates(problem)
+        assert len(schedules) == len(set(schedules)) > 3
+        assert all(schedule.fits(problem) for schedule in schedules)
 
 
 @pytest.mark.parametrize("rows", ["tokens", "weights"])
@@ -223,7 +229,7 @@ def test_biases_lie_where_the_copy_engine_can_put_them(rows: Any, columns: int) 
 
 
 @given(st.integers(1, 20_000), st.integers(1, 20_000))
-def test_buckets_are_the_next_sizes_that_were_tuned(a: int, b: int) -> None:
+def test_a_bucket_is_the_next_tuned_size(a: int, b: int) -> None:
     assert bucket(a) in BUCKETS
     assert bucket(a) >= a or bucket(a) == BUCKETS[-1]
     assert bucket(bucket(a)) == bucket(a)
@@ -233,7 +239,7 @@ def test_buckets_are_the_next_sizes_that_were_tuned(a: int, b: int) -> None:
 
 @settings(deadline=None)
 @given(ANY_PROBLEM, ANY_PROBLEM)
-def test_keys_name_what_schedules_are_tuned_for(a: Problem, b: Problem) -> None:
+def test_keys_have_all_that_schedules_are_tuned_for(a: Problem, b: Problem) -> None:
     def tuned_for(problem: Problem) -> Problem:
         return dataclasses.replace(problem, m=bucket(problem.m), bias_dtype=None, residual_dtype=None)
 
@@ -257,10 +263,10 @@ def test_keys_name_what_schedules_are_tuned_for(a: Problem, b: Problem) -> None:
     )
 )
 def test_a_table_that_is_written_is_read_as_it_was(table: dict[str, Schedule]) -> None:
-    stored = json.loads(matmul.table_text(table, {"device_kind": "some"}))
+    stored = json.loads(tuning.table_text(table, {"device_kind": "some"}))
     assert {name: Schedule(**fields) for name, fields in stored["schedules"].items()} == table
     assert stored["origin"] == {"device_kind": "some"}
 
 
 def test_a_device_without_a_table_has_no_tuned_schedules() -> None:
-    assert matmul.table("a kind that nobody tuned for") == {}
+    assert tuning.table("a kind that nobody tuned for") == {}

@@ -16,26 +16,21 @@ from detjax.contract import LANE_GROUP, LANES
 from detjax.pallas.hopper import norm as hopper_norm
 from detjax.pallas.hopper import rope
 from detjax.pallas.hopper import rows as hopper_rows
+from tests.pallas.hopper.interpreter import interpreted, lowered, normal
 from tests.support.bits import assert_same_bits
 
 TOLERANCE = {"float32": 3e-6, "bfloat16": 1e-2, "float16": 1.2e-3}
 EPS = 1e-5
 
 
-def interpreted(fn: Callable[..., Any], *args: Any) -> Any:
-    """What `fn` gives, its kernels interpreted, as NumPy arrays."""
-    with plgpu.force_gpu_interpret_mode():
-        return jax.tree.map(np.asarray, jax.jit(fn)(*args))
-
-
-def normed(x: Any, weight: Any, residual: Any = None, schedule: hopper_norm.Schedule | None = None) -> Any:
+def normalized(x: Any, weight: Any, residual: Any = None, schedule: hopper_norm.Schedule | None = None) -> Any:
     def fn(x: jax.Array, weight: jax.Array, residual: jax.Array | None) -> Any:
         return hopper_norm.forward(x, weight, residual, eps=EPS, weight_offset=0.5, schedule=schedule)
 
     return interpreted(fn, x, weight, residual)
 
 
-def turned(
+def rotated(
     x: Any,
     cos: Any,
     sin: Any,
@@ -49,12 +44,8 @@ def turned(
     return interpreted(fn, x, cos, sin, *weights)
 
 
-def drawn(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(jnp.dtype(dtype))
-
-
 def whole_numbers(*shape: int, dtype: str) -> np.ndarray:
-    """Numbers whose squares have exact sums, which are the same in every order."""
+    """Random whole numbers: sums of their squares are exact, so the same in every order."""
     return np.random.default_rng(shape).integers(-7, 8, shape).astype(jnp.dtype(dtype))
 
 
@@ -87,11 +78,11 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, dtype: str) -> None:
     ],
 )
 def test_norms_have_the_values_of_float64(rows: int, width: int, dtype: str) -> None:
-    x, weight, residual = drawn(rows, width, dtype=dtype), drawn(width), drawn(rows, width, dtype=dtype, seed=1)
-    y, none = normed(x, weight)
+    x, weight, residual = normal(rows, width, dtype=dtype), normal(width), normal(rows, width, dtype=dtype, seed=1)
+    y, none = normalized(x, weight)
     assert none is None and y.dtype == x.dtype
     assert_close(y, reference_norm(x, weight, 0.5), dtype)
-    y, h = normed(x, weight, residual)
+    y, h = normalized(x, weight, residual)
     assert_same_bits(h, (x.astype(np.float32) + residual.astype(np.float32)).astype(x.dtype))
     assert_close(y, reference_norm(h, weight, 0.5), dtype)
 
@@ -99,15 +90,15 @@ def test_norms_have_the_values_of_float64(rows: int, width: int, dtype: str) -> 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("width", "threads"), [(64, 16), (512, 32), (512, 64), (512, 128)])
 def test_a_norms_bits_do_not_depend_on_rows_position_or_neighbours(width: int, threads: int) -> None:
-    row, weight = drawn(width), drawn(width, seed=1)
-    expected = normed(row[None], weight, schedule=hopper_norm.Schedule(threads, 1, True))[0][0]
+    row, weight = normal(width), normal(width, seed=1)
+    expected = normalized(row[None], weight, schedule=hopper_norm.Schedule(threads, 1, True))[0][0]
     for count, in_cta, first in ((2, 2, True), (5, 1, False), (13, 8, True)):
         at_once = 128 // threads
         in_cta = in_cta if in_cta <= at_once else in_cta // at_once * at_once
         for position in {0, count // 2, count - 1}:
-            x = drawn(count, width, seed=count)
+            x = normal(count, width, seed=count)
             x[position] = row
-            y, _ = normed(x, weight, schedule=hopper_norm.Schedule(threads, in_cta, first))
+            y, _ = normalized(x, weight, schedule=hopper_norm.Schedule(threads, in_cta, first))
             assert_same_bits(y[position], expected)
 
 
@@ -116,17 +107,17 @@ def test_a_norms_bits_do_not_depend_on_rows_position_or_neighbours(width: int, t
 )
 def test_every_schedule_of_a_norm_gives_the_same_bits(width: int, dtype: str, threads: tuple[int, ...]) -> None:
     x, residual = (whole_numbers(5, width, dtype=dtype)[:, ::step] for step in (1, -1))
-    weight = drawn(width, dtype=dtype)
-    expected = normed(x, weight, residual)
+    weight = normal(width, dtype=dtype)
+    expected = normalized(x, weight, residual)
     for count in threads:
         schedule = hopper_norm.Schedule(count, min(4, max(1, 128 // count)), weight_first=count % 64 == 0)
-        assert_same_bits(normed(x, weight, residual, schedule), expected)
+        assert_same_bits(normalized(x, weight, residual, schedule), expected)
 
 
 def test_rows_that_are_read_twice_have_the_same_bits() -> None:
-    x, residual = drawn(3, 4608, dtype="bfloat16"), drawn(3, 4608, dtype="bfloat16", seed=1)
+    x, residual = normal(3, 4608, dtype="bfloat16"), normal(3, 4608, dtype="bfloat16", seed=1)
     schedules = [hopper_norm.Schedule(128, 1, weight_first=False, resident=resident) for resident in (True, False)]
-    once, twice = (normed(x, drawn(4608), residual, schedule) for schedule in schedules)
+    once, twice = (normalized(x, normal(4608), residual, schedule) for schedule in schedules)
     assert_same_bits(twice, once)
 
 
@@ -134,11 +125,11 @@ def test_rows_that_are_read_twice_have_the_same_bits() -> None:
     ("width", "dtype"),
     [*((width, "float32") for width in (6, 64, 96, 256)), *((128, dtype) for dtype in TOLERANCE)],
 )
-def test_heads_are_turned_as_in_float64(width: int, dtype: str) -> None:
-    x, (cos, sin) = drawn(3, 5, width, dtype=dtype), angles(3, width // 2)
-    (alone,) = turned(x, cos, sin, heads=(5,))
+def test_rotated_heads_have_the_values_of_float64(width: int, dtype: str) -> None:
+    x, (cos, sin) = normal(3, 5, width, dtype=dtype), angles(3, width // 2)
+    (alone,) = rotated(x, cos, sin, heads=(5,))
     assert_close(alone, reference_rope(x, cos, sin), dtype)
-    q, k = turned(x, cos, sin, heads=(2, 1))
+    q, k = rotated(x, cos, sin, heads=(2, 1))
     assert_same_bits(np.concatenate([q, k], axis=1), alone[:, :3])
 
 
@@ -149,30 +140,30 @@ def test_heads_are_turned_as_in_float64(width: int, dtype: str) -> None:
 )
 def test_norm_and_rope_together_give_the_bits_of_the_two_steps(width: int, dtype: str) -> None:
     x, (cos, sin) = whole_numbers(3, 7, width, dtype=dtype), angles(3, width // 2)
-    weights = drawn(width, dtype=dtype), drawn(width, dtype=dtype, seed=1)
-    together = turned(x, cos, sin, *weights, heads=(4, 2))
+    weights = normal(width, dtype=dtype), normal(width, dtype=dtype, seed=1)
+    together = rotated(x, cos, sin, *weights, heads=(4, 2))
 
     def norm_alone(x: jax.Array, weight: jax.Array) -> jax.Array:
         return hopper_norm.forward(x, weight, None, eps=EPS, weight_offset=0.0)[0]
 
     for group, weight, y in zip((x[:, :4], x[:, 4:6]), weights, together, strict=True):
-        assert_same_bits(y, turned(interpreted(norm_alone, group, weight), cos, sin, heads=group.shape[1:2])[0])
+        assert_same_bits(y, rotated(interpreted(norm_alone, group, weight), cos, sin, heads=group.shape[1:2])[0])
 
 
 @pytest.mark.sampled(0)
 def test_every_schedule_of_heads_gives_the_same_bits() -> None:
     x, (cos, sin) = whole_numbers(9, 6, 128, dtype="bfloat16"), angles(9, 64)
-    weights = drawn(128), drawn(128, seed=1)
-    expected = turned(x, cos, sin, *weights, heads=(4, 2))
+    weights = normal(128), normal(128, seed=1)
+    expected = rotated(x, cos, sin, *weights, heads=(4, 2))
     for threads, tokens, heads in ((2, 8, 1), (4, 4, 2), (8, 1, 1), (16, 2, 2), (16, 8, 1)):
         schedule = rope.Schedule(threads, tokens, heads)
-        assert_same_bits(turned(x, cos, sin, *weights, heads=(4, 2), schedule=schedule), expected)
-    alone = turned(x[4:5], cos[4:5], sin[4:5], *weights, heads=(4, 2))
+        assert_same_bits(rotated(x, cos, sin, *weights, heads=(4, 2), schedule=schedule), expected)
+    alone = rotated(x[4:5], cos[4:5], sin[4:5], *weights, heads=(4, 2))
     assert_same_bits(alone, [y[4:5] for y in expected])
 
 
 def test_operations_reach_the_kernels_and_have_gradients() -> None:
-    x, weight = jnp.asarray(whole_numbers(2, 3, 6, 64, dtype="float32")), jnp.asarray(drawn(64))
+    x, weight = jnp.asarray(whole_numbers(2, 3, 6, 64, dtype="float32")), jnp.asarray(normal(64))
     positions = jnp.asarray([[0, 5, 900], [3, 4, 5]])
     embedding = ops.RotaryEmbedding(64, 10_000.0)
 
@@ -192,7 +183,7 @@ def test_operations_reach_the_kernels_and_have_gradients() -> None:
 
 
 def summed(rows: np.ndarray) -> np.ndarray:
-    """Row sums as `contract.LANES` has them."""
+    """Row sums in the order of `contract.LANES`."""
     lanes = np.zeros((len(rows), LANES), np.float32)
     for start in range(0, rows.shape[1], LANES):
         part = rows[:, start : start + LANES]
@@ -216,8 +207,8 @@ def cut(rows: Any, threads: int) -> list[Any]:
 
 @pytest.mark.parametrize("width", [16, 96, 384, 512, 1152, 4096])
 def test_pieces_are_added_in_the_contracts_order(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    rows = jnp.asarray(drawn(3, width))
-    monkeypatch.setattr(hopper_rows, "_sum_of_piece", lambda piece: jnp.asarray(summed_lanes(np.asarray(piece))))
+    rows = jnp.asarray(normal(3, width))
+    monkeypatch.setattr(hopper_rows, "_piece_sums", lambda piece: jnp.asarray(summed_lanes(np.asarray(piece))))
     for threads in (2, 4, 8, 16, 32, 64, 128):
         if width % (LANE_GROUP * threads) == 0:
             assert_same_bits(hopper_rows.row_sums(cut(rows, threads)), summed(np.asarray(rows)))
@@ -228,13 +219,13 @@ def test_pieces_are_added_in_the_contracts_order(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("square", [False, True])
 def test_the_device_adds_in_the_contracts_order(threads: int, square: bool) -> None:
     rows, width = 128 // threads, 4096 if threads >= 32 else 96 * threads
-    x = drawn(rows, width)
+    x = normal(rows, width)
     in_rows = hopper_rows.layout(rows, threads)
 
     def body(x_ref: Any, y_ref: Any) -> None:
         pieces = [plgpu.load(piece, layout=in_rows, optimized=False) for piece in cut(_Columns(x_ref), threads)]
-        total = hopper_rows.row_sums([hopper_rows.squares(p) for p in pieces] if square else pieces)
-        y_ref[...] = hopper_rows.widened(total, (rows, LANE_GROUP * threads), 0, in_rows)
+        total = hopper_rows.row_sums([hopper_rows.rounded_squares(p) for p in pieces] if square else pieces)
+        y_ref[...] = hopper_rows.broadcast(total, (rows, LANE_GROUP * threads), 0, in_rows)
 
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     out = jax.ShapeDtypeStruct((rows, LANE_GROUP * threads), jnp.float32)
@@ -256,8 +247,8 @@ class _Columns:
 @pytest.mark.hopper
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_the_device_has_one_set_of_bits(dtype: str) -> None:
-    weights = jnp.asarray(drawn(1024, dtype=dtype)), jnp.asarray(drawn(128, dtype=dtype))
-    rows = drawn(257, 1024, dtype=dtype)
+    weights = jnp.asarray(normal(1024, dtype=dtype)), jnp.asarray(normal(128, dtype=dtype))
+    rows = normal(257, 1024, dtype=dtype)
     norm = jax.jit(hopper_norm.forward, static_argnames=("eps", "weight_offset", "schedule"))
     expected = np.asarray(norm(rows, weights[0], rows[::-1], eps=EPS, weight_offset=0.0)[0])
     for threads, in_cta in ((16, 8), (16, 1), (32, 4), (32, 1), (64, 2), (128, 1), (128, 4)):
@@ -272,7 +263,7 @@ def test_the_device_has_one_set_of_bits(dtype: str) -> None:
         y, _ = norm(rows[:count], weights[0], rows[::-1][:count], eps=EPS, weight_offset=0.0)
         assert_same_bits(np.asarray(y), expected[:count])
 
-    x, (cos, sin) = drawn(33, 8, 128, dtype=dtype), angles(33, 64)
+    x, (cos, sin) = normal(33, 8, 128, dtype=dtype), angles(33, 64)
     heads = (4, 2)
     together = jax.jit(rope.forward, static_argnames=("heads", "eps", "schedule"))
     expected = together(x, cos, sin, weights[1], weights[1], heads=heads, eps=EPS)
@@ -283,10 +274,6 @@ def test_the_device_has_one_set_of_bits(dtype: str) -> None:
         schedule = rope.Schedule(threads, tokens, count)
         y = together(x, cos, sin, weights[1], weights[1], heads=heads, eps=EPS, schedule=schedule)
         assert_same_bits(y, expected)
-
-
-def lowered(fn: Callable[..., Any], *args: Any) -> str:
-    return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.sampled(2)
@@ -323,9 +310,19 @@ def test_there_is_a_schedule_for_every_shape(rows: int, dtype: str) -> None:
     for width in (1, 80, 130, 513, 896, 1152, 2048, 2304, 2880, 5121, 12288, 40000):
         padded = hopper_norm.padded_width(width, dtype)
         assert width <= padded < width + LANES
-        hopper_norm.schedule(rows, padded, dtype).check(rows, padded, dtype)
+        problem = hopper_norm.Problem(rows, padded, jnp.dtype(dtype))
+        hopper_norm.default_schedule(problem).check(problem)
         if width % 16 == 0:
-            rope.schedule(rows, (8, 2), width, dtype).check(rows, (8, 2), width)
+            heads = rope.Problem(rows, (8, 2), width, jnp.dtype(dtype))
+            rope.default_schedule(heads).check(heads)
+
+
+def rows_of(rows: int, width: int) -> hopper_norm.Problem:
+    return hopper_norm.Problem(rows, width, jnp.dtype("float32"))
+
+
+def heads_of(tokens: int, heads: tuple[int, ...], width: int) -> rope.Problem:
+    return rope.Problem(tokens, heads, width, jnp.dtype("bfloat16"))
 
 
 @pytest.mark.parametrize(
@@ -334,26 +331,35 @@ def test_there_is_a_schedule_for_every_shape(rows: int, dtype: str) -> None:
         (lambda: hopper_norm.Schedule(48, 1, True), "threads is 48; accepted: 4, 8, 16, 32, 64, 128"),
         (lambda: hopper_norm.Schedule(32, 3, True), "rows is 3; accepted: multiples of 4"),
         (
-            lambda: hopper_norm.Schedule(32, 4, True).check(9, 130, "float32"),
+            lambda: hopper_norm.Schedule(32, 4, True).check(rows_of(9, 130)),
             "on rows of 130; accepted: multiples of 128",
         ),
         (
-            lambda: hopper_norm.Schedule(32, 4, True).check(3, 128, "float32"),
-            "4 rows of a CTA; accepted: at most the 3",
+            lambda: hopper_norm.Schedule(32, 4, True).check(rows_of(3, 128)),
+            "4 rows of a CTA; accepted: at most the 3 rows",
         ),
         (
-            lambda: hopper_norm.Schedule(32, 4, True, False).check(9, 128, "float32"),
+            lambda: hopper_norm.Schedule(32, 4, True, False).check(rows_of(9, 128)),
             "read twice with 32 threads; accepted: 128",
         ),
         (
-            lambda: hopper_norm.Schedule(16, 16, True).check(16, 1024, "float32"),
+            lambda: hopper_norm.Schedule(16, 16, True).check(rows_of(16, 1024)),
             "512 bytes of rows in the registers of a thread; accepted: at most 256",
         ),
         (lambda: rope.Schedule(64, 1, 1), "threads is 64; accepted: 2, 4, 8, 16, 32"),
         (lambda: rope.Schedule(16, 16, 1), "tokens is 16; accepted: powers of two up to 8"),
-        (lambda: rope.Schedule(16, 8, 1).check(9, (4,), 96), "a head of 96; accepted: multiples of 128"),
-        (lambda: rope.Schedule(16, 8, 1).check(7, (4,), 128), "8 tokens of a CTA; accepted: at most the 7"),
-        (lambda: rope.Schedule(16, 8, 4).check(9, (8, 2), 128), r"4 heads of a CTA; accepted: divisors of"),
+        (
+            lambda: rope.Schedule(16, 8, 1).check(heads_of(9, (4,), 96)),
+            "a head of 96; accepted: multiples of 128",
+        ),
+        (
+            lambda: rope.Schedule(16, 8, 1).check(heads_of(7, (4,), 128)),
+            "8 tokens of a CTA; at most the 7 tokens",
+        ),
+        (
+            lambda: rope.Schedule(16, 8, 4).check(heads_of(9, (8, 2), 128)),
+            "4 heads of a CTA; common divisors of",
+        ),
     ],
 )
 def test_schedules_that_cannot_be_are_refused(make: Callable[[], Sequence[Any]], words: str) -> None:

@@ -1,5 +1,5 @@
-"""The Hopper kernel that turns queries and keys and writes the KV cache: bits in Pallas' interpreter and on a
-GPU, where there is one, and lowering."""
+"""The Hopper kernel that rotates queries and keys and writes the KV cache: bits in Pallas' interpreter and on a Hopper
+GPU, and lowering."""
 
 import functools
 from collections.abc import Callable
@@ -13,19 +13,21 @@ import pytest
 
 import detjax
 from detjax.contract import KV_BLOCK
+from detjax.kv_pages import KVPages, Queries
 from detjax.pallas.hopper import rope
 from tests.support.append_cases import CASES, Append
 from tests.support.bits import assert_same_bits
+from tests.support.unchecked import without_checks
 
 
 def interpreted(fn: Callable[[], Any], backend: str = "hopper") -> Any:
-    """What `fn` gives, its kernels interpreted, as NumPy arrays."""
+    """The result of `fn`, its kernels interpreted, as NumPy arrays."""
     with detjax.use_backend(backend), plgpu.force_gpu_interpret_mode():
         return jax.tree.map(np.asarray, detjax.jit(fn)())
 
 
 def exactly(case: Append) -> Append:
-    """The case with whole numbers, whose squares every order adds to the same sum, as the interpreter's own."""
+    """The case with whole numbers: sums of their squares are exact, so the interpreter's order has the same bits."""
     random = np.random.default_rng(0)
     return case.changed(qkv=jnp.asarray(random.integers(-7, 8, case.arrays["qkv"].shape), case.arrays["qkv"].dtype))
 
@@ -34,10 +36,10 @@ def exactly(case: Append) -> Append:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_kernel_has_the_bits_of_the_portable_backend(case: Append) -> None:
     case = exactly(case)
-    found = interpreted(case)
-    assert_same_bits(found, interpreted(case, "portable"))
-    assert_same_bits(found, interpreted(case.in_steps))
-    assert [case.written(pool) for pool in found[1:]] == [case.slots()] * 2
+    result = interpreted(case)
+    assert_same_bits(result, interpreted(case, "portable"))
+    assert_same_bits(result, interpreted(case.in_steps))
+    assert [case.written(pool) for pool in result[1:]] == [case.slots()] * 2
 
 
 def test_what_is_in_the_pages_stays() -> None:
@@ -60,14 +62,17 @@ def test_every_schedule_writes_the_same_bits(kv_heads: int) -> None:
     case = exactly(Append.random((126, 250, 0), (3, 2, 3), 3, heads=8, kv_heads=kv_heads, width=128))
     random = np.random.default_rng(0)
     cos, sin = (jnp.asarray(random.standard_normal((3, 3, 64)), jnp.float32) for _ in range(2))
-    arrays = dict(case.arrays)
-    operands = arrays.pop("qkv"), cos, sin, arrays.pop("q_norm"), arrays.pop("k_norm")
+    arrays = case.arrays
+    operands = arrays["qkv"], cos, sin, arrays["q_norm"], arrays["k_norm"]
+    start, count = arrays["q_start"], arrays["q_length"]
+    pages = {"kv": KVPages(arrays["k_pages"], arrays["v_pages"])}
+    pages["queries"] = Queries(arrays["page_table"], start, start + count, count)
 
     def appended(schedule: rope.Schedule | None) -> Any:
-        return interpreted(lambda: rope.append_kv(*operands, **arrays, eps=1e-6, schedule=schedule))
+        return interpreted(lambda: rope.append_kv(*operands, **pages, eps=1e-6, schedule=schedule))
 
     expected = appended(None)
-    assert case.written(expected[1]) == case.slots()
+    assert case.written(expected[1].k) == case.slots()
     for threads, tokens, heads in SCHEDULES:
         assert_same_bits(appended(rope.Schedule(threads, tokens, heads)), expected)
 
@@ -78,8 +83,8 @@ def test_gradients_have_the_bits_of_the_separate_steps() -> None:
     pools = {which: jnp.zeros_like(case.arrays[which]) for which in ("k_pages", "v_pages")}
     floats = {n: x for n, x in (case.arrays | pools).items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
-    def gradients(of: Callable[..., Any]) -> Any:
-        out, transposed = jax.vjp(lambda floats: of(**floats), floats)
+    def gradients(append: Callable[..., Any]) -> Any:
+        out, transposed = jax.vjp(lambda floats: append(**floats), floats)
         return transposed(tuple(jnp.linspace(-1, 1, y.size).reshape(y.shape).astype(y.dtype) for y in out))[0]
 
     assert_same_bits(interpreted(lambda: gradients(case)), interpreted(lambda: gradients(case.in_steps)))
@@ -88,9 +93,9 @@ def test_gradients_have_the_bits_of_the_separate_steps() -> None:
 def test_vmap_gives_the_bits_of_each() -> None:
     case = exactly(CASES["decode, some ended"])
     qkv = jnp.stack([case.arrays["qkv"], case.arrays["qkv"][::-1]])
-    found = interpreted(lambda: jax.vmap(lambda qkv: case(qkv=qkv))(qkv))
+    results = interpreted(lambda: jax.vmap(lambda qkv: case(qkv=qkv))(qkv))
     for i, one in enumerate(qkv):
-        assert_same_bits(jax.tree.map(lambda x, i=i: x[i], found), interpreted(functools.partial(case, qkv=one)))
+        assert_same_bits(jax.tree.map(lambda x, i=i: x[i], results), interpreted(functools.partial(case, qkv=one)))
 
 
 @pytest.mark.parametrize("width", [20, 64, 80, 128, 256])
@@ -100,12 +105,14 @@ def test_it_lowers_for_cuda(width: int, batch: int, tokens: int) -> None:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     turns = (array(batch, tokens, width // 2, dtype="float32"),) * 2
-    numbers = {"page_table": array(batch, 16, dtype="int32")}
-    numbers |= {name: array(batch, dtype="int32") for name in ("q_start", "q_length")}
-    pools = {name: array(99, 8, KV_BLOCK, width) for name in ("k_pages", "v_pages")}
+    integers = array(batch, dtype="int32")
+    fields = dict.fromkeys(("start", "length", "count"), integers)
+    queries = without_checks(Queries, page_table=array(batch, 16, dtype="int32"), **fields)
+    pool = array(99, 8, KV_BLOCK, width)
+    pages = {"kv": KVPages(pool, pool), "queries": queries}
     operands = array(batch, tokens, 48, width), *turns, array(width), array(width)
     append = functools.partial(rope.append_kv, eps=1e-6)
-    text = jax.jit(append).trace(*operands, **pools, **numbers).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(append).trace(*operands, **pages).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == (3 if width == 20 else 1)
 
 
@@ -127,12 +134,12 @@ def test_the_device_has_the_bits_of_the_separate_steps(dtype: str, norms: bool) 
             (tuple(range(0, 300, 7)), (1,) * 43, 1),
         ):
             case = Append.random(starts, counts, tokens, columns=3, **sizes)
-            found = on_the_device(case, **case.arrays)
-            assert_same_bits(found, on_the_device(case.in_steps, **case.arrays))
-            assert [case.written(pool) for pool in found[1:]] == [case.slots()] * 2
+            result = on_the_device(case, **case.arrays)
+            assert_same_bits(result, on_the_device(case.in_steps, **case.arrays))
+            assert [case.written(pool) for pool in result[1:]] == [case.slots()] * 2
             for row in {0, len(starts) - 1}:
-                own = {n: case.arrays[n][row : row + 1] for n in ("qkv", "page_table", "q_start", "q_length")}
-                alone = on_the_device(case, **case.arrays | own)
+                request = {n: case.arrays[n][row : row + 1] for n in ("qkv", "page_table", "q_start", "q_length")}
+                alone = on_the_device(case, **case.arrays | request)
                 pages = np.asarray(case.arrays["page_table"][row])
-                expected = found[0][row : row + 1], *(np.asarray(pool)[pages] for pool in found[1:])
+                expected = result[0][row : row + 1], *(np.asarray(pool)[pages] for pool in result[1:])
                 assert_same_bits((alone[0], *(np.asarray(pool)[pages] for pool in alone[1:])), expected)

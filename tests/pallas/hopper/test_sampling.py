@@ -14,12 +14,14 @@ from detjax.pallas.gumbel import gumbel, threefry
 from detjax.pallas.hopper import sampling, softmax
 from detjax.pallas.hopper.softmax import Schedule
 from detjax.portable import sampling as portable
+from tests.pallas.hopper.interpreter import interpreted, lowered
 from tests.support.bits import assert_same_bits
 
 
 def requests(rows: int, width: int, *, filters: bool = False, **fields: Any) -> dict[str, jax.Array]:
+    """Arguments of the sampler: random ones, and those given."""
     random = np.random.default_rng([rows, width])
-    made = {
+    arguments = {
         "logits": random.standard_normal((rows, width)).astype(np.float32) * 2,
         "seed": random.integers(0, 2**32, (rows, 2)).astype(np.uint32),
         "position": random.integers(0, 1000, rows).astype(np.int32),
@@ -29,20 +31,18 @@ def requests(rows: int, width: int, *, filters: bool = False, **fields: Any) -> 
         "top_p": np.resize([1.0, 0.9] if filters else [1.0], rows).astype(np.float32),
         "min_p": np.resize([0.0, 0.05] if filters else [0.0], rows).astype(np.float32),
     }
-    return {name: jnp.asarray(array) for name, array in (made | fields).items()}
+    return {name: jnp.asarray(array) for name, array in (arguments | fields).items()}
 
 
 def sample(arguments: dict[str, jax.Array], *, filtered: bool = False, schedule: Schedule | None = None) -> Any:
     def fn(arguments: dict[str, jax.Array]) -> Any:
         return sampling.sample(**arguments, filtered=filtered, schedule=schedule)
 
-    with plgpu.force_gpu_interpret_mode():
-        return jax.tree.map(np.asarray, jax.jit(fn)(arguments))
+    return interpreted(fn, arguments)
 
 
 def log_softmax(x: jax.Array) -> np.ndarray:
-    with plgpu.force_gpu_interpret_mode():
-        return np.asarray(softmax.log_softmax(x, Schedule(0, 4, 5)))
+    return interpreted(lambda x: softmax.log_softmax(x, Schedule(0, 4, 5)), x)
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**63])
@@ -139,7 +139,7 @@ def test_samplers_lower_for_cuda(width: int, filtered: bool) -> None:
         return sampling.sample(**arguments, filtered=filtered)
 
     for rows, dtype in ((1, "bfloat16"), (64, "float32"), (1024, "float32")):
-        made = requests(1, 1).items()
-        shapes = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in made}
+        one = requests(1, 1).items()
+        shapes = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in one}
         shapes["logits"] = jax.ShapeDtypeStruct((rows, width), jnp.dtype(dtype))
-        jax.jit(fn).trace(shapes).lower(lowering_platforms=("cuda",))
+        lowered(fn, shapes)

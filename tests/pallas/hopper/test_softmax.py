@@ -1,4 +1,4 @@
-"""Softmax's Hopper kernels: in Pallas' interpreter, which adds a block's lanes in an order of its own, and lowered."""
+"""Softmax's Hopper kernels in Pallas' interpreter, which adds a block's lanes in an order of its own, and lowered."""
 
 import functools
 from collections.abc import Callable
@@ -14,16 +14,17 @@ from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races  # JAX 
 import detjax
 from detjax import ops
 from detjax.contract import SOFTMAX_BLOCK
-from detjax.pallas.hopper.row_stream import Ring
+from detjax.pallas.hopper.row_stream import RowStream
 from detjax.pallas.hopper.softmax import (
+    Problem,
     Schedule,
+    default_schedule,
     log_softmax,
     logsumexp,
     row_sums,
-    schedule_for,
     softmax,
-    streaming_schedule,
 )
+from tests.pallas.hopper.interpreter import interpreted, lowered
 from tests.support.bits import assert_same_bits
 
 VOCABULARIES = (128256, 151936)
@@ -33,16 +34,12 @@ def logits(rows: int, width: int, dtype: str = "float32", seed: int = 0) -> jax.
     return jnp.asarray(np.random.default_rng([seed, width]).standard_normal((rows, width)) * 4, dtype)
 
 
-def interpreted(fn: Callable[..., Any], *args: Any) -> np.ndarray:
-    with plgpu.force_gpu_interpret_mode():
-        return np.asarray(jax.jit(fn)(*args))
-
-
-def lower(fn: Callable[..., Any], *args: Any) -> None:
-    jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
+def problem(x: Any, *, rewritten: bool = True) -> Problem:
+    return Problem.of_rows(x, rewritten=rewritten)
 
 
 def exact(x: Any) -> dict[str, np.ndarray]:
+    """The results of the three operations in float64."""
     x = np.asarray(x, np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         m = x.max(axis=-1)
@@ -59,8 +56,8 @@ def exact(x: Any) -> dict[str, np.ndarray]:
 )
 def test_numbers_are_those_of_float64(fn: Callable[..., Any], width: int) -> None:
     x = logits(3, width)
-    alone = Schedule(1, 8, 2)
-    result = interpreted(functools.partial(fn, schedule=Schedule(0, 4, 3) if fn is logsumexp else alone), x)
+    schedule = Schedule(0, 4, 3) if fn is logsumexp else Schedule(1, 8, 2)
+    result = interpreted(functools.partial(fn, schedule=schedule), x)
     np.testing.assert_allclose(result, exact(x)[fn.__name__], rtol=1e-6, atol=4e-6)
 
 
@@ -69,6 +66,61 @@ def test_narrow_logits_have_the_bits_of_the_same_logits_in_float32(dtype: str) -
     x = logits(3, 4737, dtype)
     fn = functools.partial(log_softmax, schedule=Schedule(1, 4, 2))
     assert_same_bits(interpreted(fn, x), interpreted(fn, x.astype(jnp.float32)))
+
+
+def exact_powers(count: int) -> np.ndarray:
+    """Logits x of which x * log2(e), rounded to float32, is exactly 0, -1, ..., 1 - count."""
+    log2_e = np.float32(np.log2(np.e))
+    near = [np.float32(-k / np.log2(np.e)) for k in range(count)]
+    steps = [[x, np.nextafter(x, np.float32(-99)), np.nextafter(x, np.float32(99))] for x in near]
+    exact = [[x for x in some if x * log2_e == -k] for k, some in enumerate(steps)]
+    return np.array([some[0] for some in exact if some], np.float32)
+
+
+BLOCKS = 5
+
+
+def rows_whose_blocks_have_exact_sums() -> np.ndarray:
+    """Logits of which a block has one value some times, so that its sum is a whole number in any order of addition.
+
+    The sums of different blocks differ by powers of two, so that the sum of the row depends on the order of blocks.
+    """
+    random = np.random.default_rng(0)
+    x = np.full((4, BLOCKS * SOFTMAX_BLOCK), -np.inf, np.float32)
+    for row in x:
+        powers = random.permutation(exact_powers(22)[-BLOCKS:])
+        powers[random.integers(BLOCKS)] = 0
+        for block, power in enumerate(powers):
+            places = random.permutation(SOFTMAX_BLOCK)[: random.integers(1, SOFTMAX_BLOCK)]
+            row[block * SOFTMAX_BLOCK + places] = power
+    return x
+
+
+@pytest.mark.parametrize("schedule", [Schedule(1, 16, 2), Schedule(2, 8, 2, "global"), Schedule(0, 4, 3)], ids=str)
+def test_blocks_are_added_left_to_right(schedule: Schedule) -> None:
+    x = rows_whose_blocks_have_exact_sums()
+    terms = np.exp2(np.round(x.astype(np.float64) * np.log2(np.e))).astype(np.float32)
+    block_sums = terms.reshape(len(x), BLOCKS, SOFTMAX_BLOCK).astype(np.float64).sum(axis=2).astype(np.float32)
+    total = np.zeros(len(x), np.float32)
+    for block in range(BLOCKS):
+        total = total + block_sums[:, block]
+    assert (total != block_sums[:, ::-1].cumsum(axis=1, dtype=np.float32)[:, -1]).any()
+    result = interpreted(functools.partial(softmax, schedule=schedule), jnp.asarray(x))
+    assert_same_bits(result, terms * (np.float32(1) / total)[:, None])
+
+
+@pytest.mark.parametrize("schedule", [Schedule(0, 2, 1), Schedule(0, 5, 4)], ids=str)
+def test_blocks_are_added_left_to_right_for_gradients(schedule: Schedule) -> None:
+    # One number in each block: its sum is exact.
+    numbers = np.random.default_rng(0).standard_normal((3, BLOCKS)).astype(np.float32)
+    x = np.zeros((3, BLOCKS, SOFTMAX_BLOCK), np.float32)
+    x[:, :, 1234] = numbers
+    total = np.zeros(3, np.float32)
+    for block in range(BLOCKS):
+        total = total + numbers[:, block]
+    assert (total != numbers[:, ::-1].cumsum(axis=1, dtype=np.float32)[:, -1]).any()
+    sums = interpreted(functools.partial(row_sums, schedule=schedule), jnp.asarray(x.reshape(3, -1)))
+    assert_same_bits(sums, total[:, None])
 
 
 SCHEDULES = (
@@ -106,10 +158,10 @@ def test_sums_for_gradients_have_the_same_bits_in_every_schedule_and_for_a_row_a
 def test_a_row_does_not_depend_on_how_many_there_are_nor_on_its_neighbours() -> None:
     fn = functools.partial(log_softmax, schedule=Schedule(1, 5, 2))
     anchor = logits(1, 4300, seed=1)
-    alone = interpreted(fn, anchor)
-    for rows, at in ((2, 0), (4, 3)):
-        batch = logits(rows, 4300, seed=rows).at[at].set(anchor[0])
-        assert_same_bits(interpreted(fn, batch)[at], alone[0])
+    expected = interpreted(fn, anchor)
+    for rows, position in ((2, 0), (4, 3)):
+        batch = logits(rows, 4300, seed=rows).at[position].set(anchor[0])
+        assert_same_bits(interpreted(fn, batch)[position], expected[0])
 
 
 @pytest.mark.parametrize("cluster", [0, 1, 2])
@@ -140,14 +192,14 @@ def test_infinities_and_nans_stay_in_their_row(cluster: int) -> None:
 def test_no_part_is_read_before_it_arrives_or_overwritten_before_it_is_read(
     fn: Callable[..., Any], schedule: Schedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release = Ring.release
+    release = RowStream.release
 
-    def fenced(self: Ring, item: Any, part: int) -> None:
-        # The interpreter does not know the barrier that the compiler puts in front of every copy.
+    def fenced(self: RowStream, item: Any, part: int) -> None:
+        # The interpreter does not know the barrier that the compiler puts before every copy.
         plgpu.commit_smem()
         release(self, item, part)
 
-    monkeypatch.setattr(Ring, "release", fenced)
+    monkeypatch.setattr(RowStream, "release", fenced)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")):
         result = np.asarray(jax.jit(functools.partial(fn, schedule=schedule))(logits(3, 4700)))
     assert not get_races().races_found
@@ -174,13 +226,13 @@ def test_the_public_operations_and_their_gradients_run_on_these_kernels() -> Non
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", VOCABULARIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_chosen_lowers_for_cuda(width: int, dtype: str) -> None:
+def test_the_default_schedules_lower_for_cuda(width: int, dtype: str) -> None:
     for rows in (1, 64, 1024):
         x = jax.ShapeDtypeStruct((rows, width), jnp.dtype(dtype))
-        lower(log_softmax, x)
-    lower(softmax, x)
-    lower(logsumexp, x)
-    lower(row_sums, jax.ShapeDtypeStruct(x.shape, jnp.float32))
+        lowered(log_softmax, x)
+    lowered(softmax, x)
+    lowered(logsumexp, x)
+    lowered(row_sums, jax.ShapeDtypeStruct(x.shape, jnp.float32))
 
 
 @pytest.mark.sampled(1)
@@ -190,34 +242,38 @@ def test_every_schedule_lowers_for_cuda(width: int) -> None:
     for cluster in range(2, 9):
         slots = 2 * -(-(width // SOFTMAX_BLOCK + 1) // cluster)
         if slots <= 26:
-            lower(functools.partial(log_softmax, schedule=Schedule(cluster, slots, 3)), x)
-    lower(functools.partial(softmax, schedule=streaming_schedule(x)), x)
+            lowered(functools.partial(log_softmax, schedule=Schedule(cluster, slots, 3)), x)
+    lowered(functools.partial(softmax, schedule=default_schedule(problem(x, rewritten=False))), x)
 
 
 @pytest.mark.parametrize("width", [1, 4096, 50257, 1_000_001])
 def test_other_widths_lower_for_cuda(width: int) -> None:
     x = jax.ShapeDtypeStruct((300, width), jnp.float32)
-    lower(log_softmax, x)
-    lower(logsumexp, x)
+    lowered(log_softmax, x)
+    lowered(logsumexp, x)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_row_of_a_usual_vocabulary_is_held_by_a_cluster(dtype: str) -> None:
     for width in (32000, *VOCABULARIES, 262144):
         for rows in (1, 16, 64, 1000):
-            schedule = schedule_for(jax.ShapeDtypeStruct((rows, width), jnp.dtype(dtype)))
+            schedule = default_schedule(problem(jax.ShapeDtypeStruct((rows, width), jnp.dtype(dtype))))
             assert schedule.cluster >= 1
             assert schedule.grid <= rows
-    assert schedule_for(jax.ShapeDtypeStruct((4, 2_000_000), jnp.dtype(dtype))).cluster == 0
+    assert default_schedule(problem(jax.ShapeDtypeStruct((4, 2_000_000), jnp.dtype(dtype)))).cluster == 0
 
 
 def test_schedules_that_do_not_fit_are_refused() -> None:
     x = jax.ShapeDtypeStruct((4, 151936), jnp.float32)
-    with pytest.raises(ValueError, match=r"4 CTAs with 13 slots is given rows of 38 blocks; accepted: .* 20 slots"):
-        lower(functools.partial(log_softmax, schedule=Schedule(4, 13, 4)), x)
+    with pytest.raises(
+        ValueError, match=r"4 CTAs with 13 slots each for rows of 38 blocks; accepted: .* least 20 slots"
+    ):
+        lowered(functools.partial(log_softmax, schedule=Schedule(4, 13, 4)), x)
     with pytest.raises(ValueError, match="cluster is 9; accepted: 0 to 8"):
         Schedule(9, 13, 4)
     with pytest.raises(ValueError, match="slots is 1; accepted: 2 to 32"):
         Schedule(1, 1, 4)
     with pytest.raises(ValueError, match="grid is 0; accepted: 1 and more"):
         Schedule(1, 4, 0)
+    with pytest.raises(ValueError, match="exchange is 'none'; accepted: 'shared', 'global'"):
+        Schedule(1, 4, 1, "none")  # pyright: ignore
