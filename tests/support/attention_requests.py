@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import detjax
-from detjax import ops
+from detjax import kv_pages, ops
 from detjax.contract import KV_BLOCK
 from detjax.options import Masking
 from detjax.pallas.hopper import attention
@@ -114,8 +114,13 @@ class Requests:
         """The position of the first of each request's last tokens."""
         return np.maximum(np.array(self.lengths) - tokens, 0)
 
-    def operands(self, start: np.ndarray, tokens: int) -> list[Any]:
-        """What a kernel's `forward` takes, for so many tokens of each request from position `start` on.
+    def operands(self, start: np.ndarray, tokens: int) -> tuple[jax.Array, ops.KVPages, ops.Queries, jax.Array | None]:
+        """What a backend's `forward` takes, for so many tokens of each request from position `start` on."""
+        q, k_pages, v_pages, *integers, sinks = self.arrays(start, tokens)
+        return q, ops.KVPages(k_pages, v_pages), ops.Queries(*integers), sinks
+
+    def arrays(self, start: np.ndarray, tokens: int) -> list[Any]:
+        """Queries, pages, page table, positions of first queries, lengths and sinks for `operands`.
 
         Keys behind them are not there yet where none is seen.
         """
@@ -135,7 +140,9 @@ class Requests:
 
     def decode(self, start: np.ndarray, tokens: int, schedule: Schedule | None = None) -> list[np.ndarray]:
         forward = functools.partial(hopper_decode.forward, masking=self.masking, schedule=schedule)
-        return self.own(detjax.jit(forward)(*self.operands(start, tokens)), start)
+        q, k_pages, v_pages, page_table, q_start, kv_length, sinks = self.operands(start, tokens)
+        kv, queries = _as_nouns(k_pages, v_pages, page_table, q_start, kv_length)
+        return self.own(detjax.jit(forward)(q, kv, queries, sinks), start)
 
     def whole(self) -> list[np.ndarray]:
         return self.prefill(np.zeros(len(self.lengths), int), max(self.lengths))
@@ -155,9 +162,10 @@ class Requests:
         packed = np.zeros((rows[-1], *self.q.shape[2:]), self.q.dtype)
         for q, first, count, row in zip(self.q, start, counts, rows[:-1], strict=True):
             packed[row : row + count] = q[first : first + count]
-        numbers = (jnp.asarray(x, jnp.int32) for x in (rows[:-1], counts, start, self.lengths))
+        integers = {"start": start, "length": self.lengths, "count": counts, "first_row": rows[:-1]}
+        queries = ops.Queries(self.page_table, **{name: jnp.asarray(x, jnp.int32) for name, x in integers.items()})
         forward = detjax.jit(functools.partial(attention.ragged, masking=self.masking))
-        o = forward(jnp.asarray(packed), self.k_pages, self.v_pages, self.page_table, *numbers, self.sinks)
+        o = forward(jnp.asarray(packed), ops.KVPages(self.k_pages, self.v_pages), queries, self.sinks)
         return [np.asarray(o)[row : row + count] for row, count in zip(rows[:-1], counts, strict=True)]
 
     def with_mask(self, mask: np.ndarray) -> list[np.ndarray]:
@@ -172,7 +180,7 @@ class Requests:
     ) -> dict[str, np.ndarray]:
         """Of queries, of each request's pages and of the sinks, from random gradients of the output."""
         lengths = np.array(self.lengths)[which]
-        q, k_pages, v_pages, page_table, q_start, kv_length, sinks = self.operands(
+        q, k_pages, v_pages, page_table, q_start, kv_length, sinks = self.arrays(
             np.zeros(len(self.lengths), int), self.q.shape[1]
         )
         q, page_table, q_start, kv_length = (x[which] for x in (q, page_table, q_start, kv_length))
@@ -182,9 +190,9 @@ class Requests:
         options |= {"soft_cap": self.masking.soft_cap, "alibi_slopes": self.masking.alibi_slopes}
 
         def loss(of: dict[str, jax.Array]) -> jax.Array:
-            where = page_table, q_start, kv_length
+            kv, queries = ops.KVPages(of["k"], of["v"]), ops.Queries(page_table, q_start, kv_length)
             given = None if mask is None else jnp.asarray(mask)
-            o = ops.attention(of["q"], of["k"], of["v"], *where, sinks=of.get("sinks"), mask=given, **options)
+            o = ops.attention(of["q"], kv, queries, sinks=of.get("sinks"), mask=given, **options)
             return (o.astype(jnp.float32) * do).sum()
 
         of = {"q": q, "k": k_pages, "v": v_pages} | ({} if sinks is None else {"sinks": sinks})
@@ -215,6 +223,11 @@ class Requests:
         if self.sinks is not None:
             total += np.exp(np.asarray(self.sinks, np.float64))[:, None, None]
         return np.einsum("hts,shk->thk", p / total, np.repeat(v, group, axis=1))
+
+
+def _as_nouns(k, v, page_table, start, length):
+    pages = (kv_pages.QuantizedPages(x.codes, x.scales, x.kind) if hasattr(x, "codes") else x for x in (k, v))
+    return kv_pages.KVPages(*pages), kv_pages.Queries(page_table, start, length)
 
 
 def assert_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:

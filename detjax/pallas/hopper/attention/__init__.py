@@ -1,5 +1,6 @@
 """Attention on Hopper GPUs: one contract, served by two kernels and their gradients."""
 
+import dataclasses
 from typing import Final
 
 import jax.numpy as jnp
@@ -8,16 +9,17 @@ from jax.typing import DTypeLike
 
 from detjax import backends
 from detjax.contract import KV_BLOCK, QUERY_UNIT
-from detjax.numerics import round_up
+from detjax.kv_pages import KVPages, Queries
+from detjax.numerics import ceil_div, round_up
 from detjax.options import Masking
 from detjax.pallas.hopper.attention import backward as hopper_backward
 from detjax.pallas.hopper.attention import decode, prefill
-from detjax.pallas.hopper.attention.dequantize import read_pages
-from detjax.pallas.hopper.attention.mask import words_of
+from detjax.pallas.hopper.attention.backward import Residuals
+from detjax.pallas.hopper.attention.dequantize import PageRange, dequantize_pages
+from detjax.pallas.hopper.attention.mask import pack_words
 from detjax.pallas.hopper.attention.prefill import Tiles
 from detjax.pallas.hopper.attention.warpgroups import TILE
 from detjax.pallas.hopper.device import DTYPES
-from detjax.portable.quantized_kv import QuantizedPages
 
 WIDTHS: Final = (*range(16, 129, 16), 192, 256)
 """Columns of keys and of values."""
@@ -25,54 +27,52 @@ WIDTHS: Final = (*range(16, 129, 16), 192, 256)
 
 def forward(
     q: Array,
-    k_pages: Array | QuantizedPages,
-    v_pages: Array | QuantizedPages,
-    page_table: Array,
-    q_start: Array,
-    kv_length: Array,
+    kv: KVPages,
+    queries: Queries,
     sinks: Array | None,
     mask: Array | None = None,
     *,
     masking: Masking,
     with_normalizers: bool = True,
 ) -> tuple[Array, Array | None]:
-    """Output `[B, T, H, V]` and, if asked for, the log2 of rows' normalizers, `[H, N]` float32 in `_packed`'s order.
+    """Returns the output `[B, T, H, V]` and, if asked for, the log2 of rows' normalizers.
 
-    See `ops.attention` for the mask, `[B or 1, H or 1, T, s]`; only prefill takes one.
+    The normalizers are float32 `[H, N]` in `_packed`'s order. See `ops.attention` for the mask,
+    `[B or 1, H or 1, T, s]`; only prefill takes one.
 
     Raises:
         NotImplementedError: no kernel serves the dtype or the sizes.
     """
-    _check(q, v_pages)
-    operands = k_pages, v_pages, page_table, q_start, kv_length, sinks
-    if not with_normalizers and mask is None and decode.serves(q, k_pages, v_pages):
-        return decode.forward(q, *operands, masking=masking), None
-    pools = _numbers(k_pages, v_pages, page_table, q_start, q.shape[1], kv_length, masking, q.dtype)
-    operands = *pools, q_start, kv_length, sinks
-    words = None if mask is None else words_of(mask, round_up(q.shape[1], TILE), page_table.shape[1] * KV_BLOCK)
-    o, normalizers = prefill.forward(_packed(q), *operands, masking=masking, mask=words)
+    _check(q, kv)
+    if not with_normalizers and mask is None and decode.serves(q, kv):
+        return decode.forward(q, kv, queries, sinks, masking=masking), None
+    kv, queries = _in_numbers(kv, queries, q.shape[1], masking, q.dtype)
+    words = None if mask is None else pack_words(mask, round_up(q.shape[1], TILE), queries.page_table.shape[1] * KV_BLOCK)
+    o, normalizers = prefill.forward(_packed(q), kv, queries, sinks, masking=masking, mask=words)
     return _unpacked(o, q), normalizers
 
 
 def backward(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    q_start: Array,
-    kv_length: Array,
-    sinks: Array | None,
-    mask: Array | None,
-    o: Array,
-    log2_normalizers: Array,
+    operands: tuple[Array, KVPages, Queries, Array | None, Array | None],
+    output: tuple[Array, Array],
     do: Array,
     *,
     masking: Masking,
-) -> tuple[Array, Array, Array, Array | None]:
-    """Gradients of q, of both page pools and of the sinks; a page belongs to one request."""
-    operands = k_pages, v_pages, page_table, q_start, kv_length, sinks, _packed(o), log2_normalizers, _packed(do)
-    dq, dk, dv, dsinks = hopper_backward.backward(_packed(q), *operands, masking=masking, mask=mask)
-    return _unpacked(dq, q), dk, dv, None if sinks is None or dsinks is None else dsinks.astype(sinks.dtype)
+) -> tuple[Array, KVPages, Array | None]:
+    """Returns the gradients of q, of the pages and of the sinks; a page belongs to one request.
+
+    Args:
+        operands: q, the pages, where the queries stand, sinks and mask, as `forward` takes them.
+        output: what `forward` returned.
+        do: the gradient of the output.
+        masking: see `forward`.
+    """
+    (q, kv, queries, sinks, mask), (o, log2_normalizers) = operands, output
+    o, do = _packed(o), _packed(do)
+    residuals = Residuals(_packed(q), kv, queries, sinks, mask, o, log2_normalizers)
+    dq, dk, dv, dsinks = hopper_backward.backward(residuals, do, masking=masking)
+    dq = _unpacked(dq, q)
+    return dq, KVPages(dk, dv), None if sinks is None or dsinks is None else dsinks.astype(sinks.dtype)
 
 
 def _packed(x: Array) -> Array:
@@ -88,76 +88,68 @@ def _unpacked(x: Array, like: Array) -> Array:
     return x.reshape(batch, -1, *x.shape[1:])[:, :tokens]
 
 
-def ragged(
-    q: Array,
-    k_pages: Array | QuantizedPages,
-    v_pages: Array | QuantizedPages,
-    page_table: Array,
-    q_row: Array,
-    q_length: Array,
-    q_start: Array,
-    kv_length: Array,
-    sinks: Array | None,
-    *,
-    masking: Masking,
-) -> Array:
-    """Output `[N, H, V]` of queries `[N, H, K]` of requests that begin at `q_row` and have `q_length` rows each.
+def ragged(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, masking: Masking) -> Array:
+    """Returns the output `[N, H, V]` of packed queries `[N, H, K]`.
 
     Raises:
         NotImplementedError: no kernel serves the dtype or the sizes.
     """
-    _check(q, v_pages)
+    _check(q, kv)
+    assert queries.first_row is not None and queries.count is not None
     rows = q.shape[0]
     packed = jnp.pad(q, ((0, round_up(rows, QUERY_UNIT) - rows), (0, 0), (0, 0)))
-    tiles = _ragged_tiles(packed.shape[0], q_row, q_length)
-    pools = _numbers(k_pages, v_pages, page_table, q_start, q_length, kv_length, masking, q.dtype)
-    operands = *pools, q_start, kv_length, sinks
-    return prefill.forward(packed, *operands, masking=masking, tiles=tiles)[0][:rows]
+    tiles = _ragged_tiles(packed.shape[0], queries.first_row, queries.count)
+    kv, queries = _in_numbers(kv, queries, queries.count, masking, q.dtype)
+    return prefill.forward(packed, kv, queries, sinks, masking=masking, tiles=tiles)[0][:rows]
 
 
-def _numbers(
-    k_pages: Array | QuantizedPages,
-    v_pages: Array | QuantizedPages,
-    page_table: Array,
-    q_start: Array,
-    q_length: Array | int,
-    kv_length: Array,
-    masking: Masking,
-    dtype: DTypeLike,
-) -> tuple[Array, Array, Array]:
-    """Keys, values and page table as prefill takes them: of quantized pages those that some tile of queries visits."""
-    if not (isinstance(k_pages, QuantizedPages) and isinstance(v_pages, QuantizedPages)):
-        return k_pages, v_pages, page_table  # pyright: ignore[reportReturnType]
-    last, end, first = q_start + q_length - 1, kv_length, jnp.zeros_like(kv_length)
-    least_end = jnp.ones_like(kv_length)
+def _in_numbers(
+    kv: KVPages, queries: Queries, count: Array | int, masking: Masking, dtype: DTypeLike
+) -> tuple[KVPages, Queries]:
+    """Keys, values and page table as prefill takes them: quantized pages that some tile of queries visits as numbers.
+
+    Args:
+        kv: pages of either kind.
+        queries: page table, start and length of each request.
+        count: queries of each request.
+        masking: which keys a query sees.
+        dtype: dtype of the numbers.
+    """
+    if kv.quantized is None:
+        return kv, queries
+    start, end = jnp.asarray(queries.start), jnp.asarray(queries.length)
+    blocks = queries.page_table.shape[1]
+    last, first = start + count - 1, jnp.zeros_like(end)
+    least_end = jnp.ones_like(end)
     if masking.causal:
         end = jnp.minimum(end, last + 1)
     if masking.window is not None:
         # A tile visits at least one block, also where its window holds no key.
-        first = jnp.maximum(q_start - (masking.window - 1), 0) // KV_BLOCK
+        first = jnp.maximum(start - (masking.window - 1), 0) // KV_BLOCK
         least_end = jnp.maximum(last - (masking.window - 1), 0) // KV_BLOCK + 1
-    first = jnp.minimum(first, page_table.shape[1] - 1).astype(jnp.int32)
-    end = jnp.minimum(jnp.maximum(-(-end // KV_BLOCK), least_end), page_table.shape[1]).astype(jnp.int32)
-    (k, table), (v, _) = (read_pages(pages, page_table, first, end, dtype) for pages in (k_pages, v_pages))
-    return k, v, table
+    first = jnp.minimum(first, blocks - 1).astype(jnp.int32)
+    end = jnp.minimum(jnp.maximum(-(-end // KV_BLOCK), least_end), blocks).astype(jnp.int32)
+    read = PageRange(jnp.asarray(queries.page_table), first, end)
+    (k, table), (v, _) = (dequantize_pages(pages, read, dtype) for pages in kv.quantized)
+    return KVPages(k, v), dataclasses.replace(queries, page_table=table)
 
 
-def _ragged_tiles(rows: int, q_row: Array, q_length: Array) -> Tiles:
-    """As many tiles as `rows` rows can need; those too many have no row."""
-    requests = q_row.shape[0]
-    needed = -(-q_length // TILE)
+def _ragged_tiles(rows: int, first_row: Array, count: Array) -> Tiles:
+    """As many tiles as `rows` rows can need; tiles that are not needed have no row."""
+    requests = first_row.shape[0]
+    needed = -(-count // TILE)
     ends = jnp.cumsum(needed)
-    tile = jnp.arange(-(-rows // TILE) + requests, dtype=jnp.int32)
+    tile = jnp.arange(ceil_div(rows, TILE) + requests, dtype=jnp.int32)
     request = jnp.minimum(jnp.sum(ends[None] <= tile[:, None], axis=1), requests - 1)
     # The last tile of a request sees most keys, and comes first.
     offset = (ends[request] - 1 - tile) * TILE
-    count = jnp.where(tile < ends[-1], jnp.minimum(TILE, q_length[request] - offset), 0)
+    rows_of_tile = jnp.where(tile < ends[-1], jnp.minimum(TILE, count[request] - offset), 0)
     offset = jnp.where(tile < ends[-1], offset, 0)
-    return Tiles(*(x.astype(jnp.int32) for x in (request, q_row[request] + offset, offset, count)))
+    return Tiles(*(x.astype(jnp.int32) for x in (request, first_row[request] + offset, offset, rows_of_tile)))
 
 
-def _check(q: Array, v_pages: Array | QuantizedPages) -> None:
-    sizes = {"q": q.shape[-1], "v_pages": v_pages.shape[-1]}
+def _check(q: Array, kv: KVPages) -> None:
+    sizes = {"q": q.shape[-1], "v_pages": kv.v.shape[-1]}
     if str(q.dtype) not in DTYPES:
         given, accepted = f"q has dtype {q.dtype}", f"{', '.join(DTYPES)}. Cast q and the pages"
     elif not all(size in WIDTHS for size in sizes.values()):

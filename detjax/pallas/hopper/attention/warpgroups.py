@@ -1,45 +1,79 @@
-"""A CTA of attention's larger kernels on Hopper: two warpgroups that multiply and take turns, and one that loads."""
+"""CTAs of attention's kernels on Hopper, and the turns of two warpgroups that multiply beside one that loads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array
-from jax.experimental.mosaic.gpu import utils as mgpu
 
-from detjax.pallas.hopper.attention.queries_on_rows import ROWS
+from detjax.pallas.hopper.device import WARP, WARPGROUP
+from detjax.pallas.hopper.mosaic.barriers import arrive, sync
+from detjax.pallas.hopper.mosaic.layouts import ROWS
 
 WARPGROUPS: Final = 2
-"""That multiply."""
+"""Warpgroups that multiply."""
 TILE: Final = WARPGROUPS * ROWS
-CONSUMERS: Final = 128 * WARPGROUPS
-"""Threads of these."""
+"""Rows that they multiply at once."""
+CONSUMERS: Final = WARPGROUP * WARPGROUPS
+"""Threads that multiply."""
+
+MULTIPLYING_REGISTERS: Final = 240
+"""Registers of a thread that multiplies."""
+LOADING_REGISTERS: Final = 24
+"""Registers of a thread that loads: enough for addresses, so that those that multiply may have more."""
 
 _TURN: Final = 4
 FIRST_BARRIER: Final = _TURN + WARPGROUPS
-"""The first named barrier, of 16, that is a kernel's own. Those below 4 are the compiler's, the others the turns'."""
+"""The first of the 16 named barriers that a kernel may use. Those below 4 are the compiler's, the others the turns'."""
+NAMED_BARRIERS: Final = 16
+
+COMPILER_PARAMS: Final = plgpu.CompilerParams(
+    approx_math=True,
+    unsafe_no_auto_barriers=True,
+    reduction_scratch_bytes=0,
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+)
 
 
 def launch(
-    name: str, body: Callable[..., None], out_type: Any, ctas: int, scratch: dict[str, Any]
-) -> Callable[..., tuple[Array, ...]]:
-    """The kernel whose CTAs, "cta", have the warpgroups 0 and 1 to multiply, and 2 to load."""
-    return plgpu.kernel(
-        body,
+    name: str,
+    body: Callable[[Any, list[Any], dict[str, Any]], None],
+    operands: Any,
+    out_type: Any,
+    ctas: int,
+    scratch: dict[str, Any],
+    *,
+    warpgroups: int = WARPGROUPS + 1,
+) -> Sequence[Array]:
+    """Runs a kernel on CTAs with the axis name "cta", whose warpgroups have the axis name "warpgroup".
+
+    Args:
+        name: the kernel's name in profiles.
+        body: takes references to the operands, to the results, and to shared memory.
+        operands: a pytree of arrays.
+        out_type: a sequence of the results' shapes and dtypes.
+        ctas: number of CTAs.
+        scratch: shared memory and barriers by name.
+        warpgroups: warpgroups of a CTA; default: two that multiply and one that loads.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+
+    def run(*refs: Any, **scratch: Any) -> None:
+        body(jax.tree.unflatten(tree, refs[: len(leaves)]), list(refs[len(leaves) :]), scratch)
+
+    kernel = plgpu.kernel(
+        run,
         out_type=out_type,
         grid=(ctas,),
         grid_names=("cta",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        compiler_params=COMPILER_PARAMS,
         kernel_name=name,
     )
+    return kernel(*leaves)
 
 
 def take_turn(warpgroup: Array) -> None:
@@ -48,29 +82,15 @@ def take_turn(warpgroup: Array) -> None:
 
 
 def pass_turn(warpgroup: Array) -> None:
+    """Passes the matrix unit on to the other warpgroup."""
     arrive(_TURN + 1 - warpgroup, CONSUMERS)
 
 
-def named_barrier(operation: str, barrier_id: Any, num_threads: int) -> None:
-    """Arrives at one of the hardware's barriers, or arrives and waits ("sync"), with all that use it `num_threads`."""
-
-    def constant(_: Any) -> None:
-        mgpu.inline_ptx(f"bar.{operation} {barrier_id}, {num_threads};", has_side_effects=True)
-
-    def computed(_: Any, barrier: Any) -> None:
-        text = f"bar.{operation} $0, {num_threads};"
-        mgpu.inline_ptx(text, barrier.registers.item(), has_side_effects=True)
-
-    inline: Any = plgpu.inline_mgpu
-    if isinstance(barrier_id, int):
-        inline()(constant)()
-    else:
-        inline(arg_types=(plgpu.Layout.WG_SPLAT,))(computed)(barrier_id)
+def sync_with_consumers(barrier: Array | int) -> None:
+    """A loading warp waits until both warpgroups have arrived at a barrier."""
+    sync(barrier, CONSUMERS + WARP)
 
 
-def arrive(barrier_id: Any, num_threads: int) -> None:
-    named_barrier("arrive", barrier_id, num_threads)
-
-
-def sync(barrier_id: Any, num_threads: int) -> None:
-    named_barrier("sync", barrier_id, num_threads)
+def arrive_for_loader(barrier: Array | int) -> None:
+    """A warpgroup arrives at a barrier that both warpgroups and a loading warp use."""
+    arrive(barrier, CONSUMERS + WARP)

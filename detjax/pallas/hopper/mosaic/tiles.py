@@ -327,8 +327,9 @@ def _place_in_lines(ref: Any) -> tuple[Any, Any, int, int, int]:
     """
     _, lines, _, _ = ref.type.shape
     (down, across, _, _), _ = ref.type.get_strides_and_offset()
-    thread = llvm.inline_asm(int32(0).type, [], "mov.u32 $0, %tid.x;", "=r", asm_dialect=0, has_side_effects=True)
-    address = llvm.ptrtoint(int32(0).type, mgpu.memref_ptr(ref))
+    i32 = int32(0).type
+    thread = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", asm_dialect=0, has_side_effects=True)
+    address = llvm.ptrtoint(i32, mgpu.memref_ptr(ref))
     return arith.remui(thread, int32(WARPGROUP)), address, 2 * down, 2 * across, lines
 
 
