@@ -19,6 +19,7 @@ from detjax.bench import presets
 from detjax.bench.inputs import hashed, hashed_integers
 from detjax.bench.shapes import Widths
 from detjax.contract import KV_BLOCK
+from detjax.kv_pages import KVPages, Queries
 from detjax.models import DecoderConfig
 from detjax.models.cache import KVCache
 from detjax.rounding import rounded
@@ -298,7 +299,7 @@ def _attention(operation: str, model: str, config: DecoderConfig, batch: int, co
     start = context - tokens
 
     def run(q: Array, k_pages: Array, v_pages: Array, page_table: Array, q_start: Array, kv_length: Array):
-        return (ops.attention(q, k_pages, v_pages, page_table, q_start, kv_length),)
+        return (ops.attention(q, KVPages(k_pages, v_pages), Queries(page_table, q_start, kv_length)),)
 
     def draw(seed: int) -> Arguments:
         page_table = _scattered(batch, context)
@@ -364,8 +365,8 @@ def step_case(operation: str, model: str, batch: int, context: int, layers: int 
 
     def run(k: Any, v: Any, weights: Sequence[Array], tokens: Array, page_table: Array, lengths: Array):
         decoder = nnx.merge(graph, jax.tree.unflatten(tree, weights))
-        hidden, cache = decoder.hidden(tokens, KVCache(k, v, page_table, lengths))
-        return decoder.logits(hidden[:, -1]), cache.k, cache.v
+        hidden, cache = decoder.hidden(tokens, KVCache(tuple(map(KVPages, k, v)), page_table, lengths))
+        return decoder.logits(hidden[:, -1]), *zip(*((kv.k, kv.v) for kv in cache.state), strict=True)
 
     def draw(seed: int) -> Arguments:
         page_table = _scattered(batch, held + tokens)

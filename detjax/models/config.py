@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from detjax.contract import INPUT_DTYPES
 from detjax.models.json_object import JsonObject
-from detjax.ops.rope import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
+from detjax.ops.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
 from detjax.options import Activation
 
 

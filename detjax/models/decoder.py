@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import jax.numpy as jnp
+from detjax.models.config import DecoderConfig
+from detjax.options import KVQuantization
+from detjax.rounding import rounded
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int, PyTree
 
 from detjax import compilation, ops
-from detjax.models.cache import KVCache, Packed, Pages, Projection, Rectangle
-from detjax.models.config import DecoderConfig
-from detjax.rounding import rounded
+from detjax.kv_pages import KVPages, Pages, Queries
+from detjax.models.cache import KVCache, Packed, State, empty_state
 
 if TYPE_CHECKING:
     from detjax.models.config import GenerationDefaults
@@ -55,12 +57,10 @@ class Layer(nnx.Module):
         self.down = weight(D, F)
         self.down_bias = bias(config.mlp_bias, D)
 
-    def __call__(
-        self, x: Float[Array, "*N D"], where: Rectangle | Packed, pages: tuple[Pages, Pages]
-    ) -> tuple[Float[Array, "*N D"], tuple[Pages, Pages]]:
-        """The residual stream behind this layer, and the layer's pages with the new keys and values in them."""
+    def __call__(self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages) -> tuple[Float[Array, "*N D"], KVPages]:
+        """Returns the residual stream after this layer, and the layer's pages with the new keys and values in them."""
         y = ops.rms_norm(x, self.attention_norm[...], eps=self.config.norm_eps)
-        y, pages = self.attention(y, where, pages)
+        y, kv = self.attention(y, queries, kv)
         x = ops.matmul(y, self.output[...], layout="nk", bias=_optional(self.output_bias), residual=x)
         y = ops.rms_norm(x, self.mlp_norm[...], eps=self.config.norm_eps)
         y = ops.matmul(
@@ -72,18 +72,20 @@ class Layer(nnx.Module):
             gated=True,
         )
         x = ops.matmul(y, self.down[...], layout="nk", bias=_optional(self.down_bias), residual=x)
-        return x, pages
+        return x, kv
 
     def attention(
-        self, x: Float[Array, "*N D"], where: Rectangle | Packed, pages: tuple[Pages, Pages]
-    ) -> tuple[Float[Array, "*N HK"], tuple[Pages, Pages]]:
-        """Attention of the new tokens over their requests' caches, the new tokens included."""
+        self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages
+    ) -> tuple[Float[Array, "*N HK"], KVPages]:
+        """Returns attention of the new tokens over their requests' caches, the new tokens included."""
         config = self.config
         qkv = ops.matmul(x, self.qkv[...], layout="nk", bias=_optional(self.qkv_bias))
         qkv = qkv.reshape(*x.shape[:-1], config.heads + 2 * config.kv_heads, config.head_dim)
-        tokens = Projection(qkv, _optional(self.q_norm), _optional(self.k_norm))
-        o, pages = where.attend(config, self.window, tokens, pages)
-        return o.reshape(*x.shape[:-1], config.heads * config.head_dim), pages
+        norms: dict[str, Any] = {"q_norm": _optional(self.q_norm), "k_norm": _optional(self.k_norm)}
+        norms["norm_eps"] = config.norm_eps if config.qk_norm else None
+        q, kv = ops.qk_rope_append_kv(qkv, kv, queries, config.rope, **norms)
+        o = ops.attention(q, kv, queries, window=self.window)
+        return o.reshape(*x.shape[:-1], config.heads * config.head_dim), kv
 
 
 class Decoder(nnx.Module):
@@ -135,29 +137,40 @@ class Decoder(nnx.Module):
         batch, length = tokens.shape
         cache = KVCache.empty(self.config, batch, length, self.dtype) if cache is None else cache
         counts = jnp.full(batch, length, jnp.int32) if counts is None else counts.astype(jnp.int32)
-        where = Rectangle(cache.page_table, cache.lengths, counts)
-        x, k, v = self.through_layers(tokens, where, cache.k, cache.v)
-        return x, dataclasses.replace(cache, k=k, v=v, lengths=where.new_lengths)
+        queries = cache.next_queries(counts)
+        x, state = self.hidden_states(tokens, queries, cache.state)
+        return x, dataclasses.replace(cache, state=state, lengths=queries.length)
 
-    def through_layers(
-        self, tokens: Int[Array, "*N"], where: Rectangle | Packed, k: tuple[Pages, ...], v: tuple[Pages, ...]
-    ) -> tuple[Float[Array, "*N D"], tuple[Pages, ...], tuple[Pages, ...]]:
-        """The normalized last hidden states, and the layers' pages `k` and `v` with the tokens in them.
+    def hidden_states(
+        self, tokens: Int[Array, "*N"], queries: Queries, state: State
+    ) -> tuple[Float[Array, "*N D"], State]:
+        """Returns the normalized last hidden states, and the layers' state with the tokens in it.
 
         Args:
-            tokens: ids within the vocabulary.
-            where: the requests that they belong to, and where those are in the pages.
-            k: a pool of pages per layer.
-            v: likewise.
+            tokens: ids within the vocabulary, `[B, T]` or packed, `[N]`.
+            queries: the requests that the tokens belong to, and where those lie in the state.
+            state: what the layers keep; see `empty_state`.
         """
         x = ops.embed(tokens, self.embedding[...])
-        pages = []
-        for layer, of_k, of_v in zip(self.layers, k, v, strict=True):
-            graph, state = nnx.split(layer)
-            x, written = _layer(graph, state, x, where, (of_k, of_v))
-            pages.append(written)
-        k, v = zip(*pages, strict=True)
-        return ops.rms_norm(x, self.final_norm[...], eps=self.config.norm_eps), k, v
+        written = []
+        for layer, layer_state in zip(self.layers, state, strict=True):
+            graph, weights = nnx.split(layer)
+            x, layer_state = _layer(graph, weights, x, queries, layer_state)
+            written.append(layer_state)
+        return ops.rms_norm(x, self.final_norm[...], eps=self.config.norm_eps), tuple(written)
+
+    def empty_state(self, num_pages: int, kv_quantization: KVQuantization | None = None) -> State:
+        """Returns what the layers keep of requests that share so many pages of `contract.KV_BLOCK` tokens.
+
+        Raises:
+            ValueError: the quantization does not exist, or does not take the head size.
+        """
+        return empty_state(self.config, num_pages, self.dtype, kv_quantization)
+
+    def through_layers(self, tokens: Array, where: Packed, k: tuple[Pages, ...], v: tuple[Pages, ...]):
+        # The engine's old call; see the end of models/cache.py.
+        x, state = self.hidden_states(tokens, where.queries(), tuple(map(KVPages, k, v)))
+        return x, tuple(kv.k for kv in state), tuple(kv.v for kv in state)
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
         """Logits of the hidden states given."""
@@ -168,13 +181,13 @@ class Decoder(nnx.Module):
 @functools.partial(compilation.jit, static_argnums=0)
 def _layer(
     graph: nnx.GraphDef[Layer],
-    state: PyTree[Array],
+    weights: PyTree[Array],
     x: Float[Array, "*N D"],
-    where: Rectangle | Packed,
-    pages: tuple[Pages, Pages],
-) -> tuple[Float[Array, "*N D"], tuple[Pages, Pages]]:
-    """A layer as a program of its own: layers that differ in their weights alone are traced once."""
-    return nnx.merge(graph, state)(x, where, pages)
+    queries: Queries,
+    state: KVPages,
+) -> tuple[Float[Array, "*N D"], KVPages]:
+    """Runs a layer as a program of its own, so that layers that differ in their weights alone are traced once."""
+    return nnx.merge(graph, weights)(x, queries, state)
 
 
 def _random(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> Array:

@@ -6,7 +6,7 @@ from jaxtyping import Array
 
 from detjax import backends
 from detjax.contract import INPUT_DTYPES
-from detjax.portable.quantized_kv import QuantizedPages
+from detjax.kv_pages import QuantizedPages
 
 
 def check_dtype(operation: str, *, like: Array | None = None, **arrays: Array | None) -> None:

@@ -1,6 +1,6 @@
 """Quantized pages of a KV cache: made of numbers, and turned back into what attention reads."""
 
-from typing import get_args
+from typing import Final, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
@@ -9,10 +9,9 @@ from detjax import compilation
 from detjax.contract import INPUT_DTYPES, KV_BLOCK, Q4_GROUP
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.options import KVQuantization
-from detjax.portable import quantized_kv
-from detjax.portable.quantized_kv import QuantizedPages
+from detjax.quantized_pages import QuantizedPages, quantized, quantized_layout
 
-KINDS = get_args(KVQuantization)
+KINDS: Final = get_args(KVQuantization)
 
 
 @compilation.jit(static_argnames=("kind",))
@@ -36,7 +35,7 @@ def quantize_kv(x: Float[Array, "P h S K"], kind: KVQuantization) -> QuantizedPa
     check_not_empty("quantize_kv", x=x)
     check_shape("quantize_kv", "x", x, (*x.shape[:2], KV_BLOCK, x.shape[3]), "pages")
     check_kind("quantize_kv", kind, x.shape[3])
-    return quantized_kv.quantized(x, kind)
+    return quantized(x, kind)
 
 
 @compilation.jit(static_argnames=("dtype",))
@@ -55,7 +54,7 @@ def dequantize_kv(pages: QuantizedPages, dtype: DTypeLike) -> Float[Array, "P h 
     dtype = jnp.dtype(dtype)
     if str(dtype) not in INPUT_DTYPES:
         raise TypeError(f"dequantize_kv: dtype is {dtype}; accepted: {', '.join(INPUT_DTYPES)}")
-    return quantized_kv.dequantized(pages, dtype)
+    return pages.numbers(dtype)
 
 
 def check_kind(operation: str, kind: str, width: int) -> None:
@@ -80,7 +79,7 @@ def check_quantized(operation: str, name: str, pages: QuantizedPages) -> None:
         ValueError: names the operation, the argument, the shape and the one accepted.
     """
     check_kind(operation, pages.kind, pages.shape[-1])
-    codes, scales = quantized_kv.layout(pages.shape, pages.kind)
+    codes, scales = quantized_layout(pages.shape, pages.kind)
     for part, array, accepted in (("codes", pages.codes, codes), ("scales", pages.scales, scales)):
         if array.dtype != accepted.dtype:
             raise TypeError(
@@ -88,26 +87,3 @@ def check_quantized(operation: str, name: str, pages: QuantizedPages) -> None:
                 f"{pages.kind}"
             )
     check_shape(operation, f"{name}.scales", pages.scales, scales.shape, f"{name}.codes being {pages.codes.shape}")
-
-
-def check_pools(operation: str, like: Array, k_pages: Array | QuantizedPages, v_pages: Array | QuantizedPages) -> None:
-    """Returns if there are pages, and keys and values have `like`'s dtype or are both quantized in the same way.
-
-    Raises:
-        TypeError: names the operation, the argument and what is accepted.
-        ValueError: a pool is empty, or codes and scales do not fit together.
-    """
-    pools = {"k_pages": k_pages, "v_pages": v_pages}
-    kinds = {x.kind if isinstance(x, QuantizedPages) else str(x.dtype) for x in pools.values()}
-    for argument, pool in pools.items():
-        if isinstance(pool, QuantizedPages):
-            check_quantized(operation, argument, pool)
-        else:
-            check_dtype(operation, like=like, **{argument: pool})
-    if len(kinds) > 1:
-        raise TypeError(
-            f"{operation}: of k_pages and v_pages one is {kinds.pop()} and one {kinds.pop()}; accepted: both of one "
-            "dtype, or both quantized in the same way. Quantize the other with quantize_kv."
-        )
-    arrays = {argument: x.codes if isinstance(x, QuantizedPages) else x for argument, x in pools.items()}
-    check_not_empty(operation, **arrays)

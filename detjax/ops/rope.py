@@ -1,20 +1,20 @@
-"""Rotary position embedding: `rope`, `qk_rope` with the norm before it, and the frequencies of its scaled forms."""
+"""Rotary position embedding: `rope`, and `qk_rope` with the norm before it."""
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from detjax import backends, compilation
 from detjax.contract import ACCUMULATOR
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
 from detjax.ops.norm import rms_norm
+from detjax.ops.rotary import RotaryEmbedding
 from detjax.portable.tiles import map_rows
 
 _MODULES = {
@@ -28,107 +28,18 @@ _QK_ROPE = Operation("qk_rope", _MODULES)
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearScaling:
-    """Position interpolation (Chen et al. 2023): every frequency divided by `factor`."""
+class Rotation:
+    """How the heads of a projection are normalized and rotated.
 
-    factor: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's scaling: long wavelengths are slowed by `factor`, short ones kept, with a ramp between."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclasses.dataclass(frozen=True)
-class YarnScaling:
-    """YaRN (Peng et al. 2023): interpolation by parts, and a factor on the embedding that sharpens attention.
-
-    `attention_factor` None means `0.1 * ln(factor) + 1`, with DeepSeek's two multipliers where both are given.
+    Attributes:
+        embedding: the frequencies.
+        heads: the number of heads in each group of heads, first to last. Further heads are not read.
+        norm_eps: what the RMS norm before the rotation adds to the mean square; None if there is no norm.
     """
 
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class RotaryEmbedding:
-    """Frequencies of a rotary embedding (Su et al. 2021) over heads of `head_dim`, an even number."""
-
-    head_dim: int
-    theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
-
-    def __post_init__(self) -> None:
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"RotaryEmbedding: head_dim is {self.head_dim}; accepted: even numbers >= 2")
-
-    @functools.cached_property
-    def inverse_frequencies(self) -> Float32[np.ndarray, "half"]:
-        """Radians per position of each pair of columns.
-
-        Exponents, powers and their inverses are each rounded to float32, as in the code that checkpoints are trained
-        with: exact frequencies would turn far positions by other angles. The arithmetic between is float64, so that no
-        processor's float32 `pow` shows.
-        """
-        exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
-        powers = np.power(np.float64(self.theta), exponents.astype(np.float64)).astype(np.float32)
-        base = (np.float32(1) / powers).astype(np.float64)
-        match self.scaling:
-            case None:
-                scaled = base
-            case LinearScaling(factor):
-                scaled = base / factor
-            case Llama3Scaling() as s:
-                periods_in_context = s.original_max_position_embeddings * base / (2 * np.pi)
-                keep = (periods_in_context - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-                keep = np.clip(keep, 0.0, 1.0)
-                scaled = base * (keep + (1 - keep) / s.factor)
-            case YarnScaling() as s:
-                keep = 1 - self._yarn_ramp(s)
-                scaled = base * (keep + (1 - keep) / s.factor)
-        return scaled.astype(np.float32)
-
-    @property
-    def embedding_scale(self) -> float:
-        """The factor on cosine and sine (1 except for YaRN)."""
-        s = self.scaling
-        if not isinstance(s, YarnScaling):
-            return 1.0
-        if s.attention_factor is not None:
-            return s.attention_factor
-        if s.mscale and s.mscale_all_dim:
-            return _yarn_mscale(s.factor, s.mscale) / _yarn_mscale(s.factor, s.mscale_all_dim)
-        return _yarn_mscale(s.factor, 1.0)
-
-    def _yarn_ramp(self, s: YarnScaling) -> np.ndarray:
-        """0 for pairs that are kept, 1 for pairs that are interpolated."""
-
-        def pair_of(rotations: float) -> float:
-            """The pair that turns `rotations` times within the original context."""
-            per_rotation = s.original_max_position_embeddings / (rotations * 2 * math.pi)
-            return self.head_dim * math.log(per_rotation) / (2 * math.log(self.theta))
-
-        low, high = pair_of(s.beta_fast), pair_of(s.beta_slow)
-        if s.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.head_dim - 1)
-        pairs = np.arange(self.head_dim // 2, dtype=np.float64)
-        return np.clip((pairs - low) / max(high - low, 0.001), 0.0, 1.0)
-
-
-def _yarn_mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    embedding: RotaryEmbedding
+    heads: tuple[int, ...]
+    norm_eps: float | None = None
 
 
 @compilation.jit(static_argnames="embedding")
@@ -169,12 +80,13 @@ def qk_rope(
     The bits are those of the separate steps, `rms_norm` and then `rope`.
 
     Args:
-        qkv: `heads` queries, `kv_heads` keys, and heads that are not read, as values; bfloat16, float16 or float32.
+        qkv: `heads` queries, `kv_heads` keys, and heads that are not read, such as values; bfloat16, float16 or
+            float32.
         positions: tokens from the start of the request, below 2^24.
         embedding: frequencies; its head_dim is K.
         heads: how many heads of queries there are.
         kv_heads: how many heads of keys there are.
-        q_norm: the norm's weight for queries; default: they are not normalized, nor are keys.
+        q_norm: the norm's weight for queries; default: neither queries nor keys are normalized.
         k_norm: the norm's weight for keys; given if and only if `q_norm` is.
         norm_eps: added to the mean square; given if and only if there are weights.
 
@@ -189,14 +101,19 @@ def qk_rope(
             f"at most {qkv.shape[-2]} together"
         )
     weights = norm_weights("qk_rope", qkv, q_norm, k_norm, norm_eps)
-    options = {"embedding": embedding, "heads": (heads, kv_heads), "eps": norm_eps}
-    return _QK_ROPE.call(_qk_rope, qkv, positions, weights, **options)
+    rotation = Rotation(embedding, (heads, kv_heads), norm_eps)
+    return _QK_ROPE.call(_qk_rope, qkv, positions, weights, rotation=rotation)
 
 
 def norm_weights(
     operation: str, qkv: Array, q_norm: Array | None, k_norm: Array | None, norm_eps: float | None
 ) -> tuple[Array, ...]:
-    """Both norms' weights once they are known to fit, or none where none are given."""
+    """Returns both norms' weights once they are known to fit, or an empty tuple if there are none.
+
+    Raises:
+        TypeError: a weight's dtype is not under contract.
+        ValueError: a shape does not fit, or one of q_norm, k_norm and norm_eps is given without the others.
+    """
     given = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
     if q_norm is None or k_norm is None or norm_eps is None:
         if any(value is not None for value in given.values()):
@@ -220,7 +137,11 @@ def _check(operation: str, name: str, x: Array, positions: Array, embedding: Rot
 
 
 def check_head_dim(operation: str, name: str, x: Array, embedding: RotaryEmbedding) -> None:
-    """Returns if the last axis of `x` is the embedding's."""
+    """Returns if the last axis of `x` is the embedding's.
+
+    Raises:
+        ValueError: names the operation, the argument, its shape and the size expected.
+    """
     if x.shape[-1] != embedding.head_dim:
         raise ValueError(
             f"{operation}: {name} has shape {x.shape}; accepted: a last axis of {embedding.head_dim}, its embedding's"
@@ -242,57 +163,39 @@ def _backward(embedding: RotaryEmbedding, positions: Array, dy: Array) -> tuple[
 
 def _rotated(embedding: RotaryEmbedding, x: Array, positions: Array, turn: float) -> Array:
     """A rotation's transpose is the rotation back, so one kernel serves both directions."""
-    return _rotated_groups(embedding, (x.shape[-2],), None, x, positions, (), turn)[0]
+    return _rotated_groups(Rotation(embedding, (x.shape[-2],)), x, positions, (), turn)[0]
 
 
 _rope.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _qk_rope(
-    qkv: Array,
-    positions: Array,
-    weights: tuple[Array, ...],
-    embedding: RotaryEmbedding,
-    heads: tuple[int, int],
-    eps: float | None,
-) -> tuple[Array, Array]:
-    q, k = _rotated_groups(embedding, heads, eps, qkv, positions, weights, turn=1.0)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _qk_rope(qkv: Array, positions: Array, weights: tuple[Array, ...], rotation: Rotation) -> tuple[Array, Array]:
+    q, k = _rotated_groups(rotation, qkv, positions, weights, turn=1.0)
     return q, k
 
 
 def in_separate_steps(
-    embedding: RotaryEmbedding,
-    heads: tuple[int, int],
-    eps: float | None,
-    qkv: Array,
-    positions: Array,
-    weights: tuple[Array, ...],
+    qkv: Array, positions: Array, weights: tuple[Array, ...], rotation: Rotation
 ) -> tuple[Array, Array]:
-    """`qk_rope` of its checked arguments, by `rms_norm` and `rope`: what its gradients are taken of."""
+    """Returns `qk_rope` of checked arguments by `rms_norm` and `rope`, the steps whose gradients are its gradients."""
+    heads, embedding = rotation.heads, rotation.embedding
     q, k = qkv[..., : heads[0], :], qkv[..., heads[0] : sum(heads), :]
     if weights:
-        assert eps is not None
-        q, k = (rms_norm(x, weight, eps=eps) for x, weight in zip((q, k), weights, strict=True))
+        assert rotation.norm_eps is not None
+        q, k = (rms_norm(x, weight, eps=rotation.norm_eps) for x, weight in zip((q, k), weights, strict=True))
     return rope(q, positions, embedding), rope(k, positions, embedding)
 
 
-def _qk_forward(
-    qkv: Array,
-    positions: Array,
-    weights: tuple[Array, ...],
-    embedding: RotaryEmbedding,
-    heads: tuple[int, int],
-    eps: float | None,
-):
-    return _qk_rope(qkv, positions, weights, embedding, heads, eps), (qkv, positions, weights)
+def _qk_forward(qkv: Array, positions: Array, weights: tuple[Array, ...], rotation: Rotation):
+    return _qk_rope(qkv, positions, weights, rotation), (qkv, positions, weights)
 
 
-def _qk_backward(embedding: RotaryEmbedding, heads: tuple[int, int], eps: float | None, saved, gradients):
+def _qk_backward(rotation: Rotation, saved, gradients):
     qkv, positions, weights = saved
 
     def steps(qkv: Array, weights: tuple[Array, ...]) -> tuple[Array, Array]:
-        return in_separate_steps(embedding, heads, eps, qkv, positions, weights)
+        return in_separate_steps(qkv, positions, weights, rotation)
 
     dqkv, dweights = jax.vjp(steps, qkv, weights)[1](gradients)
     return dqkv, None, dweights
@@ -302,36 +205,36 @@ _qk_rope.defvjp(_qk_forward, _qk_backward)
 
 
 def _rotated_groups(
-    embedding: RotaryEmbedding,
-    heads: tuple[int, ...],
-    eps: float | None,
-    x: Array,
-    positions: Array,
-    weights: tuple[Array, ...],
-    turn: float,
+    rotation: Rotation, x: Array, positions: Array, weights: tuple[Array, ...], turn: float
 ) -> tuple[Array, ...]:
-    operation = _QK_ROPE if len(heads) > 1 else _ROPE
-    rotate = functools.partial(operation.kernels().forward, heads=heads, eps=eps)
+    operation = _QK_ROPE if len(rotation.heads) > 1 else _ROPE
+    rotate = functools.partial(operation.kernels().forward, heads=rotation.heads, eps=rotation.norm_eps)
 
     def forward(x: Array, positions: Array, *weights: Array) -> tuple[Array, ...]:
-        cos, sin = cos_and_sin(embedding, positions, turn)
+        cos, sin = cos_and_sin(rotation.embedding, positions, turn)
         return rotate(x, cos, sin, *weights)
 
     return with_vmap_rule(forward, rows=(True, True, *(False for _ in weights)))(x, positions, *weights)
 
 
 def cos_and_sin(embedding: RotaryEmbedding, positions: Array, turn: float) -> tuple[Array, Array]:
-    """`[*B, T, K / 2]` float32 each, times the embedding's scale: what every backend under contract rotates by."""
+    """Returns float32 `[*B, T, K / 2]` each, times the embedding's scale: the factors of every backend under contract.
 
-    def of_rows(positions: Array, frequencies: Array) -> tuple[Array, Array]:
+    Args:
+        embedding: the frequencies.
+        positions: absolute positions `[*B, T]`.
+        turn: 1 for the rotation, -1 for the rotation back.
+    """
+
+    def factors(positions: Array, frequencies: Array) -> tuple[Array, Array]:
         angles = positions.astype(ACCUMULATOR)[:, None] * frequencies[None]
         return jnp.cos(angles) * embedding.embedding_scale, jnp.sin(angles) * embedding.embedding_scale
 
     operands = positions.reshape(-1), jnp.asarray(np.float32(turn) * embedding.inverse_frequencies)
     if backends.backend() == "portable":
-        cos, sin = map_rows(of_rows, *operands)
+        cos, sin = map_rows(factors, *operands)
     else:
-        # On an accelerator every element goes through the same instructions, and behind the barriers none is computed
-        # by the compiler's own arithmetic or by that of a kernel it is fused into.
-        cos, sin = lax.optimization_barrier(of_rows(*lax.optimization_barrier(operands)))
+        # On an accelerator every element goes through the same instructions. After the barriers, neither the compiler's
+        # own arithmetic nor that of a kernel into which it fuses the sum computes any of them.
+        cos, sin = lax.optimization_barrier(factors(*lax.optimization_barrier(operands)))
     return cos.reshape(*positions.shape, -1), sin.reshape(*positions.shape, -1)

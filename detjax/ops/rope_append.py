@@ -1,19 +1,28 @@
 """Rotary position embedding that writes the KV cache: `qk_rope`, and keys and values appended to their pages."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from detjax import compilation
 from detjax.contract import KV_BLOCK
-from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
-from detjax.ops.dispatch import Operation, with_vmap_rule
-from detjax.ops.quantized_kv import check_pools
-from detjax.ops.rope import RotaryEmbedding, check_head_dim, cos_and_sin, in_separate_steps, norm_weights, qk_rope
-from detjax.portable import pages
-from detjax.portable.quantized_kv import QuantizedPages
+from detjax.kv_pages import KVPages, Queries, append
+from detjax.ops.checks import check_dtype, check_not_empty, check_shape
+from detjax.ops.dispatch import Operation
+from detjax.ops.paged import check_kv, check_queries, one_by_one
+from detjax.ops.rope import (
+    Rotation,
+    check_head_dim,
+    cos_and_sin,
+    in_separate_steps,
+    norm_weights,
+    qk_rope,
+)
+from detjax.ops.rotary import RotaryEmbedding
 
 _QK_ROPE_APPEND_KV = Operation(
     "qk_rope_append_kv",
@@ -28,147 +37,138 @@ _QK_ROPE_APPEND_KV = Operation(
 
 @compilation.jit(static_argnames=("embedding", "norm_eps"))
 def qk_rope_append_kv(
-    qkv: Float[Array, "B T N K"],
-    k_pages: Float[Array, "P h S K"] | QuantizedPages,
-    v_pages: Float[Array, "P h S K"] | QuantizedPages,
-    page_table: Int[Array, "B p"],
-    q_start: Int[Array, "B"],
-    q_length: Int[Array, "B"],
+    qkv: Float[Array, "*T N K"],
+    kv: KVPages,
+    queries: Queries,
     embedding: RotaryEmbedding,
     *,
     q_norm: Float[Array, "K"] | None = None,
     k_norm: Float[Array, "K"] | None = None,
     norm_eps: float | None = None,
-) -> tuple[Float[Array, "B T H K"], Float[Array, "P h S K"] | QuantizedPages, Float[Array, "P h S K"] | QuantizedPages]:
-    """Returns queries as `qk_rope` has them, and the pools of pages with the new keys, likewise, and values in them.
+) -> tuple[Float[Array, "*T H K"], KVPages]:
+    """Returns queries as `qk_rope` gives them, and the pages with the keys, rotated likewise, and the values in them.
 
-    Token `t` of request `b` stands at absolute position `q_start[b] + t`; the first `q_length[b]` tokens are written
-    there. A token is dropped that is behind these, behind the request's `p` pages, or whose page is not in the pool;
-    the bytes of all other slots stay as they are. Where the program may overwrite the pools, as it may those that it
-    was donated, they are written in place.
+    Token `t` of request `b` stands at absolute position `queries.start[b] + t`. The first `queries.count[b]` tokens
+    are written there. A token is dropped that comes after these or after the request's row of the page table, or whose
+    page is not in the pool. The bytes of all other slots stay as they are. Where the program may overwrite the pages,
+    because they were donated to it, they are written in place.
 
     Args:
-        qkv: a fused projection: H heads of queries, h of keys and h of values; bfloat16, float16 or float32.
-        k_pages: pages of `contract.KV_BLOCK` tokens each, of qkv's dtype, or quantized; as `attention` takes them.
-            What is written to quantized ones is quantized as `quantize_kv` does it, in steps of their own.
-        v_pages: values in the same pages.
-        page_table: the page of each request's block of tokens. No two new tokens may have one slot.
-        q_start: absolute position of each request's first new token: how many it has in the cache. Positions are below
-            2^24.
-        q_length: new tokens of each request; 0 for one that has none. The rest is padding.
+        qkv: a fused projection, `[B, T, N, K]` or packed, `[N, N, K]`, with H heads of queries, h of keys and h of
+            values; bfloat16, float16 or float32.
+        kv: pages of qkv's dtype, or quantized. What is written to quantized pages is quantized as by `quantize_kv`, in
+            separate steps.
+        queries: where the tokens stand in their requests; `length` is not read. No two new tokens may have one slot,
+            and positions are below 2^24.
         embedding: frequencies; its head_dim is K.
-        q_norm: as `qk_rope` has it.
-        k_norm: as `qk_rope` has it.
-        norm_eps: as `qk_rope` has it.
+        q_norm: see `qk_rope`.
+        k_norm: see `qk_rope`.
+        norm_eps: see `qk_rope`.
 
     Raises:
-        TypeError: a dtype is not under contract, or the pages' is not qkv's.
+        TypeError: a dtype is not under contract, or the pages' dtype is not qkv's.
         ValueError: shapes do not fit together, or one of q_norm, k_norm and norm_eps is given without the others.
     """
-    name = "qk_rope_append_kv"
-    check_dtype(name, qkv=qkv)
-    check_pools(name, qkv, k_pages, v_pages)
-    check_integers(name, page_table=page_table, q_start=q_start, q_length=q_length)
-    check_not_empty(name, qkv=qkv, page_table=page_table)
-    batch, _, all_heads, width = qkv.shape
-    of_pool = (*k_pages.shape[:2], KV_BLOCK, width)
-    check_shape(name, "k_pages", k_pages, of_pool, f"qkv being {qkv.shape}")
-    check_shape(name, "v_pages", v_pages, of_pool, "k_pages' shape")
-    check_shape(name, "page_table", page_table, (batch, page_table.shape[1]), f"qkv being {qkv.shape}")
-    for argument, array in (("q_start", q_start), ("q_length", q_length)):
-        check_shape(name, argument, array, (batch,), f"qkv being {qkv.shape}")
-    if all_heads <= 2 * k_pages.shape[1]:
-        raise ValueError(
-            f"{name}: qkv has {all_heads} heads; accepted: at least {2 * k_pages.shape[1] + 1}, one of queries and, "
-            f"k_pages being {k_pages.shape}, {k_pages.shape[1]} each of keys and values"
-        )
-    check_head_dim(name, "qkv", qkv, embedding)
-    weights = norm_weights(name, qkv, q_norm, k_norm, norm_eps)
-    where = page_table.astype(jnp.int32), q_start.astype(jnp.int32), q_length.astype(jnp.int32)
-    if isinstance(k_pages, QuantizedPages) and isinstance(v_pages, QuantizedPages):
-        heads, kv_heads = all_heads - 2 * k_pages.shape[1], k_pages.shape[1]
-        options = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
-        q, k = qk_rope(qkv, _positions(qkv, where[1]), embedding, heads=heads, kv_heads=kv_heads, **options)
-        at = pages.places(k_pages.shape[0], qkv.shape[1], *where)
-        return q, k_pages.written(*at, k), v_pages.written(*at, qkv[:, :, heads + kv_heads :])
-    assert not isinstance(k_pages, QuantizedPages) and not isinstance(v_pages, QuantizedPages)
-    operands = qkv, (k_pages, v_pages), where, weights
-    return _QK_ROPE_APPEND_KV.call(_qk_rope_append_kv, *operands, embedding=embedding, eps=norm_eps)
+    weights = _checked_weights(qkv, kv, queries, embedding, q_norm, k_norm, norm_eps)
+    packed = queries.first_row is not None
+    if packed:
+        qkv, queries = qkv[:, None], queries.row_by_row()
+    queries = _as_int32(queries, qkv.shape[1])
+    rotation = Rotation(embedding, (qkv.shape[2] - 2 * kv.kv_heads, kv.kv_heads), norm_eps)
+    if kv.quantized:
+        q, kv = _append_quantized(qkv, kv, queries, weights, rotation)
+    else:
+        q, kv = _QK_ROPE_APPEND_KV.call(_qk_rope_append_kv, qkv, kv, queries, weights, rotation=rotation)
+    return (q[:, 0] if packed else q), kv
 
 
-def _positions(qkv: Array, q_start: Array) -> Array:
-    return q_start[:, None] + jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _qk_rope_append_kv(
+def _checked_weights(
     qkv: Array,
-    pools: tuple[Array, Array],
-    where: tuple[Array, Array, Array],
-    weights: tuple[Array, ...],
+    kv: KVPages,
+    queries: Queries,
     embedding: RotaryEmbedding,
-    eps: float | None,
-) -> tuple[Array, Array, Array]:
-    append_kv = functools.partial(_QK_ROPE_APPEND_KV.kernels().append_kv, eps=eps)
-
-    def forward(
-        qkv: Array, k_pages: Array, v_pages: Array, page_table: Array, q_start: Array, q_length: Array, *weights: Array
-    ) -> tuple[Array, Array, Array]:
-        cos, sin = cos_and_sin(embedding, _positions(qkv, q_start), turn=1.0)
-        return append_kv(
-            qkv,
-            cos,
-            sin,
-            *weights,
-            k_pages=k_pages,
-            v_pages=v_pages,
-            page_table=page_table,
-            q_start=q_start,
-            q_length=q_length,
+    q_norm: Array | None,
+    k_norm: Array | None,
+    norm_eps: float | None,
+) -> tuple[Array, ...]:
+    """The norms' weights, once dtypes and shapes of all arguments are known to fit together."""
+    operation = "qk_rope_append_kv"
+    check_dtype(operation, qkv=qkv)
+    check_kv(operation, qkv, kv)
+    check_not_empty(operation, qkv=qkv)
+    like = (kv.num_pages, kv.kv_heads, KV_BLOCK, qkv.shape[-1])
+    check_shape(operation, "kv.k", kv.k, like, f"qkv being {qkv.shape}")
+    check_shape(operation, "kv.v", kv.v, like, "kv.k's shape")
+    check_queries(operation, "qkv", qkv, queries, ("start", "count"))
+    if queries.first_row is not None and queries.rows is None:
+        raise ValueError(f"{operation}: queries.rows is None; accepted: what Queries.packed makes")
+    heads = qkv.shape[-2]
+    if heads <= 2 * kv.kv_heads:
+        raise ValueError(
+            f"{operation}: qkv has {heads} heads; accepted: at least {2 * kv.kv_heads + 1}, one of queries and, "
+            f"kv.k being {kv.k.shape}, {kv.kv_heads} each of keys and values"
         )
+    check_head_dim(operation, "qkv", qkv, embedding)
+    return norm_weights(operation, qkv, q_norm, k_norm, norm_eps)
 
-    arguments = qkv, *pools, *where, *weights
-    return with_vmap_rule(forward, rows=(False,) * len(arguments))(*arguments)
+
+def _as_int32(queries: Queries, tokens: int) -> Queries:
+    """Rectangular queries with int32 arrays, and a count."""
+    count = queries.count
+    count = jnp.full(queries.start.shape, tokens, jnp.int32) if count is None else jnp.asarray(count, jnp.int32)
+    table, start = (jnp.asarray(x, jnp.int32) for x in (queries.page_table, queries.start))
+    return dataclasses.replace(queries, page_table=table, start=start, count=count)
+
+
+def _positions(qkv: Array, queries: Queries) -> Array:
+    return queries.start[:, None] + jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
+
+
+def _append_quantized(
+    qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Array, ...], rotation: Rotation
+) -> tuple[Array, KVPages]:
+    heads, kv_heads = rotation.heads
+    norms: dict[str, Any] = dict(zip(("q_norm", "k_norm"), weights, strict=False)) | {"norm_eps": rotation.norm_eps}
+    positions = _positions(qkv, queries)
+    q, k = qk_rope(qkv, positions, rotation.embedding, heads=heads, kv_heads=kv_heads, **norms)
+    return q, append(kv, k, qkv[:, :, heads + kv_heads :], queries)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _qk_rope_append_kv(
+    qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Array, ...], rotation: Rotation
+) -> tuple[Array, KVPages]:
+    append_kv = functools.partial(_QK_ROPE_APPEND_KV.kernels().append_kv, eps=rotation.norm_eps)
+
+    def forward(qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Array, ...]) -> tuple[Array, KVPages]:
+        cos, sin = cos_and_sin(rotation.embedding, _positions(qkv, queries), turn=1.0)
+        return append_kv(qkv, cos, sin, *weights, kv=kv, queries=queries)
+
+    return one_by_one(forward, (qkv, kv, queries, weights))
 
 
 def _in_separate_steps(
-    embedding: RotaryEmbedding,
-    eps: float | None,
-    qkv: Array,
-    pools: tuple[Array, Array],
-    where: tuple[Array, Array, Array],
-    weights: tuple[Array, ...],
-) -> tuple[Array, Array, Array]:
-    """By `rms_norm`, `rope` and a scatter: what gradients are taken of."""
-    kv_heads = pools[0].shape[1]
-    heads = qkv.shape[2] - 2 * kv_heads, kv_heads
-    q, k = in_separate_steps(embedding, heads, eps, qkv, _positions(qkv, where[1]), weights)
-    k_pages, v_pages = pages.append(pools, (k, qkv[:, :, sum(heads) :]), *where)
-    return q, k_pages, v_pages
+    qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Array, ...], rotation: Rotation
+) -> tuple[Array, KVPages]:
+    """By `rms_norm`, `rope` and a scatter: the steps whose gradients are the operation's."""
+    q, k = in_separate_steps(qkv, _positions(qkv, queries), weights, rotation)
+    return q, append(kv, k, qkv[:, :, sum(rotation.heads) :], queries)
 
 
-def _forward(
-    qkv: Array,
-    pools: tuple[Array, Array],
-    where: tuple[Array, Array, Array],
-    weights: tuple[Array, ...],
-    embedding: RotaryEmbedding,
-    eps: float | None,
-):
-    # The pools are not among what is kept: they could not be written in place.
-    return _qk_rope_append_kv(qkv, pools, where, weights, embedding, eps), (qkv, where, weights)
+def _forward(qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Array, ...], rotation: Rotation):
+    # The pages are not saved for the gradients, since they could then not be written in place.
+    return _qk_rope_append_kv(qkv, kv, queries, weights, rotation), (qkv, queries, weights)
 
 
-def _backward(embedding: RotaryEmbedding, eps: float | None, saved, gradients):
-    qkv, where, weights = saved
-    _, *of_pools = gradients
+def _backward(rotation: Rotation, saved, gradients):
+    qkv, queries, weights = saved
 
-    def steps(qkv: Array, pools: tuple[Array, Array], weights: tuple[Array, ...]) -> tuple[Array, Array, Array]:
-        return _in_separate_steps(embedding, eps, qkv, pools, where, weights)
+    def steps(qkv: Array, kv: KVPages, weights: tuple[Array, ...]) -> tuple[Array, KVPages]:
+        return _in_separate_steps(qkv, kv, queries, weights, rotation)
 
-    k_pages, v_pages = (jnp.zeros_like(pool) for pool in of_pools)  # no gradient depends on what is in them
-    dqkv, dpools, dweights = jax.vjp(steps, qkv, (k_pages, v_pages), weights)[1](gradients)
-    return dqkv, dpools, None, dweights
+    kv = jax.tree.map(jnp.zeros_like, gradients[1])  # no gradient depends on what the pages hold
+    dqkv, dkv, dweights = jax.vjp(steps, qkv, kv, weights)[1](gradients)
+    return dqkv, dkv, None, dweights
 
 
 _qk_rope_append_kv.defvjp(_forward, _backward)

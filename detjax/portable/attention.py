@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike
 
-from detjax.contract import ACCUMULATOR, KEY_GROUPS, KEY_LANES, KV_BLOCK, LOWEST_MAXIMUM, PORTABLE_ROWS
+from detjax.contract import (
+    ACCUMULATOR,
+    KEY_GROUPS,
+    KEY_LANES,
+    KV_BLOCK,
+    LOWEST_MAXIMUM,
+    PORTABLE_ROWS,
+)
+from detjax.kv_pages import KVPages, Queries, request_of_rows
 from detjax.options import Masking
-from detjax.portable.quantized_kv import QuantizedPages, page_of
 from detjax.portable.tiles import dot, fold_rows, map_rows, row_sum
 from detjax.rounding import log2_scale, rounded, soft_cap_exponent
 
@@ -57,32 +64,29 @@ class _PerHead:
 
 def forward(
     q: Array,
-    k_pages: Array | QuantizedPages,
-    v_pages: Array | QuantizedPages,
-    page_table: Array,
-    q_start: Array,
-    kv_length: Array,
+    kv: KVPages,
+    queries: Queries,
     sinks: Array | None,
     mask: Array | None = None,
     *,
     masking: Masking,
     with_normalizers: bool = True,
 ) -> tuple[Array, Array]:
-    """Output `[B, T, H, V]` and the log2 of each row's normalizer, `[B, T, H]` float32 (0 for a row without keys).
+    """Returns the output `[B, T, H, V]` and the log2 of each row's normalizer, `[B, T, H]` float32.
 
-    The normalizers cost next to nothing here, and come whether they are asked for or not. See `ops.attention` for the
-    mask, `[B or 1, H or 1, T, s]`.
+    A row without keys has 0 for its normalizer. The normalizers cost next to nothing here, and are returned whether
+    they are asked for or not. See `ops.attention` for the mask, `[B or 1, H or 1, T, s]`.
     """
     del with_normalizers
-    heads, group = q.shape[2], q.shape[2] // k_pages.shape[1]
+    heads, group = q.shape[2], q.shape[2] // kv.kv_heads
 
-    def attend(rows: tuple[Array, _Tile], shared: tuple[Any, Any, _PerHead]) -> tuple[Array, Array]:
+    def attend(rows: tuple[Array, _Tile], shared: tuple[KVPages, _PerHead]) -> tuple[Array, Array]:
         q, tile = jax.tree.map(lambda leaf: leaf[0], rows)
-        k_pages, v_pages, per_head = shared
+        kv, per_head = shared
 
         def merge(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             o, total, m = state
-            k, v = _block(block, tile, k_pages, v_pages, q.dtype)
+            k, v = _block(block, tile, kv, q.dtype)
             s, c, _ = _scores(q, k, block, tile, per_head, masking)
             m_b = jnp.maximum(jnp.max(s, axis=-1, keepdims=True) * c, LOWEST_MAXIMUM)
             p = jnp.exp2(s * c - m_b)
@@ -93,7 +97,7 @@ def forward(
             o_b, l_b = lax.optimization_barrier((o_b * b, block_sum(p) * b))
             return o * a + o_b, total * a + l_b, m_new
 
-        state = _initial(q, v_pages.shape[-1], tile, per_head)
+        state = _initial(q, kv.v.shape[-1], tile, per_head)
         o, total, m = lax.fori_loop(*_visible_blocks(tile, q.shape[1], group, masking), merge, state)
         empty = total == 0
         total = jnp.where(empty, 1.0, total)
@@ -102,68 +106,57 @@ def forward(
         log2_normalizer = jnp.where(empty, 0.0, m + jnp.log2(total))
         return o[None], log2_normalizer[None]
 
-    rows = _packed(q, group), _tiles(q, group, page_table, q_start, kv_length)
-    shared = k_pages, v_pages, _per_head(sinks, mask, page_table.shape[1], masking, heads, group)
+    rows = _packed(q, group), _tiles(q, group, queries)
+    shared = kv, _per_head(sinks, mask, queries.page_table.shape[1], masking, heads, group)
     o, log2_normalizer = map_rows(attend, rows, shared, size=1)
     return _unpacked(o, q.shape, group), _unpacked(log2_normalizer, q.shape, group)[..., 0]
 
 
-def ragged(
-    q: Array,
-    k_pages: Array | QuantizedPages,
-    v_pages: Array | QuantizedPages,
-    page_table: Array,
-    q_row: Array,
-    q_length: Array,
-    q_start: Array,
-    kv_length: Array,
-    sinks: Array | None,
-    *,
-    masking: Masking,
-) -> Array:
-    """Output `[N, H, V]` of packed queries `[N, H, K]`, each row of which is served as a request of its own."""
-    one_by_one = rows_as_requests(q.shape[0], page_table, q_row, q_length, q_start, kv_length)
-    return forward(q[:, None], k_pages, v_pages, *one_by_one, sinks, masking=masking)[0][:, 0]
+def ragged(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, masking: Masking) -> Array:
+    """Returns the output `[N, H, V]` of packed queries `[N, H, K]`: each row is served as a request of its own."""
+    row_by_row = rows_as_requests(q.shape[0], queries)
+    return forward(q[:, None], kv, row_by_row, sinks, masking=masking)[0][:, 0]
 
 
-def rows_as_requests(
-    rows: int, page_table: Array, q_row: Array, q_length: Array, q_start: Array, kv_length: Array
-) -> tuple[Array, Array, Array]:
-    """Page table, first position and length of each of the packed rows; those of no request see no key."""
-    request, index = request_of_rows(rows, q_row)
-    is_own = (index >= 0) & (index < q_length[request])
-    return page_table[request], q_start[request] + index, jnp.where(is_own, kv_length[request], 0)
-
-
-def request_of_rows(rows: int, q_row: Array) -> tuple[Array, Array]:
-    """Of each packed row, int32: the last request that begins there or before, and how far behind its first row."""
-    row = jnp.arange(rows, dtype=jnp.int32)
-    request = jnp.maximum(jnp.sum(q_row[None] <= row[:, None], axis=1, dtype=jnp.int32) - 1, 0)
-    return request, row - q_row[request]
+def rows_as_requests(rows: int, queries: Queries) -> Queries:
+    """Returns each of the packed rows as a request of one query; rows that belong to no request see no key."""
+    assert queries.first_row is not None and queries.count is not None
+    request, index = request_of_rows(rows, queries.first_row)
+    is_present = (index >= 0) & (index < queries.count[request])
+    table, start = queries.page_table[request], queries.start[request] + index
+    return Queries(table, start, jnp.where(is_present, queries.length[request], 0))
 
 
 def backward(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    q_start: Array,
-    kv_length: Array,
-    sinks: Array | None,
-    mask: Array | None,
-    o: Array,
-    log2_normalizer: Array,
+    operands: tuple[Array, KVPages, Queries, Array | None, Array | None],
+    output: tuple[Array, Array],
     do: Array,
     *,
     masking: Masking,
-) -> tuple[Array, Array, Array, Array | None]:
-    """Gradients of q, of both page pools and of the sinks.
+) -> tuple[Array, KVPages, Array | None]:
+    """Returns the gradients of q, of the pages and of the sinks.
+
+    With `p` the probabilities of a query, `o` its output and `do` the output's gradient,
+
+        delta = sum(do * o)
+        ds    = p * (do . v - delta), times the soft cap's slope
+        dq    = scale * sum over keys of ds * k
+        dk    = scale * sum over queries of ds * q
+        dv    = sum over queries of p * do
+        dsink = -sum over queries of p_sink * delta, with p_sink the sink's share of the softmax
 
     `dq` adds blocks of keys in ascending order. `dk` and `dv` add, for each query head, the requests in order and their
     tokens ascending, `PORTABLE_ROWS` in one step; then the heads of a group, left to right.
+
+    Args:
+        operands: q, the pages, where the queries stand, sinks and mask, as `forward` takes them.
+        output: what `forward` returned.
+        do: the gradient of the output.
+        masking: see `forward`.
     """
-    heads, group = q.shape[2], q.shape[2] // k_pages.shape[1]
-    operands = q, do, o, log2_normalizer[..., None]
+    (q, kv, queries, sinks, mask), (o, log2_normalizer) = operands, output
+    heads, group = q.shape[2], q.shape[2] // kv.kv_heads
+    by_row = q, do, o, log2_normalizer[..., None]
 
     def score_gradients(
         operands: tuple[Array, ...], k: Array, v: Array, block: Array, tile: _Tile, per_head: _PerHead
@@ -175,12 +168,12 @@ def backward(
         ds = p * (dot(do, v, (2, 2), batched=True) - _delta(do, o)) * cap_slope
         return rounded(p, do.dtype), rounded(ds, q.dtype)
 
-    def query_gradient(rows: tuple[tuple[Array, ...], _Tile], shared: tuple[Array, Array, _PerHead]) -> Array:
+    def query_gradient(rows: tuple[tuple[Array, ...], _Tile], shared: tuple[KVPages, _PerHead]) -> Array:
         operands, tile = jax.tree.map(lambda leaf: leaf[0], rows)
-        k_pages, v_pages, per_head = shared
+        kv, per_head = shared
 
         def add(block: Array, dq: Array) -> Array:
-            k, v = _block(block, tile, k_pages, v_pages, k_pages.dtype)
+            k, v = _block(block, tile, kv, kv.numbers[0].dtype)
             _, ds = score_gradients(operands, k, v, block, tile, per_head)
             return dq + dot(ds, k, (2, 1), batched=True)
 
@@ -192,16 +185,16 @@ def backward(
     def key_gradients(
         carry: tuple[Array, Array, Array],
         rows: tuple[tuple[Array, ...], _Tile],
-        shared: tuple[Array, Array, _PerHead],
+        shared: tuple[KVPages, _PerHead],
     ) -> tuple[Array, Array, Array]:
         operands, tile = jax.tree.map(lambda leaf: leaf[0], rows)
         q, do, o, log2_normalizer = operands
-        k_pages, v_pages, per_head = shared
+        kv, per_head = shared
         dk, dv, dsinks = carry
 
         def add(block: Array, pools: tuple[Array, Array]) -> tuple[Array, Array]:
             dk, dv = pools
-            k, v = (jnp.repeat(x, group, axis=0) for x in _block(block, tile, k_pages, v_pages, k_pages.dtype))
+            k, v = (jnp.repeat(x, group, axis=0) for x in _block(block, tile, kv, kv.numbers[0].dtype))
             p, ds = score_gradients(operands, k, v, block, tile, per_head)
             page = tile.page_table[block]
             dk = dk.at[page].add(dot(ds, q, (1, 1), batched=True))
@@ -214,18 +207,19 @@ def backward(
             dsinks = dsinks - jnp.sum(share * _delta(do, o), axis=(1, 2))
         return dk, dv, dsinks
 
-    where = page_table, q_start, kv_length
-    per_head = functools.partial(_per_head, sinks, mask, page_table.shape[1], masking, heads)
-    rows = tuple(_packed(x, group) for x in operands), _tiles(q, group, *where)
-    dq = map_rows(query_gradient, rows, (k_pages, v_pages, per_head(group)), size=1)
+    per_head = functools.partial(_per_head, sinks, mask, queries.page_table.shape[1], masking, heads)
+    rows = tuple(_packed(x, group) for x in by_row), _tiles(q, group, queries)
+    dq = map_rows(query_gradient, rows, (kv, per_head(group)), size=1)
 
-    rows = tuple(_packed(x, 1) for x in operands), _tiles(q, 1, *where)
-    zeros = [jnp.zeros((x.shape[0], heads, *x.shape[2:]), ACCUMULATOR) for x in (k_pages, v_pages)]
-    shared = k_pages, v_pages, per_head(1)
+    rows = tuple(_packed(x, 1) for x in by_row), _tiles(q, 1, queries)
+    zeros = [jnp.zeros((x.shape[0], heads, *x.shape[2:]), ACCUMULATOR) for x in kv.numbers]
+    shared = kv, per_head(1)
     dk, dv, dsinks = fold_rows(key_gradients, (*zeros, jnp.zeros(heads, ACCUMULATOR)), rows, shared, size=1)
+    k_pages, v_pages = kv.numbers
     dk = rounded(_sum_of_group(dk, group) * np.float32(masking.scale), k_pages.dtype)
     dv = rounded(_sum_of_group(dv, group), v_pages.dtype)
-    return _unpacked(dq, q.shape, group), dk, dv, None if sinks is None else rounded(dsinks, sinks.dtype)
+    dq = _unpacked(dq, q.shape, group)
+    return dq, KVPages(dk, dv), None if sinks is None else rounded(dsinks, sinks.dtype)
 
 
 def block_sum(p: Array) -> Array:
@@ -296,26 +290,24 @@ def _visible_blocks(tile: _Tile, rows: int, group: int, masking: Masking) -> tup
     return first, -(-end // KV_BLOCK)
 
 
-def _block(
-    block: Array, tile: _Tile, k_pages: Array | QuantizedPages, v_pages: Array | QuantizedPages, dtype: DTypeLike
-) -> tuple[Array, Array]:
+def _block(block: Array, tile: _Tile, kv: KVPages, dtype: DTypeLike) -> tuple[Array, Array]:
     """Keys and values `[h, S, K]` of a block, quantized ones in the dtype given.
 
-    What lies behind the request's length in its last page is not its own.
+    Zeros replace what lies after the request's length in its last page, which may be any number.
     """
     page = tile.page_table[block]
-    own = (block * KV_BLOCK + jnp.arange(KV_BLOCK) < tile.kv_length)[None, :, None]
-    k, v = (page_of(pages, page, dtype) for pages in (k_pages, v_pages))
-    return jnp.where(own, k, jnp.zeros_like(k)), jnp.where(own, v, jnp.zeros_like(v))
+    is_present = (block * KV_BLOCK + jnp.arange(KV_BLOCK) < tile.kv_length)[None, :, None]
+    k, v = kv.page(page, dtype)
+    return jnp.where(is_present, k, jnp.zeros_like(k)), jnp.where(is_present, v, jnp.zeros_like(v))
 
 
-def _tiles(q: Array, group: int, page_table: Array, q_start: Array, kv_length: Array) -> _Tile:
+def _tiles(q: Array, group: int, queries: Queries) -> _Tile:
     """The tiles of all requests, request by request, a leading axis of `B * ceil(T * G / rows)` on each field."""
     per_request = -(-q.shape[1] * group // PORTABLE_ROWS)
     first_row = jnp.tile(jnp.arange(per_request, dtype=jnp.int32) * PORTABLE_ROWS, q.shape[0])
     request = jnp.arange(q.shape[0], dtype=jnp.int32)
     table, start, length, request = (
-        jnp.repeat(x, per_request, axis=0) for x in (page_table, q_start, kv_length, request)
+        jnp.repeat(x, per_request, axis=0) for x in (queries.page_table, queries.start, queries.length, request)
     )
     return _Tile(table, start, length, first_row, request)
 

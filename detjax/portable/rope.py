@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.portable import norm, pages
+from detjax.kv_pages import KVPages, Queries, append
+from detjax.portable import norm
 from detjax.portable.tiles import map_rows
 from detjax.rounding import rounded
 
@@ -15,9 +16,16 @@ from detjax.rounding import rounded
 def forward(
     x: Array, cos: Array, sin: Array, *weights: Array, heads: tuple[int, ...], eps: float | None
 ) -> tuple[Array, ...]:
-    """Groups of `heads` heads of `x [*B, T, N, K]`, first to last, rotated by their tokens' `cos, sin [*B, T, K / 2]`.
+    """Returns groups of heads of `x [*B, T, N, K]`, rotated by their tokens' `cos, sin [*B, T, K / 2]`.
 
-    With weights `[K]`, one for each group, the heads are RMS normalized and rounded before. Further heads are not read.
+    Args:
+        x: a projection.
+        cos: float32 cosines.
+        sin: float32 sines.
+        weights: for each group, the weight `[K]` of the RMS norm before the rotation; the normalized heads are rounded.
+            None: there is no norm.
+        heads: the number of heads in each group, first to last. Further heads are not read.
+        eps: what the norm adds to the mean square.
     """
     groups = jnp.split(x[..., : sum(heads), :], tuple(accumulate(heads))[:-1], axis=-2)
     if weights:
@@ -40,24 +48,12 @@ def forward(
 
 
 def append_kv(
-    x: Array,
-    cos: Array,
-    sin: Array,
-    *weights: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    q_start: Array,
-    q_length: Array,
-    eps: float | None,
-) -> tuple[Array, Array, Array]:
-    """`forward` of the queries in `x [B, T, H + 2 h, K]`, and pools `[P, h, S, K]` with its keys, turned, and values.
+    x: Array, cos: Array, sin: Array, *weights: Array, kv: KVPages, queries: Queries, eps: float | None
+) -> tuple[Array, KVPages]:
+    """Returns `forward` of the queries in `x [B, T, H + 2 h, K]`, and the pages with its rotated keys and its values.
 
-    Where they are written, and which of them, is `pages.append`'s to say.
+    `kv_pages.append` says which tokens are written, and where.
     """
-    kv_heads = k_pages.shape[1]
-    heads = x.shape[2] - 2 * kv_heads, kv_heads
+    heads = x.shape[2] - 2 * kv.kv_heads, kv.kv_heads
     q, k = forward(x, cos, sin, *weights, heads=heads, eps=eps)
-    new = k, x[:, :, sum(heads) :]
-    k_pages, v_pages = pages.append((k_pages, v_pages), new, page_table, q_start, q_length)
-    return q, k_pages, v_pages
+    return q, append(kv, k, x[:, :, sum(heads) :], queries)

@@ -1,48 +1,43 @@
 """Attention over a paged KV cache by XLA, and by cuDNN where that serves it."""
 
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as cudnn  # JAX has no public name for paged attention
+import numpy as np
+from jax._src.cudnn import (
+    fused_attention_stablehlo as cudnn,  # JAX has no public name for paged attention
+)
 from jaxtyping import Array, DTypeLike
 
 from detjax import backends
 from detjax.contract import ACCUMULATOR, KV_BLOCK
+from detjax.kv_pages import KVPages, Queries, request_of_rows
 from detjax.options import Masking
-from detjax.portable.attention import request_of_rows
-from detjax.portable.quantized_kv import QuantizedPages, dequantized
 from detjax.stock.dot import dot_operands
 
 DIFFERENTIATED_BY_JAX: Final = True
 
 _CUDNN_DTYPES: Final = ("bfloat16", "float16")
 _PADDING: Final = 4
-"""Rows that packed queries take at most where they are padded, over those that they have."""
+"""How many times the rows of packed queries the rows of a padded call may be, at most..."""
 _LEAST_PADDED_ROWS: Final = 4096
+"""...unless they are this many or fewer."""
 
 
 def attention(
-    q: Array,
-    k_pages: Array | QuantizedPages,
-    v_pages: Array | QuantizedPages,
-    page_table: Array,
-    q_start: Array,
-    kv_length: Array,
-    sinks: Array | None,
-    mask: Array | None = None,
-    *,
-    masking: Masking,
+    q: Array, kv: KVPages, queries: Queries, sinks: Array | None, mask: Array | None = None, *, masking: Masking
 ) -> Array:
-    """See `detjax.ops.attention`. Decode is cuDNN's where that can do it."""
-    k_pages, v_pages = (_dequantized(pages, q.dtype) for pages in (k_pages, v_pages))
+    """See `detjax.ops.attention`. cuDNN serves decode where it can."""
+    k_pages, v_pages = _numbers(kv, q.dtype)
+    page_table, q_start, kv_length = queries.page_table, queries.start, queries.length
     batch, tokens, heads, width = q.shape
     kv_heads = k_pages.shape[1]
-    # cuDNN lines queries up with the first keys: a window would lie there.
+    # cuDNN aligns queries with the first keys, so it would place a window there.
     if tokens == 1 and mask is None and masking.window is None and _has_cudnn(q, v_pages, sinks, masking):
         length = jnp.minimum(kv_length, q_start + 1) if masking.causal else kv_length
-        where = page_table, jnp.ones_like(length), length
-        o = _cudnn(q.swapaxes(1, 2), k_pages, v_pages, *where, masking, causal=False).swapaxes(1, 2)
+        one_each = Queries(page_table, q_start, length, jnp.ones_like(length))
+        o = _cudnn(q.swapaxes(1, 2), KVPages(k_pages, v_pages), one_each, masking, causal=False).swapaxes(1, 2)
         return jnp.where((length > 0)[:, None, None, None], o, jnp.zeros_like(o))
     k, v = (
         pages[page_table].transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, pages.shape[-1])
@@ -59,8 +54,8 @@ def attention(
     if masking.alibi_slopes is not None:
         slopes = jnp.asarray(masking.alibi_slopes, ACCUMULATOR)[None, :, None, None]
         s = s + slopes * (keys - positions).astype(ACCUMULATOR)
-    own = keys < kv_length[:, None, None, None]
-    visible = own
+    is_present = keys < kv_length[:, None, None, None]
+    visible = is_present
     if masking.causal:
         visible = visible & (keys <= positions)
     if masking.window is not None:
@@ -74,59 +69,56 @@ def attention(
     else:
         p = jax.nn.softmax(s, axis=-1)
     p = jnp.where(visible, p, 0.0).astype(v.dtype).reshape(batch, kv_heads, -1, tokens, s.shape[-1])
-    v = jnp.where(own.swapaxes(-1, -2), v, jnp.zeros_like(v))
+    v = jnp.where(is_present.swapaxes(-1, -2), v, jnp.zeros_like(v))
     o = jnp.einsum("bhgts,bhsk->bthgk", *dot_operands(p, v), precision="highest", preferred_element_type=ACCUMULATOR)
     return o.reshape(batch, tokens, heads, -1).astype(q.dtype)
 
 
-def ragged_attention(
-    q: Array,
-    k_pages: Array | QuantizedPages,
-    v_pages: Array | QuantizedPages,
-    page_table: Array,
-    q_row: Array,
-    q_length: Array,
-    q_start: Array,
-    kv_length: Array,
-    sinks: Array | None,
-    *,
-    masking: Masking,
-) -> Array:
-    """See `detjax.ops.ragged_attention`. cuDNN serves it where it can; elsewhere each row is a request of its own."""
-    k_pages, v_pages = (_dequantized(pages, q.dtype) for pages in (k_pages, v_pages))
-    request, index = request_of_rows(q.shape[0], q_row)
+def ragged_attention(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, masking: Masking) -> Array:
+    """See `detjax.ops.attention`. cuDNN serves packed queries where it can; elsewhere each row is a request."""
+    k_pages, v_pages = _numbers(kv, q.dtype)
+    page_table, q_start, kv_length = queries.page_table, queries.start, queries.length
+    first_row, count = queries.first_row, queries.count
+    assert first_row is not None and count is not None
+    request, index = request_of_rows(q.shape[0], first_row)
     rows, requests = q.shape[0], page_table.shape[0]
     position = q_start[request] + index
     if not _has_cudnn(q, v_pages, sinks, masking):
-        is_own = (index >= 0) & (index < q_length[request])
-        where = page_table[request], position, jnp.where(is_own, kv_length[request], 0)
-        return attention(q[:, None], k_pages, v_pages, *where, sinks, masking=masking)[:, 0]
+        is_present = (index >= 0) & (index < count[request])
+        row_by_row = Queries(page_table[request], position, jnp.where(is_present, kv_length[request], 0))
+        return attention(q[:, None], KVPages(k_pages, v_pages), row_by_row, sinks, masking=masking)[:, 0]
 
-    # cuDNN lines queries up with the first keys. So they are put where they stand in their requests, behind as many
-    # rows of no meaning as there are keys before them; as many requests at once as such rows have room for.
+    # cuDNN aligns queries with the first keys. So each query is put at its position in its request, after as many
+    # meaningless rows as there are keys before it; a call takes as many requests as `together` says.
     keys = page_table.shape[1] * KV_BLOCK
     together = min(requests, max(1, max(_PADDING * rows, _LEAST_PADDED_ROWS) // keys))
 
     def attend(first: Array | int, o: Array) -> Array:
-        """The output, with that of the requests from `first` on."""
-        of = jnp.minimum(first + jnp.arange(together, dtype=jnp.int32), requests - 1)
-        source = (q_row - q_start)[of][:, None] + jnp.arange(keys, dtype=jnp.int32)[None]
+        """Returns the output with that of the requests from `first` on added."""
+        requests_served = jnp.minimum(first + jnp.arange(together, dtype=jnp.int32), requests - 1)
+        source = (first_row - q_start)[requests_served][:, None] + jnp.arange(keys, dtype=jnp.int32)[None]
         padded = q[jnp.clip(source, 0, rows - 1)].swapaxes(1, 2)
-        length = jnp.where(q_length[of] > 0, kv_length[of], 0)
-        found = _cudnn(padded, k_pages, v_pages, page_table[of], length, length, masking, causal=masking.causal)
+        length = jnp.where(count[requests_served] > 0, kv_length[requests_served], 0)
+        table = page_table[requests_served]
+        start: Any = np.zeros(together, np.int32)
+        padded_queries = Queries(table, start, length, length)
+        attended = _cudnn(padded, KVPages(k_pages, v_pages), padded_queries, masking, causal=masking.causal)
         slot = request - first
-        mine = found[jnp.clip(slot, 0, together - 1), :, jnp.clip(position, 0, keys - 1)]
-        return jnp.where(((slot >= 0) & (slot < together))[:, None, None], mine, o)
+        new = attended[jnp.clip(slot, 0, together - 1), :, jnp.clip(position, 0, keys - 1)]
+        return jnp.where(((slot >= 0) & (slot < together))[:, None, None], new, o)
 
     o = jnp.zeros_like(q)
     if together == requests:
         return attend(0, o)
-    present = jnp.max(jnp.where(q_length > 0, jnp.arange(1, requests + 1), 0))
+    present = jnp.max(jnp.where(count > 0, jnp.arange(1, requests + 1), 0))
     return jax.lax.fori_loop(0, -(-present // together), lambda turn, o: attend(turn * together, o), o)
 
 
-def _dequantized(pages: Array | QuantizedPages, dtype: DTypeLike) -> Array:
-    return dequantized(pages, dtype) if isinstance(pages, QuantizedPages) else pages
+def _numbers(kv: KVPages, dtype: DTypeLike) -> tuple[Array, Array]:
+    if not kv.quantized:
+        return kv.numbers
+    k, v = (pages.numbers(dtype) for pages in kv.quantized)
+    return k, v
 
 
 def _has_cudnn(q: Array, v_pages: Array, sinks: Array | None, masking: Masking) -> bool:
@@ -143,19 +135,11 @@ def _has_cudnn(q: Array, v_pages: Array, sinks: Array | None, masking: Masking) 
     )
 
 
-def _cudnn(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    q_length: Array,
-    kv_length: Array,
-    masking: Masking,
-    *,
-    causal: bool,
-) -> Array:
-    """cuDNN's attention of queries `[B, H, T, K]`; if causal, query `t` sees the keys up to position `t`."""
-    # Not `cudnn.paged_attention`: it accepts only pools with as many pages as the page table has entries.
+def _cudnn(q: Array, kv: KVPages, queries: Queries, masking: Masking, *, causal: bool) -> Array:
+    """Returns cuDNN's attention of queries `[B, H, T, K]`; if causal, query `t` sees the keys up to position `t`."""
+    # `cudnn.paged_attention` accepts only pools with as many pages as the page table has entries, so it cannot serve.
+    (k_pages, v_pages), page_table = kv.numbers, queries.page_table
+    assert queries.count is not None
     none = jnp.zeros(0, q.dtype)
     table = jnp.clip(page_table.astype(jnp.int32), 0, k_pages.shape[0] - 1)[:, None, :, None]
     mask_type = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
@@ -164,8 +148,8 @@ def _cudnn(
         k_pages,
         v_pages,
         none,
-        q_length.astype(jnp.int32),
-        kv_length.astype(jnp.int32),
+        queries.count.astype(jnp.int32),
+        queries.length.astype(jnp.int32),
         none,
         none,
         table,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.portable import pages
+from detjax.kv_pages import KVPages, Queries, append
 from detjax.stock.norm import rms_norm
 
 DIFFERENTIATED_BY_JAX: Final = True
@@ -22,37 +22,20 @@ def rope(x: Array, positions: Array, *, embedding: Any) -> Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def qk_rope(
-    qkv: Array,
-    positions: Array,
-    weights: tuple[Array, ...],
-    *,
-    embedding: Any,
-    heads: tuple[int, int],
-    eps: float | None,
-) -> tuple[Array, Array]:
-    """See `detjax.ops.qk_rope`."""
+def qk_rope(qkv: Array, positions: Array, weights: tuple[Array, ...], *, rotation: Any) -> tuple[Array, Array]:
+    """See `detjax.ops.qk_rope`; `rotation` is an `ops.rope.Rotation`."""
+    heads, embedding = rotation.heads, rotation.embedding
     q, k = qkv[..., : heads[0], :], qkv[..., heads[0] : sum(heads), :]
     if weights:
-        assert eps is not None
         pairs = zip((q, k), weights, strict=True)
-        q, k = (rms_norm(x, weight, None, eps=eps, weight_offset=0.0)[0] for x, weight in pairs)
+        q, k = (rms_norm(x, weight, None, eps=rotation.norm_eps, weight_offset=0.0)[0] for x, weight in pairs)
     return rope(q, positions, embedding=embedding), rope(k, positions, embedding=embedding)
 
 
 def qk_rope_append_kv(
-    qkv: Array,
-    pools: tuple[Array, Array],
-    where: tuple[Array, Array, Array],
-    weights: tuple[Array, ...],
-    *,
-    embedding: Any,
-    eps: float | None,
-) -> tuple[Array, Array, Array]:
+    qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Array, ...], *, rotation: Any
+) -> tuple[Array, KVPages]:
     """See `detjax.ops.qk_rope_append_kv`."""
-    kv_heads = pools[0].shape[1]
-    heads = qkv.shape[2] - 2 * kv_heads, kv_heads
-    positions = where[1][:, None] + jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
-    q, k = qk_rope(qkv, positions, weights, embedding=embedding, heads=heads, eps=eps)
-    k_pages, v_pages = pages.append(pools, (k, qkv[:, :, sum(heads) :]), *where)
-    return q, k_pages, v_pages
+    positions = queries.start[:, None] + jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
+    q, k = qk_rope(qkv, positions, weights, rotation=rotation)
+    return q, append(kv, k, qkv[:, :, sum(rotation.heads) :], queries)

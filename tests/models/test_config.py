@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from detjax.models import CheckpointError, DecoderConfig, GenerationDefaults
-from detjax.ops.rope import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
+from detjax.ops.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
 from tests.models.hugging_face import FIXTURES, NAMES
 
 QWEN3 = {

@@ -1,5 +1,6 @@
 """The decoder against transformers, and against itself: one set of bits in prefill, chunks, decode and training."""
 
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -181,9 +182,8 @@ def test_what_the_neighbours_have_in_the_cache_does_not_matter(poison: float) ->
         _, cache = cached(prompt, cache, jnp.full(3, 131, jnp.int32))
         if poison is not None:  # the pages of both neighbours, and what lies behind the length in the request's own
             foreign = jnp.asarray([0, 1, 4, 5])
-            pools = [pool.at[foreign].set(poison).at[3, :, 131 - 128 :].set(poison) for pool in (*cache.k, *cache.v)]
-            k, v = tuple(pools[: config.layers]), tuple(pools[config.layers :])
-            cache = KVCache(k, v, cache.page_table, cache.lengths)
+            state = jax.tree.map(lambda x: x.at[foreign].set(poison).at[3, :, 131 - 128 :].set(poison), cache.state)
+            cache = dataclasses.replace(cache, state=state)
         return cached(following, cache, jnp.full(3, following.shape[1], jnp.int32))[0][1]
 
     assert_same_bits(continued(poison), continued(None))
@@ -196,7 +196,7 @@ def test_pages_may_lie_anywhere() -> None:
     counts = jnp.full(2, tokens.shape[1], jnp.int32)
     cache = KVCache.empty(model(name).config, 2, 256, jnp.float32)
     in_order, _ = cached(tokens, cache, counts)
-    shuffled = KVCache(cache.k, cache.v, jnp.asarray([[3, 0], [2, 1]], jnp.int32), cache.lengths)
+    shuffled = dataclasses.replace(cache, page_table=jnp.asarray([[3, 0], [2, 1]], jnp.int32))
     assert_same_bits(cached(tokens, shuffled, counts)[0], in_order)
 
 

@@ -55,11 +55,22 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pool:
-    """Pages `[P, h, S, K]` of several requests, and each one's page table."""
+    """Pages `[P, h, S, K]` of several requests, or quantized pages, and each request's page table."""
 
-    k_pages: np.ndarray | jax.Array
-    v_pages: np.ndarray | jax.Array
+    k_pages: np.ndarray | jax.Array | ops.QuantizedPages
+    v_pages: np.ndarray | jax.Array | ops.QuantizedPages
     page_table: np.ndarray | jax.Array
+
+    @property
+    def kv(self) -> ops.KVPages:
+        """The pages as operations take them."""
+        return ops.KVPages(*(jax.tree.map(jnp.asarray, pages) for pages in (self.k_pages, self.v_pages)))
+
+    def queries(self, start: Any, length: Any, **fields: Any) -> ops.Queries:
+        """Queries of the requests, from integers."""
+        integers = {"start": start, "length": length} | fields
+        given = {name: jnp.asarray(np.asarray(x, np.int32)) for name, x in integers.items()}
+        return ops.Queries(jnp.asarray(self.page_table), **given)
 
     def on_device(self) -> "Pool":
         """The pool in JAX's arrays, for many calls."""
@@ -111,9 +122,7 @@ def attend(q: np.ndarray, where: Pool, q_start: Any, kv_length: Any, **options: 
     """`ops.attention` of queries `[B, T, H, K]`."""
     if options.get("sinks") is True:
         options["sinks"] = sinks(q.shape[2], str(q.dtype))
-    positions = (jnp.asarray(np.asarray(x, np.int32)) for x in (q_start, kv_length))
-    pages = (jnp.asarray(x) for x in (where.k_pages, where.v_pages, where.page_table))
-    return np.asarray(ops.attention(jnp.asarray(q), *pages, *positions, **options))
+    return np.asarray(ops.attention(jnp.asarray(q), where.kv, where.queries(q_start, kv_length), **options))
 
 
 def whole(request: Request, **options: Any) -> np.ndarray:

@@ -51,16 +51,9 @@ def test_requests_packed_into_one_array_have_the_bits_of_each_alone(name: str) -
         packed[row : row + count] = request.q[len(request) - count :]
     where = pool(requests)
     starts = [len(request) - count for request, count in zip(requests, queries, strict=True)]
-    numbers = (first_rows, queries, starts, [len(request) for request in requests])
+    stand = where.queries(starts, [len(request) for request in requests], count=queries, first_row=first_rows)
     given = dict(options, sinks=sinks(packed.shape[1], "float32")) if options.get("sinks") else options
-    o = np.asarray(
-        ops.ragged_attention(
-            jnp.asarray(packed),
-            *(jnp.asarray(x) for x in (where.k_pages, where.v_pages, where.page_table)),
-            *(jnp.asarray(x, jnp.int32) for x in numbers),
-            **given,
-        )
-    )
+    o = np.asarray(ops.attention(jnp.asarray(packed), where.kv, stand, **given))
     for index, (request, count, row) in enumerate(zip(requests, queries, first_rows, strict=True)):
         if count:
             q = request.q[None, len(request) - count :]

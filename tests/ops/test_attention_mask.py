@@ -184,6 +184,5 @@ def test_a_mask_over_quantized_pages_has_the_bits_of_what_they_are_read_as() -> 
     where = pool([request])
     pages = [ops.quantize_kv(jnp.asarray(x), "int8") for x in (where.k_pages, where.v_pages)]
     dense = Pool(*(ops.dequantize_kv(x, "float32") for x in pages), where.page_table)
-    operands = jnp.asarray(where.page_table), jnp.zeros(1, jnp.int32), jnp.full(1, 140, jnp.int32)
-    o = ops.attention(jnp.asarray(request.q)[None], *pages, *operands, mask=mask)
+    o = ops.attention(jnp.asarray(request.q)[None], ops.KVPages(*pages), where.queries([0], [140]), mask=mask)
     assert_same_bits(o, attend(request.q[None], dense, [0], [140], mask=mask))

@@ -1,6 +1,5 @@
 """Bad input: the error says what was given, what is accepted, and where."""
 
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from detjax import ops
+from tests.support.unchecked import unchecked, without_checks
 
 X = jnp.ones((4, 8))
 W = jnp.ones((8, 6))
@@ -19,28 +19,23 @@ ROWS = jnp.zeros(4, jnp.int32)
 
 
 def attention(op: Callable[..., jax.Array] = ops.attention, **changed: Any) -> jax.Array:
-    arguments: dict[str, Any] = {
-        "q": jnp.ones((1, 3, 4, 8)),
-        "k_pages": jnp.ones((2, 2, 128, 8)),
-        "v_pages": jnp.ones((2, 2, 128, 8)),
-        "page_table": jnp.zeros((1, 2), jnp.int32),
-        "q_start": jnp.zeros(1, jnp.int32),
-        "kv_length": jnp.full(1, 3, jnp.int32),
-    }
-    return op(**(arguments | changed))
+    arguments = {"q": jnp.ones((1, 3, 4, 8))} | changed
+    return op(**_with_nouns(arguments))
+
+
+def _with_nouns(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation over pages, with fields of `KVPages` and `Queries` among them, in their nouns."""
+    pages = {name: arguments.pop(name, jnp.ones((2, 2, 128, 8))) for name in ("k", "v")}
+    integers = {"page_table": jnp.zeros((1, 2), jnp.int32), "start": jnp.zeros(1, jnp.int32)}
+    integers |= {"length": jnp.full(1, 3, jnp.int32), "count": jnp.full(1, 3, jnp.int32)}
+    integers |= {"first_row": None, "rows": None}
+    queries = {name: arguments.pop(name, default) for name, default in integers.items()}
+    return arguments | {"kv": ops.KVPages(**pages), "queries": without_checks(ops.Queries, **queries)}
 
 
 def append(op: Callable[..., Any] = ops.qk_rope_append_kv, **changed: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "qkv": jnp.ones((1, 3, 8, 8)),
-        "k_pages": jnp.ones((2, 2, 128, 8)),
-        "v_pages": jnp.ones((2, 2, 128, 8)),
-        "page_table": jnp.zeros((1, 2), jnp.int32),
-        "q_start": jnp.zeros(1, jnp.int32),
-        "q_length": jnp.full(1, 3, jnp.int32),
-        "embedding": ROPE,
-    }
-    return op(**(arguments | changed))
+    arguments = {"qkv": jnp.ones((1, 3, 8, 8)), "embedding": ROPE} | changed
+    return op(**_with_nouns(arguments))
 
 
 def sample(op: Callable[..., Any] = ops.sample, **changed: Any) -> Any:
@@ -95,20 +90,20 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: append(qkv=jnp.ones((1, 3, 8, 8), jnp.float8_e5m2)), TypeError, "qk_rope_append_kv: qkv has dtype float8"),
     (
-        lambda: append(v_pages=jnp.ones((2, 2, 128, 8), jnp.bfloat16)),
+        lambda: append(v=jnp.ones((2, 2, 128, 8), jnp.bfloat16)),
         TypeError,
-        "qk_rope_append_kv: v_pages has dtype bfloat16 *accepted: float32",
+        "qk_rope_append_kv: kv.v has dtype bfloat16 *accepted: float32",
     ),
     (
         lambda: append(qkv=jnp.ones((1, 3, 4, 8))),
         ValueError,
-        "qk_rope_append_kv: qkv has 4 heads; accepted: at least 5, one of queries and, k_pages being (2, 2, 128, 8), 2 "
+        "qk_rope_append_kv: qkv has 4 heads; accepted: at least 5, one of queries and, kv.k being (2, 2, 128, 8), 2 "
         "each of keys and values",
     ),
     (
-        lambda: append(k_pages=jnp.ones((2, 2, 64, 8)), v_pages=jnp.ones((2, 2, 64, 8))),
+        lambda: append(k=jnp.ones((2, 2, 64, 8)), v=jnp.ones((2, 2, 64, 8))),
         ValueError,
-        "qk_rope_append_kv: k_pages has shape (2, 2, 64, 8); accepted: (2, 2, 128, 8)",
+        "qk_rope_append_kv: kv.k has shape (2, 2, 64, 8); accepted: (2, 2, 128, 8)",
     ),
     (
         lambda: append(embedding=ops.RotaryEmbedding(16, 1e4)),
@@ -123,29 +118,60 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: append(page_table=jnp.zeros((1, 0), jnp.int32)),
         ValueError,
-        "qk_rope_append_kv: page_table has shape (1, 0); accepted: at least one element",
+        "qk_rope_append_kv: queries.page_table has shape (1, 0); accepted: at least one element",
     ),
     (lambda: ops.RotaryEmbedding(7, 1e4), ValueError, "RotaryEmbedding: head_dim is 7; accepted: even numbers >= 2"),
     (lambda: ops.embed(ROWS, FLOAT8), TypeError, "embed: table has dtype"),
     (lambda: ops.embed(ROWS[:0], X), ValueError, "embed: tokens has shape (0,)"),
     (lambda: attention(q=FLOAT8.reshape(1, 1, 4, 8)), TypeError, "attention: q has dtype"),
     (
-        lambda: attention(k_pages=jnp.ones((2, 2, 128, 8), jnp.bfloat16)),
+        lambda: attention(k=jnp.ones((2, 2, 128, 8), jnp.bfloat16)),
         TypeError,
-        "k_pages has dtype bfloat16 *float32",
+        "kv.k has dtype bfloat16 *float32",
     ),
     (
         lambda: attention(q=jnp.ones((1, 3, 3, 8))),
         ValueError,
-        "attention: q has 3 heads and k_pages 2; accepted: a mult",
+        "attention: q has 3 heads and kv.k 2; accepted: a mult",
     ),
     (
-        lambda: attention(k_pages=jnp.ones((2, 2, 64, 8)), v_pages=jnp.ones((2, 2, 64, 8))),
+        lambda: attention(k=jnp.ones((2, 2, 64, 8)), v=jnp.ones((2, 2, 64, 8))),
         ValueError,
-        "attention: k_pages has shape (2, 2, 64, 8); accepted: (2, 2, 128, 8)",
+        "attention: kv.k has shape (2, 2, 64, 8); accepted: (2, 2, 128, 8)",
     ),
     (lambda: attention(sinks=jnp.ones(4, jnp.float8_e5m2)), TypeError, "attention: sinks has dtype float8_e5m2"),
-    (lambda: attention(page_table=jnp.zeros((1, 0), jnp.int32)), ValueError, "attention: page_table has shape (1, 0)"),
+    (lambda: attention(page_table=jnp.zeros((1, 0), jnp.int32)), ValueError, "attention: queries.page_table has shape"),
+    (
+        lambda: attention(q=jnp.ones((3, 4, 8))),
+        ValueError,
+        "attention: q has shape (3, 4, 8); accepted: 4 axes, as queries.first_row is None",
+    ),
+    (
+        lambda: attention(first_row=ROWS[:1]),
+        ValueError,
+        "attention: q has shape (1, 3, 4, 8); accepted: 3 axes, as queries.first_row is given",
+    ),
+    (
+        lambda: attention(q=jnp.ones((3, 4, 8)), first_row=ROWS[:1], count=None),
+        ValueError,
+        "attention: queries.count is None; accepted: integers, as the queries are packed",
+    ),
+    (
+        lambda: attention(q=jnp.ones((3, 4, 8)), first_row=ROWS[:2]),
+        ValueError,
+        "attention: queries.first_row has shape (2,); accepted: from (0,) to (1,), queries.page_table being (1, 2) and "
+        "q (3, 4, 8)",
+    ),
+    (
+        lambda: attention(q=jnp.ones((3, 4, 8)), first_row=ROWS[:1], mask=jnp.ones((1, 1, 3, 9), bool)),
+        ValueError,
+        "attention: mask has shape (1, 1, 3, 9); accepted: None, as the queries are packed",
+    ),
+    (
+        lambda: append(qkv=jnp.ones((3, 8, 8)), first_row=ROWS[:1]),
+        ValueError,
+        "qk_rope_append_kv: queries.rows is None; accepted: what Queries.packed makes",
+    ),
     (lambda: attention(scale=0.0), ValueError, "attention: scale is 0.0; accepted: None, or a positive number"),
     (
         lambda: ops.dot_product_attention(*[jnp.ones((1, 3, 4, 8))] * 3, window=-1),
@@ -168,11 +194,6 @@ def test_bad_input_is_refused(call: Callable[[], Any], error: type[Exception], m
     pattern = re.escape(message).replace(r"\*", ".*")
     with pytest.raises(error, match=pattern):
         call()
-
-
-def unchecked(op: Callable[..., Any]) -> Callable[..., Any]:
-    """The operation without the suite's check of annotations, which comes first and which users do not have."""
-    return inspect.unwrap(op)
 
 
 FLOATS = jnp.zeros(4)
@@ -209,20 +230,20 @@ BEHIND_ANNOTATIONS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (
             lambda name=name: attention(unchecked(ops.attention), **{name: jnp.ones((7, 7))}),
             TypeError,
-            f"attention: {name} {INTEGERS_ACCEPTED}",
+            f"attention: queries.{name} {INTEGERS_ACCEPTED}",
         )
-        for name in ("page_table", "q_start", "kv_length")
+        for name in ("page_table", "start", "length")
     ),
     *(
         (
             lambda name=name, shape=shape: attention(unchecked(ops.attention), **{name: jnp.zeros(shape, jnp.int32)}),
             ValueError,
-            f"attention: {name} has shape {shape}; accepted: {accepted}, q being (1, 3, 4, 8)",
+            f"attention: queries.{name} has shape {shape}; accepted: {accepted}, q being (1, 3, 4, 8)",
         )
         for name, shape, accepted in (
             ("page_table", (2, 2), (1, 2)),
-            ("q_start", (2,), (1,)),
-            ("kv_length", (2,), (1,)),
+            ("start", (2,), (1,)),
+            ("length", (2,), (1,)),
         )
     ),
     (
@@ -235,7 +256,7 @@ BEHIND_ANNOTATIONS: list[tuple[Callable[[], Any], type[Exception], str]] = [
             lambda shape=shape: attention(unchecked(ops.attention), mask=jnp.ones(shape, bool)),
             ValueError,
             f"attention: mask has shape {shape}; accepted: (1 or 1, 1 or 4, 3, 1 to 256), q being (1, 3, 4, 8) and "
-            "page_table being (1, 2)",
+            "queries.page_table being (1, 2)",
         )
         for shape in ((3, 9), (2, 1, 3, 9), (1, 2, 3, 9), (1, 1, 1, 9), (1, 1, 3, 257), (1, 1, 3, 0))
     ),
@@ -251,17 +272,17 @@ BEHIND_ANNOTATIONS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "attention: sinks has shape (3,); accepted: (4,), q being (1, 3, 4, 8)",
     ),
     (
-        lambda: attention(unchecked(ops.attention), v_pages=jnp.ones((2, 1, 128, 8))),
+        lambda: attention(unchecked(ops.attention), v=jnp.ones((2, 1, 128, 8))),
         ValueError,
-        "attention: v_pages has shape (2, 1, 128, 8); accepted: (2, 2, 128, 8), k_pages being",
+        "attention: kv.v has shape (2, 1, 128, 8); accepted: (2, 2, 128, 8), kv.k being",
     ),
     *(
         (
             lambda name=name: append(unchecked(ops.qk_rope_append_kv), **{name: jnp.ones((7, 7))}),
             TypeError,
-            f"qk_rope_append_kv: {name} {INTEGERS_ACCEPTED}",
+            f"qk_rope_append_kv: queries.{name} {INTEGERS_ACCEPTED}",
         )
-        for name in ("page_table", "q_start", "q_length")
+        for name in ("page_table", "start", "count")
     ),
     *(
         (
@@ -269,18 +290,18 @@ BEHIND_ANNOTATIONS: list[tuple[Callable[[], Any], type[Exception], str]] = [
                 unchecked(ops.qk_rope_append_kv), **{name: jnp.zeros(shape, jnp.int32)}
             ),
             ValueError,
-            f"qk_rope_append_kv: {name} has shape {shape}; accepted: {accepted}, qkv being (1, 3, 8, 8)",
+            f"qk_rope_append_kv: queries.{name} has shape {shape}; accepted: {accepted}, qkv being (1, 3, 8, 8)",
         )
         for name, shape, accepted in (
             ("page_table", (2, 2), (1, 2)),
-            ("q_start", (2,), (1,)),
-            ("q_length", (2,), (1,)),
+            ("start", (2,), (1,)),
+            ("count", (2,), (1,)),
         )
     ),
     (
-        lambda: append(unchecked(ops.qk_rope_append_kv), v_pages=jnp.ones((2, 1, 128, 8))),
+        lambda: append(unchecked(ops.qk_rope_append_kv), v=jnp.ones((2, 1, 128, 8))),
         ValueError,
-        "qk_rope_append_kv: v_pages has shape (2, 1, 128, 8); accepted: (2, 2, 128, 8), k_pages' shape",
+        "qk_rope_append_kv: kv.v has shape (2, 1, 128, 8); accepted: (2, 2, 128, 8), kv.k's shape",
     ),
     (lambda: sample(unchecked(ops.sample), top_k=FLOATS), TypeError, f"sample: top_k {INTEGERS_ACCEPTED}"),
     (

@@ -123,7 +123,8 @@ def _attention(name: str, heads: int = 4, kv_heads: int = 2, masks: tuple[int, i
 
     def fn(**arrays: Any) -> Any:
         given = options | ({"mask": jnp.asarray(options["mask"])} if masks else {})
-        return ops.attention(**arrays, **{key: jnp.asarray(x) for key, x in where.items()}, **given)
+        kv, queries = ops.KVPages(arrays.pop("k_pages"), arrays.pop("v_pages")), ops.Queries(*where.values())
+        return ops.attention(arrays.pop("q"), kv, queries, **arrays, **given)
 
     def reference(**arrays: Any) -> Any:
         return references.attention(**arrays, **where, **options)

@@ -13,10 +13,10 @@ import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK, KV_LARGEST_CODE, KV_SMALLEST
 from detjax.ops.quantized_kv import KINDS
-from detjax.portable import quantized_kv
+from detjax.quantized_pages import CODE_DTYPES
 from tests.ops.attention_cases import OPTIONS, Pool, Request, attend, pool, sinks
-from tests.ops.test_errors import unchecked
 from tests.support.bits import assert_same_bits, same_bits
+from tests.support.unchecked import unchecked
 
 WIDTH = 32
 DTYPES = ("float32", "bfloat16", "float16")
@@ -31,7 +31,7 @@ def quantized_row(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     largest = KV_LARGEST_CODE[kind]
     x = x.astype(np.float64)
     if np.abs(x).max() < KV_SMALLEST:
-        return np.zeros(len(x)).astype(quantized_kv.CODE_DTYPES[kind]), np.float32(0)
+        return np.zeros(len(x)).astype(CODE_DTYPES[kind]), np.float32(0)
     scale = np.float32(np.abs(x).max() * np.float64(np.float32(1 / largest)))
     t = np.float32(x * np.float64(np.float32(1 / np.float64(scale)))).clip(-largest, largest)
     return (np.rint(t).astype(np.int8) if kind == "int8" else _nearest_float8(t)), scale
@@ -183,8 +183,7 @@ def read(where: Pool, dtype: Any) -> Pool:
 def attend_to(q: np.ndarray, where: Pool, q_start: Any, kv_length: Any, **options: Any) -> np.ndarray:
     if options.get("sinks") is True:
         options["sinks"] = sinks(q.shape[2], str(q.dtype))
-    numbers = (jnp.asarray(np.asarray(x, np.int32)) for x in (where.page_table, q_start, kv_length))
-    return np.asarray(ops.attention(jnp.asarray(q), where.k_pages, where.v_pages, *numbers, **options))
+    return np.asarray(ops.attention(jnp.asarray(q), where.kv, where.queries(q_start, kv_length), **options))
 
 
 @pytest.mark.sampled(2)
@@ -218,10 +217,8 @@ def test_ragged_queries_have_the_bits_of_what_the_pages_are_read_as(kind: str) -
     requests = [Request.random(length, "bfloat16", width=WIDTH) for length in (150, 20)]
     where = quantized(pool(requests, rest=np.nan), kind)
     q = jnp.asarray(np.concatenate([requests[0].q[110:150], requests[1].q[:8]]))
-    numbers = [jnp.asarray(x, jnp.int32) for x in (where.page_table, (0, 40), (40, 8), (110, 12), (150, 20))]
-    found, expected = (
-        ops.ragged_attention(q, pages.k_pages, pages.v_pages, *numbers) for pages in (where, read(where, q.dtype))
-    )
+    queries = where.queries((110, 12), (150, 20), count=(40, 8), first_row=(0, 40))
+    found, expected = (ops.attention(q, pages.kv, queries) for pages in (where, read(where, q.dtype)))
     assert_same_bits(found, expected)
 
 
@@ -238,11 +235,11 @@ def test_vmap_over_codes_or_scales_gives_the_bits_of_each(mapped: tuple[int | No
     requests = [Request.random(40, "float32", seed=seed, width=WIDTH) for seed in range(2)]
     pages = [ops.quantize_kv(jnp.asarray(pool([r]).k_pages), "int8") for r in requests]
     codes, scales = (jnp.stack([getattr(p, name) for p in pages]) for name in ("codes", "scales"))
-    numbers = [jnp.asarray(x, jnp.int32) for x in ([[0]], [0], [40])]
+    queries = ops.Queries(*(jnp.asarray(x, jnp.int32) for x in ([[0]], [0], [40])))
 
     def f(codes: jax.Array, scales: jax.Array) -> jax.Array:
         x = ops.QuantizedPages(codes, scales, "int8")
-        return ops.attention(jnp.asarray(requests[0].q)[None], x, x, *numbers)
+        return ops.attention(jnp.asarray(requests[0].q)[None], ops.KVPages(x, x), queries)
 
     arrays = [x if axis == 0 else x[0] for x, axis in zip((codes, scales), mapped, strict=True)]
     found = jax.vmap(f, in_axes=mapped)(*arrays)
@@ -269,10 +266,11 @@ def test_tokens_are_written_as_whole_pages_are_quantized(kind: str) -> None:
     slot = jnp.broadcast_to(jnp.arange(KV_BLOCK)[None], (3, KV_BLOCK))
     empty = ops.QuantizedPages.empty((3, 2, KV_BLOCK, 64), kind)
     assert_same_bits(ops.dequantize_kv(empty, "bfloat16"), jnp.zeros(empty.shape, jnp.bfloat16))
-    written = empty.written(page, slot, x[jnp.asarray([2, 0, 1])].swapaxes(1, 2))
+    written = empty.with_tokens(x[jnp.asarray([2, 0, 1])].swapaxes(1, 2), page, slot)
     assert_same_bits(written, ops.quantize_kv(x, kind))
     beyond = jnp.full_like(page, 3)
-    assert_same_bits(written.written(beyond, slot, jnp.full((3, KV_BLOCK, 2, 64), 9, jnp.bfloat16)), written)
+    nines = jnp.full((3, KV_BLOCK, 2, 64), 9, jnp.bfloat16)
+    assert_same_bits(written.with_tokens(nines, beyond, slot), written)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -282,8 +280,9 @@ INT8 = ops.QuantizedPages(jnp.zeros(X.shape, jnp.int8), jnp.zeros(X.shape[:3]), 
 
 
 def attention(k_pages: Any, v_pages: Any, **options: Any) -> jax.Array:
-    where = jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32), jnp.full(1, 3, jnp.int32)
-    return unchecked(ops.attention)(jnp.ones((1, 3, 4, 48)), k_pages, v_pages, *where, **options)
+    queries = ops.Queries(jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32), jnp.full(1, 3, jnp.int32))
+    kv = ops.KVPages(k_pages, v_pages)
+    return unchecked(ops.attention)(jnp.ones((1, 3, 4, 48)), kv, queries, **options)
 
 
 ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -321,22 +320,22 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: attention(ops.QuantizedPages(INT8.codes, INT8.scales.astype(jnp.float16), "int8"), INT8),
         TypeError,
-        "attention: k_pages.scales has dtype float16; accepted: float32, the kind being int8",
+        "attention: kv.k.scales has dtype float16; accepted: float32, the kind being int8",
     ),
     (
         lambda: attention(INT8, ops.QuantizedPages(INT8.codes, INT8.scales, "fp8_e4m3")),
         TypeError,
-        "attention: v_pages.codes has dtype int8; accepted: float8_e4m3fn, the kind being fp8_e4m3",
+        "attention: kv.v.codes has dtype int8; accepted: float8_e4m3fn, the kind being fp8_e4m3",
     ),
     (
         lambda: attention(ops.QuantizedPages(INT8.codes, INT8.scales[..., None], "int8"), INT8),
         ValueError,
-        "attention: k_pages.scales has shape (2, 2, 128, 1); accepted: (2, 2, 128), k_pages.codes being",
+        "attention: kv.k.scales has shape (2, 2, 128, 1); accepted: (2, 2, 128), kv.k.codes being",
     ),
     (
         lambda: attention(INT8, ops.QuantizedPages(INT8.codes[:1], INT8.scales[:1], "int8")),
         ValueError,
-        "attention: v_pages has shape (1, 2, 128, 48); accepted: (2, 2, 128, 48), k_pages being (2, 2, 128, 48)",
+        "attention: kv.v has shape (1, 2, 128, 48); accepted: (2, 2, 128, 48), kv.k being (2, 2, 128, 48)",
     ),
     (
         lambda: jax.grad(lambda scale: attention(INT8, INT8, sinks=scale).sum())(jnp.ones(4)),

@@ -146,10 +146,11 @@ def test_attention_sums_weights_in_that_order(keys: tuple[int, int], meet_before
     scores = np.full(KV_BLOCK, -1e9, np.float32)
     scores[0], scores[list(keys)] = 0, np.log(0.6 * 2.0**-24)
     k_pages = jnp.asarray(scores).reshape(1, 1, KV_BLOCK, 1)
-    where = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), jnp.full(1, KV_BLOCK, jnp.int32)
+    queries = ops.Queries(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), jnp.full(1, KV_BLOCK, jnp.int32))
     masking = Masking(scale=1.0, causal=False)
     forward = portable_attention.forward
-    _, log2_normalizer = forward(jnp.ones((1, 1, 1, 1)), k_pages, k_pages, *where, None, masking=masking)
+    kv = ops.KVPages(k_pages, k_pages)
+    _, log2_normalizer = forward(jnp.ones((1, 1, 1, 1)), kv, queries, None, masking=masking)
     assert (log2_normalizer.item() > 0) == meet_before_the_one
 
 

@@ -37,9 +37,9 @@ def ragged(backend: str, **options: Any) -> np.ndarray:
     first = np.cumsum([0, *(-(-count // QUERY_UNIT) * QUERY_UNIT for count in COUNTS)])
     starts, counts = np.array(STARTS, np.int32), np.array(COUNTS, np.int32)
     k, v, table = pool(len(COUNTS), 5)
-    where = table, *map(jnp.asarray, (first[:-1].astype(np.int32), counts, starts, starts + counts))
+    queries = ops.Queries(table, *map(jnp.asarray, (starts, starts + counts, counts, first[:-1].astype(np.int32))))
     with detjax.use_backend(backend):
-        attend = detjax.jit(lambda q: ops.ragged_attention(q, k, v, *where, **options))
+        attend = detjax.jit(lambda q: ops.attention(q, ops.KVPages(k, v), queries, **options))
         o = np.asarray(attend(drawn(4, int(first[-1]), HEADS, WIDTH)), np.float32)
     return np.concatenate([o[row : row + count] for row, count in zip(first, COUNTS, strict=False)])
 
@@ -47,38 +47,33 @@ def ragged(backend: str, **options: Any) -> np.ndarray:
 def decoded(backend: str, requests: int, more: int = 5, **options: Any) -> np.ndarray:
     lengths = jnp.asarray(np.random.default_rng(5).integers(0, 3 * KV_BLOCK, requests).astype(np.int32).clip(0))
     k, v, table = pool(requests, 3, more)
+    queries = ops.Queries(table, lengths - 1, lengths)
     with detjax.use_backend(backend):
-        attend = detjax.jit(lambda q: ops.attention(q, k, v, table, lengths - 1, lengths, **options))
+        attend = detjax.jit(lambda q: ops.attention(q, ops.KVPages(k, v), queries, **options))
         return np.asarray(attend(drawn(6, requests, 1, HEADS, WIDTH)), np.float32)
 
 
 def cudnn_in_plain_jax(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    q_length: jax.Array,
-    kv_length: jax.Array,
-    masking: Masking,
-    *,
-    causal: bool,
+    q: jax.Array, kv: ops.KVPages, queries: ops.Queries, masking: Masking, *, causal: bool
 ) -> jax.Array:
     """What cuDNN says that it does, and NaN for queries behind the last and where there is no key."""
     batch, heads, tokens, width = q.shape
     k, v = (
-        jnp.repeat(pages[page_table].swapaxes(1, 2).reshape(batch, KV_HEADS, -1, width), heads // KV_HEADS, axis=1)
-        for pages in (k_pages, v_pages)
+        jnp.repeat(
+            pages[queries.page_table].swapaxes(1, 2).reshape(batch, KV_HEADS, -1, width), heads // KV_HEADS, axis=1
+        )
+        for pages in kv.numbers
     )
     s = masking.scale * jnp.einsum("bntk,bnsk->bnts", q.astype(jnp.float32), k.astype(jnp.float32))
     query, key = jnp.arange(tokens)[None, None, :, None], jnp.arange(k.shape[2])[None, None, None]
-    visible = key < kv_length[:, None, None, None]
+    visible = key < queries.length[:, None, None, None]
     if causal:
         visible = visible & (key <= query)
     if masking.window is not None:
         visible = visible & (key > query - masking.window)
     p = jax.nn.softmax(jnp.where(visible, s, -jnp.inf), axis=-1)
     o = jnp.einsum("bnts,bnsk->bntk", p, v.astype(jnp.float32)).astype(q.dtype)
-    return jnp.where(query < q_length[:, None, None, None], o, jnp.array(jnp.nan, o.dtype))
+    return jnp.where(query < queries.count[:, None, None, None], o, jnp.array(jnp.nan, o.dtype))
 
 
 @pytest.fixture
@@ -118,10 +113,11 @@ def test_decode_and_packed_queries_reach_cudnn(monkeypatch: pytest.MonkeyPatch) 
     rows = jnp.asarray([0, 200, 208], jnp.int32)
 
     def decode(q: jax.Array) -> jax.Array:
-        return ops.attention(q, k, v, table, lengths - 1, lengths)
+        return ops.attention(q, ops.KVPages(k, v), ops.Queries(table, lengths - 1, lengths))
 
     def packed(q: jax.Array) -> jax.Array:
-        return ops.ragged_attention(q, k, v, table, rows, lengths, jnp.zeros_like(lengths), lengths)
+        queries = ops.Queries(table, jnp.zeros_like(lengths), lengths, lengths, rows)
+        return ops.attention(q, ops.KVPages(k, v), queries)
 
     for fn, shape in ((decode, (3, 1, HEADS, WIDTH)), (packed, (400, HEADS, WIDTH))):
         with detjax.use_backend("stock"):

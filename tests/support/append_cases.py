@@ -58,7 +58,11 @@ class Append:
         return dataclasses.replace(self, arrays=self.arrays | arrays)
 
     def __call__(self, **arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return ops.qk_rope_append_kv(**self.arrays | arrays, **self.options)
+        given = self.arrays | arrays
+        qkv, k_pages, v_pages, page_table, start, count = (given.pop(name) for name in tuple(self.arrays)[:6])
+        queries = ops.Queries(page_table, start, start + count, count)
+        q, kv = ops.qk_rope_append_kv(qkv, ops.KVPages(k_pages, v_pages), queries, **given, **self.options)
+        return q, kv.k, kv.v
 
     def in_steps(self, **arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`qk_rope`, and a scatter of the keys and one of the values, as models wrote their caches before."""

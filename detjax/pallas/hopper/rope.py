@@ -21,11 +21,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK, LANE_GROUP
+from detjax.kv_pages import KVPages, Queries
+from detjax.kv_pages import append as append_in_plain_jax
 from detjax.numerics import ceil_div
 from detjax.pallas.hopper import device, norm
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.rows import broadcast, layout, rounded_squares, row_sums
-from detjax.portable import pages as portable_pages
 
 LOADED_BYTES: Final = 64
 """Bytes of x that a thread loads, at most, before it computes."""
@@ -138,35 +139,32 @@ def append_kv(
     cos: Array,
     sin: Array,
     *weights: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    q_start: Array,
-    q_length: Array,
+    kv: KVPages,
+    queries: Queries,
     eps: float | None,
     schedule: Schedule | None = None,
-) -> tuple[Array, Array, Array]:
-    """Rotated queries, and the pages `[P, h, S, K]` with the rotated keys and the values of `x [B, T, H + 2 h, K]`.
+) -> tuple[Array, KVPages]:
+    """Returns rotated queries, and the pages with the rotated keys and the values of `x [B, T, H + 2 h, K]`.
 
-    Token `t < q_length[b]` of request `b` goes to position `q_start[b] + t`, other tokens are dropped. The
-    schedule's heads are those of queries, its tokens those of all CTAs.
+    `kv_pages.places` says which tokens are written, and where. The schedule's heads are those of queries, its tokens
+    those of all CTAs.
     """
     batch, tokens, all_heads, width = x.shape
-    kv_heads = k_pages.shape[1]
+    kv_heads = kv.kv_heads
     heads = all_heads - 2 * kv_heads, kv_heads
     if width // 2 % EVEN_HALF:
         q, k = forward(x, cos, sin, *weights, heads=heads, eps=eps)
-        new = k, x[:, :, sum(heads) :]
-        k_pages, v_pages = portable_pages.append((k_pages, v_pages), new, page_table, q_start, q_length)
-        return q, k_pages, v_pages
+        return q, append_in_plain_jax(kv, k, x[:, :, sum(heads) :], queries)
     problem = Problem(batch * tokens, heads[:1], width, x.dtype)
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
     # A kernel that is given references writes to the arrays themselves: the pages are neither copied nor read.
-    cache = _Cache(jax.new_ref(k_pages), jax.new_ref(v_pages), page_table, q_start, q_length)
+    k_pages, v_pages = (jax.new_ref(pages) for pages in kv.numbers)
+    cache = _Cache(k_pages, v_pages, queries.page_table, queries.start, queries.count)
     x, cos, sin = (y.reshape(batch * tokens, *y.shape[2:]) for y in (x, cos, sin))
     (q,) = _kernel(_Division(problem, schedule, kv_heads), _Operands(x, cos, sin, weights), eps, cache)
-    return q.reshape(batch, tokens, *q.shape[1:]), jax.freeze(cache.k_pages), jax.freeze(cache.v_pages)
+    kv = KVPages(jax.freeze(cache.k_pages), jax.freeze(cache.v_pages))
+    return q.reshape(batch, tokens, *q.shape[1:]), kv
 
 
 def _forward_with_padded_halves(

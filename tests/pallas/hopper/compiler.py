@@ -24,6 +24,7 @@ from flax import nnx
 
 from detjax import backends, compilation
 from detjax.contract import KV_BLOCK
+from detjax.kv_pages import KVPages, QuantizedPages, Queries
 from detjax.models import Decoder, KVCache
 from detjax.models.config import DecoderConfig
 from detjax.options import Epilogue, KVQuantization, Masking
@@ -34,7 +35,7 @@ from detjax.pallas.hopper import sampling, softmax
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule
-from detjax.portable import quantized_kv
+from detjax.quantized_pages import quantized_layout
 
 FOLDER_VARIABLE = "DETJAX_PTXAS"
 WITHOUT_A_DEVICE = {**compilation.PINNED_OPTIONS["gpu"], "xla_gpu_enable_triton_gemm": False}
@@ -128,14 +129,15 @@ def attention(
     slopes = tuple(2.0 ** -(1 + head % 8) for head in range(32)) if alibi else None
     masking = Masking(width**-0.5, alibi_slopes=slopes, **options)
     shape = (64, 8, KV_BLOCK, width)
-    pool = [array(*shape)] if kind is None else list(quantized_kv.layout(shape, kind))  # pyright: ignore
+    pool = [array(*shape)] if kind is None else list(quantized_layout(shape, kind))  # pyright: ignore
 
     def fn(q: jax.Array, *operands: jax.Array) -> jax.Array:
         pools, operands = operands[: 2 * len(pool)], operands[2 * len(pool) :]
         if kind is not None:
-            pools = [quantized_kv.QuantizedPages(*pools[i : i + 2], kind) for i in (0, 2)]  # pyright: ignore
-        *others, given = operands if sinks else (*operands, None)
-        return hopper_attention.forward(q, *pools, *others, given, masking=masking, with_normalizers=False)[0]  # pyright: ignore
+            pools = [QuantizedPages(*pools[i : i + 2], kind) for i in (0, 2)]  # pyright: ignore
+        *integers, given = operands if sinks else (*operands, None)
+        pages = KVPages(*pools), Queries(*integers)
+        return hopper_attention.forward(q, *pages, given, masking=masking, with_normalizers=False)[0]  # pyright: ignore
 
     where = [array(4, 16, dtype="int32"), array(4, dtype="int32"), array(4, dtype="int32")]
     return fn, [array(4, tokens, 32, width), *pool, *pool, *where, *[array(32)] * sinks]
@@ -186,11 +188,11 @@ def append(batch: int, tokens: int, width: int = 128) -> Program:
     turns = [array(batch, tokens, width // 2, dtype="float32")] * 2
     where = [array(batch, 16, dtype="int32"), array(batch, dtype="int32"), array(batch, dtype="int32")]
     pools = [array(64, 8, KV_BLOCK, width)] * 2
-    names = ("k_pages", "v_pages", "page_table", "q_start", "q_length")
 
     def fn(*operands: jax.Array) -> Any:
-        to = dict(zip(names, operands[5:], strict=True))
-        return hopper_rope.append_kv(*operands[:5], **to, eps=1e-6)
+        k_pages, v_pages, page_table, start, count = operands[5:]
+        pages = {"kv": KVPages(k_pages, v_pages), "queries": Queries(page_table, start, count, count)}
+        return hopper_rope.append_kv(*operands[:5], **pages, eps=1e-6)
 
     return fn, [array(batch, tokens, 48, width), *turns, array(width), array(width), *pools, *where]
 

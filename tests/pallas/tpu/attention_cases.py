@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from detjax.contract import KV_BLOCK
+from detjax.kv_pages import KVPages, Queries
 from detjax.options import Masking
 from detjax.pallas.tpu import attention
+from tests.support.unchecked import without_checks
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128  # Qwen3-8B
 COLUMNS, PAGES = 64, 1024
@@ -32,10 +34,13 @@ def forward(
     masking = Masking(width**-0.5, **options)
     shaped, integers = jax.ShapeDtypeStruct, functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     pages = PAGES, heads[1], KV_BLOCK
+    kv = (shaped((*pages, columns), dtype) for columns in (width, value_width or width))
     arguments = (
         shaped((batch, tokens, heads[0], width), dtype),
-        *(shaped((*pages, columns), dtype) for columns in (width, value_width or width)),
-        *(integers((batch, COLUMNS)), integers((batch,)), integers((batch,))),
+        KVPages(*kv),
+        without_checks(
+            Queries, page_table=integers((batch, COLUMNS)), start=integers((batch,)), length=integers((batch,))
+        ),
         shaped((heads[0],), dtype) if sinks else None,
         None if masks is None else shaped((batch, masks, tokens, tokens), jnp.bool_),
     )
@@ -44,10 +49,11 @@ def forward(
 
 def ragged(rows: int, requests: int, dtype: str = "bfloat16") -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """`attention.ragged` of so many rows, and its arguments."""
-    (q, k, v, _, _, _, *_), integers = forward(1, 1, dtype)[1], functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    (q, kv, *_), integers = forward(1, 1, dtype)[1], functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     q = jax.ShapeDtypeStruct((rows, *q.shape[2:]), dtype)
-    arguments = q, k, v, integers((requests, COLUMNS)), *[integers((requests,))] * 4, None
-    return functools.partial(attention.ragged, masking=Masking(WIDTH**-0.5)), arguments
+    fields = dict.fromkeys(("start", "length", "count", "first_row"), integers((requests,)))
+    queries = without_checks(Queries, page_table=integers((requests, COLUMNS)), **fields)
+    return functools.partial(attention.ragged, masking=Masking(WIDTH**-0.5)), (q, kv, queries, None)
 
 
 def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:

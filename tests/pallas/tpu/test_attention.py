@@ -119,8 +119,9 @@ class ExactScores:
         q[..., 3] = 1, 2
         pages = (jnp.asarray(x.reshape(blocks, 1, KV_BLOCK, 16)) for x in (k, v))
         table = jnp.arange(blocks, dtype=jnp.int32)[None]
-        integers = (jnp.array([number], jnp.int32) for number in (0, self.length))
-        return jnp.asarray(q), *pages, table, *integers, jnp.zeros(2, jnp.float32) if self.has_sinks else None
+        queries = ops.Queries(table, *(jnp.array([number], jnp.int32) for number in (0, self.length)))
+        sinks = jnp.zeros(2, jnp.float32) if self.has_sinks else None
+        return jnp.asarray(q), ops.KVPages(*pages), queries, sinks
 
     def expected(self) -> np.ndarray:
         """Output `[1, length, 2, 16]` by the formulas of `detjax.contract`, block after block."""
@@ -199,19 +200,21 @@ def test_decode_and_packed_requests_have_the_bits_of_prefill(interpreter: None) 
     packed = np.full((104, *requests.q.shape[2:]), np.nan, requests.q.dtype)  # NaN in rows that belong to no request
     for q, first, count, row in zip(requests.q, start, counts, rows, strict=True):
         packed[row : row + count] = q[first : first + count]
-    numbers = (jnp.asarray(x, jnp.int32) for x in (rows, counts, start, lengths))
+    integers = {"start": start, "length": lengths, "count": counts, "first_row": rows}
+    queries = ops.Queries(requests.page_table, **{name: jnp.asarray(x, jnp.int32) for name, x in integers.items()})
     ragged = detjax.jit(functools.partial(attention.ragged, masking=requests.masking))
-    pools = requests.k_pages, requests.v_pages, requests.page_table
-    o = np.asarray(ragged(jnp.asarray(packed), *pools, *numbers, requests.sinks))
+    kv = ops.KVPages(requests.k_pages, requests.v_pages)
+    o = np.asarray(ragged(jnp.asarray(packed), kv, queries, requests.sinks))
     for expected, first, count, row in zip(whole, start, counts, rows, strict=True):
         assert_same_bits(o[row : row + count], expected[first : first + count])
 
 
 def test_a_request_has_the_bits_it_has_alone_whatever_its_neighbours_and_pages_are(interpreter: None) -> None:
     requests = _requests("causal", "float32", (140, 200))
-    *arrays, sinks = requests.operands(np.array([100, 150]), 70)
+    *arrays, sinks = requests.arrays(np.array([100, 150]), 70)
     q, k, v, page_table, *numbers = map(np.array, arrays)
-    alone = np.asarray(_forward(requests)(q[:1, :40], k, v, page_table[:1], *(x[:1] for x in numbers), sinks)[0])
+    queries = ops.Queries(page_table[:1], *(x[:1] for x in numbers))
+    alone = np.asarray(_forward(requests)(q[:1, :40], ops.KVPages(k, v), queries, sinks)[0])
     assert np.isfinite(alone).all()
     for pages in (k, v):
         pages[page_table[1]] = np.nan
@@ -221,9 +224,10 @@ def test_a_request_has_the_bits_it_has_alone_whatever_its_neighbours_and_pages_a
     page_table[:, -1] = 10**6, -1  # entries after the requests' lengths
     # The number of heads in a step, the rows of a tile and the core that serves it are schedules.
     forward = _forward(requests, schedule=Schedule(kv_heads=2, rows=192))
-    reversed_requests = (x[::-1] for x in numbers)
+    kv = ops.KVPages(k[order], v[order])
+    queries = ops.Queries(page_table[::-1], *(x[::-1] for x in numbers))
     with interpreting(cores=2):
-        together = forward(q[::-1], k[order], v[order], page_table[::-1], *reversed_requests, sinks)
+        together = forward(q[::-1], kv, queries, sinks)
         assert_same_bits(np.asarray(together[0])[1, :40], alone[0])
 
 
@@ -258,20 +262,20 @@ def test_keys_after_the_end_of_a_mask_are_hidden(interpreter: None) -> None:
 
 def test_gradients_are_those_of_attention_by_the_textbook(interpreter: None) -> None:
     requests = _requests("causal", "float32", (40,), heads=2, kv_heads=1)
-    operands = requests.operands(np.zeros(1, int), 40)
-    operands[1:3] = (jnp.nan_to_num(x) for x in operands[1:3])
+    q, kv, queries, sinks = requests.operands(np.zeros(1, int), 40)
+    operands = q, jax.tree.map(jnp.nan_to_num, kv), queries, sinks
     do = jnp.asarray(np.random.default_rng(0).standard_normal(operands[0].shape), jnp.float32)
 
-    def textbook(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> jax.Array:
-        k, v = (pages[requests.page_table[0, 0], 0, :40] for pages in (k_pages, v_pages))
+    def textbook(q: jax.Array, kv: ops.KVPages) -> jax.Array:
+        k, v = (pages[requests.page_table[0, 0], 0, :40] for pages in kv.numbers)
         s = jnp.einsum("thk,sk->hts", q[0], k) * requests.masking.scale
         p = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((40, 40), bool))[None], s, -jnp.inf))
         return (jnp.einsum("hts,sv->thv", p, v)[None] * do).sum()
 
-    o, normalizers = _forward(requests)(*operands)
+    output = _forward(requests)(*operands)
     backward = detjax.jit(functools.partial(attention.backward, masking=requests.masking))
-    gradients = backward(*operands, None, o, normalizers, do)[:3]
-    expected = jax.jit(jax.grad(textbook, argnums=(0, 1, 2)))(*operands[:3])
+    gradients = backward((*operands, None), output, do)[:2]
+    expected = jax.jit(jax.grad(textbook, argnums=(0, 1)))(*operands[:2])
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), gradients, expected)
 
 
@@ -280,7 +284,7 @@ def test_gradients_are_those_of_attention_by_the_textbook(interpreter: None) -> 
 
 def test_pages_that_the_kernel_does_not_serve_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = _requests("causal", "bfloat16", (3,), width=32)
-    quantized = dataclasses.replace(requests, k_pages=ops.quantize_kv(requests.k_pages, "int8"))
+    quantized, _ = requests.quantized("int8")
     with pytest.raises(NotImplementedError, match="quantized pages"):
         attention.forward(*quantized.operands(np.zeros(1, int), 3), masking=requests.masking)
     with pytest.raises(NotImplementedError, match="with 12 columns"):

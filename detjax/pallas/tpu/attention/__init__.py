@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from detjax import backends
+from detjax.kv_pages import KVPages, Queries, request_of_rows
 from detjax.numerics import ceil_div
 from detjax.options import Masking
 from detjax.pallas.tpu.attention import tiles
@@ -13,7 +14,6 @@ from detjax.pallas.tpu.attention.kernel import Operands, Problem, Schedule, defa
 from detjax.pallas.tpu.attention.tiles import QueryTiles, mask_of_tiles, problem_of
 from detjax.pallas.tpu.device import check_dtypes
 from detjax.portable import attention as portable_attention
-from detjax.portable.quantized_kv import QuantizedPages
 
 WIDTHS: Final = range(8, 257, 8)
 """Numbers of columns of keys and of values that the kernel serves."""
@@ -21,11 +21,8 @@ WIDTHS: Final = range(8, 257, 8)
 
 def forward(
     q: Array,
-    k_pages: Array | QuantizedPages,
-    v_pages: Array | QuantizedPages,
-    page_table: Array,
-    q_start: Array,
-    kv_length: Array,
+    kv: KVPages,
+    queries: Queries,
     sinks: Array | None,
     mask: Array | None = None,
     *,
@@ -33,7 +30,7 @@ def forward(
     with_normalizers: bool = True,
     schedule: Schedule | None = None,
 ) -> tuple[Array, Array | None]:
-    """Output `[B, T, H, V]` and, if asked for, the log2 of each row's normalizer, `[B, T, H]` float32.
+    """Returns the output `[B, T, H, V]` and, if asked for, the log2 of each row's normalizer, `[B, T, H]` float32.
 
     See `ops.attention` for the mask, `[B or 1, H or 1, T, s]`. It is copied to the rows of tiles, with a byte for each
     key of the page table.
@@ -43,7 +40,8 @@ def forward(
             page table has too many entries.
         ValueError: the schedule does not serve the problem.
     """
-    k_pages, v_pages = _served(q, k_pages, v_pages)
+    k_pages, v_pages = _served(q, kv)
+    page_table, q_start, kv_length = queries.page_table, queries.start, queries.length
     batch, tokens, heads, width = q.shape
     problem, schedule = _schedule(q, k_pages, schedule)
     tile_tokens = schedule.tile_tokens(problem)
@@ -72,26 +70,24 @@ def forward(
 
 def ragged(
     q: Array,
-    k_pages: Array | QuantizedPages,
-    v_pages: Array | QuantizedPages,
-    page_table: Array,
-    q_row: Array,
-    q_length: Array,
-    q_start: Array,
-    kv_length: Array,
+    kv: KVPages,
+    queries: Queries,
     sinks: Array | None,
     *,
     masking: Masking,
     schedule: Schedule | None = None,
 ) -> Array:
-    """Output `[N, H, V]` of queries `[N, H, K]` of requests that begin at `q_row` and have `q_length` rows each.
+    """Returns the output `[N, H, V]` of packed queries `[N, H, K]`.
 
     Raises:
         NotImplementedError: the pages are quantized or have a width or a dtype that the kernel does not serve, or the
             page table has too many entries.
         ValueError: the schedule does not serve the problem.
     """
-    k_pages, v_pages = _served(q, k_pages, v_pages)
+    k_pages, v_pages = _served(q, kv)
+    page_table, q_start, kv_length = queries.page_table, queries.start, queries.length
+    q_row, q_length = queries.first_row, queries.count
+    assert q_row is not None and q_length is not None
     rows, requests = q.shape[0], q_row.shape[0]
     problem, schedule = _schedule(q, k_pages, schedule)
     tile_tokens = schedule.tile_tokens(problem)
@@ -113,30 +109,21 @@ def ragged(
         with_normalizers=False,
         schedule=schedule,
     )
-    request, index = portable_attention.request_of_rows(rows, q_row)
+    request, index = request_of_rows(rows, q_row)
     # A row that belongs to no request gets the result of some other row.
     place = (ends - needed)[request] * tile_tokens + jnp.maximum(index, 0)
     return o.reshape(-1, *o.shape[2:])[jnp.minimum(place, o.shape[0] * tile_tokens - 1)]
 
 
 def backward(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    q_start: Array,
-    kv_length: Array,
-    sinks: Array | None,
-    mask: Array | None,
-    o: Array,
-    log2_normalizer: Array,
+    operands: tuple[Array, KVPages, Queries, Array | None, Array | None],
+    output: tuple[Array, Array],
     do: Array,
     *,
     masking: Masking,
-) -> tuple[Array, Array, Array, Array | None]:
-    """Gradients of q, of both page pools and of the sinks, by the portable backend's program."""
-    operands = q, k_pages, v_pages, page_table, q_start, kv_length, sinks, mask, o, log2_normalizer, do
-    return portable_attention.backward(*operands, masking=masking)
+) -> tuple[Array, KVPages, Array | None]:
+    """Returns the gradients of q, of the pages and of the sinks, by the portable backend's program."""
+    return portable_attention.backward(operands, output, do, masking=masking)
 
 
 def _schedule(q: Array, k_pages: Array, schedule: Schedule | None) -> tuple[Problem, Schedule]:
@@ -147,21 +134,21 @@ def _schedule(q: Array, k_pages: Array, schedule: Schedule | None) -> tuple[Prob
     return problem, schedule
 
 
-def _served(q: Array, k_pages: Array | QuantizedPages, v_pages: Array | QuantizedPages) -> tuple[Array, Array]:
+def _served(q: Array, kv: KVPages) -> tuple[Array, Array]:
     """The pages, if the kernel serves them.
 
     Raises:
         NotImplementedError: the pages are quantized or have a width or a dtype that the kernel does not serve.
     """
     check_dtypes("attention", q)
-    widths = {"q": q.shape[-1], "v_pages": v_pages.shape[-1]}
-    if isinstance(k_pages, QuantizedPages) or isinstance(v_pages, QuantizedPages):
+    widths = {"q": q.shape[-1], "v_pages": kv.v.shape[-1]}
+    if kv.quantized:
         given, accepted = "quantized pages", f"pages of {q.dtype}. Dequantize them"
     elif not all(width in WIDTHS for width in widths.values()):
         given = " and ".join(f"{name} with {width} columns" for name, width in widths.items())
         accepted = f"multiples of {WIDTHS.step} up to {WIDTHS[-1]}. Pad them with zeros"
     else:
-        return k_pages, v_pages
+        return kv.numbers
     raise NotImplementedError(
         f"attention: {given} on {backends.device_name()}; accepted by the backend 'tpu': {accepted}, or choose the "
         "backend 'portable', which takes them."

@@ -1,18 +1,18 @@
 """Quantized pages of keys and values in plain JAX: how numbers become codes and scales, and how they are read."""
 
 import dataclasses
+from typing import Final
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, DTypeLike, Float, Int, Num
-
 from detjax.contract import ACCUMULATOR, KV_LARGEST_CODE, KV_SMALLEST, Q4_GROUP
 from detjax.options import KVQuantization
 from detjax.rounding import rounded
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float, Int, Num
 
-CODE_DTYPES = {"int8": "int8", "fp8_e4m3": "float8_e4m3fn", "q4_0": "uint8"}
-SCALE_DTYPES = {"int8": "float32", "fp8_e4m3": "float32", "q4_0": "float16"}
+CODE_DTYPES: Final = {"int8": "int8", "fp8_e4m3": "float8_e4m3fn", "q4_0": "uint8"}
+SCALE_DTYPES: Final = {"int8": "float32", "fp8_e4m3": "float32", "q4_0": "float16"}
 
 
 @jax.tree_util.register_dataclass
@@ -21,8 +21,8 @@ class QuantizedPages:
     """Pages of keys or of values as codes and scales, in place of an array `[P, h, S, K]` of numbers.
 
     Attributes:
-        codes: int8 or float8_e4m3fn `[P, h, S, K]`; of "q4_0" uint8 `[P, h, S, K / 2]`, two codes to a byte.
-        scales: float32 `[P, h, S]`, of each token and head; of "q4_0" float16 `[P, h, K / 32, S]`.
+        codes: int8 or float8_e4m3fn `[P, h, S, K]`; for "q4_0", uint8 `[P, h, S, K / 2]`, two codes to a byte.
+        scales: float32 `[P, h, S]`, one for each token and head; for "q4_0", float16 `[P, h, K / 32, S]`.
         kind: "int8", "fp8_e4m3" or "q4_0"; `detjax.contract` says what they mean.
     """
 
@@ -32,19 +32,24 @@ class QuantizedPages:
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int], kind: KVQuantization) -> "QuantizedPages":
-        """Pages `[P, h, S, K]` of zeros."""
-        codes, scales = layout(shape, kind)
+        """Returns pages `[P, h, S, K]` of zeros."""
+        codes, scales = quantized_layout(shape, kind)
         code = 0x88 if kind == "q4_0" else 0
         return cls(jnp.full(codes.shape, code, codes.dtype), jnp.zeros(scales.shape, scales.dtype), kind)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """`(P, h, S, K)`: that of the numbers that they stand for."""
+        """The shape `(P, h, S, K)` of the numbers that the codes stand for."""
         *rest, width = self.codes.shape
         return (*rest, 2 * width if self.kind == "q4_0" else width)
 
-    def written(self, page: Int[Array, "B T"], slot: Int[Array, "B T"], x: Float[Array, "B T h K"]) -> "QuantizedPages":
-        """The pages with the numbers `x[b, t]` in slot `slot[b, t]` of page `page[b, t]`; dropped if there is none."""
+    def with_tokens(
+        self, x: Float[Array, "B T h K"], page: Int[Array, "B T"], slot: Int[Array, "B T"]
+    ) -> "QuantizedPages":
+        """Returns the pages with the numbers `x[b, t]`, quantized, in slot `slot[b, t]` of page `page[b, t]`.
+
+        A token whose page does not exist is dropped.
+        """
         codes, scales = quantized_rows(x, self.kind)
         place = (page, slice(None), slot) if scales.ndim == 3 else (page, slice(None), slice(None), slot)
         return dataclasses.replace(
@@ -53,13 +58,17 @@ class QuantizedPages:
             scales=self.scales.at[place].set(scales, mode="drop"),
         )
 
-    def page(self, index: Array, dtype: DTypeLike) -> Array:
-        """The numbers `[h, S, K]` of one page."""
-        return _values(self.codes[index], self.scales[index], self.kind, dtype)
+    def numbers(self, dtype: DTypeLike) -> Float[Array, "P h S K"]:
+        """Returns the numbers that the codes and scales stand for; see `detjax.ops.dequantize_kv`."""
+        return dequantized(self.codes, self.scales, self.kind, dtype)
+
+    def page(self, index: Array, dtype: DTypeLike) -> Float[Array, "h S K"]:
+        """Returns the numbers of one page."""
+        return dequantized(self.codes[index], self.scales[index], self.kind, dtype)
 
 
-def layout(shape: tuple[int, ...], kind: KVQuantization) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Codes and scales of pages `[P, h, S, K]`."""
+def quantized_layout(shape: tuple[int, ...], kind: KVQuantization) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of the codes and of the scales of pages `[P, h, S, K]`."""
     *rest, tokens, width = shape
     if kind == "q4_0":
         codes, scales = (*rest, tokens, width // 2), (*rest, width // Q4_GROUP, tokens)
@@ -69,18 +78,13 @@ def layout(shape: tuple[int, ...], kind: KVQuantization) -> tuple[jax.ShapeDtype
 
 
 def quantized(x: Float[Array, "P h S K"], kind: KVQuantization) -> QuantizedPages:
-    """See `detjax.ops.quantize_kv`."""
+    """Returns pages as codes and scales; see `detjax.ops.quantize_kv`."""
     codes, scales = quantized_rows(x, kind)
     return QuantizedPages(codes, scales.swapaxes(-1, -2) if kind == "q4_0" else scales, kind)
 
 
-def dequantized(pages: QuantizedPages, dtype: DTypeLike) -> Float[Array, "P h S K"]:
-    """See `detjax.ops.dequantize_kv`."""
-    return _values(pages.codes, pages.scales, pages.kind, dtype)
-
-
 def quantized_rows(x: Float[Array, "*rows K"], kind: KVQuantization) -> tuple[Array, Array]:
-    """Codes `[*rows, K]`, or two to a byte, and scales `[*rows]`, or `[*rows, K / 32]`."""
+    """Returns codes `[*rows, K]`, or two to a byte, and scales `[*rows]`, or `[*rows, K / 32]`."""
     x = x.astype(ACCUMULATOR)
     return _quantized_groups(x) if kind == "q4_0" else _quantized_tokens(x, kind)
 
@@ -117,8 +121,8 @@ def _reciprocal(x: Array) -> Array:
     return lax.optimization_barrier(1.0 / x)
 
 
-def _values(codes: Array, scales: Array, kind: KVQuantization, dtype: DTypeLike) -> Array:
-    """Numbers `[..., S, K]`."""
+def dequantized(codes: Array, scales: Array, kind: KVQuantization, dtype: DTypeLike) -> Array:
+    """Returns the numbers `[..., S, K]` that codes and scales stand for."""
     if kind == "q4_0":
         groups = codes.reshape(*codes.shape[:-1], -1, Q4_GROUP // 2)
         codes = jnp.concatenate([groups & 15, groups >> 4], axis=-1)
@@ -128,8 +132,3 @@ def _values(codes: Array, scales: Array, kind: KVQuantization, dtype: DTypeLike)
     else:
         products = codes.astype(ACCUMULATOR) * scales[..., None]
     return rounded(lax.optimization_barrier(products), dtype)
-
-
-def page_of(pages: Array | QuantizedPages, index: Array, dtype: DTypeLike) -> Array:
-    """The numbers `[h, S, K]` of one page of either kind."""
-    return pages.page(index, dtype) if isinstance(pages, QuantizedPages) else pages[index]

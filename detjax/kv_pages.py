@@ -1,0 +1,264 @@
+"""The nouns of paged attention: the pages of a KV cache, and the queries that read and extend them.
+
+A page holds `contract.KV_BLOCK` consecutive tokens of one request: token `i` of request `b` lies in slot
+`i % KV_BLOCK` of page `page_table[b, i // KV_BLOCK]`.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from detjax.contract import KV_BLOCK, QUERY_UNIT
+from detjax.options import KVQuantization
+from detjax.quantized_pages import QuantizedPages as QuantizedPages
+from detjax.quantized_pages import quantized_layout as quantized_layout
+
+if TYPE_CHECKING:
+    Arrays = Array
+else:
+    # The host computes queries in NumPy; programs see arrays of JAX, which is all that a type checker need know.
+    Arrays = np.ndarray | Array
+
+
+type Pages = Float[Array, "P h S K"] | QuantizedPages
+"""Pages of keys, or of values."""
+
+
+class KVPages(NamedTuple):
+    """Keys and values of one layer, in pages of `contract.KV_BLOCK` tokens.
+
+    It is a named tuple since every step of an engine takes apart and rebuilds one for each layer, which JAX does with
+    a named tuple in less than half of the time that it needs for a dataclass.
+
+    Attributes:
+        k: pages of keys, of the queries' dtype or quantized.
+        v: values in the same pages, of the same dtype or kind.
+    """
+
+    k: Float[Array, "P h S K"] | QuantizedPages
+    v: Float[Array, "P h S V"] | QuantizedPages
+
+    @classmethod
+    def empty(
+        cls,
+        num_pages: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        quantization: KVQuantization | None = None,
+    ) -> "KVPages":
+        """Returns so many pages of zeros, as numbers of the dtype given or as codes and scales."""
+        shape = (num_pages, kv_heads, KV_BLOCK, head_dim)
+
+        def pages() -> Pages:
+            return jnp.zeros(shape, dtype) if quantization is None else QuantizedPages.empty(shape, quantization)
+
+        return cls(pages(), pages())
+
+    @property
+    def num_pages(self) -> int:
+        """How many pages the pool has."""
+        return self.k.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """How many heads keys have, and values."""
+        return self.k.shape[1]
+
+    @property
+    def numbers(self) -> tuple[Array, Array]:
+        """Both arrays of pages that are not quantized."""
+        k, v = self.k, self.v
+        assert not isinstance(k, QuantizedPages) and not isinstance(v, QuantizedPages)
+        return k, v
+
+    def page(self, index: Array, dtype: DTypeLike) -> tuple[Float[Array, "h S K"], Float[Array, "h S V"]]:
+        """Returns the keys and the values of one page as numbers; those of a quantized page in the dtype given."""
+        if self.quantized:
+            k, v = (pages.page(index, dtype) for pages in self.quantized)
+        else:
+            k, v = (pages[index] for pages in self.numbers)
+        return k, v
+
+    @property
+    def quantized(self) -> tuple[QuantizedPages, QuantizedPages] | None:
+        """Both quantized pages, or None if the pages hold numbers."""
+        k, v = self.k, self.v
+        return (k, v) if isinstance(k, QuantizedPages) and isinstance(v, QuantizedPages) else None
+
+
+def _as_pytree[T](noun: type[T]) -> type[T]:
+    """Registers a dataclass of arrays as a pytree that JAX rebuilds without calling its constructor.
+
+    JAX rebuilds pytrees with objects of its own in place of arrays, which a check of the constructor's annotations, as
+    the tests have it, would refuse.
+    """
+    names = [field.name for field in dataclasses.fields(noun)]  # pyright: ignore[reportArgumentType]
+
+    def flatten(x: T) -> tuple[list[Any], None]:
+        return [getattr(x, name) for name in names], None
+
+    def flatten_with_keys(x: T) -> tuple[list[Any], None]:
+        return [(jax.tree_util.GetAttrKey(name), getattr(x, name)) for name in names], None
+
+    def rebuild(_: None, leaves: Iterable[Any]) -> T:
+        x = object.__new__(noun)
+        x.__dict__.update(zip(names, leaves, strict=True))
+        return x
+
+    jax.tree_util.register_pytree_with_keys(noun, flatten_with_keys, rebuild, flatten)
+    return noun
+
+
+@_as_pytree
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """Each row of packed queries by itself.
+
+    Attributes:
+        request: the row's request, as a row of the page table; any for a row that belongs to no request.
+        position: the row's absolute position in its request.
+        present: 1 for a query of a request, 0 for a row that only fills up.
+    """
+
+    request: Int[Arrays, "N"]
+    position: Int[Arrays, "N"]
+    present: Int[Arrays, "N"]
+
+
+@_as_pytree
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """Where the queries of a call stand in their requests, and where the requests lie in the pages.
+
+    Queries are *rectangular*, `[B, T, H, K]` with T of each request, or *packed*, `[N, H, K]`: first one query of each
+    request that decodes, then any number of queries of each request that prefills. `Queries.packed` makes the second.
+
+    Attributes:
+        page_table: the page of each request's block of tokens. Entries after a request's length are not read.
+        start: absolute position of each request's first query, in tokens.
+        length: tokens of each request in the cache, the queries' own included.
+        count: queries of each request, the rest being padding on the right; 0 for a request that has none. None, for
+            rectangular queries: all T.
+        first_row: for packed queries, the row of the first query of each request that prefills, counted from the end
+            of the rows that decode: ascending multiples of `contract.QUERY_UNIT`. The rows between a request's last
+            query and the next one's first belong to nobody. None for rectangular queries.
+        rows: for packed queries whose keys and values are to be appended, what the rows are.
+    """
+
+    page_table: Int[Arrays, "B p"]
+    start: Int[Arrays, "B"]
+    length: Int[Arrays, "B"]
+    count: Int[Arrays, "B"] | None = None
+    first_row: Int[Arrays, "prefills"] | None = None
+    rows: PackedRows | None = None
+
+    @staticmethod
+    def packed(
+        page_table: Int[np.ndarray, "B p"],
+        start: Int[np.ndarray, "B"],
+        count: Int[np.ndarray, "B"],
+        *,
+        decodes: int,
+        rows: int,
+    ) -> "Queries":
+        """Returns packed queries whose own keys come last in the cache, computed on the host.
+
+        Args:
+            page_table: of the requests that decode, then of those that prefill.
+            start: absolute position of each request's first query.
+            count: queries of each request; at most 1 for those that decode, 0 for those that have none.
+            decodes: how many requests decode.
+            rows: rows of the array of queries after those that decode.
+
+        Raises:
+            ValueError: the queries take more rows than there are.
+        """
+        taken = -(-count[decodes:] // QUERY_UNIT) * QUERY_UNIT
+        ends = np.cumsum(taken)
+        first_row = (ends - taken).astype(np.int32)
+        if len(taken) and first_row[-1] + count[-1] > rows:
+            raise ValueError(
+                f"Queries.packed: {rows} rows for prefills of {count[decodes:].tolist()} queries; accepted: at least "
+                f"{first_row[-1] + count[-1]}, as each begins at a multiple of {QUERY_UNIT}"
+            )
+        request, position, present = (np.zeros(decodes + rows, np.int32) for _ in range(3))
+        firsts = np.concatenate([np.arange(decodes), decodes + first_row])
+        for index, (row, position_of_first, queries) in enumerate(zip(firsts, start, count, strict=True)):
+            request[row : row + queries] = index
+            position[row : row + queries] = np.arange(position_of_first, position_of_first + queries)
+            present[row : row + queries] = 1
+        requests: Any = {"page_table": page_table, "start": start, "length": start + count, "count": count}
+        by_row: Any = {"request": request, "position": position, "present": present}
+        return Queries(**requests, first_row=first_row, rows=PackedRows(**by_row))  # pyright: ignore[reportArgumentType]
+
+    @property
+    def num_decodes(self) -> int:
+        """How many requests of packed queries decode."""
+        assert self.first_row is not None
+        return self.page_table.shape[0] - self.first_row.shape[0]
+
+    def decoding(self) -> "Queries":
+        """Returns rectangular queries: the one query of each of the packed requests that decode."""
+        return self._of_requests(slice(self.num_decodes), None)
+
+    def prefilling(self) -> "Queries":
+        """Returns packed queries of the requests that prefill alone, without `rows`."""
+        return self._of_requests(slice(self.num_decodes, None), self.first_row)
+
+    def _of_requests(self, requests: slice, first_row: Arrays | None) -> "Queries":
+        count = None if self.count is None or first_row is None else self.count[requests]
+        table, start, length = (x[requests] for x in (self.page_table, self.start, self.length))
+        return dataclasses.replace(
+            self, page_table=table, start=start, length=length, count=count, first_row=first_row, rows=None
+        )
+
+    def row_by_row(self) -> "Queries":
+        """Returns rectangular queries in which each packed row is a request of one query, as appending takes them."""
+        assert self.rows is not None
+        position, present = self.rows.position, self.rows.present
+        table = self.page_table[self.rows.request]
+        return dataclasses.replace(
+            self, page_table=table, start=position, length=position + 1, count=present, first_row=None, rows=None
+        )
+
+
+def request_of_rows(rows: int, first_row: Array) -> tuple[Array, Array]:
+    """Returns, for each packed row, the last request that begins there or before, and how far after its first row."""
+    row = jnp.arange(rows, dtype=jnp.int32)
+    request = jnp.maximum(jnp.sum(first_row[None] <= row[:, None], axis=1, dtype=jnp.int32) - 1, 0)
+    return request, row - first_row[request]
+
+
+def places(num_pages: int, tokens: int, queries: Queries) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """Returns page and slot of the T new tokens of each request, at positions `start[b] + t`.
+
+    Tokens from `count[b]` on are to be dropped, as are those whose position lies after the request's row of the page
+    table, or whose page is not among the `num_pages` of the pool: their pages do not exist, and all differ. So no two
+    tokens have one slot, which spares a scatter's gradient to find out which of them was written last.
+    """
+    page_table, start, count = queries.page_table, queries.start, queries.count
+    assert count is not None
+    batch = page_table.shape[0]
+    index = jnp.arange(tokens, dtype=jnp.int32)[None]
+    position = start[:, None] + index
+    page = jnp.take_along_axis(page_table, position // KV_BLOCK, axis=1, mode="clip")
+    written = (index < count[:, None]) & (position >= 0) & (position < page_table.shape[1] * KV_BLOCK)
+    written = written & (page >= 0) & (page < num_pages)
+    nowhere = num_pages + jnp.arange(batch * tokens, dtype=jnp.int32).reshape(batch, tokens)
+    return jnp.where(written, page, nowhere), position % KV_BLOCK
+
+
+def append(kv: KVPages, k: Float[Array, "B T h K"], v: Float[Array, "B T h V"], queries: Queries) -> KVPages:
+    """Returns the pages with the new keys and values in their `places`, quantized if the pages are."""
+    page, slot = places(kv.num_pages, k.shape[1], queries)
+    if kv.quantized:
+        pairs = zip(kv.quantized, (k, v), strict=True)
+        return KVPages(*(pages.with_tokens(x, page, slot) for pages, x in pairs))
+    pairs = zip(kv.numbers, (k, v), strict=True)
+    return KVPages(*(pages.at[page, :, slot].set(x, mode="drop", unique_indices=True) for pages, x in pairs))

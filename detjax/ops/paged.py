@@ -1,0 +1,87 @@
+"""What the operations over paged keys and values share: checks of their arguments, and their behaviour under vmap."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from detjax.kv_pages import KVPages, QuantizedPages, Queries
+from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
+from detjax.ops.dispatch import with_vmap_rule
+from detjax.ops.quantized_kv import check_quantized
+
+
+def check_kv(operation: str, like: Array, kv: KVPages) -> None:
+    """Returns if there are pages, and keys and values have `like`'s dtype or are both quantized in the same way.
+
+    Raises:
+        TypeError: names the operation, the argument and what is accepted.
+        ValueError: there are no pages, or codes and scales do not fit together.
+    """
+    both = {"kv.k": kv.k, "kv.v": kv.v}
+    kinds = {x.kind if isinstance(x, QuantizedPages) else str(x.dtype) for x in both.values()}
+    for argument, pages in both.items():
+        if isinstance(pages, QuantizedPages):
+            check_quantized(operation, argument, pages)
+        else:
+            check_dtype(operation, like=like, **{argument: pages})
+    if len(kinds) > 1:
+        raise TypeError(
+            f"{operation}: one of kv.k and kv.v is {kinds.pop()} and the other {kinds.pop()}; accepted: both of one "
+            "dtype, or both quantized in the same way. Quantize the other with quantize_kv."
+        )
+    arrays = {argument: x.codes if isinstance(x, QuantizedPages) else x for argument, x in both.items()}
+    check_not_empty(operation, **arrays)
+
+
+def check_queries(operation: str, name: str, x: Array, queries: Queries, needed: tuple[str, ...]) -> None:
+    """Returns if the integers of `queries` fit the queries' array `x`, `[B, T, N, K]` or packed, `[N, N, K]`.
+
+    Args:
+        operation: the name that errors give.
+        name: the array's name in errors.
+        x: the array.
+        queries: where its queries stand.
+        needed: which fields of `queries` the operation reads besides the page table; packed queries need `count` too.
+
+    Raises:
+        TypeError: an array does not hold integers.
+        ValueError: an array is missing or its shape does not fit.
+    """
+    packed, table = queries.first_row is not None, queries.page_table
+    if x.ndim != (3 if packed else 4):
+        expected = "3 axes, as queries.first_row is given" if packed else "4 axes, as queries.first_row is None"
+        raise ValueError(f"{operation}: {name} has shape {x.shape}; accepted: {expected}")
+    if packed and queries.count is None:
+        raise ValueError(f"{operation}: queries.count is None; accepted: integers, as the queries are packed")
+    fields = dict.fromkeys((*needed, "count")) if packed else needed
+    given = {f"queries.{field}": getattr(queries, field) for field in fields}
+    integers = {field: array for field, array in given.items() if array is not None}
+    check_integers(operation, **{"queries.page_table": table}, **integers)
+    check_not_empty(operation, **{"queries.page_table": table})
+    batch = table.shape[0] if packed else x.shape[0]
+    why = f"queries.page_table being {table.shape}" if packed else f"{name} being {x.shape}"
+    check_shape(operation, "queries.page_table", table, (batch, table.shape[1]), why)
+    for field, array in integers.items():
+        check_shape(operation, field, array, (batch,), why)
+    if queries.first_row is not None:
+        _check_packing(operation, name, x, queries.first_row, table)
+
+
+def _check_packing(operation: str, name: str, x: Array, first_row: Array, page_table: Array) -> None:
+    requests = page_table.shape[0]
+    check_integers(operation, **{"queries.first_row": first_row})
+    fewest = max(requests - x.shape[0], 0)
+    if first_row.ndim != 1 or not fewest <= first_row.shape[0] <= requests:
+        raise ValueError(
+            f"{operation}: queries.first_row has shape {first_row.shape}; accepted: from ({fewest},) to ({requests},), "
+            f"queries.page_table being {page_table.shape} and {name} {x.shape}"
+        )
+
+
+def one_by_one(fn: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+    """Returns `fn(*operands)`; under `vmap`, calls it for one example after another, whichever arrays are batched."""
+    leaves, tree = jax.tree.flatten(operands)
+    flat = with_vmap_rule(lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)), rows=(False,) * len(leaves))
+    return flat(*leaves)

@@ -1,0 +1,112 @@
+"""Frequencies of rotary position embeddings, plain and scaled to longer contexts."""
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+from jaxtyping import Float32
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation (Chen et al. 2023): every frequency divided by `factor`."""
+
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's scaling: long wavelengths are slowed by `factor`, short ones kept, with a ramp between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023): interpolation by parts, and a factor on the embedding that sharpens attention.
+
+    `attention_factor` None means `0.1 * ln(factor) + 1`, with DeepSeek's two multipliers where both are given.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryEmbedding:
+    """Frequencies of a rotary embedding (Su et al. 2021) over heads of `head_dim`, an even number."""
+
+    head_dim: int
+    theta: float
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"RotaryEmbedding: head_dim is {self.head_dim}; accepted: even numbers >= 2")
+
+    @functools.cached_property
+    def inverse_frequencies(self) -> Float32[np.ndarray, "half"]:
+        """Radians per position of each pair of columns.
+
+        Exponents, powers and their inverses are each rounded to float32, as in the code that checkpoints are trained
+        with: exact frequencies would turn far positions by other angles. The arithmetic between is float64, so that no
+        processor's float32 `pow` shows.
+        """
+        exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
+        powers = np.power(np.float64(self.theta), exponents.astype(np.float64)).astype(np.float32)
+        base = (np.float32(1) / powers).astype(np.float64)
+        match self.scaling:
+            case None:
+                scaled = base
+            case LinearScaling(factor):
+                scaled = base / factor
+            case Llama3Scaling() as s:
+                periods_in_context = s.original_max_position_embeddings * base / (2 * np.pi)
+                keep = (periods_in_context - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+                keep = np.clip(keep, 0.0, 1.0)
+                scaled = base * (keep + (1 - keep) / s.factor)
+            case YarnScaling() as s:
+                keep = 1 - self._yarn_ramp(s)
+                scaled = base * (keep + (1 - keep) / s.factor)
+        return scaled.astype(np.float32)
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor on cosine and sine (1 except for YaRN)."""
+        s = self.scaling
+        if not isinstance(s, YarnScaling):
+            return 1.0
+        if s.attention_factor is not None:
+            return s.attention_factor
+        if s.mscale and s.mscale_all_dim:
+            return _yarn_mscale(s.factor, s.mscale) / _yarn_mscale(s.factor, s.mscale_all_dim)
+        return _yarn_mscale(s.factor, 1.0)
+
+    def _yarn_ramp(self, s: YarnScaling) -> np.ndarray:
+        """0 for pairs that are kept, 1 for pairs that are interpolated."""
+
+        def pair_of(rotations: float) -> float:
+            """The pair that turns `rotations` times within the original context."""
+            per_rotation = s.original_max_position_embeddings / (rotations * 2 * math.pi)
+            return self.head_dim * math.log(per_rotation) / (2 * math.log(self.theta))
+
+        low, high = pair_of(s.beta_fast), pair_of(s.beta_slow)
+        if s.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.head_dim - 1)
+        pairs = np.arange(self.head_dim // 2, dtype=np.float64)
+        return np.clip((pairs - low) / max(high - low, 0.001), 0.0, 1.0)
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
