@@ -1,0 +1,305 @@
+"""The contracts of `detjax.contract` written a second time, in NumPy, one addition after another.
+
+Nothing here calls the package: constants are written as numbers, so that a changed constant shows as changed bits. What
+the contracts leave to the device (exp2, log, the reciprocal, the products of a matrix unit) is a parameter, or the
+inputs of a test are chosen such that it does not matter.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import ml_dtypes
+import numpy as np
+
+LANES = 512
+LANE_GROUP = 4
+SOFTMAX_BLOCK = 4096
+KV_BLOCK = 128
+LOWEST = np.finfo(np.float32).min
+LOG2_E = np.float32(1.4426950408889634)
+
+type Elementwise = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceFunctions:
+    """The functions whose last bits the contracts leave to the device.
+
+    `exp2_of_product(x, factor)` is `exp2(rn(x * factor))` on a GPU. XLA's CPU compiler fuses the product with the first
+    subtraction inside exp2, so the rounding in between does not happen there.
+    """
+
+    exp2: Elementwise
+    exp2_of_product: Callable[[np.ndarray, np.float32], np.ndarray]
+    log: Elementwise
+    rsqrt: Elementwise
+
+
+# --- matmul -----------------------------------------------------------------------------------------------------------
+
+
+def matmul(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Products `[M, N]` of `x [M, K]` and `w [K, N]`: one float32 accumulator per element, K ascending, not fused."""
+    total = np.zeros((len(x), w.shape[1]), np.float32)
+    for k in range(x.shape[1]):
+        total = total + x[:, k : k + 1].astype(np.float32) * w[k].astype(np.float32)
+    return total
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def row_sum(x: np.ndarray) -> np.ndarray:
+    """Sums `[R, 1]` of float32 rows: lanes in ascending order, then groups of lanes, then pairs."""
+    lanes = np.zeros((len(x), LANES), np.float32)
+    for start in range(0, x.shape[1], LANES):
+        part = x[:, start : start + LANES]
+        lanes[:, : part.shape[1]] += part
+    sums = np.zeros((len(x), LANES // LANE_GROUP), np.float32)
+    for group in range(LANES // LANE_GROUP):
+        total = lanes[:, group * LANE_GROUP]
+        for lane in range(1, LANE_GROUP):
+            total = total + lanes[:, group * LANE_GROUP + lane]
+        sums[:, group] = total
+    while sums.shape[1] > 1:
+        sums = np.stack([sums[:, 2 * i] + sums[:, 2 * i + 1] for i in range(sums.shape[1] // 2)], axis=1)
+    return sums
+
+
+def added(x: np.ndarray, residual: np.ndarray) -> np.ndarray:
+    """`x + residual`, added in float32 and rounded once, to x's dtype."""
+    return (x.astype(np.float32) + residual.astype(np.float32)).astype(x.dtype)
+
+
+def rms_scale(h: np.ndarray, eps: float, device: DeviceFunctions) -> np.ndarray:
+    """The factors `[R, 1]` that normalize the rows `h`."""
+    wide = h.astype(np.float32)
+    # XLA replaces the division by a constant by a product with its reciprocal.
+    mean = row_sum(wide * wide) * (np.float32(1) / np.float32(h.shape[1]))
+    return device.rsqrt(mean + np.float32(eps))
+
+
+def scaled_rows(h: np.ndarray, weight: np.ndarray, scale: np.ndarray, offset: float) -> np.ndarray:
+    """The normalized rows in h's dtype: `rn(rn(h * scale) * rn(weight + offset))`."""
+    return ((h.astype(np.float32) * scale) * (weight.astype(np.float32) + np.float32(offset))).astype(h.dtype)
+
+
+def softmax_statistics(x: np.ndarray, device: DeviceFunctions) -> tuple[np.ndarray, np.ndarray]:
+    """The maximum `m` and the sum `l`, each `[R, 1]`, of rows of any dtype."""
+    x = x.astype(np.float32)
+    maxima, sums = [], []
+    for start in range(0, x.shape[1], SOFTMAX_BLOCK):
+        block = x[:, start : start + SOFTMAX_BLOCK]
+        m = np.maximum(block.max(axis=1, keepdims=True), LOWEST)
+        maxima.append(m)
+        sums.append(row_sum(device.exp2_of_product(block - m, LOG2_E)))
+    m = np.max(maxima, axis=0)
+    total = np.zeros_like(m)
+    for block_maximum, block_sum in zip(maxima, sums, strict=True):
+        total = total + block_sum * device.exp2_of_product(block_maximum - m, LOG2_E)
+    return m, total
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def block_sum(p: np.ndarray) -> np.ndarray:
+    """Sums `[rows]` of the weights `[rows, 128]` of a block: key `64 u + 16 g + 8 e + r` in lane `r` of group `g`."""
+    groups = np.zeros((len(p), 4, 8), np.float32)
+    for g in range(4):
+        for r in range(8):
+            keys = [64 * u + 16 * g + 8 * e + r for u in range(2) for e in range(2)]
+            total = p[:, keys[0]]
+            for key in keys[1:]:
+                total = total + p[:, key]
+            groups[:, g, r] = total
+    lanes = ((groups[:, 0] + groups[:, 1]) + groups[:, 2]) + groups[:, 3]
+    while lanes.shape[1] > 1:
+        lanes = np.stack([lanes[:, 2 * i] + lanes[:, 2 * i + 1] for i in range(lanes.shape[1] // 2)], axis=1)
+    return lanes[:, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """Which keys a query sees, and how scores are shaped."""
+
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    soft_cap: float | None = None
+    alibi_slope: float | None = None
+    sink: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """How the device multiplies and adds.
+
+    Attributes:
+        dot: products of two float32 matrices, from a fresh accumulator.
+        fma: `x * y + z`, rounded once or twice.
+    """
+
+    dot: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    fma: Callable[[np.ndarray, np.ndarray | np.float32, np.ndarray], np.ndarray]
+
+
+def fused(x: np.ndarray, y: np.ndarray | np.float32, z: np.ndarray) -> np.ndarray:
+    """`x * y + z` with one rounding; a product of float32 numbers is exact in a wider type."""
+    wide = np.longdouble
+    return (wide(x) * wide(y) + wide(z)).astype(np.float32)
+
+
+def unfused(x: np.ndarray, y: np.ndarray | np.float32, z: np.ndarray) -> np.ndarray:
+    """`x * y + z` with two roundings."""
+    return (x * y) + z
+
+
+def attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    position: int,
+    options: AttentionOptions,
+    device: DeviceFunctions,
+    products: Products,
+) -> tuple[np.ndarray, np.float32]:
+    """The output `[V]`, float32 before its last rounding, and the log2 normalizer of one query row over its keys.
+
+    Args:
+        q: the query `[K]`.
+        k: the request's keys `[t, K]`, from position 0 on.
+        v: their values `[t, V]`.
+        position: the query's absolute position.
+        options: masking and scores.
+        device: functions that the contract leaves to the device.
+        products: products that the contract leaves to the device.
+    """
+    o, total, m = np.zeros(v.shape[1], np.float32), np.float32(0), np.float32(-1e30)
+    if options.sink is not None:
+        m, total = np.float32(options.sink) * LOG2_E, np.float32(1)
+    for first, weights, block_maximum in _blocks(q, k, position, options, device, products):
+        values = np.zeros((KV_BLOCK, v.shape[1]), np.float32)
+        values[: len(v) - first] = v[first : first + KV_BLOCK].astype(np.float32)
+        rounded_weights = weights.astype(v.dtype).astype(np.float32)
+        block_output = products.dot(rounded_weights[None], values)[0]
+        new = np.maximum(m, block_maximum)
+        old_factor, block_factor = device.exp2(m - new), device.exp2(block_maximum - new)
+        o = products.fma(o, old_factor, block_output * block_factor)
+        total = products.fma(total, old_factor, block_sum(weights[None])[0] * block_factor)
+        m = new
+    if total == 0:
+        return np.zeros_like(o), np.float32(0)
+    return o * (np.float32(1) / total) + np.float32(0), m + np.log2(total)
+
+
+def _blocks(
+    q: np.ndarray,
+    k: np.ndarray,
+    position: int,
+    options: AttentionOptions,
+    device: DeviceFunctions,
+    products: Products,
+) -> Iterator[tuple[int, np.ndarray, np.float32]]:
+    """Yields the first key, the weights `[128]` and the maximum of each block that the query sees a key of."""
+    shaped = options.soft_cap is not None or options.alibi_slope is not None
+    c = LOG2_E if shaped else np.float32(np.log2(np.e) * options.scale)
+    for first in range(0, len(k), KV_BLOCK):
+        keys = np.arange(first, first + KV_BLOCK)
+        block = np.zeros((KV_BLOCK, k.shape[1]), np.float32)
+        block[: len(k) - first] = k[first : first + KV_BLOCK].astype(np.float32)
+        s = products.dot(q.astype(np.float32)[None], block.T)[0]
+        if shaped:
+            s = s * np.float32(options.scale)
+        if (cap := options.soft_cap) is not None:
+            e = device.exp2_of_product(s, np.float32(2 * LOG2_E / cap))
+            s = np.float32(cap) * (np.float32(1) - np.float32(2) / (np.float32(1) + e))
+        if (slope := options.alibi_slope) is not None:
+            s = products.fma(np.float32(slope) * np.ones_like(s), (keys - position).astype(np.float32), s)
+        visible = keys < len(k)
+        if options.causal:
+            visible &= keys <= position
+        if options.window is not None:
+            visible &= keys > position - options.window
+        if not visible.any():
+            continue
+        s = np.where(visible, s, np.float32(-np.inf))
+        block_maximum = np.maximum(s.max() * c, np.float32(-1e30))
+        finite = np.where(visible, s, np.float32(0))
+        exponents = np.where(visible, products.fma(finite, c, -block_maximum * np.ones_like(s)), np.float32(-np.inf))
+        yield first, device.exp2(exponents), block_maximum
+
+
+# --- quantized keys and values ----------------------------------------------------------------------------------------
+
+
+def quantize_rows(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes `[R, K]` and scales `[R]` of "int8" or "fp8_e4m3" for finite rows `[R, K]`."""
+    largest_code = {"int8": np.float32(127), "fp8_e4m3": np.float32(448)}[kind]
+    x = x.astype(np.float32)
+    largest = np.abs(x).max(axis=1)
+    is_zero = largest < np.float32(2.0**-100)
+    scale = np.where(is_zero, np.float32(1), largest) * (np.float32(1) / largest_code)
+    t = np.clip(x * (np.float32(1) / scale)[:, None], -largest_code, largest_code)
+    t = np.where(is_zero[:, None], np.float32(0), t)
+    codes = np.rint(t).astype(np.int8) if kind == "int8" else t.astype(ml_dtypes.float8_e4m3fn)
+    return codes, np.where(is_zero, np.float32(0), scale)
+
+
+def quantize_groups(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes `[R, K / 2]` and float16 scales `[R, K / 32]` of "q4_0" for finite rows `[R, K]`."""
+    rows, width = x.shape
+    codes, scales = np.zeros((rows, width // 2), np.uint8), np.zeros((rows, width // 32), np.float16)
+    for row in range(rows):
+        for group in range(width // 32):
+            numbers = x[row, 32 * group : 32 * group + 32].astype(np.float32)
+            extreme = numbers[np.argmax(np.abs(numbers))]
+            d = np.float16(extreme / np.float32(-8))
+            code = np.full(32, 8, np.uint8)
+            if d != 0:
+                t = np.clip(numbers * (np.float32(1) / np.float32(d)), np.float32(-8), np.float32(8))
+                code = np.minimum(np.floor(t + np.float32(8.5)), 15).astype(np.uint8)
+            codes[row, 16 * group : 16 * group + 16] = code[:16] | (code[16:] << 4)
+            scales[row, group] = d
+    return codes, scales
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def threefry(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011) of a key and a counter of two 32-bit words each."""
+    mask = 0xFFFFFFFF
+    words = [key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA]
+    x0, x1 = (counter[0] + words[0]) & mask, (counter[1] + words[1]) & mask
+    rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
+    for turn in range(5):
+        for rotation in rotations[turn % 2]:
+            x0 = (x0 + x1) & mask
+            x1 = ((x1 << rotation) | (x1 >> (32 - rotation))) & mask
+            x1 ^= x0
+        x0 = (x0 + words[(turn + 1) % 3]) & mask
+        x1 = (x1 + words[(turn + 2) % 3] + turn + 1) & mask
+    return x0, x1
+
+
+def uniform(seed: int, position: int, sample_index: int, size: int) -> np.ndarray:
+    """The float32 numbers `u` of one token's noise, one per vocabulary entry."""
+    key = (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
+    for data in (position, sample_index):
+        key = threefry(key, (0, data))
+    bits = np.zeros(size, np.uint32)
+    for entry in range(size):
+        first, second = threefry(key, (0, entry))
+        bits[entry] = first ^ second
+    u = (bits >> 9).astype(np.float32) * np.float32(2.0**-23)
+    return np.where(u == 0, np.finfo(np.float32).tiny, u)
+
+
+def sample(logits: np.ndarray, noise: np.ndarray, temperature: float, device: DeviceFunctions) -> int:
+    """The token that is sampled from one row of logits with the numbers `u` given."""
+    logits = logits.astype(np.float32)
+    if temperature == 0:
+        return int(np.argmax(np.where(np.isnan(logits), np.inf, logits)))
+    gumbel = -device.log(-device.log(noise))
+    return int(np.argmax(np.maximum(logits * (np.float32(1) / np.float32(temperature)), LOWEST) + gumbel))

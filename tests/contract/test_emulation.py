@@ -1,0 +1,230 @@
+"""The portable backend has the bits of the contracts as NumPy computes them, in code that shares nothing with it."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import detjax
+from detjax import ops
+from tests.contract import emulation
+from tests.contract.emulation import LOG2_E, AttentionOptions, DeviceFunctions, Products, fused, unfused
+from tests.support.bits import assert_same_bits, same_bits
+
+WIDTHS = (5, 129, 512, 4100, 9216)
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def by_vectors(function: Callable[[jax.Array], jax.Array]) -> emulation.Elementwise:
+    """A function of JAX for NumPy arrays, filled up to a length at which XLA uses vector instructions alone."""
+    compiled = jax.jit(function)
+
+    def call(x: np.ndarray) -> np.ndarray:
+        x = np.asarray(x, np.float32)
+        flat = np.ones(-(-x.size // 4096) * 4096, np.float32)
+        flat[: x.size] = x.reshape(-1)
+        return np.asarray(compiled(flat))[: x.size].reshape(x.shape)
+
+    return call
+
+
+def exp2_of_product(x: np.ndarray, factor: np.float32) -> np.ndarray:
+    """`exp2(x * factor)` as XLA's CPU compiler makes it of one expression."""
+    return _exp2_of_product(factor.item())(x)
+
+
+@functools.cache
+def _exp2_of_product(factor: float) -> emulation.Elementwise:
+    return by_vectors(lambda x: jnp.exp2(x * np.float32(factor)))
+
+
+DEVICE = DeviceFunctions(by_vectors(jnp.exp2), exp2_of_product, by_vectors(jnp.log), by_vectors(jax.lax.rsqrt))
+"""The functions as XLA's CPU compiler makes them of vector instructions. Inside of other loops their last bit may
+differ, which the contract leaves to the device: tests allow it where such a function enters, and nowhere else."""
+
+
+def neighbours(x: np.ndarray) -> list[np.ndarray]:
+    """The numbers given, and those one or two units in the last place away."""
+    bits = np.asarray(x, np.float32).view(np.int32)
+    return [(bits + units).view(np.float32) for units in (0, 1, -1, 2, -2)]
+
+
+def assert_has_the_bits_of_one(result: Any, candidates: Iterable[Any]) -> None:
+    """Asserts that the result equals one of the candidates in every bit; names the first difference from the first."""
+    candidates = list(candidates)
+    if not any(same_bits(result, candidate) for candidate in candidates):
+        assert_same_bits(result, candidates[0])
+
+
+@pytest.fixture(autouse=True)
+def portable_backend() -> Iterator[None]:
+    with detjax.use_backend("portable"):
+        yield
+
+
+def rows(width: int, dtype: str, seed: int = 0) -> np.ndarray:
+    x = np.random.default_rng(seed).standard_normal((3, width)).astype(np.float32) * 3
+    return x.astype(DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_rms_norm(dtype: str, with_residual: bool) -> None:
+    for width in WIDTHS:
+        x, residual = rows(width, dtype), rows(width, dtype, 1) if with_residual else None
+        weight = rows(width, dtype, 2)[0]
+        given = None if residual is None else jnp.asarray(residual)
+        result = ops.rms_norm(jnp.asarray(x), jnp.asarray(weight), eps=1e-6, weight_offset=0.5, residual=given)
+        h = x if residual is None else emulation.added(x, residual)
+        if residual is not None:
+            assert_same_bits(result[1], h)
+            result = result[0]
+        scale = emulation.rms_scale(h, 1e-6, DEVICE)
+        for row in range(len(x)):
+            scaled = (emulation.scaled_rows(h[row], weight, candidate, 0.5) for candidate in neighbours(scale[row]))
+            assert_has_the_bits_of_one(result[row], scaled)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_softmax_family(dtype: str) -> None:
+    for width in WIDTHS:
+        x = rows(width, dtype)
+        x[0] *= x.dtype.type(4)  # blocks with maxima that are far apart
+        m, total = emulation.softmax_statistics(x, DEVICE)
+        log_total = DEVICE.log(total)
+        logsumexp, log_softmax, softmax = (
+            np.asarray(fn(jnp.asarray(x))) for fn in (ops.logsumexp, ops.log_softmax, ops.softmax)
+        )
+        assert_has_the_bits_of_one(logsumexp, ((m + candidate)[:, 0] for candidate in neighbours(log_total)))
+        for row in range(len(x)):
+            difference = x[row].astype(np.float32) - m[row]
+            assert_has_the_bits_of_one(log_softmax[row], (difference - log for log in neighbours(log_total[row])))
+            largest = np.argmax(x[row])
+            assert_same_bits(softmax[row, largest], (np.float32(1) / total[row])[0])
+            units = softmax[row].view(np.int32) - (DEVICE.exp2_of_product(difference, LOG2_E) / total[row]).view(
+                np.int32
+            )
+            assert abs(units).max() <= 2
+
+
+def test_softmax_in_another_order_has_other_bits() -> None:
+    x = rows(9216, "float32")
+    result = np.asarray(ops.softmax(jnp.asarray(x))).max(axis=1, keepdims=True)  # the reciprocals of the sums
+    assert_same_bits(result, 1 / emulation.softmax_statistics(x, DEVICE)[1])
+    assert not same_bits(result, 1 / emulation.softmax_statistics(x[:, ::-1], DEVICE)[1])
+
+
+def test_softmax_is_by_the_exponential_of_base_two() -> None:
+    # XLA's CPU compiler gives exp the bits of exp2 of the product, so that only the program shows which one it is.
+    program = str(jax.make_jaxpr(ops.softmax)(jnp.ones((1, 8))))
+    assert " exp2 " in program
+    assert " exp " not in program
+
+
+def unordered_dot(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Products of matrices that are the same in every order: sums of integers, or of one term that is not zero."""
+    terms = x[:, :, None] * y[None]
+    is_single = ((terms != 0).sum(axis=1) <= 1).all()
+    assert is_single or (terms == np.rint(terms)).all(), "the order of these sums matters"
+    return terms.sum(axis=1, dtype=np.float32)
+
+
+def attention_inputs(keys: int, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries and keys of small integers, and in each block one value that is not zero for each column."""
+    random = np.random.default_rng(keys)
+    q = random.integers(-3, 4, (3, 8)).astype(np.float32)
+    k = random.integers(-3, 4, (keys, 8)).astype(np.float32)
+    v = np.zeros((keys, 16), np.float32)
+    for first in range(0, keys, 128):
+        count = min(128, keys - first)
+        for column in range(16):
+            v[first + random.integers(count), column] = random.standard_normal()
+    return tuple(x.astype(DTYPES[dtype]) for x in (q, k, v))  # pyright: ignore[reportReturnType]
+
+
+OPTIONS = {
+    "causal": AttentionOptions(0.3),
+    "bidirectional": AttentionOptions(0.3, causal=False),
+    "window": AttentionOptions(0.3, window=130),
+    "soft cap": AttentionOptions(0.3, soft_cap=5.0),
+    "alibi": AttentionOptions(0.3, alibi_slope=0.125),
+    "sink": AttentionOptions(0.3, sink=1.5),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attention(name: str, dtype: str) -> None:
+    options = OPTIONS[name]
+    for keys in (3, 300, 513):
+        q, k, v = attention_inputs(keys, dtype)
+        start = keys - len(q)
+
+        result = ops.dot_product_attention(
+            *(jnp.asarray(x)[None, :, None, :] for x in (q, k, v)),
+            scale=options.scale,
+            causal=options.causal,
+            window=options.window,
+            soft_cap=options.soft_cap,
+            alibi_slopes=None if options.alibi_slope is None else (options.alibi_slope,),
+            sinks=None if options.sink is None else jnp.asarray([options.sink], q.dtype),
+        )[0, :, 0]
+        # Whether a running sum is fused with its product is up to the processor; the contract's fma rounds once.
+        expected = []
+        for fma in (fused, unfused):
+            products = Products(unordered_dot, fma)
+            outputs = [
+                emulation.attention(row, k, v, start + t, options, DEVICE, products)[0] for t, row in enumerate(q)
+            ]
+            expected.append(np.stack(outputs).astype(q.dtype))
+        assert_has_the_bits_of_one(result, expected)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8_e4m3", "q4_0"])
+def test_quantization_of_keys_and_values(kind: str) -> None:
+    x = np.random.default_rng(0).standard_normal((128, 64)).astype(np.float32) * np.float32(7)
+    x[3], x[4], x[5, :32] = 0, 1e-35, 0
+    for dtype in DTYPES.values():
+        pages = ops.quantize_kv(jnp.asarray(x.astype(dtype))[None, None], kind)  # pyright: ignore[reportArgumentType]
+        numbers = x.astype(dtype)
+        if kind == "q4_0":
+            codes, scales = emulation.quantize_groups(numbers)
+            assert_same_bits(pages.scales[0, 0].T, scales)
+        else:
+            codes, scales = emulation.quantize_rows(numbers, kind)
+            assert_same_bits(pages.scales[0, 0], scales)
+        assert_same_bits(pages.codes[0, 0], codes)
+
+
+@functools.cache
+def noise(seed: int, position: int, sample_index: int) -> np.ndarray:
+    return emulation.uniform(seed, position, sample_index, 600)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 30.0])
+def test_sampling(temperature: float) -> None:
+    keys = [(0, 0, 0), (1, 5, 0), (2**40 + 7, 5, 3), (2**63 - 1, 1000, 1)]
+    logits = np.random.default_rng(0).standard_normal((len(keys), 600)).astype(np.float32)
+    logits[0, 17] = logits[0, 40] = logits[0].max() + 1
+    tokens, logprobs = ops.sample(
+        jnp.asarray(logits),
+        jnp.stack([jnp.asarray(ops.seed_words(seed), jnp.uint32) for seed, _, _ in keys]),
+        jnp.asarray([position for _, position, _ in keys], jnp.int32),
+        jnp.asarray([index for _, _, index in keys], jnp.int32),
+        jnp.full(len(keys), temperature, jnp.float32),
+        jnp.zeros(len(keys), jnp.int32),
+        jnp.ones(len(keys), jnp.float32),
+        jnp.zeros(len(keys), jnp.float32),
+        filtered=False,
+    )
+    expected = [emulation.sample(row, noise(*key), temperature, DEVICE) for row, key in zip(logits, keys, strict=True)]
+    assert np.asarray(tokens).tolist() == expected
+    m, total = emulation.softmax_statistics(logits, DEVICE)
+    differences = logits[np.arange(len(keys)), expected] - m[:, 0]
+    for row, log_total in enumerate(DEVICE.log(total)[:, 0]):
+        assert_has_the_bits_of_one(logprobs[row], [differences[row] - log for log in neighbours(log_total)])
