@@ -21,8 +21,6 @@ BACKENDS: Final = (STOCK, "portable")
 ROWS: Final = (1, 2, 3, 16, 64, 257, 1024)
 ROTATED_BYTES: Final = 256 << 20
 """Bytes of the argument sets that are taken in turn, at most."""
-CONTEXT: Final = 512
-"""Tokens of a request whose attention is measured."""
 
 type Draw = Callable[[int, np.random.Generator], Any]
 """Draws so many rows, the first of which is the same for every generator."""
@@ -59,8 +57,14 @@ def _weight(*shape: int, dtype: str) -> jax.Array:
     return jnp.asarray(np.random.default_rng(1).standard_normal(shape, np.float32) / shape[-1] ** 0.5, dtype)
 
 
-def cases(scale: int, dtype: str) -> Iterator[Case]:
-    """The operations of a small model, whose widths are multiplied by `scale`, and the demo's model."""
+def cases(scale: int, dtype: str, context: int = 512) -> Iterator[Case]:
+    """The operations of a small model, and the demo's model.
+
+    Args:
+        scale: a factor of the operations' widths.
+        dtype: the dtype of the numbers.
+        context: tokens of the requests whose attention is measured.
+    """
     width, weight = 256 * scale, functools.partial(_weight, dtype=dtype)
     x, w, gate_up, norm = _rows_of(width, dtype=dtype), weight(width, width), weight(2, 3 * width, width), weight(width)
     yield Case("matmul", lambda x, w: ops.matmul(x, w, layout="nk"), lambda m, rng: (x(m, rng), w))
@@ -73,10 +77,10 @@ def cases(scale: int, dtype: str) -> Iterator[Case]:
     logits = _rows_of(4096 * scale, dtype="float32")
     yield Case("log_softmax", ops.log_softmax, lambda m, rng: (logits(m, rng),))
     heads, head_dim = 2 * scale, 128
-    kv = _rows_of(CONTEXT, scale, head_dim, dtype=dtype)
+    kv = _rows_of(context, scale, head_dim, dtype=dtype)
     for name, queries, rows in (
-        (f"attention, decode over {CONTEXT} tokens", 1, (1, 2, 3, 16, 64)),
-        (f"attention, prefill of {CONTEXT} tokens", CONTEXT, (1, 2, 8)),
+        (f"attention, decode over {context} tokens", 1, (1, 2, 3, 16, 64)),
+        (f"attention, prefill of {context} tokens", context, (1, 2, 8)),
     ):
         q = _rows_of(queries, heads, head_dim, dtype=dtype)
         inputs = functools.partial(_attention_inputs, q, kv)
@@ -85,8 +89,8 @@ def cases(scale: int, dtype: str) -> Iterator[Case]:
 
 
 def small_cases(dtype: str) -> list[Case]:
-    """The narrowest operations at two batch sizes each, which take a CPU seconds."""
-    return [dataclasses.replace(case, rows=case.rows[1:3]) for case in cases(1, dtype)]
+    """The narrowest operations on short requests, at two batch sizes each, which take a CPU seconds."""
+    return [dataclasses.replace(case, rows=(1, 3)) for case in cases(1, dtype, context=64)]
 
 
 def _attention_inputs(q: Draw, kv: Draw, rows: int, rng: np.random.Generator) -> tuple[Any, ...]:

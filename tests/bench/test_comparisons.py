@@ -121,6 +121,9 @@ def test_an_option_that_is_refused_or_fails_is_no_difference_and_is_named(monkey
     assert comparison.options == 4 and not comparison.differences
 
 
+SIZES_OF_PRODUCTS = dataclasses.replace(small_sizes(), tokens=(1, 3, 17), neighbours=(17,))
+
+
 def products(off: Callable[[str, int, np.ndarray], np.ndarray]) -> Programs:
     """Programs that add up tokens, and add what `off` says to the results of rows."""
 
@@ -131,8 +134,7 @@ def products(off: Callable[[str, int, np.ndarray], np.ndarray]) -> Programs:
 
         return call
 
-    sizes = small_sizes()
-    ours: Any = {(layout, m): program(layout, m) for layout in ("nk", "kn") for m in sizes.tokens}
+    ours: Any = {(layout, m): program(layout, m) for layout in ("nk", "kn") for m in SIZES_OF_PRODUCTS.tokens}
     return Programs(ours, {})
 
 
@@ -148,7 +150,7 @@ def products(off: Callable[[str, int, np.ndarray], np.ndarray]) -> Programs:
 )
 def test_an_anchor_row_that_changes_its_bits_is_named(off: Any, place: str | None) -> None:
     comparison = row_bits.Comparison()
-    row_bits.compare_anchors(small_sizes(), (8, 128), jnp.zeros((8, 128), "bfloat16"), products(off), comparison)
+    row_bits.compare_anchors(SIZES_OF_PRODUCTS, (8, 128), jnp.zeros((8, 128), "bfloat16"), products(off), comparison)
     # Of 1, 3 and 17 rows, 1, 3 and 3 hold the anchor; 17 rows have five kinds of neighbours; two layouts.
     assert comparison.anchor_rows == 2 * (1 + 3 + 5 * 3)
     assert bool(comparison.differences) == (place is not None)

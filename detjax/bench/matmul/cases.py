@@ -59,14 +59,14 @@ def small_sizes() -> Sizes:
     """Sizes that take a CPU seconds."""
     widths = Widths(hidden=128, queries=128, keys=32, mlp=192, vocabulary=1000)
     return Sizes(
-        linears=unique_linears({"small": widths}),
-        tokens=(1, 3, 17),
+        linears={widths.linears[name]: [f"small {name}"] for name in ("qkv", "down")},
+        tokens=(1, 17),
         neighbours=(17,),
         probe=(128, 192),
         repeated_tokens=(17,),
         repeats=3,
         epilogues=widths,
-        epilogue_tokens=(1, 17),
+        epilogue_tokens=(17,),
     )
 
 
