@@ -68,45 +68,27 @@ def test_narrow_logits_have_the_bits_of_the_same_logits_in_float32(dtype: str) -
     assert_same_bits(interpreted(fn, x), interpreted(fn, x.astype(jnp.float32)))
 
 
-def exact_powers(count: int) -> np.ndarray:
-    """Logits x of which x * log2(e), rounded to float32, is exactly 0, -1, ..., 1 - count."""
-    log2_e = np.float32(np.log2(np.e))
-    near = [np.float32(-k / np.log2(np.e)) for k in range(count)]
-    steps = [[x, np.nextafter(x, np.float32(-99)), np.nextafter(x, np.float32(99))] for x in near]
-    exact = [[x for x in some if x * log2_e == -k] for k, some in enumerate(steps)]
-    return np.array([some[0] for some in exact if some], np.float32)
-
-
 BLOCKS = 5
-
-
-def rows_whose_blocks_have_exact_sums() -> np.ndarray:
-    """Logits of which a block has one value some times, so that its sum is a whole number in any order of addition.
-
-    The sums of different blocks differ by powers of two, so that the sum of the row depends on the order of blocks.
-    """
-    random = np.random.default_rng(0)
-    x = np.full((4, BLOCKS * SOFTMAX_BLOCK), -np.inf, np.float32)
-    for row in x:
-        powers = random.permutation(exact_powers(22)[-BLOCKS:])
-        powers[random.integers(BLOCKS)] = 0
-        for block, power in enumerate(powers):
-            places = random.permutation(SOFTMAX_BLOCK)[: random.integers(1, SOFTMAX_BLOCK)]
-            row[block * SOFTMAX_BLOCK + places] = power
-    return x
 
 
 @pytest.mark.parametrize("schedule", [Schedule(1, 16, 2), Schedule(2, 8, 2, "global"), Schedule(0, 4, 3)], ids=str)
 def test_blocks_are_added_left_to_right(schedule: Schedule) -> None:
-    x = rows_whose_blocks_have_exact_sums()
-    terms = np.exp2(np.round(x.astype(np.float64) * np.log2(np.e))).astype(np.float32)
-    block_sums = terms.reshape(len(x), BLOCKS, SOFTMAX_BLOCK).astype(np.float64).sum(axis=2).astype(np.float32)
-    total = np.zeros(len(x), np.float32)
+    # A block has its largest number some times and -inf else, so its sum is a whole number in any order of addition.
+    random = np.random.default_rng(0)
+    maxima = random.uniform(-9, 0, (4, BLOCKS)).astype(np.float32)
+    maxima[np.arange(4), random.permutation(BLOCKS)[:4]] = 0
+    counts = random.integers(1, SOFTMAX_BLOCK, (4, BLOCKS))
+    places = np.arange(SOFTMAX_BLOCK)
+    x = np.where(places < counts[..., None], maxima[..., None], np.float32(-np.inf))
+    factor = jax.jit(lambda difference: jnp.exp2(difference * np.float32(np.log2(np.e))))
+    terms = counts.astype(np.float32) * np.array([[factor(m) for m in row] for row in maxima])
+    total, reversed_total = np.zeros(4, np.float32), np.zeros(4, np.float32)
     for block in range(BLOCKS):
-        total = total + block_sums[:, block]
-    assert (total != block_sums[:, ::-1].cumsum(axis=1, dtype=np.float32)[:, -1]).any()
-    result = interpreted(functools.partial(softmax, schedule=schedule), jnp.asarray(x))
-    assert_same_bits(result, terms * (np.float32(1) / total)[:, None])
+        total, reversed_total = total + terms[:, block], reversed_total + terms[:, BLOCKS - 1 - block]
+    assert (total != reversed_total).any()
+    y = interpreted(functools.partial(softmax, schedule=schedule), jnp.asarray(x.reshape(4, -1)))
+    largest = y.reshape(4, BLOCKS, SOFTMAX_BLOCK)[maxima == 0][:, 0]
+    assert_same_bits(largest, np.float32(1) / total)
 
 
 @pytest.mark.parametrize("schedule", [Schedule(0, 2, 1), Schedule(0, 5, 4)], ids=str)
