@@ -14,19 +14,20 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from detjax import backends, compilation, engine, fingerprints, models
-from detjax.contract import KV_BLOCK
+from detjax import backends, cli_options, compilation, engine, fingerprints, models
 from detjax.demo import CHECKPOINT, DEFAULT_MAX_TOKENS
 from detjax.options import KVQuantization
 from detjax.version import __version__
 
 _EXPECTED_ERRORS = (ValueError, NotImplementedError, OSError, compilation.EnvironmentContradiction)
-"""What a user can bring about. It ends in one line; everything else is a defect and ends in a traceback."""
+"""Errors that a user can cause. They end in one line; all others are defects and end in a traceback."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
+
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
+    """A context whose expected errors end the command with one line on stderr and code 2."""
     try:
         yield
     except BrokenPipeError:
@@ -50,54 +51,43 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """LLM inference in JAX whose bits do not depend on who else is in the batch."""
+    """LLM inference in JAX whose bits do not depend on the other requests in a batch."""
 
 
 @app.command()
 @_plain_errors()
 def demo(
-    model: options.DemoModel = CHECKPOINT,
-    prompt: options.Question = None,
-    asks: options.Asks = 1000,
-    max_tokens: options.MaxTokens = DEFAULT_MAX_TOKENS,
-    dtype: options.DType = None,
-    seed: options.LoadSeed = 0,
-    output: options.HistogramFile = Path("demo.png"),
-    json_file: options.JsonFile = None,
-    backend: options.Backend = None,
+    model: cli_options.DemoModel = CHECKPOINT,
+    prompt: cli_options.Question = None,
+    asks: cli_options.Asks = 1000,
+    max_tokens: cli_options.MaxTokens = DEFAULT_MAX_TOKENS,
+    dtype: cli_options.DType = None,
+    seed: cli_options.LoadSeed = 0,
+    output: cli_options.HistogramFile = Path("demo.png"),
+    json_file: cli_options.JsonFile = None,
+    backend: cli_options.Backend = None,
 ) -> None:
     """Ask one question at temperature 0 under changing load, with stock XLA and with detjax, and count the answers.
 
-    Ends with code 1 if detjax gave more than one.
+    The exit code is 1 if detjax gave more than one answer.
     """
-    from detjax.demo import experiment, histogram, report  # matplotlib takes a second that other commands need not wait
+    from detjax.demo import experiment, histogram, report  # matplotlib takes a second, which other commands do not need
 
     if output.suffix.lower() != ".png":
         raise ValueError(f"--output is {str(output)!r}; accepted: names that end in .png")
     contender = experiment.contender(backend)
     with contextlib.ExitStack() as files:
-        png = files.enter_context(_file_at_the_end("--output", output))
-        json_part = json_file and files.enter_context(_file_at_the_end("--json", json_file))
+        png = files.enter_context(_file_written_at_the_end("--output", output))
+        json_part = json_file and files.enter_context(_file_written_at_the_end("--json", json_file))
         decoder, tokenizer = models.load(model, dtype=dtype)
         question = experiment.pose(decoder, tokenizer, prompt, max_tokens, seed)
         loads = experiment.draw_loads(decoder, tokenizer, question, asks, seed)
-
-        errors = Console(stderr=True, highlight=False)
-        errors.print(
+        Console(stderr=True, highlight=False).print(
             f"One question, asked {asks} times in {len(loads)} batches of 1 to {experiment.LARGEST_BATCH} requests, on "
             f"{backends.device_name()}, in {decoder.dtype.name}",
             markup=False,
         )
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        with Progress(*columns, console=errors) as bars:
-            names = {"stock": "stock XLA", "detjax": f"detjax ({contender})"}
-            tasks = {}
-
-            def advance(numerics: str, answers: int) -> None:
-                if numerics not in tasks:
-                    tasks[numerics] = bars.add_task(names[numerics], total=asks)
-                bars.advance(tasks[numerics], answers)
-
+        with _demo_progress({"stock": "stock XLA", "detjax": f"detjax ({contender})"}, asks) as advance:
             result = experiment.compare(decoder, loads, contender, advance)
 
         console = Console(highlight=False)
@@ -106,8 +96,8 @@ def demo(
         if json_part is not None:
             name = "the checkpoint that comes with detjax" if model == CHECKPOINT else str(model)
             setting = {"model": name, "dtype": decoder.dtype.name, "seed": seed}
-            written = report.as_json(result, question, tokenizer, **setting)
-            json_part.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+            content = report.as_json(result, question, tokenizer, **setting)
+            json_part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     console.print(f"Fingerprint {result.fingerprint.digest}. Histogram: {output}", markup=False, soft_wrap=True)
     if not result.detjax.reproduced:
@@ -117,29 +107,29 @@ def demo(
 @app.command()
 @_plain_errors()
 def generate(
-    model: options.Model,
-    prompt: options.Prompts,
-    chat: options.Chat = False,
-    max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    seed: options.Seed = 0,
-    n: options.Samples = 1,
-    stop: options.Stop = None,
-    logprobs: options.Logprobs = None,
-    dtype: options.DType = None,
-    kv_cache_dtype: options.KVCacheDType = None,
-    backend: options.Backend = None,
-    as_json: options.AsJson = False,
+    model: cli_options.Model,
+    prompt: cli_options.Prompts,
+    chat: cli_options.Chat = False,
+    max_tokens: cli_options.MaxTokens = 128,
+    temperature: cli_options.Temperature = None,
+    top_k: cli_options.TopK = None,
+    top_p: cli_options.TopP = None,
+    min_p: cli_options.MinP = None,
+    seed: cli_options.Seed = 0,
+    n: cli_options.Samples = 1,
+    stop: cli_options.Stop = None,
+    logprobs: cli_options.Logprobs = None,
+    dtype: cli_options.DType = None,
+    kv_cache_dtype: cli_options.KVCacheDType = None,
+    backend: cli_options.Backend = None,
+    as_json: cli_options.AsJson = False,
 ) -> None:
-    """Print completions of the prompts. The same prompt and seed give the same bits in any company."""
+    """Print completions of the prompts. The same prompt and seed give the same bits whatever else is computed."""
     fields: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "n": n, "stop": tuple(stop or ())}
     fields |= {"top_logprobs": logprobs or 0}
-    choices = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    fields |= {name: value for name, value in choices.items() if value is not None}
-    engine.SamplingParams(**fields)  # before minutes are spent on loading
+    overrides = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    fields |= {name: value for name, value in overrides.items() if value is not None}
+    engine.SamplingParams(**fields)  # refuses bad values before loading takes minutes
     quantization = _quantization(kv_cache_dtype)
     texts = _with_standard_input(prompt)
     with backends.use_backend(backend):
@@ -159,14 +149,13 @@ def generate(
             progress=sys.stderr.isatty(),
         )
     if as_json:
-        found = [_as_json(*pair) for pair in zip(texts, generations, strict=True)]
-        typer.echo(json.dumps({"generations": found, "fingerprint": _fields(fingerprint)}, indent=2))
+        content = [_generation_json(text, generation) for text, generation in zip(texts, generations, strict=True)]
+        typer.echo(json.dumps({"generations": content, "fingerprint": _fingerprint_json(fingerprint)}, indent=2))
         return
-    several = len(texts) * n > 1
-    for number, (text, generation) in enumerate(zip(texts, generations, strict=True)):
-        for sample, completion in enumerate(generation.completions):
-            if several:
-                typer.echo(f"=== prompt {number + 1} of {len(texts)}, sample {sample + 1} of {n}: {text!r}")
+    for number, (text, generation) in enumerate(zip(texts, generations, strict=True), 1):
+        for sample, completion in enumerate(generation.completions, 1):
+            if len(texts) * n > 1:
+                typer.echo(f"=== prompt {number} of {len(texts)}, sample {sample} of {n}: {text!r}")
             typer.echo(completion.text)
             if logprobs is not None:
                 _print_logprobs(completion, tokenizer)
@@ -175,28 +164,28 @@ def generate(
 @app.command()
 @_plain_errors()
 def serve(
-    model: options.ModelArgument,
-    host: options.Host = "127.0.0.1",
-    port: options.Port = 8000,
-    name: options.Name = None,
-    api_key: options.ApiKeys = None,
-    dtype: options.DType = None,
-    kv_cache_dtype: options.KVCacheDType = None,
-    backend: options.Backend = None,
-    max_samples: options.MaxSamples = 64,
-    token_budget: options.TokenBudget = 512,
-    max_length: options.MaxLength = None,
-    pages: options.NumPages = None,
-    prefix_cache: options.PrefixCache = True,
-    top_logprobs: options.TopLogprobs = 20,
-    max_queue: options.MaxQueue = 1024,
-    max_body: options.MaxBody = 8 << 20,
-    request_seconds: options.RequestSeconds = 600,
-    grace: options.Grace = 30,
-    cache_dir: options.CacheDir = None,
-    compilation_cache: options.CompilationCache = True,
+    model: cli_options.ModelArgument,
+    host: cli_options.Host = "127.0.0.1",
+    port: cli_options.Port = 8000,
+    name: cli_options.Name = None,
+    api_key: cli_options.ApiKeys = None,
+    dtype: cli_options.DType = None,
+    kv_cache_dtype: cli_options.KVCacheDType = None,
+    backend: cli_options.Backend = None,
+    max_samples: cli_options.MaxSamples = 64,
+    token_budget: cli_options.TokenBudget = 512,
+    max_length: cli_options.MaxLength = None,
+    num_pages: cli_options.NumPages = None,
+    prefix_cache: cli_options.PrefixCache = True,
+    top_logprobs: cli_options.TopLogprobs = 20,
+    max_queue: cli_options.MaxQueue = 1024,
+    max_body: cli_options.MaxBody = 8 << 20,
+    request_seconds: cli_options.RequestSeconds = 600,
+    grace: cli_options.Grace = 30,
+    cache_dir: cli_options.CacheDir = None,
+    compilation_cache: cli_options.CompilationCache = True,
 ) -> None:
-    """Serve a model over HTTP, in OpenAI's terms; the page at / shows what it promises. Ctrl-C ends it."""
+    """Serve a model over HTTP with OpenAI's API; the page at / shows that answers repeat. Ctrl-C ends it."""
     try:
         from detjax import server
     except ModuleNotFoundError as error:
@@ -204,51 +193,71 @@ def serve(
     settings = server.Settings(
         name or model.resolve().name,
         api_keys=tuple(api_key or ()),
-        max_on_their_way=max_samples + max_queue,
+        max_in_flight=max_samples + max_queue,
         max_body=max_body,
         request_seconds=request_seconds,
     )
-    quantization = _quantization(kv_cache_dtype)
+    config = engine.EngineConfig(
+        max_samples=max_samples,
+        token_budget=token_budget,
+        max_length=max_length,
+        num_pages=num_pages,
+        prefix_cache=prefix_cache,
+        kv_cache_dtype=_quantization(kv_cache_dtype),
+        top_logprobs=top_logprobs,
+    )
     if max_queue < 0 or grace < 0:
         raise ValueError(f"--max-queue is {max_queue}, --grace is {grace:g}; accepted: 0 and more")
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    with contextlib.closing(server.bound_socket(host, port)) as own, backends.use_backend(backend):
+    cache = (cache_dir or _user_cache()) if compilation_cache else None
+    with contextlib.closing(server.bound_socket(host, port)) as bound, backends.use_backend(backend):
         decoder, tokenizer = _load(model, dtype)
-        config = engine.EngineConfig(
-            max_samples=max_samples,
-            token_budget=token_budget,
-            max_length=max_length,
-            num_pages=pages,
-            prefix_cache=prefix_cache,
-            kv_cache_dtype=quantization,
-            top_logprobs=top_logprobs,
-        )
-        with engine.Engine(decoder, tokenizer, config) as one:
-            app = server.create_app(one, decoder, tokenizer, settings)
-            cache = (cache_dir or _user_cache()) if compilation_cache else None
-            one.warm_up(progress=sys.stderr.isatty(), cache=cache)
-            address, port = own.getsockname()[:2]
+        with engine.Engine(decoder, tokenizer, config) as running:
+            app = server.create_app(running, decoder, tokenizer, settings)
+            running.warm_up(progress=sys.stderr.isatty(), cache=cache)
+            address, port = bound.getsockname()[:2]
             address = f"[{address}]" if ":" in address else address
             ready = f"{settings.name} on http://{address}:{port}, fingerprint {app.state.fingerprint}"
-            server.Server(app, grace=grace).serve_on(own, lambda: errors.print(ready, markup=False))
+            console = Console(stderr=True, highlight=False, soft_wrap=True)
+            server.Server(app, grace=grace).serve_on(bound, lambda: console.print(ready, markup=False))
 
 
 @app.command()
 @_plain_errors()
-def fingerprint(backend: _Backend = None) -> None:
-    """Print what bits depend on besides request and weights, as JSON."""
+def fingerprint(backend: cli_options.Backend = None) -> None:
+    """Print, as JSON, what bits depend on besides the request and the weights."""
     with backends.use_backend(backend):
-        typer.echo(json.dumps(_fields(fingerprints.fingerprint()), indent=2))
+        typer.echo(json.dumps(_fingerprint_json(fingerprints.fingerprint()), indent=2))
+
+
+@contextlib.contextmanager
+def _demo_progress(names: dict[str, str], asks: int) -> Iterator[Callable[[str, int], None]]:
+    """Bars on stderr, one for each of `names`, and the function that advances one of them. A bar shows on first use."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True, highlight=False)) as bars:
+        tasks = {}
+
+        def advance(numerics: str, answers: int) -> None:
+            if numerics not in tasks:
+                tasks[numerics] = bars.add_task(names[numerics], total=asks)
+            bars.advance(tasks[numerics], answers)
+
+        yield advance
 
 
 def _load(model: Path, dtype: str | None) -> tuple[models.Decoder, models.Tokenizer]:
+    """The model and its tokenizer.
+
+    Raises:
+        ValueError: the checkpoint has no tokenizer.
+    """
     decoder, tokenizer = models.load(model, dtype=dtype)
     if tokenizer is None:
-        raise ValueError(f"{model} has no tokenizer.json; accepted: a checkpoint with one, as prompts are texts here")
+        raise ValueError(f"{model} has no tokenizer.json; accepted: a checkpoint with one, because prompts are text")
     return decoder, tokenizer
 
 
 def _quantization(name: str | None) -> KVQuantization | None:
+    """Checks the value of --kv-cache-dtype."""
     if name not in (None, *get_args(KVQuantization)):
         accepted = ", ".join(get_args(KVQuantization))
         raise ValueError(f"--kv-cache-dtype is {name!r}; accepted: {accepted}")
@@ -260,11 +269,13 @@ def _user_cache() -> Path:
 
 
 @contextlib.contextmanager
-def _file_at_the_end(option: str, path: Path) -> Iterator[Path]:
-    """A file that becomes `path` if all goes well; it is made at once, so that nobody works for a file that cannot be.
+def _file_written_at_the_end(option: str, path: Path) -> Iterator[Path]:
+    """A temporary file that replaces `path` when the context ends without an error.
+
+    It is created at once, so that a path that cannot be written is reported before the work begins.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the path cannot be written; the message calls it `option`.
     """
     try:
         if path.is_dir():
@@ -273,8 +284,8 @@ def _file_at_the_end(option: str, path: Path) -> Iterator[Path]:
         partial.touch()
     except OSError as error:
         raise ValueError(
-            f"{option} is {str(path)!r}, where no file can be written ({error.strerror}); accepted: the name of a "
-            "file in a directory that exists and is writable"
+            f"{option} is {str(path)!r}, which cannot be written ({error.strerror}); accepted: a file in a "
+            "directory that exists and is writable"
         ) from error
     try:
         yield partial
@@ -284,25 +295,26 @@ def _file_at_the_end(option: str, path: Path) -> Iterator[Path]:
 
 
 def _with_standard_input(prompts: list[str]) -> list[str]:
-    """The prompts, "-" replaced by what standard input holds, less its last line break."""
+    """The prompts. Standard input, less its last line break, takes the place of "-"."""
     if prompts.count("-") > 1:
-        raise ValueError("--prompt is - more than once; accepted: once, as there is one standard input")
+        raise ValueError("--prompt is - more than once; accepted: once, because there is one standard input")
     return [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
 
 
 def _print_logprobs(completion: engine.Completion, tokenizer: models.Tokenizer) -> None:
+    """Prints a line for each token: id, text, logprob, and the likeliest tokens in its place."""
     for token, logprob, top in zip(completion.tokens, completion.logprobs, completion.top_logprobs, strict=True):
-        likeliest = [f"{tokenizer.decode([other])!r} {value:.6f}" for other, value in top]
+        likeliest = [f"{tokenizer.decode([candidate])!r} {value:.6f}" for candidate, value in top]
         typer.echo("\t".join([str(token), repr(tokenizer.decode([token])), f"{logprob:.6f}", *likeliest]))
 
 
-def _as_json(prompt: str, generation: engine.Generation) -> dict[str, Any]:
+def _generation_json(prompt: str, generation: engine.Generation) -> dict[str, Any]:
     completions = [
         {
             "text": completion.text,
             "finish_reason": completion.finish_reason,
             "tokens": completion.tokens,
-            # A double holds a float32 exactly, so reading these gives the bits back.
+            # A double holds a float32 exactly, so a reader gets the same bits.
             "logprobs": completion.logprobs,
             "top_logprobs": [
                 [{"token": token, "logprob": value} for token, value in top] for top in completion.top_logprobs
@@ -313,5 +325,5 @@ def _as_json(prompt: str, generation: engine.Generation) -> dict[str, Any]:
     return {"prompt": prompt, "prompt_tokens": generation.prompt_tokens, "completions": completions}
 
 
-def _fields(fingerprint: fingerprints.Fingerprint) -> dict[str, Any]:
+def _fingerprint_json(fingerprint: fingerprints.Fingerprint) -> dict[str, Any]:
     return dataclasses.asdict(fingerprint) | {"digest": fingerprint.digest}

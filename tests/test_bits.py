@@ -1,4 +1,4 @@
-"""The suite's comparison sees what it must see."""
+"""The suite's comparison of bits notices every difference."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""The command line: what it prints where, and what it says to bad input."""
+"""The command line: what it prints, where, and what it answers to bad input."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ def run(*arguments: object, **options: Any) -> Result:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that is shipped, cut to its first layer."""
+    """The model that comes with detjax, cut to one layer."""
     small, tokenizer = one_layer(CHECKPOINT, seed=0)
     path = tmp_path_factory.mktemp("checkpoint") / "small"
     models.save(small, path, tokenizer=tokenizer)
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def error(result: Result) -> str:
-    """The one line that an expected error is."""
+    """The one line that an expected error prints."""
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
@@ -51,9 +51,9 @@ def test_help_names_the_commands() -> None:
 
 
 def test_fingerprint_is_json_with_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = json.loads(run("fingerprint").stdout)
-    own = fingerprints.fingerprint()
-    assert found == dataclasses.asdict(own) | {"digest": own.digest}
+    printed = json.loads(run("fingerprint").stdout)
+    fingerprint = fingerprints.fingerprint()
+    assert printed == dataclasses.asdict(fingerprint) | {"digest": fingerprint.digest}
     assert json.loads(run("fingerprint", "--backend", "stock").stdout)["backend"] == "stock"
     monkeypatch.setenv("DETJAX_BACKEND", "stock")
     assert json.loads(run("fingerprint").stdout)["backend"] == "stock"
@@ -69,12 +69,12 @@ def test_generate_prints_the_text_alone(checkpoint: Path) -> None:
 
 def test_generate_quantizes_the_cache_that_it_is_asked_to(checkpoint: Path) -> None:
     arguments = ("--prompt", "ROMEO:", "--max-tokens", 5, "--kv-cache-dtype", "q4_0", "--json")
-    (found,) = json.loads(run("generate", "--model", checkpoint, *arguments).stdout)["generations"]
+    (printed,) = json.loads(run("generate", "--model", checkpoint, *arguments).stdout)["generations"]
     model, tokenizer = models.load(checkpoint, progress=False)
     (expected,) = detjax.generate(
         model, ["ROMEO:"], SamplingParams(max_tokens=5), tokenizer=tokenizer, kv_cache_dtype="q4_0"
     )
-    assert found["completions"][0]["logprobs"] == list(expected.completions[0].logprobs)
+    assert printed["completions"][0]["logprobs"] == list(expected.completions[0].logprobs)
 
 
 def test_generate_heads_each_of_several_texts(checkpoint: Path) -> None:
@@ -96,16 +96,16 @@ def test_generate_heads_each_of_several_texts(checkpoint: Path) -> None:
 def test_generate_writes_json_that_holds_the_bits(checkpoint: Path) -> None:
     arguments = ("--max-tokens", 4, "--temperature", 0.8, "--top-k", 9, "--seed", 5, "--logprobs", 2)
     result = run("generate", "--model", checkpoint, "--prompt", "ROMEO:", *arguments, "--json")
-    found = json.loads(result.stdout)
+    printed = json.loads(result.stdout)
     model, tokenizer = models.load(checkpoint, progress=False)
     params = SamplingParams(max_tokens=4, temperature=0.8, top_k=9, seed=5, top_logprobs=2)
     (expected,) = detjax.generate(model, ["ROMEO:"], params, tokenizer=tokenizer)
-    (completion,) = found["generations"][0]["completions"]
-    assert found["generations"][0]["prompt_tokens"] == list(expected.prompt_tokens)
+    (completion,) = printed["generations"][0]["completions"]
+    assert printed["generations"][0]["prompt_tokens"] == list(expected.prompt_tokens)
     assert completion["tokens"] == list(expected.completions[0].tokens)
     assert tuple(completion["logprobs"]) == expected.completions[0].logprobs
     assert [len(top) for top in completion["top_logprobs"]] == [2] * 4
-    assert found["fingerprint"]["digest"] == fingerprints.fingerprint().digest
+    assert printed["fingerprint"]["digest"] == fingerprints.fingerprint().digest
 
 
 def test_chat_wraps_the_prompt_in_the_template() -> None:
@@ -113,8 +113,8 @@ def test_chat_wraps_the_prompt_in_the_template() -> None:
     result = run("generate", "--model", FIXTURES / "qwen3", "--prompt", "Hello", *options)
     _, tokenizer = models.load(FIXTURES / "qwen3", progress=False)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
-    found = json.loads(result.stdout)["generations"][0]
-    assert found["prompt_tokens"] == tokenizer.encode(text, add_special_tokens=False)
+    printed = json.loads(result.stdout)["generations"][0]
+    assert printed["prompt_tokens"] == tokenizer.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize(
@@ -179,10 +179,10 @@ def test_demo_reports_both_numerics_and_writes_its_files(checkpoint: Path, tmp_p
     assert "24 of 24" in result.stdout
     assert "detjax gave one answer whatever the load" in result.stdout
     assert "asked 24 times" in result.stderr and "24/24" in result.stderr
-    found = json.loads((tmp_path / "demo.json").read_text())
-    assert (found["asks"], found["dtype"], found["detjax"]["unique_logprob_bits"]) == (24, "bfloat16", 1)
-    assert sum(completion["count"] for completion in found["stock"]["completions"]) == 24
-    assert found["fingerprint"]["digest"] in result.stdout
+    printed = json.loads((tmp_path / "demo.json").read_text())
+    assert (printed["asks"], printed["dtype"], printed["detjax"]["unique_logprob_bits"]) == (24, "bfloat16", 1)
+    assert sum(completion["count"] for completion in printed["stock"]["completions"]) == 24
+    assert printed["fingerprint"]["digest"] in result.stdout
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "demo.png"]
 
@@ -193,9 +193,9 @@ def test_demo_with_several_answers_of_detjax_ends_with_code_1(
     broken = experiment.Tally((((1, 2), 2), ((1, 3), 1)), bit_patterns=2)
     result = experiment.Result(1, broken, 1.0, broken, 1.0, fingerprints.fingerprint())
     monkeypatch.setattr(experiment, "compare", lambda *arguments: result)
-    found = run("demo", "--model", checkpoint, "--output", tmp_path / "demo.png")
-    assert found.exit_code == 1
-    assert "detjax broke its promise" in found.stdout
+    ended = run("demo", "--model", checkpoint, "--output", tmp_path / "demo.png")
+    assert ended.exit_code == 1
+    assert "detjax broke its promise" in ended.stdout
     assert (tmp_path / "demo.png").exists()
 
 
@@ -204,18 +204,18 @@ def test_demo_with_several_answers_of_detjax_ends_with_code_1(
     [
         (
             ("--output", "nowhere/demo.png"),
-            "--output is 'nowhere/demo.png', where no file can be written (No such file",
+            "--output is 'nowhere/demo.png', which cannot be written (No such file",
         ),
-        (("--output", "directory.png"), "--output is 'directory.png', where no file can be written (Is a directory)"),
+        (("--output", "directory.png"), "--output is 'directory.png', which cannot be written (Is a directory)"),
         (("--output", "demo.jpg"), "--output is 'demo.jpg'; accepted: names that end in .png"),
-        (("--json", "nowhere/demo.json"), "--json is 'nowhere/demo.json', where no file can be written"),
+        (("--json", "nowhere/demo.json"), "--json is 'nowhere/demo.json', which cannot be written"),
         (("--model", "nowhere"), "'nowhere' is not a directory"),
         (("--asks", 0), "asks is 0; accepted: at least 1"),
         (("--max-tokens", 600), "max_tokens is 600; accepted: 1 to "),
         (("--prompt", ""), "the prompt is empty"),
         (
             ("--backend", "stock"),
-            "the backend is 'stock', which is what detjax is compared with; accepted: hopper, tpu, portable",
+            "the backend is 'stock', which detjax is compared with; accepted: hopper, tpu, portable",
         ),
         (("--backend", "cuda"), "'cuda' is no backend"),
         (("--dtype", "int8"), "int8"),

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Prints the path of a Python that requirements.lock covers. Where the machine has none it prints the version to ask for.
+# Prints the path of a Python that requirements.lock supports, or the version to ask for if the machine has none.
 set -euo pipefail
 
-# A name on PATH proves nothing: the shims of a version manager stand there for versions that are not selected, and fail.
+# A name on PATH proves nothing: version managers put shims there for versions that are not selected, and these fail.
 working_path() {
   "$1" -c 'import sys
 if not (3, 12) <= sys.version_info[:2] < (3, 14):
@@ -12,8 +12,8 @@ print(sys.executable)' </dev/null 2>/dev/null
 
 if [[ -n ${PYTHON:-} ]]; then
   working_path "$PYTHON" && exit
-  found=$("$PYTHON" --version 2>&1) || found="does not run"
-  echo "PYTHON=$PYTHON: $found; accepted: Python 3.12 or 3.13. Name one of these, or leave PYTHON unset." >&2
+  version=$("$PYTHON" --version 2>&1) || version="does not run"
+  echo "PYTHON=$PYTHON: $version; accepted: Python 3.12 or 3.13. Name one of these, or leave PYTHON unset." >&2
   exit 1
 fi
 

@@ -14,7 +14,7 @@ if "$home/bin/uv" --version >/dev/null 2>&1; then
   exit
 fi
 
-# A system's own Python may come without ensurepip, so that it cannot make the environment: then the next one is tried.
+# A system's Python may lack ensurepip and then cannot make the environment, so the next one is tried.
 for python in "$(tools/find-python.sh)" python3 /usr/bin/python3; do
   command -v "$python" >/dev/null || continue
   rm -rf "$home"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Installs Chromium and its driver, which the test of the server's page needs, on a Debian or Ubuntu machine that lacks
-# them. Elsewhere, and without root, it says so and the test is skipped.
+# Installs Chromium and its driver, which the tests of the server's page need, on Debian and Ubuntu machines. On other
+# machines, and without root, it says so, and the tests are skipped.
 set -euo pipefail
 
 if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then
   exit
 fi
 if ! command -v apt-get >/dev/null || [[ $(id -u) != 0 ]]; then
-  echo "Chromium and chromedriver are not on PATH and cannot be installed here: the page's test will be skipped." >&2
+  echo "Chromium and chromedriver are not on PATH and cannot be installed here: the page's tests will be skipped." >&2
   exit
 fi
 export DEBIAN_FRONTEND=noninteractive

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv: the packages of requirements.lock, and detjax itself, editable. It starts from nothing every time, because a
-# run that was interrupted may have left packages that look installed and are not.
+# Makes .venv with the packages of requirements.lock and an editable detjax. It always starts from nothing, because an
+# interrupted run may have left packages that look installed and are not.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

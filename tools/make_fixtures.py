@@ -1,4 +1,4 @@
-"""Writes the tiny checkpoints of `tests/fixtures/`, each with what transformers computed from it.
+"""Writes the tiny checkpoints of `tests/fixtures/`, each with the outputs that transformers computed from it.
 
     pip install torch==2.13.0 transformers==5.23.0        (Python 3.11)
     python tools/make_fixtures.py [--only NAME]
@@ -11,8 +11,8 @@ checkpoint with random weights, `reference.npz` and, where it has a tokenizer, `
     prompt        int32 [t]        a prefix of `tokens`
     continuation  int32 [n]        the greedy one of `prompt`; no token of it ends a sequence
 
-A seed is taken when the fixture tests something: every setting in its `matters` moves the logits, the greedy choice is
-never close to a tie, and the continuation does not run in a small circle. On one kind of CPU, with the versions above,
+A seed is accepted if every setting in the fixture's `matters` changes the logits, no greedy choice is close to a tie,
+and the continuation does not repeat itself. On one kind of CPU, with the versions above,
 the files come out the same byte for byte.
 """
 
@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# Checkpoints and tokenizers are made here from nothing: nothing may come from a network or from a cache of one.
+# Checkpoints and tokenizers are made from nothing here. Nothing may come from the network or from its cache.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -41,9 +41,9 @@ try:
     import torch
     import transformers
 except ImportError as error:
-    sys.exit(f"make_fixtures: {error.name} is not installed for {sys.executable}; needed: {INSTALL}")
+    sys.exit(f"make_fixtures: {error.name} is not installed for {sys.executable}; install it: {INSTALL}")
 
-# Some settings are odd on purpose, and transformers warns of that on every load.
+# Some settings are odd on purpose, and transformers would warn of them on every load.
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -65,15 +65,15 @@ MAX_SEED = 2000
 
 Config = transformers.PreTrainedConfig
 Weights = dict[str, torch.Tensor]
-# Takes one setting out of a copy of a model, in place.
+# Removes one setting from a copy of a model, in place.
 Removal = Callable[[Config, Weights], None]
 
 
 class Unfit(Exception):
-    """Raised when a seed gives a fixture that would test too little; the next seed is tried."""
+    """A seed gives a fixture that would test too little, so the next seed is tried."""
 
 
-# --- what is taken out to see that it matters ------------------------------------------------------------------------
+# --- settings that are removed to show that they matter --------------------------------------------------------------
 
 
 def no_rope_scaling(config: Config, weights: Weights) -> None:
@@ -307,7 +307,7 @@ ALL = (
 )
 
 
-# --- weights and what they give --------------------------------------------------------------------------------------
+# --- weights and reference arrays ------------------------------------------------------------------------------------
 
 
 def network(config: Config, weights: Weights | None = None) -> transformers.PreTrainedModel:
@@ -341,7 +341,7 @@ def fill(model: transformers.PreTrainedModel, fixture: Fixture, generator: torch
         parameter.copy_(value.to(fixture.stored))
 
 
-def logits_of(model: transformers.PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+def compute_logits(model: transformers.PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Returns the logits [T, V] of `tokens` [T] in one pass without a cache."""
     return model(tokens[None], use_cache=False).logits[0]
 
@@ -368,13 +368,13 @@ def draw(fixture: Fixture, seed: int, ends: set[int]) -> tuple[transformers.PreT
     tokens = torch.randint(0, fixture.config.vocab_size, (TOKENS,), generator=generator)
     prompt = tokens[:PROMPT]
 
-    logits = logits_of(model, tokens)
+    logits = compute_logits(model, tokens)
     if (spread := logits.std(dim=-1).min().item()) < MIN_LOGITS_STD:
         raise Unfit(f"the logits of one position have a standard deviation of {spread:.2f}")
     for remove in fixture.matters:
         config, weights = copy.deepcopy(model.config), copy.deepcopy(model.state_dict())
         remove(config, weights)
-        effect = (logits_of(network(config, weights), tokens) - logits).abs().max().item()
+        effect = (compute_logits(network(config, weights), tokens) - logits).abs().max().item()
         if effect < MIN_EFFECT:
             raise Unfit(f"{remove.__name__} moves the logits by {effect:.1e} at most")
 
@@ -383,7 +383,7 @@ def draw(fixture: Fixture, seed: int, ends: set[int]) -> tuple[transformers.PreT
         raise Unfit(f"the continuation has {distinct} distinct tokens")
     if ends & set(continuation.tolist()):
         raise Unfit("the continuation holds a token that ends a sequence")
-    best = logits_of(model, torch.cat([prompt, continuation]))[PROMPT - 1 : -1].topk(2, dim=-1)
+    best = compute_logits(model, torch.cat([prompt, continuation]))[PROMPT - 1 : -1].topk(2, dim=-1)
     if (gap := (best.values[:, 0] - best.values[:, 1]).min().item()) <= MIN_GREEDY_GAP:
         raise Unfit(f"the best two logits of one step are {gap:.1e} apart")
     if not torch.equal(best.indices[:, 0], continuation):
@@ -461,7 +461,7 @@ PLAIN_TEXTS = (
 )
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Fewer than the network has, as is usual: its last ids have no text.
+# The network has more, as is usual: its last ids have no text.
 TOKENIZER_SIZE = 512
 SPECIAL_IDS = set(range(TOKENIZER_SIZE - len(SPECIAL_TOKENS), TOKENIZER_SIZE))
 
@@ -472,7 +472,7 @@ def chat_tokenizer() -> transformers.PreTrainedTokenizerBase:
     Raises:
         RuntimeError: `TRAINING_TEXT` is too short for so many tokens.
     """
-    # The empty one brings the normalizer and the way of cutting text that the checkpoints of this family use.
+    # The untrained tokenizer has the normalizer and the pre-tokenizer of this family's checkpoints.
     blank = transformers.Qwen2Tokenizer().backend_tokenizer
     blank.train_from_iterator(
         [TRAINING_TEXT],
@@ -521,7 +521,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def rewrite_config(path: Path, fixture: Fixture) -> None:
-    """Takes out of config.json what says how it was made, and gives it transformers 4's form where asked."""
+    """Removes from config.json how it was made, and gives it the form of transformers 4 if the fixture asks for it."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config.pop("_name_or_path", None)
     if fixture.transformers_4_config:
@@ -559,11 +559,11 @@ def save(fixture: Fixture, model: transformers.PreTrainedModel, arrays: dict[str
 
 
 def verify(fixture: Fixture, folder: Path) -> str:
-    """Returns how far a freshly loaded checkpoint is from its reference, in words.
+    """Returns a description of how far a freshly loaded checkpoint is from its reference.
 
     Raises:
-        RuntimeError: the files do not give the reference, are not stored as they should be, or name where they were
-            made.
+        RuntimeError: the files do not give the reference, are not stored as they should be, or name the machine's
+            folders.
     """
     with np.load(folder / "reference.npz") as file:
         arrays = dict(file)
@@ -573,7 +573,7 @@ def verify(fixture: Fixture, folder: Path) -> str:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager", local_files_only=True
         )
-        differences[dtype] = (logits_of(model, tokens) - logits).abs().max().item()
+        differences[dtype] = (compute_logits(model, tokens) - logits).abs().max().item()
         if dtype == torch.float32:
             continuation = greedy(model, torch.from_numpy(arrays["prompt"]).long())
             if continuation.tolist() != arrays["continuation"].tolist():
@@ -589,7 +589,7 @@ def verify(fixture: Fixture, folder: Path) -> str:
         raise RuntimeError(f"{fixture.name}: config.json does not say that weights are stored as {fixture.stored}")
     shards = len(list(folder.glob("model-*.safetensors")))
     if (shards < 3) if fixture.shard_size else (shards > 0):
-        raise RuntimeError(f"{fixture.name}: {shards} shards; wanted: at least 3 with a shard_size, none without")
+        raise RuntimeError(f"{fixture.name}: {shards} shards; expected: at least 3 with a shard_size, none without")
     for path in folder.iterdir():
         text = path.read_text(encoding="utf-8") if path.suffix in (".json", ".jinja") else ""
         for place in (str(Path.home()), tempfile.gettempdir(), str(FIXTURES)):
@@ -599,7 +599,7 @@ def verify(fixture: Fixture, folder: Path) -> str:
 
 
 def make(fixture: Fixture) -> None:
-    """Writes one fixture in place of what stood there, and only once it has been verified."""
+    """Makes and verifies one fixture, and then replaces its folder."""
     ends = fixture.config.eos_token_id
     ends = SPECIAL_IDS if fixture.chat else set(ends if isinstance(ends, list) else [ends])
     for seed in range(MAX_SEED):
@@ -618,7 +618,7 @@ def make(fixture: Fixture) -> None:
         save(fixture, model, arrays, folder)
         result = verify(fixture, folder)
         shutil.rmtree(target, ignore_errors=True)
-        # Contents without modes: safetensors writes files that only their owner may read.
+        # The copy leaves out file modes: safetensors writes files that only their owner may read.
         shutil.copytree(folder, target, copy_function=shutil.copyfile)
     print(f"{fixture.name}: seed {seed}, {result}, {size_of(target):,} bytes")
 
@@ -673,9 +673,9 @@ def main() -> None:
     only = parser.parse_args().only
 
     for package, wanted in VERSIONS.items():
-        found = sys.modules[package].__version__.split("+")[0]
-        if found != wanted:
-            sys.exit(f"make_fixtures: {package} is {found}; the fixtures are made with {wanted}: {INSTALL}")
+        installed = sys.modules[package].__version__.split("+")[0]
+        if installed != wanted:
+            sys.exit(f"make_fixtures: {package} is {installed}; expected: {wanted}. Install it: {INSTALL}")
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.set_grad_enabled(False)

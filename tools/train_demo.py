@@ -1,14 +1,14 @@
-"""Train the small language model behind `detjax demo` and write it as a Hugging Face checkpoint.
+"""Trains the small language model of `detjax demo` and writes it as a Hugging Face checkpoint.
 
     python tools/train_demo.py shakespeare.txt --out DIR
 
 The checkpoint in `detjax/demo/checkpoint` learned from 1.1 MB of Shakespeare's plays (public domain; the selection
 known as "tinyshakespeare": speeches, each headed by its speaker and a colon, a blank line between two). Any UTF-8 text
-of that form and about that size will do.
+of this form and of about this size will do.
 
 Needs torch, transformers and tokenizers. Takes under 3 minutes on one NVIDIA H200, about 4 hours on a CPU core. Torch's
-seed is fixed, but neither its GPU kernels nor the random merges of the tokenizer repeat: another run gives a model as
-good, not the same file.
+seed is fixed, but neither its GPU kernels nor the random merges of the tokenizer repeat: another run gives an equally
+good model, but not the same file.
 """
 
 import argparse
@@ -25,7 +25,7 @@ try:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 except ImportError as error:
-    sys.exit(f"train_demo: {error}; install what it needs: pip install torch transformers tokenizers")
+    sys.exit(f"train_demo: {error}; install the packages that it needs: pip install torch transformers tokenizers")
 
 MODEL = {
     "vocab_size": 1024,
@@ -52,7 +52,7 @@ END = "<|endoftext|>"
 SPEECHES_PER_PASSAGE = 8
 MAX_CHECKPOINT_BYTES = 2_900_000
 PROMPTS = ("ROMEO:", "First Citizen:\nBefore we proceed", "KING RICHARD III:\nNow", "O, what a", "My lord, I")
-# What save_pretrained writes about the machine and the release it ran on rather than about the model.
+# Keys with which save_pretrained describes the machine and its own release, not the model.
 VOLATILE_KEYS = {
     "config.json": ("transformers_version", "_name_or_path"),
     "generation_config.json": ("transformers_version", "_from_model_config"),
@@ -92,8 +92,8 @@ def train_tokenizer(passages: list[str]) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(passages, trainer)
-    if (found := tokenizer.get_vocab_size()) != MODEL["vocab_size"]:
-        sys.exit(f"train_demo: the text yields {found} of {MODEL['vocab_size']} tokens; give a longer text")
+    if (size := tokenizer.get_vocab_size()) != MODEL["vocab_size"]:
+        sys.exit(f"train_demo: the text yields {size} of {MODEL['vocab_size']} tokens; give a longer text")
     return tokenizer
 
 
@@ -141,7 +141,7 @@ def learning_rate_share(step: int) -> float:
 
 
 def fit(tokenizer: Tokenizer, train: list[str], held_out: list[str], device: str) -> Qwen3ForCausalLM:
-    """The model as it was at the lowest validation loss of the training run, on the CPU."""
+    """Trains a model, and returns it on the CPU as it was at the lowest validation loss."""
     torch.manual_seed(SEED)
     windows_at = torch.Generator().manual_seed(SEED)
     model = build_model(tokenizer.token_to_id(END)).to(device)
@@ -178,7 +178,7 @@ def fit(tokenizer: Tokenizer, train: list[str], held_out: list[str], device: str
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
-    """Write the bfloat16 checkpoint and its tokenizer to `out`.
+    """Writes the bfloat16 checkpoint and its tokenizer to `out`.
 
     Raises:
         SystemExit: the directory came out larger than `MAX_CHECKPOINT_BYTES`.
@@ -189,7 +189,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
         eos_token=END,
         pad_token=END,
         model_max_length=MODEL["max_position_embeddings"],
-        # Else transformers 4 makes token_type_ids, which Qwen3 refuses.
+        # Otherwise transformers 4 makes token_type_ids, which Qwen3 refuses.
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
     ).save_pretrained(out)
@@ -206,7 +206,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
 
 
 def show(out: Path, held_out: list[str]) -> None:
-    """Load the checkpoint as anyone would; print its validation loss and greedy continuations of `PROMPTS`."""
+    """Loads the checkpoint with transformers, and prints its validation loss and greedy continuations of `PROMPTS`."""
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(out)
     tokens = encode(tokenizer.backend_tokenizer, held_out, "cpu")
@@ -220,7 +220,7 @@ def show(out: Path, held_out: list[str]) -> None:
 
 
 def main() -> None:
-    """Train on the first 90% of the passages, choose the checkpoint by the last 10%, save it and show what it says."""
+    """Trains on the first 90% of the passages, chooses the checkpoint by the last 10%, saves it and shows its text."""
     parser = argparse.ArgumentParser(description="Train the model of `detjax demo` on Shakespeare's plays.")
     parser.add_argument("text", type=Path, help="plain text: speeches with blank lines between them, about 1 MB")
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint's directory, created if missing")

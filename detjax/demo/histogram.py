@@ -1,4 +1,4 @@
-"""The histogram of completions as a picture."""
+"""Draws the histogram of completions."""
 
 import textwrap
 import warnings
@@ -19,14 +19,15 @@ _DETJAX: Final = "#2a7f8e"
 _INK: Final = "#262626"
 _GREY: Final = "#767676"
 _MOST_TEXTS: Final = 4
-"""Bars of a panel up to which each has room for the words it stands for."""
+"""The most bars of a panel that have room for their completions' words below them."""
 _LINES: Final = 7
+"""The most lines of a completion."""
 _CHARACTERS: Final = 66
-"""Of a line of text as wide as a panel."""
+"""Characters of a line of text as wide as a panel."""
 
 
 def draw_histogram(result: Result, tokenizer: Tokenizer | None, path: Path) -> None:
-    """Writes a PNG: how often each unique completion came, with stock XLA on the left and with detjax on the right.
+    """Writes a PNG of the count of each unique completion, with stock XLA on the left and with detjax on the right.
 
     Raises:
         OSError: the file cannot be written.
@@ -36,27 +37,27 @@ def draw_histogram(result: Result, tokenizer: Tokenizer | None, path: Path) -> N
     panels = figure.subplots(1, 2, sharey=True)
     figure.subplots_adjust(left=0.07, right=0.98, top=0.78, bottom=0.25, wspace=0.08)
     stock, detjax = len(result.stock.counts), len(result.detjax.counts)
-    finding = f"To one question stock XLA gave {counted(stock, 'answer')}, detjax {detjax}"
+    headline = f"To one question stock XLA gave {counted(stock, 'answer')}, detjax {detjax}"
     setting = (
         f"asked {counted(result.stock.asks, 'time')} at temperature 0, within the same "
         f"{counted(result.loads, 'batch', 'batches')} of 1 to {LARGEST_BATCH} requests\n"
         f"{result.fingerprint.device_kind}"
     )
-    figure.text(0.07, 0.93, finding, fontsize=18, fontweight="bold", color=_INK)
+    figure.text(0.07, 0.93, headline, fontsize=18, fontweight="bold", color=_INK)
     figure.text(0.07, 0.915, setting, fontsize=10.5, color=_GREY, va="top", linespacing=1.4)
     _draw_panel(panels[0], "stock XLA", result.stock, _STOCK, tokenizer)
     _draw_panel(panels[1], "detjax", result.detjax, _DETJAX, tokenizer)
-    panels[0].set_ylabel("times it came", fontsize=11.5, color=_INK)
+    panels[0].set_ylabel("answers", fontsize=11.5, color=_INK)
     panels[0].set_ylim(0, 1.12 * max(result.stock.commonest, result.detjax.commonest))
     panels[0].yaxis.set_major_locator(MaxNLocator(5, integer=True))
     with warnings.catch_warnings():
-        # A model may answer in a script that matplotlib's own fonts lack: the bars are as true without its letters.
+        # A model may answer in a script that matplotlib's fonts lack. The bars are right without its letters.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(path, format="png")
 
 
 def _draw_panel(axes: Axes, name: str, tally: Tally, color: str, tokenizer: Tokenizer | None) -> None:
-    """Bars with their counts above them and, where there is room, the words of the completions below."""
+    """Draws bars with their counts above them and, if there is room, the completions below."""
     counts = [count for _, count in tally.counts]
     bars = axes.bar(range(len(counts)), counts, width=0.62 if len(counts) > 1 else 0.3, color=color, zorder=2)
     title = f"{name}: {counted(len(counts), 'completion')}, {counted(tally.bit_patterns, 'set')} of logprobs"
@@ -89,5 +90,5 @@ def _draw_panel(axes: Axes, name: str, tally: Tally, color: str, tokenizer: Toke
 
 def _verse(text: str, width: int) -> str:
     """The first `_LINES` lines of a text, none wider than `width`."""
-    lines = [piece for line in text.splitlines() for piece in textwrap.wrap(line, width)]
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width)]
     return "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 1], "…"])

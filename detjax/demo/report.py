@@ -1,4 +1,4 @@
-"""What the experiment found, in words, as a table and as JSON."""
+"""The experiment's result in words, as a table and as JSON."""
 
 import dataclasses
 from typing import Any
@@ -14,28 +14,28 @@ from detjax.models import Tokenizer
 
 
 def verdict_on_stock(tally: Tally) -> str:
-    """One sentence: what stock XLA did."""
+    """One sentence on what stock XLA did."""
     if len(tally.counts) > 1:
         return (
-            f"Stock XLA gave {len(tally.counts)} different answers to one question at temperature 0: which one came "
-            "depended on the load."
+            f"Stock XLA gave {len(tally.counts)} different answers to one question at temperature 0. The load decided "
+            "which one."
         )
     if not tally.reproduced:
         return (
             f"Stock XLA gave one answer this time, but its logprobs came in {tally.bit_patterns} sets of bits: no "
-            "token was near enough to a tie. Another --prompt or more --max-tokens may show more."
+            "token was close enough to a tie. Another --prompt or more --max-tokens may show more."
         )
     return (
         "Stock XLA gave one answer with one set of logprob bits: on this device and with this model these loads made "
-        "no difference to it."
+        "no difference."
     )
 
 
 def verdict_on_detjax(tally: Tally) -> str:
-    """One sentence: what detjax did."""
+    """One sentence on what detjax did."""
     if tally.reproduced:
         times = f"{tally.asks} of {tally.asks} times"
-        return f"detjax gave one answer whatever the load, {times}, with all logprobs the same in every bit."
+        return f"detjax gave one answer whatever the load, {times}, with the same bits in all logprobs."
     return (
         f"detjax broke its promise: {counted(len(tally.counts), 'answer')}, {counted(tally.bit_patterns, 'set')} of "
         "logprob bits. Please report this with the fingerprint and what --json writes."
@@ -43,7 +43,7 @@ def verdict_on_detjax(tally: Tally) -> str:
 
 
 def as_text(tokens: tuple[int, ...], tokenizer: Tokenizer | None) -> str:
-    """The tokens' text; their ids where there is no tokenizer."""
+    """The tokens' text, or their ids if there is no tokenizer."""
     return " ".join(map(str, tokens)) if tokenizer is None else tokenizer.decode(tokens)
 
 
@@ -52,7 +52,7 @@ def report(result: Result, question: Request, tokenizer: Tokenizer | None) -> Re
     rows = (("stock XLA", result.stock, result.stock_seconds), ("detjax", result.detjax, result.detjax_seconds))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for heading in ("unique\ncompletions", "commonest\ncame", "unique\nlogprobs", "first\ndivergence", "\nseconds"):
+    for heading in ("unique\ncompletions", "most\nfrequent", "unique\nlogprobs", "first\ndivergence", "\nseconds"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, tally, seconds in rows:
         divergence = "none" if tally.divergence is None else f"after {counted(tally.divergence.position, 'token')}"
@@ -67,7 +67,7 @@ def report(result: Result, question: Request, tokenizer: Tokenizer | None) -> Re
 
 
 def _sides(name: str, tally: Tally, question: Request, tokenizer: Tokenizer | None) -> RenderableType:
-    """Two completions side by side, marked from where they differ."""
+    """Two completions side by side, with a mark where they begin to differ."""
     divergence = tally.divergence
     assert divergence is not None
     pair = divergence.one, divergence.other
@@ -94,7 +94,7 @@ def _sides(name: str, tally: Tally, question: Request, tokenizer: Tokenizer | No
 
 
 def as_json(result: Result, question: Request, tokenizer: Tokenizer | None, **setting: Any) -> dict[str, Any]:
-    """The result as JSON: `setting`, then all completions with their counts, and the fingerprint."""
+    """The result as JSON: `setting`, all completions with their counts, and the fingerprint."""
 
     def numerics(tally: Tally, seconds: float) -> dict[str, Any]:
         divergence = tally.divergence
@@ -123,5 +123,5 @@ def as_json(result: Result, question: Request, tokenizer: Tokenizer | None, **se
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """As in "1 token" and "2 tokens"."""
+    """A number with its noun: "1 token", "2 tokens"."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server over HTTP, whose answers do not depend on who else asks."""
+"""An OpenAI-compatible HTTP server, whose answers do not depend on which other requests it serves."""
 
 from detjax.server.app import Settings as Settings
 from detjax.server.app import create_app as create_app

@@ -1,12 +1,10 @@
-"""The routes, and what happens between a request and its answer."""
+"""The ASGI application: its routes, and the way of a request from its body to its response."""
 
 import asyncio
 import contextlib
 import dataclasses
 import hashlib
 import hmac
-import json
-import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -19,208 +17,229 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from detjax import fingerprints, models
 from detjax.contract import CONTRACT_VERSION
-from detjax.engine import Engine, EngineClosed, SamplingParams
+from detjax.engine import Engine, SamplingParams
 from detjax.models import Decoder, Tokenizer
 from detjax.options import KVQuantization
 from detjax.server import openapi
-from detjax.server.answers import Answer, Chat, Completions, Served
-from detjax.server.errors import ApiError, of_validation
+from detjax.server.api_calls import ApiCall, ChatCall, CompletionCall, ServedModel
+from detjax.server.errors import ApiError, error_response, from_validation_error, to_api_error
 from detjax.server.guard import ClientGone, Guard
-from detjax.server.metrics import Metrics
-from detjax.server.schemas import ChatRequest, CompletionRequest, Sampling
+from detjax.server.metrics import Metrics, RequestMetrics
+from detjax.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from detjax.server.streaming import DONE, EventStream, event
 
-_log: Final = logging.getLogger(__name__)
 _PAGE: Final = Path(__file__).parent / "page"
 _PAGE_HEADERS: Final = {
-    # It may be given a key.
+    # Users may type an API key into the page.
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
 _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_LONG_BODY: Final = 1 << 16
+"""Bytes of JSON from which on a thread parses it, because a list of a million numbers takes a while."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a server deals with its clients; no answer depends on it.
+    """How a server treats its clients. No answer depends on it.
 
     Attributes:
-        name: the model's, for clients.
-        api_keys: one of which clients have to send; none: nobody needs one.
-        max_on_their_way: samples at most, those that wait included; more are answered 429.
-        max_body: bytes of a request.
-        body_seconds: that a client may take to send it.
-        request_seconds: that an answer may take.
+        name: what clients call the model.
+        api_keys: keys, one of which clients have to send. Without any, nobody needs a key.
+        max_in_flight: samples in flight at most, those that wait included. Further requests get status 429.
+        max_body: bytes of a request's body at most.
+        body_seconds: seconds that a client may take to send its request.
+        request_seconds: seconds that an answer may take.
     """
 
     name: str
     api_keys: Sequence[str] = ()
-    max_on_their_way: int = 1024
+    max_in_flight: int = 1024
     max_body: int = 8 << 20
     body_seconds: float = 30
     request_seconds: float = 600
 
     def __post_init__(self) -> None:
+        """Checks every field.
+
+        Raises:
+            ValueError: names the field, what was given and what is accepted.
+        """
         accepted = {
             "name": (bool(self.name), "a name"),
             "api_keys": (all(self.api_keys), "keys that are not empty"),
-            "max_on_their_way": (self.max_on_their_way >= 1, "at least 1"),
+            "max_in_flight": (self.max_in_flight >= 1, "at least 1"),
             "max_body": (self.max_body >= 1, "at least 1"),
             "body_seconds": (self.body_seconds > 0, "more than 0"),
             "request_seconds": (self.request_seconds > 0, "more than 0"),
         }
-        for name, (holds, what) in accepted.items():
-            if not holds:
-                given = "one that is empty" if name == "api_keys" else repr(getattr(self, name))
-                raise ValueError(f"Settings: {name} is {given}; accepted: {what}")
+        for name, (is_accepted, description) in accepted.items():
+            if not is_accepted:
+                # An error message must not show keys.
+                problem = "contains an empty key" if name == "api_keys" else f"is {getattr(self, name)!r}"
+                raise ValueError(f"Settings: {name} {problem}; accepted: {description}")
 
 
 def system_fingerprint(model: Decoder, tokenizer: Tokenizer, kv_cache_dtype: KVQuantization | None = None) -> str:
-    """What answers depend on besides requests: contract, environment, and model. Equal ones promise equal bits."""
-    own = hashlib.sha256(f"{models.digest(model, tokenizer)} {kv_cache_dtype}".encode()).hexdigest()
-    return f"detjax-{CONTRACT_VERSION}-{fingerprints.fingerprint().digest}-{own[:16]}"
+    """Returns a digest of all that answers depend on besides requests: contract, environment and model.
+
+    Servers with equal fingerprints give the same request the same bits.
+    """
+    digest = hashlib.sha256(f"{models.digest(model, tokenizer)} {kv_cache_dtype}".encode()).hexdigest()
+    return f"detjax-{CONTRACT_VERSION}-{fingerprints.fingerprint().digest}-{digest[:16]}"
 
 
 def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: Settings) -> Starlette:
-    """The server as an ASGI application. All weights are read for its fingerprint: for large models that takes a while.
+    """Returns the server as an ASGI application.
+
+    It reads all weights for the fingerprint, which takes a while for large models.
 
     Args:
-        engine: answers; it is the caller's to close.
-        model: the engine's.
-        tokenizer: the engine's.
-        settings: see there.
+        engine: generates the answers. The caller closes it.
+        model: the engine's model.
+        tokenizer: the engine's tokenizer.
+        settings: how it treats clients.
     """
-    fingerprint = system_fingerprint(model, tokenizer, engine.kv_cache_dtype)
-    served = Served(settings.name, engine, tokenizer, _defaults(model), fingerprint)
+    fingerprint = system_fingerprint(model, tokenizer, engine.config.kv_cache_dtype)
+    served = ServedModel(settings.name, engine, tokenizer, _sampling_defaults(model), fingerprint)
     api = _Api(served, settings)
+    document = openapi.document(settings.name, needs_key=bool(settings.api_keys))
     routes = [
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
-        Route("/v1/models", api.models),
-        Route("/v1/models/{name:path}", api.model),
+        Route("/v1/models", api.list_models),
+        Route("/v1/models/{name:path}", api.retrieve_model),
         Route("/health", api.health),
         Route("/metrics", api.metrics_text),
         Route("/openapi.json", lambda _: JSONResponse(document)),
         Route("/", lambda _: FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS)),
-        Mount("/page", _Page(directory=_PAGE)),
+        Mount("/page", _PageFiles(directory=_PAGE)),
     ]
-    document = openapi.document(settings.name, needs_key=bool(settings.api_keys))
-    handlers = {ApiError: _told, HTTPException: _http_error}
-    app = Starlette(routes=routes, exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
-    app.add_middleware(_Counted, metrics=api.metrics, paths=[route.path for route in routes])
+    app = Starlette(routes=routes, exception_handlers={ApiError: error_response, HTTPException: error_response})
+    app.add_middleware(RequestMetrics, metrics=api.metrics, paths=[route.path for route in routes])
     app.state.guard, app.state.fingerprint = api.guard, fingerprint
     return app
 
 
-def _defaults(model: Decoder) -> dict[str, Any]:
-    """What a request is sampled with where it is silent: the checkpoint's settings, if it has any, else OpenAI's."""
-    own = model.generation_defaults
-    if own is None or not own.do_sample:
+def _sampling_defaults(model: Decoder) -> dict[str, Any]:
+    """Sampling parameters of requests that give none: the checkpoint's recommendation, else OpenAI's default."""
+    recommended = model.generation_defaults
+    if recommended is None or not recommended.do_sample:
         return {"temperature": 1.0}
     params = SamplingParams.recommended(model)
     return {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
 class _Api:
-    def __init__(self, served: Served, settings: Settings) -> None:
+    """The handlers of the routes."""
+
+    def __init__(self, served: ServedModel, settings: Settings) -> None:
         self.served, self.settings = served, settings
-        self.guard = Guard(settings.max_on_their_way, settings.request_seconds)
+        self.guard = Guard(settings.max_in_flight, settings.request_seconds)
         self.metrics = Metrics(served.engine)
         self._keys = [key.encode() for key in settings.api_keys]
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, CompletionRequest, Completions)
+        """POST /v1/completions."""
+        return await self._generate(request, CompletionRequest, CompletionCall)
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatRequest, Chat)
+        """POST /v1/chat/completions."""
+        return await self._generate(request, ChatRequest, ChatCall)
 
-    async def _answer(
-        self, request: Request, schema: type[Sampling], kind: Callable[[Any, Served], Answer]
+    async def _generate(
+        self,
+        request: Request,
+        schema: type[GenerationRequest],
+        call_type: Callable[[Any, ServedModel], ApiCall],
     ) -> Response:
         self._authorize(request)
-        asked = await self._asked(request, schema)
-        if asked.model != self.served.name:
-            raise _no_model(asked.model, self.served.name)
+        body = await self._parse_body(request, schema)
+        self._check_model_name(body.model)
         try:
-            answer = await run_in_threadpool(kind, asked, self.served)  # encoding a long prompt takes a while
-            with contextlib.ExitStack() as until_answered:
-                until = until_answered.enter_context(self.guard.admitted(answer.samples))
-                self.metrics.prompt_tokens.inc(sum(len(one.prompt) for one in answer.requests))
-                if asked.stream:
-                    events = self._events(answer)
-                    # What is refused, is refused before the answer has begun.
-                    first = await self.guard.watch(request.receive, anext(events), until)  # pyright: ignore
-                    return _EventStream(self.guard, first, events, until, until_answered.pop_all())
-                generations = self.served.engine.generate_async(answer.requests)
-                found = await self.guard.watch(request.receive, generations, until)
+            call = await run_in_threadpool(call_type, body, self.served)  # tokenizing a long prompt takes a while
+            with contextlib.ExitStack() as admission:
+                deadline = admission.enter_context(self.guard.admitted(call.num_samples))
+                self.metrics.prompt_tokens.inc(sum(len(one.prompt) for one in call.requests))
+                if body.stream:
+                    events = self._events(call)
+                    # The first event tells whether the engine refuses the request, in time for the status to say so.
+                    first = await self.guard.watch(request.receive, anext(events), deadline)  # pyright: ignore
+                    return EventStream(self.guard, first, events, deadline, admission.pop_all())
+                generating = self.served.engine.generate_async(call.requests)
+                generations = await self.guard.watch(request.receive, generating, deadline)
         except ClientGone:
-            return Response(status_code=499)  # to nobody
+            return Response(status_code=499)  # nobody receives it
         except Exception as error:
-            return _as_told(error).response()
-        self.metrics.generated_tokens.inc(sum(len(c.tokens) for one in found for c in one.completions))
-        return JSONResponse(answer.whole(found))
+            return to_api_error(error).response()
+        self.metrics.generated_tokens.inc(sum(len(c.tokens) for one in generations for c in one.completions))
+        return JSONResponse(call.full_response(generations))
 
-    async def _events(self, answer: Answer) -> AsyncGenerator[bytes]:
-        """The answer's server-sent events."""
+    async def _events(self, call: ApiCall) -> AsyncGenerator[bytes]:
+        """Yields the server-sent events of a streamed response, and counts its tokens."""
         clock = asyncio.get_running_loop().time
-        begun, last = clock(), dict[tuple[int, int], float]()
+        start, last_times = clock(), dict[tuple[int, int], float]()
         generated = 0
-        async with contextlib.aclosing(self.served.engine.stream_all(answer.requests)) as tokens:
+        async with contextlib.aclosing(self.served.engine.stream_all(call.requests)) as tokens:
             async for prompt, token in tokens:
                 now = clock()
                 if not generated:
-                    self.metrics.first_token.observe(now - begun)
-                    for chunk in answer.opening():
-                        yield _event(chunk)
+                    self.metrics.first_token.observe(now - start)
+                    for chunk in call.first_chunks():
+                        yield event(chunk)
                 generated += 1
                 self.metrics.generated_tokens.inc()
-                if (before := last.get((prompt, token.sample))) is not None:
-                    self.metrics.next_token.observe(now - before)
-                last[prompt, token.sample] = now
-                for chunk in answer.news(prompt, token):
-                    yield _event(chunk)
-        for chunk in answer.closing(generated):
-            yield _event(chunk)
-        yield b"data: [DONE]\n\n"
+                if (last := last_times.get((prompt, token.sample))) is not None:
+                    self.metrics.next_token.observe(now - last)
+                last_times[prompt, token.sample] = now
+                for chunk in call.token_chunks(prompt, token):
+                    yield event(chunk)
+        for chunk in call.last_chunks(generated):
+            yield event(chunk)
+        yield DONE
 
-    # --- what is sent -------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def _authorize(self, request: Request) -> None:
+        """Refuses requests without one of the server's keys, if it has any."""
         if not self._keys:
             return
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         given = key.strip().encode("latin-1")
         if kind.lower() != "bearer" or not any([hmac.compare_digest(given, known) for known in self._keys]):
-            what = "no API key is sent" if not key else "the API key is wrong"
+            problem = "no API key was sent" if not key else "the API key is wrong"
             raise ApiError(
                 401,
-                f"{what}; accepted: the header Authorization: Bearer and a key of this server",
+                f"{problem}; expected: the header 'Authorization: Bearer KEY' with a key of this server",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    async def _asked(self, request: Request, schema: type[Sampling]) -> Sampling:
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise ApiError(415, f"the content type is {kind!r}; accepted: application/json")
-        body = await self._body(request)
-        try:
-            # Lists of a million numbers take a while.
-            return (
-                await run_in_threadpool(schema.model_validate_json, body)
-                if len(body) > 1 << 16
-                else (schema.model_validate_json(body))
+    def _check_model_name(self, name: str) -> None:
+        if name != self.served.name:
+            raise ApiError(
+                404, f"model is {name!r}; accepted: {self.served.name!r}", param="model", code="model_not_found"
             )
-        except ValidationError as error:
-            raise of_validation(error) from None
 
-    async def _body(self, request: Request) -> bytes:
+    async def _parse_body(self, request: Request, schema: type[GenerationRequest]) -> GenerationRequest:
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise ApiError(415, f"the content type is {content_type!r}; accepted: application/json")
+        body = await self._read_body(request)
+        try:
+            if len(body) > _LONG_BODY:
+                return await run_in_threadpool(schema.model_validate_json, body)
+            return schema.model_validate_json(body)
+        except ValidationError as error:
+            raise from_validation_error(error) from None
+
+    async def _read_body(self, request: Request) -> bytes:
         too_large = ApiError(413, f"the request is too large; accepted: up to {self.settings.max_body} bytes")
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self.settings.max_body:
@@ -233,31 +252,38 @@ class _Api:
                     if len(body) > self.settings.max_body:
                         raise too_large
         except TimeoutError:
-            seconds = self.settings.body_seconds
-            raise ApiError(408, f"the request did not arrive within {seconds:g} s", code="timeout") from None
+            message = f"the request did not arrive within {self.settings.body_seconds:g} s, the server's limit"
+            raise ApiError(408, message, code="timeout") from None
         except ClientDisconnect:
-            raise ApiError(400, "the client left before it had sent the request") from None
+            raise ApiError(400, "the client disconnected before it had sent the whole request") from None
         return bytes(body)
 
-    # --- the rest -----------------------------------------------------------------------------------------------------
+    # --- other routes -------------------------------------------------------------------------------------------------
 
-    async def models(self, request: Request) -> Response:
+    async def list_models(self, request: Request) -> Response:
+        """GET /v1/models."""
         self._authorize(request)
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [self._model_json()]})
 
-    async def model(self, request: Request) -> Response:
+    async def retrieve_model(self, request: Request) -> Response:
+        """GET /v1/models/{name}."""
         self._authorize(request)
-        name = request.path_params["name"]
-        if name != self.served.name:
-            raise _no_model(name, self.served.name)
-        return JSONResponse(self._model())
+        self._check_model_name(request.path_params["name"])
+        return JSONResponse(self._model_json())
 
-    def _model(self) -> dict[str, Any]:
-        own = {"id": self.served.name, "object": "model", "created": self.served.created, "owned_by": "detjax"}
-        own |= {"max_model_len": self.served.engine.max_tokens, "chat": self.served.tokenizer.has_chat_template}
-        return own | {"system_fingerprint": self.served.fingerprint}
+    def _model_json(self) -> dict[str, Any]:
+        return {
+            "id": self.served.name,
+            "object": "model",
+            "created": self.served.created,
+            "owned_by": "detjax",
+            "max_model_len": self.served.engine.max_length,
+            "chat": self.served.tokenizer.has_chat_template,
+            "system_fingerprint": self.served.fingerprint,
+        }
 
     async def health(self, _: Request) -> Response:
+        """GET /health."""
         if self.guard.is_draining:
             return JSONResponse({"status": "shutting down"}, 503)
         if not self.served.engine.is_open:
@@ -265,108 +291,14 @@ class _Api:
         return JSONResponse({"status": "ok"})
 
     async def metrics_text(self, _: Request) -> Response:
+        """GET /metrics."""
         return Response(self.metrics.text(), headers={"Content-Type": _METRICS_TYPE})
 
 
-class _EventStream(Response):
-    """Server-sent events; what goes wrong after the first one is told as an event too."""
+class _PageFiles(StaticFiles):
+    """The page's files, with the page's headers."""
 
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        guard: Guard,
-        first: bytes,
-        events: AsyncGenerator[bytes],
-        until: float,
-        until_answered: contextlib.ExitStack,
-    ) -> None:
-        super().__init__()
-        del self.headers["content-length"]
-        self.headers["Cache-Control"] = "no-cache"
-        self._guard, self._first, self._events, self._until = guard, first, events, until
-        self._until_answered = until_answered
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._until_answered:
-            async with contextlib.aclosing(self._events):
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                try:
-                    await self._guard.watch(receive, self._send(send), self._until)
-                except ClientGone:
-                    return
-                except Exception as error:
-                    await _send_part(send, _event(_as_told(error).body))
-                await send({"type": "http.response.body", "body": b""})
-
-    async def _send(self, send: Send) -> None:
-        await _send_part(send, self._first)
-        async for event in self._events:
-            await _send_part(send, event)
-
-
-async def _send_part(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
-
-
-class _Page(StaticFiles):
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
         response.headers.update(_PAGE_HEADERS)
         return response
-
-
-class _Counted:
-    """Counts requests, and times their answers."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Sequence[str]) -> None:
-        self._app, self._metrics, self._paths = app, metrics, frozenset(paths)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        path = scope["path"] if scope["path"] in self._paths else "other"
-        clock = asyncio.get_running_loop().time
-        begun, status = clock(), 499
-
-        async def counted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, counted)
-        finally:
-            self._metrics.requests.labels(path, str(status)).inc()
-            self._metrics.seconds.labels(path).observe(clock() - begun)
-
-
-def _no_model(given: str, name: str) -> ApiError:
-    return ApiError(404, f"there is no model {given!r} here; accepted: {name!r}", param="model", code="model_not_found")
-
-
-async def _told(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return ApiError(error.status_code, error.detail, headers=dict(error.headers or {})).response()
-
-
-def _as_told(error: Exception) -> ApiError:
-    """What a client is told of what went wrong."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, EngineClosed):
-        return ApiError(503, str(error))
-    if isinstance(error, ValueError):  # of the engine, the tokenizer, the chat template: what is asked cannot be served
-        return ApiError(400, str(error))
-    _log.error("a request has failed", exc_info=error)
-    return ApiError(500, "the server has a defect, which its log tells of")

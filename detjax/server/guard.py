@@ -1,4 +1,4 @@
-"""What keeps one request from harming the others: room for so many, a time limit, and an eye on who is still there."""
+"""Protection of requests from one another: a limit on samples in flight, a time limit, and cancellation."""
 
 import asyncio
 import contextlib
@@ -11,21 +11,22 @@ from detjax.server.errors import ApiError
 
 
 class ClientGone(Exception):
-    """Nobody is there to be answered."""
+    """The client disconnected, so nobody waits for the response."""
 
 
 class Guard:
-    """Admits requests, and ends those that take too long, whose client has left, or that a shutdown does not wait for.
+    """Admits requests, and ends those that take too long, lose their client, or outlast a shutdown's grace period.
 
     Attributes:
-        capacity: samples on their way at most.
-        on_their_way: samples that were admitted.
-        is_draining: no more are admitted.
+        capacity: samples in flight at most.
+        in_flight: samples that were admitted and whose requests have not ended.
+        is_draining: whether the guard refuses all further requests.
     """
 
     def __init__(self, capacity: int, seconds: float) -> None:
+        """A guard that admits `capacity` samples at once and gives each request so many seconds."""
         self.capacity = capacity
-        self.on_their_way = 0
+        self.in_flight = 0
         self.is_draining = False
         self._seconds = seconds
         self._stopped: asyncio.Future[None] | None = None
@@ -33,57 +34,67 @@ class Guard:
 
     @contextlib.contextmanager
     def admitted(self, samples: int) -> Iterator[float]:
-        """A context in which so many samples are on their way, and until when they may be, by the loop's clock.
+        """A context in which the samples count as in flight. It gives the request's deadline, by the loop's clock.
 
         Raises:
-            ApiError: there is no room for them, or no more are admitted.
+            ApiError: the samples do not fit, or the server is shutting down.
         """
         if self.is_draining:
-            raise ApiError(503, "the server is shutting down; ask another one", headers={"Connection": "close"})
+            raise ApiError(
+                503,
+                "the server is shutting down; send the request to another server",
+                headers={"Connection": "close"},
+            )
         if samples > self.capacity:
             raise ApiError(
                 400, f"the request has {samples} samples; accepted: up to {self.capacity} at once", param="n"
             )
-        if self.on_their_way + samples > self.capacity:
+        if self.in_flight + samples > self.capacity:
             raise ApiError(
                 429,
-                f"the queue is full: {self.on_their_way} samples are on their way, of {self.capacity}; ask again",
+                f"the queue is full: {self.in_flight} samples are in flight and the request has {samples}; accepted: "
+                f"up to {self.capacity} in all. Send the request again later.",
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
-        self.on_their_way += samples
+        self.in_flight += samples
         try:
             yield asyncio.get_running_loop().time() + self._seconds
         finally:
-            self.on_their_way -= samples
+            self.in_flight -= samples
 
     def drain(self) -> None:
-        """Admits no more."""
+        """Admits no further requests."""
         self.is_draining = True
 
     def stop(self) -> None:
-        """Ends what is on its way."""
+        """Ends all requests in flight."""
         self._is_stopped = True
         if self._stopped is not None and not self._stopped.done():
             self._stopped.set_result(None)
 
-    async def watch[T](self, receive: Receive, work: Coroutine[Any, Any, T], until: float) -> T:
-        """What `work` returns. It is cancelled where nobody waits for it any more.
+    async def watch[T](self, receive: Receive, work: Coroutine[Any, Any, T], deadline: float) -> T:
+        """Returns the result of `work`, which is cancelled when its result is no longer needed.
+
+        Args:
+            receive: the request's ASGI channel, which tells when the client disconnects.
+            work: the computation of the response, or of a part of it.
+            deadline: when the request's time is over, by the loop's clock.
 
         Raises:
-            ClientGone: the client has left.
-            ApiError: the time is over, or the server stops.
+            ClientGone: the client disconnected.
+            ApiError: the deadline passed, or the server stopped.
         """
         loop = asyncio.get_running_loop()
         if self._stopped is None:
             self._stopped = loop.create_future()
             if self._is_stopped:
                 self._stopped.set_result(None)
-        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnection(receive))
         try:
             await asyncio.wait(
                 {working, leaving, self._stopped},
-                timeout=max(0, until - loop.time()),
+                timeout=max(0, deadline - loop.time()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if working.done():
@@ -91,14 +102,21 @@ class Guard:
             if leaving.done():
                 raise ClientGone
             if self._stopped.done():
-                raise ApiError(503, "the server is shutting down before the request was answered")
-            raise ApiError(504, f"the request took longer than {self._seconds:g} s, the server's limit", code="timeout")
+                raise ApiError(
+                    503, "the server is shutting down and did not finish the request; send it to another server"
+                )
+            raise ApiError(
+                504,
+                f"the request took longer than {self._seconds:g} s, the server's limit. Ask for fewer tokens.",
+                code="timeout",
+            )
         finally:
             for task in (working, leaving):
                 task.cancel()
             await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnection(receive: Receive) -> None:
+    """Waits until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

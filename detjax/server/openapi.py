@@ -1,4 +1,4 @@
-"""The OpenAPI document, of the schemas that requests are checked with."""
+"""The OpenAPI document, made of the schemas that request bodies are checked with."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ _ERROR = {
     },
 }
 _USAGE = {"type": "object", "additionalProperties": {"type": "integer"}}
-_ANSWER = {
+_RESPONSE = {
     "type": "object",
     "required": ["id", "object", "created", "model", "system_fingerprint", "choices", "usage"],
     "properties": {
@@ -35,7 +35,7 @@ _ANSWER = {
         "model": {"type": "string"},
         "system_fingerprint": {
             "type": "string",
-            "description": "Contract, environment and model: the same request has the same bits where it is the same.",
+            "description": "A digest of contract, environment and model. Equal ones promise equal bits.",
         },
         "choices": {"type": "array", "items": {"type": "object", "required": ["index", "finish_reason"]}},
         "usage": _USAGE,
@@ -48,8 +48,8 @@ _MODEL = {
     | {name: {"type": "integer"} for name in ("created", "max_model_len")}
     | {"chat": {"type": "boolean"}},
 }
-_OF_REQUESTS = {
-    400: "What is asked cannot be served; the message says why.",
+_GENERATION_ERRORS = {
+    400: "The request cannot be served; the message says why.",
     401: "The API key is missing or wrong.",
     404: "There is no such model.",
     408: "The request did not arrive in time.",
@@ -62,21 +62,21 @@ _OF_REQUESTS = {
 
 
 def document(model: str, *, needs_key: bool) -> dict[str, Any]:
-    """OpenAPI 3.1's description of a server of one model."""
+    """Returns the OpenAPI 3.1 description of a server of one model."""
     _, schemas = models_json_schema(
         [(CompletionRequest, "validation"), (ChatRequest, "validation")], ref_template="#/components/schemas/{model}"
     )
     for schema in (CompletionRequest, ChatRequest):
         schemas["$defs"][schema.__name__]["properties"]["model"]["enum"] = [model]
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "detjax", "version": __version__},
         "paths": {
-            "/v1/completions": {"post": _generation("Go on with a text.", CompletionRequest)},
-            "/v1/chat/completions": {"post": _generation("Answer in a conversation.", ChatRequest)},
+            "/v1/completions": {"post": _generation("Complete a text.", CompletionRequest)},
+            "/v1/chat/completions": {"post": _generation("Continue a conversation.", ChatRequest)},
             "/v1/models": {
                 "get": _operation(
-                    "The models that are served.",
+                    "List the served models.",
                     {
                         "type": "object",
                         "required": ["object", "data"],
@@ -86,38 +86,38 @@ def document(model: str, *, needs_key: bool) -> dict[str, Any]:
                 )
             },
             "/v1/models/{name}": {
-                "get": _operation("One of them.", _MODEL, 401, 404)
+                "get": _operation("Describe a served model.", _MODEL, 401, 404)
                 | {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]}
             },
             "/health": {
-                "get": _operation("Whether requests are answered.", {"type": "object"}, 503) | {"security": []}
+                "get": _operation("Tell whether requests are answered.", {"type": "object"}, 503) | {"security": []}
             },
             "/metrics": {
                 "get": {
-                    "summary": "Counters for Prometheus.",
+                    "summary": "Report metrics for Prometheus.",
                     "security": [],
-                    "responses": {"200": {"description": "Text.", "content": {"text/plain": {}}}},
+                    "responses": {"200": {"description": "Metrics as text.", "content": {"text/plain": {}}}},
                 }
             },
         },
         "components": {"schemas": schemas["$defs"] | {"Error": _ERROR}},
     }
     if needs_key:
-        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"key": []}]
-    return found
+        description["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        description["security"] = [{"key": []}]
+    return description
 
 
 def _generation(summary: str, schema: type[BaseModel]) -> dict[str, Any]:
-    own = _operation(summary, _ANSWER, *_OF_REQUESTS)
-    own["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    operation = _operation(summary, _RESPONSE, *_GENERATION_ERRORS)
+    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     body = {"schema": {"$ref": f"#/components/schemas/{schema.__name__}"}}
-    return own | {"requestBody": {"required": True, "content": {"application/json": body}}}
+    return operation | {"requestBody": {"required": True, "content": {"application/json": body}}}
 
 
-def _operation(summary: str, answer: dict[str, Any], *errors: int) -> dict[str, Any]:
-    responses: dict[str, Any] = {"200": {"description": "OK", "content": {"application/json": {"schema": answer}}}}
+def _operation(summary: str, schema: dict[str, Any], *errors: int) -> dict[str, Any]:
+    responses: dict[str, Any] = {"200": {"description": "OK", "content": {"application/json": {"schema": schema}}}}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for status in errors:
-        responses[str(status)] = {"description": _OF_REQUESTS[status], "content": error}
+        responses[str(status)] = {"description": _GENERATION_ERRORS[status], "content": error}
     return {"summary": summary, "responses": responses}

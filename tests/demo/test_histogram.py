@@ -1,4 +1,4 @@
-"""The histogram: a picture of both tallies, whatever they hold."""
+"""The histogram shows both tallies, whatever they hold."""
 
 from pathlib import Path
 
@@ -33,9 +33,9 @@ def test_a_picture_has_bars_of_both_colors(tmp_path: Path, tokenizer: Tokenizer,
     assert pixels.shape == (960, 1760, 4)
     left, right = pixels[:, :880, :3], pixels[:, 880:, :3]
     orange, teal = (0xD1 / 255, 0x60 / 255, 0x3D / 255), (0x2A / 255, 0x7F / 255, 0x8E / 255)
-    for half, own, foreign in ((left, orange, teal), (right, teal, orange)):
-        assert (abs(half - own) < 0.01).all(axis=-1).sum() > 5000
-        assert not (abs(half - foreign) < 0.01).all(axis=-1).any()
+    for half, color, other in ((left, orange, teal), (right, teal, orange)):
+        assert (abs(half - color) < 0.01).all(axis=-1).sum() > 5000
+        assert not (abs(half - other) < 0.01).all(axis=-1).any()
 
 
 @pytest.mark.parametrize("text", ["It cost $5, or $6\nor more", "日本語のテキスト", "", "x" * 500])

@@ -1,4 +1,4 @@
-"""One server for the tests that leave it as it was."""
+"""One engine and one server for all tests that leave them as they were."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests.support.one_layer import one_layer
 
 @pytest.fixture(scope="session")
 def loaded() -> tuple[Decoder, Tokenizer]:
-    """Without filters it compiles even faster."""
+    """A model of one layer. Its checkpoint recommends no filters, which saves compiling programs that filter."""
     small, tokenizer = one_layer(FIXTURE, seed=1)
     assert small.generation_defaults is not None
     small.generation_defaults = dataclasses.replace(small.generation_defaults, do_sample=False)
@@ -25,7 +25,7 @@ def loaded() -> tuple[Decoder, Tokenizer]:
 
 @pytest.fixture(scope="session")
 def checkpoint(loaded: tuple[Decoder, Tokenizer], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in a directory."""
+    """The directory of the model's checkpoint."""
     path = tmp_path_factory.mktemp("checkpoint") / MODEL
     models.save(loaded[0], path, tokenizer=loaded[1])
     return path

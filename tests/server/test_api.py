@@ -1,4 +1,4 @@
-"""OpenAI's own client gets what it expects, in the bits that the engine gives."""
+"""OpenAI's client gets the responses that it expects, with the bits that the engine gives."""
 
 import json
 import urllib.request
@@ -27,9 +27,9 @@ def expected(engine: Engine, prompt: str | list[int], **fields) -> Generation:
 
 
 def test_a_completion_is_the_engines(client: openai.OpenAI, engine: Engine, tokenizer: Tokenizer) -> None:
-    found = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, seed=3, logprobs=2)
+    response = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, seed=3, logprobs=2)
     (completion,) = expected(engine, PROMPT, max_tokens=6, seed=3, top_logprobs=2).completions
-    (choice,) = found.choices
+    (choice,) = response.choices
     assert (choice.text, choice.finish_reason) == (completion.text, completion.finish_reason)
     assert tuple(choice.logprobs.token_logprobs) == completion.logprobs
     texts = [tokenizer.token_bytes(token).decode(errors="replace") for token in completion.tokens]
@@ -40,25 +40,25 @@ def test_a_completion_is_the_engines(client: openai.OpenAI, engine: Engine, toke
     ]
     prompt = len(tokenizer.encode(PROMPT))
     generated = len(completion.tokens)
-    assert found.usage.model_dump(exclude_none=True) == {
+    assert response.usage.model_dump(exclude_none=True) == {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
     }
-    assert (found.object, found.model) == ("text_completion", MODEL)
+    assert (response.object, response.model) == ("text_completion", MODEL)
 
 
 def test_prompts_are_texts_or_tokens_one_or_several(client: openai.OpenAI, engine: Engine) -> None:
     tokens = [[5, 6, 7], [8]]
-    found = client.completions.create(model=MODEL, prompt=tokens, max_tokens=3, n=2, temperature=1)
-    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
-    assert [choice.text for choice in found.choices] == [
+    response = client.completions.create(model=MODEL, prompt=tokens, max_tokens=3, n=2, temperature=1)
+    assert [choice.index for choice in response.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in response.choices] == [
         completion.text
         for prompt in tokens
         for completion in expected(engine, prompt, max_tokens=3, n=2, temperature=1.0).completions
     ]
     one = client.completions.create(model=MODEL, prompt=tokens[0], max_tokens=3, temperature=1)
-    assert one.choices[0].text == found.choices[0].text
+    assert one.choices[0].text == response.choices[0].text
     texts = client.completions.create(model=MODEL, prompt=["a", "b"], max_tokens=1)
     assert len(texts.choices) == 2
 
@@ -81,18 +81,18 @@ def test_the_checkpoints_settings_hold_where_a_request_is_silent(
     model.generation_defaults = GenerationDefaults(do_sample=True, temperature=0.6, top_k=3, eos_token_ids=(509,))
     with serving(engine, (model, loaded[1])) as running, running.client() as client:
         for given in ({}, {"temperature": 1.3}):
-            found = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, logprobs=0, **given)
+            response = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, logprobs=0, **given)
             fields = {"temperature": 0.6, "top_k": 3} | given
             (completion,) = expected(engine, PROMPT, max_tokens=6, **fields).completions
-            assert tuple(found.choices[0].logprobs.token_logprobs) == completion.logprobs
+            assert tuple(response.choices[0].logprobs.token_logprobs) == completion.logprobs
 
 
 def test_echo_tells_the_prompts_logprobs(client: openai.OpenAI, engine: Engine, tokenizer: Tokenizer) -> None:
-    found = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=2, echo=True, logprobs=1, temperature=0)
+    response = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=2, echo=True, logprobs=1, temperature=0)
     generation = expected(engine, PROMPT, max_tokens=2, temperature=0.0, prompt_logprobs=True, top_logprobs=1)
     (completion,), scored = generation.completions, generation.prompt
     assert scored is not None
-    (choice,) = found.choices
+    (choice,) = response.choices
     assert choice.text == PROMPT + completion.text
     assert choice.logprobs.token_logprobs == [None, *scored.logprobs, *completion.logprobs]
     assert choice.logprobs.top_logprobs[0] is None
@@ -103,13 +103,13 @@ def test_echo_tells_the_prompts_logprobs(client: openai.OpenAI, engine: Engine, 
 
 
 def test_a_chat_follows_the_template(client: openai.OpenAI, engine: Engine, tokenizer: Tokenizer) -> None:
-    found = client.chat.completions.create(
+    response = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, max_completion_tokens=5, seed=1, n=2, logprobs=True, top_logprobs=3
     )
     plain = [MESSAGES[0], {"role": "user", "content": "Who?"}]
     prompt = tokenizer.encode(tokenizer.apply_chat_template(plain), add_special_tokens=False)
     generation = expected(engine, prompt, max_tokens=5, seed=1, n=2, top_logprobs=3)
-    for choice, completion in zip(found.choices, generation.completions, strict=True):
+    for choice, completion in zip(response.choices, generation.completions, strict=True):
         assert (choice.message.role, choice.message.content) == ("assistant", completion.text)
         assert choice.finish_reason == completion.finish_reason
         scored = choice.logprobs.content
@@ -118,13 +118,13 @@ def test_a_chat_follows_the_template(client: openai.OpenAI, engine: Engine, toke
         assert [[top.logprob for top in one.top_logprobs] for one in scored] == [
             [value for _, value in top] for top in completion.top_logprobs
         ]
-    assert found.usage.prompt_tokens == len(prompt)
+    assert response.usage.prompt_tokens == len(prompt)
 
 
 def test_a_chat_may_take_all_the_room_there_is(client: openai.OpenAI, engine: Engine) -> None:
-    found = client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body={"ignore_eos": True})
-    assert found.choices[0].finish_reason == "length"
-    assert found.usage.total_tokens == engine.max_length
+    response = client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body={"ignore_eos": True})
+    assert response.choices[0].finish_reason == "length"
+    assert response.usage.total_tokens == engine.max_length
 
 
 def test_streams_add_up_to_whole_answers(client: openai.OpenAI) -> None:
@@ -165,16 +165,16 @@ def test_stop_strings_and_tokens_end_an_answer(client: openai.OpenAI, engine: En
     asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     text = client.completions.create(**asked).choices[0].text
     stop = text[3:5]
-    for found in (stop, [stop, "never there"]):
-        choice = client.completions.create(**asked, stop=found).choices[0]
+    for stops in (stop, [stop, "never there"]):
+        choice = client.completions.create(**asked, stop=stops).choices[0]
         assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
-        streamed = [chunk.choices[0] for chunk in client.completions.create(**asked, stop=found, stream=True)]
+        streamed = [chunk.choices[0] for chunk in client.completions.create(**asked, stop=stops, stream=True)]
         assert "".join(one.text for one in streamed) == choice.text
         assert streamed[-1].finish_reason == "stop"
     (greedy,) = expected(engine, PROMPT, temperature=0.0, max_tokens=1).completions
     ends = {"stop_token_ids": [*greedy.tokens]}
-    found = client.completions.create(**asked, extra_body=ends)
-    assert (found.choices[0].finish_reason, found.usage.completion_tokens) == ("stop", 1)
+    response = client.completions.create(**asked, extra_body=ends)
+    assert (response.choices[0].finish_reason, response.usage.completion_tokens) == ("stop", 1)
 
 
 def test_models_are_listed(client: openai.OpenAI, engine: Engine) -> None:
@@ -186,9 +186,9 @@ def test_models_are_listed(client: openai.OpenAI, engine: Engine) -> None:
 def test_the_fingerprint_tells_models_and_environments_apart(
     client: openai.OpenAI, loaded: tuple[Decoder, Tokenizer]
 ) -> None:
-    found = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1).system_fingerprint
-    assert found == system_fingerprint(*loaded)
-    others = {found, system_fingerprint(*loaded, "int8")}
+    served = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1).system_fingerprint
+    assert served == system_fingerprint(*loaded)
+    others = {served, system_fingerprint(*loaded, "int8")}
     with detjax.use_backend("stock"):
         others.add(system_fingerprint(*loaded))
     assert len(others) == 3

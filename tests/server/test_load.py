@@ -1,7 +1,8 @@
-"""Many at once: none is lost, all have the bits that they have alone, and the end is orderly."""
+"""Many requests at once: none is lost, all have the bits that they have alone, and shutdowns are orderly."""
 
 import asyncio
 import json
+import unittest.mock
 import urllib.error
 import urllib.request
 
@@ -11,7 +12,7 @@ import pytest
 
 from detjax.engine import Engine, Request, SamplingParams
 from detjax.models import Decoder, Tokenizer
-from tests.server.running_server import MODEL, Running, serving
+from tests.server.running_server import HANGS_AFTER, MODEL, Running, serving, streams_held, wait_until
 from tests.support.bits import assert_same_bits
 
 CLIENTS = 500
@@ -27,22 +28,27 @@ def prompt(index: int) -> list[int]:
 
 
 async def streamed(client: openai.AsyncOpenAI, index: int) -> np.ndarray:
-    own = params(index)
-    asked = {"max_tokens": own.max_tokens, "seed": own.seed, "temperature": own.temperature, "logprobs": 0}
+    sampling = params(index)
+    asked = {
+        "max_tokens": sampling.max_tokens,
+        "seed": sampling.seed,
+        "temperature": sampling.temperature,
+        "logprobs": 0,
+    }
     extra = {"ignore_eos": True}
     stream = await client.completions.create(model=MODEL, prompt=prompt(index), stream=True, **asked, extra_body=extra)
-    found, reason = [], None
+    logprobs, reason = [], None
     async for chunk in stream:
         (choice,) = chunk.choices
-        found += choice.logprobs.token_logprobs
+        logprobs += choice.logprobs.token_logprobs
         reason = choice.finish_reason
     assert reason == "length"
-    return np.float32(found)
+    return np.float32(logprobs)
 
 
 def test_five_hundred_streams_have_the_bits_of_requests_alone(server: Running, engine: Engine) -> None:
     async def all_at_once() -> list[np.ndarray]:
-        async with server.client(openai.AsyncOpenAI, timeout=120) as client:
+        async with server.client(openai.AsyncOpenAI, timeout=HANGS_AFTER) as client:
             return await asyncio.gather(*(streamed(client, index % DISTINCT) for index in range(CLIENTS)))
 
     alone = []
@@ -50,49 +56,65 @@ def test_five_hundred_streams_have_the_bits_of_requests_alone(server: Running, e
         engine.forget_prefixes()
         (generation,) = engine.generate([Request(prompt(index), params(index))])
         alone.append(np.float32(generation.completions[0].logprobs))
-    found = asyncio.run(all_at_once())
-    assert_same_bits(found, [alone[index % DISTINCT] for index in range(CLIENTS)])
+    answers = asyncio.run(all_at_once())
+    assert_same_bits(answers, [alone[index % DISTINCT] for index in range(CLIENTS)])
     assert engine.stats().pages_in_use == 0
 
 
-LONG = {"max_tokens": 390, "temperature": 0, "extra_body": {"ignore_eos": True}}
+LONG = {"max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
 def test_a_full_queue_is_told_and_empties_again(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
-    with serving(engine, loaded, max_on_their_way=2) as running, running.client() as client:
+    with (
+        streams_held(engine) as released,
+        serving(engine, loaded, max_in_flight=2) as running,
+        running.client() as client,
+    ):
         stream = client.completions.create(model=MODEL, prompt="x", n=2, stream=True, **LONG)
         next(iter(stream))
-        with pytest.raises(openai.RateLimitError, match="the queue is full") as told:
+        with pytest.raises(openai.RateLimitError, match="the queue is full") as raised:
             client.completions.create(model=MODEL, prompt="x", **LONG)
-        assert told.value.response.headers["Retry-After"] == "1"
+        assert raised.value.response.headers["Retry-After"] == "1"
         assert client.models.list().data
+        released.set()
         for _ in stream:
             pass
+        wait_until(lambda: not running.app.state.guard.in_flight)
         assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
 
 
 def test_a_shutdown_finishes_what_runs(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
-    with serving(engine, loaded, grace=30) as running, running.client() as client:
+    with (
+        streams_held(engine) as released,
+        serving(engine, loaded, grace=HANGS_AFTER) as running,
+        running.client() as client,
+    ):
         chunks = iter(client.completions.create(model=MODEL, prompt="x", stream=True, **LONG))
         text = next(chunks).choices[0].text
         running.server.should_exit = True
+        wait_until(lambda: running.app.state.guard.is_draining)
+        released.set()
         last = None
         for last in chunks:
             text += last.choices[0].text
         assert last is not None
         assert last.choices[0].finish_reason == "length"
         running.thread.join()
-    (alone,) = engine.generate([Request("x", SamplingParams(max_tokens=390, ignore_eos=True))])
+    (alone,) = engine.generate([Request("x", SamplingParams(max_tokens=40, ignore_eos=True))])
     assert text == alone.completions[0].text
 
 
 def test_a_shutdown_that_does_not_wait_says_so(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
+    async def never(_: object) -> None:
+        await asyncio.Event().wait()
+
     async def one(running: Running) -> None:
         async with running.client(openai.AsyncOpenAI) as client:
-            asked = {"model": MODEL, "prompt": "x", "n": 4} | LONG
-            whole = asyncio.create_task(client.completions.create(**asked))
-            stream = await client.completions.create(**asked, stream=True)
+            whole = asyncio.create_task(client.completions.create(model=MODEL, prompt="x"))
+            stream = await client.completions.create(model=MODEL, prompt="x", n=4, stream=True, **LONG)
             await anext(aiter(stream))
+            while running.app.state.guard.in_flight < 5:
+                await asyncio.sleep(0.01)
             running.server.should_exit = True
             with pytest.raises(openai.APIError, match="shutting down"):
                 async for _ in stream:
@@ -100,10 +122,15 @@ def test_a_shutdown_that_does_not_wait_says_so(engine: Engine, loaded: tuple[Dec
             with pytest.raises(openai.InternalServerError, match="shutting down"):
                 await whole
 
-    with serving(engine, loaded, grace=0) as running:
+    with (
+        streams_held(engine),
+        unittest.mock.patch.object(engine, "generate_async", never),
+        serving(engine, loaded, grace=0) as running,
+    ):
         asyncio.run(one(running))
     assert engine.generate([Request("x")])
     assert engine.stats().pages_in_use == 0
+    assert running.app.state.guard.in_flight == 0
 
 
 def test_a_defect_is_told_without_its_traceback(
@@ -115,11 +142,11 @@ def test_a_defect_is_told_without_its_traceback(
     with serving(engine, loaded) as running, running.client() as client:
         with monkeypatch.context() as patch:
             patch.setattr(engine, "generate_async", defect)
-            with pytest.raises(openai.InternalServerError, match="the server has a defect") as told:
+            with pytest.raises(openai.InternalServerError, match="internal error: the server has a defect") as raised:
                 client.completions.create(model=MODEL, prompt="x")
-        assert "secret" not in told.value.response.text
+        assert "secret" not in raised.value.response.text
         assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
-    assert running.app.state.guard.on_their_way == 0
+    assert running.app.state.guard.in_flight == 0
 
 
 def test_a_failed_engine_is_told(loaded: tuple[Decoder, Tokenizer]) -> None:
@@ -129,7 +156,7 @@ def test_a_failed_engine_is_told(loaded: tuple[Decoder, Tokenizer]) -> None:
             for path, data in (("/health", None), ("/v1/completions", {"model": MODEL, "prompt": "x"})):
                 body = None if data is None else json.dumps(data).encode()
                 request = urllib.request.Request(running.url + path, body, {"Content-Type": "application/json"})
-                with pytest.raises(urllib.error.HTTPError) as told:
+                with pytest.raises(urllib.error.HTTPError) as raised:
                     urllib.request.urlopen(request)
-                with told.value as answer:
+                with raised.value as answer:
                     assert answer.status == 503

@@ -1,4 +1,4 @@
-"""The page at /: what it asks, what it counts, and that it would notice a bit."""
+"""The page at /: what it sends, what it counts, and that it notices one different bit."""
 
 import hashlib
 import json
@@ -14,13 +14,11 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-from tests.server.running_server import Running
+from tests.server.running_server import HANGS_AFTER, Running, streams_held
 
-SECONDS = 120
-"""Most of which only an engine needs that compiles its programs when it first meets them."""
 QUIET = ("disable-background-networking", "disable-component-update", "disable-sync", "no-first-run", "disable-quic")
 
-# Answers are the server's, but for one bit of one logprob of the third.
+# Flips one bit of one logprob in the third answer.
 ONE_BIT = """
 const real = window.fetch;
 let asked = 0;
@@ -62,10 +60,10 @@ class Page:
             field.send_keys(str(value))
 
     def until[T](self, holds: Callable[[], T]) -> T:
-        return WebDriverWait(self.browser, SECONDS, 0.02).until(lambda _: holds())
+        return WebDriverWait(self.browser, HANGS_AFTER, 0.02).until(lambda _: holds())
 
     def errors(self) -> list[dict[str, Any]]:
-        """What was logged as one since this was last asked."""
+        """Errors in the browser's log since the last call."""
         return [entry for entry in self.browser.get_log("browser") if entry["level"] == "SEVERE"]
 
 
@@ -81,6 +79,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
         options.add_argument(f"--{argument}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     with webdriver.Chrome(options, Service(driver)) as one:
+        one.set_script_timeout(HANGS_AFTER)
         yield one
 
 
@@ -119,12 +118,12 @@ def test_the_proof_counts_one_unique_answer_among_others(page: Page) -> None:
     page["send"].click()
     alone = page.until(lambda: page["output-facts"].find_elements(By.CLASS_NAME, "code"))[0].text
     page["prove-button"].click()
-    page.until(lambda: page.text("verdict").startswith("5 answers, and all are the same"))
+    page.until(lambda: page.text("verdict").startswith("5 answers, all identical"))
     assert (page.text("answers-label"), page.text("answers"), page.text("unique")) == ("Answers of 5", "5", "1")
     sizes = [int(size) for size in page.text("batches").split("–")]
     assert 1 <= sizes[0] <= sizes[-1] <= 16
     assert sizes[-1] > 1
-    assert not page.text("others").startswith("Others meanwhile: 0 ")
+    assert not page.text("background").startswith("Background load: 0 ")
     assert page.text("unique-answers").startswith(f"5 answers with SHA-256 {alone}")
     assert page.errors() == []
 
@@ -133,10 +132,10 @@ def test_one_bit_of_one_logprob_is_another_answer(page: Page) -> None:
     page.browser.execute_script(ONE_BIT)
     page.fill(prompt="Once upon a time", max_tokens=6, total=4)
     page["prove-button"].click()
-    page.until(lambda: page.text("verdict").startswith("4 answers, 2 different ones, all with the same text."))
+    page.until(lambda: page.text("verdict").startswith("4 answers, 2 of them different, all with the same text."))
     assert page.text("unique") == "2"
     assert "3 answers with" in page.text("unique-answers")
-    assert "Differs from the first one at token 5, " in page.text("unique-answers")
+    assert "It differs from the first answer at token 5, " in page.text("unique-answers")
 
 
 def test_what_the_server_refuses_is_told_in_its_words(page: Page) -> None:
@@ -145,16 +144,17 @@ def test_what_the_server_refuses_is_told_in_its_words(page: Page) -> None:
     assert "asks for 100000 more; accepted: " in page.until(lambda: page.text("ask-error"))
     page["prove-button"].click()
     assert "asks for 100000 more; accepted: " in page.until(lambda: page.text("prove-error"))
-    page.until(lambda: page.text("verdict") == "Stopped. There is no answer to count.")
+    page.until(lambda: page.text("verdict") == "Stopped. There are no answers to compare.")
 
 
 def test_stopping_an_answer_ends_it_here_and_on_the_server(page: Page, server: Running) -> None:
     page.fill(prompt="Once upon a time", max_tokens=300, temperature=1)
-    page["send"].click()
-    page.until(lambda: page.text("output"))
-    page["send"].click()
-    assert page.until(lambda: page.text("output-facts")).startswith("Stopped after ")
-    page.until(lambda: server.engine.stats().pages_in_use == 0)
+    with streams_held(server.engine):
+        page["send"].click()
+        page.until(lambda: page.text("output-facts").startswith("1 token, "))
+        page["send"].click()
+        page.until(lambda: page.text("output-facts") == "Stopped after 1 token.")
+        page.until(lambda: server.engine.stats().pages_in_use == 0)
 
 
 def test_stopping_the_proof_ends_it_and_its_others(page: Page, server: Running) -> None:

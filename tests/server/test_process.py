@@ -1,4 +1,4 @@
-"""`detjax serve` as a process: it starts, however the one before it ended, and ends as it is told to."""
+"""`detjax serve` as a process: it starts however the one before it ended, and shuts down when told to."""
 
 import contextlib
 import os
@@ -6,8 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import openai
@@ -15,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from detjax.cli import app
-from tests.server.running_server import MODEL
+from tests.server.running_server import HANGS_AFTER, MODEL, wait_until
 
 SMALL = ("--max-samples", "1", "--token-budget", "8", "--max-length", "64", "--top-logprobs", "0")
 ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 5, "logprobs": 0}
@@ -35,7 +34,7 @@ def started(checkpoint: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
 
 @contextlib.contextmanager
 def up(process: subprocess.Popen[str]) -> Iterator[openai.OpenAI]:
-    """A client, once the server says where it is, which is the first thing that it says."""
+    """A client, once the server has printed its address, which has to be its first line."""
     assert process.stderr is not None
     line = process.stderr.readline()
     assert line.startswith(f"{MODEL} on http://127.0.0.1:"), line + process.stderr.read()
@@ -47,13 +46,6 @@ def answer(client: openai.OpenAI) -> list[float]:
     return client.completions.create(**ASKED).choices[0].logprobs.token_logprobs
 
 
-def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-
-
-@pytest.mark.sampled(0)
 def test_a_process_that_is_killed_leaves_nothing_that_stops_the_next(checkpoint: Path, tmp_path: Path) -> None:
     def programs() -> list[Path]:
         return [path for path in tmp_path.rglob("*-cache") if path.stat().st_size]
@@ -62,7 +54,8 @@ def test_a_process_that_is_killed_leaves_nothing_that_stops_the_next(checkpoint:
         return [path for path in tmp_path.glob("*/*-cache")]
 
     with started(checkpoint, tmp_path) as process:  # killed while it compiles
-        until(programs, process)
+        wait_until(lambda: programs() or process.poll() is not None)
+        assert process.poll() is None, process.communicate()
     assert not published()
     for path in programs():  # as if it had been killed in the middle of a file
         os.truncate(path, path.stat().st_size // 2)
@@ -77,7 +70,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_stops_the_next(checkpoint:
         assert answer(client) == expected
         before = {path: path.stat().st_mtime_ns for path in published()}
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(HANGS_AFTER) == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""
     assert {path: path.stat().st_mtime_ns for path in published()} == before

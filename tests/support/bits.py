@@ -1,4 +1,4 @@
-"""The suite's one comparison of bits."""
+"""The comparison of bits that all tests use."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
-    """Two pytrees of arrays have the same shapes, dtypes and raw bytes; else says where they first differ."""
+    """Asserts that two pytrees of arrays have the same shapes, dtypes and bytes, or says where they first differ."""
     actual_leaves, expected_leaves = jax.tree.leaves_with_path(actual), jax.tree.leaves_with_path(expected)
     assert [path for path, _ in actual_leaves] == [path for path, _ in expected_leaves]
     for (path, a), (_, e) in zip(actual_leaves, expected_leaves, strict=True):
@@ -22,7 +22,7 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether `assert_same_bits` would pass: for negative controls, which must differ."""
+    """Whether `assert_same_bits` would pass. Negative controls, which must differ, use it."""
     try:
         assert_same_bits(a, b)
     except AssertionError:

@@ -1,4 +1,4 @@
-"""Which cases of a test run: all of them with `--all-cases`, else of a costly test as many as it says are enough."""
+"""Chooses the cases that run: all of them with `--all-cases`, otherwise a sample of each costly test's cases."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -7,20 +7,24 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-cases", action="store_true", help="run every case of every test, those marked sampled too")
+    parser.addoption(
+        "--all-cases", action="store_true", help="run every case, also of tests marked sampled"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    text = "sampled(n): n of its cases run, unless --all-cases is given; together they have as many values as they can"
+    text = (
+        "sampled(n): without --all-cases, n of the test's cases run, which cover as many values as possible"
+    )
     config.addinivalue_line("markers", text)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--all-cases") or any("::" in str(argument) for argument in config.args):
-        return  # who names a test wants it
+        return  # a test that is named on the command line runs whole
     costly: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        # Where there is the device, the tests that need it are all that it is there for.
+        # On a machine with the device, all tests that need it run.
         if item.get_closest_marker("sampled") and not item.get_closest_marker("hopper"):
             costly[item.nodeid.partition("[")[0]].append(item)
     left_out: set[pytest.Item] = set()
@@ -34,15 +38,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def sample(cases: Sequence[Mapping[str, str]], count: int) -> set[int]:
-    """Indices of so many cases that have, together, as many of the parameters' values as can be.
+    """Returns the indices of `count` cases that together cover as many of the parameters' values as possible.
 
-    The next one has most values that none has yet; of equal ones, that whose values are rarest so far; then the first.
+    Each step takes the case with the most values that no chosen case has; among equal ones the case whose values are
+    rarest so far, then the first.
     """
     chosen: list[int] = []
     used: Counter[tuple[str, str]] = Counter()
     while len(chosen) < min(count, len(cases)):
-        left = (index for index in range(len(cases)) if index not in chosen)
-        counts = {index: [used[value] for value in cases[index].items()] for index in left}
+        remaining = (index for index in range(len(cases)) if index not in chosen)
+        counts = {index: [used[value] for value in cases[index].items()] for index in remaining}
         best = min(counts, key=lambda index: (-counts[index].count(0), sum(counts[index]), index))
         chosen.append(best)
         used.update(cases[best].items())

@@ -1,11 +1,11 @@
-// One answer, gathered from its chunks, and what makes two of them the same.
+// An answer, collected from its chunks, and the comparison of two answers.
 
 import { sha256 } from "./sha256.js";
 
 export class Answer {
   text = "";
-  tokens = []; // { token, logprob, bytes }; completions do not tell bytes
-  batches = []; // of each token, how many samples the step had that computed it
+  tokens = []; // { token, logprob, bytes }; completions have no bytes
+  batches = []; // for each token, the number of samples in the step that computed it
   ending = null;
   fingerprint = null;
 
@@ -13,29 +13,29 @@ export class Answer {
     this.fingerprint = chunk.system_fingerprint;
     for (const { text, delta, logprobs, finish_reason } of chunk.choices) {
       this.text += text ?? delta?.content ?? "";
-      const tokens = scored(logprobs);
+      const tokens = tokensOf(logprobs);
       this.tokens.push(...tokens);
       if (chunk.batch !== undefined) this.batches.push(...tokens.map(() => chunk.batch));
       this.ending = finish_reason ?? this.ending;
     }
   }
 
-  /** Of everything that is said: two answers have the same one if no bit of them differs. */
+  /** A digest of text, tokens, logprobs and ending. Two answers have the same one if no bit of these differs. */
   get digest() {
-    const said = [this.text, this.tokens.map(({ token, logprob, bytes }) => [token, logprob, bytes]), this.ending];
-    // A double is written with as many digits as tell it from all others; zero's sign would be left out.
-    return sha256(JSON.stringify(said, (_, value) => (Object.is(value, -0) ? "-0" : value)));
+    const content = [this.text, this.tokens.map(({ token, logprob, bytes }) => [token, logprob, bytes]), this.ending];
+    // JSON writes enough digits to tell a double from all others, but it drops the sign of zero.
+    return sha256(JSON.stringify(content, (_, value) => (Object.is(value, -0) ? "-0" : value)));
   }
 
-  /** The index of the first token in which another answer differs; -1 if none does. */
-  differsFrom(other) {
-    const most = Math.max(this.tokens.length, other.tokens.length);
-    for (let i = 0; i < most; i++) if (!isSame(this.tokens[i], other.tokens[i])) return i;
+  /** The index of the first token that differs from another answer's; -1 if there is none. */
+  firstDifference(other) {
+    const length = Math.max(this.tokens.length, other.tokens.length);
+    for (let i = 0; i < length; i++) if (!isSame(this.tokens[i], other.tokens[i])) return i;
     return -1;
   }
 }
 
-function scored(logprobs) {
+function tokensOf(logprobs) {
   if (!logprobs) return [];
   if (logprobs.content) return logprobs.content.map(({ token, logprob, bytes }) => ({ token, logprob, bytes }));
   return logprobs.tokens.map((token, i) => ({ token, logprob: logprobs.token_logprobs[i], bytes: null }));

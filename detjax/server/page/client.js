@@ -1,46 +1,46 @@
-// The server's HTTP interface, as far as this page speaks it.
+// The part of the server's HTTP API that the page uses.
 
-/** An answer that is none: what the server says instead, or that nothing came. */
-export class Refused extends Error {
+/** A request that failed: the server refused it, or there was no response. */
+export class RequestError extends Error {
   constructor(status, message, seconds = 1) {
     super(message);
-    this.status = status; // HTTP's; 0: there was no answer
-    this.seconds = seconds; // after which to ask again, where status is 429
+    this.status = status; // the HTTP status; 0: no response
+    this.seconds = seconds; // how long to wait before the request is sent again, if status is 429
   }
 }
 
 export class Client {
   key = "";
 
-  /** The one model that the server has. */
+  /** The server's model. */
   async model() {
     const { data } = await (await this.#fetch("/v1/models", {})).json();
     return data[0];
   }
 
-  /** The answer in one piece. */
-  async whole(path, body, signal) {
+  /** A whole response. */
+  async complete(path, body, signal) {
     const response = await this.#post(path, body, signal);
-    return response.json().catch(lost);
+    return response.json().catch(connectionLost);
   }
 
-  /** The chunks of a streamed answer; whoever leaves the loop cancels the rest. */
+  /** The chunks of a streamed response. Leaving the loop cancels the rest. */
   async *stream(path, body, signal) {
     const response = await this.#post(path, { ...body, stream: true }, signal);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     try {
-      let [rest, isWhole] = ["", false];
+      let [rest, isDone] = ["", false];
       for (;;) {
-        const { done, value } = await reader.read().catch(lost);
-        if (done && isWhole) return;
-        if (done) throw new Refused(0, "The connection ended before the answer did.");
+        const { done, value } = await reader.read().catch(connectionLost);
+        if (done && isDone) return;
+        if (done) throw new RequestError(0, "The connection ended before the answer was complete.");
         const events = (rest + value).split("\n\n");
         rest = events.pop();
         for (const event of events) {
           const data = event.slice("data: ".length);
-          if ((isWhole = data === "[DONE]")) continue;
+          if ((isDone = data === "[DONE]")) continue;
           const chunk = JSON.parse(data);
-          if (chunk.error) throw new Refused(response.status, chunk.error.message);
+          if (chunk.error) throw new RequestError(response.status, chunk.error.message);
           yield chunk;
         }
       }
@@ -56,31 +56,31 @@ export class Client {
 
   async #fetch(path, options) {
     const headers = { ...options.headers, ...(this.key && { Authorization: `Bearer ${this.key}` }) };
-    const response = await fetch(path, { ...options, headers }).catch(lost);
+    const response = await fetch(path, { ...options, headers }).catch(connectionLost);
     if (response.ok) return response;
-    const told = await response.json().catch(() => null);
-    const message = told?.error?.message ?? `The server answered ${response.status} ${response.statusText}.`;
-    throw new Refused(response.status, message, Number(response.headers.get("Retry-After")) || 1);
+    const content = await response.json().catch(() => null);
+    const message = content?.error?.message ?? `The server answered ${response.status} ${response.statusText}.`;
+    throw new RequestError(response.status, message, Number(response.headers.get("Retry-After")) || 1);
   }
 }
 
-function lost(error) {
+function connectionLost(error) {
   if (error.name === "AbortError") throw error;
-  throw new Refused(0, "The server cannot be reached.");
+  throw new RequestError(0, "The server cannot be reached.");
 }
 
-/** Resolves after so many milliseconds, or rejects at the signal. */
+/** Resolves after some milliseconds, and rejects when the signal aborts. */
 export function pause(milliseconds, signal) {
   return new Promise((resolve, reject) => {
     signal.throwIfAborted();
-    const leave = () => {
+    const abort = () => {
       clearTimeout(timer);
       reject(signal.reason);
     };
     const timer = setTimeout(() => {
-      signal.removeEventListener("abort", leave);
+      signal.removeEventListener("abort", abort);
       resolve();
     }, milliseconds);
-    signal.addEventListener("abort", leave, { once: true });
+    signal.addEventListener("abort", abort, { once: true });
   });
 }

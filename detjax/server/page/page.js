@@ -1,16 +1,16 @@
-// The page: from its fields to requests, and from answers to what is shown.
+// The page: makes requests of its fields, and shows answers.
 
-import { Client, Refused } from "./client.js";
+import { Client, RequestError } from "./client.js";
 import { Tally, ask, prove } from "./proof.js";
 
-// What the model that comes with detjax continues; on this one the bits of XLA's own operations waver.
+// Prompts for the model that comes with detjax. XLA's own operations give the first one several answers.
 const PROMPTS = {
   completion: "KING RICHARD III:\nHell is empty, and all the devils are here.\n",
   chat: "Does it matter in which order a computer adds numbers?",
 };
 const FEWEST_COLUMNS = 16;
 const MOST_COLUMNS = 32;
-const MOST_SHOWN = 12; // of unique answers
+const MOST_SHOWN = 12; // unique answers
 
 const $ = (id) => document.getElementById(id);
 const client = new Client();
@@ -18,14 +18,14 @@ let model = null;
 
 // --- the model -------------------------------------------------------------------------------------------------------
 
-async function meet() {
-  tell("model-error", null);
+async function showModel() {
+  showError("model-error", null);
   try {
     model = await client.model();
   } catch (error) {
     $("key-form").hidden = error.status !== 401;
     if (error.status === 401 && !client.key) $("key").focus();
-    else tell("model-error", error);
+    else showError("model-error", error);
     return;
   }
   $("key-form").hidden = true;
@@ -41,8 +41,8 @@ async function meet() {
 
 // --- requests --------------------------------------------------------------------------------------------------------
 
-/** What the fields say. */
-function request() {
+/** The request that the fields describe. */
+function requestFromFields() {
   const prompt = $("prompt").value;
   const isChat = $("as-chat").checked;
   const body = {
@@ -57,7 +57,7 @@ function request() {
     : { path: "/v1/completions", body: { ...body, prompt, logprobs: 0 } };
 }
 
-/** A form whose button begins something, and then stops it. */
+/** Makes a form's button start some work, and stop it while it runs. */
 function startAndStop(form, button, label, work) {
   let stop = null;
   form.addEventListener("submit", async (event) => {
@@ -81,24 +81,23 @@ function startAndStop(form, button, label, work) {
   window.addEventListener("pagehide", () => stop?.abort());
 }
 
-function tell(id, error) {
-  $(id).textContent = error === null ? "" : inWords(error);
+function showError(id, error) {
+  $(id).textContent = error === null ? "" : sentence(error);
 }
 
-function inWords(error) {
-  if (!(error instanceof Refused)) throw error;
-  const { message } = error;
-  const sentence = message[0].toUpperCase() + message.slice(1);
-  return /[.!?]$/.test(sentence) ? sentence : `${sentence}.`;
+function sentence(error) {
+  if (!(error instanceof RequestError)) throw error;
+  const text = error.message[0].toUpperCase() + error.message.slice(1);
+  return /[.!?]$/.test(text) ? text : `${text}.`;
 }
 
 // --- one answer ------------------------------------------------------------------------------------------------------
 
 async function send(signal) {
   const [box, output] = [$("answer"), $("output")];
-  const begun = performance.now();
-  const seconds = () => `${((performance.now() - begun) / 1000).toFixed(1)} s`;
-  tell("ask-error", null);
+  const start = performance.now();
+  const seconds = () => `${((performance.now() - start) / 1000).toFixed(1)} s`;
+  showError("ask-error", null);
   output.textContent = "";
   $("output-facts").textContent = "";
   output.setAttribute("aria-busy", "true");
@@ -110,14 +109,14 @@ async function send(signal) {
   });
   let answer = null;
   try {
-    await ask(client, request(), signal, (one) => show((answer = one)));
+    await ask(client, requestFromFields(), signal, (one) => show((answer = one)));
     show.now();
     const ending = answer.ending === "length" ? "cut at max tokens" : "ended by itself";
     $("output-facts").textContent = `${counted(answer.tokens.length, "token")}, ${ending}, ${seconds()}. SHA-256 `;
     $("output-facts").append(code(answer.digest));
   } catch (error) {
     show.now();
-    if (!signal.aborted) return tell("ask-error", error);
+    if (!signal.aborted) return showError("ask-error", error);
     $("output-facts").textContent = `Stopped after ${counted(answer?.tokens.length ?? 0, "token")}.`;
   } finally {
     output.setAttribute("aria-busy", "false");
@@ -130,43 +129,44 @@ async function proof(signal) {
   const total = $("total").valueAsNumber;
   const tally = new Tally();
   const show = atFrames(() => showTally(tally, total));
-  tell("prove-error", null);
+  showError("prove-error", null);
   $("unique-answers").replaceChildren();
   showTally(tally, total);
-  const waits = (isWaiting) => {
-    say(isWaiting ? "The server has no room at the moment. Waiting for it." : "Asking.");
+  const onProgress = (isWaiting) => {
+    showVerdict(isWaiting ? "The server's queue is full. Waiting." : "Sending requests.");
     show();
   };
-  waits(false);
+  onProgress(false);
   let ending = "";
   try {
-    await prove(client, model, request(), $("prompt").value, total, tally, signal, waits);
+    const experiment = { model, request: requestFromFields(), prompt: $("prompt").value, total };
+    await prove(client, experiment, tally, signal, onProgress);
   } catch (error) {
     ending = "Stopped. ";
-    if (!signal.aborted) tell("prove-error", error);
+    if (!signal.aborted) showError("prove-error", error);
   }
   show.now();
-  say(ending + verdict(tally));
+  showVerdict(ending + verdict(tally));
 }
 
-function say(text) {
+function showVerdict(text) {
   if ($("verdict").textContent !== text) $("verdict").textContent = text;
 }
 
 function verdict(tally) {
   const { answers, unique, fingerprints } = tally;
-  if (answers === 0) return "There is no answer to count.";
-  if (answers === 1) return "One answer, which there is nothing to compare with.";
-  const others =
+  if (answers === 0) return "There are no answers to compare.";
+  if (answers === 1) return "One answer. There is nothing to compare it with.";
+  const company =
     tally.largestBatch === 1
-      ? "No other sample was ever computed with it, so this says little."
+      ? "Each was computed alone, so this shows little."
       : `They were computed in steps of ${range(tally)} samples.`;
   if (unique.size === 1) {
-    return `${answers} answers, and all are the same: text, tokens, and every bit of the logprobs. ${others}`;
+    return `${answers} answers, all identical in text, tokens and every bit of the logprobs. ${company}`;
   }
   const texts = tally.texts === 1 ? "all with the same text" : `with ${tally.texts} different texts`;
   const changed = fingerprints.size > 1 ? " The server's fingerprint changed meanwhile." : "";
-  return `${answers} answers, ${unique.size} different ones, ${texts}. ${others}${changed}`;
+  return `${answers} answers, ${unique.size} of them different, ${texts}. ${company}${changed}`;
 }
 
 function showTally(tally, total) {
@@ -178,10 +178,10 @@ function showTally(tally, total) {
   $("proof").classList.toggle("differs", tally.unique.size > 1);
   $("batches").textContent = tally.batches.size ? range(tally) : "–";
   showHistogram(tally);
-  const { requests, samples, abandoned, refused } = tally.others;
-  const sent = `${counted(requests, "request")} of ${counted(samples, "sample")} in all`;
-  const ends = `${abandoned} given up midway${refused ? `, ${refused} refused by the server` : ""}`;
-  $("others").textContent = `Others meanwhile: ${sent}; ${ends}.`;
+  const { requests, samples, abandoned, refused } = tally.background;
+  const sent = `${counted(requests, "request")} with ${counted(samples, "sample")}`;
+  const ends = `${abandoned} abandoned midway${refused ? `, ${refused} refused by the server` : ""}`;
+  $("background").textContent = `Background load: ${sent}; ${ends}.`;
   showUnique(tally);
 }
 
@@ -227,33 +227,33 @@ function uniqueItem({ answer }, { answer: first }) {
   const item = document.createElement("li");
   item.append(paragraph());
   if (answer !== first) item.append(paragraph(...difference(answer, first)));
-  if (answer === first || answer.text !== first.text) item.append(textSince(answer, divergence(answer, first)));
+  if (answer === first || answer.text !== first.text) item.append(textMarkedFrom(answer, divergence(answer, first)));
   return item;
 }
 
-/** In words, where and how an answer first differs from the first one. */
+/** A description of where and how an answer differs from the first one. */
 function difference(answer, first) {
-  const at = answer.differsFrom(first);
-  if (at < 0) return ["The same tokens and logprobs as the first one, with another ending."];
-  const [own, its] = [answer.tokens[at], first.tokens[at]];
-  const where = `Differs from the first one at token ${at + 1}`;
-  if (!own || !its) return [`${where}, where one of them has ended.`];
-  if (own.token !== its.token) return [`${where}: `, quoted(own), " in place of ", quoted(its), "."];
-  const texts = answer.text === first.text ? "The text is the same." : "The text differs behind it.";
-  return [`${where}, `, quoted(own), `: logprob ${own.logprob} in place of ${its.logprob}. ${texts}`];
+  const index = answer.firstDifference(first);
+  if (index < 0) return ["It has the tokens and logprobs of the first answer, and a different ending."];
+  const [token, firstToken] = [answer.tokens[index], first.tokens[index]];
+  const place = `It differs from the first answer at token ${index + 1}`;
+  if (!token || !firstToken) return [`${place}, where one of them has ended.`];
+  if (token.token !== firstToken.token) return [`${place}: `, quoted(token), " instead of ", quoted(firstToken), "."];
+  const texts = answer.text === first.text ? "The text is the same." : "The text differs after it.";
+  return [`${place}, `, quoted(token), `: logprob ${token.logprob} instead of ${firstToken.logprob}. ${texts}`];
 }
 
-/** The index in the text of the first token that another answer does not have. */
+/** The index in an answer's text at which its first token begins that the other answer does not have. */
 function divergence({ text, tokens }, other) {
   if (text === other.text) return text.length;
-  let [same, before] = [0, 0];
-  while (same < text.length && text[same] === other.text[same]) same += 1;
-  for (let i = 0; i < tokens.length && tokens[i].token === other.tokens[i]?.token; i++) before += tokens[i].token.length;
-  return Math.min(same, before); // tokens of half a character are longer than what they add to the text
+  let [common, start] = [0, 0];
+  while (common < text.length && text[common] === other.text[common]) common += 1;
+  for (let i = 0; i < tokens.length && tokens[i].token === other.tokens[i]?.token; i++) start += tokens[i].token.length;
+  return Math.min(common, start); // a token of half a character is longer than what it adds to the text
 }
 
-/** An answer's text, marked from there on. */
-function textSince(answer, start) {
+/** An answer's text, marked from an index on. */
+function textMarkedFrom(answer, start) {
   const element = document.createElement("div");
   element.className = "text";
   element.tabIndex = 0;
@@ -286,7 +286,7 @@ function paragraph(...content) {
   return element;
 }
 
-/** Draws with the latest argument once per frame; `now` draws what is still to be drawn. */
+/** A function that draws its latest arguments once per frame. Its `now` draws at once what still waits. */
 function atFrames(draw) {
   let frame = null;
   let latest = [];
@@ -306,7 +306,7 @@ function atFrames(draw) {
   return later;
 }
 
-// --- what begins it --------------------------------------------------------------------------------------------------
+// --- the start --------------------------------------------------------------------------------------------------
 
 $("prompt").value = PROMPTS.completion;
 $("prompt").addEventListener("keydown", (event) => {
@@ -321,8 +321,8 @@ $("ask").addEventListener("change", ({ target }) => {
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   client.key = $("key").value;
-  meet();
+  showModel();
 });
 startAndStop($("ask"), $("send"), "Send", send);
 startAndStop($("prove"), $("prove-button"), "Prove it", proof);
-meet();
+showModel();

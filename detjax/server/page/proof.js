@@ -1,29 +1,29 @@
-// One request, asked again and again while the server is busy with others, and what is counted of its answers.
+// Sends one request again and again while the server is busy with others, and counts the different answers.
 
 import { Answer } from "./answer.js";
 import { pause } from "./client.js";
 import { keepBusy } from "./traffic.js";
 
 // Together one less than the six connections that browsers keep to a server.
-const ASKING = 2;
-const OTHERS = 3;
+const REPEATERS = 2;
+const BACKGROUND_CLIENTS = 3;
 
-/** What was counted so far. */
+/** The answers counted so far. */
 export class Tally {
   answers = 0;
-  unique = new Map(); // digest: { digest, answer: the first of them, count }, in the order in which they came
-  batches = new Map(); // how many samples a step had: how many tokens of answers it computed
+  unique = new Map(); // from a digest to { digest, answer: the first with it, count }, in order of arrival
+  batches = new Map(); // from a step's number of samples to the number of the answers' tokens that it computed
   fingerprints = new Set();
-  others = { requests: 0, samples: 0, abandoned: 0, refused: 0 };
+  background = { requests: 0, samples: 0, abandoned: 0, refused: 0 };
 
   add(answer) {
     this.answers += 1;
     this.fingerprints.add(answer.fingerprint);
     for (const size of answer.batches) this.batches.set(size, (this.batches.get(size) ?? 0) + 1);
     const digest = answer.digest;
-    const same = this.unique.get(digest) ?? { digest, answer, count: 0 };
-    same.count += 1;
-    this.unique.set(digest, same);
+    const entry = this.unique.get(digest) ?? { digest, answer, count: 0 };
+    entry.count += 1;
+    this.unique.set(digest, entry);
   }
 
   get texts() {
@@ -39,50 +39,53 @@ export class Tally {
   }
 }
 
-/** The answer to one request, as `client.stream` takes it; `told` is called with it whenever a chunk has come. */
-export async function ask(client, { path, body }, signal, told = () => {}) {
+/** Sends one request and returns its answer. `onChunk` is called with the answer after each chunk. */
+export async function ask(client, { path, body }, signal, onChunk = () => {}) {
   const answer = new Answer();
   for await (const chunk of client.stream(path, body, signal)) {
     answer.add(chunk);
-    told(answer);
+    onChunk(answer);
   }
   return answer;
 }
 
 /**
- * Asks until there are `total` answers, and counts them in `tally`.
+ * Sends a request until there are `total` answers, and counts them in `tally`.
  *
- * `prompt` is the request's; some of the others begin like it. `told` is called after each answer, and with `true`
- * when the server has no room and is waited for.
+ * `experiment` has the `model`, the `request`, its `prompt`, which some of the background requests begin with, and
+ * `total`. `onProgress` is called with `false` after each answer, and with `true` while the server's queue is full.
  */
-export async function prove(client, model, request, prompt, total, tally, signal, told) {
-  const over = new AbortController();
-  const until = AbortSignal.any([signal, over.signal]);
-  let begun = 0;
-  const asking = async () => {
-    while (begun < total) {
-      begun += 1;
-      tally.add(await answered(client, request, until, () => told(true)));
-      told(false);
+export async function prove(client, experiment, tally, signal, onProgress) {
+  const { model, request, prompt, total } = experiment;
+  const finished = new AbortController();
+  const stopped = AbortSignal.any([signal, finished.signal]);
+  let sent = 0;
+  const repeat = async () => {
+    while (sent < total) {
+      sent += 1;
+      tally.add(await askUntilAnswered(client, request, stopped, () => onProgress(true)));
+      onProgress(false);
     }
   };
-  const others = Array.from({ length: OTHERS }, () => keepBusy(client, model, prompt, tally.others, until));
-  const askers = Array.from({ length: ASKING }, asking);
+  const background = Array.from({ length: BACKGROUND_CLIENTS }, () =>
+    keepBusy(client, model, prompt, tally.background, stopped),
+  );
+  const repeaters = Array.from({ length: REPEATERS }, repeat);
   try {
-    await Promise.race([Promise.all(askers), ...others]); // the others end by errors only
+    await Promise.race([Promise.all(repeaters), ...background]); // background requests end only by errors
   } finally {
-    over.abort();
-    await Promise.allSettled([...askers, ...others]);
+    finished.abort();
+    await Promise.allSettled([...repeaters, ...background]);
   }
 }
 
-async function answered(client, request, signal, waits) {
+async function askUntilAnswered(client, request, signal, onFullQueue) {
   for (;;) {
     try {
       return await ask(client, request, signal);
     } catch (error) {
       if (error.status !== 429) throw error;
-      waits();
+      onFullQueue();
       await pause(1000 * error.seconds, signal);
     }
   }

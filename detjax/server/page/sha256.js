@@ -1,4 +1,4 @@
-// SHA-256 (FIPS 180-4). Browsers lend theirs to pages on https and on localhost; a server in the next room has neither.
+// SHA-256 (FIPS 180-4). Browsers offer their own only on https and on localhost, and a server may have neither.
 
 const K = new Uint32Array([
   0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
@@ -13,20 +13,20 @@ const K = new Uint32Array([
 const START = [0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19];
 const BLOCK = 64;
 
-const turned = (x, bits) => (x >>> bits) | (x << (32 - bits));
+const rotated = (x, bits) => (x >>> bits) | (x << (32 - bits));
 
 /** The digest of a text in UTF-8, as 64 hexadecimal digits. */
 export function sha256(text) {
   const padded = withPadding(new TextEncoder().encode(text));
   const state = new Uint32Array(START);
   const words = new Uint32Array(64);
-  for (let at = 0; at < padded.byteLength; at += BLOCK) {
-    for (let i = 0; i < 16; i++) words[i] = padded.getUint32(at + 4 * i);
+  for (let start = 0; start < padded.byteLength; start += BLOCK) {
+    for (let i = 0; i < 16; i++) words[i] = padded.getUint32(start + 4 * i);
     for (let i = 16; i < 64; i++) {
       const x = words[i - 15];
       const y = words[i - 2];
-      const s0 = turned(x, 7) ^ turned(x, 18) ^ (x >>> 3);
-      const s1 = turned(y, 17) ^ turned(y, 19) ^ (y >>> 10);
+      const s0 = rotated(x, 7) ^ rotated(x, 18) ^ (x >>> 3);
+      const s1 = rotated(y, 17) ^ rotated(y, 19) ^ (y >>> 10);
       words[i] = words[i - 16] + s0 + words[i - 7] + s1;
     }
     mix(state, words);
@@ -46,8 +46,8 @@ function withPadding(bytes) {
 function mix(state, words) {
   let [a, b, c, d, e, f, g, h] = state;
   for (let i = 0; i < 64; i++) {
-    const t1 = h + (turned(e, 6) ^ turned(e, 11) ^ turned(e, 25)) + ((e & f) ^ (~e & g)) + K[i] + words[i];
-    const t2 = (turned(a, 2) ^ turned(a, 13) ^ turned(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
+    const t1 = h + (rotated(e, 6) ^ rotated(e, 11) ^ rotated(e, 25)) + ((e & f) ^ (~e & g)) + K[i] + words[i];
+    const t2 = (rotated(a, 2) ^ rotated(a, 13) ^ rotated(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
     [h, g, f, e, d, c, b, a] = [g, f, e, (d + t1) | 0, c, b, a, (t1 + t2) | 0];
   }
   [a, b, c, d, e, f, g, h].forEach((value, i) => (state[i] += value));

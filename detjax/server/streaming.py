@@ -1,0 +1,70 @@
+"""Responses of server-sent events."""
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from typing import Any, Final
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from detjax.server.errors import to_api_error
+from detjax.server.guard import ClientGone, Guard
+
+DONE: Final = b"data: [DONE]\n\n"
+"""The event that ends a stream, as OpenAI's API has it."""
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """A server-sent event that carries JSON."""
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+class EventStream(Response):
+    """A response of server-sent events. An error after the first event becomes an event too."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        guard: Guard,
+        first: bytes,
+        events: AsyncGenerator[bytes],
+        deadline: float,
+        admission: contextlib.ExitStack,
+    ) -> None:
+        """A response that begins with an event already computed.
+
+        Args:
+            guard: watches over the rest.
+            first: the first event.
+            events: the events after it.
+            deadline: when the request's time is over, by the loop's clock.
+            admission: closed when the response has ended.
+        """
+        super().__init__()
+        del self.headers["content-length"]
+        self.headers["Cache-Control"] = "no-cache"
+        self._guard, self._first, self._events, self._deadline = guard, first, events, deadline
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._admission:
+            async with contextlib.aclosing(self._events):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                try:
+                    await self._guard.watch(receive, self._send_events(send), self._deadline)
+                except ClientGone:
+                    return
+                except Exception as error:
+                    await _send_part(send, event(to_api_error(error).body))
+                await send({"type": "http.response.body", "body": b""})
+
+    async def _send_events(self, send: Send) -> None:
+        await _send_part(send, self._first)
+        async for part in self._events:
+            await _send_part(send, part)
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
