@@ -219,8 +219,8 @@ def forward(
     Raises:
         NotImplementedError: a dtype, among them the result's, is not one of `device.DTYPES`.
     """
-    operands = Operands(flat_rows(x), w, bias, None if residual is None else flat_rows(residual))
-    contraction = Contraction("mk", layout, TOKEN_STEP)
+    flat_residual = None if residual is None else flat_rows(residual)
+    operands, contraction = Operands(flat_rows(x), w, bias, flat_residual), Contraction("mk", layout, TOKEN_STEP)
     (y,) = multiply(operands, contraction, [out_dtype], functools.partial(_finish_forward, epilogue))
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
