@@ -1,4 +1,4 @@
-"""Compiled programs on disk, of which none is ever half-written."""
+"""A cache of compiled programs on disk, in which no file is ever half-written."""
 
 import contextlib
 import fcntl
@@ -19,21 +19,24 @@ _LOCK: Final = ".lock"
 _OPTIONS: Final = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
-    # XLA's own files would be written in place, and none of our programs needs them.
+    # XLA would write its own files in place, and none of our programs needs them.
     "jax_persistent_cache_enable_xla_caches": "none",
 }
 
 
 @contextlib.contextmanager
 def compilation_cache(directory: Path | None) -> Iterator[None]:
-    """A context whose programs are looked for in `directory` before they are compiled, and left there; None: compiled.
+    """A context that looks for programs in `directory` before it compiles them, and adds new ones to it.
 
-    JAX writes the files of its cache in place, so that a process which is killed may leave half of one, which is then
-    read and complained of at every start. Here it writes into a directory of the process's own, in which the programs
-    that there are can be found as well; at the end, files that are whole are moved. What a killed process leaves is
-    removed by the next one.
+    JAX writes the files of its cache in place. A process that is killed may so leave half a file, of which JAX then
+    complains at every start. In this context JAX writes to a private directory, which begins with links to the programs
+    in the cache. At the end, the context moves the new files, which are whole, to the cache. The next process removes
+    the private directory of a killed one.
 
-    A fingerprint has programs of its own, so that equal fingerprints go on promising equal bits.
+    Each fingerprint has its own directory, so that equal fingerprints promise equal bits.
+
+    Args:
+        directory: the cache; None: compile every program, and keep none.
 
     Raises:
         OSError: the directory cannot be made or written to.
@@ -45,24 +48,24 @@ def compilation_cache(directory: Path | None) -> Iterator[None]:
     published.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.ExitStack() as until_the_end:
         with _locked(published):
-            for left in published.glob(f"{_UNPUBLISHED}*"):
-                with contextlib.suppress(BlockingIOError), _locked(left, fcntl.LOCK_NB):
-                    shutil.rmtree(left, ignore_errors=True)
-            own = Path(tempfile.mkdtemp(prefix=_UNPUBLISHED, dir=published))
-            until_the_end.callback(shutil.rmtree, own, ignore_errors=True)
-            until_the_end.enter_context(_locked(own))
+            for abandoned in published.glob(f"{_UNPUBLISHED}*"):
+                with contextlib.suppress(BlockingIOError), _locked(abandoned, fcntl.LOCK_NB):
+                    shutil.rmtree(abandoned, ignore_errors=True)
+            private = Path(tempfile.mkdtemp(prefix=_UNPUBLISHED, dir=published))
+            until_the_end.callback(shutil.rmtree, private, ignore_errors=True)
+            until_the_end.enter_context(_locked(private))
         for path in _programs(published):
-            _link(path, own / path.name)
-        with _used_by_jax(own):
+            _link(path, private / path.name)
+        with _used_by_jax(private):
             yield
-        for path in _programs(own):
+        for path in _programs(private):
             if not (published / path.name).exists():
                 path.replace(published / path.name)
 
 
 @contextlib.contextmanager
 def _locked(directory: Path, flags: int = 0) -> Iterator[None]:
-    """A context that one process at a time is in, and that a process leaves when it ends, however it does."""
+    """A context for one process at a time. A process leaves it when it ends, even if it is killed."""
     with open(directory / _LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | flags)
         yield
@@ -75,7 +78,7 @@ def _programs(directory: Path) -> list[Path]:
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
-    except OSError:  # a file system without links
+    except OSError:  # the file system has no links
         shutil.copyfile(source, target)
 
 

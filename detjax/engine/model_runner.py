@@ -16,9 +16,7 @@ from jaxtyping import Array, Float, Float32, Int32, PyTree
 from detjax import backends, compilation, ops
 from detjax.engine.batch import Arrays, SamplingArrays, StepBatch
 from detjax.engine.sampling_params import SamplingParams
-from detjax.kv_pages import Queries
 from detjax.models import Decoder
-from detjax.models.cache import Packed, empty_pages
 from detjax.options import KVQuantization
 
 SCORED_ROWS: Final = 64
@@ -62,29 +60,13 @@ def split(model: Decoder) -> tuple[Network, Weights]:
 _network = functools.lru_cache(maxsize=64)(Network)
 
 
-def empty_state(model: Decoder, num_pages: int, quantization: KVQuantization | None) -> State:
-    """Returns a model's state for a cache of so many pages."""
-    return tuple(empty_pages(model.config, num_pages, model.dtype, quantization) for _ in range(2))
-
-
-def _through_layers(model: Decoder, tokens: Array, queries: Queries, state: State) -> tuple[Array, State]:
-    """Returns the hidden states of a step's tokens, and the state with these tokens."""
-    assert queries.rows is not None and queries.count is not None
-    requests = slice(queries.num_decodes, None)
-    rows = queries.rows.request, queries.rows.position, queries.rows.present
-    prefills = queries.first_row, queries.count[requests], queries.start[requests]
-    packed = Packed(*map(jnp.asarray, (queries.page_table, *rows, *prefills)))
-    hidden, k, v = model.through_layers(tokens, packed, *state)
-    return hidden, (k, v)
-
-
 def bytes_of_page(model: Decoder, quantization: KVQuantization | None) -> int:
     """Returns the bytes that one page takes in the state of a model.
 
     Raises:
         ValueError: the model's keys and values cannot be quantized like this.
     """
-    page = nnx.eval_shape(lambda: empty_state(model, 1, quantization))
+    page = nnx.eval_shape(lambda: model.empty_state(1, quantization))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
 
 
@@ -178,7 +160,7 @@ class ModelRunner:
         self._hidden = lambda rows: jax.ShapeDtypeStruct((rows, width), dtype)
         self._variants = tuple(variants)
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self._state = empty_state(model, num_pages, kv_cache_dtype)
+        self._state = model.empty_state(num_pages, kv_cache_dtype)
         self._last = jnp.zeros(slots, jnp.int32)
         self._copies: dict[tuple[np.dtype, tuple[int, ...], bytes], Array] = {}
 
@@ -314,7 +296,7 @@ def _forward(
     decodes = batch.held.shape[0]
     is_held = batch.held < last.shape[0]
     tokens = jnp.concatenate([jnp.where(is_held, last[batch.held], batch.token[:decodes]), batch.token[decodes:]])
-    hidden, state = _through_layers(network.with_weights(weights), tokens, batch.queries, state)
+    hidden, state = network.with_weights(weights).hidden_states(tokens, batch.queries, state)
     return state, hidden[batch.last_row], hidden[decodes:]
 
 

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler."""
+"""Sampling parameters: how the tokens of a request are chosen, and when it ends."""
 
 import dataclasses
 import json
@@ -15,17 +15,21 @@ class SamplingParams:
 
     Attributes:
         max_tokens: tokens to generate at most.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: tokens kept; 0: all.
-        top_p: the likeliest tokens whose probability reaches this are kept; 1: all.
-        min_p: tokens of at least this share of the likeliest one's probability are kept; 0: all.
-        seed: 0 to 2^64 - 1. A token depends on it, on its position and on the sample's index, on no other request.
+        temperature: divides the logits; 0 chooses the likeliest token.
+        top_k: the number of likeliest tokens to choose from; 0: all tokens.
+        top_p: choose from the fewest likeliest tokens whose probabilities reach this sum; 1: from all tokens.
+        min_p: choose from tokens of at least this share of the likeliest token's probability; 0: from all tokens.
+        seed: 0 to 2^64 - 1. A token depends on the seed, its position and the sample's index, and on no other request.
         n: samples of the same prompt.
-        stop: strings that end the text, which is cut before them. They need a tokenizer.
-        stop_token_ids: tokens that end a sample; they stay in its tokens.
-        ignore_eos: go on after the model's own end-of-sequence tokens.
+        stop: strings that end the text, which is cut before the first of them. They need a tokenizer.
+        stop_token_ids: tokens that end a sample. They stay in its tokens.
+        ignore_eos: do not end a sample at the model's own end-of-sequence tokens.
         top_logprobs: how many of the likeliest tokens are reported at each step.
-        prompt_logprobs: report logprobs of the prompt's tokens too, and the likeliest tokens there. An `Engine` does.
+        prompt_logprobs: also report logprobs of the prompt's tokens, and the likeliest tokens in their places.
+
+    Example:
+        >>> SamplingParams(max_tokens=64, temperature=0.8, top_p=0.95, seed=7).filtered
+        True
     """
 
     max_tokens: int = 128
@@ -58,15 +62,20 @@ class SamplingParams:
             "stop": (not isinstance(self.stop, str) and all(self.stop), "a tuple of strings that are not empty"),
             "top_logprobs": (self.top_logprobs >= 0, "at least 0"),
         }
-        for name, (holds, what) in accepted.items():
-            if not holds:
-                raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r}; accepted: {what}")
+        for name, (is_accepted, description) in accepted.items():
+            if not is_accepted:
+                raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r}; accepted: {description}")
 
     @classmethod
     def recommended(cls, model: Decoder, **fields: Any) -> "SamplingParams":
-        """The settings that the model's checkpoint recommends (`generation_config.json`), with `fields` before them.
+        """Returns the settings that the model's checkpoint recommends in `generation_config.json`.
 
-        Warns (UserWarning) of penalties among them, which change the choice of tokens and which no field stands for.
+        Args:
+            model: the decoder.
+            fields: settings that replace the recommended ones.
+
+        Warns:
+            UserWarning: the checkpoint recommends penalties. They change the choice of tokens, and no field holds them.
         """
         defaults = model.generation_defaults
         known: dict[str, Any] = {}
@@ -75,16 +84,16 @@ class SamplingParams:
             names = ("top_k", "top_p", "min_p")
             known |= {name: value for name in names if (value := getattr(defaults, name)) is not None}
         unread = {} if defaults is None else json.loads(defaults.unread)
-        left_out = {
+        penalties = {
             name: value for name, value in unread.items() if name.endswith("_penalty") and value not in (1, None)
         }
-        if left_out:
+        if penalties:
             warnings.warn(
-                f"SamplingParams.recommended leaves out {left_out}, which the checkpoint asks for", stacklevel=2
+                f"SamplingParams.recommended leaves out {penalties}, which the checkpoint asks for", stacklevel=2
             )
         return cls(**(known | fields))
 
     @property
     def filtered(self) -> bool:
-        """Whether some tokens may be left out of the choice."""
+        """Whether top-k, top-p or min-p may exclude tokens from the choice."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

@@ -36,15 +36,16 @@ class TextStream:
 
         Before the last token, the text stops where a stop string or an unfinished character may begin.
         """
-        end = len(self.text)
+        text = self.text
         if not is_last:
-            end = min(end - self._length_of_begun_stop(), self._decoder.finished)
-        new, self._streamed = self.text[self._streamed : end], max(self._streamed, end)
+            text = text[: self._decoder.finished]
+            text = text[: len(text) - self._length_of_begun_stop(text)]
+        new, self._streamed = text[self._streamed :], max(self._streamed, len(text))
         return new
 
-    def _length_of_begun_stop(self) -> int:
-        """Returns how many characters at the end of the text may be the beginning of a stop string."""
-        begun = (length for stop in self._stop for length in range(1, len(stop)) if self.text.endswith(stop[:length]))
+    def _length_of_begun_stop(self, text: str) -> int:
+        """Returns how many characters at the end of a text may be the beginning of a stop string."""
+        begun = (length for stop in self._stop for length in range(1, len(stop)) if text.endswith(stop[:length]))
         return max(begun, default=0)
 
 

@@ -1,4 +1,4 @@
-"""Compiled programs on disk: whole ones only, and nobody else's."""
+"""The cache of compiled programs: whole files only, and only those of the same fingerprint."""
 
 import fcntl
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ def programs(directory: Path) -> list[Path]:
     return sorted(directory.glob("*/*-cache"))
 
 
-def test_what_was_compiled_is_found_again(tmp_path: Path) -> None:
+def test_a_compiled_program_is_found_again(tmp_path: Path) -> None:
     with compilation_cache(tmp_path):
         compile_something(1)
-    found = programs(tmp_path)
-    assert found
-    before = [path.read_bytes() for path in found]
+    paths = programs(tmp_path)
+    assert paths
+    before = [path.read_bytes() for path in paths]
     jax.clear_caches()
     seen: list[str] = []
 
@@ -46,11 +46,11 @@ def test_what_was_compiled_is_found_again(tmp_path: Path) -> None:
     finally:
         jax.monitoring.unregister_event_listener(listen)
     assert "/jax/compilation_cache/cache_hits" in seen
-    assert (programs(tmp_path), [path.read_bytes() for path in found]) == (found, before)
+    assert (programs(tmp_path), [path.read_bytes() for path in paths]) == (paths, before)
     assert [path.name for path in tmp_path.rglob(".*")] == [".lock"]
 
 
-def test_nothing_is_left_of_what_was_not_finished(tmp_path: Path) -> None:
+def test_an_interrupted_process_leaves_no_program(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), compilation_cache(tmp_path):
         compile_something(2)
         raise KeyboardInterrupt
@@ -58,12 +58,12 @@ def test_nothing_is_left_of_what_was_not_finished(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob(".*")] == [".lock"]
 
 
-def test_directories_of_processes_that_ended_go_and_those_of_others_stay(tmp_path: Path) -> None:
+def test_directories_of_ended_processes_are_removed_and_those_of_running_ones_stay(tmp_path: Path) -> None:
     with compilation_cache(tmp_path):
         compile_something(3)
-    (own,) = tmp_path.iterdir()
-    ended, begun, alive = (own / f".unpublished-{name}" for name in ("ended", "begun", "alive"))
-    for directory in (ended, begun, alive):
+    (published,) = tmp_path.iterdir()
+    ended, empty, alive = (published / f".unpublished-{name}" for name in ("ended", "empty", "alive"))
+    for directory in (ended, empty, alive):
         directory.mkdir()
     (ended / ".lock").touch()
     (ended / "half-cache").write_bytes(b"half")
@@ -71,10 +71,10 @@ def test_directories_of_processes_that_ended_go_and_those_of_others_stay(tmp_pat
         fcntl.flock(lock, fcntl.LOCK_EX)
         with compilation_cache(tmp_path):
             compile_something(4)
-        assert (ended.exists(), begun.exists(), alive.exists()) == (False, False, True)
+        assert (ended.exists(), empty.exists(), alive.exists()) == (False, False, True)
 
 
-def test_another_environment_has_other_programs(tmp_path: Path) -> None:
+def test_each_fingerprint_has_its_own_programs(tmp_path: Path) -> None:
     for backend in ("portable", "stock"):
         with detjax.use_backend(backend), compilation_cache(tmp_path):
             compile_something(5)

@@ -1,10 +1,11 @@
-"""The engine on the small checkpoint: a request's bits are its own in any company, order, budget and cache."""
+"""The engine on the small checkpoint: no bit of a request depends on other requests, order, budget or cache."""
 
 import asyncio
 import dataclasses
 import functools
 import random
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,15 @@ from flax import nnx
 
 import detjax
 from detjax import SamplingParams, ops
-from detjax.engine import Engine, EngineClosed, Generation, Request, Token
+from detjax.engine import Engine, EngineClosed, EngineConfig, EngineStats, Generation, Request, Token
 from detjax.models import Decoder, Tokenizer, load
 from tests.support.bits import assert_same_bits, same_bits
+from tests.support.compiled_programs import compiled_programs
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-LONGEST = 400
+MAX_LENGTH = 400
+WAIT = 300
+"""Seconds after which a wait is taken for a hang. On a busy machine the first step, which compiles, takes minutes."""
 
 
 @functools.cache
@@ -34,26 +38,26 @@ def loaded() -> tuple[Decoder, Tokenizer]:
 
 @functools.cache
 def requests() -> list[Request]:
-    """64 with prompts of 1 to 300 tokens, many of which begin alike; greedy, sampled and filtered."""
+    """64 requests with prompts of 1 to 300 tokens, many with the same prefix; greedy, sampled and filtered."""
     draw = random.Random(0)
-    begun = [[draw.randrange(515) for _ in range(length)] for length in (128, 140, 260)]
+    prefixes = [[draw.randrange(515) for _ in range(length)] for length in (128, 140, 260)]
     styles = (
         SamplingParams(),
         SamplingParams(temperature=1.0, top_logprobs=2),
         SamplingParams(temperature=0.7, top_k=20),
         SamplingParams(temperature=1.3, top_p=0.8, min_p=0.01),
     )
-    found = []
+    result = []
     for index in range(64):
-        shared = begun[index % 6] if index % 6 < 3 else []
+        shared = prefixes[index % 6] if index % 6 < 3 else []
         prompt = [*shared, *(draw.randrange(515) for _ in range(draw.choice([1, 2, 7, 30, 40])))]
         params = dataclasses.replace(styles[index % 4], seed=index, max_tokens=draw.randint(1, 8), ignore_eos=True)
-        found.append(Request(prompt, params))
-    return found
+        result.append(Request(prompt, params))
+    return result
 
 
 def engine(**options: Any) -> Engine:
-    return Engine(*loaded(), **({"max_samples": 16, "token_budget": 64, "max_tokens": LONGEST} | options))
+    return Engine(*loaded(), **({"max_samples": 16, "token_budget": 64, "max_length": MAX_LENGTH} | options))
 
 
 def bits_of(generations: list[Generation]) -> list:
@@ -67,14 +71,14 @@ def bits_of(generations: list[Generation]) -> list:
 
 @functools.cache
 def alone() -> list[Generation]:
-    """Each request's answer from an engine that never has another one, nor has had."""
+    """Each request's answer from an engine without a prefix cache that serves one request at a time."""
     with engine(prefix_cache=False) as one:
         return [one.generate([request])[0] for request in requests()]
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Engine]:
-    """An engine for the tests that leave it as it was."""
+    """An engine for the tests that leave it idle."""
     with engine() as one:
         yield one
 
@@ -87,32 +91,32 @@ def shared() -> Iterator[Engine]:
         ({"token_budget": 1, "max_samples": 3}, 20),
         ({"token_budget": 512, "max_samples": 64}, 64),
     ],
-    ids=["as it is", "no prefix cache", "a token a step", "512 tokens a step"],
+    ids=["defaults", "no prefix cache", "a token a step", "512 tokens a step"],
 )
 def test_requests_alone_and_together_have_the_same_bits(options: dict[str, Any], count: int) -> None:
     with engine(**options) as one:
         assert_same_bits(bits_of(one.generate(requests()[:count])), bits_of(alone()[:count]))
-        assert one.pages_in_use == 0
+        assert one.stats().pages_in_use == 0
 
 
 def test_order_and_a_warm_prefix_cache_do_not_matter(shared: Engine) -> None:
     for seed in range(2):
         order = random.Random(seed).sample(range(64), 64)
-        found = shared.generate([requests()[i] for i in order])
-        assert_same_bits(bits_of(found), bits_of([alone()[i] for i in order]))
+        shuffled = shared.generate([requests()[i] for i in order])
+        assert_same_bits(bits_of(shuffled), bits_of([alone()[i] for i in order]))
 
 
-def test_requests_that_are_preempted_have_the_same_bits() -> None:
-    # Each of them needs another page for what it generates.
+def test_preempted_requests_have_the_same_bits() -> None:
+    # Each of these requests needs one more page for the tokens that it generates.
     params = SamplingParams(temperature=1.0, max_tokens=14, ignore_eos=True)
     crowd = [Request([index] * (121 + index), dataclasses.replace(params, seed=index)) for index in range(6)]
     with engine() as one:
         expected = one.generate(crowd)
-    with engine(pages=5) as one:
-        found = one.generate([*crowd, *requests()[:20]])
-        assert one.preemptions > 0
-        assert one.pages_in_use == 0
-    assert_same_bits(bits_of(found), bits_of([*expected, *alone()[:20]]))
+    with engine(num_pages=5) as one:
+        crowded = one.generate([*crowd, *requests()[:20]])
+        assert one.stats().preemptions > 0
+        assert one.stats().pages_in_use == 0
+    assert_same_bits(bits_of(crowded), bits_of([*expected, *alone()[:20]]))
 
 
 async def listen(engine: Engine, request: Request, until: int | None = None) -> list[Token]:
@@ -134,7 +138,7 @@ def assert_same_tokens(tokens: list[Token], expected: Generation) -> None:
     assert tuple(token.top_logprobs for token in tokens) == completion.top_logprobs[:count]
 
 
-def test_requests_that_come_over_time_while_half_are_cancelled_have_the_same_bits(shared: Engine) -> None:
+def test_requests_that_arrive_over_time_while_half_are_cancelled_have_the_same_bits(shared: Engine) -> None:
     draw = random.Random(3)
     until = [draw.randint(1, 4) if index % 2 else None for index in range(64)]
 
@@ -150,7 +154,7 @@ def test_requests_that_come_over_time_while_half_are_cancelled_have_the_same_bit
         if until[index] is None:
             assert tokens[-1].finish_reason == "length"
     assert shared.generate([requests()[0]]) == alone()[:1]
-    assert shared.pages_in_use == 0
+    assert shared.stats().pages_in_use == 0
 
 
 @pytest.mark.sampled(0)
@@ -184,50 +188,50 @@ def test_a_prompts_logprobs_are_those_of_the_training_forward(shared: Engine, le
     tokens = np.zeros((1, 384), np.int32)
     tokens[0, :length] = prompt
     logprobs = np.asarray(detjax.jit(lambda tokens: ops.log_softmax(model(tokens)))(jnp.asarray(tokens))[0])
-    for _ in range(2):  # with the prompt's pages in the cache, too
-        (found,) = shared.generate([Request(prompt.tolist(), params)])
-        assert found.prompt is not None
+    for _ in range(2):  # the second time with the prompt's pages in the cache
+        (generation,) = shared.generate([Request(prompt.tolist(), params)])
+        assert generation.prompt is not None
         expected = logprobs[np.arange(length - 1), prompt[1:]]
-        assert_same_bits(np.float32(found.prompt.logprobs), expected)
-        top = np.asarray(found.prompt.top_logprobs).reshape(length - 1, 3, 2)
+        assert_same_bits(np.float32(generation.prompt.logprobs), expected)
+        top = np.asarray(generation.prompt.top_logprobs).reshape(length - 1, 3, 2)
         assert_same_bits(top[..., 1].astype(np.float32), -np.sort(-logprobs[: length - 1])[:, :3])
 
 
-def test_a_future_holds_the_generation_and_its_cancellation_ends_the_request(shared: Engine) -> None:
+def test_a_future_holds_the_generation_and_cancelling_it_ends_the_request(shared: Engine) -> None:
     expected = alone()[1]
     long = Request([1, 2], SamplingParams(max_tokens=300, ignore_eos=True))
-    begun = threading.Event()
-    cancelled = shared.submit(long, lambda _: begun.set())
+    is_started = threading.Event()
+    cancelled = shared.submit(long, lambda _: is_started.set())
     tokens: list[Token] = []
     future = shared.submit(requests()[1], tokens.append)
-    assert begun.wait(60) and cancelled.cancel()
-    assert future.result(60) == expected
+    assert is_started.wait(WAIT) and cancelled.cancel()
+    assert future.result(WAIT) == expected
     assert_same_tokens(tokens, expected)
-    # What is asked for next is answered, and nothing is left of what was cancelled.
+    # The next request is answered, and the cancelled one has left no page in use.
     assert shared.generate([requests()[2]]) == [alone()[2]]
-    assert shared.pages_in_use == 0
+    assert shared.stats().pages_in_use == 0
 
 
-def test_what_a_listener_raises_ends_its_own_request_alone(shared: Engine) -> None:
+def test_an_exception_of_a_listener_ends_its_request_alone(shared: Engine) -> None:
     def listen(token: Token) -> None:
         raise ArithmeticError(f"token {token.token}")
 
     future = shared.submit(Request([1, 2], SamplingParams(max_tokens=300, ignore_eos=True)), listen)
     assert shared.generate([requests()[1]]) == [alone()[1]]
     with pytest.raises(ArithmeticError, match="token"):
-        future.result(60)
-    assert shared.pages_in_use == 0
+        future.result(WAIT)
+    assert shared.stats().pages_in_use == 0
 
 
-def test_a_listener_that_waits_for_the_engine_is_told(shared: Engine) -> None:
+def test_a_listener_that_waits_for_the_engine_is_refused(shared: Engine) -> None:
     def listen(_: Token) -> None:
         shared.generate([Request([3])])
 
     with pytest.raises(RuntimeError, match="accepted in on_token: submit"):
-        shared.submit(Request([1, 2]), listen).result(60)
+        shared.submit(Request([1, 2]), listen).result(WAIT)
 
 
-def test_a_streams_text_is_the_completions(shared: Engine) -> None:
+def test_the_streamed_text_is_that_of_the_completion(shared: Engine) -> None:
     tokenizer = loaded()[1]
     free = shared.generate([Request("Hello", SamplingParams(max_tokens=12, ignore_eos=True))])[0].completions[0]
     assert free.text == tokenizer.decode(list(free.tokens))
@@ -241,7 +245,7 @@ def test_a_streams_text_is_the_completions(shared: Engine) -> None:
     assert (expected.text, expected.finish_reason) == (free.text[: free.text.index(stop)], "stop")
 
 
-def test_new_weights_give_new_answers_and_forget_the_old_ones_pages() -> None:
+def test_new_weights_give_new_answers_and_forget_cached_pages() -> None:
     model = loaded()[0]
     prompt, params = list(range(300)), SamplingParams(max_tokens=5, ignore_eos=True)
     request = Request(prompt, params)
@@ -259,13 +263,13 @@ def test_new_weights_give_new_answers_and_forget_the_old_ones_pages() -> None:
     assert after != before
 
 
-def test_weights_are_not_exchanged_while_a_request_is_on_its_way(shared: Engine) -> None:
+def test_weights_are_not_replaced_while_a_request_is_in_flight(shared: Engine) -> None:
     state = nnx.split(loaded()[0])[1]
 
     async def while_streaming() -> None:
         stream = shared.stream(Request([1, 2], SamplingParams(max_tokens=300, ignore_eos=True)))
         await anext(stream)
-        with pytest.raises(RuntimeError, match="update_weights: 1 samples are on their way; accepted: none"):
+        with pytest.raises(RuntimeError, match="update_weights: 1 samples are in flight; accepted: none"):
             shared.update_weights(state)
         await stream.aclose()
 
@@ -279,7 +283,7 @@ def test_weights_of_another_shape_are_refused(shared: Engine) -> None:
         shared.update_weights(other)
 
 
-def test_a_closed_engine_says_so_and_drops_nobody_in_silence() -> None:
+def test_closing_an_engine_ends_streams_with_an_error() -> None:
     one = engine()
     started = threading.Event()
 
@@ -297,53 +301,78 @@ def test_a_closed_engine_says_so_and_drops_nobody_in_silence() -> None:
 
     listener = threading.Thread(target=listen_on)
     listener.start()
-    assert started.wait(60)
+    assert started.wait(WAIT)
     one.close()
-    listener.join(60)
+    listener.join(WAIT)
     assert len(errors) == 1
     with pytest.raises(EngineClosed, match="it was closed"):
         one.generate([Request([1])])
     one.close()
 
 
-def test_what_fails_in_the_thread_reaches_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_the_thread_reaches_every_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine() as one:
 
         def broken() -> None:
             raise MemoryError("no memory left")
 
-        monkeypatch.setattr(one._core, "step", broken)
+        monkeypatch.setattr(one._loop, "step", broken)
         with pytest.raises(EngineClosed, match="no memory left"):
             one.generate([Request([1])])
         with pytest.raises(EngineClosed, match="no memory left"):
             one.generate([Request([1])])
 
 
-def test_forgotten_prefixes_are_computed_anew() -> None:
+def test_forgotten_prefixes_are_computed_again() -> None:
     prompt = Request([7] * 200, SamplingParams(max_tokens=3))
     with engine() as one:
         expected = one.generate([prompt])
-        pool = one._core.scheduler.pool
-        assert pool._page_of
+        pool = one._loop.scheduler.pool
+        assert pool._page_by_digest
         one.forget_prefixes()
-        assert not pool._page_of
+        assert not pool._page_by_digest
         assert one.generate([prompt]) == expected
 
 
 @pytest.mark.sampled(0)
-def test_nothing_is_compiled_after_warming_up() -> None:
-    compiled = []
-
-    def count(event: str, *_: object, **__: object) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(event)
-
-    with engine(max_samples=2, token_budget=64) as one:
+def test_warming_up_compiles_every_program_side_by_side_and_nothing_is_compiled_after_it() -> None:
+    jax.clear_caches()
+    with engine(max_samples=2, token_budget=64) as one, compiled_programs() as compiled:
+        shapes = list(one._loop._shapes)
+        layers, samplers = len(shapes), 4 * len({shape.sampled for shape in shapes})
+        scorers = len({shape.rows for shape in shapes if shape.rows})
         one.warm_up()
-        jax.monitoring.register_event_duration_secs_listener(count)
+        counts = Counter(compiled)
+        assert [counts[f"jit__{name}"] for name in ("forward", "sample", "score")] == [layers, samplers, scorers]
+        # Those that the first steps would have to compile one after the other are not among them.
+        assert len(one._loop._runner._compiled) == layers + samplers + scorers
+        del compiled[:]
         one.generate(requests()[:5])
         one.generate([Request([1, 2, 3], SamplingParams(prompt_logprobs=True, max_tokens=3))])
-    assert compiled == []
+        assert compiled == []
+
+
+@pytest.mark.sampled(0)
+def test_a_quantized_cache_of_an_engine_gives_the_bits_of_generate_with_it() -> None:
+    some = requests()[:3]
+    prompts, params = [request.prompt for request in some], [request.sampling for request in some]
+    with engine(kv_cache_dtype="int8") as one:
+        assert one.config.kv_cache_dtype == "int8"
+        quantized = one.generate(some)
+    assert_same_bits(bits_of(quantized), bits_of(detjax.generate(loaded()[0], prompts, params, kv_cache_dtype="int8")))
+    assert not same_bits(bits_of(quantized), bits_of(alone()[:3]))
+
+
+def test_a_setting_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(TypeError, match="max_tokens"):
+        engine(max_tokens=64)
+
+
+def test_settings_come_from_a_config_or_from_options() -> None:
+    config = EngineConfig(max_samples=3, max_length=64, top_logprobs=2)
+    with Engine(*loaded(), config, token_budget=16) as one:
+        assert (one.config.max_samples, one.config.token_budget, one.max_length) == (3, 16, 64)
+        assert one.stats() == EngineStats(running=0, waiting=0, num_pages=3, pages_in_use=0, preemptions=0)
 
 
 @pytest.mark.parametrize(
@@ -351,7 +380,7 @@ def test_nothing_is_compiled_after_warming_up() -> None:
     [
         (Request([]), "request 0 is empty; accepted: at least one token"),
         (Request([515]), "request 0 has token 515; accepted: ids 0 to 514"),
-        (Request([1] * 300, SamplingParams(max_tokens=101)), "accepted: 400 in all, the engine's max_tokens"),
+        (Request([1] * 300, SamplingParams(max_tokens=101)), "accepted: 400 in all, the engine's max_length"),
         (Request([1], SamplingParams(top_logprobs=21)), "top_logprobs is 21; accepted: up to 20, the engine's"),
     ],
 )
@@ -365,12 +394,12 @@ def test_bad_requests_are_refused(shared: Engine, request_: Request, message: st
     [
         ({"max_samples": 0}, "max_samples is 0; accepted: at least 1"),
         ({"token_budget": 0}, "token_budget is 0; accepted: at least 1"),
-        ({"max_tokens": 1}, "max_tokens is 1; accepted: 2 to"),
-        ({"pages": 3}, "pages is 3; accepted: at least 4, for one request of 400 tokens"),
+        ({"max_length": 1}, "max_length is 1; accepted: 2 to"),
+        ({"num_pages": 3}, "num_pages is 3; accepted: at least 4, for one request of 400 tokens"),
         ({"top_logprobs": 516}, "top_logprobs is 516; accepted: 0 to 515"),
-        ({"kv_cache_dtype": "q4_0"}, r"Engine: q4_0 of 80 numbers; accepted: multiples of 32"),
+        ({"kv_cache_dtype": "q4_0"}, r"Engine: .*q4_0 of 80 numbers; accepted: multiples of 32"),
     ],
 )
-def test_engines_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine(**options)

@@ -1,10 +1,12 @@
-"""Generation: a request's tokens and logprobs are its own, whatever else is in the batch."""
+"""Generation: no bit of a request's tokens and logprobs depends on what else is in the batch."""
 
 import dataclasses
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from detjax import SamplingParams, generate, ops
 from detjax.engine import Completion, Generation
 from detjax.models import Decoder, Tokenizer, load
 from tests.support.bits import assert_same_bits, same_bits
+from tests.support.compiled_programs import compiled_programs
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -212,7 +215,6 @@ def test_no_prompts_give_no_generations(model: Decoder) -> None:
         ([[1], [2]], [SamplingParams()], "2 prompts and 1 sampling parameters"),
         ([[1] * 100_000], SamplingParams(), "accepted: .* in all, the model's max_position_embeddings"),
         ([[1]], SamplingParams(top_logprobs=516), "top_logprobs is 516; accepted: up to 515"),
-        ([[1]], SamplingParams(prompt_logprobs=True), "prompt_logprobs is True; accepted: False. An Engine reports"),
     ],
 )
 def test_bad_requests_are_refused(model: Decoder, prompts: list, params: SamplingParams, message: str) -> None:
@@ -247,14 +249,40 @@ def test_sampling_parameters_out_of_range_are_refused(field: str, value: object)
         SamplingParams(**{field: value})
 
 
+def test_prompt_logprobs_are_those_of_the_training_forward_in_chunks_of_any_size(model: Decoder) -> None:
+    prompt = [3 * index % 515 for index in range(70)]
+    params = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=True, top_logprobs=2, n=2)
+    training_forward = detjax.jit(lambda tokens: ops.log_softmax(model(tokens)))
+    logprobs = np.asarray(training_forward(jnp.asarray([prompt], jnp.int32))[0])
+    for chunk in (1, 9, 128):
+        (generation,) = generate(model, [prompt], params, prefill_chunk=chunk)
+        assert generation.prompt is not None
+        assert_same_bits(np.float32(generation.prompt.logprobs), logprobs[np.arange(69), prompt[1:]])
+        assert [len(top) for top in generation.prompt.top_logprobs] == [2] * 69
+    (unscored,) = generate(model, [prompt], dataclasses.replace(params, prompt_logprobs=False))
+    assert unscored.prompt is None
+    assert_same_bits(bits_of([unscored]), bits_of([generation]))
+
+
+def test_calls_of_one_size_compile_two_programs_of_the_layers_and_one_that_samples(model: Decoder) -> None:
+    jax.clear_caches()
+    with compiled_programs() as compiled:
+        answers(model, requests(), prefill_chunk=64)
+    counts = Counter(compiled)
+    assert [counts[f"jit__{name}"] for name in ("forward", "sample", "score")] == [2, 1, 0]
+    with compiled_programs() as compiled:
+        answers(model, requests()[::-1], prefill_chunk=64)
+    assert compiled == []
+
+
 @pytest.mark.sampled(0)
-def test_a_request_is_the_same_in_any_company_with_a_quantized_cache(model: Decoder) -> None:
+def test_other_requests_do_not_matter_with_a_quantized_cache(model: Decoder) -> None:
     asked = requests()[:4]
     together = answers(model, asked, kv_cache_dtype="int8")
     assert together != answers(model, asked)
     assert answers(model, asked[2:3], kv_cache_dtype="int8", prefill_chunk=20) == together[2:3]
 
 
-def test_a_cache_of_no_such_dtype_is_refused(model: Decoder) -> None:
-    with pytest.raises(ValueError, match=r"generate: q4_0 of 80 numbers; accepted: multiples of 32\. Choose int8 or"):
+def test_an_impossible_cache_dtype_is_refused(model: Decoder) -> None:
+    with pytest.raises(ValueError, match=r"generate: .*q4_0 of 80 numbers; accepted: multiples of 32\. Choose int8 or"):
         generate(model, [[1]], kv_cache_dtype="q4_0")
