@@ -63,22 +63,22 @@ def main() -> None:
         assert total.tobytes() == expected.tobytes(), dtype
         scattered = on_devices(lambda x: ops.psum_scatter(x, "d"), x, P("d"))
         assert scattered.tobytes() == expected.tobytes(), dtype
-        # The negative control: in another order these terms have another sum, where the last rounding does not hide it.
+        # The negative control: in a different order the sum is different, unless the last rounding hides it.
         assert dtype != "float32" or left_to_right(x[::-1]).tobytes() != expected.tobytes()
 
-    # Products that are added stay rounded.
+    # Products are rounded before they are added.
     a, b = random.standard_normal((2, DEVICES, 1000)).astype(np.float32)
     joined = np.stack([a, b], axis=1)
     assert on_devices(lambda ab: ops.psum(ab[0] * ab[1], "d"), joined).tobytes() == left_to_right(a * b).tobytes()
 
-    # A tree, over two axes of a mesh: the first varies slowest.
+    # The leaves of a tree are added over two axes of a mesh, the first of which varies slowest.
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    of_both = jax.shard_map(
+    sum_over_both = jax.shard_map(
         lambda x: ops.psum({"x": x[0]}, ("a", "b")), mesh=mesh, in_specs=P(("a", "b")), out_specs={"x": P()}
     )
-    assert np.asarray(detjax.jit(of_both)(jnp.asarray(a))["x"]).tobytes() == left_to_right(a).tobytes()
+    assert np.asarray(detjax.jit(sum_over_both)(jnp.asarray(a))["x"]).tobytes() == left_to_right(a).tobytes()
 
-    # Gradients are moved, not added: those of each term are those of the sum.
+    # Gradients are moved, not added: the gradient of each term is that of the sum.
     def loss(x):
         return jnp.vdot(ops.psum(jnp.sin(x), "d"), jnp.asarray(b[0]))
 

@@ -19,16 +19,16 @@ CONTENT = {"x", "residual", "tokens"}
 EVERY = [(op, dtype) for op in ROW_OPS for dtype in op.dtypes]
 
 every_op_and_dtype = pytest.mark.parametrize(("op", "dtype"), EVERY, ids=str)
-# float16 takes the way of bfloat16 but for the rounding at its ends.
+# float16 runs the same code as bfloat16 but for the rounding at its ends.
 every_op = pytest.mark.parametrize(("op", "dtype"), [pair for pair in EVERY if pair[1] != "float16"], ids=str)
 
 
 def moved(
     op: RowOp, dtype: str, width: int | None = None, batch_sizes: tuple[int, ...] = BATCH_SIZES, anchors: int = 1
 ) -> list[str]:
-    """Where an anchor, each of the first rows in turn, has other bits than alone."""
+    """The places at which an anchor row has different bits than alone. Each of the first rows is the anchor in turn."""
     rows, shared = op.arguments(max(batch_sizes) + anchors, dtype, width)
-    found = []
+    places = []
     for anchor in range(anchors):
         alone = op(at(rows, [anchor]), shared)
         for size in batch_sizes:
@@ -36,8 +36,8 @@ def moved(
                 order = np.arange(anchors, anchors + size)
                 order[place] = anchor
                 if not same_bits(at(op(at(rows, order), shared), [place]), alone):
-                    found.append(f"row {place} of {size}")
-    return found
+                    places.append(f"row {place} of {size}")
+    return places
 
 
 @pytest.mark.sampled(12)
@@ -109,17 +109,17 @@ def test_a_row_does_not_see_what_its_neighbours_contain(op: RowOp, dtype: str) -
     largest = float(jnp.finfo(dtype).max)
     for content in (0.0, largest, -largest, np.inf, -np.inf, np.nan):
         for place in (0, 16, 32):
-            own = np.arange(33) == place
-            others = {
-                name: _filled(x, ~own, content) for name, x in rows.items() if name in ("x", "residual", "tokens")
+            anchor = np.arange(33) == place
+            neighbours = {
+                name: _filled(x, ~anchor, content) for name, x in rows.items() if name in ("x", "residual", "tokens")
             }
-            assert_same_bits(at(op(rows | others, shared), own), at(expected, own))
+            assert_same_bits(at(op(rows | neighbours, shared), anchor), at(expected, anchor))
 
 
-def _filled(x: np.ndarray, which: np.ndarray, content: float) -> np.ndarray:
-    """`x` with other content in the rows given: the number in floats, the lowest id in tokens."""
+def _filled(x: np.ndarray, rows: np.ndarray, content: float) -> np.ndarray:
+    """`x` with different content in some rows: the number in floats, the lowest id in tokens."""
     x = x.copy()
-    x[which] = 0 if x.dtype == np.int32 else content
+    x[rows] = 0 if x.dtype == np.int32 else content
     return x
 
 
@@ -139,9 +139,9 @@ def test_a_larger_program_gives_the_bits_of_the_operation_alone(op: RowOp, dtype
     expected = op(rows, shared)
 
     def between(rows: dict[str, jax.Array]) -> tuple:
-        # Exact, but something to fuse with on either side; and the weights are constants.
-        made = op(jax.tree.map(_halved, jax.tree.map(_doubled, rows)), shared)
-        return made, jax.tree.map(_doubled, made)
+        # These steps are exact, but XLA could fuse them with the operation on either side. The weights are constants.
+        result = op(jax.tree.map(_halved, jax.tree.map(_doubled, rows)), shared)
+        return result, jax.tree.map(_doubled, result)
 
     assert_same_bits(detjax.jit(between)(rows)[0], expected)
     if dtype == "float32":
@@ -161,8 +161,8 @@ def _halved(x: jax.Array) -> jax.Array:
 def test_vmap_over_rows_gives_the_bits_of_each(op: RowOp, dtype: str) -> None:
     rows, shared = op.arguments(12, dtype)
     batched = jax.tree.map(lambda x: x.reshape(4, 3, *x.shape[1:]), rows)
-    each = stacked([op(at(batched, i), shared) for i in range(4)])
-    assert_same_bits(jax.vmap(op, in_axes=(0, None))(batched, shared), each)
+    expected = stacked([op(at(batched, i), shared) for i in range(4)])
+    assert_same_bits(jax.vmap(op, in_axes=(0, None))(batched, shared), expected)
 
 
 @pytest.mark.sampled(2)
@@ -173,7 +173,7 @@ def test_vmap_over_weights_gives_the_bits_of_each(op: RowOp, dtype: str) -> None
     rows, _ = op.arguments(5, dtype)
     shared = [op.arguments(5, dtype, seed=seed)[1] for seed in range(3)]
     mapped = jax.vmap(op, in_axes=(None, 0))(rows, stacked(shared))
-    assert_same_bits(mapped, stacked([op(rows, one) for one in shared]))
+    assert_same_bits(mapped, stacked([op(rows, weights) for weights in shared]))
 
 
 @pytest.mark.sampled(3)

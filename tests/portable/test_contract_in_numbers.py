@@ -1,4 +1,4 @@
-"""What the contracts say in words, on numbers that show it: other orders and roundings give other results here."""
+"""Numbers that show the orders and roundings of the contracts: different ones would give different results here."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from tests.support.bits import assert_same_bits, same_bits
 
 
 def summed_by_lanes(x: np.ndarray) -> np.ndarray:
-    """Row sums as `contract.LANES` has them, one NumPy addition after another."""
+    """Row sums in the order of `contract.LANES`, one NumPy addition after another."""
     lanes = np.zeros((len(x), LANES), np.float32)
     for start in range(0, x.shape[1], LANES):
         part = x[:, start : start + LANES]
@@ -34,12 +34,12 @@ def test_rows_are_summed_lane_by_lane(width: int) -> None:
     expected = summed_by_lanes(x)
     assert_same_bits(jax.jit(row_sum)(x), expected)
     assert_same_bits(map_rows(lambda x, _: row_sum(x), jnp.asarray(x), None), expected)
-    # A product is rounded before it is added, whatever instructions the processor has.
+    # Squares are rounded before they are added, whatever instructions the processor has.
     squares = detjax.jit(lambda x: map_rows(lambda x, _: row_sum(x * x), x, None))(x)
     assert_same_bits(squares, summed_by_lanes(x * x))
 
 
-def test_xlas_own_sum_is_in_another_order() -> None:
+def test_xlas_own_sum_has_a_different_order() -> None:
     x = np.random.default_rng(0).standard_normal((16, 4097)).astype(np.float32)
     assert not same_bits(jax.jit(lambda x: jnp.sum(x, axis=-1, keepdims=True))(x), summed_by_lanes(x))
 
@@ -50,7 +50,7 @@ def test_one_tile_runs_in_the_same_loop_as_many(rows: int) -> None:
     assert "while" in compiled.as_text()
 
 
-def test_tiles_see_zeros_behind_the_last_row_and_the_order_of_rows_is_kept() -> None:
+def test_tiles_see_zeros_after_the_last_row_and_the_order_of_rows_is_kept() -> None:
     x = jnp.arange(1.0, 20.0)[:, None]
     seen = map_rows(lambda x, _: jnp.broadcast_to(jnp.sum(x, axis=0, keepdims=True), x.shape), x, None)
     assert_same_bits(seen[:, 0], np.float32([136.0] * 16 + [54.0] * 3))
@@ -58,7 +58,7 @@ def test_tiles_see_zeros_behind_the_last_row_and_the_order_of_rows_is_kept() -> 
     assert_same_bits(last, np.float32([12345.0]))
 
 
-def test_a_matmul_rounds_once_behind_bias_and_residual() -> None:
+def test_a_matmul_rounds_once_after_bias_and_residual() -> None:
     x, w = jnp.ones((1, 256), jnp.bfloat16), jnp.ones((256, 1), jnp.bfloat16)
     one = jnp.ones((1, 1), jnp.bfloat16)
     y = ops.matmul(x, w, bias=one[0], residual=one)
@@ -79,7 +79,7 @@ def test_weight_gradients_add_tokens_in_ascending_steps(token_of_the_one: int, e
     dy[0], dy[WEIGHT_GRADIENT_TOKENS], dy[token_of_the_one] = 1e8, -1e8, 1.0
     x = jnp.ones((33, 1))
     dw, db = jax.grad(lambda w, b: (ops.matmul(x, w, bias=b) * dy).sum(), argnums=(0, 1))(jnp.ones((1, 1)), jnp.ones(1))
-    # Of the steps' sums the second swallows the one next to -1e8, the third keeps it.
+    # The second step's sum loses a 1 next to -1e8; the third step's sum keeps it.
     assert (dw[0, 0], db[0]) == (expected, expected)
 
 
