@@ -1,15 +1,20 @@
 """The command line: what it prints, where, and what it answers to bad input."""
 
+import contextlib
 import dataclasses
 import json
+import re
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 import detjax
-from detjax import SamplingParams, fingerprints, models
+from detjax import SamplingParams, engine, fingerprints, models, server
 from detjax.cli import app
 from detjax.demo import CHECKPOINT, experiment
 from tests.support.one_layer import one_layer
@@ -168,6 +173,73 @@ def test_an_interruption_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "load", interrupted)
     result = run("generate", "--model", "x", "--prompt", "y")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "")
+
+
+class Serving:
+    """Stands in for the engine and the server, and keeps what `detjax serve` gave them."""
+
+    config: engine.EngineConfig
+    settings: server.Settings
+    cache: Path | None
+    grace: float
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(engine, "Engine", self._engine)
+        monkeypatch.setattr(server, "create_app", self._app)
+        monkeypatch.setattr(server, "Server", self._server)
+
+    @contextlib.contextmanager
+    def _engine(self, model: object, tokenizer: object, config: engine.EngineConfig) -> Iterator["Serving"]:
+        self.config = config
+        yield self
+
+    def warm_up(self, *, progress: bool, cache: Path | None) -> None:
+        self.cache = cache
+
+    def _app(self, engine: object, model: object, tokenizer: object, settings: server.Settings) -> SimpleNamespace:
+        self.settings = settings
+        return SimpleNamespace(state=SimpleNamespace(fingerprint="the-fingerprint"))
+
+    def _server(self, app: object, *, grace: float) -> "Serving":
+        self.grace = grace
+        return self
+
+    def serve_on(self, bound: socket.socket, on_ready: Callable[[], None]) -> None:
+        on_ready()
+
+
+def test_the_options_of_serve_reach_the_engine_and_the_server(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = Serving(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    defaults = run("serve", checkpoint, "--port", 0)
+    assert (defaults.exit_code, defaults.stdout) == (0, "")
+    assert re.fullmatch(r"small on http://127\.0\.0\.1:[1-9]\d*, fingerprint the-fingerprint\n", defaults.stderr)
+    assert serving.config == engine.EngineConfig()
+    assert serving.settings == server.Settings("small", max_in_flight=64 + 1024)
+    assert (serving.cache, serving.grace) == (Path("/caches/detjax"), 30)
+
+    options = (
+        *("--host", "127.0.0.1", "--port", 0, "--name", "it", "--api-key", "one", "--api-key", "two"),
+        *("--kv-cache-dtype", "int8", "--max-samples", 3, "--token-budget", 16, "--max-length", 100),
+        *("--num-pages", 2, "--no-prefix-cache", "--top-logprobs", 4, "--max-queue", 5, "--max-body", 99),
+        *("--request-seconds", 7, "--grace", 1.5, "--no-compilation-cache"),
+    )
+    assert run("serve", checkpoint, *options).exit_code == 0
+    assert serving.config == engine.EngineConfig(
+        max_samples=3,
+        token_budget=16,
+        max_length=100,
+        num_pages=2,
+        prefix_cache=False,
+        kv_cache_dtype="int8",
+        top_logprobs=4,
+    )
+    assert serving.settings == server.Settings(
+        "it", api_keys=("one", "two"), max_in_flight=8, max_body=99, request_seconds=7
+    )
+    assert (serving.cache, serving.grace) == (None, 1.5)
 
 
 def test_demo_reports_both_numerics_and_writes_its_files(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,17 +1,21 @@
 """OpenAI's client gets the responses that it expects, with the bits that the engine gives."""
 
 import json
+import math
+import unittest.mock
 import urllib.request
+from collections.abc import Callable
 
+import jax
 import openai
 import pytest
 from flax import nnx
 
 import detjax
-from detjax.engine import Engine, Generation, Request, SamplingParams
+from detjax.engine import Completion, Engine, Generation, Request, SamplingParams
 from detjax.models import Decoder, GenerationDefaults, Tokenizer
 from detjax.server import system_fingerprint
-from tests.server.running_server import MODEL, Running, serving
+from tests.server.running_server import MODEL, Running, serving, wait_until
 
 PROMPT = "A prompt of some length, "
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Who?"}]}]
@@ -154,6 +158,60 @@ def test_streamed_completions_of_several_prompts(client: openai.OpenAI) -> None:
     assert texts == [choice.text for choice in whole.choices]
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_stream_is_a_sequence_of_events_that_ends_with_done(server: Running, path: str) -> None:
+    prompt = {"messages": MESSAGES} if path.startswith("chat") else {"prompt": PROMPT}
+    body = {"model": MODEL, "max_tokens": 2, "temperature": 0, "stream": True, "ignore_eos": True} | prompt
+    request = urllib.request.Request(
+        f"{server.url}/v1/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as response:
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+        assert response.headers["Cache-Control"] == "no-cache"
+        *events, done, rest = response.read().decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
+    assert not any("usage" in chunk or "batch" in chunk for chunk in chunks)
+
+
+def test_usage_counts_all_prompts_and_all_samples(client: openai.OpenAI) -> None:
+    asked = {"model": MODEL, "prompt": [[1, 2, 3], [4]], "n": 2, "max_tokens": 3, "extra_body": {"ignore_eos": True}}
+    expected_usage = {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+    response = client.completions.create(**asked)
+    assert response.usage.model_dump(exclude_none=True) == expected_usage
+    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage.model_dump(exclude_none=True) == expected_usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_chunks_of_several_prompts_and_samples_have_the_index_of_their_choice(client: openai.OpenAI) -> None:
+    asked = {"model": MODEL, "prompt": ["One", "Two"], "n": 2, "max_tokens": 5, "logprobs": 0, "temperature": 1}
+    whole = client.completions.create(**asked)
+    logprobs: list[list[float]] = [[], [], [], []]
+    offsets: list[list[int]] = [[], [], [], []]
+    for chunk in client.completions.create(**asked, stream=True):
+        (choice,) = chunk.choices
+        logprobs[choice.index] += choice.logprobs.token_logprobs
+        offsets[choice.index] += choice.logprobs.text_offset
+    assert logprobs == [choice.logprobs.token_logprobs for choice in whole.choices]
+    assert offsets == [choice.logprobs.text_offset for choice in whole.choices]
+    assert len({tuple(values) for values in logprobs}) == 4
+
+
+def test_logprobs_of_minus_infinity_are_numbers_in_json(server: Running, engine: Engine) -> None:
+    completion = Completion((5,), (-math.inf,), (((5, -math.inf),),), "x", "length")
+
+    async def generate_async(requests: object) -> list[Generation]:
+        return [Generation((1,), (completion,))]
+
+    with unittest.mock.patch.object(engine, "generate_async", generate_async), server.client() as client:
+        (choice,) = client.completions.create(model=MODEL, prompt=[1], logprobs=1).choices
+        assert choice.logprobs.token_logprobs == [-9999.0]
+        assert [*choice.logprobs.top_logprobs[0].values()] == [-9999.0]
+
+
 def test_chunks_tell_the_batch_if_asked(client: openai.OpenAI) -> None:
     asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3, "n": 3, "temperature": 0}
     options = {"stream_options": {"include_batch": True}}
@@ -194,6 +252,19 @@ def test_the_fingerprint_tells_models_and_environments_apart(
     assert len(others) == 3
 
 
+def test_the_fingerprint_changes_with_every_weight(loaded: tuple[Decoder, Tokenizer]) -> None:
+    model, tokenizer = loaded
+    graph, state = nnx.split(model)
+    leaves, structure = jax.tree.flatten(state)
+    expected_fingerprint = system_fingerprint(model, tokenizer)
+    for index in range(0, len(leaves), 3):
+        changed = [*leaves]
+        changed[index] = leaves[index].at[(0,) * leaves[index].ndim].add(1)
+        other = nnx.merge(graph, jax.tree.unflatten(structure, changed))
+        other.generation_defaults = model.generation_defaults
+        assert system_fingerprint(other, tokenizer) != expected_fingerprint
+
+
 def test_health_metrics_and_the_document(server: Running, client: openai.OpenAI) -> None:
     def get(path: str) -> str:
         with urllib.request.urlopen(f"{server.url}{path}") as answer:
@@ -208,7 +279,29 @@ def test_health_metrics_and_the_document(server: Running, client: openai.OpenAI)
     assert grown["detjax_generated_tokens_total"] == 4
     assert grown['detjax_requests_total{path="/v1/completions",status="200"}'] == 1
     assert after["detjax_pages_in_use"] == 0
+    assert after["detjax_pages"] == server.engine.stats().num_pages
+    _check_metrics_of_streams(client, lambda: _numbers(get("/metrics")))
     assert set(json.loads(get("/openapi.json"))["paths"]) >= {"/v1/completions", "/v1/chat/completions"}
+
+
+def _check_metrics_of_streams(client: openai.OpenAI, metrics: Callable[[], dict[str, float]]) -> None:
+    before = metrics()
+    extra = {"ignore_eos": True}
+    for _ in client.completions.create(model=MODEL, prompt=[1, 2], n=2, max_tokens=3, stream=True, extra_body=extra):
+        pass
+
+    def grown() -> dict[str, float]:
+        after = metrics()
+        return {name: after[name] - before.get(name, 0) for name in after}
+
+    request = 'detjax_requests_total{path="/v1/completions",status="200"}'
+    wait_until(lambda: grown().get(request) == 1)  # it is counted after the client has read the last event
+    growth = grown()
+    assert growth["detjax_prompt_tokens_total"] == 2
+    assert growth["detjax_generated_tokens_total"] == 6
+    assert growth["detjax_first_token_seconds_count"] == 1
+    assert growth["detjax_next_token_seconds_count"] == 4
+    assert growth['detjax_request_seconds_count{path="/v1/completions"}'] == 1
 
 
 def _numbers(metrics: str) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import unittest.mock
 import urllib.error
 import urllib.request
@@ -12,6 +13,8 @@ import pytest
 
 from detjax.engine import Engine, Request, SamplingParams
 from detjax.models import Decoder, Tokenizer
+from detjax.server.errors import ApiError
+from detjax.server.guard import Guard
 from tests.server.running_server import HANGS_AFTER, MODEL, Running, serving, streams_held, wait_until
 from tests.support.bits import assert_same_bits
 
@@ -131,6 +134,59 @@ def test_a_shutdown_that_does_not_wait_says_so(engine: Engine, loaded: tuple[Dec
     assert engine.generate([Request("x")])
     assert engine.stats().pages_in_use == 0
     assert running.app.state.guard.in_flight == 0
+
+
+def test_a_stream_that_its_client_leaves_gives_everything_back(
+    engine: Engine, loaded: tuple[Decoder, Tokenizer]
+) -> None:
+    with streams_held(engine), serving(engine, loaded, max_in_flight=3) as running, running.client() as client:
+        for _ in range(2):  # the second stream finds room only if the first one gave its room back
+            stream = client.completions.create(model=MODEL, prompt="x", n=3, stream=True, **LONG)
+            next(iter(stream))
+            assert running.app.state.guard.in_flight == 3
+            assert engine.stats().pages_in_use > 0
+            stream.close()
+            wait_until(lambda: engine.stats().pages_in_use == 0 and not running.app.state.guard.in_flight)
+
+
+def test_a_whole_answer_whose_client_leaves_is_cancelled(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
+    is_cancelled = threading.Event()
+
+    async def never(_: object) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_cancelled.set()
+
+    async def leave(running: Running) -> None:
+        async with running.client(openai.AsyncOpenAI) as client:
+            whole = asyncio.create_task(client.completions.create(model=MODEL, prompt="x", n=2))
+            while running.app.state.guard.in_flight < 2:
+                await asyncio.sleep(0.01)
+            whole.cancel()
+
+    with unittest.mock.patch.object(engine, "generate_async", never), serving(engine, loaded) as running:
+        asyncio.run(leave(running))
+        wait_until(is_cancelled.is_set)
+        wait_until(lambda: not running.app.state.guard.in_flight)
+
+
+def test_a_queue_that_is_just_full_is_served_and_a_server_that_shuts_down_admits_nothing() -> None:
+    async def fill() -> None:
+        guard = Guard(capacity=3, seconds=60)
+        with guard.admitted(2), guard.admitted(1):
+            assert guard.in_flight == 3
+            with pytest.raises(ApiError, match="the queue is full: 3 samples are in flight and the request has 1"):
+                guard.admitted(1).__enter__()
+        with pytest.raises(ApiError, match="the request has 4 samples; accepted: up to 3"):
+            guard.admitted(4).__enter__()
+        assert guard.in_flight == 0
+        guard.drain()
+        with pytest.raises(ApiError, match="shutting down"):
+            guard.admitted(1).__enter__()
+        assert guard.in_flight == 0
+
+    asyncio.run(fill())
 
 
 def test_a_defect_is_told_without_its_traceback(

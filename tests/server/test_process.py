@@ -46,6 +46,7 @@ def answer(client: openai.OpenAI) -> list[float]:
     return client.completions.create(**ASKED).choices[0].logprobs.token_logprobs
 
 
+@pytest.mark.sampled(0)
 def test_a_process_that_is_killed_leaves_nothing_that_stops_the_next(checkpoint: Path, tmp_path: Path) -> None:
     def programs() -> list[Path]:
         return [path for path in tmp_path.rglob("*-cache") if path.stat().st_size]
