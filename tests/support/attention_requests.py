@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import detjax
-from detjax import kv_pages, ops
+from detjax import ops
 from detjax.contract import KV_BLOCK
+from detjax.kv_pages import KVPages, Queries
 from detjax.options import Masking
 from detjax.pallas.hopper import attention
 from detjax.pallas.hopper.attention import decode as hopper_decode
@@ -114,24 +115,25 @@ class Requests:
         """The position of the first of each request's last tokens."""
         return np.maximum(np.array(self.lengths) - tokens, 0)
 
-    def operands(self, start: np.ndarray, tokens: int) -> tuple[jax.Array, ops.KVPages, ops.Queries, jax.Array | None]:
-        """What a backend's `forward` takes, for so many tokens of each request from position `start` on."""
-        q, k_pages, v_pages, *integers, sinks = self.arrays(start, tokens)
-        return q, ops.KVPages(k_pages, v_pages), ops.Queries(*integers), sinks
+    @property
+    def kv(self) -> KVPages:
+        """The pages of all requests."""
+        return KVPages(self.k_pages, self.v_pages)
 
-    def arrays(self, start: np.ndarray, tokens: int) -> list[Any]:
-        """Queries, pages, page table, positions of first queries, lengths and sinks for `operands`.
+    def queries(self, start: np.ndarray, tokens: int) -> Queries:
+        """Where so many tokens of each request from position `start` on stand. Later keys are not there yet if no query
+        sees them."""
+        length = np.minimum(self.lengths, start + tokens) if self.masking.causal else np.array(self.lengths)
+        return Queries(self.page_table, *(jnp.asarray(x, jnp.int32) for x in (start, length)))
 
-        Keys behind them are not there yet where none is seen.
-        """
+    def operands(self, start: np.ndarray, tokens: int) -> tuple[jax.Array, KVPages, Queries, jax.Array | None]:
+        """What a kernel's `forward` takes, for so many tokens of each request from position `start` on."""
         padded = np.pad(self.q, [(0, 0), (0, tokens), (0, 0), (0, 0)])
         q = np.stack([x[first : first + tokens] for x, first in zip(padded, start, strict=True)])
-        kv_length = np.minimum(self.lengths, start + tokens) if self.masking.causal else np.array(self.lengths)
-        where = start.astype(np.int32), kv_length.astype(np.int32)
-        return [jnp.asarray(q), self.k_pages, self.v_pages, self.page_table, *map(jnp.asarray, where), self.sinks]
+        return jnp.asarray(q), self.kv, self.queries(start, tokens), self.sinks
 
     def own(self, o: Any, start: np.ndarray) -> list[np.ndarray]:
-        """Of a result, each request's own tokens."""
+        """Each request's own tokens of a result."""
         return [np.asarray(x)[: max(n - first, 0)] for x, first, n in zip(o, start, self.lengths, strict=True)]
 
     def prefill(self, start: np.ndarray, tokens: int) -> list[np.ndarray]:
@@ -140,9 +142,7 @@ class Requests:
 
     def decode(self, start: np.ndarray, tokens: int, schedule: Schedule | None = None) -> list[np.ndarray]:
         forward = functools.partial(hopper_decode.forward, masking=self.masking, schedule=schedule)
-        q, k_pages, v_pages, page_table, q_start, kv_length, sinks = self.operands(start, tokens)
-        kv, queries = _as_nouns(k_pages, v_pages, page_table, q_start, kv_length)
-        return self.own(detjax.jit(forward)(q, kv, queries, sinks), start)
+        return self.own(detjax.jit(forward)(*self.operands(start, tokens)), start)
 
     def whole(self) -> list[np.ndarray]:
         return self.prefill(np.zeros(len(self.lengths), int), max(self.lengths))
@@ -155,17 +155,16 @@ class Requests:
         chunks = [self.own(forward(*self.operands(start, size))[0], start) for start in starts]
         return [np.concatenate(rows) for rows in zip(*chunks, strict=True)]
 
-    def ragged(self, counts: tuple[int, ...]) -> list[np.ndarray]:
-        """The last tokens of each request, as many as the counts say, packed into one array."""
+    def ragged(self, counts: tuple[int, ...], gap: float = 0.0) -> list[np.ndarray]:
+        """The last tokens of each request, as many as the counts say, packed into one array; `gap` between requests."""
         start = np.array(self.lengths) - counts
         rows = np.cumsum([0, *(-(-count // 8) * 8 for count in counts)])
-        packed = np.zeros((rows[-1], *self.q.shape[2:]), self.q.dtype)
+        packed = np.full((rows[-1], *self.q.shape[2:]), gap, self.q.dtype)
         for q, first, count, row in zip(self.q, start, counts, rows[:-1], strict=True):
             packed[row : row + count] = q[first : first + count]
-        integers = {"start": start, "length": self.lengths, "count": counts, "first_row": rows[:-1]}
-        queries = ops.Queries(self.page_table, **{name: jnp.asarray(x, jnp.int32) for name, x in integers.items()})
+        numbers = (jnp.asarray(x, jnp.int32) for x in (start, self.lengths, counts, rows[:-1]))
         forward = detjax.jit(functools.partial(attention.ragged, masking=self.masking))
-        o = forward(jnp.asarray(packed), ops.KVPages(self.k_pages, self.v_pages), queries, self.sinks)
+        o = forward(jnp.asarray(packed), self.kv, Queries(self.page_table, *numbers), self.sinks)
         return [np.asarray(o)[row : row + count] for row, count in zip(rows[:-1], counts, strict=True)]
 
     def with_mask(self, mask: np.ndarray) -> list[np.ndarray]:
@@ -178,28 +177,26 @@ class Requests:
     def gradients(
         self, backend: str, which: slice = slice(None), mask: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """Of queries, of each request's pages and of the sinks, from random gradients of the output."""
+        """Gradients of queries, of each request's pages and of the sinks, from random gradients of the output."""
         lengths = np.array(self.lengths)[which]
-        q, k_pages, v_pages, page_table, q_start, kv_length, sinks = self.arrays(
-            np.zeros(len(self.lengths), int), self.q.shape[1]
-        )
-        q, page_table, q_start, kv_length = (x[which] for x in (q, page_table, q_start, kv_length))
+        q, kv, queries, sinks = self.operands(np.zeros(len(self.lengths), int), self.q.shape[1])
+        q, queries = q[which], jax.tree.map(lambda x: x[which], queries)
         do = np.random.default_rng(9).standard_normal(self.q.shape)[which]
         do = jnp.asarray(np.where((np.arange(q.shape[1]) < lengths[:, None])[..., None, None], do, 0), jnp.float32)
         options = {"scale": self.masking.scale, "causal": self.masking.causal, "window": self.masking.window}
         options |= {"soft_cap": self.masking.soft_cap, "alibi_slopes": self.masking.alibi_slopes}
+        options["mask"] = None if mask is None else jnp.asarray(mask)
 
-        def loss(of: dict[str, jax.Array]) -> jax.Array:
-            kv, queries = ops.KVPages(of["k"], of["v"]), ops.Queries(page_table, q_start, kv_length)
-            given = None if mask is None else jnp.asarray(mask)
-            o = ops.attention(of["q"], kv, queries, sinks=of.get("sinks"), mask=given, **options)
+        def loss(operands: dict[str, jax.Array]) -> jax.Array:
+            pages = KVPages(operands["k"], operands["v"])
+            o = ops.attention(operands["q"], pages, queries, sinks=operands.get("sinks"), **options)
             return (o.astype(jnp.float32) * do).sum()
 
-        of = {"q": q, "k": k_pages, "v": v_pages} | ({} if sinks is None else {"sinks": sinks})
+        operands = {"q": q, "k": kv.k, "v": kv.v} | ({} if sinks is None else {"sinks": sinks})
         with detjax.use_backend(backend):
-            found = detjax.jit(jax.grad(loss))(of)
-        pages = {name: found[name][page_table] for name in "kv"}
-        return {name: np.asarray(x) for name, x in (found | pages).items()}
+            gradients = detjax.jit(jax.grad(loss))(operands)
+        pages = {name: gradients[name][queries.page_table] for name in "kv"}
+        return {name: np.asarray(x) for name, x in (gradients | pages).items()}
 
     def exact(self) -> list[np.ndarray]:
         return [self._exact(request) for request in range(len(self.lengths))]
@@ -223,11 +220,6 @@ class Requests:
         if self.sinks is not None:
             total += np.exp(np.asarray(self.sinks, np.float64))[:, None, None]
         return np.einsum("hts,shk->thk", p / total, np.repeat(v, group, axis=1))
-
-
-def _as_nouns(k, v, page_table, start, length):
-    pages = (kv_pages.QuantizedPages(x.codes, x.scales, x.kind) if hasattr(x, "codes") else x for x in (k, v))
-    return kv_pages.KVPages(*pages), kv_pages.Queries(page_table, start, length)
 
 
 def assert_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:

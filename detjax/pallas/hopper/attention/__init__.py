@@ -47,7 +47,9 @@ def forward(
     if not with_normalizers and mask is None and decode.serves(q, kv):
         return decode.forward(q, kv, queries, sinks, masking=masking), None
     kv, queries = _in_numbers(kv, queries, q.shape[1], masking, q.dtype)
-    words = None if mask is None else pack_words(mask, round_up(q.shape[1], TILE), queries.page_table.shape[1] * KV_BLOCK)
+    words = (
+        None if mask is None else pack_words(mask, round_up(q.shape[1], TILE), queries.page_table.shape[1] * KV_BLOCK)
+    )
     o, normalizers = prefill.forward(_packed(q), kv, queries, sinks, masking=masking, mask=words)
     return _unpacked(o, q), normalizers
 

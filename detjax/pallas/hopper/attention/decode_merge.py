@@ -182,13 +182,13 @@ class Split(NamedTuple):
     Attributes:
         request: the request.
         sequence: the sequence of the request: heads of keys, and for each head its tiles.
-        count: unmerged blocks; 0 if the sequence is not split.
+        blocks: number of unmerged blocks; 0 if the sequence is not split.
         first_place: the first block's place.
     """
 
     request: Array
     sequence: Array
-    count: Array
+    blocks: Array
     first_place: Array
 
 
@@ -259,13 +259,13 @@ class _Load(NamedTuple):
     Attributes:
         slot: where they are in shared memory.
         first: place of the first block's factors.
-        count: number of blocks.
+        blocks: number of blocks.
         steady: the running sums' factor, if it is the same for all blocks.
     """
 
     slot: Array
     first: Array
-    count: Array | int
+    blocks: Array | int
     steady: Array | None
 
 
@@ -286,16 +286,16 @@ class _Merge:
 
     def run(self) -> None:
         """Merges the query's blocks, if the sequence is split and the query exists."""
-        pl.when((self.split.count > 0) & (self.token < self.splits.tokens))(self.merge)
+        pl.when((self.split.blocks > 0) & (self.token < self.splits.tokens))(self.merge)
 
     def merge(self) -> None:
         """Loads, merges and stores."""
-        self.loads = lax.div(self.split.count + (_BLOCKS_PER_LOAD - 1), jnp.int32(_BLOCKS_PER_LOAD))
+        self.loads = lax.div(self.split.blocks + (_BLOCKS_PER_LOAD - 1), jnp.int32(_BLOCKS_PER_LOAD))
         self.columns = pl.ds(self.part * self.splits.columns, self.splits.columns)
         pl.loop(0, lax.min(self.loads, jnp.int32(self.splits.stages)))(self.load)
         statistics = self.partials.prefix_statistics.at[self.record]
         prefix = load_line(self.partials.prefixes.at[self.record, self.tile_token, self.head, self.columns])
-        groups = lax.div(self.split.count + (WARPGROUP - 1), jnp.int32(WARPGROUP))
+        groups = lax.div(self.split.blocks + (WARPGROUP - 1), jnp.int32(WARPGROUP))
         merged = _Merged(prefix, statistics[self.row, 1])
         group = _Group(merged, statistics[self.row, 0], *self.load_statistics(jnp.int32(0)))
         group = lax.fori_loop(0, groups, self.merge_group, group)
@@ -322,7 +322,7 @@ class _Merge:
         first = index * WARPGROUP
         self.find_factors(group)
         # The next statistics are on their way while these blocks are merged.
-        following = self.load_statistics(lax.min(first + WARPGROUP, self.split.count))
+        following = self.load_statistics(lax.min(first + WARPGROUP, self.split.blocks))
         loads_per_group = WARPGROUP // _BLOCKS_PER_LOAD
         end = lax.min((index + 1) * loads_per_group, self.loads)
         merged = lax.fori_loop(index * loads_per_group, end, self.merge_load, group.merged)
@@ -347,7 +347,7 @@ class _Merge:
         """Merges what was loaded at once, and starts the load that takes its slot."""
         slot, first = lax.rem(index, jnp.int32(self.splits.stages)), index * _BLOCKS_PER_LOAD
         plgpu.barrier_wait(self.loaded.at[slot])
-        first_factor, remaining = lax.rem(first, jnp.int32(WARPGROUP)), self.split.count - first
+        first_factor, remaining = lax.rem(first, jnp.int32(WARPGROUP)), self.split.blocks - first
         # What is loaded for all threads limits the speed, and a maximum seldom grows.
         is_steady = self.changes[lax.div(first_factor, jnp.int32(WARP))] == 0
         kind = jnp.where(remaining < _BLOCKS_PER_LOAD, 0, jnp.where(is_steady, 2, 1))
@@ -388,9 +388,9 @@ class _Merge:
 
     def fold(self, load: _Load, step: Callable[[_Load, Any, Array], Array], x: Array) -> Array:
         """The last `x = step(load, index, x)` of the load's blocks in order."""
-        if isinstance(load.count, int):
-            return functools.reduce(lambda x, index: step(load, index, x), range(load.count), x)
-        return lax.fori_loop(0, load.count, functools.partial(step, load), x)
+        if isinstance(load.blocks, int):
+            return functools.reduce(lambda x, index: step(load, index, x), range(load.blocks), x)
+        return lax.fori_loop(0, load.blocks, functools.partial(step, load), x)
 
     def merge_result(self, load: _Load, index: Any, o: Array) -> Array:
         """The running sum of values with a block's."""

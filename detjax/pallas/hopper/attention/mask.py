@@ -19,7 +19,8 @@ _BITS: Final = 32
 def pack_words(mask: Array, rows: int, columns: int) -> Array:
     """Words `[B, H, rows / 64, columns / 64, 128]`, int32, of a mask `[B, H, T, s]`.
 
-    Rows and columns that the mask does not have are False. In each tile, row `16 w + 8 e + g` and column `8 n + 2 l + i` are bit `16 e + 2 n + i` of thread `32 w + 4 g + l`.
+    Rows and columns that the mask does not have are False. In each tile, row `16 w + 8 e + g` and column
+    `8 n + 2 l + i` are bit `16 e + 2 n + i` of thread `32 w + 4 g + l`.
     """
     batch, heads, *given = mask.shape
     mask = jnp.pad(mask, ((0, 0), (0, 0), (0, rows - given[0]), (0, columns - given[1])))

@@ -1,0 +1,91 @@
+"""The problem of attention's gradients on Hopper, and its schedules."""
+
+import dataclasses
+from typing import Any, Final
+
+import numpy as np
+
+from detjax.contract import ACCUMULATOR
+from detjax.pallas.hopper.attention.warpgroups import (
+    TILE,
+)
+from detjax.pallas.hopper.device import SHARED_MEMORY, SHARED_MEMORY_RESERVED
+from detjax.pallas.hopper.mosaic.layouts import ROWS
+
+_MOST_STAGES: Final = 4
+_MOST_COLUMNS_TOGETHER: Final = 256
+"""Columns of keys and values whose sums fit into the registers of one kernel."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Sizes of a call.
+
+    Attributes:
+        batch: requests.
+        tokens: query rows of each request, a multiple of `ROWS`.
+        heads: query heads.
+        kv_heads: heads of keys and values.
+        blocks: pages of a request in the page table.
+        width: columns of queries and keys.
+        value_width: columns of values.
+        dtype: the operands' dtype, of 2 bytes.
+    """
+
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    blocks: int
+    width: int
+    value_width: int
+    dtype: Any
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a head of keys."""
+        return self.heads // self.kv_heads
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Columns of keys ("k") and of values ("v")."""
+        return {"k": self.width, "v": self.value_width}
+
+    @property
+    def most_stages(self) -> int:
+        """The most stages that fit into shared memory beside 128 rows of two operands."""
+        row = (self.width + self.value_width) * self.dtype.itemsize
+        free = SHARED_MEMORY - SHARED_MEMORY_RESERVED - TILE * row
+        return max(1, min(_MOST_STAGES, free // (ROWS * (row + 2 * np.dtype(ACCUMULATOR).itemsize))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How work is spread over time; no bit depends on it.
+
+    Attributes:
+        stages: slots for what is streamed, 64 rows of two operands each.
+        together: whether one kernel adds `dk` and `dv`; else each has its own, for want of registers.
+        turns: whether the warpgroups take turns at the products that scores and their gradients are made of.
+    """
+
+    stages: int = _MOST_STAGES
+    together: bool = True
+    turns: bool = True
+
+    def __post_init__(self) -> None:
+        if self.stages < 1:
+            raise ValueError(f"Schedule: stages is {self.stages}; accepted: at least 1")
+
+    def check(self, problem: Problem) -> None:
+        """Raises a ValueError if the problem's rows do not fit into so many stages."""
+        if self.stages > problem.most_stages:
+            raise ValueError(
+                f"Schedule: stages is {self.stages} for rows of {problem.width} and {problem.value_width} columns; "
+                f"accepted: at most {problem.most_stages}"
+            )
+
+
+def default_schedule(problem: Problem) -> Schedule:
+    """The schedule that serves a problem where none is given."""
+    return Schedule(problem.most_stages, together=problem.width + problem.value_width <= _MOST_COLUMNS_TOGETHER)

@@ -1,0 +1,435 @@
+"""A decode's kernel on Hopper: the roles of a CTA's warpgroups."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from detjax.contract import ACCUMULATOR, KV_BLOCK
+from detjax.options import Masking
+from detjax.pallas.hopper.attention.decode_line import Line, Operands, Segment
+from detjax.pallas.hopper.attention.decode_merge import Split, SplitPartials
+from detjax.pallas.hopper.attention.decode_schedule import Problem, Schedule
+from detjax.pallas.hopper.attention.dequantize import dequantize, page_buffers
+from detjax.pallas.hopper.attention.online_softmax import (
+    exponent_scale,
+    exponentials,
+    initial_statistics,
+    merged,
+    normalized,
+    rescaling,
+    shaped_scores,
+    visible_keys,
+)
+from detjax.pallas.hopper.attention.queries_on_columns import along_columns, column_indices
+from detjax.pallas.hopper.attention.queries_on_rows import clear_tail, splat
+from detjax.pallas.hopper.attention.warpgroups import MULTIPLYING_REGISTERS
+from detjax.pallas.hopper.device import WARPGROUP
+from detjax.pallas.hopper.mosaic.barriers import prefetch
+from detjax.pallas.hopper.mosaic.columns import (
+    column_maxima,
+    column_sums,
+    exchanges,
+    load_queries,
+    mask_rows,
+    row_distances,
+    store_column_numbers,
+    store_columns,
+    store_partial_sums,
+)
+from detjax.pallas.hopper.mosaic.layouts import PER_COLUMN, ROWS, line, swizzled
+
+DEQUANTIZING: Final = KV_BLOCK // ROWS
+"""Warpgroups that dequantize, where pages are quantized: each has its rows of every page."""
+_PREFETCHING: Final = 2 * WARPGROUP
+"""Threads that ask for the page table."""
+_REGISTERS: Final = 512
+"""Registers of four threads, one of each warpgroup."""
+_LOADING_REGISTERS: Final = 40
+_DEQUANTIZING_REGISTERS: Final = 112
+
+
+def scratch_types(problem: Problem) -> dict[str, Any]:
+    """Shared memory and barriers of a CTA."""
+    dtype, slots, columns, kind = problem.dtype, problem.slots, problem.columns, problem.quantization
+    scratch: dict[str, Any] = {
+        "q": plgpu.SMEM((columns, problem.width), dtype, transforms=swizzled(problem.width)),
+        # As wide lines as the values have: the matrix unit's operands share them.
+        "p": plgpu.SMEM((columns, KV_BLOCK), dtype, transforms=swizzled(line(problem.value_width))),
+        "kv": [plgpu.SMEM((slots, KV_BLOCK, size), dtype, transforms=swizzled(size)) for size in problem.ring_widths],
+        "loaded": plgpu.Barrier(num_arrivals=1 if kind is None else DEQUANTIZING, num_barriers=slots),
+        "consumed": plgpu.Barrier(num_barriers=slots),
+        **exchanges(columns),
+    }
+    if kind is not None:
+        scratch |= {
+            "codes": [page_buffers(kind, problem.code_slots, size) for size in problem.ring_widths],
+            "codes_loaded": plgpu.Barrier(num_arrivals=2, num_barriers=problem.code_slots),
+            "codes_consumed": plgpu.Barrier(num_arrivals=DEQUANTIZING, num_barriers=problem.code_slots),
+        }
+    return scratch
+
+
+class _Arrivals(NamedTuple):
+    """Where pages arrive: as they are multiplied, or as codes and scales.
+
+    Attributes:
+        rings: for keys and for values, or for both, the slots of each array of a page.
+        slots: number of slots.
+        loaded: name of the barriers of their arrival.
+        consumed: name of the barriers of their release.
+    """
+
+    rings: list[tuple[Any, ...]]
+    slots: int
+    loaded: str
+    consumed: str
+
+
+class _Tile(NamedTuple):
+    """A segment as the multiplying warpgroup works on it.
+
+    Attributes:
+        segment: the segment.
+        kv_head: head of keys.
+        tile: tile of the request's query tokens.
+        kv_length: number of the request's keys.
+        position: position of the tile's first query.
+        sinks: sink of each column, or None.
+        queries: columns that are queries.
+        first_step: the step of the segment's first page of keys.
+    """
+
+    segment: Segment
+    kv_head: Array
+    tile: Array
+    kv_length: Array
+    position: Array
+    sinks: Array | None
+    queries: Array
+    first_step: Array
+
+
+class _Sums(NamedTuple):
+    """What is merged so far of a sequence.
+
+    Attributes:
+        o: running sums of values, for each chunk of the columns.
+        m: running maximum of each query.
+        total: running sum of each query's probabilities.
+    """
+
+    o: tuple[Array, ...]
+    m: Array
+    total: Array
+
+
+class Kernel:
+    """A CTA: a warpgroup that multiplies, one that loads, and two that dequantize where pages are quantized.
+
+    A *step* is a page of keys or of values; keys and values of a block are steps `2 i` and `2 i + 1`.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        masking: Masking,
+        operands: Operands,
+        results: list[Any],
+        scratch: dict[str, Any],
+    ) -> None:
+        self.problem, self.masking, self.operands, self.scratch = problem, masking, operands, scratch
+        self.splits = schedule.splits(problem)
+        self.o_gmem, *partials = results
+        self.partials = SplitPartials(*partials) if schedule.cut else None
+        if problem.quantization is None:
+            self.arrivals = _Arrivals([(ring,) for ring in scratch["kv"]], problem.slots, "loaded", "consumed")
+        else:
+            self.arrivals = _Arrivals(scratch["codes"], problem.code_slots, "codes_loaded", "codes_consumed")
+        self.line = Line(problem, schedule, masking, operands)
+        self.cta = lax.axis_index("cta")
+        self.warpgroup = lax.axis_index("warpgroup")
+        prefetch(operands.page_table, self.cta, parts=schedule.ctas, threads=_PREFETCHING)
+        self.share = self.line.share(self.cta)
+
+    def run(self) -> None:
+        """Runs the warpgroup's role."""
+        roles = [self.multiply, self.load]
+        if self.problem.quantization is not None:
+            roles.append(lambda: self.dequantize((self.warpgroup - 2) * ROWS))
+        lax.switch(self.warpgroup, roles)  # the last one is that of all further warpgroups
+
+    def take_registers(self, count: int) -> None:
+        """Takes so many registers for each thread, where warpgroups that dequantize leave too few for the one that
+        multiplies. Else all may have as many as that one."""
+        if self.problem.quantization is not None:
+            plgpu.set_max_registers(count, action="increase" if count > _REGISTERS // 4 else "decrease")
+
+    def head_and_tile(self, segment: Segment) -> tuple[Array, Array]:
+        """Head of keys, and tile of query tokens, of a segment's sequence."""
+        tiles = jnp.int32(self.problem.tiles)
+        return lax.div(segment.sequence, tiles), lax.rem(segment.sequence, tiles)
+
+    def ring(self, number: int) -> Any:
+        """The slots that keys (0) or values (1) pass through; both the same ones where they are equally wide."""
+        rings = self.scratch["kv"]
+        return rings[number % len(rings)]
+
+    # --- the loading warpgroup ----------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Loads all pages of the share with one warp."""
+        self.take_registers(_LOADING_REGISTERS)
+
+        @plgpu.warp_map
+        def _(warp: Array) -> None:
+            @pl.when(warp == 0)
+            def _() -> None:
+                steps = self.line.fold(self.share, self.load_segment, jnp.int32(0))
+                self.await_all(self.arrivals.consumed, steps, self.arrivals.slots)
+
+    def await_all(self, name: str, count: Array, slots: int) -> None:
+        """Waits for the releases that have not been waited for when the last of `count` loads was started."""
+
+        @pl.loop(lax.max(count - slots, 0), count)
+        def _(index: Array) -> None:
+            plgpu.barrier_wait(self.scratch[name].at[lax.rem(index, jnp.int32(slots))])
+
+    def await_slot(self, name: str, step: Array, slots: int) -> Array:
+        """The step's slot, once its content is no longer needed."""
+        slot = lax.rem(step, jnp.int32(slots))
+
+        @pl.when(step >= slots)
+        def _() -> None:
+            plgpu.barrier_wait(self.scratch[name].at[slot])
+
+        return slot
+
+    def load_segment(self, segment: Segment, step: Array) -> Array:
+        """Loads a segment's pages, and returns the next step."""
+        kv_head, _ = self.head_and_tile(segment)
+
+        def load_block(i: Array, step: Array) -> Array:
+            page = self.operands.page_table[segment.request, segment.first_block + segment.skipped + i]
+            for number, pool in enumerate(self.operands.pools):
+                slot = self.await_slot(self.arrivals.consumed, step + number, self.arrivals.slots)
+                barrier = self.scratch[self.arrivals.loaded].at[slot]
+                for pages, ring in zip(pool, self.arrivals.rings[number % len(self.arrivals.rings)], strict=True):
+                    plgpu.copy_gmem_to_smem(pages.at[page, kv_head], ring.at[slot], barrier)
+            return step + 2
+
+        return lax.fori_loop(0, segment.visits, load_block, step)
+
+    # --- the dequantizing warpgroups ----------------------------------------------------------------------------------
+
+    def dequantize(self, first_row: Array) -> None:
+        """Turns `ROWS` rows of every page that arrives from codes into what the matrix unit reads."""
+        self.take_registers(_DEQUANTIZING_REGISTERS)
+
+        def dequantize_block(_: Array, step: Array) -> Array:
+            for number in range(len(self.operands.pools)):
+                self.dequantize_page(number, step + number, first_row)
+            return step + len(self.operands.pools)
+
+        def dequantize_segment(segment: Segment, step: Array) -> Array:
+            return lax.fori_loop(0, segment.visits, dequantize_block, step)
+
+        steps = self.line.fold(self.share, dequantize_segment, jnp.int32(0))
+        self.await_all("consumed", steps, self.problem.slots)
+
+    def dequantize_page(self, number: int, step: Array, first_row: Array) -> None:
+        """Turns some rows of a page of keys (0) or values (1) into numbers."""
+        kind = self.problem.quantization
+        assert kind is not None
+        code_slot = lax.rem(step, jnp.int32(self.problem.code_slots))
+        plgpu.barrier_wait(self.scratch["codes_loaded"].at[code_slot])
+        slot = self.await_slot("consumed", step, self.problem.slots)
+        codes, scales = self.arrivals.rings[number % len(self.arrivals.rings)]
+        target = self.ring(number).at[slot]
+        dequantize(kind, codes.at[code_slot], scales.at[code_slot], target, first_row)
+        plgpu.barrier_arrive(self.scratch["codes_consumed"].at[code_slot])
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.scratch["loaded"].at[slot])
+
+    # --- the multiplying warpgroup ------------------------------------------------------------------------------------
+    # Every block has the warpgroup's threads meet twice: in `column_maxima`, and when p and its sums are in shared
+    # memory. So whatever is written there has been read, by all of them, a meeting earlier.
+
+    def multiply(self) -> None:
+        """Computes all segments of the share."""
+        self.take_registers(MULTIPLYING_REGISTERS)
+        if self.partials is not None and not self.splits.by_sequence:
+            # A CTA that begins no sequence has none that goes on in the next CTA.
+            self.store_split(self.partials, Split(*(jnp.int32(0),) * len(Split._fields)))
+        self.line.fold(self.share, self.multiply_segment, jnp.int32(0))
+
+    def multiply_segment(self, segment: Segment, first_step: Array) -> Array:
+        """Computes a segment, and returns the next step."""
+        tile = self.load_tile(segment, first_step)
+        if self.partials is None:
+            self.merge_segment(tile)
+        else:
+            merge_segment = functools.partial(self.merge_segment, tile)
+            lax.cond(segment.skipped == 0, merge_segment, functools.partial(self.store_segment, self.partials, tile))
+        return first_step + 2 * segment.visits
+
+    def load_tile(self, segment: Segment, first_step: Array) -> _Tile:
+        """Loads a segment's queries and sinks."""
+        problem = self.problem
+        kv_head, tile = self.head_and_tile(segment)
+        kv_length = self.operands.kv_length[segment.request]
+        first_token = tile * problem.tile_tokens
+        position = self.operands.q_start[segment.request] + first_token
+        sinks = None if self.operands.sinks is None else self.by_column(self.operands.sinks, kv_head)
+        # In the last tile, columns after the last token are zeros.
+        queries = lax.min(jnp.int32(problem.tile_tokens), problem.tokens - first_token) * problem.group
+        source = self.operands.q.at[segment.request, :, kv_head]
+        load_queries(source, self.scratch["q"], first_token, queries)
+        plgpu.commit_smem()
+        return _Tile(segment, kv_head, tile, kv_length, position, sinks, queries, first_step)
+
+    def by_column(self, ref: Any, kv_head: Array) -> Array:
+        """Numbers of the columns of a head's tile."""
+        return plgpu.load(ref.at[kv_head], layout=PER_COLUMN, optimized=False)
+
+    def visit(
+        self, tile: _Tile, i: Array, use: Callable[[int, Array, Array], Any]
+    ) -> tuple[Array, Array, tuple[Any, ...]]:
+        """Maximum and sum of the segment's block i, and what `use(chunk, product, maximum)` made of each chunk."""
+        segment, step = tile.segment, tile.first_step + 2 * i
+        k_slot, v_slot = (lax.rem(step + number, jnp.int32(self.problem.slots)) for number in range(2))
+        k, v = self.ring(0).at[k_slot], self.ring(1).at[v_slot]
+        keys = (segment.first_block + segment.skipped + i) * KV_BLOCK
+        plgpu.barrier_wait(self.scratch["loaded"].at[k_slot])
+        s = self.score(tile, k, k_slot, keys)
+        m_b = self.exponentiate(s)
+        plgpu.barrier_wait(self.scratch["loaded"].at[v_slot])
+        pl.when(keys + KV_BLOCK > tile.kv_length)(lambda: self.clear_values(v, tile.kv_length - keys))
+        plgpu.commit_smem()
+        results = self.multiply_values(v, lambda chunk, product: use(chunk, product, m_b))
+        plgpu.barrier_arrive(self.scratch["consumed"].at[v_slot])
+        return m_b, column_sums(self.scratch["sums"]), results
+
+    def score(self, tile: _Tile, k: Any, k_slot: Array, keys: Array) -> Array:
+        """Shaped and masked scores of a block, `[KV_BLOCK, n]`; releases the keys."""
+        problem, masking = self.problem, self.masking
+
+        def multiply(accumulator: Any) -> Array:
+            plgpu.wgmma(accumulator, k, self.scratch["q"].T)
+            return accumulator[...]
+
+        s = pl.run_scoped(multiply, plgpu.ACC((KV_BLOCK, problem.columns), ACCUMULATOR))  # pyright: ignore
+        plgpu.barrier_arrive(self.scratch["consumed"].at[k_slot])
+        positions = tile.position + lax.div(column_indices(problem.columns), jnp.int32(problem.group))
+        slopes = self.operands.slopes
+        slopes = None if slopes is None else along_columns(self.by_column(slopes, tile.kv_head), s.shape)
+        s = shaped_scores(s, masking, slopes, lambda: row_distances(keys - positions))
+        return mask_rows(s, *visible_keys(masking, keys, positions, tile.kv_length, PER_COLUMN))
+
+    def exponentiate(self, s: Array) -> Array:
+        """Leaves p and its partial sums in shared memory, and returns the block's maxima."""
+        maxima = column_maxima(s, self.scratch["maxima"])
+        p, m_b = exponentials(s, exponent_scale(self.masking), maxima, along_columns)
+        store_partial_sums(p, self.scratch["sums"])
+        self.scratch["p"].T[...] = p.astype(self.problem.dtype)
+        return m_b
+
+    def multiply_values(self, v: Any, use: Callable[[int, Array], Any]) -> tuple[Any, ...]:
+        """What `use(chunk, product)` makes of the product of each chunk of values with p."""
+        results = []
+        for chunks in self.problem.chunks_at_once:
+
+            def multiply(*accumulators: Any, chunks: list[int] = chunks) -> list[Array]:
+                for accumulator, chunk in zip(accumulators, chunks, strict=True):
+                    columns = pl.ds(self.problem.value_chunks[chunk], ROWS)
+                    plgpu.wgmma(accumulator, v.at[:, columns].T, self.scratch["p"].T)
+                return [accumulator[...] for accumulator in accumulators]
+
+            shape = ROWS, self.problem.columns
+            accumulators = [plgpu.ACC(shape, ACCUMULATOR) for _ in chunks]  # pyright: ignore
+            products = pl.run_scoped(multiply, *accumulators)
+            results += [use(chunk, product) for chunk, product in zip(chunks, products, strict=True)]
+        return tuple(results)
+
+    def clear_values(self, v: Any, length: Array) -> None:
+        """Zeros after a request's last value."""
+        for first in range(0, KV_BLOCK, ROWS):
+            clear_tail(v.at[pl.ds(first, ROWS)], length - first)
+
+    def merge_block(self, tile: _Tile, i: Array, sums: _Sums) -> _Sums:
+        """The sums with the segment's block i."""
+
+        def merge_chunk(chunk: int, product: Array, m_b: Array) -> Array:
+            _, a, b = rescaling(sums.m, m_b)
+            shape = product.shape
+            return merged(sums.o[chunk], along_columns(a, shape), product, along_columns(b, shape))
+
+        m_b, total_b, o = self.visit(tile, i, merge_chunk)
+        m, a, b = rescaling(sums.m, m_b)
+        return _Sums(o, m, merged(sums.total, a, total_b, b, PER_COLUMN))
+
+    def merge_segment(self, tile: _Tile) -> None:
+        """Merges a segment with which its sequence begins, and stores the result, or the prefix of a split sequence."""
+        segment, partials = tile.segment, self.partials
+        if partials is not None:
+            first_place = self.splits.first_place(self.cta + 1, self.share.usual)
+            remaining = segment.blocks - segment.visits
+            self.store_split(partials, Split(segment.request, segment.sequence, remaining, first_place))
+        zeros = tuple(splat(0.0, (ROWS, self.problem.columns)) for _ in self.problem.value_chunks)
+        sums = _Sums(zeros, *initial_statistics(tile.sinks, self.problem.columns, PER_COLUMN))
+        sums = lax.fori_loop(0, segment.visits, functools.partial(self.merge_block, tile), sums)
+        if partials is None:
+            return self.store(tile, sums)
+        is_whole = segment.visits == segment.blocks
+        pl.when(is_whole)(lambda: self.store(tile, sums))
+        return pl.when(~is_whole)(lambda: self.store_prefix(partials, segment, sums))
+
+    def store(self, tile: _Tile, sums: _Sums) -> None:
+        """Stores the result of a whole sequence."""
+        problem = self.problem
+        for first, x in zip(problem.value_chunks, sums.o, strict=True):
+            y = normalized(x, sums.total, problem.dtype, along_columns)
+            target = self.o_gmem.at[tile.segment.request, :, tile.kv_head, :, pl.ds(first, ROWS)]
+            store_columns(y, target, tile.tile * problem.tile_tokens, tile.queries)
+
+    # --- partial results of split sequences ---------------------------------------------------------------------------
+
+    def store_split(self, partials: SplitPartials, split: Split) -> None:
+        """Stores what the merging kernel has to know of a sequence that begins here."""
+        for index, number in enumerate(split):
+            partials.splits[self.splits.record(self.cta, split.request, split.sequence), index] = number
+
+    def store_prefix(self, partials: SplitPartials, segment: Segment, sums: _Sums) -> None:
+        """Stores what was merged of a sequence that goes on in the next CTA."""
+        record = self.splits.record(self.cta, segment.request, segment.sequence)
+        for chunk, x in enumerate(sums.o):
+            self.store_chunk(partials.prefixes.at[record], chunk, x)
+        for index, numbers in enumerate((sums.m, sums.total)):
+            store_column_numbers(numbers, partials.prefix_statistics.at[record, :, index])
+
+    def store_segment(self, partials: SplitPartials, tile: _Tile) -> None:
+        """Stores each block of a segment whose sequence began in an earlier CTA by itself."""
+
+        def store_block(i: Array, carry: None) -> None:
+            place = self.splits.first_place(self.cta, self.share.usual) + i
+            m_b, total_b, _ = self.visit(
+                tile, i, lambda chunk, product, _: self.store_chunk(partials.blocks.at[place], chunk, product)
+            )
+            for index, numbers in enumerate((m_b, total_b)):
+                store_column_numbers(numbers, partials.statistics.at[:, index, place])
+
+        lax.fori_loop(0, tile.segment.visits, store_block, None)
+
+    def store_chunk(self, ref: Any, chunk: int, x: Array) -> None:
+        """Stores a chunk of the columns of a partial result.
+
+        It will be merged soon, and is better not written to memory until then, which keys and values that stream
+        through the cache would make it.
+        """
+        target = ref.at[:, :, pl.ds(self.problem.value_chunks[chunk], ROWS)]
+        store_columns(x, target, 0, self.problem.rows, keep_in_cache=True)

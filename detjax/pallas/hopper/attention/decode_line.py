@@ -1,0 +1,163 @@
+"""The line of blocks that a decode on Hopper deals out to its CTAs."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from detjax.contract import ACCUMULATOR, KV_BLOCK
+from detjax.options import Masking
+from detjax.pallas.hopper.attention.decode_schedule import Problem, Schedule
+from detjax.pallas.hopper.warps import find_places
+
+
+class Operands(NamedTuple):
+    """Arrays in memory that the kernel reads.
+
+    Attributes:
+        q: queries by head of keys, `[B, T, h, G, K]`.
+        pools: the arrays of the pages of keys, and of values: numbers, or codes and scales.
+        page_table: the page of each request's block.
+        q_start: position of each request's first query.
+        kv_length: number of each request's keys.
+        sinks: the sink of each column of a tile, `[h, n]`, or None.
+        slopes: ALiBi's slope of each column of a tile, `[h, n]`, or None.
+    """
+
+    q: Any
+    pools: tuple[tuple[Any, ...], ...]
+    page_table: Any
+    q_start: Any
+    kv_length: Any
+    sinks: Any | None
+    slopes: Any | None
+
+
+class _Place(NamedTuple):
+    """A block on the line.
+
+    Attributes:
+        request: the request.
+        sequence: the sequence of the request: heads of keys, and for each head its tiles.
+        skipped: blocks of the sequence before this one.
+    """
+
+    request: Array
+    sequence: Array
+    skipped: Array
+
+
+class Share(NamedTuple):
+    """The blocks that a CTA has.
+
+    Attributes:
+        start: the first block.
+        blocks: number of blocks.
+        usual: number of blocks that most CTAs have.
+    """
+
+    start: _Place
+    blocks: Array
+    usual: Array
+
+
+class Segment(NamedTuple):
+    """Blocks of one sequence that a CTA has.
+
+    Attributes:
+        request: the request.
+        sequence: the sequence of the request.
+        skipped: blocks of the sequence that earlier CTAs have.
+        first_block: the block of the request's cache with which the sequence begins.
+        blocks: number of the sequence's blocks.
+        visits: how many of these the CTA has.
+    """
+
+    request: Array
+    sequence: Array
+    skipped: Array
+    first_block: Array
+    blocks: Array
+    visits: Array
+
+
+class Line:
+    """The line of blocks of all sequences, and its cuts."""
+
+    def __init__(self, problem: Problem, schedule: Schedule, masking: Masking, operands: Operands) -> None:
+        self.problem, self.schedule, self.masking, self.operands = problem, schedule, masking, operands
+
+    def blocks_of(self, request: Array) -> tuple[Array, Array]:
+        """First block, and number of blocks, that some query token of the request sees; at least one."""
+        length = self.operands.kv_length[request]
+        first, end = jnp.int32(0), length
+        if self.masking.causal or self.masking.window is not None:
+            position = self.operands.q_start[request]
+            if self.masking.causal:
+                end = lax.min(end, position + self.problem.tokens)
+            if self.masking.window is not None:
+                first = lax.div(lax.max(position - (self.masking.window - 1), 0), jnp.int32(KV_BLOCK))
+        end = lax.min(lax.div(end + (KV_BLOCK - 1), jnp.int32(KV_BLOCK)), jnp.int32(self.problem.most_blocks))
+        end = lax.max(end, 1)
+        first = lax.min(first, end - 1)
+        return first, end - first
+
+    def share(self, cta: Array) -> Share:
+        """The blocks of a CTA."""
+
+        def amount(request: Array) -> Array:
+            _, blocks = self.blocks_of(request)
+            return blocks * self.problem.sequences
+
+        def cuts(total: Array) -> tuple[Array, ...]:
+            size = lax.div(total + (self.schedule.ctas - 1), jnp.int32(self.schedule.ctas))
+            return size, lax.min(cta * size, total), lax.min((cta + 1) * size, total)
+
+        total, places = find_places(amount, self.problem.batch, lambda total: cuts(total)[1:])
+        size, *ends = cuts(total)
+        slack = (size.astype(ACCUMULATOR) * self.schedule.slack).astype(jnp.int32)
+        (begin, start), (end, _) = (self.adjusted(*cut, slack) for cut in zip(ends, places, strict=True))
+        return Share(start, end - begin, size)
+
+    def adjusted(self, position: Array, place: tuple[Array, Array], slack: Array) -> tuple[Array, _Place]:
+        """Where the schedule wants a cut, and the block after it.
+
+        Args:
+            position: the cut's place on the line.
+            place: the request of the block after it, and how many of the request's blocks are before it.
+            slack: how many blocks a cut may move.
+        """
+        request, offset = place
+        _, blocks = self.blocks_of(request)
+        sequence = lax.div(offset.astype(jnp.uint32), blocks.astype(jnp.uint32)).astype(jnp.int32)
+        skipped = offset - sequence * blocks
+        missing = jnp.where(skipped > 0, blocks - skipped, 0)
+        to_beginning, to_next = skipped <= slack, missing <= slack
+        if not self.schedule.cut:
+            # A sequence belongs to the CTA in whose share it begins.
+            to_beginning, to_next = skipped == 0, skipped > 0
+        step = jnp.where(to_beginning, -skipped, jnp.where(to_next, missing, 0))
+        is_same = to_beginning | ~to_next
+        place_in_sequence = _Place(request, sequence, skipped + jnp.where(is_same, step, 0))
+        pairs = zip(place_in_sequence, self.following(place_in_sequence), strict=True)
+        return position + step, _Place(*(jnp.where(is_same, *pair) for pair in pairs))
+
+    def following(self, place: _Place) -> _Place:
+        """Where the next sequence begins."""
+        is_last = place.sequence + 1 == self.problem.sequences
+        request = jnp.where(is_last, place.request + 1, place.request)
+        return _Place(request, jnp.where(is_last, 0, place.sequence + 1), jnp.zeros_like(place.skipped))
+
+    def fold(self, share: Share, step: Callable[[Segment, Array], Array], carry: Array) -> Array:
+        """The last `carry = step(segment, carry)` of a share's segments in order."""
+
+        def body(state: tuple[_Place, Array, Array]) -> tuple[_Place, Array, Array]:
+            place, remaining, carry = state
+            first_block, blocks = self.blocks_of(place.request)
+            count = lax.min(blocks - place.skipped, remaining)
+            segment = Segment(place.request, place.sequence, place.skipped, first_block, blocks, count)
+            carry = step(segment, carry)
+            return self.following(place), remaining - count, carry
+
+        return lax.while_loop(lambda state: state[1] > 0, body, (share.start, share.blocks, carry))[-1]

@@ -1,0 +1,593 @@
+"""A prefill's kernel on Hopper: what narrow and wide rows have in common."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from detjax.contract import ACCUMULATOR, KV_BLOCK, QUERY_UNIT
+from detjax.numerics import ceil_div
+from detjax.options import Masking
+from detjax.pallas.hopper.attention.mask import load_words
+from detjax.pallas.hopper.attention.online_softmax import (
+    exponent_scale,
+    exponentials,
+    initial_statistics,
+    log2_normalizers,
+    merged,
+    normalized,
+    rescaling,
+    shaped_scores,
+    visible_keys,
+)
+from detjax.pallas.hopper.attention.prefill_schedule import CLEARED, FIRST_FREE, Problem, Schedule, Tiles
+from detjax.pallas.hopper.attention.queries_on_rows import along_rows, row_indices, splat
+from detjax.pallas.hopper.attention.warpgroups import (
+    CONSUMERS,
+    LOADING_REGISTERS,
+    MULTIPLYING_REGISTERS,
+    TILE,
+    WARPGROUPS,
+    arrive_for_loader,
+    pass_turn,
+    sync_with_consumers,
+    take_turn,
+)
+from detjax.pallas.hopper.device import WARP, WARPGROUP
+from detjax.pallas.hopper.mosaic.barriers import arrive, sync
+from detjax.pallas.hopper.mosaic.layouts import ROWS
+from detjax.pallas.hopper.mosaic.tiles import (
+    column_distances,
+    mask_bits,
+    mask_columns,
+    row_sums,
+)
+
+
+class Operands(NamedTuple):
+    """Arrays in memory that the kernel reads."""
+
+    q: Any
+    k_pages: Any
+    v_pages: Any
+    page_table: Any
+    q_start: Any
+    kv_length: Any
+    tiles: Tiles | None
+    sinks: Any | None
+    slopes: Any | None
+    mask: Any | None
+
+
+class Item(NamedTuple):
+    """A tile of one head.
+
+    Attributes:
+        request: the request.
+        head: the query head.
+        row: the tile's first row in the packed queries.
+        rows: how many of its rows are the request's.
+        position: position of its first row.
+        kv_length: number of the request's keys.
+        first: the first block of keys that is visited.
+        end: the end of the blocks that are visited; at least one is.
+    """
+
+    request: Array
+    head: Array
+    row: Array
+    rows: Array
+    position: Array
+    kv_length: Array
+    first: Array
+    end: Array
+
+
+class Rows(NamedTuple):
+    """A warpgroup's rows of a tile.
+
+    Attributes:
+        item: the tile.
+        position: position of the warpgroup's first row.
+        q: the queries in shared memory.
+        sinks: the head's sink for each row, or None.
+        slopes: ALiBi's slope for each score, or None.
+        first_step: the step at which the tile's first block is visited.
+    """
+
+    item: Item
+    position: Array
+    q: Any
+    sinks: Array | None
+    slopes: Array | None
+    first_step: Array
+
+
+class Slot(NamedTuple):
+    """Room in shared memory for a page, or for a part of a wide page.
+
+    Attributes:
+        content: the room.
+        loaded: the barrier of its content's arrival.
+        number: its number in the ring.
+        first_free: the named barrier of the ring's first slot.
+    """
+
+    content: Any
+    loaded: Any
+    number: Array
+    first_free: int
+
+    @property
+    def free(self) -> Array:
+        """The named barrier at which all arrive that are done with the content."""
+        return self.first_free + self.number
+
+
+class Visit(NamedTuple):
+    """A block of keys that a warpgroup visits.
+
+    Attributes:
+        rows: the warpgroup's rows.
+        block: the block's number in the request.
+        step: the step, see `Kernel`.
+        k: slots of the block's keys.
+        v: slots of the block's values.
+        words: words of the call's mask; none without a mask.
+        is_last: whether it is the last block of the tile.
+        is_masked: whether some row may not see all of the block's keys.
+    """
+
+    rows: Rows
+    block: Array
+    step: Array
+    k: list[Slot]
+    v: list[Slot]
+    words: list[Array]
+    is_last: Array
+    is_masked: bool
+
+
+class Sums(NamedTuple):
+    """What a warpgroup has merged so far.
+
+    Attributes:
+        o: running sums of values, for each piece of the columns.
+        m: running maximum of each row.
+        total: running sum of each row's probabilities.
+        step: the step of the next block, or None where it follows from the block.
+    """
+
+    o: tuple[Array, ...]
+    m: Array
+    total: Array
+    step: Array | None
+
+
+class Block(NamedTuple):
+    """What a block contributes to the sums.
+
+    Attributes:
+        p: probabilities in the values' dtype.
+        a: factors of the running sums.
+        b: factors of the block's product.
+    """
+
+    p: Array
+    a: Array
+    b: Array
+
+    def merge(self, o: Array, product: Array) -> Array:
+        """The running sums of some columns with the block's product."""
+        return merged(o, along_rows(self.a, product.shape), product, along_rows(self.b, product.shape))
+
+
+class Piece(NamedTuple):
+    """Columns of values that are multiplied at once.
+
+    Attributes:
+        part: the part of the page.
+        first: the first column in the part.
+        size: number of columns.
+    """
+
+    part: int
+    first: int
+    size: int
+
+
+class Kernel(abc.ABC):
+    """A CTA's work: tiles of 128 query rows of one head each.
+
+    A *step* is a block that the CTA visits: its number for narrow rows; for wide rows the slot of its first part, as a
+    remainder by 3, 5 or 7 slots would be multiplications of 64 bits for each part, in registers that are not there.
+    """
+
+    ring_names: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        masking: Masking,
+        operands: Operands,
+        results: Sequence[Any],
+        scratch: dict[str, Any],
+    ) -> None:
+        self.problem, self.schedule, self.masking = problem, schedule, masking
+        self.operands, self.scratch = operands, scratch
+        self.o_gmem, self.normalizers_gmem = results
+        self._warpgroup = lax.axis_index("warpgroup")
+        cta, ctas = lax.axis_index("cta"), schedule.ctas(problem)
+        self.item_count = lax.div(problem.tiles * problem.heads - cta + (ctas - 1), jnp.int32(ctas))
+        self.item_index = lambda i: cta + i * ctas
+
+    @classmethod
+    @abc.abstractmethod
+    def scratch_types(cls, problem: Problem, schedule: Schedule) -> dict[str, Any]:
+        """Shared memory of queries, keys, values and results."""
+
+    def run(self) -> None:
+        """Runs the warpgroup's role."""
+        lax.cond(self.warpgroup < WARPGROUPS, self.multiply, self.load)
+
+    # --- what narrow and wide rows do in different ways ---------------------------------------------------------------
+
+    @property
+    def warpgroup(self) -> Array:
+        """The warpgroup's number."""
+        return self._warpgroup
+
+    @property
+    @abc.abstractmethod
+    def first_free(self) -> tuple[int, ...]:
+        """For each ring of slots, the named barrier of the first slot."""
+
+    @property
+    @abc.abstractmethod
+    def pieces(self) -> Sequence[Piece]:
+        """The pieces of columns in which values are multiplied."""
+
+    @abc.abstractmethod
+    def key_slots(self, step: Array) -> list[Slot]:
+        """Where the parts of the step's page of keys go."""
+
+    @abc.abstractmethod
+    def value_slots(self, step: Array) -> list[Slot]:
+        """Where the parts of the step's page of values go."""
+
+    @abc.abstractmethod
+    def first_key_slot(self, step: Array) -> Slot:
+        """Where the first part of the step's page of keys goes."""
+
+    @abc.abstractmethod
+    def page_part(self, page: Any, part: int) -> Any:
+        """A part of a page in memory."""
+
+    @abc.abstractmethod
+    def next_step(self, step: Array) -> Array:
+        """The step of the next block."""
+
+    @abc.abstractmethod
+    def initial_step(self, rows: Rows) -> Array | None:
+        """The step that goes with the running sums at a tile's first block."""
+
+    @abc.abstractmethod
+    def step_of(self, rows: Rows, block: Array, sums: Sums) -> Array:
+        """The step at which a block is visited."""
+
+    @abc.abstractmethod
+    def step_after(self, rows: Rows, sums: Sums) -> Array:
+        """The step of the next tile's first block."""
+
+    @abc.abstractmethod
+    def start_scores(self, accumulator: Any, rows: Rows, slots: list[Slot]) -> None:
+        """Starts the products of queries and keys; the keys' first part has been loaded."""
+
+    @abc.abstractmethod
+    def accumulate(self, visit: Visit, o: tuple[Array, ...], block: Block, loaded: int) -> tuple[Array, ...]:
+        """Multiplies a block's values and merges the products.
+
+        Args:
+            visit: the block.
+            o: the running sums.
+            block: the block's probabilities and factors.
+            loaded: how many parts of the values are known to be loaded.
+        """
+
+    @abc.abstractmethod
+    def step_after_visit(self, visit: Visit) -> Array | None:
+        """The step that goes with the running sums after a visit."""
+
+    @abc.abstractmethod
+    def clear_values(self, slots: list[Slot], rows: Any, length: Array) -> None:
+        """Zeros after the first `length` of the warpgroup's rows of a page of values."""
+
+    @abc.abstractmethod
+    def stage(self, y: Array, target: Any, piece: Piece) -> None:
+        """Stores a piece of the result in shared memory."""
+
+    # --- which tiles --------------------------------------------------------------------------------------------------
+
+    def item(self, i: Array) -> Item:
+        """The CTA's tile number i, and the blocks of keys that some of its rows see."""
+        index = self.item_index(i)
+        # Heads of one tile are neighbours, so that those that share keys run at the same time.
+        heads = jnp.int32(self.problem.heads)
+        tile, head = lax.div(index, heads), lax.rem(index, heads)
+        request, row, offset, rows = self.place(tile)
+        kv_length = self.operands.kv_length[request]
+        position = self.operands.q_start[request] + offset
+        end, first = kv_length, jnp.int32(0)
+        if self.masking.causal:
+            end = lax.min(end, position + rows)
+        if self.masking.window is not None:
+            first = lax.div(lax.max(position - (self.masking.window - 1), 0), jnp.int32(KV_BLOCK))
+        end = lax.max(lax.div(end + (KV_BLOCK - 1), jnp.int32(KV_BLOCK)), first + 1)
+        end = lax.min(end, jnp.int32(self.operands.page_table.shape[1]))
+        return Item(request, head, row, rows, position, kv_length, lax.min(first, end - 1), end)
+
+    def place(self, tile: Array) -> tuple[Array, Array, Array, Array]:
+        """The fields of `Tiles` for one tile."""
+        if self.operands.tiles is not None:
+            return tuple(ref[tile] for ref in self.operands.tiles)  # pyright: ignore[reportReturnType]
+        batch = self.problem.batch
+        tokens = self.problem.rows // batch
+        # The last tiles of the requests see most keys, and come first.
+        offset = (ceil_div(tokens, TILE) - 1 - lax.div(tile, jnp.int32(batch))) * TILE
+        request = lax.rem(tile, jnp.int32(batch))
+        return request, request * tokens + offset, offset, lax.min(jnp.int32(TILE), tokens - offset)
+
+    # --- the loading warpgroup ----------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Loads keys and values with one warp, and queries with another one."""
+        plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
+
+        @plgpu.warp_map
+        def _(warp: Array) -> None:
+            pl.when(warp == 0)(self.load_keys_and_values)
+            pl.when(warp == 1)(self.load_queries)
+
+    def load_keys_and_values(self) -> None:
+        """Loads all pages that the CTA's tiles visit, each as soon as its slots are free."""
+        group = self.problem.heads // self.problem.kv_heads
+
+        def load_tile(i: Array, step: Array) -> Array:
+            item = self.item(i)
+            kv_head = lax.div(item.head, jnp.int32(group))
+
+            def load_block(block: Array, step: Array) -> Array:
+                k_slots, v_slots = self.key_slots(step), self.value_slots(step)
+                page = self.operands.page_table[item.request, block]
+                for pages, slots in ((self.operands.k_pages, k_slots), (self.operands.v_pages, v_slots)):
+                    for part, slot in enumerate(slots):
+                        sync_with_consumers(slot.free)
+                        source = self.page_part(pages.at[page, kv_head], part)
+                        plgpu.copy_gmem_to_smem(source, slot.content, slot.loaded)
+                return self.next_step(step)
+
+            return lax.fori_loop(item.first, item.end, load_block, step)
+
+        lax.fori_loop(0, self.item_count, load_tile, jnp.int32(0))
+
+    def load_queries(self) -> None:
+        """Loads the queries of all of the CTA's tiles, for each warpgroup as soon as it needs the last ones no more."""
+
+        @pl.loop(0, self.item_count)
+        def _(i: Array) -> None:
+            item = self.item(i)
+            for warpgroup in range(WARPGROUPS):
+                sync(self.q_free + warpgroup, WARPGROUP + WARP)
+                source = self.operands.q.at[pl.ds(item.row + warpgroup * ROWS, ROWS), item.head]
+                target = self.queries(warpgroup)
+                plgpu.copy_gmem_to_smem(source, target, self.scratch["q_loaded"].at[warpgroup])
+
+    def queries(self, warpgroup: Array | int) -> Any:
+        """A warpgroup's rows of the queries in shared memory."""
+        return self.scratch["q"].at[pl.ds(warpgroup * ROWS, ROWS)]
+
+    @property
+    def q_free(self) -> int:
+        """The named barrier at which the first warpgroup is done with its queries."""
+        return FIRST_FREE + len(self.first_free) * self.schedule.stages
+
+    # --- the multiplying warpgroups -----------------------------------------------------------------------------------
+
+    def multiply(self) -> None:
+        """Computes the warpgroup's rows of all of the CTA's tiles."""
+        plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
+        for slot in range(self.schedule.stages):
+            for first_free in self.first_free:
+                arrive_for_loader(first_free + slot)
+        self.free_queries()
+        pl.when(self.warpgroup == 1)(self.pass_turn)
+        lax.fori_loop(0, self.item_count, self.multiply_tile, jnp.int32(0))
+        pl.when(self.warpgroup == 0)(self.take_turn)
+        plgpu.wait_smem_to_gmem(0)
+
+    def take_turn(self) -> None:
+        """Waits for the matrix unit."""
+        take_turn(self.warpgroup)
+
+    def pass_turn(self) -> None:
+        """Passes the matrix unit on."""
+        pass_turn(self.warpgroup)
+
+    def free_queries(self) -> None:
+        """Lets the warpgroup's queries be overwritten."""
+        arrive(self.q_free + self.warpgroup, WARPGROUP + WARP)
+
+    def multiply_tile(self, i: Array, first_step: Array) -> Array:
+        """Computes a tile, and returns the next one's first step."""
+        rows = self.await_rows(i, first_step)
+        if not self.schedule.product_turns:
+            self.take_turn()
+        sums = self.visit_blocks(rows)
+        self.write(self.item(i), sums)
+        return self.step_after(rows, sums)
+
+    def await_rows(self, i: Array, first_step: Array) -> Rows:
+        """Waits for the tile's queries and for the first part of its keys."""
+        item = self.item(i)
+        q = self.queries(self.warpgroup)
+        position = item.position + self.warpgroup * ROWS
+        sinks, slopes = self.operands.sinks, self.operands.slopes
+        sinks = None if sinks is None else splat(sinks[item.head], (ROWS,))
+        slopes = None if slopes is None else splat(slopes[item.head], (ROWS, KV_BLOCK))
+        plgpu.barrier_wait(self.first_key_slot(first_step).loaded)
+        plgpu.barrier_wait(self.scratch["q_loaded"].at[self.warpgroup])
+        return Rows(item, position, q, sinks, slopes, first_step)
+
+    def visit_blocks(self, rows: Rows) -> Sums:
+        """Merges all blocks of keys from left to right."""
+
+        def visit_all(first: Array, end: Array, sums: Sums, is_masked: bool) -> Sums:
+            return lax.fori_loop(first, end, lambda block, sums: self.visit(rows, block, sums, is_masked), sums)
+
+        item = rows.item
+        zeros = tuple(splat(0.0, (ROWS, piece.size)) for piece in self.pieces)
+        sums = Sums(zeros, *initial_statistics(rows.sinks), self.initial_step(rows))
+        open_first, open_end = self.open_blocks(rows)
+        if self.masking.window is not None:
+            sums = visit_all(item.first, open_first, sums, True)
+        sums = visit_all(open_first, open_end, sums, False)
+        return visit_all(open_end, item.end, sums, True)
+
+    def open_blocks(self, rows: Rows) -> tuple[Array, Array]:
+        """First and end of the blocks that every row sees whole, but for what the call's own mask hides."""
+        item = rows.item
+        open_end = lax.div(item.kv_length, jnp.int32(KV_BLOCK))
+        if self.masking.causal:
+            open_end = lax.min(open_end, lax.div(rows.position + 1, jnp.int32(KV_BLOCK)))
+        open_end = lax.max(lax.min(open_end, item.end), item.first)
+        open_first = item.first
+        if self.masking.window is not None:
+            hidden = lax.max(rows.position + (ROWS - self.masking.window), 0)
+            open_first = lax.min(lax.div(hidden + (KV_BLOCK - 1), jnp.int32(KV_BLOCK)), open_end)
+            open_first = lax.max(open_first, item.first)
+        return open_first, open_end
+
+    def visit(self, rows: Rows, block: Array, sums: Sums, is_masked: bool) -> Sums:
+        """Merges one block of keys."""
+        step = self.step_of(rows, block, sums)
+        k_slots, v_slots = self.key_slots(step), self.value_slots(step)
+        is_last, words = block + 1 == rows.item.end, self.mask_words(rows.item, block)
+        visit = Visit(rows, block, step, k_slots, v_slots, words, is_last, is_masked)
+        s = self.score(visit)
+        keys = block * KV_BLOCK
+        s = self.masked(visit, keys, s)
+        p, m_b = exponentials(s, exponent_scale(self.masking), s.max(axis=1))
+        total_b = row_sums(p)
+        p = p.astype(self.problem.dtype)
+        m, a, b = rescaling(sums.m, m_b)
+        total = merged(sums.total, a, total_b, b)
+        p, m, total, a, b = lax.optimization_barrier((p, m, total, a, b))
+        loaded = self.await_values(visit, keys)
+        self.take_turn()
+        o = self.accumulate(visit, sums.o, Block(p, a, b), loaded)
+        return Sums(o, m, total, self.step_after_visit(visit))
+
+    def score(self, visit: Visit) -> Array:
+        """Products of the queries and a block's keys, which are released."""
+
+        def multiply(accumulator: Any) -> Array:
+            self.start_scores(accumulator, visit.rows, visit.k)
+            self.pass_turn()
+            for part, slot in enumerate(visit.k[:-1]):
+                plgpu.wgmma_wait(len(visit.k) - 1 - part)
+                arrive_for_loader(slot.free)
+            return accumulator[...]
+
+        if self.schedule.product_turns:
+            self.take_turn()
+        s = pl.run_scoped(multiply, plgpu.ACC((ROWS, KV_BLOCK), ACCUMULATOR))  # pyright: ignore
+        arrive_for_loader(visit.k[-1].free)
+        if not self.problem.results_in_queries:
+            pl.when(visit.is_last)(self.free_queries)
+        return s
+
+    def masked(self, visit: Visit, keys: Array, s: Array) -> Array:
+        """Shaped scores of a block whose first key is at position `keys`, with -inf where a key is not visible."""
+        rows = visit.rows
+        s = shaped_scores(s, self.masking, rows.slopes, lambda: column_distances(keys - rows.position - row_indices()))
+        if visit.is_masked:
+            positions = rows.position + row_indices()
+            s = mask_columns(s, *visible_keys(self.masking, keys, positions, rows.item.kv_length))
+        return mask_bits(s, *visit.words) if visit.words else s
+
+    def mask_words(self, item: Item, block: Array) -> list[Array]:
+        """Words of the call's mask for a block; none without a mask."""
+        mask = self.operands.mask
+        if mask is None:
+            return []
+        tokens = self.problem.rows // self.problem.batch
+        row = lax.div(item.row - item.request * tokens, jnp.int32(ROWS)) + self.warpgroup
+        parts = KV_BLOCK // ROWS
+        return [load_words(mask, item.request, item.head, row, block * parts + part) for part in range(parts)]
+
+    def await_values(self, visit: Visit, keys: Array) -> int:
+        """Waits for a block's values, and returns for how many parts it did.
+
+        Parts after the first one are waited for when it is their turn, unless their tails are to be cleared.
+        """
+        loaded = len(visit.v) if visit.is_masked else 1
+        for slot in visit.v[:loaded]:
+            plgpu.barrier_wait(slot.loaded)
+        if visit.is_masked:
+            kv_length = visit.rows.item.kv_length
+            pl.when(keys + KV_BLOCK > kv_length)(lambda: self.clear_tail(visit.v, kv_length - keys))
+        return loaded
+
+    def clear_tail(self, slots: list[Slot], length: Array) -> None:
+        """Zeros after a request's last value: each warpgroup clears half of the page, and both use it whole."""
+        rows = pl.ds(self.warpgroup * ROWS, ROWS)
+        self.clear_values(slots, rows, length - self.warpgroup * ROWS)
+        sync(CLEARED, CONSUMERS)
+
+    def end_turn(self, visit: Visit) -> None:
+        """Ends the warpgroup's turn when the block's last product has been started.
+
+        Where a turn goes on with the next block's scores, the warpgroup waits for their keys first.
+        """
+
+        def await_next() -> None:
+            plgpu.barrier_wait(self.first_key_slot(self.next_step(visit.step)).loaded)
+
+        if self.schedule.product_turns:
+            self.pass_turn()
+            pl.when(~visit.is_last)(await_next)
+        else:
+            lax.cond(visit.is_last, self.pass_turn, await_next)
+
+    def write(self, item: Item, sums: Sums) -> None:
+        """Writes the warpgroup's rows of the result, up to the next multiple of 8 after the request's last one."""
+        in_queries = self.problem.results_in_queries
+        staged = self.scratch["q" if in_queries else "o"].at[pl.ds(self.warpgroup * ROWS, ROWS)]
+        normalizers = self.scratch["normalizers"].at[self.warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for x, piece in zip(sums.o, self.pieces, strict=True):
+            self.stage(normalized(x, sums.total, self.problem.dtype), staged, piece)
+        normalizers[...] = log2_normalizers(sums.m, sums.total)
+        plgpu.commit_smem()
+        row, count = item.row + self.warpgroup * ROWS, item.rows - self.warpgroup * ROWS
+
+        def copy(first: int, size: int) -> None:
+            rows, part = pl.ds(row + first, size), pl.ds(first, size)
+            plgpu.copy_smem_to_gmem(staged.at[part], self.o_gmem.at[rows, item.head])
+            plgpu.copy_smem_to_gmem(normalizers.at[part], self.normalizers_gmem.at[item.head, rows])
+
+        pl.when(count >= ROWS)(lambda: copy(0, ROWS))
+
+        @pl.when(count < ROWS)
+        def _() -> None:
+            for first in range(0, ROWS, QUERY_UNIT):
+                pl.when(first < count)(lambda first=first: copy(first, QUERY_UNIT))
+
+        if in_queries:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.free_queries()
