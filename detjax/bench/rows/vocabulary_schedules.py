@@ -97,7 +97,7 @@ def compare_softmax(sizes: Sizes) -> Iterator[str]:
     """
     for rows, width, dtype in sizes.logits:
         x = logits(rows, width, dtype, 0)
-        problem = Problem.of_rows(padded(x), rewritten=True)
+        problem = Problem.for_rows(padded(x), rewritten=True)
         for fn in (softmax.log_softmax, softmax.softmax):
             title = f"{fn.__name__} {x.shape} {dtype}"
             tried = list(dict.fromkeys(schedules(problem) if sizes.schedules is None else sizes.schedules))
@@ -177,7 +177,7 @@ def sampler_arguments(x: jax.Array, temperature: Any) -> tuple[jax.Array, ...]:
 def measure(rows: int, vocabulary: int, dtype: str, calls: int) -> Iterator[dict[str, Any]]:
     """Times of log_softmax by every schedule, and of logsumexp and the sampler, beside the time of a copy."""
     shape = jax.ShapeDtypeStruct((rows, vocabulary), jnp.dtype(dtype))
-    problem = Problem.of_rows(shape, rewritten=True)
+    problem = Problem.for_rows(shape, rewritten=True)
     read, written = shape.size * shape.dtype.itemsize, 4 * shape.size
     sets = [(logits(rows, vocabulary, dtype, seed),) for seed in range(rotations(read))]
     head = {"rows": rows, "dtype": dtype}

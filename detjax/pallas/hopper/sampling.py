@@ -47,7 +47,7 @@ def sample(
     """Tokens `[B]` int32 and their logprobs `[B]` float32; see `detjax.ops.sample`."""
     keys = jax.random.key_data(jax.vmap(sample_key)(seed, position, sample_index))
     logits = padded(logits)
-    schedule = schedule or default_schedule(Problem.of_rows(logits, rewritten=False))
+    schedule = schedule or default_schedule(Problem.for_rows(logits, rewritten=False))
     if not filtered:
         statistics, *candidates = _candidates(logits, keys, temperature, schedule)
     else:

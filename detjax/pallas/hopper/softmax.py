@@ -58,7 +58,7 @@ class Problem:
     """Whether the result has a number for every element, so that rows are worth keeping until their sums are known."""
 
     @classmethod
-    def of_rows(cls, x: Array | jax.ShapeDtypeStruct, *, rewritten: bool) -> "Problem":
+    def for_rows(cls, x: Array | jax.ShapeDtypeStruct, *, rewritten: bool) -> "Problem":
         """The problem for rows `[M, V]`."""
         rows, width = x.shape
         return cls(rows, width, jnp.dtype(x.dtype), rewritten)
@@ -157,7 +157,7 @@ def log_softmax(x: Array, schedule: Schedule | None = None) -> Array:
 def logsumexp(x: Array, schedule: Schedule | None = None) -> Array:
     """Logsumexp of rows: float32 `[*B]` of `[*B, V]`."""
     rows = padded(flat_rows(x))
-    _, _, y = row_statistics(rows, schedule or default_schedule(Problem.of_rows(rows, rewritten=False)))
+    _, _, y = row_statistics(rows, schedule or default_schedule(Problem.for_rows(rows, rewritten=False)))
     return y.reshape(x.shape[:-1])
 
 
@@ -179,7 +179,7 @@ def logsumexp_backward(x: Array, y: Array, dy: Array) -> Array:
 def _normalized(operation: Operation, x: Array, schedule: Schedule | None) -> Array:
     """Softmax or log-softmax of rows."""
     rows = padded(flat_rows(x))
-    problem = Problem.of_rows(rows, rewritten=True)
+    problem = Problem.for_rows(rows, rewritten=True)
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
     y = _hold_rows(operation, rows, schedule) if schedule.cluster else _read_rows_twice(operation, rows, schedule)
@@ -444,7 +444,7 @@ def row_statistics(x: Array, schedule: Schedule) -> tuple[Array, Array, Array]:
 def row_sums(x: Array, schedule: Schedule | None = None) -> Array:
     """Sums `[*B, 1]` of rows `[*B, V]`, both float32, as gradients need them: of each block, added left to right."""
     rows = padded(flat_rows(x), fill=0.0)
-    schedule = schedule or default_schedule(Problem.of_rows(rows, rewritten=False))
+    schedule = schedule or default_schedule(Problem.for_rows(rows, rewritten=False))
 
     def step(block: StreamedBlock, out: Any) -> None:
         total = block.with_size(lambda size: jnp.sum(functools.reduce(jnp.add, block.load_all(size, fill=0.0))))

@@ -139,8 +139,8 @@ def attention(
         pages = KVPages(*pools), Queries(*integers)
         return hopper_attention.forward(q, *pages, given, masking=masking, with_normalizers=False)[0]  # pyright: ignore
 
-    where = [array(4, 16, dtype="int32"), array(4, dtype="int32"), array(4, dtype="int32")]
-    return fn, [array(4, tokens, 32, width), *pool, *pool, *where, *[array(32)] * sinks]
+    indices = [array(4, 16, dtype="int32"), array(4, dtype="int32"), array(4, dtype="int32")]
+    return fn, [array(4, tokens, 32, width), *pool, *pool, *indices, *[array(32)] * sinks]
 
 
 def decode_step(batch: int) -> Program:
@@ -176,7 +176,7 @@ def decode_step(batch: int) -> Program:
     return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
 
 
-def of_slices(program: Program) -> Program:
+def sliced(program: Program) -> Program:
     """The program on slices of its operands, from the second element of the first axis on."""
     fn, shapes = program
     longer = [jax.ShapeDtypeStruct((1 + shape.shape[0], *shape.shape[1:]), shape.dtype) for shape in shapes]
@@ -186,7 +186,7 @@ def of_slices(program: Program) -> Program:
 def append(batch: int, tokens: int, width: int = 128) -> Program:
     """RoPE and the append to the KV cache, for 32 query heads, 4 to a key head."""
     turns = [array(batch, tokens, width // 2, dtype="float32")] * 2
-    where = [array(batch, 16, dtype="int32"), array(batch, dtype="int32"), array(batch, dtype="int32")]
+    indices = [array(batch, 16, dtype="int32"), array(batch, dtype="int32"), array(batch, dtype="int32")]
     pools = [array(64, 8, KV_BLOCK, width)] * 2
 
     def fn(*operands: jax.Array) -> Any:
@@ -194,7 +194,7 @@ def append(batch: int, tokens: int, width: int = 128) -> Program:
         pages = {"kv": KVPages(k_pages, v_pages), "queries": Queries(page_table, start, count, count)}
         return hopper_rope.append_kv(*operands[:5], **pages, eps=1e-6)
 
-    return fn, [array(batch, tokens, 48, width), *turns, array(width), array(width), *pools, *where]
+    return fn, [array(batch, tokens, 48, width), *turns, array(width), array(width), *pools, *indices]
 
 
 def programs() -> dict[str, Program]:
@@ -239,7 +239,7 @@ def programs() -> dict[str, Program]:
         **{f"attention decode, head size {width}": attention(1, width) for width in (64, 96, 128)},
         **{f"attention decode, {kind}": attention(1, 128, kind=kind) for kind in get_args(KVQuantization)},
         "attention prefill, q4_0": attention(1024, 128, kind="q4_0"),
-        "attention decode of slices": of_slices(attention(1, 128)),
+        "attention decode of slices": sliced(attention(1, 128)),
         "decode step": decode_step(4),
     }
 

@@ -299,7 +299,7 @@ def test_gradients_are_those_of_float64(layout: str, gated: bool) -> None:
     w, bias = (w, bias) if gated else (w[0], bias[0])
     options: dict[str, Any] = {"activation": "silu", "gated": gated} if gated else {}
 
-    def ours(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
+    def operation(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
         return ops.matmul(x, w, bias=bias, layout=layout, **options)
 
     def textbook(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
@@ -308,7 +308,7 @@ def test_gradients_are_those_of_float64(layout: str, gated: bool) -> None:
 
     stored = w if layout == "nk" else w.swapaxes(-1, -2)
     with detjax.use_backend("hopper"), plgpu.force_gpu_interpret_mode():
-        _, vjp = jax.vjp(ours, *map(jnp.asarray, (x, stored, bias)))
+        _, vjp = jax.vjp(operation, *map(jnp.asarray, (x, stored, bias)))
         gradients = [np.asarray(g) for g in vjp(jnp.asarray(dy))]
     gradients[1] = gradients[1] if layout == "nk" else gradients[1].swapaxes(-1, -2)
     with jax.enable_x64(True):

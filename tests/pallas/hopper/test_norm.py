@@ -178,8 +178,8 @@ def test_operations_reach_the_kernels_and_have_gradients() -> None:
     for backend in ("hopper", "portable"):
         with detjax.use_backend(backend), plgpu.force_gpu_interpret_mode():
             results[backend] = together(x, weight), jax.grad(loss, argnums=(0, 1))(x, weight)
-    for ours, portable in zip(*map(jax.tree.leaves, results.values()), strict=True):
-        assert_close(np.asarray(ours), np.asarray(portable, np.float64), "float32")
+    for hopper, portable in zip(*map(jax.tree.leaves, results.values()), strict=True):
+        assert_close(np.asarray(hopper), np.asarray(portable, np.float64), "float32")
 
 
 def summed(rows: np.ndarray) -> np.ndarray:

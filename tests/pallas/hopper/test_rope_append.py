@@ -80,7 +80,7 @@ def test_every_schedule_writes_the_same_bits(kv_heads: int) -> None:
 @pytest.mark.sampled(0)
 def test_gradients_have_the_bits_of_the_separate_steps() -> None:
     case = exactly(CASES["ragged"])
-    pools = {which: jnp.zeros_like(case.arrays[which]) for which in ("k_pages", "v_pages")}
+    pools = {name: jnp.zeros_like(case.arrays[name]) for name in ("k_pages", "v_pages")}
     floats = {n: x for n, x in (case.arrays | pools).items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
     def gradients(append: Callable[..., Any]) -> Any:

@@ -35,7 +35,7 @@ def logits(rows: int, width: int, dtype: str = "float32", seed: int = 0) -> jax.
 
 
 def problem(x: Any, *, rewritten: bool = True) -> Problem:
-    return Problem.of_rows(x, rewritten=rewritten)
+    return Problem.for_rows(x, rewritten=rewritten)
 
 
 def exact(x: Any) -> dict[str, np.ndarray]:
