@@ -56,25 +56,26 @@ def test_rows_of_powers_of_two_have_the_contracts_bits(small_blocks: None, monke
 
     Blocks have maxima far apart, so every addition of blocks rounds, and their order shows.
     """
-    count, width = 4, 4 * BLOCK
+    count, width = 8, 6 * BLOCK
     random = np.random.default_rng(0)
-    exponents = -random.integers(0, 6, (count, width)) - np.repeat([7, 0, 11, 3], BLOCK)
+    exponents = -random.integers(0, 6, (count, width)) - np.repeat([18, 7, 0, 24, 15, 11], BLOCK)
     x = (exponents / np.float64(LOG2_E)).astype(np.float32)
-    x[:, BLOCK] = 0  # the largest element of each row
-    exponents[:, BLOCK] = 0
+    x[:, 2 * BLOCK] = 0  # the largest element of each row
+    exponents[:, 2 * BLOCK] = 0
     assert (np.rint(x * LOG2_E) == exponents).all()
 
     def exp_difference(x: np.ndarray, m: np.ndarray) -> np.ndarray:
         return np.exp2(np.rint((x - m) * LOG2_E)).astype(np.float32)
 
     maxima, totals = [], []
-    for block in np.split(x, 4, axis=1):
+    for block in np.split(x, 6, axis=1):
         m = block.max(axis=1, keepdims=True)
         maxima.append(m)
         totals.append(exp_difference(block, m).sum(axis=1, keepdims=True))  # exact in any order
     m, total = np.max(maxima, axis=0), np.zeros((count, 1), np.float32)
     for block_maximum, block_total in zip(maxima, totals, strict=True):
         total = total + block_total * exp_difference(block_maximum, m)
+    assert (total != sum(reversed([t * exp_difference(b, m) for b, t in zip(maxima, totals, strict=True)]))).any()
     expected = exp_difference(x, m) * (np.float32(1) / total)
     # The contract leaves the last places of exp2 to the device, so an exact one takes its place.
     monkeypatch.setattr(softmax, "exp_difference", lambda x, m: exact_power(jnp.round((x - m) * LOG2_E)))
