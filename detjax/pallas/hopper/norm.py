@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
-from detjax.numerics import flat_rows, round_up
+from detjax.numerics import ceil_div, flat_rows, round_up
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.rows import broadcast, layout, rounded_squares, row_sums
@@ -199,7 +199,7 @@ def _kernel(
     return plgpu.kernel(
         body,
         out_type=(out,) * len(operands),
-        grid=(-(-problem.rows // schedule.rows),),
+        grid=(ceil_div(problem.rows, schedule.rows),),
         grid_names=("tile",),
         kernel_name="rms_norm",
         compiler_params=plgpu.CompilerParams(

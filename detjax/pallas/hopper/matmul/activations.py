@@ -1,7 +1,7 @@
 """The activations that a Hopper matmul applies to its accumulators, on registers.
 
-One piece of code for every schedule: whether a compiler fuses a product with the addition behind it is then the same in
-all of them, which tests on the device compare bit by bit.
+All schedules share this code, so that the compiler fuses the same products with the same additions in all of them.
+Tests on the device compare this bit by bit.
 """
 
 from collections.abc import Callable, Sequence
