@@ -1,10 +1,24 @@
 """An operation finds the module of the backend that serves, and loads no other."""
 
+import importlib
+import inspect
+import pkgutil
 import re
 import subprocess
 import sys
 
 import pytest
+
+import detjax
+from detjax import backends, ops
+from detjax.ops.dispatch import Operation
+
+OPERATIONS = {
+    value.name: value
+    for module in pkgutil.iter_modules(ops.__path__, "detjax.ops.")
+    for value in vars(importlib.import_module(module.name)).values()
+    if isinstance(value, Operation)
+}
 
 LOADED_MODULES = """
 import sys
@@ -39,3 +53,36 @@ def test_operations_on_a_cpu_load_no_kernel_of_a_chip(backend: str) -> None:
     chips = re.compile(r"detjax\.pallas|jax\.experimental\.(pallas|mosaic)|jax\._src\.pallas\.mosaic")
     brought_by_jax = loaded_modules("import jax.experimental.layout, flax.nnx")
     assert not [name for name in loaded - brought_by_jax if chips.match(name)]
+
+
+def test_every_operation_has_a_module_on_every_backend() -> None:
+    assert {"matmul", "rms_norm", "softmax", "attention", "sample", "embed", "psum"} <= set(OPERATIONS)
+    for operation in OPERATIONS.values():
+        assert set(operation.modules) == {*backends.BACKENDS, backends.STOCK}, operation.name
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_stock_provides_whole_operations_and_the_portable_backend_kernels(operation: Operation) -> None:
+    with detjax.use_backend("stock"):
+        assert callable(getattr(operation.module(), operation.name))
+    with detjax.use_backend("portable"):
+        assert not hasattr(operation.module(), "DIFFERENTIATED_BY_JAX")
+
+
+def test_no_operation_asks_for_the_stock_backend_by_name() -> None:
+    for module in pkgutil.iter_modules(ops.__path__, "detjax.ops."):
+        source = inspect.getsource(importlib.import_module(module.name))
+        assert not re.search(r"backends\.STOCK|== [\"']stock[\"']", source), module.name
+
+
+def test_call_passes_operands_and_options_to_whichever_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    operation = Operation("softmax", {"portable": "detjax.portable.softmax", "stock": "detjax.stock.softmax"})
+    monkeypatch.setattr("detjax.stock.softmax.softmax", lambda *args, **options: ("stock", args, options))
+    with detjax.use_backend("portable"):
+        assert operation.call(lambda *args, **options: ("contract", args, options), 1, eps=2) == (
+            "contract",
+            (1,),
+            {"eps": 2},
+        )
+    with detjax.use_backend("stock"):
+        assert operation.call(lambda *_: None, 1, eps=2) == ("stock", (1,), {"eps": 2})
