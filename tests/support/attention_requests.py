@@ -80,8 +80,8 @@ class Requests:
                 x[length - half : length] = sign * x[first]
             if half and length % 2:
                 v[request, half] = 0  # nothing balances the one in the middle
-        own = np.arange(max(lengths)) < np.array(lengths)[:, None]
-        k, v = (np.where(own[..., None, None], x, np.array(np.nan, x.dtype)) for x in (k, v))
+        is_key = np.arange(max(lengths)) < np.array(lengths)[:, None]
+        k, v = (np.where(is_key[..., None, None], x, np.array(np.nan, x.dtype)) for x in (k, v))
         columns = -(-max(lengths) // KV_BLOCK) + 1
         order = random.permutation(len(lengths) * columns).astype(np.int32)
 
@@ -132,17 +132,17 @@ class Requests:
         q = np.stack([x[first : first + tokens] for x, first in zip(padded, start, strict=True)])
         return jnp.asarray(q), self.kv, self.queries(start, tokens), self.sinks
 
-    def own(self, o: Any, start: np.ndarray) -> list[np.ndarray]:
+    def rows_of_requests(self, o: Any, start: np.ndarray) -> list[np.ndarray]:
         """Each request's own tokens of a result."""
         return [np.asarray(x)[: max(n - first, 0)] for x, first, n in zip(o, start, self.lengths, strict=True)]
 
     def prefill(self, start: np.ndarray, tokens: int) -> list[np.ndarray]:
         forward = functools.partial(attention.forward, masking=self.masking)
-        return self.own(detjax.jit(forward)(*self.operands(start, tokens))[0], start)
+        return self.rows_of_requests(detjax.jit(forward)(*self.operands(start, tokens))[0], start)
 
     def decode(self, start: np.ndarray, tokens: int, schedule: Schedule | None = None) -> list[np.ndarray]:
         forward = functools.partial(hopper_decode.forward, masking=self.masking, schedule=schedule)
-        return self.own(detjax.jit(forward)(*self.operands(start, tokens)), start)
+        return self.rows_of_requests(detjax.jit(forward)(*self.operands(start, tokens)), start)
 
     def whole(self) -> list[np.ndarray]:
         return self.prefill(np.zeros(len(self.lengths), int), max(self.lengths))
@@ -152,7 +152,7 @@ class Requests:
         options = {"masking": self.masking, "with_normalizers": with_normalizers}
         forward = detjax.jit(functools.partial(attention.forward, **options))
         starts = [np.full(len(self.lengths), start) for start in range(0, max(self.lengths), size)]
-        chunks = [self.own(forward(*self.operands(start, size))[0], start) for start in starts]
+        chunks = [self.rows_of_requests(forward(*self.operands(start, size))[0], start) for start in starts]
         return [np.concatenate(rows) for rows in zip(*chunks, strict=True)]
 
     def ragged(self, counts: tuple[int, ...], gap: float = 0.0) -> list[np.ndarray]:
@@ -172,16 +172,16 @@ class Requests:
         start = np.zeros(len(self.lengths), int)
         masking = dataclasses.replace(self.masking, causal=False)
         forward = detjax.jit(functools.partial(attention.forward, masking=masking))
-        return self.own(forward(*self.operands(start, self.q.shape[1]), jnp.asarray(mask))[0], start)
+        return self.rows_of_requests(forward(*self.operands(start, self.q.shape[1]), jnp.asarray(mask))[0], start)
 
     def gradients(
-        self, backend: str, which: slice = slice(None), mask: np.ndarray | None = None
+        self, backend: str, subset: slice = slice(None), mask: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
         """Gradients of queries, of each request's pages and of the sinks, from random gradients of the output."""
-        lengths = np.array(self.lengths)[which]
+        lengths = np.array(self.lengths)[subset]
         q, kv, queries, sinks = self.operands(np.zeros(len(self.lengths), int), self.q.shape[1])
-        q, queries = q[which], jax.tree.map(lambda x: x[which], queries)
-        do = np.random.default_rng(9).standard_normal(self.q.shape)[which]
+        q, queries = q[subset], jax.tree.map(lambda x: x[subset], queries)
+        do = np.random.default_rng(9).standard_normal(self.q.shape)[subset]
         do = jnp.asarray(np.where((np.arange(q.shape[1]) < lengths[:, None])[..., None, None], do, 0), jnp.float32)
         options = {"scale": self.masking.scale, "causal": self.masking.causal, "window": self.masking.window}
         options |= {"soft_cap": self.masking.soft_cap, "alibi_slopes": self.masking.alibi_slopes}
@@ -222,16 +222,16 @@ class Requests:
         return np.einsum("hts,shk->thk", p / total, np.repeat(v, group, axis=1))
 
 
-def assert_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    for o, e in zip(found, expected, strict=True):
+def assert_close(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for o, e in zip(actual, expected, strict=True):
         error = np.linalg.norm(o.astype(np.float64) - e) / np.linalg.norm(e)
         assert error < 5e-3
 
 
-def assert_gradients_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    for of, x in expected.items():
-        error = np.linalg.norm(np.asarray(found[of], np.float64) - x) / np.linalg.norm(x.astype(np.float64))
-        assert error < 1e-2, of
+def assert_gradients_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    for name, x in expected.items():
+        error = np.linalg.norm(np.asarray(actual[name], np.float64) - x) / np.linalg.norm(x.astype(np.float64))
+        assert error < 1e-2, name
 
 
 def last_of(rows: list[np.ndarray], start: np.ndarray) -> list[np.ndarray]:

@@ -61,7 +61,7 @@ def _forward(requests: Requests, **options: Any) -> Callable[..., Any]:
 
 def _whole(requests: Requests) -> list[np.ndarray]:
     start = np.zeros(len(requests.lengths), int)
-    return requests.own(_forward(requests)(*requests.operands(start, max(requests.lengths)))[0], start)
+    return requests.rows_of_requests(_forward(requests)(*requests.operands(start, max(requests.lengths)))[0], start)
 
 
 # --- numbers and the contract -----------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_numbers_are_those_of_float64_and_of_the_portable_backend(name: str, dty
     requests = _requests(name, dtype, (170, 129))
     operands = requests.operands(np.zeros(2, int), 170)
     o, normalizers = _forward(requests)(*operands)
-    for actual, exact in zip(requests.own(o, np.zeros(2, int)), requests.exact(), strict=True):
+    for actual, exact in zip(requests.rows_of_requests(o, np.zeros(2, int)), requests.exact(), strict=True):
         np.testing.assert_allclose(np.asarray(actual, np.float64), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     portable = detjax.jit(functools.partial(portable_attention.forward, masking=requests.masking))
     expected, expected_normalizers = portable(*operands)
@@ -192,7 +192,7 @@ def test_decode_and_packed_requests_have_the_bits_of_prefill(interpreter: None) 
     whole, forward = _whole(requests), _forward(requests, with_normalizers=False)
     for start in (0, 63, 64, 127, 128, 159):
         first = np.full(len(lengths), start)
-        o = requests.own(forward(*requests.operands(first, 1))[0], first)
+        o = requests.rows_of_requests(forward(*requests.operands(first, 1))[0], first)
         assert_same_bits(o, [rows[start : start + 1] for rows in whole])
 
     counts, rows = (81, 0, 9), (0, 88, 88)
@@ -237,7 +237,8 @@ def test_a_mask_stands_for_the_option_that_it_spells_out(interpreter: None) -> N
     forward, operands = _forward(without_option), requests.operands(start, 140)
     mask = np.tril(np.ones((140, 140), bool))
     shared, repeated = (
-        requests.own(forward(*operands, np.broadcast_to(mask, (b, h, 140, 140)))[0], start) for b, h in ((1, 1), (2, 4))
+        requests.rows_of_requests(forward(*operands, np.broadcast_to(mask, (b, h, 140, 140)))[0], start)
+        for b, h in ((1, 1), (2, 4))
     )
     assert_same_bits(shared, repeated)
     for actual, exact in zip(shared, requests.exact(), strict=True):

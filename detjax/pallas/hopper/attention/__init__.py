@@ -78,7 +78,7 @@ def backward(
 
 
 def _packed(x: Array) -> Array:
-    """`[B, T, H, K]` as `[N, H, K]`, requests one behind the other, each filled up to a multiple of `QUERY_UNIT`."""
+    """`[B, T, H, K]` as `[N, H, K]`, requests one after another, each filled up to a multiple of `QUERY_UNIT`."""
     batch, tokens, *rest = x.shape
     padded = round_up(tokens, QUERY_UNIT)
     return jnp.pad(x, ((0, 0), (0, padded - tokens), (0, 0), (0, 0))).reshape(batch * padded, *rest)
@@ -137,7 +137,7 @@ def _in_numbers(
 
 
 def _ragged_tiles(rows: int, first_row: Array, count: Array) -> Tiles:
-    """As many tiles as `rows` rows can need; tiles that are not needed have no row."""
+    """The tiles of packed requests, as many as `rows` rows can need; tiles that are not needed have no row."""
     requests = first_row.shape[0]
     needed = -(-count // TILE)
     ends = jnp.cumsum(needed)

@@ -96,8 +96,8 @@ def backward(
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
     slopes = None if masking.alibi_slopes is None else jnp.asarray(masking.alibi_slopes, ACCUMULATOR)
-    where = page_table, start, length
-    operands = Operands(q, do, normalizers, k_pages, v_pages, *where, slopes, None)
+    places = page_table, start, length
+    operands = Operands(q, do, normalizers, k_pages, v_pages, *places, slopes, None)
     words, transposed = _mask_words(problem, residuals.mask)
     dq, delta = query_gradient(problem, schedule, masking, operands._replace(mask=words, o=o))
     gradients: dict[str, Array] = {}

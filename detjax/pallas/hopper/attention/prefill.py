@@ -71,8 +71,8 @@ def forward(
         scratch[f"{ring}_loaded"] = plgpu.Barrier(num_barriers=schedule.stages)
     sinks = None if sinks is None else sinks.astype(ACCUMULATOR)
     slopes = None if masking.alibi_slopes is None else jnp.asarray(masking.alibi_slopes, ACCUMULATOR)
-    where = queries.page_table, start, queries.length
-    operands = Operands(q, k_pages, v_pages, *where, tiles, sinks, slopes, mask)
+    places = queries.page_table, start, queries.length
+    operands = Operands(q, k_pages, v_pages, *places, tiles, sinks, slopes, mask)
 
     def body(operands: Operands, results: list[Any], scratch: dict[str, Any]) -> None:
         kind(problem, schedule, masking, operands, results, scratch).run()

@@ -70,10 +70,10 @@ def column_maxima(s: Any, exchange: Any) -> Any:
     mgpu.warpgroup_barrier()
     registers = empty_registers(PER_COLUMN, (s.shape[1],))
     for group, place in enumerate(np.ndindex(registers.shape)):
-        of_warps = [
+        warp_maxima = [
             vector.load(maxima[group].type, exchange, [index(other), _column(lane, group)]) for other in range(_WARPS)
         ]
-        registers[place] = _largest(of_warps)
+        registers[place] = _largest(warp_maxima)
     return array(registers, PER_COLUMN)
 
 

@@ -51,9 +51,9 @@ def products(codes: Any, *scales: Any, kind: KVQuantization, layout: Any) -> Any
     matrix = layout.to_mgpu()
     columns = codes.shape[1] * _codes_in_byte(kind) // len(scales)
 
-    def by_column(of_rows: Any) -> Any:
+    def by_column(row_numbers: Any) -> Any:
         # A group's columns are neighbours, as registers are.
-        spread = [x.broadcast_in_dim((ROWS, columns), (0,), matrix) for x in of_rows]
+        spread = [x.broadcast_in_dim((ROWS, columns), (0,), matrix) for x in row_numbers]
         return np.concatenate([x.registers for x in spread], axis=1)
 
     factors = by_column(scales)

@@ -225,14 +225,14 @@ def _plain_mask_bits(s: Array, *words: Array) -> Array:
 )
 def mask_bits(s: Any, *words: Any) -> Any:
     """A tile with -inf where a score's bit is 0; there is a word for each `ROWS` columns, see `attention.mask`."""
-    of_columns = [element(word.registers.item()) for word in words]
-    int32_type = of_columns[0].type
+    bits_of_columns = [element(word.registers.item()) for word in words]
+    int32_type = bits_of_columns[0].type
 
     def is_visible(group: int, half: int, offset: int) -> Any:
         part, group = divmod(group, 8)
         bit = 16 * half + 2 * group + offset
         mask = mgpu.c(int(np.uint32(1 << bit).view(np.int32)), int32_type)
-        return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(of_columns[part], mask), mgpu.c(0, int32_type))
+        return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(bits_of_columns[part], mask), mgpu.c(0, int32_type))
 
     return masked_scores(s, is_visible)
 

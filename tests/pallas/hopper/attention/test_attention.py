@@ -95,12 +95,12 @@ def test_32_lanes_find_places_among_neighbours(count: int, monkeypatch: pytest.M
     owners = np.repeat(np.arange(count), lengths)
     offsets = np.concatenate([np.arange(length) for length in lengths])
     positions = np.unique(np.linspace(0, len(owners), 7).astype(np.int32))
-    total, found = warps.find_places(
+    total, places = warps.find_places(
         lambda index: jnp.asarray(lengths)[index], count, lambda _: [jnp.asarray(x) for x in positions]
     )
     assert total == len(owners)
     expected = [(owners[x], offsets[x]) if x < len(owners) else (0, 0) for x in positions]
-    assert [tuple(map(int, place)) for place in found] == [tuple(map(int, place)) for place in expected]
+    assert [tuple(map(int, place)) for place in places] == [tuple(map(int, place)) for place in expected]
 
 
 # --- on the device ----------------------------------------------------------------------------------------------------
@@ -150,13 +150,13 @@ def test_ragged_queries_have_the_bits_of_a_whole_prefill_on_the_device() -> None
 )
 def test_gradients_on_the_device(width: int, options: dict[str, Any]) -> None:
     requests = Requests.random((300, 129, 1, 128), 8, 2, width, dtype="bfloat16", **options)
-    found = requests.gradients("hopper")
-    assert_gradients_close(found, requests.gradients("portable"))
+    gradients = requests.gradients("hopper")
+    assert_gradients_close(gradients, requests.gradients("portable"))
     for _ in range(10):
-        assert_same_bits(requests.gradients("hopper"), found)
+        assert_same_bits(requests.gradients("hopper"), gradients)
     alone = requests.gradients("hopper", slice(1, 2))
-    for of in ("q", "k", "v"):
-        assert_same_bits(alone[of], found[of][1:2])
+    for name in ("q", "k", "v"):
+        assert_same_bits(alone[name], gradients[name][1:2])
 
 
 @pytest.mark.hopper
@@ -217,11 +217,11 @@ def test_where_the_line_of_blocks_is_cut_changes_no_bit_on_the_device() -> None:
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_a_mask_on_the_device(width: int) -> None:
     requests = Requests.random((300, 129, 1, 128), 8, 2, width, dtype="bfloat16")
-    causal, of_heads = causal_mask(requests), mask_of_heads(requests)
+    causal, per_head = causal_mask(requests), mask_of_heads(requests)
     assert_same_bits(requests.with_mask(causal), requests.whole())
-    found = requests.gradients("hopper", mask=of_heads)
-    assert_gradients_close(found, requests.gradients("portable", mask=of_heads))
-    assert_same_bits(requests.gradients("hopper", mask=of_heads), found)
+    gradients = requests.gradients("hopper", mask=per_head)
+    assert_gradients_close(gradients, requests.gradients("portable", mask=per_head))
+    assert_same_bits(requests.gradients("hopper", mask=per_head), gradients)
     assert_same_bits(requests.gradients("hopper", mask=causal), requests.gradients("hopper"))
 
 
@@ -256,7 +256,7 @@ def programs() -> dict[str, Program]:
 
 def products_in_sums(ptx: str) -> list[str]:
     """Additions and subtractions of a product or a quotient in PTX: a compiler may make one instruction of the two."""
-    found = []
+    additions = []
     for entry in re.split(r"^\.visible \.entry ", ptx, flags=re.MULTILINE)[1:]:
         lines = re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+([^;]*);", entry, re.MULTILINE)
         instructions = [(operation, re.split(r",\s*", operands.strip())) for operation, operands in lines]
@@ -267,8 +267,10 @@ def products_in_sums(ptx: str) -> list[str]:
             count = len(products)
             products |= {target for target, source, *_ in moves if source in products}
         sums = [(operation, operands) for operation, operands in instructions if _is(operation, "add", "sub")]
-        found += [f"{operation} {', '.join(operands)}" for operation, operands in sums if products & {*operands[1:]}]
-    return found
+        additions += [
+            f"{operation} {', '.join(operands)}" for operation, operands in sums if products & {*operands[1:]}
+        ]
+    return additions
 
 
 def _is(operation: str, *names: str) -> bool:

@@ -80,6 +80,6 @@ def test_quantized_pages_decode_to_the_bits_of_what_they_are_read_as(kind: str, 
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
         for tokens, schedule in ((1, Schedule(3, cut=False)), (3, Schedule(3))):
             start = requests.last(tokens)
-            found = requests.decode(start, tokens, schedule)
-            assert not any(np.isnan(x.astype(np.float32)).any() for x in found)
-            assert_same_bits(found, dense.decode(start, tokens, schedule))
+            rows = requests.decode(start, tokens, schedule)
+            assert not any(np.isnan(x.astype(np.float32)).any() for x in rows)
+            assert_same_bits(rows, dense.decode(start, tokens, schedule))

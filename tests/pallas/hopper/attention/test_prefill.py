@@ -11,6 +11,7 @@ import pytest
 
 from detjax.pallas.hopper.attention import prefill
 from detjax.pallas.hopper.attention.decode import Schedule
+from detjax.pallas.hopper.attention.prefill_schedule import default_schedule
 from tests.support.attention_requests import (
     INTERPRETER,
     OPTIONS,
@@ -28,8 +29,8 @@ from tests.support.bits import assert_same_bits, same_bits
 def test_ragged_queries_have_the_bits_of_a_whole_prefill() -> None:
     requests, counts = Requests.random((300, 140, 1, 20), 2, 1, sinks=True), (150, 3, 1, 0)
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
-        expected, found = requests.whole(), requests.ragged(counts)
-    assert_same_bits(found, [x[len(x) - count :] for x, count in zip(expected, counts, strict=True)])
+        expected, rows = requests.whole(), requests.ragged(counts)
+    assert_same_bits(rows, [x[len(x) - count :] for x, count in zip(expected, counts, strict=True)])
 
 
 @pytest.mark.sampled(0)
@@ -40,13 +41,11 @@ def test_ragged_queries_have_the_bits_of_a_whole_prefill() -> None:
 def test_no_schedule_of_wide_rows_changes_a_bit(
     width: int, persistent: bool, product_turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = prefill.Problem.schedule
-
     def schedule(problem: prefill.Problem) -> prefill.Schedule:
-        return dataclasses.replace(own(problem), persistent=persistent, product_turns=product_turns)
+        return dataclasses.replace(default_schedule(problem), persistent=persistent, product_turns=product_turns)
 
     requests = Requests.random((300, 5), 2, 1, width)
-    monkeypatch.setattr(prefill.Problem, "schedule", schedule)
+    monkeypatch.setattr(prefill, "default_schedule", schedule)
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
         expected = requests.whole()
         assert_close(expected, requests.exact())
@@ -60,9 +59,9 @@ def test_no_schedule_of_wide_rows_changes_a_bit(
 def test_wide_rows_in_ragged_queries_have_the_bits_of_a_whole_prefill(width: int, options: dict[str, Any]) -> None:
     requests, counts = Requests.random((300, 140, 1), 2, 1, width, **options), (150, 3, 1)
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
-        expected, found = requests.whole(), requests.ragged(counts)
+        expected, rows = requests.whole(), requests.ragged(counts)
         assert_close(expected, requests.exact())
-    assert_same_bits(found, [x[len(x) - count :] for x, count in zip(expected, counts, strict=True)])
+    assert_same_bits(rows, [x[len(x) - count :] for x, count in zip(expected, counts, strict=True)])
 
 
 @pytest.mark.sampled(1)
@@ -72,8 +71,8 @@ def test_a_column_of_the_result_does_not_depend_on_how_many_there_are(width: int
     requests = Requests.random((200,), 2, 1, width)
     narrow = dataclasses.replace(requests, v_pages=requests.v_pages[..., :value_width])
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
-        expected, found = requests.whole(), narrow.whole()
-    assert_same_bits(found, [x[..., :value_width] for x in expected])
+        expected, rows = requests.whole(), narrow.whole()
+    assert_same_bits(rows, [x[..., :value_width] for x in expected])
 
 
 @pytest.mark.sampled(1)
