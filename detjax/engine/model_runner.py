@@ -66,8 +66,8 @@ def bytes_of_page(model: Decoder, quantization: KVQuantization | None) -> int:
     Raises:
         ValueError: the model's keys and values cannot be quantized like this.
     """
-    page = nnx.eval_shape(lambda: model.empty_state(1, quantization))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
+    arrays = nnx.eval_shape(lambda: jax.tree.leaves(model.empty_state(1, quantization)))
+    return sum(array.size * array.dtype.itemsize for array in arrays)
 
 
 class SampledTokens(NamedTuple):

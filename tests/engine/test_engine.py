@@ -343,7 +343,7 @@ def test_warming_up_compiles_every_program_side_by_side_and_nothing_is_compiled_
         scorers = len({shape.rows for shape in shapes if shape.rows})
         one.warm_up()
         counts = Counter(compiled)
-        assert [counts[f"jit__{name}"] for name in ("forward", "sample", "score")] == [layers, samplers, scorers]
+        assert [counts[f"jit({name})"] for name in ("_forward", "_sample", "_score")] == [layers, samplers, scorers]
         # Those that the first steps would have to compile one after the other are not among them.
         assert len(one._loop._runner._compiled) == layers + samplers + scorers
         del compiled[:]

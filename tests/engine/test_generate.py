@@ -269,7 +269,7 @@ def test_calls_of_one_size_compile_two_programs_of_the_layers_and_one_that_sampl
     with compiled_programs() as compiled:
         answers(model, requests(), prefill_chunk=64)
     counts = Counter(compiled)
-    assert [counts[f"jit__{name}"] for name in ("forward", "sample", "score")] == [2, 1, 0]
+    assert [counts[f"jit({name})"] for name in ("_forward", "_sample", "_score")] == [2, 1, 0]
     with compiled_programs() as compiled:
         answers(model, requests()[::-1], prefill_chunk=64)
     assert compiled == []
