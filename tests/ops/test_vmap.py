@@ -23,3 +23,14 @@ def test_a_norms_rows_and_weights_may_be_batched(axes: tuple[int | None, int | N
     for example in range(3):
         x, weight = (value[example] if axis == 0 else value for value, axis in zip(operands, axes, strict=True))
         assert_same_bits(batched[example], norm(x, weight))
+
+
+def test_rows_that_are_not_batched_serve_every_example() -> None:
+    residual = X[0] * 2
+
+    def norm_of_sum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return ops.rms_norm(x, WEIGHTS[0], eps=1e-6, residual=residual)
+
+    batched = jax.vmap(norm_of_sum)(X)
+    for example in range(3):
+        assert_same_bits(jax.tree.map(lambda y, i=example: y[i], batched), norm_of_sum(X[example]))
