@@ -49,7 +49,7 @@ def expected(requests: Requests, request: int, token: int, head: int) -> tuple[n
 
 
 @in_the_interpreter
-@pytest.mark.parametrize("name", ["causal", "everything", "not causal"])
+@pytest.mark.parametrize("name", ["causal", "window", "everything", "not causal"])
 def test_prefill_has_the_bits_of_the_contract(name: str) -> None:
     requests = Requests.random(LENGTHS, 2, 1, 16, **OPTIONS[name])
     start = np.zeros(len(LENGTHS), int)
