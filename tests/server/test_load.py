@@ -14,7 +14,7 @@ import pytest
 from detjax.engine import Engine, Request, SamplingParams
 from detjax.models import Decoder, Tokenizer
 from detjax.server.errors import ApiError
-from detjax.server.guard import Guard
+from detjax.server.guard import ClientGone, Guard
 from tests.server.running_server import HANGS_AFTER, MODEL, Running, serving, streams_held, wait_until
 from tests.support.bits import assert_same_bits
 
@@ -169,6 +169,28 @@ def test_a_whole_answer_whose_client_leaves_is_cancelled(engine: Engine, loaded:
         asyncio.run(leave(running))
         wait_until(is_cancelled.is_set)
         wait_until(lambda: not running.app.state.guard.in_flight)
+
+
+def test_work_for_a_client_that_left_is_cancelled_at_once() -> None:
+    is_cancelled = threading.Event()
+
+    async def never() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_cancelled.set()
+
+    async def disconnect() -> dict[str, str]:
+        await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def watch() -> None:
+        deadline = asyncio.get_running_loop().time() + HANGS_AFTER
+        with pytest.raises(ClientGone):
+            await Guard(capacity=1, seconds=HANGS_AFTER).watch(disconnect, never(), deadline)
+        assert is_cancelled.is_set()
+
+    asyncio.run(watch())
 
 
 def test_a_queue_that_is_just_full_is_served_and_a_server_that_shuts_down_admits_nothing() -> None:
