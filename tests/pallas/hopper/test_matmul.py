@@ -57,6 +57,15 @@ def drawn(*shape: int, dtype: str = "bfloat16", seed: int = 0) -> np.ndarray:
     return normal(*shape, dtype=dtype, seed=seed)
 
 
+def name_of(value: Any) -> str:
+    """The name of a test's parameter; that of a schedule has its tile, row operand, warpgroups, cluster and lines."""
+    if not isinstance(value, Schedule):
+        return str(value)
+    s = value
+    tile, cluster = f"{s.tile_m}x{s.tile_n}", f"cluster{s.cluster_m}x{s.cluster_n}"
+    return f"{tile}-{s.rows}-{s.warpgroups}wg-{cluster}-{s.lines}lines-panel{s.panel}"
+
+
 def interpreted(
     *,
     schedule: Schedule | None = None,
@@ -130,7 +139,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, dtype: str) -> None:
         (20, 40, 330, None),
         (1, 70, 203, None),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_products_have_the_values_of_float64(m: int, n: int, k: int, schedule: Schedule | None) -> None:
     dtype = "float16" if m == 20 else "bfloat16"
@@ -150,7 +159,7 @@ EPILOGUES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("schedule", [Schedule(16, 24), Schedule(72, 24, "tokens")], ids=str)
+@pytest.mark.parametrize("schedule", [Schedule(16, 24), Schedule(72, 24, "tokens")], ids=name_of)
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=lambda e: "-".join(map(str, e.values())) or "plain")
 def test_epilogues_have_the_values_of_float64(schedule: Schedule, epilogue: dict[str, Any]) -> None:
     parts = 2 if epilogue.get("gated") else 1
@@ -165,7 +174,7 @@ def test_epilogues_have_the_values_of_float64(schedule: Schedule, epilogue: dict
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("schedule", SCHEDULES_OF_64, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES_OF_64, ids=name_of)
 def test_operands_may_have_k_first(schedule: Schedule) -> None:
     x, w = drawn(100, 203), drawn(136, 203)
     for layout, token_layout in (("kn", "mk"), ("nk", "km"), ("kn", "km")):
@@ -192,7 +201,7 @@ def operands_of_bits() -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.usefixtures("matrix_unit")
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
 def test_every_schedule_gives_the_same_bits(schedule: Schedule) -> None:
     x, w = operands_of_bits()
     m = 40 if schedule.tile_m < 40 else 100
@@ -201,7 +210,7 @@ def test_every_schedule_gives_the_same_bits(schedule: Schedule) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("matrix_unit")
-@pytest.mark.parametrize("schedule", SCHEDULES_OF_64, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES_OF_64, ids=name_of)
 def test_every_layout_gives_the_same_bits(schedule: Schedule) -> None:
     x, w = operands_of_bits()
     for layouts in ({"layout": "kn"}, {"token_layout": "km"}, {"layout": "kn", "token_layout": "km"}):
@@ -219,7 +228,7 @@ def test_every_layout_gives_the_same_bits(schedule: Schedule) -> None:
         Schedule(64, 16, "tokens", cluster_m=2),
         Schedule(24, 64, "tokens", lines=2),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_a_cta_that_takes_tile_after_tile_gives_the_same_bits(schedule: Schedule) -> None:
     x, w = operands_of_bits()
@@ -251,7 +260,7 @@ def test_another_order_of_k_has_other_bits() -> None:
         (1, False, None),
         (3, True, None),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_a_rows_bits_do_not_depend_on_how_many_there_are_nor_on_its_neighbours(
     m: int, gated: bool, schedule: Schedule | None
@@ -271,7 +280,7 @@ def test_a_rows_bits_do_not_depend_on_how_many_there_are_nor_on_its_neighbours(
 
 
 @pytest.mark.usefixtures("matrix_unit")
-@pytest.mark.parametrize("schedule", [Schedule(16, 24), Schedule(64, 24, "tokens")], ids=str)
+@pytest.mark.parametrize("schedule", [Schedule(16, 24), Schedule(64, 24, "tokens")], ids=name_of)
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_epilogue_has_the_contracts_order_and_one_rounding(schedule: Schedule, gated: bool) -> None:
     # Numbers of many sizes: a step on a rounded value, or in another order, changes most results.
@@ -368,7 +377,7 @@ def test_schedules_that_fit_no_problem_are_refused(fields: dict[str, Any], words
         (Schedule(16, 64, cluster_n=4), {}, "shared operands in equal groups of 8 rows"),
         (Schedule(128, 168, "tokens", lines=4), {}, "2 stages in shared memory"),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_schedules_that_do_not_fit_the_problem_are_refused(
     schedule: Schedule, options: dict[str, Any], words: str
@@ -467,7 +476,7 @@ def test_the_device_gives_the_same_bits_with_every_schedule_of_the_table(layout:
 @pytest.mark.parametrize(
     "epilogue",
     [Epilogue("silu", gated=True), Epilogue("gelu"), Epilogue("gelu_tanh"), Epilogue(soft_cap=2.0)],
-    ids=str,
+    ids=name_of,
 )
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 def test_the_device_gives_the_same_bits_with_every_epilogue(epilogue: Epilogue, out_dtype: str) -> None:

@@ -34,6 +34,11 @@ def logits(rows: int, width: int, dtype: str = "float32", seed: int = 0) -> jax.
     return jnp.asarray(np.random.default_rng([seed, width]).standard_normal((rows, width)) * 4, dtype)
 
 
+def name_of(schedule: Schedule) -> str:
+    """The name of a test's schedule."""
+    return f"cluster{schedule.cluster}-slots{schedule.slots}-{schedule.exchange}"
+
+
 def problem(x: Any, *, rewritten: bool = True) -> Problem:
     return Problem.for_rows(x, rewritten=rewritten)
 
@@ -71,7 +76,7 @@ def test_narrow_logits_have_the_bits_of_the_same_logits_in_float32(dtype: str) -
 BLOCKS = 5
 
 
-@pytest.mark.parametrize("schedule", [Schedule(1, 16, 2), Schedule(2, 8, 2, "global"), Schedule(0, 4, 3)], ids=str)
+@pytest.mark.parametrize("schedule", [Schedule(1, 16, 2), Schedule(2, 8, 2, "global"), Schedule(0, 4, 3)], ids=name_of)
 def test_blocks_are_added_left_to_right(schedule: Schedule) -> None:
     # A block has its largest number some times and -inf else, so its sum is a whole number in any order of addition.
     random = np.random.default_rng(0)
@@ -91,7 +96,7 @@ def test_blocks_are_added_left_to_right(schedule: Schedule) -> None:
     assert_same_bits(largest, np.float32(1) / total)
 
 
-@pytest.mark.parametrize("schedule", [Schedule(0, 2, 1), Schedule(0, 5, 4)], ids=str)
+@pytest.mark.parametrize("schedule", [Schedule(0, 2, 1), Schedule(0, 5, 4)], ids=name_of)
 def test_blocks_are_added_left_to_right_for_gradients(schedule: Schedule) -> None:
     # One number in each block: its sum is exact.
     numbers = np.random.default_rng(0).standard_normal((3, BLOCKS)).astype(np.float32)
