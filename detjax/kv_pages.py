@@ -189,10 +189,11 @@ class Queries:
             )
         request, position, present = (np.zeros(decodes + rows, np.int32) for _ in range(3))
         firsts = np.concatenate([np.arange(decodes), decodes + first_row])
-        for index, (row, position_of_first, queries) in enumerate(zip(firsts, start, count, strict=True)):
-            request[row : row + queries] = index
-            position[row : row + queries] = np.arange(position_of_first, position_of_first + queries)
-            present[row : row + queries] = 1
+        # Without a loop over requests: it would take 2 ms of a step with a thousand of them.
+        index = np.repeat(np.arange(len(count), dtype=np.int32), count)
+        offset = np.arange(len(index), dtype=np.int32) - np.repeat(np.cumsum(count) - count, count)
+        row = firsts[index] + offset
+        request[row], position[row], present[row] = index, start[index] + offset, 1
         requests: Any = {"page_table": page_table, "start": start, "length": start + count, "count": count}
         by_row: Any = {"request": request, "position": position, "present": present}
         return Queries(**requests, first_row=first_row, rows=PackedRows(**by_row))  # pyright: ignore[reportArgumentType]
