@@ -69,7 +69,7 @@ class Engine:
         >>> import detjax, detjax.demo
         >>> model, tokenizer = detjax.models.load(detjax.demo.CHECKPOINT, progress=False)
         >>> params = detjax.SamplingParams(max_tokens=4, temperature=0.8, seed=7)
-        >>> with detjax.Engine(model, tokenizer, max_samples=4, max_length=64) as engine:
+        >>> with detjax.Engine(model, tokenizer, max_samples=4, token_budget=64, max_length=64) as engine:
         ...     one, two = engine.generate([detjax.Request(name, params) for name in ("ROMEO:", "JULIET:")])
         ...     future = engine.submit(detjax.Request("ROMEO:", params))
         ...     future.result() == one
