@@ -65,6 +65,12 @@ def test_tokens_are_those_of_the_portable_backend(width: int, filtered: bool) ->
     np.testing.assert_allclose(logprobs, expected_logprobs, rtol=1e-6, atol=2e-6)
 
 
+def test_the_temperature_divides_the_logits() -> None:
+    arguments = requests(24, 40, temperature=np.resize(np.float32([0.25, 4.0]), 24))
+    tokens, _ = sample(arguments)
+    assert_same_bits(tokens, portable.sample(**arguments, filtered=False)[0])
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_logprobs_have_the_bits_of_log_softmax(dtype: str) -> None:

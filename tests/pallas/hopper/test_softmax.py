@@ -1,6 +1,7 @@
 """Softmax's Hopper kernels in Pallas' interpreter, which adds a block's lanes in an order of its own, and lowered."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from detjax.pallas.hopper.softmax import (
     Problem,
     Schedule,
     default_schedule,
+    exp_difference,
     log_softmax,
     logsumexp,
     row_sums,
@@ -73,27 +75,33 @@ def test_narrow_logits_have_the_bits_of_the_same_logits_in_float32(dtype: str) -
     assert_same_bits(interpreted(fn, x), interpreted(fn, x.astype(jnp.float32)))
 
 
+def test_exponentials_are_powers_of_two_of_a_rounded_product() -> None:
+    # A CPU gives `exp2(rn(rn(x - m) * LOG2_E))` and `exp(x - m)` the same bits, so only the program shows which it is.
+    jaxpr = str(jax.make_jaxpr(exp_difference)(np.float32(1), np.float32(2)))
+    assert re.search(r"sub a b.*mul \S+ 1\.442695.*exp2", jaxpr, re.DOTALL), jaxpr
+
+
 BLOCKS = 5
 
 
 @pytest.mark.parametrize("schedule", [Schedule(1, 16, 2), Schedule(2, 8, 2, "global"), Schedule(0, 4, 3)], ids=name_of)
 def test_blocks_are_added_left_to_right(schedule: Schedule) -> None:
     # A block has its largest number some times and -inf else, so its sum is a whole number in any order of addition.
-    random = np.random.default_rng(0)
-    maxima = random.uniform(-9, 0, (4, BLOCKS)).astype(np.float32)
-    maxima[np.arange(4), random.permutation(BLOCKS)[:4]] = 0
-    counts = random.integers(1, SOFTMAX_BLOCK, (4, BLOCKS))
-    places = np.arange(SOFTMAX_BLOCK)
-    x = np.where(places < counts[..., None], maxima[..., None], np.float32(-np.inf))
+    random, rows = np.random.default_rng(0), 12
+    maxima = random.uniform(-9, 0, (rows, BLOCKS)).astype(np.float32)
+    maxima[np.arange(rows), random.integers(0, BLOCKS, rows)] = 0
+    counts = random.integers(1, SOFTMAX_BLOCK, (rows, BLOCKS))
+    x = np.where(np.arange(SOFTMAX_BLOCK) < counts[..., None], maxima[..., None], np.float32(-np.inf))
     factor = jax.jit(lambda difference: jnp.exp2(difference * np.float32(np.log2(np.e))))
-    terms = counts.astype(np.float32) * np.array([[factor(m) for m in row] for row in maxima])
-    total, reversed_total = np.zeros(4, np.float32), np.zeros(4, np.float32)
+    factors = np.array([[factor(m) for m in row] for row in maxima])
+    terms = counts.astype(np.float32) * factors
+    total, reversed_total = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
     for block in range(BLOCKS):
         total, reversed_total = total + terms[:, block], reversed_total + terms[:, BLOCKS - 1 - block]
-    assert (total != reversed_total).any()
-    y = interpreted(functools.partial(softmax, schedule=schedule), jnp.asarray(x.reshape(4, -1)))
-    largest = y.reshape(4, BLOCKS, SOFTMAX_BLOCK)[maxima == 0][:, 0]
-    assert_same_bits(largest, np.float32(1) / total)
+    largest, other = np.float32(1) / total, np.float32(1) / reversed_total
+    assert (largest != other).sum() > 1
+    y = interpreted(functools.partial(softmax, schedule=schedule), jnp.asarray(x.reshape(rows, -1)))
+    assert_same_bits(y.reshape(rows, BLOCKS, SOFTMAX_BLOCK)[:, :, 0], factors * largest[:, None])
 
 
 @pytest.mark.parametrize("schedule", [Schedule(0, 2, 1), Schedule(0, 5, 4)], ids=name_of)
