@@ -206,13 +206,13 @@ class Queries:
 
     def decoding(self) -> "Queries":
         """Returns rectangular queries: the one query of each of the packed requests that decode."""
-        return self._of_requests(slice(self.num_decodes), None)
+        return self._select(slice(self.num_decodes), None)
 
     def prefilling(self) -> "Queries":
         """Returns packed queries of the requests that prefill alone, without `rows`."""
-        return self._of_requests(slice(self.num_decodes, None), self.first_row)
+        return self._select(slice(self.num_decodes, None), self.first_row)
 
-    def _of_requests(self, requests: slice, first_row: Arrays | None) -> "Queries":
+    def _select(self, requests: slice, first_row: Arrays | None) -> "Queries":
         count = None if self.count is None or first_row is None else self.count[requests]
         table, start, length = (x[requests] for x in (self.page_table, self.start, self.length))
         return dataclasses.replace(

@@ -118,11 +118,11 @@ def sinks(heads: int, dtype: str) -> jax.Array:
     return jnp.asarray(np.random.default_rng(3).standard_normal(heads), dtype)
 
 
-def attend(q: np.ndarray, where: Pool, q_start: Any, kv_length: Any, **options: Any) -> np.ndarray:
+def attend(q: np.ndarray, cached: Pool, q_start: Any, kv_length: Any, **options: Any) -> np.ndarray:
     """`ops.attention` of queries `[B, T, H, K]`."""
     if options.get("sinks") is True:
         options["sinks"] = sinks(q.shape[2], str(q.dtype))
-    return np.asarray(ops.attention(jnp.asarray(q), where.kv, where.queries(q_start, kv_length), **options))
+    return np.asarray(ops.attention(jnp.asarray(q), cached.kv, cached.queries(q_start, kv_length), **options))
 
 
 def whole(request: Request, **options: Any) -> np.ndarray:
@@ -132,12 +132,12 @@ def whole(request: Request, **options: Any) -> np.ndarray:
 
 def in_chunks(request: Request, size: int, **options: Any) -> np.ndarray:
     """The queries of a request in pieces, each with the keys there are by then: chunked prefill, or decode."""
-    where = pool([request]).on_device()
+    cached = pool([request]).on_device()
     outputs = []
     for start in range(0, len(request), size):
         q = request.q[start : start + size]
         missing = size - len(q)
         q = np.pad(q, ((0, missing), (0, 0), (0, 0)))
         end = len(request) if options.get("causal") is False else start + size - missing
-        outputs.append(attend(q[None], where, [start], [end], **options)[0, : size - missing])
+        outputs.append(attend(q[None], cached, [start], [end], **options)[0, : size - missing])
     return np.concatenate(outputs)

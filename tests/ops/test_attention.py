@@ -49,15 +49,15 @@ def test_requests_packed_into_one_array_have_the_bits_of_each_alone(name: str) -
     packed = np.full((80, *requests[0].q.shape[1:]), np.nan, np.float32)  # also where no request's queries are
     for request, count, row in zip(requests, queries, first_rows, strict=True):
         packed[row : row + count] = request.q[len(request) - count :]
-    where = pool(requests)
+    cached = pool(requests)
     starts = [len(request) - count for request, count in zip(requests, queries, strict=True)]
-    stand = where.queries(starts, [len(request) for request in requests], count=queries, first_row=first_rows)
+    stand = cached.queries(starts, [len(request) for request in requests], count=queries, first_row=first_rows)
     given = dict(options, sinks=sinks(packed.shape[1], "float32")) if options.get("sinks") else options
-    o = np.asarray(ops.attention(jnp.asarray(packed), where.kv, stand, **given))
+    o = np.asarray(ops.attention(jnp.asarray(packed), cached.kv, stand, **given))
     for index, (request, count, row) in enumerate(zip(requests, queries, first_rows, strict=True)):
         if count:
             q = request.q[None, len(request) - count :]
-            alone = attend(q, where.alone(index), [len(request) - count], [len(request)], **options)[0]
+            alone = attend(q, cached.alone(index), [len(request) - count], [len(request)], **options)[0]
             assert_same_bits(o[row : row + count], alone)
 
 
@@ -88,12 +88,12 @@ def test_a_request_gives_the_same_bits_in_any_batch_slot_and_pages(dtype: str) -
         "NaN in all that is nobody's": pool(requests, shuffled=True, columns=7, rest=np.nan, beyond=10**6),
         "infinity, and pages that do not exist": pool(requests, shuffled=True, columns=7, rest=np.inf, beyond=-1),
     }
-    for name, where in pools.items():
+    for name, cached in pools.items():
         for order in (slice(None), slice(None, None, -1)):
-            mine = Pool(where.k_pages, where.v_pages, where.page_table[order])
-            together = attend(q[order], mine, [0] * len(lengths), lengths[order], **options)[order]
-            found = [same_bits(o[: len(e)], e) for o, e in zip(together, alone, strict=True)]
-            assert found == [True] * len(lengths), name
+            reordered = Pool(cached.k_pages, cached.v_pages, cached.page_table[order])
+            together = attend(q[order], reordered, [0] * len(lengths), lengths[order], **options)[order]
+            results = [same_bits(o[: len(e)], e) for o, e in zip(together, alone, strict=True)]
+            assert results == [True] * len(lengths), name
 
 
 @pytest.mark.parametrize("batch", [1, 2, 17, 33, 128, 257, 1024])
@@ -102,13 +102,13 @@ def test_a_decoded_token_is_the_same_at_every_batch_size_and_slot(batch: int) ->
     last = len(request) - 1
     expected = whole(request)[last]
     crowd = Request.random(60, seed=1)
-    where = pool([request, crowd])
+    cached = pool([request, crowd])
     for slot in sorted({0, batch // 2, batch - 1}):
         q = np.stack([crowd.q[-1]] * batch)[:, None]
-        page_table = np.stack([where.page_table[1]] * batch)
+        page_table = np.stack([cached.page_table[1]] * batch)
         start, length = np.full(batch, len(crowd) - 1), np.full(batch, len(crowd))
-        q[slot], page_table[slot], start[slot], length[slot] = request.q[last], where.page_table[0], last, last + 1
-        together = attend(q, Pool(where.k_pages, where.v_pages, page_table), start, length)
+        q[slot], page_table[slot], start[slot], length[slot] = request.q[last], cached.page_table[0], last, last + 1
+        together = attend(q, Pool(cached.k_pages, cached.v_pages, page_table), start, length)
         assert_same_bits(together[slot, 0], expected)
 
 
@@ -172,9 +172,9 @@ def test_blocks_that_are_skipped_change_nothing() -> None:
     last = request.q[None, -1:]
     assert_same_bits(attend(last, pool([request]), [299], [300], causal=False)[0], whole(request)[-1:])
     # Entries of blocks before the window are not read either.
-    where = pool([request], rest=np.nan)
-    where.page_table[0, 0] = -1
-    assert_same_bits(attend(request.q[None, 290:], where, [290], [300], window=20)[0], whole(request, window=20)[290:])
+    cached = pool([request], rest=np.nan)
+    cached.page_table[0, 0] = -1
+    assert_same_bits(attend(request.q[None, 290:], cached, [290], [300], window=20)[0], whole(request, window=20)[290:])
 
 
 @pytest.mark.parametrize(
@@ -189,9 +189,9 @@ def test_blocks_that_are_skipped_change_nothing() -> None:
 )
 def test_a_query_that_sees_no_key_gives_zeros(given: dict[str, Any], dtype: str) -> None:
     request = Request.random(140, dtype)
-    where = pool([request, request], rest=np.nan)
+    cached = pool([request, request], rest=np.nan)
     q = np.stack([request.q[:9], request.q[:9]])
-    o = attend(q, where, [0, -4], [0, 140], **given)
+    o = attend(q, cached, [0, -4], [0, 140], **given)
     assert_same_bits(o[0], np.zeros_like(o[0]))
     assert_same_bits(o[1, :4], np.zeros_like(o[1, :4]))
     assert np.any(o[1, 4:] != 0)
@@ -222,9 +222,9 @@ def test_vmap_gives_the_bits_of_each(mapped: str, dtype: str) -> None:
     def f(operands: dict[str, jax.Array]) -> jax.Array:
         return ops.dot_product_attention(**operands, window=100)
 
-    found = jax.vmap(f, in_axes=(axes,))(operands)
+    results = jax.vmap(f, in_axes=(axes,))(operands)
     for i in range(3):
-        assert_same_bits(found[i], f({name: x[i] if axes[name] == 0 else x for name, x in operands.items()}))
+        assert_same_bits(results[i], f({name: x[i] if axes[name] == 0 else x for name, x in operands.items()}))
 
 
 @pytest.mark.sampled(1)

@@ -54,12 +54,12 @@ def test_a_mask_has_the_bits_of_the_options_that_mask_alike(name: str, dtype: st
 @every_dtype
 def test_keys_that_a_mask_leaves_out_are_like_keys_behind_the_length(dtype: str) -> None:
     request = Request.random(270, dtype)
-    q, where = request.q[None, :9], pool([request])
+    q, cached = request.q[None, :9], pool([request])
     for length in (1, 127, 128, 200):
-        expected = attend(q, where, [261], [length], causal=False)
+        expected = attend(q, cached, [261], [length], causal=False)
         for keys in (length, 270, 3 * KV_BLOCK):
             mask = np.broadcast_to(np.arange(keys) < length, (9, keys))
-            assert_same_bits(attend(q, where, [261], [270], causal=False, mask=given(mask)), expected)
+            assert_same_bits(attend(q, cached, [261], [270], causal=False, mask=given(mask)), expected)
 
 
 def test_another_mask_gives_other_bits() -> None:
@@ -79,15 +79,15 @@ def test_another_mask_gives_other_bits() -> None:
 def test_chunks_with_their_rows_of_the_mask_have_the_bits_of_the_whole(name: str, dtype: str, heads: int) -> None:
     request, mask, options = Request.random(150, dtype), drawn(1, heads, 150, 150), OPTIONS[name]
     expected = whole(request, mask=given(mask), **options)
-    where = pool([request]).on_device()
+    cached = pool([request]).on_device()
     for size in (1, 50):
         for start in range(0, 150, size):
             rows = slice(start, start + size)
             # Also where the mask ends with the keys that there are by then: each a program of its own, so not all.
             end = 150 if options.get("causal") is False else start + size
             for keys in {end if size > 1 or start % KV_BLOCK in (0, 1, 21, KV_BLOCK - 1) else 150, 150}:
-                own = given(mask[:, :, rows, :keys])
-                o = attend(request.q[None, rows], where, [start], [end], mask=own, **options)[0]
+                part = given(mask[:, :, rows, :keys])
+                o = attend(request.q[None, rows], cached, [start], [end], mask=part, **options)[0]
                 assert_same_bits(o, expected[rows])
 
 
@@ -97,18 +97,18 @@ def test_each_request_and_head_has_the_bits_of_its_own_mask_alone(name: str) -> 
     options, lengths = OPTIONS[name], (150, 17, 130)
     requests = [Request.random(length) for length in lengths]
     q = np.stack([np.pad(r.q, ((0, 150 - len(r)), (0, 0), (0, 0))) for r in requests])
-    where = pool(requests, shuffled=True, rest=np.nan)
+    cached = pool(requests, shuffled=True, rest=np.nan)
     masks = drawn(3, HEADS, 150, 150)
     for per_request in (True, False):
         for per_head in (True, False):
             mask = masks[: None if per_request else 1, : None if per_head else 1]
-            together = attend(q, where, [0] * 3, lengths, mask=given(mask), **options)
+            together = attend(q, cached, [0] * 3, lengths, mask=given(mask), **options)
             in_full = np.broadcast_to(mask, masks.shape)
-            assert_same_bits(attend(q, where, [0] * 3, lengths, mask=given(in_full), **options), together)
+            assert_same_bits(attend(q, cached, [0] * 3, lengths, mask=given(in_full), **options), together)
             for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
                 for head in range(HEADS):
-                    own = given(in_full[row, head, :length, :length])
-                    alone = attend(request.q[None], where.alone(row), [0], [length], mask=own, **options)
+                    part = given(in_full[row, head, :length, :length])
+                    alone = attend(request.q[None], cached.alone(row), [0], [length], mask=part, **options)
                     assert_same_bits(together[row, :length, head], alone[0, :, head])
 
 
@@ -125,9 +125,9 @@ def test_queries_that_a_mask_leaves_nothing_give_zeros(dtype: str) -> None:
 
 def test_a_mask_shows_nothing_of_what_is_behind_the_length() -> None:
     request = Request.random(140)
-    where = pool([request], columns=3, rest=np.nan, beyond=10**6)
+    cached = pool([request], columns=3, rest=np.nan, beyond=10**6)
     everything = np.ones((140, 3 * KV_BLOCK), bool)
-    o = attend(request.q[None], where, [0], [140], causal=False, mask=given(everything))[0]
+    o = attend(request.q[None], cached, [0], [140], causal=False, mask=given(everything))[0]
     assert_same_bits(o, whole(request, causal=False))
 
 
@@ -145,13 +145,13 @@ def test_vmap_gives_the_bits_of_each(mapped: str) -> None:
 
     def gradient(operands: dict[str, jax.Array]) -> Any:
         mask = operands["mask"]
-        return jax.grad(lambda of: (f(of | {"mask": mask}) ** 2).sum())({x: operands[x] for x in "qkv"})
+        return jax.grad(lambda arrays: (f(arrays | {"mask": mask}) ** 2).sum())({x: operands[x] for x in "qkv"})
 
     for fn in (f, gradient):
-        found = jax.vmap(fn, in_axes=(axes,))(operands)
+        results = jax.vmap(fn, in_axes=(axes,))(operands)
         for i in range(3):
             alone = fn({name: x[i] if axes[name] == 0 else x for name, x in operands.items()})
-            assert_same_bits(jax.tree.map(lambda leaf, i=i: leaf[i], found), alone)
+            assert_same_bits(jax.tree.map(lambda leaf, i=i: leaf[i], results), alone)
 
 
 @pytest.mark.sampled(0)
@@ -160,10 +160,10 @@ def test_gradients_have_the_bits_of_the_options_that_mask_alike(name: str) -> No
     request, options = Request.random(150), OPTIONS[name]
     logits = {"sinks": sinks(HEADS, "float32")} if options.get("sinks") else {}
     rest = {key: value for key, value in options.items() if key not in ("window", "sinks")}
-    of = {name: jnp.asarray(getattr(request, name))[None] for name in "qkv"} | logits
+    arrays = {name: jnp.asarray(getattr(request, name))[None] for name in "qkv"} | logits
 
     def gradients(**options: Any) -> Any:
-        return jax.grad(lambda of: (ops.dot_product_attention(**of, **options) ** 2).sum())(of)
+        return jax.grad(lambda arrays: (ops.dot_product_attention(**arrays, **options) ** 2).sum())(arrays)
 
     expected = gradients(**{key: value for key, value in options.items() if key != "sinks"})
     mask = given(seen(150, 150, **options))
@@ -181,8 +181,8 @@ def test_a_mask_as_a_constant_of_the_program_gives_the_same_bits() -> None:
 
 def test_a_mask_over_quantized_pages_has_the_bits_of_what_they_are_read_as() -> None:
     request, mask = Request.random(140, width=32), given(drawn(140, 140))
-    where = pool([request])
-    pages = [ops.quantize_kv(jnp.asarray(x), "int8") for x in (where.k_pages, where.v_pages)]
-    dense = Pool(*(ops.dequantize_kv(x, "float32") for x in pages), where.page_table)
-    o = ops.attention(jnp.asarray(request.q)[None], ops.KVPages(*pages), where.queries([0], [140]), mask=mask)
+    cached = pool([request])
+    pages = [ops.quantize_kv(jnp.asarray(x), "int8") for x in (cached.k_pages, cached.v_pages)]
+    dense = Pool(*(ops.dequantize_kv(x, "float32") for x in pages), cached.page_table)
+    o = ops.attention(jnp.asarray(request.q)[None], ops.KVPages(*pages), cached.queries([0], [140]), mask=mask)
     assert_same_bits(o, attend(request.q[None], dense, [0], [140], mask=mask))

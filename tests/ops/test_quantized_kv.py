@@ -58,7 +58,7 @@ def rows(dtype: str) -> np.ndarray:
     """Rows `[n, 64]`: of all sizes, on the line between two codes, of few values, with zeros, of zeros alone."""
     random = np.random.default_rng(0)
     sizes = (1e-38, 1e-30, 4e-8, 1e-4, 1.0, 1e4) if dtype != "float16" else (6e-8, 1e-6, 1e-4, 1.0, 1e3)
-    found = [random.standard_normal((4, 64)) * size for size in sizes]
+    result = [random.standard_normal((4, 64)) * size for size in sizes]
     halves = (random.integers(-253, 254, (4, 64)) / 2).astype(float)
     halves[:, 0] = 127
     few = random.integers(-16, 17, (8, 64)) / 2
@@ -67,7 +67,7 @@ def rows(dtype: str) -> np.ndarray:
     tenths[:, 0] = 448
     sparse = np.where(random.random((4, 64)) < 0.1, few[:4], 0)
     ties = np.tile([[3.0, -3.0], [-3.0, 3.0]], (1, 32))
-    return np.concatenate([*found, halves, few, tenths, sparse, ties, np.zeros((1, 64))]).astype(jnp.dtype(dtype))
+    return np.concatenate([*result, halves, few, tenths, sparse, ties, np.zeros((1, 64))]).astype(jnp.dtype(dtype))
 
 
 def as_pages(x: np.ndarray) -> jax.Array:
@@ -110,9 +110,9 @@ def test_what_is_read_is_the_product_rounded_to_float32_and_then_to_the_dtype(ki
     else:
         products = codes.astype(np.float64) * scales[:, None].astype(np.float64)
     expected = products.astype(np.float32).astype(jnp.dtype(dtype))
-    found = np.asarray(ops.dequantize_kv(pages, dtype))[0, 0]
-    assert_same_bits(found, expected)
-    error = np.abs(found[: len(x)].astype(np.float64) - x.astype(np.float64)).max(axis=1)
+    result = np.asarray(ops.dequantize_kv(pages, dtype))[0, 0]
+    assert_same_bits(result, expected)
+    error = np.abs(result[: len(x)].astype(np.float64) - x.astype(np.float64)).max(axis=1)
     largest = np.abs(x.astype(np.float64)).max(axis=1)
     # Half a step of the coarsest code (of q4_0 a whole one at one end), the dtype's own rounding, and what small scales
     # lose in float16.
@@ -138,10 +138,10 @@ def test_a_row_that_is_not_finite_is_read_as_nan_and_its_neighbours_are_not(kind
     clean = ops.quantize_kv(as_pages(x), kind)
     x[1, 40] = strange
     pages = ops.quantize_kv(as_pages(x), kind)
-    found = np.isnan(np.asarray(ops.dequantize_kv(pages, "bfloat16"))[0, 0].astype(np.float32))
-    expected = np.zeros_like(found)
+    result = np.isnan(np.asarray(ops.dequantize_kv(pages, "bfloat16"))[0, 0].astype(np.float32))
+    expected = np.zeros_like(result)
     expected[1, 32 if kind == "q4_0" else 0 :] = True
-    assert_same_bits(found, expected)
+    assert_same_bits(result, expected)
     assert np.all(np.asarray(pages.codes)[0, 0, 1, 16:].view(np.uint8) == (0x88 if kind == "q4_0" else 0))
     for row in (0, 2):
         assert_same_bits(pages.codes[0, 0, row], clean.codes[0, 0, row])
@@ -152,8 +152,8 @@ def test_the_largest_numbers() -> None:
     largest = float(jnp.finfo(jnp.bfloat16).max)
     x = np.tile([largest, -largest, 1.0, 0.0], (1, 8)).astype(jnp.bfloat16)
     for kind in ("int8", "fp8_e4m3"):
-        found = np.asarray(ops.dequantize_kv(ops.quantize_kv(as_pages(x), kind), "bfloat16"))[0, 0, 0]
-        assert_same_bits(found, np.tile([largest, -largest, 0.0, 0.0], 8).astype(jnp.bfloat16))
+        result = np.asarray(ops.dequantize_kv(ops.quantize_kv(as_pages(x), kind), "bfloat16"))[0, 0, 0]
+        assert_same_bits(result, np.tile([largest, -largest, 0.0, 0.0], 8).astype(jnp.bfloat16))
     assert np.isnan(ops.quantize_kv(as_pages(x), "q4_0").scales[0, 0, 0, 0])
     x = np.full((1, 32), 8 * 65504.0, np.float32)
     assert_same_bits(np.asarray(ops.dequantize_kv(ops.quantize_kv(as_pages(x), "q4_0"), "float32"))[0, 0, 0], x[0])
@@ -162,28 +162,28 @@ def test_the_largest_numbers() -> None:
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def quantized(where: Pool, kind: str, garbage: bool = False) -> Pool:
+def quantized(cached: Pool, kind: str, garbage: bool = False) -> Pool:
     """The pool with quantized pages; `garbage` fills what holds NaN with other codes, and with scales of NaN."""
     pages = []
-    for numbers in (where.k_pages, where.v_pages):
+    for numbers in (cached.k_pages, cached.v_pages):
         made = ops.quantize_kv(jnp.asarray(numbers), kind)
         if garbage:
             codes = np.array(made.codes)
             codes.view(np.uint8)[np.isnan(numbers.astype(np.float32)).all(axis=-1)] = 0x7F
             made = ops.QuantizedPages(jnp.asarray(codes), made.scales, kind)
         pages.append(made)
-    return Pool(*pages, where.page_table)  # pyright: ignore[reportArgumentType]
+    return Pool(*pages, cached.page_table)  # pyright: ignore[reportArgumentType]
 
 
-def read(where: Pool, dtype: Any) -> Pool:
+def read(cached: Pool, dtype: Any) -> Pool:
     """The pool with what its pages are read as."""
-    return Pool(*(ops.dequantize_kv(x, dtype) for x in (where.k_pages, where.v_pages)), where.page_table)
+    return Pool(*(ops.dequantize_kv(x, dtype) for x in (cached.k_pages, cached.v_pages)), cached.page_table)
 
 
-def attend_to(q: np.ndarray, where: Pool, q_start: Any, kv_length: Any, **options: Any) -> np.ndarray:
+def attend_to(q: np.ndarray, cached: Pool, q_start: Any, kv_length: Any, **options: Any) -> np.ndarray:
     if options.get("sinks") is True:
         options["sinks"] = sinks(q.shape[2], str(q.dtype))
-    return np.asarray(ops.attention(jnp.asarray(q), where.kv, where.queries(q_start, kv_length), **options))
+    return np.asarray(ops.attention(jnp.asarray(q), cached.kv, cached.queries(q_start, kv_length), **options))
 
 
 @pytest.mark.sampled(2)
@@ -196,16 +196,16 @@ def attend_to(q: np.ndarray, where: Pool, q_start: Any, kv_length: Any, **option
 def test_attention_has_the_bits_of_what_the_pages_are_read_as(name: str, kind: str, dtype: str) -> None:
     options = OPTIONS[name]
     requests = [Request.random(length, dtype, width=WIDTH) for length in (270, 17, 128)]
-    where = quantized(pool(requests, shuffled=True, columns=4, rest=np.nan), kind, garbage=True)
-    dense = read(where, requests[0].q.dtype)
+    cached = quantized(pool(requests, shuffled=True, columns=4, rest=np.nan), kind, garbage=True)
+    dense = read(cached, requests[0].q.dtype)
     q = np.stack([np.pad(r.q, ((0, 270 - len(r)), (0, 0), (0, 0))) for r in requests])
     lengths = np.array([len(r) for r in requests])
-    whole = attend_to(q, where, [0] * 3, lengths, **options)
+    whole = attend_to(q, cached, [0] * 3, lengths, **options)
     assert_same_bits(whole, attend_to(q, dense, [0] * 3, lengths, **options))
     for tokens in (1, 9):
         last = np.stack([r.q[len(r) - tokens :] for r in requests])
-        found = attend_to(last, where, lengths - tokens, lengths, **options)
-        assert_same_bits(found, np.stack([o[n - tokens : n] for o, n in zip(whole, lengths, strict=True)]))
+        result = attend_to(last, cached, lengths - tokens, lengths, **options)
+        assert_same_bits(result, np.stack([o[n - tokens : n] for o, n in zip(whole, lengths, strict=True)]))
     plain = attend(q, pool(requests), [0] * 3, lengths, **options)[0]
     if name != "window of one":
         error = np.linalg.norm(whole[0].astype(np.float64) - plain) / np.linalg.norm(plain.astype(np.float64))
@@ -215,11 +215,11 @@ def test_attention_has_the_bits_of_what_the_pages_are_read_as(name: str, kind: s
 @every_kind
 def test_ragged_queries_have_the_bits_of_what_the_pages_are_read_as(kind: str) -> None:
     requests = [Request.random(length, "bfloat16", width=WIDTH) for length in (150, 20)]
-    where = quantized(pool(requests, rest=np.nan), kind)
+    cached = quantized(pool(requests, rest=np.nan), kind)
     q = jnp.asarray(np.concatenate([requests[0].q[110:150], requests[1].q[:8]]))
-    queries = where.queries((110, 12), (150, 20), count=(40, 8), first_row=(0, 40))
-    found, expected = (ops.attention(q, pages.kv, queries) for pages in (where, read(where, q.dtype)))
-    assert_same_bits(found, expected)
+    queries = cached.queries((110, 12), (150, 20), count=(40, 8), first_row=(0, 40))
+    result, expected = (ops.attention(q, pages.kv, queries) for pages in (cached, read(cached, q.dtype)))
+    assert_same_bits(result, expected)
 
 
 @every_kind
@@ -242,21 +242,21 @@ def test_vmap_over_codes_or_scales_gives_the_bits_of_each(mapped: tuple[int | No
         return ops.attention(jnp.asarray(requests[0].q)[None], ops.KVPages(x, x), queries)
 
     arrays = [x if axis == 0 else x[0] for x, axis in zip((codes, scales), mapped, strict=True)]
-    found = jax.vmap(f, in_axes=mapped)(*arrays)
+    result = jax.vmap(f, in_axes=mapped)(*arrays)
     for i in range(2):
-        own = [x[i] if axis == 0 else x for x, axis in zip(arrays, mapped, strict=True)]
-        assert_same_bits(found[i], f(*own))
+        example = [x[i] if axis == 0 else x for x, axis in zip(arrays, mapped, strict=True)]
+        assert_same_bits(result[i], f(*example))
 
 
 @every_kind
 def test_xlas_own_attention_takes_quantized_pages(kind: str) -> None:
     request = Request.random(140, "float32", width=WIDTH)
-    where = quantized(pool([request]), kind)
-    expected = attend_to(request.q[None], where, [0], [140])
+    cached = quantized(pool([request]), kind)
+    expected = attend_to(request.q[None], cached, [0], [140])
     with detjax.use_backend("stock"):
-        found = attend_to(request.q[None], where, [0], [140])
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-    assert not same_bits(found, expected)
+        result = attend_to(request.q[None], cached, [0], [140])
+    np.testing.assert_allclose(result, expected, rtol=0, atol=1e-5)
+    assert not same_bits(result, expected)
 
 
 @every_kind

@@ -46,10 +46,10 @@ def test_a_token_is_the_same_whatever_its_neighbours_are() -> None:
     case = CASES["ragged"]
     q, k_pages, _ = case()
     others = case.arrays["qkv"].at[jnp.asarray([0, 2, 3])].set(np.nan)
-    found = case(qkv=others)
-    assert_same_bits(found[0][1], q[1])
+    result = case(qkv=others)
+    assert_same_bits(result[0][1], q[1])
     pages = case.arrays["page_table"][1]
-    assert_same_bits(found[1][pages], k_pages[pages])
+    assert_same_bits(result[1][pages], k_pages[pages])
 
 
 @pytest.mark.parametrize("page", [-1, -7, 6, 10_000])
@@ -70,18 +70,18 @@ def test_what_goes_to_a_page_that_is_not_there_is_dropped(page: int) -> None:
 )
 def test_gradients_have_the_bits_of_the_three_steps(name: str, backend: str) -> None:
     case = CASES[name]
-    pools = {which: jnp.zeros_like(case.arrays[which]) for which in ("k_pages", "v_pages")}
+    pools = {pool: jnp.zeros_like(case.arrays[pool]) for pool in ("k_pages", "v_pages")}
     floats = {n: x for n, x in (case.arrays | pools).items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
-    def gradients(of: Any) -> Any:
-        out, transposed = jax.vjp(lambda floats: of(**floats), floats)
+    def gradients(append: Any) -> Any:
+        out, transposed = jax.vjp(lambda floats: append(**floats), floats)
         random = np.random.default_rng(0)
         return transposed(tuple(jnp.asarray(random.standard_normal(y.shape), y.dtype) for y in out))[0]
 
     with detjax.use_backend(backend):
-        found, expected = detjax.jit(lambda: gradients(case))(), detjax.jit(lambda: gradients(case.in_steps))()
-    assert_same_bits(found, expected)
-    assert all(bool((x != 0).any()) for x in jax.tree.leaves(found))
+        result, expected = detjax.jit(lambda: gradients(case))(), detjax.jit(lambda: gradients(case.in_steps))()
+    assert_same_bits(result, expected)
+    assert all(bool((x != 0).any()) for x in jax.tree.leaves(result))
 
 
 @pytest.mark.parametrize("mapped", [("qkv",), ("qkv", "q_start", "q_length"), ("k_pages", "v_pages"), "all"])
@@ -89,9 +89,9 @@ def test_vmap_gives_the_bits_of_each(mapped: tuple[str, ...] | str) -> None:
     cases = [Append.random((start, 120), (3, 2), 3) for start in (0, 126, 254)]
     shared = {n: x for n, x in cases[0].arrays.items() if mapped != "all" and n not in mapped}
     several = [{n: x for n, x in case.arrays.items() if n not in shared} for case in cases]
-    found = jax.vmap(lambda arrays: cases[0](**shared | arrays))(jax.tree.map(jnp.asarray, stacked(several)))
+    result = jax.vmap(lambda arrays: cases[0](**shared | arrays))(jax.tree.map(jnp.asarray, stacked(several)))
     for i, one in enumerate(several):
-        assert_same_bits(at(found, i), cases[0](**shared | one))
+        assert_same_bits(at(result, i), cases[0](**shared | one))
 
 
 def test_a_donated_pool_is_written_where_it_lies() -> None:

@@ -1,0 +1,49 @@
+"""Frequencies of rotary embeddings: YaRN's options, by the formulas of the paper and of transformers, in float64."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from detjax.ops import RotaryEmbedding, YarnScaling
+
+HEAD_DIM, THETA, FACTOR, CONTEXT = 64, 10_000.0, 8.0, 4096
+
+
+def embedding(**options: Any) -> RotaryEmbedding:
+    return RotaryEmbedding(HEAD_DIM, THETA, YarnScaling(FACTOR, CONTEXT, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 0.1 * math.log(FACTOR) + 1),
+        ({"attention_factor": 1.5}, 1.5),
+        ({"mscale": 0.7, "mscale_all_dim": 1.1}, (0.07 * math.log(FACTOR) + 1) / (0.11 * math.log(FACTOR) + 1)),
+        ({"mscale": 0.7}, 0.1 * math.log(FACTOR) + 1),
+        ({"mscale": 0.7, "mscale_all_dim": 1.1, "attention_factor": 1.25}, 1.25),
+    ],
+    ids=str,
+)
+def test_cosine_and_sine_have_yarns_factor(options: dict[str, float], expected: float) -> None:
+    assert embedding(**options).embedding_scale == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize("options", [{}, {"beta_fast": 20.0, "beta_slow": 2.5}], ids=str)
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_interpolates_by_parts(truncate: bool, options: dict[str, float]) -> None:
+    """Pairs that turn often keep their frequency, pairs that turn seldom have it divided, and a ramp lies between."""
+    rotations = options.get("beta_fast", 32.0), options.get("beta_slow", 1.0)
+    low, high = (HEAD_DIM * math.log(CONTEXT / (r * 2 * math.pi)) / (2 * math.log(THETA)) for r in rotations)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    frequencies = []
+    for pair in range(HEAD_DIM // 2):
+        plain = THETA ** (-2 * pair / HEAD_DIM)
+        ramp = min(max((pair - low) / (high - low), 0.0), 1.0)
+        frequencies.append(plain / FACTOR * ramp + plain * (1 - ramp))
+    result = embedding(truncate=truncate, **options).inverse_frequencies
+    np.testing.assert_allclose(result, frequencies, rtol=1e-6)
+    other = embedding(truncate=not truncate, **options).inverse_frequencies
+    assert not np.allclose(other, frequencies, rtol=1e-3, atol=0)
