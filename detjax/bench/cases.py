@@ -11,7 +11,6 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array
 
 from detjax import ops
@@ -22,6 +21,7 @@ from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KVPages, Queries
 from detjax.models import DecoderConfig
 from detjax.models.cache import KVCache
+from detjax.models.network import abstract, split
 from detjax.rounding import rounded
 
 type Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
@@ -358,13 +358,12 @@ def step_case(operation: str, model: str, batch: int, context: int, layers: int 
         layers: the number of layers; default: the preset's own.
     """
     config = presets.config(model, layers)
-    graph, state = nnx.split(nnx.eval_shape(lambda: presets.decoder(model, layers)))
-    leaves, tree = jax.tree.flatten(state)
+    network, shapes = split(abstract(lambda: presets.decoder(model, layers)))
     decoding = operation == "decode_step"
     held, tokens = (context, 1) if decoding else (0, context)
 
     def run(k: Any, v: Any, weights: Sequence[Array], tokens: Array, page_table: Array, lengths: Array):
-        decoder = nnx.merge(graph, jax.tree.unflatten(tree, weights))
+        decoder = network.with_weights(tuple(weights))
         hidden, cache = decoder.hidden(tokens, KVCache(tuple(map(KVPages, k, v)), page_table, lengths))
         return decoder.logits(hidden[:, -1]), *zip(*((kv.k, kv.v) for kv in cache.state), strict=True)
 
@@ -377,7 +376,7 @@ def step_case(operation: str, model: str, batch: int, context: int, layers: int 
             _norm_weight(next(seeds), leaf.size)
             if leaf.ndim == 1
             else hashed(next(seeds), leaf.shape, leaf.dtype, _exponent(leaf.shape[-1]))
-            for leaf in leaves
+            for leaf in shapes
         ]
         ids = hashed_integers(jnp.uint32(next(seeds)), (batch, tokens), config.vocab_size)
         return k, v, weights, ids, page_table, jnp.full(batch, held, jnp.int32)

@@ -10,12 +10,12 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import detjax
 from detjax import models, ops
 from detjax.backends import STOCK
 from detjax.bench.timing import in_turns
+from detjax.models.network import Weights, split
 
 BACKENDS: Final = (STOCK, "portable")
 ROWS: Final = (1, 2, 3, 16, 64, 257, 1024)
@@ -99,15 +99,15 @@ def _attention_inputs(q: Draw, kv: Draw, rows: int, rng: np.random.Generator) ->
 
 def _model_case(dtype: str) -> Case:
     model, _ = models.load(Path(detjax.__file__).parent / "demo" / "checkpoint", dtype=dtype, progress=False)
-    graph, state = nnx.split(model)
+    network, weights = split(model)
     prompt = np.random.default_rng(2).integers(1, model.config.vocab_size, 128)
 
-    def inputs(rows: int, rng: np.random.Generator) -> tuple[nnx.State, jax.Array]:
+    def inputs(rows: int, rng: np.random.Generator) -> tuple[Weights, jax.Array]:
         others = rng.integers(1, model.config.vocab_size, (rows - 1, len(prompt)))
-        return state, jnp.asarray(np.concatenate([prompt[None], others]), jnp.int32)
+        return weights, jnp.asarray(np.concatenate([prompt[None], others]), jnp.int32)
 
-    def run(state: nnx.State, tokens: jax.Array) -> jax.Array:
-        return nnx.merge(graph, state)(tokens)
+    def run(weights: Weights, tokens: jax.Array) -> jax.Array:
+        return network.with_weights(weights)(tokens)
 
     return Case(f"whole model (1.3M), {len(prompt)} tokens", run, inputs, rows=(1, 2, 3, 16, 64))
 

@@ -1,6 +1,5 @@
 """What runs on the device: the cache, the last token of each slot, and the programs that compute a step."""
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,13 +9,13 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32, PyTree
 
 from detjax import backends, compilation, ops
 from detjax.engine.batch import Arrays, SamplingArrays, StepBatch
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models import Decoder
+from detjax.models.network import Network, Weights, abstract, split
 from detjax.options import KVQuantization
 
 SCORED_ROWS: Final = 64
@@ -25,39 +24,8 @@ _COMPILERS: Final = 16
 """Threads that compile programs."""
 
 
-type Weights = tuple[Array, ...]
 type State = Any
 """What a model keeps of the tokens before: an opaque tree of arrays, such as every layer's pages."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Network:
-    """A decoder without its weights, for which programs are traced.
-
-    Programs take the network, which is compared as an object, and the weights as a flat tuple. To compare graphs, or to
-    walk through the weights' tree, would take a millisecond at each step.
-
-    Attributes:
-        graph: the decoder's static part.
-        tree: the structure of its weights.
-    """
-
-    graph: nnx.GraphDef[Decoder]
-    tree: Any
-
-    def with_weights(self, weights: Weights) -> Decoder:
-        """Returns the decoder with weights."""
-        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
-
-
-def split(model: Decoder) -> tuple[Network, Weights]:
-    """Returns a model's network, the same object for equal graphs, and its weights."""
-    graph, state = nnx.split(model)
-    weights, tree = jax.tree.flatten(state)
-    return _network(graph, tree), tuple(weights)
-
-
-_network = functools.lru_cache(maxsize=64)(Network)
 
 
 def bytes_of_page(model: Decoder, quantization: KVQuantization | None) -> int:
@@ -66,7 +34,7 @@ def bytes_of_page(model: Decoder, quantization: KVQuantization | None) -> int:
     Raises:
         ValueError: the model's keys and values cannot be quantized like this.
     """
-    arrays = nnx.eval_shape(lambda: jax.tree.leaves(model.empty_state(1, quantization)))
+    arrays = abstract(lambda: jax.tree.leaves(model.empty_state(1, quantization)))
     return sum(array.size * array.dtype.itemsize for array in arrays)
 
 
@@ -173,8 +141,8 @@ class ModelRunner:
         Raises:
             ValueError: the weights do not fit the model.
         """
-        _check_weights(jax.tree.unflatten(self._network.tree, self._weights), params)
-        self._weights = tuple(jax.tree.leaves(params))
+        _check_weights(self._network.state(self._weights), params)
+        self._weights = self._network.weights(params)
 
     def compute(self, batch: StepBatch, needed: SamplingVariant | None) -> tuple[SampledTokens | None, Array]:
         """Computes a step.

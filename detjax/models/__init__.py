@@ -4,8 +4,8 @@ from detjax.models.cache import KVCache as KVCache
 from detjax.models.checkpoint import load as load
 from detjax.models.checkpoint import save as save
 from detjax.models.config import DecoderConfig as DecoderConfig
-from detjax.models.config import GenerationDefaults as GenerationDefaults
 from detjax.models.decoder import Decoder as Decoder
 from detjax.models.digest import digest as digest
+from detjax.models.generation_defaults import GenerationDefaults as GenerationDefaults
 from detjax.models.json_object import CheckpointError as CheckpointError
 from detjax.models.tokenizer import Tokenizer as Tokenizer

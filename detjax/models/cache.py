@@ -1,20 +1,22 @@
 """The KV cache of a batch of requests: pages of `contract.KV_BLOCK` tokens in every layer, and how full they are."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from detjax.contract import KV_BLOCK
-from detjax.models.config import DecoderConfig
-from detjax.options import KVQuantization
 from jaxtyping import Array, DTypeLike, Int, Int32
 
 from detjax import ops
-from detjax.kv_pages import KVPages, PackedRows, Pages, Queries
-from detjax.ops.quantized_kv import check_kind
+from detjax.contract import KV_BLOCK
+from detjax.kv_pages import Queries
+from detjax.models.config import DecoderConfig
+from detjax.models.family import family_named
+from detjax.models.parts.state import StateSize
+from detjax.options import KVQuantization
 
-type State = tuple[KVPages, ...]
-"""What the layers keep of the tokens that they have seen: for each layer, what its parts declare."""
+type State = tuple[Any, ...]
+"""What the layers keep of the tokens that they have seen: a pytree of arrays for each layer, as it declares it."""
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +25,7 @@ class KVCache:
     """Keys and values of a batch of requests, left-aligned: token `i` of a request lies in its page `i // KV_BLOCK`.
 
     Attributes:
-        state: for each layer, a pool of pages.
+        state: what each layer keeps, such as pages of keys and values.
         page_table: the page of each request's block of tokens.
         lengths: how many tokens each request has in the cache.
     """
@@ -54,7 +56,7 @@ class KVCache:
             ValueError: the quantization does not exist, or does not take the decoder's head size.
         """
         page_table = ops.contiguous_page_table(batch, capacity)
-        state = empty_state(config, page_table.size, dtype, quantized)
+        state = empty_state(config, StateSize(page_table.size, dtype, quantized))
         return cls(state, page_table, jnp.zeros(batch, jnp.int32))
 
     @property
@@ -68,44 +70,11 @@ class KVCache:
         return Queries(self.page_table, self.lengths, length, counts)
 
 
-def empty_state(
-    config: DecoderConfig, num_pages: int, dtype: DTypeLike, quantized: KVQuantization | None = None
-) -> State:
-    """Returns the state of all layers with pools of so many pages; arguments as in `KVCache.empty`.
+def empty_state(config: DecoderConfig, size: StateSize) -> State:
+    """Returns the state of all layers without any tokens, as the layers declare it.
 
     Raises:
-        ValueError: the quantization does not exist, or does not take the decoder's head size.
+        ValueError: a layer cannot have a state like this.
     """
-    if quantized is not None:
-        check_kind("KVCache", quantized, config.head_dim)
-    sizes = num_pages, config.kv_heads, config.head_dim, dtype, quantized
-    return tuple(KVPages.empty(*sizes) for _ in range(config.layers))
-
-
-# --- names that the engine uses until it calls Decoder.hidden_states and Decoder.empty_state ---
-
-
-def empty_pages(
-    config: DecoderConfig, pages: int, dtype: DTypeLike, quantized: KVQuantization | None = None
-) -> tuple[Pages, ...]:
-    return tuple(kv.k for kv in empty_state(config, pages, dtype, quantized))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Packed:
-    page_table: Int32[Array, "R p"]
-    request: Int32[Array, "N"]
-    position: Int32[Array, "N"]
-    present: Int32[Array, "N"]
-    q_row: Int32[Array, "prefills"]
-    q_length: Int32[Array, "prefills"]
-    q_start: Int32[Array, "prefills"]
-
-    def queries(self) -> Queries:
-        decodes = self.page_table.shape[0] - self.q_row.shape[0]
-        rows = PackedRows(self.request, self.position, self.present)
-        start = jnp.concatenate([self.position[:decodes], self.q_start])
-        count = jnp.concatenate([self.present[:decodes], self.q_length])
-        length = jnp.concatenate([(self.position[:decodes] + 1) * self.present[:decodes], self.q_start + self.q_length])
-        return Queries(self.page_table, start, length, count, self.q_row, rows)
+    layer = family_named("Decoder", config.architecture).layer
+    return tuple(layer.state(config, index).empty(size) for index in range(config.layers))

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import tempfile
@@ -17,60 +16,40 @@ import rich.console
 import rich.markup
 import rich.progress
 from flax import nnx
-from jaxtyping import DTypeLike
+from jaxtyping import Array, DTypeLike
 
 from detjax.contract import INPUT_DTYPES
-from detjax.models.config import DecoderConfig, GenerationDefaults
+from detjax.models.config import DecoderConfig
 from detjax.models.decoder import Decoder
+from detjax.models.generation_defaults import GenerationDefaults
 from detjax.models.json_object import CheckpointError, parse_json_object, read_file
+from detjax.models.network import Weights, abstract, split
+from detjax.models.network import parameters as parameters_of
+from detjax.models.parts.parameters import Tensors
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.weight_files import StoredTensor, open_weights, write_weights
 
 _CONFIG: Final = "config.json"
 _GENERATION: Final = "generation_config.json"
 
-_EMBEDDING: Final = "model.embed_tokens.weight"
-_LM_HEAD: Final = "lm_head.weight"
-_TENSORS: Final[Mapping[str, tuple[str, ...]]] = {
-    "embedding": (_EMBEDDING,),
-    "final_norm": ("model.norm.weight",),
-    "lm_head": (_LM_HEAD,),
-}
-_LAYER_TENSORS: Final[Mapping[str, tuple[str, ...]]] = {
-    "attention_norm": ("input_layernorm.weight",),
-    "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-    "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    "q_norm": ("self_attn.q_norm.weight",),
-    "k_norm": ("self_attn.k_norm.weight",),
-    "output": ("self_attn.o_proj.weight",),
-    "output_bias": ("self_attn.o_proj.bias",),
-    "mlp_norm": ("post_attention_layernorm.weight",),
-    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "gate_up_bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
-    "down": ("mlp.down_proj.weight",),
-    "down_bias": ("mlp.down_proj.bias",),
-}
-"""Parameters of the decoder, each with the checkpoint's tensors that it is made of: the only place that says so."""
-
-_STACKED: Final = ("gate_up", "gate_up_bias")
-"""Parameters whose tensors lie along a new first axis; elsewhere, one behind the other along the first."""
-
+_EMBEDDING: Final = f"{Decoder.CHECKPOINT_NAMES['embedding']}.weight"
+_LM_HEAD: Final = f"{Decoder.CHECKPOINT_NAMES['lm_head']}.weight"
 _COMPUTED: Final = ".rotary_emb.inv_freq"
-"""End of the names of tensors that old checkpoints hold though they follow from config.json."""
+"""End of the names of tensors that old checkpoints hold although they follow from config.json."""
 
 
 def load(
     path: str | os.PathLike[str], *, dtype: DTypeLike | None = None, progress: bool | None = None
 ) -> tuple[Decoder, Tokenizer | None]:
-    """The model in the Hugging Face directory `path` and its tokenizer, None where it has none.
+    """Returns the model in the Hugging Face directory `path`, and its tokenizer or None.
 
-    All files are checked before the first parameter is read. Where `config.json` ties the embeddings but the files
+    All files are checked before the first parameter is read. If `config.json` ties the embeddings but the files
     hold another `lm_head.weight`, that one serves, with a warning, as in transformers.
 
     Args:
         path: a directory with `config.json` and `model.safetensors`, or shards of it with their index; optionally
             `generation_config.json`, `tokenizer.json`, `tokenizer_config.json` and a chat template.
-        dtype: of the weights: float32, bfloat16 or float16, rounded to nearest even. Default: the one that
+        dtype: the dtype of the weights: float32, bfloat16 or float16, rounded to nearest even. Default: the one that
             `config.json` names, else the one that the embedding is stored in.
         progress: whether a progress bar is drawn on stderr. Default: if stderr is a terminal.
 
@@ -85,33 +64,50 @@ def load(
             f"load: {os.fspath(path)!r} is not a directory; accepted: a directory with a Hugging Face checkpoint. "
             "Nothing is downloaded here: fetch the checkpoint first, then pass its directory"
         )
-    wanted = None if dtype is None else _accepted_dtype(dtype)
+    requested_dtype = None if dtype is None else _accepted_dtype(dtype)
+    raw, config, defaults = _read_configuration(directory)
+    tokenizer = Tokenizer.load(directory)
+
+    with contextlib.ExitStack() as files:
+        listing, stored = open_weights(directory, files)
+        config = _dtype_as_stored(_tied_as_stored(config, stored), raw, stored)
+        weights_dtype = requested_dtype or np.dtype(config.dtype)
+        empty = _without_weights(config, weights_dtype)
+        parameters = _parameters(empty)
+        sizes = _checked_sizes(parameters, stored, listing)
+        with _progress_bar(f"Loading {directory.resolve().name}", sum(sizes), progress) as advance:
+            weights = _read_weights(parameters, sizes, stored, weights_dtype, advance)
+    model = split(empty)[0].with_weights(weights)
+    model.generation_defaults = defaults
+    return model, tokenizer
+
+
+def _read_configuration(directory: Path) -> tuple[dict[str, Any], DecoderConfig, GenerationDefaults]:
+    """The contents of `config.json`, and what it and `generation_config.json` say."""
     config_file, generation_file = directory / _CONFIG, directory / _GENERATION
     raw = parse_json_object(read_file(config_file), str(config_file))
     config = DecoderConfig.from_hugging_face(raw, str(config_file))
     raw_defaults = {}
     if generation_file.exists():
         raw_defaults = parse_json_object(read_file(generation_file), str(generation_file))
-    defaults = GenerationDefaults.from_hugging_face(raw_defaults, str(generation_file), raw, str(config_file))
-    tokenizer = Tokenizer.load(directory)
+    sources = str(generation_file), raw, str(config_file)
+    return raw, config, GenerationDefaults.from_hugging_face(raw_defaults, *sources)
 
-    with contextlib.ExitStack() as files:
-        listing, stored = open_weights(directory, files)
-        config = _tied_as_stored(config, stored)
-        if raw.get("dtype") is None and raw.get("torch_dtype") is None and _EMBEDDING in stored:
-            config = dataclasses.replace(config, dtype=stored[_EMBEDDING].dtype.name)
-        weights_dtype = wanted or np.dtype(config.dtype)
-        graph, variables = _abstract(config, weights_dtype)
-        parameters = [_Parameter.of(path, variable.shape, config) for path, variable in variables.items()]
-        sizes = _checked_sizes(parameters, stored, listing)
-        with _progress_bar(f"Loading {directory.resolve().name}", sum(sizes), progress) as advance:
-            for parameter, size in zip(parameters, sizes, strict=True):
-                value = parameter.joined([stored[name].read(weights_dtype) for name in parameter.tensors])
-                variables[parameter.path] = variables[parameter.path].replace(jnp.asarray(value))
-                advance(size)
-    model = nnx.merge(graph, nnx.from_flat_state(variables.items()))
-    model.generation_defaults = defaults
-    return model, tokenizer
+
+def _read_weights(
+    parameters: Sequence["_Parameter"],
+    sizes: Sequence[int],
+    stored: Mapping[str, StoredTensor],
+    dtype: np.dtype,
+    advance: Callable[[int], None],
+) -> Weights:
+    """The parameters' arrays on the device; `advance` is told how many bytes were read."""
+    weights = []
+    for parameter, size in zip(parameters, sizes, strict=True):
+        value = parameter.tensors.join([stored[name].read(dtype) for name in parameter.shapes])
+        weights.append(jnp.asarray(value))
+        advance(size)
+    return tuple(weights)
 
 
 def save(
@@ -123,13 +119,14 @@ def save(
 ) -> None:
     """Writes a directory that `load` and transformers read, in the dtype that the weights have.
 
-    It is written under another name beside `path` and renamed at the end: `path` never holds half a checkpoint.
+    The directory is written under another name beside `path` and renamed at the end, so that `path` never holds half a
+    checkpoint.
 
     Args:
         model: the decoder.
-        path: where the directory is to be; nothing or an empty directory may be there.
+        path: the new directory; nothing or an empty directory may be there.
         tokenizer: written too, if given, as it was read.
-        max_shard_bytes: weights of more bytes are cut into several files with an index. No parameter is cut.
+        max_shard_bytes: weights of more bytes are split into several files with an index. No parameter is split.
 
     Raises:
         FileExistsError: there is something at `path`.
@@ -141,86 +138,99 @@ def save(
         raise FileExistsError(f"save: {target} exists; accepted: a path where there is nothing, or an empty directory")
     if max_shard_bytes < 1:
         raise ValueError(f"save: max_shard_bytes is {max_shard_bytes}; accepted: integers >= 1")
-    variables = dict(nnx.to_flat_state(nnx.state(model)))
-    found = {path: variable.shape for path, variable in variables.items()}
-    expected = {path: variable.shape for path, variable in _abstract(model.config, model.dtype)[1].items()}
-    for name in [*expected, *found]:
-        if found.get(name) != expected.get(name):
+    _check_parameters(model)
+    contents = _configuration_files(model, tokenizer)
+    groups = [_sized_tensors(*pair) for pair in zip(_parameters(model), split(model)[1], strict=True)]
+    with _new_directory(target) as directory:
+        for name, content in contents.items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_bytes(content)
+        write_weights(directory, groups, max_shard_bytes)
+
+
+@contextlib.contextmanager
+def _new_directory(target: Path) -> Iterator[Path]:
+    """Yields a directory that becomes `target` at the end, or disappears if an error comes before."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        target.rmdir()  # removed here and not replaced by the renaming, so that a mount point fails early
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
+        # The directory lies one level down, so that it has the permissions of any new directory and not those of a
+        # temporary one.
+        directory = Path(temporary) / target.name
+        directory.mkdir()
+        yield directory
+        directory.rename(target)
+
+
+def _check_parameters(model: Decoder) -> None:
+    """Raises unless the parameters have the names and shapes that the model's config asks for."""
+    shapes, expected = (
+        {".".join(map(str, path)): x.shape for path, x in parameters_of(decoder).items()}
+        for decoder in (model, _without_weights(model.config, model.dtype))
+    )
+    for name in [*expected, *shapes]:
+        if shapes.get(name) != expected.get(name):
             raise ValueError(
-                f"save: parameter {'.'.join(map(str, name))} has shape {found.get(name)}; accepted: "
-                f"{expected.get(name)}, as the model's config has it"
+                f"save: parameter {name} has shape {shapes.get(name)}; accepted: {expected.get(name)}, as the model's "
+                "config has it"
             )
-    parameters = [_Parameter.of(path, shape, model.config) for path, shape in found.items()]
+
+
+def _configuration_files(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, bytes]:
+    """The contents of all files but the weights, by name."""
     defaults = model.generation_defaults
     ids = (defaults or GenerationDefaults()).token_ids_to_hugging_face()
     files = {_CONFIG: dataclasses.replace(model.config, dtype=model.dtype.name).to_hugging_face() | ids}
     if defaults is not None:
         files[_GENERATION] = defaults.to_hugging_face()
     contents = {name: f"{json.dumps(raw, indent=2, sort_keys=True)}\n".encode() for name, raw in files.items()}
-    if tokenizer is not None:
-        contents |= tokenizer.files
+    return contents if tokenizer is None else contents | tokenizer.files
 
-    def tensors(parameter: _Parameter) -> dict[str, np.ndarray]:
-        return parameter.cut(np.asarray(variables[parameter.path][...]))
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists():
-        target.rmdir()  # here and not by the renaming, so that what cannot be replaced (a mount point) fails early
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
-        # One level down, so that it has the permissions of any new directory and not those of a temporary one.
-        directory = Path(temporary) / target.name
-        directory.mkdir()
-        for name, content in contents.items():
-            (directory / name).parent.mkdir(exist_ok=True)
-            (directory / name).write_bytes(content)
-        write_weights(
-            directory,
-            [(variables[p.path][...].nbytes, functools.partial(tensors, p)) for p in parameters],
-            max_shard_bytes,
-        )
-        directory.rename(target)
+def _sized_tensors(parameter: "_Parameter", value: Array) -> tuple[int, Callable[[], dict[str, np.ndarray]]]:
+    """The bytes of a parameter, and a function that returns its tensors by name."""
+
+    def tensors() -> dict[str, np.ndarray]:
+        return dict(zip(parameter.shapes, parameter.tensors.cut(np.asarray(value)), strict=True))
+
+    return value.nbytes, tensors
 
 
 @dataclasses.dataclass(frozen=True)
 class _Parameter:
-    """A parameter of the decoder and the shapes of the checkpoint's tensors that it is made of, in their order."""
+    """A parameter of a decoder in the checkpoint.
 
-    path: tuple[Any, ...]
-    tensors: Mapping[str, tuple[int, ...]]
-    stacked: bool
+    Attributes:
+        tensors: what it is made of, as its part says.
+        shapes: the shapes of these tensors by their names in the checkpoint, in order.
+    """
 
-    @classmethod
-    def of(cls, path: tuple[Any, ...], shape: tuple[int, ...], config: DecoderConfig) -> "_Parameter":
-        name = path[-1]
-        if len(path) == 1:
-            names = list(_TENSORS[name])
-        else:
-            names = [f"model.layers.{path[1]}.{tensor}" for tensor in _LAYER_TENSORS[name]]
-        if name in _STACKED:
-            shapes = [shape[1:]] * len(names)
-        elif len(names) > 1:
-            rows = (config.heads, config.kv_heads, config.kv_heads)
-            shapes = [(heads * config.head_dim, *shape[1:]) for heads in rows]
-        else:
-            shapes = [shape]
-        return cls(path, dict(zip(names, shapes, strict=True)), name in _STACKED)
-
-    def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        if len(parts) == 1:
-            return parts[0]
-        return np.stack(parts) if self.stacked else np.concatenate(parts)
-
-    def cut(self, value: np.ndarray) -> dict[str, np.ndarray]:
-        if self.stacked:
-            return dict(zip(self.tensors, value, strict=True))
-        ends = np.cumsum([shape[0] for shape in self.tensors.values()])
-        return dict(zip(self.tensors, np.split(value, ends[:-1]), strict=True))
+    tensors: Tensors
+    shapes: Mapping[str, tuple[int, ...]]
 
 
-def _abstract(config: DecoderConfig, dtype: np.dtype) -> tuple[nnx.GraphDef[Decoder], dict[Any, nnx.Variable[Any]]]:
-    """The decoder's structure, and its parameters without values."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)))
-    return graph, dict(nnx.to_flat_state(state))
+def _parameters(model: Decoder) -> list[_Parameter]:
+    """The parameters in the order of `network.split`'s weights."""
+    parameters = []
+    for path, value in parameters_of(model).items():
+        *levels, name = path
+        part: Any = model
+        prefix = ""
+        for level in levels:
+            if isinstance(level, int):
+                part, prefix = part[level], f"{prefix}{level}."
+            else:
+                part, prefix = getattr(part, level), f"{prefix}{part.CHECKPOINT_NAMES[level]}."
+        tensors: Tensors = part.tensors[name]
+        names = [prefix + tensor for tensor in tensors.names]
+        parameters.append(_Parameter(tensors, dict(zip(names, tensors.shapes(value.shape), strict=True))))
+    return parameters
+
+
+def _without_weights(config: DecoderConfig, dtype: np.dtype) -> Decoder:
+    """A decoder with shapes in place of weights."""
+    return abstract(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
 
 
 def _accepted_dtype(dtype: DTypeLike) -> np.dtype:
@@ -230,8 +240,17 @@ def _accepted_dtype(dtype: DTypeLike) -> np.dtype:
     raise ValueError(f"load: dtype is {dtype!r}; accepted: {', '.join(INPUT_DTYPES)}")
 
 
+def _dtype_as_stored(
+    config: DecoderConfig, raw: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+) -> DecoderConfig:
+    """The configuration with the embedding's dtype if `config.json`, whose contents are `raw`, names none."""
+    if raw.get("dtype") is not None or raw.get("torch_dtype") is not None or _EMBEDDING not in stored:
+        return config
+    return dataclasses.replace(config, dtype=stored[_EMBEDDING].dtype.name)
+
+
 def _tied_as_stored(config: DecoderConfig, stored: dict[str, StoredTensor]) -> DecoderConfig:
-    """The configuration, untied if the file holds a head of its own; takes a repeated embedding out of `stored`."""
+    """The configuration, untied if the files hold a different head; a head that repeats the embedding is removed."""
     if not config.tied_embeddings or _LM_HEAD not in stored:
         return config
     head = stored[_LM_HEAD]
@@ -249,12 +268,12 @@ def _tied_as_stored(config: DecoderConfig, stored: dict[str, StoredTensor]) -> D
 
 
 def _checked_sizes(parameters: Sequence[_Parameter], stored: Mapping[str, StoredTensor], listing: Path) -> list[int]:
-    """Bytes of each parameter's tensors.
+    """The bytes of each parameter's tensors, once the stored tensors are known to be those of the parameters.
 
     Raises:
         CheckpointError: a tensor is missing, surplus, misshapen, or of a dtype that is not supported.
     """
-    wanted = {name: shape for parameter in parameters for name, shape in parameter.tensors.items()}
+    wanted = {name: shape for parameter in parameters for name, shape in parameter.shapes.items()}
     for name, shape in wanted.items():
         if name not in stored:
             raise CheckpointError(f"{listing}: tensor {name!r} is missing; accepted: one of shape {shape}")
@@ -269,11 +288,12 @@ def _checked_sizes(parameters: Sequence[_Parameter], stored: Mapping[str, Stored
                 f"{tensor.file}: tensor {name!r} is surplus; accepted: the tensors of the model that config.json "
                 "describes. Is it the one that the weights were saved with?"
             )
-    return [sum(stored[name].size for name in parameter.tensors) for parameter in parameters]
+    return [sum(stored[name].size for name in parameter.shapes) for parameter in parameters]
 
 
 @contextlib.contextmanager
 def _progress_bar(title: str, size: int, shown: bool | None) -> Iterator[Callable[[int], None]]:
+    """Yields a function that moves a progress bar on by a number of bytes."""
     console = rich.console.Console(stderr=True)
     columns = ("{task.description}", rich.progress.BarColumn(), rich.progress.DownloadColumn())
     disable = not (console.is_terminal if shown is None else shown)

@@ -9,11 +9,11 @@ from typing import Any
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, incomplete or of an unsupported kind; the message names the file, and tensor or key."""
+    """A checkpoint is damaged, incomplete or not supported. The message names the file, and the tensor or the key."""
 
 
 def read_file(path: Path) -> bytes:
-    """The contents of the file `path`.
+    """Returns the contents of the file `path`.
 
     Raises:
         CheckpointError: the file is missing or cannot be read.
@@ -27,10 +27,10 @@ def read_file(path: Path) -> bytes:
 
 
 def parse_json_object(contents: bytes, source: str) -> dict[str, Any]:
-    """The JSON object in the contents of a file, which errors call `source`.
+    """Returns the JSON object in the contents of a file, which errors call `source`.
 
     Raises:
-        CheckpointError: they are not JSON, or something else than an object.
+        CheckpointError: the contents are not JSON, or not an object.
     """
     try:
         value = json.loads(contents.decode("utf-8"))
@@ -42,9 +42,14 @@ def parse_json_object(contents: bytes, source: str) -> dict[str, Any]:
 
 
 class JsonObject:
-    """A JSON object that is read key by key; a key that is null counts as left out.
+    """A JSON object that is read key by key. A key that is null counts as left out.
 
     Every method raises `CheckpointError` for a value that it does not accept, and for a missing key without a default.
+
+    Attributes:
+        raw: the object.
+        source: the file's name in errors.
+        prefix: what errors put before a key, such as "rope_scaling." for the keys of an object within the file.
     """
 
     def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "") -> None:
@@ -54,18 +59,21 @@ class JsonObject:
         self._read: set[str] = set()
 
     def error(self, key: str, accepted: str) -> CheckpointError:
-        found = f"is {self.raw[key]!r}" if key in self.raw else "is missing"
-        return CheckpointError(f"{self.source}: {self.prefix}{key} {found}; accepted: {accepted}")
+        """Returns the error of a key whose value is not accepted, or that is missing."""
+        state = f"is {self.raw[key]!r}" if key in self.raw else "is missing"
+        return CheckpointError(f"{self.source}: {self.prefix}{key} {state}; accepted: {accepted}")
 
     def get(self, key: str) -> Any:
+        """Returns the value of a key, or None if it is left out."""
         self._read.add(key)
         return self.raw.get(key)
 
     def unread(self) -> dict[str, Any]:
-        """What no method was asked for."""
+        """Returns the keys that no method was asked for, with their values."""
         return {key: value for key, value in self.raw.items() if value is not None and key not in self._read}
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """Returns an integer."""
         value = self.optional_integer(key, minimum=minimum)
         if value is None:
             value = default
@@ -74,13 +82,14 @@ class JsonObject:
         return value
 
     def optional_integer(self, key: str, *, minimum: int) -> int | None:
+        """Returns an integer, or None if the key is left out."""
         value = self.get(key)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
             raise self.error(key, f"an integer >= {minimum}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number > 0."""
+        """Returns a finite number > 0."""
         value = self.optional_number(key, minimum=math.nextafter(0, 1), accepted="a finite number > 0")
         if value is None:
             value = default
@@ -91,6 +100,7 @@ class JsonObject:
     def optional_number(
         self, key: str, *, minimum: float, maximum: float = sys.float_info.max, accepted: str
     ) -> float | None:
+        """Returns a number in the range that `accepted` describes, or None if the key is left out."""
         value = self.get(key)
         if value is None:
             return None
@@ -99,6 +109,7 @@ class JsonObject:
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
+        """Returns a boolean."""
         value = self.get(key)
         if value is None:
             return default
@@ -107,6 +118,7 @@ class JsonObject:
         return value
 
     def choice(self, key: str, default: str, accepted: tuple[str, ...]) -> str:
+        """Returns one of the accepted strings."""
         value = self.get(key)
         if value is None:
             return default
@@ -115,7 +127,7 @@ class JsonObject:
         return value
 
     def object(self, key: str) -> "JsonObject | None":
-        """The object under `key`; None where it is left out or empty."""
+        """Returns the object of a key, or None if it is left out or empty."""
         value = self.get(key)
         if value is None or value == {}:
             return None

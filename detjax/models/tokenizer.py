@@ -27,7 +27,7 @@ _ROLES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 _TOKENS_WITHOUT_ROLE: Final = ("extra_special_tokens", "additional_special_tokens")
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-F]{2})>")
 _SPACE: Final = "\u2581"
-"""Of tokenizers that are not byte-level."""
+"""The character that tokenizers which are not byte-level write for a space."""
 
 
 class Tokenizer:
@@ -39,7 +39,11 @@ class Tokenizer:
     """
 
     def __init__(self, files: Mapping[str, bytes], source: str) -> None:
-        """A tokenizer from the contents of a checkpoint's files, `tokenizer.json` at least, in the directory `source`.
+        """Makes a tokenizer from the contents of a checkpoint's files.
+
+        Args:
+            files: the contents by path, `tokenizer.json` at least.
+            source: the directory in errors.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -68,7 +72,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer | None":
-        """The tokenizer of the checkpoint in `directory`; None where it has no `tokenizer.json`.
+        """Returns the tokenizer of the checkpoint in `directory`, or None if it has no `tokenizer.json`.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -80,62 +84,68 @@ class Tokenizer:
         return cls({name: read_file(directory / name) for name in names}, str(directory))
 
     def __len__(self) -> int:
-        """Number of tokens that have a text."""
+        """Returns the number of tokens that have a text."""
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with what the tokenizer puts around every text (such as a first token) if so asked.
+        """Returns the token ids of `text`.
 
-        The text of a chat template has its special tokens already: encode it without.
+        Args:
+            text: any text. A chat template's text has its special tokens already, so encode it without.
+            add_special_tokens: whether to add what the tokenizer puts around every text, such as a first token.
         """
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of the token ids; bytes that are no character become U+FFFD."""
+        """Returns the text of token ids. Bytes that are no character become U+FFFD."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token adds to a text, special or not; it may begin or end within a character. None: b""."""
+        """Returns the bytes that a token adds to a text, special or not; b"" for an unknown id.
+
+        They may begin or end within a character.
+        """
         if token not in self._bytes:
             self._bytes[token] = self._bytes_of(token)
         return self._bytes[token]
 
     def _bytes_of(self, token: int) -> bytes:
-        own = self._tokenizer.id_to_token(token)
-        if own is None:
+        written = self._tokenizer.id_to_token(token)
+        if written is None:
             return b""
         if token in self._added:
-            return own.encode()
+            return written.encode()
         if self._is_byte_level:
             alphabet = _byte_alphabet()
-            return b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in own)
-        if found := _BYTE_TOKEN.fullmatch(own):
-            return bytes([int(found[1], 16)])
-        return own.replace(_SPACE, " ").encode()
+            return b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in written)
+        if match := _BYTE_TOKEN.fullmatch(written):
+            return bytes([int(match[1], 16)])
+        return written.replace(_SPACE, " ").encode()
 
     def stream(self) -> "TextStream":
-        """The text of tokens that come one after the other."""
+        """Returns a stream for the text of tokens that come one after the other."""
         return TextStream(self)
 
     def token_id(self, role: str) -> int | None:
-        """Id of the token with the role given, such as "eos_token"; None where there is none."""
+        """Returns the id of the token with a role, such as "eos_token", or None if no token has it."""
         token = self.special_tokens.get(role)
         return None if token is None else self._tokenizer.token_to_id(token)
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether there is a chat template for messages without tools."""
         return "default" in self._templates
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
-        """Text of the conversation `messages`, ready for `encode(..., add_special_tokens=False)`.
+        """Returns the text of a conversation, ready for `encode(..., add_special_tokens=False)`.
 
         Args:
             messages: each with a "role" and most with a "content"; keys whose value is None are left out.
             add_generation_prompt: whether the text ends with what opens an answer.
-            kwargs: further variables of the template, such as `tools`, a list of JSON schemas. Of several templates
-                "tool_use" serves where there are tools, else "default".
+            kwargs: further variables of the template, such as `tools`, a list of JSON schemas. If there are several
+                templates, "tool_use" serves conversations with tools, and "default" the others.
 
         Raises:
             CheckpointError: the checkpoint has no such template, or a damaged one.
@@ -163,9 +173,9 @@ class Tokenizer:
 
     def _template(self, name: str) -> jinja2.Template:
         if name not in self._templates:
-            found = ", ".join(sorted(self._templates)) or "none"
+            names = ", ".join(sorted(self._templates)) or "none"
             raise CheckpointError(
-                f"{self._source} has no chat template {name!r} (found: {found}); accepted: {_TEMPLATE}, chat_template "
+                f"{self._source} has no chat template {name!r} (found: {names}); accepted: {_TEMPLATE}, chat_template "
                 f"in {_CONFIG}. Add one, or encode text that is written out in full."
             )
         if name not in self._compiled:
@@ -197,13 +207,13 @@ class Tokenizer:
         return tokens
 
     def _mark_special(self, tokens: Sequence[str]) -> None:
-        """Makes these tokens be found in text and left out of it, even if `tokenizer.json` has them as common words."""
+        """Makes tokens special: recognized in text and left out of it, even if they are common words so far."""
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         words = [token for token in tokens if token not in known and self._tokenizer.token_to_id(token) is not None]
         self._tokenizer.add_special_tokens(words)
 
     def _read_templates(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Text of the chat templates by name. Files have precedence over the entry in `tokenizer_config.json`."""
+        """Returns the chat templates by name. Files have precedence over the entry in `tokenizer_config.json`."""
         paths = {_TEMPLATE: "default"}
         paths |= {name: Path(name).stem for name in self.files if name.startswith(f"{_MORE_TEMPLATES}/")}
         try:
@@ -228,18 +238,21 @@ class Tokenizer:
 
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes as: printable ones as themselves, the others from U+0100
-    on."""
+    """Returns the byte of each character that byte-level tokenizers write.
+
+    Printable characters stand for themselves, and characters from U+0100 on for the other bytes.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 class TextStream:
-    """The text of tokens that come one after the other, of which only the last few are looked at again.
+    """The text of tokens that come one after the other. Only the last few of them are decoded again.
 
     Attributes:
-        text: what `Tokenizer.decode` makes of all tokens so far; what is no character yet is U+FFFD at its end.
+        text: the text of all tokens so far, as `Tokenizer.decode` returns it; it ends with U+FFFD if its last character
+            is not complete.
     """
 
     _UNFINISHED: Final = "\ufffd"
@@ -248,21 +261,21 @@ class TextStream:
         self.text = ""
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        """The last that ended a text, from the one before that on, and those that came since."""
+        """The tokens since the settled text last grew, and before them those that settled then."""
         self._known = 0
-        """Of these, how many belong to the settled text, which ends with a whole character."""
+        """How many of these tokens belong to the settled text, which ends with a whole character."""
         self._settled = ""
 
     @property
     def finished(self) -> int:
-        """Length of the text without what may become another character at its end."""
+        """Length of the text without an incomplete character at its end."""
         return len(self.text.rstrip(self._UNFINISHED))
 
     def add(self, token: int) -> str:
-        """The text with one more token."""
+        """Returns the text with one more token."""
         self._tokens.append(token)
         known, all_ = (self._tokenizer.decode(self._tokens[:end]) for end in (self._known, None))
-        # What tokens look like at the beginning of a text, the ones that are known have in both.
+        # A token's text may differ at the beginning of a text. The known tokens begin both, so the difference cancels.
         self.text = self._settled + all_[len(known) :]
         if len(all_) > len(known) and not all_.endswith(self._UNFINISHED):
             self._settled = self.text
@@ -272,7 +285,7 @@ class TextStream:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks what a trainer is to learn; the text is that of its contents."""
+    """`{% generation %}`, which marks what a trainer is to learn. It renders as its contents."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -284,7 +297,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """Where chat templates run: they come with a checkpoint and are not trusted."""
+    """Returns the sandbox that chat templates run in. They come with a checkpoint and are not trusted."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
@@ -300,7 +313,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja2's own filter, with `<`, `>`, `&` and `'` as they are: prompts are no HTML."""
+    """Returns JSON with `<`, `>`, `&` and `'` as they are, unlike jinja2's own filter: prompts are no HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

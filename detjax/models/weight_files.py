@@ -22,18 +22,25 @@ _DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as its file's header describes it; the file is open."""
+    """A tensor as its file's header describes it. The file is open.
+
+    Attributes:
+        name: its name.
+        file: the file that holds it.
+        shape: its shape.
+        format: its dtype as safetensors calls it, such as BF16.
+    """
 
     name: str
     file: Path
     shape: tuple[int, ...]
     format: str
-    """The dtype as safetensors calls it, such as BF16."""
     _handle: Any
 
     @property
     def dtype(self) -> np.dtype:
-        """
+        """The dtype.
+
         Raises:
             CheckpointError: weights of this dtype are not supported.
         """
@@ -45,11 +52,11 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, dtype: np.dtype | None = None) -> np.ndarray:
-        """The tensor in the dtype given (default: as stored), rounded to nearest even.
+        """Returns the tensor in a dtype (default: as stored), rounded to nearest even.
 
         Raises:
             CheckpointError: the file has become unreadable, or a finite value would overflow.
@@ -71,9 +78,9 @@ class StoredTensor:
 
 
 def open_weights(directory: Path, stack: contextlib.ExitStack) -> tuple[Path, dict[str, StoredTensor]]:
-    """The file that lists the tensors of the checkpoint in `directory`, and the tensors by name.
+    """Returns the file that lists the tensors of the checkpoint in `directory`, and the tensors by name.
 
-    Headers are read and checked, tensors are not. Files stay open until `stack` closes. Where there are both a single
+    Headers are read and checked, tensors are not. Files stay open until `stack` closes. If there are both a single
     file and an index, the single file counts, as in transformers.
 
     Raises:
@@ -111,7 +118,13 @@ def open_weights(directory: Path, stack: contextlib.ExitStack) -> tuple[Path, di
 def write_weights(
     directory: Path, tensors: Iterable[tuple[int, Callable[[], Mapping[str, np.ndarray]]]], max_shard_bytes: int
 ) -> None:
-    """Writes groups of tensors, each of a number of bytes and not cut, into one file or into shards with an index."""
+    """Writes tensors into one file, or into shards with an index.
+
+    Args:
+        directory: the checkpoint.
+        tensors: groups of tensors that lie in one file: their size in bytes, and a function that returns them by name.
+        max_shard_bytes: the most bytes of a file that holds several groups.
+    """
     shards: list[list[Callable[[], Mapping[str, np.ndarray]]]] = [[]]
     filled = 0
     for size, read in tensors:

@@ -17,7 +17,7 @@ import safetensors.numpy
 from flax import nnx
 from safetensors import safe_open
 
-from detjax.models import CheckpointError, Decoder, DecoderConfig, GenerationDefaults, load, save
+from detjax.models import CheckpointError, Decoder, DecoderConfig, GenerationDefaults, load, network, save
 from tests.models.hugging_face import (
     EMBEDDING,
     FIXTURES,
@@ -34,7 +34,7 @@ from tests.support.bits import assert_same_bits
 
 
 def parameters(model: Decoder) -> dict[Any, Any]:
-    return {path: variable[...] for path, variable in nnx.to_flat_state(nnx.state(model))}
+    return dict(network.parameters(model))
 
 
 def model_in(directory: Path | str, **arguments: Any) -> Decoder:
@@ -52,25 +52,26 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
         return join([stored.pop(f"model.layers.{layer}.{name}") for name in names])
 
     only, rows, stacked = (lambda parts: parts[0]), np.concatenate, np.stack
-    expected = {("embedding",): stored.pop(EMBEDDING), ("final_norm",): stored.pop("model.norm.weight")}
-    if ("lm_head",) in read:
-        expected["lm_head",] = stored.pop(HEAD)
-    for i in sorted({path[1] for path in read if len(path) == 3}):
+    expected = {("embedding", "weight"): stored.pop(EMBEDDING)}
+    expected["final_norm", "weight"] = stored.pop("model.norm.weight")
+    if ("lm_head", "weight") in read:
+        expected["lm_head", "weight"] = stored.pop(HEAD)
+    for i in sorted({path[1] for path in read if path[0] == "layers"}):
         names = {
-            "attention_norm": (only, "input_layernorm.weight"),
-            "qkv": (rows, *(f"self_attn.{x}_proj.weight" for x in "qkv")),
-            "qkv_bias": (rows, *(f"self_attn.{x}_proj.bias" for x in "qkv")),
-            "q_norm": (only, "self_attn.q_norm.weight"),
-            "k_norm": (only, "self_attn.k_norm.weight"),
-            "output": (only, "self_attn.o_proj.weight"),
-            "output_bias": (only, "self_attn.o_proj.bias"),
-            "mlp_norm": (only, "post_attention_layernorm.weight"),
-            "gate_up": (stacked, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-            "gate_up_bias": (stacked, "mlp.gate_proj.bias", "mlp.up_proj.bias"),
-            "down": (only, "mlp.down_proj.weight"),
-            "down_bias": (only, "mlp.down_proj.bias"),
+            ("attention_norm", "weight"): (only, "input_layernorm.weight"),
+            ("attention", "qkv"): (rows, *(f"self_attn.{x}_proj.weight" for x in "qkv")),
+            ("attention", "qkv_bias"): (rows, *(f"self_attn.{x}_proj.bias" for x in "qkv")),
+            ("attention", "q_norm"): (only, "self_attn.q_norm.weight"),
+            ("attention", "k_norm"): (only, "self_attn.k_norm.weight"),
+            ("attention", "output"): (only, "self_attn.o_proj.weight"),
+            ("attention", "output_bias"): (only, "self_attn.o_proj.bias"),
+            ("mlp_norm", "weight"): (only, "post_attention_layernorm.weight"),
+            ("mlp", "gate_up"): (stacked, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+            ("mlp", "gate_up_bias"): (stacked, "mlp.gate_proj.bias", "mlp.up_proj.bias"),
+            ("mlp", "down"): (only, "mlp.down_proj.weight"),
+            ("mlp", "down_bias"): (only, "mlp.down_proj.bias"),
         }
-        expected |= {("layers", i, key): joined(i, *names[key]) for key in names if ("layers", i, key) in read}
+        expected |= {("layers", i, *key): joined(i, *names[key]) for key in names if ("layers", i, *key) in read}
     assert not stored
     assert_same_bits(read, expected)
 
@@ -95,10 +96,10 @@ def nearest_bfloat16(x: np.ndarray) -> np.ndarray:
 def test_narrowing_rounds_to_nearest_even_and_widening_is_exact():
     name = "model.layers.1.mlp.down_proj.weight"
     wide = tensors(FIXTURES / "mistral")[name]
-    narrow = np.asarray(model_in(FIXTURES / "mistral", dtype=jnp.bfloat16).layers[1].down[...])
+    narrow = np.asarray(model_in(FIXTURES / "mistral", dtype=jnp.bfloat16).layers[1].mlp.down[...])
     assert_same_bits(narrow, nearest_bfloat16(wide))
     stored = tensors(FIXTURES / "qwen2")[name]
-    widened = np.asarray(model_in(FIXTURES / "qwen2", dtype="float32").layers[1].down[...])
+    widened = np.asarray(model_in(FIXTURES / "qwen2", dtype="float32").layers[1].mlp.down[...])
     assert_same_bits(widened.astype(ml_dtypes.bfloat16), stored)
     assert widened.dtype == np.float32
 
@@ -128,7 +129,7 @@ def test_a_value_beyond_the_dtype_is_an_error_but_stored_infinities_and_nans_are
     directory = copied("mistral", tmp_path)
     with changed_tensors(directory / SINGLE) as stored:
         stored["model.norm.weight"][:3] = [np.inf, np.nan, -np.inf]
-    norm = np.asarray(model_in(directory, dtype="float16").final_norm[...])
+    norm = np.asarray(model_in(directory, dtype="float16").final_norm.weight[...])
     assert np.isposinf(norm[0])
     assert np.isnan(norm[1])
     assert np.isneginf(norm[2])
@@ -136,7 +137,7 @@ def test_a_value_beyond_the_dtype_is_an_error_but_stored_infinities_and_nans_are
         stored["model.norm.weight"][5] = 1e6
     with pytest.raises(CheckpointError, match=r"model.norm.weight.*beyond the range of float16; accepted: float32"):
         load(directory, dtype="float16")
-    assert np.isfinite(np.asarray(model_in(directory, dtype="bfloat16").final_norm[...])[5])
+    assert np.isfinite(np.asarray(model_in(directory, dtype="bfloat16").final_norm.weight[...])[5])
 
 
 def test_frequencies_that_old_checkpoints_store_are_passed_over(tmp_path):
@@ -163,7 +164,7 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_serves_with_a_warn
     with pytest.warns(UserWarning, match="tie_word_embeddings"):
         model = model_in(directory)
     assert not model.config.tied_embeddings
-    assert_same_bits(model.lm_head[...], head)
+    assert_same_bits(model.lm_head.weight[...], head)
 
 
 def test_a_single_file_counts_before_an_index(tmp_path):
@@ -290,8 +291,8 @@ def test_a_model_that_transformers_does_not_have_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match="qk_norm is True"):
         save(model, tmp_path / "saved")
     model = Decoder(small_config(), rngs=nnx.Rngs(0), dtype=jnp.float32)
-    model.embedding = nnx.Param(jnp.zeros((17, 8), jnp.float32))
-    with pytest.raises(ValueError, match=r"save: parameter embedding has shape \(17, 8\); accepted: \(16, 8\)"):
+    model.embedding.weight = nnx.Param(jnp.zeros((17, 8), jnp.float32))
+    with pytest.raises(ValueError, match=r"save: parameter embedding.weight has shape \(17, 8\); accepted: \(16, 8\)"):
         save(model, tmp_path / "saved")
     with pytest.raises(ValueError, match="max_shard_bytes is 0; accepted: integers >= 1"):
         save(model, tmp_path / "saved", max_shard_bytes=0)

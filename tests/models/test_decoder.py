@@ -64,10 +64,10 @@ def in_chunks(name: str, tokens: jax.Array, size: int, dtype: str = "float32") -
     cache = KVCache.empty(model(name).config, batch, length, dtype)
     logits = []
     for start in range(0, length, size):
-        own = min(size, length - start)
-        chunk = jnp.pad(tokens[:, start : start + own], ((0, 0), (0, size - own)), constant_values=1)
-        out, cache = cached(chunk, cache, jnp.full(batch, own, jnp.int32))
-        logits.append(np.asarray(out)[:, :own])
+        count = min(size, length - start)
+        chunk = jnp.pad(tokens[:, start : start + count], ((0, 0), (0, size - count)), constant_values=1)
+        out, cache = cached(chunk, cache, jnp.full(batch, count, jnp.int32))
+        logits.append(np.asarray(out)[:, :count])
     assert_same_bits(cache.lengths, np.full(batch, length, np.int32))
     return np.concatenate(logits, axis=1)
 

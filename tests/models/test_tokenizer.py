@@ -82,7 +82,7 @@ def test_the_bytes_of_tokens_make_up_the_text(tokenizer, text):
 
 
 def test_the_bytes_of_tokens_that_are_not_byte_level(tmp_path):
-    """As Llama 2 and Mistral have them: spaces are U+2581, and bytes have tokens of their own."""
+    """Llama 2 and Mistral have such tokens: spaces are U+2581, and bytes have tokens of their own."""
     vocabulary = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581a"]
     model = tokenizers.models.BPE(
         {token: index for index, token in enumerate(vocabulary)},

@@ -1,0 +1,108 @@
+"""Families of decoders: what a family file says, and how the families are found."""
+
+import dataclasses
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from detjax.models.json_object import JsonObject
+
+if TYPE_CHECKING:
+    from detjax.models.config import DecoderConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """The options of layers that families differ in, as they read them from `config.json`.
+
+    Attributes:
+        windows: for each layer, how many tokens a query sees at most, its own included; None: all earlier ones.
+        qk_norm: whether each head of queries and keys is normalized before the rotation.
+        qkv_bias: whether the projections of queries, keys and values have biases.
+        output_bias: whether the attention's output projection has a bias.
+        mlp_bias: whether the projections of the MLP have biases.
+    """
+
+    windows: tuple[int | None, ...]
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of decoders, as transformers' class of one name defines it.
+
+    Attributes:
+        architecture: the name of that class.
+        model_type: the `model_type` of its configurations.
+        layer: the class of its layers: made by `layer(config, index, rngs=rngs, dtype=dtype)`, called with the residual
+            stream, the queries and the layer's state, and with a static method `state(config, index)` that declares the
+            state.
+        max_positions: `max_position_embeddings` if `config.json` leaves it out. This and the next four are the values
+            that transformers takes then.
+        head_dim: the width of a head; None: hidden_size / heads.
+        kv_heads: heads of keys and of values; None: as many as heads.
+        bos: the token that begins a text; None: there is none.
+        eos: the token that ends a text; None: there is none.
+        read_options: reads the layers' options from a `config.json`, given the number of layers.
+        write_options: returns the keys of `config.json` that say these options.
+    """
+
+    architecture: str
+    model_type: str
+    layer: Any
+    max_positions: int
+    head_dim: int | None = None
+    kv_heads: int | None = None
+    bos: int | None = None
+    eos: int | None = None
+    read_options: Callable[[JsonObject, int], LayerOptions]
+    write_options: Callable[["DecoderConfig"], dict[str, Any]]
+
+
+@functools.cache
+def families() -> dict[str, Family]:
+    """Returns the families by architecture: `FAMILY` of every module of `detjax.models` that has one."""
+    package = importlib.import_module("detjax.models")
+    modules = (importlib.import_module(f"detjax.models.{info.name}") for info in pkgutil.iter_modules(package.__path__))
+    return {module.FAMILY.architecture: module.FAMILY for module in modules if hasattr(module, "FAMILY")}
+
+
+def family_named(operation: str, architecture: str) -> Family:
+    """Returns the family of an architecture.
+
+    Args:
+        operation: what the error begins with.
+        architecture: the name of transformers' class.
+
+    Raises:
+        ValueError: there is no such family.
+    """
+    if architecture not in families():
+        raise ValueError(f"{operation}: architecture is {architecture!r}; accepted: {', '.join(families())}")
+    return families()[architecture]
+
+
+def family_of(file: JsonObject) -> Family:
+    """Returns the family that a `config.json` names.
+
+    Raises:
+        CheckpointError: it names no family of this release, or several.
+    """
+    by_architecture = families()
+    accepted = ", ".join(by_architecture)
+    model_type, names = file.get("model_type"), file.get("architectures")
+    if names is None:
+        names = [name for name, family in by_architecture.items() if family.model_type == model_type]
+        if not names:
+            raise file.error("architectures", accepted)
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in list(by_architecture):
+        raise file.error("architectures", f"a list of one of {accepted}")
+    family = by_architecture[names[0]]
+    if model_type not in (None, family.model_type):
+        raise file.error("model_type", f"{family.model_type!r}, as architectures is {names[0]}")
+    return family

@@ -1,0 +1,96 @@
+"""A model as its weights and its static part: the one place that splits a module into the two and merges them again.
+
+NNX modules are too slow to pass to a compiled program at every step: to walk through one, and to compare its graph with
+the one that the program was compiled for, takes a millisecond or more. So programs take a `Network`, which is compared
+as an object, and the weights as a flat tuple of arrays.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+from flax import nnx
+from jaxtyping import PyTree
+
+type Weights = tuple[Any, ...]
+"""A module's weights in the order of their names: arrays, or their shapes and dtypes."""
+
+type Path = tuple[Any, ...]
+"""Attributes, and indices of lists, that lead to a parameter."""
+
+_UNNAMED: Final = ("attention", "mlp", "weight")
+"""Levels of a path that names leave out.
+
+Digests of models and the order of a program's arguments follow the names. So they stay what they were before layers
+were composed of parts.
+"""
+
+
+def name_of(path: Path) -> str:
+    """Returns a parameter's name, as in "['layers'][0]['qkv']"."""
+    return "".join(f"[{level!r}]" for level in _named_levels(path))
+
+
+def _named_levels(path: Path) -> Path:
+    return tuple(level for level in path if level not in _UNNAMED)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Network[M: nnx.Module]:
+    """A module without its weights, for which programs are traced; the same object for equal modules.
+
+    Attributes:
+        graph: the module's static part.
+        tree: the structure of its state.
+        paths: the path of each weight.
+        order: the index of each weight among the leaves of the state.
+    """
+
+    graph: nnx.GraphDef[M]
+    tree: Any
+    paths: tuple[Path, ...]
+    order: tuple[int, ...]
+
+    def with_weights(self, weights: Weights) -> M:
+        """Returns the module with weights."""
+        return nnx.merge(self.graph, self.state(weights))
+
+    def state(self, weights: Weights) -> PyTree:
+        """Returns weights as `nnx.state` of the module returns them."""
+        leaves = dict(zip(self.order, weights, strict=True))
+        return jax.tree.unflatten(self.tree, [leaves[index] for index in range(len(leaves))])
+
+    def weights(self, state: PyTree) -> Weights:
+        """Returns the weights in a state, such as `nnx.state` of the module returns."""
+        leaves = jax.tree.leaves(state)
+        return tuple(leaves[index] for index in self.order)
+
+
+def split[M: nnx.Module](module: M) -> tuple[Network[M], Weights]:
+    """Returns a module's network, the same object for equal modules, and its weights.
+
+    The weights of a module from `abstract` are shapes and dtypes.
+    """
+    graph, state = nnx.split(module)
+    paths = tuple(nnx.to_flat_state(state).paths)
+    network = _network(graph, jax.tree.structure(state), paths)
+    return network, network.weights(state)
+
+
+@functools.lru_cache(maxsize=64)
+def _network(graph: nnx.GraphDef[Any], tree: Any, paths: tuple[Path, ...]) -> Network[Any]:
+    order = tuple(sorted(range(len(paths)), key=lambda index: _named_levels(paths[index])))
+    return Network(graph, tree, tuple(paths[index] for index in order), order)
+
+
+def abstract[T](make: Callable[[], T]) -> T:
+    """Returns what `make` returns, with shapes and dtypes in place of arrays; nothing is computed."""
+    return nnx.eval_shape(make)
+
+
+def parameters(module: nnx.Module) -> Mapping[Path, Any]:
+    """Returns the module's weights by their paths, in the order of their names."""
+    network, weights = split(module)
+    return dict(zip(network.paths, weights, strict=True))

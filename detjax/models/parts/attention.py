@@ -1,0 +1,104 @@
+"""Grouped-query attention with rotary embeddings over a paged cache."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from detjax import ops
+from detjax.kv_pages import KVPages, Queries
+from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
+from detjax.models.parts.state import PagedKeysAndValues
+from detjax.ops.rotary import RotaryEmbedding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """The shape and the options of an attention part.
+
+    Attributes:
+        heads: heads of queries, a multiple of `kv_heads`.
+        kv_heads: heads of keys and of values.
+        head_dim: the width of a head.
+        rope: the frequencies of the rotary embedding.
+        window: how many keys a query sees at most, the last ones, its own included; None: all earlier ones.
+        qkv_bias: whether the projections of queries, keys and values have biases.
+        output_bias: whether the output projection has a bias.
+        qk_norm_eps: epsilon of the RMS norms of each head of queries and keys; None: there are no such norms.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: RotaryEmbedding
+    window: int | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm_eps: float | None = None
+
+    @property
+    def q_width(self) -> int:
+        """The width of all heads of queries together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """The width of all heads of keys together, and of all heads of values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def state(self) -> PagedKeysAndValues:
+        """The declaration of the state: keys and values of every token."""
+        return PagedKeysAndValues(self.kv_heads, self.head_dim)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (Ainslie et al. 2023) with rotary positions (Su et al. 2021).
+
+    Weights are `[N, K]`, rows being outputs, as checkpoints hold them. Queries, keys and values are one weight.
+    """
+
+    def __init__(self, width: int, options: AttentionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        rows, has_norms = options.q_width + 2 * options.kv_width, options.qk_norm_eps is not None
+        self.options = options
+        self.qkv = random_weight(rngs, (rows, width), dtype)
+        self.qkv_bias = zero_bias(options.qkv_bias, (rows,), dtype)
+        self.q_norm = nnx.Param(jnp.ones(options.head_dim, dtype)) if has_norms else None
+        self.k_norm = nnx.Param(jnp.ones(options.head_dim, dtype)) if has_norms else None
+        self.output = random_weight(rngs, (width, options.q_width), dtype)
+        self.output_bias = zero_bias(options.output_bias, (width,), dtype)
+
+    def __call__(
+        self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages, *, residual: Float[Array, "*N D"]
+    ) -> tuple[Float[Array, "*N D"], KVPages]:
+        """Returns the attention of the new tokens, added to the residual, and the pages with their keys and values.
+
+        Args:
+            x: the normalized hidden states of the new tokens.
+            queries: where the new tokens stand in their requests.
+            kv: the layer's pages.
+            residual: what the attention is added to.
+        """
+        options = self.options
+        qkv = ops.matmul(x, self.qkv[...], layout="nk", bias=optional(self.qkv_bias))
+        qkv = qkv.reshape(*x.shape[:-1], options.heads + 2 * options.kv_heads, options.head_dim)
+        q_norm, k_norm, eps = optional(self.q_norm), optional(self.k_norm), options.qk_norm_eps
+        q, kv = ops.qk_rope_append_kv(qkv, kv, queries, options.rope, q_norm=q_norm, k_norm=k_norm, norm_eps=eps)
+        o = ops.attention(q, kv, queries, window=options.window)
+        o = o.reshape(*x.shape[:-1], options.q_width)
+        bias = optional(self.output_bias)
+        return ops.matmul(o, self.output[...], layout="nk", bias=bias, residual=residual), kv
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        rows = (self.options.q_width, self.options.kv_width, self.options.kv_width)
+        return {
+            "qkv": Tensors(("q_proj.weight", "k_proj.weight", "v_proj.weight"), rows),
+            "qkv_bias": Tensors(("q_proj.bias", "k_proj.bias", "v_proj.bias"), rows),
+            "q_norm": Tensors(("q_norm.weight",)),
+            "k_norm": Tensors(("k_norm.weight",)),
+            "output": Tensors(("o_proj.weight",)),
+            "output_bias": Tensors(("o_proj.bias",)),
+        }

@@ -1,0 +1,28 @@
+"""The table of token embeddings, and the head that gives logits."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Float32, Int
+
+from detjax import ops
+from detjax.models.parts.parameters import Tensors, random_weight
+
+
+class Embedding(nnx.Module):
+    """A table `[V, D]` with a row for each token: an embedding, a head, or both."""
+
+    def __init__(self, vocab_size: int, width: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        self.weight = random_weight(rngs, (vocab_size, width), dtype)
+
+    def __call__(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N D"]:
+        """Returns the tokens' rows."""
+        return ops.embed(tokens, self.weight[...])
+
+    def logits(self, hidden: Float[Array, "*N D"]) -> Float32[Array, "*N V"]:
+        """Returns the logit of each token for each hidden state."""
+        return ops.matmul(hidden, self.weight[...], layout="nk", out_dtype=jnp.float32)
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        return {"weight": Tensors(("weight",))}

@@ -1,0 +1,56 @@
+"""The gated MLP of a layer."""
+
+import dataclasses
+
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from detjax import ops
+from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
+from detjax.options import Activation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLPOptions:
+    """The shape and the options of an MLP.
+
+    Attributes:
+        inner_width: the width between the projections.
+        activation: the activation function of the gate.
+        bias: whether the projections have biases.
+    """
+
+    inner_width: int
+    activation: Activation
+    bias: bool = False
+
+
+class GatedMLP(nnx.Module):
+    """A gated linear unit (Shazeer 2020): `down(activation(gate(x)) * up(x))`.
+
+    Weights are `[N, K]`, rows being outputs, as checkpoints hold them; gate and up are stacked.
+    """
+
+    def __init__(self, width: int, options: MLPOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        inner = options.inner_width
+        self.options = options
+        self.gate_up = random_weight(rngs, (2, inner, width), dtype)
+        self.gate_up_bias = zero_bias(options.bias, (2, inner), dtype)
+        self.down = random_weight(rngs, (width, inner), dtype)
+        self.down_bias = zero_bias(options.bias, (width,), dtype)
+
+    def __call__(self, x: Float[Array, "*N D"], *, residual: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+        """Returns the MLP of `x`, added to the residual stream."""
+        gate_up, bias = self.gate_up[...], optional(self.gate_up_bias)
+        y = ops.matmul(x, gate_up, layout="nk", bias=bias, activation=self.options.activation, gated=True)
+        return ops.matmul(y, self.down[...], layout="nk", bias=optional(self.down_bias), residual=residual)
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        return {
+            "gate_up": Tensors(("gate_proj.weight", "up_proj.weight")),
+            "gate_up_bias": Tensors(("gate_proj.bias", "up_proj.bias")),
+            "down": Tensors(("down_proj.weight",)),
+            "down_bias": Tensors(("down_proj.bias",)),
+        }

@@ -1,0 +1,67 @@
+"""What parts need for their parameters: initial values, and the checkpoint's tensors that a parameter is made of."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, DTypeLike
+
+from detjax.rounding import rounded
+
+
+def random_weight(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[Array]:
+    """Returns a weight of normal numbers that keep the variance of what is multiplied by them."""
+    return nnx.Param(_normal(rngs.params(), shape, jnp.dtype(dtype)))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    return rounded(jax.random.normal(key, shape, jnp.float32) * shape[-1] ** -0.5, dtype)
+
+
+def zero_bias(is_present: bool, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[Array] | None:
+    """Returns a bias of zeros, or None."""
+    return nnx.Param(jnp.zeros(shape, dtype)) if is_present else None
+
+
+def optional(parameter: nnx.Param[Array] | None) -> Array | None:
+    """Returns a parameter's array, or None if there is no such parameter."""
+    return None if parameter is None else parameter[...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """The checkpoint's tensors that a parameter is made of.
+
+    Attributes:
+        names: the tensors' names within their part, in order.
+        rows: for tensors that are concatenated along the first axis, how many rows each has. None: the parameter is
+            one tensor, or the tensors are stacked along a new first axis.
+    """
+
+    names: tuple[str, ...]
+    rows: tuple[int, ...] | None = None
+
+    def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Returns the tensors' shapes, given the parameter's."""
+        if len(self.names) == 1:
+            return [shape]
+        if self.rows is None:
+            return [shape[1:]] * len(self.names)
+        return [(rows, *shape[1:]) for rows in self.rows]
+
+    def join(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the parameter that the tensors make."""
+        if len(self.names) == 1:
+            return tensors[0]
+        return np.stack(tensors) if self.rows is None else np.concatenate(tensors)
+
+    def cut(self, parameter: np.ndarray) -> list[np.ndarray]:
+        """Returns the tensors of a parameter: the inverse of `join`."""
+        if len(self.names) == 1:
+            return [parameter]
+        return list(parameter) if self.rows is None else np.split(parameter, np.cumsum(self.rows)[:-1])

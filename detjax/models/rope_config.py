@@ -1,0 +1,76 @@
+"""How `config.json` says the frequencies of the rotary embedding."""
+
+import dataclasses
+from typing import Any
+
+from detjax.models.json_object import JsonObject
+from detjax.ops.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
+
+
+def read_rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmbedding:
+    """Returns the embedding that a `config.json` describes.
+
+    Transformers 5 writes `rope_parameters`, transformers 4 `rope_scaling`; a file may hold both.
+
+    Raises:
+        CheckpointError: a value is out of range, the two disagree, or there is an unknown key.
+    """
+    theta = file.number("rope_theta", 10000.0)
+    described = []
+    for key in ("rope_parameters", "rope_scaling"):
+        parameters = file.object(key)
+        if parameters is not None:
+            described_theta = parameters.number("rope_theta", theta)
+            described.append(RotaryEmbedding(head_dim, described_theta, _read_scaling(file, parameters, max_positions)))
+            for unread in parameters.unread():
+                raise parameters.error(unread, "no such key with this rope_type; remove it if it has no effect")
+    if len(set(described)) == 2:
+        raise file.error("rope_scaling", "what rope_parameters says; remove the one that is wrong")
+    return described[0] if described else RotaryEmbedding(head_dim, theta)
+
+
+def _read_scaling(
+    file: JsonObject, parameters: JsonObject, max_positions: int
+) -> LinearScaling | Llama3Scaling | YarnScaling | None:
+    accepted = ("default", "linear", "llama3", "yarn")
+    rope_type = parameters.choice("rope_type", parameters.choice("type", "default", accepted), accepted)
+    if parameters.optional_number("partial_rotary_factor", minimum=0.0, accepted="1.0") not in (None, 1.0):
+        raise parameters.error("partial_rotary_factor", "1.0")
+    if rope_type == "default":
+        return None
+    factor = parameters.number("factor")
+    if rope_type == "linear":
+        return LinearScaling(factor)
+
+    # In transformers 5 the key beside the parameters has precedence.
+    original = parameters.integer("original_max_position_embeddings", max_positions)
+    original = file.integer("original_max_position_embeddings", original)
+    if rope_type == "llama3":
+        low, high = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
+        if high <= low:
+            raise parameters.error("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
+        return Llama3Scaling(factor, low, high, original)
+    beta_fast, beta_slow = parameters.number("beta_fast", 32.0), parameters.number("beta_slow", 1.0)
+    if beta_fast < beta_slow:
+        raise parameters.error("beta_fast", f"at least beta_slow, which is {beta_slow:g}")
+    optional = {
+        key: parameters.optional_number(key, minimum=0.0, accepted="a finite number >= 0")
+        for key in ("attention_factor", "mscale", "mscale_all_dim")
+    }
+    truncate = parameters.boolean("truncate", True)
+    return YarnScaling(factor, original, beta_fast, beta_slow, truncate=truncate, **optional)
+
+
+def write_rope(rope: RotaryEmbedding) -> dict[str, Any]:
+    """Returns the keys of `config.json` that describe the embedding, for transformers 4 and 5."""
+    rope_type = {LinearScaling: "linear", Llama3Scaling: "llama3", YarnScaling: "yarn"}.get(
+        type(rope.scaling), "default"
+    )
+    fields = dataclasses.fields(rope.scaling) if rope.scaling is not None else ()
+    stated = {field.name: getattr(rope.scaling, field.name) for field in fields}
+    stated = {field.name: stated[field.name] for field in fields if stated[field.name] != field.default}
+    return {
+        "rope_parameters": {"rope_type": rope_type, "rope_theta": rope.theta, **stated},
+        "rope_theta": rope.theta,
+        "rope_scaling": {"rope_type": rope_type, **stated} if stated else None,
+    }
