@@ -14,7 +14,7 @@ FRAGMENT_OPENINGS: Final = ("Of", "That", "Those", "As", "Likewise")
 """A docstring that begins with one of these words is a fragment whose subject the reader has to guess."""
 
 FUNCTION_WORDS: Final = frozenset(
-    ("each", "found", "mine", "news", "of", "own", "ours", "that", "theirs", "those", "told", "where", "which", "whose")
+    ("each", "found", "mine", "news", "of", "own", "that", "those", "told", "where", "which", "whose")
 )
 """Words that say how something relates to something else, but not what it is."""
 

@@ -73,19 +73,19 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def heading(command: str, of_process: Fingerprint | None = None) -> dict[str, Any]:
+def heading(command: str, results_fingerprint: Fingerprint | None = None) -> dict[str, Any]:
     """The fields with which every result file begins.
 
     Args:
         command: the command that makes the file.
-        of_process: the fingerprint of the results; default: this process's, under the backend that serves now.
+        results_fingerprint: the fingerprint of the results; default: this process's, under the backend that serves now.
     """
     return {
         "command": command,
         "created": now(),
         "commit": commit(),
         "versions": versions(),
-        "fingerprint": dataclasses.asdict(of_process or fingerprint()),
+        "fingerprint": dataclasses.asdict(results_fingerprint or fingerprint()),
     }
 
 

@@ -20,16 +20,16 @@ def test_requests_in_another_order_are_answered_with_the_same_bits(tmp_path: Pat
     run = CliRunner().invoke(app, ["serve", *SMALL, *LOAD, "--out", str(out), "--plot", str(chart)])
     assert run.exit_code == 0, run.output
     assert "answers of 3 runs: the same bits" in run.output
-    found = json.loads(out.read_text())
-    assert found["same_bits"] and (found["model"], found["layers"]) == ("tiny", 2)
-    assert list(found["runs"]) == ["order 1", "order 2", "among 12 others"]
-    for of_order in found["runs"].values():
-        assert of_order["digest"] == found["runs"]["order 1"]["digest"]
-        assert len(of_order["requests"]["latency"]) == 9
-        assert 9 * 3 <= of_order["prompt_tokens"] <= 9 * 70
-        assert 9 * 2 <= of_order["generated_tokens"] <= 9 * 5
-        times = of_order["percentiles"]
-        assert 0 < times["time_to_first_token"]["p50"] <= times["latency"]["p50"] <= of_order["seconds"]
+    result = json.loads(out.read_text())
+    assert result["same_bits"] and (result["model"], result["layers"]) == ("tiny", 2)
+    assert list(result["runs"]) == ["order 1", "order 2", "among 12 others"]
+    for run_result in result["runs"].values():
+        assert run_result["digest"] == result["runs"]["order 1"]["digest"]
+        assert len(run_result["requests"]["latency"]) == 9
+        assert 9 * 3 <= run_result["prompt_tokens"] <= 9 * 70
+        assert 9 * 2 <= run_result["generated_tokens"] <= 9 * 5
+        times = run_result["percentiles"]
+        assert 0 < times["time_to_first_token"]["p50"] <= times["latency"]["p50"] <= run_result["seconds"]
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
@@ -52,7 +52,9 @@ def test_a_digest_is_that_of_tokens_and_logprobs_in_order() -> None:
 
     one, other = answer(5, -1.5), answer(6, -1.5)
     assert digest([one, other]) == digest([one, other])
-    assert len({digest(of) for of in ([one, other], [other, one], [one, one], [answer(5, -1.25), other])}) == 4
+    assert (
+        len({digest(answers) for answers in ([one, other], [other, one], [one, one], [answer(5, -1.25), other])}) == 4
+    )
 
 
 def test_percentiles_of_nothing_are_none() -> None:

@@ -33,12 +33,12 @@ def test_rounding_is_to_nearest_even_and_survives_the_compiler(dtype: str, exces
         return rounding.rounded(x, dtype).astype(jnp.float32)
 
     options = {"xla_allow_excess_precision": excess_precision}
-    found = np.asarray(jax.jit(there_and_back, compiler_options=options)(jnp.asarray(numbers)))
+    result = np.asarray(jax.jit(there_and_back, compiler_options=options)(jnp.asarray(numbers)))
     with np.errstate(over="ignore"):
         expected = numbers.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16).astype(np.float32)
     same = ~np.isnan(expected)
-    assert_same_bits(found[same], expected[same])
-    assert np.isnan(found[~same]).all()
+    assert_same_bits(result[same], expected[same])
+    assert np.isnan(result[~same]).all()
 
 
 def test_widening_is_exact_and_the_same_dtype_is_left_alone() -> None:

@@ -108,7 +108,7 @@ def _embed() -> Case:
 
 def _attention(name: str, heads: int = 4, kv_heads: int = 2, masks: tuple[int, int] | None = None) -> Case:
     # The first page belongs to two requests, the last to none; the third request sees nothing.
-    where = {
+    requests = {
         "page_table": np.asarray([[0, 2], [0, 1], [1, 1]], np.int32),
         "q_start": np.asarray([129, 6, 0], np.int32),
         "kv_length": np.asarray([140, 17, 0], np.int32),
@@ -123,11 +123,11 @@ def _attention(name: str, heads: int = 4, kv_heads: int = 2, masks: tuple[int, i
 
     def fn(**arrays: Any) -> Any:
         given = options | ({"mask": jnp.asarray(options["mask"])} if masks else {})
-        kv, queries = ops.KVPages(arrays.pop("k_pages"), arrays.pop("v_pages")), ops.Queries(*where.values())
+        kv, queries = ops.KVPages(arrays.pop("k_pages"), arrays.pop("v_pages")), ops.Queries(*requests.values())
         return ops.attention(arrays.pop("q"), kv, queries, **arrays, **given)
 
     def reference(**arrays: Any) -> Any:
-        return references.attention(**arrays, **where, **options)
+        return references.attention(**arrays, **requests, **options)
 
     return Case(f"attention {name} {heads}:{kv_heads}{f' masks {masks}' if masks else ''}", fn, reference, shapes)
 
