@@ -15,6 +15,7 @@ from detjax import backends, compilation, ops
 from detjax.engine.batch import Arrays, SamplingArrays, StepBatch
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models import Decoder
+from detjax.models.cache import State
 from detjax.models.network import Network, Weights, abstract, split
 from detjax.options import KVQuantization
 
@@ -22,10 +23,6 @@ SCORED_ROWS: Final = 64
 """Prompt tokens whose logprobs one program computes."""
 _COMPILERS: Final = 16
 """Threads that compile programs."""
-
-
-type State = Any
-"""What a model keeps of the tokens before: an opaque tree of arrays, such as every layer's pages."""
 
 
 def bytes_of_page(model: Decoder, quantization: KVQuantization | None) -> int:

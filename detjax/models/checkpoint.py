@@ -273,8 +273,8 @@ def _checked_sizes(parameters: Sequence[_Parameter], stored: Mapping[str, Stored
     Raises:
         CheckpointError: a tensor is missing, surplus, misshapen, or of a dtype that is not supported.
     """
-    wanted = {name: shape for parameter in parameters for name, shape in parameter.shapes.items()}
-    for name, shape in wanted.items():
+    expected = {name: shape for parameter in parameters for name, shape in parameter.shapes.items()}
+    for name, shape in expected.items():
         if name not in stored:
             raise CheckpointError(f"{listing}: tensor {name!r} is missing; accepted: one of shape {shape}")
         if stored[name].shape != shape:
@@ -283,7 +283,7 @@ def _checked_sizes(parameters: Sequence[_Parameter], stored: Mapping[str, Stored
                 "which follows from config.json"
             )
     for name, tensor in stored.items():
-        if name not in wanted and not name.endswith(_COMPUTED):
+        if name not in expected and not name.endswith(_COMPUTED):
             raise CheckpointError(
                 f"{tensor.file}: tensor {name!r} is surplus; accepted: the tensors of the model that config.json "
                 "describes. Is it the one that the weights were saved with?"

@@ -180,7 +180,7 @@ def test_what_the_neighbours_have_in_the_cache_does_not_matter(poison: float) ->
     def continued(poison: float | None) -> jax.Array:
         cache = KVCache.empty(config, 3, 256, jnp.float32)
         _, cache = cached(prompt, cache, jnp.full(3, 131, jnp.int32))
-        if poison is not None:  # the pages of both neighbours, and what lies behind the length in the request's own
+        if poison is not None:  # the pages of both neighbours, and the slots after the length in the request's own
             foreign = jnp.asarray([0, 1, 4, 5])
             state = jax.tree.map(lambda x: x.at[foreign].set(poison).at[3, :, 131 - 128 :].set(poison), cache.state)
             cache = dataclasses.replace(cache, state=state)
@@ -207,7 +207,7 @@ def test_vmap_of_the_model_gives_the_bits_of_the_model() -> None:
     assert_same_bits(mapped(tokens), whole(tokens))
 
 
-def test_tokens_behind_the_capacity_are_dropped() -> None:
+def test_tokens_after_the_capacity_are_dropped() -> None:
     _, cached = programs("qwen3")
     tokens = tokens_of("qwen3", 2, 130)
     cache = KVCache.empty(model("qwen3").config, 2, 128, jnp.float32)
