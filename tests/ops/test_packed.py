@@ -53,9 +53,8 @@ def test_each_request_has_the_bits_it_has_alone(quantization: Any) -> None:
     queries = ops.Queries.packed(table, STARTS, COUNTS, decodes=DECODES, rows=ROWS)
     together, written = step(jnp.asarray(qkv), kv, jax.tree.map(jnp.asarray, queries))
     for index, (start, count, row) in enumerate(zip(STARTS, COUNTS, first_rows(), strict=True)):
-        queries_alone = ops.Queries(
-            *(jnp.asarray(x[index : index + 1]) for x in (table, STARTS, STARTS + COUNTS, COUNTS))
-        )
+        integers = (x[index : index + 1] for x in (table, STARTS, STARTS + COUNTS, COUNTS))
+        queries_alone = ops.Queries(*map(jnp.asarray, integers))
         if count:
             alone, kv_alone = step(jnp.asarray(qkv[None, row : row + count]), kv, queries_alone)
             assert_same_bits(together[row : row + count], alone[0])
