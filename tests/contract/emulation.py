@@ -19,6 +19,7 @@ LOWEST = np.finfo(np.float32).min
 LOG2_E = np.float32(1.4426950408889634)
 
 type Elementwise = Callable[[np.ndarray], np.ndarray]
+type MultiplyAdd = Callable[[np.ndarray, np.ndarray | np.float32, np.ndarray], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +138,15 @@ class Products:
 
     Attributes:
         dot: products of two float32 matrices, from a fresh accumulator.
-        fma: `x * y + z`, rounded once or twice.
+        exponent: `x * y + z` in the exponents of the weights and in ALiBi's distances.
+        output: `x * y + z` in the running output.
+        total: `x * y + z` in the running sum of weights.
     """
 
     dot: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    fma: Callable[[np.ndarray, np.ndarray | np.float32, np.ndarray], np.ndarray]
+    exponent: MultiplyAdd
+    output: MultiplyAdd
+    total: MultiplyAdd
 
 
 def fused(x: np.ndarray, y: np.ndarray | np.float32, z: np.ndarray) -> np.ndarray:
@@ -185,8 +190,8 @@ def attention(
         block_output = products.dot(rounded_weights[None], values)[0]
         new = np.maximum(m, block_maximum)
         old_factor, block_factor = device.exp2(m - new), device.exp2(block_maximum - new)
-        o = products.fma(o, old_factor, block_output * block_factor)
-        total = products.fma(total, old_factor, block_sum(weights[None])[0] * block_factor)
+        o = products.output(o, old_factor, block_output * block_factor)
+        total = products.total(total, old_factor, block_sum(weights[None])[0] * block_factor)
         m = new
     if total == 0:
         return np.zeros_like(o), np.float32(0)
@@ -215,7 +220,7 @@ def _blocks(
             e = device.exp2_of_product(s, np.float32(2 * LOG2_E / cap))
             s = np.float32(cap) * (np.float32(1) - np.float32(2) / (np.float32(1) + e))
         if (slope := options.alibi_slope) is not None:
-            s = products.fma(np.float32(slope) * np.ones_like(s), (keys - position).astype(np.float32), s)
+            s = products.exponent(np.float32(slope) * np.ones_like(s), (keys - position).astype(np.float32), s)
         visible = keys < len(k)
         if options.causal:
             visible &= keys <= position
@@ -226,7 +231,9 @@ def _blocks(
         s = np.where(visible, s, np.float32(-np.inf))
         block_maximum = np.maximum(s.max() * c, np.float32(-1e30))
         finite = np.where(visible, s, np.float32(0))
-        exponents = np.where(visible, products.fma(finite, c, -block_maximum * np.ones_like(s)), np.float32(-np.inf))
+        exponents = np.where(
+            visible, products.exponent(finite, c, -block_maximum * np.ones_like(s)), np.float32(-np.inf)
+        )
         yield first, device.exp2(exponents), block_maximum
 
 

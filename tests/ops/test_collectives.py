@@ -33,7 +33,7 @@ def test_what_cannot_be_summed_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"psum: x has dtype int32 on .*; accepted: bfloat16, float16, float32"):
         over(lambda x: ops.psum(x, "d"), jnp.ones(3, "int32"))
-    with pytest.raises(ValueError, match=r"psum_scatter: x has shape \(\); accepted: a first axis that 1 devices"):
+    with pytest.raises(ValueError, match=r"psum_scatter: x has shape \(\); accepted: a first axis that the 1 devices"):
         over(lambda x: ops.psum_scatter(x, "d"), jnp.float32(1))
     with pytest.raises(NameError, match="unbound axis name"):
         ops.psum(jnp.ones(3), "d")

@@ -354,11 +354,11 @@ def heads_of(tokens: int, heads: tuple[int, ...], width: int) -> rope.Problem:
         ),
         (
             lambda: rope.Schedule(16, 8, 1).check(heads_of(7, (4,), 128)),
-            "8 tokens of a CTA; at most the 7 tokens",
+            "8 tokens of a CTA; accepted: at most the 7 tokens",
         ),
         (
             lambda: rope.Schedule(16, 8, 4).check(heads_of(9, (8, 2), 128)),
-            "4 heads of a CTA; common divisors of",
+            "4 heads of a CTA; accepted: common divisors of",
         ),
     ],
 )

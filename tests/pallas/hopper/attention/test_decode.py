@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from detjax.pallas.hopper.attention import decode
+from detjax.pallas.hopper.attention import decode_kernel
 from detjax.pallas.hopper.attention.decode import Schedule
 from tests.support.attention_requests import INTERPRETER, OPTIONS, Requests, assert_close, in_the_interpreter, last_of
 from tests.support.bits import assert_same_bits, same_bits
@@ -36,7 +36,7 @@ def test_another_rounding_of_the_factors_gives_other_bits(monkeypatch: pytest.Mo
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
         expected = requests.prefill(start, 1)
         assert_same_bits(requests.decode(start, 1, Schedule(1, cut=False)), expected)
-        monkeypatch.setattr(decode, "rescaling", rescaling)
+        monkeypatch.setattr(decode_kernel, "rescaling", rescaling)
         assert not same_bits(requests.decode(start, 1, Schedule(1, cut=False)), expected)
 
 
