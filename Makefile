@@ -26,7 +26,7 @@ demo: $(READY) ## set up, then run the demonstration
 # One process more than CI has cores, since some tests wait for servers and other processes.
 PYTEST = DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # These tests check what XLA makes of an operation, so they run at XLA's full optimization.
-FULLY_OPTIMIZED := tests/models tests/ops tests/portable
+FULLY_OPTIMIZED := tests/contract tests/models tests/ops tests/portable
 # The others check what happens around compiled programs, and XLA would take most of their time.
 QUICK_COMPILER := XLA_FLAGS=--xla_backend_optimization_level=0
 # Pytest's exit code is 5 where PYTEST_ARGS selects no test of a command.

@@ -5,11 +5,12 @@ from typing import Final
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float, Int, Num
+
 from detjax.contract import ACCUMULATOR, KV_LARGEST_CODE, KV_SMALLEST, Q4_GROUP
 from detjax.options import KVQuantization
 from detjax.rounding import rounded
-from jax import lax
-from jaxtyping import Array, DTypeLike, Float, Int, Num
 
 CODE_DTYPES: Final = {"int8": "int8", "fp8_e4m3": "float8_e4m3fn", "q4_0": "uint8"}
 SCALE_DTYPES: Final = {"int8": "float32", "fp8_e4m3": "float32", "q4_0": "float16"}

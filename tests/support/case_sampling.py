@@ -7,15 +7,11 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--all-cases", action="store_true", help="run every case, also of tests marked sampled"
-    )
+    parser.addoption("--all-cases", action="store_true", help="run every case, also of tests marked sampled")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    text = (
-        "sampled(n): without --all-cases, n of the test's cases run, which cover as many values as possible"
-    )
+    text = "sampled(n): without --all-cases, n of the test's cases run, which cover as many values as possible"
     config.addinivalue_line("markers", text)
 
 
