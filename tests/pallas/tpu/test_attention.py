@@ -211,8 +211,9 @@ def test_decode_and_packed_requests_have_the_bits_of_prefill(interpreter: None) 
 
 def test_a_request_has_the_bits_it_has_alone_whatever_its_neighbours_and_pages_are(interpreter: None) -> None:
     requests = _requests("causal", "float32", (140, 200))
-    *arrays, sinks = requests.arrays(np.array([100, 150]), 70)
-    q, k, v, page_table, *numbers = map(np.array, arrays)
+    q, kv, queries, sinks = requests.operands(np.array([100, 150]), 70)
+    q, k, v, page_table = (np.array(x) for x in (q, *kv, queries.page_table))
+    numbers = np.array(queries.start), np.array(queries.length)
     queries = ops.Queries(page_table[:1], *(x[:1] for x in numbers))
     alone = np.asarray(_forward(requests)(q[:1, :40], ops.KVPages(k, v), queries, sinks)[0])
     assert np.isfinite(alone).all()
