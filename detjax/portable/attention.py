@@ -62,6 +62,81 @@ class _PerHead:
     group: int = dataclasses.field(metadata={"static": True})
 
 
+class _GradientRows(NamedTuple):
+    """The arrays of query rows from which gradients are computed; `log2_normalizer` has a last axis of 1."""
+
+    q: Array
+    do: Array
+    o: Array
+    log2_normalizer: Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _TileGradients:
+    """The steps of the backward pass for one tile of query rows. See `backward` for the formulas."""
+
+    rows: _GradientRows
+    tile: _Tile
+    kv: KVPages
+    per_head: _PerHead
+    masking: Masking
+
+    @classmethod
+    def from_rows(
+        cls, rows: tuple[_GradientRows, _Tile], shared: tuple[KVPages, _PerHead], masking: Masking
+    ) -> "_TileGradients":
+        """Takes the arguments that `map_rows` and `fold_rows` pass for one tile, with a leading axis of 1 on `rows`."""
+        operands, tile = jax.tree.map(lambda leaf: leaf[0], rows)
+        return cls(operands, tile, *shared, masking)
+
+    def query_gradient(self) -> Array:
+        """Returns dq `[h, rows, K]`."""
+        q = self.rows.q
+        dq = lax.fori_loop(*self._blocks(), self._add_block_to_queries, jnp.zeros(q.shape, ACCUMULATOR))
+        return rounded(dq * np.float32(self.masking.scale), q.dtype)
+
+    def add_to_pages(self, pools: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Adds the tile's shares to dk and dv, `[P, H, S, K]`; heads are in groups of one."""
+        return lax.fori_loop(*self._blocks(), self._add_block_to_pages, pools)
+
+    def add_to_sinks(self, dsinks: Array) -> Array:
+        """Adds the tile's share to the gradient `[H]` of the sinks; heads are in groups of one."""
+        if self.per_head.sinks is None:
+            return dsinks
+        q, do, o, log2_normalizer = self.rows
+        share = jnp.exp2(self.tile.by_row(self.per_head.sinks, q.shape[1]) * log2_scale(1.0) - log2_normalizer)
+        return dsinks - jnp.sum(share * _delta(do, o), axis=(1, 2))
+
+    def _add_block_to_queries(self, block: Array, dq: Array) -> Array:
+        k, v = self._load(block)
+        _, ds = self._score_gradients(k, v, block)
+        return dq + dot(ds, k, (2, 1), batched=True)
+
+    def _add_block_to_pages(self, block: Array, pools: tuple[Array, Array]) -> tuple[Array, Array]:
+        dk, dv = pools
+        group = self.rows.q.shape[0] // self.kv.kv_heads
+        k, v = (jnp.repeat(x, group, axis=0) for x in self._load(block))
+        p, ds = self._score_gradients(k, v, block)
+        page = self.tile.page_table[block]
+        dk = dk.at[page].add(dot(ds, self.rows.q, (1, 1), batched=True))
+        dv = dv.at[page].add(dot(p, self.rows.do, (1, 1), batched=True))
+        return dk, dv
+
+    def _score_gradients(self, k: Array, v: Array, block: Array) -> tuple[Array, Array]:
+        """Returns the probabilities, and the gradient of the scaled scores before the soft cap: `[h, rows, S]`."""
+        q, do, o, log2_normalizer = self.rows
+        s, c, cap_slope = _scores(q, k, block, self.tile, self.per_head, self.masking)
+        p = jnp.exp2(s * c - log2_normalizer)
+        ds = p * (dot(do, v, (2, 2), batched=True) - _delta(do, o)) * cap_slope
+        return rounded(p, do.dtype), rounded(ds, q.dtype)
+
+    def _blocks(self) -> tuple[Array, Array]:
+        return _visible_blocks(self.tile, self.rows.q.shape[1], self.per_head.group, self.masking)
+
+    def _load(self, block: Array) -> tuple[Array, Array]:
+        return _block(block, self.tile, self.kv, self.kv.numbers[0].dtype)
+
+
 def forward(
     q: Array,
     kv: KVPages,
@@ -156,65 +231,18 @@ def backward(
     """
     (q, kv, queries, sinks, mask), (o, log2_normalizer) = operands, output
     heads, group = q.shape[2], q.shape[2] // kv.kv_heads
-    by_row = q, do, o, log2_normalizer[..., None]
-
-    def score_gradients(
-        operands: tuple[Array, ...], k: Array, v: Array, block: Array, tile: _Tile, per_head: _PerHead
-    ) -> tuple[Array, Array]:
-        """Probabilities, and the gradient of the scaled scores before the soft cap."""
-        q, do, o, log2_normalizer = operands
-        s, c, cap_slope = _scores(q, k, block, tile, per_head, masking)
-        p = jnp.exp2(s * c - log2_normalizer)
-        ds = p * (dot(do, v, (2, 2), batched=True) - _delta(do, o)) * cap_slope
-        return rounded(p, do.dtype), rounded(ds, q.dtype)
-
-    def query_gradient(rows: tuple[tuple[Array, ...], _Tile], shared: tuple[KVPages, _PerHead]) -> Array:
-        operands, tile = jax.tree.map(lambda leaf: leaf[0], rows)
-        kv, per_head = shared
-
-        def add(block: Array, dq: Array) -> Array:
-            k, v = _block(block, tile, kv, kv.numbers[0].dtype)
-            _, ds = score_gradients(operands, k, v, block, tile, per_head)
-            return dq + dot(ds, k, (2, 1), batched=True)
-
-        q = operands[0]
-        blocks = _visible_blocks(tile, q.shape[1], group, masking)
-        dq = lax.fori_loop(*blocks, add, jnp.zeros(q.shape, ACCUMULATOR))
-        return rounded(dq * np.float32(masking.scale), q.dtype)[None]
-
-    def key_gradients(
-        carry: tuple[Array, Array, Array],
-        rows: tuple[tuple[Array, ...], _Tile],
-        shared: tuple[KVPages, _PerHead],
-    ) -> tuple[Array, Array, Array]:
-        operands, tile = jax.tree.map(lambda leaf: leaf[0], rows)
-        q, do, o, log2_normalizer = operands
-        kv, per_head = shared
-        dk, dv, dsinks = carry
-
-        def add(block: Array, pools: tuple[Array, Array]) -> tuple[Array, Array]:
-            dk, dv = pools
-            k, v = (jnp.repeat(x, group, axis=0) for x in _block(block, tile, kv, kv.numbers[0].dtype))
-            p, ds = score_gradients(operands, k, v, block, tile, per_head)
-            page = tile.page_table[block]
-            dk = dk.at[page].add(dot(ds, q, (1, 1), batched=True))
-            dv = dv.at[page].add(dot(p, do, (1, 1), batched=True))
-            return dk, dv
-
-        dk, dv = lax.fori_loop(*_visible_blocks(tile, q.shape[1], 1, masking), add, (dk, dv))
-        if per_head.sinks is not None:
-            share = jnp.exp2(tile.by_row(per_head.sinks, q.shape[1]) * log2_scale(1.0) - log2_normalizer)
-            dsinks = dsinks - jnp.sum(share * _delta(do, o), axis=(1, 2))
-        return dk, dv, dsinks
-
+    operands_by_row = _GradientRows(q, do, o, log2_normalizer[..., None])
     per_head = functools.partial(_per_head, sinks, mask, queries.page_table.shape[1], masking, heads)
-    rows = tuple(_packed(x, group) for x in by_row), _tiles(q, group, queries)
-    dq = map_rows(query_gradient, rows, (kv, per_head(group)), size=1)
 
-    rows = tuple(_packed(x, 1) for x in by_row), _tiles(q, 1, queries)
+    rows = _GradientRows(*(_packed(x, group) for x in operands_by_row)), _tiles(q, group, queries)
+    dq = map_rows(functools.partial(_query_gradient, masking=masking), rows, (kv, per_head(group)), size=1)
+
+    # Every query head is a group of one here, so that its dk and dv are summed apart from those of its group.
+    rows = _GradientRows(*(_packed(x, 1) for x in operands_by_row)), _tiles(q, 1, queries)
     zeros = [jnp.zeros((x.shape[0], heads, *x.shape[2:]), ACCUMULATOR) for x in kv.numbers]
     shared = kv, per_head(1)
-    dk, dv, dsinks = fold_rows(key_gradients, (*zeros, jnp.zeros(heads, ACCUMULATOR)), rows, shared, size=1)
+    initial = *zeros, jnp.zeros(heads, ACCUMULATOR)
+    dk, dv, dsinks = fold_rows(functools.partial(_add_tile, masking=masking), initial, rows, shared, size=1)
     k_pages, v_pages = kv.numbers
     dk = rounded(_sum_of_group(dk, group) * np.float32(masking.scale), k_pages.dtype)
     dv = rounded(_sum_of_group(dv, group), v_pages.dtype)
@@ -234,6 +262,24 @@ def block_sum(p: Array) -> Array:
     while p.shape[-1] > 1:
         p = p[..., 0::2] + p[..., 1::2]
     return p
+
+
+def _query_gradient(rows: tuple[_GradientRows, _Tile], shared: tuple[KVPages, _PerHead], masking: Masking) -> Array:
+    """Returns the gradient `[1, h, rows, K]` of one tile's queries."""
+    return _TileGradients.from_rows(rows, shared, masking).query_gradient()[None]
+
+
+def _add_tile(
+    carry: tuple[Array, Array, Array],
+    rows: tuple[_GradientRows, _Tile],
+    shared: tuple[KVPages, _PerHead],
+    masking: Masking,
+) -> tuple[Array, Array, Array]:
+    """Adds one tile's shares to dk and dv, `[P, H, S, K]`, and to the gradient `[H]` of the sinks."""
+    dk, dv, dsinks = carry
+    gradients = _TileGradients.from_rows(rows, shared, masking)
+    dk, dv = gradients.add_to_pages((dk, dv))
+    return dk, dv, gradients.add_to_sinks(dsinks)
 
 
 def _delta(do: Array, o: Array) -> Array:
