@@ -29,7 +29,7 @@ def elementwise(function: Any) -> emulation.Elementwise:
 
 exp2 = elementwise(jnp.exp2)
 DEVICE = DeviceFunctions(exp2, lambda x, factor: exp2(x * factor), elementwise(jnp.log), elementwise(jax.lax.rsqrt))
-PRODUCTS = Products(emulation.matmul, emulation.unfused)
+PRODUCTS = Products(emulation.matmul, *[emulation.unfused] * 3)
 """The interpreter's matrix unit adds products in ascending order, and the twin of `fma` rounds twice."""
 
 
