@@ -100,7 +100,7 @@ def test_a_prompt_whose_logprobs_are_asked_for_is_computed_whole() -> None:
 
 @pytest.mark.usefixtures("small_pages")
 def test_samples_of_a_request_share_the_pages_of_their_prompt() -> None:
-    loop, prompt = serving_loop(3, 16, 20), tuple(range(4 * PAGE + 1))
+    loop, prompt = serving_loop(3, 64, 20), tuple(range(4 * PAGE + 1))
     together = samples(prompt, SamplingParams(max_tokens=3, n=3), end_tokens=frozenset([END]), tokenizer=None)
     for one in together:
         loop.submit(one)
