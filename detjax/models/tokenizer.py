@@ -122,9 +122,9 @@ class Tokenizer:
             return bytes([int(match[1], 16)])
         return written.replace(_SPACE, " ").encode()
 
-    def stream(self) -> "TextStream":
+    def stream(self) -> "IncrementalDecoder":
         """Returns a stream for the text of tokens that come one after the other."""
-        return TextStream(self)
+        return IncrementalDecoder(self)
 
     def token_id(self, role: str) -> int | None:
         """Returns the id of the token with a role, such as "eos_token", or None if no token has it."""
@@ -247,7 +247,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-class TextStream:
+class IncrementalDecoder:
     """The text of tokens that come one after the other. Only the last few of them are decoded again.
 
     Attributes:
