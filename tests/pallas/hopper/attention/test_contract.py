@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import detjax
+from detjax.contract import KV_BLOCK
 from detjax.pallas.hopper import attention as hopper_attention
 from detjax.pallas.hopper.attention.decode import Schedule
 from tests.contract import emulation
@@ -88,3 +89,13 @@ def test_decode_of_sinks_alone_begins_every_split_sequence_with_them() -> None:
         (row,) = requests.decode(start, 1, Schedule(3, slack=0.0))
     for head in range(2):
         assert_same_bits(row[0, head], expected(requests, 0, 699, head)[0])
+
+
+@in_the_interpreter
+def test_decode_merges_a_whole_load_of_blocks_in_ascending_order() -> None:
+    blocks = 33  # of each of two CTAs: the second one leaves a whole load of 32 unmerged, and one more
+    length = 2 * blocks * KV_BLOCK
+    requests = Requests.random((length,), 1, 1, 64)
+    with plgpu.force_gpu_interpret_mode(INTERPRETER):
+        (row,) = requests.decode(requests.last(1), 1, Schedule(2, slack=0.0))
+    assert_same_bits(row[0, 0], expected(requests, 0, length - 1, 0)[0])
