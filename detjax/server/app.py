@@ -2,10 +2,9 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
 import hmac
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +28,7 @@ from detjax.server.errors import ApiError, error_response, from_validation_error
 from detjax.server.guard import ClientGone, Guard
 from detjax.server.metrics import Metrics, RequestMetrics
 from detjax.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from detjax.server.settings import Settings
 from detjax.server.streaming import DONE, EventStream, event
 
 _PAGE: Final = Path(__file__).parent / "page"
@@ -41,47 +41,6 @@ _PAGE_HEADERS: Final = {
 _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _LONG_BODY: Final = 1 << 16
 """Bytes of JSON from which on a thread parses it, because a list of a million numbers takes a while."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How a server treats its clients. No answer depends on it.
-
-    Attributes:
-        name: what clients call the model.
-        api_keys: keys, one of which clients have to send. Without any, nobody needs a key.
-        max_in_flight: samples in flight at most, those that wait included. Further requests get status 429.
-        max_body: bytes of a request's body at most.
-        body_seconds: seconds that a client may take to send its request.
-        request_seconds: seconds that an answer may take.
-    """
-
-    name: str
-    api_keys: Sequence[str] = ()
-    max_in_flight: int = 1024
-    max_body: int = 8 << 20
-    body_seconds: float = 30
-    request_seconds: float = 600
-
-    def __post_init__(self) -> None:
-        """Checks every field.
-
-        Raises:
-            ValueError: names the field, what was given and what is accepted.
-        """
-        accepted = {
-            "name": (bool(self.name), "a name"),
-            "api_keys": (all(self.api_keys), "keys that are not empty"),
-            "max_in_flight": (self.max_in_flight >= 1, "at least 1"),
-            "max_body": (self.max_body >= 1, "at least 1"),
-            "body_seconds": (self.body_seconds > 0, "more than 0"),
-            "request_seconds": (self.request_seconds > 0, "more than 0"),
-        }
-        for name, (is_accepted, description) in accepted.items():
-            if not is_accepted:
-                # An error message must not show keys.
-                problem = "contains an empty key" if name == "api_keys" else f"is {getattr(self, name)!r}"
-                raise ValueError(f"Settings: {name} {problem}; accepted: {description}")
 
 
 def system_fingerprint(model: Decoder, tokenizer: Tokenizer, kv_cache_dtype: KVQuantization | None = None) -> str:

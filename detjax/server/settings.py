@@ -1,0 +1,175 @@
+"""The settings of a server: what it lets clients do, what it spends on connections, and what it logs.
+
+No answer depends on any of them.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+_KEY: Final = re.compile(r"[!-~]+")
+_HOST: Final = re.compile(r"\*|(\*\.)?[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
+_ORIGIN: Final = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a server treats its clients.
+
+    Attributes:
+        name: what clients call the model.
+        more_names: further names of the same model.
+        api_keys: keys, one of which clients have to send. Without any, nobody needs a key.
+        max_in_flight: samples in flight at most, those that wait included. Further requests get status 429.
+        max_body: bytes of a request's body at most.
+        body_seconds: seconds that a client may take to send its request.
+        request_seconds: seconds that an answer may take.
+        max_unsent: bytes at most that wait for clients who read their streams too slowly, over all of them. Beyond it
+            the stream with the most bytes is ended.
+        allowed_hosts: hosts that the header Host may name, without a port; "*.example.com" stands for every host below
+            example.com. None accepts every host.
+        allowed_origins: origins of web pages that browsers let use this server, such as "https://example.com"; "*"
+            stands for all.
+    """
+
+    name: str
+    more_names: Sequence[str] = ()
+    api_keys: Sequence[str] = dataclasses.field(default=(), repr=False)
+    max_in_flight: int = 1024
+    max_body: int = 8 << 20
+    body_seconds: float = 30
+    request_seconds: float = 600
+    max_unsent: int = 64 << 20
+    allowed_hosts: Sequence[str] | None = None
+    allowed_origins: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Checks every field.
+
+        Raises:
+            ValueError: names the field, what was given and what is accepted.
+        """
+        hosts = self.allowed_hosts if self.allowed_hosts is not None else ("*",)
+        _check(
+            self,
+            {
+                "name": (bool(self.name), "a name"),
+                "more_names": (all(self.more_names), "names that are not empty"),
+                "max_in_flight": (self.max_in_flight >= 1, "at least 1"),
+                "max_body": (self.max_body >= 1, "at least 1"),
+                "body_seconds": _is_time(self.body_seconds),
+                "request_seconds": _is_time(self.request_seconds),
+                "max_unsent": (self.max_unsent >= 1, "at least 1"),
+                "allowed_hosts": (all(map(_HOST.fullmatch, hosts)), "host names and addresses without a port"),
+                "allowed_origins": (
+                    all(map(_ORIGIN.fullmatch, self.allowed_origins)),
+                    "origins such as 'https://example.com', without a path",
+                ),
+            },
+        )
+        if not all(map(_KEY.fullmatch, self.api_keys)):
+            # An error message must not show keys.
+            raise ValueError(
+                "Settings: one of api_keys is empty or has white space or characters beyond ASCII; accepted: printable "
+                "ASCII characters without white space"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model, without repetition."""
+        return tuple(dict.fromkeys((self.name, *self.more_names)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ConnectionSettings:
+    """What a server spends on connections, and how it ends them.
+
+    Attributes:
+        grace: seconds that requests in flight have when the server is told to stop.
+        max_connections: open connections at most. Where they are used up, a new one takes the place of the one that has
+            waited longest without a request in progress; where there is none, the client gets status 503.
+        header_seconds: seconds that a client may take until the headers of a request are complete.
+        idle_seconds: seconds that a connection stays open between two requests.
+        write_seconds: seconds in which a client has to read 16 KiB of an answer that waits for it.
+        certificate: a file with the server's TLS certificate and those that vouch for it, in PEM format. None serves
+            without TLS.
+        key: a file with the certificate's private key. None takes it from the certificate's file.
+    """
+
+    grace: float = 30
+    max_connections: int = 4096
+    header_seconds: float = 10
+    idle_seconds: float = 30
+    write_seconds: float = 30
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Checks every field.
+
+        Raises:
+            ValueError: names the field, what was given and what is accepted.
+        """
+        _check(
+            self,
+            {
+                "grace": (0 <= self.grace <= _LONGEST, f"0 to {_LONGEST} seconds"),
+                "max_connections": (self.max_connections >= 1, "at least 1"),
+                "header_seconds": _is_time(self.header_seconds),
+                "idle_seconds": _is_time(self.idle_seconds),
+                "write_seconds": _is_time(self.write_seconds),
+                "key": (self.key is None or self.certificate is not None, "a key beside a certificate"),
+            },
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LogSettings:
+    """What a server logs on stderr.
+
+    Attributes:
+        level: the least severe messages that are written.
+        format: "text" writes lines for people, "json" an object a line.
+        access: whether there is a line for each request, of level info.
+    """
+
+    level: LogLevel = "info"
+    format: LogFormat = "text"
+    access: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks every field.
+
+        Raises:
+            ValueError: names the field, what was given and what is accepted.
+        """
+        _check(
+            self,
+            {
+                "level": (self.level in get_args(LogLevel), ", ".join(get_args(LogLevel))),
+                "format": (self.format in get_args(LogFormat), ", ".join(get_args(LogFormat))),
+            },
+        )
+
+
+_LONGEST: Final = 10**7
+"""Seconds that a time limit may have at most: timers of event loops do not take any number."""
+
+
+def _is_time(seconds: float) -> tuple[bool, str]:
+    is_accepted = math.isfinite(seconds) and 0 < seconds <= _LONGEST
+    return is_accepted, f"more than 0, up to {_LONGEST} seconds"
+
+
+def _check(settings: object, fields: Mapping[str, tuple[bool, str]]) -> None:
+    """Raises an error for the first field that is not accepted; `fields` says so and describes what is accepted."""
+    for name, (is_accepted, description) in fields.items():
+        if not is_accepted:
+            given = getattr(settings, name)
+            raise ValueError(f"{type(settings).__name__}: {name} is {given!r}; accepted: {description}")
