@@ -30,6 +30,7 @@ class Settings:
         max_body: bytes of a request's body at most.
         body_seconds: seconds that a client may take to send its request.
         request_seconds: seconds that an answer may take.
+        text_seconds: seconds of CPU time that the chat template and the tokenizer may take for a request.
         max_unsent: bytes at most that wait for clients who read their streams too slowly, over all of them. Beyond it
             the stream with the most bytes is ended.
         allowed_hosts: hosts that the header Host may name, without a port; "*.example.com" stands for every host below
@@ -45,6 +46,7 @@ class Settings:
     max_body: int = 8 << 20
     body_seconds: float = 30
     request_seconds: float = 600
+    text_seconds: float = 30
     max_unsent: int = 64 << 20
     allowed_hosts: Sequence[str] | None = None
     allowed_origins: Sequence[str] = ()
@@ -65,6 +67,7 @@ class Settings:
                 "max_body": (self.max_body >= 1, "at least 1"),
                 "body_seconds": _is_time(self.body_seconds),
                 "request_seconds": _is_time(self.request_seconds),
+                "text_seconds": _is_time(self.text_seconds),
                 "max_unsent": (self.max_unsent >= 1, "at least 1"),
                 "allowed_hosts": (all(map(_HOST.fullmatch, hosts)), "host names and addresses without a port"),
                 "allowed_origins": (

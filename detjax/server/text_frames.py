@@ -1,0 +1,45 @@
+"""Messages between the server and its text workers: lists of byte strings on a pipe.
+
+JSON and plain bytes, not pickles: a worker runs programs that come with a checkpoint, and what it answers must not be
+able to run anything in the server.
+"""
+
+import struct
+from collections.abc import Iterable
+from typing import IO, Final
+
+_LENGTH: Final = struct.Struct("<q")
+_END: Final = -1
+"""The length that stands after a message's last frame."""
+
+
+def send(pipe: IO[bytes], frames: Iterable[bytes]) -> None:
+    """Writes a message. Its frames may be made while it is written, so that no large message is ever held at once.
+
+    Raises:
+        OSError: nobody reads.
+    """
+    for frame in frames:
+        pipe.write(_LENGTH.pack(len(frame)))
+        pipe.write(frame)
+    pipe.write(_LENGTH.pack(_END))
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes]) -> list[bytes]:
+    """Returns the frames of the next message.
+
+    Raises:
+        EOFError: the other end was closed.
+    """
+    frames = []
+    while (length := _LENGTH.unpack(_read(pipe, _LENGTH.size))[0]) != _END:
+        frames.append(_read(pipe, length))
+    return frames
+
+
+def _read(pipe: IO[bytes], length: int) -> bytes:
+    data = pipe.read(length)
+    if len(data) < length:
+        raise EOFError("the other end of the pipe was closed")
+    return data
