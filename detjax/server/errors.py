@@ -1,6 +1,7 @@
 """Errors in the form that OpenAI's clients expect."""
 
 import logging
+from itertools import islice
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -9,17 +10,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from detjax.engine import EngineClosed
+from detjax.server.schemas import is_tag
 
 _log: Final = logging.getLogger(__name__)
 _TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _MOST_FAULTS: Final = 5
 _LONGEST_QUOTE: Final = 80
-_FIELDS_OF_SEVERAL_TYPES: Final = {
-    "prompt": "a string, or a list of strings, of token ids, or of lists of token ids",
-    "stop": "a string of 1 to 256 characters, or a list of up to 16 of them",
-    "content": "a string, or a list of parts of type text",
-}
-"""Fields that take values of several types, and their description for error messages."""
+_MOST_QUOTED: Final = 3
 
 
 class ApiError(Exception):
@@ -74,31 +71,49 @@ def to_api_error(error: Exception) -> ApiError:
 def from_validation_error(error: ValidationError) -> ApiError:
     """Returns an error that names each faulty field, what was given and what is accepted."""
     faults = {_field(fault["loc"]): fault for fault in error.errors(include_url=False, include_context=False)}
-    messages = [_describe(field, fault) for field, fault in faults.items()]
-    if len(messages) > _MOST_FAULTS:
-        messages[_MOST_FAULTS:] = [f"and {len(messages) - _MOST_FAULTS} more"]
+    messages = [_describe(field, fault) for field, fault in islice(faults.items(), _MOST_FAULTS)]
+    if len(faults) > _MOST_FAULTS:
+        messages.append(f"and {len(faults) - _MOST_FAULTS} more")
     # The request may contain lone surrogates, which UTF-8 cannot encode.
     message = "; ".join(messages).encode(errors="replace").decode()
     first, fault = next(iter(faults.items()))
-    return ApiError(400, message, param=str(first[0]) if first else None, code=fault["type"])
+    return ApiError(400, message, param=_shortened(str(first[0])) if first else None, code=fault["type"])
 
 
 def _field(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The path of a faulty field, without what pydantic appends for each type of a field that takes several."""
-    ends = (location[: index + 1] for index, part in enumerate(location) if part in _FIELDS_OF_SEVERAL_TYPES)
-    return next(ends, location)
+    """The path of a faulty field, without the tags that tell which of several types it was checked as."""
+    return tuple(part for part in location if not is_tag(part))
 
 
 def _describe(field: tuple[int | str, ...], fault: Any) -> str:
-    name = ".".join(map(str, field))
-    if not field:
-        return fault["msg"].removeprefix("Value error, ")
-    if fault["type"] == "extra_forbidden":
+    name = ".".join(_shortened(str(part)) for part in field)
+    if fault["type"] == "extra_forbidden" and not fault["msg"].startswith("there "):
         return f"there is no field {name}"
     if fault["type"] == "missing":
         return f"{name} is missing"
-    if field[-1] in _FIELDS_OF_SEVERAL_TYPES:
-        return f"{name} is not valid; accepted: {_FIELDS_OF_SEVERAL_TYPES[field[-1]]}"
-    given = repr(fault["input"])
-    given = given if len(given) <= _LONGEST_QUOTE else f"{given[:_LONGEST_QUOTE]}..."
-    return f"{name} is {given}: {fault['msg'].removeprefix('Value error, ')}"
+    problem = fault["msg"].removeprefix("Value error, ")
+    if not field:
+        return problem
+    return f"{name} is {quote(fault['input'])}{'; ' if problem.startswith('accepted: ') else ': '}{problem}"
+
+
+def quote(value: Any, depth: int = 2) -> str:
+    """Returns how an error message quotes a JSON value: the beginning of it, which takes no time for a long one."""
+    match value:
+        case str():
+            return _shortened(repr(value[: _LONGEST_QUOTE + 1]))
+        case list() | dict() if value and not depth:
+            return "[...]" if isinstance(value, list) else "{...}"
+        case list():
+            items = [quote(item, depth - 1) for item in value[:_MOST_QUOTED]]
+        case dict():
+            pairs = islice(value.items(), _MOST_QUOTED)
+            items = [f"{quote(name)}: {quote(item, depth - 1)}" for name, item in pairs]
+        case _:
+            return _shortened(repr(value))
+    text = ", ".join(items) + (", ..." if len(value) > _MOST_QUOTED else "")
+    return f"[{text}]" if isinstance(value, list) else f"{{{text}}}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}..."
