@@ -6,15 +6,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from detjax.models.chat_template import Sandbox, without_addresses
 from detjax.models.json_object import CheckpointError, parse_json_object, read_file
 
 _TOKENIZER: Final = "tokenizer.json"
@@ -22,12 +19,16 @@ _CONFIG: Final = "tokenizer_config.json"
 _SPECIAL_TOKENS: Final = "special_tokens_map.json"
 _TEMPLATE: Final = "chat_template.jinja"
 _MORE_TEMPLATES: Final = "additional_chat_templates"
+_TEMPLATE_DATE: Final = "chat_template_date.txt"
+"""The file that holds the date which chat templates are told; see `Tokenizer.with_template_date`."""
 
 _ROLES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKENS_WITHOUT_ROLE: Final = ("extra_special_tokens", "additional_special_tokens")
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-F]{2})>")
 _SPACE: Final = "\u2581"
 """The character that tokenizers which are not byte-level write for a space."""
+
+_sandbox: Final = functools.cache(Sandbox)
 
 
 class Tokenizer:
@@ -68,6 +69,7 @@ class Tokenizer:
         self._is_byte_level = '"ByteLevel"' in json.dumps(self._object(_TOKENIZER).get("decoder"))
         self._bytes: dict[int, bytes] = {}
         self._templates = self._read_templates(config)
+        self._template_date = self._read_template_date()
         self._compiled: dict[str, jinja2.Template] = {}
 
     @classmethod
@@ -79,9 +81,24 @@ class Tokenizer:
         """
         if not (directory / _TOKENIZER).exists():
             return None
-        names = [name for name in (_TOKENIZER, _CONFIG, _SPECIAL_TOKENS, _TEMPLATE) if (directory / name).exists()]
+        files = (_TOKENIZER, _CONFIG, _SPECIAL_TOKENS, _TEMPLATE, _TEMPLATE_DATE)
+        names = [name for name in files if (directory / name).exists()]
         names += sorted(f"{_MORE_TEMPLATES}/{path.name}" for path in (directory / _MORE_TEMPLATES).glob("*.jinja"))
         return cls({name: read_file(directory / name) for name in names}, str(directory))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The tokenizer as pickle keeps it: its files, from which another process makes it again."""
+        return type(self), (self.files, self._source)
+
+    def with_template_date(self, date: datetime.date) -> "Tokenizer":
+        """Returns a tokenizer whose chat templates are told that today is `date`, and which is otherwise this one.
+
+        Without a date, templates are told none, because a prompt that depends on the day it was made on is no function
+        of its request: `strftime_now` is undefined for them. Llama 3.2's template has a date of its own for that case;
+        a template that insists on one is refused where it asks. The date is one of the tokenizer's files, so it is part
+        of `models.digest` and of what `models.save` writes.
+        """
+        return Tokenizer(self.files | {_TEMPLATE_DATE: f"{date.isoformat()}\n".encode()}, self._source)
 
     def __len__(self) -> int:
         """Returns the number of tokens that have a text."""
@@ -99,6 +116,11 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids. Bytes that are no character become U+FFFD."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    @property
+    def added_tokens(self) -> tuple[int, ...]:
+        """The ids of tokens that stand beside the model's vocabulary, such as special tokens."""
+        return tuple(self._added)
 
     def token_bytes(self, token: int) -> bytes:
         """Returns the bytes that a token adds to a text, special or not; b"" for an unknown id.
@@ -136,6 +158,20 @@ class Tokenizer:
         """Whether there is a chat template for messages without tools."""
         return "default" in self._templates
 
+    def with_chat_template(self, template: str) -> "Tokenizer":
+        """Returns this tokenizer with another chat template, for conversations with and without tools.
+
+        Args:
+            template: a template in Jinja.
+
+        Raises:
+            CheckpointError: the template is damaged.
+        """
+        files = {name: data for name, data in self.files.items() if not name.startswith(f"{_MORE_TEMPLATES}/")}
+        changed = Tokenizer(files | {_TEMPLATE: template.encode()}, self._source)
+        changed._template("default")
+        return changed
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
@@ -165,7 +201,7 @@ class Tokenizer:
             **kwargs,
         }
         try:
-            return template.render(variables)
+            return without_addresses(template.render(variables), self._templates[name], conversation, kwargs)
         except Exception as error:  # a template is a program: it may fail in any way
             raise ValueError(
                 f"apply_chat_template: the chat template of {self._source} refuses these messages: {error}"
@@ -180,7 +216,7 @@ class Tokenizer:
             )
         if name not in self._compiled:
             try:
-                self._compiled[name] = _environment().from_string(self._templates[name])
+                self._compiled[name] = _sandbox(self._template_date).from_string(self._templates[name])
             except jinja2.TemplateError as error:
                 raise CheckpointError(f"{self._source}: chat template {name!r} is damaged: {error}") from error
         return self._compiled[name]
@@ -211,6 +247,17 @@ class Tokenizer:
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         words = [token for token in tokens if token not in known and self._tokenizer.token_to_id(token) is not None]
         self._tokenizer.add_special_tokens(words)
+
+    def _read_template_date(self) -> datetime.date | None:
+        if _TEMPLATE_DATE not in self.files:
+            return None
+        written = self.files[_TEMPLATE_DATE].decode(errors="replace").strip()
+        try:
+            return datetime.date.fromisoformat(written)
+        except ValueError:
+            raise CheckpointError(
+                f"{self._source}/{_TEMPLATE_DATE} holds {written!r}; accepted: a date, such as 2026-01-31"
+            ) from None
 
     def _read_templates(self, config: Mapping[str, Any]) -> dict[str, str]:
         """Returns the chat templates by name. Files have precedence over the entry in `tokenizer_config.json`."""
@@ -282,44 +329,3 @@ class IncrementalDecoder:
             self._tokens = self._tokens[self._known :]
             self._known = len(self._tokens)
         return self.text
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}`, which marks what a trainer is to learn. It renders as its contents."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    """Returns the sandbox that chat templates run in. They come with a checkpoint and are not trusted."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Returns JSON with `<`, `>`, `&` and `'` as they are, unlike jinja2's own filter: prompts are no HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)

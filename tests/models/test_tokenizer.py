@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -200,10 +201,59 @@ def test_templates_run_as_in_transformers(tmp_path, template, text):
     assert read.apply_chat_template(HELLO) == text
 
 
-def test_templates_are_told_todays_date(tmp_path):
-    before = datetime.date.today()
-    text = rendered(tmp_path, "{{ strftime_now('%Y-%m-%d') }}")
-    assert before <= datetime.date.fromisoformat(text) <= datetime.date.today()
+# As Llama 3.2 has it, and as templates have it that insist on a date.
+ASKS_FOR_A_DATE = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}26 Jul 2024{% endif %}"
+INSISTS_ON_A_DATE = "{{ strftime_now('%Y-%m-%d') }}"
+
+
+def test_templates_are_told_no_date_by_default(tmp_path):
+    assert rendered(tmp_path, ASKS_FOR_A_DATE) == "26 Jul 2024"
+    with pytest.raises(ValueError, match=r"strftime_now is undefined.*Give it a fixed one with --template-date"):
+        rendered(tmp_path, INSISTS_ON_A_DATE)
+
+
+def test_templates_are_told_the_date_that_the_tokenizer_has(tmp_path):
+    dated = made_of(tmp_path, {"chat_template": ASKS_FOR_A_DATE}).with_template_date(datetime.date(2026, 1, 31))
+    for tokenizer in (dated, pickle.loads(pickle.dumps(dated)), Tokenizer(dated.files, "elsewhere")):
+        assert tokenizer.apply_chat_template(HELLO) == "31 Jan 2026"
+    other = dated.with_template_date(datetime.date(2026, 2, 1))
+    assert other.apply_chat_template(HELLO) == "01 Feb 2026"
+    assert other.files != dated.files  # of which digests are made
+    assert made_of(tmp_path, {"chat_template": INSISTS_ON_A_DATE}).with_template_date(
+        datetime.date(2026, 1, 31)
+    ).apply_chat_template(HELLO) == "2026-01-31"  # fmt: skip
+
+
+def test_a_date_that_is_none_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match=r"chat_template_date.txt holds '31.1.'; accepted: a date"):
+        made_of(tmp_path, chat_template_date_dot_txt="31.1.")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ [1, 2, 3] | random }}", "chat template 'default' is damaged: No filter named 'random'"),
+        ("{{ lipsum() }}", "'lipsum' is undefined"),
+        ("{{ {'a': 1, 'b': 2}.keys() - ['a'] }}", "the template makes a set"),
+        ("{% for key in {'a': 1, 'b': 2}.keys() - {}.keys() %}{{ key }}{% endfor %}", "the template makes a set"),
+        ("{{ [1, 2] | map('string') }}", "the template prints a generator object"),
+        ("{{ 'x' ~ raise_exception }}", "the template prints a function _raise_exception"),
+        ("{{ messages[0].items | string }}", "the template prints a built-in method items of dict object"),
+        ("{{ cycler(1, 2) }}", r"the template prints a jinja2.utils.Cycler object"),
+        *((f"{{{{ strftime_now('%{flag}s') }}}}", "%s depends on the time zone") for flag in ("", "-", "05", "E")),
+    ],
+)
+def test_a_template_has_neither_chance_nor_addresses_nor_a_time_zone(tmp_path, template, words):
+    dated = made_of(tmp_path, {"chat_template": template}).with_template_date(datetime.date(2026, 1, 31))
+    with pytest.raises(ValueError, match=words):
+        dated.apply_chat_template(HELLO)
+
+
+def test_texts_that_look_like_addresses_are_text(tmp_path):
+    template = "{{ messages[0].content[2:] }}{{ x.y[0] }}<f at 0x12>{{ 7 - 5 }}"
+    messages = [{"role": "user", "content": "a <built-in method f of str object at 0x7f00deadbeef>"}]
+    text = rendered(tmp_path, template, messages, x={"y": ["<g at 0x3>"]})
+    assert text == "<built-in method f of str object at 0x7f00deadbeef><g at 0x3><f at 0x12>2"
 
 
 def test_further_arguments_are_variables_of_the_template(tmp_path):

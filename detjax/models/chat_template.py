@@ -1,0 +1,118 @@
+"""The sandbox that chat templates run in, in which a text is a function of the template's variables."""
+
+import datetime
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}`, which marks what a trainer is to learn. It renders as its contents."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The sandbox that chat templates run in. They come with a checkpoint and are not trusted.
+
+    It has no clock, no chance, and no sets, whose order differs from process to process.
+    """
+
+    intercepted_binops = frozenset(("-",))
+
+    def __init__(self, date: datetime.date | None = None) -> None:
+        """Makes a sandbox whose templates are told that today is `date`, or no date at all."""
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
+        del self.filters["random"], self.globals["lipsum"]
+        self.filters["tojson"] = _to_json
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": self._clock(date)}
+
+    def _clock(self, date: datetime.date | None) -> Callable[[str], str] | jinja2.Undefined:
+        """What templates call for today's date. Without a date it is undefined, so that templates can ask for that."""
+        if date is not None:
+            return functools.partial(_strftime, date)
+        return self.undefined(
+            hint="strftime_now is undefined: the chat template asks for today's date, on which answers must not "
+            "depend. Give it a fixed one with --template-date, or Tokenizer.with_template_date"
+        )
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        result = super().call_binop(context, operator, left, right)
+        if isinstance(result, set):
+            raise jinja2.TemplateRuntimeError("the template makes a set, whose order differs from process to process")
+        return result
+
+
+_ADDRESS: Final = re.compile(r"<[^<>]{1,200} at 0x[0-9a-f]+>")
+"""What Python writes for an object that has no text of its own. The address differs from process to process."""
+
+
+def without_addresses(text: str, *inputs: Any) -> str:
+    """Returns `text` if no object's address is in it, but for what stands in the inputs.
+
+    Raises:
+        jinja2.TemplateRuntimeError: a template printed an object, such as a filter's result without `| list`.
+    """
+    for printed in sorted(set(_ADDRESS.findall(text))):
+        if not any(printed in string for value in inputs for string in _strings(value)):
+            kind = printed.removeprefix("<").partition(" at ")[0]
+            raise jinja2.TemplateRuntimeError(
+                f"the template prints a {kind}, whose text differs from process to process. Print what it holds, for "
+                "example with the filter list"
+            )
+    return text
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yields all strings in nested lists and dictionaries, keys included."""
+    match value:
+        case str():
+            yield value
+        case Mapping():
+            for key, item in value.items():
+                yield from _strings(key)
+                yield from _strings(item)
+        case list() | tuple():
+            for item in value:
+                yield from _strings(item)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Returns JSON with `<`, `>`, `&` and `'` as they are, unlike jinja2's own filter: prompts are no HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+_EPOCH: Final = re.compile("%[-_0^#EO]*[0-9]*s")
+"""The directive for seconds since 1970, whatever flags it has."""
+
+
+def _strftime(date: datetime.date, format: str) -> str:
+    if _EPOCH.search(format.replace("%%", "")):
+        raise jinja2.TemplateRuntimeError(
+            "strftime_now: %s depends on the time zone of the process; accepted: the other directives"
+        )
+    return datetime.datetime.combine(date, datetime.time()).strftime(format)
