@@ -9,6 +9,7 @@ from detjax.engine.generate import generate as generate
 from detjax.engine.model_runner import SamplingVariant as SamplingVariant
 from detjax.engine.request import Completion as Completion
 from detjax.engine.request import Generation as Generation
+from detjax.engine.request import NotFinite as NotFinite
 from detjax.engine.request import PromptLogprobs as PromptLogprobs
 from detjax.engine.request import Request as Request
 from detjax.engine.request import Token as Token

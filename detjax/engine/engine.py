@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from jaxtyping import Array, PyTree
 from rich.console import Console
@@ -26,9 +27,14 @@ from detjax.engine.step_loop import StepLoop
 from detjax.engine.validation import encode_prompt, end_tokens
 from detjax.models import Decoder, Tokenizer
 
+_log: Final = logging.getLogger("detjax.engine")
+
 
 class EngineClosed(RuntimeError):
-    """The engine was closed, or it failed, before the request was answered."""
+    """The engine was closed, or it failed, before the request was answered.
+
+    Its text is fit for clients. What made an engine fail is the exception's `__cause__`, and the log has it.
+    """
 
 
 class _Job:
@@ -41,7 +47,13 @@ class _Job:
         self._unfinished = len(samples)
 
     def deliver(self, token: Token) -> None:
-        """Passes on a token. The last token of the request settles its future."""
+        """Passes on a token. The last token of the request settles its future.
+
+        Raises:
+            BaseException: the sample or the listener has failed, and the request with it.
+        """
+        if (failure := self.samples[token.sample].failure) is not None:
+            raise failure
         if self._on_token is not None:
             self._on_token(token)
         self._unfinished -= token.finish_reason is not None
@@ -64,6 +76,15 @@ class Engine:
     No bit of a request's tokens and logprobs depends on the other requests, on the order in which requests arrive, on
     how they are cut into steps, on whether pages of their prompts were in the cache, or on whether the engine computed
     them twice because it ran out of pages.
+
+    A failure that belongs to one request, such as an exception of its listener, ends that request alone. Any other
+    exception in the engine's thread ends the engine: it is logged with its traceback (logger "detjax.engine"), requests
+    in flight and later ones get `EngineClosed`, `failure` is the exception, and `closed` ends with it.
+
+    Attributes:
+        closed: a future that ends with the engine, for those who want to be told: its result is None after `close`, its
+            exception is what made the engine fail. Its callbacks are called in the engine's thread, after every request
+            in flight has been told. It cannot be cancelled.
 
     Example:
         >>> import detjax, detjax.demo
@@ -106,8 +127,10 @@ class Engine:
         # Everything below belongs to the engine's thread, to which other threads send functions through the inbox.
         self._jobs: dict[sequences.Sequence, _Job] = {}
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._failure: BaseException | None = None
+        self._end_reason: EngineClosed | None = None
         self._open = threading.Lock()
+        self.closed: Future[None] = Future()
+        self.closed.set_running_or_notify_cancel()
         self._backend = backends.backend()
         self._thread = threading.Thread(target=self._work, name="detjax-engine", daemon=True)
         self._thread.start()
@@ -253,6 +276,8 @@ class Engine:
             end_tokens=end_tokens(self._defaults, params),
             tokenizer=self._tokenizer,
             is_streamed=on_token is not None,
+            cache_salt=request.cache_salt,
+            client=request.client,
         )
         return _Job(samples, on_token)
 
@@ -260,9 +285,7 @@ class Engine:
         def submit() -> None:
             for job in jobs:
                 if not job.future.cancelled():
-                    for sample in job.samples:
-                        self._jobs[sample] = job
-                        self._loop.submit(sample)
+                    self._submit(job)
 
         self._call(submit)
         for job in jobs:
@@ -318,7 +341,12 @@ class Engine:
     @property
     def is_open(self) -> bool:
         """Whether the engine takes requests: it was not closed, and it has not failed."""
-        return self._failure is None
+        return self._end_reason is None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended the engine; None while it is open, and after it was closed."""
+        return None if self._end_reason is None else self._end_reason.__cause__
 
     @property
     def config(self) -> EngineConfig:
@@ -348,8 +376,8 @@ class Engine:
         """Makes the engine's thread call `fn` between two steps. Returns a future of what it returns or raises."""
         future: Future[Any] = Future()
         with self._open:
-            if self._failure is not None:
-                raise EngineClosed(f"Engine: {self._failure}") from self._failure
+            if self._end_reason is not None:
+                raise EngineClosed(*self._end_reason.args) from self._end_reason.__cause__
             self._inbox.put((fn, future))
         return future
 
@@ -381,16 +409,29 @@ class Engine:
                         if job is not None:
                             self._deliver(job, token)
         except BaseException as error:
+            _log.critical("the engine failed; %d samples were in flight", len(self._jobs), exc_info=error)
             self._end(error)
         else:
-            self._end(EngineClosed("it was closed"))
+            self._end(None)
+
+    def _submit(self, job: _Job) -> None:
+        try:
+            for sample in job.samples:
+                self._loop.submit(sample)
+                self._jobs[sample] = job
+        except BaseException as error:
+            self._fail(job, error)
 
     def _deliver(self, job: _Job, token: Token) -> None:
         try:
             job.deliver(token)
-        except BaseException as error:  # raised by the request's listener
-            self._remove(job)
-            job.settle(error)
+        except BaseException as error:  # of the sample or of the request's listener
+            self._fail(job, error)
+
+    def _fail(self, job: _Job, error: BaseException) -> None:
+        """Ends one request with an exception. The others go on."""
+        self._remove(job)
+        job.settle(error)
 
     def _remove(self, job: _Job) -> None:
         for sample in job.samples:
@@ -408,17 +449,21 @@ class Engine:
                 return False
             _run(*item)
 
-    def _end(self, error: BaseException) -> None:
+    def _end(self, failure: BaseException | None) -> None:
+        state = "it was closed" if failure is None else "it has failed, and its log says why; start another one"
         with self._open:
-            self._failure = error
-        closed = EngineClosed(f"Engine: {error}")
-        closed.__cause__ = error
+            self._end_reason = EngineClosed(f"Engine: {state}")
+            self._end_reason.__cause__ = failure
         for job in dict.fromkeys(self._jobs.values()):
-            job.settle(closed)
+            job.settle(self._end_reason)
         self._jobs.clear()
         while not self._inbox.empty():
             if (item := self._inbox.get()) is not None:
-                item[1].set_exception(closed)
+                item[1].set_exception(self._end_reason)
+        if failure is None:
+            self.closed.set_result(None)
+        else:
+            self.closed.set_exception(failure)
 
 
 def _run(fn: Callable[[], Any], future: "Future[Any]") -> None:

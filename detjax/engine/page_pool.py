@@ -3,29 +3,42 @@
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import numpy as np
 
 from detjax.contract import KV_BLOCK
 
+_DIGEST_BYTES: Final = 32
+
 type Digest = bytes
 """A name for the tokens of a page and of all pages before it. Pages of one digest hold the same bits."""
 
 
-def digests(tokens: Sequence[int], known: Sequence[Digest] = ()) -> list[Digest]:
+def prefix_root(cache_salt: str | None) -> Digest:
+    """Returns what the digests of a request's pages begin with: requests of different salts share no page."""
+    if cache_salt is None:
+        return b""
+    # Personalized, so that no salt can give the digest of a page. JSON allows half characters, which UTF-8 does not.
+    salt = cache_salt.encode(errors="surrogatepass")
+    return hashlib.blake2b(salt, digest_size=_DIGEST_BYTES, person=b"cache_salt").digest()
+
+
+def digests(tokens: Sequence[int], known: Sequence[Digest] = (), root: Digest = b"") -> list[Digest]:
     """Returns the digest of every full page of a sequence of tokens.
 
     The hash is a cryptographic one: two different prefixes of one digest would silently share keys and values.
 
     Args:
         tokens: token ids, from position 0 on.
-        known: digests of the first pages, which are not computed again.
+        known: digests of pages from the first one on, which are not computed again.
+        root: what the first digest depends on besides tokens; see `prefix_root`.
     """
-    result = list(known)
+    result = list(known[: len(tokens) // KV_BLOCK])
     for page in range(len(result), len(tokens) // KV_BLOCK):
-        before = result[-1] if result else b""
+        before = result[-1] if result else root
         page_tokens = np.asarray(tokens[page * KV_BLOCK : (page + 1) * KV_BLOCK], np.int64).tobytes()
-        result.append(hashlib.blake2b(before + page_tokens, digest_size=32).digest())
+        result.append(hashlib.blake2b(before + page_tokens, digest_size=_DIGEST_BYTES).digest())
     return result
 
 

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from detjax.engine.sampling_params import SamplingParams
 
 
+class NotFinite(ArithmeticError):
+    """The model computed NaN for a request: its weights are damaged, or its activations overflow their dtype."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A prompt and its sampling parameters.
@@ -13,10 +17,19 @@ class Request:
     Attributes:
         prompt: text, or token ids.
         sampling: how tokens are chosen, and when a sample ends. Default: greedy, 128 tokens.
+        cache_salt: the request shares pages of the prefix cache with requests of the same salt alone. The time that an
+            answer takes tells whether somebody sent the prompt's beginning before, so give different salts to clients
+            who must not know of one another.
+        client: whose turn the request takes. While samples wait, clients get slots in turn, so that nobody waits for
+            all that another client has asked for. All requests without one are one client's.
+
+    No bit of the answer depends on `cache_salt` and `client`.
     """
 
     prompt: str | Sequence[int]
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    cache_salt: str | None = None
+    client: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """Continuous batching: which tokens of which sequences a step computes. It changes no bit of any result."""
 
 import dataclasses
-from collections import deque
+import operator
 
 from detjax.contract import KV_BLOCK, QUERY_UNIT
 from detjax.engine.page_pool import PagePool
 from detjax.engine.sequence import Sequence
+from detjax.engine.waiting_queue import WaitingQueue
+
+_TURN = operator.attrgetter("turn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +71,7 @@ class StepLimits:
 
 
 class Scheduler:
-    """The sequences in the order of their arrival: running ones, which have a slot, and waiting ones.
+    """The running sequences, which have a slot, in the order in which they first got one, and the waiting ones.
 
     A step takes sequences that decode before sequences with more tokens to compute, in each group the earliest first.
     When pages run out, the latest running sequence gives its pages back, waits again, and is recomputed later.
@@ -77,12 +80,10 @@ class Scheduler:
     def __init__(self, pool: PagePool, limits: StepLimits) -> None:
         self.pool = pool
         self.limits = limits
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._slots = list(range(limits.slots - 1, -1, -1))
-        self._arrivals: dict[Sequence, int] = {}
-        self._arrived = 0
 
     @property
     def is_idle(self) -> bool:
@@ -92,8 +93,6 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Appends a sequence to the waiting ones. The pool must be able to hold the sequence when it is alone."""
         assert pages_needed(sequence) <= self.pool.num_pages
-        self._arrivals[sequence] = self._arrived
-        self._arrived += 1
         self.waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
@@ -108,7 +107,6 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             self._evict(sequence)
-        del self._arrivals[sequence]
 
     def plan(self) -> ScheduledStep:
         """Returns the next step. It has no chunks if all remaining work depends on tokens that have not been read.
@@ -117,7 +115,7 @@ class Scheduler:
         its tokens when it is recomputed.
         """
         chunks, preemptions = self._chunks_of_running(), self.preemptions
-        for sequence in sorted(chunks, key=self._arrivals.__getitem__):
+        for sequence in sorted(chunks, key=_TURN):
             while sequence in chunks and not self._has_pages(chunks[sequence]):
                 victim = self.running[-1]
                 chunks.pop(victim, None)
@@ -161,11 +159,7 @@ class Scheduler:
 
     def _admit(self, chunks: "_StepChunks") -> None:
         """Gives slots to waiting sequences while there are slots, pages and room in the step."""
-        for sequence in tuple(self.waiting):
-            if not self._slots:
-                return
-            if self._waits_for_leader(sequence):
-                continue
+        while self._slots and (sequence := self.waiting.first(self._is_ready)) is not None:
             # At least one token is computed: the next token is sampled from its hidden state.
             full_pages = (len(sequence.tokens) - 1) // KV_BLOCK
             prefix = sequence.digests()[:full_pages] if self._uses_prefix_cache(sequence) else []
@@ -180,21 +174,22 @@ class Scheduler:
                 return
             self._has_pages(chunks[sequence])
             sequence.slot = self._slots.pop()
-            self.waiting.remove(sequence)
+            self.waiting.take(sequence)
             self.running.append(sequence)
-            self.running.sort(key=self._arrivals.__getitem__)
+            self.running.sort(key=_TURN)
 
     def _uses_prefix_cache(self, sequence: Sequence) -> bool:
         # Logprobs of a prompt need the hidden states of all its tokens.
         return self.pool.keeps_prefixes and not sequence.params.prompt_logprobs
 
-    def _waits_for_leader(self, sequence: Sequence) -> bool:
+    def _is_ready(self, sequence: Sequence) -> bool:
+        """Returns whether the sequence need not wait for pages of the prompt that its leader computes."""
         leader = sequence.leader
         return (
-            self._uses_prefix_cache(sequence)
-            and leader is not None
-            and leader.finish_reason is None
-            and leader.computed < len(leader.prompt)
+            leader is None
+            or leader.finish_reason is not None
+            or leader.computed >= len(leader.prompt)
+            or not self._uses_prefix_cache(sequence)
         )
 
     # --- pages --------------------------------------------------------------------------------------------------------
@@ -220,9 +215,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._evict(sequence)
         self.preemptions += 1
-        arrival = self._arrivals[sequence]
-        later = (index for index, other in enumerate(self.waiting) if self._arrivals[other] > arrival)
-        self.waiting.insert(next(later, len(self.waiting)), sequence)
+        self.waiting.put_back(sequence)
 
     def _evict(self, sequence: Sequence) -> None:
         assert sequence.slot is not None

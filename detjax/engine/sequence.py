@@ -1,52 +1,64 @@
 """A sequence: one sample of a request while it is scheduled, what has been generated for it, and its text."""
 
 import dataclasses
+import math
+from collections.abc import Sequence as Seq
+from typing import overload
 
-from detjax.engine.page_pool import Digest, digests
-from detjax.engine.request import Completion, PromptLogprobs, Token
+from detjax.engine.page_pool import Digest, digests, prefix_root
+from detjax.engine.request import Completion, NotFinite, PromptLogprobs, Token
 from detjax.engine.sampling_params import SamplingParams
+from detjax.engine.text_stream import StopStrings, TextStream
 from detjax.models import Tokenizer
 
 type TopLogprobs = tuple[tuple[int, float], ...]
 """The likeliest tokens at one position with their logprobs, the likeliest first."""
 
 
-class TextStream:
-    """The text of a sample while it grows. It ends before the first stop string."""
+class TokenIds(Seq[int]):
+    """The tokens of a sequence: those of the prompt, which the request's samples share, then the generated ones."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        self.text = ""
-        self._decoder = tokenizer.stream()
-        self._stop = stop
-        self._longest_stop = max(map(len, stop), default=0)
-        self._streamed = 0
+    def __init__(self, prompt: tuple[int, ...]) -> None:
+        self.prompt = prompt
+        self.generated: list[int] = []
 
-    def add(self, token: int) -> bool:
-        """Appends a token's text. Returns whether a stop string ended the text, which is then cut before it."""
-        # The finished part of the text before held no whole stop string, but one may have begun there.
-        first = max(0, self._decoder.finished - self._longest_stop)
-        self.text = self._decoder.add(token)
-        starts = [start for stop in self._stop if (start := self.text.find(stop, first)) >= 0]
-        if starts:
-            self.text = self.text[: min(starts)]
-        return bool(starts)
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.generated)
 
-    def take_new(self, *, is_last: bool) -> str:
-        """Returns the text that was not returned before.
+    @overload
+    def __getitem__(self, index: int) -> int: ...
 
-        Before the last token, the text stops where a stop string or an unfinished character may begin.
-        """
-        text = self.text
-        if not is_last:
-            text = text[: self._decoder.finished]
-            text = text[: len(text) - self._length_of_begun_stop(text)]
-        new, self._streamed = text[self._streamed :], max(self._streamed, len(text))
-        return new
+    @overload
+    def __getitem__(self, index: slice) -> Seq[int]: ...
 
-    def _length_of_begun_stop(self, text: str) -> int:
-        """Returns how many characters at the end of a text may be the beginning of a stop string."""
-        begun = (length for stop in self._stop for length in range(1, len(stop)) if text.endswith(stop[:length]))
-        return max(begun, default=0)
+    def __getitem__(self, index: int | slice) -> int | Seq[int]:
+        """Returns the token at a position, or the tokens of a range of positions."""
+        first = len(self.prompt)
+        if isinstance(index, int):
+            index = range(len(self))[index]
+            return self.prompt[index] if index < first else self.generated[index - first]
+        start, stop, step = index.indices(len(self))
+        assert step == 1
+        return *self.prompt[start:stop], *self.generated[max(0, start - first) : max(0, stop - first)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RequestContext:
+    """What a request's samples have in common besides prompt and parameters. It exists once, whatever their number.
+
+    Attributes:
+        end_tokens: tokens that end a sample.
+        tokenizer: makes the text; needed for stop strings.
+        is_streamed: make the text at every token.
+        prefix_root: what digests of pages begin with; see `page_pool.prefix_root`.
+        client: whose turn the samples take while they wait for a slot.
+    """
+
+    end_tokens: frozenset[int] = frozenset()
+    tokenizer: Tokenizer | None = None
+    is_streamed: bool = False
+    prefix_root: Digest = b""
+    client: str | None = None
 
 
 class SampleOutput:
@@ -77,13 +89,16 @@ class Sequence:
         index: the sample's number in its request.
         params: the request's sampling parameters.
         leader: the request's first sample, whose prompt pages this sequence waits for and shares; None for the first.
+        context: what else the request's samples share.
         tokens: the prompt and the generated tokens that have been read.
         output: logprobs of the generated tokens and of the prompt.
-        finish_reason: "stop", "length" or "cancelled" after the end; None before it.
+        finish_reason: "stop", "length", "cancelled" or "failed" after the end; None before it.
+        failure: the exception that ended a sequence that failed.
         computed: tokens, from the first on, whose keys and values the submitted steps put into the cache.
         unread: tokens that submitted steps sample and that have not been read.
         page_ids: pages of the cache, in the order of the tokens.
         named_pages: how many of these pages, from the first on, other sequences can share.
+        turn: how many sequences had been given a slot before this one first got one; None before that.
         slot: the number under which the device keeps the last sampled token; None while the sequence waits.
         is_held: whether the only token left to compute is the one in the slot.
     """
@@ -94,10 +109,8 @@ class Sequence:
         params: SamplingParams,
         *,
         index: int = 0,
-        end_tokens: frozenset[int] = frozenset(),
-        tokenizer: Tokenizer | None = None,
         leader: "Sequence | None" = None,
-        is_streamed: bool = False,
+        context: RequestContext | None = None,
     ) -> None:
         """A sequence that waits.
 
@@ -105,30 +118,32 @@ class Sequence:
             prompt: token ids.
             params: sampling parameters.
             index: the sample's number in its request.
-            end_tokens: tokens that end the sequence.
-            tokenizer: makes the text; needed for stop strings.
             leader: the request's first sample.
-            is_streamed: make the text at every token.
+            context: what else the request's samples share. Default: no end tokens, no text.
         """
         self.prompt = prompt
         self.index = index
         self.params = params
         self.leader = leader
-        self.tokens = list(prompt)
+        self.context = context or RequestContext()
+        # Many samples of a long prompt may wait: none of them copies anything of the request's size.
+        self.tokens = TokenIds(prompt)
         self.output = SampleOutput()
         self.finish_reason: str | None = None
+        self.failure: BaseException | None = None
         self.computed = 0
         self.unread = 0
         self.page_ids: list[int] = []
         self.named_pages = 0
+        self.turn: int | None = None
         self.slot: int | None = None
         self.is_held = False
-        self._end_tokens = end_tokens
-        self._tokenizer = tokenizer
         self._digests: list[Digest] = []
+        self._stop: StopStrings = StopStrings(params.stop) if leader is None else leader._stop
         # Decoding text takes longer than everything else here, so it is done at every token only where it is needed.
-        needs_text = is_streamed or bool(params.stop)
-        self._text_stream = TextStream(tokenizer, params.stop) if tokenizer is not None and needs_text else None
+        needs_text = self.context.is_streamed or bool(params.stop)
+        tokenizer = self.context.tokenizer
+        self._text_stream = TextStream(tokenizer, self._stop) if tokenizer is not None and needs_text else None
 
     @property
     def length(self) -> int:
@@ -138,7 +153,7 @@ class Sequence:
     @property
     def generated(self) -> list[int]:
         """The generated tokens that have been read."""
-        return self.tokens[len(self.prompt) :]
+        return self.tokens.generated
 
     @property
     def has_all(self) -> bool:
@@ -148,12 +163,18 @@ class Sequence:
     @property
     def text(self) -> str | None:
         """The generated text, cut before a stop string; None without a tokenizer."""
-        if self._tokenizer is None:
+        if self.context.tokenizer is None:
             return None
-        return self._tokenizer.decode(self.generated) if self._text_stream is None else self._text_stream.text
+        return self.context.tokenizer.decode(self.generated) if self._text_stream is None else self._text_stream.text
 
     def completion(self) -> Completion:
-        """Returns the sample after its end."""
+        """Returns the sample after its end.
+
+        Raises:
+            BaseException: the sample has failed.
+        """
+        if self.failure is not None:
+            raise self.failure
         assert self.finish_reason is not None
         return Completion(
             tokens=tuple(self.generated),
@@ -169,11 +190,15 @@ class Sequence:
 
     def digests(self) -> list[Digest]:
         """Returns the digests of the full pages whose tokens have been read."""
-        self._digests = digests(self.tokens, self._digests)
+        if not self._digests and self.leader is not None:
+            self._digests = digests(self.prompt, self.leader.digests(), self.context.prefix_root)
+        self._digests = digests(self.tokens, self._digests, self.context.prefix_root)
         return self._digests
 
     def add(self, token: int, logprob: float, top: TopLogprobs, *, batch: int) -> Token:
         """Appends the next generated token, and ends the sequence if it is the last one.
+
+        An exception ends the sequence with the finish reason "failed", because it is no fault of the step's others.
 
         Args:
             token: its id.
@@ -181,16 +206,33 @@ class Sequence:
             top: the likeliest tokens in its place.
             batch: sequences of the step that sampled it.
         """
-        self.tokens.append(token)
+        self.generated.append(token)
         self.output.logprobs.append(logprob)
         self.output.top_logprobs.append(top)
-        is_stopped = self._text_stream is not None and self._text_stream.add(token)
-        if is_stopped or token in self._end_tokens:
-            self.finish_reason = "stop"
-        elif len(self.generated) == self.params.max_tokens:
-            self.finish_reason = "length"
-        text = None if self._text_stream is None else self._text_stream.take_new(is_last=self.finish_reason is not None)
+        text = None
+        try:
+            self._check_finite(logprob)
+            is_stopped = self._text_stream is not None and self._text_stream.add(token)
+            if is_stopped or token in self.context.end_tokens:
+                self.finish_reason = "stop"
+            elif len(self.generated) == self.params.max_tokens:
+                self.finish_reason = "length"
+            if self._text_stream is not None and self.context.is_streamed:
+                text = self._text_stream.take_new(is_last=self.finish_reason is not None)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the tokenizer's library raises more than Exception when it fails
+            self.finish_reason, self.failure = "failed", error
         return Token(self.index, token, logprob, top, text, self.finish_reason, batch)
+
+    def _check_finite(self, logprob: float) -> None:
+        # Minus infinity is a logprob like others: a token may be forced that the model itself never chooses.
+        if math.isnan(logprob):
+            position = len(self.tokens) - 1
+            raise NotFinite(
+                f"the model's logits for position {position} hold NaN or infinity; accepted: finite numbers. Check the "
+                "weights of the checkpoint, and whether the dtype is wide enough for the activations."
+            )
 
 
 def samples(
@@ -200,22 +242,23 @@ def samples(
     end_tokens: frozenset[int],
     tokenizer: Tokenizer | None,
     is_streamed: bool = False,
+    cache_salt: str | None = None,
+    client: str | None = None,
 ) -> list[Sequence]:
-    """Returns a sequence for each sample of a request; arguments as `Sequence` takes them.
+    """Returns a sequence for each sample of a request; arguments as `RequestContext` and `Request` have them.
 
     The first sample leads: the others can share its prompt pages, and it alone computes the prompt's logprobs.
     """
+    context = RequestContext(
+        end_tokens=end_tokens,
+        tokenizer=tokenizer,
+        is_streamed=is_streamed,
+        prefix_root=prefix_root(cache_salt),
+        client=client,
+    )
+    first = Sequence(prompt, params, context=context)
     others = dataclasses.replace(params, prompt_logprobs=False)
-    sequences: list[Sequence] = []
-    for index in range(params.n):
-        sequence = Sequence(
-            prompt,
-            others if index else params,
-            index=index,
-            end_tokens=end_tokens,
-            tokenizer=tokenizer,
-            leader=sequences[0] if sequences else None,
-            is_streamed=is_streamed,
-        )
-        sequences.append(sequence)
-    return sequences
+    return [
+        first,
+        *(Sequence(prompt, others, index=index, leader=first, context=context) for index in range(1, params.n)),
+    ]

@@ -28,20 +28,22 @@ def encode_prompt(
             f"{name} {problem} and there is no tokenizer; accepted: token ids and stop_token_ids. "
             "Give the tokenizer that detjax.models.load returned, if the checkpoint has one."
         )
-    tokens = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer is not None else [int(t) for t in prompt]
-    if not tokens:
+    if isinstance(prompt, str) and tokenizer is not None:
+        prompt = tokenizer.encode(prompt)
+    if not len(prompt):
         raise ValueError(f"{name} is empty; accepted: at least one token")
-    unknown = [token for token in tokens if not 0 <= token < config.vocab_size]
-    if unknown:
-        raise ValueError(f"{name} has token {unknown[0]}; accepted: ids 0 to {config.vocab_size - 1}")
-    if len(tokens) + params.max_tokens > config.max_positions:
+    if len(prompt) + params.max_tokens > config.max_positions:  # such a list may be too long to look at its items
         raise ValueError(
-            f"{name} has {len(tokens)} tokens and asks for {params.max_tokens} more; accepted: "
+            f"{name} has {len(prompt)} tokens and asks for {params.max_tokens} more; accepted: "
             f"{config.max_positions} in all, the model's max_position_embeddings. Lower max_tokens or cut the prompt."
         )
+    tokens = tuple(int(token) for token in prompt)
+    unknown = next((token for token in tokens if not 0 <= token < config.vocab_size), None)
+    if unknown is not None:
+        raise ValueError(f"{name} has token {unknown}; accepted: ids 0 to {config.vocab_size - 1}")
     if params.top_logprobs > config.vocab_size:
         raise ValueError(f"{name}: top_logprobs is {params.top_logprobs}; accepted: up to {config.vocab_size}")
-    return tuple(tokens)
+    return tokens
 
 
 def end_tokens(defaults: GenerationDefaults | None, params: SamplingParams) -> frozenset[int]:

@@ -128,13 +128,14 @@ class Schedule:
         self.expected: dict[Sequence, list[int]] = {}
         self.read: Counter[Sequence] = Counter()
 
-    def submit(self, first_pages: list[int], more_tokens: int, max_tokens: int, n: int) -> None:
+    def submit(self, first_pages: list[int], more_tokens: int, max_tokens: int, n: int, client: str | None) -> None:
         # Some requests begin with the same pages, some have equal pages after different ones.
         prompt = tuple(token for page in first_pages for token in [page] * PAGE) + tuple(range(more_tokens))
         if len(prompt) + max_tokens - 1 > self.pool.num_pages * PAGE:
             return
         params = SamplingParams(max_tokens=max_tokens, seed=more_tokens << 40 | max_tokens, n=n)
-        for sequence in samples(prompt, params, end_tokens=frozenset([END]), tokenizer=None):
+        ends = frozenset([END])
+        for sequence in samples(prompt, params, end_tokens=ends, tokenizer=None, cache_salt=client, client=client):
             assert pages_needed(sequence) <= self.pool.num_pages
             self.expected[sequence] = expected_tokens(sequence)
             self.loop.submit(sequence)
@@ -184,7 +185,8 @@ def play(draw: random.Random, actions: int) -> None:
         match draw.choice(["submit", "submit", "step", "step", "cancel", "forget"]):
             case "submit":
                 first_pages = draw.choices([0, 1], k=draw.randint(0, 4))
-                schedule.submit(first_pages, draw.randint(1, 6), draw.randint(1, 8), draw.choice([1, 1, 1, 3]))
+                lengths, n = (draw.randint(1, 6), draw.randint(1, 8)), draw.choice([1, 1, 1, 3])
+                schedule.submit(first_pages, *lengths, n, draw.choice([None, None, "a", "b"]))
             case "step":
                 schedule.step(draw.randint(1, 6))
             case "cancel":
@@ -214,9 +216,10 @@ class Schedules(RuleBasedStateMachine):
         more_tokens=st.integers(1, 6),
         max_tokens=st.integers(1, 8),
         n=st.sampled_from([1, 1, 1, 3]),
+        client=st.sampled_from([None, None, "a", "b"]),
     )
-    def submit(self, first_pages: list[int], more_tokens: int, max_tokens: int, n: int) -> None:
-        self.schedule.submit(first_pages, more_tokens, max_tokens, n)
+    def submit(self, first_pages: list[int], more_tokens: int, max_tokens: int, n: int, client: str | None) -> None:
+        self.schedule.submit(first_pages, more_tokens, max_tokens, n, client)
 
     @rule(index=st.integers(0, 100))
     def cancel(self, index: int) -> None:

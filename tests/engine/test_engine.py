@@ -18,10 +18,23 @@ from flax import nnx
 
 import detjax
 from detjax import SamplingParams, ops
-from detjax.engine import Engine, EngineClosed, EngineConfig, EngineStats, Generation, Request, Token
+from detjax.engine import (
+    Engine,
+    EngineClosed,
+    EngineConfig,
+    EngineStats,
+    Generation,
+    NotFinite,
+    Request,
+    StepLoop,
+    Token,
+)
+from detjax.engine import sequence as engine_sequence
+from detjax.engine.text_stream import TextStream
 from detjax.models import Decoder, Tokenizer, load
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.compiled_programs import compiled_programs
+from tests.support.memory import allocated
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 MAX_LENGTH = 400
@@ -223,6 +236,22 @@ def test_an_exception_of_a_listener_ends_its_request_alone(shared: Engine) -> No
     assert shared.stats().pages_in_use == 0
 
 
+def test_the_samples_of_a_request_share_what_has_its_size(shared: Engine) -> None:
+    params = SamplingParams(n=128, max_tokens=50, stop=("x" * 200,), stop_token_ids=tuple(range(400)))
+    prompt = list(range(300))
+
+    def job() -> Any:
+        return shared._job("the request", Request(prompt, params))
+
+    first, *others = job().samples
+    assert all(one.prompt is first.prompt and one.context is first.context for one in others)
+    with allocated() as whole:
+        kept = job()
+    assert len(kept.samples) == 128
+    # The set of end tokens alone takes 16 KB.
+    assert whole[0] < 128 * 8_000
+
+
 def test_a_listener_that_waits_for_the_engine_is_refused(shared: Engine) -> None:
     def listen(_: Token) -> None:
         shared.generate([Request([3])])
@@ -310,17 +339,107 @@ def test_closing_an_engine_ends_streams_with_an_error() -> None:
     one.close()
 
 
-def test_a_failure_in_the_thread_reaches_every_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_the_thread_is_logged_once_and_ends_every_request_without_its_details(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failure, listeners = MemoryError("no memory left"), list[BaseException | None]()
     with engine() as one:
+        assert (one.failure, one.closed.done(), one.closed.cancel()) == (None, False, False)
+        one.closed.add_done_callback(lambda closed: listeners.append(closed.exception()))
+        steps = 0
+        step = one._loop.step
 
-        def broken() -> None:
-            raise MemoryError("no memory left")
+        def broken() -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == 3:
+                raise failure
+            return step()
 
         monkeypatch.setattr(one._loop, "step", broken)
-        with pytest.raises(EngineClosed, match="no memory left"):
+        futures = [one.submit(Request([index], SamplingParams(max_tokens=300))) for index in range(3)]
+        errors = [future.exception(WAIT) for future in futures]
+        with pytest.raises(EngineClosed) as late:
             one.generate([Request([1])])
-        with pytest.raises(EngineClosed, match="no memory left"):
-            one.generate([Request([1])])
+        assert one.closed.exception(WAIT) is failure
+    for error in (*errors, late.value):
+        assert isinstance(error, EngineClosed)
+        assert "it has failed" in str(error) and "memory" not in str(error)
+        assert error.__cause__ is failure
+    assert (one.failure, one.is_open, listeners) == (failure, False, [failure])
+    (record,) = (record for record in caplog.records if record.name == "detjax.engine")
+    assert record.levelname == "CRITICAL"
+    assert record.exc_info and record.exc_info[1] is failure
+
+
+def test_a_closed_engine_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
+    one = engine()
+    one.close()
+    assert (one.closed.result(WAIT), one.failure, one.is_open) == (None, None, False)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("when", ["the sample grows", "the sample has ended", "the request is submitted"])
+def test_a_failure_of_one_sample_ends_its_request_alone(
+    shared: Engine, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    expected = alone()[:4]
+    victim = SamplingParams(max_tokens=300, n=3, ignore_eos=True, temperature=1.0, seed=99)
+    add, completion, submit = TextStream.add, engine_sequence.Sequence.completion, StepLoop.submit
+    calls = 0
+
+    class Panic(BaseException):
+        """What the tokenizer's library raises when it panics is no Exception either."""
+
+    def failing_add(stream: TextStream, token: int) -> bool:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise Panic("the fault of one sample")
+        return add(stream, token)
+
+    def failing_completion(sequence: engine_sequence.Sequence) -> Any:
+        if sequence.params.seed == 99:
+            raise Panic("the fault of one sample")
+        return completion(sequence)
+
+    def failing_submit(loop: StepLoop, sequence: engine_sequence.Sequence) -> None:
+        if sequence.params.seed == 99 and sequence.index == 2:
+            raise Panic("the fault of one sample")
+        submit(loop, sequence)
+
+    if when == "the sample grows":
+        victim = dataclasses.replace(victim, stop=("a stop string that never comes",))
+        monkeypatch.setattr(TextStream, "add", failing_add)
+    elif when == "the sample has ended":
+        victim = dataclasses.replace(victim, max_tokens=3)
+        monkeypatch.setattr(engine_sequence.Sequence, "completion", failing_completion)
+    else:
+        monkeypatch.setattr(StepLoop, "submit", failing_submit)
+    future = shared.submit(Request([1, 2, 3], victim))
+    assert_same_bits(bits_of(shared.generate(requests()[:4])), bits_of(expected))
+    with pytest.raises(Panic, match="the fault of one sample"):
+        future.result(WAIT)
+    assert shared.stats()[:4] == (0, 0, shared.stats().num_pages, 0)
+    assert not shared._jobs
+    assert shared.is_open
+
+
+def test_weights_that_give_nan_are_an_error_and_leave_nothing_behind() -> None:
+    model = loaded()[0]
+    state = nnx.split(model)[1]
+    broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), state)
+    request, some = Request([1] * 130, SamplingParams(n=2, temperature=1.0)), requests()[:2]
+    with engine() as one:
+        one.update_weights(broken)
+        for listener in (None, lambda _: None):
+            with pytest.raises(NotFinite, match="logits for position 130 hold NaN or infinity; accepted: finite"):
+                one.submit(request, listener).result(WAIT)
+        assert one.stats()[:4] == (0, 0, one.config.num_pages, 0)
+        one.update_weights(state)
+        assert_same_bits(bits_of(one.generate(some)), bits_of(alone()[:2]))
+    with pytest.raises(NotFinite, match="Check the weights of the checkpoint"):
+        detjax.generate(nnx.merge(nnx.split(model)[0], broken), [[1, 2]])
 
 
 def test_forgotten_prefixes_are_computed_again() -> None:

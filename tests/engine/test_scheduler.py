@@ -11,9 +11,9 @@ import pytest
 
 from detjax import SamplingParams
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable
-from detjax.engine.page_pool import PagePool, digests
+from detjax.engine.page_pool import PagePool, digests, prefix_root
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler
-from detjax.engine.sequence import Sequence, samples
+from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.step_loop import StepLoop
 from tests.engine import schedules
 from tests.engine.schedules import END, PAGE, RememberingRunner, expected_tokens
@@ -40,7 +40,7 @@ def test_ten_thousand_random_schedules_change_no_token_and_leak_no_page() -> Non
 
 
 def sequence(prompt: tuple[int, ...], **params: int) -> Sequence:
-    return Sequence(prompt, SamplingParams(**params), end_tokens=frozenset([END]))
+    return Sequence(prompt, SamplingParams(**params), context=RequestContext(end_tokens=frozenset([END])))
 
 
 def step_loop(shapes: BatchShapes, num_pages: int, keeps_prefixes: bool = True) -> StepLoop:
@@ -125,6 +125,68 @@ def test_without_free_pages_the_latest_sequence_waits() -> None:
     assert loop.scheduler.preemptions > 0
     assert ended == [first, second]
     assert [one.generated for one in ended] == [expected_tokens(one) for one in ended]
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("keeps_prefixes", [True, False])
+def test_one_request_of_another_client_is_answered_soon_behind_960_samples(keeps_prefixes: bool) -> None:
+    loop, max_tokens = serving_loop(2, 8, 20, keeps_prefixes), 3
+    crowd = samples((1, 2, 3), SamplingParams(max_tokens=max_tokens, n=960), end_tokens=frozenset(), tokenizer=None)
+    for one in crowd:
+        loop.submit(one)
+    for _ in range(5):
+        loop.step()
+    (other,) = samples((4, 5), SamplingParams(max_tokens=2), end_tokens=frozenset(), tokenizer=None, client="other")
+    loop.submit(other)
+    steps = 0
+    while other.finish_reason is None:
+        loop.step()
+        steps += 1
+    # It waits for a sample of the crowd to end, perhaps for one more, and then for its own prompt and tokens.
+    assert steps <= 2 * (max_tokens + 2) + 4
+    assert other.generated == expected_tokens(other)[:2]
+    assert len(loop.scheduler.waiting) > 940
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_preempted_sequence_comes_back_before_other_clients_get_a_turn() -> None:
+    loop = serving_loop(2, 8, 5)
+    candidates = (sequence((1, 2, 3), max_tokens=12, seed=seed) for seed in range(100))
+    first, second, third, *_ = (one for one in candidates if len(expected_tokens(one)) == 12)
+    for one in (first, second, third):
+        loop.submit(one)
+    while not loop.scheduler.preemptions:
+        loop.step()
+    assert (first.slot is None, second.slot is None, second.turn) == (False, True, 1)
+    (other,) = samples((9,), SamplingParams(max_tokens=1), end_tokens=frozenset(), tokenizer=None, client="other")
+    loop.submit(other)
+    while second.slot is None:
+        assert other.slot is None
+        loop.step()
+    run(loop)
+    assert [one.turn for one in (first, second, other, third)] in ([0, 1, 2, 3], [0, 1, 3, 2])
+    assert [one.generated for one in (second, third)] == [expected_tokens(one) for one in (second, third)]
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_requests_share_pages_with_those_of_the_same_salt_alone() -> None:
+    loop, prompt = serving_loop(1, 64, 40), tuple(range(3 * PAGE))
+    computed = []
+    for salt in (None, None, "a", "", "a", "\ud800", "b", None, ""):
+        (one,) = samples(prompt, SamplingParams(max_tokens=1), end_tokens=frozenset(), tokenizer=None, cache_salt=salt)
+        loop.submit(one)
+        computed.append(sum(chunk.count for chunk in chunks(run(loop))))
+        assert one.generated == expected_tokens(one)[:1]
+    new, known = 3 * PAGE, PAGE
+    assert computed == [new, known, new, new, known, new, new, known, known]
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_no_salt_gives_the_digest_of_a_page() -> None:
+    page, other = tuple(range(PAGE)), tuple(range(PAGE, 2 * PAGE))
+    # A salt with the bytes of a page, in front of another page, is not the two pages one after the other.
+    salt = np.asarray(page, np.int64).tobytes().decode()
+    assert digests(other, root=prefix_root(salt))[0] not in digests(page + other)
 
 
 @pytest.mark.usefixtures("small_pages")

@@ -1,72 +1,19 @@
-"""Sequences: what ends them, and the text that streams tell."""
-
-import functools
-from pathlib import Path
+"""Sequences: what ends them, and what the samples of a request share."""
 
 import pytest
 
 from detjax import SamplingParams
-from detjax.engine.sequence import Sequence, TextStream, samples
+from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.validation import end_tokens
-from detjax.models import GenerationDefaults, Tokenizer
-
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen3"
-TEXT = "He said: no, no and no! Grüße, 東京 🙂, no more."
-
-
-@functools.cache
-def tokenizer() -> Tokenizer:
-    tokenizer = Tokenizer.load(FIXTURE)
-    assert tokenizer is not None
-    return tokenizer
-
-
-def streamed(text: str, *stop: str) -> tuple[list[str], str, bool]:
-    """Returns what a stream tells at each token of a text, the whole text, and whether a stop string ended it."""
-    tokens, stream, pieces = tokenizer().encode(text), TextStream(tokenizer(), stop), []
-    for index, token in enumerate(tokens):
-        is_stopped = stream.add(token)
-        pieces.append(stream.take_new(is_last=is_stopped or index == len(tokens) - 1))
-        if is_stopped:
-            return pieces, stream.text, True
-    return pieces, stream.text, False
-
-
-@pytest.mark.parametrize(
-    "stop", [(), ("no!",), ("no, no and", "never"), ("o m", "no m"), ("ße, 東",), ("🙂",), ("not", "no more?"), ("e.",)]
-)
-def test_a_stream_tells_the_text_before_the_first_stop_string_and_never_more(stop: tuple[str, ...]) -> None:
-    expected = min((TEXT.partition(end)[0] for end in stop), key=len, default=TEXT)
-    pieces, text, is_stopped = streamed(TEXT, *stop)
-    assert text == expected
-    assert is_stopped == (expected != TEXT)
-    received = ""
-    for piece in pieces:
-        received += piece
-        assert expected.startswith(received), "the stream told text that a stop string then took back"
-    assert received == expected
-
-
-def test_a_stream_tells_text_as_soon_as_no_stop_string_can_begin_there() -> None:
-    pieces, _, _ = streamed("aaaa bbbb cccc dddd", "zz")
-    assert all(pieces)
-
-
-@pytest.mark.parametrize("stop", ["bc", "cde", "abcdefgh", "h"])
-def test_stop_strings_across_borders_of_tokens_end_the_text(stop: str) -> None:
-    stream = TextStream(tokenizer(), (stop,))
-    for letter in "abcdefghij":
-        (token,) = tokenizer().encode(letter)
-        if stream.add(token):
-            break
-    assert stream.text == "abcdefghij".partition(stop)[0]
+from detjax.models import GenerationDefaults
+from tests.support.memory import allocated
 
 
 @pytest.mark.parametrize(("last", "tokens"), [(11, [5, 11]), (12, [5, 12]), (13, [5, 13]), (14, [5, 14, 6])])
 def test_every_end_token_ends_a_sequence(last: int, tokens: list[int]) -> None:
     params = SamplingParams(max_tokens=3, stop_token_ids=(13,))
     defaults = GenerationDefaults(eos_token_ids=(11, 12))
-    sequence = Sequence((1, 2), params, end_tokens=end_tokens(defaults, params))
+    sequence = Sequence((1, 2), params, context=RequestContext(end_tokens=end_tokens(defaults, params)))
     for token in (5, last, 6):
         if sequence.finish_reason is None:
             sequence.add(token, -1.0, (), batch=1)
@@ -81,3 +28,31 @@ def test_only_the_first_sample_leads_and_has_the_prompts_logprobs() -> None:
         (first, 1, False),
         (first, 2, False),
     ]
+
+
+def test_waiting_samples_take_no_memory_of_the_size_of_their_request() -> None:
+    size = 100_000
+    prompt, stop_tokens = tuple(range(1000, 1000 + size)), tuple(range(size))
+    stop = tuple(f"{index} " * 100 for index in range(100))
+    params = SamplingParams(n=100, stop=stop, stop_token_ids=stop_tokens)
+    ends = end_tokens(None, params)
+    with allocated() as bytes_:
+        together = samples(prompt, params, end_tokens=ends, tokenizer=None)
+    assert bytes_[0] < 100 * 10_000
+    assert all(one.prompt is prompt and one.context.end_tokens is ends for one in together)
+    # A digest takes some 65 bytes, and a reference to it 8.
+    with allocated() as bytes_:
+        digests = [one.digests() for one in together]
+    assert len(digests[0]) == size // 128
+    assert bytes_[0] < (65 + 100 * 2 * 8 + 1000) * len(digests[0])
+
+
+def test_tokens_are_the_prompt_and_then_the_generated_ones() -> None:
+    sequence = Sequence((1, 2, 3), SamplingParams())
+    sequence.generated.extend((4, 5))
+    expected = [1, 2, 3, 4, 5]
+    assert list(sequence.tokens) == expected
+    assert [sequence.tokens[index] for index in range(-5, 5)] == expected * 2
+    for start in range(6):
+        for stop in range(6):
+            assert list(sequence.tokens[start:stop]) == expected[start:stop]

@@ -1,0 +1,88 @@
+"""The sequences that wait for a slot, and whose turn it is."""
+
+import bisect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from detjax.engine.sequence import Sequence
+
+
+class WaitingQueue:
+    """Sequences that wait for a slot, in the order in which they get one.
+
+    Clients take turns: a turn gives a slot to the earliest sequence of a client, which is then behind all other clients
+    that have sequences here. So a client waits for one sequence of each other client at most, however many they have.
+
+    Preempted sequences, which have had their turn, come before all others, in the order of their turns.
+    """
+
+    def __init__(self) -> None:
+        # By client, the one whose turn it is first; then by the first sample of the request, for which others may wait.
+        self._clients: OrderedDict[str | None, dict[Sequence, dict[Sequence, None]]] = OrderedDict()
+        self._preempted: list[Sequence] = []
+        self._length = 0
+        self._turns = 0
+
+    def __len__(self) -> int:
+        """Returns the number of sequences. It may be called from any thread."""
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yields the sequences, in no particular order."""
+        yield from self._preempted
+        for requests in self._clients.values():
+            for sequences in requests.values():
+                yield from sequences
+
+    def append(self, sequence: Sequence) -> None:
+        """Adds a sequence that has never had a slot."""
+        requests = self._clients.setdefault(sequence.context.client, {})
+        requests.setdefault(sequence.leader or sequence, {})[sequence] = None
+        self._length += 1
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Adds a sequence that has been preempted."""
+        bisect.insort(self._preempted, sequence, key=_turn)
+        self._length += 1
+
+    def first(self, is_ready: Callable[[Sequence], bool]) -> Sequence | None:
+        """Returns the sequence that gets the next slot, or None if there is none that is ready.
+
+        Args:
+            is_ready: whether a sequence can be given a slot. Samples of a request that have had no turn agree on it, so
+                the earliest of them is asked.
+        """
+        for sequence in self._preempted:
+            if is_ready(sequence):
+                return sequence
+        for requests in self._clients.values():
+            for sequences in requests.values():
+                if is_ready(sequence := next(iter(sequences))):
+                    return sequence
+        return None
+
+    def take(self, sequence: Sequence) -> None:
+        """Removes a sequence that gets a slot, and notes its turn and its client's."""
+        self.remove(sequence)
+        if sequence.turn is None:
+            sequence.turn, self._turns = self._turns, self._turns + 1
+            if sequence.context.client in self._clients:
+                self._clients.move_to_end(sequence.context.client)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Removes a sequence."""
+        self._length -= 1
+        if sequence.turn is not None:
+            self._preempted.remove(sequence)
+            return
+        client, leader = sequence.context.client, sequence.leader or sequence
+        del self._clients[client][leader][sequence]
+        if not self._clients[client][leader]:
+            del self._clients[client][leader]
+        if not self._clients[client]:
+            del self._clients[client]
+
+
+def _turn(sequence: Sequence) -> int:
+    assert sequence.turn is not None
+    return sequence.turn
