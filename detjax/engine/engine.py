@@ -58,8 +58,9 @@ class _Job:
             self._on_token(token)
         self._unfinished -= token.finish_reason is not None
         if not self._unfinished:
+            first = self.samples[0]
             completions = tuple(sample.completion() for sample in self.samples)
-            self.settle(Generation(self.samples[0].prompt, completions, self.samples[0].scored_prompt()))
+            self.settle(Generation(first.prompt, completions, first.scored_prompt(), first.cached_tokens))
 
     def settle(self, outcome: Generation | BaseException) -> None:
         """Sets the future's result or exception, unless the request was cancelled."""

@@ -44,7 +44,10 @@ class Token:
         text: the text that the token adds to the sample, as far as no stop string can begin there; None without a
             tokenizer. The texts of all tokens make the completion's text.
         finish_reason: at a sample's last token "stop" (an end token or a stop string) or "length"; otherwise None.
-        batch: how many sequences the step that sampled it had. This number alone depends on other requests.
+        batch: how many sequences the step that sampled it had.
+        cached_tokens: what `Generation.cached_tokens` will say.
+
+    Of all this `batch` and `cached_tokens` alone depend on other requests.
     """
 
     sample: int
@@ -54,6 +57,7 @@ class Token:
     text: str | None
     finish_reason: str | None
     batch: int
+    cached_tokens: int = dataclasses.field(default=0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +100,11 @@ class Generation:
         prompt_tokens: token ids of the prompt.
         completions: the request's samples, in the order of their index.
         prompt: logprobs of the prompt, if the request asks for them.
+        cached_tokens: tokens of the prompt whose keys and values the prefix cache had when the first sample got its
+            slot. This number alone depends on other requests, so answers are compared without it.
     """
 
     prompt_tokens: tuple[int, ...]
     completions: tuple[Completion, ...]
     prompt: PromptLogprobs | None = None
+    cached_tokens: int = dataclasses.field(default=0, compare=False)

@@ -94,6 +94,7 @@ class Sequence:
         output: logprobs of the generated tokens and of the prompt.
         finish_reason: "stop", "length", "cancelled" or "failed" after the end; None before it.
         failure: the exception that ended a sequence that failed.
+        cached_tokens: tokens of the prompt that the request's first sample found in the prefix cache.
         computed: tokens, from the first on, whose keys and values the submitted steps put into the cache.
         unread: tokens that submitted steps sample and that have not been read.
         page_ids: pages of the cache, in the order of the tokens.
@@ -131,6 +132,7 @@ class Sequence:
         self.output = SampleOutput()
         self.finish_reason: str | None = None
         self.failure: BaseException | None = None
+        self.cached_tokens = 0
         self.computed = 0
         self.unread = 0
         self.page_ids: list[int] = []
@@ -223,7 +225,7 @@ class Sequence:
             raise
         except BaseException as error:  # the tokenizer's library raises more than Exception when it fails
             self.finish_reason, self.failure = "failed", error
-        return Token(self.index, token, logprob, top, text, self.finish_reason, batch)
+        return Token(self.index, token, logprob, top, text, self.finish_reason, batch, self.cached_tokens)
 
     def _check_finite(self, logprob: float) -> None:
         # Minus infinity is a logprob like others: a token may be forced that the model itself never chooses.

@@ -119,6 +119,23 @@ def test_order_and_a_warm_prefix_cache_do_not_matter(shared: Engine) -> None:
         assert_same_bits(bits_of(shuffled), bits_of([alone()[i] for i in order]))
 
 
+def test_answers_and_streams_say_how_many_tokens_of_the_prompt_were_in_the_cache() -> None:
+    params = SamplingParams(max_tokens=3, n=2, temperature=1.0, ignore_eos=True)
+    first, longer = Request([5] * 256, params), Request([5] * 256 + [6] * 10, params)
+    scored = dataclasses.replace(longer, sampling=dataclasses.replace(params, prompt_logprobs=True))
+    salted = dataclasses.replace(longer, cache_salt="another client's")
+    with engine() as one:
+        expected = [(first, 0), (first, 128), (longer, 256), (scored, 0), (salted, 0), (salted, 256)]
+        answers = [one.generate([request])[0] for request, _ in expected]
+        assert [answer.cached_tokens for answer in answers] == [count for _, count in expected]
+        assert answers[0] == answers[1] and answers[2] == answers[4] == answers[5]
+        assert_same_bits(bits_of(answers[:1]), bits_of(answers[1:2]))
+        for request, count in ((longer, 256), (scored, 0)):
+            assert {token.cached_tokens for token in asyncio.run(listen(one, request))} == {count}
+    with engine(prefix_cache=False) as one:
+        assert [one.generate([longer])[0].cached_tokens for _ in range(2)] == [0, 0]
+
+
 def test_preempted_requests_have_the_same_bits() -> None:
     # Each of these requests needs one more page for the tokens that it generates.
     params = SamplingParams(temperature=1.0, max_tokens=14, ignore_eos=True)
