@@ -288,7 +288,12 @@ class Engine:
                 if not job.future.cancelled():
                     self._submit(job)
 
-        self._call(submit)
+        def settle(submitted: Future[Any]) -> None:
+            if (error := submitted.exception()) is not None:  # the engine ended before it took the requests
+                for job in jobs:
+                    job.settle(error)
+
+        self._call(submit).add_done_callback(settle)
         for job in jobs:
             job.future.add_done_callback(functools.partial(self._cancel, job))
 

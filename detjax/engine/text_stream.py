@@ -56,10 +56,11 @@ class StopStrings:
             text: the text.
             known: length of the beginning of the text that holds no stop string.
         """
-        # A stop string that ends in the new part has few places to start in, so that long ones take no longer.
-        places = ((string.text, max(0, known - len(string.text) + 1)) for string in self._strings)
-        starts = [start for string, place in places if (start := text.find(string, place)) >= 0]
-        return min(starts, default=None)
+        # It ends in the new part. So there are few places where it may start, however long it is.
+        new = text[known:]
+        ending = (string.text for string in self._strings if string.text[-1] in new)
+        starts = (text.find(string, max(0, known - len(string) + 1)) for string in ending)
+        return min((start for start in starts if start >= 0), default=None)
 
     def begun(self, before: list[int], piece: str) -> list[int]:
         """Returns for each string what `_StopString.begun` returns."""

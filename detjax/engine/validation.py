@@ -37,9 +37,9 @@ def encode_prompt(
             f"{name} has {len(prompt)} tokens and asks for {params.max_tokens} more; accepted: "
             f"{config.max_positions} in all, the model's max_position_embeddings. Lower max_tokens or cut the prompt."
         )
-    tokens = tuple(int(token) for token in prompt)
-    unknown = next((token for token in tokens if not 0 <= token < config.vocab_size), None)
-    if unknown is not None:
+    tokens = tuple(map(int, prompt))
+    if min(tokens) < 0 or max(tokens) >= config.vocab_size:  # much faster than to look at the tokens one by one
+        unknown = next(token for token in tokens if not 0 <= token < config.vocab_size)
         raise ValueError(f"{name} has token {unknown}; accepted: ids 0 to {config.vocab_size - 1}")
     if params.top_logprobs > config.vocab_size:
         raise ValueError(f"{name}: top_logprobs is {params.top_logprobs}; accepted: up to {config.vocab_size}")

@@ -389,6 +389,23 @@ def test_a_failure_in_the_thread_is_logged_once_and_ends_every_request_without_i
     assert record.exc_info and record.exc_info[1] is failure
 
 
+def test_requests_that_a_failing_engine_has_not_taken_yet_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_stepping, fails = threading.Event(), threading.Event()
+    with engine() as one:
+
+        def broken() -> None:
+            is_stepping.set()
+            assert fails.wait(WAIT)
+            raise MemoryError
+
+        monkeypatch.setattr(one._loop, "step", broken)
+        futures = [one.submit(Request([1]))]
+        assert is_stepping.wait(WAIT)
+        futures.append(one.submit(Request([2])))
+        fails.set()
+        assert [type(future.exception(WAIT)) for future in futures] == [EngineClosed, EngineClosed]
+
+
 def test_a_closed_engine_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
     one = engine()
     one.close()
