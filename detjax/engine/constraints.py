@@ -1,0 +1,218 @@
+"""Constraints on a sample's text, such as a JSON schema: which tokens may come next, as a mask for the sampler.
+
+A mask is a function of the constraint and of the tokens that the sample has so far, so a constrained answer has the
+same bits alone and among others. llguidance computes the masks on the host, while the device computes hidden states.
+"""
+
+import collections
+import dataclasses
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+import numpy as np
+
+from detjax.models import Tokenizer
+
+if TYPE_CHECKING:
+    import llguidance
+
+Kind = Literal["json_schema", "regex", "grammar", "choice"]
+
+WORD_BITS: Final = 32
+"""Tokens of one word of a mask. Bit i of word w stands for token 32 w + i."""
+_MOST_COMPILED: Final = 64
+"""Constraints that are kept compiled."""
+_LIMITS: Final = {
+    "initial_lexer_fuel": 100_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+"""What a constraint may cost. With this fuel the expression `(a{1000}){1000}` takes 0.05 s and 25 MB until it is refused,
+and 1.1 s and 265 MB with llguidance's own limit, of an engine for which all requests wait. A lexer's state takes up to
+2 kB."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    r"""What the text of a sample must be.
+
+    Attributes:
+        kind: "json_schema": JSON that a schema accepts; "regex": text that a regular expression matches from beginning
+            to end, in the syntax of Rust's crate regex; "grammar": text of a context-free grammar in llguidance's
+            variant of Lark's syntax; "choice": one of several texts.
+        text: the schema as JSON, the expression, the grammar, or the texts as a list in JSON.
+
+    Example:
+        >>> Constraint.choice(["yes", "no"])
+        Constraint(kind='choice', text='["yes","no"]')
+        >>> Constraint.json_schema({"type": "integer"}).text
+        '{"type":"integer"}'
+    """
+
+    kind: Kind
+    text: str
+
+    def __post_init__(self) -> None:
+        """Checks the kind.
+
+        Raises:
+            ValueError: the kind is unknown.
+        """
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"Constraint: kind is {self.kind!r}; accepted: {', '.join(get_args(Kind))}")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any]) -> "Constraint":
+        """Returns the constraint of JSON that a schema accepts; `{"type": "object"}` accepts any object."""
+        return cls("json_schema", _compact(dict(schema)))
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> "Constraint":
+        """Returns the constraint of one of several texts."""
+        return cls("choice", _compact(list(texts)))
+
+
+class Matcher:
+    """How far one sample has come in its constraint."""
+
+    def __init__(self, matcher: "llguidance.LLMatcher") -> None:
+        self._matcher = matcher
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text can only end now."""
+        return self._matcher.is_stopped()
+
+    def accept(self, token: int) -> None:
+        """Notes the sample's next token.
+
+        Raises:
+            ValueError: the constraint has become too complex to go on, or it does not allow the token.
+        """
+        if not self._matcher.consume_token(token):
+            raise ValueError(f"the constraint refuses token {token}: {self._matcher.get_error()}")
+
+    def copy(self) -> "Matcher":
+        """Returns a matcher at the same place that goes its own way."""
+        return Matcher(self._matcher.deep_copy())
+
+
+class ConstraintCompiler:
+    """Compiles constraints for the tokens of one model.
+
+    It is safe to use from several threads, and keeps the constraints that it compiled last.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_tokens: Sequence[int]) -> None:
+        """A compiler for a model.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            vocabulary: the number of the model's logits, which may exceed the number of tokens.
+            end_tokens: tokens that end a text. A constraint allows them where its text is complete.
+
+        Raises:
+            ValueError: llguidance is not installed, or the model has no end token.
+        """
+        try:
+            import llguidance
+            import llguidance.numpy
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"constraints need {error.name}, which is not installed: pip install 'detjax[structured]'"
+            ) from error
+        if not end_tokens:
+            raise ValueError("constraints need a model with an end-of-sequence token, and this model has none")
+        self.words = -(-vocabulary // WORD_BITS)
+        self._library = llguidance
+        self._fill = llguidance.numpy.fill_next_token_bitmask_par
+        vocabulary_of_library: Any = _Vocabulary(tokenizer, vocabulary, end_tokens[0])
+        self._tokenizer = llguidance.LLTokenizer(vocabulary_of_library, eos_token=list(end_tokens))
+        self._executor = llguidance.LLExecutor()
+        self._compiled: collections.OrderedDict[Constraint, Matcher] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, constraint: Constraint) -> Matcher:
+        """Returns a matcher at the beginning of a text.
+
+        Raises:
+            ValueError: the constraint is not valid, or too complex.
+        """
+        with self._lock:
+            compiled = self._compiled.get(constraint)
+        if compiled is None:
+            compiled = self._compile(constraint)  # takes up to a second, and other constraints need not wait
+        with self._lock:
+            self._compiled[constraint] = compiled
+            self._compiled.move_to_end(constraint)
+            while len(self._compiled) > _MOST_COMPILED:
+                self._compiled.popitem(last=False)
+        return compiled.copy()
+
+    def fill(self, masks: np.ndarray, matchers: Mapping[int, Matcher]) -> None:
+        """Writes the tokens that each matcher allows into its row of the masks `[R, words]`, uint32; several at once.
+
+        Raises:
+            ValueError: a constraint has become too complex to go on.
+        """
+        rows = [(matcher._matcher, row) for row, matcher in matchers.items()]
+        self._fill(self._executor, rows, masks.view(np.int32))
+        for matcher, _ in rows:
+            if matcher.is_error():
+                raise ValueError(f"the constraint has become too complex: {matcher.get_error()}")
+
+    def _compile(self, constraint: Constraint) -> Matcher:
+        library = self._library.LLMatcher
+        if constraint.kind == "choice":
+            _check_choice(constraint.text)
+        try:
+            grammar = self._library.grammar_from(_FORMATS[constraint.kind], constraint.text)
+        except ValueError as error:
+            raise ValueError(f"the constraint's {constraint.kind} is not valid: {error}") from None
+        limits = self._library.LLParserLimits(**_LIMITS)
+        matcher = library(self._tokenizer, grammar, limits=limits, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"the constraint's {constraint.kind} is not valid: {matcher.get_error()}")
+        return Matcher(matcher)
+
+
+_FORMATS: Final[Mapping[Kind, Any]] = {
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "grammar": "lark",
+    "choice": "choice",
+}
+"""The names that llguidance has for the kinds."""
+
+
+class _Vocabulary:
+    """The tokens of a model in the form that llguidance takes."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_token: int) -> None:
+        self.eos_token_id = end_token
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocabulary)]
+        self.special_token_ids = [token for token in tokenizer.added_tokens if token < vocabulary]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        text = text if isinstance(text, str) else text.decode(errors="replace")
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _check_choice(text: str) -> None:
+    try:
+        texts = json.loads(text)
+    except ValueError:
+        texts = None
+    if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
+        raise ValueError("the constraint's choice is not valid; accepted: a list of strings in JSON, with at least one")
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

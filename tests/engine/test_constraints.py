@@ -1,0 +1,152 @@
+"""Masks of the tokens that a constraint allows."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import detjax.demo
+from detjax.engine.constraints import Constraint, ConstraintCompiler, Matcher
+from detjax.models import Tokenizer
+
+TOKENIZER = Tokenizer.load(Path(detjax.demo.CHECKPOINT))
+VOCABULARY, END = 1040, 0  # the model has more logits than the tokenizer has tokens
+
+
+@pytest.fixture(scope="module")
+def compiler() -> ConstraintCompiler:
+    assert TOKENIZER is not None
+    return ConstraintCompiler(TOKENIZER, VOCABULARY, [END])
+
+
+def allowed(compiler: ConstraintCompiler, matcher: Matcher) -> list[int]:
+    masks = np.zeros((1, compiler.words), np.uint32)
+    compiler.fill(masks, {0: matcher})
+    bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
+    assert not bits[len(TOKENIZER or ()) :].any(), "a token without text is allowed"
+    return np.flatnonzero(bits).tolist()
+
+
+def sampled(compiler: ConstraintCompiler, constraint: Constraint, seed: int) -> str:
+    """A text of random allowed tokens. The end is chosen as soon as it is allowed."""
+    draw, matcher, tokens = random.Random(seed), compiler.matcher(constraint), list[int]()
+    while len(tokens) < 1000:
+        choices = allowed(compiler, matcher)
+        if END in choices:
+            break
+        tokens.append(draw.choice(choices))
+        matcher.accept(tokens[-1])
+    assert TOKENIZER is not None
+    return TOKENIZER.decode(tokens)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 150}, "name": {"enum": ["Romeo", "Juliet"]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_allowed_tokens_make_json_that_the_schema_accepts(compiler: ConstraintCompiler, seed: int) -> None:
+    value = json.loads(sampled(compiler, Constraint.json_schema(SCHEMA), seed))
+    assert set(value) == {"name", "age"}
+    assert value["name"] in ("Romeo", "Juliet")
+    assert 0 <= value["age"] <= 150
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_allowed_tokens_match_a_regular_expression(compiler: ConstraintCompiler, seed: int) -> None:
+    text = sampled(compiler, Constraint("regex", "[a-c]{3}-[0-9]{2}"), seed)
+    assert len(text) == 6
+    assert set(text[:3]) <= set("abc")
+    assert text[3] == "-"
+    assert text[4:].isdigit()
+
+
+def test_random_allowed_tokens_make_one_of_several_texts(compiler: ConstraintCompiler) -> None:
+    constraint = Constraint.choice(["yes", "no", 'a "quote"'])
+    assert {sampled(compiler, constraint, seed) for seed in range(20)} == {"yes", "no", 'a "quote"'}
+
+
+def test_a_grammar_may_be_recursive(compiler: ConstraintCompiler) -> None:
+    text = sampled(compiler, Constraint("grammar", 'start: "(" start ")" | "x"'), 3)
+    assert text == "(" * text.count("(") + "x" + ")" * text.count("(")
+
+
+def test_a_complete_text_can_only_end(compiler: ConstraintCompiler) -> None:
+    matcher = compiler.matcher(Constraint.choice(["!"]))
+    assert allowed(compiler, matcher) == [1]
+    assert not matcher.is_complete
+    matcher.accept(1)
+    assert matcher.is_complete
+    assert allowed(compiler, matcher) == [END]
+
+
+def test_matchers_of_one_constraint_go_their_own_ways(compiler: ConstraintCompiler) -> None:
+    constraint = Constraint("regex", "[!#]{2}")
+    one, other = compiler.matcher(constraint), compiler.matcher(constraint)
+    one.accept(1)
+    one.accept(3)
+    assert one.is_complete
+    assert not other.is_complete
+    assert allowed(compiler, compiler.matcher(constraint)) == allowed(compiler, other)
+
+
+def test_masks_of_several_samples_are_those_of_each_alone(compiler: ConstraintCompiler) -> None:
+    constraints = [Constraint.json_schema(SCHEMA), Constraint("regex", "[0-9]+"), Constraint.choice(["a", "b"])]
+    masks = np.full((5, compiler.words), 0xFFFFFFFF, np.uint32)
+    compiler.fill(masks, {2 * row: compiler.matcher(constraint) for row, constraint in enumerate(constraints)})
+    for row, constraint in enumerate(constraints):
+        alone = np.zeros((1, compiler.words), np.uint32)
+        compiler.fill(alone, {0: compiler.matcher(constraint)})
+        np.testing.assert_array_equal(masks[2 * row], alone[0])
+    assert (masks[1] == 0xFFFFFFFF).all()
+    assert (masks[3] == 0xFFFFFFFF).all()
+
+
+def test_a_refused_token_is_an_error(compiler: ConstraintCompiler) -> None:
+    with pytest.raises(ValueError, match="the constraint refuses token 5"):
+        compiler.matcher(Constraint.choice(["!"])).accept(5)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        (Constraint("regex", "(a"), "unclosed group"),
+        (Constraint("json_schema", '{"type": "foo"}'), "Invalid type: foo"),
+        (Constraint("json_schema", "[1"), "is not valid"),
+        (Constraint("grammar", "begin: x"), "start"),
+        (Constraint("choice", "3"), "is not valid"),
+        (Constraint("choice", '["a", 2]'), "is not valid"),
+        (Constraint("choice", "[]"), "is not valid"),
+    ],
+)
+def test_an_invalid_constraint_is_refused_by_name(
+    compiler: ConstraintCompiler, constraint: Constraint, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"the constraint's {constraint.kind} is not valid") as raised:
+        compiler.matcher(constraint)
+    assert message in str(raised.value)
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="kind is 'xml'; accepted: json_schema, regex, grammar, choice"):
+        Constraint("xml", "")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_model_without_an_end_token_has_no_constraints() -> None:
+    assert TOKENIZER is not None
+    with pytest.raises(ValueError, match="end-of-sequence token"):
+        ConstraintCompiler(TOKENIZER, VOCABULARY, [])
+
+
+def test_an_expression_that_would_take_much_memory_ends_its_own_sample(compiler: ConstraintCompiler) -> None:
+    matcher = compiler.matcher(Constraint("regex", "(a{1000}){1000}"))
+    (token,) = allowed(compiler, matcher)
+    with pytest.raises(ValueError, match="too many expressions"):
+        matcher.accept(token)
