@@ -30,8 +30,8 @@ _LIMITS: Final = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-"""What a constraint may cost. With this fuel the expression `(a{1000}){1000}` takes 0.05 s and 25 MB until it is refused,
-and 1.1 s and 265 MB with llguidance's own limit, of an engine for which all requests wait. A lexer's state takes up to
+"""What a constraint may cost. With this fuel the expression `(a{1000}){1000}` takes 0.05 s and 25 MB until it is refused
+and 1.1 s and 265 MB with the own limit of llguidance, for which all requests would wait. A state of a lexer takes up to
 2 kB."""
 
 
