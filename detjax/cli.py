@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import datetime
 import errno
 import json
 import os
@@ -110,6 +111,7 @@ def generate(
     model: cli_options.Model,
     prompt: cli_options.Prompts,
     chat: cli_options.Chat = False,
+    template_date: cli_options.TemplateDate = None,
     max_tokens: cli_options.MaxTokens = 128,
     temperature: cli_options.Temperature = None,
     top_k: cli_options.TopK = None,
@@ -134,7 +136,7 @@ def generate(
     texts = _with_standard_input(prompt)
     with backends.use_backend(backend):
         fingerprint = fingerprints.fingerprint()
-        decoder, tokenizer = _load(model, dtype)
+        decoder, tokenizer = _load(model, dtype, template_date)
         prompts = texts
         if chat:
             conversations = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
@@ -165,37 +167,61 @@ def generate(
 @_plain_errors()
 def serve(
     model: cli_options.ModelArgument,
+    dtype: cli_options.DType = None,
+    backend: cli_options.Backend = None,
     host: cli_options.Host = "127.0.0.1",
     port: cli_options.Port = 8000,
-    name: cli_options.Name = None,
+    name: cli_options.Names = None,
+    tls_certificate: cli_options.TLSCertificate = None,
+    tls_key: cli_options.TLSKey = None,
     api_key: cli_options.ApiKeys = None,
-    dtype: cli_options.DType = None,
-    kv_cache_dtype: cli_options.KVCacheDType = None,
-    backend: cli_options.Backend = None,
+    allowed_host: cli_options.AllowedHosts = None,
+    allowed_origin: cli_options.AllowedOrigins = None,
+    chat_template: cli_options.ChatTemplate = None,
+    template_date: cli_options.TemplateDate = None,
+    max_queue: cli_options.MaxQueue = 1024,
+    max_body: cli_options.MaxBody = 8 << 20,
+    request_seconds: cli_options.RequestSeconds = 600,
     max_samples: cli_options.MaxSamples = 64,
     token_budget: cli_options.TokenBudget = 512,
     max_length: cli_options.MaxLength = None,
     num_pages: cli_options.NumPages = None,
+    kv_cache_dtype: cli_options.KVCacheDType = None,
     prefix_cache: cli_options.PrefixCache = True,
     top_logprobs: cli_options.TopLogprobs = 20,
-    max_queue: cli_options.MaxQueue = 1024,
-    max_body: cli_options.MaxBody = 8 << 20,
-    request_seconds: cli_options.RequestSeconds = 600,
+    max_connections: cli_options.MaxConnections = 4096,
+    header_seconds: cli_options.HeaderSeconds = 10,
+    idle_seconds: cli_options.IdleSeconds = 30,
+    write_seconds: cli_options.WriteSeconds = 30,
+    max_unsent: cli_options.MaxUnsent = 64 << 20,
     grace: cli_options.Grace = 30,
+    access_log: cli_options.AccessLog = True,
+    log_level: cli_options.LogLevel = "info",
+    log_format: cli_options.LogFormat = "text",
     cache_dir: cli_options.CacheDir = None,
     compilation_cache: cli_options.CompilationCache = True,
 ) -> None:
-    """Serve a model over HTTP with OpenAI's API; the page at / shows that answers repeat. Ctrl-C ends it."""
+    """Serve a model over HTTP with OpenAI's API; the page at / shows that answers repeat. Ctrl-C ends it.
+
+    The exit code is 70 if the engine fails, so that a supervisor can start the server again.
+    """
     try:
         from detjax import server
     except ModuleNotFoundError as error:
         raise ValueError(f"detjax serve needs {error.name}: pip install 'detjax[server]'") from error
+    if max_queue < 0:
+        raise ValueError(f"--max-queue is {max_queue}; accepted: 0 and more")
+    names = name or [model.resolve().name]
     settings = server.Settings(
-        name or model.resolve().name,
-        api_keys=tuple(api_key or ()),
+        names[0],
+        more_names=tuple(names[1:]),
+        api_keys=_api_keys(api_key),
         max_in_flight=max_samples + max_queue,
         max_body=max_body,
         request_seconds=request_seconds,
+        max_unsent=max_unsent,
+        allowed_hosts=None if allowed_host is None else tuple(allowed_host),
+        allowed_origins=tuple(allowed_origin or ()),
     )
     config = engine.EngineConfig(
         max_samples=max_samples,
@@ -206,19 +232,39 @@ def serve(
         kv_cache_dtype=_quantization(kv_cache_dtype),
         top_logprobs=top_logprobs,
     )
-    if max_queue < 0 or grace < 0:
-        raise ValueError(f"--max-queue is {max_queue}, --grace is {grace:g}; accepted: 0 and more")
-    cache = (cache_dir or _user_cache()) if compilation_cache else None
-    with contextlib.closing(server.bound_socket(host, port)) as bound, backends.use_backend(backend):
-        decoder, tokenizer = _load(model, dtype)
+    connections = server.ConnectionSettings(
+        grace=grace,
+        max_connections=max_connections,
+        header_seconds=header_seconds,
+        idle_seconds=idle_seconds,
+        write_seconds=write_seconds,
+        certificate=tls_certificate,
+        key=tls_key,
+    )
+    log = server.LogSettings(level=cast(Any, log_level), format=cast(Any, log_format), access=access_log)
+    template = None if chat_template is None else _chat_template(chat_template)
+    cache = _prepared_cache(cache_dir) if compilation_cache else None
+    server.tls_context(connections)  # a certificate that cannot be used is reported before loading takes minutes
+    with (
+        contextlib.closing(server.bound_socket(host, port)) as bound,
+        backends.use_backend(backend),
+        server.logging_to_stderr(log),
+    ):
+        _check_device()
+        settings = server.protected(settings, bound)
+        decoder, tokenizer = _load(model, dtype, template_date)
+        if template is not None:
+            tokenizer = tokenizer.with_chat_template(template)
         with engine.Engine(decoder, tokenizer, config) as running:
             app = server.create_app(running, decoder, tokenizer, settings)
-            running.warm_up(progress=sys.stderr.isatty(), cache=cache)
-            address, port = bound.getsockname()[:2]
-            address = f"[{address}]" if ":" in address else address
-            ready = f"{settings.name} on http://{address}:{port}, fingerprint {app.state.fingerprint}"
-            console = Console(stderr=True, highlight=False, soft_wrap=True)
-            server.Server(app, grace=grace).serve_on(bound, lambda: console.print(ready, markup=False))
+            with contextlib.closing(app.state.texts) as texts:
+                texts.start()  # they load the tokenizer while programs are compiled
+                running.warm_up(progress=sys.stderr.isatty(), cache=cache)
+                ready = f"{settings.name} on {server.url(bound, connections)}, fingerprint {app.state.fingerprint}"
+                console = Console(stderr=True, highlight=False, soft_wrap=True)
+                code = server.Server(app, connections).serve_on(bound, lambda: console.print(ready, markup=False))
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command()
@@ -244,7 +290,9 @@ def _demo_progress(names: dict[str, str], asks: int) -> Iterator[Callable[[str, 
         yield advance
 
 
-def _load(model: Path, dtype: str | None) -> tuple[models.Decoder, models.Tokenizer]:
+def _load(
+    model: Path, dtype: str | None, template_date: datetime.date | None
+) -> tuple[models.Decoder, models.Tokenizer]:
     """The model and its tokenizer.
 
     Raises:
@@ -264,8 +312,48 @@ def _quantization(name: str | None) -> KVQuantization | None:
     return cast(KVQuantization | None, name)
 
 
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "detjax"
+def _api_keys(given: list[str] | None) -> tuple[str, ...]:
+    """The keys of the command line, else the one of the environment. An empty one is kept, so that it is refused."""
+    if given:
+        return tuple(given)
+    variable = os.environ.get(cli_options.API_KEY_VARIABLE)
+    return () if variable is None else (variable,)
+
+
+def _chat_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ValueError(
+            f"--chat-template is {str(path)!r}, which cannot be read ({reason}); accepted: a file with a Jinja template"
+        ) from error
+
+
+def _prepared_cache(directory: Path | None) -> Path:
+    """The directory of compiled programs, which is made if it is not there.
+
+    Raises:
+        ValueError: the directory cannot be made or written to, or others can write to it.
+    """
+    try:
+        directory = directory or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "detjax"
+        engine.prepare_cache(directory)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        raise ValueError(
+            f"{error}. Choose another directory with --cache-dir, or compile at every start with --no-compilation-cache"
+        ) from error
+    return directory
+
+
+def _check_device() -> None:
+    """Raises an error if the chosen backend does not run on the default device."""
+    name = backends.backend()
+    if name in backends.DEVICES and not backends.runs_here(name):
+        raise ValueError(
+            f"the backend is {name!r}, which serves {backends.DEVICES[name]}; this device is "
+            f"{backends.device_name()}. Choose portable with --backend, or leave the option out"
+        )
 
 
 @contextlib.contextmanager

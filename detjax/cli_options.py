@@ -1,14 +1,20 @@
 """The types of the command line's options, with their help texts. Commands share them and choose the defaults."""
 
+import datetime
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Final, get_args
 
 import typer
 
 from detjax import backends
 from detjax.contract import KV_BLOCK
 from detjax.options import KVQuantization
+
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+"""Names of severities, as `detjax.server.LogSettings` takes them. The server's packages may not be installed."""
+LOG_FORMATS: Final = ("text", "json")
+"""Names of formats of the log, likewise."""
 
 
 def _integer(text: str) -> int:
@@ -19,6 +25,13 @@ def _real(text: str) -> float:
     return _number(float, text, "a number")
 
 
+def _date(text: str) -> datetime.date:
+    try:
+        return datetime.date.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is given; accepted: a date, such as 2026-01-31") from None
+
+
 def _number[N](kind: Callable[[str], N], text: str, accepted: str) -> N:
     """Parses a number. Typer's own parsers do not say what is accepted."""
     try:
@@ -27,12 +40,18 @@ def _number[N](kind: Callable[[str], N], text: str, accepted: str) -> N:
         raise typer.BadParameter(f"{text!r} is given; accepted: {accepted}") from None
 
 
-def _count(help_text: str, show_default: bool | str = True, metavar: str = "N") -> Any:
-    return typer.Option(metavar=metavar, parser=_integer, help=help_text, show_default=show_default)
+def _count(help_text: str, show_default: bool | str = True, metavar: str = "N", panel: str | None = None) -> Any:
+    return typer.Option(
+        metavar=metavar, parser=_integer, help=help_text, show_default=show_default, rich_help_panel=panel
+    )
 
 
-def _quantity(help_text: str, show_default: bool | str = True, metavar: str = "X") -> Any:
-    return typer.Option(metavar=metavar, parser=_real, help=help_text, show_default=show_default)
+def _quantity(help_text: str, show_default: bool | str = True, metavar: str = "X", panel: str | None = None) -> Any:
+    return typer.Option(metavar=metavar, parser=_real, help=help_text, show_default=show_default, rich_help_panel=panel)
+
+
+def _seconds(help_text: str, panel: str) -> Any:
+    return _quantity(help_text, metavar="SECONDS", panel=panel)
 
 
 # --- the model and how it is run -------------------------------------------------------------------------------------
@@ -79,6 +98,15 @@ Question = Annotated[
     typer.Option("--prompt", metavar="TEXT", help="The question.", show_default="a line of Shakespeare"),
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message: apply the chat template.")]
+TemplateDate = Annotated[
+    datetime.date | None,
+    typer.Option(
+        metavar="DATE",
+        parser=_date,
+        help="Tell chat templates that this is today, YYYY-MM-DD. It is part of the fingerprint.",
+        show_default="no date",
+    ),
+]
 MaxTokens = Annotated[int, _count("Tokens to generate at most.")]
 Temperature = Annotated[float | None, _quantity("0 takes the likeliest token.", "the checkpoint's, else 0")]
 TopK = Annotated[int | None, _count("Keep the N likeliest tokens; 0: all.", "the checkpoint's, else 0")]
@@ -112,53 +140,153 @@ JsonFile = Annotated[
 
 # --- the server ------------------------------------------------------------------------------------------------------
 
-Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Listen on this address; 0.0.0.0: on all.")]
-Port = Annotated[int, _count("Listen on this port; 0: any that is free.")]
-Name = Annotated[
-    str | None,
-    typer.Option(metavar="TEXT", help="What clients call the model.", show_default="the directory's name"),
+_ADDRESS, _CLIENTS, _CONNECTIONS = "Address and names", "Clients", "Connections"
+_ENGINE, _LOG, _PROGRAMS = "Engine", "Log", "Compiled programs"
+
+API_KEY_VARIABLE: Final = "DETJAX_API_KEY"
+"""The environment variable with the key that clients need, where the command line names none."""
+
+Host = Annotated[
+    str,
+    typer.Option(metavar="ADDRESS", help="Listen on this address; 0.0.0.0: on all.", rich_help_panel=_ADDRESS),
+]
+Port = Annotated[int, _count("Listen on this port; 0: any that is free.", panel=_ADDRESS)]
+Names = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--name",
+        metavar="TEXT",
+        help="What clients call the model; repeat it for several names.",
+        show_default="the directory's name",
+        rich_help_panel=_ADDRESS,
+    ),
+]
+TLSCertificate = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-certificate",
+        metavar="FILE",
+        help="Serve HTTPS with this certificate, in PEM format.",
+        show_default="HTTP",
+        rich_help_panel=_ADDRESS,
+    ),
+]
+TLSKey = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-key",
+        metavar="FILE",
+        help="The certificate's private key.",
+        show_default="in the certificate's file",
+        rich_help_panel=_ADDRESS,
+    ),
+]
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Use this chat template, written in Jinja.",
+        show_default="the checkpoint's",
+        rich_help_panel=_CLIENTS,
+    ),
 ]
 ApiKeys = Annotated[
     list[str] | None,
     typer.Option(
         "--api-key",
         metavar="KEY",
-        envvar="DETJAX_API_KEY",
         help="Require this key of clients; repeat it for several. Other users can see a command line, but not its "
-        "environment.",
+        f"environment: without this option the key is that of {API_KEY_VARIABLE}.",
         show_default="no key",
+        rich_help_panel=_CLIENTS,
     ),
 ]
-MaxSamples = Annotated[int, _count("Samples computed at the same time.")]
-TokenBudget = Annotated[int, _count("Tokens of a step at most.")]
-MaxLength = Annotated[int | None, _count("Tokens of a prompt and its answer at most.", "the model's limit")]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-host",
+        metavar="HOST",
+        help="Serve requests that name this host; repeat it for several. *.example.com: all below it; *: all.",
+        show_default="localhost, when listening on it without a key; else all",
+        rich_help_panel=_CLIENTS,
+    ),
+]
+AllowedOrigins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-origin",
+        metavar="ORIGIN",
+        help="Let web pages of this origin, such as https://example.com, use the server from browsers; repeat it for "
+        "several. *: all.",
+        show_default="none",
+        rich_help_panel=_CLIENTS,
+    ),
+]
+MaxSamples = Annotated[int, _count("Samples computed at the same time.", panel=_ENGINE)]
+TokenBudget = Annotated[int, _count("Tokens of a step at most.", panel=_ENGINE)]
+MaxLength = Annotated[
+    int | None, _count("Tokens of a prompt and its answer at most.", "the model's limit", panel=_ENGINE)
+]
 NumPages = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
-        parser=_integer,
-        help=f"Pages of the KV cache, of {KV_BLOCK} tokens each.",
-        show_default="what is needed, as far as there is memory",
+    _count(
+        f"Pages of the KV cache, of {KV_BLOCK} tokens each.", "what is needed, as far as there is memory", panel=_ENGINE
     ),
 ]
 PrefixCache = Annotated[
-    bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Keep pages for prompts that begin alike.")
+    bool,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache", help="Keep pages for prompts that begin alike.", rich_help_panel=_ENGINE
+    ),
 ]
-TopLogprobs = Annotated[int, _count("The most of the likeliest tokens that a request may ask for.")]
-MaxQueue = Annotated[int, _count("Samples that may wait; further requests get status 429.")]
-MaxBody = Annotated[int, _count("Bytes of a request at most.", metavar="BYTES")]
-RequestSeconds = Annotated[float, _quantity("Seconds that an answer may take.")]
+TopLogprobs = Annotated[int, _count("The most of the likeliest tokens that a request may ask for.", panel=_ENGINE)]
+MaxQueue = Annotated[int, _count("Samples that may wait; further requests get status 429.", panel=_CLIENTS)]
+MaxBody = Annotated[int, _count("Bytes of a request at most.", metavar="BYTES", panel=_CLIENTS)]
+RequestSeconds = Annotated[float, _seconds("Time that an answer may take.", _CLIENTS)]
 Grace = Annotated[
-    float, _quantity("Seconds that requests in flight have when the server is told to stop.", metavar="SECONDS")
+    float,
+    _seconds(
+        "Time that requests in flight have when the server is told to stop; a second signal ends it.", _CONNECTIONS
+    ),
+]
+MaxConnections = Annotated[int, _count("Open connections at most.", panel=_CONNECTIONS)]
+HeaderSeconds = Annotated[
+    float, _seconds("Time that a client may take until a request's headers are complete.", _CONNECTIONS)
+]
+IdleSeconds = Annotated[float, _seconds("Time that a connection stays open between two requests.", _CONNECTIONS)]
+WriteSeconds = Annotated[
+    float, _seconds("Time in which a client has to read 16 KiB of an answer that waits for it.", _CONNECTIONS)
+]
+MaxUnsent = Annotated[
+    int, _count("Bytes of streams that may wait for slow clients.", metavar="BYTES", panel=_CONNECTIONS)
+]
+AccessLog = Annotated[
+    bool, typer.Option("--access-log/--no-access-log", help="Log a line for each request.", rich_help_panel=_LOG)
+]
+LogLevel = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help=f"Log messages of this severity or more: {', '.join(LOG_LEVELS)}.",
+        rich_help_panel=_LOG,
+    ),
+]
+LogFormat = Annotated[
+    str,
+    typer.Option(metavar="NAME", help=f"Log as {' or '.join(LOG_FORMATS)}, an object a line.", rich_help_panel=_LOG),
 ]
 CacheDir = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Keep compiled programs here. Whoever can write to it can run programs in this process.",
+        help="Keep compiled programs here. Nobody else may be able to write to it.",
         show_default="detjax in the user's cache",
+        rich_help_panel=_PROGRAMS,
     ),
 ]
 CompilationCache = Annotated[
-    bool, typer.Option("--compilation-cache/--no-compilation-cache", help="Keep compiled programs.")
+    bool,
+    typer.Option(
+        "--compilation-cache/--no-compilation-cache", help="Keep compiled programs.", rich_help_panel=_PROGRAMS
+    ),
 ]

@@ -17,6 +17,7 @@ import detjax
 from detjax import SamplingParams, engine, fingerprints, models, server
 from detjax.cli import app
 from detjax.demo import CHECKPOINT, experiment
+from detjax.server import logs as server_logs
 from tests.support.one_layer import one_layer
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -181,50 +182,66 @@ class Serving:
     config: engine.EngineConfig
     settings: server.Settings
     cache: Path | None
-    grace: float
+    connections: server.ConnectionSettings
+    log: server.LogSettings
+    tokenizer: models.Tokenizer
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine, "Engine", self._engine)
         monkeypatch.setattr(server, "create_app", self._app)
         monkeypatch.setattr(server, "Server", self._server)
+        monkeypatch.setattr(server, "logging_to_stderr", self._log_to)
 
     @contextlib.contextmanager
-    def _engine(self, model: object, tokenizer: object, config: engine.EngineConfig) -> Iterator["Serving"]:
-        self.config = config
+    def _engine(self, model: object, tokenizer: models.Tokenizer, config: engine.EngineConfig) -> Iterator["Serving"]:
+        self.config, self.tokenizer = config, tokenizer
         yield self
+
+    def _log_to(self, log: server.LogSettings) -> contextlib.AbstractContextManager[None]:
+        self.log = log
+        return server_logs.logging_to_stderr(log)
 
     def warm_up(self, *, progress: bool, cache: Path | None) -> None:
         self.cache = cache
 
     def _app(self, engine: object, model: object, tokenizer: object, settings: server.Settings) -> SimpleNamespace:
         self.settings = settings
-        return SimpleNamespace(state=SimpleNamespace(fingerprint="the-fingerprint"))
+        texts = SimpleNamespace(start=lambda: None, close=lambda: None)
+        return SimpleNamespace(state=SimpleNamespace(fingerprint="the-fingerprint", texts=texts))
 
-    def _server(self, app: object, *, grace: float) -> "Serving":
-        self.grace = grace
+    def _server(self, app: object, connections: server.ConnectionSettings) -> "Serving":
+        self.connections = connections
         return self
 
-    def serve_on(self, bound: socket.socket, on_ready: Callable[[], None]) -> None:
+    def serve_on(self, bound: socket.socket, on_ready: Callable[[], None]) -> int:
         on_ready()
+        return 0
+
+
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 def test_the_options_of_serve_reach_the_engine_and_the_server(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serving = Serving(monkeypatch)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     defaults = run("serve", checkpoint, "--port", 0)
     assert (defaults.exit_code, defaults.stdout) == (0, "")
     assert re.fullmatch(r"small on http://127\.0\.0\.1:[1-9]\d*, fingerprint the-fingerprint\n", defaults.stderr)
     assert serving.config == engine.EngineConfig()
-    assert serving.settings == server.Settings("small", max_in_flight=64 + 1024)
-    assert (serving.cache, serving.grace) == (Path("/caches/detjax"), 30)
+    assert serving.settings == server.Settings("small", max_in_flight=64 + 1024, allowed_hosts=LOOPBACK)
+    assert (serving.cache, serving.connections) == (tmp_path / "detjax", server.ConnectionSettings())
+    assert serving.log == server.LogSettings()
 
     options = (
-        *("--host", "127.0.0.1", "--port", 0, "--name", "it", "--api-key", "one", "--api-key", "two"),
+        *("--host", "127.0.0.1", "--port", 0, "--name", "it", "--name", "its", "--api-key", "one", "--api-key", "two"),
         *("--kv-cache-dtype", "int8", "--max-samples", 3, "--token-budget", 16, "--max-length", 100),
         *("--num-pages", 2, "--no-prefix-cache", "--top-logprobs", 4, "--max-queue", 5, "--max-body", 99),
-        *("--request-seconds", 7, "--grace", 1.5, "--no-compilation-cache"),
+        *("--request-seconds", 7, "--grace", 1.5, "--no-compilation-cache", "--max-unsent", 10),
+        *("--max-connections", 11, "--header-seconds", 12, "--idle-seconds", 13, "--write-seconds", 14),
+        *("--no-access-log", "--log-level", "error", "--log-format", "json"),
+        *("--allowed-origin", "https://a.example", "--allowed-origin", "https://b.example"),
     )
     assert run("serve", checkpoint, *options).exit_code == 0
     assert serving.config == engine.EngineConfig(
@@ -237,9 +254,107 @@ def test_the_options_of_serve_reach_the_engine_and_the_server(
         top_logprobs=4,
     )
     assert serving.settings == server.Settings(
-        "it", api_keys=("one", "two"), max_in_flight=8, max_body=99, request_seconds=7
+        "it",
+        more_names=("its",),
+        api_keys=("one", "two"),
+        max_in_flight=8,
+        max_body=99,
+        request_seconds=7,
+        max_unsent=10,
+        allowed_origins=("https://a.example", "https://b.example"),
     )
-    assert (serving.cache, serving.grace) == (None, 1.5)
+    assert serving.cache is None
+    assert serving.connections == server.ConnectionSettings(
+        grace=1.5, max_connections=11, header_seconds=12, idle_seconds=13, write_seconds=14
+    )
+    assert serving.log == server.LogSettings(level="error", format="json", access=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "hosts"),
+    [
+        ((), LOOPBACK),
+        (("--host", "::1"), LOOPBACK),
+        (("--host", "127.0.0.2"), (*LOOPBACK, "127.0.0.2")),
+        (("--host", "0.0.0.0"), None),
+        (("--api-key", "k"), None),
+        (("--allowed-host", "a.example"), ("a.example", *LOOPBACK)),
+        (("--allowed-host", "a.example", "--host", "0.0.0.0"), ("a.example",)),
+    ],
+)
+def test_serve_accepts_the_hosts_of_its_own_machine_where_nobody_needs_a_key(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, options: tuple, hosts: tuple | None
+) -> None:
+    serving = Serving(monkeypatch)
+    result = run("serve", checkpoint, "--port", 0, "--no-compilation-cache", *options)
+    assert result.exit_code == 0
+    assert serving.settings.allowed_hosts == hosts
+    warns = "clients on other machines can use the server without a key" in result.stderr
+    assert warns == ("0.0.0.0" in options)
+
+
+@pytest.mark.parametrize(
+    ("given", "accepted"), [("key", ("key",)), (None, ()), ("", None), ("two words", None), ("tab\t", None)]
+)
+def test_the_environments_key_is_one_key_or_an_error(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, accepted: tuple | None
+) -> None:
+    serving = Serving(monkeypatch)
+    monkeypatch.delenv("DETJAX_API_KEY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("DETJAX_API_KEY", given)
+    result = run("serve", checkpoint, "--port", 0, "--no-compilation-cache")
+    if accepted is None:
+        assert "DETJAX_API_KEY) is empty or has white space" in error(result)
+        assert not given or given not in result.stderr
+    else:
+        assert serving.settings.api_keys == accepted
+        assert run("serve", checkpoint, "--port", 0, "--no-compilation-cache", "--api-key", "other").exit_code == 0
+        assert serving.settings.api_keys == ("other",)
+
+
+def test_serve_takes_a_chat_template(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = Serving(monkeypatch)
+    template = tmp_path / "template.jinja"
+    arguments = ("serve", checkpoint, "--port", 0, "--no-compilation-cache", "--chat-template", template)
+    assert "--chat-template is " in error(run(*arguments))
+    template.write_text("{% if %}")
+    assert "chat template 'default' is damaged" in error(run(*arguments))
+    template.write_text("{{ messages[0].content }}!")
+    assert run(*arguments).exit_code == 0
+    assert serving.tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == "x!"
+    assert serving.tokenizer.encode("x") == models.load(checkpoint, progress=False)[1].encode("x")
+
+
+def test_what_serve_cannot_do_here_is_said_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*arguments: object, **options: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(models, "load", load)
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nonexistent")
+    off = "--no-compilation-cache"
+    for arguments, says in (
+        (("--grace", "inf", off), "grace is inf; accepted: 0 to "),
+        (("--grace", "nan", off), "grace is nan; accepted: 0 to "),
+        (("--request-seconds", "inf", off), "request_seconds is inf; accepted: more than 0"),
+        (("--max-connections", "0", off), "max_connections is 0; accepted: at least 1"),
+        (("--log-level", "loud", off), "level is 'loud'; accepted: debug, info, warning, error"),
+        (("--log-format", "xml", off), "format is 'xml'; accepted: text, json"),
+        (("--allowed-origin", "a.example", off), "allowed_origins is ('a.example',); accepted: origins such as"),
+        (("--allowed-host", "a.example:80", off), "allowed_hosts is ('a.example:80',); accepted: host names"),
+        (("--tls-key", "key.pem", off), "accepted: a key beside a certificate"),
+        (("--tls-certificate", "nothing.pem", off), "the TLS certificate 'nothing.pem' cannot be used (No such file"),
+        (("--backend", "hopper", off), "the backend is 'hopper', which serves GPUs of compute capability 9.0"),
+        ((), "'/proc/nonexistent/detjax', cannot be made (No such file or directory)"),
+        ((), "Choose another directory with --cache-dir, or compile at every start with --no-compilation-cache"),
+        (("--cache-dir", open_to_all), "can be written by other users (mode 777, which chmod go-w changes)"),
+    ):
+        assert says in error(run("serve", tmp_path, "--port", 0, *arguments)), arguments
 
 
 def test_demo_reports_both_numerics_and_writes_its_files(checkpoint: Path, tmp_path: Path) -> None:

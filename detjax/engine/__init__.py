@@ -1,6 +1,7 @@
 """Generation: from prompts to tokens and logprobs."""
 
 from detjax.engine.batch import BatchShapes as BatchShapes
+from detjax.engine.compilation_cache import prepare_cache as prepare_cache
 from detjax.engine.config import EngineConfig as EngineConfig
 from detjax.engine.config import EngineStats as EngineStats
 from detjax.engine.engine import Engine as Engine

@@ -2,16 +2,17 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import hmac
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
@@ -22,14 +23,19 @@ from detjax.contract import CONTRACT_VERSION
 from detjax.engine import Engine, SamplingParams
 from detjax.models import Decoder, Tokenizer
 from detjax.options import KVQuantization
-from detjax.server import openapi
+from detjax.server import bodies, openapi
 from detjax.server.api_calls import ApiCall, ChatCall, CompletionCall, ServedModel
-from detjax.server.errors import ApiError, error_response, from_validation_error, to_api_error
-from detjax.server.guard import ClientGone, Guard
+from detjax.server.errors import ApiError, error_response, to_api_error
+from detjax.server.guard import Admission, ClientGone, Guard
+from detjax.server.hosts import HostCheck
+from detjax.server.json_pieces import PART, JsonPieces
 from detjax.server.metrics import Metrics, RequestMetrics
+from detjax.server.requests import RequestLog, RequestRecord, record_of
 from detjax.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from detjax.server.settings import Settings
 from detjax.server.streaming import DONE, EventStream, event
+from detjax.server.texts import Texts
+from detjax.server.token_texts import TokenTexts
 
 _PAGE: Final = Path(__file__).parent / "page"
 _PAGE_HEADERS: Final = {
@@ -39,8 +45,6 @@ _PAGE_HEADERS: Final = {
     "Cache-Control": "no-cache",
 }
 _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-_LONG_BODY: Final = 1 << 16
-"""Bytes of JSON from which on a thread parses it, because a list of a million numbers takes a while."""
 
 
 def system_fingerprint(model: Decoder, tokenizer: Tokenizer, kv_cache_dtype: KVQuantization | None = None) -> str:
@@ -55,7 +59,8 @@ def system_fingerprint(model: Decoder, tokenizer: Tokenizer, kv_cache_dtype: KVQ
 def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: Settings) -> Starlette:
     """Returns the server as an ASGI application.
 
-    It reads all weights for the fingerprint, which takes a while for large models.
+    It reads all weights for the fingerprint, which takes a while for large models. The caller closes `app.state.texts`,
+    which ends the processes that do the server's text work.
 
     Args:
         engine: generates the answers. The caller closes it.
@@ -64,7 +69,10 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
         settings: how it treats clients.
     """
     fingerprint = system_fingerprint(model, tokenizer, engine.config.kv_cache_dtype)
-    served = ServedModel(settings.name, engine, tokenizer, _sampling_defaults(model), fingerprint)
+    texts = Texts(tokenizer, settings.text_seconds)
+    served = ServedModel(
+        settings.name, engine, tokenizer, texts, _sampling_defaults(model), fingerprint, TokenTexts(tokenizer)
+    )
     api = _Api(served, settings)
     document = openapi.document(settings.name, needs_key=bool(settings.api_keys))
     routes = [
@@ -79,8 +87,20 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
         Mount("/page", _PageFiles(directory=_PAGE)),
     ]
     app = Starlette(routes=routes, exception_handlers={ApiError: error_response, HTTPException: error_response})
+    if settings.allowed_hosts is not None:
+        app.add_middleware(HostCheck, hosts=settings.allowed_hosts)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id",),
+        )
     app.add_middleware(RequestMetrics, metrics=api.metrics, paths=[route.path for route in routes])
-    app.state.guard, app.state.fingerprint = api.guard, fingerprint
+    app.add_middleware(RequestLog)
+    app.state.engine, app.state.guard, app.state.fingerprint = engine, api.guard, fingerprint
+    app.state.texts = texts
     return app
 
 
@@ -98,9 +118,11 @@ class _Api:
 
     def __init__(self, served: ServedModel, settings: Settings) -> None:
         self.served, self.settings = served, settings
-        self.guard = Guard(settings.max_in_flight, settings.request_seconds)
+        self.guard = Guard(settings.max_in_flight, settings.request_seconds, settings.max_unsent)
         self.metrics = Metrics(served.engine)
         self._keys = [key.encode() for key in settings.api_keys]
+        self._long_bodies = asyncio.Lock()
+        """Held while a long body is parsed, so that the memory that parsing takes does not add up."""
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -116,18 +138,23 @@ class _Api:
         self,
         request: Request,
         schema: type[GenerationRequest],
-        call_type: Callable[[Any, ServedModel], ApiCall],
+        call_type: Callable[[Any, ServedModel, str | None], ApiCall],
     ) -> Response:
+        record = record_of(request.scope)
         self._authorize(request)
         body = await self._parse_body(request, schema)
         self._check_model_name(body.model)
         try:
-            call = await run_in_threadpool(call_type, body, self.served)  # tokenizing a long prompt takes a while
+            # Clients see the name that they asked for.
+            call = call_type(body, dataclasses.replace(self.served, name=body.model), self._client(request))
             with contextlib.ExitStack() as admission:
-                deadline = admission.enter_context(self.guard.admitted(call.num_samples))
-                self.metrics.prompt_tokens.inc(sum(len(one.prompt) for one in call.requests))
+                admitted = admission.enter_context(self.guard.admitted(call.num_samples))
+                deadline = admitted.deadline
+                await self.guard.watch(request.receive, call.encode_prompts(), deadline)
+                record.prompt_tokens = sum(len(one.prompt) for one in call.requests)
+                self.metrics.prompt_tokens.inc(record.prompt_tokens)
                 if body.stream:
-                    events = self._events(call)
+                    events = self._events(call, admitted, record)
                     # The first event tells whether the engine refuses the request, in time for the status to say so.
                     first = await self.guard.watch(request.receive, anext(events), deadline)  # pyright: ignore
                     return EventStream(self.guard, first, events, deadline, admission.pop_all())
@@ -137,11 +164,27 @@ class _Api:
             return Response(status_code=499)  # nobody receives it
         except Exception as error:
             return to_api_error(error).response()
-        self.metrics.generated_tokens.inc(sum(len(c.tokens) for one in generations for c in one.completions))
-        return JSONResponse(call.full_response(generations))
+        record.generated_tokens = sum(len(c.tokens) for one in generations for c in one.completions)
+        self.metrics.generated_tokens.inc(record.generated_tokens)
+        return JsonPieces(self.guard, call.full_response(generations), self.settings.request_seconds)
 
-    async def _events(self, call: ApiCall) -> AsyncGenerator[bytes]:
-        """Yields the server-sent events of a streamed response, and counts its tokens."""
+    async def _events(self, call: ApiCall, admission: Admission, record: RequestRecord) -> AsyncGenerator[bytes]:
+        """Yields the server-sent events of a streamed response. Others have turns while many tokens come at once."""
+        made = 0
+        async with contextlib.aclosing(self._chunks(call, admission, record)) as chunks:
+            async for chunk in chunks:
+                part = event(chunk)
+                yield part
+                made += len(part)
+                if made >= PART:
+                    made = 0
+                    await asyncio.sleep(0)
+        yield DONE
+
+    async def _chunks(
+        self, call: ApiCall, admission: Admission, record: RequestRecord
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """Yields the chunks of a streamed response, counts its tokens, and gives back samples that end."""
         clock = asyncio.get_running_loop().time
         start, last_times = clock(), dict[tuple[int, int], float]()
         generated = 0
@@ -151,28 +194,33 @@ class _Api:
                 if not generated:
                     self.metrics.first_token.observe(now - start)
                     for chunk in call.first_chunks():
-                        yield event(chunk)
+                        yield chunk
                 generated += 1
+                record.generated_tokens = generated
                 self.metrics.generated_tokens.inc()
+                if token.finish_reason is not None:
+                    admission.give_back()
                 if (last := last_times.get((prompt, token.sample))) is not None:
                     self.metrics.next_token.observe(now - last)
                 last_times[prompt, token.sample] = now
                 for chunk in call.token_chunks(prompt, token):
-                    yield event(chunk)
+                    yield chunk
         for chunk in call.last_chunks(generated):
-            yield event(chunk)
-        yield DONE
+            yield chunk
 
     # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _client(self, request: Request) -> str | None:
+        """Who sent a request, which was authorized: a digest of the key, or None where nobody needs a key."""
+        return hashlib.sha256(_key_of(request)[1]).hexdigest() if self._keys else None
 
     def _authorize(self, request: Request) -> None:
         """Refuses requests without one of the server's keys, if it has any."""
         if not self._keys:
             return
-        kind, _, key = request.headers.get("authorization", "").partition(" ")
-        given = key.strip().encode("latin-1")
-        if kind.lower() != "bearer" or not any([hmac.compare_digest(given, known) for known in self._keys]):
-            problem = "no API key was sent" if not key else "the API key is wrong"
+        kind, given = _key_of(request)
+        if kind != "bearer" or not any([hmac.compare_digest(given, known) for known in self._keys]):
+            problem = "the API key is wrong" if given else "no API key was sent"
             raise ApiError(
                 401,
                 f"{problem}; expected: the header 'Authorization: Bearer KEY' with a key of this server",
@@ -181,22 +229,19 @@ class _Api:
             )
 
     def _check_model_name(self, name: str) -> None:
-        if name != self.served.name:
-            raise ApiError(
-                404, f"model is {name!r}; accepted: {self.served.name!r}", param="model", code="model_not_found"
-            )
+        if name not in self.settings.names:
+            accepted = ", ".join(map(repr, self.settings.names))
+            raise ApiError(404, f"model is {name!r}; accepted: {accepted}", param="model", code="model_not_found")
 
     async def _parse_body(self, request: Request, schema: type[GenerationRequest]) -> GenerationRequest:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(415, f"the content type is {content_type!r}; accepted: application/json")
         body = await self._read_body(request)
-        try:
-            if len(body) > _LONG_BODY:
-                return await run_in_threadpool(schema.model_validate_json, body)
-            return schema.model_validate_json(body)
-        except ValidationError as error:
-            raise from_validation_error(error) from None
+        if len(body) <= bodies.LONG:
+            return bodies.parse(body, schema)
+        async with self._long_bodies:
+            return await run_in_threadpool(bodies.parse, body, schema)
 
     async def _read_body(self, request: Request) -> bytes:
         too_large = ApiError(413, f"the request is too large; accepted: up to {self.settings.max_body} bytes")
@@ -222,17 +267,17 @@ class _Api:
     async def list_models(self, request: Request) -> Response:
         """GET /v1/models."""
         self._authorize(request)
-        return JSONResponse({"object": "list", "data": [self._model_json()]})
+        return JSONResponse({"object": "list", "data": [self._model_json(name) for name in self.settings.names]})
 
     async def retrieve_model(self, request: Request) -> Response:
         """GET /v1/models/{name}."""
         self._authorize(request)
         self._check_model_name(request.path_params["name"])
-        return JSONResponse(self._model_json())
+        return JSONResponse(self._model_json(request.path_params["name"]))
 
-    def _model_json(self) -> dict[str, Any]:
+    def _model_json(self, name: str) -> dict[str, Any]:
         return {
-            "id": self.served.name,
+            "id": name,
             "object": "model",
             "created": self.served.created,
             "owned_by": "detjax",
@@ -243,15 +288,21 @@ class _Api:
 
     async def health(self, _: Request) -> Response:
         """GET /health."""
-        if self.guard.is_draining:
-            return JSONResponse({"status": "shutting down"}, 503)
         if not self.served.engine.is_open:
             return JSONResponse({"status": "the engine has failed"}, 503)
+        if self.guard.is_draining:
+            return JSONResponse({"status": "shutting down"}, 503)
         return JSONResponse({"status": "ok"})
 
     async def metrics_text(self, _: Request) -> Response:
         """GET /metrics."""
         return Response(self.metrics.text(), headers={"Content-Type": _METRICS_TYPE})
+
+
+def _key_of(request: Request) -> tuple[str, bytes]:
+    """The kind and the key in a request's header Authorization."""
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    return kind.lower(), key.strip().encode("latin-1")
 
 
 class _PageFiles(StaticFiles):

@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.types import Receive
 
+from detjax.server.backlog import Backlog
 from detjax.server.errors import ApiError
 
 
@@ -14,18 +15,46 @@ class ClientGone(Exception):
     """The client disconnected, so nobody waits for the response."""
 
 
+class Admission:
+    """Samples that a guard admitted. A request gives them back one by one as they end, and the rest when it ends.
+
+    Attributes:
+        deadline: when the request's time is over, by the loop's clock.
+    """
+
+    def __init__(self, guard: "Guard", samples: int, deadline: float) -> None:
+        self.deadline = deadline
+        self._guard, self._samples = guard, samples
+        guard.in_flight += samples
+
+    def give_back(self, samples: int = 1) -> None:
+        """Tells that samples have ended, so that others take their place however slowly the client reads."""
+        samples = min(samples, self._samples)
+        self._samples -= samples
+        self._guard.in_flight -= samples
+
+    def close(self) -> None:
+        """Gives back the samples that are left."""
+        self.give_back(self._samples)
+
+
 class Guard:
     """Admits requests, and ends those that take too long, lose their client, or outlast a shutdown's grace period.
 
     Attributes:
         capacity: samples in flight at most.
-        in_flight: samples that were admitted and whose requests have not ended.
+        in_flight: samples that were admitted and have not ended.
         is_draining: whether the guard refuses all further requests.
+        backlog: events of streams that wait for their clients.
     """
 
-    def __init__(self, capacity: int, seconds: float) -> None:
-        """A guard that admits `capacity` samples at once and gives each request so many seconds."""
+    def __init__(self, capacity: int, seconds: float, max_unsent: int = 64 << 20) -> None:
+        """A guard that admits `capacity` samples at once and gives each request so many seconds.
+
+        Streams together may have `max_unsent` bytes that wait for their clients.
+        """
         self.capacity = capacity
+        self.backlog = Backlog(max_unsent)
         self.in_flight = 0
         self.is_draining = False
         self._seconds = seconds
@@ -33,8 +62,8 @@ class Guard:
         self._is_stopped = False
 
     @contextlib.contextmanager
-    def admitted(self, samples: int) -> Iterator[float]:
-        """A context in which the samples count as in flight. It gives the request's deadline, by the loop's clock.
+    def admitted(self, samples: int) -> Iterator[Admission]:
+        """A context in which the samples count as in flight until they are given back.
 
         Raises:
             ApiError: the samples do not fit, or the server is shutting down.
@@ -57,11 +86,11 @@ class Guard:
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
-        self.in_flight += samples
+        admission = Admission(self, samples, asyncio.get_running_loop().time() + self._seconds)
         try:
-            yield asyncio.get_running_loop().time() + self._seconds
+            yield admission
         finally:
-            self.in_flight -= samples
+            admission.close()
 
     def drain(self) -> None:
         """Admits no further requests."""

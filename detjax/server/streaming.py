@@ -1,13 +1,16 @@
 """Responses of server-sent events."""
 
+import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from detjax.server.backlog import PART, EventQueue
+from detjax.server.connections import abort_of
 from detjax.server.errors import to_api_error
 from detjax.server.guard import ClientGone, Guard
 
@@ -21,7 +24,11 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """A response of server-sent events. An error after the first event becomes an event too."""
+    """A response of server-sent events. An error after the first event becomes an event too.
+
+    Events are taken as soon as there are any, even while the client does not read, so that a sample's place in the
+    server is free when the sample has ended. `Guard.backlog` limits how many may wait.
+    """
 
     media_type = "text/event-stream"
 
@@ -53,17 +60,37 @@ class EventStream(Response):
             async with contextlib.aclosing(self._events):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 try:
-                    await self._guard.watch(receive, self._send_events(send), self._deadline)
+                    await self._guard.watch(receive, self._send_events(send, abort_of(scope)), self._deadline)
                 except ClientGone:
                     return
                 except Exception as error:
+                    self._admission.close()  # the client may take a while to read the error
                     await _send_part(send, event(to_api_error(error).body))
                 await send({"type": "http.response.body", "body": b""})
 
-    async def _send_events(self, send: Send) -> None:
-        await _send_part(send, self._first)
-        async for part in self._events:
-            await _send_part(send, part)
+    async def _send_events(self, send: Send, abort: Callable[[], None]) -> None:
+        queue = self._guard.backlog.open(abort)
+        filling = asyncio.create_task(self._fill(queue))
+        try:
+            async with contextlib.aclosing(queue.parts()) as parts:
+                async for part in parts:
+                    await _send_part(send, part)
+            await filling  # which raises what the events raised
+        finally:
+            filling.cancel()
+            await asyncio.gather(filling, return_exceptions=True)
+            self._guard.backlog.close(queue)
+
+    async def _fill(self, queue: EventQueue) -> None:
+        """Puts all events into a queue."""
+        try:
+            queue.put(self._first)
+            async for one in self._events:
+                queue.put(one)
+                if queue.size > PART:
+                    await asyncio.sleep(0)  # where tokens come faster than they are sent, nobody else would have a turn
+        finally:
+            queue.complete()
 
 
 async def _send_part(send: Send, body: bytes) -> None:

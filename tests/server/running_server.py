@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 from detjax.engine import Engine, Request, Token
 from detjax.models import Decoder, Tokenizer
-from detjax.server import Server, Settings, bound_socket, create_app
+from detjax.server import ConnectionSettings, Server, Settings, bound_socket, create_app
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen3"
 MODEL = "little"
@@ -81,12 +81,17 @@ def streams_held(engine: Engine) -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def serving(
-    engine: Engine, loaded: tuple[Decoder, Tokenizer], *, grace: float = 1, **settings: Any
+    engine: Engine,
+    loaded: tuple[Decoder, Tokenizer],
+    *,
+    grace: float = 1,
+    connections: ConnectionSettings | None = None,
+    **settings: Any,
 ) -> Iterator[Running]:
-    """A server that runs in a thread while the context is open."""
+    """A server that runs in a thread while the context is open. `connections` takes the place of `grace`."""
     app = create_app(engine, *loaded, Settings(MODEL, **settings))
-    server = Server(app, grace=grace)
-    with contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
+    server = Server(app, ConnectionSettings(grace=grace) if connections is None else connections)
+    with contextlib.closing(app.state.texts), contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
         thread = threading.Thread(target=server.serve_on, args=(bound,))
         thread.start()
         wait_until(lambda: server.started)
