@@ -24,7 +24,12 @@ _ERROR = {
         }
     },
 }
-_USAGE = {"type": "object", "additionalProperties": {"type": "integer"}}
+_USAGE = {
+    "type": "object",
+    "required": ["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"],
+    "properties": {name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    | {"prompt_tokens_details": {"type": "object", "properties": {"cached_tokens": {"type": "integer"}}}},
+}
 _RESPONSE = {
     "type": "object",
     "required": ["id", "object", "created", "model", "system_fingerprint", "choices", "usage"],

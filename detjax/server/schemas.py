@@ -183,8 +183,8 @@ class StreamOptions(_Body):
 
 
 class TextPart(_Body):
-    type: Literal["text"]
-    text: str
+    type: Literal["text"] = Field(description="Text is all that the model reads.")
+    text: str = Field(description="The text.")
     annotations: Annotated[Any, Unserved([], why="the model reads text only")] = None
     cache_control: Annotated[Any, Unserved({"type": "ephemeral"}, why="the server decides what it caches")] = None
     prompt_cache_breakpoint: Annotated[Any, Unserved(why="the server decides what it caches")] = None
@@ -198,7 +198,7 @@ class TextPart(_Body):
 
 
 class Message(_Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Whose message it is.")
     content: Annotated[
         Annotated[str, Tag("<text>")]
         | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True), Tag("<list>")],
@@ -207,8 +207,8 @@ class Message(_Body):
             custom_error_type="content_type",
             custom_error_message="accepted: a string, or a list of parts of type text",
         ),
-    ]
-    name: str | None = None
+    ] = Field(description="Text, or parts of it.")
+    name: str | None = Field(default=None, description="A name for the chat template.")
     # Clients send an answer's message back as they got it, and with their own fields, which are empty.
     type: Annotated[Any, Unserved("text", "message", why="the model reads text only")] = None
     refusal: Annotated[Any, Unserved("", why="chat templates have no place for it")] = None
@@ -339,15 +339,16 @@ class GenerationRequest(_ClientFields):
     min_tokens: Annotated[
         int | None, Field(ge=0, le=_LARGEST), Unserved(0, why="a sample ends where the model ends it")
     ] = None
-    cache_salt: Annotated[
-        str | None, Field(min_length=1, max_length=LONGEST_SALT), Unserved(why="all requests share one prefix cache")
-    ] = None
-    return_token_ids: Annotated[bool | None, Unserved(False, why="answers are reported as text")] = None
-    prompt_logprobs: Annotated[
-        int | None,
-        Field(ge=0, le=_LARGEST),
-        Unserved(why="logprobs of prompts are reported by /v1/completions with echo and logprobs"),
-    ] = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = Field(
+        default=None, description="Share the prefix cache with requests of the same salt alone."
+    )
+    return_token_ids: bool | None = Field(default=None, description="Report token ids of prompts and answers.")
+    prompt_logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=_LARGEST,
+        description="Report logprobs of the prompt's tokens, and so many of the likeliest tokens in their places.",
+    )
 
     @field_validator("temperature")
     @classmethod
@@ -426,7 +427,9 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """The body of a request to /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] = Field(
+        description="The conversation so far."
+    )
     max_tokens: int | None = Field(
         default=None, ge=1, le=_LARGEST, description="The old name of max_completion_tokens."
     )

@@ -1,10 +1,11 @@
 """OpenAI's client gets the responses that it expects, with the bits that the engine gives."""
 
+import codecs
 import json
 import math
 import unittest.mock
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import openai
@@ -30,6 +31,17 @@ def expected(engine: Engine, prompt: str | list[int], **fields) -> Generation:
     return engine.generate([Request(prompt, SamplingParams(**{"temperature": 1.0} | fields))])[0]
 
 
+def offsets_of(tokens: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """The offset of each token's first character in the text of all, by the bytes of the tokens before it."""
+    offsets = []
+    for index, token in enumerate(tokens):
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        whole = decoder.decode(b"".join(map(tokenizer.token_bytes, tokens[:index])))
+        continues = 0x80 <= tokenizer.token_bytes(token)[0] < 0xC0
+        offsets.append(len(whole) + bool(decoder.getstate()[0] and not continues))
+    return offsets
+
+
 def test_a_completion_is_the_engines(client: openai.OpenAI, engine: Engine, tokenizer: Tokenizer) -> None:
     response = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, seed=3, logprobs=2)
     (completion,) = expected(engine, PROMPT, max_tokens=6, seed=3, top_logprobs=2).completions
@@ -38,16 +50,22 @@ def test_a_completion_is_the_engines(client: openai.OpenAI, engine: Engine, toke
     assert tuple(choice.logprobs.token_logprobs) == completion.logprobs
     texts = [tokenizer.token_bytes(token).decode(errors="replace") for token in completion.tokens]
     assert choice.logprobs.tokens == texts
-    assert choice.logprobs.text_offset == [len("".join(texts[:index])) for index in range(len(texts))]
-    assert [set(one.values()) for one in choice.logprobs.top_logprobs] == [
-        {value for _, value in top} for top in completion.top_logprobs
-    ]
+    assert choice.logprobs.text_offset == offsets_of(completion.tokens, tokenizer)
+    sampled = zip(completion.tokens, completion.logprobs, strict=True)
+    for pair, top, reported in zip(sampled, completion.top_logprobs, choice.logprobs.top_logprobs, strict=True):
+        likeliest_last = [*reversed([*top, pair])]  # of tokens with the same text, such as half characters
+        expected_top = {tokenizer.token_bytes(token).decode(errors="replace"): value for token, value in likeliest_last}
+        assert reported == expected_top
+    # The sampled token is reported where it is not among the likeliest.
+    tops = zip(completion.tokens, completion.top_logprobs, strict=True)
+    assert any(token not in dict(top) for token, top in tops)
     prompt = len(tokenizer.encode(PROMPT))
     generated = len(completion.tokens)
     assert response.usage.model_dump(exclude_none=True) == {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert (response.object, response.model) == ("text_completion", MODEL)
 
@@ -179,6 +197,7 @@ def test_a_stream_is_a_sequence_of_events_that_ends_with_done(server: Running, p
 def test_usage_counts_all_prompts_and_all_samples(client: openai.OpenAI) -> None:
     asked = {"model": MODEL, "prompt": [[1, 2, 3], [4]], "n": 2, "max_tokens": 3, "extra_body": {"ignore_eos": True}}
     expected_usage = {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+    expected_usage |= {"prompt_tokens_details": {"cached_tokens": 0}}
     response = client.completions.create(**asked)
     assert response.usage.model_dump(exclude_none=True) == expected_usage
     chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
@@ -310,10 +329,10 @@ def _numbers(metrics: str) -> dict[str, float]:
 
 
 def test_keys_are_asked_for(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
-    with serving(engine, loaded, api_keys=["one key", "another"]) as running:
-        for key in ("one key", "another"):
+    with serving(engine, loaded, api_keys=["one-key", "another"]) as running:
+        for key in ("one-key", "another"):
             assert running.client(api_key=key).models.list().data
-        for key in ("One key", "one", "none"):
+        for key in ("One-key", "one", "none"):
             with pytest.raises(openai.AuthenticationError, match="API key"):
                 running.client(api_key=key).models.list()
         with pytest.raises(openai.AuthenticationError):

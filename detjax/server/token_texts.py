@@ -1,0 +1,108 @@
+"""Texts and logprobs of single tokens, as responses report them, and where tokens begin in a text."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+from detjax.models import Tokenizer
+
+_MINUS_INFINITY: Final = -9999.0
+"""The logprob that stands for minus infinity, which JSON does not have."""
+_UNFINISHED: Final = "\ufffd"
+_MOST_UNSETTLED: Final = 8
+"""Tokens without a whole character after which no character is expected any more. A character has up to four bytes."""
+
+type Json = dict[str, Any]
+type TopLogprobs = Sequence[tuple[int, float]]
+
+
+def json_number(logprob: float) -> float:
+    """A logprob as JSON can hold it. A double holds the float32 number exactly."""
+    return logprob if math.isfinite(logprob) else _MINUS_INFINITY
+
+
+class TokenTexts:
+    """The texts of a tokenizer's tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def text(self, token: int) -> str:
+        """The text of one token. Bytes that are no whole character become U+FFFD."""
+        if token not in self._texts:
+            self._texts[token] = self._tokenizer.token_bytes(token).decode(errors="replace")
+        return self._texts[token]
+
+    def chat_json(self, token: int, logprob: float) -> Json:
+        """A token with its logprob, as chats report it."""
+        token_bytes = list(self._tokenizer.token_bytes(token))
+        return {"token": self.text(token), "logprob": json_number(logprob), "bytes": token_bytes}
+
+    def by_text(self, top: TopLogprobs, token: int, logprob: float) -> dict[str, float]:
+        """The likeliest tokens in a place by text, as completions report them, and the token that stands there.
+
+        Several tokens may have the same text, such as half characters: the likeliest one counts. `top` is sorted by
+        falling logprob.
+        """
+        logprobs: dict[str, float] = {}
+        for other, value in (*top, (token, logprob)):
+            logprobs.setdefault(self.text(other), json_number(value))
+        return logprobs
+
+    def by_token(self, top: TopLogprobs, token: int, logprob: float) -> dict[str, Json]:
+        """The token in a place of a prompt, and the likeliest ones there, as vLLM reports them: by id.
+
+        The rank of a token that is not among the likeliest is not known, and is left out.
+        """
+        ranks = {other: rank for rank, (other, _) in enumerate(top, start=1)}
+        entries: dict[str, Json] = {}
+        for other, value in ((token, logprob), *top):
+            rank = {"rank": ranks[other]} if other in ranks else {}
+            entries[str(other)] = {"logprob": json_number(value)} | rank | {"decoded_token": self.text(other)}
+        return entries
+
+
+class TextOffsets:
+    """Where the tokens of a text begin in it, in characters. A token within a character has the character's offset.
+
+    Only the last few tokens are decoded again with each one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, start: int = 0, prompt: str | None = None) -> None:
+        """Offsets of tokens that come one after the other.
+
+        Args:
+            tokenizer: decodes them.
+            start: the offset of the first one.
+            prompt: the text, if the tokens are those of a prompt, whose special tokens count where the text has them.
+        """
+        self._tokenizer, self._prompt = tokenizer, prompt
+        self._added = frozenset(tokenizer.added_tokens) if prompt is not None else frozenset[int]()
+        self._settled = start
+        """Characters before the tokens that are decoded again."""
+        self._whole, self._length = start, start
+        """Length of the text so far, without an unfinished character at its end and with it."""
+        self._tokens: list[int] = []
+        self._known = 0
+
+    def add(self, token: int) -> int:
+        """Returns the offset of the next token."""
+        is_within_character = 0x80 <= next(iter(self._tokenizer.token_bytes(token)), 0) < 0xC0
+        offset = self._whole if is_within_character else self._length
+        if self._prompt is not None:
+            offset = min(offset, len(self._prompt))
+            if token in self._added and not self._prompt.startswith(self._text([token]), offset):
+                return offset  # the tokenizer puts it around every text, and the text does not have it
+        self._tokens.append(token)
+        added = self._text(self._tokens)[len(self._text(self._tokens[: self._known])) :]
+        self._whole, self._length = (self._settled + len(text) for text in (added.rstrip(_UNFINISHED), added))
+        is_settled = bool(added) and not added.endswith(_UNFINISHED)
+        if is_settled or len(self._tokens) - self._known >= _MOST_UNSETTLED:
+            self._settled = self._whole = self._length
+            self._tokens = self._tokens[self._known :]
+            self._known = len(self._tokens)
+        return offset
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._prompt is None)
