@@ -93,6 +93,10 @@ class Server(uvicorn.Server):
 
     Then it admits no further requests, and gives those in flight a grace period before it ends them. A second signal
     ends them at once.
+
+    Attributes:
+        exit_code: the exit code for the process: 0 after one signal, 128 plus the signal's number after a second one,
+            and `EXIT_CODE_OF_A_FAILED_ENGINE` after the engine failed.
     """
 
     def __init__(self, app: Starlette, settings: ConnectionSettings | None = None) -> None:
@@ -101,20 +105,19 @@ class Server(uvicorn.Server):
         self._limits = ConnectionConfig(app, self._settings, self._settings.grace + _SECONDS_AFTER_STOP)
         super().__init__(self._limits)
         self._engine, self._guard = app.state.engine, app.state.guard
-        self._exit_code = 0
+        self.exit_code = 0
 
     def serve_on(self, bound: socket.socket, on_ready: Callable[[], None] = lambda: None) -> int:
         """Serves on a socket until the end, and calls `on_ready` as soon as clients are answered.
 
         Returns:
-            The exit code for the process: 0 after one signal, 128 plus the signal's number after a second one, and
-            `EXIT_CODE_OF_A_FAILED_ENGINE` after the engine failed.
+            The exit code for the process; see `exit_code`.
         """
         self._on_ready = on_ready
         self._limits.max_connections = _affordable_connections(self._settings.max_connections)
         with _signals_ignored_at_the_end():
             self.run(sockets=[bound])
-        return self._exit_code
+        return self.exit_code
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._event_loop = asyncio.get_running_loop()
@@ -127,8 +130,9 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # Requests of a failed engine have ended with it; their clients are still reading that.
-        grace = 0 if self._has_failed_engine() else self._settings.grace
-        if self._guard.in_flight:
+        has_failed = self._has_failed_engine()
+        grace = 0 if has_failed else self._settings.grace
+        if self._guard.in_flight and not has_failed:
             _log.info("the server ends; %d samples in flight have %g s", self._guard.in_flight, grace)
         self._guard.drain()
         timers = [
@@ -147,11 +151,11 @@ class Server(uvicorn.Server):
         self._captured_signals.append(sig)
         if not self.should_exit:
             self.should_exit = True
-        elif not self._exit_code:
-            self._exit_code = 128 + sig
+        elif not self.exit_code:
+            self.exit_code = 128 + sig
             self._event_loop.call_soon_threadsafe(self._end_grace)
             # A thread that tokenizes a long prompt would hold up the process.
-            last_resort = threading.Timer(_SECONDS_AFTER_STOP, os._exit, [self._exit_code])
+            last_resort = threading.Timer(_SECONDS_AFTER_STOP, os._exit, [self.exit_code])
             last_resort.daemon = True
             last_resort.start()
 
@@ -165,12 +169,11 @@ class Server(uvicorn.Server):
 
     def _has_failed_engine(self) -> bool:
         """Whether the engine has failed, which is logged once and decides the exit code."""
-        failure = getattr(self._engine, "failure", None)
-        if failure is None:
+        if self._engine.failure is None:
             return False
-        if self._exit_code != EXIT_CODE_OF_A_FAILED_ENGINE:
-            self._exit_code = EXIT_CODE_OF_A_FAILED_ENGINE
-            _log.critical("the server ends with exit code %d, because the engine failed", self._exit_code)
+        if self.exit_code != EXIT_CODE_OF_A_FAILED_ENGINE:
+            self.exit_code = EXIT_CODE_OF_A_FAILED_ENGINE
+            _log.critical("the server ends with exit code %d, because the engine failed", self.exit_code)
         return True
 
 
