@@ -2,15 +2,15 @@
 
 import contextlib
 import functools
-import os
-import shlex
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, overload
 
 import jax
 from jax._src.core import trace_state_clean  # JAX has no public name for "nothing is being traced"
 
-from detjax import backends
+from detjax import backends, environment, jax_options
+from detjax.environment import EnvironmentContradiction as EnvironmentContradiction
 
 _pinned = jax.make_user_context(False)
 
@@ -43,15 +43,6 @@ PINNED_OPTIONS: Final[Mapping[str, Mapping[str, bool | int]]] = {
 }
 """The options that every program of a platform is compiled with. A program's options override environment variables."""
 
-_ENVIRONMENT_OF_LIBRARIES: Final[Mapping[str, tuple[str, str]]] = {
-    # variable: (value that contradicts the contract, why)
-    "NVIDIA_TF32_OVERRIDE": ("1", "it makes cuBLAS round float32 operands to TF32"),
-}
-
-
-class EnvironmentContradiction(RuntimeError):
-    """The process environment asks for something that a contract forbids."""
-
 
 def compiler_options(device_platform: str | None = None) -> dict[str, bool | int]:
     """Returns the pinned options of "cpu", "gpu" or "tpu", by default of the platform that programs are traced for.
@@ -74,43 +65,26 @@ def check_environment() -> None:
     """Returns if nothing in the process environment contradicts the contracts.
 
     Raises:
-        EnvironmentContradiction: a flag in `XLA_FLAGS` or `LIBTPU_INIT_ARGS` sets a pinned option to another value, a
-            library's variable changes its rounding, or a JAX option takes compilation or random bits out of contract.
+        EnvironmentContradiction: a flag in `XLA_FLAGS`, in the file that it names, or in `LIBTPU_INIT_ARGS` sets a
+            pinned option to another value, a library's variable changes its rounding, or a JAX option takes
+            compilation, random bits or the device out of contract.
     """
-    pinned = compiler_options()
-    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
-        for name, value in _flags(os.environ.get(variable, "")).items():
-            if name in pinned and _flag_value(value) != int(pinned[name]):
-                raise EnvironmentContradiction(
-                    f"{variable} has --{name}={value}; the contract needs {str(pinned[name]).lower()} on "
-                    f"{jax.default_backend()}. Remove the flag: detjax gives it to each of its programs itself."
-                )
-    for variable, (value, reason) in _ENVIRONMENT_OF_LIBRARIES.items():
-        if os.environ.get(variable) == value:
-            raise EnvironmentContradiction(f"{variable}={value} is set and {reason}. Unset it.")
-    if jax.config.jax_disable_jit:
-        raise EnvironmentContradiction(
-            "jax_disable_jit is on: operations would run uncompiled and in other bits. Turn it off (JAX_DISABLE_JIT=0)."
+    problems = (environment.contradictions(compiler_options()), jax_options.refusals(), _other_platforms())
+    for problem in itertools.chain.from_iterable(problems):
+        raise EnvironmentContradiction(problem)
+
+
+def _other_platforms() -> Iterator[str]:
+    """Yields what is wrong with JAX's default device if programs would be compiled for another platform."""
+    device = jax.config.jax_default_device
+    if device is None:
+        return
+    chosen, served = device if isinstance(device, str) else device.platform, jax.default_backend()
+    if chosen != served:
+        yield (
+            f"the JAX option jax_default_device is {device} of platform {chosen!r}; accepted: devices of platform "
+            f"{served!r}, whose options programs get. Choose the platform with the environment variable JAX_PLATFORMS."
         )
-    if not jax.config.jax_threefry_partitionable:
-        raise EnvironmentContradiction(
-            "jax_threefry_partitionable is off: sampled tokens would depend on the vocabulary's layout. Turn it on."
-        )
-
-
-def _flags(text: str) -> dict[str, str]:
-    flags = {}
-    for word in shlex.split(text):
-        name, _, value = word.lstrip("-").partition("=")
-        flags[name] = value or "true"
-    return flags
-
-
-def _flag_value(text: str) -> int | str:
-    lowered = text.lower()
-    if lowered in ("true", "false"):
-        return int(lowered == "true")
-    return int(lowered) if lowered.lstrip("-").isdigit() else lowered
 
 
 _COMPILED: Final = "_detjax_compiled"

@@ -2,18 +2,34 @@
 
 import contextlib
 import dataclasses
+import fnmatch
+import functools
 import hashlib
 import importlib.metadata
 import json
-import os
 import pathlib
-from typing import Any
+import platform
+from collections.abc import Mapping
+from typing import Any, Final
 
 import jax
+from jaxlib import xla_client
 
-from detjax import backends, compilation
+from detjax import backends, compilation, environment, jax_options
 from detjax.contract import CONTRACT_VERSION
 from detjax.version import __version__
+
+_NOT_RECORDED: Final = "not recorded"
+"""What a fingerprint says of fields that did not exist when it was taken, as some result files do."""
+
+_LIBRARIES: Final = ("jinja2", "ml_dtypes", "numpy", "tokenizers")
+"""The libraries that turn text into tokens, or compute numbers, on any device."""
+
+_LIBRARIES_OF_DEVICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "gpu": ("jax-cuda*", "nvidia-*"),
+    "tpu": ("libtpu*",),
+}
+"""Patterns of further libraries by platform. cuBLAS, for one, has a version that no other field names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +45,11 @@ class Fingerprint:
         jax: JAX's version.
         jaxlib: jaxlib's version.
         plugin: the platform version of the device's client, such as the release of CUDA.
-        flags: the environment variables that hold compiler flags, as JSON.
+        flags: the environment variables that bits may depend on, such as those that hold compiler flags, as JSON.
         compiler_options: the options that programs are compiled with, as JSON.
+        jax_options: the options of JAX that bits may depend on and that are not JAX's defaults, as JSON.
+        xla_options: a digest of XLA's own options in this process, however they were set.
+        libraries: the versions of Python and of further libraries that bits depend on, as JSON.
     """
 
     contract_version: int
@@ -43,6 +62,9 @@ class Fingerprint:
     plugin: str
     flags: str
     compiler_options: str
+    jax_options: str = _NOT_RECORDED
+    xla_options: str = _NOT_RECORDED
+    libraries: str = _NOT_RECORDED
 
     @property
     def digest(self) -> str:
@@ -52,9 +74,15 @@ class Fingerprint:
 
 
 def fingerprint(device: Any = None) -> Fingerprint:
-    """Returns the fingerprint of a JAX device, by default of the first one, with the backend that would serve."""
+    """Returns the fingerprint of a JAX device, by default of the first one, with the backend that would serve.
+
+    It holds for programs that are called in the same place: within the same contexts of `use_backend` and of JAX's
+    options, such as `jax.enable_x64`.
+
+    Raises:
+        EnvironmentContradiction: `XLA_FLAGS` names a file that cannot be read.
+    """
     device = device or jax.devices()[0]
-    flags = {name: os.environ[name] for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if os.environ.get(name)}
     return Fingerprint(
         contract_version=CONTRACT_VERSION,
         detjax=__version__,
@@ -64,9 +92,30 @@ def fingerprint(device: Any = None) -> Fingerprint:
         jax=jax.__version__,
         jaxlib=importlib.metadata.version("jaxlib"),
         plugin=device.client.platform_version.strip(),
-        flags=json.dumps(flags, sort_keys=True),
+        flags=json.dumps(environment.variables(device.platform), sort_keys=True),
         compiler_options=json.dumps(compilation.options_of(backends.backend(), device.platform), sort_keys=True),
+        jax_options=json.dumps(jax_options.values(), sort_keys=True),
+        xla_options=_xla_options(),
+        libraries=json.dumps(_libraries(device.platform), sort_keys=True),
     )
+
+
+def _xla_options() -> str:
+    """Sixteen hexadecimal digits that stand for every option of XLA, as it read them when the process began."""
+    return hashlib.sha256(xla_client.CompileOptions().SerializeAsString()).hexdigest()[:16]
+
+
+@functools.cache
+def _libraries(device_platform: str) -> Mapping[str, str]:
+    versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    if patterns := _LIBRARIES_OF_DEVICES.get(device_platform, ()):
+        installed = {one.name.lower(): one.version for one in importlib.metadata.distributions()}
+        versions |= {
+            name: version
+            for name, version in installed.items()
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        }
+    return {"python": platform.python_version(), **versions}
 
 
 def _driver(device_platform: str) -> str:

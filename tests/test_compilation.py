@@ -134,24 +134,6 @@ def test_a_contradiction_on_a_gpu_is_noticed_there(monkeypatch: pytest.MonkeyPat
         compilation.check_environment()
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("jax_disable_jit", True, "jax_disable_jit is on"),
-        ("jax_threefry_partitionable", False, "jax_threefry_partitionable is off"),
-    ],
-)
-def test_jax_options_that_contradict_the_contract_are_refused(option: str, value: bool, message: str) -> None:
-    before = getattr(jax.config, option)
-    jax.config.update(option, value)
-    try:
-        with pytest.raises(detjax.EnvironmentContradiction, match=message):
-            compilation.check_environment()
-    finally:
-        jax.config.update(option, before)
-    compilation.check_environment()
-
-
 def test_a_program_without_the_pinned_options_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(RuntimeError, match=r"softmax: traced for the portable backend .* Put detjax.jit around"):
