@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
+import jax
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,6 +23,14 @@ from detjax.version import __version__
 
 _EXPECTED_ERRORS = (ValueError, NotImplementedError, OSError, compilation.EnvironmentContradiction)
 """Errors that a user can cause. They end in one line; all others are defects and end in a traceback."""
+
+_TRANSFER_GUARDS = (
+    "jax_transfer_guard",
+    "jax_transfer_guard_host_to_device",
+    "jax_transfer_guard_device_to_host",
+    "jax_transfer_guard_device_to_device",
+)
+"""JAX's options that can forbid transfers of arrays."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -135,6 +144,7 @@ def generate(
     quantization = _quantization(kv_cache_dtype)
     texts = _with_standard_input(prompt)
     with backends.use_backend(backend):
+        _check_device()
         fingerprint = fingerprints.fingerprint()
         decoder, tokenizer = _load(model, dtype, template_date)
         prompts = texts
@@ -347,13 +357,30 @@ def _prepared_cache(directory: Path | None) -> Path:
 
 
 def _check_device() -> None:
-    """Raises an error if the chosen backend does not run on the default device."""
+    """Checks that the chosen backend runs on the default device, and that JAX moves arrays to it.
+
+    Raises:
+        ValueError: it does not, or JAX finds no device.
+    """
+    try:
+        device = backends.device_name()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that it has found a device
+        raise ValueError(
+            f"JAX finds no device for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r} ({error}). Unset it, or "
+            "install what JAX needs for the device"
+        ) from error
     name = backends.backend()
     if name in backends.DEVICES and not backends.runs_here(name):
         raise ValueError(
-            f"the backend is {name!r}, which serves {backends.DEVICES[name]}; this device is "
-            f"{backends.device_name()}. Choose portable with --backend, or leave the option out"
+            f"the backend is {name!r}, which serves {backends.DEVICES[name]}; this device is {device}. Choose portable "
+            "with --backend, or leave the option out"
         )
+    for option in _TRANSFER_GUARDS:
+        value = getattr(jax.config, option, None)
+        if value is not None and value.startswith("disallow"):
+            raise ValueError(
+                f"{option.upper()} is {value!r}, with which no weights reach the device; accepted: allow, log. Unset it"
+            )
 
 
 @contextlib.contextmanager

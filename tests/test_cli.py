@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -185,6 +186,7 @@ class Serving:
     connections: server.ConnectionSettings
     log: server.LogSettings
     tokenizer: models.Tokenizer
+    exit_code = 0
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine, "Engine", self._engine)
@@ -215,7 +217,7 @@ class Serving:
 
     def serve_on(self, bound: socket.socket, on_ready: Callable[[], None]) -> int:
         on_ready()
-        return 0
+        return self.exit_code
 
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -293,6 +295,19 @@ def test_serve_accepts_the_hosts_of_its_own_machine_where_nobody_needs_a_key(
     assert warns == ("0.0.0.0" in options)
 
 
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_a_device_that_cannot_be_used_is_named(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("serve", "nowhere", "--port", 0, "--no-compilation-cache")
+    if command == "generate":
+        arguments = ("generate", "--model", "nowhere", "--prompt", "x")
+    assert "the backend is 'tpu', which serves TPUs; this device is cpu:0" in error(run(*arguments, "--backend", "tpu"))
+    monkeypatch.setenv("DETJAX_BACKEND", "hopper")
+    assert "the backend is 'hopper', which serves GPUs" in error(run(*arguments))
+    monkeypatch.delenv("DETJAX_BACKEND")
+    with jax.transfer_guard("disallow"):
+        assert "JAX_TRANSFER_GUARD is 'disallow', with which no weights reach the device" in error(run(*arguments))
+
+
 @pytest.mark.parametrize(
     ("given", "accepted"), [("key", ("key",)), (None, ()), ("", None), ("two words", None), ("tab\t", None)]
 )
@@ -311,6 +326,11 @@ def test_the_environments_key_is_one_key_or_an_error(
         assert serving.settings.api_keys == accepted
         assert run("serve", checkpoint, "--port", 0, "--no-compilation-cache", "--api-key", "other").exit_code == 0
         assert serving.settings.api_keys == ("other",)
+
+
+def test_the_servers_exit_code_is_that_of_the_command(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Serving(monkeypatch).exit_code = 70
+    assert run("serve", checkpoint, "--port", 0, "--no-compilation-cache").exit_code == 70
 
 
 def test_serve_takes_a_chat_template(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 5, "logprobs": 0}
 def started(checkpoint: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
     main = "from detjax.cli import app; app()"
     command = [sys.executable, "-c", main, "serve", checkpoint, "--port", "0", "--cache-dir", cache, *SMALL]
+    command += ["--log-level", "warning"]
     process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
     try:
         yield process
