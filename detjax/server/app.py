@@ -5,10 +5,11 @@ import contextlib
 import dataclasses
 import hashlib
 import hmac
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -20,9 +21,8 @@ from starlette.staticfiles import StaticFiles
 
 from detjax import fingerprints, models
 from detjax.contract import CONTRACT_VERSION
-from detjax.engine import Engine, SamplingParams
+from detjax.engine import Engine, EngineConfig, SamplingParams
 from detjax.models import Decoder, Tokenizer
-from detjax.options import KVQuantization
 from detjax.server import bodies, openapi
 from detjax.server.api_calls import ApiCall, ChatCall, CompletionCall, ServedModel
 from detjax.server.errors import ApiError, error_response, to_api_error
@@ -34,8 +34,10 @@ from detjax.server.requests import RequestLog, RequestRecord, record_of
 from detjax.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from detjax.server.settings import Settings
 from detjax.server.streaming import DONE, EventStream, event
+from detjax.server.text_routes import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 from detjax.server.texts import Texts
 from detjax.server.token_texts import TokenTexts
+from detjax.version import __version__
 
 _PAGE: Final = Path(__file__).parent / "page"
 _PAGE_HEADERS: Final = {
@@ -47,12 +49,17 @@ _PAGE_HEADERS: Final = {
 _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def system_fingerprint(model: Decoder, tokenizer: Tokenizer, kv_cache_dtype: KVQuantization | None = None) -> str:
-    """Returns a digest of all that answers depend on besides requests: contract, environment and model.
+def system_fingerprint(model: Decoder, tokenizer: Tokenizer, config: EngineConfig | None = None) -> str:
+    """Returns a digest of all that answers depend on besides requests: contract, environment, model and settings.
 
-    Servers with equal fingerprints give the same request the same bits.
+    Servers with equal fingerprints give the same request the same bits. Of the engine's settings, answers depend on
+    how keys and values are quantized, and on the most tokens of a prompt and its answer: a chat that does not say how
+    many tokens it wants gets as many as there is room for. Sampling parameters that a request leaves out are those of
+    the checkpoint, which the model's digest holds, or OpenAI's.
     """
-    digest = hashlib.sha256(f"{models.digest(model, tokenizer)} {kv_cache_dtype}".encode()).hexdigest()
+    config = config or EngineConfig()
+    settings = f"{config.kv_cache_dtype} {config.max_length or model.config.max_positions}"
+    digest = hashlib.sha256(f"{models.digest(model, tokenizer)} {settings}".encode()).hexdigest()
     return f"detjax-{CONTRACT_VERSION}-{fingerprints.fingerprint().digest}-{digest[:16]}"
 
 
@@ -68,7 +75,7 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
         tokenizer: the engine's tokenizer.
         settings: how it treats clients.
     """
-    fingerprint = system_fingerprint(model, tokenizer, engine.config.kv_cache_dtype)
+    fingerprint = system_fingerprint(model, tokenizer, engine.config)
     texts = Texts(tokenizer, settings.text_seconds)
     served = ServedModel(
         settings.name, engine, tokenizer, texts, _sampling_defaults(model), fingerprint, TokenTexts(tokenizer)
@@ -78,6 +85,9 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
     routes = [
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/version", api.version),
         Route("/v1/models", api.list_models),
         Route("/v1/models/{name:path}", api.retrieve_model),
         Route("/health", api.health),
@@ -208,6 +218,41 @@ class _Api:
         for chunk in call.last_chunks(generated):
             yield chunk
 
+    # --- texts --------------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        return await self._answer_text(request, TokenizeRequest, tokenized)
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        return await self._answer_text(request, DetokenizeRequest, detokenized)
+
+    async def _answer_text[Body: TokenizeRequest | DetokenizeRequest](
+        self,
+        request: Request,
+        schema: type[Body],
+        answer: Callable[[Body, ServedModel], Coroutine[Any, Any, dict[str, Any]]],
+    ) -> Response:
+        self._authorize(request)
+        body = await self._parse_body(request, schema)
+        if body.model is not None:
+            self._check_model_name(body.model)
+        try:
+            # It counts like a sample, so that a full server is full for texts too.
+            with self.guard.admitted(1) as admission:
+                content = await self.guard.watch(request.receive, answer(body, self.served), admission.deadline)
+        except ClientGone:
+            return Response(status_code=499)  # nobody receives it
+        except Exception as error:
+            return to_api_error(error).response()
+        return JsonPieces(self.guard, content, self.settings.request_seconds)
+
+    async def version(self, request: Request) -> Response:
+        """GET /version."""
+        self._authorize(request)
+        return JSONResponse({"version": __version__})
+
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _client(self, request: Request) -> str | None:
@@ -233,7 +278,7 @@ class _Api:
             accepted = ", ".join(map(repr, self.settings.names))
             raise ApiError(404, f"model is {name!r}; accepted: {accepted}", param="model", code="model_not_found")
 
-    async def _parse_body(self, request: Request, schema: type[GenerationRequest]) -> GenerationRequest:
+    async def _parse_body[Body: BaseModel](self, request: Request, schema: type[Body]) -> Body:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(415, f"the content type is {content_type!r}; accepted: application/json")

@@ -6,6 +6,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from detjax.server.schemas import ChatRequest, CompletionRequest
+from detjax.server.text_routes import DETOKENIZED, TOKENIZED, DetokenizeRequest, TokenizeRequest
 from detjax.version import __version__
 
 _ERROR = {
@@ -53,6 +54,7 @@ _MODEL = {
     | {name: {"type": "integer"} for name in ("created", "max_model_len")}
     | {"chat": {"type": "boolean"}},
 }
+_VERSION = {"type": "object", "required": ["version"], "properties": {"version": {"type": "string"}}}
 _GENERATION_ERRORS = {
     400: "The request cannot be served; the message says why.",
     401: "The API key is missing or wrong.",
@@ -69,7 +71,8 @@ _GENERATION_ERRORS = {
 def document(model: str, *, needs_key: bool) -> dict[str, Any]:
     """Returns the OpenAPI 3.1 description of a server of one model."""
     _, schemas = models_json_schema(
-        [(CompletionRequest, "validation"), (ChatRequest, "validation")], ref_template="#/components/schemas/{model}"
+        [(schema, "validation") for schema in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)],
+        ref_template="#/components/schemas/{model}",
     )
     for schema in (CompletionRequest, ChatRequest):
         schemas["$defs"][schema.__name__]["properties"]["model"]["enum"] = [model]
@@ -79,6 +82,9 @@ def document(model: str, *, needs_key: bool) -> dict[str, Any]:
         "paths": {
             "/v1/completions": {"post": _generation("Complete a text.", CompletionRequest)},
             "/v1/chat/completions": {"post": _generation("Continue a conversation.", ChatRequest)},
+            "/tokenize": {"post": _text("Tokenize a text.", TokenizeRequest, TOKENIZED)},
+            "/detokenize": {"post": _text("Decode tokens.", DetokenizeRequest, DETOKENIZED)},
+            "/version": {"get": _operation("Tell the server's version.", _VERSION, 401)},
             "/v1/models": {
                 "get": _operation(
                     "List the served models.",
@@ -116,6 +122,14 @@ def document(model: str, *, needs_key: bool) -> dict[str, Any]:
 def _generation(summary: str, schema: type[BaseModel]) -> dict[str, Any]:
     operation = _operation(summary, _RESPONSE, *_GENERATION_ERRORS)
     operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    return _with_body(operation, schema)
+
+
+def _text(summary: str, schema: type[BaseModel], answer: dict[str, Any]) -> dict[str, Any]:
+    return _with_body(_operation(summary, answer, *_GENERATION_ERRORS), schema)
+
+
+def _with_body(operation: dict[str, Any], schema: type[BaseModel]) -> dict[str, Any]:
     body = {"schema": {"$ref": f"#/components/schemas/{schema.__name__}"}}
     return operation | {"requestBody": {"required": True, "content": {"application/json": body}}}
 

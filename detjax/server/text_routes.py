@@ -1,0 +1,104 @@
+"""/tokenize and /detokenize, in the form of vLLM: what a server's tokenizer and chat template make of a text."""
+
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, Field, model_validator
+
+from detjax.server.api_calls import ServedModel
+from detjax.server.errors import ApiError
+from detjax.server.schemas import MOST_MESSAGES, MOST_TOKENS, GenerationRequest, Message, Token, Variables
+from detjax.server.texts import TextTooLong
+
+type Json = dict[str, Any]
+
+
+class TokenizeRequest(BaseModel):
+    """The body of a request to /tokenize."""
+
+    model_config = GenerationRequest.model_config
+
+    model: str | None = Field(default=None, description="A model's name, as /v1/models lists it.")
+    prompt: str | None = Field(default=None, description="A text. Give either it or messages.")
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] | None = Field(
+        default=None, description="A conversation, to which the chat template is applied."
+    )
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="Add what the tokenizer puts around every text. Default: true for a prompt, false for messages, "
+        "whose chat template writes it.",
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None, description="End a conversation with what opens an answer. Default: true."
+    )
+    chat_template_kwargs: Variables | None = Field(default=None, description="Further variables of the chat template.")
+    return_token_strs: bool | None = Field(default=None, description="Return the text of each token too.")
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            given = "neither prompt nor messages is" if self.prompt is None else "prompt and messages are"
+            raise ValueError(f"{given} given; accepted: one of them")
+        if self.prompt is not None and (self.chat_template_kwargs or self.add_generation_prompt is not None):
+            raise ValueError("a prompt is given with a field of the chat template; accepted: that field with messages")
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    """The body of a request to /detokenize."""
+
+    model_config = GenerationRequest.model_config
+
+    model: str | None = Field(default=None, description="A model's name, as /v1/models lists it.")
+    tokens: Annotated[list[Token], Field(max_length=MOST_TOKENS, fail_fast=True)] = Field(description="Token ids.")
+
+
+async def tokenized(body: TokenizeRequest, model: ServedModel) -> Json:
+    """Returns the token ids of a text or a conversation. Long lists are iterators.
+
+    Raises:
+        ValueError: the chat template refuses the messages, or there are too many tokens.
+    """
+    limit = max(MOST_TOKENS, model.engine.max_length)
+    try:
+        if body.messages is None:
+            adds = body.add_special_tokens is not False
+            (tokens,) = await model.texts.encode([body.prompt or ""], limit=limit, add_special_tokens=adds)
+        elif not model.tokenizer.has_chat_template:
+            raise ValueError("the model has no chat template; accepted: a prompt")
+        else:
+            tokens = await model.texts.encode_chat(
+                body.messages,
+                body.chat_template_kwargs or {},
+                limit=limit,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                add_special_tokens=bool(body.add_special_tokens),
+            )
+    except TextTooLong as error:
+        raise ApiError(400, f"the text has {error.size}; accepted: up to {limit} tokens") from None
+    return {
+        "count": len(tokens),
+        "max_model_len": model.engine.max_length,
+        "tokens": iter(tokens),
+        "token_strs": map(model.token_texts.text, tokens) if body.return_token_strs else None,
+    }
+
+
+async def detokenized(body: DetokenizeRequest, model: ServedModel) -> Json:
+    """Returns the text of token ids, special tokens included."""
+    (text,) = await model.texts.decode([body.tokens], skip_special_tokens=False)
+    return {"prompt": text}
+
+
+TOKENIZED: Final[Json] = {
+    "type": "object",
+    "required": ["count", "max_model_len", "tokens", "token_strs"],
+    "properties": {
+        "count": {"type": "integer"},
+        "max_model_len": {"type": "integer"},
+        "tokens": {"type": "array", "items": {"type": "integer"}},
+        "token_strs": {"type": ["array", "null"], "items": {"type": "string"}},
+    },
+}
+"""The JSON schema of an answer of /tokenize."""
+DETOKENIZED: Final[Json] = {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}}
+"""The JSON schema of an answer of /detokenize."""
