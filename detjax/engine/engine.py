@@ -456,7 +456,7 @@ class Engine:
             _run(*item)
 
     def _end(self, failure: BaseException | None) -> None:
-        state = "it was closed" if failure is None else "it has failed, and its log says why; start another one"
+        state = "it was closed" if failure is None else "it has failed; its log says why"
         with self._open:
             self._end_reason = EngineClosed(f"Engine: {state}")
             self._end_reason.__cause__ = failure
