@@ -3,6 +3,7 @@
 import contextlib
 import enum
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -120,3 +121,12 @@ def test_a_default_device_of_another_platform_is_refused(monkeypatch: pytest.Mon
             with pytest.raises(detjax.EnvironmentContradiction, match=r"of platform 'cpu'; accepted: .*'gpu'"):
                 compilation.check_environment()
             monkeypatch.undo()
+
+
+def test_the_documentation_counts_the_options_of_this_jax() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "fingerprint.md").read_text(encoding="utf-8")
+    counts = {"Refused": len(jax_options.REFUSED), "Hashed": len(jax_options.HASHED)}
+    counts["Harmless"] = len(jax.config.values) - sum(counts.values())
+    if "jax_test_dut" not in jax.config.values:  # JAX's own tests add options where something imports them
+        assert f"JAX {jax.__version__} has {len(jax.config.values)} options" in text
+        assert all(f"**{kind}** ({count})" in text for kind, count in counts.items())

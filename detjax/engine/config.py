@@ -19,7 +19,10 @@ _CACHE_WITHOUT_A_GPU: Final = 1 << 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The settings of an `Engine`. Among them `kv_cache_dtype` alone changes bits.
+    """The settings of an `Engine`. Among them `kv_cache_dtype` alone changes the bits of a request.
+
+    A request that asks for more tokens than `max_length` allows is refused, not cut. Where a client leaves it to the
+    server how many tokens it gets, as in chats, answers depend on `max_length` too.
 
     Attributes:
         max_samples: samples that are computed at the same time; further ones wait.

@@ -1,6 +1,8 @@
 """OpenAI's client gets the responses that it expects, with the bits that the engine gives."""
 
 import codecs
+import dataclasses
+import datetime
 import json
 import math
 import unittest.mock
@@ -13,7 +15,7 @@ import pytest
 from flax import nnx
 
 import detjax
-from detjax.engine import Completion, Engine, Generation, Request, SamplingParams
+from detjax.engine import Completion, Engine, EngineConfig, Generation, Request, SamplingParams
 from detjax.models import Decoder, GenerationDefaults, Tokenizer
 from detjax.server import system_fingerprint
 from tests.server.running_server import MODEL, Running, serving, wait_until
@@ -260,15 +262,26 @@ def test_models_are_listed(client: openai.OpenAI, engine: Engine) -> None:
     assert client.models.retrieve(MODEL) == model
 
 
-def test_the_fingerprint_tells_models_and_environments_apart(
-    client: openai.OpenAI, loaded: tuple[Decoder, Tokenizer]
+def test_the_fingerprint_tells_models_settings_and_environments_apart(
+    client: openai.OpenAI, engine: Engine, loaded: tuple[Decoder, Tokenizer]
 ) -> None:
+    model, tokenizer = loaded
     served = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1).system_fingerprint
-    assert served == system_fingerprint(*loaded)
-    others = {served, system_fingerprint(*loaded, "int8")}
+    assert served == system_fingerprint(model, tokenizer, engine.config)
+    fingerprints = [served, system_fingerprint(model, tokenizer, dataclasses.replace(engine.config, max_length=200))]
+    quantized = dataclasses.replace(engine.config, kv_cache_dtype="int8")
+    fingerprints.append(system_fingerprint(model, tokenizer, quantized))
+    dated = tokenizer.with_template_date(datetime.date(2026, 1, 31))
+    fingerprints.append(system_fingerprint(model, dated, engine.config))
     with detjax.use_backend("stock"):
-        others.add(system_fingerprint(*loaded))
-    assert len(others) == 3
+        fingerprints.append(system_fingerprint(model, tokenizer, engine.config))
+    assert len(set(fingerprints)) == 5
+    # What requests do not see is no part of it.
+    smaller = dataclasses.replace(engine.config, max_samples=2, token_budget=40, prefix_cache=False, num_pages=9)
+    assert system_fingerprint(model, tokenizer, smaller) == served
+    # The most that the model takes is what it is if nobody says so.
+    whole = EngineConfig(max_length=model.config.max_positions)
+    assert system_fingerprint(model, tokenizer) == system_fingerprint(model, tokenizer, whole)
 
 
 def test_the_fingerprint_changes_with_every_weight(loaded: tuple[Decoder, Tokenizer]) -> None:
