@@ -1,8 +1,10 @@
 """Frequencies of rotary position embeddings, plain and scaled to longer contexts."""
 
 import dataclasses
+import decimal
 import functools
 import math
+from typing import Final
 
 import numpy as np
 from jaxtyping import Float32
@@ -53,17 +55,19 @@ class RotaryEmbedding:
     def __post_init__(self) -> None:
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"RotaryEmbedding: head_dim is {self.head_dim}; accepted: even numbers >= 2")
+        if not 0 < self.theta < math.inf:
+            raise ValueError(f"RotaryEmbedding: theta is {self.theta}; accepted: finite numbers > 0")
 
     @functools.cached_property
     def inverse_frequencies(self) -> Float32[np.ndarray, "half"]:
         """Radians per position of each pair of columns.
 
         Exponents, powers and their inverses are each rounded to float32, as in the code that checkpoints are trained
-        with: exact frequencies would turn far positions by other angles. The arithmetic between is float64, so that no
-        processor's float32 `pow` shows.
+        with: exact frequencies would turn far positions by other angles. The arithmetic between is float64, and powers
+        and logarithms are correctly rounded, so that no processor's `pow` and `log` show.
         """
         exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
-        powers = np.power(np.float64(self.theta), exponents.astype(np.float64)).astype(np.float32)
+        powers = np.array([_power(self.theta, exponent) for exponent in exponents.tolist()]).astype(np.float32)
         base = (np.float32(1) / powers).astype(np.float64)
         match self.scaling:
             case None:
@@ -98,7 +102,7 @@ class RotaryEmbedding:
         def pair_of(rotations: float) -> float:
             """The pair that turns `rotations` times within the original context."""
             per_rotation = s.original_max_position_embeddings / (rotations * 2 * math.pi)
-            return self.head_dim * math.log(per_rotation) / (2 * math.log(self.theta))
+            return self.head_dim * _log(per_rotation) / (2 * _log(self.theta))
 
         low, high = pair_of(s.beta_fast), pair_of(s.beta_slow)
         if s.truncate:
@@ -109,4 +113,17 @@ class RotaryEmbedding:
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    return 1.0 if factor <= 1 else 0.1 * mscale * _log(factor) + 1.0
+
+
+_FORTY_DIGITS: Final = decimal.Context(prec=40)
+
+
+def _power(base: float, exponent: float) -> float:
+    """A power, correctly rounded; the last bit of the host's own depends on its processor and its C library."""
+    return float(_FORTY_DIGITS.power(decimal.Decimal(base), decimal.Decimal(exponent)))
+
+
+def _log(x: float) -> float:
+    """The natural logarithm, correctly rounded likewise."""
+    return float(_FORTY_DIGITS.ln(decimal.Decimal(x)))

@@ -47,3 +47,22 @@ def test_yarn_interpolates_by_parts(truncate: bool, options: dict[str, float]) -
     np.testing.assert_allclose(result, frequencies, rtol=1e-6)
     other = embedding(truncate=not truncate, **options).inverse_frequencies
     assert not np.allclose(other, frequencies, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("theta", [0.0, -1.0, math.inf, math.nan])
+def test_a_base_that_has_no_powers_is_refused(theta: float) -> None:
+    with pytest.raises(ValueError, match=r"RotaryEmbedding: theta is .*; accepted: finite numbers > 0"):
+        RotaryEmbedding(HEAD_DIM, theta)
+
+
+def test_frequencies_do_not_depend_on_the_hosts_powers_and_logarithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their last bits differ from processor to processor, of which a GPU's fingerprint says nothing."""
+    options = {"truncate": False, "mscale": 0.7, "mscale_all_dim": 1.1}
+    expected = embedding(**options)
+    frequencies, scale = expected.inverse_frequencies, expected.embedding_scale
+    for module, name in ((math, "log"), (math, "pow"), (np, "log"), (np, "power"), (np, "exp"), (np, "float_power")):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, function=function: function(*args) * 1.5)
+    other = embedding(**options)
+    np.testing.assert_array_equal(other.inverse_frequencies, frequencies)
+    assert other.embedding_scale == scale
