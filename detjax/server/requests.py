@@ -97,6 +97,6 @@ def _write_line(scope: Scope, record: RequestRecord, status: int, is_complete: b
         "seconds": round(seconds, 4),
     }
     request = json.dumps(f"{fields['method']} {fields['path']}")  # a path may have line breaks
-    tokens = f"{record.prompt_tokens or 0} + {record.generated_tokens} tokens"
+    tokens = "" if record.prompt_tokens is None else f" {record.prompt_tokens} + {record.generated_tokens} tokens"
     end = "" if is_complete else " cut off"
-    _log.info("%s %s %d%s %.3f s %s", fields["client"], request, status, end, seconds, tokens, extra={"fields": fields})
+    _log.info("%s %s %d%s %.3f s%s", fields["client"], request, status, end, seconds, tokens, extra={"fields": fields})
