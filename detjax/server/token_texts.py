@@ -78,31 +78,41 @@ class TextOffsets:
             prompt: the text, if the tokens are those of a prompt, whose special tokens count where the text has them.
         """
         self._tokenizer, self._prompt = tokenizer, prompt
-        self._added = frozenset(tokenizer.added_tokens) if prompt is not None else frozenset[int]()
+        self._added = frozenset(tokenizer.added_tokens)
         self._settled = start
         """Characters before the tokens that are decoded again."""
         self._whole, self._length = start, start
-        """Length of the text so far, without an unfinished character at its end and with it."""
+        """The text's length so far, without an unfinished character at its end and with it."""
         self._tokens: list[int] = []
         self._known = 0
 
     def add(self, token: int) -> int:
         """Returns the offset of the next token."""
-        is_within_character = 0x80 <= next(iter(self._tokenizer.token_bytes(token)), 0) < 0xC0
-        offset = self._whole if is_within_character else self._length
+        continues = [0x80 <= byte < 0xC0 for byte in self._tokenizer.token_bytes(token)] or [False]
+        offset = self._whole if continues[0] else self._length
         if self._prompt is not None:
             offset = min(offset, len(self._prompt))
-            if token in self._added and not self._prompt.startswith(self._text([token]), offset):
-                return offset  # the tokenizer puts it around every text, and the text does not have it
+        if token in self._added and self._is_hidden(token, offset):
+            return min(offset, self._whole)
         self._tokens.append(token)
         added = self._text(self._tokens)[len(self._text(self._tokens[: self._known])) :]
-        self._whole, self._length = (self._settled + len(text) for text in (added.rstrip(_UNFINISHED), added))
+        self._length = self._settled + len(added)
+        if not added.endswith(_UNFINISHED):
+            self._whole = self._length
+        elif not all(continues):
+            self._whole = self._length - 1
         is_settled = bool(added) and not added.endswith(_UNFINISHED)
         if is_settled or len(self._tokens) - self._known >= _MOST_UNSETTLED:
             self._settled = self._whole = self._length
             self._tokens = self._tokens[self._known :]
             self._known = len(self._tokens)
         return offset
+
+    def _is_hidden(self, token: int, offset: int) -> bool:
+        """Whether the text lacks an added token: an answer's special tokens, and what is put around a prompt."""
+        if self._prompt is None:
+            return not self._text([token])
+        return not self._prompt.startswith(self._text([token]), offset)
 
     def _text(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._prompt is None)
