@@ -1,5 +1,8 @@
 """What the documentation of client packages shows, run against a server.
 
+`python tests/server/client_scenarios.py URL` runs every scenario whose package is installed against the server at URL,
+such as http://localhost:8000/v1, whose model has to be called "little".
+
 `python tests/server/client_scenarios.py FILE` runs every scenario whose package is installed against a server with
 fixed answers, and adds the requests that the package sent to FILE, in place of older ones of the same package and
 version. That is how `client_payloads.json` was made, each package in an environment of its own, because some exclude
@@ -11,7 +14,6 @@ import importlib.metadata
 import json
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -87,7 +89,7 @@ def instructor(url: str) -> None:
     """The mode that needs no more than text. Answers that do not fit the model are no concern of the server's."""
     import instructor
     import openai
-    from instructor.core import InstructorRetryException
+    from instructor.core import IncompleteOutputException, InstructorRetryException
     from pydantic import BaseModel
 
     class Person(BaseModel):
@@ -96,7 +98,7 @@ def instructor(url: str) -> None:
     client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="none"), mode=instructor.Mode.MD_JSON)
     try:
         client.create(model=MODEL, messages=QUESTION, response_model=Person, max_retries=0, max_tokens=3)
-    except InstructorRetryException as error:
+    except (IncompleteOutputException, InstructorRetryException) as error:
         if isinstance(error.__cause__, openai.APIError):
             raise
 
@@ -172,22 +174,32 @@ def recorder() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             server.shutdown()
 
 
-def main(file: Path) -> None:
-    """Records the payloads of every package that is installed."""
-    payloads = json.loads(file.read_text()) if file.exists() else []
+def _installed() -> dict[str, Callable[[str], None]]:
+    """The scenarios whose packages are installed, by name and version of the package."""
+    scenarios = {}
     for package, scenario in SCENARIOS.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            name = f"{package} {importlib.metadata.version(package)}"
-            with recorder() as (url, recorded):
-                try:
-                    scenario(url)
-                except ImportError as error:
-                    warnings.warn(f"{name} was not recorded: {error}", stacklevel=1)
-                    continue
-            payloads = [old for old in payloads if old["client"] != name]
-            payloads += [{"client": name, **request} for request in recorded]
+            scenarios[f"{package} {importlib.metadata.version(package)}"] = scenario
+    return scenarios
+
+
+def record(file: Path) -> None:
+    """Adds the requests of every package that is installed to a file."""
+    payloads = json.loads(file.read_text()) if file.exists() else []
+    for client, scenario in _installed().items():
+        with recorder() as (url, recorded):
+            scenario(url)
+        payloads = [old for old in payloads if old["client"] != client]
+        payloads += [{"client": client, **request} for request in recorded]
     file.write_text("[\n" + ",\n".join(map(json.dumps, payloads)) + "\n]\n")
 
 
+def run(url: str) -> None:
+    """Runs the scenario of every package that is installed against a server."""
+    for client, scenario in _installed().items():
+        scenario(url)
+        print(f"{client} works")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    (run if sys.argv[1].startswith("http") else lambda file: record(Path(file)))(sys.argv[1])

@@ -112,6 +112,13 @@ def test_fields_that_change_nothing_change_nothing(server: Running, sender: str)
     assert answer(server, path, body)["choices"] == answer(server, path, plain)["choices"]
 
 
+def test_continuous_usage_counts_the_tokens_so_far_in_every_chunk(server: Running) -> None:
+    *chunks, last = answer(server, "/v1/completions", WRITTEN["guidellm, completions"])
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[-1], last["usage"]["completion_tokens"], last["choices"]) == (3, 3, [])
+
+
 @pytest.mark.parametrize("package", SCENARIOS)
 def test_packages_work_as_their_documentation_shows(server: Running, package: str) -> None:
     if importlib.util.find_spec(package.removesuffix("-llms-openai-like").replace("-", "_")) is None:
