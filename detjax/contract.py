@@ -106,6 +106,20 @@ token is the argmax of
 or of the logits where the temperature is 0. Ties go to the lowest id, and a NaN counts as the largest number. The
 logprob is that of `log_softmax` of the logits, in the same bits.
 
+A request may adjust its logits before temperature and filters. These steps come one after the other, each rounded:
+
+1. repetition penalty `r`, for tokens of the prompt and generated ones: `x = rn(x * rn(1 / r))` where `x > 0`, else
+   `x = rn(x * r)`;
+2. frequency penalty `f`, for a token that was generated `c` times, 65535 at most: `x = rn(x - rn(f * c))`;
+3. presence penalty `p`, for generated tokens: `x = rn(x - p)`;
+4. logit biases `b`, for the tokens that have one: `x = rn(x + b)`;
+5. tokens that would end a sample before it has `min_tokens` tokens: `x = -inf`;
+6. tokens that a mask does not allow: `x = -inf`.
+
+The host computes `rn(1 / r)`, so it has the same bits on every device. A prompt's tokens are never counted as generated
+ones. Logprobs are those of the logits before these steps: what the model says of a token does not depend on how the
+request chooses.
+
 Collectives
 -----------
 

@@ -2,11 +2,10 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-import jax
 import numpy as np
-from jaxtyping import Float32, Int32, UInt32
+from jaxtyping import Int32
 
 from detjax import ops
 from detjax.contract import QUERY_UNIT
@@ -14,6 +13,7 @@ from detjax.engine import sequence as sequences
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.scheduler import ScheduledStep, StepLimits, padded_rows
 from detjax.kv_pages import Queries
+from detjax.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays
 
 _GROWTH = 4
 """The ratio of one size of a serving engine's batches to the next smaller one."""
@@ -21,9 +21,9 @@ _LEAST_ROWS = 64
 """Rows of the smallest step of a serving engine that prefills."""
 _MOST_ROWS = 8192
 """Rows of a step that prefills, where the caller says how long chunks are but not how many fit into a step."""
-
-Arrays = np.ndarray | jax.Array
-"""Arrays on the host or on the device."""
+_BIASED: Final = 512
+"""Tokens of a row that have a bias or are barred: as many as a request may give biases, as many as it may have stop tokens
+beside `min_tokens`, and a few end-of-sequence tokens of the model."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -119,29 +119,37 @@ def _sizes(first: int, last: int) -> list[int]:
     return sizes
 
 
-class SamplingArrays(NamedTuple):
-    """The arguments of `ops.sample` other than the logits, one row per token to sample."""
+def sampling_arrays(params: Sequence[SamplingParams], sample_index: Sequence[int]) -> SamplingArrays:
+    """Returns a row for each sample, on the host. Positions, which change from step to step, are zeros."""
+    return SamplingArrays(
+        seed=np.array([ops.seed_words(row.seed) for row in params], np.uint32),
+        position=np.zeros(len(params), np.int32),
+        sample_index=np.array(sample_index, np.int32),
+        temperature=np.array([row.temperature for row in params], np.float32),
+        top_k=np.array([row.top_k for row in params], np.int32),
+        top_p=np.array([row.top_p for row in params], np.float32),
+        min_p=np.array([row.min_p for row in params], np.float32),
+    )
 
-    seed: UInt32[Arrays, "R 2"]
-    position: Int32[Arrays, "R"]
-    sample_index: Int32[Arrays, "R"]
-    temperature: Float32[Arrays, "R"]
-    top_k: Int32[Arrays, "R"]
-    top_p: Float32[Arrays, "R"]
-    min_p: Float32[Arrays, "R"]
 
-    @classmethod
-    def from_params(cls, params: Sequence[SamplingParams], sample_index: Sequence[int]) -> "SamplingArrays":
-        """Returns a row for each sample, on the host. Positions, which change from step to step, are zeros."""
-        return cls(
-            seed=np.array([ops.seed_words(row.seed) for row in params], np.uint32),
-            position=np.zeros(len(params), np.int32),
-            sample_index=np.array(sample_index, np.int32),
-            temperature=np.array([row.temperature for row in params], np.float32),
-            top_k=np.array([row.top_k for row in params], np.int32),
-            top_p=np.array([row.top_p for row in params], np.float32),
-            min_p=np.array([row.min_p for row in params], np.float32),
-        )
+def logit_adjustments(params: SamplingParams, barred: Iterable[int] = ()) -> LogitAdjustments:
+    """Returns a row on the host: penalties, biases, and tokens that must not be chosen."""
+    bias = dict(params.logit_bias) | dict.fromkeys(barred, -np.inf)
+    padding = _BIASED - len(bias)
+    repetition = np.array([params.repetition_penalty], np.float32)
+    return LogitAdjustments(
+        repetition=repetition,
+        reciprocal=1 / repetition,
+        frequency=np.array([params.frequency_penalty], np.float32),
+        presence=np.array([params.presence_penalty], np.float32),
+        biased=np.array([[*bias] + [-1] * padding], np.int32),
+        bias=np.array([[*bias.values()] + [0] * padding], np.float32),
+    )
+
+
+def no_adjustments(rows: int) -> LogitAdjustments:
+    """Returns rows on the host that leave all logits as they are."""
+    return LogitAdjustments(*(np.repeat(row, rows, axis=0) for row in logit_adjustments(SamplingParams())))
 
 
 class StepBatch(NamedTuple):
@@ -156,6 +164,7 @@ class StepBatch(NamedTuple):
         last_row: for each chunk its last token, as an index into the N.
         slot: for each chunk the slot that will hold the sampled token; the number of slots where none is sampled.
         sampling: for each chunk how its next token is sampled.
+        adjustments: for each chunk what changes the logits before; None where no chunk's are changed.
     """
 
     token: Int32[Arrays, "N"]
@@ -164,6 +173,7 @@ class StepBatch(NamedTuple):
     last_row: Int32[Arrays, "R"]
     slot: Int32[Arrays, "R"]
     sampling: SamplingArrays
+    adjustments: LogitAdjustments | None = None
 
     @property
     def shape(self) -> BatchShape:
@@ -181,10 +191,19 @@ class SlotTable:
         self._page_table = np.zeros((slots, pages_per_sequence), np.int32)
         self._page_ids: list[list[int] | None] = [None] * slots
         self._num_pages = [0] * slots
-        self._sampling = SamplingArrays.from_params([SamplingParams()] * slots, [0] * slots)
+        self._sampling = sampling_arrays([SamplingParams()] * slots, [0] * slots)
+        self._adjustments = no_adjustments(slots)
+        self._unadjusted = no_adjustments(1)
+        self._bars_ends = [False] * slots
 
-    def batch(self, step: ScheduledStep, shape: BatchShape) -> StepBatch:
-        """Returns the arrays of a step. Its chunks' page tables and sampling parameters are brought up to date."""
+    def batch(self, step: ScheduledStep, shape: BatchShape, *, adjusted: bool = False) -> StepBatch:
+        """Returns the arrays of a step. Its chunks' page tables and sampling parameters are brought up to date.
+
+        Args:
+            step: the step.
+            shape: a shape that has room for it.
+            adjusted: whether the batch has adjustments.
+        """
         for chunk in step.chunks:
             self._refresh(chunk.sequence)
         rows = sampled_rows(step, shape)
@@ -193,13 +212,14 @@ class SlotTable:
         counts = np.array([chunk.count for chunk in step.chunks], np.int32)
         completes = np.array([chunk.completes for chunk in step.chunks], bool)
 
-        def spread(values: Arrays, fill: int = 0) -> np.ndarray:
+        def spread(values: np.ndarray, fill: int = 0) -> np.ndarray:
             """Returns a value per row, given a value per chunk."""
             result = np.full((shape.sampled, *values.shape[1:]), fill, values.dtype)
             result[rows] = values
             return result
 
         sampling = SamplingArrays(*(spread(values[slots]) for values in self._sampling))
+        adjustments = LogitAdjustments(*(spread(x[slots]) for x in self._adjustments)) if adjusted else None
         queries = Queries.packed(
             spread(self._page_table[slots]), spread(starts), spread(counts), decodes=shape.decodes, rows=shape.rows
         )
@@ -211,6 +231,7 @@ class SlotTable:
             last_row=spread(last_row),
             slot=spread(np.where(completes, slots, np.int32(self.slots)), fill=self.slots),
             sampling=sampling._replace(position=spread(starts + counts)),
+            adjustments=adjustments,
         )
 
     def _tokens(self, step: ScheduledStep, shape: BatchShape) -> tuple[np.ndarray, np.ndarray]:
@@ -237,16 +258,27 @@ class SlotTable:
         """Brings a slot's page table and sampling parameters up to date."""
         slot = sequence.slot
         assert slot is not None
-        if self._page_ids[slot] is not sequence.page_ids:  # another sequence, or the same with different pages
+        params, bars_ends = sequence.params, sequence.length - len(sequence.prompt) < sequence.params.min_tokens
+        is_new = self._page_ids[slot] is not sequence.page_ids  # another sequence, or the same with different pages
+        if is_new:
             self._page_ids[slot], self._num_pages[slot] = sequence.page_ids, 0
-            row = SamplingArrays.from_params([sequence.params], [sequence.index])
-            for name, values in row._asdict().items():
-                getattr(self._sampling, name)[slot] = values[0]
+            _set_row(self._sampling, slot, sampling_arrays([params], [sequence.index]))
+        if is_new or bars_ends != self._bars_ends[slot]:
+            barred = sequence.context.end_tokens if bars_ends else ()
+            _set_row(
+                self._adjustments, slot, logit_adjustments(params, barred) if params.adjusted else self._unadjusted
+            )
+            self._bars_ends[slot] = bars_ends
         known, count = self._num_pages[slot], len(sequence.page_ids)
         if known < count:
             self._page_table[slot, known:] = 0
             self._page_table[slot, known:count] = sequence.page_ids[known:]
             self._num_pages[slot] = count
+
+
+def _set_row(table: SamplingArrays | LogitAdjustments, slot: int, row: SamplingArrays | LogitAdjustments) -> None:
+    for values, new in zip(table, row, strict=True):
+        values[slot] = new[0]
 
 
 def sampled_rows(step: ScheduledStep, shape: BatchShape) -> list[int]:

@@ -9,18 +9,23 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32, PyTree
+from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, UInt16
 
 from detjax import backends, compilation, ops
-from detjax.engine.batch import Arrays, SamplingArrays, StepBatch
+from detjax.engine.batch import StepBatch, no_adjustments
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models import Decoder
 from detjax.models.cache import State
 from detjax.models.network import Network, Weights, abstract, split
 from detjax.options import KVQuantization
+from detjax.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
 
 SCORED_ROWS: Final = 64
 """Prompt tokens whose logprobs one program computes."""
+_SEEN_ENTRIES: Final = 1024
+"""Tokens of a sequence that one program notes as seen."""
+_COUNT: Final = np.uint16
+"""The dtype of counts of tokens. They end at its largest number, which the contract knows."""
 _COMPILERS: Final = 16
 """Threads that compile programs."""
 
@@ -65,25 +70,63 @@ class SamplingVariant(NamedTuple):
     Attributes:
         filtered: it can apply top-k, top-p and min-p.
         top_logprobs: how many of the likeliest tokens it reports.
+        adjusted: it can apply penalties and biases.
     """
 
     filtered: bool
     top_logprobs: int
+    adjusted: bool = False
 
     @classmethod
     def needed_by(cls, params: Sequence[SamplingParams]) -> "SamplingVariant":
         """Returns the smallest variant that serves samples with these parameters."""
-        return cls(any(row.filtered for row in params), max((row.top_logprobs for row in params), default=0))
+        return cls(
+            filtered=any(row.filtered for row in params),
+            top_logprobs=max((row.top_logprobs for row in params), default=0),
+            adjusted=any(row.adjusted for row in params),
+        )
 
     @classmethod
     def for_serving(cls, top_logprobs: int) -> "tuple[SamplingVariant, ...]":
-        """Returns the variants of an engine whose requests may ask for so many of the likeliest tokens."""
+        """Returns the variants of an engine whose requests may ask for so many of the likeliest tokens.
+
+        Few requests have penalties or biases, so their programs all report the likeliest tokens.
+        """
         tops = dict.fromkeys((0, top_logprobs))
-        return tuple(cls(filtered, top) for filtered in (False, True) for top in tops)
+        plain = (cls(filtered, top) for filtered in (False, True) for top in tops)
+        return *plain, *(cls(filtered, top_logprobs, adjusted=True) for filtered in (False, True))
 
     def serves(self, needed: "SamplingVariant") -> bool:
         """Returns whether a program of this variant can do what is needed."""
-        return self.filtered >= needed.filtered and self.top_logprobs >= needed.top_logprobs
+        return all(part >= wanted for part, wanted in zip(self, needed, strict=True))
+
+
+class SlotState(NamedTuple):
+    """What the device knows of the sequences in the slots.
+
+    Attributes:
+        last: the last sampled token.
+        seen: the tokens so far, of sequences with penalties; None where no program needs them.
+    """
+
+    last: Int32[Array, "slots"]
+    seen: SeenTokens | None
+
+
+class SampledRows(NamedTuple):
+    """The rows of a step that tokens are sampled from; fields as in `StepBatch`."""
+
+    slot: Int32[Arrays, "R"]
+    sampling: SamplingArrays
+    adjustments: LogitAdjustments | None
+
+
+class _SeenEntries(NamedTuple):
+    """Some tokens of one sequence, each once: how often it was generated, and whether the prompt has it."""
+
+    token: Int32[Arrays, "n"]
+    generated: UInt16[Arrays, "n"]
+    in_prompt: Bool[Arrays, "n"]
 
 
 class _Program(NamedTuple):
@@ -126,7 +169,11 @@ class ModelRunner:
         self._variants = tuple(variants)
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._state = model.empty_state(num_pages, kv_cache_dtype)
-        self._last = jnp.zeros(slots, jnp.int32)
+        shape = slots, model.config.vocab_size
+        seen = SeenTokens(jnp.zeros(shape, _COUNT), jnp.zeros(shape, bool))
+        self._slots = SlotState(
+            jnp.zeros(slots, jnp.int32), seen if any(variant.adjusted for variant in variants) else None
+        )
         self._copies: dict[tuple[np.dtype, tuple[int, ...], bytes], Array] = {}
 
     def update_weights(self, params: PyTree[Array]) -> None:
@@ -156,8 +203,23 @@ class ModelRunner:
         if needed is None:
             return None, rows
         variant = next(variant for variant in self._variants if variant.serves(needed))
-        self._last, sampled = self._run(self._sample(batch, hidden, variant))
+        slots, sampled = self._run(self._sample(batch, hidden, variant))
+        self._slots = slots if variant.adjusted else self._slots._replace(last=slots.last)
         return sampled, rows
+
+    def note_seen(self, slot: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
+        """Tells the device all tokens of the sequence in a slot. From then on it counts what it samples for the slot.
+
+        Args:
+            slot: the slot.
+            prompt: the prompt's tokens.
+            generated: the generated tokens.
+        """
+        assert self._slots.seen is not None, "no variant has penalties"
+        vocabulary = self._slots.seen.generated.shape[1]
+        for index, entries in enumerate(_seen_entries(prompt, generated, vocabulary)):
+            seen = self._run(self._note_seen(slot, entries, is_first=index == 0))
+            self._slots = self._slots._replace(seen=seen)
 
     def _on_device(self, batch: StepBatch) -> StepBatch:
         """Copies a batch to the device. Arrays that the step before had too, as most decodes have, are not copied."""
@@ -210,6 +272,8 @@ class ModelRunner:
                 _, rows = self.compute(batch, variant)
             if batch.shape.rows and rows is not None:
                 jax.block_until_ready(self.score(rows, 0, np.zeros(1, np.int32)))
+        if self._slots.seen is not None:
+            self.note_seen(0, (), ())
 
     # --- programs -----------------------------------------------------------------------------------------------------
 
@@ -221,13 +285,26 @@ class ModelRunner:
             yield self._sample(batch, self._hidden(shape.sampled), variant)
         if shape.rows:
             yield self._score(self._hidden(shape.rows), 0, np.zeros(SCORED_ROWS, np.int32))
+        if self._slots.seen is not None:
+            (entries,) = _seen_entries((), (), self._slots.seen.generated.shape[1])
+            yield self._note_seen(0, entries, is_first=True)
 
     def _forward(self, batch: StepBatch) -> _Program:
-        return _Program(_forward, batch.shape, (self._state, self._last, batch), {})
+        # How tokens are chosen does not matter to the layers: their program is the same with adjustments and without.
+        return _Program(_forward, batch.shape, (self._state, self._slots.last, batch._replace(adjustments=None)), {})
 
     def _sample(self, batch: StepBatch, hidden: Any, variant: SamplingVariant) -> _Program:
-        args = hidden, self._last, batch.slot, batch.sampling
-        return _Program(_sample, batch.shape.sampled, args, {"variant": variant})
+        slots, adjustments = self._slots, batch.adjustments
+        if not variant.adjusted:
+            slots, adjustments = slots._replace(seen=None), None
+        elif adjustments is None:
+            adjustments = no_adjustments(batch.shape.sampled)
+        rows = SampledRows(batch.slot, batch.sampling, adjustments)
+        return _Program(_sample, batch.shape.sampled, (hidden, slots, rows), {"variant": variant})
+
+    def _note_seen(self, slot: int, entries: _SeenEntries, *, is_first: bool) -> _Program:
+        args = self._slots.seen, np.int32(slot), np.bool_(is_first), entries
+        return _Program(_note_seen, len(entries.token), args, {})
 
     def _score(self, rows: Any, first: int, tokens: np.ndarray) -> _Program:
         top = max(variant.top_logprobs for variant in self._variants)
@@ -270,17 +347,71 @@ def _sample(
     network: Network,
     weights: Weights,
     hidden: Float[Array, "R D"],
-    last: Int32[Array, "slots"],
-    slot: Int32[Arrays, "R"],
-    sampling: SamplingArrays,
+    slots: SlotState,
+    rows: SampledRows,
     *,
     variant: SamplingVariant,
-) -> tuple[Int32[Array, "slots"], SampledTokens]:
-    """Returns the last token of each slot, and the tokens that are sampled after the given hidden states."""
+) -> tuple[SlotState, SampledTokens]:
+    """Returns the state of the slots, and the tokens that are sampled after the given hidden states."""
     logits = network.with_weights(weights).logits(hidden)
-    token, logprob = ops.sample(logits, **sampling._asdict(), filtered=variant.filtered)
+    if variant.adjusted:
+        seen, (token, logprob) = _sample_adjusted(logits, slots.seen, rows, filtered=variant.filtered)
+    else:
+        seen, (token, logprob) = None, ops.sample(logits, rows.sampling, filtered=variant.filtered)
     sampled = SampledTokens(token, logprob, *_likeliest(logits, variant.top_logprobs))
-    return last.at[slot].set(token, mode="drop"), sampled
+    return SlotState(slots.last.at[rows.slot].set(token, mode="drop"), seen), sampled
+
+
+def _sample_adjusted(
+    logits: Float32[Array, "R V"], seen: SeenTokens | None, rows: SampledRows, *, filtered: bool
+) -> tuple[SeenTokens, tuple[Int32[Array, "R"], Float32[Array, "R"]]]:
+    """Returns what is seen in the slots, tokens chosen by adjusted logits, and their logprobs by the model's own."""
+    assert seen is not None
+    assert rows.adjustments is not None
+    # Rows whose token belongs to no slot get slots of their own beyond the last, so that the scatter may rely on every
+    # index being there once.
+    row, slots = jnp.arange(len(logits), dtype=jnp.int32), len(seen.generated)
+    slot = jnp.where(rows.slot < slots, rows.slot, slots + row)
+    seen_by_row = SeenTokens(*(x.at[slot].get(mode="fill", fill_value=0) for x in seen))
+    token, _ = ops.sample(ops.adjust_logits(logits, seen_by_row, rows.adjustments), rows.sampling, filtered=filtered)
+    count = seen_by_row.generated[row, token]
+    count += (count < np.iinfo(_COUNT).max).astype(_COUNT)
+    seen = seen._replace(generated=seen.generated.at[slot, token].set(count, mode="drop", unique_indices=True))
+    logprob = jnp.take_along_axis(ops.log_softmax(logits), token[:, None], axis=1)[:, 0]
+    return seen, (token, logprob)
+
+
+@functools.partial(compilation.jit, static_argnums=0, donate_argnums=2)
+def _note_seen(
+    network: Network,
+    weights: Weights,
+    seen: SeenTokens,
+    slot: Int32[Arrays, ""],
+    is_first: Bool[Arrays, ""],
+    entries: _SeenEntries,
+) -> SeenTokens:
+    """Returns what is seen in the slots, with more tokens of one slot: with these alone if they are its first."""
+
+    def written(rows: Array, values: Arrays) -> Array:
+        row = jnp.where(is_first, jnp.zeros_like(rows[slot]), rows[slot])
+        return rows.at[slot].set(row.at[entries.token].set(values, mode="drop", unique_indices=True))
+
+    return SeenTokens(written(seen.generated, entries.generated), written(seen.in_prompt, entries.in_prompt))
+
+
+def _seen_entries(prompt: Sequence[int], generated: Sequence[int], vocabulary: int) -> Iterator[_SeenEntries]:
+    """Yields the tokens of a sequence, each once, in pieces of `_SEEN_ENTRIES`: one piece at least."""
+    count = np.bincount(np.asarray(generated, np.int64), minlength=vocabulary)
+    in_prompt = np.zeros(vocabulary, bool)
+    in_prompt[np.asarray(prompt, np.int64)] = True
+    tokens = np.flatnonzero(in_prompt | (count > 0)).astype(np.int32)
+    count = np.minimum(count, np.iinfo(_COUNT).max).astype(_COUNT)
+    for first in range(0, max(len(tokens), 1), _SEEN_ENTRIES):
+        # Padding is beyond the vocabulary, and every entry is another number.
+        token = np.arange(vocabulary, vocabulary + _SEEN_ENTRIES, dtype=np.int32)
+        some = tokens[first : first + _SEEN_ENTRIES]
+        token[: len(some)] = some
+        yield _SeenEntries(token, count[token % vocabulary], in_prompt[token % vocabulary])
 
 
 @functools.partial(compilation.jit, static_argnums=0, static_argnames="top")

@@ -3,10 +3,15 @@
 import dataclasses
 import json
 import warnings
-from typing import Any
+from typing import Any, Final
 
 from detjax import ops
 from detjax.models import Decoder
+
+MOST_BIASES: Final = 300
+"""Tokens that a request may give a bias, as in OpenAI's API."""
+MOST_STOP_TOKENS: Final = 200
+"""Stop tokens of a request that `min_tokens` can hold back."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +24,12 @@ class SamplingParams:
         top_k: the number of likeliest tokens to choose from; 0: all tokens.
         top_p: choose from the fewest likeliest tokens whose probabilities reach this sum; 1: from all tokens.
         min_p: choose from tokens of at least this share of the likeliest token's probability; 0: from all tokens.
+        presence_penalty: is subtracted from the logit of each token that the sample has generated; -2 to 2.
+        frequency_penalty: is subtracted as often as the sample has generated the token; -2 to 2.
+        repetition_penalty: divides the logit, or multiplies it if it is negative, of each token that the prompt has or
+            that the sample has generated; 1: none.
+        logit_bias: (token, bias) pairs: what is added to the logits of these tokens; -100 to 100.
+        min_tokens: until so many tokens are generated, none is chosen that ends the sample. Stop strings still end it.
         seed: 0 to 2^64 - 1. A token depends on the seed, its position and the sample's index, and on no other request.
         n: samples of the same prompt.
         stop: strings that end the text, which is cut before the first of them. They need a tokenizer.
@@ -37,6 +48,11 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
     seed: int = 0
     n: int = 1
     stop: tuple[str, ...] = ()
@@ -58,6 +74,10 @@ class SamplingParams:
             "top_k": (0 <= self.top_k < 2**31, "0 to 2^31 - 1"),
             "top_p": (0 < self.top_p <= 1, "above 0, up to 1"),
             "min_p": (0 <= self.min_p <= 1, "0 to 1"),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "-2 to 2"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "-2 to 2"),
+            "repetition_penalty": (1e-6 <= self.repetition_penalty <= 1e6, "above 0: 1e-6 to 1e6"),
+            "min_tokens": (0 <= self.min_tokens <= self.max_tokens, f"0 to {self.max_tokens}, max_tokens"),
             "n": (self.n >= 1, "at least 1"),
             "stop": (not isinstance(self.stop, str) and all(self.stop), "a tuple of strings that are not empty"),
             "top_logprobs": (self.top_logprobs >= 0, "at least 0"),
@@ -65,6 +85,24 @@ class SamplingParams:
         for name, (is_accepted, description) in accepted.items():
             if not is_accepted:
                 raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r}; accepted: {description}")
+        self._check_biases()
+
+    def _check_biases(self) -> None:
+        biases = dict(self.logit_bias)
+        if len(biases) < len(self.logit_bias):
+            raise ValueError("SamplingParams: logit_bias has a token twice; accepted: one bias per token")
+        if len(biases) > MOST_BIASES:
+            raise ValueError(f"SamplingParams: logit_bias has {len(biases)} tokens; accepted: up to {MOST_BIASES}")
+        for token, bias in biases.items():
+            if not (token >= 0 and -100 <= bias <= 100):
+                raise ValueError(
+                    f"SamplingParams: logit_bias is {bias!r} for token {token!r}; accepted: -100 to 100, for token ids"
+                )
+        if self.min_tokens and len(self.stop_token_ids) > MOST_STOP_TOKENS:
+            raise ValueError(
+                f"SamplingParams: min_tokens is {self.min_tokens} and there are {len(self.stop_token_ids)} "
+                f"stop_token_ids; accepted: up to {MOST_STOP_TOKENS} with min_tokens"
+            )
 
     @classmethod
     def recommended(cls, model: Decoder, **fields: Any) -> "SamplingParams":
@@ -75,7 +113,7 @@ class SamplingParams:
             fields: settings that replace the recommended ones.
 
         Warns:
-            UserWarning: the checkpoint recommends penalties. They change the choice of tokens, and no field holds them.
+            UserWarning: the checkpoint recommends penalties other than `repetition_penalty`, which no field holds.
         """
         defaults = model.generation_defaults
         known: dict[str, Any] = {}
@@ -83,9 +121,13 @@ class SamplingParams:
             known = {"temperature": 1.0 if defaults.temperature is None else defaults.temperature}
             names = ("top_k", "top_p", "min_p")
             known |= {name: value for name in names if (value := getattr(defaults, name)) is not None}
+        if defaults is not None and defaults.repetition_penalty is not None:
+            known["repetition_penalty"] = defaults.repetition_penalty
         unread = {} if defaults is None else json.loads(defaults.unread)
         penalties = {
-            name: value for name, value in unread.items() if name.endswith("_penalty") and value not in (1, None)
+            name: value
+            for name, value in unread.items()
+            if name.endswith("_penalty") and name != "repetition_penalty" and value not in (1, None)
         }
         if penalties:
             warnings.warn(
@@ -97,3 +139,13 @@ class SamplingParams:
     def filtered(self) -> bool:
         """Whether top-k, top-p or min-p may exclude tokens from the choice."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the tokens so far change the choice of the next one by more than what the model makes of them."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether penalties, biases or `min_tokens` may change the logits that tokens are chosen by."""
+        return self.penalized or bool(self.logit_bias) or self.min_tokens > 0

@@ -25,6 +25,8 @@ class Runner(Protocol):
 
     def compute(self, batch: StepBatch, needed: SamplingVariant | None) -> tuple[SampledTokens | None, Any]: ...
 
+    def note_seen(self, slot: int, prompt: Seq[int], generated: Seq[int]) -> None: ...
+
     def score(self, rows: Any, first: int, tokens: np.ndarray) -> SampledTokens: ...
 
     def warm_up(self, batches: Seq[StepBatch], track: Callable[[Iterable[Any], int], Iterable[Any]]) -> None: ...
@@ -169,11 +171,13 @@ class StepLoop:
 
     def _start(self, step: ScheduledStep) -> None:
         shape = self._shapes.smallest(step)
-        batch = self._slots.batch(step, shape)
         rows = zip(sampled_rows(step, shape), step.chunks, strict=True)
         chunks = [(row, chunk) for row, chunk in rows if chunk.completes]
-        params = [chunk.sequence.params for _, chunk in chunks]
-        sampled, hidden = self._runner.compute(batch, SamplingVariant.needed_by(params) if chunks else None)
+        needed = SamplingVariant.needed_by([chunk.sequence.params for _, chunk in chunks]) if chunks else None
+        batch = self._slots.batch(step, shape, adjusted=needed is not None and needed.adjusted)
+        for _, chunk in chunks:
+            self._note_seen(chunk.sequence)
+        sampled, hidden = self._runner.compute(batch, needed)
         first_rows = batch.queries.first_row
         assert first_rows is not None
         scores = [
@@ -184,6 +188,14 @@ class StepLoop:
         sampled = None if sampled is None else sampled.start_copy()
         self._in_flight.append(_InFlightStep(chunks, len(step.chunks), sampled, scores))
         self.scheduler.mark_submitted(step)
+
+    def _note_seen(self, sequence: Sequence) -> None:
+        """Tells the device the tokens of a sequence with penalties when it samples for the first time in its slot."""
+        # The device counts what it samples later, and it knows those tokens before the host does.
+        if sequence.params.penalized and not sequence.is_held:
+            assert sequence.slot is not None
+            assert not sequence.unread
+            self._runner.note_seen(sequence.slot, sequence.prompt, sequence.generated)
 
     def _scores(self, chunk: ScheduledChunk, first_row: int, hidden: Any) -> Iterator[_PromptScore]:
         """Computes the prompt logprobs that a chunk's hidden states give, if the request asks for them."""

@@ -43,6 +43,9 @@ def encode_prompt(
         raise ValueError(f"{name} has token {unknown}; accepted: ids 0 to {config.vocab_size - 1}")
     if params.top_logprobs > config.vocab_size:
         raise ValueError(f"{name}: top_logprobs is {params.top_logprobs}; accepted: up to {config.vocab_size}")
+    biased = next((token for token, _ in params.logit_bias if token >= config.vocab_size), None)
+    if biased is not None:
+        raise ValueError(f"{name}: logit_bias has token {biased}; accepted: ids 0 to {config.vocab_size - 1}")
     return tokens
 
 

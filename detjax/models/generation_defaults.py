@@ -24,7 +24,8 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     unread: str = "{}"
-    """The file's other options as a JSON object: none has an effect here, all are saved again."""
+    """The file's other options as a JSON object, which are saved again. `repetition_penalty` alone has an effect here.
+    Were it a field of its own, every model would get another digest."""
 
     @classmethod
     def from_hugging_face(
@@ -51,6 +52,10 @@ class GenerationDefaults:
         ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
         if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ends):
             raise eos.error("eos_token_id", "an integer >= 0, a list of such, null")
+        # The file's own object does not note that this key was read, so that it stays among the unread ones.
+        JsonObject(raw, source).optional_number(
+            "repetition_penalty", minimum=1e-6, maximum=1e6, accepted="a number from 1e-6 to 1e6"
+        )
         return cls(
             eos_token_ids=tuple(dict.fromkeys(ends)),
             bos_token_id=bos.optional_integer("bos_token_id", minimum=0),
@@ -62,6 +67,11 @@ class GenerationDefaults:
             min_p=file.optional_number("min_p", minimum=0.0, maximum=1.0, accepted="a number from 0 to 1"),
             unread=json.dumps(file.unread(), sort_keys=True),
         )
+
+    @property
+    def repetition_penalty(self) -> float | None:
+        """What divides the logits of tokens that are in the text already, whether tokens are sampled or not."""
+        return json.loads(self.unread).get("repetition_penalty")
 
     def token_ids_to_hugging_face(self) -> dict[str, Any]:
         """Returns the token ids as both files hold them."""

@@ -22,9 +22,13 @@ from detjax.ops.rotary import LinearScaling as LinearScaling
 from detjax.ops.rotary import Llama3Scaling as Llama3Scaling
 from detjax.ops.rotary import RotaryEmbedding as RotaryEmbedding
 from detjax.ops.rotary import YarnScaling as YarnScaling
+from detjax.ops.sampling import adjust_logits as adjust_logits
 from detjax.ops.sampling import sample as sample
 from detjax.ops.sampling import seed_words as seed_words
 from detjax.ops.sampling import top_logprobs as top_logprobs
 from detjax.ops.softmax import log_softmax as log_softmax
 from detjax.ops.softmax import logsumexp as logsumexp
 from detjax.ops.softmax import softmax as softmax
+from detjax.sampling_arrays import LogitAdjustments as LogitAdjustments
+from detjax.sampling_arrays import SamplingArrays as SamplingArrays
+from detjax.sampling_arrays import SeenTokens as SeenTokens

@@ -1,15 +1,19 @@
 """The next token of each request, greedy or sampled, and the logprobs of tokens."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Float32, Int, Int32, UInt32
+from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from detjax import compilation
+from detjax.numerics import ceil_div
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
 from detjax.ops.softmax import log_softmax
-from detjax.portable.sampling import likeliest
+from detjax.portable.sampling import adjusted, likeliest
+from detjax.sampling_arrays import LogitAdjustments, SamplingArrays, SeenTokens
 
 _MODULES = {
     "portable": "detjax.portable.sampling",
@@ -23,31 +27,13 @@ _TOP_LOGPROBS = Operation("top_logprobs", _MODULES)
 
 @compilation.jit(static_argnames="filtered")
 def sample(
-    logits: Float[Array, "B V"],
-    seed: UInt32[Array, "B 2"],
-    position: Int[Array, "B"],
-    sample_index: Int[Array, "B"],
-    temperature: Float32[Array, "B"],
-    top_k: Int[Array, "B"],
-    top_p: Float32[Array, "B"],
-    min_p: Float32[Array, "B"],
-    *,
-    filtered: bool = True,
+    logits: Float[Array, "B V"], arrays: SamplingArrays, *, filtered: bool = True
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
     """Returns the sampled tokens, and their logprobs under the model itself (before temperature and filters).
 
-    The noise of a row depends only on its seed, the absolute position of its token and its sample index.
-
     Args:
         logits: bfloat16, float16 or float32.
-        seed: the two 32-bit words of a 64-bit seed, the high one first.
-        position: absolute position of the token to be sampled.
-        sample_index: the index of this sample among the request's samples.
-        temperature: the divisor of the logits; at 0 the likeliest token is taken, the lowest id among equals.
-        top_k: how many of the likeliest tokens are kept; 0: all.
-        top_p: the probability at which the likeliest tokens together are enough, so that no further one is kept; 1: all
-            are kept.
-        min_p: the share of the likeliest token's probability that a token needs to be kept; 0: all are kept.
+        arrays: how each row is sampled.
         filtered: False if no row has a filter. That saves sorting and changes no bits.
 
     Raises:
@@ -56,19 +42,69 @@ def sample(
     """
     check_dtype("sample", logits=logits)
     check_not_empty("sample", logits=logits)
-    check_integers("sample", position=position, sample_index=sample_index, top_k=top_k)
+    check_integers("sample", position=arrays.position, sample_index=arrays.sample_index, top_k=arrays.top_k)
     rows = logits.shape[:1]
-    check_shape("sample", "seed", seed, (*rows, 2), f"logits being {logits.shape}")
-    per_row = {"position": position, "sample_index": sample_index, "temperature": temperature}
-    per_row |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    for name, array in per_row.items():
-        check_shape("sample", name, array, rows, f"logits being {logits.shape}")
-    return _SAMPLE.call(_sample, logits, seed, *per_row.values(), filtered=filtered)
+    for name, array in arrays._asdict().items():
+        shape = (*rows, 2) if name == "seed" else rows
+        check_shape("sample", name, array, shape, f"logits being {logits.shape}")
+    return _SAMPLE.call(_sample, logits, arrays, filtered=filtered)
 
 
-def _sample(*operands: Array, filtered: bool) -> tuple[Array, Array]:
-    kernel = functools.partial(_SAMPLE.kernels().sample, filtered=filtered)
-    return with_vmap_rule(kernel, rows=(False,) * len(operands))(*jax.lax.stop_gradient(operands))
+def _sample(logits: Array, arrays: SamplingArrays, *, filtered: bool) -> tuple[Array, Array]:
+    kernels = _SAMPLE.kernels()
+
+    def kernel(logits: Array, *arrays: Array) -> tuple[Array, Array]:
+        return kernels.sample(logits, SamplingArrays(*arrays), filtered=filtered)
+
+    return _for_each_example(kernel, logits, *arrays)
+
+
+@compilation.jit
+def adjust_logits(
+    logits: Float[Array, "B V"],
+    seen: SeenTokens,
+    adjustments: LogitAdjustments,
+    allowed: UInt32[Array, "B W"] | None = None,
+) -> Float32[Array, "B V"]:
+    """Returns the logits that tokens are chosen by: after penalties, biases and a mask, before temperature and filters.
+
+    Every backend has the same bits, because each step is an elementwise product or sum that is rounded once.
+
+    Args:
+        logits: bfloat16, float16 or float32.
+        seen: the tokens that the penalties are for.
+        adjustments: penalties and biases. Ones and zeros leave every logit as it is.
+        allowed: a bit per token, 1: it may be chosen. Token `t` is bit `t % 32`, from the lowest one on, of word
+            `t // 32`. Default: all may be chosen.
+
+    Raises:
+        TypeError: a dtype is not under contract.
+        ValueError: shapes do not fit together.
+    """
+    name = "adjust_logits"
+    check_dtype(name, logits=logits)
+    check_not_empty(name, logits=logits)
+    check_integers(name, generated=seen.generated, biased=adjustments.biased)
+    rows, size = logits.shape
+    given = f"logits being {logits.shape}"
+    for field, array in seen._asdict().items():
+        check_shape(name, field, array, logits.shape, given)
+    for field, array in adjustments._asdict().items():
+        shape = (rows, *adjustments.biased.shape[1:2]) if field in ("biased", "bias") else (rows,)
+        check_shape(name, field, array, shape, given)
+    if allowed is not None:
+        check_shape(name, "allowed", allowed, (rows, ceil_div(size, 32)), given)
+
+    def adjust(logits: Array, *arrays: Array) -> Array:
+        seen, adjustments, mask = SeenTokens(*arrays[:2]), LogitAdjustments(*arrays[2:8]), arrays[8:]
+        return adjusted(logits, seen, adjustments, *mask)
+
+    return _for_each_example(adjust, logits, *seen, *adjustments, *(() if allowed is None else (allowed,)))
+
+
+def _for_each_example(fn: Callable[..., Any], *operands: Array) -> Any:
+    """Returns what `fn` makes of its operands, which have no gradient; under `vmap` one example after another."""
+    return with_vmap_rule(fn, rows=(False,) * len(operands))(*jax.lax.stop_gradient(operands))
 
 
 @compilation.jit(static_argnames="count")
@@ -88,8 +124,7 @@ def top_logprobs(logits: Float[Array, "B V"], count: int) -> tuple[Int32[Array, 
 
 def _top_logprobs(logits: Array, *, count: int) -> tuple[Array, Array]:
     # A choice adds nothing: the bits are those of log_softmax, and every backend can share one way to choose.
-    choose = with_vmap_rule(functools.partial(likeliest, count=count), rows=(False,))
-    return choose(log_softmax(jax.lax.stop_gradient(logits)))
+    return _for_each_example(functools.partial(likeliest, count=count), log_softmax(jax.lax.stop_gradient(logits)))
 
 
 def seed_words(seed: int) -> tuple[int, int]:

@@ -9,24 +9,14 @@ from detjax.contract import ACCUMULATOR
 from detjax.numerics import LOWEST, sample_key
 from detjax.portable.softmax import log_softmax_tile, softmax_tile
 from detjax.portable.tiles import map_rows
+from detjax.sampling_arrays import LogitAdjustments, SamplingArrays, SeenTokens
 
 
-def sample(
-    logits: Array,
-    seed: Array,
-    position: Array,
-    sample_index: Array,
-    temperature: Array,
-    top_k: Array,
-    top_p: Array,
-    min_p: Array,
-    *,
-    filtered: bool,
-) -> tuple[Array, Array]:
+def sample(logits: Array, arrays: SamplingArrays, *, filtered: bool) -> tuple[Array, Array]:
     """Returns tokens, int32 `[B]`, and their logprobs, float32 `[B]`; see `detjax.ops.sample`."""
 
-    def tile(rows: tuple[Array, ...], _: None) -> tuple[Array, Array]:
-        logits, seed, position, sample_index, temperature, top_k, top_p, min_p = rows
+    def tile(rows: tuple[Array, SamplingArrays], _: None) -> tuple[Array, Array]:
+        logits, (seed, position, sample_index, temperature, top_k, top_p, min_p) = rows
         logits = logits.astype(ACCUMULATOR)
         greedy = temperature == 0
         scaled = _scaled(logits, temperature)
@@ -39,10 +29,10 @@ def sample(
         logprob = jnp.take_along_axis(log_softmax_tile(logits), token[:, None], axis=-1)[:, 0]
         return token, logprob
 
-    return map_rows(tile, (logits, seed, position, sample_index, temperature, top_k, top_p, min_p), None)
+    return map_rows(tile, (logits, arrays), None)
 
 
-def masked(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+def masked(logits: Array, arrays: SamplingArrays) -> Array:
     """Returns the logits, float32 `[B, V]`, with `-inf` for each entry that a filter removes."""
 
     def tile(rows: tuple[Array, ...], _: None) -> Array:
@@ -50,7 +40,42 @@ def masked(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p:
         logits = logits.astype(ACCUMULATOR)
         return jnp.where(_kept(_scaled(logits, temperature), *filters), logits, -jnp.inf)
 
-    return map_rows(tile, (logits, temperature, top_k, top_p, min_p), None)
+    return map_rows(tile, (logits, arrays.temperature, arrays.top_k, arrays.top_p, arrays.min_p), None)
+
+
+def adjusted(logits: Array, seen: SeenTokens, adjustments: LogitAdjustments, allowed: Array | None = None) -> Array:
+    """Returns the adjusted logits, float32 `[B, V]`; see `detjax.ops.adjust_logits`.
+
+    All of it is elementwise, so no loop over tiles is needed. The barriers have each product rounded before the
+    subtraction after it, and keep the surrounding program from folding constant operands.
+    """
+    logits, seen, adjustments, allowed = lax.optimization_barrier((logits, seen, adjustments, allowed))
+    x = logits.astype(ACCUMULATOR)
+    repetition, reciprocal, frequency, presence = (row[:, None] for row in adjustments[:4])
+    is_generated = seen.generated > 0
+    is_repeated = is_generated | seen.in_prompt
+    x = lax.optimization_barrier(jnp.where(is_repeated, x * jnp.where(x > 0, reciprocal, repetition), x))
+    penalized = x - lax.optimization_barrier(frequency * seen.generated.astype(ACCUMULATOR)) - presence
+    x = jnp.where(is_generated, penalized, x)
+    x = _biased(x, adjustments.biased, adjustments.bias)
+    return x if allowed is None else jnp.where(_bits(allowed, x.shape[-1]), x, -jnp.inf)
+
+
+def _biased(x: Array, tokens: Array, bias: Array) -> Array:
+    """Adds biases to the entries `[B, V]` of the tokens `[B, n]`. Ids outside of the vocabulary have no effect."""
+    size = x.shape[-1]
+    column, row = jnp.arange(tokens.shape[-1], dtype=jnp.int32), jnp.arange(len(x), dtype=jnp.int32)[:, None]
+    # Padding gets ids of its own, so that the scatter may rely on every index being there once.
+    tokens = jnp.where((tokens >= 0) & (tokens < size), tokens, size + column[None])
+    value = x.at[row, tokens].get(mode="fill", fill_value=0) + bias
+    value = jnp.where(bias == -jnp.inf, -jnp.inf, value)
+    return x.at[row, tokens].set(value, mode="drop", unique_indices=True)
+
+
+def _bits(words: Array, size: int) -> Array:
+    """The bits, bool `[B, size]`, of 32-bit words `[B, W]`, each from its lowest bit on."""
+    bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & jnp.uint32(1)
+    return bits.reshape(len(words), -1)[:, :size] == 1
 
 
 def likeliest(logprobs: Array, *, count: int) -> tuple[Array, Array]:

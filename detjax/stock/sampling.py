@@ -7,23 +7,14 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR, PRNG
+from detjax.sampling_arrays import SamplingArrays
 
 DIFFERENTIATED_BY_JAX: Final = True
 
 
-def sample(
-    logits: Array,
-    seed: Array,
-    position: Array,
-    sample_index: Array,
-    temperature: Array,
-    top_k: Array,
-    top_p: Array,
-    min_p: Array,
-    *,
-    filtered: bool,
-) -> tuple[Array, Array]:
+def sample(logits: Array, arrays: SamplingArrays, *, filtered: bool) -> tuple[Array, Array]:
     """See `detjax.ops.sample`."""
+    seed, position, sample_index, temperature, top_k, top_p, min_p = arrays
     logits = logits.astype(ACCUMULATOR)
     greedy = temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]

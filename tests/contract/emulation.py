@@ -303,6 +303,37 @@ def uniform(seed: int, position: int, sample_index: int, size: int) -> np.ndarra
     return np.where(u == 0, np.finfo(np.float32).tiny, u)
 
 
+@dataclasses.dataclass(frozen=True)
+class Adjustments:
+    """What a request asks for that changes its logits."""
+
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+    bias: dict[int, float] = dataclasses.field(default_factory=dict)
+    barred: frozenset[int] = frozenset()
+    allowed: frozenset[int] | None = None
+
+
+def adjusted(logits: np.ndarray, prompt: list[int], generated: dict[int, int], request: Adjustments) -> np.ndarray:
+    """One row of logits after penalties, biases and masks, given how often tokens were generated."""
+    result = logits.astype(np.float32)
+    for token in range(len(result)):
+        x, count = result[token], np.float32(min(generated.get(token, 0), 65535))
+        if token in prompt or count:
+            reciprocal = np.float32(1) / np.float32(request.repetition)
+            x = x * (reciprocal if x > 0 else np.float32(request.repetition))
+        if count:
+            x = x - np.float32(request.frequency) * count
+            x = x - np.float32(request.presence)
+        if token in request.bias:
+            x = x + np.float32(request.bias[token])
+        if token in request.barred or (request.allowed is not None and token not in request.allowed):
+            x = np.float32(-np.inf)
+        result[token] = x
+    return result
+
+
 def sample(logits: np.ndarray, noise: np.ndarray, temperature: float, device: DeviceFunctions) -> int:
     """The token that is sampled from one row of logits with the numbers `u` given."""
     logits = logits.astype(np.float32)

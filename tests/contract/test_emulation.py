@@ -1,5 +1,6 @@
 """The portable backend has the bits of the contracts as NumPy computes them, in code that shares nothing with it."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -210,8 +211,7 @@ def test_sampling(temperature: float) -> None:
     keys = [(0, 0, 0), (1, 5, 0), (2**40 + 7, 5, 3), (2**63 - 1, 1000, 1)]
     logits = np.random.default_rng(0).standard_normal((len(keys), 600)).astype(np.float32)
     logits[0, 17] = logits[0, 40] = logits[0].max() + 1
-    tokens, logprobs = ops.sample(
-        jnp.asarray(logits),
+    arrays = ops.SamplingArrays(
         jnp.stack([jnp.asarray(ops.seed_words(seed), jnp.uint32) for seed, _, _ in keys]),
         jnp.asarray([position for _, position, _ in keys], jnp.int32),
         jnp.asarray([index for _, _, index in keys], jnp.int32),
@@ -219,11 +219,71 @@ def test_sampling(temperature: float) -> None:
         jnp.zeros(len(keys), jnp.int32),
         jnp.ones(len(keys), jnp.float32),
         jnp.zeros(len(keys), jnp.float32),
-        filtered=False,
     )
+    tokens, logprobs = ops.sample(jnp.asarray(logits), arrays, filtered=False)
     expected = [emulation.sample(row, noise(*key), temperature, DEVICE) for row, key in zip(logits, keys, strict=True)]
     assert np.asarray(tokens).tolist() == expected
     m, total = emulation.softmax_statistics(logits, DEVICE)
     differences = logits[np.arange(len(keys)), expected] - m[:, 0]
     for row, log_total in enumerate(DEVICE.log(total)[:, 0]):
         assert_has_the_bits_of_one(logprobs[row], [differences[row] - log for log in neighbours(log_total)])
+
+
+SEEN = {0: 3, 2: 1, 5: 7, 8: 1000, 9: 65535, 30: 3, 31: 5}
+"""How often some tokens were generated."""
+PROMPT = [0, 1, 1, 6, 40]
+
+
+def adjustments(requests: list[emulation.Adjustments]) -> ops.LogitAdjustments:
+    """The arrays of some requests."""
+    rows = [request.bias | dict.fromkeys(request.barred, -np.inf) for request in requests]
+    width = max(len(row) for row in rows) + 2
+    repetition = np.float32([request.repetition for request in requests])
+    return ops.LogitAdjustments(
+        repetition=repetition,
+        reciprocal=1 / repetition,
+        frequency=np.float32([request.frequency for request in requests]),
+        presence=np.float32([request.presence for request in requests]),
+        biased=np.int32([[*row, -1, 10_000, *([-1] * (width - 2 - len(row)))] for row in rows]),
+        bias=np.float32([[*row.values()] + [0] * (width - len(row)) for row in rows]),
+    )
+
+
+def bitmask(allowed: frozenset[int] | None, size: int) -> np.ndarray:
+    """A word of 32 bits for each 32 tokens."""
+    words = np.zeros(-(-size // 32), np.uint32)
+    for token in range(size) if allowed is None else allowed:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adjustments_of_logits(dtype: str, masked: bool) -> None:
+    size = 1003
+    requests = [
+        emulation.Adjustments(),
+        emulation.Adjustments(repetition=1.1),
+        emulation.Adjustments(repetition=0.7, frequency=0.1, presence=0.3),
+        emulation.Adjustments(frequency=-0.1, presence=-1.7),
+        emulation.Adjustments(bias={0: 5.3, 2: -0.1, 1002: 100.0, 700: 0.0}, barred=frozenset([3, 5])),
+        emulation.Adjustments(1.3, 0.7, 0.9, {5: 0.1, 6: -3.3, 32: 1.1}, frozenset([0]), frozenset([0, 5, 32, 1002])),
+    ]
+    if not masked:
+        requests = [dataclasses.replace(request, allowed=None) for request in requests]
+    logits = (3 * np.random.default_rng(0).standard_normal((len(requests), size))).astype(DTYPES[dtype])
+    logits[:, 1], logits[:, 2], logits[:, 4] = -0.0, np.inf, np.nan
+    count = np.zeros((len(requests), size), np.uint16)
+    count[:, [*SEEN]] = [*SEEN.values()]
+    in_prompt = np.zeros((len(requests), size), bool)
+    in_prompt[:, PROMPT] = True
+    result = ops.adjust_logits(
+        jnp.asarray(logits),
+        ops.SeenTokens(jnp.asarray(count), jnp.asarray(in_prompt)),
+        jax.tree.map(jnp.asarray, adjustments(requests)),
+        jnp.asarray(np.stack([bitmask(request.allowed, size) for request in requests])) if masked else None,
+    )
+    expected = [
+        emulation.adjusted(row, PROMPT, SEEN, request) for row, request in zip(logits, requests, strict=True)
+    ]
+    assert_same_bits(result, np.stack(expected))

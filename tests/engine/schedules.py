@@ -9,6 +9,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -47,11 +48,18 @@ def next_token(state: int, seed: int, index: int) -> int:
     return hash((state, seed, index)) % VOCABULARY
 
 
+def penalty(prompt: tuple[int, ...], generated: list[int]) -> int:
+    """Returns what the tokens so far change in the choice of a sequence with penalties."""
+    return hash((frozenset(prompt), frozenset(Counter(generated).items())))
+
+
 def expected_tokens(sequence: Sequence) -> list[int]:
     """Returns the tokens that a sequence must generate."""
-    state, tokens = functools.reduce(content, sequence.prompt, 0), []
-    while len(tokens) < sequence.params.max_tokens and tokens[-1:] != [END]:
-        tokens.append(next_token(state, sequence.params.seed, sequence.index))
+    params, state, tokens = sequence.params, functools.reduce(content, sequence.prompt, 0), []
+    while len(tokens) < params.max_tokens and tokens[-1:] != [END]:
+        adjustment = penalty(sequence.prompt, tokens) if params.penalized else 0
+        token = next_token(state ^ adjustment, params.seed, sequence.index)
+        tokens.append(END + 1 if token == END and len(tokens) < params.min_tokens else token)
         state = content(state, tokens[-1])
     return tokens
 
@@ -62,6 +70,7 @@ class RememberingRunner:
     def __init__(self, slots: int) -> None:
         self.cache: dict[tuple[int, int], int] = {}
         self.last = np.full(slots, -1)
+        self.seen: list[tuple[tuple[int, ...], list[int]]] = [((), [])] * slots
 
     def compute(self, batch: StepBatch, needed: SamplingVariant | None) -> tuple[SampledTokens | None, None]:
         queries, decodes = batch.queries, len(batch.held)
@@ -88,10 +97,20 @@ class RememberingRunner:
             row = batch.last_row[chunk]
             assert batch.sampling.position[chunk] == queries.rows.position[row] + 1
             seed = int(batch.sampling.seed[chunk, 0]) << 32 | int(batch.sampling.seed[chunk, 1])
-            sampled[chunk] = next_token(self.cache[places[row]], seed, int(batch.sampling.sample_index[chunk]))
-            self.last[batch.slot[chunk]] = sampled[chunk]
+            slot, adjustment, barred = batch.slot[chunk], 0, ()
+            if (adjustments := batch.adjustments) is not None:
+                barred = adjustments.biased[chunk][np.isneginf(adjustments.bias[chunk])]
+                adjustment = penalty(*self.seen[slot]) if adjustments.frequency[chunk] else 0
+            state = self.cache[places[row]] ^ adjustment
+            token = next_token(state, seed, int(batch.sampling.sample_index[chunk]))
+            sampled[chunk] = token + 1 if token in barred else token
+            self.last[slot] = sampled[chunk]
+            self.seen[slot][1].append(int(sampled[chunk]))
         none = np.zeros((len(sampled), 0))
         return _TokensOnTheHost(sampled, sampled.astype(np.float32), none, none), None
+
+    def note_seen(self, slot: int, prompt: Seq[int], generated: Seq[int]) -> None:
+        self.seen[slot] = tuple(prompt), [*generated]
 
     def score(self, rows: None, first: int, tokens: np.ndarray) -> SampledTokens:
         raise AssertionError("no request asks for prompt logprobs")
@@ -133,7 +152,13 @@ class Schedule:
         prompt = tuple(token for page in first_pages for token in [page] * PAGE) + tuple(range(more_tokens))
         if len(prompt) + max_tokens - 1 > self.pool.num_pages * PAGE:
             return
-        params = SamplingParams(max_tokens=max_tokens, seed=more_tokens << 40 | max_tokens, n=n)
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            seed=more_tokens << 40 | max_tokens,
+            n=n,
+            frequency_penalty=0.5 if more_tokens % 2 else 0.0,
+            min_tokens=max_tokens // 2 if more_tokens % 3 == 0 else 0,
+        )
         ends = frozenset([END])
         for sequence in samples(prompt, params, end_tokens=ends, tokenizer=None, cache_salt=client, client=client):
             assert pages_needed(sequence) <= self.pool.num_pages

@@ -403,7 +403,9 @@ def test_requests_that_a_failing_engine_has_not_taken_yet_end_with_it(monkeypatc
         assert is_stepping.wait(WAIT)
         futures.append(one.submit(Request([2])))
         fails.set()
-        assert [type(future.exception(WAIT)) for future in futures] == [EngineClosed, EngineClosed]
+        assert isinstance(one.closed.exception(WAIT), MemoryError)
+        assert all(future.done() for future in futures)
+        assert [type(future.exception()) for future in futures] == [EngineClosed, EngineClosed]
 
 
 def test_a_closed_engine_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
@@ -492,16 +494,18 @@ def test_warming_up_compiles_every_program_side_by_side_and_nothing_is_compiled_
     jax.clear_caches()
     with engine(max_samples=2, token_budget=64) as one, compiled_programs() as compiled:
         shapes = list(one._loop._shapes)
-        layers, samplers = len(shapes), 4 * len({shape.sampled for shape in shapes})
+        layers, samplers = len(shapes), 6 * len({shape.sampled for shape in shapes})
         scorers = len({shape.rows for shape in shapes if shape.rows})
         one.warm_up()
         counts = Counter(compiled)
-        assert [counts[f"jit({name})"] for name in ("_forward", "_sample", "_score")] == [layers, samplers, scorers]
+        names = "_forward", "_sample", "_score", "_note_seen"
+        assert [counts[f"jit({name})"] for name in names] == [layers, samplers, scorers, 1]
         # Those that the first steps would have to compile one after the other are not among them.
-        assert len(one._loop._runner._compiled) == layers + samplers + scorers
+        assert len(one._loop._runner._compiled) == layers + samplers + scorers + 1
         del compiled[:]
         one.generate(requests()[:5])
         one.generate([Request([1, 2, 3], SamplingParams(prompt_logprobs=True, max_tokens=3))])
+        one.generate([Request([1, 2, 3], SamplingParams(repetition_penalty=1.1, min_tokens=2, max_tokens=3))])
         assert compiled == []
 
 

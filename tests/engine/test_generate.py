@@ -193,10 +193,22 @@ def test_a_checkpoint_that_does_not_sample_is_greedy(model: Decoder, monkeypatch
 
 
 def test_recommended_penalties_are_not_left_out_in_silence(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    penalized = dataclasses.replace(model.generation_defaults, unread='{"repetition_penalty": 1.1}')
+    unread = '{"encoder_repetition_penalty": 1.1, "repetition_penalty": 1.2}'
+    penalized = dataclasses.replace(model.generation_defaults, unread=unread)
     monkeypatch.setattr(model, "generation_defaults", penalized)
-    with pytest.warns(UserWarning, match=r"leaves out {'repetition_penalty': 1.1}"):
-        SamplingParams.recommended(model)
+    with pytest.warns(UserWarning, match=r"leaves out {'encoder_repetition_penalty': 1.1}"):
+        assert SamplingParams.recommended(model).repetition_penalty == 1.2
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_recommended_repetition_penalty_is_used(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch, do_sample: bool
+) -> None:
+    unread = '{"repetition_penalty": 1.2}'
+    penalized = dataclasses.replace(model.generation_defaults, unread=unread, do_sample=do_sample)
+    monkeypatch.setattr(model, "generation_defaults", penalized)
+    assert SamplingParams.recommended(model).repetition_penalty == 1.2
+    assert SamplingParams.recommended(model, repetition_penalty=1.0).repetition_penalty == 1
 
 
 def test_no_prompts_give_no_generations(model: Decoder) -> None:

@@ -333,6 +333,7 @@ def test_generation_defaults_are_those_stated_and_token_ids_fall_back_on_the_con
         ({"eos_token_id": [1, -1]}, QWEN3, "generation_config.json: eos_token_id is [1, -1]"),
         ({}, QWEN3 | {"eos_token_id": 1.5}, "config.json: eos_token_id is 1.5"),
         ({"bos_token_id": [1]}, QWEN3, "generation_config.json: bos_token_id is [1]"),
+        ({"repetition_penalty": 0}, QWEN3, "generation_config.json: repetition_penalty is 0"),
         ({"temperature": -1}, QWEN3, "generation_config.json: temperature is -1; accepted: a finite number >= 0"),
         ({"temperature": float("inf")}, QWEN3, "generation_config.json: temperature is inf"),
         ({"top_p": 1.5}, QWEN3, "generation_config.json: top_p is 1.5; accepted: a number from 0 to 1"),

@@ -118,8 +118,30 @@ def _requests(random: np.random.Generator, count: int, width: int) -> tuple[Arra
 
 
 def _sample(rows: Arrays, *, filtered: bool) -> Any:
-    names = ("x", "seed", "position", "sample_index", "temperature", "top_k", "top_p", "min_p")
-    return ops.sample(*(rows[name] for name in names), filtered=filtered)
+    arrays = ops.SamplingArrays(*(rows[name] for name in ops.SamplingArrays._fields))
+    return ops.sample(rows["x"], arrays, filtered=filtered)
+
+
+def _adjusted_requests(random: np.random.Generator, count: int, width: int) -> tuple[Arrays, Arrays]:
+    repetition = np.resize([1.0, 1.2, 0.7], count).astype(np.float32)
+    rows = {
+        "x": random.standard_normal((count, width)) * 3,
+        "generated": random.integers(0, 4, (count, width)).astype(np.uint16),
+        "in_prompt": random.random((count, width)) < 0.3,
+        "repetition": repetition,
+        "reciprocal": 1 / repetition,
+        "frequency": np.resize([0.0, 0.7, -0.3, 1.1], count).astype(np.float32),
+        "presence": np.resize([0.9, 0.0], count).astype(np.float32),
+        "biased": np.stack([random.permutation(width + 2)[:5] for _ in range(count)]).astype(np.int32),
+        "bias": np.where(random.random((count, 5)) < 0.3, -np.inf, 2.3).astype(np.float32),
+        "allowed": random.integers(0, 2**32, (count, -(-width // 32))).astype(np.uint32),
+    }
+    return rows, {}
+
+
+def _adjust_logits(rows: Arrays, *, masked: bool) -> Any:
+    nouns = (noun(*(rows[name] for name in noun._fields)) for noun in (ops.SeenTokens, ops.LogitAdjustments))
+    return ops.adjust_logits(rows["x"], *nouns, *((rows["allowed"],) if masked else ()))
 
 
 def _rope(name: str) -> RowOp:
@@ -195,6 +217,8 @@ ROW_OPS = (
     RowOp("embed", lambda r, s: ops.embed(r["tokens"], s["table"]), _tokens),
     RowOp("sample", lambda r, _: _sample(r, filtered=True), _requests),
     RowOp("sample unfiltered", lambda r, _: _sample(r, filtered=False), _requests, dtypes=("float32",)),
+    RowOp("adjust_logits", lambda r, _: _adjust_logits(r, masked=False), _adjusted_requests, dtypes=("bfloat16",)),
+    RowOp("adjust_logits masked", lambda r, _: _adjust_logits(r, masked=True), _adjusted_requests, dtypes=("float32",)),
     RowOp("top_logprobs", lambda r, _: ops.top_logprobs(r["x"], min(5, r["x"].shape[-1])), _rows_alone),
 )
 

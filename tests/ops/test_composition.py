@@ -30,7 +30,7 @@ def _attention(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
 def _sample(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     ids = jnp.arange(M, dtype=jnp.int32)
     seed, whole = jnp.stack([ids, ids], axis=1).astype(jnp.uint32), jnp.ones(M)
-    return ops.sample(x, seed, ids, ids, whole, 0 * ids, whole, 0 * whole, filtered=False)
+    return ops.sample(x, ops.SamplingArrays(seed, ids, ids, whole, 0 * ids, whole, 0 * whole), filtered=False)
 
 
 def _tokens(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:

@@ -40,9 +40,21 @@ def append(op: Callable[..., Any] = ops.qk_rope_append_kv, **changed: Any) -> An
 
 def sample(op: Callable[..., Any] = ops.sample, **changed: Any) -> Any:
     whole = jnp.ones(4)
-    arguments: dict[str, Any] = {"logits": X, "seed": jnp.zeros((4, 2), jnp.uint32), "position": ROWS}
-    arguments |= {"sample_index": ROWS, "temperature": whole, "top_k": ROWS, "top_p": whole, "min_p": whole}
-    return op(**(arguments | changed))
+    arguments: dict[str, Any] = {"seed": jnp.zeros((4, 2), jnp.uint32), "position": ROWS, "sample_index": ROWS}
+    arguments |= {"temperature": whole, "top_k": ROWS, "top_p": whole, "min_p": whole}
+    logits = changed.pop("logits", X)
+    return op(logits, ops.SamplingArrays(**(arguments | changed)))
+
+
+def adjust_logits(op: Callable[..., Any] = ops.adjust_logits, **changed: Any) -> Any:
+    whole, pairs = jnp.ones(4), (4, 3)
+    seen: dict[str, Any] = {"generated": jnp.zeros((4, 8), jnp.int32), "in_prompt": jnp.zeros((4, 8), bool)}
+    rows: dict[str, Any] = {"repetition": whole, "reciprocal": whole, "frequency": 0 * whole, "presence": 0 * whole}
+    rows |= {"biased": jnp.zeros(pairs, jnp.int32), "bias": jnp.zeros(pairs)}
+    given = {"logits": X, "allowed": None} | seen | rows | changed
+    seen_tokens = ops.SeenTokens(*(given[name] for name in seen))
+    adjustments = ops.LogitAdjustments(*(given[name] for name in rows))
+    return op(given["logits"], seen_tokens, adjustments, given["allowed"])
 
 
 CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -302,6 +314,29 @@ BEHIND_ANNOTATIONS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: append(unchecked(ops.qk_rope_append_kv), v=jnp.ones((2, 1, 128, 8))),
         ValueError,
         "qk_rope_append_kv: kv.v has shape (2, 1, 128, 8); accepted: (2, 2, 128, 8), kv.k's shape",
+    ),
+    (lambda: adjust_logits(logits=FLOAT8), TypeError, "adjust_logits: logits has dtype"),
+    (lambda: adjust_logits(generated=jnp.ones((4, 8))), TypeError, f"adjust_logits: generated {INTEGERS_ACCEPTED}"),
+    (lambda: adjust_logits(biased=jnp.ones((4, 3))), TypeError, f"adjust_logits: biased {INTEGERS_ACCEPTED}"),
+    (
+        lambda: adjust_logits(in_prompt=jnp.zeros((4, 7), bool)),
+        ValueError,
+        "adjust_logits: in_prompt has shape (4, 7); accepted: (4, 8), logits being (4, 8)",
+    ),
+    (
+        lambda: adjust_logits(frequency=jnp.zeros(3)),
+        ValueError,
+        "adjust_logits: frequency has shape (3,); accepted: (4,), logits being (4, 8)",
+    ),
+    (
+        lambda: adjust_logits(bias=jnp.zeros((4, 2))),
+        ValueError,
+        "adjust_logits: bias has shape (4, 2); accepted: (4, 3), logits being (4, 8)",
+    ),
+    (
+        lambda: adjust_logits(unchecked(ops.adjust_logits), allowed=jnp.zeros((4, 2), jnp.uint32)),
+        ValueError,
+        "adjust_logits: allowed has shape (4, 2); accepted: (4, 1), logits being (4, 8)",
     ),
     (lambda: sample(unchecked(ops.sample), top_k=FLOATS), TypeError, f"sample: top_k {INTEGERS_ACCEPTED}"),
     (

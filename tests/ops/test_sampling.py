@@ -20,8 +20,7 @@ def sample(logits: Any, *, filtered: bool = True, **fields: Any) -> tuple[np.nda
         return jnp.asarray(np.broadcast_to(fields.pop(name, default), len(logits)).astype(dtype))
 
     seed = np.broadcast_to(fields.pop("seed", (0, 7)), (len(logits), 2)).astype(np.uint32)
-    made = ops.sample(
-        logits,
+    arrays = ops.SamplingArrays(
         jnp.asarray(seed),
         per_row("position", 0, np.int32),
         per_row("sample_index", 0, np.int32),
@@ -29,9 +28,9 @@ def sample(logits: Any, *, filtered: bool = True, **fields: Any) -> tuple[np.nda
         per_row("top_k", 0, np.int32),
         per_row("top_p", 1.0, np.float32),
         per_row("min_p", 0.0, np.float32),
-        filtered=filtered,
     )
     assert not fields
+    made = ops.sample(logits, arrays, filtered=filtered)
     return np.asarray(made[0]), np.asarray(made[1])
 
 
@@ -206,6 +205,7 @@ def test_sampling_has_no_gradient() -> None:
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, 20)), jnp.float32)
     one, zero, ids = jnp.ones(3), jnp.zeros(3), jnp.zeros(3, jnp.int32)
     seed = jnp.zeros((3, 2), jnp.uint32)
-    gradient = jax.grad(lambda x: ops.sample(x, seed, ids, ids, one, ids, one, zero)[1].sum())(logits)
+    arrays = ops.SamplingArrays(seed, ids, ids, one, ids, one, zero)
+    gradient = jax.grad(lambda x: ops.sample(x, arrays)[1].sum())(logits)
     assert_same_bits(gradient, np.zeros((3, 20), np.float32))
     assert_same_bits(jax.grad(lambda x: ops.top_logprobs(x, 3)[1].sum())(logits), np.zeros((3, 20), np.float32))

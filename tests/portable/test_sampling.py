@@ -9,12 +9,15 @@ import pytest
 
 from detjax.numerics import sample_key
 from detjax.portable import sampling
+from detjax.sampling_arrays import SamplingArrays
 
 
 def kept(logits: list[float], *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
     """The token ids of one row that pass the filters."""
     filters = jnp.asarray([top_k], jnp.int32), jnp.asarray([top_p], jnp.float32), jnp.asarray([min_p], jnp.float32)
-    masked = sampling.masked(jnp.asarray([logits], jnp.float32), jnp.ones(1), *filters)
+    ids = jnp.zeros(1, jnp.int32)
+    arrays = SamplingArrays(jnp.zeros((1, 2), jnp.uint32), ids, ids, jnp.ones(1), *filters)
+    masked = sampling.masked(jnp.asarray([logits], jnp.float32), arrays)
     return np.flatnonzero(np.isfinite(masked[0])).tolist()
 
 

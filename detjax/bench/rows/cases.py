@@ -145,6 +145,7 @@ def _sample(temperature: float) -> Callable[[jax.Array], Any]:
         ones = jnp.ones(len(logits), jnp.int32)
         whole = ones.astype(jnp.float32)
         seeds = jnp.stack([ones, ones], axis=1).astype(jnp.uint32)
-        return ops.sample(logits, seeds, ones, ones, whole * temperature, 0 * ones, whole, 0 * whole, filtered=False)
+        arrays = ops.SamplingArrays(seeds, ones, ones, whole * temperature, 0 * ones, whole, 0 * whole)
+        return ops.sample(logits, arrays, filtered=False)
 
     return sample

@@ -16,6 +16,7 @@ from detjax.pallas.hopper.row_stream import padded, slots_that_fit
 from detjax.pallas.hopper.softmax import Problem, Schedule, default_schedule
 from detjax.portable import sampling as portable_sampling
 from detjax.portable import softmax as portable_softmax
+from detjax.sampling_arrays import SamplingArrays
 
 
 class DifferentBits(Exception):
@@ -154,7 +155,7 @@ def compare_sampling(sizes: Sizes) -> Iterator[str]:
         if np.asarray(logprobs).tobytes() != np.asarray(expected).tobytes():
             raise DifferentBits(f"{title}: logprobs and log_softmax")
         compared = {
-            "alone": (sample[False](*(x[9:10] for x in arguments)), (tokens[9:10], logprobs[9:10])),
+            "alone": (sample[False](*jax.tree.map(lambda x: x[9:10], arguments)), (tokens[9:10], logprobs[9:10])),
             "among filters": (sample[True](*arguments), (tokens, logprobs)),
         }
         for name, (given, wanted) in compared.items():
@@ -166,12 +167,12 @@ def compare_sampling(sizes: Sizes) -> Iterator[str]:
         yield f"{title}: bits kept; {equal} of {rows} tokens are the portable backend's"
 
 
-def sampler_arguments(x: jax.Array, temperature: Any) -> tuple[jax.Array, ...]:
+def sampler_arguments(x: jax.Array, temperature: Any) -> tuple[jax.Array, SamplingArrays]:
     """The arguments of `ops.sample` for logits, without filters."""
     rows = len(x)
     seeds = jnp.stack([jnp.arange(rows), jnp.arange(rows) + 5], axis=1).astype(jnp.uint32)
     ids, ones = jnp.arange(rows, dtype=jnp.int32), jnp.ones(rows, jnp.float32)
-    return x, seeds, ids, 0 * ids, jnp.asarray(temperature, jnp.float32), 0 * ids, ones, 0 * ones
+    return x, SamplingArrays(seeds, ids, 0 * ids, jnp.asarray(temperature, jnp.float32), 0 * ids, ones, 0 * ones)
 
 
 def measure(rows: int, vocabulary: int, dtype: str, calls: int) -> Iterator[dict[str, Any]]:

@@ -29,31 +29,22 @@ from detjax.pallas.hopper.row_stream import (
 )
 from detjax.pallas.hopper.softmax import Problem, Schedule, default_schedule
 from detjax.portable import sampling as portable
+from detjax.sampling_arrays import SamplingArrays
 
 
 def sample(
-    logits: Array,
-    seed: Array,
-    position: Array,
-    sample_index: Array,
-    temperature: Array,
-    top_k: Array,
-    top_p: Array,
-    min_p: Array,
-    *,
-    filtered: bool,
-    schedule: Schedule | None = None,
+    logits: Array, arrays: SamplingArrays, *, filtered: bool, schedule: Schedule | None = None
 ) -> tuple[Array, Array]:
     """Tokens `[B]` int32 and their logprobs `[B]` float32; see `detjax.ops.sample`."""
-    keys = jax.random.key_data(jax.vmap(sample_key)(seed, position, sample_index))
+    keys = jax.random.key_data(jax.vmap(sample_key)(arrays.seed, arrays.position, arrays.sample_index))
     logits = padded(logits)
     schedule = schedule or default_schedule(Problem.for_rows(logits, rewritten=False))
     if not filtered:
-        statistics, *candidates = _candidates(logits, keys, temperature, schedule)
+        statistics, *candidates = _candidates(logits, keys, arrays.temperature, schedule)
     else:
         statistics = softmax.blocks_statistics(logits, schedule)
-        kept = portable.masked(logits, temperature, top_k, top_p, min_p)
-        _, *candidates = _candidates(kept, keys, temperature, schedule)
+        kept = portable.masked(logits, arrays)
+        _, *candidates = _candidates(kept, keys, arrays.temperature, schedule)
     return _best_of_rows(logits, statistics, *candidates)
 
 

@@ -24,6 +24,7 @@ from detjax.pallas.tpu.device import check_dtypes
 from detjax.pallas.tpu.rows import PIECE, Problem, in_every_lane, lane_ids, register_rows
 from detjax.pallas.tpu.softmax import BlockStatistics, RowBlocks, finished, row_constant
 from detjax.portable import sampling as portable
+from detjax.sampling_arrays import SamplingArrays
 
 MOST_PIECES_TOGETHER: Final = 8
 
@@ -65,17 +66,7 @@ def default_schedule(problem: Problem) -> Schedule:
 
 
 def sample(
-    logits: Array,
-    seed: Array,
-    position: Array,
-    sample_index: Array,
-    temperature: Array,
-    top_k: Array,
-    top_p: Array,
-    min_p: Array,
-    *,
-    filtered: bool,
-    schedule: Schedule | None = None,
+    logits: Array, arrays: SamplingArrays, *, filtered: bool, schedule: Schedule | None = None
 ) -> tuple[Array, Array]:
     """Tokens `[B]` int32 and their logprobs `[B]` float32; see `detjax.ops.sample`.
 
@@ -84,9 +75,9 @@ def sample(
         ValueError: the schedule does not serve the problem.
     """
     check_dtypes("sample", logits)
-    keys = jax.random.key_data(jax.vmap(sample_key)(seed, position, sample_index))
-    kept = portable.masked(logits, temperature, top_k, top_p, min_p) if filtered else None
-    return sample_with_keys(logits, kept, keys, temperature, schedule)
+    keys = jax.random.key_data(jax.vmap(sample_key)(arrays.seed, arrays.position, arrays.sample_index))
+    kept = portable.masked(logits, arrays) if filtered else None
+    return sample_with_keys(logits, kept, keys, arrays.temperature, schedule)
 
 
 def sample_with_keys(

@@ -36,6 +36,7 @@ from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule
 from detjax.quantized_pages import quantized_layout
+from detjax.sampling_arrays import SamplingArrays
 
 FOLDER_VARIABLE = "DETJAX_PTXAS"
 WITHOUT_A_DEVICE = {**compilation.PINNED_OPTIONS["gpu"], "xla_gpu_enable_triton_gemm": False}
@@ -114,10 +115,10 @@ def sampler(rows: int, width: int, filtered: bool) -> Program:
         "top_p": array(rows, dtype="float32"),
         "min_p": array(rows, dtype="float32"),
     }
-    names = list(shapes)
 
     def fn(*arrays: jax.Array) -> Any:
-        return sampling.sample(**dict(zip(names, arrays, strict=True)), filtered=filtered)
+        logits, *rows = arrays
+        return sampling.sample(logits, SamplingArrays(*rows), filtered=filtered)
 
     return fn, list(shapes.values())
 

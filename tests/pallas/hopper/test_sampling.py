@@ -14,6 +14,7 @@ from detjax.pallas.gumbel import gumbel, threefry
 from detjax.pallas.hopper import sampling, softmax
 from detjax.pallas.hopper.softmax import Schedule
 from detjax.portable import sampling as portable
+from detjax.sampling_arrays import SamplingArrays
 from tests.pallas.hopper.interpreter import interpreted, lowered
 from tests.support.bits import assert_same_bits
 
@@ -34,9 +35,15 @@ def requests(rows: int, width: int, *, filters: bool = False, **fields: Any) -> 
     return {name: jnp.asarray(array) for name, array in (arguments | fields).items()}
 
 
+def nouns(arguments: dict[str, Any]) -> tuple[Any, SamplingArrays]:
+    """The sampler's arguments as it takes them."""
+    rows = arguments.copy()
+    return rows.pop("logits"), SamplingArrays(**rows)
+
+
 def sample(arguments: dict[str, jax.Array], *, filtered: bool = False, schedule: Schedule | None = None) -> Any:
     def fn(arguments: dict[str, jax.Array]) -> Any:
-        return sampling.sample(**arguments, filtered=filtered, schedule=schedule)
+        return sampling.sample(*nouns(arguments), filtered=filtered, schedule=schedule)
 
     return interpreted(fn, arguments)
 
@@ -60,7 +67,7 @@ def test_random_bits_are_those_of_jax_random(seed: int) -> None:
 def test_tokens_are_those_of_the_portable_backend(width: int, filtered: bool) -> None:
     arguments = requests(4, width, filters=filtered)
     tokens, logprobs = sample(arguments, filtered=filtered)
-    expected, expected_logprobs = portable.sample(**arguments, filtered=filtered)
+    expected, expected_logprobs = portable.sample(*nouns(arguments), filtered=filtered)
     assert_same_bits(tokens, expected)
     np.testing.assert_allclose(logprobs, expected_logprobs, rtol=1e-6, atol=2e-6)
 
@@ -68,7 +75,7 @@ def test_tokens_are_those_of_the_portable_backend(width: int, filtered: bool) ->
 def test_the_temperature_divides_the_logits() -> None:
     arguments = requests(24, 40, temperature=np.resize(np.float32([0.25, 4.0]), 24))
     tokens, _ = sample(arguments)
-    assert_same_bits(tokens, portable.sample(**arguments, filtered=False)[0])
+    assert_same_bits(tokens, portable.sample(*nouns(arguments), filtered=False)[0])
 
 
 @pytest.mark.sampled(1)
@@ -132,7 +139,7 @@ def test_the_likeliest_tokens_have_the_logprobs_of_log_softmax() -> None:
 def test_the_public_operation_runs_on_these_kernels() -> None:
     arguments = requests(5, 300, filters=True)
     with plgpu.force_gpu_interpret_mode(), detjax.use_backend("hopper"):
-        tokens, logprobs = ops.sample(*arguments.values())
+        tokens, logprobs = ops.sample(*nouns(arguments))
     assert_same_bits((tokens, logprobs), tuple(sample(arguments, filtered=True)))
 
 
@@ -142,7 +149,7 @@ def test_the_public_operation_runs_on_these_kernels() -> None:
 )
 def test_samplers_lower_for_cuda(width: int, filtered: bool) -> None:
     def fn(arguments: dict[str, jax.Array]) -> Any:
-        return sampling.sample(**arguments, filtered=filtered)
+        return sampling.sample(*nouns(arguments), filtered=filtered)
 
     for rows, dtype in ((1, "bfloat16"), (64, "float32"), (1024, "float32")):
         one = requests(1, 1).items()

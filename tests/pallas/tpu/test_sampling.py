@@ -16,6 +16,7 @@ from detjax.pallas.tpu.rows import Problem
 from detjax.pallas.tpu.sampling import Schedule
 from detjax.portable import sampling as portable_sampling
 from detjax.portable import softmax as portable_softmax
+from detjax.sampling_arrays import SamplingArrays
 from tests.pallas.tpu.interpreter import compiled, interpreted, normal, shape
 from tests.pallas.tpu.rows_cases import rows_with_one_repeated
 from tests.support.bits import assert_same_bits
@@ -45,9 +46,15 @@ def requests(rows: int, width: int, *, filters: bool = False, **fields: Any) -> 
     return arguments | fields
 
 
+def nouns(arguments: dict[str, Any]) -> tuple[Any, SamplingArrays]:
+    """The sampler's arguments as it takes them."""
+    rows = arguments.copy()
+    return rows.pop("logits"), SamplingArrays(**rows)
+
+
 def sample(arguments: dict[str, np.ndarray], *, filtered: bool = False, cores: int = 1, **options: Any) -> Any:
     fn = functools.partial(sampling.sample, filtered=filtered, **options)
-    return interpreted(lambda arguments: fn(**arguments), cores=cores)(arguments)
+    return interpreted(lambda arguments: fn(*nouns(arguments)), cores=cores)(arguments)
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 + 7])
@@ -65,7 +72,7 @@ def test_tokens_are_those_of_the_portable_backend_and_logprobs_have_the_bits_of_
     arguments = requests(5, 2 * BLOCK + 44, filters=True)
     arguments["logits"] = arguments["logits"].astype(jnp.bfloat16)
     tokens, logprobs = sample(arguments, filtered=True)
-    expected, _ = compiled(lambda arguments: portable_sampling.sample(**arguments, filtered=True))(arguments)
+    expected, _ = compiled(lambda arguments: portable_sampling.sample(*nouns(arguments), filtered=True))(arguments)
     assert_same_bits(tokens, expected)
     all_logprobs = interpreted(softmax.log_softmax)(arguments["logits"])
     assert_same_bits(logprobs, all_logprobs[np.arange(5), tokens])
@@ -76,7 +83,7 @@ def test_many_tokens_of_flat_rows_are_those_of_the_portable_backend(small_blocks
     arguments = requests(24, BLOCK + 44)
     arguments["logits"] = np.round(arguments["logits"] / 4).astype(np.float32)
     tokens, _ = sample(arguments)
-    expected, _ = compiled(lambda arguments: portable_sampling.sample(**arguments, filtered=False))(arguments)
+    expected, _ = compiled(lambda arguments: portable_sampling.sample(*nouns(arguments), filtered=False))(arguments)
     assert_same_bits(tokens, expected)
 
 
