@@ -64,7 +64,6 @@ class ConnectionConfig(uvicorn.Config):
 
     def __init__(self, app: ASGIApp, settings: ConnectionSettings, shutdown_seconds: float) -> None:
         """A configuration whose server waits up to `shutdown_seconds` for requests in flight when it ends."""
-        context = tls_context(settings)
         self.settings = settings
         self.max_connections = settings.max_connections
         self.waiting: dict[Connection, None] = {}
@@ -78,8 +77,12 @@ class ConnectionConfig(uvicorn.Config):
             server_header=False,
             timeout_keep_alive=settings.idle_seconds,  # pyright: ignore[reportArgumentType] - passed on to call_later
             timeout_graceful_shutdown=int(shutdown_seconds) + 1,
-            ssl_context_factory=None if context is None else (lambda *_: context),
         )
+
+    def load(self) -> None:
+        """Loads what uvicorn needs, and TLS, which uvicorn would set up with a question on the terminal."""
+        super().load()
+        self.ssl = tls_context(self.settings)
 
 
 class Connection(H11Protocol):

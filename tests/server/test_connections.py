@@ -190,7 +190,8 @@ def test_a_client_that_reads_slowly_stays_and_one_that_stops_does_not() -> None:
         connection.transport = SimpleNamespace(get_write_buffer_size=size, abort=is_aborted.set)
         connection._expect_progress()
         await is_aborted.wait()
-        connection._progress_due and connection._progress_due.cancel()
+        if connection._progress_due is not None:
+            connection._progress_due.cancel()
         return seen <= len(sizes), seen
 
     falling = [1 << 20, 900_000, 900_000, 800_000, 800_000, 700_000]
