@@ -1,0 +1,129 @@
+"""Parsers of the tool calls in an answer."""
+
+import json
+from collections.abc import Iterable
+
+import hypothesis
+import pytest
+from hypothesis import strategies
+
+from detjax.server.tool_calls import (
+    Arguments,
+    CallBegins,
+    Content,
+    HermesParser,
+    LlamaParser,
+    ToolCallParser,
+    parser_of,
+)
+
+type Calls = list[tuple[str, str]]
+
+
+def parsed(parser: ToolCallParser, pieces: Iterable[str]) -> tuple[str, Calls]:
+    """The content, and the calls with the text of their arguments."""
+    content, calls = "", list[list[str]]()
+
+    def take(parts: Iterable[object]) -> None:
+        nonlocal content
+        for part in parts:
+            match part:
+                case Content(text):
+                    content += text
+                case CallBegins(index, name):
+                    assert index == len(calls)
+                    calls.append([name, ""])
+                case Arguments(index, text):
+                    assert text
+                    calls[index][1] += text
+
+    for piece in pieces:
+        take(parser.add(piece))
+    take(parser.finish())
+    return content, [(name, arguments) for name, arguments in calls]
+
+
+WEATHER = '{"city": "Verona", "days": [1, 2], "text": "a \\"}</tool_call>{ b"}'
+HERMES = [
+    ("No call.", ("No call.", [])),
+    ("a < b <tool", ("a < b <tool", [])),
+    ("two\n\nlines  ", ("two\n\nlines", [])),
+    (f'<tool_call>\n{{"name": "weather", "arguments": {WEATHER}}}\n</tool_call>', ("", [("weather", WEATHER)])),
+    (f'I look.\n<tool_call>{{"arguments": {WEATHER} , "name": "w"}}</tool_call>', ("I look.", [("w", WEATHER)])),
+    (
+        '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "b", "arguments": {"x": 1}}\n'
+        "</tool_call>",
+        ("", [("a", "{}"), ("b", '{"x": 1}')]),
+    ),
+    ('<tool_call>{"name": "now"}</tool_call> done', ("done", [("now", "{}")])),
+    ('<tool_call>{"name": "\\u00e9", "n": -1.5, "arguments": {}}</tool_call>', ("", [("é", "{}")])),
+    ('<tool_call>{"name": "a", "arguments": {"x": [1, ', ("", [("a", '{"x": [1, ')])),
+    (
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', []),
+    ),
+    (
+        '<tool_call>{"name": "a", "arguments": 3}</tool_call>',
+        ('<tool_call>{"name": "a", "arguments": 3}</tool_call>', []),
+    ),
+    ("<tool_call>weather(3)</tool_call>", ("<tool_call>weather(3)</tool_call>", [])),
+    ('<tool_call>{"name": "a", "argu', ('<tool_call>{"name": "a", "argu', [])),
+]
+LLAMA = [
+    ("No call.", ("No call.", [])),
+    (' {"name": "weather", "parameters": {"x": "}"}}', ("", [("weather", '{"x": "}"}')])),
+    ('{"name": "a", "parameters": {}}; {"name": "b", "parameters": {"y": 2}}', ("", [("a", "{}"), ("b", '{"y": 2}')])),
+    ('{"answer": 42}', ('{"answer": 42}', [])),
+    ('{"name": "a"', ('{"name": "a"', [])),
+    ("", ("", [])),
+]
+CASES = [(HermesParser, *case) for case in HERMES] + [(LlamaParser, *case) for case in LLAMA]
+
+
+@pytest.mark.parametrize(("parser", "text", "expected"), CASES)
+def test_a_whole_text(parser: type[ToolCallParser], text: str, expected: tuple[str, Calls]) -> None:
+    assert parsed(parser(), [text]) == expected
+
+
+@pytest.mark.parametrize(("parser", "text", "expected"), CASES)
+def test_a_text_that_comes_one_character_after_the_other(
+    parser: type[ToolCallParser], text: str, expected: tuple[str, Calls]
+) -> None:
+    assert parsed(parser(), text) == expected
+
+
+FRAGMENTS = strategies.lists(
+    strategies.one_of(
+        strategies.sampled_from(["<tool_call>", "</tool_call>", "<tool", '{"name": "f"', ', "arguments": ']),
+        strategies.sampled_from(['{"x": "}"}', '{"name": "g", "parameters": {}}', "text", *'{}[]":,;3\\ \n']),
+    ),
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("parser", [HermesParser, LlamaParser])
+@hypothesis.given(pieces=FRAGMENTS)
+@hypothesis.settings(deadline=None)
+def test_the_pieces_of_a_text_make_no_difference(parser: type[ToolCallParser], pieces: list[str]) -> None:
+    whole = parsed(parser(), ["".join(pieces)])
+    assert parsed(parser(), pieces) == whole
+    assert parsed(parser(), "".join(pieces)) == whole
+
+
+def test_arguments_are_told_as_they_come() -> None:
+    parser = HermesParser()
+    list(parser.add('<tool_call>{"name": "f", "arguments": '))
+    assert list(parser.add('{"x": ')) == [CallBegins(0, "f"), Arguments(0, '{"x": ')]
+    assert list(parser.add("1")) == [Arguments(0, "1")]
+    assert list(parser.add("}}")) == [Arguments(0, "}")]
+
+
+def test_arguments_of_complete_calls_are_json() -> None:
+    _, calls = parsed(HermesParser(), [HERMES[3][0]])
+    assert json.loads(calls[0][1])["city"] == "Verona"
+
+
+def test_the_format_is_that_of_the_chat_template() -> None:
+    assert parser_of("... return <tool_call> XML tags ...") is HermesParser
+    assert parser_of('{% if tools %}{"name": function name, "parameters": ...}') is LlamaParser
+    assert parser_of("{{ messages }}") is None
