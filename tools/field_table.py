@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from detjax.server import bodies, schemas
 from detjax.server.field_marks import Ignored, Unserved
+from detjax.server.text_routes import DetokenizeRequest, TokenizeRequest
 
 FILE: Final = Path(__file__).resolve().parents[1] / "docs" / "serve" / "fields.md"
 
@@ -21,6 +22,8 @@ _BODIES: Final[dict[str, type[BaseModel]]] = {
     "stream_options": schemas.StreamOptions,
     "messages": schemas.Message,
     "content parts": schemas.TextPart,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
 }
 
 _LIMITS: Final = {
@@ -75,8 +78,10 @@ objects within them.
 {limits}
 
 A body of more than {long} bytes may have {most_items} strings, lists, objects and fields together. Checking a body
-takes memory and time in proportion to its bytes. Eight megabytes, the default limit of `detjax serve`, take at most
-0.3 s on one core, in a thread, and up to 8 times their size while they are checked.
+takes memory and time in proportion to its bytes. Eight megabytes, the default limit of `detjax serve`, took 0.01 s (one
+long text) to 0.5 s (four million numbers) on one busy core, and up to 8 times their size while they were checked. Long
+bodies are checked one after the other in a thread, but the parser holds Python's lock: other requests wait meanwhile,
+for 0.2 s at a time at most.
 """
 
 

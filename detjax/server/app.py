@@ -25,7 +25,7 @@ from detjax.engine import Engine, EngineConfig, SamplingParams
 from detjax.models import Decoder, Tokenizer
 from detjax.server import bodies, openapi
 from detjax.server.api_calls import ApiCall, ChatCall, CompletionCall, ServedModel
-from detjax.server.errors import ApiError, error_response, to_api_error
+from detjax.server.errors import ApiError, error_response, quote, to_api_error
 from detjax.server.guard import Admission, ClientGone, Guard
 from detjax.server.hosts import HostCheck
 from detjax.server.json_pieces import PART, JsonPieces
@@ -276,7 +276,7 @@ class _Api:
     def _check_model_name(self, name: str) -> None:
         if name not in self.settings.names:
             accepted = ", ".join(map(repr, self.settings.names))
-            raise ApiError(404, f"model is {name!r}; accepted: {accepted}", param="model", code="model_not_found")
+            raise ApiError(404, f"model is {quote(name)}; accepted: {accepted}", param="model", code="model_not_found")
 
     async def _parse_body[Body: BaseModel](self, request: Request, schema: type[Body]) -> Body:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()

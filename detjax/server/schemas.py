@@ -155,7 +155,7 @@ type Variables = Annotated[
 # --- bodies -----------------------------------------------------------------------------------------------------------
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     """JSON of exactly these fields and types."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
@@ -171,7 +171,7 @@ class _Body(BaseModel):
         return value
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = Field(default=None, description="Send the token counts in a last chunk.")
     continuous_usage_stats: bool | None = Field(
         default=None, description="Send the token counts so far in every chunk. It needs include_usage."
@@ -182,7 +182,7 @@ class StreamOptions(_Body):
     include_obfuscation: Annotated[Any, Unserved(False, why="chunks are not padded")] = None
 
 
-class TextPart(_Body):
+class TextPart(Body):
     type: Literal["text"] = Field(description="Text is all that the model reads.")
     text: str = Field(description="The text.")
     annotations: Annotated[Any, Unserved([], why="the model reads text only")] = None
@@ -197,7 +197,7 @@ class TextPart(_Body):
         return value
 
 
-class Message(_Body):
+class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Whose message it is.")
     content: Annotated[
         Annotated[str, Tag("<text>")]
@@ -234,7 +234,7 @@ class Message(_Body):
         return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
 
 
-class _ClientFields(_Body):
+class _ClientFields(Body):
     """Fields that clients send to either endpoint and that this server does not act on."""
 
     user: Annotated[str | None, Ignored("it names whom the client answers")] = None

@@ -2,20 +2,18 @@
 
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from detjax.server.api_calls import ServedModel
 from detjax.server.errors import ApiError
-from detjax.server.schemas import MOST_MESSAGES, MOST_TOKENS, GenerationRequest, Message, Token, Variables
+from detjax.server.schemas import MOST_MESSAGES, MOST_TOKENS, Body, Message, Token, Variables
 from detjax.server.texts import TextTooLong
 
 type Json = dict[str, Any]
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Body):
     """The body of a request to /tokenize."""
-
-    model_config = GenerationRequest.model_config
 
     model: str | None = Field(default=None, description="A model's name, as /v1/models lists it.")
     prompt: str | None = Field(default=None, description="A text. Give either it or messages.")
@@ -43,10 +41,8 @@ class TokenizeRequest(BaseModel):
         return self
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Body):
     """The body of a request to /detokenize."""
-
-    model_config = GenerationRequest.model_config
 
     model: str | None = Field(default=None, description="A model's name, as /v1/models lists it.")
     tokens: Annotated[list[Token], Field(max_length=MOST_TOKENS, fail_fast=True)] = Field(description="Token ids.")

@@ -172,6 +172,8 @@ def test_other_models_paths_methods_and_types_are_refused(server: Running) -> No
     status, response = post(server.url, COMPLETION | {"model": "gpt"})
     assert (status, response["error"]["code"]) == (404, "model_not_found")
     assert "accepted: 'little'" in response["error"]["message"]
+    status, response = post(server.url, COMPLETION | {"model": "m" * 100_000})
+    assert (status, len(response["error"]["message"]) < 200) == (404, True)
     assert post(server.url, COMPLETION, "nowhere")[0] == 404
     assert post(server.url, COMPLETION, "models")[0] == 405
     assert post(server.url, COMPLETION, **{"Content-Type": "text/plain"})[0] == 415
