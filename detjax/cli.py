@@ -303,7 +303,7 @@ def _demo_progress(names: dict[str, str], asks: int) -> Iterator[Callable[[str, 
 def _load(
     model: Path, dtype: str | None, template_date: datetime.date | None
 ) -> tuple[models.Decoder, models.Tokenizer]:
-    """The model and its tokenizer.
+    """The model and its tokenizer, whose chat templates are told that today is `template_date`, if one is given.
 
     Raises:
         ValueError: the checkpoint has no tokenizer.
@@ -311,7 +311,7 @@ def _load(
     decoder, tokenizer = models.load(model, dtype=dtype)
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer.json; accepted: a checkpoint with one, because prompts are text")
-    return decoder, tokenizer
+    return decoder, tokenizer if template_date is None else tokenizer.with_template_date(template_date)
 
 
 def _quantization(name: str | None) -> KVQuantization | None:

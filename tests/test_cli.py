@@ -346,6 +346,30 @@ def test_serve_takes_a_chat_template(checkpoint: Path, tmp_path: Path, monkeypat
     assert serving.tokenizer.encode("x") == models.load(checkpoint, progress=False)[1].encode("x")
 
 
+def test_chat_templates_are_told_the_date_of_the_command_line(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ strftime_now('%d %B %Y') }}")
+    serving = Serving(monkeypatch)
+    options = ("--port", 0, "--no-compilation-cache", "--chat-template", template, "--template-date", "2026-01-31")
+    assert run("serve", checkpoint, *options).exit_code == 0
+    assert serving.tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == "31 January 2026"
+
+    def refused(_: object, prompts: list[list[int]], *__: object, **___: object) -> None:
+        raise ValueError(f"the prompts are {prompts}")
+
+    monkeypatch.setattr(engine, "generate", refused)
+    model, tokenizer = models.load(checkpoint, progress=False)
+    models.save(model, tmp_path / "dated", tokenizer=tokenizer.with_chat_template(template.read_text()))
+    arguments = ("generate", "--model", tmp_path / "dated", "--prompt", "x", "--chat")
+    assert "strftime_now is undefined" in error(run(*arguments))
+    prompt = tokenizer.encode("31 January 2026", add_special_tokens=False)
+    assert f"the prompts are {[prompt]}" in error(run(*arguments, "--template-date", "2026-01-31"))
+    result = run(*arguments, "--template-date", "31.1.2026")
+    assert result.exit_code == 2 and "accepted: a date" in result.stderr
+
+
 def test_what_serve_cannot_do_here_is_said_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
