@@ -24,7 +24,7 @@ from detjax.engine.compilation_cache import compilation_cache
 from detjax.engine.config import EngineConfig, EngineStats
 from detjax.engine.request import Generation, Request, Token
 from detjax.engine.step_loop import StepLoop
-from detjax.engine.validation import encode_prompt, end_tokens
+from detjax.engine.validation import check_arrays, encode_prompt, end_tokens
 from detjax.models import Decoder, Tokenizer
 
 _log: Final = logging.getLogger("detjax.engine")
@@ -271,10 +271,12 @@ class Engine:
             raise ValueError(
                 f"{name}: top_logprobs is {params.top_logprobs}; accepted: up to {top}, the engine's top_logprobs"
             )
+        ends = end_tokens(self._defaults, params)
+        check_arrays(name, params, ends)
         samples = sequences.samples(
             prompt,
             params,
-            end_tokens=end_tokens(self._defaults, params),
+            end_tokens=ends,
             tokenizer=self._tokenizer,
             is_streamed=on_token is not None,
             cache_salt=request.cache_salt,

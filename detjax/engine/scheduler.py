@@ -208,7 +208,8 @@ class Scheduler:
 
     def _name_pages(self, sequence: Sequence) -> None:
         """Makes the sequence's full pages available to others, as far as their tokens have been read."""
-        named, full = sequence.named_pages, min(sequence.computed, len(sequence.tokens)) // KV_BLOCK
+        read = sequence.length - sequence.unread
+        named, full = sequence.named_pages, min(sequence.computed, read) // KV_BLOCK
         if self.pool.keeps_prefixes and sequence.slot is not None and full > named:
             for page, digest in zip(sequence.page_ids[named:full], sequence.digests()[named:], strict=False):
                 self.pool.name(page, digest)

@@ -91,6 +91,7 @@ class Sequence:
         leader: the request's first sample, whose prompt pages this sequence waits for and shares; None for the first.
         context: what else the request's samples share.
         tokens: the prompt and the generated tokens that have been read.
+        generated: the generated tokens that have been read.
         output: logprobs of the generated tokens and of the prompt.
         finish_reason: "stop", "length", "cancelled" or "failed" after the end; None before it.
         failure: the exception that ended a sequence that failed.
@@ -129,6 +130,7 @@ class Sequence:
         self.context = context or RequestContext()
         # Many samples of a long prompt may wait: none of them copies anything of the request's size.
         self.tokens = TokenIds(prompt)
+        self.generated = self.tokens.generated
         self.output = SampleOutput()
         self.finish_reason: str | None = None
         self.failure: BaseException | None = None
@@ -150,17 +152,12 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens of the sequence, those that have not been read included."""
-        return len(self.tokens) + self.unread
-
-    @property
-    def generated(self) -> list[int]:
-        """The generated tokens that have been read."""
-        return self.tokens.generated
+        return len(self.prompt) + len(self.generated) + self.unread
 
     @property
     def has_all(self) -> bool:
         """Whether submitted steps sample every token that the sequence may have."""
-        return self.length == len(self.prompt) + self.params.max_tokens
+        return len(self.generated) + self.unread == self.params.max_tokens
 
     @property
     def text(self) -> str | None:
@@ -213,7 +210,8 @@ class Sequence:
         self.output.top_logprobs.append(top)
         text = None
         try:
-            self._check_finite(logprob)
+            if math.isnan(logprob):
+                raise self._not_finite()
             is_stopped = self._text_stream is not None and self._text_stream.add(token)
             if is_stopped or token in self.context.end_tokens:
                 self.finish_reason = "stop"
@@ -227,14 +225,12 @@ class Sequence:
             self.finish_reason, self.failure = "failed", error
         return Token(self.index, token, logprob, top, text, self.finish_reason, batch, self.cached_tokens)
 
-    def _check_finite(self, logprob: float) -> None:
-        # Minus infinity is a logprob like others: a token may be forced that the model itself never chooses.
-        if math.isnan(logprob):
-            position = len(self.tokens) - 1
-            raise NotFinite(
-                f"the model's logits for position {position} hold NaN or infinity; accepted: finite numbers. Check the "
-                "weights of the checkpoint, and whether the dtype is wide enough for the activations."
-            )
+    def _not_finite(self) -> NotFinite:
+        # A logprob of minus infinity is no such error: a token may be forced that the model itself never chooses.
+        return NotFinite(
+            f"the model's logits for position {len(self.tokens) - 1} hold NaN or infinity; accepted: finite numbers. "
+            "Check the weights of the checkpoint, and whether the dtype is wide enough for the activations."
+        )
 
 
 def samples(

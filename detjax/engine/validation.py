@@ -1,7 +1,8 @@
 """Checks of a request against a model: what is refused before anything is computed."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from detjax.engine.batch import logit_adjustments, no_adjustments, sampling_arrays
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
 
@@ -47,6 +48,32 @@ def encode_prompt(
     if biased is not None:
         raise ValueError(f"{name}: logit_bias has token {biased}; accepted: ids 0 to {config.vocab_size - 1}")
     return tokens
+
+
+def check_arrays(name: str, params: SamplingParams, ends: Collection[int]) -> None:
+    """Checks that a step's arrays can hold a request's parameters. A step in which they do not would end all requests.
+
+    Args:
+        name: what error messages call the request.
+        params: its sampling parameters.
+        ends: tokens that end its samples.
+
+    Raises:
+        ValueError: they cannot, for example because there are too many tokens to hold back, or an id has too many bits.
+    """
+    try:
+        sampling_arrays([params], [params.n - 1])
+        if not params.adjusted:
+            return
+        row = logit_adjustments(params, ends if params.min_tokens else ())
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ValueError(f"{name}: its sampling parameters do not fit into a step: {error}") from error
+    given, accepted = row.bias.shape[-1], no_adjustments(1).bias.shape[-1]
+    if given != accepted:
+        raise ValueError(
+            f"{name}: {given} tokens have a bias or are held back by min_tokens; accepted: up to {accepted}, the "
+            "model's end-of-sequence tokens among them. Give fewer stop_token_ids or biases."
+        )
 
 
 def end_tokens(defaults: GenerationDefaults | None, params: SamplingParams) -> frozenset[int]:

@@ -31,7 +31,7 @@ from detjax.engine import (
 )
 from detjax.engine import sequence as engine_sequence
 from detjax.engine.text_stream import TextStream
-from detjax.models import Decoder, Tokenizer, load
+from detjax.models import Decoder, GenerationDefaults, Tokenizer, load
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.compiled_programs import compiled_programs
 from tests.support.memory import allocated
@@ -539,11 +539,26 @@ def test_settings_come_from_a_config_or_from_options() -> None:
         (Request([515]), "request 0 has token 515; accepted: ids 0 to 514"),
         (Request([1] * 300, SamplingParams(max_tokens=101)), "accepted: 400 in all, the engine's max_length"),
         (Request([1], SamplingParams(top_logprobs=21)), "top_logprobs is 21; accepted: up to 20, the engine's"),
+        (
+            Request([1], SamplingParams(min_tokens=1, stop_token_ids=(1 << 40,))),
+            "request 0: its sampling parameters do not fit into a step: Python integer 1099511627776 out of bounds",
+        ),
     ],
 )
 def test_bad_requests_are_refused(shared: Engine, request_: Request, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shared.generate([request_])
+
+
+def test_more_tokens_than_a_step_can_hold_back_are_refused(shared: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = GenerationDefaults(eos_token_ids=tuple(range(20)))
+    monkeypatch.setattr(shared, "_defaults", defaults)
+    biases = tuple((token, 1.0) for token in range(100, 400))
+    params = SamplingParams(min_tokens=1, logit_bias=biases, stop_token_ids=tuple(range(400, 515)))
+    shared._job("the request", Request([1], params))
+    params = dataclasses.replace(params, stop_token_ids=(*range(400, 515), *range(20, 100)))
+    with pytest.raises(ValueError, match="515 tokens have a bias or are held back by min_tokens; accepted: up to 512"):
+        shared.generate([Request([1], params)])
 
 
 @pytest.mark.parametrize(
