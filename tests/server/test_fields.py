@@ -131,6 +131,26 @@ def test_the_key_says_whose_turn_it_is(engine: Engine, loaded: tuple[Decoder, To
     assert [request.cache_salt for request in asked] == [None, None, None, "s"]
 
 
+def test_adjustments_of_logits_reach_the_engine(server: Running, engine: Engine) -> None:
+    asked: list[Request] = []
+
+    async def generate_async(requests: Sequence[Request]) -> list[Generation]:
+        asked.extend(requests)
+        return [Generation((1,), (Completion((5,), (-1.0,), ((),), "x", "length"),))]
+
+    fields: Any = {"presence_penalty": 0.5, "frequency_penalty": -0.5}
+    extra = {"repetition_penalty": 1.25, "min_tokens": 3}
+    body: Any = fields | {"model": MODEL, "max_tokens": 4, "logit_bias": {"7": -100, "8": 2.5}, "extra_body": extra}
+    with unittest.mock.patch.object(engine, "generate_async", generate_async), server.client() as client:
+        client.completions.create(prompt="x", **body)
+        client.chat.completions.create(messages=MESSAGES, **body)
+    for request in asked:
+        given = {name: getattr(request.sampling, name) for name in (*fields, *extra)}
+        assert given == fields | extra
+        assert sorted(request.sampling.logit_bias) == [(7, -100), (8, 2.5)]
+    assert len(asked) == 2
+
+
 # --- offsets of tokens in their text ----------------------------------------------------------------------------------
 
 
