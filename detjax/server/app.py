@@ -116,11 +116,11 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
 
 def _sampling_defaults(model: Decoder) -> dict[str, Any]:
     """Sampling parameters of requests that give none: the checkpoint's recommendation, else OpenAI's default."""
-    recommended = model.generation_defaults
+    recommended, params = model.generation_defaults, SamplingParams.recommended(model)
     if recommended is None or not recommended.do_sample:
-        return {"temperature": 1.0}
-    params = SamplingParams.recommended(model)
-    return {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        return {"temperature": 1.0, "repetition_penalty": params.repetition_penalty}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return {name: getattr(params, name) for name in names}
 
 
 class _Api:

@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from detjax.engine.sampling_params import MOST_BIASES
 from detjax.server.field_marks import Ignored, Unserved
 
 MOST_SAMPLES: Final = 128
@@ -41,8 +42,6 @@ LONGEST_STOP: Final = 256
 """The most characters of a stop string."""
 MOST_STOP_TOKENS: Final = 1024
 """The most entries of `stop_token_ids`."""
-MOST_BIASES: Final = 1024
-"""The most entries of `logit_bias`."""
 MOST_METADATA: Final = 64
 """The most entries of `metadata`."""
 MOST_VARIABLES: Final = 64
@@ -321,24 +320,26 @@ class GenerationRequest(_ClientFields):
     ignore_eos: bool | None = Field(default=False, description="Go on where the model would end the text.")
     stream: bool | None = Field(default=None, description="Send the answer as it is computed.")
     stream_options: StreamOptions | None = Field(default=None, description="Accepted with stream: true.")
-    presence_penalty: Annotated[
-        float | None, Field(ge=-2, le=2), Unserved(0, why="the choice of tokens has no penalties")
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, Field(ge=-2, le=2), Unserved(0, why="the choice of tokens has no penalties")
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, Field(gt=0, le=1e30), Unserved(1, why="the choice of tokens has no penalties")
-    ] = None
-    logit_bias: Annotated[
-        Biases | None,
-        Unserved({}, why="biases other than 0 are not served"),
-        BeforeValidator(_drop_zeros),
-        _at_most(MOST_BIASES),
-    ] = None
-    min_tokens: Annotated[
-        int | None, Field(ge=0, le=_LARGEST), Unserved(0, why="a sample ends where the model ends it")
-    ] = None
+    presence_penalty: float | None = Field(
+        default=None,
+        ge=-2,
+        le=2,
+        description="Is subtracted from the logits of tokens that the sample has. Default: 0.",
+    )
+    frequency_penalty: float | None = Field(
+        default=None, ge=-2, le=2, description="Is subtracted as often as the sample has the token. Default: 0."
+    )
+    repetition_penalty: float | None = Field(
+        default=None,
+        ge=1e-6,
+        le=1e6,
+        description="Divides the logits, or multiplies negative ones, of tokens that the prompt or the sample has. "
+        "Default: the checkpoint's, else 1.",
+    )
+    logit_bias: Biases | None = Field(default=None, description="What is added to the logits of tokens, by token id.")
+    min_tokens: int | None = Field(
+        default=None, ge=0, le=_LARGEST, description="Tokens before which no token ends a sample. Default: 0."
+    )
     cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = Field(
         default=None, description="Share the prefix cache with requests of the same salt alone."
     )

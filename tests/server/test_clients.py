@@ -42,7 +42,7 @@ WRITTEN: Final[dict[str, dict[str, Any]]] = {
     "sglang.bench_serving, chat": CHAT | {"temperature": 0.0, "stream": True},
     # From sources: genai_perf/inputs/converters/ at 053bdb77156c, and the extra inputs that its documentation shows.
     "genai-perf, chat": CHAT | {"stream": True},
-    "genai-perf, chat with extra inputs": CHAT | {"stream": True, "min_tokens": 0, "ignore_eos": True},
+    "genai-perf, chat with extra inputs": CHAT | {"stream": True, "min_tokens": 3, "ignore_eos": True},
     # From sources: lm_eval/models/openai_completions.py at 0064c3a03e5f. Older versions gave messages a type.
     "lm-eval, loglikelihood": COMPLETION
     | {"prompt": [[5, 6, 7]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True},
