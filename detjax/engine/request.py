@@ -39,7 +39,8 @@ class Token:
     Attributes:
         sample: the number of the sample, in its request, that the token belongs to.
         token: its id.
-        logprob: its logprob under the model, before temperature and filters; a float32 number, held exactly.
+        logprob: its logprob under the model itself, before penalties, biases, temperature and filters; a float32
+            number, held exactly.
         top_logprobs: the likeliest tokens at this step and their logprobs, as many as the request asks for.
         text: the text that the token adds to the sample, as far as no stop string can begin there; None without a
             tokenizer. The texts of all tokens make the completion's text.
@@ -66,7 +67,8 @@ class Completion:
 
     Attributes:
         tokens: the generated tokens. The token that ended the sample is included.
-        logprobs: each token's logprob under the model, before temperature and filters; float32 numbers, held exactly.
+        logprobs: each token's logprob under the model itself, before penalties, biases, temperature and filters;
+            float32 numbers, held exactly.
         top_logprobs: the likeliest tokens at each step and their logprobs, as many as the request asks for.
         text: the tokens as text, cut before a stop string; None without a tokenizer.
         finish_reason: "stop" (an end token or a stop string) or "length".
