@@ -79,8 +79,8 @@ class Settings:
         if not all(map(_KEY.fullmatch, self.api_keys)):
             # An error message must not show keys.
             raise ValueError(
-                "Settings: one of api_keys (--api-key, DETJAX_API_KEY) is empty or has white space or characters beyond "
-                "ASCII; accepted: printable ASCII characters without white space"
+                "Settings: one of api_keys (--api-key, DETJAX_API_KEY) is empty or has white space or characters "
+                "beyond ASCII; accepted: printable ASCII characters without white space"
             )
 
     @property
