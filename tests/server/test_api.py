@@ -8,7 +8,6 @@ import math
 import unittest.mock
 import urllib.request
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import openai
@@ -112,32 +111,6 @@ def test_the_checkpoints_settings_hold_where_a_request_is_silent(
             fields = {"temperature": 0.6, "top_k": 3, "repetition_penalty": 1.5} | given
             (completion,) = expected(engine, PROMPT, max_tokens=6, **fields).completions
             assert tuple(response.choices[0].logprobs.token_logprobs) == completion.logprobs
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"presence_penalty": 1.5},
-        {"frequency_penalty": 2.0},
-        {"repetition_penalty": 1.7},
-        {"logit_bias": {"7": 100, "8": 99.5}},
-        {"min_tokens": 5},
-    ],
-    ids=lambda given: next(iter(given)),
-)
-def test_adjustments_of_the_choice_are_those_of_the_engine(
-    client: openai.OpenAI, engine: Engine, given: dict[str, Any]
-) -> None:
-    (greedy,) = expected(engine, PROMPT, temperature=0.0, max_tokens=1).completions
-    ends = greedy.tokens if "min_tokens" in given else ()
-    plain = {"max_tokens": 8, "temperature": 0.0, "stop_token_ids": ends}
-    fields = given | ({"logit_bias": ((7, 100.0), (8, 99.5))} if "logit_bias" in given else {})
-    (completion,) = expected(engine, PROMPT, **plain | fields).completions
-    (unchanged,) = expected(engine, PROMPT, **plain).completions
-    assert completion.tokens != unchanged.tokens
-    extra = given | {"stop_token_ids": ends, "return_token_ids": True}
-    response = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0, extra_body=extra)
-    assert tuple(response.choices[0].token_ids) == completion.tokens
 
 
 def test_echo_tells_the_prompts_logprobs(client: openai.OpenAI, engine: Engine, tokenizer: Tokenizer) -> None:
