@@ -4,6 +4,7 @@ from detjax.engine.batch import BatchShapes as BatchShapes
 from detjax.engine.compilation_cache import prepare_cache as prepare_cache
 from detjax.engine.config import EngineConfig as EngineConfig
 from detjax.engine.config import EngineStats as EngineStats
+from detjax.engine.constraints import Constraint as Constraint
 from detjax.engine.engine import Engine as Engine
 from detjax.engine.engine import EngineClosed as EngineClosed
 from detjax.engine.generate import generate as generate

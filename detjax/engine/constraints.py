@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import numpy as np
 
-from detjax.models import Tokenizer
+from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
 
 if TYPE_CHECKING:
     import llguidance
@@ -22,6 +22,8 @@ Kind = Literal["json_schema", "regex", "grammar", "choice"]
 
 WORD_BITS: Final = 32
 """Tokens of one word of a mask. Bit i of word w stands for token 32 w + i."""
+ALL_ALLOWED: Final = np.uint32(0xFFFFFFFF)
+"""A word of a mask that allows all of its tokens."""
 _MOST_COMPILED: Final = 64
 """Constraints that are kept compiled."""
 _LIMITS: Final = {
@@ -30,7 +32,7 @@ _LIMITS: Final = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-"""What a constraint may cost. With this fuel the expression `(a{1000}){1000}` takes 0.05 s and 25 MB until it is refused
+"""What a constraint may cost. With this fuel the expression `(a{1000}){1000}` takes 0.05 s and 25 MB until it ends
 and 1.1 s and 265 MB with the own limit of llguidance, for which all requests would wait. A state of a lexer takes up to
 2 kB."""
 
@@ -76,9 +78,14 @@ class Constraint:
 
 
 class Matcher:
-    """How far one sample has come in its constraint."""
+    """How far one sample has come in its constraint.
 
-    def __init__(self, matcher: "llguidance.LLMatcher") -> None:
+    Attributes:
+        compiler: what compiled the constraint.
+    """
+
+    def __init__(self, compiler: "ConstraintCompiler", matcher: "llguidance.LLMatcher") -> None:
+        self.compiler = compiler
         self._matcher = matcher
 
     @property
@@ -97,7 +104,7 @@ class Matcher:
 
     def copy(self) -> "Matcher":
         """Returns a matcher at the same place that goes its own way."""
-        return Matcher(self._matcher.deep_copy())
+        return Matcher(self.compiler, self._matcher.deep_copy())
 
 
 class ConstraintCompiler:
@@ -135,6 +142,19 @@ class ConstraintCompiler:
         self._compiled: collections.OrderedDict[Constraint, Matcher] = collections.OrderedDict()
         self._lock = threading.Lock()
 
+    @classmethod
+    def for_model(
+        cls, config: DecoderConfig, defaults: GenerationDefaults | None, tokenizer: Tokenizer | None
+    ) -> "ConstraintCompiler":
+        """Returns a compiler for a model with these settings.
+
+        Raises:
+            ValueError: llguidance is not installed, or the model has no tokenizer or no end token.
+        """
+        if tokenizer is None:
+            raise ValueError("constraints need a tokenizer, and there is none. Give the one of the checkpoint.")
+        return cls(tokenizer, config.vocab_size, sorted(defaults.eos_token_ids) if defaults is not None else [])
+
     def matcher(self, constraint: Constraint) -> Matcher:
         """Returns a matcher at the beginning of a text.
 
@@ -155,14 +175,13 @@ class ConstraintCompiler:
     def fill(self, masks: np.ndarray, matchers: Mapping[int, Matcher]) -> None:
         """Writes the tokens that each matcher allows into its row of the masks `[R, words]`, uint32; several at once.
 
-        Raises:
-            ValueError: a constraint has become too complex to go on.
+        A matcher whose constraint has become too complex to go on allows all tokens, and accepts none.
         """
         rows = [(matcher._matcher, row) for row, matcher in matchers.items()]
         self._fill(self._executor, rows, masks.view(np.int32))
-        for matcher, _ in rows:
+        for matcher, row in rows:
             if matcher.is_error():
-                raise ValueError(f"the constraint has become too complex: {matcher.get_error()}")
+                masks[row] = ALL_ALLOWED
 
     def _compile(self, constraint: Constraint) -> Matcher:
         library = self._library.LLMatcher
@@ -176,7 +195,7 @@ class ConstraintCompiler:
         matcher = library(self._tokenizer, grammar, limits=limits, log_level=0)
         if matcher.is_error():
             raise ValueError(f"the constraint's {constraint.kind} is not valid: {matcher.get_error()}")
-        return Matcher(matcher)
+        return Matcher(self, matcher)
 
 
 _FORMATS: Final[Mapping[Kind, Any]] = {

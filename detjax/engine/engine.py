@@ -22,6 +22,7 @@ from detjax import backends
 from detjax.engine import sequence as sequences
 from detjax.engine.compilation_cache import compilation_cache
 from detjax.engine.config import EngineConfig, EngineStats
+from detjax.engine.constraints import Constraint, ConstraintCompiler
 from detjax.engine.request import Generation, Request, Token
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.validation import check_arrays, encode_prompt, end_tokens
@@ -281,8 +282,21 @@ class Engine:
             is_streamed=on_token is not None,
             cache_salt=request.cache_salt,
             client=request.client,
+            matcher=None if params.constraint is None else self._constraints.matcher(params.constraint),
         )
         return _Job(samples, on_token)
+
+    @functools.cached_property
+    def _constraints(self) -> ConstraintCompiler:
+        return ConstraintCompiler.for_model(self._model_config, self._defaults, self._tokenizer)
+
+    def compile_constraint(self, constraint: Constraint) -> None:
+        """Compiles a constraint, so that requests with it are taken at once. That may take a second.
+
+        Raises:
+            ValueError: the constraint is not valid, or the model can have none.
+        """
+        self._constraints.matcher(constraint)
 
     def _start(self, jobs: list[_Job]) -> None:
         def submit() -> None:

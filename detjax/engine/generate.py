@@ -8,6 +8,7 @@ from rich.progress import Progress
 
 from detjax.contract import PORTABLE_ROWS
 from detjax.engine.batch import BatchShapes
+from detjax.engine.constraints import ConstraintCompiler
 from detjax.engine.model_runner import SamplingVariant, bytes_of_page
 from detjax.engine.request import Generation
 from detjax.engine.sampling_params import SamplingParams
@@ -96,7 +97,10 @@ def _sequences(
 ) -> list[Sequence]:
     """Returns the samples of a prompt, which error messages call `name`."""
     tokens = encode_prompt(name, model.config, prompt, params, tokenizer)
-    return samples(tokens, params, end_tokens=end_tokens(model.generation_defaults, params), tokenizer=tokenizer)
+    defaults, matcher = model.generation_defaults, None
+    if params.constraint is not None:
+        matcher = ConstraintCompiler.for_model(model.config, defaults, tokenizer).matcher(params.constraint)
+    return samples(tokens, params, end_tokens=end_tokens(defaults, params), tokenizer=tokenizer, matcher=matcher)
 
 
 def _run(

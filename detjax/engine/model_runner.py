@@ -9,14 +9,16 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, UInt16
+from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, UInt16, UInt32
 
 from detjax import backends, compilation, ops
 from detjax.engine.batch import StepBatch, no_adjustments
+from detjax.engine.constraints import ALL_ALLOWED, WORD_BITS
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models import Decoder
 from detjax.models.cache import State
 from detjax.models.network import Network, Weights, abstract, split
+from detjax.numerics import ceil_div
 from detjax.options import KVQuantization
 from detjax.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
 
@@ -71,11 +73,13 @@ class SamplingVariant(NamedTuple):
         filtered: it can apply top-k, top-p and min-p.
         top_logprobs: how many of the likeliest tokens it reports.
         adjusted: it can apply penalties and biases.
+        constrained: it can apply masks of allowed tokens.
     """
 
     filtered: bool
     top_logprobs: int
     adjusted: bool = False
+    constrained: bool = False
 
     @classmethod
     def needed_by(cls, params: Sequence[SamplingParams]) -> "SamplingVariant":
@@ -83,18 +87,20 @@ class SamplingVariant(NamedTuple):
         return cls(
             filtered=any(row.filtered for row in params),
             top_logprobs=max((row.top_logprobs for row in params), default=0),
-            adjusted=any(row.adjusted for row in params),
+            adjusted=any(row.adjusted or row.constraint is not None for row in params),
+            constrained=any(row.constraint is not None for row in params),
         )
 
     @classmethod
     def for_serving(cls, top_logprobs: int) -> "tuple[SamplingVariant, ...]":
         """Returns the variants of an engine whose requests may ask for so many of the likeliest tokens.
 
-        Few requests have penalties or biases, so their programs all report the likeliest tokens.
+        Few requests have penalties, biases or constraints, so one program serves all kinds of them, and one more those
+        without a constraint, for which no mask need be copied.
         """
         tops = dict.fromkeys((0, top_logprobs))
         plain = (cls(filtered, top) for filtered in (False, True) for top in tops)
-        return *plain, *(cls(filtered, top_logprobs, adjusted=True) for filtered in (False, True))
+        return *plain, *(cls(True, top_logprobs, adjusted=True, constrained=masks) for masks in (False, True))
 
     def serves(self, needed: "SamplingVariant") -> bool:
         """Returns whether a program of this variant can do what is needed."""
@@ -119,6 +125,8 @@ class SampledRows(NamedTuple):
     slot: Int32[Arrays, "R"]
     sampling: SamplingArrays
     adjustments: LogitAdjustments | None
+    allowed: UInt32[Arrays, "R W"] | None = None
+    """A bit for each token that may be chosen; see `ops.adjust_logits`."""
 
 
 class _SeenEntries(NamedTuple):
@@ -165,6 +173,7 @@ class ModelRunner:
         """
         self._network, self._weights = split(model)
         width, dtype = model.config.hidden_size, model.dtype  # not the model: its weights may be replaced
+        self._vocabulary = model.config.vocab_size
         self._hidden = lambda rows: jax.ShapeDtypeStruct((rows, width), dtype)
         self._variants = tuple(variants)
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -188,12 +197,15 @@ class ModelRunner:
         _check_weights(self._network.state(self._weights), params)
         self._weights = self._network.weights(params)
 
-    def compute(self, batch: StepBatch, needed: SamplingVariant | None) -> tuple[SampledTokens | None, Array]:
+    def compute(
+        self, batch: StepBatch, needed: SamplingVariant | None, allowed: Callable[[], np.ndarray] | None = None
+    ) -> tuple[SampledTokens | None, Array]:
         """Computes a step.
 
         Args:
             batch: the step.
             needed: what the sampling program must be able to do; None if no token is sampled.
+            allowed: returns the masks of the step's constraints. It is called while the device computes hidden states.
 
         Returns:
             The sampled tokens, and the last hidden states of the rows that prefill, for `score`.
@@ -203,7 +215,8 @@ class ModelRunner:
         if needed is None:
             return None, rows
         variant = next(variant for variant in self._variants if variant.serves(needed))
-        slots, sampled = self._run(self._sample(batch, hidden, variant))
+        masks = None if allowed is None else jax.device_put(allowed())
+        slots, sampled = self._run(self._sample(batch, hidden, variant, masks))
         self._slots = slots if variant.adjusted else self._slots._replace(last=slots.last)
         return sampled, rows
 
@@ -293,13 +306,18 @@ class ModelRunner:
         # How tokens are chosen does not matter to the layers: their program is the same with adjustments and without.
         return _Program(_forward, batch.shape, (self._state, self._slots.last, batch._replace(adjustments=None)), {})
 
-    def _sample(self, batch: StepBatch, hidden: Any, variant: SamplingVariant) -> _Program:
+    def _sample(
+        self, batch: StepBatch, hidden: Any, variant: SamplingVariant, allowed: Array | None = None
+    ) -> _Program:
         slots, adjustments = self._slots, batch.adjustments
         if not variant.adjusted:
             slots, adjustments = slots._replace(seen=None), None
         elif adjustments is None:
             adjustments = no_adjustments(batch.shape.sampled)
-        rows = SampledRows(batch.slot, batch.sampling, adjustments)
+        if variant.constrained and allowed is None:
+            words = ceil_div(self._vocabulary, WORD_BITS)
+            allowed = jax.device_put(np.full((batch.shape.sampled, words), ALL_ALLOWED))
+        rows = SampledRows(batch.slot, batch.sampling, adjustments, allowed)
         return _Program(_sample, batch.shape.sampled, (hidden, slots, rows), {"variant": variant})
 
     def _note_seen(self, slot: int, entries: _SeenEntries, *, is_first: bool) -> _Program:
@@ -373,7 +391,8 @@ def _sample_adjusted(
     row, slots = jnp.arange(len(logits), dtype=jnp.int32), len(seen.generated)
     slot = jnp.where(rows.slot < slots, rows.slot, slots + row)
     seen_by_row = SeenTokens(*(x.at[slot].get(mode="fill", fill_value=0) for x in seen))
-    token, _ = ops.sample(ops.adjust_logits(logits, seen_by_row, rows.adjustments), rows.sampling, filtered=filtered)
+    adjusted = ops.adjust_logits(logits, seen_by_row, rows.adjustments, rows.allowed)
+    token, _ = ops.sample(adjusted, rows.sampling, filtered=filtered)
     count = seen_by_row.generated[row, token]
     count += (count < np.iinfo(_COUNT).max).astype(_COUNT)
     seen = seen._replace(generated=seen.generated.at[slot, token].set(count, mode="drop", unique_indices=True))

@@ -6,6 +6,7 @@ import warnings
 from typing import Any, Final
 
 from detjax import ops
+from detjax.engine.constraints import Constraint
 from detjax.models import Decoder
 
 MOST_BIASES: Final = 300
@@ -37,6 +38,8 @@ class SamplingParams:
         ignore_eos: do not end a sample at the model's own end-of-sequence tokens.
         top_logprobs: how many of the likeliest tokens are reported at each step.
         prompt_logprobs: also report logprobs of the prompt's tokens, and the likeliest tokens in their places.
+        constraint: what the text must be, such as JSON of a schema. It needs a tokenizer. A sample that reaches
+            `max_tokens` may have an unfinished text.
 
     Example:
         >>> SamplingParams(max_tokens=64, temperature=0.8, top_p=0.95, seed=7).filtered
@@ -60,6 +63,7 @@ class SamplingParams:
     ignore_eos: bool = False
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         """Checks every field.
@@ -86,6 +90,11 @@ class SamplingParams:
             if not is_accepted:
                 raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r}; accepted: {description}")
         self._check_biases()
+        if self.constraint is not None and (self.ignore_eos or self.min_tokens):
+            raise ValueError(
+                f"SamplingParams: constraint is given with ignore_eos {self.ignore_eos} and min_tokens "
+                f"{self.min_tokens}; accepted: False and 0, because a constrained text ends where it is complete"
+            )
 
     def _check_biases(self) -> None:
         biases = dict(self.logit_bias)

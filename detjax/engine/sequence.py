@@ -1,10 +1,12 @@
 """A sequence: one sample of a request while it is scheduled, what has been generated for it, and its text."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence as Seq
 from typing import overload
 
+from detjax.engine.constraints import Matcher
 from detjax.engine.page_pool import Digest, digests, prefix_root
 from detjax.engine.request import Completion, NotFinite, PromptLogprobs, Token
 from detjax.engine.sampling_params import SamplingParams
@@ -52,6 +54,7 @@ class RequestContext:
         is_streamed: make the text at every token.
         prefix_root: what digests of pages begin with; see `page_pool.prefix_root`.
         client: whose turn the samples take while they wait for a slot.
+        matcher: at the beginning of the text that the request's constraint asks for; None: any text.
     """
 
     end_tokens: frozenset[int] = frozenset()
@@ -59,6 +62,7 @@ class RequestContext:
     is_streamed: bool = False
     prefix_root: Digest = b""
     client: str | None = None
+    matcher: Matcher | None = None
 
 
 class SampleOutput:
@@ -149,6 +153,11 @@ class Sequence:
         tokenizer = self.context.tokenizer
         self._text_stream = TextStream(tokenizer, self._stop) if tokenizer is not None and needs_text else None
 
+    @functools.cached_property
+    def matcher(self) -> Matcher | None:
+        """How far the sample has come in its constraint, if it has one. Samples that wait have no copy of it."""
+        return None if self.context.matcher is None else self.context.matcher.copy()
+
     @property
     def length(self) -> int:
         """Tokens of the sequence, those that have not been read included."""
@@ -212,6 +221,8 @@ class Sequence:
         try:
             if math.isnan(logprob):
                 raise self._not_finite()
+            if self.matcher is not None and token not in self.context.end_tokens:
+                self.matcher.accept(token)
             is_stopped = self._text_stream is not None and self._text_stream.add(token)
             if is_stopped or token in self.context.end_tokens:
                 self.finish_reason = "stop"
@@ -242,6 +253,7 @@ def samples(
     is_streamed: bool = False,
     cache_salt: str | None = None,
     client: str | None = None,
+    matcher: Matcher | None = None,
 ) -> list[Sequence]:
     """Returns a sequence for each sample of a request; arguments as `RequestContext` and `Request` have them.
 
@@ -253,6 +265,7 @@ def samples(
         is_streamed=is_streamed,
         prefix_root=prefix_root(cache_salt),
         client=client,
+        matcher=matcher,
     )
     first = Sequence(prompt, params, context=context)
     others = dataclasses.replace(params, prompt_logprobs=False)

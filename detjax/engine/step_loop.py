@@ -9,7 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from detjax.engine.batch import BatchShapes, SlotTable, StepBatch, sampled_rows
+from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch, sampled_rows
+from detjax.engine.constraints import ALL_ALLOWED
 from detjax.engine.model_runner import SCORED_ROWS, ModelRunner, SampledTokens, SamplingVariant
 from detjax.engine.page_pool import PagePool
 from detjax.engine.request import Token
@@ -23,7 +24,9 @@ from detjax.options import KVQuantization
 class Runner(Protocol):
     """What computes steps: `ModelRunner`, or a test's model of it."""
 
-    def compute(self, batch: StepBatch, needed: SamplingVariant | None) -> tuple[SampledTokens | None, Any]: ...
+    def compute(
+        self, batch: StepBatch, needed: SamplingVariant | None, allowed: Callable[[], np.ndarray] | None = None
+    ) -> tuple[SampledTokens | None, Any]: ...
 
     def note_seen(self, slot: int, prompt: Seq[int], generated: Seq[int]) -> None: ...
 
@@ -162,14 +165,14 @@ class StepLoop:
         """Gives the device its next step, if there is one, and returns the tokens of the step before."""
         step = self.scheduler.plan()
         is_started = bool(step.chunks)
-        if is_started:
-            self._start(step)
-        if len(self._in_flight) > is_started:
-            return list(self._read(self._in_flight.popleft()))
-        assert is_started or self.scheduler.is_idle, "no step is in flight, and none can be started"
-        return []
+        tokens = self._start(step) if is_started else []
+        while len(self._in_flight) > is_started:
+            tokens += self._read(self._in_flight.popleft())
+        assert tokens or is_started or self.scheduler.is_idle, "no step is in flight, and none can be started"
+        return tokens
 
-    def _start(self, step: ScheduledStep) -> None:
+    def _start(self, step: ScheduledStep) -> list[tuple[Sequence, Token]]:
+        """Gives the device a step. Returns the tokens of the step before, if the step's constraints depend on them."""
         shape = self._shapes.smallest(step)
         rows = zip(sampled_rows(step, shape), step.chunks, strict=True)
         chunks = [(row, chunk) for row, chunk in rows if chunk.completes]
@@ -177,7 +180,17 @@ class StepLoop:
         batch = self._slots.batch(step, shape, adjusted=needed is not None and needed.adjusted)
         for _, chunk in chunks:
             self._note_seen(chunk.sequence)
-        sampled, hidden = self._runner.compute(batch, needed)
+        tokens: list[tuple[Sequence, Token]] = []
+
+        def allowed() -> np.ndarray:
+            # Which tokens may come next depends on the last ones. The device sampled them before it began this step.
+            self.scheduler.mark_submitted(step)
+            while self._in_flight:
+                tokens.extend(self._read(self._in_flight.popleft()))
+            return _masks(shape, chunks)
+
+        is_constrained = needed is not None and needed.constrained
+        sampled, hidden = self._runner.compute(batch, needed, allowed if is_constrained else None)
         first_rows = batch.queries.first_row
         assert first_rows is not None
         scores = [
@@ -187,7 +200,9 @@ class StepLoop:
         ]
         sampled = None if sampled is None else sampled.start_copy()
         self._in_flight.append(_InFlightStep(chunks, len(step.chunks), sampled, scores))
-        self.scheduler.mark_submitted(step)
+        if not is_constrained:
+            self.scheduler.mark_submitted(step)
+        return tokens
 
     def _note_seen(self, sequence: Sequence) -> None:
         """Tells the device the tokens of a sequence with penalties when it samples for the first time in its slot."""
@@ -221,3 +236,17 @@ class StepLoop:
                 token = sequence.add(*sampled.at(row, sequence.params.top_logprobs), batch=step.batch)
                 self.scheduler.accept_token(sequence)
                 yield sequence, token
+
+
+def _masks(shape: BatchShape, chunks: list[tuple[int, ScheduledChunk]]) -> np.ndarray:
+    """Returns the tokens that each row of a step may choose; see `ops.adjust_logits`."""
+    matchers = {
+        row: chunk.sequence.matcher
+        for row, chunk in chunks
+        if chunk.sequence.matcher is not None and chunk.sequence.finish_reason is None
+    }
+    words = next(chunk.sequence.matcher.compiler.words for _, chunk in chunks if chunk.sequence.matcher is not None)
+    masks = np.full((shape.sampled, words), ALL_ALLOWED)
+    for compiler in {matcher.compiler for matcher in matchers.values()}:
+        compiler.fill(masks, {row: matcher for row, matcher in matchers.items() if matcher.compiler is compiler})
+    return masks

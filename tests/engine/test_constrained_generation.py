@@ -1,0 +1,117 @@
+"""Constrained answers of the engine: valid, and of the same bits alone, in a crowd, recomputed and under `generate`."""
+
+import json
+
+import pytest
+
+import detjax
+import detjax.demo
+from detjax.engine import Completion, Constraint, Engine, EngineConfig, Generation, Request, SamplingParams
+from detjax.models import Decoder, Tokenizer
+
+SCHEMAS = [
+    {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["n"]},
+    {"type": "array", "items": {"enum": ["to be", "not to be"]}, "minItems": 1, "maxItems": 3},
+    {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"const": "x"}}, "required": ["a", "b"]},
+    {"type": "string", "pattern": "^[a-z]{1,8}$"},
+]
+CONSTRAINTS = [
+    Constraint.json_schema(schema | {"x-guidance": {"whitespace_flexible": False}, "additionalProperties": False})
+    for schema in SCHEMAS
+]
+CONSTRAINTS += [Constraint.choice(["O Romeo", "O Juliet"]), Constraint("regex", "[A-Z]{2,4}: [a-z ]{3,12}[.]")]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[Decoder, Tokenizer]:
+    model, tokenizer = detjax.models.load(detjax.demo.CHECKPOINT, progress=False)
+    assert tokenizer is not None
+    return model, tokenizer
+
+
+def requests() -> list[Request]:
+    """Two for each constraint, and others without one."""
+    constrained = [
+        SamplingParams(max_tokens=60, temperature=index % 2, seed=index, constraint=constraint, top_logprobs=2)
+        for index, constraint in enumerate(CONSTRAINTS)
+    ]
+    free = [SamplingParams(max_tokens=30, temperature=0.7, seed=seed, presence_penalty=seed) for seed in range(2)]
+    return [Request(f"{name}:", params) for params in (*constrained, *free) for name in ("ROMEO", "JULIET")]
+
+
+@pytest.fixture(scope="module")
+def alone(loaded: tuple[Decoder, Tokenizer]) -> list[Generation]:
+    with Engine(*loaded, max_samples=1, token_budget=64, max_length=128) as engine:
+        return [engine.submit(request).result() for request in requests()]
+
+
+def text_of(completion: Completion) -> str:
+    assert completion.text is not None
+    return completion.text
+
+
+def test_every_answer_is_what_its_constraint_asks_for(alone: list[Generation]) -> None:
+    texts = [text_of(generation.completions[0]) for generation in alone]
+    assert all(generation.completions[0].finish_reason == "stop" for generation in alone[:12])
+    for number in texts[:2]:
+        assert 0 <= json.loads(number)["n"] <= 99
+    for items in texts[2:4]:
+        assert set(json.loads(items)) <= {"to be", "not to be"}
+    for both in texts[4:6]:
+        assert json.loads(both)["b"] == "x"
+    for word in texts[6:8]:
+        assert json.loads(word).islower()
+    assert set(texts[8:10]) <= {"O Romeo", "O Juliet"}
+    assert all(text.endswith(".") and text[:2].isupper() for text in texts[10:12])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EngineConfig(max_samples=16, token_budget=24, max_length=128),
+        EngineConfig(max_samples=8, token_budget=128, max_length=128, num_pages=2),
+    ],
+    ids=["small steps", "few pages"],
+)
+def test_answers_have_the_same_bits_in_a_crowd(
+    loaded: tuple[Decoder, Tokenizer], alone: list[Generation], config: EngineConfig
+) -> None:
+    with Engine(*loaded, config) as engine:
+        assert engine.generate(requests()) == alone
+
+
+def test_generate_answers_as_the_engine_does(loaded: tuple[Decoder, Tokenizer], alone: list[Generation]) -> None:
+    model, tokenizer = loaded
+    some = requests()[:4]
+    answers = detjax.generate(
+        model, [str(one.prompt) for one in some], [one.sampling for one in some], tokenizer=tokenizer
+    )
+    assert [answer.completions for answer in answers] == [generation.completions for generation in alone[:4]]
+
+
+def test_samples_of_one_request_are_constrained_each_by_itself(loaded: tuple[Decoder, Tokenizer]) -> None:
+    params = SamplingParams(max_tokens=40, temperature=1.5, seed=1, n=6, constraint=CONSTRAINTS[1])
+    with Engine(*loaded, max_samples=4, token_budget=64, max_length=128) as engine:
+        (answer,) = engine.generate([Request("ROMEO:", params)])
+    lists = [tuple(json.loads(text_of(completion))) for completion in answer.completions]
+    assert len(set(lists)) > 1
+
+
+def test_a_constraint_that_becomes_too_complex_ends_its_own_request(loaded: tuple[Decoder, Tokenizer]) -> None:
+    costly = SamplingParams(max_tokens=20, constraint=Constraint("regex", "(a{1000}){1000}"))
+    with Engine(*loaded, max_samples=4, token_budget=64, max_length=128) as engine:
+        futures = [engine.submit(Request("ROMEO:", costly)), engine.submit(requests()[0])]
+        with pytest.raises(ValueError, match="the constraint refuses token"):
+            futures[0].result()
+        assert json.loads(text_of(futures[1].result().completions[0]))
+        assert engine.stats().pages_in_use == 0
+
+
+def test_a_constraint_needs_an_end(loaded: tuple[Decoder, Tokenizer]) -> None:
+    with pytest.raises(ValueError, match="constraint is given with ignore_eos True"):
+        SamplingParams(constraint=CONSTRAINTS[0], ignore_eos=True)
+    with (
+        Engine(loaded[0], max_samples=1, token_budget=64, max_length=128) as engine,
+        pytest.raises(ValueError, match="constraints need a tokenizer"),
+    ):
+        engine.submit(Request([1, 2], SamplingParams(8, constraint=CONSTRAINTS[0])))
