@@ -22,8 +22,8 @@ _LEAST_ROWS = 64
 _MOST_ROWS = 8192
 """Rows of a step that prefills, where the caller says how long chunks are but not how many fit into a step."""
 _BIASED: Final = 512
-"""Tokens of a row that have a bias or are barred: as many as a request may give biases, as many as it may have stop tokens
-beside `min_tokens`, and a few end-of-sequence tokens of the model."""
+"""Tokens of a row that have a bias or are barred: as many as a request may give biases, as many as it may have stop
+tokens beside `min_tokens`, and a few end-of-sequence tokens of the model."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
