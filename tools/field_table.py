@@ -38,6 +38,7 @@ _LIMITS: Final = {
     "`logit_bias`": schemas.MOST_BIASES,
     "`metadata`": schemas.MOST_METADATA,
     "`chat_template_kwargs`": schemas.MOST_VARIABLES,
+    "`structured_outputs.choice`": schemas.MOST_CHOICES,
 }
 
 _TEXT: Final = """<!-- tools/field_table.py writes this file. -->

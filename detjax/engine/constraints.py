@@ -9,7 +9,7 @@ import dataclasses
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -18,7 +18,8 @@ from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
 if TYPE_CHECKING:
     import llguidance
 
-Kind = Literal["json_schema", "regex", "grammar", "choice"]
+KINDS: Final = ("json_schema", "regex", "grammar", "choice")
+"""The kinds of constraints."""
 
 WORD_BITS: Final = 32
 """Tokens of one word of a mask. Bit i of word w stands for token 32 w + i."""
@@ -54,7 +55,7 @@ class Constraint:
         '{"type":"integer"}'
     """
 
-    kind: Kind
+    kind: str
     text: str
 
     def __post_init__(self) -> None:
@@ -63,8 +64,8 @@ class Constraint:
         Raises:
             ValueError: the kind is unknown.
         """
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"Constraint: kind is {self.kind!r}; accepted: {', '.join(get_args(Kind))}")
+        if self.kind not in KINDS:
+            raise ValueError(f"Constraint: kind is {self.kind!r}; accepted: {', '.join(KINDS)}")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any]) -> "Constraint":
@@ -188,7 +189,10 @@ class ConstraintCompiler:
         if constraint.kind == "choice":
             _check_choice(constraint.text)
         try:
-            grammar = self._library.grammar_from(_FORMATS[constraint.kind], constraint.text)
+            if constraint.kind == "json_schema":
+                grammar = library.grammar_from_json_schema(constraint.text, defaults=_JSON_OPTIONS)
+            else:
+                grammar = self._library.grammar_from(_FORMATS[constraint.kind], constraint.text)
         except ValueError as error:
             raise ValueError(f"the constraint's {constraint.kind} is not valid: {error}") from None
         limits = self._library.LLParserLimits(**_LIMITS)
@@ -198,13 +202,11 @@ class ConstraintCompiler:
         return Matcher(self, matcher)
 
 
-_FORMATS: Final[Mapping[Kind, Any]] = {
-    "json_schema": "json_schema",
-    "regex": "regex",
-    "grammar": "lark",
-    "choice": "choice",
-}
-"""The names that llguidance has for the kinds."""
+_FORMATS: Final[Mapping[str, Any]] = {"regex": "regex", "grammar": "lark", "choice": "choice"}
+"""The names that llguidance has for the kinds other than schemas."""
+_JSON_OPTIONS: Final[Any] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+"""White space between the parts of JSON is bounded, because models may go on with it until their tokens are used up. A
+schema's own `x-guidance` says otherwise."""
 
 
 class _Vocabulary:

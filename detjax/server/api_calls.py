@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from starlette.concurrency import run_in_threadpool
+
 from detjax.engine import Completion, Engine, Generation, PromptLogprobs, Request, SamplingParams, Token
 from detjax.models import Tokenizer
 from detjax.server.errors import ApiError
@@ -92,6 +94,8 @@ class ApiCall(abc.ABC):
         self._fields = model.defaults | {name: value for name, value in given.items() if value is not None}
         self._fields |= {"stop": body.stops, "ignore_eos": body.ignore_eos}
         self._fields |= {"stop_token_ids": tuple(body.stop_token_ids or ())}
+        if (constraint := body.constraint()) is not None:
+            self._fields |= {"constraint": constraint}
         if body.logit_bias:
             self._fields |= {"logit_bias": tuple((int(token), bias) for token, bias in body.logit_bias.items())}
         self._generated = 0
@@ -102,6 +106,17 @@ class ApiCall(abc.ABC):
     @abc.abstractmethod
     def num_samples(self) -> int:
         """The number of choices of the response."""
+
+    async def prepare(self) -> None:
+        """Makes the requests to the engine, and does for them what takes long.
+
+        Raises:
+            ApiError: see `encode_prompts`.
+            ValueError: the constraint is not valid.
+        """
+        if (constraint := self._fields.get("constraint")) is not None:
+            await run_in_threadpool(self.model.engine.compile_constraint, constraint)
+        await self.encode_prompts()
 
     @abc.abstractmethod
     async def encode_prompts(self) -> None:

@@ -160,7 +160,7 @@ class _Api:
             with contextlib.ExitStack() as admission:
                 admitted = admission.enter_context(self.guard.admitted(call.num_samples))
                 deadline = admitted.deadline
-                await self.guard.watch(request.receive, call.encode_prompts(), deadline)
+                await self.guard.watch(request.receive, call.prepare(), deadline)
                 record.prompt_tokens = sum(len(one.prompt) for one in call.requests)
                 self.metrics.prompt_tokens.inc(record.prompt_tokens)
                 if body.stream:

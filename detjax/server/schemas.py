@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from detjax.engine import Constraint
 from detjax.engine.sampling_params import MOST_BIASES
 from detjax.server.field_marks import Ignored, Unserved
 
@@ -46,6 +47,8 @@ MOST_METADATA: Final = 64
 """The most entries of `metadata`."""
 MOST_VARIABLES: Final = 64
 """The most entries of `chat_template_kwargs`."""
+MOST_CHOICES: Final = 1024
+"""Texts that `structured_outputs` may offer as choice."""
 LONGEST_SALT: Final = 256
 """The most characters of `cache_salt`."""
 RESERVED_VARIABLES: Final = frozenset(
@@ -263,22 +266,70 @@ class _ClientFields(Body):
     bad_words: Annotated[Any, Unserved([], why="the choice of tokens cannot be restricted")] = None
     logits_processors: Annotated[Any, Unserved([], why="the server runs no code of clients")] = None
     custom_logit_processor: Annotated[Any, Unserved(why="the server runs no code of clients")] = None
-    response_format: Annotated[Any, Unserved({"type": "text"}, why="structured answers are not served")] = None
-    structured_outputs: Annotated[Any, Unserved(why="structured answers are not served")] = None
-    guided_json: Annotated[Any, Unserved(why="structured answers are not served")] = None
-    guided_regex: Annotated[Any, Unserved(why="structured answers are not served")] = None
-    guided_choice: Annotated[Any, Unserved(why="structured answers are not served")] = None
-    guided_grammar: Annotated[Any, Unserved(why="structured answers are not served")] = None
-    guided_decoding_backend: Annotated[Any, Unserved(why="structured answers are not served")] = None
-    guided_whitespace_pattern: Annotated[Any, Unserved(why="structured answers are not served")] = None
-    structural_tag: Annotated[Any, Unserved(why="structured answers are not served")] = None
-    regex: Annotated[Any, Unserved(why="structured answers are not served")] = None
-    ebnf: Annotated[Any, Unserved(why="structured answers are not served")] = None
-    json_schema: Annotated[Any, Unserved(why="structured answers are not served")] = None
+    guided_json: Annotated[Any, Unserved(why="structured_outputs has it")] = None
+    guided_regex: Annotated[Any, Unserved(why="structured_outputs has it")] = None
+    guided_choice: Annotated[Any, Unserved(why="structured_outputs has it")] = None
+    guided_grammar: Annotated[Any, Unserved(why="structured_outputs has it")] = None
+    guided_decoding_backend: Annotated[Any, Unserved(why="llguidance computes all masks")] = None
+    guided_whitespace_pattern: Annotated[Any, Unserved(why="a schema's x-guidance has it")] = None
+    structural_tag: Annotated[Any, Unserved(why="structural tags are not served")] = None
+    regex: Annotated[Any, Unserved(why="structured_outputs has it")] = None
+    ebnf: Annotated[Any, Unserved(why="structured_outputs has grammars")] = None
+    json_schema: Annotated[Any, Unserved(why="structured_outputs has it")] = None
     lora_path: Annotated[Any, Unserved(why="the server has one model, without adapters")] = None
     kv_transfer_params: Annotated[Any, Unserved(why="keys and values stay in their server")] = None
     vllm_xargs: Annotated[Any, Unserved({}, why="the engine is detjax's own")] = None
     moderation: Annotated[Any, Unserved(why="the server does not judge content")] = None
+
+
+class JsonSchemaFormat(Body):
+    name: str | None = Field(default=None, description="A name for the client's own use.")
+    description: str | None = Field(default=None, description="A description for the client's own use.")
+    schema_: dict[str, Any] = Field(alias="schema", description="The JSON schema that the answer follows.")
+    strict: bool | None = Field(default=None, description="Makes no difference: every answer follows the schema.")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"] = Field(description="What the answer is.")
+    json_schema: JsonSchemaFormat | None = Field(default=None, description="Given with type json_schema alone.")
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") is (self.json_schema is None):
+            raise ValueError("accepted: json_schema with type 'json_schema', and with no other type")
+        return self
+
+    def constraint(self) -> Constraint | None:
+        """What the answer must be; None: any text."""
+        if self.type == "text":
+            return None
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+        return Constraint.json_schema(schema)
+
+
+class StructuredOutputs(Body):
+    json_: dict[str, Any] | None = Field(default=None, alias="json", description="A JSON schema.")
+    regex: str | None = Field(default=None, description="An expression that the whole answer matches.")
+    choice: Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)] | None = Field(
+        default=None, description="Texts, one of which the answer is."
+    )
+    grammar: str | None = Field(default=None, description="A grammar in llguidance's variant of Lark's syntax.")
+
+    @model_validator(mode="after")
+    def _check_number(self) -> "StructuredOutputs":
+        if len(self.model_fields_set) != 1 or self.constraint() is None:
+            raise ValueError("accepted: one of json, regex, choice and grammar")
+        return self
+
+    def constraint(self) -> Constraint | None:
+        """What the answer must be."""
+        if self.json_ is not None:
+            return Constraint.json_schema(self.json_)
+        if self.choice is not None:
+            return Constraint.choice(self.choice)
+        if self.regex is not None:
+            return Constraint("regex", self.regex)
+        return None if self.grammar is None else Constraint("grammar", self.grammar)
 
 
 class GenerationRequest(_ClientFields):
@@ -340,6 +391,10 @@ class GenerationRequest(_ClientFields):
     min_tokens: int | None = Field(
         default=None, ge=0, le=_LARGEST, description="Tokens before which no token ends a sample. Default: 0."
     )
+    response_format: ResponseFormat | None = Field(
+        default=None, description="The answer is JSON of this form. It ends where the JSON does, or at its last token."
+    )
+    structured_outputs: StructuredOutputs | None = Field(default=None, description="The answer has this form.")
     cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = Field(
         default=None, description="Share the prefix cache with requests of the same salt alone."
     )
@@ -380,6 +435,17 @@ class GenerationRequest(_ClientFields):
                 "stream_options is given and stream is not true; accepted: stream_options with stream: true"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_one_constraint(self) -> "GenerationRequest":
+        if self.response_format is not None and self.response_format.type != "text" and self.structured_outputs:
+            raise ValueError("response_format and structured_outputs are given; accepted: one of them")
+        return self
+
+    def constraint(self) -> Constraint | None:
+        """What the answer must be; None: any text."""
+        form = self.structured_outputs or self.response_format
+        return None if form is None else form.constraint()
 
     @property
     def stops(self) -> tuple[str, ...]:

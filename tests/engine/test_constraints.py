@@ -136,7 +136,7 @@ def test_an_invalid_constraint_is_refused_by_name(
 
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="kind is 'xml'; accepted: json_schema, regex, grammar, choice"):
-        Constraint("xml", "")  # pyright: ignore[reportArgumentType]
+        Constraint("xml", "")
 
 
 def test_a_model_without_an_end_token_has_no_constraints() -> None:
@@ -150,3 +150,14 @@ def test_an_expression_that_would_take_much_memory_ends_its_own_sample(compiler:
     (token,) = allowed(compiler, matcher)
     with pytest.raises(ValueError, match="too many expressions"):
         matcher.accept(token)
+
+
+def test_white_space_in_json_is_bounded(compiler: ConstraintCompiler) -> None:
+    assert TOKENIZER is not None
+    (space,) = TOKENIZER.encode(" ")
+    matcher = compiler.matcher(Constraint.json_schema({"type": "object"}))
+    matcher.accept(TOKENIZER.encode("{")[0])
+    for _ in range(40):
+        assert space in allowed(compiler, matcher)
+        matcher.accept(space)
+    assert space not in allowed(compiler, matcher)
