@@ -121,7 +121,8 @@ def document(model: str, *, needs_key: bool) -> dict[str, Any]:
 
 def _generation(summary: str, schema: type[BaseModel]) -> dict[str, Any]:
     operation = _operation(summary, _RESPONSE, *_GENERATION_ERRORS)
-    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    # OpenAPI 3.1 has no schema for the events of a stream: "string" would be that of each event as an object.
+    operation["responses"]["200"]["content"]["text/event-stream"] = {}
     return _with_body(operation, schema)
 
 

@@ -20,7 +20,12 @@ def row_of_blocks(*logits: float) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("logits", "small_ones_meet_first"), [((0.0, SMALL, SMALL), False), ((SMALL, SMALL, 0.0), True)]
+    ("logits", "small_ones_meet_first"),
+    [
+        ((0.0, SMALL, SMALL), False),
+        ((SMALL, SMALL, 0.0), True),
+        ((0.0, *[SMALL] * 20), False),  # more blocks than a sum within a row adds from left to right
+    ],
 )
 def test_blocks_are_added_left_to_right(logits: tuple[float, ...], small_ones_meet_first: bool) -> None:
     assert (softmax.logsumexp(row_of_blocks(*logits)).item() > 0) == small_ones_meet_first
