@@ -283,7 +283,5 @@ def test_adjustments_of_logits(dtype: str, masked: bool) -> None:
         jax.tree.map(jnp.asarray, adjustments(requests)),
         jnp.asarray(np.stack([bitmask(request.allowed, size) for request in requests])) if masked else None,
     )
-    expected = [
-        emulation.adjusted(row, PROMPT, SEEN, request) for row, request in zip(logits, requests, strict=True)
-    ]
+    expected = [emulation.adjusted(row, PROMPT, SEEN, request) for row, request in zip(logits, requests, strict=True)]
     assert_same_bits(result, np.stack(expected))
