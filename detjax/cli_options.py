@@ -239,6 +239,14 @@ PrefixCache = Annotated[
         "--prefix-cache/--no-prefix-cache", help="Keep pages for prompts that begin alike.", rich_help_panel=_ENGINE
     ),
 ]
+SeparatePrefixes = Annotated[
+    bool,
+    typer.Option(
+        "--separate-prefixes/--shared-prefixes",
+        help="Keep pages for clients of each API key apart, so that no client can tell by time what others sent.",
+        rich_help_panel=_CLIENTS,
+    ),
+]
 TopLogprobs = Annotated[int, _count("The most of the likeliest tokens that a request may ask for.", panel=_ENGINE)]
 MaxQueue = Annotated[int, _count("Samples that may wait; further requests get status 429.", panel=_CLIENTS)]
 MaxBody = Annotated[int, _count("Bytes of a request at most.", metavar="BYTES", panel=_CLIENTS)]

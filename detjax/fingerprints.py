@@ -25,6 +25,9 @@ _NOT_RECORDED: Final = "not recorded"
 _LIBRARIES: Final = ("jinja2", "ml_dtypes", "numpy", "tokenizers")
 """The libraries that turn text into tokens, or compute numbers, on any device."""
 
+_OPTIONAL_LIBRARIES: Final = ("llguidance",)
+"""Libraries that bits depend on only where they are installed: llguidance computes the masks of constraints."""
+
 _LIBRARIES_OF_DEVICES: Final[Mapping[str, tuple[str, ...]]] = {
     "gpu": ("jax-cuda*", "nvidia-*"),
     "tpu": ("libtpu*",),
@@ -108,6 +111,9 @@ def _xla_options() -> str:
 @functools.cache
 def _libraries(device_platform: str) -> Mapping[str, str]:
     versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    for name in _OPTIONAL_LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     if patterns := _LIBRARIES_OF_DEVICES.get(device_platform, ()):
         installed = {one.name.lower(): one.version for one in importlib.metadata.distributions()}
         versions |= {

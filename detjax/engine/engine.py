@@ -23,6 +23,7 @@ from detjax.engine import sequence as sequences
 from detjax.engine.compilation_cache import compilation_cache
 from detjax.engine.config import EngineConfig, EngineStats
 from detjax.engine.constraints import Constraint, ConstraintCompiler
+from detjax.engine.page_pool import prefix_root
 from detjax.engine.request import Generation, Request, Token
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.validation import check_arrays, encode_prompt, end_tokens
@@ -274,17 +275,15 @@ class Engine:
             )
         ends = end_tokens(self._defaults, params)
         check_arrays(name, params, ends)
-        samples = sequences.samples(
-            prompt,
-            params,
+        context = sequences.RequestContext(
             end_tokens=ends,
             tokenizer=self._tokenizer,
             is_streamed=on_token is not None,
-            cache_salt=request.cache_salt,
+            prefix_root=prefix_root(request.cache_salt),
             client=request.client,
             matcher=None if params.constraint is None else self._constraints.matcher(params.constraint),
         )
-        return _Job(samples, on_token)
+        return _Job(sequences.samples(prompt, params, context), on_token)
 
     @functools.cached_property
     def _constraints(self) -> ConstraintCompiler:

@@ -13,7 +13,7 @@ from detjax.engine.model_runner import SamplingVariant, bytes_of_page
 from detjax.engine.request import Generation
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.scheduler import pages_needed
-from detjax.engine.sequence import Sequence, samples
+from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.step_loop import StepLoop, StepLoopConfig
 from detjax.engine.validation import encode_prompt, end_tokens
 from detjax.models import Decoder, Tokenizer
@@ -100,7 +100,8 @@ def _sequences(
     defaults, matcher = model.generation_defaults, None
     if params.constraint is not None:
         matcher = ConstraintCompiler.for_model(model.config, defaults, tokenizer).matcher(params.constraint)
-    return samples(tokens, params, end_tokens=end_tokens(defaults, params), tokenizer=tokenizer, matcher=matcher)
+    context = RequestContext(end_tokens=end_tokens(defaults, params), tokenizer=tokenizer, matcher=matcher)
+    return samples(tokens, params, context)
 
 
 def _run(

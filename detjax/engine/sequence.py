@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import overload
 
 from detjax.engine.constraints import Matcher
-from detjax.engine.page_pool import Digest, digests, prefix_root
+from detjax.engine.page_pool import Digest, digests
 from detjax.engine.request import Completion, NotFinite, PromptLogprobs, Token
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.text_stream import StopStrings, TextStream
@@ -244,29 +244,11 @@ class Sequence:
         )
 
 
-def samples(
-    prompt: tuple[int, ...],
-    params: SamplingParams,
-    *,
-    end_tokens: frozenset[int],
-    tokenizer: Tokenizer | None,
-    is_streamed: bool = False,
-    cache_salt: str | None = None,
-    client: str | None = None,
-    matcher: Matcher | None = None,
-) -> list[Sequence]:
-    """Returns a sequence for each sample of a request; arguments as `RequestContext` and `Request` have them.
+def samples(prompt: tuple[int, ...], params: SamplingParams, context: RequestContext) -> list[Sequence]:
+    """Returns a sequence for each sample of a request.
 
     The first sample leads: the others can share its prompt pages, and it alone computes the prompt's logprobs.
     """
-    context = RequestContext(
-        end_tokens=end_tokens,
-        tokenizer=tokenizer,
-        is_streamed=is_streamed,
-        prefix_root=prefix_root(cache_salt),
-        client=client,
-        matcher=matcher,
-    )
     first = Sequence(prompt, params, context=context)
     others = dataclasses.replace(params, prompt_logprobs=False)
     return [

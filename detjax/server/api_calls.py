@@ -57,6 +57,26 @@ class ServedModel:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 
+@dataclasses.dataclass(frozen=True)
+class Caller:
+    """Who sent a request.
+
+    Attributes:
+        client: whose turn the request takes; see `Request.client`.
+        has_own_prefixes: whether no other client's requests share pages of the prefix cache with it.
+    """
+
+    client: str | None = None
+    has_own_prefixes: bool = False
+
+    def cache_salt(self, salt: str | None) -> str | None:
+        """The salt of the engine's request, given that of the body."""
+        return f"{self.client or ''}/{salt or ''}" if self.has_own_prefixes else salt
+
+
+NOBODY: Final = Caller()
+
+
 class ApiCall(abc.ABC):
     """A call of the API: its requests to the engine, and its response, whole or streamed.
 
@@ -70,13 +90,13 @@ class ApiCall(abc.ABC):
     _OBJECT: str
     _CHUNK_OBJECT: str
 
-    def __init__(self, body: GenerationRequest, model: ServedModel, client: str | None = None) -> None:
+    def __init__(self, body: GenerationRequest, model: ServedModel, caller: Caller = NOBODY) -> None:
         """Checks the parameters.
 
         Args:
             body: the request's body.
             model: answers it.
-            client: whose turn the request takes; see `Request.client`.
+            caller: who sent the request.
 
         Raises:
             ValueError: the parameters contradict each other.
@@ -87,7 +107,7 @@ class ApiCall(abc.ABC):
         self.requests: list[Request] = []
         self._id = f"{self._ID_PREFIX}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._client, self._cache_salt = client, body.cache_salt
+        self._caller, self._cache_salt = caller, caller.cache_salt(body.cache_salt)
         self._options = body.stream_options or StreamOptions()
         self._returns_token_ids, self._num_prompt_logprobs = bool(body.return_token_ids), body.prompt_logprobs
         given = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
@@ -127,7 +147,7 @@ class ApiCall(abc.ABC):
         """
 
     def _request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
-        return Request(prompt, params, cache_salt=self._cache_salt, client=self._client)
+        return Request(prompt, params, cache_salt=self._cache_salt, client=self._caller.client)
 
     # --- whole responses ----------------------------------------------------------------------------------------------
 
@@ -245,8 +265,8 @@ class CompletionCall(ApiCall):
 
     _ID_PREFIX, _OBJECT, _CHUNK_OBJECT = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, body: CompletionRequest, model: ServedModel, client: str | None = None) -> None:
-        super().__init__(body, model, client)
+    def __init__(self, body: CompletionRequest, model: ServedModel, caller: Caller = NOBODY) -> None:
+        super().__init__(body, model, caller)
         self._prompts, self._echoes, self._logprobs = body.prompts, bool(body.echo), body.logprobs
         self._only_scores_prompt = body.max_tokens == 0
         self._params = SamplingParams(
@@ -365,8 +385,8 @@ class ChatCall(ApiCall):
 
     _ID_PREFIX, _OBJECT, _CHUNK_OBJECT = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, body: ChatRequest, model: ServedModel, client: str | None = None) -> None:
-        super().__init__(body, model, client)
+    def __init__(self, body: ChatRequest, model: ServedModel, caller: Caller = NOBODY) -> None:
+        super().__init__(body, model, caller)
         if not model.tokenizer.has_chat_template:
             raise ValueError("the model has no chat template; accepted: /v1/completions")
         self._body, self._logprobs = body, bool(body.logprobs)

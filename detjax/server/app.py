@@ -24,7 +24,7 @@ from detjax.contract import CONTRACT_VERSION
 from detjax.engine import Engine, EngineConfig, SamplingParams
 from detjax.models import Decoder, Tokenizer
 from detjax.server import bodies, openapi
-from detjax.server.api_calls import ApiCall, ChatCall, CompletionCall, ServedModel
+from detjax.server.api_calls import ApiCall, Caller, ChatCall, CompletionCall, ServedModel
 from detjax.server.errors import ApiError, error_response, quote, to_api_error
 from detjax.server.guard import Admission, ClientGone, Guard
 from detjax.server.hosts import HostCheck
@@ -148,7 +148,7 @@ class _Api:
         self,
         request: Request,
         schema: type[GenerationRequest],
-        call_type: Callable[[Any, ServedModel, str | None], ApiCall],
+        call_type: Callable[[Any, ServedModel, Caller], ApiCall],
     ) -> Response:
         record = record_of(request.scope)
         self._authorize(request)
@@ -156,7 +156,7 @@ class _Api:
         self._check_model_name(body.model)
         try:
             # Clients see the name that they asked for.
-            call = call_type(body, dataclasses.replace(self.served, name=body.model), self._client(request))
+            call = call_type(body, dataclasses.replace(self.served, name=body.model), self._caller(request))
             with contextlib.ExitStack() as admission:
                 admitted = admission.enter_context(self.guard.admitted(call.num_samples))
                 deadline = admitted.deadline
@@ -255,9 +255,10 @@ class _Api:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _client(self, request: Request) -> str | None:
-        """Who sent a request, which was authorized: a digest of the key, or None where nobody needs a key."""
-        return hashlib.sha256(_key_of(request)[1]).hexdigest() if self._keys else None
+    def _caller(self, request: Request) -> Caller:
+        """Who sent a request, which was authorized: a digest of the key, or nobody where none is needed."""
+        client = hashlib.sha256(_key_of(request)[1]).hexdigest() if self._keys else None
+        return Caller(client, has_own_prefixes=self.settings.separate_prefixes)
 
     def _authorize(self, request: Request) -> None:
         """Refuses requests without one of the server's keys, if it has any."""

@@ -26,6 +26,8 @@ class Settings:
         name: what clients call the model.
         more_names: further names of the same model.
         api_keys: keys, one of which clients have to send. Without any, nobody needs a key.
+        separate_prefixes: whether clients with different API keys have prefix caches of their own. Otherwise the time
+            that an answer takes may tell a client that another one has sent the beginning of its prompt.
         max_in_flight: samples in flight at most, those that wait included. Further requests get status 429.
         max_body: bytes of a request's body at most.
         body_seconds: seconds that a client may take to send its request.
@@ -42,6 +44,7 @@ class Settings:
     name: str
     more_names: Sequence[str] = ()
     api_keys: Sequence[str] = dataclasses.field(default=(), repr=False)
+    separate_prefixes: bool = False
     max_in_flight: int = 1024
     max_body: int = 8 << 20
     body_seconds: float = 30

@@ -28,9 +28,9 @@ from detjax import SamplingParams, kv_pages
 from detjax.engine import batch, page_pool, scheduler
 from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
 from detjax.engine.model_runner import SampledTokens, SamplingVariant
-from detjax.engine.page_pool import PagePool
+from detjax.engine.page_pool import PagePool, prefix_root
 from detjax.engine.scheduler import Scheduler, pages_needed
-from detjax.engine.sequence import Sequence, samples
+from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.step_loop import StepLoop
 
 VOCABULARY, END = 50, 7
@@ -160,7 +160,9 @@ class Schedule:
             min_tokens=max_tokens // 2 if more_tokens % 3 == 0 else 0,
         )
         ends = frozenset([END])
-        for sequence in samples(prompt, params, end_tokens=ends, tokenizer=None, cache_salt=client, client=client):
+        for sequence in samples(
+            prompt, params, RequestContext(end_tokens=ends, prefix_root=prefix_root(client), client=client)
+        ):
             assert pages_needed(sequence) <= self.pool.num_pages
             self.expected[sequence] = expected_tokens(sequence)
             self.loop.submit(sequence)

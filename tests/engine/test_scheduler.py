@@ -101,7 +101,7 @@ def test_a_prompt_whose_logprobs_are_asked_for_is_computed_whole() -> None:
 @pytest.mark.usefixtures("small_pages")
 def test_samples_of_a_request_share_the_pages_of_their_prompt() -> None:
     loop, prompt = serving_loop(3, 64, 20), tuple(range(4 * PAGE + 1))
-    together = samples(prompt, SamplingParams(max_tokens=3, n=3), end_tokens=frozenset([END]), tokenizer=None)
+    together = samples(prompt, SamplingParams(max_tokens=3, n=3), RequestContext(end_tokens=frozenset([END])))
     for one in together:
         loop.submit(one)
     while not all(one.slot is not None for one in together):
@@ -131,12 +131,12 @@ def test_without_free_pages_the_latest_sequence_waits() -> None:
 @pytest.mark.parametrize("keeps_prefixes", [True, False])
 def test_one_request_of_another_client_is_answered_soon_behind_960_samples(keeps_prefixes: bool) -> None:
     loop, max_tokens = serving_loop(2, 8, 20, keeps_prefixes), 3
-    crowd = samples((1, 2, 3), SamplingParams(max_tokens=max_tokens, n=960), end_tokens=frozenset(), tokenizer=None)
+    crowd = samples((1, 2, 3), SamplingParams(max_tokens=max_tokens, n=960), RequestContext())
     for one in crowd:
         loop.submit(one)
     for _ in range(5):
         loop.step()
-    (other,) = samples((4, 5), SamplingParams(max_tokens=2), end_tokens=frozenset(), tokenizer=None, client="other")
+    (other,) = samples((4, 5), SamplingParams(max_tokens=2), RequestContext(client="other"))
     loop.submit(other)
     steps = 0
     while other.finish_reason is None:
@@ -158,7 +158,7 @@ def test_a_preempted_sequence_comes_back_before_other_clients_get_a_turn() -> No
     while not loop.scheduler.preemptions:
         loop.step()
     assert (first.slot is None, second.slot is None, second.turn) == (False, True, 1)
-    (other,) = samples((9,), SamplingParams(max_tokens=1), end_tokens=frozenset(), tokenizer=None, client="other")
+    (other,) = samples((9,), SamplingParams(max_tokens=1), RequestContext(client="other"))
     loop.submit(other)
     while second.slot is None:
         assert other.slot is None
@@ -173,7 +173,7 @@ def test_requests_share_pages_with_those_of_the_same_salt_alone() -> None:
     loop, prompt = serving_loop(1, 64, 40), tuple(range(3 * PAGE))
     computed = []
     for salt in (None, None, "a", "", "a", "\ud800", "b", None, ""):
-        (one,) = samples(prompt, SamplingParams(max_tokens=1), end_tokens=frozenset(), tokenizer=None, cache_salt=salt)
+        (one,) = samples(prompt, SamplingParams(max_tokens=1), RequestContext(prefix_root=prefix_root(salt)))
         loop.submit(one)
         computed.append(sum(chunk.count for chunk in chunks(run(loop))))
         assert one.generated == expected_tokens(one)[:1]

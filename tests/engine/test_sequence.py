@@ -22,7 +22,7 @@ def test_every_end_token_ends_a_sequence(last: int, tokens: list[int]) -> None:
 
 
 def test_only_the_first_sample_leads_and_has_the_prompts_logprobs() -> None:
-    first, *others = samples((1, 2), SamplingParams(n=3, prompt_logprobs=True), end_tokens=frozenset(), tokenizer=None)
+    first, *others = samples((1, 2), SamplingParams(n=3, prompt_logprobs=True), RequestContext())
     assert (first.leader, first.index, first.params.prompt_logprobs) == (None, 0, True)
     assert [(one.leader, one.index, one.params.prompt_logprobs) for one in others] == [
         (first, 1, False),
@@ -37,7 +37,7 @@ def test_waiting_samples_take_no_memory_of_the_size_of_their_request() -> None:
     params = SamplingParams(n=100, stop=stop, stop_token_ids=stop_tokens)
     ends = end_tokens(None, params)
     with allocated() as bytes_:
-        together = samples(prompt, params, end_tokens=ends, tokenizer=None)
+        together = samples(prompt, params, RequestContext(end_tokens=ends))
     assert bytes_[0] < 100 * 10_000
     assert all(one.prompt is prompt and one.context.end_tokens is ends for one in together)
     # A digest takes some 65 bytes, and a reference to it 8.

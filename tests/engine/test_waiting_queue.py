@@ -9,7 +9,7 @@ from detjax.engine.waiting_queue import WaitingQueue
 
 
 def waiting(queue: WaitingQueue, client: str | None, n: int = 1) -> list[Sequence]:
-    sequences = samples((1,), SamplingParams(n=n), end_tokens=frozenset(), tokenizer=None, client=client)
+    sequences = samples((1,), SamplingParams(n=n), RequestContext(client=client))
     for sequence in sequences:
         queue.append(sequence)
     return sequences

@@ -87,6 +87,19 @@ def test_logprobs_of_prompts_have_vllms_form(
         client.completions.create(model=MODEL, prompt=PROMPT, stream=True, **extra)
 
 
+def test_clients_may_have_prefixes_of_their_own(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
+    asked: Any = {"model": MODEL, "prompt": [*range(1, 300)], "max_tokens": 1}
+
+    def cached(server: Running, key: str) -> int:
+        with server.client(api_key=key) as client:
+            return client.completions.create(**asked).usage.prompt_tokens_details.cached_tokens
+
+    for separate in (True, False):
+        engine.forget_prefixes()
+        with serving(engine, loaded, api_keys=("one", "two"), separate_prefixes=separate) as server:
+            assert [cached(server, key) > 0 for key in ("one", "two", "one")] == [False, not separate, True]
+
+
 def test_usage_tells_the_cached_tokens(client: openai.OpenAI, engine: Engine) -> None:
     engine.forget_prefixes()
     asked: Any = {"model": MODEL, "prompt": [7] * 300, "max_tokens": 1}
