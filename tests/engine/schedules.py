@@ -72,7 +72,10 @@ class RememberingRunner:
         self.last = np.full(slots, -1)
         self.seen: list[tuple[tuple[int, ...], list[int]]] = [((), [])] * slots
 
-    def compute(self, batch: StepBatch, needed: SamplingVariant | None) -> tuple[SampledTokens | None, None]:
+    def compute(
+        self, batch: StepBatch, needed: SamplingVariant | None, allowed: object = None
+    ) -> tuple[SampledTokens | None, None]:
+        assert allowed is None
         queries, decodes = batch.queries, len(batch.held)
         held = batch.held < len(self.last)
         decoded = np.where(held, self.last[np.where(held, batch.held, 0)], batch.token[:decodes])
