@@ -32,10 +32,12 @@ def loaded() -> tuple[Decoder, Tokenizer]:
 def requests() -> list[Request]:
     """Two for each constraint, and others without one."""
     constrained = [
-        SamplingParams(max_tokens=60, temperature=index % 2, seed=index, constraint=constraint, top_logprobs=2)
+        SamplingParams(max_tokens=60, temperature=float(index % 2), seed=index, constraint=constraint, top_logprobs=2)
         for index, constraint in enumerate(CONSTRAINTS)
     ]
-    free = [SamplingParams(max_tokens=30, temperature=0.7, seed=seed, presence_penalty=seed) for seed in range(2)]
+    free = [
+        SamplingParams(max_tokens=30, temperature=0.7, seed=seed, presence_penalty=float(seed)) for seed in range(2)
+    ]
     return [Request(f"{name}:", params) for params in (*constrained, *free) for name in ("ROMEO", "JULIET")]
 
 
