@@ -190,7 +190,8 @@ class ConstraintCompiler:
             _check_choice(constraint.text)
         try:
             if constraint.kind == "json_schema":
-                grammar = library.grammar_from_json_schema(constraint.text, defaults=_JSON_OPTIONS)
+                options = None if '"x-guidance"' in constraint.text else _JSON_OPTIONS
+                grammar = library.grammar_from_json_schema(constraint.text, defaults=options)
             else:
                 grammar = self._library.grammar_from(_FORMATS[constraint.kind], constraint.text)
         except ValueError as error:
@@ -206,7 +207,7 @@ _FORMATS: Final[Mapping[str, Any]] = {"regex": "regex", "grammar": "lark", "choi
 """The names that llguidance has for the kinds other than schemas."""
 _JSON_OPTIONS: Final[Any] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 """White space between the parts of JSON is bounded, because models may go on with it until their tokens are used up. A
-schema's own `x-guidance` says otherwise."""
+schema with options of its own, in `x-guidance`, gets none of these."""
 
 
 class _Vocabulary:

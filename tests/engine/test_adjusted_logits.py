@@ -231,7 +231,7 @@ def test_only_requests_with_adjustments_need_programs_with_them() -> None:
     assert not SamplingParams(min_tokens=0, logit_bias=()).adjusted
     variants = SamplingVariant.for_serving(20)
     assert next(v for v in variants if v.serves(SamplingVariant(False, 0))) == SamplingVariant(False, 0, False)
-    assert next(v for v in variants if v.serves(SamplingVariant(False, 3, True))) == SamplingVariant(False, 20, True)
+    assert next(v for v in variants if v.serves(SamplingVariant(False, 3, True))) == SamplingVariant(True, 20, True)
 
 
 def test_a_bias_of_a_token_outside_of_the_vocabulary_is_refused() -> None:

@@ -150,9 +150,10 @@ def test_a_stream_that_its_client_leaves_gives_everything_back(
 
 
 def test_a_whole_answer_whose_client_leaves_is_cancelled(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
-    is_cancelled = threading.Event()
+    is_started, is_cancelled = threading.Event(), threading.Event()
 
     async def never(_: object) -> None:
+        is_started.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -161,7 +162,7 @@ def test_a_whole_answer_whose_client_leaves_is_cancelled(engine: Engine, loaded:
     async def leave(running: Running) -> None:
         async with running.client(openai.AsyncOpenAI) as client:
             whole = asyncio.create_task(client.completions.create(model=MODEL, prompt="x", n=2))
-            while running.app.state.guard.in_flight < 2:
+            while not is_started.is_set():  # samples are in flight already while their prompt is encoded
                 await asyncio.sleep(0.01)
             whole.cancel()
 
