@@ -11,6 +11,7 @@ import numpy as np
 from detjax.pallas.tpu import norm as tpu_norm
 from detjax.pallas.tpu import sampling, softmax
 from detjax.portable import sampling as portable_sampling
+from detjax.sampling_arrays import SamplingArrays
 from tests.pallas.tpu.interpreter import normal
 
 HIDDEN, HEADS, HEAD_DIM, VOCABULARY = 4096, 32, 128, 151936
@@ -57,11 +58,12 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     return calls
 
 
-def requests(logits: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
+def requests(logits: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, SamplingArrays]:
     """Arguments of `sample` for these logits."""
     rows = logits.shape[0]
     integers, floats = shape(rows, dtype="int32"), shape(rows)
-    return logits, shape(rows, 2, dtype="uint32"), integers, integers, floats, integers, floats, floats
+    seed = shape(rows, 2, dtype="uint32")
+    return logits, SamplingArrays(seed, integers, integers, floats, integers, floats, floats)
 
 
 def rows_with_one_repeated(row: np.ndarray, count: int, positions: Sequence[int]) -> np.ndarray:
