@@ -138,7 +138,7 @@ class Tokenizer:
         if token in self._added:
             return written.encode()
         if self._is_byte_level:
-            alphabet = _byte_alphabet()
+            alphabet = byte_alphabet()
             return b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in written)
         if match := _BYTE_TOKEN.fullmatch(written):
             return bytes([int(match[1], 16)])
@@ -284,7 +284,7 @@ class Tokenizer:
 
 
 @functools.cache
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Returns the byte of each character that byte-level tokenizers write.
 
     Printable characters stand for themselves, and characters from U+0100 on for the other bytes.

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
+from detjax.models.tokenizer import byte_alphabet
+
 _SHRINKAGE: Final = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 4, "Prepend": 1, "ByteLevel": 1}
 """Normalizers of bounded shrinkage, with a bound of how many times fewer bytes they make of a text.
 
@@ -73,9 +75,3 @@ def _has_a_token_for_every_byte(model: Mapping[str, Any], tokenizer: Mapping[str
         return all(f"<0x{byte:02X}>" in vocab for byte in range(256))
     steps = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers") + _steps(tokenizer.get("normalizer"), "normalizers")
     return any(step.get("type") == "ByteLevel" for step in steps) and all(c in vocab for c in byte_alphabet())
-
-
-def byte_alphabet() -> list[str]:
-    """Returns the characters that byte-level tokenizers write for the 256 bytes."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    return [chr(byte) for byte in printable] + [chr(256 + index) for index in range(256 - len(printable))]

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from detjax.models import Tokenizer
-from detjax.server.text_bounds import byte_alphabet, bytes_per_token
+from detjax.models.tokenizer import byte_alphabet
+from detjax.server.text_bounds import bytes_per_token
 from detjax.server.texts import TextRefused, Texts, TextTooLong
 from tests.server.running_server import FIXTURE, wait_until
 
@@ -164,6 +165,7 @@ def test_workers_end_with_a_server_that_is_killed(tmp_path: Path) -> None:
 import asyncio, time
 from pathlib import Path
 from detjax.models import Tokenizer
+from detjax.models.tokenizer import byte_alphabet
 from detjax.server.texts import Texts
 texts = Texts(Tokenizer.load(Path({str(FIXTURE)!r})))
 asyncio.run(texts.encode(["x" * 5000], limit=10**6))
