@@ -203,6 +203,18 @@ def test_other_models_paths_methods_and_types_are_refused(server: Running) -> No
         urllib.request.urlopen(f"{server.url}/page/../app.py")
 
 
+def test_chats_with_a_model_that_has_no_chat_template_are_refused(
+    engine: Engine, loaded: tuple[Decoder, Tokenizer]
+) -> None:
+    model, tokenizer = loaded
+    files = {name: content for name, content in tokenizer.files.items() if name != "chat_template.jinja"}
+    with serving(engine, (model, Tokenizer(files, "the test"))) as running:
+        for stream in (False, True):
+            status, response = post(running.url, CHAT | {"stream": stream}, "chat/completions")
+            assert (status, response["error"]["type"]) == (400, "invalid_request_error")
+            assert response["error"]["message"] == "the model has no chat template; accepted: /v1/completions"
+
+
 def test_requests_that_are_too_large_are_refused(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
     with serving(engine, loaded, max_body=2000) as running:
         assert post(running.url, COMPLETION | {"prompt": "x" * 1000})[0] == 400  # too many tokens
