@@ -28,7 +28,7 @@ from detjax.server.api_calls import ApiCall, Caller, ChatCall, CompletionCall, S
 from detjax.server.errors import ApiError, error_response, quote, to_api_error
 from detjax.server.guard import Admission, ClientGone, Guard
 from detjax.server.hosts import HostCheck
-from detjax.server.json_pieces import PART, JsonPieces
+from detjax.server.json_pieces import TURN_BYTES, JsonPieces
 from detjax.server.metrics import Metrics, RequestMetrics
 from detjax.server.requests import RequestLog, RequestRecord, record_of
 from detjax.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
@@ -186,7 +186,7 @@ class _Api:
                 part = event(chunk)
                 yield part
                 made += len(part)
-                if made >= PART:
+                if made >= TURN_BYTES:
                     made = 0
                     await asyncio.sleep(0)
         yield DONE

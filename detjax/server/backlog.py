@@ -5,7 +5,7 @@ import collections
 from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
-PART: Final = 1 << 16
+SENT_TOGETHER: Final = 1 << 16
 """Bytes of events, about, that are sent together where events wait to be sent."""
 
 
@@ -76,7 +76,7 @@ class EventQueue:
             await self._changed.wait()
             while self._events:
                 part = bytearray()
-                while self._events and len(part) < PART:
+                while self._events and len(part) < SENT_TOGETHER:
                     part += self._events.popleft()
                 self.size -= len(part)
                 self._backlog.size -= len(part)

@@ -13,7 +13,7 @@ from detjax.server.connections import abort_of
 from detjax.server.errors import ApiError
 from detjax.server.guard import ClientGone, Guard
 
-PART: Final = 1 << 14
+TURN_BYTES: Final = 1 << 14
 """Bytes, about, that are made and sent before others have a turn: a millisecond or two of work."""
 _LONG: Final = 1 << 14
 """Characters of a string from which on it is made in slices."""
@@ -58,13 +58,13 @@ def _is_long(content: Any) -> bool:
 
 
 def parts(content: Any) -> Iterator[bytes]:
-    """Yields the JSON text of `content` in parts of about `PART` bytes."""
+    """Yields the JSON text of `content` in parts of about `TURN_BYTES` bytes."""
     joined: list[str] = []
     size = 0
     for piece in pieces(content):
         joined.append(piece)
         size += len(piece)
-        if size >= PART:
+        if size >= TURN_BYTES:
             yield "".join(joined).encode()
             joined, size = [], 0
     yield "".join(joined).encode()

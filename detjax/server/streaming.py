@@ -9,7 +9,7 @@ from typing import Any, Final
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from detjax.server.backlog import PART, EventQueue
+from detjax.server.backlog import SENT_TOGETHER, EventQueue
 from detjax.server.connections import abort_of
 from detjax.server.errors import to_api_error
 from detjax.server.guard import ClientGone, Guard
@@ -87,7 +87,7 @@ class EventStream(Response):
             queue.put(self._first)
             async for one in self._events:
                 queue.put(one)
-                if queue.size > PART:
+                if queue.size > SENT_TOGETHER:
                     await asyncio.sleep(0)  # where tokens come faster than they are sent, nobody else would have a turn
         finally:
             queue.complete()

@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import JSONResponse
 
 from detjax.server.guard import Guard
-from detjax.server.json_pieces import PART, JsonPieces, parts
+from detjax.server.json_pieces import TURN_BYTES, JsonPieces, parts
 from tests.server.running_server import HANGS_AFTER
 
 TEXT = 'é你 "quoted" \\ \n \x01 \U0001f600 '
@@ -39,8 +39,10 @@ def test_pieces_are_the_bytes_of_the_json_at_once() -> None:
     expected = JSONResponse(made(list)).body
     pieces = list(parts(made(as_iterator)))
     assert b"".join(pieces) == expected
-    assert len(expected) > 100 * PART / 16
-    assert max(map(len, pieces)) < 8 * PART  # a part ends with the piece that fills it, whose characters have 4 bytes
+    assert len(expected) > 100 * TURN_BYTES / 16
+    assert (
+        max(map(len, pieces)) < 8 * TURN_BYTES
+    )  # a part ends with the piece that fills it, whose characters have 4 bytes
     for small in ({}, [], {"a": [1, 2]}, {"a": {"b": None}}, "x", 3):
         assert b"".join(parts(small)) == JSONResponse(small).body
     with pytest.raises(ValueError, match="not JSON compliant"):
