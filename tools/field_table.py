@@ -1,6 +1,6 @@
 """Writes `docs/serve/fields.md`: what the server makes of each field of a request.
 
-Run it after a change of `detjax/server/schemas.py`. A test compares the file with what this would write.
+Run it after a change of a field. A test compares the file with what this would write.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from detjax.server import bodies, schemas
+from detjax.server import bodies, field_types, messages, schemas
 from detjax.server.field_marks import Ignored, Unserved
 from detjax.server.text_routes import DetokenizeRequest, TokenizeRequest
 
@@ -20,25 +20,25 @@ _BODIES: Final[dict[str, type[BaseModel]]] = {
     "completions": schemas.CompletionRequest,
     "chat": schemas.ChatRequest,
     "stream_options": schemas.StreamOptions,
-    "messages": schemas.Message,
-    "content parts": schemas.TextPart,
+    "messages": messages.Message,
+    "content parts": messages.TextPart,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
 
 _LIMITS: Final = {
-    "n": schemas.MOST_SAMPLES,
-    "prompts of a request": schemas.MOST_PROMPTS,
-    "token ids of a prompt": schemas.MOST_TOKENS,
-    "messages": schemas.MOST_MESSAGES,
-    "parts of a message's content": schemas.MOST_PARTS,
-    "`stop`": schemas.MOST_STOPS,
-    "characters of a stop string": schemas.LONGEST_STOP,
-    "`stop_token_ids`": schemas.MOST_STOP_TOKENS,
-    "`logit_bias`": schemas.MOST_BIASES,
-    "`metadata`": schemas.MOST_METADATA,
-    "`chat_template_kwargs`": schemas.MOST_VARIABLES,
-    "`structured_outputs.choice`": schemas.MOST_CHOICES,
+    "n": field_types.MOST_SAMPLES,
+    "prompts of a request": field_types.MOST_PROMPTS,
+    "token ids of a prompt": field_types.MOST_TOKENS,
+    "messages": field_types.MOST_MESSAGES,
+    "parts of a message's content": field_types.MOST_PARTS,
+    "`stop`": field_types.MOST_STOPS,
+    "characters of a stop string": field_types.LONGEST_STOP,
+    "`stop_token_ids`": field_types.MOST_STOP_TOKENS,
+    "`logit_bias`": field_types.MOST_BIASES,
+    "`metadata`": field_types.MOST_METADATA,
+    "`chat_template_kwargs`": field_types.MOST_VARIABLES,
+    "`structured_outputs.choice`": field_types.MOST_CHOICES,
 }
 
 _TEXT: Final = """<!-- tools/field_table.py writes this file. -->

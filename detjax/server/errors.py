@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from detjax.engine import EngineClosed
-from detjax.server.schemas import is_tag
+from detjax.server.field_types import is_tag
 
 _log: Final = logging.getLogger(__name__)
 _TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -2,175 +2,30 @@
 
 A field whose value asks for what the server does anyway is accepted. A field that would change answers, and which this
 server would have to ignore, is refused by name. `docs/serve/fields.md` lists both.
-
-Checking a body takes a small multiple of its bytes, whatever is wrong with it: a list is checked up to its first wrong
-item, a dictionary's length is checked before its entries, and where a field takes several types, the value's own type
-decides which of them it is checked as.
 """
 
-from itertools import islice
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Field, field_validator, model_validator
 
 from detjax.engine import Constraint
-from detjax.engine.sampling_params import MOST_BIASES
+from detjax.server.answer_forms import ResponseFormat, StructuredOutputs
 from detjax.server.field_marks import Ignored, Unserved
-
-MOST_SAMPLES: Final = 128
-"""The most samples of one prompt."""
-MOST_PROMPTS: Final = 2048
-"""The most prompts of one request."""
-MOST_TOKENS: Final = 1 << 20
-"""The most token ids of one prompt."""
-MOST_MESSAGES: Final = 4096
-"""The most messages of a conversation."""
-MOST_PARTS: Final = 1024
-"""The most parts of a message's content."""
-MOST_STOPS: Final = 16
-"""The most stop strings."""
-LONGEST_STOP: Final = 256
-"""The most characters of a stop string."""
-MOST_STOP_TOKENS: Final = 1024
-"""The most entries of `stop_token_ids`."""
-MOST_METADATA: Final = 64
-"""The most entries of `metadata`."""
-MOST_VARIABLES: Final = 64
-"""The most entries of `chat_template_kwargs`."""
-MOST_CHOICES: Final = 1024
-"""Texts that `structured_outputs` may offer as choice."""
-LONGEST_SALT: Final = 256
-"""The most characters of `cache_salt`."""
-RESERVED_VARIABLES: Final = frozenset(
-    {"add_generation_prompt", "documents", "messages", "raise_exception", "self", "strftime_now", "tools"}
+from detjax.server.field_types import (
+    LARGEST,
+    LONGEST_SALT,
+    MOST_MESSAGES,
+    MOST_SAMPLES,
+    MOST_STOP_TOKENS,
+    Biases,
+    Body,
+    Metadata,
+    Prompt,
+    Stops,
+    Token,
+    Variables,
 )
-"""Variables of chat templates that the server sets itself."""
-_LARGEST: Final = 2**31 - 1
-
-
-# --- types of fields --------------------------------------------------------------------------------------------------
-
-
-def _kind_of_prompt(value: Any) -> str | None:
-    """The tag of the type that a prompt is checked as: its own type and that of its first item decide."""
-    match value:
-        case str():
-            return "<text>"
-        case [str(), *_]:
-            return "<texts>"
-        case [list(), *_]:
-            return "<token lists>"
-        case [_, *_]:
-            return "<tokens>"
-    return None
-
-
-def _text_or_list(value: Any) -> str | None:
-    """The tag of the type that a value is checked as which may be text or a list."""
-    return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
-
-
-def is_tag(part: int | str) -> bool:
-    """Whether a part of an error's location is such a tag, and not the name of a field."""
-    return isinstance(part, str) and part.startswith("<") and part.endswith(">")
-
-
-def _at_most(most: int) -> BeforeValidator:
-    """Refuses a dictionary by its length before its entries are checked, each of which might be an error."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > most:
-            raise PydanticCustomError("too_long", "accepted: up to {most} entries", {"most": most})
-        return value
-
-    return BeforeValidator(check)
-
-
-def _drop_zeros(value: Any) -> Any:
-    """Leaves out biases of 0, which change nothing."""
-    if not isinstance(value, dict):
-        return value
-    return {token: bias for token, bias in value.items() if isinstance(bias, bool) or bias != 0}
-
-
-def _check_variables(value: Any) -> Any:
-    """Refuses variables that a chat template cannot take, or that the server sets itself."""
-    if not isinstance(value, dict):
-        return value
-    reserved = sorted(RESERVED_VARIABLES & value.keys())
-    if reserved:
-        raise ValueError(f"accepted: variables other than {', '.join(reserved)}, which the server sets itself")
-    if not all(name.isidentifier() for name in value):
-        raise ValueError("accepted: names that a chat template can use: letters, digits and underscores")
-    if not all(isinstance(variable, str | int | float | None) for variable in value.values()):
-        raise ValueError("accepted: variables that are strings, numbers, booleans or null")
-    return value
-
-
-type Token = Annotated[int, Field(ge=0, le=_LARGEST)]
-type Tokens = Annotated[list[Token], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)]
-type Prompt = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True), Tag("<texts>")]
-    | Annotated[Tokens, Tag("<tokens>")]
-    | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True), Tag("<token lists>")],
-    Discriminator(
-        _kind_of_prompt,
-        custom_error_type="prompt_type",
-        custom_error_message="accepted: a string, or a list of strings, of token ids, or of lists of token ids",
-    ),
-]
-type Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-type Stops = Annotated[
-    Annotated[Stop, Tag("<text>")] | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True), Tag("<list>")],
-    Discriminator(
-        _text_or_list,
-        custom_error_type="stop_type",
-        custom_error_message=f"accepted: a string of 1 to {LONGEST_STOP} characters, or a list of up to {MOST_STOPS}",
-    ),
-]
-type Metadata = Annotated[dict[str, str], Field(max_length=MOST_METADATA), _at_most(MOST_METADATA)]
-type Biases = Annotated[
-    dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
-    Field(max_length=MOST_BIASES),
-    BeforeValidator(_drop_zeros),
-    _at_most(MOST_BIASES),
-]
-type Variables = Annotated[
-    dict[str, bool | int | float | str | None],
-    Field(max_length=MOST_VARIABLES),
-    BeforeValidator(_check_variables),
-    _at_most(MOST_VARIABLES),
-]
-
-
-# --- bodies -----------------------------------------------------------------------------------------------------------
-
-
-class Body(BaseModel):
-    """JSON of exactly these fields and types."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_number_of_fields(cls, value: Any) -> Any:
-        """Refuses a body with more fields than there are at once, because each unknown field would be an error."""
-        if isinstance(value, dict) and len(value) > len(cls.model_fields):
-            unknown = islice((name for name in value if name not in cls.model_fields), 3)
-            names = ", ".join(name[:80] for name in unknown)
-            raise PydanticCustomError("extra_forbidden", "there are no fields {names}, ...", {"names": names})
-        return value
+from detjax.server.messages import Message
 
 
 class StreamOptions(Body):
@@ -182,58 +37,6 @@ class StreamOptions(Body):
         default=None, description="Add to each chunk how many samples the step had that computed it."
     )
     include_obfuscation: Annotated[Any, Unserved(False, why="chunks are not padded")] = None
-
-
-class TextPart(Body):
-    type: Literal["text"] = Field(description="Text is all that the model reads.")
-    text: str = Field(description="The text.")
-    annotations: Annotated[Any, Unserved([], why="the model reads text only")] = None
-    cache_control: Annotated[Any, Unserved({"type": "ephemeral"}, why="the server decides what it caches")] = None
-    prompt_cache_breakpoint: Annotated[Any, Unserved(why="the server decides what it caches")] = None
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _check_type(cls, value: Any) -> Any:
-        if value != "text":
-            raise ValueError("accepted: 'text', because the model reads neither images, nor sound, nor files")
-        return value
-
-
-class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Whose message it is.")
-    content: Annotated[
-        Annotated[str, Tag("<text>")]
-        | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True), Tag("<list>")],
-        Discriminator(
-            _text_or_list,
-            custom_error_type="content_type",
-            custom_error_message="accepted: a string, or a list of parts of type text",
-        ),
-    ] = Field(description="Text, or parts of it.")
-    name: str | None = Field(default=None, description="A name for the chat template.")
-    # Clients send an answer's message back as they got it, and with their own fields, which are empty.
-    type: Annotated[Any, Unserved("text", "message", why="the model reads text only")] = None
-    refusal: Annotated[Any, Unserved("", why="chat templates have no place for it")] = None
-    annotations: Annotated[Any, Unserved([], why="chat templates have no place for it")] = None
-    audio: Annotated[Any, Unserved(why="the model reads text only")] = None
-    images: Annotated[Any, Unserved([], why="the model reads text only")] = None
-    function_call: Annotated[Any, Unserved(why="tools are not served")] = None
-    tool_calls: Annotated[Any, Unserved([], why="tools are not served")] = None
-    tool_call_id: Annotated[Any, Unserved("", why="tools are not served")] = None
-    reasoning: Annotated[Any, Unserved("", why="reasoning is part of the content")] = None
-    reasoning_content: Annotated[Any, Unserved("", why="reasoning is part of the content")] = None
-    thinking_blocks: Annotated[Any, Unserved([], why="reasoning is part of the content")] = None
-    parsed: Annotated[Any, Unserved(why="structured answers are not served")] = None
-    prefix: Annotated[Any, Unserved(False, why="an answer is a message of its own")] = None
-    cache_control: Annotated[Any, Unserved({"type": "ephemeral"}, why="the server decides what it caches")] = None
-    provider_specific_fields: Annotated[
-        Any, Unserved({}, {"refusal": None}, why="chat templates have no place for it")
-    ] = None
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates expect it."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
 
 
 class _ClientFields(Body):
@@ -282,56 +85,6 @@ class _ClientFields(Body):
     moderation: Annotated[Any, Unserved(why="the server does not judge content")] = None
 
 
-class JsonSchemaFormat(Body):
-    name: str | None = Field(default=None, description="A name for the client's own use.")
-    description: str | None = Field(default=None, description="A description for the client's own use.")
-    schema_: dict[str, Any] = Field(alias="schema", description="The JSON schema that the answer follows.")
-    strict: bool | None = Field(default=None, description="Makes no difference: every answer follows the schema.")
-
-
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"] = Field(description="What the answer is.")
-    json_schema: JsonSchemaFormat | None = Field(default=None, description="Given with type json_schema alone.")
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> "ResponseFormat":
-        if (self.type == "json_schema") is (self.json_schema is None):
-            raise ValueError("accepted: json_schema with type 'json_schema', and with no other type")
-        return self
-
-    def constraint(self) -> Constraint | None:
-        """What the answer must be; None: any text."""
-        if self.type == "text":
-            return None
-        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
-        return Constraint.json_schema(schema)
-
-
-class StructuredOutputs(Body):
-    json_: dict[str, Any] | None = Field(default=None, alias="json", description="A JSON schema.")
-    regex: str | None = Field(default=None, description="An expression that the whole answer matches.")
-    choice: Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)] | None = Field(
-        default=None, description="Texts, one of which the answer is."
-    )
-    grammar: str | None = Field(default=None, description="A grammar in llguidance's variant of Lark's syntax.")
-
-    @model_validator(mode="after")
-    def _check_number(self) -> "StructuredOutputs":
-        if len(self.model_fields_set) != 1 or self.constraint() is None:
-            raise ValueError("accepted: one of json, regex, choice and grammar")
-        return self
-
-    def constraint(self) -> Constraint | None:
-        """What the answer must be."""
-        if self.json_ is not None:
-            return Constraint.json_schema(self.json_)
-        if self.choice is not None:
-            return Constraint.choice(self.choice)
-        if self.regex is not None:
-            return Constraint("regex", self.regex)
-        return None if self.grammar is None else Constraint("grammar", self.grammar)
-
-
 class GenerationRequest(_ClientFields):
     """The fields that completions and chats have in common."""
 
@@ -348,7 +101,7 @@ class GenerationRequest(_ClientFields):
     top_k: int | None = Field(
         default=None,
         ge=-1,
-        le=_LARGEST,
+        le=LARGEST,
         description="Keeps so many of the likeliest tokens; 0 or -1: all. Default: the checkpoint's, else 0.",
     )
     min_p: float | None = Field(
@@ -389,7 +142,7 @@ class GenerationRequest(_ClientFields):
     )
     logit_bias: Biases | None = Field(default=None, description="What is added to the logits of tokens, by token id.")
     min_tokens: int | None = Field(
-        default=None, ge=0, le=_LARGEST, description="Tokens before which no token ends a sample. Default: 0."
+        default=None, ge=0, le=LARGEST, description="Tokens before which no token ends a sample. Default: 0."
     )
     response_format: ResponseFormat | None = Field(
         default=None, description="The answer is JSON of this form. It ends where the JSON does, or at its last token."
@@ -402,7 +155,7 @@ class GenerationRequest(_ClientFields):
     prompt_logprobs: int | None = Field(
         default=None,
         ge=0,
-        le=_LARGEST,
+        le=LARGEST,
         description="Report logprobs of the prompt's tokens, and so many of the likeliest tokens in their places.",
     )
 
@@ -460,11 +213,11 @@ class CompletionRequest(GenerationRequest):
     max_tokens: int | None = Field(
         default=None,
         ge=0,
-        le=_LARGEST,
+        le=LARGEST,
         description="Tokens to generate at most. Default: 16. 0 with echo: the prompt alone.",
     )
     logprobs: int | None = Field(
-        default=None, ge=0, le=_LARGEST, description="Report logprobs, and so many of the likeliest tokens."
+        default=None, ge=0, le=LARGEST, description="Report logprobs, and so many of the likeliest tokens."
     )
     echo: bool | None = Field(default=None, description="Begin the text with the prompt.")
     best_of: int | None = Field(default=None, description="Accepted if it equals n.")
@@ -497,15 +250,13 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] = Field(
         description="The conversation so far."
     )
-    max_tokens: int | None = Field(
-        default=None, ge=1, le=_LARGEST, description="The old name of max_completion_tokens."
-    )
+    max_tokens: int | None = Field(default=None, ge=1, le=LARGEST, description="The old name of max_completion_tokens.")
     max_completion_tokens: int | None = Field(
-        default=None, ge=1, le=_LARGEST, description="Tokens to generate at most. Default: as many as fit."
+        default=None, ge=1, le=LARGEST, description="Tokens to generate at most. Default: as many as fit."
     )
     logprobs: bool | None = Field(default=None, description="Report logprobs.")
     top_logprobs: int | None = Field(
-        default=None, ge=0, le=_LARGEST, description="Report so many of the likeliest tokens, with logprobs: true."
+        default=None, ge=0, le=LARGEST, description="Report so many of the likeliest tokens, with logprobs: true."
     )
     chat_template_kwargs: Variables | None = Field(
         default=None, description="Further variables of the chat template, such as enable_thinking."

@@ -6,7 +6,8 @@ from pydantic import Field, model_validator
 
 from detjax.server.api_calls import ServedModel
 from detjax.server.errors import ApiError
-from detjax.server.schemas import MOST_MESSAGES, MOST_TOKENS, Body, Message, Token, Variables
+from detjax.server.field_types import MOST_MESSAGES, MOST_TOKENS, Body, Token, Variables
+from detjax.server.messages import Message
 from detjax.server.texts import TextTooLong
 
 type Json = dict[str, Any]

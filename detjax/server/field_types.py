@@ -1,0 +1,154 @@
+"""Types of the fields of bodies, and how many entries each may have.
+
+Checking a body takes a small multiple of its bytes, whatever is wrong with it: a list is checked up to its first wrong
+item, a dictionary's length is checked before its entries, and where a field takes several types, the value's own type
+decides which of them it is checked as.
+"""
+
+from itertools import islice
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from detjax.engine.sampling_params import MOST_BIASES
+
+MOST_SAMPLES: Final = 128
+"""The most samples of one prompt."""
+MOST_PROMPTS: Final = 2048
+"""The most prompts of one request."""
+MOST_TOKENS: Final = 1 << 20
+"""The most token ids of one prompt."""
+MOST_MESSAGES: Final = 4096
+"""The most messages of a conversation."""
+MOST_PARTS: Final = 1024
+"""The most parts of a message's content."""
+MOST_STOPS: Final = 16
+"""The most stop strings."""
+LONGEST_STOP: Final = 256
+"""The most characters of a stop string."""
+MOST_STOP_TOKENS: Final = 1024
+"""The most entries of `stop_token_ids`."""
+MOST_METADATA: Final = 64
+"""The most entries of `metadata`."""
+MOST_VARIABLES: Final = 64
+"""The most entries of `chat_template_kwargs`."""
+MOST_CHOICES: Final = 1024
+"""Texts that `structured_outputs` may offer as choice."""
+LONGEST_SALT: Final = 256
+"""The most characters of `cache_salt`."""
+RESERVED_VARIABLES: Final = frozenset(
+    {"add_generation_prompt", "documents", "messages", "raise_exception", "self", "strftime_now", "tools"}
+)
+"""Variables of chat templates that the server sets itself."""
+LARGEST: Final = 2**31 - 1
+"""The largest token id, and the largest of other numbers."""
+
+
+class Body(BaseModel):
+    """JSON of exactly these fields and types."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_number_of_fields(cls, value: Any) -> Any:
+        """Refuses a body with more fields than there are at once, because each unknown field would be an error."""
+        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+            unknown = islice((name for name in value if name not in cls.model_fields), 3)
+            names = ", ".join(name[:80] for name in unknown)
+            raise PydanticCustomError("extra_forbidden", "there are no fields {names}, ...", {"names": names})
+        return value
+
+
+def _kind_of_prompt(value: Any) -> str | None:
+    """The tag of the type that a prompt is checked as: its own type and that of its first item decide."""
+    match value:
+        case str():
+            return "<text>"
+        case [str(), *_]:
+            return "<texts>"
+        case [list(), *_]:
+            return "<token lists>"
+        case [_, *_]:
+            return "<tokens>"
+    return None
+
+
+def text_or_list(value: Any) -> str | None:
+    """The tag of the type that a value is checked as which may be text or a list."""
+    return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
+
+
+def is_tag(part: int | str) -> bool:
+    """Whether a part of an error's location is such a tag, and not the name of a field."""
+    return isinstance(part, str) and part.startswith("<") and part.endswith(">")
+
+
+def at_most(most: int) -> BeforeValidator:
+    """Refuses a dictionary by its length before its entries are checked, each of which might be an error."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticCustomError("too_long", "accepted: up to {most} entries", {"most": most})
+        return value
+
+    return BeforeValidator(check)
+
+
+def _drop_zeros(value: Any) -> Any:
+    """Leaves out biases of 0, which change nothing."""
+    if not isinstance(value, dict):
+        return value
+    return {token: bias for token, bias in value.items() if isinstance(bias, bool) or bias != 0}
+
+
+def _check_variables(value: Any) -> Any:
+    """Refuses variables that a chat template cannot take, or that the server sets itself."""
+    if not isinstance(value, dict):
+        return value
+    reserved = sorted(RESERVED_VARIABLES & value.keys())
+    if reserved:
+        raise ValueError(f"accepted: variables other than {', '.join(reserved)}, which the server sets itself")
+    if not all(name.isidentifier() for name in value):
+        raise ValueError("accepted: names that a chat template can use: letters, digits and underscores")
+    if not all(isinstance(variable, str | int | float | None) for variable in value.values()):
+        raise ValueError("accepted: variables that are strings, numbers, booleans or null")
+    return value
+
+
+type Token = Annotated[int, Field(ge=0, le=LARGEST)]
+type Tokens = Annotated[list[Token], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)]
+type Prompt = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True), Tag("<texts>")]
+    | Annotated[Tokens, Tag("<tokens>")]
+    | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True), Tag("<token lists>")],
+    Discriminator(
+        _kind_of_prompt,
+        custom_error_type="prompt_type",
+        custom_error_message="accepted: a string, or a list of strings, of token ids, or of lists of token ids",
+    ),
+]
+type Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+type Stops = Annotated[
+    Annotated[Stop, Tag("<text>")] | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        text_or_list,
+        custom_error_type="stop_type",
+        custom_error_message=f"accepted: a string of 1 to {LONGEST_STOP} characters, or a list of up to {MOST_STOPS}",
+    ),
+]
+type Metadata = Annotated[dict[str, str], Field(max_length=MOST_METADATA), at_most(MOST_METADATA)]
+type Biases = Annotated[
+    dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MOST_BIASES),
+    BeforeValidator(_drop_zeros),
+    at_most(MOST_BIASES),
+]
+type Variables = Annotated[
+    dict[str, bool | int | float | str | None],
+    Field(max_length=MOST_VARIABLES),
+    BeforeValidator(_check_variables),
+    at_most(MOST_VARIABLES),
+]
