@@ -34,19 +34,18 @@ class BatchShape:
         decodes: room for chunks of a single token.
         rows: room for the rows of prefill chunks.
         prefills: room for prefill chunks.
+        sampled: room for the chunks together, after each of which a token may be sampled.
     """
 
     decodes: int
     rows: int
     prefills: int
-
-    @property
-    def sampled(self) -> int:
-        """Rows that tokens are sampled from: one per chunk."""
-        return self.decodes + self.prefills
+    sampled: int
 
     def fits(self, step: ScheduledStep) -> bool:
         """Returns whether the shape has room for a step."""
+        if len(step.chunks) > self.sampled:
+            return False
         if not step.prefills:
             return len(step.decodes) <= self.decodes
         rows = sum(padded_rows(chunk.count) for chunk in step.prefills)
@@ -77,8 +76,15 @@ class BatchShapes:
         }
         # A few decodes too many cost little beside prefills, so there every other size is enough.
         beside_prefills = [0, *decodes[::-2][::-1]]
-        shapes = [BatchShape(count, 0, 0) for count in decodes]
-        shapes += [BatchShape(count, rows, prefills[rows]) for rows in prefills for count in beside_prefills]
+
+        def shape(count: int, rows: int) -> BatchShape:
+            # A step has at most one chunk of each slot. With as many rows to sample from as one of the sizes of
+            # decodes, all shapes share the few sampling programs of those sizes.
+            chunks = min(slots, count + prefills.get(rows, 0))
+            return BatchShape(count, rows, prefills.get(rows, 0), next(size for size in decodes if size >= chunks))
+
+        shapes = [shape(count, 0) for count in decodes]
+        shapes += [shape(count, rows) for rows in prefills for count in beside_prefills]
         rows = max(prefills)
         limits = StepLimits(
             slots=slots, tokens=token_budget, prefills=prefills[rows], rows=rows, prefill_chunk=token_budget
@@ -97,8 +103,8 @@ class BatchShapes:
         """
         chunk_rows = padded_rows(prefill_chunk)
         rows = max(min(slots * chunk_rows, _MOST_ROWS), chunk_rows)
-        # As many rows to sample from as decodes have, so that both shapes share the sampling program.
-        shapes = BatchShape(slots, 0, 0), BatchShape(slots if mixes else 0, rows, slots)
+        # Both shapes share the sampling program.
+        shapes = BatchShape(slots, 0, 0, slots), BatchShape(slots if mixes else 0, rows, slots, slots)
         limits = StepLimits(
             slots=slots, tokens=slots + rows, prefills=slots, rows=rows, prefill_chunk=prefill_chunk, mixes=mixes
         )
@@ -153,9 +159,10 @@ def no_adjustments(rows: int) -> LogitAdjustments:
 
 
 class StepBatch(NamedTuple):
-    """The arrays of one step: N tokens, first the decodes, then the rows of prefills; R chunks, decodes first.
+    """The arrays of one step: N tokens, first the decodes, then the rows of prefills; R rows to sample from.
 
-    What a shape has room for and a step does not need belongs to no sequence.
+    Of these rows, the first one belongs to the step's first chunk, and so on. What a shape has room for and a step does
+    not need belongs to no sequence.
 
     Attributes:
         token: ids of the tokens. The device replaces those of decodes that it holds.
@@ -178,8 +185,8 @@ class StepBatch(NamedTuple):
     @property
     def shape(self) -> BatchShape:
         """The shape that the step's programs are compiled for."""
-        decodes, chunks = len(self.held), len(self.slot)
-        return BatchShape(decodes, len(self.token) - decodes, chunks - decodes)
+        decodes, chunks = len(self.held), len(self.queries.start)
+        return BatchShape(decodes, len(self.token) - decodes, chunks - decodes, len(self.slot))
 
 
 class SlotTable:
@@ -206,31 +213,39 @@ class SlotTable:
         """
         for chunk in step.chunks:
             self._refresh(chunk.sequence)
-        rows = sampled_rows(step, shape)
+        # The queries of prefills begin where the room for decodes ends.
+        requests = [*range(len(step.decodes)), *(shape.decodes + index for index in range(len(step.prefills)))]
         slots = np.array([chunk.sequence.slot for chunk in step.chunks], np.int32)
         starts = np.array([chunk.start for chunk in step.chunks], np.int32)
         counts = np.array([chunk.count for chunk in step.chunks], np.int32)
         completes = np.array([chunk.completes for chunk in step.chunks], bool)
 
-        def spread(values: np.ndarray, fill: int = 0) -> np.ndarray:
-            """Returns a value per row, given a value per chunk."""
-            result = np.full((shape.sampled, *values.shape[1:]), fill, values.dtype)
-            result[rows] = values
+        def by_request(values: np.ndarray) -> np.ndarray:
+            """Returns a value for each request of the queries, given a value per chunk."""
+            result = np.zeros((shape.decodes + shape.prefills, *values.shape[1:]), values.dtype)
+            result[requests] = values
             return result
 
-        sampling = SamplingArrays(*(spread(values[slots]) for values in self._sampling))
-        adjustments = LogitAdjustments(*(spread(x[slots]) for x in self._adjustments)) if adjusted else None
+        def sampled(values: np.ndarray, fill: int = 0) -> np.ndarray:
+            """Returns a value for each row to sample from, given a value per chunk."""
+            padding = np.full((shape.sampled - len(values), *values.shape[1:]), fill, values.dtype)
+            return np.concatenate([values, padding])
+
+        sampling = SamplingArrays(*(sampled(values[slots]) for values in self._sampling))
+        adjustments = LogitAdjustments(*(sampled(x[slots]) for x in self._adjustments)) if adjusted else None
         queries = Queries.packed(
-            spread(self._page_table[slots]), spread(starts), spread(counts), decodes=shape.decodes, rows=shape.rows
+            *(by_request(values) for values in (self._page_table[slots], starts, counts)),
+            decodes=shape.decodes,
+            rows=shape.rows,
         )
         token, last_row = self._tokens(step, shape)
         return StepBatch(
             token=token,
             held=self._held(step, shape, slots),
             queries=queries,
-            last_row=spread(last_row),
-            slot=spread(np.where(completes, slots, np.int32(self.slots)), fill=self.slots),
-            sampling=sampling._replace(position=spread(starts + counts)),
+            last_row=sampled(last_row),
+            slot=sampled(np.where(completes, slots, np.int32(self.slots)), fill=self.slots),
+            sampling=sampling._replace(position=sampled(starts + counts)),
             adjustments=adjustments,
         )
 
@@ -279,8 +294,3 @@ class SlotTable:
 def _set_row(table: SamplingArrays | LogitAdjustments, slot: int, row: SamplingArrays | LogitAdjustments) -> None:
     for values, new in zip(table, row, strict=True):
         values[slot] = new[0]
-
-
-def sampled_rows(step: ScheduledStep, shape: BatchShape) -> list[int]:
-    """Returns, for each chunk of a step, the row that its next token is sampled in."""
-    return [*range(len(step.decodes)), *(shape.decodes + index for index in range(len(step.prefills)))]

@@ -6,24 +6,26 @@ same bits alone and among others. llguidance computes the masks on the host, whi
 
 import collections
 import dataclasses
+import functools
 import json
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from jaxtyping import UInt32
 
 from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
+from detjax.numerics import ceil_div
 
 if TYPE_CHECKING:
     import llguidance
 
-KINDS: Final = ("json_schema", "regex", "grammar", "choice")
-"""The kinds of constraints."""
-
-WORD_BITS: Final = 32
+_FORMATS: Final[Mapping[str, Any]] = {"json_schema": None, "regex": "regex", "grammar": "lark", "choice": "choice"}
+"""The kinds of constraints, with the names that llguidance has for them; schemas have a function of their own there."""
+_WORD_BITS: Final = 32
 """Tokens of one word of a mask. Bit i of word w stands for token 32 w + i."""
-ALL_ALLOWED: Final = np.uint32(0xFFFFFFFF)
+_ALL_ALLOWED: Final = np.uint32(0xFFFFFFFF)
 """A word of a mask that allows all of its tokens."""
 _MOST_COMPILED: Final = 64
 """Constraints that are kept compiled."""
@@ -64,8 +66,8 @@ class Constraint:
         Raises:
             ValueError: the kind is unknown.
         """
-        if self.kind not in KINDS:
-            raise ValueError(f"Constraint: kind is {self.kind!r}; accepted: {', '.join(KINDS)}")
+        if self.kind not in _FORMATS:
+            raise ValueError(f"Constraint: kind is {self.kind!r}; accepted: {', '.join(_FORMATS)}")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any]) -> "Constraint":
@@ -134,7 +136,7 @@ class ConstraintCompiler:
             ) from error
         if not end_tokens:
             raise ValueError("constraints need a model with an end-of-sequence token, and this model has none")
-        self.words = -(-vocabulary // WORD_BITS)
+        self._vocabulary = vocabulary
         self._library = llguidance
         self._fill = llguidance.numpy.fill_next_token_bitmask_par
         vocabulary_of_library: Any = _Vocabulary(tokenizer, vocabulary, end_tokens[0])
@@ -142,19 +144,6 @@ class ConstraintCompiler:
         self._executor = llguidance.LLExecutor()
         self._compiled: collections.OrderedDict[Constraint, Matcher] = collections.OrderedDict()
         self._lock = threading.Lock()
-
-    @classmethod
-    def for_model(
-        cls, config: DecoderConfig, defaults: GenerationDefaults | None, tokenizer: Tokenizer | None
-    ) -> "ConstraintCompiler":
-        """Returns a compiler for a model with these settings.
-
-        Raises:
-            ValueError: llguidance is not installed, or the model has no tokenizer or no end token.
-        """
-        if tokenizer is None:
-            raise ValueError("constraints need a tokenizer, and there is none. Give the one of the checkpoint.")
-        return cls(tokenizer, config.vocab_size, sorted(defaults.eos_token_ids) if defaults is not None else [])
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """Returns a matcher at the beginning of a text.
@@ -173,16 +162,22 @@ class ConstraintCompiler:
                 self._compiled.popitem(last=False)
         return compiled.copy()
 
-    def fill(self, masks: np.ndarray, matchers: Mapping[int, Matcher]) -> None:
-        """Writes the tokens that each matcher allows into its row of the masks `[R, words]`, uint32; several at once.
+    def masks(self, rows: int, matchers: Mapping[int, Matcher]) -> UInt32[np.ndarray, "R W"]:
+        """Returns the tokens that each row allows: all of them where it has no matcher; see `ops.adjust_logits`.
 
         A matcher whose constraint has become too complex to go on allows all tokens, and accepts none.
+
+        Args:
+            rows: the number of rows, R.
+            matchers: by row; of this compiler or of another one for the same tokens.
         """
-        rows = [(matcher._matcher, row) for row, matcher in matchers.items()]
-        self._fill(self._executor, rows, masks.view(np.int32))
-        for matcher, row in rows:
+        masks = all_allowed(rows, self._vocabulary)
+        by_matcher = [(matcher._matcher, row) for row, matcher in matchers.items()]
+        self._fill(self._executor, by_matcher, masks.view(np.int32))
+        for matcher, row in by_matcher:
             if matcher.is_error():
-                masks[row] = ALL_ALLOWED
+                masks[row] = _ALL_ALLOWED
+        return masks
 
     def _compile(self, constraint: Constraint) -> Matcher:
         library = self._library.LLMatcher
@@ -203,8 +198,38 @@ class ConstraintCompiler:
         return Matcher(self, matcher)
 
 
-_FORMATS: Final[Mapping[str, Any]] = {"regex": "regex", "grammar": "lark", "choice": "choice"}
-"""The names that llguidance has for the kinds other than schemas."""
+class ModelConstraints:
+    """The constraints of one model's requests.
+
+    The first one makes the model's compiler, which takes up to a second for a large vocabulary.
+    """
+
+    def __init__(self, config: DecoderConfig, defaults: GenerationDefaults | None, tokenizer: Tokenizer | None) -> None:
+        """Constraints for a model with these settings."""
+        self._vocabulary, self._tokenizer = config.vocab_size, tokenizer
+        self._end_tokens = sorted(defaults.eos_token_ids) if defaults is not None else []
+
+    def matcher(self, constraint: Constraint | None) -> Matcher | None:
+        """Returns a matcher at the beginning of a text; None for None, which constrains nothing.
+
+        Raises:
+            ValueError: the constraint is not valid, or too complex; llguidance is not installed; or the model has no
+                tokenizer or no end token.
+        """
+        return None if constraint is None else self._compiler.matcher(constraint)
+
+    @functools.cached_property
+    def _compiler(self) -> ConstraintCompiler:
+        if self._tokenizer is None:
+            raise ValueError("constraints need a tokenizer, and there is none. Give the one of the checkpoint.")
+        return ConstraintCompiler(self._tokenizer, self._vocabulary, self._end_tokens)
+
+
+def all_allowed(rows: int, vocabulary: int) -> UInt32[np.ndarray, "R W"]:
+    """Returns masks that allow every token of a vocabulary in each row."""
+    return np.full((rows, ceil_div(vocabulary, _WORD_BITS)), _ALL_ALLOWED)
+
+
 _JSON_OPTIONS: Final[Any] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 """White space between the parts of JSON is bounded, because models may go on with it until their tokens are used up. A
 schema with options of its own, in `x-guidance`, gets none of these."""

@@ -22,7 +22,7 @@ from detjax import backends
 from detjax.engine import sequence as sequences
 from detjax.engine.compilation_cache import compilation_cache
 from detjax.engine.config import EngineConfig, EngineStats
-from detjax.engine.constraints import Constraint, ConstraintCompiler
+from detjax.engine.constraints import Constraint, ModelConstraints
 from detjax.engine.page_pool import prefix_root
 from detjax.engine.request import Generation, Request, Token
 from detjax.engine.step_loop import StepLoop
@@ -125,6 +125,7 @@ class Engine:
         """
         self._config = dataclasses.replace(config or EngineConfig(), **options).resolved(model)
         self._model_config, self._defaults, self._tokenizer = model.config, model.generation_defaults, tokenizer
+        self._constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
         self._loop = StepLoop.for_model(model, self._config.step_loop())
 
         # Everything below belongs to the engine's thread, to which other threads send functions through the inbox.
@@ -281,13 +282,9 @@ class Engine:
             is_streamed=on_token is not None,
             prefix_root=prefix_root(request.cache_salt),
             client=request.client,
-            matcher=None if params.constraint is None else self._constraints.matcher(params.constraint),
+            matcher=self._constraints.matcher(params.constraint),
         )
         return _Job(sequences.samples(prompt, params, context), on_token)
-
-    @functools.cached_property
-    def _constraints(self) -> ConstraintCompiler:
-        return ConstraintCompiler.for_model(self._model_config, self._defaults, self._tokenizer)
 
     def compile_constraint(self, constraint: Constraint) -> None:
         """Compiles a constraint, so that requests with it are taken at once. That may take a second.

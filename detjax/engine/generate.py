@@ -8,7 +8,7 @@ from rich.progress import Progress
 
 from detjax.contract import PORTABLE_ROWS
 from detjax.engine.batch import BatchShapes
-from detjax.engine.constraints import ConstraintCompiler
+from detjax.engine.constraints import ModelConstraints
 from detjax.engine.model_runner import SamplingVariant, bytes_of_page
 from detjax.engine.request import Generation
 from detjax.engine.sampling_params import SamplingParams
@@ -71,8 +71,9 @@ def generate(
         except ValueError as error:
             raise ValueError(f"generate: {error}") from error
     params = _one_per_prompt(sampling, len(prompts))
+    constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
     requests = [
-        _sequences(f"generate: prompt {index}", model, prompt, row, tokenizer)
+        _sequences(f"generate: prompt {index}", model, prompt, row, tokenizer, constraints)
         for index, (prompt, row) in enumerate(zip(prompts, params, strict=True))
     ]
     _run(model, [sequence for request in requests for sequence in request], prefill_chunk, kv_cache_dtype, progress)
@@ -93,14 +94,20 @@ def _one_per_prompt(sampling: SamplingParams | Seq[SamplingParams] | None, promp
 
 
 def _sequences(
-    name: str, model: Decoder, prompt: str | Seq[int], params: SamplingParams, tokenizer: Tokenizer | None
+    name: str,
+    model: Decoder,
+    prompt: str | Seq[int],
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    constraints: ModelConstraints,
 ) -> list[Sequence]:
     """Returns the samples of a prompt, which error messages call `name`."""
     tokens = encode_prompt(name, model.config, prompt, params, tokenizer)
-    defaults, matcher = model.generation_defaults, None
-    if params.constraint is not None:
-        matcher = ConstraintCompiler.for_model(model.config, defaults, tokenizer).matcher(params.constraint)
-    context = RequestContext(end_tokens=end_tokens(defaults, params), tokenizer=tokenizer, matcher=matcher)
+    context = RequestContext(
+        end_tokens=end_tokens(model.generation_defaults, params),
+        tokenizer=tokenizer,
+        matcher=constraints.matcher(params.constraint),
+    )
     return samples(tokens, params, context)
 
 

@@ -13,12 +13,11 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, UInt16, UInt32
 
 from detjax import backends, compilation, ops
 from detjax.engine.batch import StepBatch, no_adjustments
-from detjax.engine.constraints import ALL_ALLOWED, WORD_BITS
+from detjax.engine.constraints import all_allowed
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models import Decoder
 from detjax.models.cache import State
 from detjax.models.network import Network, Weights, abstract, split
-from detjax.numerics import ceil_div
 from detjax.options import KVQuantization
 from detjax.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
 
@@ -178,11 +177,8 @@ class ModelRunner:
         self._variants = tuple(variants)
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._state = model.empty_state(num_pages, kv_cache_dtype)
-        shape = slots, model.config.vocab_size
-        seen = SeenTokens(jnp.zeros(shape, _COUNT), jnp.zeros(shape, bool))
-        self._slots = SlotState(
-            jnp.zeros(slots, jnp.int32), seen if any(variant.adjusted for variant in variants) else None
-        )
+        adjusts = any(variant.adjusted for variant in variants)
+        self._slots = SlotState(jnp.zeros(slots, jnp.int32), _none_seen(slots, self._vocabulary) if adjusts else None)
         self._copies: dict[tuple[np.dtype, tuple[int, ...], bytes], Array] = {}
 
     def update_weights(self, params: PyTree[Array]) -> None:
@@ -216,9 +212,15 @@ class ModelRunner:
             return None, rows
         variant = next(variant for variant in self._variants if variant.serves(needed))
         masks = None if allowed is None else jax.device_put(allowed())
+        return self._choose(batch, hidden, variant, masks), rows
+
+    def _choose(
+        self, batch: StepBatch, hidden: Array, variant: SamplingVariant, masks: Array | None = None
+    ) -> SampledTokens:
+        """Samples after hidden states, and notes the tokens in their slots."""
         slots, sampled = self._run(self._sample(batch, hidden, variant, masks))
         self._slots = slots if variant.adjusted else self._slots._replace(last=slots.last)
-        return sampled, rows
+        return sampled
 
     def note_seen(self, slot: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
         """Tells the device all tokens of the sequence in a slot. From then on it counts what it samples for the slot.
@@ -278,15 +280,23 @@ class ModelRunner:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        # A program does some work when it runs for the first time. That is done now as well.
-        for batch in batches:
-            rows = None
-            for variant in self._variants:
-                _, rows = self.compute(batch, variant)
-            if batch.shape.rows and rows is not None:
-                jax.block_until_ready(self.score(rows, 0, np.zeros(1, np.int32)))
+        self._run_all(batches)
+
+    def _run_all(self, batches: Sequence[StepBatch]) -> None:
+        """Runs every program once, because it does some work when it runs for the first time."""
+        sizes = set[tuple[str, int]]()
+        for batch in map(self._on_device, batches):
+            shape = batch.shape
+            self._state, hidden, rows = self._run(self._forward(batch))
+            if ("sampled", shape.sampled) not in sizes:
+                for variant in self._variants:
+                    self._choose(batch, hidden, variant)
+            if shape.rows and ("rows", shape.rows) not in sizes:
+                self.score(rows, 0, np.zeros(1, np.int32))
+            sizes |= {("sampled", shape.sampled), ("rows", shape.rows)}
         if self._slots.seen is not None:
             self.note_seen(0, (), ())
+        jax.block_until_ready(self._slots)
 
     # --- programs -----------------------------------------------------------------------------------------------------
 
@@ -315,8 +325,7 @@ class ModelRunner:
         elif adjustments is None:
             adjustments = no_adjustments(batch.shape.sampled)
         if variant.constrained and allowed is None:
-            words = ceil_div(self._vocabulary, WORD_BITS)
-            allowed = jax.device_put(np.full((batch.shape.sampled, words), ALL_ALLOWED))
+            allowed = jax.device_put(all_allowed(batch.shape.sampled, self._vocabulary))
         rows = SampledRows(batch.slot, batch.sampling, adjustments, allowed)
         return _Program(_sample, batch.shape.sampled, (hidden, slots, rows), {"variant": variant})
 
@@ -416,6 +425,11 @@ def _note_seen(
         return rows.at[slot].set(row.at[entries.token].set(values, mode="drop", unique_indices=True))
 
     return SeenTokens(written(seen.generated, entries.generated), written(seen.in_prompt, entries.in_prompt))
+
+
+def _none_seen(slots: int, vocabulary: int) -> SeenTokens:
+    """Returns what the device knows of empty slots."""
+    return SeenTokens(jnp.zeros((slots, vocabulary), _COUNT), jnp.zeros((slots, vocabulary), bool))
 
 
 def _seen_entries(prompt: Sequence[int], generated: Sequence[int], vocabulary: int) -> Iterator[_SeenEntries]:

@@ -9,8 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch, sampled_rows
-from detjax.engine.constraints import ALL_ALLOWED
+from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.model_runner import SCORED_ROWS, ModelRunner, SampledTokens, SamplingVariant
 from detjax.engine.page_pool import PagePool
 from detjax.engine.request import Token
@@ -165,17 +164,16 @@ class StepLoop:
         """Gives the device its next step, if there is one, and returns the tokens of the step before."""
         step = self.scheduler.plan()
         is_started = bool(step.chunks)
+        assert is_started or self._in_flight or self.scheduler.is_idle, "no step is in flight, and none can be started"
         tokens = self._start(step) if is_started else []
         while len(self._in_flight) > is_started:
             tokens += self._read(self._in_flight.popleft())
-        assert tokens or is_started or self.scheduler.is_idle, "no step is in flight, and none can be started"
         return tokens
 
     def _start(self, step: ScheduledStep) -> list[tuple[Sequence, Token]]:
         """Gives the device a step. Returns the tokens of the step before, if the step's constraints depend on them."""
         shape = self._shapes.smallest(step)
-        rows = zip(sampled_rows(step, shape), step.chunks, strict=True)
-        chunks = [(row, chunk) for row, chunk in rows if chunk.completes]
+        chunks = [(row, chunk) for row, chunk in enumerate(step.chunks) if chunk.completes]
         needed = SamplingVariant.needed_by([chunk.sequence.params for _, chunk in chunks]) if chunks else None
         batch = self._slots.batch(step, shape, adjusted=needed is not None and needed.adjusted)
         for _, chunk in chunks:
@@ -184,11 +182,11 @@ class StepLoop:
 
         def allowed() -> np.ndarray:
             # Which tokens may come next depends on the last ones. The device sampled them before it began this step.
-            self.scheduler.mark_submitted(step)
             while self._in_flight:
                 tokens.extend(self._read(self._in_flight.popleft()))
             return _masks(shape, chunks)
 
+        self.scheduler.mark_submitted(step)
         is_constrained = needed is not None and needed.constrained
         sampled, hidden = self._runner.compute(batch, needed, allowed if is_constrained else None)
         first_rows = batch.queries.first_row
@@ -200,8 +198,6 @@ class StepLoop:
         ]
         sampled = None if sampled is None else sampled.start_copy()
         self._in_flight.append(_InFlightStep(chunks, len(step.chunks), sampled, scores))
-        if not is_constrained:
-            self.scheduler.mark_submitted(step)
         return tokens
 
     def _note_seen(self, sequence: Sequence) -> None:
@@ -240,13 +236,7 @@ class StepLoop:
 
 def _masks(shape: BatchShape, chunks: list[tuple[int, ScheduledChunk]]) -> np.ndarray:
     """Returns the tokens that each row of a step may choose; see `ops.adjust_logits`."""
-    matchers = {
-        row: chunk.sequence.matcher
-        for row, chunk in chunks
-        if chunk.sequence.matcher is not None and chunk.sequence.finish_reason is None
-    }
-    words = next(chunk.sequence.matcher.compiler.words for _, chunk in chunks if chunk.sequence.matcher is not None)
-    masks = np.full((shape.sampled, words), ALL_ALLOWED)
-    for compiler in {matcher.compiler for matcher in matchers.values()}:
-        compiler.fill(masks, {row: matcher for row, matcher in matchers.items() if matcher.compiler is compiler})
-    return masks
+    matchers = {row: chunk.sequence.matcher for row, chunk in chunks if chunk.sequence.matcher is not None}
+    compiler = next(iter(matchers.values())).compiler
+    going_on = {row for row, chunk in chunks if chunk.sequence.finish_reason is None}
+    return compiler.masks(shape.sampled, {row: matcher for row, matcher in matchers.items() if row in going_on})

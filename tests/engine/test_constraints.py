@@ -22,9 +22,7 @@ def compiler() -> ConstraintCompiler:
 
 
 def allowed(compiler: ConstraintCompiler, matcher: Matcher) -> list[int]:
-    masks = np.zeros((1, compiler.words), np.uint32)
-    compiler.fill(masks, {0: matcher})
-    bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
+    bits = np.unpackbits(compiler.masks(1, {0: matcher}).view(np.uint8), bitorder="little")
     assert not bits[len(TOKENIZER or ()) :].any(), "a token without text is allowed"
     return np.flatnonzero(bits).tolist()
 
@@ -99,12 +97,9 @@ def test_matchers_of_one_constraint_go_their_own_ways(compiler: ConstraintCompil
 
 def test_masks_of_several_samples_are_those_of_each_alone(compiler: ConstraintCompiler) -> None:
     constraints = [Constraint.json_schema(SCHEMA), Constraint("regex", "[0-9]+"), Constraint.choice(["a", "b"])]
-    masks = np.full((5, compiler.words), 0xFFFFFFFF, np.uint32)
-    compiler.fill(masks, {2 * row: compiler.matcher(constraint) for row, constraint in enumerate(constraints)})
+    masks = compiler.masks(5, {2 * row: compiler.matcher(constraint) for row, constraint in enumerate(constraints)})
     for row, constraint in enumerate(constraints):
-        alone = np.zeros((1, compiler.words), np.uint32)
-        compiler.fill(alone, {0: compiler.matcher(constraint)})
-        np.testing.assert_array_equal(masks[2 * row], alone[0])
+        np.testing.assert_array_equal(masks[2 * row], compiler.masks(1, {0: compiler.matcher(constraint)})[0])
     assert (masks[1] == 0xFFFFFFFF).all()
     assert (masks[3] == 0xFFFFFFFF).all()
 

@@ -291,7 +291,9 @@ def test_every_step_within_the_limits_has_a_shape(slots: int, tokens: int) -> No
     assert largest >= tokens
     assert max(shape.decodes for shape in shapes) == slots
     assert len(list(shapes)) == len(set(shapes)) <= 40
-    assert BatchShape(slots, largest, shapes.limits.prefills) in set(shapes)
+    assert BatchShape(slots, largest, shapes.limits.prefills, slots) in set(shapes)
+    assert all(min(slots, shape.decodes + shape.prefills) <= shape.sampled <= slots for shape in shapes)
+    assert len({shape.sampled for shape in shapes}) == len({shape.decodes for shape in shapes if not shape.rows})
 
 
 @pytest.mark.parametrize(("slots", "chunk"), [(1, 1), (4, 7), (64, 128), (2048, 1), (8, 10_000)])
