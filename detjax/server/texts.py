@@ -1,7 +1,8 @@
 """Text work of requests: chat templates, tokens of texts and texts of tokens, by processes of their own.
 
-The tokenizer holds Python's lock while it encodes, for seconds where a text has megabytes, and a chat template is a
-program that comes with a checkpoint and may never end. In this process either would stop every stream.
+A text of megabytes takes a tokenizer seconds and hundreds of bytes of memory for each of its own, and its list of
+tokens is made under Python's lock; a chat template is a program that comes with a checkpoint and may never end. In this
+process either would stop every stream.
 """
 
 import array

@@ -71,7 +71,10 @@ class Bytes(Tokenizer):
     """A tokenizer whose tokens are bytes, so that characters of several bytes are incomplete for a while."""
 
     def __init__(self) -> None:
-        pass
+        self.is_byte_level = True
+
+    def is_left_out(self, token: int) -> bool:
+        return False
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode(errors="replace")

@@ -80,7 +80,7 @@ def test_workers_give_the_tokens_and_texts_of_the_tokenizer(texts: Texts, tokeni
 
 
 def test_the_event_loop_runs_while_a_long_text_is_encoded(texts: Texts) -> None:
-    """It would not run at all in the meantime if this process encoded the text: `tokenizers` holds Python's lock."""
+    """It would hardly run in the meantime if this process made the list of tokens, which takes Python's lock."""
 
     async def turns_during(text: str) -> int:
         await texts.encode(["warm " * 30_000], limit=10**6)  # a worker that starts gives the loop time
