@@ -2,14 +2,17 @@
 
 import contextlib
 import fcntl
+import logging
 import os
+import re
 import shutil
 import stat
 import tempfile
+import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import jax
 from jax._src.compilation_cache import decompress_executable
@@ -17,10 +20,13 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from detjax import fingerprints
 
+_log: Final = logging.getLogger("detjax.engine")
 _UNPUBLISHED: Final = ".unpublished-"
 _LOCK: Final = ".lock"
 _ZSTANDARD: Final = b"\x28\xb5\x2f\xfd"
 """The first bytes of a file that JAX compressed with Zstandard, where it is installed; zlib has others."""
+_FAILED_WRITE: Final = "Error writing persistent compilation cache entry"
+"""The beginning of JAX's warning of a program that it could not write."""
 _OPTIONS: Final = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -92,7 +98,7 @@ def compilation_cache(directory: Path | None) -> Iterator[None]:
                 _link(path, private / path.name)
             else:
                 path.unlink(missing_ok=True)
-        with _used_by_jax(private):
+        with _failed_writes_told_once(directory), _used_by_jax(private):
             yield
         for path in _programs(private):
             if not (published / path.name).exists() and _is_whole(path):
@@ -137,6 +143,35 @@ def _link(source: Path, target: Path) -> None:
             shutil.copyfile(source, target)
         except OSError:  # the disk is full: the program is compiled again
             target.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _failed_writes_told_once(directory: Path) -> Iterator[None]:
+    """A context at whose end the log has one line about all programs that JAX could not write, for which JAX warns."""
+    failures: list[str] = []
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def show_others(message: Warning | str, *details: Any, **more: Any) -> None:
+            if str(message).startswith(_FAILED_WRITE):
+                failures.append(str(message))
+            else:
+                show(message, *details, **more)
+
+        warnings.filterwarnings("always", re.escape(_FAILED_WRITE))
+        warnings.showwarning = show_others
+        try:
+            yield
+        finally:
+            if failures:
+                reason = " ".join(failures[0].partition("': ")[2].split())
+                _log.warning(
+                    "%d of the compiled programs could not be written to %r and are compiled again at the next start; "
+                    "the first one: %s",
+                    len(failures),
+                    str(directory),
+                    reason,
+                )
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """The cache of compiled programs: whole files only, and only those of the same fingerprint."""
 
+import errno
 import fcntl
 import os
+import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +107,26 @@ def test_files_that_are_not_whole_are_neither_published_nor_kept(tmp_path: Path)
         compile_something(6)
     assert programs(tmp_path) == whole
     assert all(path.stat().st_size > halves[path] for path in whole)
+
+
+def test_a_full_disk_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("jax._src.lru_cache.LRUCache.put", full)
+    with compilation_cache(tmp_path):
+        compile_something(8)
+        compile_something(9)
+        with pytest.warns(UserWarning, match="another one"):
+            warnings.warn("another one", stacklevel=1)
+    (message,) = caplog.messages
+    assert message.endswith(
+        f"could not be written to {str(tmp_path)!r} and are compiled again at the next start; the first one: OSError: "
+        "[Errno 28] No space left on device"
+    )
+    assert int(message.split()[0]) >= 2
 
 
 def test_a_file_of_another_compressor_stays(tmp_path: Path) -> None:
