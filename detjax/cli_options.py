@@ -251,6 +251,9 @@ TopLogprobs = Annotated[int, _count("The most of the likeliest tokens that a req
 MaxQueue = Annotated[int, _count("Samples that may wait; further requests get status 429.", panel=_CLIENTS)]
 MaxBody = Annotated[int, _count("Bytes of a request at most.", metavar="BYTES", panel=_CLIENTS)]
 RequestSeconds = Annotated[float, _seconds("Time that an answer may take.", _CLIENTS)]
+TextSeconds = Annotated[
+    float, _seconds("CPU time that the chat template and the tokenizer may take for a request.", _CLIENTS)
+]
 Grace = Annotated[
     float,
     _seconds(

@@ -240,7 +240,7 @@ def test_the_options_of_serve_reach_the_engine_and_the_server(
         *("--host", "127.0.0.1", "--port", 0, "--name", "it", "--name", "its", "--api-key", "one", "--api-key", "two"),
         *("--kv-cache-dtype", "int8", "--max-samples", 3, "--token-budget", 16, "--max-length", 100),
         *("--num-pages", 2, "--no-prefix-cache", "--top-logprobs", 4, "--max-queue", 5, "--max-body", 99),
-        *("--request-seconds", 7, "--grace", 1.5, "--no-compilation-cache", "--max-unsent", 10),
+        *("--request-seconds", 7, "--text-seconds", 8, "--grace", 1.5, "--no-compilation-cache", "--max-unsent", 10),
         *("--max-connections", 11, "--header-seconds", 12, "--idle-seconds", 13, "--write-seconds", 14),
         *("--no-access-log", "--log-level", "error", "--log-format", "json"),
         *("--allowed-origin", "https://a.example", "--allowed-origin", "https://b.example"),
@@ -262,6 +262,7 @@ def test_the_options_of_serve_reach_the_engine_and_the_server(
         max_in_flight=8,
         max_body=99,
         request_seconds=7,
+        text_seconds=8,
         max_unsent=10,
         allowed_origins=("https://a.example", "https://b.example"),
     )
