@@ -1,21 +1,15 @@
 """Parsers of the tool calls in an answer."""
 
 import json
+import time
 from collections.abc import Iterable
 
 import hypothesis
 import pytest
 from hypothesis import strategies
 
-from detjax.server.tool_calls import (
-    Arguments,
-    CallBegins,
-    Content,
-    HermesParser,
-    LlamaParser,
-    ToolCallParser,
-    parser_of,
-)
+from detjax.server.call_readers import Arguments, CallBegins, Content
+from detjax.server.tool_calls import HermesParser, LlamaParser, MistralParser, ToolCallParser, parser_of
 
 type Calls = list[tuple[str, str]]
 
@@ -77,7 +71,23 @@ LLAMA = [
     ('{"name": "a"', ('{"name": "a"', [])),
     ("", ("", [])),
 ]
+MISTRAL = [
+    ("No call.", ("No call.", [])),
+    (f'[TOOL_CALLS] [{{"name": "weather", "arguments": {WEATHER}}}]', ("", [("weather", WEATHER)])),
+    (
+        '[TOOL_CALLS][{"name": "a", "arguments": {}, "id": "123456789"}, {"arguments": {"x": 1}, "name": "b"}]',
+        ("", [("a", "{}"), ("b", '{"x": 1}')]),
+    ),
+    (f"I look.\n[TOOL_CALLS]weather[ARGS]{WEATHER}", ("I look.", [("weather", WEATHER)])),
+    ('[TOOL_CALLS]a[CALL_ID]123456789[ARGS]{}[TOOL_CALLS]b{"x": 1}', ("", [("a", "{}"), ("b", '{"x": 1}')])),
+    ('[TOOL_CALLS][TOOL_CALLS]a[ARGS]{"x": [1, ', ("[TOOL_CALLS]", [("a", '{"x": [1, ')])),
+    ("[TOOL_CALLS]no call at all", ("[TOOL_CALLS]no call at all", [])),
+    ("[TOOL_CALLS]no call {}", ("[TOOL_CALLS]no call {}", [])),
+    ("[TOOL_CALLS][1, 2]", ("[TOOL_CALLS][1, 2]", [])),
+    ("a [TOOL_CA", ("a [TOOL_CA", [])),
+]
 CASES = [(HermesParser, *case) for case in HERMES] + [(LlamaParser, *case) for case in LLAMA]
+CASES += [(MistralParser, *case) for case in MISTRAL]
 
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
@@ -95,19 +105,43 @@ def test_a_text_that_comes_one_character_after_the_other(
 FRAGMENTS = strategies.lists(
     strategies.one_of(
         strategies.sampled_from(["<tool_call>", "</tool_call>", "<tool", '{"name": "f"', ', "arguments": ']),
+        strategies.sampled_from(["[TOOL_CALLS]", "f[ARGS]", "[TOOL", '[{"name": "f"', ', "arguments": {', '"a": 1']),
         strategies.sampled_from(['{"x": "}"}', '{"name": "g", "parameters": {}}', "text", *'{}[]":,;3\\ \n']),
     ),
     max_size=12,
 )
 
 
-@pytest.mark.parametrize("parser", [HermesParser, LlamaParser])
+@pytest.mark.parametrize("parser", [HermesParser, LlamaParser, MistralParser])
 @hypothesis.given(pieces=FRAGMENTS)
 @hypothesis.settings(deadline=None)
 def test_the_pieces_of_a_text_make_no_difference(parser: type[ToolCallParser], pieces: list[str]) -> None:
     whole = parsed(parser(), ["".join(pieces)])
     assert parsed(parser(), pieces) == whole
     assert parsed(parser(), "".join(pieces)) == whole
+
+
+@pytest.mark.parametrize("parser", [HermesParser, LlamaParser, MistralParser])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>" * 100_000,
+        "[TOOL_CALLS]" * 100_000,
+        '<tool_call>{"a":[' * 50_000 + "]" * 50_000,
+        '[TOOL_CALLS][{"a":[' * 50_000 + "]" * 50_000,
+        '{"name": "f", "parameters": {' + '"a": [[' * 100_000,
+        '{"name": ' + "1" * 1_000_000,
+        '[TOOL_CALLS]f[ARGS]{"a": "' + '\\"' * 500_000,
+        " " * 1_000_000,
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_text_takes_time_in_proportion_to_its_length(parser: type[ToolCallParser], text: str) -> None:
+    """It takes a second or so. Where a text is read again and again it takes hours."""
+    pieces = (text[start : start + 1000] for start in range(0, len(text), 1000))
+    began = time.process_time()
+    parsed(parser(), pieces)
+    assert time.process_time() - began < 60
 
 
 def test_arguments_are_told_as_they_come() -> None:
@@ -126,4 +160,6 @@ def test_arguments_of_complete_calls_are_json() -> None:
 def test_the_format_is_that_of_the_chat_template() -> None:
     assert parser_of("... return <tool_call> XML tags ...") is HermesParser
     assert parser_of('{% if tools %}{"name": function name, "parameters": ...}') is LlamaParser
+    assert parser_of("{{ '[TOOL_CALLS]' }}") is MistralParser
+    assert parser_of("<tool_call>\\n<function=example_function_name>") is None
     assert parser_of("{{ messages }}") is None
