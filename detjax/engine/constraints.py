@@ -173,7 +173,8 @@ class ConstraintCompiler:
         """
         masks = all_allowed(rows, self._vocabulary)
         by_matcher = [(matcher._matcher, row) for row, matcher in matchers.items()]
-        self._fill(self._executor, by_matcher, masks.view(np.int32))
+        if by_matcher:  # samples with constraints may all have ended since their step began, and the library needs one
+            self._fill(self._executor, by_matcher, masks.view(np.int32))
         for matcher, row in by_matcher:
             if matcher.is_error():
                 masks[row] = _ALL_ALLOWED

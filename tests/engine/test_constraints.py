@@ -104,6 +104,13 @@ def test_masks_of_several_samples_are_those_of_each_alone(compiler: ConstraintCo
     assert (masks[3] == 0xFFFFFFFF).all()
 
 
+def test_rows_without_constraints_allow_all_tokens(compiler: ConstraintCompiler) -> None:
+    masks = compiler.masks(3, {})
+    matcher = compiler.matcher(Constraint.choice(["a"]))
+    np.testing.assert_array_equal(compiler.masks(3, {1: matcher})[[0, 2]], masks[:2])
+    assert np.unpackbits(masks[0].view(np.uint8), bitorder="little").sum() >= VOCABULARY
+
+
 def test_a_refused_token_is_an_error(compiler: ConstraintCompiler) -> None:
     with pytest.raises(ValueError, match="the constraint refuses token 5"):
         compiler.matcher(Constraint.choice(["!"])).accept(5)
