@@ -1,0 +1,58 @@
+"""The command line: `python -m tools.soak COMMAND --out REPORT.json`."""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from tools.soak import full_disk, kills, load, mutations, reproductions
+from tools.soak.report import Report
+
+
+def main() -> int:
+    """Runs a command and returns its exit code: 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(prog="python -m tools.soak", description="Attacks a server from outside.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--out", type=Path, help="write the report to this file, as JSON")
+    shared.add_argument("--small", action="store_true", help="a few seconds of it")
+    shared.add_argument("--cache", type=Path, help="a directory of compiled programs; default: a new one")
+    shared.add_argument("--seed", type=int, default=0, help="of all random choices")
+    shared.add_argument("--health-seconds", type=float, default=1, help="time that an answer of /health may take")
+    shared.add_argument("--memory-margin", type=float, default=300, help="MiB that the server may grow by")
+
+    crowd = commands.add_parser("load", parents=[shared], help="a crowd of clients, and probes among them")
+    crowd.add_argument("--clients", type=int, default=500)
+    crowd.add_argument("--seconds", type=float, default=600)
+    kill = commands.add_parser("kills", parents=[shared], help="SIGKILL at any time, and starts with the same cache")
+    kill.add_argument("--times", type=int, default=16)
+    commands.add_parser("disk", parents=[shared], help="a cache of compiled programs on a full disk")
+    mutated = commands.add_parser("mutations", parents=[shared], help="requests that are damaged in any way")
+    mutated.add_argument("--requests", type=int, default=50_000)
+    commands.add_parser("reproductions", parents=[shared], help="attacks that once succeeded")
+
+    options = parser.parse_args()
+    report = Report({key: value for key, value in vars(options).items()})
+    limits = {"health": options.health_seconds, "margin": options.memory_margin}
+    with tempfile.TemporaryDirectory(prefix="detjax-soak-") as name:
+        folder = Path(name)
+        cache = options.cache or folder / "cache"
+        match options.command:
+            case "load":
+                sizes = load.Sizes(options.clients, options.seconds, warm_up=min(60, options.seconds / 4))
+                sizes = load.Sizes(20, 4, 1, slow_clients=1, max_tokens=10, is_small=True) if options.small else sizes
+                load.run(report, folder, cache, sizes, seed=options.seed, **limits)
+            case "kills":
+                kills.run(report, folder, cache, 3 if options.small else options.times, options.seed, options.small)
+            case "disk":
+                full_disk.run(report, folder, options.small)
+            case "mutations":
+                requests = min(200, options.requests) if options.small else options.requests
+                mutations.run(report, folder, cache, requests, options.seed, **limits)
+            case "reproductions":
+                reproductions.run(report, folder, cache, options.small, **limits)
+    return report.write(options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
