@@ -10,7 +10,7 @@ from typing import Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from detjax.server import bodies, field_types, messages, schemas
+from detjax.server import bodies, field_types, messages, request_fields, schemas, tools
 from detjax.server.field_marks import Ignored, Unserved
 from detjax.server.text_routes import DetokenizeRequest, TokenizeRequest
 
@@ -19,9 +19,13 @@ FILE: Final = Path(__file__).resolve().parents[1] / "docs" / "serve" / "fields.m
 _BODIES: Final[dict[str, type[BaseModel]]] = {
     "completions": schemas.CompletionRequest,
     "chat": schemas.ChatRequest,
-    "stream_options": schemas.StreamOptions,
+    "stream_options": request_fields.StreamOptions,
     "messages": messages.Message,
     "content parts": messages.TextPart,
+    "tool_calls": messages.EarlierCall,
+    "function of tool_calls": messages.CalledFunction,
+    "tools": tools.ChatTool,
+    "function of tools": tools.FunctionFields,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -36,6 +40,8 @@ _LIMITS: Final = {
     "characters of a stop string": field_types.LONGEST_STOP,
     "`stop_token_ids`": field_types.MOST_STOP_TOKENS,
     "`logit_bias`": field_types.MOST_BIASES,
+    "`tools`": field_types.MOST_TOOLS,
+    "`tool_calls` of a message": field_types.MOST_CALLS,
     "`metadata`": field_types.MOST_METADATA,
     "`chat_template_kwargs`": field_types.MOST_VARIABLES,
     "`structured_outputs.choice`": field_types.MOST_CHOICES,

@@ -172,6 +172,11 @@ class Tokenizer:
         """Whether there is a chat template for messages without tools."""
         return "default" in self._templates
 
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the chat template for conversations with tools, or None if there is no template at all."""
+        return self._templates.get("tool_use", self._templates.get("default"))
+
     def with_chat_template(self, template: str) -> "Tokenizer":
         """Returns this tokenizer with another chat template, for conversations with and without tools.
 

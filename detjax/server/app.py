@@ -24,19 +24,23 @@ from detjax.contract import CONTRACT_VERSION
 from detjax.engine import Engine, EngineConfig, SamplingParams
 from detjax.models import Decoder, Tokenizer
 from detjax.server import bodies, openapi
-from detjax.server.api_calls import ApiCall, Caller, ChatCall, CompletionCall, ServedModel
+from detjax.server.api_calls import ApiCall, Caller, ServedModel
+from detjax.server.chat_calls import ChatCall
+from detjax.server.completion_calls import CompletionCall
 from detjax.server.errors import ApiError, error_response, quote, to_api_error
 from detjax.server.guard import Admission, ClientGone, Guard
 from detjax.server.hosts import HostCheck
 from detjax.server.json_pieces import TURN_BYTES, JsonPieces
 from detjax.server.metrics import Metrics, RequestMetrics
+from detjax.server.request_fields import SamplingRequest
 from detjax.server.requests import RequestLog, RequestRecord, record_of
-from detjax.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from detjax.server.schemas import ChatRequest, CompletionRequest
 from detjax.server.settings import Settings
-from detjax.server.streaming import DONE, EventStream, event
+from detjax.server.streaming import DONE, EventStream
 from detjax.server.text_routes import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 from detjax.server.texts import Texts
 from detjax.server.token_texts import TokenTexts
+from detjax.server.tool_formats import tool_format
 from detjax.version import __version__
 
 _PAGE: Final = Path(__file__).parent / "page"
@@ -78,7 +82,14 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
     fingerprint = system_fingerprint(model, tokenizer, engine.config)
     texts = Texts(tokenizer, settings.text_seconds)
     served = ServedModel(
-        settings.name, engine, tokenizer, texts, _sampling_defaults(model), fingerprint, TokenTexts(tokenizer)
+        settings.name,
+        engine,
+        tokenizer,
+        texts,
+        _sampling_defaults(model),
+        fingerprint,
+        TokenTexts(tokenizer),
+        tool_format(tokenizer),
     )
     api = _Api(served, settings)
     document = openapi.document(settings.name, needs_key=bool(settings.api_keys))
@@ -147,7 +158,7 @@ class _Api:
     async def _generate(
         self,
         request: Request,
-        schema: type[GenerationRequest],
+        schema: type[SamplingRequest],
         call_type: Callable[[Any, ServedModel, Caller], ApiCall],
     ) -> Response:
         record = record_of(request.scope)
@@ -167,9 +178,10 @@ class _Api:
                     events = self._events(call, admitted, record)
                     # The first event tells whether the engine refuses the request, in time for the status to say so.
                     first = await self.guard.watch(request.receive, anext(events), deadline)  # pyright: ignore
-                    return EventStream(self.guard, first, events, deadline, admission.pop_all())
+                    return EventStream(self.guard, first, events, deadline, admission.pop_all(), call.error_event)
                 generating = self.served.engine.generate_async(call.requests)
                 generations = await self.guard.watch(request.receive, generating, deadline)
+                await call.read(generations)
         except ClientGone:
             return Response(status_code=499)  # nobody receives it
         except Exception as error:
@@ -183,13 +195,14 @@ class _Api:
         made = 0
         async with contextlib.aclosing(self._chunks(call, admission, record)) as chunks:
             async for chunk in chunks:
-                part = event(chunk)
+                part = call.event(chunk)
                 yield part
                 made += len(part)
                 if made >= TURN_BYTES:
                     made = 0
                     await asyncio.sleep(0)
-        yield DONE
+        if call.ENDS_WITH_DONE:
+            yield DONE
 
     async def _chunks(
         self, call: ApiCall, admission: Admission, record: RequestRecord

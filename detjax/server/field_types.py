@@ -35,6 +35,10 @@ MOST_VARIABLES: Final = 64
 """The most entries of `chat_template_kwargs`."""
 MOST_CHOICES: Final = 1024
 """Texts that `structured_outputs` may offer as choice."""
+MOST_TOOLS: Final = 128
+"""The most tools of a request."""
+MOST_CALLS: Final = 128
+"""The most tool calls of a message."""
 LONGEST_SALT: Final = 256
 """The most characters of `cache_salt`."""
 RESERVED_VARIABLES: Final = frozenset(

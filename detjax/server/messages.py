@@ -1,11 +1,16 @@
 """The messages of a conversation."""
 
-from typing import Annotated, Any, Literal
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from detjax.server.field_marks import Unserved
-from detjax.server.field_types import MOST_PARTS, Body, text_or_list
+from detjax.server.field_marks import Ignored, Unserved
+from detjax.server.field_types import MOST_CALLS, MOST_MESSAGES, MOST_PARTS, Body, text_or_list
+
+_MOST_ITEMS: Final = 1 << 17
+"""The most items of JSON in the arguments of all calls of a conversation together."""
 
 
 class TextPart(Body):
@@ -23,38 +28,120 @@ class TextPart(Body):
         return value
 
 
+class CalledFunction(Body):
+    name: str = Field(description="The tool's name.")
+    arguments: str = Field(description="The arguments as JSON. The chat template gets an object, or else the text.")
+
+    def for_template(self) -> dict[str, Any]:
+        """The function as chat templates expect it, with its arguments as an object if they are one."""
+        try:
+            arguments = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):  # a model may have written no JSON, and its client sends it back
+            arguments = None
+        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+
+
+class EarlierCall(Body):
+    type: Literal["function"] = Field(default="function", description="Functions are all that is called.")
+    id: str | None = Field(default=None, description="The call's id, for the chat template.")
+    function: CalledFunction = Field(description="What was called.")
+    index: Annotated[int | None, Ignored("calls are in the order of their list")] = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates expect it."""
+        named = {} if self.id is None else {"id": self.id}
+        return named | {"type": "function", "function": self.function.for_template()}
+
+
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Whose message it is.")
-    content: Annotated[
-        Annotated[str, Tag("<text>")]
-        | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True), Tag("<list>")],
-        Discriminator(
-            text_or_list,
-            custom_error_type="content_type",
-            custom_error_message="accepted: a string, or a list of parts of type text",
-        ),
-    ] = Field(description="Text, or parts of it.")
+    content: (
+        Annotated[
+            Annotated[str, Tag("<text>")]
+            | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True), Tag("<list>")],
+            Discriminator(
+                text_or_list,
+                custom_error_type="content_type",
+                custom_error_message="accepted: a string, or a list of parts of type text",
+            ),
+        ]
+        | None
+    ) = Field(default=None, description="Text, or parts of it. A message with tool_calls may do without.")
     name: str | None = Field(default=None, description="A name for the chat template.")
+    tool_calls: Annotated[list[EarlierCall], Field(max_length=MOST_CALLS, fail_fast=True)] | None = Field(
+        default=None, description="What an earlier answer called."
+    )
+    tool_call_id: str | None = Field(default=None, description="The call whose result the message of a tool is.")
     # Clients send an answer's message back as they got it, and with their own fields, which are empty.
     type: Annotated[Any, Unserved("text", "message", why="the model reads text only")] = None
     refusal: Annotated[Any, Unserved("", why="chat templates have no place for it")] = None
     annotations: Annotated[Any, Unserved([], why="chat templates have no place for it")] = None
     audio: Annotated[Any, Unserved(why="the model reads text only")] = None
     images: Annotated[Any, Unserved([], why="the model reads text only")] = None
-    function_call: Annotated[Any, Unserved(why="tools are not served")] = None
-    tool_calls: Annotated[Any, Unserved([], why="tools are not served")] = None
-    tool_call_id: Annotated[Any, Unserved("", why="tools are not served")] = None
+    function_call: Annotated[Any, Unserved(why="tool_calls has it")] = None
     reasoning: Annotated[Any, Unserved("", why="reasoning is part of the content")] = None
     reasoning_content: Annotated[Any, Unserved("", why="reasoning is part of the content")] = None
     thinking_blocks: Annotated[Any, Unserved([], why="reasoning is part of the content")] = None
-    parsed: Annotated[Any, Unserved(why="structured answers are not served")] = None
+    parsed: Annotated[Any, Ignored("the content has it")] = None
     prefix: Annotated[Any, Unserved(False, why="an answer is a message of its own")] = None
     cache_control: Annotated[Any, Unserved({"type": "ephemeral"}, why="the server decides what it caches")] = None
     provider_specific_fields: Annotated[
         Any, Unserved({}, {"refusal": None}, why="chat templates have no place for it")
     ] = None
 
-    def for_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _check_content(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls is given with role {self.role!r}; accepted: with role 'assistant'")
+        if self.tool_call_id and self.role != "tool":
+            raise ValueError(f"tool_call_id is given with role {self.role!r}; accepted: with role 'tool'")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing or null; accepted: a string, or a list of parts of type text")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "\n".join(part.text for part in self.content)
+
+    def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
+        given = {"name": self.name, "tool_call_id": self.tool_call_id or None}
+        calls = {"tool_calls": [call.for_template() for call in self.tool_calls]} if self.tool_calls else {}
+        return (
+            {"role": self.role, "content": self.text}
+            | {name: value for name, value in given.items() if value is not None}
+            | calls
+        )
+
+
+def _check_arguments(messages: list[Message]) -> list[Message]:
+    """Refuses messages whose arguments of calls would become too many objects when the chat template gets them."""
+    calls = (call for message in messages for call in message.tool_calls or ())
+    check_items(call.function.arguments for call in calls)
+    return messages
+
+
+def check_items(arguments: Iterable[str]) -> None:
+    """Refuses the arguments of calls that hold too many items of JSON together.
+
+    Raises:
+        ValueError: they do.
+    """
+    items = 0
+    for text in arguments:
+        items += sum(map(text.count, "[{:,"))
+        if items > _MOST_ITEMS:
+            raise ValueError(
+                f"accepted: messages whose tool_calls have up to {_MOST_ITEMS} items in their arguments together. "
+                "Leave out old messages."
+            )
+
+
+type Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
+    AfterValidator(_check_arguments),
+]

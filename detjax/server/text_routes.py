@@ -6,8 +6,8 @@ from pydantic import Field, model_validator
 
 from detjax.server.api_calls import ServedModel
 from detjax.server.errors import ApiError
-from detjax.server.field_types import MOST_MESSAGES, MOST_TOKENS, Body, Token, Variables
-from detjax.server.messages import Message
+from detjax.server.field_types import MOST_TOKENS, Body, Token, Variables
+from detjax.server.messages import Messages
 from detjax.server.texts import TextTooLong
 
 type Json = dict[str, Any]
@@ -18,7 +18,7 @@ class TokenizeRequest(Body):
 
     model: str | None = Field(default=None, description="A model's name, as /v1/models lists it.")
     prompt: str | None = Field(default=None, description="A text. Give either it or messages.")
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] | None = Field(
+    messages: Messages | None = Field(
         default=None, description="A conversation, to which the chat template is applied."
     )
     add_special_tokens: bool | None = Field(

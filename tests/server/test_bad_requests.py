@@ -157,8 +157,6 @@ def unharmed(server: Running) -> Iterator[None]:
         (CHAT | {"messages": [{"role": "user", "content": "x" * 5000}]}, "which leaves room for one more"),
         (CHAT | {"max_completion_tokens": 2}, "max_tokens and max_completion_tokens differ; accepted: one of them"),
         (CHAT | {"top_logprobs": 2}, "top_logprobs is given and logprobs is not true"),
-        (CHAT | {"tools": [{"type": "function"}]}, "tools is [{'type': 'function'}]; accepted: [] or null"),
-        (CHAT | {"tool_choice": "required"}, 'tool_choice is \'required\'; accepted: "none" or "auto" or null'),
         (CHAT | {"response_format": {"type": "json_schema"}}, "accepted: json_schema with type 'json_schema'"),
         (CHAT | {"response_format": {"type": "xml"}}, "response_format.type is 'xml'"),
         (

@@ -11,7 +11,9 @@ import pytest
 
 from detjax.engine import Completion, Engine, Generation, Request, SamplingParams, Token
 from detjax.models import Decoder, Tokenizer
-from detjax.server.api_calls import ChatCall, CompletionCall, ServedModel
+from detjax.server.api_calls import ServedModel
+from detjax.server.chat_calls import ChatCall
+from detjax.server.completion_calls import CompletionCall
 from detjax.server.json_pieces import parts
 from detjax.server.schemas import ChatRequest, CompletionRequest
 from detjax.server.texts import Texts
