@@ -260,10 +260,12 @@ async def _messages(port: int, is_small: bool) -> Verdict:
     return ok and not texts[0].startswith("there is no field") and "at most 0" not in texts[1], texts
 
 
-async def leave_streams_open(port: int, stack: contextlib.AsyncExitStack, count: int) -> None:
-    """Opens streams that nobody reads any further, so that a server has requests in flight."""
-    body = {"model": MODEL, "prompt": "x", "n": 4, "max_tokens": 200, "logprobs": 20, "stream": True}
+async def open_streams(port: int, stack: contextlib.AsyncExitStack, count: int) -> None:
+    """Asks for streams, waits until the first one has begun, and leaves them open, so that requests are in flight."""
+    body = {"model": MODEL, "prompt": "x", "n": 4, "max_tokens": 50, "stream": True, "ignore_eos": True}
+    readers = []
     for _ in range(count):
-        reader, writer = await stack.enter_async_context(connected(port, receive_buffer=4096))
-        writer.write(written(COMPLETIONS, body | {"ignore_eos": True}))
-        await read_head(reader)
+        reader, writer = await stack.enter_async_context(connected(port))
+        writer.write(written(COMPLETIONS, body))
+        readers.append(reader)
+    await read_head(readers[0])
