@@ -10,7 +10,7 @@ from typing import Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from detjax.server import bodies, field_types, messages, request_fields, schemas, tools
+from detjax.server import bodies, field_types, messages, request_fields, response_fields, schemas, tools
 from detjax.server.field_marks import Ignored, Unserved
 from detjax.server.text_routes import DetokenizeRequest, TokenizeRequest
 
@@ -19,6 +19,7 @@ FILE: Final = Path(__file__).resolve().parents[1] / "docs" / "serve" / "fields.m
 _BODIES: Final[dict[str, type[BaseModel]]] = {
     "completions": schemas.CompletionRequest,
     "chat": schemas.ChatRequest,
+    "responses": response_fields.ResponsesRequest,
     "stream_options": request_fields.StreamOptions,
     "messages": messages.Message,
     "content parts": messages.TextPart,
@@ -26,6 +27,15 @@ _BODIES: Final[dict[str, type[BaseModel]]] = {
     "function of tool_calls": messages.CalledFunction,
     "tools": tools.ChatTool,
     "function of tools": tools.FunctionFields,
+    "items of type message": response_fields.InputMessage,
+    "items of type function_call": response_fields.InputCall,
+    "items of type function_call_output": response_fields.InputResult,
+    "parts of items": response_fields.InputPart,
+    "text": response_fields.TextSettings,
+    "text.format": response_fields.TextFormat,
+    "reasoning": response_fields.Reasoning,
+    "tools of responses": response_fields.ResponseTool,
+    "stream_options of responses": response_fields.ResponseStreamOptions,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -34,7 +44,7 @@ _LIMITS: Final = {
     "n": field_types.MOST_SAMPLES,
     "prompts of a request": field_types.MOST_PROMPTS,
     "token ids of a prompt": field_types.MOST_TOKENS,
-    "messages": field_types.MOST_MESSAGES,
+    "messages or items": field_types.MOST_MESSAGES,
     "parts of a message's content": field_types.MOST_PARTS,
     "`stop`": field_types.MOST_STOPS,
     "characters of a stop string": field_types.LONGEST_STOP,
@@ -57,8 +67,8 @@ value that was given and the values that are accepted. No field is silently igno
 difference. Every field that is not required may be null, which is as if it were not given. A field that no table lists
 is refused.
 
-"chat" is the body of `/v1/chat/completions`, "completions" that of `/v1/completions`; the other names are those of the
-objects within them.
+"chat" is the body of `/v1/chat/completions`, "completions" that of `/v1/completions`, "responses" that of
+`/v1/responses`; the other names are those of the objects within them.
 
 ## Served
 

@@ -34,6 +34,8 @@ from detjax.server.json_pieces import TURN_BYTES, JsonPieces
 from detjax.server.metrics import Metrics, RequestMetrics
 from detjax.server.request_fields import SamplingRequest
 from detjax.server.requests import RequestLog, RequestRecord, record_of
+from detjax.server.response_calls import ResponsesCall
+from detjax.server.response_fields import ResponsesRequest
 from detjax.server.schemas import ChatRequest, CompletionRequest
 from detjax.server.settings import Settings
 from detjax.server.streaming import DONE, EventStream
@@ -96,6 +98,8 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
     routes = [
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/responses", api.responses, methods=["POST"]),
+        Route("/v1/responses/{id:path}", api.stored_response, methods=["GET", "POST", "DELETE"]),
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/version", api.version),
@@ -154,6 +158,15 @@ class _Api:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         return await self._generate(request, ChatRequest, ChatCall)
+
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses."""
+        return await self._generate(request, ResponsesRequest, ResponsesCall)
+
+    async def stored_response(self, request: Request) -> Response:
+        """Any request for a response that was made before."""
+        self._authorize(request)
+        raise ApiError(404, f"there is no response {quote(request.path_params['id'])}: the server stores none")
 
     async def _generate(
         self,

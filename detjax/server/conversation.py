@@ -7,7 +7,7 @@ from starlette.concurrency import run_in_threadpool
 from detjax.engine import Constraint, Generation
 from detjax.server.api_calls import TOO_LONG, ServedModel
 from detjax.server.errors import ApiError
-from detjax.server.messages import Message
+from detjax.server.texts import Message as Turn
 from detjax.server.texts import TextTooLong
 from detjax.server.token_texts import Json
 from detjax.server.tool_answers import Answer, AnswerReader
@@ -23,7 +23,7 @@ class Conversation:
     """
 
     def __init__(
-        self, model: ServedModel, messages: Sequence[Message], variables: Json, tools: ToolUse | None, field: str
+        self, model: ServedModel, messages: Sequence[Turn], variables: Json, tools: ToolUse | None, field: str
     ) -> None:
         """A conversation with a model.
 

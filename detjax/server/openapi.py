@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from detjax.server.response_fields import ResponsesRequest
 from detjax.server.schemas import ChatRequest, CompletionRequest
 from detjax.server.text_routes import DETOKENIZED, TOKENIZED, DetokenizeRequest, TokenizeRequest
 from detjax.version import __version__
@@ -47,6 +48,32 @@ _RESPONSE = {
         "usage": _USAGE,
     },
 }
+_RESPONSE_OBJECT = {
+    "type": "object",
+    "required": ["id", "object", "created_at", "status", "model", "system_fingerprint", "output", "usage", "store"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "response"},
+        "created_at": {"type": "integer"},
+        "status": {"enum": ["completed", "incomplete"]},
+        "model": {"type": "string"},
+        "system_fingerprint": {"type": "string"},
+        "output": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "id", "status"],
+                "properties": {"type": {"enum": ["message", "function_call"]}},
+            },
+        },
+        "usage": {
+            "type": "object",
+            "required": ["input_tokens", "output_tokens", "total_tokens"],
+            "properties": {name: {"type": "integer"} for name in ("input_tokens", "output_tokens", "total_tokens")},
+        },
+        "store": {"const": False, "description": "The server keeps no answers."},
+    },
+}
 _MODEL = {
     "type": "object",
     "required": ["id", "object", "created", "owned_by", "max_model_len", "chat", "system_fingerprint"],
@@ -55,10 +82,11 @@ _MODEL = {
     | {"chat": {"type": "boolean"}},
 }
 _VERSION = {"type": "object", "required": ["version"], "properties": {"version": {"type": "string"}}}
+_GENERATION_BODIES = (CompletionRequest, ChatRequest, ResponsesRequest)
 _GENERATION_ERRORS = {
     400: "The request cannot be served; the message says why.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model.",
+    404: "There is no such model or response.",
     408: "The request did not arrive in time.",
     413: "The request is too large.",
     415: "The content type is not application/json.",
@@ -71,10 +99,10 @@ _GENERATION_ERRORS = {
 def document(model: str, *, needs_key: bool) -> dict[str, Any]:
     """Returns the OpenAPI 3.1 description of a server of one model."""
     _, schemas = models_json_schema(
-        [(schema, "validation") for schema in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)],
+        [(schema, "validation") for schema in (*_GENERATION_BODIES, TokenizeRequest, DetokenizeRequest)],
         ref_template="#/components/schemas/{model}",
     )
-    for schema in (CompletionRequest, ChatRequest):
+    for schema in _GENERATION_BODIES:
         schemas["$defs"][schema.__name__]["properties"]["model"]["enum"] = [model]
     description: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -82,6 +110,13 @@ def document(model: str, *, needs_key: bool) -> dict[str, Any]:
         "paths": {
             "/v1/completions": {"post": _generation("Complete a text.", CompletionRequest)},
             "/v1/chat/completions": {"post": _generation("Continue a conversation.", ChatRequest)},
+            "/v1/responses": {
+                "post": _generation("Continue a conversation of items.", ResponsesRequest, _RESPONSE_OBJECT)
+            },
+            "/v1/responses/{id}": {
+                method: _missing("Responses are not stored.", 401, 404) for method in ("get", "delete")
+            }
+            | {"parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]},
             "/tokenize": {"post": _text("Tokenize a text.", TokenizeRequest, TOKENIZED)},
             "/detokenize": {"post": _text("Decode tokens.", DetokenizeRequest, DETOKENIZED)},
             "/version": {"get": _operation("Tell the server's version.", _VERSION, 401)},
@@ -119,8 +154,15 @@ def document(model: str, *, needs_key: bool) -> dict[str, Any]:
     return description
 
 
-def _generation(summary: str, schema: type[BaseModel]) -> dict[str, Any]:
-    operation = _operation(summary, _RESPONSE, *_GENERATION_ERRORS)
+def _missing(summary: str, *errors: int) -> dict[str, Any]:
+    """An operation that no request succeeds in."""
+    operation = _operation(summary, {}, *errors)
+    del operation["responses"]["200"]
+    return operation
+
+
+def _generation(summary: str, schema: type[BaseModel], answer: dict[str, Any] = _RESPONSE) -> dict[str, Any]:
+    operation = _operation(summary, answer, *_GENERATION_ERRORS)
     # OpenAPI 3.1 has no schema for the events of a stream: "string" would be that of each event as an object.
     operation["responses"]["200"]["content"]["text/event-stream"] = {}
     return _with_body(operation, schema)

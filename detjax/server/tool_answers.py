@@ -53,27 +53,26 @@ class AnswerReader:
         """Yields the rest at the end of the answer."""
         yield from self._parts(self._parser.finish())
 
-    def read(self, tokens: Sequence[int], text: str) -> Answer:
-        """Returns what a whole answer says and calls."""
+    def parts(self, tokens: Sequence[int], text: str) -> Iterator[Part]:
+        """Yields all parts of a whole answer."""
         if self._marks is not None:
             text = self._marks.whole(tokens, text)
-        content, calls = list[str](), list[tuple[str, list[str]]]()
         pieces = (text[start : start + _PIECE] for start in range(0, len(text), _PIECE))
-        for part in itertools.chain.from_iterable(map(self._parser.add, pieces)):
-            self._take(part, content, calls)
-        for part in self._parser.finish():
-            self._take(part, content, calls)
-        return Answer("".join(content), [Call(name, "".join(arguments)) for name, arguments in calls[: self._most]])
+        yield from self._parts(itertools.chain.from_iterable(map(self._parser.add, pieces)))
+        yield from self._parts(self._parser.finish())
 
-    @staticmethod
-    def _take(part: Part, content: list[str], calls: list[tuple[str, list[str]]]) -> None:
-        match part:
-            case Content(text):
-                content.append(text)
-            case CallBegins(_, name):
-                calls.append((name, []))
-            case Arguments(index, text):
-                calls[index][1].append(text)
+    def read(self, tokens: Sequence[int], text: str) -> Answer:
+        """Returns what a whole answer says and calls."""
+        content, calls = list[str](), list[tuple[str, list[str]]]()
+        for part in self.parts(tokens, text):
+            match part:
+                case Content(text):
+                    content.append(text)
+                case CallBegins(_, name):
+                    calls.append((name, []))
+                case Arguments(index, text):
+                    calls[index][1].append(text)
+        return Answer("".join(content), [Call(name, "".join(arguments)) for name, arguments in calls])
 
     def _parts(self, parts: Iterator[Part]) -> Iterator[Part]:
         for part in parts:
