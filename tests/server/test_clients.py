@@ -3,13 +3,17 @@
 import importlib.util
 import json
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from detjax.engine import Engine
+from detjax.models import Decoder, Tokenizer
 from tests.server.client_scenarios import SCENARIOS
-from tests.server.running_server import MODEL, Running
+from tests.server.running_server import MODEL, Running, serving
+from tests.server.tool_models import HERMES
 
 RECORDED: Final = json.loads((Path(__file__).parent / "client_payloads.json").read_text())
 """What packages sent; `client_scenarios` records it."""
@@ -78,6 +82,13 @@ WRITTEN: Final[dict[str, dict[str, Any]]] = {
 """Requests that packages send, by what sends them. They were written down from sources."""
 
 
+@pytest.fixture(scope="module")
+def server(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> Iterator[Running]:
+    """A server whose chat template has tools."""
+    with serving(engine, (loaded[0], loaded[1].with_chat_template(HERMES))) as running:
+        yield running
+
+
 def answer(server: Running, path: str, body: dict[str, Any]) -> Any:
     """The JSON of an answer, or of all its chunks."""
     request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
@@ -85,9 +96,11 @@ def answer(server: Running, path: str, body: dict[str, Any]) -> Any:
         assert response.status == 200
         if not body.get("stream"):
             return json.load(response)
-        *events, done, rest = response.read().decode().split("\n\n")
-        assert (done, rest) == ("data: [DONE]", "")
-        return [json.loads(event.removeprefix("data: ")) for event in events]
+        *events, rest = response.read().decode().split("\n\n")
+        assert rest == ""
+        if path != "/v1/responses":
+            assert events.pop() == "data: [DONE]"
+        return [json.loads(event.rpartition("data: ")[2]) for event in events]
 
 
 @pytest.mark.parametrize("payload", RECORDED, ids=lambda payload: f"{payload['client']} {payload['path']}")
@@ -121,6 +134,7 @@ def test_continuous_usage_counts_the_tokens_so_far_in_every_chunk(server: Runnin
 
 @pytest.mark.parametrize("package", SCENARIOS)
 def test_packages_work_as_their_documentation_shows(server: Running, package: str) -> None:
-    if importlib.util.find_spec(package.removesuffix("-llms-openai-like").replace("-", "_")) is None:
+    module = {"openai-agents": "agents"}.get(package, package.removesuffix("-llms-openai-like").replace("-", "_"))
+    if importlib.util.find_spec(module) is None:
         pytest.skip(f"{package} is not installed")
     SCENARIOS[package](f"{server.url}/v1")
