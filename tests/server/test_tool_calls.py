@@ -128,6 +128,7 @@ def test_the_pieces_of_a_text_make_no_difference(parser: type[ToolCallParser], p
         "<tool_call>" * 100_000,
         "[TOOL_CALLS]" * 100_000,
         '<tool_call>{"a":[' * 50_000 + "]" * 50_000,
+        '<tool_call>{"a":[' * 8_000 + "]}" * 8_000,
         '[TOOL_CALLS][{"a":[' * 50_000 + "]" * 50_000,
         '{"name": "f", "parameters": {' + '"a": [[' * 100_000,
         '{"name": ' + "1" * 1_000_000,
@@ -141,7 +142,7 @@ def test_a_text_takes_time_in_proportion_to_its_length(parser: type[ToolCallPars
     pieces = (text[start : start + 1000] for start in range(0, len(text), 1000))
     began = time.process_time()
     parsed(parser(), pieces)
-    assert time.process_time() - began < 60
+    assert time.process_time() - began < 20
 
 
 def test_arguments_are_told_as_they_come() -> None:
