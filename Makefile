@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-tpu test-all mutants lint format lock clean
+.PHONY: help demo test test-tpu test-all mutants soak lint format lock clean
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -44,6 +44,11 @@ test-all: ## run every case of every test, where the other targets run a sample 
 
 mutants: $(PTXAS)/.ready $(LIBTPU)/.ready ## plant faults in copies of the code; fail if the tests miss one
 	$(BIN)/python tools/mutants.py $(MUTANTS)
+
+SOAK ?= load
+
+soak: $(READY) ## attack real servers for minutes (SOAK="kills --times 4" picks an attack; --help lists them)
+	$(BIN)/python -m tools.soak $(SOAK)
 
 lint: $(READY) ## check style, formatting, types, the direction of imports and the rules of language
 	$(BIN)/ruff check

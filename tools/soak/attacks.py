@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
 from tools.soak.http_client import Answer, ask, connected, read_head, written
-from tools.soak.probes import CHAT, COMPLETIONS, JSON_FORMAT
+from tools.soak.probes import CHAT, COMPLETIONS, JSON_FORMAT, RESPONSES
 from tools.soak.server_process import MODEL
 
 type Verdict = tuple[bool, Any]
@@ -36,6 +36,7 @@ class Attack:
 _BODY: Final = 8_000_000
 """Bytes of the largest bodies, just below what a server takes."""
 _USER: Final = {"role": "user", "content": "x"}
+_TOOL: Final = {"type": "function", "function": {"name": "x", "parameters": {"type": "object"}}}
 
 
 def attacks() -> list[Attack]:
@@ -52,6 +53,10 @@ def attacks() -> list[Attack]:
         Attack("8 MB of messages", refused, _wrong("messages", json.dumps(_USER), CHAT)),
         Attack("8 MB of wrong parts of a message", refused, _wrong_parts),
         Attack("8 MB of wrong tools", refused, _wrong("tools", "{}", CHAT, {"messages": [_USER]})),
+        Attack("8 MB of tools", refused, _wrong("tools", json.dumps(_TOOL), CHAT, {"messages": [_USER]})),
+        Attack("8 MB of wrong items of /v1/responses", refused, _wrong("input", "{}", RESPONSES)),
+        Attack("an input of 8 MB of /v1/responses", refused, _long_text(RESPONSES, lambda text: {"input": text})),
+        Attack("a tool whose schema is deep", "no status 500", _deep_tool),
         Attack("8 MB of stop strings", refused, _wrong("stop", '"x"', COMPLETIONS, {"prompt": "x"})),
         Attack("8 MB of nested lists", refused, _nested),
         Attack("a prompt of 8 MB", refused, _long_text(COMPLETIONS, lambda text: {"prompt": text})),
@@ -103,6 +108,23 @@ async def _wrong_parts(port: int, is_small: bool) -> Verdict:
     parts = ",".join(["{}"] * (_BODY // (150 if is_small else 3)))
     body = f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": [{parts}]}}]}}'
     return await _refused(port, CHAT, body.encode(), (400,))
+
+
+async def _deep_tool(port: int, is_small: bool) -> Verdict:
+    """Schemas as deep as JSON's parser takes, as tools and as forms of answers."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(60):
+        schema = {"type": "object", "properties": {"a": schema, "b": {"anyOf": [schema, {"type": "null"}]}}}
+        if len(json.dumps(schema)) > 200_000:
+            break
+    tool = {"type": "function", "function": {"name": "x", "strict": True, "parameters": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    bodies = ({"tools": [tool], "tool_choice": "required"}, {"tools": [tool]}, {"response_format": form})
+    answers = [
+        await ask(port, written(CHAT, {"model": MODEL, "messages": [_USER], "max_tokens": 5} | body)) for body in bodies
+    ]
+    seen = [f"{answer.status} after {answer.seconds:.1f} s: {answer.body[:100]!r}" for answer in answers]
+    return all(200 <= answer.status < 500 for answer in answers), seen
 
 
 async def _nested(port: int, is_small: bool) -> Verdict:

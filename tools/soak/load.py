@@ -57,7 +57,17 @@ class _Counts:
     seconds: list[float] = dataclasses.field(default_factory=list)
 
 
-def run(report: Report, folder: Path, cache: Path, sizes: Sizes, *, seed: int, health: float, margin: float) -> None:
+def run(
+    report: Report,
+    folder: Path,
+    cache: Path,
+    sizes: Sizes,
+    *,
+    backend: str,
+    seed: int,
+    health: float,
+    margin: float,
+) -> None:
     """Runs the load.
 
     Args:
@@ -65,11 +75,13 @@ def run(report: Report, folder: Path, cache: Path, sizes: Sizes, *, seed: int, h
         folder: for logs.
         cache: the directory of compiled programs.
         sizes: how large the load is.
+        backend: of the server.
         seed: of the clients' choices.
         health: seconds that an answer of /health may take.
         margin: MiB that the server may have more at the end than after the warm-up.
     """
-    with ServerProcess(folder, SMALL if sizes.is_small else (), cache=cache) as server:
+    options = ("--backend", backend, *(SMALL if sizes.is_small else ()))
+    with ServerProcess(folder, options, cache=cache) as server:
         server.ready()
         with watching(server) as watch:
             asyncio.run(_run(report, server, watch, sizes, seed, margin))

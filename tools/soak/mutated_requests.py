@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from tools.soak.http_client import written
-from tools.soak.probes import CHAT, COMPLETIONS, JSON_FORMAT
+from tools.soak.probes import CHAT, COMPLETIONS, JSON_FORMAT, SCHEMA
 from tools.soak.server_process import MODEL
 
 _WEATHER: Final = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -75,6 +75,17 @@ BODIES: Final[dict[str, Sequence[dict[str, Any]]]] = {
             "tools": [_WEATHER],
             "tool_choice": "auto",
         },
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "x"}],
+            "max_tokens": 20,
+            "tools": [
+                _WEATHER,
+                {"type": "function", "function": {"name": "time", "strict": True, "parameters": SCHEMA}},
+            ],
+            "tool_choice": {"type": "function", "function": {"name": "time"}},
+            "parallel_tool_calls": False,
+        },
     ),
     "/tokenize": (
         {"prompt": "some text"},
@@ -83,6 +94,27 @@ BODIES: Final[dict[str, Sequence[dict[str, Any]]]] = {
     "/detokenize": ({"tokens": [1, 2, 3]},),
     "/v1/responses": (
         {"model": MODEL, "input": "x", "max_output_tokens": 16},
+        {
+            "model": MODEL,
+            "input": [
+                {"role": "user", "content": "x"},
+                {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "1", "output": "rain"},
+            ],
+            "tools": [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}],
+            "tool_choice": "required",
+            "max_output_tokens": 20,
+        },
+        {
+            "model": MODEL,
+            "input": "x",
+            "text": {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA, "strict": True}},
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+            "temperature": 0.5,
+            "max_output_tokens": 16,
+            "stream": True,
+        },
         {"model": MODEL, "input": [{"role": "user", "content": "x"}], "instructions": "y", "stream": True},
         {
             "model": MODEL,

@@ -11,7 +11,7 @@ from tools.soak.http_client import ask, connected, read_head, written
 from tools.soak.mutated_requests import BODIES, Mutated, mutated
 from tools.soak.probes import alone, differences, few_probes
 from tools.soak.report import Report
-from tools.soak.server_process import ServerProcess
+from tools.soak.server_process import SMALL, ServerProcess
 from tools.soak.watch import Watch, watching
 
 _CLIENTS: Final = 8
@@ -23,7 +23,9 @@ _SERVER_ERRORS: Final = range(500, 600)
 _OPTIONS: Final = ("--max-samples", 16, "--token-budget", 128, "--max-length", 128, "--max-queue", 4096)
 
 
-def run(report: Report, folder: Path, cache: Path, requests: int, seed: int, *, health: float, margin: float) -> None:
+def run(
+    report: Report, folder: Path, cache: Path, requests: int, seed: int, is_small: bool, *, health: float, margin: float
+) -> None:
     """Sends damaged requests, each of which follows from the seed.
 
     Args:
@@ -32,10 +34,11 @@ def run(report: Report, folder: Path, cache: Path, requests: int, seed: int, *, 
         cache: the directory of compiled programs.
         requests: how many.
         seed: of all of them.
+        is_small: whether the server is a small one.
         health: seconds that an answer of /health may take.
         margin: MiB that the server may have more than when it was idle.
     """
-    with ServerProcess(folder, _OPTIONS, cache=cache) as server:
+    with ServerProcess(folder, SMALL if is_small else _OPTIONS, cache=cache) as server:
         server.ready()
         with watching(server) as watch:
             asyncio.run(_run(report, server, watch, requests, seed, margin))

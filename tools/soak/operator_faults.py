@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -26,13 +25,10 @@ _CLOCK: Final = "{{ strftime_now('%S') }}{% for message in messages %}{{ message
 """A chat template that wants to know the time."""
 
 
-def operator_faults(folder: Path, cache: Path, is_small: bool) -> Iterator[tuple[str, str, Verdict]]:
-    """Yields the name of each fault, what is expected, and the verdict. Small runs start no servers."""
-    lines = _command_lines(folder)
-    yield from itertools.islice(lines, 2) if is_small else lines
+def operator_faults(folder: Path, cache: Path) -> Iterator[tuple[str, str, Verdict]]:
+    """Yields the name of each fault, what is expected, and the verdict."""
+    yield from _command_lines(folder)
     yield "a cache that others can write to", "refused", _open_cache(folder)
-    if is_small:
-        return
     yield "an option of JAX that changes bits", "refused", _disabled_optimizations()
     yield "XLA's flags in a file", "a fingerprint that depends on its contents", _flags_in_a_file(folder)
     yield "a lock of the cache behind a symbolic link", "the file behind it is unharmed", _linked_lock(folder)

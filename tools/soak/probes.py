@@ -11,6 +11,7 @@ from tools.soak.server_process import MODEL
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
+RESPONSES: Final = "/v1/responses"
 _SPEECH: Final = "KING RICHARD III:\nNow is the winter of our discontent\nMade glorious summer by this sun of York;\n"
 _PROMPTS: Final = ("KING RICHARD III:", "First Citizen:\nBefore we proceed", "é你\U0001f600", "x", _SPEECH, 3 * _SPEECH)
 _QUESTION: Final = [{"role": "user", "content": "Who are you?"}]
@@ -28,6 +29,7 @@ SCHEMA: Final = {
 }
 JSON_FORMAT: Final = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
 """The `response_format` of answers that follow the schema."""
+_TOOL: Final = {"type": "function", "function": {"name": "describe", "parameters": SCHEMA}}
 _NOT_COMPARED: Final = ("id", "created", "prompt_tokens_details")
 """Fields that are no part of the promise: the prefix cache decides how many tokens are cached."""
 
@@ -209,5 +211,7 @@ def _chats() -> Iterator[tuple[str, dict[str, Any]]]:
         "schema, n 2": {"response_format": JSON_FORMAT, "max_completion_tokens": 60, "n": 2, "seed": 9},
         "schema, streamed": {"response_format": JSON_FORMAT, "max_completion_tokens": 60, "stream": True},
         "any object": {"response_format": {"type": "json_object"}, "max_completion_tokens": 30},
+        "a tool": {"tools": [_TOOL], "tool_choice": "required", "max_completion_tokens": 60},
+        "a tool, streamed": {"tools": [_TOOL], "tool_choice": "required", "max_completion_tokens": 60, "stream": True},
     }.items():
         yield name, base | more

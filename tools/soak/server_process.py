@@ -14,12 +14,15 @@ from detjax.demo import CHECKPOINT
 
 MODEL: Final = "chatty"
 """What clients call the model: the checkpoint that comes with detjax, and a chat template."""
-TEMPLATE: Final = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n"
-    "{% endfor %}\n"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-SMALL: Final = ("--max-samples", 4, "--token-budget", 64, "--max-length", 256)
+TEMPLATE: Final = """\
+{%- if tools %}{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Call one so: <tool_call>{"name": "x", "arguments": {}}</tool_call>
+{% endif %}
+{%- for message in messages %}{{ message.role }}: {{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call | tojson }}</tool_call>{% endfor %}
+{% endfor %}
+{%- if add_generation_prompt %}assistant: {% endif %}"""
+SMALL: Final = ("--max-samples", 4, "--token-budget", 64, "--max-length", 384)
 """Options of a server that starts quickly."""
 MAIN: Final = "from detjax.cli import app; app()"
 _STARTS_WITHIN: Final = 1800
