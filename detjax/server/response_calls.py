@@ -167,8 +167,8 @@ class ResponsesCall(ApiCall):
         return b"event: %b\ndata: %b\n\n" % (chunk["type"].encode(), content)
 
     def error_event(self, error: ApiError) -> bytes:
-        told = error.body["error"]
-        fields = {name: told[name] for name in ("code", "message", "param")}
+        content = error.body["error"]
+        fields = {name: content[name] for name in ("code", "message", "param")}
         return self.event(self._numbered({"type": "error"} | fields))
 
     def _numbered(self, chunk: Json) -> Json:
