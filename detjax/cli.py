@@ -273,7 +273,7 @@ def serve(
             app = server.create_app(running, decoder, tokenizer, settings)
             with contextlib.closing(app.state.texts) as texts:
                 texts.start()  # they load the tokenizer while programs are compiled
-                running.warm_up(progress=sys.stderr.isatty(), cache=cache)
+                running.warm_up(progress=sys.stderr.isatty(), cache=cache, in_background=True)
                 ready = f"{settings.name} on {server.url(bound, connections)}, fingerprint {app.state.fingerprint}"
                 console = Console(stderr=True, highlight=False, soft_wrap=True)
                 code = server.Server(app, connections).serve_on(bound, lambda: console.print(ready, markup=False))

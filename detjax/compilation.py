@@ -2,12 +2,16 @@
 
 import contextlib
 import functools
+import importlib
 import itertools
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, overload
 
 import jax
+import jax.numpy as jnp
 from jax._src.core import trace_state_clean  # JAX has no public name for "nothing is being traced"
+from jax.experimental import serialize_executable
 
 from detjax import backends, environment, jax_options
 from detjax.environment import EnvironmentContradiction as EnvironmentContradiction
@@ -147,6 +151,20 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[.
         RuntimeError: the backend that was chosen has no kernels for this device.
     """
     return getattr(fn, _COMPILED)(*args, **kwargs)
+
+
+def serialized(program: Any) -> bytes:
+    """Returns what `compiled` returned as bytes, which `loaded` takes in any process of an equal fingerprint."""
+    return pickle.dumps(serialize_executable.serialize(program))
+
+
+def loaded(content: bytes) -> Callable[..., Any]:
+    """Returns a program from its bytes. They can run any code here, so they must come from somebody trusted."""
+    if backends.target() == "gpu":
+        importlib.import_module("jax.experimental.mosaic.gpu")  # it says where the library is that kernels call
+    # The program is one of JAX's default device, as those of `compiled` are.
+    devices = [next(iter(jnp.zeros(()).devices()))]
+    return serialize_executable.deserialize_and_load(*pickle.loads(content), execution_devices=devices)
 
 
 @contextlib.contextmanager

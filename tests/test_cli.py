@@ -203,7 +203,7 @@ class Serving:
         self.log = log
         return server_logs.logging_to_stderr(log)
 
-    def warm_up(self, *, progress: bool, cache: Path | None) -> None:
+    def warm_up(self, *, progress: bool, cache: Path | None, in_background: bool) -> None:
         self.cache = cache
 
     def _app(self, engine: object, model: object, tokenizer: object, settings: server.Settings) -> SimpleNamespace:

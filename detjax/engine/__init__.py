@@ -1,14 +1,13 @@
 """Generation: from prompts to tokens and logprobs."""
 
 from detjax.engine.batch import BatchShapes as BatchShapes
-from detjax.engine.compilation_cache import prepare_cache as prepare_cache
 from detjax.engine.config import EngineConfig as EngineConfig
 from detjax.engine.config import EngineStats as EngineStats
 from detjax.engine.constraints import Constraint as Constraint
 from detjax.engine.engine import Engine as Engine
 from detjax.engine.engine import EngineClosed as EngineClosed
 from detjax.engine.generate import generate as generate
-from detjax.engine.model_runner import SamplingVariant as SamplingVariant
+from detjax.engine.program_cache import prepare_cache as prepare_cache
 from detjax.engine.request import Completion as Completion
 from detjax.engine.request import Generation as Generation
 from detjax.engine.request import NotFinite as NotFinite
@@ -19,3 +18,4 @@ from detjax.engine.sampling_params import SamplingParams as SamplingParams
 from detjax.engine.sequence import Sequence as Sequence
 from detjax.engine.step_loop import StepLoop as StepLoop
 from detjax.engine.step_loop import StepLoopConfig as StepLoopConfig
+from detjax.engine.step_programs import SamplingVariant as SamplingVariant

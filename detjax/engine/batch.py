@@ -1,7 +1,7 @@
 """A step as the device takes it: arrays whose shapes come from a few that programs are compiled for."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -113,9 +113,9 @@ class BatchShapes:
     def __iter__(self) -> Iterator[BatchShape]:
         return iter(self._shapes)
 
-    def smallest(self, step: ScheduledStep) -> BatchShape:
-        """Returns the cheapest shape that has room for a step."""
-        return next(shape for shape in self._shapes if shape.fits(step))
+    def smallest(self, step: ScheduledStep, is_ready: Callable[[BatchShape], bool] = lambda _: True) -> BatchShape:
+        """Returns the cheapest shape that has room for a step, among those that are ready."""
+        return next(shape for shape in self._shapes if shape.fits(step) and is_ready(shape))
 
 
 def _sizes(first: int, last: int) -> list[int]:

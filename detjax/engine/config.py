@@ -7,8 +7,9 @@ import jax
 
 from detjax.contract import KV_BLOCK
 from detjax.engine.batch import BatchShapes
-from detjax.engine.model_runner import SamplingVariant, bytes_of_page
+from detjax.engine.model_runner import bytes_of_page
 from detjax.engine.step_loop import StepLoopConfig
+from detjax.engine.step_programs import SamplingVariant
 from detjax.models import Decoder
 from detjax.options import KVQuantization
 

@@ -20,10 +20,10 @@ from rich.progress import track
 
 from detjax import backends
 from detjax.engine import sequence as sequences
-from detjax.engine.compilation_cache import compilation_cache
 from detjax.engine.config import EngineConfig, EngineStats
 from detjax.engine.constraints import Constraint, ModelConstraints
 from detjax.engine.page_pool import prefix_root
+from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request import Generation, Request, Token
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.validation import check_arrays, encode_prompt, end_tokens
@@ -140,7 +140,7 @@ class Engine:
         self._thread.start()
         atexit.register(self.close)  # a program that ends while the device computes may crash
 
-    def warm_up(self, *, progress: bool = False, cache: Path | None = None) -> None:
+    def warm_up(self, *, progress: bool = False, cache: Path | None = None, in_background: bool = False) -> None:
         """Compiles every program that steps may need. The engine must be idle.
 
         Afterwards Python's garbage collector ignores the objects that exist now: tracing leaves many of them, and a
@@ -150,6 +150,8 @@ class Engine:
             progress: show a bar on stderr.
             cache: a directory of compiled programs. Programs found there are not compiled again, and new ones are added
                 to it. Whoever can write to it can run code in this process.
+            in_background: return when the engine can serve any request, and let other processes compile the programs
+                that make some steps faster. No request waits for one. On a CPU nothing is left for later.
 
         Raises:
             OSError: the directory cannot be made or written to.
@@ -161,8 +163,10 @@ class Engine:
             self._check_idle("warm_up")
             console = Console(stderr=True)
             bar = functools.partial(track, description="compiling", console=console, disable=not progress)
-            with compilation_cache(cache):
-                self._loop.warm_up(lambda programs, count: bar(programs, total=count))
+            compiler = ProgramCompiler(
+                cache, in_background=in_background, track=lambda programs, count: bar(programs, total=count)
+            )
+            self._loop.warm_up(compiler)
             gc.collect()
             gc.freeze()
 
@@ -472,6 +476,7 @@ class Engine:
         with self._open:
             self._end_reason = EngineClosed(f"Engine: {state}")
             self._end_reason.__cause__ = failure
+        self._loop.close()
         for job in dict.fromkeys(self._jobs.values()):
             job.settle(self._end_reason)
         self._jobs.clear()

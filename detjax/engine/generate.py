@@ -9,12 +9,13 @@ from rich.progress import Progress
 from detjax.contract import PORTABLE_ROWS
 from detjax.engine.batch import BatchShapes
 from detjax.engine.constraints import ModelConstraints
-from detjax.engine.model_runner import SamplingVariant, bytes_of_page
+from detjax.engine.model_runner import bytes_of_page
 from detjax.engine.request import Generation
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.scheduler import pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.step_loop import StepLoop, StepLoopConfig
+from detjax.engine.step_programs import SamplingVariant
 from detjax.engine.validation import encode_prompt, end_tokens
 from detjax.models import Decoder, Tokenizer
 from detjax.options import KVQuantization

@@ -10,11 +10,13 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
-from detjax.engine.model_runner import SCORED_ROWS, ModelRunner, SampledTokens, SamplingVariant
+from detjax.engine.model_runner import ModelRunner
 from detjax.engine.page_pool import PagePool
+from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request import Token
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler
 from detjax.engine.sequence import Sequence
+from detjax.engine.step_programs import SCORED_ROWS, SampledTokens, SamplingVariant, StepPrograms
 from detjax.models import Decoder
 from detjax.options import KVQuantization
 
@@ -31,7 +33,13 @@ class Runner(Protocol):
 
     def score(self, rows: Any, first: int, tokens: np.ndarray) -> SampledTokens: ...
 
-    def warm_up(self, batches: Seq[StepBatch], track: Callable[[Iterable[Any], int], Iterable[Any]]) -> None: ...
+    def programs(self, batches: Iterable[StepBatch]) -> StepPrograms: ...
+
+    def warm_up(self, batches: Seq[StepBatch], compiler: ProgramCompiler) -> None: ...
+
+    def has_layers(self, shape: BatchShape) -> bool: ...
+
+    def close(self) -> None: ...
 
     def update_weights(self, params: PyTree[Array]) -> None: ...
 
@@ -147,9 +155,20 @@ class StepLoop:
         """Appends a sequence to the waiting ones."""
         self.scheduler.submit(sequence)
 
-    def warm_up(self, track: Callable[[Iterable[Any], int], Iterable[Any]]) -> None:
-        """Compiles every program that steps may need; see `ModelRunner.warm_up`. The loop must be idle."""
-        self._runner.warm_up([self._slots.batch(ScheduledStep(), shape) for shape in self._shapes], track)
+    def programs(self) -> StepPrograms:
+        """Returns every program that steps may need."""
+        return self._runner.programs(self._empty_batches())
+
+    def warm_up(self, compiler: ProgramCompiler) -> None:
+        """Compiles the programs that steps may need; see `ModelRunner.warm_up`. The loop must be idle."""
+        self._runner.warm_up(self._empty_batches(), compiler)
+
+    def close(self) -> None:
+        """Ends what is still being compiled."""
+        self._runner.close()
+
+    def _empty_batches(self) -> list[StepBatch]:
+        return [self._slots.batch(ScheduledStep(), shape) for shape in self._shapes]
 
     def update_weights(self, params: PyTree[Array]) -> None:
         """Replaces the weights, and forgets all prefixes in the cache. The loop must be idle.
@@ -172,7 +191,7 @@ class StepLoop:
 
     def _start(self, step: ScheduledStep) -> list[tuple[Sequence, Token]]:
         """Gives the device a step. Returns the tokens of the step before, if the step's constraints depend on them."""
-        shape = self._shapes.smallest(step)
+        shape = self._shapes.smallest(step, self._runner.has_layers)
         chunks = [(row, chunk) for row, chunk in enumerate(step.chunks) if chunk.completes]
         needed = SamplingVariant.needed_by([chunk.sequence.params for _, chunk in chunks]) if chunks else None
         batch = self._slots.batch(step, shape, adjusted=needed is not None and needed.adjusted)

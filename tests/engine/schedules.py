@@ -26,12 +26,12 @@ from hypothesis.stateful import (
 
 from detjax import SamplingParams, kv_pages
 from detjax.engine import batch, page_pool, scheduler
-from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
-from detjax.engine.model_runner import SampledTokens, SamplingVariant
+from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.page_pool import PagePool, prefix_root
 from detjax.engine.scheduler import Scheduler, pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.step_loop import StepLoop
+from detjax.engine.step_programs import SampledTokens, SamplingVariant, StepPrograms
 
 VOCABULARY, END = 50, 7
 PAGE = 4
@@ -118,8 +118,17 @@ class RememberingRunner:
     def score(self, rows: None, first: int, tokens: np.ndarray) -> SampledTokens:
         raise AssertionError("no request asks for prompt logprobs")
 
-    def warm_up(self, batches: Any, track: Any) -> None:
+    def programs(self, batches: Any) -> StepPrograms:
         raise AssertionError("there is nothing to compile")
+
+    def warm_up(self, batches: Any, compiler: Any) -> None:
+        raise AssertionError("there is nothing to compile")
+
+    def has_layers(self, shape: BatchShape) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
 
     def update_weights(self, params: Any) -> None:
         raise AssertionError("there are no weights")

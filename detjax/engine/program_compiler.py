@@ -1,0 +1,213 @@
+"""Compiles the programs of a step loop side by side: in processes of their own where tracing takes long, else here."""
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+
+from detjax import backends, compilation
+from detjax.engine.compiler_process import CompilerFailed, CompilerProcess, Task
+from detjax.engine.program_cache import ProgramCache
+from detjax.engine.step_programs import StepPrograms
+
+_MOST_COMPILERS: Final = 16
+"""Threads or processes that compile at most."""
+_log: Final = logging.getLogger(__name__)
+
+type Program = Callable[..., Any]
+
+
+class ProgramCompiler:
+    """Compiles every program of a step loop, or finds it in a cache."""
+
+    def __init__(
+        self,
+        cache: Path | None = None,
+        *,
+        processes: int | None = None,
+        in_background: bool = False,
+        track: Callable[[Iterable[Any], int], Iterable[Any]] = lambda programs, _: programs,
+    ) -> None:
+        """A compiler that has not compiled anything.
+
+        Args:
+            cache: a directory of compiled programs. Programs found there are not compiled again, and new ones are added
+                to it. Whoever can write to it can run code in this process.
+            processes: processes that trace and compile; 0: threads of this process do. On a GPU each process has a
+                context of its own, of about 0.5 GB. Default: on a GPU one for each processor, 16 at most, since tracing
+                the kernels takes most of the time there, and threads would do it one after the other; elsewhere 0.
+            in_background: return when the essential programs are there, and let the processes go on with the others.
+                Threads would hold up the steps, so without processes nothing is left for later.
+            track: is given the programs that are compiled before the return, as they come, and their number, and yields
+                them.
+        """
+        self._threads = min(_MOST_COMPILERS, len(os.sched_getaffinity(0)))
+        if processes is None:
+            processes = self._threads if jax.default_backend() == "gpu" else 0
+        self._cache, self._processes, self._track = cache, processes, track
+        self._in_background = in_background and processes > 0
+
+    def start(self, programs: StepPrograms, add: Callable[[Hashable, Program], None]) -> "Compilation":
+        """Compiles, and returns when nothing is left, or nothing essential; see `__init__`.
+
+        Args:
+            programs: the programs.
+            add: is called with each program and its key: with those that are left for later in another thread.
+
+        Raises:
+            OSError: the cache's directory cannot be made or written to, or it is not private.
+        """
+        cache = None if self._cache is None else ProgramCache(self._cache, programs)
+        started = Compilation(programs, cache, add, max(self._threads, self._processes))
+        try:
+            started.load()
+            first = started.compile(self._processes, in_background=self._in_background)
+            for future in self._track(as_completed(first), len(first)):
+                future.result()
+        except BaseException:
+            started.close()
+            raise
+        return started
+
+
+class Compilation:
+    """The programs of one step loop while they are compiled.
+
+    No bit depends on where a program is compiled. A process that fails, as for want of memory on the device, is not
+    asked again: this process compiles the essential programs in its place, and the others stay pending.
+
+    Attributes:
+        pending: keys of the programs that are not there yet.
+    """
+
+    def __init__(
+        self,
+        programs: StepPrograms,
+        cache: ProgramCache | None,
+        add: Callable[[Hashable, Program], None],
+        threads: int,
+    ) -> None:
+        """A compilation that has not begun; arguments as in `ProgramCompiler.start`."""
+        self._programs, self._by_key, self._cache, self._add = programs, programs.by_key(), cache, add
+        self.pending = set(self._by_key)
+        self._backend = backends.backend()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="detjax-compiler")
+        self._processes: list[CompilerProcess] = []
+        self._idle: queue.SimpleQueue[CompilerProcess | None] = queue.SimpleQueue()
+        """Processes that wait for a program, and None in place of each that has failed."""
+        self._unfinished, self._lock = 0, threading.Lock()
+        self._is_closed = False
+
+    def load(self) -> None:
+        """Adds the programs that are in the cache."""
+        if self._cache is not None:
+            for future in [self._pool.submit(self._load, key) for key in self._by_key]:
+                future.result()
+
+    def compile(self, processes: int, *, in_background: bool) -> list[Future[None]]:
+        """Begins to compile the missing programs. Returns futures of those that must be there before steps are."""
+        missing = [key for key in self._by_key if key in self.pending]
+        if processes and missing:
+            task = Task.for_programs(self._programs)
+            for _ in range(min(processes, len(missing))):
+                self._processes.append(CompilerProcess(task))
+                self._idle.put(self._processes[-1])
+        futures = {key: self._pool.submit(self._compile, key) for key in missing}
+        self._unfinished = len(futures)
+        for future in futures.values():
+            future.add_done_callback(self._count_finished)
+        self._pool.shutdown(wait=False)  # its threads end after what they were given
+        return [future for key, future in futures.items() if self._by_key[key].is_essential or not in_background]
+
+    def wait(self) -> None:
+        """Waits until nothing is compiled any more."""
+        self._pool.shutdown(wait=True)
+
+    def close(self) -> None:
+        """Ends the processes. What is pending stays so."""
+        self._is_closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._end_processes()
+        self._pool.shutdown(wait=True)
+
+    def _end_processes(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.close()
+
+    def _count_finished(self, _: Future[None]) -> None:
+        with self._lock:
+            self._unfinished -= 1
+            is_last = not self._unfinished
+        if is_last and not self._is_closed:
+            self._end_processes()
+            if self._cache is not None:
+                self._cache.report_failures()
+            _log.info("%d programs were compiled", len(self._by_key) - len(self.pending))
+
+    def _finish(self, key: Hashable, program: Program) -> None:
+        self._add(key, program)
+        self.pending.discard(key)
+
+    def _load(self, key: Hashable) -> None:
+        assert self._cache is not None
+        content = self._cache.load(key)
+        if content is None:
+            return
+        try:
+            program = compilation.loaded(content)
+        except Exception as error:  # JAX has none of its own for this
+            _log.warning("a compiled program in the cache cannot be loaded, and is compiled again: %s", error)
+            self._cache.remove(key)
+        else:
+            self._finish(key, program)
+
+    def _compile(self, key: Hashable) -> None:
+        program, content = self._by_key[key], self._compiled_elsewhere(key)
+        if self._is_closed:
+            return
+        if content is not None:
+            compiled = compilation.loaded(content)
+        elif self._processes and not program.is_essential:
+            return
+        else:
+            with backends.use_backend(self._backend):  # every thread chooses its own backend
+                compiled = compilation.compiled(
+                    program.fn, self._programs.network, self._programs.weights, *program.args, **program.static
+                )
+        self._keep(key, compiled, content)
+        self._finish(key, compiled)
+
+    def _keep(self, key: Hashable, compiled: Program, content: bytes | None) -> None:
+        """Adds a program to the cache, which may have been serialized already."""
+        if self._cache is None:
+            return
+        if content is None:
+            try:
+                content = compilation.serialized(compiled)
+            except jax.errors.JaxRuntimeError as error:  # a program for a CPU that sorts, after it has run
+                _log.info("a compiled program cannot be kept, and is compiled again at the next start: %s", error)
+                return
+        self._cache.store(key, content)
+
+    def _compiled_elsewhere(self, key: Hashable) -> bytes | None:
+        """Returns a program that a process compiled, as `compilation.serialized` returns it; None if none can."""
+        if not self._processes:
+            return None
+        process = self._idle.get()
+        try:
+            return None if process is None else process.compiled(key)
+        except CompilerFailed as error:
+            if not self._is_closed:
+                _log.warning("a process that compiles programs has failed: %s", error)
+            process = None
+            return None
+        finally:
+            self._idle.put(process)

@@ -1,0 +1,393 @@
+"""The programs that compute steps: what each does, and which ones a step loop may need.
+
+A program is compiled for arrays of certain sizes. Few sizes serve all steps, so that all programs can be compiled
+before the first request; see `BatchShapes.for_serving`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt16, UInt32
+
+from detjax import compilation, ops
+from detjax.engine.batch import BatchShape, StepBatch, no_adjustments
+from detjax.engine.constraints import all_allowed
+from detjax.engine.sampling_params import SamplingParams
+from detjax.models.cache import State
+from detjax.models.network import Network, Weights
+from detjax.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
+
+SCORED_ROWS: Final = 64
+"""Prompt tokens whose logprobs one program computes."""
+_SEEN_ENTRIES: Final = 1024
+"""Tokens of a sequence that one program notes as seen."""
+_COUNT: Final = np.uint16
+"""The dtype of counts of tokens. They end at its largest number, which the contract knows."""
+
+
+class SampledTokens(NamedTuple):
+    """One row per token: the token with its logprob, and the likeliest tokens in its place with theirs."""
+
+    token: Any
+    logprob: Any
+    top_tokens: Any
+    top_logprobs: Any
+
+    def start_copy(self) -> "SampledTokens":
+        """Begins to copy the arrays to the host, and returns them."""
+        for x in self:
+            x.copy_to_host_async()
+        return self
+
+    def read(self) -> "SampledTokens":
+        """Returns the arrays on the host, and waits for them if need be."""
+        return type(self)(*jax.device_get(tuple(self)))
+
+    def at(self, row: int, top: int) -> tuple[int, float, tuple[tuple[int, float], ...]]:
+        """Returns a row of arrays on the host: token, logprob, and the `top` likeliest tokens with their logprobs."""
+        likeliest = zip(self.top_tokens[row, :top].tolist(), self.top_logprobs[row, :top].tolist(), strict=True)
+        return int(self.token[row]), float(self.logprob[row]), tuple(likeliest)
+
+
+class SamplingVariant(NamedTuple):
+    """Which parts a sampling program has. A program with fewer parts is faster, and no bit depends on the choice.
+
+    Attributes:
+        filtered: it can apply top-k, top-p and min-p.
+        top_logprobs: how many of the likeliest tokens it reports.
+        adjusted: it can apply penalties and biases.
+        constrained: it can apply masks of allowed tokens.
+    """
+
+    filtered: bool
+    top_logprobs: int
+    adjusted: bool = False
+    constrained: bool = False
+
+    @classmethod
+    def needed_by(cls, params: Sequence[SamplingParams]) -> "SamplingVariant":
+        """Returns the smallest variant that serves samples with these parameters."""
+        return cls(
+            filtered=any(row.filtered for row in params),
+            top_logprobs=max((row.top_logprobs for row in params), default=0),
+            adjusted=any(row.adjusted or row.constraint is not None for row in params),
+            constrained=any(row.constraint is not None for row in params),
+        )
+
+    @classmethod
+    def for_serving(cls, top_logprobs: int) -> "tuple[SamplingVariant, ...]":
+        """Returns the variants of an engine whose requests may ask for so many of the likeliest tokens.
+
+        Few requests have penalties, biases or constraints, so one program serves all kinds of them, and one more those
+        without a constraint, for which no mask need be copied.
+        """
+        tops = dict.fromkeys((0, top_logprobs))
+        plain = (cls(filtered, top) for filtered in (False, True) for top in tops)
+        return *plain, *(cls(True, top_logprobs, adjusted=True, constrained=masks) for masks in (False, True))
+
+    @property
+    def description(self) -> str:
+        """What requests may ask for, in words."""
+        parts = {
+            "top-k, top-p and min-p": self.filtered,
+            f"{self.top_logprobs} likeliest tokens": self.top_logprobs,
+            "penalties and biases": self.adjusted,
+            "constraints": self.constrained,
+        }
+        return "with " + (
+            ", ".join(name for name, is_there in parts.items() if is_there) or "nothing but a temperature"
+        )
+
+    def serves(self, needed: "SamplingVariant") -> bool:
+        """Returns whether a program of this variant can do what is needed."""
+        return all(part >= wanted for part, wanted in zip(self, needed, strict=True))
+
+
+class SlotState(NamedTuple):
+    """What the device knows of the sequences in the slots.
+
+    Attributes:
+        last: the last sampled token.
+        seen: the tokens so far, of sequences with penalties; None where no program needs them.
+    """
+
+    last: Int32[Array, "slots"]
+    seen: SeenTokens | None
+
+
+class SampledRows(NamedTuple):
+    """The rows of a step that tokens are sampled from; fields as in `StepBatch`."""
+
+    slot: Int32[Arrays, "R"]
+    sampling: SamplingArrays
+    adjustments: LogitAdjustments | None
+    allowed: UInt32[Arrays, "R W"] | None = None
+    """A bit for each token that may be chosen; see `ops.adjust_logits`."""
+
+
+class SeenEntries(NamedTuple):
+    """Some tokens of one sequence, each once: how often it was generated, and whether the prompt has it."""
+
+    token: Int32[Arrays, "n"]
+    generated: UInt16[Arrays, "n"]
+    in_prompt: Bool[Arrays, "n"]
+
+
+class StepProgram(NamedTuple):
+    """A program, and the arguments of a call of it.
+
+    Attributes:
+        fn: a function of `compilation.jit`, whose first arguments are the network and its weights.
+        size: the sizes that its arguments depend on.
+        args: the arguments after the weights: arrays, or their shapes and dtypes.
+        static: the arguments by keyword, on which the program depends.
+        purpose: what the program is for.
+        is_essential: whether there are steps that no other essential program serves. The other programs make steps
+            faster that are smaller, or that need less.
+    """
+
+    fn: Callable[..., Any]
+    size: Hashable
+    args: tuple[Any, ...]
+    static: dict[str, Any]
+    purpose: str
+    is_essential: bool = True
+
+    @property
+    def key(self) -> Hashable:
+        """What tells the program from the others of its step loop, in any process."""
+        return self.fn.__name__, self.size, *self.static.values()
+
+
+def forward_key(shape: BatchShape) -> Hashable:
+    """Returns the key of what `forward` returns for a batch of a shape."""
+    return _forward.__name__, shape
+
+
+def sample_key(count: int, variant: SamplingVariant) -> Hashable:
+    """Returns the key of what `sample` returns for a batch with so many rows to sample from."""
+    return _sample.__name__, count, variant
+
+
+def forward(batch: StepBatch, state: State, last: Any) -> StepProgram:
+    """Returns the program that computes hidden states."""
+    shape = batch.shape
+    prefills = f", and prefills of up to {shape.rows} rows" if shape.rows else ""
+    # How tokens are chosen does not matter to the layers: their program is the same with adjustments and without.
+    args = state, last, batch._replace(adjustments=None)
+    return StepProgram(_forward, shape, args, {}, f"layers: up to {shape.decodes} decodes{prefills}")
+
+
+def sample(batch: StepBatch, hidden: Any, slots: SlotState, variant: SamplingVariant, allowed: Any) -> StepProgram:
+    """Returns the program that samples after hidden states. A variant without constraints takes no masks, `allowed`."""
+    count, adjustments = batch.shape.sampled, batch.adjustments
+    if not variant.adjusted:
+        slots, adjustments = slots._replace(seen=None), None
+    elif adjustments is None:
+        adjustments = no_adjustments(count)
+    rows = SampledRows(batch.slot, batch.sampling, adjustments, allowed if variant.constrained else None)
+    purpose = f"sampling: up to {count} samples {variant.description}"
+    return StepProgram(_sample, count, (hidden, slots, rows), {"variant": variant}, purpose)
+
+
+def score(rows: Any, first: int, tokens: np.ndarray, top: int) -> StepProgram:
+    """Returns the program that computes logprobs of given tokens after hidden states in consecutive rows."""
+    padded = np.zeros(SCORED_ROWS, np.int32)
+    padded[: len(tokens)] = tokens
+    purpose = f"logprobs of prompts: prefills of up to {len(rows)} rows"
+    return StepProgram(_score, len(rows), (rows, np.int32(first), padded), {"top": top}, purpose)
+
+
+def note_seen(seen: SeenTokens, slot: int, entries: SeenEntries, *, is_first: bool) -> StepProgram:
+    """Returns the program that notes tokens of the sequence in a slot."""
+    args = seen, np.int32(slot), np.bool_(is_first), entries
+    return StepProgram(_note_seen, len(entries.token), args, {}, "tokens of a sample with penalties that gets a slot")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPrograms:
+    """Every program that a step loop may need, as shapes and dtypes: another process can make them from a pickle.
+
+    Attributes:
+        network: the model without its weights.
+        weights: the weights.
+        state: what the layers keep.
+        slots: what the device knows of the sequences in the slots.
+        batches: a batch of each shape.
+        variants: the sampling programs that steps may use.
+        hidden: one row of hidden states.
+        vocabulary: the number of tokens.
+    """
+
+    network: Network
+    weights: Weights
+    state: State
+    slots: SlotState
+    batches: tuple[StepBatch, ...]
+    variants: tuple[SamplingVariant, ...]
+    hidden: jax.ShapeDtypeStruct
+    vocabulary: int
+
+    def by_key(self) -> dict[Hashable, StepProgram]:
+        """Returns the programs: the essential ones first, and of these the longest to compile first."""
+        # Programs of many rows take longer, and the layers longer than all others.
+        batches = sorted(self.batches, key=lambda batch: -len(batch.token))
+        programs = [
+            *(self._layers(batch) for batch in batches),
+            *(program for batch in batches for program in self._sampling(batch)),
+            *(self._scoring(batch) for batch in batches if batch.shape.rows),
+        ]
+        if self.slots.seen is not None:
+            (entries,) = seen_entries((), (), self.vocabulary)
+            programs.append(note_seen(self.slots.seen, 0, entries, is_first=True))
+        programs.sort(key=lambda program: not program.is_essential)
+        return {program.key: program._replace(args=shapes_of(program.args)) for program in programs}
+
+    def _layers(self, batch: StepBatch) -> StepProgram:
+        shape = batch.shape
+        alike = [other.shape for other in self.batches if other.shape.rows == shape.rows]
+        # Most steps only decode. Among those that prefill, a few decodes too many cost little.
+        is_essential = not shape.rows or shape == max(alike)
+        return forward(batch, self.state, self.slots.last)._replace(is_essential=is_essential)
+
+    def _sampling(self, batch: StepBatch) -> Iterator[StepProgram]:
+        count, essential = batch.shape.sampled, (self.variants[0], self.variants[-1])
+        for variant in self.variants[::-1]:
+            program = sample(batch, self._rows(count), self.slots, variant, all_allowed(count, self.vocabulary))
+            yield program._replace(is_essential=variant in essential)
+
+    def _scoring(self, batch: StepBatch) -> StepProgram:
+        return score(self._rows(batch.shape.rows), 0, np.zeros(1, np.int32), most_likeliest(self.variants))
+
+    def _rows(self, count: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count, *self.hidden.shape), self.hidden.dtype)
+
+
+def shapes_of[T](tree: T) -> T:
+    """Returns shapes and dtypes in place of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def most_likeliest(variants: Sequence[SamplingVariant]) -> int:
+    """Returns how many of the likeliest tokens the variants report at most."""
+    return max(variant.top_logprobs for variant in variants)
+
+
+@functools.partial(compilation.jit, static_argnums=0, donate_argnums=2)
+def _forward(
+    network: Network, weights: Weights, state: State, last: Int32[Array, "slots"], batch: StepBatch
+) -> tuple[State, Float[Array, "R D"], Float[Array, "rows D"]]:
+    """Returns the state with the step's tokens, and hidden states: of each chunk's last token, and of prefill rows."""
+    decodes = batch.held.shape[0]
+    is_held = batch.held < last.shape[0]
+    tokens = jnp.concatenate([jnp.where(is_held, last[batch.held], batch.token[:decodes]), batch.token[decodes:]])
+    hidden, state = network.with_weights(weights).hidden_states(tokens, batch.queries, state)
+    return state, hidden[batch.last_row], hidden[decodes:]
+
+
+@functools.partial(compilation.jit, static_argnums=0, donate_argnums=3, static_argnames="variant")
+def _sample(
+    network: Network,
+    weights: Weights,
+    hidden: Float[Array, "R D"],
+    slots: SlotState,
+    rows: SampledRows,
+    *,
+    variant: SamplingVariant,
+) -> tuple[SlotState, SampledTokens]:
+    """Returns the state of the slots, and the tokens that are sampled after the given hidden states."""
+    logits = network.with_weights(weights).logits(hidden)
+    if variant.adjusted:
+        seen, (token, logprob) = _sample_adjusted(logits, slots.seen, rows, filtered=variant.filtered)
+    else:
+        seen, (token, logprob) = None, ops.sample(logits, rows.sampling, filtered=variant.filtered)
+    sampled = SampledTokens(token, logprob, *_likeliest(logits, variant.top_logprobs))
+    return SlotState(slots.last.at[rows.slot].set(token, mode="drop"), seen), sampled
+
+
+def _sample_adjusted(
+    logits: Float32[Array, "R V"], seen: SeenTokens | None, rows: SampledRows, *, filtered: bool
+) -> tuple[SeenTokens, tuple[Int32[Array, "R"], Float32[Array, "R"]]]:
+    """Returns what is seen in the slots, tokens chosen by adjusted logits, and their logprobs by the model's own."""
+    assert seen is not None
+    assert rows.adjustments is not None
+    # Rows whose token belongs to no slot get slots of their own beyond the last, so that the scatter may rely on every
+    # index being there once.
+    row, slots = jnp.arange(len(logits), dtype=jnp.int32), len(seen.generated)
+    slot = jnp.where(rows.slot < slots, rows.slot, slots + row)
+    seen_by_row = SeenTokens(*(x.at[slot].get(mode="fill", fill_value=0) for x in seen))
+    adjusted = ops.adjust_logits(logits, seen_by_row, rows.adjustments, rows.allowed)
+    token, _ = ops.sample(adjusted, rows.sampling, filtered=filtered)
+    count = seen_by_row.generated[row, token]
+    count += (count < np.iinfo(_COUNT).max).astype(_COUNT)
+    seen = seen._replace(generated=seen.generated.at[slot, token].set(count, mode="drop", unique_indices=True))
+    logprob = jnp.take_along_axis(ops.log_softmax(logits), token[:, None], axis=1)[:, 0]
+    return seen, (token, logprob)
+
+
+@functools.partial(compilation.jit, static_argnums=0, donate_argnums=2)
+def _note_seen(
+    network: Network,
+    weights: Weights,
+    seen: SeenTokens,
+    slot: Int32[Arrays, ""],
+    is_first: Bool[Arrays, ""],
+    entries: SeenEntries,
+) -> SeenTokens:
+    """Returns what is seen in the slots, with more tokens of one slot: with these alone if they are its first."""
+
+    def written(rows: Array, values: Arrays) -> Array:
+        row = jnp.where(is_first, jnp.zeros_like(rows[slot]), rows[slot])
+        return rows.at[slot].set(row.at[entries.token].set(values, mode="drop", unique_indices=True))
+
+    return SeenTokens(written(seen.generated, entries.generated), written(seen.in_prompt, entries.in_prompt))
+
+
+def none_seen(slots: int, vocabulary: int) -> SeenTokens:
+    """Returns what the device knows of empty slots."""
+    return SeenTokens(jnp.zeros((slots, vocabulary), _COUNT), jnp.zeros((slots, vocabulary), bool))
+
+
+def seen_entries(prompt: Sequence[int], generated: Sequence[int], vocabulary: int) -> Iterator[SeenEntries]:
+    """Yields the tokens of a sequence, each once, in pieces of `_SEEN_ENTRIES`: one piece at least."""
+    count = np.bincount(np.asarray(generated, np.int64), minlength=vocabulary)
+    in_prompt = np.zeros(vocabulary, bool)
+    in_prompt[np.asarray(prompt, np.int64)] = True
+    tokens = np.flatnonzero(in_prompt | (count > 0)).astype(np.int32)
+    count = np.minimum(count, np.iinfo(_COUNT).max).astype(_COUNT)
+    for first in range(0, max(len(tokens), 1), _SEEN_ENTRIES):
+        # Padding is beyond the vocabulary, and every entry is another number.
+        token = np.arange(vocabulary, vocabulary + _SEEN_ENTRIES, dtype=np.int32)
+        some = tokens[first : first + _SEEN_ENTRIES]
+        token[: len(some)] = some
+        yield SeenEntries(token, count[token % vocabulary], in_prompt[token % vocabulary])
+
+
+@functools.partial(compilation.jit, static_argnums=0, static_argnames="top")
+def _score(
+    network: Network,
+    weights: Weights,
+    rows: Float[Array, "rows D"],
+    first: np.int32 | Int32[Array, ""],
+    tokens: Int32[Arrays, "n"],
+    *,
+    top: int,
+) -> SampledTokens:
+    """Returns logprobs of given tokens, each after the hidden state in a row of its own."""
+    index = jnp.minimum(first + jnp.arange(tokens.shape[0], dtype=jnp.int32), rows.shape[0] - 1)
+    logits = network.with_weights(weights).logits(rows[index])
+    logprobs = jnp.take_along_axis(ops.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
+    return SampledTokens(jnp.asarray(tokens), logprobs, *_likeliest(logits, top))
+
+
+def _likeliest(logits: Float[Array, "R V"], count: int) -> tuple[Int32[Array, "R n"], Float32[Array, "R n"]]:
+    """Returns the likeliest tokens with their logprobs; arrays without columns for a count of 0."""
+    if count:
+        return ops.top_logprobs(logits, count)
+    none = jnp.zeros((logits.shape[0], 0))
+    return none.astype(jnp.int32), none

@@ -1,0 +1,203 @@
+"""Programs are compiled in threads or processes, before the first step or behind it, and no bit depends on it."""
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from detjax import compilation
+from detjax.engine import BatchShapes, Completion, StepLoop, program_compiler
+from detjax.engine.compiler_process import CompilerFailed, CompilerProcess, Task
+from detjax.engine.program_compiler import Compilation, ProgramCompiler
+from detjax.engine.step_programs import StepPrograms
+from tests.support.compiled_programs import compiled_programs
+from tests.support.small_loops import VARIANTS, answers, small_loop
+
+WAIT = 300
+"""Seconds after which a wait is taken for a hang."""
+
+
+@functools.cache
+def expected() -> list[Completion]:
+    return answers(small_loop())
+
+
+def compilation_of(loop: StepLoop) -> Compilation:
+    compilation_ = loop._runner._compilation  # pyright: ignore[reportAttributeAccessIssue]
+    assert compilation_ is not None
+    return compilation_
+
+
+class CompilerHere:
+    """Stands for a process. It compiles in this one, and may wait or fail before it does."""
+
+    before: Callable[[Hashable], None] = staticmethod(lambda key: None)
+
+    def __init__(self, task: Task) -> None:
+        self._programs = task.programs
+        self.is_killed = False
+
+    def compiled(self, key: Hashable) -> bytes:
+        type(self).before(key)
+        if self.is_killed:
+            raise CompilerFailed("it was killed")
+        program = self._programs.by_key()[key]
+        made = compilation.compiled(
+            program.fn, self._programs.network, self._programs.weights, *program.args, **program.static
+        )
+        return compilation.serialized(made)
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+    close = kill
+
+
+@pytest.fixture
+def compilers_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CompilerHere]]:
+    expected()
+    jax.clear_caches()  # a program for a CPU that has run cannot be serialized any more
+    monkeypatch.setattr(program_compiler, "CompilerProcess", CompilerHere)
+    yield CompilerHere
+    CompilerHere.before = staticmethod(lambda key: None)
+
+
+def test_programs_of_processes_have_the_same_bits_and_the_next_start_compiles_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bits = expected()
+    first = small_loop()
+    first.warm_up(ProgramCompiler(tmp_path, processes=2))
+    assert not compilation_of(first).pending
+    assert answers(first) == bits
+    jax.clear_caches()
+    second = small_loop()
+    with monkeypatch.context() as patch, compiled_programs() as compiled:
+        patch.setattr(program_compiler, "CompilerProcess", None)
+        second.warm_up(ProgramCompiler(tmp_path, processes=2))
+        assert answers(second) == bits
+        assert not [name for name in compiled if "_forward" in name or "_sample" in name or "_score" in name]
+
+
+def test_programs_of_threads_are_kept_too(tmp_path: Path) -> None:
+    first, second = small_loop(VARIANTS[:1]), small_loop(VARIANTS[:1])
+    first.warm_up(ProgramCompiler(tmp_path, processes=0))
+    jax.clear_caches()
+    seen: list[int] = []
+
+    def track(programs: Any, count: int) -> Any:
+        seen.append(count)
+        return programs
+
+    second.warm_up(ProgramCompiler(tmp_path, processes=0, track=track))
+    assert seen == [0]
+
+
+def test_steps_take_larger_programs_until_theirs_are_there(compilers_here: type[CompilerHere]) -> None:
+    bits, go_on = expected(), threading.Event()
+    loop = small_loop()
+    keys = programs_of(loop).by_key()
+    rare = {key for key, program in keys.items() if not program.is_essential}
+
+    def wait_if_rare(key: Hashable) -> None:
+        assert key not in rare or go_on.wait(WAIT)
+
+    compilers_here.before = staticmethod(wait_if_rare)
+    loop.warm_up(ProgramCompiler(processes=len(keys), in_background=True))
+    assert compilation_of(loop).pending == rare
+    assert len(rare) == 2
+    with compiled_programs() as compiled:
+        assert answers(loop) == bits
+        assert not [name for name in compiled if "_forward" in name or "_sample" in name or "_score" in name]
+    go_on.set()
+    compilation_of(loop).wait()
+    assert not compilation_of(loop).pending
+    assert answers(loop) == bits
+    loop.close()
+
+
+def test_where_a_process_fails_this_one_compiles_what_is_essential_and_nothing_else(
+    compilers_here: type[CompilerHere], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(key: Hashable) -> None:
+        raise CompilerFailed("out of memory")
+
+    compilers_here.before = staticmethod(fail)
+    loop = small_loop()
+    rare = {key for key, program in programs_of(loop).by_key().items() if not program.is_essential}
+    loop.warm_up(ProgramCompiler(processes=2, in_background=True))
+    compilation_of(loop).wait()
+    assert compilation_of(loop).pending == rare
+    assert caplog.messages == ["a process that compiles programs has failed: out of memory"] * 2
+    assert answers(loop) == expected()
+
+
+def test_closing_a_loop_ends_what_is_still_compiled(compilers_here: type[CompilerHere]) -> None:
+    loop = small_loop()
+    closing, programs = threading.Event(), programs_of(loop).by_key()
+
+    def wait(key: Hashable) -> None:
+        assert programs[key].is_essential or closing.wait(WAIT)
+
+    compilers_here.before = staticmethod(wait)
+    loop.warm_up(ProgramCompiler(processes=2, in_background=True))
+    thread = threading.Thread(target=loop.close)
+    thread.start()
+    closing.set()
+    thread.join(WAIT)
+    assert not thread.is_alive()
+    assert compilation_of(loop).pending
+
+
+def test_without_processes_nothing_is_left_for_later() -> None:
+    loop = small_loop(VARIANTS[:2])
+    loop.warm_up(ProgramCompiler(processes=0, in_background=True))
+    assert not compilation_of(loop).pending
+
+
+def test_a_process_of_another_fingerprint_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Task.for_programs(programs_of(small_loop()))
+    monkeypatch.setitem(os.environ, "XLA_FLAGS", "--xla_cpu_enable_fast_math=false --xla_backend_optimization_level=1")
+    process = CompilerProcess(task)
+    try:
+        with pytest.raises(CompilerFailed, match=f"its fingerprint is [0-9a-f]*, and not {task.fingerprint}"):
+            process.compiled(next(iter(task.programs.by_key())))
+    finally:
+        process.close()
+    with pytest.raises(CompilerFailed, match="it has ended with code -9"):
+        process.compiled(0)
+
+
+@pytest.mark.parametrize(("slots", "tokens"), [(1, 1), (3, 5), (8, 64), (64, 512), (1024, 8192)])
+def test_some_essential_program_serves_each_step(slots: int, tokens: int) -> None:
+    shapes = [*BatchShapes.for_serving(slots, tokens)]
+    essential = [shape for shape in shapes if not shape.rows or shape.decodes == slots]
+    assert len(essential) < len(shapes) or slots == 1
+    for shape in shapes:
+        assert any(
+            one.decodes >= shape.decodes
+            and one.rows >= shape.rows
+            and one.prefills >= shape.prefills
+            and one.sampled >= shape.sampled
+            for one in essential
+        )
+
+
+def test_programs_say_what_they_are_for_and_the_essential_ones_come_first() -> None:
+    programs = [*programs_of(small_loop()).by_key().values()]
+    assert [program.is_essential for program in programs] == sorted(
+        (program.is_essential for program in programs), reverse=True
+    )
+    purposes = [program.purpose for program in programs]
+    assert len(set(purposes)) == len(purposes)
+    assert "layers: up to 1 decodes" in purposes
+    assert "sampling: up to 1 samples with top-k, top-p and min-p, 2 likeliest tokens, penalties and biases" in purposes
+
+
+def programs_of(loop: StepLoop) -> StepPrograms:
+    return loop.programs()
