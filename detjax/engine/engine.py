@@ -26,6 +26,7 @@ from detjax.engine.page_pool import prefix_root
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request import Generation, Request, Token
 from detjax.engine.step_loop import StepLoop
+from detjax.engine.step_programs import StepProgram
 from detjax.engine.validation import check_arrays, encode_prompt, end_tokens
 from detjax.models import Decoder, Tokenizer
 
@@ -171,6 +172,14 @@ class Engine:
             gc.freeze()
 
         self._call(compile_all).result()
+
+    def wait_for_programs(self) -> None:
+        """Waits until nothing is compiled any more, in the background of steps or otherwise."""
+        self._loop.wait_for_programs()
+
+    def programs(self) -> list[StepProgram]:
+        """Returns every program that steps may need, the essential ones first. Each says what it is for."""
+        return list(self._loop.programs().by_key().values())
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

@@ -183,6 +183,11 @@ class ModelRunner:
         """Returns whether a step of this shape need not wait for a program of its layers."""
         return self._is_ready(step_programs.forward_key(shape))
 
+    def wait_for_programs(self) -> None:
+        """Waits until nothing is compiled any more."""
+        if self._compilation is not None:
+            self._compilation.wait()
+
     def close(self) -> None:
         """Ends what is still being compiled."""
         if self._compilation is not None:

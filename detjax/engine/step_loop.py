@@ -39,6 +39,8 @@ class Runner(Protocol):
 
     def has_layers(self, shape: BatchShape) -> bool: ...
 
+    def wait_for_programs(self) -> None: ...
+
     def close(self) -> None: ...
 
     def update_weights(self, params: PyTree[Array]) -> None: ...
@@ -162,6 +164,10 @@ class StepLoop:
     def warm_up(self, compiler: ProgramCompiler) -> None:
         """Compiles the programs that steps may need; see `ModelRunner.warm_up`. The loop must be idle."""
         self._runner.warm_up(self._empty_batches(), compiler)
+
+    def wait_for_programs(self) -> None:
+        """Waits until nothing is compiled any more."""
+        self._runner.wait_for_programs()
 
     def close(self) -> None:
         """Ends what is still being compiled."""

@@ -13,7 +13,17 @@ import detjax
 from detjax.bench import deviceless
 
 BENCHMARKS = Path(detjax.__file__).parent.parent / "benchmarks"
-SCRIPTS = ("attention", "decoder", "matmul", "norms", "portable", "softmax_schedules", "tpu_dots")
+SCRIPTS = (
+    "attention",
+    "decoder",
+    "matmul",
+    "norms",
+    "portable",
+    "ready",
+    "softmax_schedules",
+    "structured",
+    "tpu_dots",
+)
 
 
 def load(name: str) -> ModuleType:
@@ -122,3 +132,20 @@ def test_tpu_dots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deviceless, "compiled_for", lambda chip, fn, x, w: Compiled(x.shape[0]))
     assert run_small("tpu_dots", tmp_path)["steps"] == {"v5e": {"1": None, "8": 7}}
     assert (tmp_path / "results" / "tpu_dots.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ready_names_every_program_and_starts_twice(tmp_path: Path) -> None:
+    content = run_small("ready", tmp_path)
+    for seconds in content["seconds"].values():
+        assert 0 < seconds["model"] < seconds["ready"] <= seconds["complete"]
+    assert content["cache_bytes"] > 0
+    purposes = [program["purpose"] for program in content["programs"]]
+    assert len(set(purposes)) == len(purposes) > 10
+    assert {program["before_ready"] for program in content["programs"]} == {True, False}
+
+
+def test_structured_output_is_valid_and_has_equal_bits(tmp_path: Path) -> None:
+    content = run_small("structured", tmp_path)
+    assert content["answers"]["valid"] == content["answers"]["schemas"] == 12
+    assert content["answers"]["differing"] == []
+    assert [speed["requests"] for speed in content["speeds"]] == [1, 4]

@@ -127,6 +127,9 @@ class RememberingRunner:
     def has_layers(self, shape: BatchShape) -> bool:
         return True
 
+    def wait_for_programs(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -115,7 +115,7 @@ def test_steps_take_larger_programs_until_theirs_are_there(compilers_here: type[
         assert answers(loop) == bits
         assert not [name for name in compiled if "_forward" in name or "_sample" in name or "_score" in name]
     go_on.set()
-    compilation_of(loop).wait()
+    loop.wait_for_programs()
     assert not compilation_of(loop).pending
     assert answers(loop) == bits
     loop.close()
@@ -131,7 +131,7 @@ def test_where_a_process_fails_this_one_compiles_what_is_essential_and_nothing_e
     loop = small_loop()
     rare = {key for key, program in programs_of(loop).by_key().items() if not program.is_essential}
     loop.warm_up(ProgramCompiler(processes=2, in_background=True))
-    compilation_of(loop).wait()
+    loop.wait_for_programs()
     assert compilation_of(loop).pending == rare
     assert caplog.messages == ["a process that compiles programs has failed: out of memory"] * 2
     assert answers(loop) == expected()
