@@ -29,8 +29,8 @@ def main(small: command_line.Small = False, out: command_line.Out = None) -> Non
         )
     if out is not None:
         provenance.write(out, result)
-    if found := structured.problems(result):
-        console.print("; ".join(found))
+    if problems := structured.problems(result):
+        console.print("; ".join(problems))
         raise typer.Exit(1)
 
 

@@ -196,9 +196,9 @@ def measured(sizes: Sizes, command: str) -> dict[str, Any]:
 def problems(result: dict[str, Any]) -> Sequence[str]:
     """Returns what is wrong with the answers of a result."""
     answers = result["answers"]
-    found = []
+    messages = []
     if answers["valid"] < answers["schemas"]:
-        found.append(f"{answers['schemas'] - answers['valid']} of {answers['schemas']} answers are not valid")
+        messages.append(f"{answers['schemas'] - answers['valid']} of {answers['schemas']} answers are not valid")
     if answers["differing"]:
-        found.append(f"{len(answers['differing'])} answers have other bits in a crowd than alone")
-    return found
+        messages.append(f"{len(answers['differing'])} answers have other bits in a crowd than alone")
+    return messages

@@ -65,6 +65,7 @@ class ModelRunner:
         self._variants = tuple(variants)
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._compilation: Compilation | None = None
+        self._free: dict[int, Array] = {}
         self._state = model.empty_state(num_pages, kv_cache_dtype)
         adjusts = any(variant.adjusted for variant in variants)
         self._slots = SlotState(jnp.zeros(slots, jnp.int32), none_seen(slots, self._vocabulary) if adjusts else None)
@@ -110,12 +111,18 @@ class ModelRunner:
         self, batch: StepBatch, hidden: Array, variant: SamplingVariant, allowed: np.ndarray | None = None
     ) -> SampledTokens:
         """Samples after hidden states, and notes the tokens in their slots."""
+        masks = None
         if variant.constrained:
-            allowed = all_allowed(batch.shape.sampled, self._vocabulary) if allowed is None else allowed
-            allowed = jax.device_put(allowed)
-        slots, sampled = self._run(step_programs.sample(batch, hidden, self._slots, variant, allowed))
+            masks = self._all_allowed(batch.shape.sampled) if allowed is None else jax.device_put(allowed)
+        slots, sampled = self._run(step_programs.sample(batch, hidden, self._slots, variant, masks))
         self._slots = slots if variant.adjusted else self._slots._replace(last=slots.last)
         return sampled
+
+    def _all_allowed(self, count: int) -> Array:
+        """Returns masks on the device that allow every token; they are copied there once."""
+        if count not in self._free:
+            self._free[count] = jax.device_put(all_allowed(count, self._vocabulary))
+        return self._free[count]
 
     def note_seen(self, slot: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
         """Tells the device all tokens of the sequence in a slot. From then on it counts what it samples for the slot.

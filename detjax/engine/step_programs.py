@@ -75,7 +75,7 @@ class SamplingVariant(NamedTuple):
         return cls(
             filtered=any(row.filtered for row in params),
             top_logprobs=max((row.top_logprobs for row in params), default=0),
-            adjusted=any(row.adjusted or row.constraint is not None for row in params),
+            adjusted=any(row.adjusted for row in params),
             constrained=any(row.constraint is not None for row in params),
         )
 
@@ -83,12 +83,13 @@ class SamplingVariant(NamedTuple):
     def for_serving(cls, top_logprobs: int) -> "tuple[SamplingVariant, ...]":
         """Returns the variants of an engine whose requests may ask for so many of the likeliest tokens.
 
-        Few requests have penalties, biases or constraints, so one program serves all kinds of them, and one more those
-        without a constraint, for which no mask need be copied.
+        Filters sort the logits, and the likeliest tokens are searched for: each takes longer than all the rest. So what
+        is common has programs without them, and the last program serves what is left.
         """
-        tops = dict.fromkeys((0, top_logprobs))
-        plain = (cls(filtered, top) for filtered in (False, True) for top in tops)
-        return *plain, *(cls(True, top_logprobs, adjusted=True, constrained=masks) for masks in (False, True))
+        plain = [cls(filtered, top) for filtered in (False, True) for top in dict.fromkeys((0, top_logprobs))]
+        constrained = [cls(filtered, 0, constrained=True) for filtered in (False, True)]
+        adjusted = [cls(False, 0, adjusted=True, constrained=True), cls(True, top_logprobs, True, True)]
+        return *plain, *constrained, *adjusted
 
     @property
     def description(self) -> str:
@@ -305,7 +306,10 @@ def _sample(
     if variant.adjusted:
         seen, (token, logprob) = _sample_adjusted(logits, slots.seen, rows, filtered=variant.filtered)
     else:
-        seen, (token, logprob) = None, ops.sample(logits, rows.sampling, filtered=variant.filtered)
+        seen, choices = None, logits if rows.allowed is None else ops.constrain_logits(logits, rows.allowed)
+        token, logprob = ops.sample(choices, rows.sampling, filtered=variant.filtered)
+        if rows.allowed is not None:
+            logprob = _logprobs_of(logits, token)
     sampled = SampledTokens(token, logprob, *_likeliest(logits, variant.top_logprobs))
     return SlotState(slots.last.at[rows.slot].set(token, mode="drop"), seen), sampled
 
@@ -326,8 +330,7 @@ def _sample_adjusted(
     count = seen_by_row.generated[row, token]
     count += (count < np.iinfo(_COUNT).max).astype(_COUNT)
     seen = seen._replace(generated=seen.generated.at[slot, token].set(count, mode="drop", unique_indices=True))
-    logprob = jnp.take_along_axis(ops.log_softmax(logits), token[:, None], axis=1)[:, 0]
-    return seen, (token, logprob)
+    return seen, (token, _logprobs_of(logits, token))
 
 
 @functools.partial(compilation.jit, static_argnums=0, donate_argnums=2)
@@ -381,8 +384,12 @@ def _score(
     """Returns logprobs of given tokens, each after the hidden state in a row of its own."""
     index = jnp.minimum(first + jnp.arange(tokens.shape[0], dtype=jnp.int32), rows.shape[0] - 1)
     logits = network.with_weights(weights).logits(rows[index])
-    logprobs = jnp.take_along_axis(ops.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
-    return SampledTokens(jnp.asarray(tokens), logprobs, *_likeliest(logits, top))
+    return SampledTokens(jnp.asarray(tokens), _logprobs_of(logits, tokens), *_likeliest(logits, top))
+
+
+def _logprobs_of(logits: Float[Array, "R V"], tokens: Int32[Arrays, "R"]) -> Float32[Array, "R"]:
+    """Returns the logprob of a given token in each row."""
+    return jnp.take_along_axis(ops.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
 
 
 def _likeliest(logits: Float[Array, "R V"], count: int) -> tuple[Int32[Array, "R n"], Float32[Array, "R n"]]:

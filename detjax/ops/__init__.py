@@ -23,6 +23,7 @@ from detjax.ops.rotary import Llama3Scaling as Llama3Scaling
 from detjax.ops.rotary import RotaryEmbedding as RotaryEmbedding
 from detjax.ops.rotary import YarnScaling as YarnScaling
 from detjax.ops.sampling import adjust_logits as adjust_logits
+from detjax.ops.sampling import constrain_logits as constrain_logits
 from detjax.ops.sampling import sample as sample
 from detjax.ops.sampling import seed_words as seed_words
 from detjax.ops.sampling import top_logprobs as top_logprobs

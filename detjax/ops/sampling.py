@@ -12,7 +12,7 @@ from detjax.numerics import ceil_div
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
 from detjax.ops.softmax import log_softmax
-from detjax.portable.sampling import adjusted, likeliest
+from detjax.portable.sampling import adjusted, constrained, likeliest
 from detjax.sampling_arrays import LogitAdjustments, SamplingArrays, SeenTokens
 
 _MODULES = {
@@ -100,6 +100,28 @@ def adjust_logits(
         return adjusted(logits, seen, adjustments, *mask)
 
     return _for_each_example(adjust, logits, *seen, *adjustments, *(() if allowed is None else (allowed,)))
+
+
+@compilation.jit
+def constrain_logits(logits: Float[Array, "B V"], allowed: UInt32[Array, "B W"]) -> Float32[Array, "B V"]:
+    """Returns the logits of the tokens that may be chosen, and `-inf` for the others; see `adjust_logits`.
+
+    Its bits are those of `adjust_logits` with penalties and biases that leave every logit as it is.
+
+    Args:
+        logits: bfloat16, float16 or float32.
+        allowed: a bit per token, as in `adjust_logits`.
+
+    Raises:
+        TypeError: a dtype is not under contract.
+        ValueError: shapes do not fit together.
+    """
+    name = "constrain_logits"
+    check_dtype(name, logits=logits)
+    check_not_empty(name, logits=logits)
+    rows, size = logits.shape
+    check_shape(name, "allowed", allowed, (rows, ceil_div(size, 32)), f"logits being {logits.shape}")
+    return _for_each_example(constrained, logits, allowed)
 
 
 def _for_each_example(fn: Callable[..., Any], *operands: Array) -> Any:

@@ -58,7 +58,12 @@ def adjusted(logits: Array, seen: SeenTokens, adjustments: LogitAdjustments, all
     penalized = x - lax.optimization_barrier(frequency * seen.generated.astype(ACCUMULATOR)) - presence
     x = jnp.where(is_generated, penalized, x)
     x = _biased(x, adjustments.biased, adjustments.bias)
-    return x if allowed is None else jnp.where(_bits(allowed, x.shape[-1]), x, -jnp.inf)
+    return x if allowed is None else constrained(x, allowed)
+
+
+def constrained(logits: Array, allowed: Array) -> Array:
+    """Returns the logits, float32 `[B, V]`, with `-inf` for each token that is not allowed."""
+    return jnp.where(_bits(allowed, logits.shape[-1]), logits.astype(ACCUMULATOR), -jnp.inf)
 
 
 def _biased(x: Array, tokens: Array, bias: Array) -> Array:

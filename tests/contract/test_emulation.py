@@ -285,3 +285,16 @@ def test_adjustments_of_logits(dtype: str, masked: bool) -> None:
     )
     expected = [emulation.adjusted(row, PROMPT, SEEN, request) for row, request in zip(logits, requests, strict=True)]
     assert_same_bits(result, np.stack(expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masks_alone(dtype: str) -> None:
+    size = 1003
+    requests = [
+        emulation.Adjustments(allowed=frozenset(allowed)) for allowed in ([0, 1, 31, 32, 1002], [], range(size))
+    ]
+    logits = (3 * np.random.default_rng(0).standard_normal((len(requests), size))).astype(DTYPES[dtype])
+    logits[:, 1], logits[:, 2] = -0.0, np.inf
+    masks = jnp.asarray(np.stack([bitmask(request.allowed, size) for request in requests]))
+    expected = [emulation.adjusted(row, [], {}, request) for row, request in zip(logits, requests, strict=True)]
+    assert_same_bits(ops.constrain_logits(jnp.asarray(logits), masks), np.stack(expected))

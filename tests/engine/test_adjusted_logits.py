@@ -219,7 +219,7 @@ def test_samples_of_one_request_count_their_own_tokens() -> None:
 
 
 def test_a_prompt_of_many_different_tokens_is_noted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detjax.engine.model_runner, "_SEEN_ENTRIES", 16)
+    monkeypatch.setattr(detjax.engine.step_programs, "_SEEN_ENTRIES", 16)
     prompt = random.Random(0).sample(range(VOCABULARY), 100)
     params = SamplingParams(repetition_penalty=3.0, max_tokens=8, ignore_eos=True)
     assert list(_completion(prompt, params).tokens) == expected(prompt, params)
@@ -231,7 +231,15 @@ def test_only_requests_with_adjustments_need_programs_with_them() -> None:
     assert not SamplingParams(min_tokens=0, logit_bias=()).adjusted
     variants = SamplingVariant.for_serving(20)
     assert next(v for v in variants if v.serves(SamplingVariant(False, 0))) == SamplingVariant(False, 0, False)
-    assert next(v for v in variants if v.serves(SamplingVariant(False, 3, True))) == SamplingVariant(True, 20, True)
+
+    def first(*needed: Any) -> SamplingVariant:
+        return next(variant for variant in variants if variant.serves(SamplingVariant(*needed)))
+
+    # Filters and likeliest tokens take long, so that samples without them have programs without them.
+    assert first(False, 0, True) == SamplingVariant(False, 0, adjusted=True, constrained=True)
+    assert first(False, 3, True) == SamplingVariant(True, 20, adjusted=True, constrained=True)
+    assert first(False, 0, False, True) == SamplingVariant(False, 0, constrained=True)
+    assert first(True, 0, False, True) == SamplingVariant(True, 0, constrained=True)
 
 
 def test_a_bias_of_a_token_outside_of_the_vocabulary_is_refused() -> None:

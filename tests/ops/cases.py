@@ -219,6 +219,12 @@ ROW_OPS = (
     RowOp("sample unfiltered", lambda r, _: _sample(r, filtered=False), _requests, dtypes=("float32",)),
     RowOp("adjust_logits", lambda r, _: _adjust_logits(r, masked=False), _adjusted_requests, dtypes=("bfloat16",)),
     RowOp("adjust_logits masked", lambda r, _: _adjust_logits(r, masked=True), _adjusted_requests, dtypes=("float32",)),
+    RowOp(
+        "constrain_logits",
+        lambda r, _: ops.constrain_logits(r["x"], r["allowed"]),
+        _adjusted_requests,
+        dtypes=("bfloat16",),
+    ),
     RowOp("top_logprobs", lambda r, _: ops.top_logprobs(r["x"], min(5, r["x"].shape[-1])), _rows_alone),
 )
 
