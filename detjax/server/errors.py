@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from detjax.engine import EngineClosed
+from detjax.engine import EngineClosed, NotFinite
 from detjax.server.field_types import is_tag
 
 _log: Final = logging.getLogger(__name__)
@@ -65,6 +65,8 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ValueError):  # the engine, the tokenizer or the chat template refused the request
         return ApiError(400, str(error))
     _log.error("a request failed", exc_info=error)
+    if isinstance(error, NotFinite):  # the checkpoint's defect, and not the server's
+        return ApiError(500, str(error))
     return ApiError(500, "internal error: the server has a defect; its log holds the details")
 
 

@@ -91,6 +91,18 @@ def test_generate_answers_as_the_engine_does(loaded: tuple[Decoder, Tokenizer], 
     assert [answer.completions for answer in answers] == [generation.completions for generation in alone[:4]]
 
 
+def test_logprobs_are_those_that_the_model_gives_the_text(
+    loaded: tuple[Decoder, Tokenizer], alone: list[Generation]
+) -> None:
+    with Engine(*loaded, max_samples=4, token_budget=64, max_length=128) as engine:
+        for generation in alone[:4]:
+            prompt, completion = generation.prompt_tokens, generation.completions[0]
+            scoring = Request([*prompt, *completion.tokens], SamplingParams(1, prompt_logprobs=True))
+            scored = engine.generate([scoring])[0].prompt
+            assert scored is not None
+            assert scored.logprobs[len(prompt) - 1 :] == completion.logprobs
+
+
 def test_samples_of_one_request_are_constrained_each_by_itself(loaded: tuple[Decoder, Tokenizer]) -> None:
     params = SamplingParams(max_tokens=40, temperature=1.5, seed=1, n=6, constraint=CONSTRAINTS[1])
     with Engine(*loaded, max_samples=4, token_budget=64, max_length=128) as engine:

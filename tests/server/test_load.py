@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from detjax.engine import Engine, Request, SamplingParams
+from detjax.engine import Engine, NotFinite, Request, SamplingParams
 from detjax.models import Decoder, Tokenizer
 from detjax.server.errors import ApiError
 from detjax.server.guard import ClientGone, Guard
@@ -226,6 +226,18 @@ def test_a_defect_is_told_without_its_traceback(
         assert "secret" not in raised.value.response.text
         assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
     assert running.app.state.guard.in_flight == 0
+
+
+def test_a_model_that_computes_nan_is_told(
+    engine: Engine, loaded: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def damaged(_: object) -> None:
+        raise NotFinite("the model's logits hold NaN; check the weights")
+
+    with serving(engine, loaded) as running, running.client() as client:
+        monkeypatch.setattr(engine, "generate_async", damaged)
+        with pytest.raises(openai.InternalServerError, match="logits hold NaN; check the weights"):
+            client.completions.create(model=MODEL, prompt="x")
 
 
 def test_a_failed_engine_is_told(loaded: tuple[Decoder, Tokenizer]) -> None:
