@@ -47,7 +47,7 @@ class ProgramCompiler:
             track: is given the programs that are compiled before the return, as they come, and their number, and yields
                 them.
         """
-        self._threads = min(_MOST_COMPILERS, len(os.sched_getaffinity(0)))
+        self._threads = min(_MOST_COMPILERS, os.cpu_count() or 1)
         if processes is None:
             processes = self._threads if jax.default_backend() == "gpu" else 0
         self._cache, self._processes, self._track = cache, processes, track
@@ -80,7 +80,7 @@ class Compilation:
     """The programs of one step loop while they are compiled.
 
     No bit depends on where a program is compiled. A process that fails, as for want of memory on the device, is not
-    asked again: this process compiles the essential programs in its place, and the others stay pending.
+    asked again. This process compiles in its place, except what was left for later, which stays pending.
 
     Attributes:
         pending: keys of the programs that are not there yet.
@@ -101,6 +101,8 @@ class Compilation:
         self._processes: list[CompilerProcess] = []
         self._idle: queue.SimpleQueue[CompilerProcess | None] = queue.SimpleQueue()
         """Processes that wait for a program, and None in place of each that has failed."""
+        self._rare: set[Hashable] = set()
+        """Keys of programs that are compiled behind the steps, or not at all."""
         self._unfinished, self._lock = 0, threading.Lock()
         self._is_closed = False
 
@@ -113,6 +115,7 @@ class Compilation:
     def compile(self, processes: int, *, in_background: bool) -> list[Future[None]]:
         """Begins to compile the missing programs. Returns futures of those that must be there before steps are."""
         missing = [key for key in self._by_key if key in self.pending]
+        self._rare = {key for key in missing if in_background and not self._by_key[key].is_essential}
         if processes and missing:
             task = Task.for_programs(self._programs)
             for _ in range(min(processes, len(missing))):
@@ -123,7 +126,7 @@ class Compilation:
         for future in futures.values():
             future.add_done_callback(self._count_finished)
         self._pool.shutdown(wait=False)  # its threads end after what they were given
-        return [future for key, future in futures.items() if self._by_key[key].is_essential or not in_background]
+        return [future for key, future in futures.items() if key not in self._rare]
 
     def wait(self) -> None:
         """Waits until nothing is compiled any more."""
@@ -175,7 +178,7 @@ class Compilation:
             return
         if content is not None:
             compiled = compilation.loaded(content)
-        elif self._processes and not program.is_essential:
+        elif key in self._rare:
             return
         else:
             with backends.use_backend(self._backend):  # every thread chooses its own backend

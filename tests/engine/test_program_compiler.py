@@ -136,6 +136,9 @@ def test_where_a_process_fails_this_one_compiles_what_is_essential_and_nothing_e
     assert compilation_of(loop).pending == rare
     assert caplog.messages == ["a process that compiles programs has failed: out of memory"] * 2
     assert answers(loop) == expected()
+    other = small_loop(VARIANTS[:1])
+    other.warm_up(ProgramCompiler(processes=1))
+    assert not compilation_of(other).pending
 
 
 def test_closing_a_loop_ends_what_is_still_compiled(compilers_here: type[CompilerHere]) -> None:
