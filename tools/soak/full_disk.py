@@ -40,7 +40,7 @@ def run(report: Report, folder: Path, is_small: bool) -> None:
                 differing += [f"{state}: {one}" for one in different]
                 lines = [line for line in server.log().splitlines() if not line.startswith("chatty on ")]
                 code = server.stop()
-            programs = {path.name: path.stat().st_mtime_ns for path in disk.glob("cache/*/*-cache")}
+            programs = {path.name: path.stat().st_mtime_ns for path in disk.glob("cache/*/*.program")}
             left = [path.name for path in disk.rglob(".*") if path.name != ".lock"]
             starts.append(
                 {"disk": state, "seconds": round(server.seconds, 1), "programs": programs, "log": lines, "code": code}
