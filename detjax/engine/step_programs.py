@@ -238,9 +238,10 @@ class StepPrograms:
         """Returns the programs: the essential ones first, and of these the longest to compile first."""
         # Programs of many rows take longer, and the layers longer than all others.
         batches = sorted(self.batches, key=lambda batch: -len(batch.token))
+        by_size = {batch.shape.sampled: batch for batch in batches}
         programs = [
             *(self._layers(batch) for batch in batches),
-            *(program for batch in batches for program in self._sampling(batch)),
+            *(program for batch in by_size.values() for program in self._sampling(batch)),
             *(self._scoring(batch) for batch in batches if batch.shape.rows),
         ]
         if self.slots.seen is not None:
@@ -258,8 +259,9 @@ class StepPrograms:
 
     def _sampling(self, batch: StepBatch) -> Iterator[StepProgram]:
         count, essential = batch.shape.sampled, (self.variants[0], self.variants[-1])
+        masks = all_allowed(count, self.vocabulary)
         for variant in self.variants[::-1]:
-            program = sample(batch, self._rows(count), self.slots, variant, all_allowed(count, self.vocabulary))
+            program = sample(batch, self._rows(count), self.slots, variant, masks)
             yield program._replace(is_essential=variant in essential)
 
     def _scoring(self, batch: StepBatch) -> StepProgram:
