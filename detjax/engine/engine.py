@@ -295,7 +295,7 @@ class Engine:
             is_streamed=on_token is not None,
             prefix_root=prefix_root(request.cache_salt),
             client=request.client,
-            matcher=self._constraints.matcher(params.constraint),
+            constraint=self._constraints.compile(params.constraint),
         )
         return _Job(sequences.samples(prompt, params, context), on_token)
 
@@ -305,7 +305,7 @@ class Engine:
         Raises:
             ValueError: the constraint is not valid, or the model can have none.
         """
-        self._constraints.matcher(constraint)
+        self._constraints.compile(constraint)
 
     def _start(self, jobs: list[_Job]) -> None:
         def submit() -> None:

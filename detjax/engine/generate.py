@@ -107,7 +107,7 @@ def _sequences(
     context = RequestContext(
         end_tokens=end_tokens(model.generation_defaults, params),
         tokenizer=tokenizer,
-        matcher=constraints.matcher(params.constraint),
+        constraint=constraints.compile(params.constraint),
     )
     return samples(tokens, params, context)
 

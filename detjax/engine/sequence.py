@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence as Seq
 from typing import overload
 
-from detjax.engine.constraints import Matcher
+from detjax.engine.constraints import CompiledConstraint, Matcher
 from detjax.engine.page_pool import Digest, digests
 from detjax.engine.request import Completion, NotFinite, PromptLogprobs, Token
 from detjax.engine.sampling_params import SamplingParams
@@ -54,7 +54,7 @@ class RequestContext:
         is_streamed: make the text at every token.
         prefix_root: what digests of pages begin with; see `page_pool.prefix_root`.
         client: whose turn the samples take while they wait for a slot.
-        matcher: at the beginning of the text that the request's constraint asks for; None: any text.
+        constraint: what the text must be; None: any text.
     """
 
     end_tokens: frozenset[int] = frozenset()
@@ -62,7 +62,7 @@ class RequestContext:
     is_streamed: bool = False
     prefix_root: Digest = b""
     client: str | None = None
-    matcher: Matcher | None = None
+    constraint: CompiledConstraint | None = None
 
 
 class SampleOutput:
@@ -155,8 +155,8 @@ class Sequence:
 
     @functools.cached_property
     def matcher(self) -> Matcher | None:
-        """How far the sample has come in its constraint, if it has one. Samples that wait have no copy of it."""
-        return None if self.context.matcher is None else self.context.matcher.copy()
+        """How far the sample has come in its constraint, if it has one. Samples that wait have none."""
+        return None if self.context.constraint is None else self.context.constraint.matcher()
 
     @property
     def length(self) -> int:

@@ -262,6 +262,6 @@ class StepLoop:
 def _masks(shape: BatchShape, chunks: list[tuple[int, ScheduledChunk]]) -> np.ndarray:
     """Returns the tokens that each row of a step may choose; see `ops.adjust_logits`."""
     matchers = {row: chunk.sequence.matcher for row, chunk in chunks if chunk.sequence.matcher is not None}
-    compiler = next(iter(matchers.values())).compiler
+    compiler = next(iter(matchers.values())).constraint.compiler
     going_on = {row for row, chunk in chunks if chunk.sequence.finish_reason is None}
     return compiler.masks(shape.sampled, {row: matcher for row, matcher in matchers.items() if row in going_on})

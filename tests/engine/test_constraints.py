@@ -21,6 +21,10 @@ def compiler() -> ConstraintCompiler:
     return ConstraintCompiler(TOKENIZER, VOCABULARY, [END])
 
 
+def started(compiler: ConstraintCompiler, constraint: Constraint) -> Matcher:
+    return compiler.compile(constraint).matcher()
+
+
 def allowed(compiler: ConstraintCompiler, matcher: Matcher) -> list[int]:
     bits = np.unpackbits(compiler.masks(1, {0: matcher}).view(np.uint8), bitorder="little")
     assert not bits[len(TOKENIZER or ()) :].any(), "a token without text is allowed"
@@ -29,7 +33,7 @@ def allowed(compiler: ConstraintCompiler, matcher: Matcher) -> list[int]:
 
 def sampled(compiler: ConstraintCompiler, constraint: Constraint, seed: int) -> str:
     """A text of random allowed tokens. The end is chosen as soon as it is allowed."""
-    draw, matcher, tokens = random.Random(seed), compiler.matcher(constraint), list[int]()
+    draw, matcher, tokens = random.Random(seed), started(compiler, constraint), list[int]()
     while len(tokens) < 1000:
         choices = allowed(compiler, matcher)
         if END in choices:
@@ -77,7 +81,7 @@ def test_a_grammar_may_be_recursive(compiler: ConstraintCompiler) -> None:
 
 
 def test_a_complete_text_can_only_end(compiler: ConstraintCompiler) -> None:
-    matcher = compiler.matcher(Constraint.choice(["!"]))
+    matcher = started(compiler, Constraint.choice(["!"]))
     assert allowed(compiler, matcher) == [1]
     assert not matcher.is_complete
     matcher.accept(1)
@@ -87,33 +91,33 @@ def test_a_complete_text_can_only_end(compiler: ConstraintCompiler) -> None:
 
 def test_matchers_of_one_constraint_go_their_own_ways(compiler: ConstraintCompiler) -> None:
     constraint = Constraint("regex", "[!#]{2}")
-    one, other = compiler.matcher(constraint), compiler.matcher(constraint)
+    one, other = started(compiler, constraint), started(compiler, constraint)
     one.accept(1)
     one.accept(3)
     assert one.is_complete
     assert not other.is_complete
-    assert allowed(compiler, compiler.matcher(constraint)) == allowed(compiler, other)
+    assert allowed(compiler, started(compiler, constraint)) == allowed(compiler, other)
 
 
 def test_masks_of_several_samples_are_those_of_each_alone(compiler: ConstraintCompiler) -> None:
     constraints = [Constraint.json_schema(SCHEMA), Constraint("regex", "[0-9]+"), Constraint.choice(["a", "b"])]
-    masks = compiler.masks(5, {2 * row: compiler.matcher(constraint) for row, constraint in enumerate(constraints)})
+    masks = compiler.masks(5, {2 * row: started(compiler, constraint) for row, constraint in enumerate(constraints)})
     for row, constraint in enumerate(constraints):
-        np.testing.assert_array_equal(masks[2 * row], compiler.masks(1, {0: compiler.matcher(constraint)})[0])
+        np.testing.assert_array_equal(masks[2 * row], compiler.masks(1, {0: started(compiler, constraint)})[0])
     assert (masks[1] == 0xFFFFFFFF).all()
     assert (masks[3] == 0xFFFFFFFF).all()
 
 
 def test_rows_without_constraints_allow_all_tokens(compiler: ConstraintCompiler) -> None:
     masks = compiler.masks(3, {})
-    matcher = compiler.matcher(Constraint.choice(["a"]))
+    matcher = started(compiler, Constraint.choice(["a"]))
     np.testing.assert_array_equal(compiler.masks(3, {1: matcher})[[0, 2]], masks[:2])
     assert np.unpackbits(masks[0].view(np.uint8), bitorder="little").sum() >= VOCABULARY
 
 
 def test_a_refused_token_is_an_error(compiler: ConstraintCompiler) -> None:
     with pytest.raises(ValueError, match="the constraint refuses token 5"):
-        compiler.matcher(Constraint.choice(["!"])).accept(5)
+        started(compiler, Constraint.choice(["!"])).accept(5)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +136,7 @@ def test_an_invalid_constraint_is_refused_by_name(
     compiler: ConstraintCompiler, constraint: Constraint, message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"the constraint's {constraint.kind} is not valid") as raised:
-        compiler.matcher(constraint)
+        compiler.compile(constraint)
     assert message in str(raised.value)
 
 
@@ -148,7 +152,7 @@ def test_a_model_without_an_end_token_has_no_constraints() -> None:
 
 
 def test_an_expression_that_would_take_much_memory_ends_its_own_sample(compiler: ConstraintCompiler) -> None:
-    matcher = compiler.matcher(Constraint("regex", "(a{1000}){1000}"))
+    matcher = started(compiler, Constraint("regex", "(a{1000}){1000}"))
     (token,) = allowed(compiler, matcher)
     with pytest.raises(ValueError, match="too many expressions"):
         matcher.accept(token)
@@ -157,9 +161,21 @@ def test_an_expression_that_would_take_much_memory_ends_its_own_sample(compiler:
 def test_white_space_in_json_is_bounded(compiler: ConstraintCompiler) -> None:
     assert TOKENIZER is not None
     (space,) = TOKENIZER.encode(" ")
-    matcher = compiler.matcher(Constraint.json_schema({"type": "object"}))
+    matcher = started(compiler, Constraint.json_schema({"type": "object"}))
     matcher.accept(TOKENIZER.encode("{")[0])
     for _ in range(40):
         assert space in allowed(compiler, matcher)
         matcher.accept(space)
     assert space not in allowed(compiler, matcher)
+
+
+def test_a_sample_does_not_fail_for_the_states_that_its_neighbours_have_reached(compiler: ConstraintCompiler) -> None:
+    """The limits of a constraint count what one sample has reached. Together these samples go far beyond them."""
+    assert TOKENIZER is not None
+    constraint = compiler.compile(Constraint("regex", r"(.|\n)*a(.|\n){30}"))
+    (a,), (b,) = (TOKENIZER.encode(letter) for letter in "ab")
+    for seed in range(4):
+        draw, matcher = random.Random(seed), constraint.matcher()
+        for _ in range(1500):
+            compiler.masks(1, {0: matcher})
+            matcher.accept(draw.choice([a, b]))

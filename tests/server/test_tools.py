@@ -193,7 +193,7 @@ def test_a_strict_constraint_allows_text_and_only_calls_that_follow_the_schema(
     before, after = WRITTEN[form.removeprefix("plain ")]
 
     def is_allowed(text: str) -> bool:
-        matcher = compiler.matcher(constraint)
+        matcher = compiler.compile(constraint).matcher()
         try:
             for token in tokenizer.encode(text, add_special_tokens=False):
                 matcher.accept(token)
