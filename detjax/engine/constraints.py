@@ -11,10 +11,12 @@ import functools
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import jax
 import numpy as np
-from jaxtyping import UInt32
+from jaxtyping import Array, UInt32
 
 from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
 from detjax.numerics import ceil_div
@@ -123,19 +125,17 @@ class Matcher:
         """Whether the library's matcher has been made."""
         return "state" in vars(self)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the text can only end now."""
-        return self.state.is_stopped()
 
-    def accept(self, token: int) -> None:
-        """Notes the sample's next token.
+class Masks(NamedTuple):
+    """Which tokens may come next in the rows of a step.
 
-        Raises:
-            ValueError: the constraint has become too complex to go on, or it does not allow the token.
-        """
-        if not self.state.consume_token(token):
-            raise ValueError(f"the constraint refuses token {token}: {self.state.get_error()}")
+    Attributes:
+        allowed: a bit per token, on the device; see `ops.adjust_logits`.
+        failures: why the constraints of some rows cannot go on. These rows allow all tokens.
+    """
+
+    allowed: UInt32[Array, "R W"]
+    failures: Mapping[int, str]
 
 
 class ConstraintCompiler:
@@ -166,11 +166,10 @@ class ConstraintCompiler:
             raise ValueError("constraints need a model with an end-of-sequence token, and this model has none")
         self._vocabulary = vocabulary
         self._library = llguidance
-        self._fill = llguidance.numpy.fill_next_token_bitmask_par
         vocabulary_of_library: Any = _Vocabulary(tokenizer, vocabulary, end_tokens[0])
         self._tokenizer = llguidance.LLTokenizer(vocabulary_of_library, eos_token=list(end_tokens))
         self._executor = llguidance.LLExecutor()
-        self._threads = concurrent.futures.ThreadPoolExecutor(thread_name_prefix="detjax-constraints")
+        self._threads = ThreadPoolExecutor(thread_name_prefix="detjax-constraints")
         self._compiled: collections.OrderedDict[Constraint, CompiledConstraint] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -191,25 +190,34 @@ class ConstraintCompiler:
                 self._compiled.popitem(last=False)
         return compiled
 
-    def masks(self, rows: int, matchers: Mapping[int, Matcher]) -> UInt32[np.ndarray, "R W"]:
-        """Returns the tokens that each row allows: all of them where it has no matcher; see `ops.adjust_logits`.
+    def start_masks(
+        self, rows: int, matchers: Mapping[int, Matcher], accepted: Sequence[tuple[Matcher, int]] = ()
+    ) -> Future[Masks]:
+        """Begins to compute the tokens that each row allows, in other threads and without the GIL.
 
-        A matcher whose constraint has become too complex to go on allows all tokens, and accepts none.
+        The matchers must be left alone until the result is there.
 
         Args:
             rows: the number of rows, R.
-            matchers: by row; of this compiler or of another one for the same tokens.
+            matchers: by row; of this compiler or of another one for the same tokens. Other rows allow all tokens.
+            accepted: matchers, each with its sample's last token, which it has not been told yet. A constraint that
+                refuses the token, or that becomes too complex to go on, is among the failures from then on.
         """
-        masks = all_allowed(rows, self._vocabulary)
-        new = [matcher for matcher in matchers.values() if not matcher.is_started]
-        collections.deque(self._threads.map(lambda matcher: matcher.state, new), maxlen=0)
-        by_state = [(matcher.state, row) for row, matcher in matchers.items()]
-        if by_state:  # samples with constraints may all have ended since their step began, and the library needs one
-            self._fill(self._executor, by_state, masks.view(np.int32))
-        for state, row in by_state:
-            if state.is_error():
-                masks[row] = _ALL_ALLOWED
-        return masks
+        starting = [self._threads.submit(lambda m=m: m.state) for m in matchers.values() if not m.is_started]
+
+        def masks() -> Masks:
+            concurrent.futures.wait(starting)
+            if accepted:
+                self._library.numpy.consume_token_par(self._executor, [(m.state, token) for m, token in accepted])
+            allowed = all_allowed(rows, self._vocabulary)
+            by_state = [(matcher.state, row) for row, matcher in matchers.items()]
+            if by_state:
+                self._library.numpy.fill_next_token_bitmask_par(self._executor, by_state, allowed.view(np.int32))
+            failures = {row: state.get_error() for state, row in by_state if state.is_error()}
+            allowed[[*failures]] = _ALL_ALLOWED
+            return Masks(jax.device_put(allowed), failures)
+
+        return self._threads.submit(masks)
 
     def _compile(self, constraint: Constraint) -> CompiledConstraint:
         library = self._library.LLMatcher

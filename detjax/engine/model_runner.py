@@ -83,37 +83,40 @@ class ModelRunner:
         _check_weights(self._network.state(self._weights), params)
         self._weights = self._network.weights(params)
 
-    def compute(
-        self, batch: StepBatch, needed: SamplingVariant | None, allowed: Callable[[], np.ndarray] | None = None
-    ) -> tuple[SampledTokens | None, Array]:
-        """Computes a step.
+    def forward(self, batch: StepBatch) -> tuple[Array, Array]:
+        """Computes the hidden states of a step.
 
         Args:
-            batch: the step.
-            needed: what the sampling program must be able to do; None if no token is sampled.
-            allowed: returns the masks of the step's constraints. It is called while the device computes hidden states.
+            batch: the step, on the device; see `copy`.
 
         Returns:
-            The sampled tokens, and the last hidden states of the rows that prefill, for `score`.
+            Those of each chunk's last token, for `sample`, and those of the rows that prefill, for `score`.
         """
-        batch = self._on_device(batch)
         self._state, hidden, rows = self._run(step_programs.forward(batch, self._state, self._slots.last))
-        if needed is None:
-            return None, rows
+        return hidden, rows
+
+    def sample(self, batch: StepBatch, hidden: Array, needed: SamplingVariant, allowed: Array | None) -> SampledTokens:
+        """Samples the tokens of a step, and notes them in their slots.
+
+        Args:
+            batch: the step, on the device.
+            hidden: the hidden state of each chunk's last token.
+            needed: what the sampling program must be able to do.
+            allowed: the masks of the step's constraints, on the device; None: all tokens are allowed.
+        """
         variant = next(
             variant
             for variant in self._variants
             if variant.serves(needed) and self._is_ready(step_programs.sample_key(batch.shape.sampled, variant))
         )
-        return self._sample(batch, hidden, variant, None if allowed is None else allowed()), rows
+        return self._sample(batch, hidden, variant, allowed)
 
     def _sample(
-        self, batch: StepBatch, hidden: Array, variant: SamplingVariant, allowed: np.ndarray | None = None
+        self, batch: StepBatch, hidden: Array, variant: SamplingVariant, allowed: Array | None = None
     ) -> SampledTokens:
-        """Samples after hidden states, and notes the tokens in their slots."""
         masks = None
         if variant.constrained:
-            masks = self._all_allowed(batch.shape.sampled) if allowed is None else jax.device_put(allowed)
+            masks = self._all_allowed(batch.shape.sampled) if allowed is None else allowed
         slots, sampled = self._run(step_programs.sample(batch, hidden, self._slots, variant, masks))
         self._slots = slots if variant.adjusted else self._slots._replace(last=slots.last)
         return sampled
@@ -138,7 +141,7 @@ class ModelRunner:
             seen = self._run(step_programs.note_seen(seen, slot, entries, is_first=index == 0))
         self._slots = self._slots._replace(seen=seen)
 
-    def _on_device(self, batch: StepBatch) -> StepBatch:
+    def copy(self, batch: StepBatch) -> StepBatch:
         """Copies a batch to the device. Arrays that the step before had too, as most decodes have, are not copied."""
         arrays, tree = jax.tree.flatten(batch)
         contents = [(x.dtype, x.shape, x.tobytes()) for x in arrays]
@@ -206,7 +209,7 @@ class ModelRunner:
     def _run_all(self, batches: Sequence[StepBatch]) -> None:
         """Runs every program once, because it does some work when it runs for the first time."""
         sizes = set[tuple[str, int]]()
-        for batch in map(self._on_device, batches):
+        for batch in map(self.copy, batches):
             shape = batch.shape
             self._state, hidden, rows = self._run(step_programs.forward(batch, self._state, self._slots.last))
             if ("sampled", shape.sampled) not in sizes:

@@ -221,8 +221,8 @@ class Sequence:
         try:
             if math.isnan(logprob):
                 raise self._not_finite()
-            if self.matcher is not None and token not in self.context.end_tokens:
-                self.matcher.accept(token)
+            if self.failure is not None:
+                raise self.failure
             is_stopped = self._text_stream is not None and self._text_stream.add(token)
             if is_stopped or token in self.context.end_tokens:
                 self.finish_reason = "stop"

@@ -1,15 +1,16 @@
 """The step loop: from sequences to tokens, one step after the other, without a thread."""
 
 import dataclasses
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, PyTree
 
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
+from detjax.engine.constraints import Masks
 from detjax.engine.model_runner import ModelRunner
 from detjax.engine.page_pool import PagePool
 from detjax.engine.program_compiler import ProgramCompiler
@@ -25,9 +26,13 @@ from detjax.options import KVQuantization
 class Runner(Protocol):
     """What computes steps: `ModelRunner`, or a test's model of it."""
 
-    def compute(
-        self, batch: StepBatch, needed: SamplingVariant | None, allowed: Callable[[], np.ndarray] | None = None
-    ) -> tuple[SampledTokens | None, Any]: ...
+    def copy(self, batch: StepBatch) -> StepBatch: ...
+
+    def forward(self, batch: StepBatch) -> tuple[Any, Any]: ...
+
+    def sample(
+        self, batch: StepBatch, hidden: Any, needed: SamplingVariant, allowed: Array | None
+    ) -> SampledTokens: ...
 
     def note_seen(self, slot: int, prompt: Seq[int], generated: Seq[int]) -> None: ...
 
@@ -88,15 +93,41 @@ class _PromptScore:
 
 
 @dataclasses.dataclass(frozen=True)
-class _InFlightStep:
-    """A step that the device has been given and whose results have not been read."""
+class _PlannedStep:
+    """A step that the device can be given.
 
-    chunks: list[tuple[int, ScheduledChunk]]
-    """The chunks after which tokens are sampled, each with its row of `sampled`."""
-    batch: int
-    """Sequences of the step."""
-    sampled: SampledTokens | None
+    Attributes:
+        plan: its chunks.
+        batch: its arrays, on the device.
+        first_rows: the first row of each chunk's prefill.
+        samples: the chunks after which tokens are sampled, each with its row of the sampled tokens.
+        needed: what the sampling program must be able to do; None if no token is sampled.
+    """
+
+    plan: ScheduledStep
+    batch: StepBatch
+    first_rows: np.ndarray
+    samples: list[tuple[int, Sequence]]
+    needed: SamplingVariant | None
+
+
+@dataclasses.dataclass
+class _InFlightStep:
+    """A step that the device has been given and whose results have not been read.
+
+    Attributes:
+        planned: the step.
+        hidden: what its tokens are sampled from.
+        scores: logprobs of prompts.
+        masks: what the host computes for the constraints of samples, if any sample has one.
+        sampled: the tokens; None if the device has not been told to sample, or if there are none.
+    """
+
+    planned: _PlannedStep
+    hidden: Any
     scores: list[_PromptScore]
+    masks: Future[Masks] | None = None
+    sampled: SampledTokens | None = None
 
 
 class StepLoop:
@@ -132,7 +163,7 @@ class StepLoop:
         self._shapes = shapes
         self._slots = slots
         self._runner = runner
-        self._in_flight: deque[_InFlightStep] = deque()
+        self._in_flight: _InFlightStep | None = None
 
     @classmethod
     def for_model(cls, model: Decoder, config: StepLoopConfig) -> "StepLoop":
@@ -151,7 +182,7 @@ class StepLoop:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is left to compute or to read."""
-        return self.scheduler.is_idle and not self._in_flight
+        return self.scheduler.is_idle and self._in_flight is None
 
     def submit(self, sequence: Sequence) -> None:
         """Appends a sequence to the waiting ones."""
@@ -187,43 +218,51 @@ class StepLoop:
 
     def step(self) -> list[tuple[Sequence, Token]]:
         """Gives the device its next step, if there is one, and returns the tokens of the step before."""
-        step = self.scheduler.plan()
-        is_started = bool(step.chunks)
-        assert is_started or self._in_flight or self.scheduler.is_idle, "no step is in flight, and none can be started"
-        tokens = self._start(step) if is_started else []
-        while len(self._in_flight) > is_started:
-            tokens += self._read(self._in_flight.popleft())
-        return tokens
+        plan, previous = self.scheduler.plan(), self._in_flight
+        assert plan.chunks or previous or self.scheduler.is_idle, "no step is in flight, and none can be started"
+        # Other threads may still compute the masks of the step before. What does not depend on them comes first.
+        planned = self._planned(plan) if plan.chunks else None
+        if previous is not None:
+            self._sample(previous)
+        self._in_flight = None if planned is None else self._start(planned)
+        return list(self._read(previous))
 
-    def _start(self, step: ScheduledStep) -> list[tuple[Sequence, Token]]:
-        """Gives the device a step. Returns the tokens of the step before, if the step's constraints depend on them."""
-        shape = self._shapes.smallest(step, self._runner.has_layers)
-        chunks = [(row, chunk) for row, chunk in enumerate(step.chunks) if chunk.completes]
-        needed = SamplingVariant.needed_by([chunk.sequence.params for _, chunk in chunks]) if chunks else None
-        batch = self._slots.batch(step, shape, adjusted=needed is not None and needed.adjusted)
-        for _, chunk in chunks:
-            self._note_seen(chunk.sequence)
-        tokens: list[tuple[Sequence, Token]] = []
+    def _planned(self, plan: ScheduledStep) -> _PlannedStep:
+        """Copies a step to the device."""
+        samples = [(row, chunk.sequence) for row, chunk in enumerate(plan.chunks) if chunk.completes]
+        needed = SamplingVariant.needed_by([sequence.params for _, sequence in samples]) if samples else None
+        shape = self._shapes.smallest(plan, self._runner.has_layers)
+        batch = self._slots.batch(plan, shape, adjusted=needed is not None and needed.adjusted)
+        assert batch.queries.first_row is not None
+        return _PlannedStep(plan, self._runner.copy(batch), batch.queries.first_row, samples, needed)
 
-        def allowed() -> np.ndarray:
-            # Which tokens may come next depends on the last ones. The device sampled them before it began this step.
-            while self._in_flight:
-                tokens.extend(self._read(self._in_flight.popleft()))
-            return _masks(shape, chunks)
-
-        self.scheduler.mark_submitted(step)
-        is_constrained = needed is not None and needed.constrained
-        sampled, hidden = self._runner.compute(batch, needed, allowed if is_constrained else None)
-        first_rows = batch.queries.first_row
-        assert first_rows is not None
+    def _start(self, planned: _PlannedStep) -> _InFlightStep:
+        """Has the device compute a step, except that samples with constraints wait for their masks."""
+        for _, sequence in planned.samples:
+            self._note_seen(sequence)
+        self.scheduler.mark_submitted(planned.plan)
+        hidden, rows = self._runner.forward(planned.batch)
         scores = [
             score
-            for chunk, first_row in zip(step.prefills, first_rows, strict=False)
-            for score in self._scores(chunk, int(first_row), hidden)
+            for chunk, first_row in zip(planned.plan.prefills, planned.first_rows, strict=False)
+            for score in self._scores(chunk, int(first_row), rows)
         ]
-        sampled = None if sampled is None else sampled.start_copy()
-        self._in_flight.append(_InFlightStep(chunks, len(step.chunks), sampled, scores))
-        return tokens
+        step = _InFlightStep(planned, hidden, scores)
+        if planned.needed is None or not planned.needed.constrained:
+            self._sample(step)
+        return step
+
+    def _sample(self, step: _InFlightStep) -> None:
+        """Has the device sample a step's tokens if it has not been told to. Waits for the step's masks."""
+        masks, planned = None if step.masks is None else step.masks.result(), step.planned
+        if masks is not None and masks.failures:
+            for row, sequence in planned.samples:
+                if row in masks.failures:
+                    sequence.failure = ValueError(f"the sample's constraint cannot go on: {masks.failures[row]}")
+        if step.sampled is None and planned.needed is not None:
+            allowed = None if masks is None else masks.allowed
+            sampled = self._runner.sample(planned.batch, step.hidden, planned.needed, allowed)
+            step.sampled = sampled.start_copy()
 
     def _note_seen(self, sequence: Sequence) -> None:
         """Tells the device the tokens of a sequence with penalties when it samples for the first time in its slot."""
@@ -245,23 +284,42 @@ class StepLoop:
             scored = self._runner.score(hidden, first_row + position - 1 - chunk.start, tokens)
             yield _PromptScore(chunk.sequence, position, len(tokens), scored.start_copy())
 
-    def _read(self, step: _InFlightStep) -> Iterator[tuple[Sequence, Token]]:
+    def _read(self, step: _InFlightStep | None) -> Iterator[tuple[Sequence, Token]]:
+        """Reads the results of the step before the one in flight."""
+        sampled = None if step is None or step.sampled is None else step.sampled.read()
+        # A sequence may have ended after the step was started.
+        samples = [] if step is None else [one for one in step.planned.samples if one[1].finish_reason is None]
+        self._start_masks([(sequence, int(sampled.token[row])) for row, sequence in samples] if sampled else [])
+        if step is None:
+            return
         for score in step.scores:
             score.read()
-        if step.sampled is None:
+        if sampled is None:
             return
-        sampled = step.sampled.read()
-        for row, chunk in step.chunks:
-            sequence = chunk.sequence
-            if sequence.finish_reason is None:  # otherwise the step was started before the sequence's end was known
-                token = sequence.add(*sampled.at(row, sequence.params.top_logprobs), batch=step.batch)
-                self.scheduler.accept_token(sequence)
-                yield sequence, token
+        for row, sequence in samples:
+            token = sequence.add(*sampled.at(row, sequence.params.top_logprobs), batch=len(step.planned.plan.chunks))
+            self.scheduler.accept_token(sequence)
+            yield sequence, token
 
+    def _start_masks(self, sampled: list[tuple[Sequence, int]]) -> None:
+        """Begins to compute the masks of the step in flight, which depend on the tokens that its sequences got last.
 
-def _masks(shape: BatchShape, chunks: list[tuple[int, ScheduledChunk]]) -> np.ndarray:
-    """Returns the tokens that each row of a step may choose; see `ops.adjust_logits`."""
-    matchers = {row: chunk.sequence.matcher for row, chunk in chunks if chunk.sequence.matcher is not None}
-    compiler = next(iter(matchers.values())).constraint.compiler
-    going_on = {row for row, chunk in chunks if chunk.sequence.finish_reason is None}
-    return compiler.masks(shape.sampled, {row: matcher for row, matcher in matchers.items() if row in going_on})
+        Other threads compute them, while this one goes on with the tokens and the device computes hidden states.
+        """
+        step = self._in_flight
+        accepted = [
+            (sequence.matcher, token)
+            for sequence, token in sampled
+            if sequence.matcher is not None and token not in sequence.context.end_tokens
+        ]
+        samples = [] if step is None else step.planned.samples
+        matchers = {row: sequence.matcher for row, sequence in samples if sequence.matcher is not None}
+        if not accepted and not matchers:
+            return
+        some = next(iter(matchers.values())) if matchers else accepted[0][0]
+        rows = 0 if step is None else step.planned.batch.shape.sampled
+        masks = some.constraint.compiler.start_masks(rows, matchers, accepted)
+        if step is None:
+            masks.result()
+        else:
+            step.masks = masks

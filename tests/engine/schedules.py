@@ -8,10 +8,12 @@ import functools
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,10 +25,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from jaxtyping import Array
 
 from detjax import SamplingParams, kv_pages
 from detjax.engine import batch, page_pool, scheduler
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
+from detjax.engine.constraints import CompiledConstraint, Constraint, ConstraintCompiler, Masks, Matcher
 from detjax.engine.page_pool import PagePool, prefix_root
 from detjax.engine.scheduler import Scheduler, pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples
@@ -36,6 +40,7 @@ from detjax.engine.step_programs import SampledTokens, SamplingVariant, StepProg
 VOCABULARY, END = 50, 7
 PAGE = 4
 """Tokens of a page: so few that sequences have many pages."""
+_ALL_ALLOWED = 0xFFFFFFFF
 
 
 def content(before: int, token: int) -> int:
@@ -53,15 +58,53 @@ def penalty(prompt: tuple[int, ...], generated: list[int]) -> int:
     return hash((frozenset(prompt), frozenset(Counter(generated).items())))
 
 
+def allowed_word(tokens: Seq[int]) -> int:
+    """Returns what stands for the mask of a sequence with a constraint that has generated these tokens."""
+    return hash(("constraint", *tokens)) & 0x7FFFFFFF
+
+
 def expected_tokens(sequence: Sequence) -> list[int]:
     """Returns the tokens that a sequence must generate."""
     params, state, tokens = sequence.params, functools.reduce(content, sequence.prompt, 0), []
     while len(tokens) < params.max_tokens and tokens[-1:] != [END]:
         adjustment = penalty(sequence.prompt, tokens) if params.penalized else 0
-        token = next_token(state ^ adjustment, params.seed, sequence.index)
+        mask = allowed_word(tokens) if params.constraint is not None else _ALL_ALLOWED
+        token = next_token(state ^ adjustment ^ mask, params.seed, sequence.index)
         tokens.append(END + 1 if token == END and len(tokens) < params.min_tokens else token)
         state = content(state, tokens[-1])
     return tokens
+
+
+class RememberingCompiler(ConstraintCompiler):
+    """A compiler whose matchers remember the tokens that they were told. It computes masks as late as possible."""
+
+    def __init__(self) -> None: ...
+
+    def start_masks(
+        self, rows: int, matchers: Mapping[int, Matcher], accepted: Seq[tuple[Matcher, int]] = ()
+    ) -> Future[Masks]:
+        def masks() -> Masks:
+            for matcher, token in accepted:
+                matcher.state.append(token)
+            allowed = np.full((rows, 1), _ALL_ALLOWED, np.uint32)
+            for row, matcher in matchers.items():
+                allowed[row] = allowed_word(matcher.state)
+            return Masks(jnp.asarray(allowed), {})
+
+        return _LateFuture(masks)
+
+
+class _LateFuture(Future[Masks]):
+    """A future that begins to compute when it is asked for its result."""
+
+    def __init__(self, compute: Callable[[], Masks]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def result(self, timeout: float | None = None) -> Masks:
+        if not self.done():
+            self.set_result(self._compute())
+        return super().result(timeout)
 
 
 class RememberingRunner:
@@ -72,10 +115,11 @@ class RememberingRunner:
         self.last = np.full(slots, -1)
         self.seen: list[tuple[tuple[int, ...], list[int]]] = [((), [])] * slots
 
-    def compute(
-        self, batch: StepBatch, needed: SamplingVariant | None, allowed: object = None
-    ) -> tuple[SampledTokens | None, None]:
-        assert allowed is None
+    def copy(self, batch: StepBatch) -> StepBatch:
+        return batch
+
+    def forward(self, batch: StepBatch) -> tuple[list[int], None]:
+        """Computes a step. Returns what the cache holds at each chunk's last token."""
         queries, decodes = batch.queries, len(batch.held)
         held = batch.held < len(self.last)
         decoded = np.where(held, self.last[np.where(held, batch.held, 0)], batch.token[:decodes])
@@ -91,11 +135,17 @@ class RememberingRunner:
             position = int(queries.rows.position[row])
             before = self.cache[place(row, position - 1)] if position else 0
             self.cache[places[row]] = content(before, tokens[row])
+        return [self.cache[places[row]] if row in places else 0 for row in batch.last_row.tolist()], None
+
+    def sample(
+        self, batch: StepBatch, hidden: list[int], needed: SamplingVariant, allowed: Array | None
+    ) -> SampledTokens:
+        queries = batch.queries
+        assert needed.constrained == (allowed is not None)
+        words = None if allowed is None else np.asarray(allowed)[:, 0].tolist()
         sampled = np.zeros(len(batch.slot), np.int32)
         chunks = np.flatnonzero(batch.slot < len(self.last))
-        assert bool(len(chunks)) == (needed is not None)
-        if needed is None:
-            return None, None
+        assert len(chunks)
         for chunk in chunks:
             row = batch.last_row[chunk]
             assert batch.sampling.position[chunk] == queries.rows.position[row] + 1
@@ -104,13 +154,13 @@ class RememberingRunner:
             if (adjustments := batch.adjustments) is not None:
                 barred = adjustments.biased[chunk][np.isneginf(adjustments.bias[chunk])]
                 adjustment = penalty(*self.seen[slot]) if adjustments.frequency[chunk] else 0
-            state = self.cache[places[row]] ^ adjustment
-            token = next_token(state, seed, int(batch.sampling.sample_index[chunk]))
+            mask = _ALL_ALLOWED if words is None else words[chunk]
+            token = next_token(hidden[chunk] ^ adjustment ^ mask, seed, int(batch.sampling.sample_index[chunk]))
             sampled[chunk] = token + 1 if token in barred else token
             self.last[slot] = sampled[chunk]
             self.seen[slot][1].append(int(sampled[chunk]))
         none = np.zeros((len(sampled), 0))
-        return _TokensOnTheHost(sampled, sampled.astype(np.float32), none, none), None
+        return _TokensOnTheHost(sampled, sampled.astype(np.float32), none, none)
 
     def note_seen(self, slot: int, prompt: Seq[int], generated: Seq[int]) -> None:
         self.seen[slot] = tuple(prompt), [*generated]
@@ -158,6 +208,8 @@ class Schedule:
         self.pool = PagePool(num_pages, keeps_prefixes=keeps_prefixes)
         self.scheduler = Scheduler(self.pool, shapes.limits)
         self.loop = StepLoop(self.scheduler, shapes, SlotTable(slots, num_pages), RememberingRunner(slots))
+        start: Any = list
+        self.constraint = CompiledConstraint(RememberingCompiler(), start)
         self.sequences: list[Sequence] = []
         self.expected: dict[Sequence, list[int]] = {}
         self.read: Counter[Sequence] = Counter()
@@ -167,17 +219,22 @@ class Schedule:
         prompt = tuple(token for page in first_pages for token in [page] * PAGE) + tuple(range(more_tokens))
         if len(prompt) + max_tokens - 1 > self.pool.num_pages * PAGE:
             return
+        has_minimum = more_tokens % 3 == 0
         params = SamplingParams(
             max_tokens=max_tokens,
             seed=more_tokens << 40 | max_tokens,
             n=n,
             frequency_penalty=0.5 if more_tokens % 2 else 0.0,
-            min_tokens=max_tokens // 2 if more_tokens % 3 == 0 else 0,
+            min_tokens=max_tokens // 2 if has_minimum else 0,
+            constraint=Constraint.choice(["x"]) if max_tokens % 3 == 0 and not has_minimum else None,
         )
-        ends = frozenset([END])
-        for sequence in samples(
-            prompt, params, RequestContext(end_tokens=ends, prefix_root=prefix_root(client), client=client)
-        ):
+        context = RequestContext(
+            end_tokens=frozenset([END]),
+            prefix_root=prefix_root(client),
+            client=client,
+            constraint=None if params.constraint is None else self.constraint,
+        )
+        for sequence in samples(prompt, params, context):
             assert pages_needed(sequence) <= self.pool.num_pages
             self.expected[sequence] = expected_tokens(sequence)
             self.loop.submit(sequence)
