@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -191,7 +191,7 @@ class ConstraintCompiler:
         return compiled
 
     def start_masks(
-        self, rows: int, matchers: Mapping[int, Matcher], accepted: Sequence[tuple[Matcher, int]] = ()
+        self, rows: int, matchers: Mapping[int, Matcher], accepted: Callable[[], Iterable[tuple[Matcher, int]]]
     ) -> Future[Masks]:
         """Begins to compute the tokens that each row allows, in other threads and without the GIL.
 
@@ -200,15 +200,17 @@ class ConstraintCompiler:
         Args:
             rows: the number of rows, R.
             matchers: by row; of this compiler or of another one for the same tokens. Other rows allow all tokens.
-            accepted: matchers, each with its sample's last token, which it has not been told yet. A constraint that
-                refuses the token, or that becomes too complex to go on, is among the failures from then on.
+            accepted: returns matchers, each with its sample's last token, which it has not been told yet. It is called
+                in another thread, so it may wait for the tokens. A constraint that refuses its token, or that becomes
+                too complex to go on, is among the failures from then on.
         """
         starting = [self._threads.submit(lambda m=m: m.state) for m in matchers.values() if not m.is_started]
 
         def masks() -> Masks:
             concurrent.futures.wait(starting)
-            if accepted:
-                self._library.numpy.consume_token_par(self._executor, [(m.state, token) for m, token in accepted])
+            last_tokens = [(matcher.state, token) for matcher, token in accepted()]
+            if last_tokens:
+                self._library.numpy.consume_token_par(self._executor, last_tokens)
             allowed = all_allowed(rows, self._vocabulary)
             by_state = [(matcher.state, row) for row, matcher in matchers.items()]
             if by_state:

@@ -8,7 +8,7 @@ import functools
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import Any
@@ -81,10 +81,10 @@ class RememberingCompiler(ConstraintCompiler):
     def __init__(self) -> None: ...
 
     def start_masks(
-        self, rows: int, matchers: Mapping[int, Matcher], accepted: Seq[tuple[Matcher, int]] = ()
+        self, rows: int, matchers: Mapping[int, Matcher], accepted: Callable[[], Iterable[tuple[Matcher, int]]]
     ) -> Future[Masks]:
         def masks() -> Masks:
-            for matcher, token in accepted:
+            for matcher, token in accepted():
                 matcher.state.append(token)
             allowed = np.full((rows, 1), _ALL_ALLOWED, np.uint32)
             for row, matcher in matchers.items():

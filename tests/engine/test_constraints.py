@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +28,14 @@ def started(compiler: ConstraintCompiler, constraint: Constraint) -> Matcher:
 
 
 def masks(compiler: ConstraintCompiler, rows: int, matchers: Mapping[int, Matcher]) -> np.ndarray:
-    return np.asarray(compiler.start_masks(rows, matchers).result().allowed)
+    return np.asarray(compiler.start_masks(rows, matchers, list).result().allowed)
 
 
 def accept(compiler: ConstraintCompiler, matcher: Matcher, *tokens: int) -> Masks:
     """Tells a matcher its next tokens, and returns its row of masks."""
     for token in tokens[:-1]:
-        compiler.start_masks(0, {}, [(matcher, token)]).result()
-    return compiler.start_masks(1, {0: matcher}, [(matcher, tokens[-1])]).result()
+        compiler.start_masks(0, {}, partial(list, [(matcher, token)])).result()
+    return compiler.start_masks(1, {0: matcher}, partial(list, [(matcher, tokens[-1])])).result()
 
 
 def allowed(compiler: ConstraintCompiler, matcher: Matcher) -> list[int]:
@@ -126,7 +127,7 @@ def test_rows_without_constraints_allow_all_tokens(compiler: ConstraintCompiler)
 
 def test_a_refused_token_is_a_failure_of_its_row(compiler: ConstraintCompiler) -> None:
     one, other = (started(compiler, Constraint.choice(["!"])) for _ in range(2))
-    result = compiler.start_masks(4, {1: one, 2: other}, [(one, 5)]).result()
+    result = compiler.start_masks(4, {1: one, 2: other}, partial(list, [(one, 5)])).result()
     assert list(result.failures) == [1]
     assert "doesn't satisfy the grammar" in result.failures[1]
     assert (np.asarray(result.allowed)[1] == 0xFFFFFFFF).all()

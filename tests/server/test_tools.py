@@ -4,6 +4,7 @@ import dataclasses
 import json
 import unittest.mock
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import openai
@@ -195,7 +196,7 @@ def test_a_strict_constraint_allows_text_and_only_calls_that_follow_the_schema(
     def is_allowed(text: str) -> bool:
         matcher = compiler.compile(constraint).matcher()
         for token in tokenizer.encode(text, add_special_tokens=False):
-            if compiler.start_masks(1, {0: matcher}, [(matcher, token)]).result().failures:
+            if compiler.start_masks(1, {0: matcher}, partial(list, [(matcher, token)])).result().failures:
                 return False
         return True
 
