@@ -14,8 +14,10 @@ import jax
 from flax import nnx
 from jaxtyping import PyTree
 
+from detjax.accumulated_weight import AccumulatedWeight
+
 type Weights = tuple[Any, ...]
-"""A module's weights in the order of their names: arrays, or their shapes and dtypes."""
+"""A module's weights in the order of their names: arrays, shapes and dtypes, or `AccumulatedWeight`s."""
 
 type Path = tuple[Any, ...]
 """Attributes, and indices of lists, that lead to a parameter."""
@@ -64,7 +66,7 @@ class Network[M: nnx.Module]:
 
     def weights(self, state: PyTree) -> Weights:
         """Returns the weights in a state, such as `nnx.state` of the module returns."""
-        leaves = jax.tree.leaves(state)
+        leaves = jax.tree.leaves(state, is_leaf=_is_weight)
         return tuple(leaves[index] for index in self.order)
 
 
@@ -75,8 +77,12 @@ def split[M: nnx.Module](module: M) -> tuple[Network[M], Weights]:
     """
     graph, state = nnx.split(module)
     paths = tuple(nnx.to_flat_state(state).paths)
-    network = _network(graph, jax.tree.structure(state), paths)
+    network = _network(graph, jax.tree.structure(state, is_leaf=_is_weight), paths)
     return network, network.weights(state)
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, AccumulatedWeight)
 
 
 @functools.lru_cache(maxsize=64)

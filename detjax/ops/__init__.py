@@ -1,5 +1,6 @@
 """The operations under contract. Each gives one set of bits, whatever schedule, batch or phase serves it."""
 
+from detjax.accumulated_weight import AccumulatedWeight as AccumulatedWeight
 from detjax.kv_pages import KVPages as KVPages
 from detjax.kv_pages import PackedRows as PackedRows
 from detjax.kv_pages import QuantizedPages as QuantizedPages
@@ -24,7 +25,9 @@ from detjax.ops.rotary import RotaryEmbedding as RotaryEmbedding
 from detjax.ops.rotary import YarnScaling as YarnScaling
 from detjax.ops.sampling import adjust_logits as adjust_logits
 from detjax.ops.sampling import constrain_logits as constrain_logits
+from detjax.ops.sampling import filter_logits as filter_logits
 from detjax.ops.sampling import sample as sample
+from detjax.ops.sampling import sampling_logprobs as sampling_logprobs
 from detjax.ops.sampling import seed_words as seed_words
 from detjax.ops.sampling import top_logprobs as top_logprobs
 from detjax.ops.softmax import log_softmax as log_softmax

@@ -2,13 +2,14 @@
 
 import functools
 import math
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from detjax import compilation
+from detjax import backends, compilation
 from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KVPages, Queries
 from detjax.numerics import ceil_div
@@ -48,8 +49,8 @@ def attention(
     `detjax.contract` says in which order the sums are added.
 
     Queries are `[B, T, H, K]` with T of each request, at positions `queries.start[b] + t`, or packed, `[N, H, K]`; see
-    `Queries`. Packed queries have the bits of rectangular ones. They take no mask, and there are no gradients through
-    them. The result of a row that belongs to no request may be anything.
+    `Queries`. Packed queries have the bits of rectangular ones, and so have their gradients. They take no mask. The
+    result of a row that belongs to no request may be anything.
 
     Args:
         q: queries; bfloat16, float16 or float32. H is a multiple of h: consecutive queries' heads share a key head.
@@ -71,7 +72,7 @@ def attention(
         TypeError: a dtype is not under contract, the pages' dtype is not q's, only one of keys and values is quantized,
             or the mask does not hold booleans.
         ValueError: shapes do not fit together, an option is out of range, or packed queries are given with a mask.
-        NotImplementedError: gradients are taken through quantized pages.
+        NotImplementedError: gradients are taken through quantized pages, or the backend has none of packed queries.
     """
     _check_arrays(q, kv, queries, sinks)
     masking = _masking(q, scale, causal, window, soft_cap, alibi_slopes)
@@ -205,11 +206,7 @@ def _attention(
 
 
 def _forward(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, mask: Array | None, masking: Masking):
-    if kv.quantized:
-        raise NotImplementedError(
-            f"attention: gradients through pages that are quantized ({kv.quantized[0].kind}); accepted: pages of q's "
-            "dtype. Train without quantization, or take no gradient."
-        )
+    _check_gradients(kv)
     operands = q, kv, queries, sinks, mask
     output = _output_and_normalizers(operands, masking, with_normalizers=True)
     return output[0], (operands, output)
@@ -231,5 +228,44 @@ def _backward(masking: Masking, saved: tuple, do: Array):
 _attention.defvjp(_forward, _backward)
 
 
-def _ragged_attention(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, masking: Masking) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _ragged_attention(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, masking: Masking) -> Array:
     return one_by_one(functools.partial(_RAGGED_ATTENTION.kernels().ragged, masking=masking), (q, kv, queries, sinks))
+
+
+def _ragged_forward(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, masking: Masking):
+    _check_gradients(kv)
+    operands = q, kv, queries, sinks
+    forward = functools.partial(_ragged_gradients().ragged_with_normalizers, masking=masking)
+    output = one_by_one(forward, operands)
+    return output[0], (operands, output)
+
+
+def _ragged_backward(masking: Masking, saved: tuple, do: Array):
+    operands, output = saved
+    backward = functools.partial(_ragged_gradients().ragged_backward, masking=masking)
+    dq, dkv, dsinks = one_by_one(backward, (operands, output, do))
+    return dq, dkv, None, dsinks
+
+
+_ragged_attention.defvjp(_ragged_forward, _ragged_backward)
+
+
+def _ragged_gradients() -> ModuleType:
+    """The module of the backend that serves, if it has gradients of packed queries."""
+    kernels = _RAGGED_ATTENTION.kernels()
+    if not hasattr(kernels, "ragged_backward"):
+        raise NotImplementedError(
+            f"attention: gradients through packed queries on backend {backends.backend()!r}; accepted: rectangular "
+            "queries, or backend 'portable'"
+        )
+    return kernels
+
+
+def _check_gradients(kv: KVPages) -> None:
+    """Raises if the pages are quantized."""
+    if kv.quantized:
+        raise NotImplementedError(
+            f"attention: gradients through pages that are quantized ({kv.quantized[0].kind}); accepted: pages of q's "
+            "dtype. Train without quantization, or take no gradient."
+        )

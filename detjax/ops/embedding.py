@@ -1,9 +1,12 @@
 """Embedding lookup, under contract."""
 
+import functools
+
 import jax
 from jaxtyping import Array, Float, Int
 
 from detjax import compilation
+from detjax.accumulated_weight import AccumulatedWeight, Weight, fresh_and_carried, value_and_sum
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty
 from detjax.ops.dispatch import Operation, with_vmap_rule
 
@@ -19,30 +22,41 @@ _EMBED = Operation(
 
 
 @compilation.jit
-def embed(tokens: Int[Array, "*B"], table: Float[Array, "V D"]) -> Float[Array, "*B D"]:
+def embed(tokens: Int[Array, "*B"], table: Weight) -> Float[Array, "*B D"]:
     """Returns the table's row of each token. Token ids must lie within the vocabulary.
+
+    Args:
+        tokens: ids.
+        table: `[V, D]`. With an `AccumulatedWeight` the gradient continues its sum over lookups.
 
     Raises:
         TypeError: the table's dtype is not under contract, or tokens are not integers.
         ValueError: an array is empty.
     """
+    if isinstance(table, AccumulatedWeight):
+        table = AccumulatedWeight(table.value, table.lookups)
+    table, table_sum = value_and_sum(_EMBED.taking(table))
     check_dtype("embed", table=table)
     check_integers("embed", tokens=tokens)
     check_not_empty("embed", tokens=tokens, table=table)
-    return _EMBED.call(_embed, tokens, table)
+    return _EMBED.call(functools.partial(_embed, table_sum), tokens, table)
 
 
 @jax.custom_vjp
-def _embed(tokens: Array, table: Array) -> Array:
+def _embed(table_sum: Array | None, tokens: Array, table: Array) -> Array:
+    del table_sum  # the backward pass alone adds to it
     return with_vmap_rule(_EMBED.kernels().forward, rows=(True, False))(tokens, table)
 
 
-def _forward(tokens: Array, table: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _embed(tokens, table), (tokens, table)
+def _forward(table_sum: Array | None, tokens: Array, table: Array) -> tuple[Array, tuple[Array, Array, Array | None]]:
+    return _embed(table_sum, tokens, table), (tokens, table, table_sum)
 
 
-def _backward(saved: tuple[Array, Array], dy: Array) -> tuple[None, Array]:
-    return None, with_vmap_rule(_EMBED.kernels().backward, rows=(False,) * 3)(*saved, dy)
+def _backward(saved: tuple[Array, Array, Array | None], dy: Array) -> tuple[Array | None, ...]:
+    tokens, table, table_sum = saved
+    dtable = with_vmap_rule(_EMBED.kernels().backward, rows=(False,) * 4)(tokens, table, dy, table_sum)
+    fresh, carried = fresh_and_carried([dtable], [table_sum])
+    return *carried, None, *fresh
 
 
 _embed.defvjp(_forward, _backward)

@@ -1,13 +1,14 @@
 """Matrix products with the epilogues of linear layers, under contract."""
 
 import functools
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
 from detjax import compilation
+from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.contract import INPUT_DTYPES
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
@@ -27,10 +28,10 @@ _MATMUL = Operation(
 @compilation.jit(static_argnames=("layout", "activation", "gated", "soft_cap", "out_dtype"))
 def matmul(
     x: Float[Array, "*B K"],
-    w: Float[Array, "..."],
+    w: Weight,
     *,
     layout: WeightLayout = "kn",
-    bias: Float[Array, "..."] | None = None,
+    bias: Weight | None = None,
     activation: Activation | None = None,
     gated: bool = False,
     soft_cap: float | None = None,
@@ -42,7 +43,8 @@ def matmul(
     Args:
         x: rows; bfloat16, float16 or float32.
         w: weights of x's dtype, `[K, N]` if `layout` is "kn", and `[N, K]`, the layout of checkpoints, if it is "nk".
-            If `gated`, the gate's and the up projection's weights, stacked: `[2, K, N]` or `[2, N, K]`.
+            If `gated`, the gate's and the up projection's weights, stacked: `[2, K, N]` or `[2, N, K]`. With an
+            `AccumulatedWeight`, here or as bias, the gradient continues a sum.
         layout: "kn" or "nk".
         bias: `[N]`, or `[2, N]` if `gated`.
         activation: the function of the biased sum; "gelu" is the exact one, "gelu_tanh" its approximation.
@@ -56,6 +58,7 @@ def matmul(
         TypeError: a dtype is not under contract, or w's dtype is not x's.
         ValueError: shapes do not fit together, or an option is unknown.
     """
+    (w, w_sum), (bias, bias_sum) = value_and_sum(_MATMUL.taking(w)), value_and_sum(_MATMUL.taking(bias))
     check_dtype("matmul", x=x, bias=bias, residual=residual)
     check_dtype("matmul", like=x, w=w)
     if layout not in get_args(WeightLayout):
@@ -80,19 +83,26 @@ def matmul(
     check_not_empty("matmul", x=x, w=w)
 
     epilogue = Epilogue(activation, gated, soft_cap)
-    return _MATMUL.call(_matmul, x, w, bias, residual, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
+    under_contract = functools.partial(_matmul_with_sums, sums=(w_sum, bias_sum))
+    return _MATMUL.call(under_contract, x, w, bias, residual, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _matmul_with_sums(*operands: Array | None, sums: tuple[Array | None, ...], **options: Any) -> Array:
+    return _matmul(*operands, sums, **options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _matmul(
     x: Array,
     w: Array,
     bias: Array | None,
     residual: Array | None,
+    sums: tuple[Array | None, ...],
     layout: WeightLayout,
     epilogue: Epilogue,
     out_dtype: jnp.dtype,
 ) -> Array:
+    del sums  # of the gradients, which the backward pass alone adds to
     options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
     forward = functools.partial(_MATMUL.kernels().forward, **options)
     return with_vmap_rule(forward, rows=(True, False, False, True))(x, w, bias, residual)
@@ -103,22 +113,24 @@ def _forward(
     w: Array,
     bias: Array | None,
     residual: Array | None,
+    sums: tuple[Array | None, ...],
     layout: WeightLayout,
     epilogue: Epilogue,
     out_dtype: jnp.dtype,
-) -> tuple[Array, tuple[Array | None, ...]]:
+) -> tuple[Array, tuple[Any, ...]]:
     # The backward pass needs only the residual's dtype, so an empty array stands for it.
     empty = None if residual is None else jnp.zeros(0, residual.dtype)
-    return _matmul(x, w, bias, residual, layout, epilogue, out_dtype), (x, w, bias, empty)
+    return _matmul(x, w, bias, residual, sums, layout, epilogue, out_dtype), (x, w, bias, sums, empty)
 
 
 def _backward(
-    layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, saved: tuple[Array | None, ...], dy: Array
-) -> tuple[Array | None, ...]:
-    *operands, residual = saved
+    layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, saved: tuple[Any, ...], dy: Array
+) -> tuple[Any, ...]:
+    *operands, sums, residual = saved
     backward = functools.partial(_MATMUL.kernels().backward, layout=layout, epilogue=epilogue)
-    dx, dw, dbias = with_vmap_rule(backward, rows=(False,) * 4)(*operands, dy)
-    return dx, dw, dbias, None if residual is None else dy.astype(residual.dtype)
+    dx, *gradients = with_vmap_rule(backward, rows=(False,) * 6)(*operands, dy, *sums)
+    fresh, carried = fresh_and_carried(gradients, sums)
+    return dx, *fresh, None if residual is None else dy.astype(residual.dtype), carried
 
 
 _matmul.defvjp(_forward, _backward)

@@ -4,9 +4,11 @@ import functools
 from typing import overload
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from detjax import compilation
+from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
 
@@ -23,12 +25,12 @@ _RMS_NORM = Operation(
 
 @overload
 def rms_norm(
-    x: Float[Array, "*B D"], weight: Float[Array, "D"], *, eps: float, weight_offset: float = 0.0, residual: None = None
+    x: Float[Array, "*B D"], weight: Weight, *, eps: float, weight_offset: float = 0.0, residual: None = None
 ) -> Float[Array, "*B D"]: ...
 @overload
 def rms_norm(
     x: Float[Array, "*B D"],
-    weight: Float[Array, "D"],
+    weight: Weight,
     *,
     eps: float,
     weight_offset: float = 0.0,
@@ -37,7 +39,7 @@ def rms_norm(
 @compilation.jit(static_argnames=("eps", "weight_offset"))
 def rms_norm(
     x: Float[Array, "*B D"],
-    weight: Float[Array, "D"],
+    weight: Weight,
     *,
     eps: float,
     weight_offset: float = 0.0,
@@ -50,7 +52,8 @@ def rms_norm(
 
     Args:
         x: rows; bfloat16, float16 or float32.
-        weight: a factor for each column, in any of these dtypes.
+        weight: `[D]`, a factor for each column, in any of these dtypes. With an `AccumulatedWeight` the gradient
+            continues a sum.
         eps: the number added to the mean square.
         weight_offset: the number added to the weight; 1.0 for models that store `weight - 1`, such as Gemma.
         residual: rows of x's dtype.
@@ -59,40 +62,53 @@ def rms_norm(
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together.
     """
+    weight, weight_sum = value_and_sum(_RMS_NORM.taking(weight))
     check_dtype("rms_norm", x=x, weight=weight)
     check_dtype("rms_norm", like=x, residual=residual)
     check_shape("rms_norm", "weight", weight, x.shape[-1:], f"x being {x.shape}")
     check_shape("rms_norm", "residual", residual, x.shape, "x's shape")
     check_not_empty("rms_norm", x=x)
-    y, h = _RMS_NORM.call(_rms_norm, x, weight, residual, eps=eps, weight_offset=weight_offset)
+    under_contract = functools.partial(_rms_norm_with_sum, weight_sum=weight_sum)
+    y, h = _RMS_NORM.call(under_contract, x, weight, residual, eps=eps, weight_offset=weight_offset)
     return y if h is None else (y, h)
 
 
-def _norm_by_kernel(
-    x: Array, weight: Array, residual: Array | None, eps: float, weight_offset: float
+def _rms_norm_with_sum(
+    x: Array, weight: Array, residual: Array | None, *, weight_sum: Array | None, eps: float, weight_offset: float
 ) -> tuple[Array, Array | None]:
+    return _rms_norm(x, weight, residual, weight_sum, eps, weight_offset)
+
+
+def _norm_by_kernel(
+    x: Array, weight: Array, residual: Array | None, weight_sum: Array | None, eps: float, weight_offset: float
+) -> tuple[Array, Array | None]:
+    del weight_sum  # the backward pass alone adds to it
     forward = functools.partial(_RMS_NORM.kernels().forward, eps=eps, weight_offset=weight_offset)
     return with_vmap_rule(forward, rows=(True, False, True))(x, weight, residual)
 
 
-_rms_norm = jax.custom_vjp(_norm_by_kernel, nondiff_argnums=(3, 4))
+_rms_norm = jax.custom_vjp(_norm_by_kernel, nondiff_argnums=(4, 5))
 
 
 def _forward(
-    x: Array, weight: Array, residual: Array | None, eps: float, weight_offset: float
-) -> tuple[tuple[Array, Array | None], tuple[Array, Array, Array | None]]:
-    y, h = _rms_norm(x, weight, residual, eps, weight_offset)
-    return (y, h), (x, weight, h)
+    x: Array, weight: Array, residual: Array | None, weight_sum: Array | None, eps: float, weight_offset: float
+) -> tuple[tuple[Array, Array | None], tuple[Array, Array, Array | None, Array | None]]:
+    y, h = _rms_norm(x, weight, residual, weight_sum, eps, weight_offset)
+    # What was normalized is `h` if there was a residual: `x` is not kept then.
+    return (y, h), (x if h is None else h, weight, None if h is None else jnp.zeros(0), weight_sum)
 
 
 def _backward(
-    eps: float, weight_offset: float, saved: tuple[Array, Array, Array | None], gradients: tuple[Array, Array | None]
-) -> tuple[Array, Array, Array | None]:
-    x, weight, h = saved
+    eps: float,
+    weight_offset: float,
+    saved: tuple[Array, Array, Array | None, Array | None],
+    gradients: tuple[Array, Array | None],
+) -> tuple[Array | None, ...]:
+    normalized, weight, residual, weight_sum = saved
     backward = functools.partial(_RMS_NORM.kernels().backward, eps=eps, weight_offset=weight_offset)
-    normalized = x if h is None else h
-    dh, dweight = with_vmap_rule(backward, rows=(False,) * 4)(normalized, weight, *gradients)
-    return dh, dweight, None if h is None else dh
+    dh, dweight = with_vmap_rule(backward, rows=(False,) * 5)(normalized, weight, *gradients, weight_sum)
+    fresh, carried = fresh_and_carried([dweight], [weight_sum])
+    return dh, *fresh, None if residual is None else dh, *carried
 
 
 _rms_norm.defvjp(_forward, _backward)

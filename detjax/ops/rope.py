@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from detjax import backends, compilation
+from detjax.accumulated_weight import Weight, value_and_sum
 from detjax.contract import ACCUMULATOR
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
@@ -71,8 +72,8 @@ def qk_rope(
     *,
     heads: int,
     kv_heads: int,
-    q_norm: Float[Array, "K"] | None = None,
-    k_norm: Float[Array, "K"] | None = None,
+    q_norm: Weight | None = None,
+    k_norm: Weight | None = None,
     norm_eps: float | None = None,
 ) -> tuple[Float[Array, "*B T heads K"], Float[Array, "*B T kv_heads K"]]:
     """Returns queries and keys, the first heads of a fused projection, RMS normalized and rotated as by `rope`.
@@ -86,7 +87,8 @@ def qk_rope(
         embedding: frequencies; its head_dim is K.
         heads: how many heads of queries there are.
         kv_heads: how many heads of keys there are.
-        q_norm: the norm's weight for queries; default: neither queries nor keys are normalized.
+        q_norm: the norm's weight for queries, `[K]`, or an `AccumulatedWeight`; default: neither queries nor keys are
+            normalized.
         k_norm: the norm's weight for keys; given if and only if `q_norm` is.
         norm_eps: added to the mean square; given if and only if there are weights.
 
@@ -101,13 +103,13 @@ def qk_rope(
             f"at most {qkv.shape[-2]} together"
         )
     weights = norm_weights("qk_rope", qkv, q_norm, k_norm, norm_eps)
-    rotation = Rotation(embedding, (heads, kv_heads), norm_eps)
+    weights, rotation = tuple(map(_QK_ROPE.taking, weights)), Rotation(embedding, (heads, kv_heads), norm_eps)
     return _QK_ROPE.call(_qk_rope, qkv, positions, weights, rotation=rotation)
 
 
 def norm_weights(
-    operation: str, qkv: Array, q_norm: Array | None, k_norm: Array | None, norm_eps: float | None
-) -> tuple[Array, ...]:
+    operation: str, qkv: Array, q_norm: Weight | None, k_norm: Weight | None, norm_eps: float | None
+) -> tuple[Weight, ...]:
     """Returns both norms' weights once they are known to fit, or an empty tuple if there are none.
 
     Raises:
@@ -122,8 +124,9 @@ def norm_weights(
                 f"{operation}: {missing} not given; accepted: {', '.join(given)} all together, or none of them"
             )
         return ()
-    check_dtype(operation, q_norm=q_norm, k_norm=k_norm)
-    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+    values = {"q_norm": value_and_sum(q_norm)[0], "k_norm": value_and_sum(k_norm)[0]}
+    check_dtype(operation, **values)
+    for name, weight in values.items():
         check_shape(operation, name, weight, qkv.shape[-1:], f"qkv being {qkv.shape}")
     return q_norm, k_norm
 
@@ -170,13 +173,13 @@ _rope.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _qk_rope(qkv: Array, positions: Array, weights: tuple[Array, ...], rotation: Rotation) -> tuple[Array, Array]:
+def _qk_rope(qkv: Array, positions: Array, weights: tuple[Weight, ...], rotation: Rotation) -> tuple[Array, Array]:
     q, k = _rotated_groups(rotation, qkv, positions, weights, turn=1.0)
     return q, k
 
 
 def in_separate_steps(
-    qkv: Array, positions: Array, weights: tuple[Array, ...], rotation: Rotation
+    qkv: Array, positions: Array, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, Array]:
     """Returns `qk_rope` of checked arguments by `rms_norm` and `rope`, the steps whose gradients are its gradients."""
     heads, embedding = rotation.heads, rotation.embedding
@@ -187,14 +190,14 @@ def in_separate_steps(
     return rope(q, positions, embedding), rope(k, positions, embedding)
 
 
-def _qk_forward(qkv: Array, positions: Array, weights: tuple[Array, ...], rotation: Rotation):
+def _qk_forward(qkv: Array, positions: Array, weights: tuple[Weight, ...], rotation: Rotation):
     return _qk_rope(qkv, positions, weights, rotation), (qkv, positions, weights)
 
 
 def _qk_backward(rotation: Rotation, saved, gradients):
     qkv, positions, weights = saved
 
-    def steps(qkv: Array, weights: tuple[Array, ...]) -> tuple[Array, Array]:
+    def steps(qkv: Array, weights: tuple[Weight, ...]) -> tuple[Array, Array]:
         return in_separate_steps(qkv, positions, weights, rotation)
 
     dqkv, dweights = jax.vjp(steps, qkv, weights)[1](gradients)
@@ -205,7 +208,7 @@ _qk_rope.defvjp(_qk_forward, _qk_backward)
 
 
 def _rotated_groups(
-    rotation: Rotation, x: Array, positions: Array, weights: tuple[Array, ...], turn: float
+    rotation: Rotation, x: Array, positions: Array, weights: tuple[Weight, ...], turn: float
 ) -> tuple[Array, ...]:
     operation = _QK_ROPE if len(rotation.heads) > 1 else _ROPE
     rotate = functools.partial(operation.kernels().forward, heads=rotation.heads, eps=rotation.norm_eps)
@@ -214,7 +217,8 @@ def _rotated_groups(
         cos, sin = cos_and_sin(rotation.embedding, positions, turn)
         return rotate(x, cos, sin, *weights)
 
-    return with_vmap_rule(forward, rows=(True, True, *(False for _ in weights)))(x, positions, *weights)
+    values = [value_and_sum(weight)[0] for weight in weights]
+    return with_vmap_rule(forward, rows=(True, True, *(False for _ in values)))(x, positions, *values)
 
 
 def cos_and_sin(embedding: RotaryEmbedding, positions: Array, turn: float) -> tuple[Array, Array]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from detjax import compilation
+from detjax.accumulated_weight import Weight, value_and_sum
 from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KVPages, Queries, append
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
@@ -42,8 +43,8 @@ def qk_rope_append_kv(
     queries: Queries,
     embedding: RotaryEmbedding,
     *,
-    q_norm: Float[Array, "K"] | None = None,
-    k_norm: Float[Array, "K"] | None = None,
+    q_norm: Weight | None = None,
+    k_norm: Weight | None = None,
     norm_eps: float | None = None,
 ) -> tuple[Float[Array, "*T H K"], KVPages]:
     """Returns queries as `qk_rope` gives them, and the pages with the keys, rotated likewise, and the values in them.
@@ -78,6 +79,7 @@ def qk_rope_append_kv(
     if kv.quantized:
         q, kv = _append_quantized(qkv, kv, queries, weights, rotation)
     else:
+        weights = tuple(map(_QK_ROPE_APPEND_KV.taking, weights))
         q, kv = _QK_ROPE_APPEND_KV.call(_qk_rope_append_kv, qkv, kv, queries, weights, rotation=rotation)
     return (q[:, 0] if packed else q), kv
 
@@ -87,10 +89,10 @@ def _checked_weights(
     kv: KVPages,
     queries: Queries,
     embedding: RotaryEmbedding,
-    q_norm: Array | None,
-    k_norm: Array | None,
+    q_norm: Weight | None,
+    k_norm: Weight | None,
     norm_eps: float | None,
-) -> tuple[Array, ...]:
+) -> tuple[Weight, ...]:
     """The norms' weights, once dtypes and shapes of all arguments are known to fit together."""
     operation = "qk_rope_append_kv"
     check_dtype(operation, qkv=qkv)
@@ -125,7 +127,7 @@ def _positions(qkv: Array, queries: Queries) -> Array:
 
 
 def _append_quantized(
-    qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Array, ...], rotation: Rotation
+    qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, KVPages]:
     heads, kv_heads = rotation.heads
     norms: dict[str, Any] = dict(zip(("q_norm", "k_norm"), weights, strict=False)) | {"norm_eps": rotation.norm_eps}
@@ -136,7 +138,7 @@ def _append_quantized(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _qk_rope_append_kv(
-    qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Array, ...], rotation: Rotation
+    qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, KVPages]:
     append_kv = functools.partial(_QK_ROPE_APPEND_KV.kernels().append_kv, eps=rotation.norm_eps)
 
@@ -144,18 +146,18 @@ def _qk_rope_append_kv(
         cos, sin = cos_and_sin(rotation.embedding, _positions(qkv, queries), turn=1.0)
         return append_kv(qkv, cos, sin, *weights, kv=kv, queries=queries)
 
-    return one_by_one(forward, (qkv, kv, queries, weights))
+    return one_by_one(forward, (qkv, kv, queries, tuple(value_and_sum(weight)[0] for weight in weights)))
 
 
 def _in_separate_steps(
-    qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Array, ...], rotation: Rotation
+    qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, KVPages]:
     """By `rms_norm`, `rope` and a scatter: the steps whose gradients are the operation's."""
     q, k = in_separate_steps(qkv, _positions(qkv, queries), weights, rotation)
     return q, append(kv, k, qkv[:, :, sum(rotation.heads) :], queries)
 
 
-def _forward(qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Array, ...], rotation: Rotation):
+def _forward(qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Weight, ...], rotation: Rotation):
     # The pages are not saved for the gradients, since they could then not be written in place.
     return _qk_rope_append_kv(qkv, kv, queries, weights, rotation), (qkv, queries, weights)
 
@@ -163,7 +165,7 @@ def _forward(qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Array, ..
 def _backward(rotation: Rotation, saved, gradients):
     qkv, queries, weights = saved
 
-    def steps(qkv: Array, kv: KVPages, weights: tuple[Array, ...]) -> tuple[Array, KVPages]:
+    def steps(qkv: Array, kv: KVPages, weights: tuple[Weight, ...]) -> tuple[Array, KVPages]:
         return _in_separate_steps(qkv, kv, queries, weights, rotation)
 
     kv = jax.tree.map(jnp.zeros_like, gradients[1])  # no gradient depends on what the pages hold

@@ -189,8 +189,16 @@ def forward(
 
 def ragged(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, masking: Masking) -> Array:
     """Returns the output `[N, H, V]` of packed queries `[N, H, K]`: each row is served as a request of its own."""
+    return ragged_with_normalizers(q, kv, queries, sinks, masking=masking)[0]
+
+
+def ragged_with_normalizers(
+    q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, masking: Masking
+) -> tuple[Array, Array]:
+    """Returns the output of packed queries, and the log2 of each row's normalizer, `[N, H]`; see `forward`."""
     row_by_row = rows_as_requests(q.shape[0], queries)
-    return forward(q[:, None], kv, row_by_row, sinks, masking=masking)[0][:, 0]
+    o, log2_normalizer = forward(q[:, None], kv, row_by_row, sinks, masking=masking)
+    return o[:, 0], log2_normalizer[:, 0]
 
 
 def rows_as_requests(rows: int, queries: Queries) -> Queries:
@@ -230,24 +238,85 @@ def backward(
         masking: see `forward`.
     """
     (q, kv, queries, sinks, mask), (o, log2_normalizer) = operands, output
-    heads, group = q.shape[2], q.shape[2] // kv.kv_heads
-    operands_by_row = _GradientRows(q, do, o, log2_normalizer[..., None])
-    per_head = functools.partial(_per_head, sinks, mask, queries.page_table.shape[1], masking, heads)
-
-    rows = _GradientRows(*(_packed(x, group) for x in operands_by_row)), _tiles(q, group, queries)
-    dq = map_rows(functools.partial(_query_gradient, masking=masking), rows, (kv, per_head(group)), size=1)
-
+    rows = _GradientRows(q, do, o, log2_normalizer[..., None])
+    per_head = functools.partial(_per_head, sinks, mask, queries.page_table.shape[1], masking, q.shape[2])
     # Every query head is a group of one here, so that its dk and dv are summed apart from those of its group.
-    rows = _GradientRows(*(_packed(x, 1) for x in operands_by_row)), _tiles(q, 1, queries)
+    tiles = _GradientRows(*(_packed(x, 1) for x in rows)), _tiles(q, 1, queries)
+    dkv, dsinks = _page_gradients(tiles, (kv, per_head(1)), masking)
+    dq = _query_gradients(rows, queries, (kv, per_head(q.shape[2] // kv.kv_heads)), masking)
+    return dq, dkv, None if sinks is None else rounded(dsinks, sinks.dtype)
+
+
+def ragged_backward(
+    operands: tuple[Array, KVPages, Queries, Array | None],
+    output: tuple[Array, Array],
+    do: Array,
+    *,
+    masking: Masking,
+) -> tuple[Array, KVPages, Array | None]:
+    """Returns the gradients of packed queries, of the pages and of the sinks: the bits of `backward`.
+
+    Args:
+        operands: q, the pages, where the queries stand, and sinks, as `ragged` takes them.
+        output: what `ragged_with_normalizers` returned.
+        do: the gradient of the output.
+        masking: see `forward`.
+    """
+    (q, kv, queries, sinks), (o, log2_normalizer) = operands, output
+    rows = _GradientRows(q, do, o, log2_normalizer[..., None])
+    per_head = functools.partial(_per_head, sinks, None, queries.page_table.shape[1], masking, q.shape[1])
+    dkv, dsinks = _page_gradients(_gathered_tiles(rows, queries), (kv, per_head(1)), masking)
+    requests = rows_as_requests(q.shape[0], queries)
+    shared = kv, per_head(q.shape[1] // kv.kv_heads)
+    dq = _query_gradients(_GradientRows(*(x[:, None] for x in rows)), requests, shared, masking)[:, 0]
+    return dq, dkv, None if sinks is None else rounded(dsinks, sinks.dtype)
+
+
+def _query_gradients(
+    rows: _GradientRows, queries: Queries, shared: tuple[KVPages, _PerHead], masking: Masking
+) -> Array:
+    """Returns dq `[B, T, H, K]` of rectangular queries."""
+    group = rows.q.shape[2] // shared[0].kv_heads
+    tiles = _GradientRows(*(_packed(x, group) for x in rows)), _tiles(rows.q, group, queries)
+    dq = map_rows(functools.partial(_query_gradient, masking=masking), tiles, shared, size=1)
+    return _unpacked(dq, rows.q.shape, group)
+
+
+def _page_gradients(
+    tiles: tuple[_GradientRows, _Tile], shared: tuple[KVPages, _PerHead], masking: Masking
+) -> tuple[KVPages, Array]:
+    """Returns dk and dv, and the gradient `[H]` of the sinks in float32, of tiles in which every head is a group."""
+    kv, heads = shared[0], tiles[0].q.shape[1]
     zeros = [jnp.zeros((x.shape[0], heads, *x.shape[2:]), ACCUMULATOR) for x in kv.numbers]
-    shared = kv, per_head(1)
     initial = *zeros, jnp.zeros(heads, ACCUMULATOR)
-    dk, dv, dsinks = fold_rows(functools.partial(_add_tile, masking=masking), initial, rows, shared, size=1)
-    k_pages, v_pages = kv.numbers
+    dk, dv, dsinks = fold_rows(functools.partial(_add_tile, masking=masking), initial, tiles, shared, size=1)
+    group, (k_pages, v_pages) = heads // kv.kv_heads, kv.numbers
     dk = rounded(_sum_of_group(dk, group) * np.float32(masking.scale), k_pages.dtype)
-    dv = rounded(_sum_of_group(dv, group), v_pages.dtype)
-    dq = _unpacked(dq, q.shape, group)
-    return dq, KVPages(dk, dv), None if sinks is None else rounded(dsinks, sinks.dtype)
+    return KVPages(dk, rounded(_sum_of_group(dv, group), v_pages.dtype)), dsinks
+
+
+def _gathered_tiles(rows: _GradientRows, queries: Queries) -> tuple[_GradientRows, _Tile]:
+    """Returns packed rows `[N, H, K]` as the tiles that `_packed` and `_tiles` make of rectangular ones, heads apart.
+
+    There may be more tiles than needed: the last ones belong to no request, and see no key.
+    """
+    assert queries.first_row is not None and queries.count is not None
+    requests, count = queries.count.shape[0], rows.q.shape[0]
+    ends = jnp.cumsum(-(-queries.count // PORTABLE_ROWS))
+    tile = jnp.arange(-(-count // PORTABLE_ROWS) + requests, dtype=jnp.int32)
+    request = jnp.minimum(jnp.searchsorted(ends, tile, side="right").astype(jnp.int32), requests - 1)
+    first = (tile - jnp.where(request > 0, ends[request - 1], 0)) * PORTABLE_ROWS
+    offset = first[:, None] + jnp.arange(PORTABLE_ROWS, dtype=jnp.int32)[None]
+    is_present = (offset < queries.count[request][:, None]) & (tile < ends[-1])[:, None]
+    row = jnp.clip(queries.first_row[request][:, None] + offset, 0, count - 1)
+
+    def gathered(x: Array) -> Array:
+        x = jnp.where(is_present[:, :, None, None], x[row], jnp.zeros((), x.dtype))
+        return x.transpose(0, 2, 1, 3)
+
+    length = jnp.where(tile < ends[-1], queries.length[request], 0)
+    tiles = _Tile(queries.page_table[request], queries.start[request], length, first, request)
+    return _GradientRows(*(gathered(x) for x in rows)), tiles
 
 
 def block_sum(p: Array) -> Array:

@@ -13,12 +13,17 @@ def forward(tokens: Array, table: Array) -> Array:
     return table[tokens]
 
 
-def backward(tokens: Array, table: Array, dy: Array) -> Array:
-    """Returns the gradient of the table: each row adds its tokens in ascending order, in float32, rounded once."""
+def backward(tokens: Array, table: Array, dy: Array, table_sum: Array | None = None) -> Array:
+    """Returns the gradient of the table, or its next sum if it has a sum.
+
+    Each row adds its tokens in ascending order, one at a time, in float32. Without a sum it is rounded once.
+    """
 
     def add(carry: Array, rows: tuple[Array, Array], _: None) -> Array:
         token, dy = rows
         return carry.at[token[0]].add(dy[0].astype(ACCUMULATOR))
 
     rows = tokens.reshape(-1), dy.reshape(-1, dy.shape[-1])
+    if table_sum is not None:
+        return fold_rows(add, table_sum, rows, None, size=1)
     return rounded(fold_rows(add, jnp.zeros(table.shape, ACCUMULATOR), rows, None, size=1), table.dtype)

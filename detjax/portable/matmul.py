@@ -7,7 +7,7 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
 from detjax.numerics import activated, flat_rows, parts
 from detjax.options import Epilogue, WeightLayout
-from detjax.portable.tiles import dot, fold_rows, map_rows
+from detjax.portable.tiles import dot, fold_rows, map_rows, sum_of_rows
 from detjax.rounding import rounded
 
 
@@ -40,17 +40,21 @@ def backward(
     w: Array,
     bias: Array | None,
     dy: Array,
+    w_sum: Array | None = None,
+    bias_sum: Array | None = None,
     *,
     layout: WeightLayout,
     epilogue: Epilogue,
 ) -> tuple[Array, Array, Array | None]:
-    """Returns the gradients of x, w and bias.
+    """Returns the gradients of x, w and bias; instead of those of w and bias, their next sums if they have sums.
 
     With `dz` the gradient of the biased sums, rounded to x's dtype before it meets a matrix unit:
 
         dx    = dz @ w^T, each row with N ascending
         dw    = x^T @ dz, tokens added in ascending order, `WEIGHT_GRADIENT_TOKENS` in one product
-        dbias = the sum of dz over the tokens, in the same steps
+        dbias = the sum of dz over the tokens, in the same steps, whose tokens are added left to right
+
+    A sum goes on in float32 where it ended, and is not rounded.
     """
     flat_x = flat_rows(x)
     kept_axis = 1 if layout == "kn" else 0
@@ -69,13 +73,20 @@ def backward(
         x, dz = rows
         pairs = [(x, dz[:, part]) if layout == "kn" else (dz[:, part], x) for part in range(dz.shape[1])]
         dw = jnp.stack([dot(*pair, (0, 0)) for pair in pairs]).reshape(w.shape)
-        return carry[0] + dw, carry[1] + jnp.sum(dz.astype(ACCUMULATOR), axis=0)
+        return carry[0] + dw, carry[1] + sum_of_rows(dz.astype(ACCUMULATOR))
 
     dz = map_rows(accumulator_gradient, (flat_x, flat_rows(dy)), (w, bias))
     dx = map_rows(input_gradient, dz, w).reshape(x.shape)
-    zeros = jnp.zeros(w.shape, ACCUMULATOR), jnp.zeros(dz.shape[1:], ACCUMULATOR)
-    dw, dbias = fold_rows(weight_gradient, zeros, (flat_x, dz), None, size=WEIGHT_GRADIENT_TOKENS)
-    return dx, rounded(dw, w.dtype), None if bias is None else rounded(dbias.reshape(bias.shape), bias.dtype)
+    start = (
+        jnp.zeros(w.shape, ACCUMULATOR) if w_sum is None else w_sum,
+        jnp.zeros(dz.shape[1:], ACCUMULATOR) if bias_sum is None else bias_sum.reshape(dz.shape[1:]),
+    )
+    dw, dbias = fold_rows(weight_gradient, start, (flat_x, dz), None, size=WEIGHT_GRADIENT_TOKENS)
+    dw = rounded(dw, w.dtype) if w_sum is None else dw
+    if bias is None:
+        return dx, dw, None
+    dbias = dbias.reshape(bias.shape)
+    return dx, dw, rounded(dbias, bias.dtype) if bias_sum is None else dbias
 
 
 def _halves(w: Array) -> tuple[Array, ...]:

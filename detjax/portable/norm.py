@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from detjax.contract import ACCUMULATOR
+from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
 from detjax.numerics import flat_rows
-from detjax.portable.tiles import fold_rows, map_rows, row_sum
+from detjax.portable.tiles import fold_rows, map_rows, row_sum, sum_of_rows
 from detjax.rounding import rounded
 
 
@@ -36,21 +36,30 @@ def forward(
 
 
 def backward(
-    h: Array, weight: Array, dy: Array, dh: Array | None, *, eps: float, weight_offset: float
+    h: Array,
+    weight: Array,
+    dy: Array,
+    dh: Array | None,
+    weight_sum: Array | None = None,
+    *,
+    eps: float,
+    weight_offset: float,
 ) -> tuple[Array, Array]:
-    """Returns the gradients of the normalized rows `h` and of the weight.
+    """Returns the gradients of the normalized rows `h` and of the weight, or the weight's next sum if it has a sum.
 
     With `n = h * s` and `s = 1 / sqrt(mean(h^2) + eps)`, a row has the gradient
 
         s * (g - n * mean(g * n)) + dh,  where g = dy * (weight + weight_offset)
 
-    and the weight has the sum of `dy * n` over the rows in ascending order, one tile after another.
+    and the weight has the sum of `dy * n` over the rows in ascending order: `WEIGHT_GRADIENT_TOKENS` of them are added
+    left to right, and then to the sum. A sum goes on in float32 where it ended, and is not rounded.
 
     Args:
         h: the rows that were normalized, `[*B, D]`.
         weight: `[D]`.
         dy: the gradient of the norm's result.
         dh: the gradient of `h` itself, which went past the norm as a residual; or None.
+        weight_sum: the sum that the weight's gradient is added to, float32 `[D]`; None: zeros.
         eps: as in `forward`.
         weight_offset: as in `forward`.
     """
@@ -65,9 +74,11 @@ def backward(
 
     flat = flat_rows(h), flat_rows(dy), None if dh is None else flat_rows(dh)
     total, weight_terms = map_rows(tile, flat, weight)
-    zeros = jnp.zeros(weight.shape, ACCUMULATOR)
-    dweight = fold_rows(lambda carry, rows, _: carry + jnp.sum(rows, axis=0), zeros, weight_terms, None)
-    return total.reshape(h.shape), rounded(dweight, weight.dtype)
+    start = jnp.zeros(weight.shape, ACCUMULATOR) if weight_sum is None else weight_sum
+    dweight = fold_rows(
+        lambda carry, rows, _: carry + sum_of_rows(rows), start, weight_terms, None, size=WEIGHT_GRADIENT_TOKENS
+    )
+    return total.reshape(h.shape), rounded(dweight, weight.dtype) if weight_sum is None else dweight
 
 
 def _normalized(x: Array, eps: float) -> tuple[Array, Array]:

@@ -63,7 +63,17 @@ def fold_rows(
     """
     count = jax.tree.leaves(rows)[0].shape[0]
     trips, rows, shared = _behind_barrier(count, rows, shared, size)
+    initial = lax.optimization_barrier(initial)
     return lax.fori_loop(0, trips, lambda index, carry: tile(carry, _tile_at(rows, index, size), shared), initial)
+
+
+def sum_of_rows(x: Array) -> Array:
+    """Returns the sum `[...]` of a tile `[rows, ...]`, its rows added left to right.
+
+    As in `row_sum`, every addition is written out, and a barrier keeps products in `x` from being fused with them.
+    """
+    x = lax.optimization_barrier(x)
+    return functools.reduce(jnp.add, [x[row] for row in range(x.shape[0])])
 
 
 def row_sum(x: Array) -> Array:

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, DTypeLike
 
+from detjax.accumulated_weight import Weight
 from detjax.rounding import rounded
 
 
@@ -28,7 +29,7 @@ def zero_bias(is_present: bool, shape: tuple[int, ...], dtype: DTypeLike) -> nnx
     return nnx.Param(jnp.zeros(shape, dtype)) if is_present else None
 
 
-def optional(parameter: nnx.Param[Array] | None) -> Array | None:
+def optional(parameter: nnx.Param[Array] | None) -> Weight | None:
     """Returns a parameter's array, or None if there is no such parameter."""
     return None if parameter is None else parameter[...]
 

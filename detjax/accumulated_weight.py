@@ -1,0 +1,133 @@
+"""A weight with the sum of its gradients so far: how a gradient is carried from one microbatch to the next."""
+
+from collections.abc import Iterable, Sequence
+from types import EllipsisType
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from detjax.contract import ACCUMULATOR
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class AccumulatedWeight:
+    """A weight, and the float32 sums to which a backward pass adds the weight's gradient.
+
+    An operation takes one in place of a weight. It computes with the value, and the *next* sum, `sum + gradient`, comes
+    back as the sum's cotangent: the gradient of a loss with regard to the sums is what the sums are after this
+    microbatch. So the order in which tokens are added does not depend on where microbatches begin. The value itself has
+    no gradient.
+
+    Each sum belongs to one operation of a model. A weight that several operations share cannot be accumulated, but for
+    one that is both an embedding and a head, which has two sums.
+
+    Attributes:
+        value: the weight.
+        products: the sum over the tokens that met the weight in an operation; None for a table that only gives rows.
+        lookups: for the table of an embedding, the sum over the tokens that read its rows.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from detjax import ops
+        >>> x, w = jnp.ones((16, 2)), jnp.ones((2, 3))
+        >>> def loss(products):
+        ...     return ops.matmul(x, ops.AccumulatedWeight(w, products)).sum()
+        >>> sums = jnp.zeros((2, 3))
+        >>> for microbatch in range(2):
+        ...     sums = jax.grad(loss)(sums)
+        >>> sums[0]
+        Array([32., 32., 32.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        value: Float[Array, "..."],
+        products: Float32[Array, "..."] | None = None,
+        lookups: Float32[Array, "..."] | None = None,
+    ) -> None:
+        self.value, self.products, self.lookups = value, products, lookups
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's shape."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The weight's dtype."""
+        return self.value.dtype
+
+    def __getitem__(self, index: EllipsisType) -> "AccumulatedWeight":
+        """Returns the weight itself for `...`, so that a module's parameter may hold one."""
+        if index is not Ellipsis:
+            raise TypeError(f"AccumulatedWeight: index {index!r}; accepted: ..., since operations take it as a whole")
+        return self
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
+        """Returns the arrays with their names."""
+        names = ("value", "products", "lookups")
+        return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, arrays: Iterable[Any]) -> "AccumulatedWeight":
+        """Returns the weight with these arrays."""
+        # JAX rebuilds pytrees with objects of its own in place of arrays, which a constructor's checks would refuse.
+        weight = object.__new__(cls)
+        weight.value, weight.products, weight.lookups = arrays
+        return weight
+
+
+type Weight = Float[Array, "..."] | AccumulatedWeight
+"""A weight, with the sum of its gradients or without."""
+
+
+@overload
+def value_and_sum(weight: Weight) -> tuple[Array, Array | None]: ...
+@overload
+def value_and_sum(weight: Weight | None) -> tuple[Array | None, Array | None]: ...
+def value_and_sum(weight: Weight | None) -> tuple[Array | None, Array | None]:
+    """Returns the value of a weight, and the sum over the tokens that meet it: None where there is no sum."""
+    return (weight.value, weight.products) if isinstance(weight, AccumulatedWeight) else (weight, None)
+
+
+def fresh_and_carried(
+    gradients: Sequence[Array | None], sums: Sequence[Array | None]
+) -> tuple[tuple[Array | None, ...], tuple[Array | None, ...]]:
+    """Returns gradients as the cotangents of an operation's weights, and as those of the weights' sums.
+
+    Args:
+        gradients: for each weight its gradient, or its next sum if it has one.
+        sums: the sums of the weights.
+    """
+    pairs = list(zip(gradients, sums, strict=True))
+    fresh = tuple(gradient if total is None else None for gradient, total in pairs)
+    return fresh, tuple(None if total is None else gradient for gradient, total in pairs)
+
+
+def with_fresh_sum[W: Weight | None](weight: W) -> W | Array:
+    """Returns the value of a weight. Its gradient, rounded as usual, is added to the weight's sum as one number.
+
+    That is how frameworks accumulate gradients. The sum depends on where microbatches begin.
+    """
+    if not isinstance(weight, AccumulatedWeight):
+        return weight
+    return weight.value if weight.products is None else _value_with_sum(weight.value, weight.products)
+
+
+@jax.custom_vjp
+def _value_with_sum(value: Array, total: Array) -> Array:
+    del total
+    return value
+
+
+def _forward(value: Array, total: Array) -> tuple[Array, Array]:
+    return value, total
+
+
+def _backward(total: Array, gradient: Array) -> tuple[Array, Array]:
+    return jnp.zeros_like(gradient), total + gradient.astype(ACCUMULATOR)
+
+
+_value_with_sum.defvjp(_forward, _backward)
