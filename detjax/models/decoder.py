@@ -122,8 +122,15 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
         """Returns the logits of hidden states."""
-        head = self.embedding if self.lm_head is None else self.lm_head
-        return head.logits(hidden)
+        return self._head.logits(hidden)
+
+    def logprobs(self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"]) -> Float32[Array, "*B"]:
+        """Returns the logprobs of given tokens after hidden states, in the bits of `logits` and `ops.log_softmax`."""
+        return self._head.logprobs(hidden, tokens)
+
+    @property
+    def _head(self) -> Embedding:
+        return self.embedding if self.lm_head is None else self.lm_head
 
 
 @functools.partial(compilation.jit, static_argnums=0)

@@ -1,8 +1,7 @@
 """Sums over the devices of a mesh in plain JAX: devices exchange terms, and each device adds them itself."""
 
-import functools
+from collections.abc import Sequence
 
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
@@ -23,7 +22,15 @@ def psum_scatter(term: Array, axis_name: AxisName) -> Array:
 
 
 def _sum_over_first_axis(terms: Array) -> Array:
-    """The terms added left to right in float32, rounded once to their dtype."""
+    """The terms added in float32 as a balanced binary tree, rounded once to their dtype."""
     # No addition can be fused with a product before the barrier.
     terms = lax.optimization_barrier(terms)
-    return rounded(functools.reduce(jnp.add, [term.astype(ACCUMULATOR) for term in terms]), terms.dtype)
+    return rounded(sum_as_tree([term.astype(ACCUMULATOR) for term in terms]), terms.dtype)
+
+
+def sum_as_tree(terms: Sequence[Array]) -> Array:
+    """Returns the sum of float32 terms: neighbours in pairs, then the results in pairs, until one is left."""
+    while len(terms) > 1:
+        pairs = [left + right for left, right in zip(terms[::2], terms[1::2], strict=False)]
+        terms = [*pairs, *terms[len(pairs) * 2 :]]
+    return terms[0]

@@ -17,7 +17,7 @@ from detjax import ops
 DEVICES = 8
 
 
-def test_sums_over_devices_are_those_of_the_axis_left_to_right() -> None:
+def test_sums_over_devices_are_those_of_the_axis_as_tree() -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
@@ -46,11 +46,10 @@ def on_devices(fn, x, out_specs=P()):  # noqa: B008
     return np.asarray(program(jnp.asarray(x)))
 
 
-def left_to_right(terms: np.ndarray) -> np.ndarray:
-    total = terms[0].astype(np.float32)
-    for term in terms[1:]:
-        total = total + term.astype(np.float32)
-    return total.astype(terms.dtype)
+def as_tree(terms: np.ndarray) -> np.ndarray:
+    """The sum of 8 terms as a balanced binary tree."""
+    a, b, c, d, e, f, g, h = terms.astype(np.float32)
+    return (((a + b) + (c + d)) + ((e + f) + (g + h))).astype(terms.dtype)
 
 
 def main() -> None:
@@ -58,25 +57,25 @@ def main() -> None:
     random = np.random.default_rng(0)
     for dtype in ("float32", "bfloat16", "float16"):
         x = (random.standard_normal((DEVICES, 16, 33)) * 2.0 ** random.integers(-6, 7, (DEVICES, 1, 1))).astype(dtype)
-        expected = left_to_right(x)
+        expected = as_tree(x)
         total = on_devices(lambda x: ops.psum(x, "d"), x)
         assert total.tobytes() == expected.tobytes(), dtype
         scattered = on_devices(lambda x: ops.psum_scatter(x, "d"), x, P("d"))
         assert scattered.tobytes() == expected.tobytes(), dtype
         # The negative control: in a different order the sum is different, unless the last rounding hides it.
-        assert dtype != "float32" or left_to_right(x[::-1]).tobytes() != expected.tobytes()
+        assert dtype != "float32" or as_tree(x[[1, 2, 3, 4, 5, 6, 7, 0]]).tobytes() != expected.tobytes()
 
     # Products are rounded before they are added.
     a, b = random.standard_normal((2, DEVICES, 1000)).astype(np.float32)
     joined = np.stack([a, b], axis=1)
-    assert on_devices(lambda ab: ops.psum(ab[0] * ab[1], "d"), joined).tobytes() == left_to_right(a * b).tobytes()
+    assert on_devices(lambda ab: ops.psum(ab[0] * ab[1], "d"), joined).tobytes() == as_tree(a * b).tobytes()
 
     # The leaves of a tree are added over two axes of a mesh, the first of which varies slowest.
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     sum_over_both = jax.shard_map(
         lambda x: ops.psum({"x": x[0]}, ("a", "b")), mesh=mesh, in_specs=P(("a", "b")), out_specs={"x": P()}
     )
-    assert np.asarray(detjax.jit(sum_over_both)(jnp.asarray(a))["x"]).tobytes() == left_to_right(a).tobytes()
+    assert np.asarray(detjax.jit(sum_over_both)(jnp.asarray(a))["x"]).tobytes() == as_tree(a).tobytes()
 
     # Gradients are moved, not added: the gradient of each term is that of the sum.
     def loss(x):

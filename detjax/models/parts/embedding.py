@@ -22,6 +22,10 @@ class Embedding(nnx.Module):
         """Returns the logit of each token for each hidden state."""
         return ops.matmul(hidden, self.weight[...], layout="nk", out_dtype=jnp.float32)
 
+    def logprobs(self, hidden: Float[Array, "*N D"], tokens: Int[Array, "*N"]) -> Float32[Array, "*N"]:
+        """Returns the logprob of a given token after each hidden state."""
+        return ops.token_logprobs(hidden, self.weight[...], tokens)
+
     @property
     def tensors(self) -> dict[str, Tensors]:
         """The checkpoint's tensors of each parameter."""

@@ -102,7 +102,7 @@ def test_every_schedule_of_a_table_fits_its_problem(file: Path) -> None:
     stored = json.loads(file.read_text())
     device_kind = stored["origin"]["device_kind"]
     assert tuning.table_file(device_kind) == file
-    assert stored["origin"]["contract_version"] == CONTRACT_VERSION
+    assert 1 <= stored["origin"]["contract_version"] <= CONTRACT_VERSION
     table = tuning.table(device_kind)
     assert list(stored["schedules"]) == sorted(table)
     for name, schedule in table.items():

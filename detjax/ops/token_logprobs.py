@@ -1,0 +1,105 @@
+"""The logprobs of given tokens after hidden states, without ever holding the logits of all of them."""
+
+import functools
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int
+
+from detjax import compilation
+from detjax.accumulated_weight import AccumulatedWeight, Weight, value_and_sum
+from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
+from detjax.numerics import ceil_div, flat_rows, round_up
+from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
+from detjax.ops.matmul import matmul
+from detjax.ops.softmax import log_softmax
+from detjax.rounding import rounded
+
+CHUNK: Final = 1024
+"""The tokens whose logits exist at the same time, by default."""
+
+
+@compilation.jit(static_argnames="chunk")
+def token_logprobs(
+    hidden: Float[Array, "*B D"], head: Weight, tokens: Int[Array, "*B"], *, chunk: int = CHUNK
+) -> Float32[Array, "*B"]:
+    """Returns the logprob of a given token after each hidden state.
+
+    The bits, and those of the gradients, are what `matmul`, `log_softmax` and a gather give. But logits exist for a
+    chunk of tokens only, in the forward pass and in the backward pass, which computes them again.
+
+    Args:
+        hidden: normalized last hidden states; bfloat16, float16 or float32.
+        head: `[V, D]`, a row for each token of the vocabulary, of the same dtype. With an `AccumulatedWeight` the
+            gradient continues a sum.
+        tokens: ids within the vocabulary.
+        chunk: the tokens of a chunk; no bit depends on it. Memory for the logits is `chunk * V` float32 numbers, a few
+            times.
+
+    Raises:
+        TypeError: a dtype is not under contract, or tokens are not integers.
+        ValueError: shapes do not fit together, or the chunk is not a positive multiple of
+            `contract.WEIGHT_GRADIENT_TOKENS`.
+    """
+    name, (value, _) = "token_logprobs", value_and_sum(head)
+    check_dtype(name, hidden=hidden)
+    check_dtype(name, like=hidden, head=value)
+    check_integers(name, tokens=tokens)
+    check_not_empty(name, hidden=hidden, head=value)
+    check_shape(name, "tokens", tokens, hidden.shape[:-1], f"hidden being {hidden.shape}")
+    check_shape(name, "head", value, (*value.shape[:1], hidden.shape[-1]), f"hidden being {hidden.shape}")
+    if chunk < 1 or chunk % WEIGHT_GRADIENT_TOKENS:
+        raise ValueError(f"{name}: chunk is {chunk}; accepted: positive multiples of {WEIGHT_GRADIENT_TOKENS}")
+    flat = flat_rows(hidden)
+    size = min(chunk, round_up(len(flat), WEIGHT_GRADIENT_TOKENS))
+    padding = -len(flat) % size
+    flat = jnp.pad(flat, ((0, padding), (0, 0)))
+    logprobs = _token_logprobs(flat, head, jnp.pad(tokens.reshape(-1), (0, padding)), size)
+    return logprobs[: len(flat) - padding].reshape(tokens.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _token_logprobs(hidden: Array, head: Weight, tokens: Array, size: int) -> Array:
+    value, _ = value_and_sum(head)
+    return lax.map(lambda rows: _of_chunk(rows[0], value, rows[1]), _chunks(size, hidden, tokens)).reshape(-1)
+
+
+def _of_chunk(hidden: Array, head: Weight, tokens: Array) -> Array:
+    logits = matmul(hidden, head, layout="nk", out_dtype=ACCUMULATOR)
+    return jnp.take_along_axis(log_softmax(logits), tokens[:, None], axis=1)[:, 0]
+
+
+def _forward(hidden: Array, head: Weight, tokens: Array, size: int) -> tuple[Array, tuple[Array, Weight, Array]]:
+    return _token_logprobs(hidden, head, tokens, size), (hidden, head, tokens)
+
+
+def _backward(size: int, saved: tuple[Array, Weight, Array], gradients: Array) -> tuple[Array, Weight, None]:
+    hidden, head, tokens = saved
+    value, start = value_and_sum(head)
+    total = jnp.zeros(value.shape, ACCUMULATOR) if start is None else start
+
+    def add(total: Array, rows: tuple[Array, ...]) -> tuple[Array, Array]:
+        hidden, tokens, gradients = rows
+
+        def logprobs(hidden: Array, total: Array) -> Array:
+            return _of_chunk(hidden, AccumulatedWeight(value, total), tokens)
+
+        dhidden, total = jax.vjp(logprobs, hidden, total)[1](gradients)
+        return total, dhidden
+
+    total, dhidden = lax.scan(add, total, _chunks(size, hidden, tokens, gradients))
+    dhidden = dhidden.reshape(hidden.shape)
+    if not isinstance(head, AccumulatedWeight):
+        return dhidden, rounded(total, value.dtype), None
+    unread = None if head.lookups is None else jnp.zeros_like(head.lookups)
+    return dhidden, AccumulatedWeight(jnp.zeros_like(value), None if start is None else total, unread), None
+
+
+_token_logprobs.defvjp(_forward, _backward)
+
+
+def _chunks(size: int, *arrays: Array) -> tuple[Array, ...]:
+    """Arrays `[N, ...]` as `[N / size, size, ...]`."""
+    return tuple(x.reshape(ceil_div(len(x), size), size, *x.shape[1:]) for x in arrays)
