@@ -1,0 +1,75 @@
+"""Arithmetic expressions over given numbers, evaluated exactly and without recursion."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Final
+
+PRECEDENCE: Final = {"+": 1, "-": 1, "*": 2, "/": 2}
+"""The binary operators. Those of a higher precedence bind tighter, and equal ones are applied from left to right."""
+
+_EXPRESSION: Final = re.compile(r"[-+*/()0-9]*")
+_TOKEN: Final = re.compile(r"[-+*/()]|[0-9]+")
+
+
+def evaluate(text: str, numbers: Iterable[str]) -> Fraction | None:
+    """Returns the exact value of an expression, None if the text is no expression over the numbers or has no value.
+
+    An expression consists of numbers, binary operators and parentheses, without spaces and signs. The cost is
+    proportional to the text's length, however deep its parentheses are, because it keeps a stack of operators (Dijkstra
+    1961, "Algol 60 translation", the shunting-yard algorithm), and no number is read that is not one of those given.
+
+    Args:
+        text: any text.
+        numbers: the numbers as they have to be written. The expression may use a number as often as it is given.
+    """
+    if not _EXPRESSION.fullmatch(text):
+        return None
+    unused = Counter(numbers)
+    values: list[Fraction] = []
+    waiting: list[str] = []
+    value_is_next = True
+    try:
+        for token in _TOKEN.findall(text):
+            if value_is_next:
+                if token == "(":
+                    waiting.append(token)
+                elif unused[token]:
+                    unused[token] -= 1
+                    values.append(Fraction(int(token)))
+                    value_is_next = False
+                else:
+                    return None
+            elif token == ")":
+                _apply(waiting, values, least=1)
+                if not waiting:
+                    return None
+                waiting.pop()
+            elif token in PRECEDENCE:
+                _apply(waiting, values, least=PRECEDENCE[token])
+                waiting.append(token)
+                value_is_next = True
+            else:
+                return None
+        if value_is_next or "(" in waiting:
+            return None
+        _apply(waiting, values, least=1)
+    except ZeroDivisionError:
+        return None
+    return values[0]
+
+
+def _apply(waiting: list[str], values: list[Fraction], least: int) -> None:
+    """Applies the last operators, down to a parenthesis or to an operator of less than a precedence."""
+    while waiting and PRECEDENCE.get(waiting[-1], 0) >= least:
+        operator, right, left = waiting.pop(), values.pop(), values.pop()
+        match operator:
+            case "+":
+                values.append(left + right)
+            case "-":
+                values.append(left - right)
+            case "*":
+                values.append(left * right)
+            case _:
+                values.append(left / right)
