@@ -47,6 +47,8 @@ class Token:
         finish_reason: at a sample's last token "stop" (an end token or a stop string) or "length"; otherwise None.
         batch: how many sequences the step that sampled it had.
         cached_tokens: what `Generation.cached_tokens` will say.
+        sampling_logprob: its logprob under the distribution that it was drawn from, as in `Completion`; None unless the
+            request asks for it.
 
     Of all this `batch` and `cached_tokens` alone depend on other requests.
     """
@@ -59,6 +61,7 @@ class Token:
     finish_reason: str | None
     batch: int
     cached_tokens: int = dataclasses.field(default=0, compare=False)
+    sampling_logprob: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,9 @@ class Completion:
         top_logprobs: the likeliest tokens at each step and their logprobs, as many as the request asks for.
         text: the tokens as text, cut before a stop string; None without a tokenizer.
         finish_reason: "stop" (an end token or a stop string) or "length".
+        sampling_logprobs: each token's logprob under the distribution that it was drawn from, after penalties, biases,
+            masks, temperature and filters; float32 numbers, held exactly. Empty unless the request asks for them.
+            `ops.sampling_logprobs` computes the same bits.
     """
 
     tokens: tuple[int, ...]
@@ -79,6 +85,7 @@ class Completion:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
     text: str | None
     finish_reason: str
+    sampling_logprobs: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

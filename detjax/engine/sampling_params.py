@@ -38,6 +38,7 @@ class SamplingParams:
         ignore_eos: do not end a sample at the model's own end-of-sequence tokens.
         top_logprobs: how many of the likeliest tokens are reported at each step.
         prompt_logprobs: also report logprobs of the prompt's tokens, and the likeliest tokens in their places.
+        sampling_logprobs: also report each token's logprob under the distribution that it was drawn from.
         constraint: what the text must be, such as JSON of a schema. It needs a tokenizer. A sample that reaches
             `max_tokens` may have an unfinished text.
 
@@ -63,6 +64,7 @@ class SamplingParams:
     ignore_eos: bool = False
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    sampling_logprobs: bool = False
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:

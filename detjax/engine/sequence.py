@@ -70,12 +70,14 @@ class SampleOutput:
 
     Attributes:
         logprobs: one per generated token.
+        sampling_logprobs: one per generated token, if the request asks for them.
         top_logprobs: the likeliest tokens at each generated token.
         prompt_logprobs: the logprob and the likeliest tokens at each prompt token from the second one on.
     """
 
     def __init__(self) -> None:
         self.logprobs: list[float] = []
+        self.sampling_logprobs: list[float] = []
         self.top_logprobs: list[TopLogprobs] = []
         self.prompt_logprobs: list[tuple[float, TopLogprobs]] = []
 
@@ -190,6 +192,7 @@ class Sequence:
             top_logprobs=tuple(self.output.top_logprobs),
             text=self.text,
             finish_reason=self.finish_reason,
+            sampling_logprobs=tuple(self.output.sampling_logprobs),
         )
 
     def scored_prompt(self) -> PromptLogprobs | None:
@@ -203,7 +206,9 @@ class Sequence:
         self._digests = digests(self.tokens, self._digests, self.context.prefix_root)
         return self._digests
 
-    def add(self, token: int, logprob: float, top: TopLogprobs, *, batch: int) -> Token:
+    def add(
+        self, token: int, logprob: float, top: TopLogprobs, sampling_logprob: float | None = None, *, batch: int
+    ) -> Token:
         """Appends the next generated token, and ends the sequence if it is the last one.
 
         An exception ends the sequence with the finish reason "failed", because it is no fault of the step's others.
@@ -212,11 +217,14 @@ class Sequence:
             token: its id.
             logprob: its logprob.
             top: the likeliest tokens in its place.
+            sampling_logprob: its logprob under the distribution that it was drawn from, if the request asks for it.
             batch: sequences of the step that sampled it.
         """
         self.generated.append(token)
         self.output.logprobs.append(logprob)
         self.output.top_logprobs.append(top)
+        if sampling_logprob is not None:
+            self.output.sampling_logprobs.append(sampling_logprob)
         text = None
         try:
             if math.isnan(logprob):
@@ -234,7 +242,9 @@ class Sequence:
             raise
         except BaseException as error:  # the tokenizer's library raises more than Exception when it fails
             self.finish_reason, self.failure = "failed", error
-        return Token(self.index, token, logprob, top, text, self.finish_reason, batch, self.cached_tokens)
+        return Token(
+            self.index, token, logprob, top, text, self.finish_reason, batch, self.cached_tokens, sampling_logprob
+        )
 
     def _not_finite(self) -> NotFinite:
         # A logprob of minus infinity is no such error: a token may be forced that the model itself never chooses.

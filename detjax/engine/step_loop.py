@@ -89,7 +89,7 @@ class _PromptScore:
         for index in range(self.count):
             # A preempted sequence computes some of its logprobs twice.
             if self.position + index == len(logprobs) + 1:
-                _, logprob, top = tokens.at(index, self.sequence.params.top_logprobs)
+                _, logprob, top, _ = tokens.at(index, self.sequence.params)
                 logprobs.append((logprob, top))
 
 
@@ -305,7 +305,7 @@ class StepLoop:
         sampled, size = step.sampled.read(), len(step.planned.plan.chunks)
         for row, sequence in step.planned.samples:
             if sequence.finish_reason is None:  # otherwise the step was started before the sequence's end was known
-                token = sequence.add(*sampled.at(row, sequence.params.top_logprobs), batch=size)
+                token = sequence.add(*sampled.at(row, sequence.params), batch=size)
                 self.scheduler.accept_token(sequence)
                 yield sequence, token
 

@@ -31,27 +31,39 @@ _COUNT: Final = np.uint16
 
 
 class SampledTokens(NamedTuple):
-    """One row per token: the token with its logprob, and the likeliest tokens in its place with theirs."""
+    """One row per token: the token with its logprob, and the likeliest tokens in its place with theirs.
+
+    The last field has the logprobs of the distribution that the tokens were drawn from; None where the program does not
+    compute them.
+    """
 
     token: Any
     logprob: Any
     top_tokens: Any
     top_logprobs: Any
+    sampling_logprob: Any = None
 
     def start_copy(self) -> "SampledTokens":
         """Begins to copy the arrays to the host, and returns them."""
         for x in self:
-            x.copy_to_host_async()
+            if x is not None:
+                x.copy_to_host_async()
         return self
 
     def read(self) -> "SampledTokens":
         """Returns the arrays on the host, and waits for them if need be."""
         return type(self)(*jax.device_get(tuple(self)))
 
-    def at(self, row: int, top: int) -> tuple[int, float, tuple[tuple[int, float], ...]]:
-        """Returns a row of arrays on the host: token, logprob, and the `top` likeliest tokens with their logprobs."""
+    def at(self, row: int, params: SamplingParams) -> tuple[int, float, tuple[tuple[int, float], ...], float | None]:
+        """Returns a row of arrays on the host, as far as a request with these parameters asks for it.
+
+        These are the token, its logprob, the likeliest tokens with their logprobs, and the token's sampling logprob.
+        """
+        top = params.top_logprobs
         likeliest = zip(self.top_tokens[row, :top].tolist(), self.top_logprobs[row, :top].tolist(), strict=True)
-        return int(self.token[row]), float(self.logprob[row]), tuple(likeliest)
+        is_wanted = params.sampling_logprobs and self.sampling_logprob is not None
+        sampling_logprob = float(self.sampling_logprob[row]) if is_wanted else None
+        return int(self.token[row]), float(self.logprob[row]), tuple(likeliest), sampling_logprob
 
 
 class SamplingVariant(NamedTuple):
@@ -62,12 +74,14 @@ class SamplingVariant(NamedTuple):
         top_logprobs: how many of the likeliest tokens it reports.
         adjusted: it can apply penalties and biases.
         constrained: it can apply masks of allowed tokens.
+        distribution: it reports logprobs of the distribution that tokens are drawn from.
     """
 
     filtered: bool
     top_logprobs: int
     adjusted: bool = False
     constrained: bool = False
+    distribution: bool = False
 
     @classmethod
     def needed_by(cls, params: Sequence[SamplingParams]) -> "SamplingVariant":
@@ -77,6 +91,7 @@ class SamplingVariant(NamedTuple):
             top_logprobs=max((row.top_logprobs for row in params), default=0),
             adjusted=any(row.adjusted for row in params),
             constrained=any(row.constraint is not None for row in params),
+            distribution=any(row.sampling_logprobs for row in params),
         )
 
     @classmethod
@@ -89,7 +104,8 @@ class SamplingVariant(NamedTuple):
         plain = [cls(filtered, top) for filtered in (False, True) for top in dict.fromkeys((0, top_logprobs))]
         constrained = [cls(filtered, 0, constrained=True) for filtered in (False, True)]
         adjusted = [cls(False, 0, adjusted=True, constrained=True), cls(True, top_logprobs, True, True)]
-        return *plain, *constrained, *adjusted
+        reported = [variant._replace(distribution=True) for variant in (plain[0], adjusted[-1])]
+        return *plain, *constrained, *adjusted, *reported
 
     @property
     def description(self) -> str:
@@ -99,6 +115,7 @@ class SamplingVariant(NamedTuple):
             f"{self.top_logprobs} likeliest tokens": self.top_logprobs,
             "penalties and biases": self.adjusted,
             "constraints": self.constrained,
+            "sampling logprobs": self.distribution,
         }
         return "with " + (
             ", ".join(name for name, is_there in parts.items() if is_there) or "nothing but a temperature"
@@ -306,20 +323,46 @@ def _sample(
     """Returns the state of the slots, and the tokens that are sampled after the given hidden states."""
     logits = network.with_weights(weights).logits(hidden)
     if variant.adjusted:
-        seen, (token, logprob) = _sample_adjusted(logits, slots.seen, rows, filtered=variant.filtered)
+        seen, choice = _sample_adjusted(logits, slots.seen, rows, variant)
     else:
         seen, choices = None, logits if rows.allowed is None else ops.constrain_logits(logits, rows.allowed)
-        token, logprob = ops.sample(choices, rows.sampling, filtered=variant.filtered)
-        if rows.allowed is not None:
-            logprob = _logprobs_of(logits, token)
-    sampled = SampledTokens(token, logprob, *_likeliest(logits, variant.top_logprobs))
-    return SlotState(slots.last.at[rows.slot].set(token, mode="drop"), seen), sampled
+        choice = _choice(choices, rows.sampling, variant)
+        if rows.allowed is not None or choice.logprob is None:
+            choice = choice._replace(logprob=_logprobs_of(logits, choice.token))
+    likeliest = _likeliest(logits, variant.top_logprobs)
+    sampled = SampledTokens(choice.token, choice.logprob, *likeliest, choice.sampling_logprob)
+    return SlotState(slots.last.at[rows.slot].set(choice.token, mode="drop"), seen), sampled
+
+
+class _Choice(NamedTuple):
+    """The tokens that are sampled, and their logprobs as far as these are known.
+
+    Attributes:
+        token: the tokens.
+        logprob: their logprobs by the logits that were given.
+        sampling_logprob: their logprobs by the distribution that they were drawn from.
+    """
+
+    token: Int32[Array, "R"]
+    logprob: Float32[Array, "R"] | None
+    sampling_logprob: Float32[Array, "R"] | None
+
+
+def _choice(choices: Float[Array, "R V"], sampling: SamplingArrays, variant: SamplingVariant) -> _Choice:
+    """Returns tokens sampled by the given logits."""
+    if not variant.distribution:
+        return _Choice(*ops.sample(choices, sampling, filtered=variant.filtered), None)
+    # Filters sort the logits, which takes longer than all the rest: they are applied once for both.
+    kept = ops.filter_logits(choices, sampling) if variant.filtered else choices
+    token, logprob = ops.sample(kept, sampling, filtered=False)
+    sampling_logprob = ops.sampling_logprobs(kept, token, sampling, filtered=False)
+    return _Choice(token, None if variant.filtered else logprob, sampling_logprob)
 
 
 def _sample_adjusted(
-    logits: Float32[Array, "R V"], seen: SeenTokens | None, rows: SampledRows, *, filtered: bool
-) -> tuple[SeenTokens, tuple[Int32[Array, "R"], Float32[Array, "R"]]]:
-    """Returns what is seen in the slots, tokens chosen by adjusted logits, and their logprobs by the model's own."""
+    logits: Float32[Array, "R V"], seen: SeenTokens | None, rows: SampledRows, variant: SamplingVariant
+) -> tuple[SeenTokens, _Choice]:
+    """Returns what is seen in the slots, and tokens chosen by adjusted logits, with logprobs by the model's own."""
     assert seen is not None
     assert rows.adjustments is not None
     # Rows whose token belongs to no slot get slots of their own beyond the last, so that the scatter may rely on every
@@ -328,11 +371,12 @@ def _sample_adjusted(
     slot = jnp.where(rows.slot < slots, rows.slot, slots + row)
     seen_by_row = SeenTokens(*(x.at[slot].get(mode="fill", fill_value=0) for x in seen))
     adjusted = ops.adjust_logits(logits, seen_by_row, rows.adjustments, rows.allowed)
-    token, _ = ops.sample(adjusted, rows.sampling, filtered=filtered)
+    choice = _choice(adjusted, rows.sampling, variant)
+    token = choice.token
     count = seen_by_row.generated[row, token]
     count += (count < np.iinfo(_COUNT).max).astype(_COUNT)
     seen = seen._replace(generated=seen.generated.at[slot, token].set(count, mode="drop", unique_indices=True))
-    return seen, (token, _logprobs_of(logits, token))
+    return seen, choice._replace(logprob=_logprobs_of(logits, token))
 
 
 @functools.partial(compilation.jit, static_argnums=0, donate_argnums=2)

@@ -5,14 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from detjax import compilation
+from detjax.contract import ACCUMULATOR
 from detjax.numerics import ceil_div
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
 from detjax.ops.softmax import log_softmax
-from detjax.portable.sampling import adjusted, constrained, likeliest
+from detjax.portable.sampling import adjusted, constrained, likeliest, masked
 from detjax.sampling_arrays import LogitAdjustments, SamplingArrays, SeenTokens
 
 _MODULES = {
@@ -22,6 +24,8 @@ _MODULES = {
     "stock": "detjax.stock.sampling",
 }
 _SAMPLE = Operation("sample", _MODULES)
+_FILTER_LOGITS = Operation("filter_logits", _MODULES)
+_SAMPLING_LOGPROBS = Operation("sampling_logprobs", _MODULES)
 _TOP_LOGPROBS = Operation("top_logprobs", _MODULES)
 
 
@@ -40,14 +44,18 @@ def sample(
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together.
     """
-    check_dtype("sample", logits=logits)
-    check_not_empty("sample", logits=logits)
-    check_integers("sample", position=arrays.position, sample_index=arrays.sample_index, top_k=arrays.top_k)
+    _check("sample", logits, arrays)
+    return _SAMPLE.call(_sample, logits, arrays, filtered=filtered)
+
+
+def _check(operation: str, logits: Array, arrays: SamplingArrays) -> None:
+    check_dtype(operation, logits=logits)
+    check_not_empty(operation, logits=logits)
+    check_integers(operation, position=arrays.position, sample_index=arrays.sample_index, top_k=arrays.top_k)
     rows = logits.shape[:1]
     for name, array in arrays._asdict().items():
         shape = (*rows, 2) if name == "seed" else rows
-        check_shape("sample", name, array, shape, f"logits being {logits.shape}")
-    return _SAMPLE.call(_sample, logits, arrays, filtered=filtered)
+        check_shape(operation, name, array, shape, f"logits being {logits.shape}")
 
 
 def _sample(logits: Array, arrays: SamplingArrays, *, filtered: bool) -> tuple[Array, Array]:
@@ -57,6 +65,77 @@ def _sample(logits: Array, arrays: SamplingArrays, *, filtered: bool) -> tuple[A
         return kernels.sample(logits, SamplingArrays(*arrays), filtered=filtered)
 
     return _for_each_example(kernel, logits, *arrays)
+
+
+@compilation.jit(static_argnames="filtered")
+def sampling_logprobs(
+    logits: Float[Array, "B V"], tokens: Int32[Array, "B"], arrays: SamplingArrays, *, filtered: bool = True
+) -> Float32[Array, "B"]:
+    """Returns the logprobs of given tokens under the distribution that `sample` draws from.
+
+    That is the distribution after temperature and filters; see `contract`. Logits that `adjust_logits` returned give it
+    after penalties, biases and masks as well. The arrays' seeds, positions and sample indices do not matter.
+
+    Args:
+        logits: bfloat16, float16 or float32.
+        tokens: a token id for each row. A token that cannot be drawn has the logprob -inf, and an id outside of the
+            vocabulary has NaN.
+        arrays: how each row is sampled.
+        filtered: False if no row has a filter. That saves sorting and changes no bits.
+
+    Raises:
+        TypeError: a dtype is not under contract.
+        ValueError: shapes do not fit together.
+    """
+    name = "sampling_logprobs"
+    _check(name, logits, arrays)
+    check_integers(name, tokens=tokens)
+    check_shape(name, "tokens", tokens, logits.shape[:1], f"logits being {logits.shape}")
+    return _SAMPLING_LOGPROBS.call(_sampling_logprobs, logits, tokens, arrays, filtered=filtered)
+
+
+def _sampling_logprobs(logits: Array, tokens: Array, arrays: SamplingArrays, *, filtered: bool) -> Array:
+    kernels = _SAMPLING_LOGPROBS.kernels()
+
+    def kernel(logits: Array, tokens: Array, temperature: Array) -> Array:
+        is_token = (tokens >= 0) & (tokens < logits.shape[-1])
+        logprobs = kernels.sampling_logprobs(logits, jnp.where(is_token, tokens, 0), temperature)
+        # A choice adds nothing, so every backend can share this one.
+        likeliest = jnp.argmax(logits, axis=-1)
+        logprobs = jnp.where(temperature == 0, jnp.where(tokens == likeliest, 0.0, -jnp.inf), logprobs)
+        return jnp.where(is_token, logprobs, jnp.nan)
+
+    kept = _filter_logits(logits, arrays) if filtered else logits
+    return _for_each_example(kernel, kept, tokens, arrays.temperature)
+
+
+@compilation.jit
+def filter_logits(logits: Float[Array, "B V"], arrays: SamplingArrays) -> Float32[Array, "B V"]:
+    """Returns the logits with `-inf` for each token that a filter removes: top-k, top-p or min-p.
+
+    `sample` and `sampling_logprobs` make the same of them without filters as they make of the given logits with
+    filters. So a program that needs both sorts the logits once. Rows of temperature 0 stay as they are.
+
+    Args:
+        logits: bfloat16, float16 or float32.
+        arrays: how each row is sampled.
+
+    Raises:
+        TypeError: a dtype is not under contract.
+        ValueError: shapes do not fit together.
+    """
+    _check("filter_logits", logits, arrays)
+    return _FILTER_LOGITS.call(_filter_logits, logits, arrays)
+
+
+def _filter_logits(logits: Array, arrays: SamplingArrays) -> Array:
+    _FILTER_LOGITS.kernels()  # On every backend under contract the portable one filters.
+
+    def keep(logits: Array, *arrays: Array) -> Array:
+        rows = SamplingArrays(*arrays)
+        return jnp.where((rows.temperature == 0)[:, None], logits.astype(ACCUMULATOR), masked(logits, rows))
+
+    return _for_each_example(keep, logits, *arrays)
 
 
 @compilation.jit

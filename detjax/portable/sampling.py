@@ -32,6 +32,34 @@ def sample(logits: Array, arrays: SamplingArrays, *, filtered: bool) -> tuple[Ar
     return map_rows(tile, (logits, arrays), None)
 
 
+def sampling_logprobs(logits: Array, tokens: Array, temperature: Array) -> Array:
+    """Returns the logprobs, float32 `[B]`, of tokens under the softmax of the logits divided by the temperature."""
+
+    def tile(rows: tuple[Array, Array, Array], _: None) -> Array:
+        logits, token, temperature = rows
+        exponents = sampling_exponents(logits.astype(ACCUMULATOR), reciprocal(temperature)[:, None])
+        # Behind the barrier the tile has the arithmetic of log_softmax, whose operand comes from outside of it.
+        logprobs = log_softmax_tile(lax.optimization_barrier(exponents))
+        return jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
+
+    return map_rows(tile, (logits, tokens, temperature), None)
+
+
+def sampling_exponents(logits: Array, reciprocal: Array) -> Array:
+    """Returns what the noise is added to, float32, with `-inf` for each token that is not to be chosen.
+
+    Args:
+        logits: float32 logits.
+        reciprocal: that of the temperature, see `reciprocal`.
+    """
+    return jnp.where(logits == -jnp.inf, -jnp.inf, jnp.maximum(logits * reciprocal, LOWEST))
+
+
+def reciprocal(temperature: Array) -> Array:
+    """Returns `1 / temperature`, and 1 for a temperature of 0."""
+    return 1 / jnp.where(temperature == 0, 1.0, temperature)
+
+
 def masked(logits: Array, arrays: SamplingArrays) -> Array:
     """Returns the logits, float32 `[B, V]`, with `-inf` for each entry that a filter removes."""
 
@@ -101,8 +129,7 @@ def _gumbel(seed: Array, position: Array, sample_index: Array, size: int) -> Arr
 
 
 def _scaled(logits: Array, temperature: Array) -> Array:
-    scaled = logits * (1 / jnp.where(temperature == 0, 1.0, temperature))[:, None]
-    return jnp.maximum(scaled, LOWEST)
+    return jnp.maximum(logits * reciprocal(temperature)[:, None], LOWEST)
 
 
 def _kept(scaled: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:

@@ -17,17 +17,9 @@ def sample(logits: Array, arrays: SamplingArrays, *, filtered: bool) -> tuple[Ar
     seed, position, sample_index, temperature, top_k, top_p, min_p = arrays
     logits = logits.astype(ACCUMULATOR)
     greedy = temperature == 0
-    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+    scaled = _scaled(logits, temperature)
     if filtered:
-        order = jnp.argsort(-scaled, axis=-1, stable=True)
-        ranked = jnp.take_along_axis(scaled, order, axis=-1)
-        rank = jnp.arange(logits.shape[-1])[None, :]
-        kept = rank < jnp.where(top_k > 0, top_k, logits.shape[-1])[:, None]
-        probability = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
-        before = jnp.cumsum(probability, axis=-1) - probability
-        kept = kept & ((before < top_p[:, None]) | (rank == 0)) & (probability >= min_p[:, None] * probability[:, :1])
-        kept = jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
-        scaled = jnp.where(kept, scaled, -jnp.inf)
+        scaled = jnp.where(_kept(scaled, top_k, top_p, min_p), scaled, -jnp.inf)
 
     def gumbel(seed: Array, position: Array, sample_index: Array) -> Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl=PRNG), position)
@@ -37,6 +29,41 @@ def sample(logits: Array, arrays: SamplingArrays, *, filtered: bool) -> tuple[Ar
     token = jnp.argmax(jnp.where(greedy[:, None], logits, scaled + noise), axis=-1).astype(jnp.int32)
     logprob = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), token[:, None], axis=-1)[:, 0]
     return token, logprob
+
+
+def sampling_logprobs(logits: Array, tokens: Array, arrays: SamplingArrays, *, filtered: bool) -> Array:
+    """See `detjax.ops.sampling_logprobs`."""
+    kept = filter_logits(logits, arrays) if filtered else logits.astype(ACCUMULATOR)
+    logprobs = jax.nn.log_softmax(_scaled(kept, arrays.temperature), axis=-1)
+    likeliest = jnp.argmax(kept, axis=-1)[:, None] == jnp.arange(kept.shape[-1])[None]
+    greedy = (arrays.temperature == 0)[:, None]
+    logprobs = jnp.where(greedy, jnp.where(likeliest, 0.0, -jnp.inf), logprobs)
+    row = jnp.arange(len(tokens))
+    return logprobs.at[row, tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
+def filter_logits(logits: Array, arrays: SamplingArrays) -> Array:
+    """See `detjax.ops.filter_logits`."""
+    *_, temperature, top_k, top_p, min_p = arrays
+    logits = logits.astype(ACCUMULATOR)
+    kept = _kept(_scaled(logits, temperature), top_k, top_p, min_p) | (temperature == 0)[:, None]
+    return jnp.where(kept, logits, -jnp.inf)
+
+
+def _scaled(logits: Array, temperature: Array) -> Array:
+    return logits / jnp.where(temperature == 0, 1.0, temperature)[:, None]
+
+
+def _kept(scaled: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+    """Whether each entry `[B, V]` passes the filters."""
+    order = jnp.argsort(-scaled, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(scaled, order, axis=-1)
+    rank = jnp.arange(scaled.shape[-1])[None, :]
+    kept = rank < jnp.where(top_k > 0, top_k, scaled.shape[-1])[:, None]
+    probability = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    kept = kept & ((before < top_p[:, None]) | (rank == 0)) & (probability >= min_p[:, None] * probability[:, :1])
+    return jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
 
 
 def top_logprobs(logits: Array, *, count: int) -> tuple[Array, Array]:

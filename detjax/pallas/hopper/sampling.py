@@ -48,6 +48,38 @@ def sample(
     return _best_of_rows(logits, statistics, *candidates)
 
 
+def sampling_logprobs(logits: Array, tokens: Array, temperature: Array, *, schedule: Schedule | None = None) -> Array:
+    """Logprobs of tokens `[B]` float32 under the softmax of logits and temperature; see `detjax.ops`."""
+    logits = padded(logits)
+    schedule = schedule or default_schedule(Problem.for_rows(logits, rewritten=False))
+    reciprocal = portable.reciprocal(temperature)
+
+    def reduce_block(block: StreamedBlock, reciprocals: Any, statistics: Any) -> None:
+        reciprocal = reciprocals[block.row]
+
+        def reduce(size: int) -> tuple[Array, Array]:
+            chunks = block.load_all(size)
+            return softmax.block_statistics([portable.sampling_exponents(chunk, reciprocal) for chunk in chunks])
+
+        m, total = block.with_size(reduce)
+        block.release()
+        statistics[block.row, block.index, 0] = m
+        statistics[block.row, block.index, 1] = total
+
+    def finish_row(row: Any, x: Any, tokens: Any, reciprocals: Any, statistics: Any, logprobs: Any) -> None:
+        m, total = softmax.merged_statistics(lambda b: (statistics[row, b, 0], statistics[row, b, 1]), blocks)
+        exponent = portable.sampling_exponents(x[row, tokens[row]].astype(ACCUMULATOR), reciprocals[row])
+        constant = softmax.row_constant("log_softmax", total)
+        logprobs[row] = softmax.finished("log_softmax", exponent, m, constant)
+
+    rows, blocks = len(logits), blocks_per_row(logits.shape[1])
+    out = jax.ShapeDtypeStruct((rows, blocks, 2), ACCUMULATOR)
+    grid = {"slots": schedule.slots, "grid": schedule.grid}
+    statistics = for_each_block("sampling_blocks", reduce_block, out, logits, reciprocal, **grid)
+    out = jax.ShapeDtypeStruct((rows,), ACCUMULATOR)
+    return for_each_row("sampling_logprobs", rows, finish_row, out, logits, tokens, reciprocal, statistics)
+
+
 def _candidates(logits: Array, keys: Array, temperature: Array, schedule: Schedule) -> tuple[Array, Array, Array]:
     """The statistics of every block of rows `[B, V]`, its best value, float32, and the token id of that, int32."""
     rows, width = logits.shape

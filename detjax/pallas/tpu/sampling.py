@@ -22,7 +22,7 @@ from detjax.pallas.gumbel import NO_ID, beats, gumbel
 from detjax.pallas.tpu import rows as tpu_rows
 from detjax.pallas.tpu.device import check_dtypes
 from detjax.pallas.tpu.rows import PIECE, Problem, in_every_lane, lane_ids, register_rows
-from detjax.pallas.tpu.softmax import BlockStatistics, RowBlocks, finished, row_constant
+from detjax.pallas.tpu.softmax import BlockStatistics, RowBlocks, finished, log_softmax, row_constant
 from detjax.portable import sampling as portable
 from detjax.sampling_arrays import SamplingArrays
 
@@ -78,6 +78,18 @@ def sample(
     keys = jax.random.key_data(jax.vmap(sample_key)(arrays.seed, arrays.position, arrays.sample_index))
     kept = portable.masked(logits, arrays) if filtered else None
     return sample_with_keys(logits, kept, keys, arrays.temperature, schedule)
+
+
+def sampling_logprobs(logits: Array, tokens: Array, temperature: Array) -> Array:
+    """Logprobs of tokens `[B]` float32 under the softmax of logits and temperature; see `detjax.ops`.
+
+    Raises:
+        NotImplementedError: the logits' dtype is not one of `device.DTYPES`.
+    """
+    check_dtypes("sampling_logprobs", logits)
+    reciprocal = portable.reciprocal(temperature)[:, None]
+    logprobs = log_softmax(portable.sampling_exponents(logits.astype(ACCUMULATOR), reciprocal))
+    return jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
 
 
 def sample_with_keys(
