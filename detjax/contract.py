@@ -120,6 +120,17 @@ The host computes `rn(1 / r)`, so it has the same bits on every device. A prompt
 ones. Logprobs are those of the logits before these steps: what the model says of a token does not depend on how the
 request chooses.
 
+The sampling logprob of a token is its logprob under the distribution that tokens are drawn from: `log_softmax(s)`, in
+the bits of `SOFTMAX_BLOCK`, of the adjusted logits `x` after temperature and filters,
+
+    s = -inf where x is -inf or a filter removes the token, else
+    s = max(rn(x * (1 / temperature)), float32's lowest finite number)
+
+So a token that cannot be drawn has probability 0 and logprob -inf, although a -inf among the logits is held at the
+lowest finite number where noise is added. A row without any other token has NaN. At temperature 1, without filters and
+adjustments, the bits are those of the logprob. At temperature 0 the distribution lies on one token, the argmax of `x`
+with its ties: the logprob is 0 there and -inf elsewhere.
+
 Collectives
 -----------
 
