@@ -87,7 +87,7 @@ type Weight = Float[Array, "..."] | AccumulatedWeight
 def value_and_sum(weight: Weight) -> tuple[Array, Array | None]: ...
 @overload
 def value_and_sum(weight: Weight | None) -> tuple[Array | None, Array | None]: ...
-def value_and_sum(weight: Weight | None) -> tuple[Array | None, Array | None]:
+def value_and_sum(weight: Any) -> tuple[Any, Array | None]:
     """Returns the value of a weight, and the sum over the tokens that meet it: None where there is no sum."""
     return (weight.value, weight.products) if isinstance(weight, AccumulatedWeight) else (weight, None)
 
@@ -106,7 +106,7 @@ def fresh_and_carried(
     return fresh, tuple(None if total is None else gradient for gradient, total in pairs)
 
 
-def with_fresh_sum[W: Weight | None](weight: W) -> W | Array:
+def with_fresh_sum(weight: Any) -> Any:
     """Returns the value of a weight. Its gradient, rounded as usual, is added to the weight's sum as one number.
 
     That is how frameworks accumulate gradients. The sum depends on where microbatches begin.

@@ -131,11 +131,32 @@ lowest finite number where noise is added. A row without any other token has NaN
 adjustments, the bits are those of the logprob. At temperature 0 the distribution lies on one token, the argmax of `x`
 with its ties: the logprob is 0 there and -inf elsewhere.
 
+Gradients of weights
+--------------------
+
+The gradient of a row, such as a token's hidden state, is computed from that row alone, as the row itself was. The
+gradient of a weight, a bias, a norm's weight, a sink or an embedding is a sum over the tokens of a batch. Its order
+depends on the batch's sequences alone, which are numbered:
+
+1. Sequences are cut into contiguous *shards*, `GRADIENT_SHARDS` unless the run says otherwise; shard `s` of `G` has the
+   sequences from `floor(s * n / G)` to `floor((s + 1) * n / G)` of `n`.
+2. Inside a shard, tokens are added in ascending order, sequence by sequence, into one float32 accumulator per element:
+   `WEIGHT_GRADIENT_TOKENS` of them in one step, and every sequence begins a new step. The accumulator begins at zero,
+   and goes on from one microbatch to the next. What fills up a sequence has gradients of exact zeros, so steps of
+   nothing else change no bit. A matrix unit adds the tokens of a step of a matrix; those of a bias or of a norm's
+   weight are added left to right, with the heads of a token as rows of their own. Rows of an embedding add one token at
+   a time.
+3. Shards are added as a balanced binary tree: neighbours in pairs, then the results again in pairs, until one is left.
+4. A table that is both an embedding and a head has a sum for each, and the two are added at the end.
+
+So microbatches, padding, the packing of sequences into rows, rematerialization and devices are schedules.
+
 Collectives
 -----------
 
-A sum over the devices of a mesh is the sum of their terms in the order of the axis, added left to right in float32 and
-rounded once. Terms are moved between devices, never added on the way.
+A sum over the devices of a mesh is the sum of their terms in the order of the axis, added in float32 as a balanced
+binary tree and rounded once: neighbours in pairs, then the results again in pairs, until one is left; a last one without
+a neighbour waits. Terms are moved between devices, never added on the way.
 """
 
 from typing import Final
@@ -143,7 +164,7 @@ from typing import Final
 import jax.numpy as jnp
 import numpy as np
 
-CONTRACT_VERSION: Final = 1
+CONTRACT_VERSION: Final = 2
 """The number of this set of contracts. Results with equal numbers, on equal devices and releases, have equal bits."""
 
 INPUT_DTYPES: Final = ("bfloat16", "float16", "float32")
@@ -167,6 +188,10 @@ one token costs no more time than it must; 256 tokens would cost a v5p half as m
 
 TPU_K_STEP: Final = 512
 """The elements of K in one product on TPUs; see `TPU_ROW_TILE`."""
+
+GRADIENT_SHARDS: Final = 8
+"""The shards of a batch whose gradients are added apart and then as a tree, unless a run says otherwise: as many devices
+as can share a batch."""
 
 # --- sums of rows -----------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, Final, overload
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int
@@ -96,7 +97,7 @@ class Decoder(nnx.Module):
         return x, dataclasses.replace(cache, state=state, lengths=queries.length)
 
     def hidden_states(
-        self, tokens: Int[Array, "*N"], queries: Queries, state: State
+        self, tokens: Int[Array, "*N"], queries: Queries, state: State, *, rematerialized: bool = False
     ) -> tuple[Float[Array, "*N D"], State]:
         """Returns the normalized last hidden states, and the layers' state with the tokens in it.
 
@@ -104,11 +105,14 @@ class Decoder(nnx.Module):
             tokens: ids within the vocabulary, `[B, T]` or packed, `[N]`.
             queries: the requests that the tokens belong to, and where those lie in the state.
             state: what the layers keep; see `empty_state`.
+            rematerialized: whether gradients compute each layer again in place of keeping its activations. No bit
+                depends on it.
         """
+        run = jax.checkpoint(_layer, static_argnums=0) if rematerialized else _layer
         x = self.embedding(tokens)
         written = []
         for layer, layer_state in zip(self.layers, state, strict=True):
-            x, layer_state = _layer(*split(layer), x, queries, layer_state)
+            x, layer_state = run(*split(layer), x, queries, layer_state)
             written.append(layer_state)
         return self.final_norm(x), tuple(written)
 

@@ -28,7 +28,8 @@ def psum(x: PyTree[Array], axis_name: AxisName) -> Any:
     """Returns the sum of every leaf over the devices of an axis.
 
     Devices gather all terms. Each device then adds them in the order of the axis, in float32 and as a balanced binary
-    tree (see `detjax.contract`), and rounds the sum once to the leaf's dtype. The gradient of a term is the gradient of the sum: the backward pass adds nothing.
+    tree (see `detjax.contract`), and rounds the sum once to the leaf's dtype. The gradient of a term is the gradient of
+    the sum: the backward pass adds nothing.
 
     Args:
         x: arrays of bfloat16, float16 or float32, inside `jax.shard_map`.

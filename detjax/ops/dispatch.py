@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array
 
 from detjax import backends, compilation
-from detjax.accumulated_weight import Weight, with_fresh_sum
+from detjax.accumulated_weight import with_fresh_sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +74,14 @@ class Operation:
             return getattr(module, self.name)(*operands, **options)
         return under_contract(*operands, **options)
 
-    def taking[W: Weight | None](self, weight: W) -> W | Array:
+    def taking[W](self, weight: W) -> W:
         """Returns a weight of the operation as the backend's module takes it.
 
         A module that JAX differentiates takes a plain weight. A whole gradient is then added to the weight's sum, which
         is not what a contract says.
         """
-        return with_fresh_sum(weight) if getattr(self.module(), "DIFFERENTIATED_BY_JAX", False) else weight
+        taken: Any = with_fresh_sum(weight) if getattr(self.module(), "DIFFERENTIATED_BY_JAX", False) else weight
+        return taken
 
 
 def with_vmap_rule(fn: Callable[..., Any], rows: Sequence[bool]) -> Callable[..., Any]:

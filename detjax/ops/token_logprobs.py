@@ -43,7 +43,8 @@ def token_logprobs(
         ValueError: shapes do not fit together, or the chunk is not a positive multiple of
             `contract.WEIGHT_GRADIENT_TOKENS`.
     """
-    name, (value, _) = "token_logprobs", value_and_sum(head)
+    name = "token_logprobs"
+    value, _ = value_and_sum(head)
     check_dtype(name, hidden=hidden)
     check_dtype(name, like=hidden, head=value)
     check_integers(name, tokens=tokens)
