@@ -1,0 +1,148 @@
+"""Gradients of a batch: sums that are carried through microbatches, and shards that are added as a tree."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from detjax import compilation
+from detjax.accumulated_weight import AccumulatedWeight
+from detjax.contract import ACCUMULATOR
+from detjax.models import Decoder
+from detjax.models.network import Network, Weights
+from detjax.rl.microbatches import Microbatch
+
+type Loss = Callable[[Array, Microbatch], Array]
+"""The gradient of a loss with regard to logprobs, given the logprob of each target; see `detjax.rl.losses`."""
+
+
+class WeightSums(NamedTuple):
+    """The sums of one weight's gradients, float32; see `AccumulatedWeight`."""
+
+    products: Float32[Array, "..."] | None
+    lookups: Float32[Array, "..."] | None
+
+
+type Sums = tuple[WeightSums, ...]
+"""The sums of all weights of a network, in the order of the weights."""
+
+
+def empty_sums(network: Network[Decoder], weights: Weights) -> Sums:
+    """Returns sums of zeros for each weight of a decoder."""
+
+    def empty(path: tuple[object, ...], weight: Array) -> WeightSums:
+        zeros = functools.partial(jnp.zeros, weight.shape, ACCUMULATOR)
+        is_table = path == ("embedding", "weight")
+        is_multiplied = not is_table or ("lm_head", "weight") not in network.paths
+        return WeightSums(zeros() if is_multiplied else None, zeros() if is_table else None)
+
+    return tuple(empty(path, weight) for path, weight in zip(network.paths, weights, strict=True))
+
+
+def completion_logprobs(
+    model: Decoder, microbatch: Microbatch, *, rematerialized: bool = False
+) -> Float32[Array, "*N"]:
+    """Returns the logprob of each target of a microbatch."""
+    state = model.empty_state(microbatch.num_pages)
+    hidden, _ = model.hidden_states(microbatch.tokens, microbatch.queries, state, rematerialized=rematerialized)
+    return model.logprobs(hidden, microbatch.targets)
+
+
+def next_sums(
+    network: Network[Decoder],
+    weights: Weights,
+    sums: Sums,
+    microbatch: Microbatch,
+    loss: Loss,
+    *,
+    rematerialized: bool = False,
+) -> tuple[Sums, Float32[Array, "*N"]]:
+    """Returns the sums with a microbatch's gradients, and the logprob of each of its targets.
+
+    Args:
+        network: the decoder without its weights.
+        weights: its weights.
+        sums: the sums of the microbatches before.
+        microbatch: the sequences.
+        loss: what gives the gradient with regard to the logprobs.
+        rematerialized: whether the backward pass computes each layer again in place of keeping its activations. No bit
+            depends on it.
+    """
+
+    def logprobs(sums: Sums) -> Array:
+        pairs = zip(weights, sums, strict=True)
+        model = network.with_weights(tuple(AccumulatedWeight(weight, *total) for weight, total in pairs))
+        return completion_logprobs(model, microbatch, rematerialized=rematerialized)
+
+    values, pullback = jax.vjp(logprobs, sums)
+    (sums,) = pullback(loss(values, microbatch))
+    return sums, values
+
+
+class ShardTree:
+    """Adds the sums of shards as a balanced binary tree, while it holds one partial result for each of its levels."""
+
+    def __init__(self) -> None:
+        self._levels: list[tuple[int, Sums]] = []
+
+    def add(self, sums: Sums) -> None:
+        """Appends the next shard's sums. They must not be used any more."""
+        level = 0
+        while self._levels and self._levels[-1][0] == level:
+            _, left = self._levels.pop()
+            sums, level = _added(left, sums), level + 1
+        self._levels.append((level, sums))
+
+    def total(self) -> Sums:
+        """Returns the sum of all shards.
+
+        Raises:
+            ValueError: the number of shards is no power of two.
+        """
+        if len(self._levels) != 1:
+            shards = sum(2**level for level, _ in self._levels)
+            raise ValueError(f"ShardTree.total: {shards} shards; accepted: a power of two")
+        return self._levels[0][1]
+
+
+@functools.partial(compilation.jit, donate_argnums=(0, 1))
+def _added(left: Sums, right: Sums) -> Sums:
+    return jax.tree.map(jnp.add, left, right)
+
+
+def gradients(sums: Sums) -> tuple[Float32[Array, "..."], ...]:
+    """Returns the gradient of each weight: that of a table which is also a head adds its two sums."""
+
+    def gradient(total: WeightSums) -> Array:
+        products, lookups = total
+        if products is None or lookups is None:
+            one = lookups if products is None else products
+            assert one is not None
+            return one
+        return products + lookups
+
+    return tuple(map(gradient, sums))
+
+
+def shard_bounds(sequences: int, shards: int) -> list[tuple[int, int]]:
+    """Returns the first sequence of each shard, and the one after its last."""
+    bounds = [shard * sequences // shards for shard in range(shards + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+def sum_of_shards(shards: Iterable[Sequence[Microbatch]], empty: Callable[[], Sums], add: Callable[..., Sums]) -> Sums:
+    """Returns the sums of all shards.
+
+    Args:
+        shards: the microbatches of each shard, in order.
+        empty: makes sums of zeros.
+        add: returns sums with a microbatch's gradients.
+    """
+    tree = ShardTree()
+    for microbatches in shards:
+        tree.add(functools.reduce(add, microbatches, empty()))
+    return tree.total()

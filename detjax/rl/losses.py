@@ -1,0 +1,56 @@
+"""Losses as what gradients need of them: the derivative with regard to the logprob of each token.
+
+A loss is a sum of terms, one for each token of a completion, so its derivative at a token depends on this token alone.
+Weights (advantages, corrections, and the normalization by the tokens of the batch) come from the host, which computes
+them in float64 before the step. So nothing is added over tokens here, and the value of a loss, which no gradient needs,
+is computed on the host from the logprobs.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from detjax.portable.elements import map_elements
+from detjax.rl.microbatches import Microbatch
+
+
+@dataclasses.dataclass(frozen=True)
+class LogLikelihood:
+    """The loss `-sum(weight * logprob)`.
+
+    With weights of one over the number of tokens it is the cross entropy of supervised training; with advantages it is
+    that of REINFORCE (Williams 1992), and of GRPO (Shao et al. 2024) and RLOO (Ahmadian et al. 2024) where each rollout
+    trains one step of the policy that made it.
+    """
+
+    def __call__(self, logprobs: Float32[Array, "*N"], microbatch: Microbatch) -> Float32[Array, "*N"]:
+        """Returns the derivatives with regard to the logprobs: the negated weights."""
+        del logprobs
+        return -jnp.asarray(microbatch.weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedRatio:
+    """The clipped surrogate of PPO (Schulman et al. 2017).
+
+    The loss is `-sum(min(r * weight, clip(r, 1 - low, 1 + high) * weight))`, with `r = exp(logprob - old_logprob)`.
+
+    Attributes:
+        low: how far a ratio may fall below 1.
+        high: how far it may rise above 1; larger than `low` in DAPO (Yu et al. 2025).
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+
+    def __call__(self, logprobs: Float32[Array, "*N"], microbatch: Microbatch) -> Float32[Array, "*N"]:
+        """Returns the derivatives with regard to the logprobs: `-r * weight`, and zero where the ratio is clipped."""
+
+        def derivative(logprob: Array, old: Array, weight: Array) -> Array:
+            ratio = jnp.exp(logprob - old)
+            is_clipped = jnp.where(weight > 0, ratio > 1 + self.high, ratio < 1 - self.low)
+            return jnp.where(is_clipped | (weight == 0), 0.0, -(ratio * weight))
+
+        old, weights = jnp.asarray(microbatch.old_logprobs), jnp.asarray(microbatch.weights)
+        return map_elements(derivative, logprobs, old, weights)

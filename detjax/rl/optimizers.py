@@ -1,0 +1,116 @@
+"""AdamW and the norm of gradients, with bits that depend on neither shapes nor programs nor devices."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32, PyTree
+
+from detjax.contract import ACCUMULATOR, LANES, PORTABLE_ROWS
+from detjax.numerics import round_up
+from detjax.portable.elements import map_elements
+from detjax.portable.tiles import fold_rows, row_sum
+
+
+class AdamState(NamedTuple):
+    """The state of `adamw`.
+
+    Attributes:
+        updates: the number of updates.
+        mean: the moving averages of the gradients, float32.
+        square: the moving averages of their squares, float32.
+    """
+
+    updates: Int32[Array, ""]
+    mean: PyTree[Float32[Array, "..."]]
+    square: PyTree[Float32[Array, "..."]]
+
+
+def adamw(
+    learning_rate: float | Callable[[Array], Array],
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> optax.GradientTransformation:
+    """Returns AdamW (Loshchilov & Hutter 2019), for float32 gradients and parameters.
+
+    `optax.adamw` has the same formula. Its bits depend on the shapes of the arrays, and on the program that it is part
+    of, because a CPU's compiler treats the last elements of an array differently and folds what it knows.
+
+    Args:
+        learning_rate: the step size, or a function of the number of updates before this one, as optax has them.
+        b1: the decay of the gradients' averages.
+        b2: the decay of the squares' averages.
+        eps: what is added to the root of the squares' average.
+        weight_decay: the factor of the parameters that is subtracted, times the step size.
+    """
+
+    def init(params: PyTree[Array]) -> AdamState:
+        for path, leaf in jax.tree.leaves_with_path(params):
+            if leaf.dtype != ACCUMULATOR:
+                raise TypeError(
+                    f"adamw: {jax.tree_util.keystr(path)} has dtype {leaf.dtype}; accepted: float32. Train float32 "
+                    "masters, and round them to the weights."
+                )
+        return AdamState(jnp.int32(0), jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamState]:
+        if params is None:
+            raise ValueError("adamw: params is None; accepted: the parameters, whose decay is part of the update")
+        count = lax.optimization_barrier(optax.safe_increment(state.updates))
+        step = count.astype(ACCUMULATOR)
+        rate = learning_rate(count - 1) if callable(learning_rate) else learning_rate
+        # What depends on the number of updates is computed once and sealed: as a constant it would be folded.
+        scalars = jnp.asarray(rate, ACCUMULATOR), 1 - jnp.float32(b1) ** step, 1 - jnp.float32(b2) ** step
+        scalars = lax.optimization_barrier(scalars)
+
+        def of_leaf(gradient: Array, mean: Array, square: Array, param: Array) -> tuple[Array, Array, Array]:
+            def element(g: Array, m: Array, v: Array, p: Array, *scalars: Array) -> tuple[Array, Array, Array]:
+                rate, correction1, correction2 = scalars
+                m = b1 * m + (1 - b1) * g
+                v = b2 * v + (1 - b2) * (g * g)
+                change = (m / correction1) / (jnp.sqrt(v / correction2) + eps)
+                return -rate * (change + weight_decay * p), m, v
+
+            return map_elements(element, gradient, mean, square, param, scalars=scalars)
+
+        results = jax.tree.map(of_leaf, updates, state.mean, state.square, params)
+        updates, mean, square = jax.tree.transpose(jax.tree.structure(updates), None, results)
+        return updates, AdamState(count, mean, square)
+
+    return optax.GradientTransformation(init, update)
+
+
+def global_norm(gradients: PyTree[Float32[Array, "..."]], slices: int) -> Float32[Array, ""]:
+    """Returns the root of the sum of all squares, in an order that depends on the leaves' sizes and on `slices`.
+
+    Each leaf is cut into so many slices of rows of `contract.LANES` elements. A row is added as the contract adds rows,
+    rows ascending within a slice, then slices and leaves in order.
+
+    Args:
+        gradients: float32 arrays.
+        slices: the run's shards, so that as many devices can add slices of their own.
+    """
+    leaves = [sum(slice_squares(leaf, slices)) for leaf in jax.tree.leaves(gradients)]
+    return jnp.sqrt(lax.optimization_barrier(functools.reduce(jnp.add, leaves)))
+
+
+def slice_squares(leaf: Float[Array, "..."], slices: int) -> list[Float32[Array, ""]]:
+    """Returns the sum of the squares of each slice of a leaf; see `global_norm`."""
+    flat = leaf.reshape(-1)
+    flat = jnp.pad(flat, (0, round_up(flat.size, slices * LANES) - flat.size))
+    return [_sum_of_squares(rows) for rows in flat.reshape(slices, -1, LANES)]
+
+
+def _sum_of_squares(rows: Float32[Array, "M L"]) -> Float32[Array, ""]:
+    def add(carry: Array, rows: Array, _: Any) -> Array:
+        sums = row_sum(rows * rows)[:, 0]
+        return functools.reduce(jnp.add, [sums[row] for row in range(PORTABLE_ROWS)], carry)
+
+    return fold_rows(add, jnp.float32(0), rows, None)
