@@ -334,6 +334,15 @@ def adjusted(logits: np.ndarray, prompt: list[int], generated: dict[int, int], r
     return result
 
 
+def sampling_exponents(logits: np.ndarray, temperature: float, removed: list[int]) -> np.ndarray:
+    """What stands in the exponents of the sampling distribution of one row, whose filters remove some tokens."""
+    logits = logits.astype(np.float32)
+    result = np.maximum(logits * (np.float32(1) / np.float32(temperature)), LOWEST)
+    result[np.isneginf(logits)] = -np.inf
+    result[removed] = -np.inf
+    return result
+
+
 def sample(logits: np.ndarray, noise: np.ndarray, temperature: float, device: DeviceFunctions) -> int:
     """The token that is sampled from one row of logits with the numbers `u` given."""
     logits = logits.astype(np.float32)

@@ -229,6 +229,36 @@ def test_sampling(temperature: float) -> None:
         assert_has_the_bits_of_one(logprobs[row], [differences[row] - log for log in neighbours(log_total)])
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 30.0])
+def test_sampling_logprobs(temperature: float) -> None:
+    logits = np.random.default_rng(0).standard_normal((6, 4500)).astype(np.float32)
+    logits[:, 10:20] = -np.inf
+    tokens = [5, 4200, 99, 0, 4499, 15]
+    # Four tokens are far likelier than all others.
+    likely = [0, 5, 99, 4200]
+    logits[:4, likely] += 30
+    top_k = [4, 4, 4, 4, 0, 0]
+    rows = range(len(tokens))
+    zeros = jnp.zeros(len(tokens), jnp.int32)
+    arrays = ops.SamplingArrays(
+        jnp.zeros((len(tokens), 2), jnp.uint32),
+        zeros,
+        zeros,
+        jnp.full(len(tokens), temperature, jnp.float32),
+        jnp.asarray(top_k, jnp.int32),
+        jnp.ones(len(tokens), jnp.float32),
+        jnp.zeros(len(tokens), jnp.float32),
+    )
+    result = np.asarray(ops.sampling_logprobs(jnp.asarray(logits), jnp.asarray(tokens, jnp.int32), arrays))
+    removed = [np.setdiff1d(np.arange(4500), likely).tolist() if k else [] for k in top_k]
+    s = np.stack([emulation.sampling_exponents(logits[row], temperature, removed[row]) for row in rows])
+    m, total = emulation.softmax_statistics(s, DEVICE)
+    for row, log_total in enumerate(DEVICE.log(total)[:, 0]):
+        difference = s[row, tokens[row]] - m[row, 0]
+        assert_has_the_bits_of_one(result[row], [difference - log for log in neighbours(log_total)])
+    assert np.isneginf(result).tolist() == [False] * 5 + [True]
+
+
 SEEN = {0: 3, 2: 1, 5: 7, 8: 1000, 9: 65535, 30: 3, 31: 5}
 """How often some tokens were generated."""
 PROMPT = [0, 1, 1, 6, 40]

@@ -122,6 +122,23 @@ def _sample(rows: Arrays, *, filtered: bool) -> Any:
     return ops.sample(rows["x"], arrays, filtered=filtered)
 
 
+def _requests_with_tokens(random: np.random.Generator, count: int, width: int) -> tuple[Arrays, Arrays]:
+    rows, shared = _requests(random, count, width)
+    # Half of the tokens are the likeliest ones, which no filter removes.
+    some = random.integers(0, width, count)
+    rows["tokens"] = np.where(np.arange(count) % 2, some, rows["x"].argmax(axis=1)).astype(np.int32)
+    return rows, shared
+
+
+def _sampling_logprobs(rows: Arrays, *, filtered: bool) -> Any:
+    arrays = ops.SamplingArrays(*(rows[name] for name in ops.SamplingArrays._fields))
+    return ops.sampling_logprobs(rows["x"], rows["tokens"], arrays, filtered=filtered)
+
+
+def _filter_logits(rows: Arrays, _: Arrays) -> Any:
+    return ops.filter_logits(rows["x"], ops.SamplingArrays(*(rows[name] for name in ops.SamplingArrays._fields)))
+
+
 def _adjusted_requests(random: np.random.Generator, count: int, width: int) -> tuple[Arrays, Arrays]:
     repetition = np.resize([1.0, 1.2, 0.7], count).astype(np.float32)
     rows = {
@@ -217,6 +234,14 @@ ROW_OPS = (
     RowOp("embed", lambda r, s: ops.embed(r["tokens"], s["table"]), _tokens),
     RowOp("sample", lambda r, _: _sample(r, filtered=True), _requests),
     RowOp("sample unfiltered", lambda r, _: _sample(r, filtered=False), _requests, dtypes=("float32",)),
+    RowOp("sampling_logprobs", lambda r, _: _sampling_logprobs(r, filtered=True), _requests_with_tokens),
+    RowOp(
+        "sampling_logprobs unfiltered",
+        lambda r, _: _sampling_logprobs(r, filtered=False),
+        _requests_with_tokens,
+        dtypes=("float32",),
+    ),
+    RowOp("filter_logits", _filter_logits, _requests, dtypes=("bfloat16",)),
     RowOp("adjust_logits", lambda r, _: _adjust_logits(r, masked=False), _adjusted_requests, dtypes=("bfloat16",)),
     RowOp("adjust_logits masked", lambda r, _: _adjust_logits(r, masked=True), _adjusted_requests, dtypes=("float32",)),
     RowOp(

@@ -33,6 +33,12 @@ def _sample(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array
     return ops.sample(x, ops.SamplingArrays(seed, ids, ids, whole, 0 * ids, whole, 0 * whole), filtered=False)
 
 
+def _sampling_logprobs(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    ids, whole = jnp.arange(M, dtype=jnp.int32), jnp.ones(M)
+    arrays = ops.SamplingArrays(jnp.zeros((M, 2), jnp.uint32), ids, ids, whole * 0.7, 9 + 0 * ids, whole, 0 * whole)
+    return ops.sampling_logprobs(x, jnp.argmax(x, axis=1).astype(jnp.int32), arrays)
+
+
 def _tokens(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     return _sample(x, w)[0] % 40
 
@@ -48,7 +54,12 @@ ON_ROWS: dict[str, Callable[[jax.Array, dict[str, jax.Array]], Any]] = {
     "log_softmax": lambda x, w: ops.log_softmax(x),
 }
 FIRST = {"embed": lambda x, w: ops.embed(jnp.arange(M) * 7 % 40, w["table"]), **ON_ROWS, "sample": _tokens}
-LAST = {**ON_ROWS, "sample": _sample, "top_logprobs": lambda x, w: ops.top_logprobs(x, 5)}
+LAST = {
+    **ON_ROWS,
+    "sample": _sample,
+    "sampling_logprobs": _sampling_logprobs,
+    "top_logprobs": lambda x, w: ops.top_logprobs(x, 5),
+}
 
 PROGRAMS = {name: detjax.jit(fn) for name, fn in (FIRST | LAST).items()}
 

@@ -46,6 +46,10 @@ def sample(op: Callable[..., Any] = ops.sample, **changed: Any) -> Any:
     return op(logits, ops.SamplingArrays(**(arguments | changed)))
 
 
+def sampling_logprobs(op: Callable[..., Any] = ops.sampling_logprobs, tokens: Any = ROWS, **changed: Any) -> Any:
+    return sample(lambda logits, arrays: op(logits, tokens, arrays), **changed)
+
+
 def adjust_logits(op: Callable[..., Any] = ops.adjust_logits, **changed: Any) -> Any:
     whole, pairs = jnp.ones(4), (4, 3)
     seen: dict[str, Any] = {"generated": jnp.zeros((4, 8), jnp.int32), "in_prompt": jnp.zeros((4, 8), bool)}
@@ -198,6 +202,9 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: ops.top_logprobs(X, 0), ValueError, "top_logprobs: count is 0"),
     (lambda: ops.top_logprobs(X[:0], 1), ValueError, "top_logprobs: logits has shape (0, 8)"),
     (lambda: sample(logits=X[:, :0]), ValueError, "sample: logits has shape (4, 0); accepted: at least one element"),
+    (lambda: sampling_logprobs(logits=FLOAT8), TypeError, "sampling_logprobs: logits has dtype"),
+    (lambda: sampling_logprobs(logits=X[:, :0]), ValueError, "sampling_logprobs: logits has shape (4, 0); accepted"),
+    (lambda: sample(ops.filter_logits, logits=FLOAT8), TypeError, "filter_logits: logits has dtype"),
 ]
 
 
@@ -314,6 +321,26 @@ BEHIND_ANNOTATIONS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: append(unchecked(ops.qk_rope_append_kv), v=jnp.ones((2, 1, 128, 8))),
         ValueError,
         "qk_rope_append_kv: kv.v has shape (2, 1, 128, 8); accepted: (2, 2, 128, 8), kv.k's shape",
+    ),
+    (
+        lambda: sampling_logprobs(unchecked(ops.sampling_logprobs), FLOATS),
+        TypeError,
+        f"sampling_logprobs: tokens {INTEGERS_ACCEPTED}",
+    ),
+    (
+        lambda: sampling_logprobs(unchecked(ops.sampling_logprobs), ROWS[:3]),
+        ValueError,
+        "sampling_logprobs: tokens has shape (3,); accepted: (4,), logits being (4, 8)",
+    ),
+    (
+        lambda: sampling_logprobs(unchecked(ops.sampling_logprobs), temperature=FLOATS[:3]),
+        ValueError,
+        "sampling_logprobs: temperature has shape (3,); accepted: (4,), logits being (4, 8)",
+    ),
+    (
+        lambda: sample(unchecked(ops.filter_logits), top_k=FLOATS),
+        TypeError,
+        f"filter_logits: top_k {INTEGERS_ACCEPTED}",
     ),
     (lambda: adjust_logits(logits=FLOAT8), TypeError, "adjust_logits: logits has dtype"),
     (lambda: adjust_logits(generated=jnp.ones((4, 8))), TypeError, f"adjust_logits: generated {INTEGERS_ACCEPTED}"),

@@ -93,6 +93,8 @@ def test_a_row_times_a_weight_of_any_shape_is_the_same_at_every_batch_size(
         ("log_softmax", "float32", 257),
         ("sample", "float32", 257),
         ("sample unfiltered", "float32", 80),
+        ("sampling_logprobs", "float32", 257),
+        ("sampling_logprobs unfiltered", "float32", 257),
         ("top_logprobs", "float32", 257),
     ],
 )

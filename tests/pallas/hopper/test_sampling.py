@@ -110,6 +110,47 @@ def test_every_schedule_gives_the_same_bits_and_rows_do_not_meet() -> None:
         assert_same_bits(alone, [x[row : row + 1] for x in expected])
 
 
+def sampling_logprobs(
+    arguments: dict[str, jax.Array], tokens: np.ndarray, schedule: Schedule | None = None
+) -> np.ndarray:
+    def fn(logits: jax.Array, tokens: jax.Array, temperature: jax.Array) -> jax.Array:
+        return sampling.sampling_logprobs(logits, tokens, temperature, schedule=schedule)
+
+    return interpreted(fn, arguments["logits"], jnp.asarray(tokens, jnp.int32), arguments["temperature"])
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("width", [1, 130, 1100, 4200])
+def test_sampling_logprobs_have_the_bits_of_log_softmax(width: int, dtype: str) -> None:
+    arguments = requests(4, width, temperature=np.float32([0.7, 1.0, 2.0, 1e-30]))
+    arguments["logits"] = arguments["logits"].astype(dtype)
+    if width > 1:
+        arguments["logits"] = arguments["logits"].at[1, 1:].set(-jnp.inf).at[2, 1::2].set(-jnp.inf)
+    logits = np.asarray(arguments["logits"].astype(jnp.float32))
+    expected = log_softmax(jnp.asarray(logits * (np.float32(1) / np.asarray(arguments["temperature"]))[:, None]))
+    for tokens in ([0] * 4, [width - 1, width // 2, width // 3, width - 1], logits.argmax(axis=1)):
+        assert_same_bits(sampling_logprobs(arguments, tokens), expected[np.arange(4), tokens])
+
+
+def test_a_logit_that_the_temperature_makes_infinite_is_held_at_the_lowest_number() -> None:
+    logits = np.float32([[-1e38, -3e38, -np.inf, -2e38]])
+    arguments = requests(1, 4, logits=logits, temperature=np.float32([0.25]))
+    result = [sampling_logprobs(arguments, np.asarray([token]))[0] for token in range(4)]
+    np.testing.assert_allclose(np.exp(result), [1 / 3, 1 / 3, 0, 1 / 3], rtol=1e-6)
+
+
+@pytest.mark.sampled(0)
+def test_no_schedule_and_no_row_changes_a_sampling_logprob() -> None:
+    arguments, tokens = requests(2, 4200), np.asarray([7, 4199])
+    expected = sampling_logprobs(arguments, tokens)
+    for schedule in (Schedule(0, 2, 1), Schedule(0, 5, 4)):
+        assert_same_bits(sampling_logprobs(arguments, tokens, schedule), expected)
+    for row in (0, 1):
+        alone = {name: array[row : row + 1] for name, array in arguments.items()}
+        assert_same_bits(sampling_logprobs(alone, tokens[row : row + 1]), expected[row : row + 1])
+
+
 def test_ties_go_to_the_lowest_id_and_nan_counts_as_the_largest() -> None:
     logits = np.zeros((6, 4800), np.float32)
     logits[0, [5, 600, 4096]] = 2.0
@@ -143,6 +184,20 @@ def test_the_public_operation_runs_on_these_kernels() -> None:
     assert_same_bits((tokens, logprobs), tuple(sample(arguments, filtered=True)))
 
 
+def test_the_public_operation_gives_the_logprobs_of_its_own_samples() -> None:
+    logits, arrays = nouns(requests(5, 300, filters=True))
+    with plgpu.force_gpu_interpret_mode(), detjax.use_backend("hopper"):
+        tokens, _ = ops.sample(logits, arrays)
+        result = ops.sampling_logprobs(logits, tokens, arrays)
+        once = ops.sampling_logprobs(ops.filter_logits(logits, arrays), tokens, arrays, filtered=False)
+    kept = np.asarray(portable.masked(logits, arrays))
+    temperature = np.asarray(arrays.temperature)
+    reciprocals = np.float32(1) / np.where(temperature == 0, np.float32(1), temperature)
+    expected = log_softmax(jnp.asarray(kept * reciprocals[:, None]))[np.arange(5), tokens]
+    assert_same_bits(result, np.where(temperature == 0, np.float32(0), expected))
+    assert_same_bits(once, result)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("width", "filtered"), [(128256, False), (151936, False), (1, False), (1_000_001, False), (50257, True)]
@@ -156,3 +211,11 @@ def test_samplers_lower_for_cuda(width: int, filtered: bool) -> None:
         shapes = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in one}
         shapes["logits"] = jax.ShapeDtypeStruct((rows, width), jnp.dtype(dtype))
         lowered(fn, shapes)
+
+
+@pytest.mark.parametrize("width", [128256, 1, 50257])
+def test_sampling_logprobs_lower_for_cuda(width: int) -> None:
+    for rows, dtype in ((1, "bfloat16"), (64, "float32")):
+        logits = jax.ShapeDtypeStruct((rows, width), jnp.dtype(dtype))
+        tokens, temperature = (jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.int32, jnp.float32))
+        lowered(sampling.sampling_logprobs, logits, tokens, temperature)

@@ -78,6 +78,15 @@ def test_tokens_are_those_of_the_portable_backend_and_logprobs_have_the_bits_of_
     assert_same_bits(logprobs, all_logprobs[np.arange(5), tokens])
 
 
+def test_sampling_logprobs_have_the_bits_of_log_softmax(small_blocks: None) -> None:
+    arguments = requests(5, 2 * BLOCK + 44, temperature=np.float32([0.7, 1.0, 2.0, 0.1, 30.0]))
+    logits, tokens = arguments["logits"].astype(jnp.bfloat16), np.int32([0, 5, BLOCK, 2 * BLOCK + 43, 9])
+    logits[1, 6:] = logits[3, :9] = -np.inf
+    result = interpreted(sampling.sampling_logprobs)(logits, tokens, arguments["temperature"])
+    scaled = logits.astype(np.float32) * (np.float32(1) / arguments["temperature"])[:, None]
+    assert_same_bits(result, interpreted(softmax.log_softmax)(scaled)[np.arange(5), tokens])
+
+
 def test_many_tokens_of_flat_rows_are_those_of_the_portable_backend(small_blocks: None) -> None:
     """The noise decides alone, at every temperature above 0, so a token differs if one of its random bits does."""
     arguments = requests(24, BLOCK + 44)
