@@ -41,7 +41,7 @@ def test_the_tokenizer_is_loaded_from_its_files(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     loaded = Tokenizer.load(tmp_path)
     assert loaded is not None
-    assert loaded.encode("ba \na<end>") == made.encode("ba \na<end>") == [1, 0, 3, 2, 0, 4]
+    assert loaded.encode("ba \n\na<end>") == made.encode("ba \n\na<end>") == [1, 0, 3, 2, 2, 0, 4]
     assert loaded.token_id("eos_token") == 4
 
 
