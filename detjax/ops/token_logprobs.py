@@ -44,7 +44,7 @@ def token_logprobs(
             `contract.WEIGHT_GRADIENT_TOKENS`.
     """
     name = "token_logprobs"
-    value, _ = value_and_sum(head)
+    value: Array = value_and_sum(head)[0]
     check_dtype(name, hidden=hidden)
     check_dtype(name, like=hidden, head=value)
     check_integers(name, tokens=tokens)
@@ -64,10 +64,10 @@ def token_logprobs(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _token_logprobs(hidden: Array, head: Weight, tokens: Array, size: int) -> Array:
     value, _ = value_and_sum(head)
-    return lax.map(lambda rows: _of_chunk(rows[0], value, rows[1]), _chunks(size, hidden, tokens)).reshape(-1)
+    return lax.map(lambda rows: _logprobs(rows[0], value, rows[1]), _chunks(size, hidden, tokens)).reshape(-1)
 
 
-def _of_chunk(hidden: Array, head: Weight, tokens: Array) -> Array:
+def _logprobs(hidden: Array, head: Weight, tokens: Array) -> Array:
     logits = matmul(hidden, head, layout="nk", out_dtype=ACCUMULATOR)
     return jnp.take_along_axis(log_softmax(logits), tokens[:, None], axis=1)[:, 0]
 
@@ -84,10 +84,10 @@ def _backward(size: int, saved: tuple[Array, Weight, Array], gradients: Array) -
     def add(total: Array, rows: tuple[Array, ...]) -> tuple[Array, Array]:
         hidden, tokens, gradients = rows
 
-        def logprobs(hidden: Array, total: Array) -> Array:
-            return _of_chunk(hidden, AccumulatedWeight(value, total), tokens)
+        def recomputed(hidden: Array, total: Array) -> Array:
+            return _logprobs(hidden, AccumulatedWeight(value, total), tokens)
 
-        dhidden, total = jax.vjp(logprobs, hidden, total)[1](gradients)
+        dhidden, total = jax.vjp(recomputed, hidden, total)[1](gradients)
         return total, dhidden
 
     total, dhidden = lax.scan(add, total, _chunks(size, hidden, tokens, gradients))

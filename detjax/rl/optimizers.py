@@ -66,25 +66,32 @@ def adamw(
         count = lax.optimization_barrier(optax.safe_increment(state.updates))
         step = count.astype(ACCUMULATOR)
         rate = learning_rate(count - 1) if callable(learning_rate) else learning_rate
-        # What depends on the number of updates is computed once and sealed: as a constant it would be folded.
-        scalars = jnp.asarray(rate, ACCUMULATOR), 1 - jnp.float32(b1) ** step, 1 - jnp.float32(b2) ** step
-        scalars = lax.optimization_barrier(scalars)
+        # What depends on the number of updates is computed once and sealed: as a constant it would be folded, and a
+        # compiler may turn a division by it into a product with its reciprocal.
+        corrections = [_sealed(1 - _sealed(jnp.float32(b) ** step)) for b in (b1, b2)]
+        scalars = _sealed((jnp.asarray(rate, ACCUMULATOR), *(1 / correction for correction in corrections)))
 
-        def of_leaf(gradient: Array, mean: Array, square: Array, param: Array) -> tuple[Array, Array, Array]:
+        def next_leaf(gradient: Array, mean: Array, square: Array, param: Array) -> tuple[Array, Array, Array]:
             def element(g: Array, m: Array, v: Array, p: Array, *scalars: Array) -> tuple[Array, Array, Array]:
-                rate, correction1, correction2 = scalars
-                m = b1 * m + (1 - b1) * g
-                v = b2 * v + (1 - b2) * (g * g)
-                change = (m / correction1) / (jnp.sqrt(v / correction2) + eps)
-                return -rate * (change + weight_decay * p), m, v
+                rate, mean_factor, square_factor = scalars
+                # Every product is rounded before it is added, and the averages before they are used: a compiler that
+                # computes them twice may otherwise fuse a product with a sum in one place and not in the other.
+                m = _sealed(_sealed(b1 * m) + _sealed((1 - b1) * g))
+                v = _sealed(_sealed(b2 * v) + _sealed((1 - b2) * _sealed(g * g)))
+                change = _sealed(m * mean_factor) / (jnp.sqrt(_sealed(v * square_factor)) + eps)
+                return -rate * (change + _sealed(weight_decay * p)), m, v
 
             return map_elements(element, gradient, mean, square, param, scalars=scalars)
 
-        results = jax.tree.map(of_leaf, updates, state.mean, state.square, params)
+        results = jax.tree.map(next_leaf, updates, state.mean, state.square, params)
         updates, mean, square = jax.tree.transpose(jax.tree.structure(updates), None, results)
         return updates, AdamState(count, mean, square)
 
     return optax.GradientTransformation(init, update)
+
+
+def _sealed[T](x: T) -> T:
+    return lax.optimization_barrier(x)
 
 
 def global_norm(gradients: PyTree[Float32[Array, "..."]], slices: int) -> Float32[Array, ""]:
