@@ -57,7 +57,7 @@ def token_logprobs(
     size = min(chunk, round_up(len(flat), WEIGHT_GRADIENT_TOKENS))
     padding = -len(flat) % size
     flat = jnp.pad(flat, ((0, padding), (0, 0)))
-    logprobs = _token_logprobs(flat, head, jnp.pad(tokens.reshape(-1), (0, padding)), size)
+    logprobs: Array = _token_logprobs(flat, head, jnp.pad(tokens.reshape(-1), (0, padding)), size)
     return logprobs[: len(flat) - padding].reshape(tokens.shape)
 
 

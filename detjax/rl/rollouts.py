@@ -1,0 +1,73 @@
+"""Rollouts: what a policy answers, computed by an engine from the trainer's own weights.
+
+A rollout is a function of weights, prompt, seed and sampling parameters. So nothing of it need be saved: one that is
+lost is computed again, to the same bits.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from detjax.engine import Engine, Request, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rollout:
+    """A sampled completion of a prompt.
+
+    Attributes:
+        prompt: the prompt's tokens.
+        completion: the sampled tokens, the end token included if the sample has one.
+        text: the completion's text without the end token.
+        logprobs: the logprob of each token of the completion under the model.
+        sampling_logprobs: its logprob under the distribution that it was drawn from, after temperature and filters;
+            empty unless the sampling parameters ask for them.
+    """
+
+    prompt: Int32[np.ndarray, "P"]
+    completion: Int32[np.ndarray, "C"]
+    text: str
+    logprobs: Float32[np.ndarray, "C"]
+    sampling_logprobs: Float32[np.ndarray, "S"]
+
+    @property
+    def tokens(self) -> Int32[np.ndarray, "T"]:
+        """The prompt's tokens and the completion's."""
+        return np.concatenate([self.prompt, self.completion])
+
+
+def rollouts(
+    engine: Engine, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+) -> list[list[Rollout]]:
+    """Returns `sampling.n` rollouts of each prompt.
+
+    Args:
+        engine: an engine with the policy's weights; see `Engine.update_weights`.
+        prompts: texts or tokens.
+        sampling: how completions are sampled. Its seed is not used.
+        seeds: a seed for each prompt; see `seed_of`.
+    """
+    pairs = zip(prompts, seeds, strict=True)
+    requests = [Request(prompt, dataclasses.replace(sampling, seed=seed)) for prompt, seed in pairs]
+    return [
+        [
+            Rollout(
+                np.asarray(generation.prompt_tokens, np.int32),
+                np.asarray(completion.tokens, np.int32),
+                completion.text or "",
+                np.asarray(completion.logprobs, np.float32),
+                np.asarray(completion.sampling_logprobs, np.float32),
+            )
+            for completion in generation.completions
+        ]
+        for generation in engine.generate(requests)
+    ]
+
+
+def seed_of(run_seed: int, *place: int) -> int:
+    """Returns the seed of a place in a run, such as a step and a prompt: 64 bits of a hash, the same on all machines."""
+    digest = hashlib.sha256("/".join(map(str, (run_seed, *place))).encode()).digest()
+    return int.from_bytes(digest[:8], "little")

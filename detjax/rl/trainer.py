@@ -1,0 +1,117 @@
+"""A decoder in training: masters, weights and the step that goes from one to the next."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jaxtyping import Array, Float32, PyTree
+
+from detjax import compilation
+from detjax.models import Decoder
+from detjax.models.network import Network, Weights, split
+from detjax.rl.gradients import Loss, completion_logprobs
+from detjax.rl.microbatches import Microbatch, Sample, logprobs_by_sequence
+from detjax.rl.training import Plan, TrainState, batch_gradients, initial_state, placed_state, update, weights_of
+
+
+class StepReport(NamedTuple):
+    """What a training step saw.
+
+    Attributes:
+        logprobs: for each sample the logprobs of its completion before the step.
+        gradient_norm: the norm of all gradients together.
+    """
+
+    logprobs: list[Float32[np.ndarray, "C"]]
+    gradient_norm: float
+
+
+class Trainer:
+    """Trains a decoder, on as many devices as its plan says, in bits that depend on the samples alone.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np
+        >>> from flax import nnx
+        >>> import detjax.demo
+        >>> from detjax.models import load
+        >>> from detjax.rl.losses import LogLikelihood
+        >>> from detjax.rl.microbatches import Packed, Rows
+        >>> from detjax.rl.optimizers import adamw
+        >>> from detjax.rl.policy_gradient import supervised_samples
+        >>> from detjax.rl.trainer import Trainer
+        >>> from detjax.rl.training import Plan
+        >>> model, tokenizer = load(detjax.demo.CHECKPOINT, progress=False)
+        >>> samples = supervised_samples([([1, 2, 3], [4, 5]), ([6], [7, 8, 9])])
+        >>> weights = []
+        >>> for layout in (Rows(sequences=1, length=16), Packed(tokens=64)):
+        ...     trainer = Trainer(model, adamw(1e-3), LogLikelihood(), Plan(layout))
+        ...     _ = trainer.step(samples)
+        ...     weights.append([np.asarray(weight).tobytes() for weight in trainer.weights])
+        >>> weights[0] == weights[1]
+        True
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        optimizer: optax.GradientTransformation,
+        loss: Loss,
+        plan: Plan,
+        *,
+        max_norm: float | None = 1.0,
+    ) -> None:
+        """A trainer that begins with a model's weights.
+
+        Args:
+            model: the decoder; its own arrays stay as they are.
+            optimizer: such as `detjax.rl.optimizers.adamw`.
+            loss: see `detjax.rl.losses`.
+            plan: how gradients are computed.
+            max_norm: gradients with a larger norm are scaled down to it; None: they are not.
+        """
+        self.network, weights = split(model)
+        self.optimizer, self.loss, self.plan, self.max_norm = optimizer, loss, plan, max_norm
+        self._shapes = tuple(jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in weights)
+        self.state = initial_state(weights, optimizer, plan)
+
+    @property
+    def state(self) -> TrainState:
+        """What a run needs to go on. A state that is set may come from a trainer with another plan."""
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state = placed_state(state, self.plan)
+        self.weights: Weights = weights_of(self._state, self._shapes, self.plan)
+
+    @property
+    def params(self) -> PyTree[Array]:
+        """The weights as `nnx.state` of the model has them, and as `Engine.update_weights` takes them, without a copy."""
+        return self.network.state(self.weights)
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Float32[np.ndarray, "C"]]:
+        """Returns the logprobs of each sample's completion: the bits that an engine reports for these weights."""
+        program, placed = _logprobs_program(self.network), list(self.plan.layout.microbatches(samples))
+        return logprobs_by_sequence(placed, [program(self.weights, one.arrays) for one in placed])
+
+    def step(self, samples: Sequence[Sample]) -> StepReport:
+        """Trains one step.
+
+        Raises:
+            ValueError: there is no sample, or one is longer than a row of the plan's layout.
+        """
+        gradients = batch_gradients(self.network, self.weights, samples, self.loss, self.plan)
+        self._state, norm = update(self._state, gradients.leaves, self.optimizer, self.plan, max_norm=self.max_norm)
+        self.weights = weights_of(self._state, self._shapes, self.plan)
+        return StepReport(gradients.logprobs, float(norm))
+
+
+@functools.lru_cache(maxsize=32)
+def _logprobs_program(network: Network[Decoder]) -> Callable[[Weights, Microbatch], Array]:
+    def logprobs(weights: Weights, microbatch: Microbatch) -> Array:
+        return completion_logprobs(network.with_weights(weights), microbatch)
+
+    return compilation.jit(logprobs)
