@@ -68,6 +68,6 @@ def rollouts(
 
 
 def seed_of(run_seed: int, *place: int) -> int:
-    """Returns the seed of a place in a run, such as a step and a prompt: 64 bits of a hash, the same on all machines."""
+    """Returns the seed of a place in a run, such as a step and a prompt: 64 bits of a hash."""
     digest = hashlib.sha256("/".join(map(str, (run_seed, *place))).encode()).digest()
     return int.from_bytes(digest[:8], "little")

@@ -89,7 +89,7 @@ class Trainer:
 
     @property
     def params(self) -> PyTree[Array]:
-        """The weights as `nnx.state` of the model has them, and as `Engine.update_weights` takes them, without a copy."""
+        """The weights, without a copy, as `nnx.state` of the model has them and `Engine.update_weights` takes them."""
         return self.network.state(self.weights)
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Float32[np.ndarray, "C"]]:
