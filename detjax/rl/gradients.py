@@ -109,7 +109,7 @@ class ShardTree:
         return self._levels[0][1]
 
 
-@functools.partial(compilation.jit, donate_argnums=(0, 1))
+@functools.partial(compilation.jit, donate_argnums=0)
 def _added(left: Sums, right: Sums) -> Sums:
     return jax.tree.map(jnp.add, left, right)
 

@@ -185,7 +185,7 @@ def _reduced(plan: Plan) -> Callable[[Sums], tuple[Flat, ...]]:
         return tuple(map(leaf, sums))
 
     spec = P(AXIS) if plan.is_sharded else P()
-    return compilation.jit(_on_devices(plan, reduced, (P(AXIS),), spec), donate_argnums=0)
+    return compilation.jit(_on_devices(plan, reduced, (P(AXIS),), spec))
 
 
 def initial_state(weights: Weights, optimizer: optax.GradientTransformation, plan: Plan) -> TrainState:
@@ -247,7 +247,7 @@ def _update_program(
         jax.tree.map(lambda _: leaf, example.masters),
         type(example.optimizer)(P(), *jax.tree.map(lambda _: leaf, tuple(example.optimizer)[1:])),
     )
-    return compilation.jit(_on_devices(plan, step, (specs, leaf), (specs, P())), donate_argnums=(0, 1))
+    return compilation.jit(_on_devices(plan, step, (specs, leaf), (specs, P())), donate_argnums=0)
 
 
 def _root_of_sum(slices: Float32[Array, "leaves shards"]) -> Float32[Array, ""]:
