@@ -61,8 +61,9 @@ class SampledTokens(NamedTuple):
         """
         top = params.top_logprobs
         likeliest = zip(self.top_tokens[row, :top].tolist(), self.top_logprobs[row, :top].tolist(), strict=True)
-        is_wanted = params.sampling_logprobs and self.sampling_logprob is not None
-        sampling_logprob = float(self.sampling_logprob[row]) if is_wanted else None
+        sampling_logprob = None
+        if params.sampling_logprobs and self.sampling_logprob is not None:
+            sampling_logprob = float(self.sampling_logprob[row])
         return int(self.token[row]), float(self.logprob[row]), tuple(likeliest), sampling_logprob
 
 

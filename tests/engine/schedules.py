@@ -159,8 +159,8 @@ class RememberingRunner:
             sampled[chunk] = token + 1 if token in barred else token
             self.last[slot] = sampled[chunk]
             self.seen[slot][1].append(int(sampled[chunk]))
-        none = np.zeros((len(sampled), 0))
-        return _TokensOnTheHost(sampled, sampled.astype(np.float32), none, none)
+        none, logprobs = np.zeros((len(sampled), 0)), sampled.astype(np.float32)
+        return _TokensOnTheHost(sampled, logprobs, none, none, -logprobs if needed.distribution else None)
 
     def note_seen(self, slot: int, prompt: Seq[int], generated: Seq[int]) -> None:
         self.seen[slot] = tuple(prompt), [*generated]
@@ -226,6 +226,7 @@ class Schedule:
             n=n,
             frequency_penalty=0.5 if more_tokens % 2 else 0.0,
             min_tokens=max_tokens // 2 if has_minimum else 0,
+            sampling_logprobs=more_tokens % 4 == 1,
             constraint=Constraint.choice(["x"]) if max_tokens % 3 == 0 and not has_minimum else None,
         )
         context = RequestContext(
@@ -273,6 +274,8 @@ class Schedule:
         for sequence, expected in self.expected.items():
             assert sequence.finish_reason is not None
             assert sequence.finish_reason == "cancelled" or sequence.generated == expected
+            wanted = sequence.generated if sequence.params.sampling_logprobs else []
+            assert sequence.output.sampling_logprobs == [-token for token in wanted]
 
 
 def play(draw: random.Random, actions: int) -> None:

@@ -494,7 +494,7 @@ def test_warming_up_compiles_every_program_side_by_side_and_nothing_is_compiled_
     jax.clear_caches()
     with engine(max_samples=2, token_budget=64) as one, compiled_programs() as compiled:
         shapes = list(one._loop._shapes)
-        layers, samplers = len(shapes), 8 * len({shape.sampled for shape in shapes})
+        layers, samplers = len(shapes), 10 * len({shape.sampled for shape in shapes})
         scorers = len({shape.rows for shape in shapes if shape.rows})
         one.warm_up()
         counts = Counter(compiled)
@@ -506,6 +506,7 @@ def test_warming_up_compiles_every_program_side_by_side_and_nothing_is_compiled_
         one.generate(requests()[:5])
         one.generate([Request([1, 2, 3], SamplingParams(prompt_logprobs=True, max_tokens=3))])
         one.generate([Request([1, 2, 3], SamplingParams(repetition_penalty=1.1, min_tokens=2, max_tokens=3))])
+        one.generate([Request([1, 2, 3], SamplingParams(temperature=0.9, sampling_logprobs=True, max_tokens=3))])
         assert compiled == []
 
 

@@ -236,6 +236,10 @@ def programs() -> dict[str, Program]:
         "logsumexp": (softmax.logsumexp, [array(1024, 128256, dtype="float32")]),
         "sampling": sampler(64, 151936, filtered=False),
         "sampling with filters": sampler(16, 128256, filtered=True),
+        "sampling logprobs": (
+            sampling.sampling_logprobs,
+            [array(64, 151936, dtype="float32"), array(64, dtype="int32"), array(64, dtype="float32")],
+        ),
         **{f"attention prefill, head size {width}": attention(1024, width) for width in (64, 96, 128, 192, 256)},
         **{f"attention decode, head size {width}": attention(1, width) for width in (64, 96, 128)},
         **{f"attention decode, {kind}": attention(1, 128, kind=kind) for kind in get_args(KVQuantization)},
