@@ -1,0 +1,157 @@
+"""Whole runs: supervised training and reinforcement learning on verifiable tasks, reproducible to the byte.
+
+The examples and the seeds of a step are functions of the run's seed and of the step. So a run is a function of its
+configuration and of the model that it begins with, and a run that was killed and resumed ends with the same weights.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from detjax.contract import GRADIENT_SHARDS
+from detjax.engine import Engine, SamplingParams
+from detjax.models import Tokenizer
+from detjax.rl.divergence import divergence
+from detjax.rl.microbatches import Sample
+from detjax.rl.policy_gradient import PolicyGradient, supervised_samples
+from detjax.rl.rollouts import Rollout, rollouts, seed_of
+from detjax.rl.run_state import RunState
+from detjax.rl.tasks import Example, Task, task_named
+from detjax.rl.trainer import Trainer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What the bits of a run depend on, besides the model and the environment.
+
+    Attributes:
+        kind: "supervised" trains right answers; "reinforcement" trains the policy's own rollouts.
+        tasks: names of tasks with their difficulties. Examples take them in turn.
+        steps: steps of the run.
+        seed: the seed of examples and of sampling.
+        prompts: examples of a step.
+        samples: rollouts of each prompt.
+        max_tokens: the most tokens of a rollout.
+        temperature: the temperature of rollouts.
+        policy_gradient: how rollouts become a gradient.
+        learning_rate: the step size of AdamW.
+        max_norm: gradients with a larger norm are scaled down to it.
+        shards: see `detjax.rl.training.Plan`.
+    """
+
+    kind: Literal["supervised", "reinforcement"]
+    tasks: tuple[tuple[str, int], ...]
+    steps: int
+    seed: int = 0
+    prompts: int = 64
+    samples: int = 8
+    max_tokens: int = 32
+    temperature: float = 1.0
+    policy_gradient: PolicyGradient = dataclasses.field(default_factory=PolicyGradient)
+    learning_rate: float = 1e-3
+    max_norm: float = 1.0
+    shards: int = GRADIENT_SHARDS
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the configuration as JSON has it. The loss has the name of its class."""
+        fields = dataclasses.asdict(self)
+        fields["policy_gradient"]["loss"] = repr(self.policy_gradient.loss)
+        return json.loads(json.dumps(fields))
+
+
+class Run:
+    """A run, step by step."""
+
+    def __init__(
+        self, config: RunConfig, trainer: Trainer, tokenizer: Tokenizer, end_token: int, engine: Engine | None = None
+    ) -> None:
+        """A run that begins with the trainer's weights.
+
+        Args:
+            config: what bits depend on.
+            trainer: trains the model.
+            tokenizer: the model's tokenizer.
+            end_token: the token that ends an answer.
+            engine: computes rollouts; needed for reinforcement learning. Its model has the trainer's shapes.
+
+        Raises:
+            ValueError: a task is unknown, there is no engine to learn from, or the shards are not the plan's.
+        """
+        if config.kind == "reinforcement" and engine is None:
+            raise ValueError("Run: engine is None; accepted: an engine, as the run trains on rollouts")
+        if config.shards != trainer.plan.shards:
+            raise ValueError(f"Run: the trainer's plan has {trainer.plan.shards} shards; accepted: {config.shards}")
+        self.config, self.trainer, self.tokenizer, self.engine = config, trainer, tokenizer, engine
+        self._end_token = end_token
+        self._tasks = [(task_named(name), difficulty) for name, difficulty in config.tasks]
+
+    def steps(self, state: RunState | None = None, *, save_every: int = 50) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Yields each step's number and metrics, from the newest saved step on.
+
+        Args:
+            state: where states are saved and looked for; None: nothing is saved.
+            save_every: steps between two saves. The last step is always saved.
+
+        Raises:
+            ValueError: the saved state belongs to another run; see `RunState.newest`.
+        """
+        saved = None if state is None else state.newest(self.trainer.state)
+        first = 0
+        if saved is not None:
+            first, self.trainer.state = saved
+        for step in range(first, self.config.steps):
+            start = time.perf_counter()
+            metrics = self._supervised(step) if self.config.kind == "supervised" else self._reinforced(step)
+            yield step, metrics | {"seconds": time.perf_counter() - start}
+            done = step + 1
+            if state is not None and (done % save_every == 0 or done == self.config.steps):
+                state.save(done, self.trainer.state)
+
+    def examples(self, step: int) -> list[tuple[Task, Example]]:
+        """Returns the examples of a step, each with its task."""
+        numbers = range(step * self.config.prompts, (step + 1) * self.config.prompts)
+        pairs = [(self._tasks[number % len(self._tasks)], number) for number in numbers]
+        return [(task, task.example(self.config.seed, number, difficulty)) for (task, difficulty), number in pairs]
+
+    def _supervised(self, step: int) -> dict[str, Any]:
+        pairs = [
+            (self.tokenizer.encode(example.prompt), [*self.tokenizer.encode(task.solution(example)), self._end_token])
+            for task, example in self.examples(step)
+        ]
+        report = self.trainer.step(supervised_samples(pairs))
+        return {
+            "loss": -_mean(report.logprobs),
+            "gradient_norm": report.gradient_norm,
+            "tokens": sum(map(len, report.logprobs)),
+        }
+
+    def _reinforced(self, step: int) -> dict[str, Any]:
+        config, engine, examples = self.config, self.engine, self.examples(step)
+        assert engine is not None
+        engine.update_weights(self.trainer.params)
+        sampling = SamplingParams(config.max_tokens, config.temperature, n=config.samples)
+        seeds = [seed_of(config.seed, step, index) for index in range(len(examples))]
+        groups = rollouts(engine, [example.prompt for _, example in examples], sampling, seeds)
+        pairs = zip(examples, groups, strict=True)
+        rewards = np.array([[task.reward(example, one.text) for one in group] for (task, example), group in pairs])
+        flat = [one for group in groups for one in group]
+        sampler, trainer = [one.logprobs for one in flat], self.trainer.logprobs([_unweighted(one) for one in flat])
+        report = self.trainer.step(config.policy_gradient.samples(groups, rewards, trainer))
+        return {
+            "reward": float(rewards.mean()),
+            **divergence(sampler, trainer).as_dict(),
+            "entropy": -_mean(sampler),
+            "gradient_norm": report.gradient_norm,
+        }
+
+
+def _unweighted(rollout: Rollout) -> Sample:
+    return Sample(rollout.tokens, np.zeros(len(rollout.completion), np.float32), rollout.logprobs)
+
+
+def _mean(arrays: list[np.ndarray]) -> float:
+    return float(np.concatenate(arrays).astype(np.float64).mean())
