@@ -1,0 +1,53 @@
+"""Small policies for the tests of training."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import DTypeLike
+
+from detjax.bench import presets
+from detjax.models import Decoder, GenerationDefaults, Tokenizer
+from detjax.rl.characters import character_tokenizer
+from detjax.rl.losses import LogLikelihood
+from detjax.rl.microbatches import Layout
+from detjax.rl.optimizers import adamw
+from detjax.rl.run import RunConfig
+from detjax.rl.trainer import Trainer
+from detjax.rl.training import Plan
+
+LEARNING_RATE = 3e-3
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return character_tokenizer()
+
+
+def end_token() -> int:
+    return len(tokenizer()) - 1
+
+
+def policy(dtype: DTypeLike = jnp.bfloat16) -> Decoder:
+    """A decoder of one layer for the characters of the tasks."""
+    config = dataclasses.replace(presets.config("tiny", 1), vocab_size=32, qk_norm=True, max_positions=128)
+    decoder = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)
+    decoder.generation_defaults = GenerationDefaults(eos_token_ids=(end_token(),))
+    return decoder
+
+
+def trainer(layout: Layout, dtype: DTypeLike = jnp.bfloat16) -> Trainer:
+    return Trainer(policy(dtype), adamw(LEARNING_RATE), LogLikelihood(), Plan(layout))
+
+
+def config(kind: str, steps: int) -> RunConfig:
+    return RunConfig(
+        kind=kind,  # pyright: ignore[reportArgumentType]
+        tasks=(("addition", 1), ("sorting", 2)),
+        steps=steps,
+        prompts=8,
+        samples=4,
+        max_tokens=8,
+        learning_rate=LEARNING_RATE,
+    )

@@ -1,0 +1,176 @@
+"""Whole runs: the trainer sees the sampler's bits, and a run that is killed and resumed ends with the same weights."""
+
+import dataclasses
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import detjax
+from detjax.engine import Engine, SamplingParams
+from detjax.models import Decoder
+from detjax.rl.divergence import divergence
+from detjax.rl.microbatches import Layout, Packed, Rows, Sample
+from detjax.rl.policy_gradient import PolicyGradient
+from detjax.rl.rollouts import Rollout, rollouts, seed_of
+from detjax.rl.run import Run, RunConfig
+from detjax.rl.run_state import RunState
+from detjax.rl.trainer import Trainer
+from tests.rl import policies
+
+PROMPTS = ("1+2=", "34=", "7+9=", "5281=", "12=")
+
+
+def engine_for(model: Decoder) -> Engine:
+    return Engine(model, policies.tokenizer(), max_samples=8, token_budget=64, max_length=64)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with engine_for(policies.policy()) as engine:
+        yield engine
+
+
+def made(config: RunConfig, layout: Layout, engine: Engine | None = None) -> Run:
+    return Run(config, policies.trainer(layout), policies.tokenizer(), policies.end_token(), engine)
+
+
+def digest(trainer: Trainer) -> str:
+    return hashlib.sha256(b"".join(np.asarray(weight).tobytes() for weight in trainer.weights)).hexdigest()
+
+
+def sampled(engine: Engine, temperature: float = 1.0) -> list[Rollout]:
+    sampling = SamplingParams(12, temperature, n=3)
+    seeds = [seed_of(5, index) for index in range(len(PROMPTS))]
+    return [one for group in rollouts(engine, PROMPTS, sampling, seeds) for one in group]
+
+
+def samples_of(flat: list[Rollout]) -> list[Sample]:
+    return [Sample(one.tokens, np.ones(len(one.completion), np.float32), one.logprobs) for one in flat]
+
+
+@pytest.mark.parametrize("layout", [Rows(4, 32), Packed(64)], ids=["rows", "packed"])
+def test_the_trainer_sees_the_samplers_bits_after_every_step(engine: Engine, layout: Layout) -> None:
+    trainer = policies.trainer(layout)
+    for step in range(2):
+        engine.update_weights(trainer.params)
+        flat = sampled(engine, 1.0 if step else 0.6)
+        by_trainer = trainer.logprobs(samples_of(flat))
+        between = divergence([one.logprobs for one in flat], by_trainer)
+        assert between.unequal_tokens == 0
+        assert (between.k1, between.k2, between.k3) == (0.0, 0.0, 0.0)
+        report = trainer.step(samples_of(flat))
+        # The forward pass of the step itself has these bits, too.
+        assert [x.tobytes() for x in report.logprobs] == [x.tobytes() for x in by_trainer]
+
+
+def test_stock_numerics_differ_between_sampler_and_trainer() -> None:
+    with detjax.use_backend("stock"), engine_for(policies.policy()) as engine:
+        trainer = policies.trainer(Rows(4, 32))
+        flat = sampled(engine)
+        between = divergence([one.logprobs for one in flat], trainer.logprobs(samples_of(flat)))
+    assert between.unequal_share > 0.2
+    assert between.k3 > 0
+
+
+def test_a_supervised_run_lowers_the_loss_and_does_not_depend_on_the_layout() -> None:
+    config, digests = policies.config("supervised", 12), set()
+    for layout in (Rows(8, 16), Packed(48)):
+        run = made(config, layout)
+        losses = [metrics["loss"] for _, metrics in run.steps()]
+        assert losses[-1] < 0.75 * losses[0]
+        digests.add(digest(run.trainer))
+    assert len(digests) == 1
+
+
+def test_a_run_of_policy_gradients_has_no_unequal_bit_at_any_step(engine: Engine) -> None:
+    run = made(policies.config("reinforcement", 3), Packed(256), engine)
+    metrics = [metrics for _, metrics in run.steps()]
+    assert [one["unequal_tokens"] for one in metrics] == [0, 0, 0]
+    assert all(one["k3"] == 0.0 and one["effective_sample_size"] == one["tokens"] for one in metrics)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from detjax.rl.microbatches import Packed, Rows
+from detjax.rl.run_state import RunState
+from tests.rl import policies
+from tests.rl.test_run import digest, made
+
+config = policies.config("supervised", 9)
+run = made(config, eval(sys.argv[2]))
+with RunState(Path(sys.argv[1]), config.as_json()) as state:
+    for step, _ in run.steps(state, save_every=2):
+        if step == int(sys.argv[3]):
+            os.kill(os.getpid(), signal.SIGKILL)
+print(digest(run.trainer))
+"""
+
+
+def test_a_run_that_is_killed_and_resumed_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    def process(directory: str, layout: str, killed_after: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", KILLED, str(tmp_path / directory), layout, str(killed_after)]
+        environment = os.environ | {"PYTHONPATH": os.getcwd()}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    whole = process("whole", "Rows(8, 16)", 99)
+    assert whole.returncode == 0, whole.stderr
+    # The step that is killed may or may not have been saved. Each process lays its batches out in its own way.
+    for layout, killed_after in (("Packed(48)", 2), ("Rows(3, 32)", 5), ("Packed(128)", 7)):
+        assert process("killed", layout, killed_after).returncode == -signal.SIGKILL
+    resumed = process("killed", "Rows(2, 16)", 99)
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout == whole.stdout
+
+
+def test_a_state_of_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
+    config = policies.config("supervised", 2)
+    run = made(config, Rows(8, 16))
+    with RunState(tmp_path, config.as_json()) as state:
+        list(run.steps(state))
+    other = dataclasses.replace(config, seed=1)
+    with RunState(tmp_path, other.as_json()) as state, pytest.raises(ValueError, match="configuration has seed 0"):
+        list(made(other, Rows(8, 16)).steps(state))
+    wider = Run(config, policies.trainer(Rows(8, 16), jnp.float32), policies.tokenizer(), policies.end_token())
+    with RunState(tmp_path, config.as_json()) as state:
+        # Masters are float32 whatever the weights' dtype: the saved state serves, and the weights are rounded anew.
+        assert not list(wider.steps(state))
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    config = policies.config("supervised", 2)
+    with RunState(tmp_path, config.as_json()) as state:
+        first = made(config, Rows(8, 16))
+        list(first.steps(state))
+    with RunState(tmp_path, config.as_json()) as state:
+        again = made(config, Rows(8, 16))
+        assert not list(again.steps(state))
+    assert digest(again.trainer) == digest(first.trainer)
+
+
+def test_learning_from_rollouts_needs_an_engine() -> None:
+    with pytest.raises(ValueError, match="engine is None; accepted: an engine"):
+        made(policies.config("reinforcement", 1), Rows(8, 16))
+
+
+def test_weights_of_terms_come_from_advantages_corrections_and_lengths() -> None:
+    def rollout(length: int, logprob: float) -> Rollout:
+        logprobs = np.full(length, logprob, np.float32)
+        return Rollout(np.array([1], np.int32), np.zeros(length, np.int32), "", logprobs, logprobs[:0])
+
+    groups, rewards = [[rollout(1, -1.0), rollout(3, -1.0)]], np.array([[1.0, 0.0]])
+    trainer = [np.full(1, -1.0, np.float32), np.full(3, 0.0, np.float32)]
+    plain = PolicyGradient(estimator="rloo").samples(groups, rewards, trainer)
+    assert [sample.weights.tolist() for sample in plain] == [[0.25], [-0.25] * 3]
+    truncated = PolicyGradient(estimator="rloo", correction="token_truncated", cap=2.0)
+    weights = [sample.weights.tolist() for sample in truncated.samples(groups, rewards, trainer)]
+    assert weights == [[0.25], [-0.5] * 3]
+    assert [sample.old_logprobs.tolist() for sample in plain] == [x.tolist() for x in trainer]
