@@ -1,4 +1,4 @@
-"""The command line: `detjax demo`, `detjax generate`, `detjax serve`, `detjax fingerprint`."""
+"""The command line: `detjax demo`, `detjax generate`, `detjax train`, `detjax serve`, `detjax fingerprint`."""
 
 import contextlib
 import dataclasses
@@ -171,6 +171,60 @@ def generate(
             typer.echo(completion.text)
             if logprobs is not None:
                 _print_logprobs(completion, tokenizer)
+
+
+@app.command()
+@_plain_errors()
+def train(
+    directory: cli_options.RunDirectory,
+    task: cli_options.Tasks,
+    kind: cli_options.Kind = "supervised",
+    model: cli_options.StartModel = None,
+    layers: cli_options.Layers = 2,
+    width: cli_options.Width = 128,
+    dtype: cli_options.TrainDType = "bfloat16",
+    steps: cli_options.Steps = 100,
+    prompts: cli_options.PromptsOfStep = 64,
+    samples: cli_options.SamplesOfPrompt = 8,
+    max_tokens: cli_options.MaxTokens = 32,
+    temperature: cli_options.RolloutTemperature = 1.0,
+    learning_rate: cli_options.LearningRate = 1e-3,
+    estimator: cli_options.Estimator = "grpo",
+    correction: cli_options.Correction = "none",
+    seed: cli_options.Seed = 0,
+    microbatch_tokens: cli_options.MicrobatchTokens = 1024,
+    devices: cli_options.TrainDevices = 1,
+    save_every: cli_options.SaveEvery = 50,
+    backend: cli_options.Backend = None,
+) -> None:
+    """Train a model on verifiable tasks. A run that is started again goes on where it was saved, to the same bytes."""
+    from detjax.rl import training_command  # optax and orbax take a second, which other commands do not need
+
+    options = training_command.TrainingOptions(
+        directory=directory,
+        tasks=tuple(task),
+        kind=kind,
+        model=model,
+        layers=layers,
+        width=width,
+        dtype=dtype,
+        steps=steps,
+        prompts=prompts,
+        samples=samples,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        learning_rate=learning_rate,
+        estimator=estimator,
+        correction=correction,
+        seed=seed,
+        microbatch_tokens=microbatch_tokens,
+        devices=devices,
+        save_every=save_every,
+    )
+    with backends.use_backend(backend):
+        _check_device()
+        digest = training_command.train(options)
+    typer.echo(f"model {digest}, fingerprint {fingerprints.fingerprint().digest}")
 
 
 @app.command()

@@ -126,6 +126,48 @@ Stop = Annotated[
 Logprobs = Annotated[int | None, _count("Print each token with its logprob and the N likeliest tokens.", "do not")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: texts, tokens, logprobs and the fingerprint.")]
 
+# --- training --------------------------------------------------------------------------------------------------------
+
+RunDirectory = Annotated[
+    Path,
+    typer.Argument(metavar="DIR", help="Directory of the run: its states, its log and, at the end, its model."),
+]
+Kind = Annotated[
+    str,
+    typer.Option(
+        metavar="KIND", help="supervised: train right answers; reinforcement: train the policy's own rollouts."
+    ),
+]
+Tasks = Annotated[
+    list[str],
+    typer.Option("--task", metavar="NAME:DIFFICULTY", help="A task, such as addition:2; repeat it for several."),
+]
+StartModel = Annotated[
+    Path | None,
+    typer.Option("--model", metavar="DIR", help="Begin with this checkpoint.", show_default="random weights"),
+]
+Layers = Annotated[int, _count("Layers of a model with random weights.")]
+Width = Annotated[int, _count("Width of a model with random weights, a multiple of 32.")]
+TrainDType = Annotated[str, typer.Option(metavar="NAME", help="Compute in float32, bfloat16 or float16.")]
+Steps = Annotated[int, _count("Steps of the run.")]
+PromptsOfStep = Annotated[int, typer.Option("--prompts", metavar="N", parser=_integer, help="Prompts of a step.")]
+SamplesOfPrompt = Annotated[int, typer.Option("--samples", metavar="N", parser=_integer, help="Rollouts of a prompt.")]
+RolloutTemperature = Annotated[float, typer.Option("--temperature", metavar="X", parser=_real, help="Of rollouts.")]
+LearningRate = Annotated[float, _quantity("Step size of AdamW.")]
+Estimator = Annotated[str, typer.Option(metavar="NAME", help="Advantages: grpo, rloo or reinforce.")]
+Correction = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Importance weights: none, token_truncated, sequence_truncated or sequence_masked.",
+    ),
+]
+MicrobatchTokens = Annotated[int, _count("Tokens of a packed microbatch, a multiple of 16. No bit depends on it.")]
+TrainDevices = Annotated[
+    int, typer.Option("--devices", metavar="N", parser=_integer, help="Devices that share a batch.")
+]
+SaveEvery = Annotated[int, _count("Steps between two saved states.")]
+
 # --- the demonstration -----------------------------------------------------------------------------------------------
 
 Asks = Annotated[int, _count("How often the question is asked.")]

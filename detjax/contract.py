@@ -155,8 +155,8 @@ Collectives
 -----------
 
 A sum over the devices of a mesh is the sum of their terms in the order of the axis, added in float32 as a balanced
-binary tree and rounded once: neighbours in pairs, then the results again in pairs, until one is left; a last one without
-a neighbour waits. Terms are moved between devices, never added on the way.
+binary tree and rounded once: neighbours in pairs, then the results again in pairs, until one is left; a last one
+without a neighbour waits. Terms are moved between devices, never added on the way.
 """
 
 from typing import Final
@@ -190,8 +190,8 @@ TPU_K_STEP: Final = 512
 """The elements of K in one product on TPUs; see `TPU_ROW_TILE`."""
 
 GRADIENT_SHARDS: Final = 8
-"""The shards of a batch whose gradients are added apart and then as a tree, unless a run says otherwise: as many devices
-as can share a batch."""
+"""The shards of a batch whose gradients are added apart and then as a tree, unless a run says otherwise: as many
+devices as can share a batch."""
 
 # --- sums of rows -----------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ from detjax.rl.run_state import RunState
 from detjax.rl.tasks import Example, Task, task_named
 from detjax.rl.trainer import Trainer
 
+Kind = Literal["supervised", "reinforcement"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -43,7 +45,7 @@ class RunConfig:
         shards: see `detjax.rl.training.Plan`.
     """
 
-    kind: Literal["supervised", "reinforcement"]
+    kind: Kind
     tasks: tuple[tuple[str, int], ...]
     steps: int
     seed: int = 0

@@ -92,6 +92,11 @@ class Trainer:
         """The weights, without a copy, as `nnx.state` of the model has them and `Engine.update_weights` takes them."""
         return self.network.state(self.weights)
 
+    @property
+    def model(self) -> Decoder:
+        """The decoder with the weights after the last step."""
+        return self.network.with_weights(self.weights)
+
     def logprobs(self, samples: Sequence[Sample]) -> list[Float32[np.ndarray, "C"]]:
         """Returns the logprobs of each sample's completion: the bits that an engine reports for these weights."""
         program, placed = _logprobs_program(self.network), list(self.plan.layout.microbatches(samples))

@@ -1,0 +1,79 @@
+"""The command `detjax train`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from detjax import cli, models
+
+SMALL = ("--task", "addition:1", "--task", "brackets:1", "--layers", "1", "--width", "32", "--prompts", "8")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["train", *arguments], catch_exceptions=False)
+
+
+def digest_of(result: Result) -> str:
+    assert result.exit_code == 0, result.output
+    (line,) = [line for line in result.output.splitlines() if line.startswith("model ")]
+    return line.split()[1].removesuffix(",")
+
+
+def test_two_runs_that_are_cut_up_differently_give_one_model(tmp_path: Path) -> None:
+    runs = [
+        run(str(tmp_path / "one"), *SMALL, "--steps", "3"),
+        run(str(tmp_path / "two"), *SMALL, "--steps", "3", "--microbatch-tokens", "32", "--save-every", "1"),
+    ]
+    assert len({digest_of(result) for result in runs}) == 1
+    lines = [json.loads(line) for line in (tmp_path / "one" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    model, tokenizer = models.load(tmp_path / "one" / "model", progress=False)
+    assert models.digest(model, tokenizer) == digest_of(runs[0])
+    assert b"".join(
+        path.read_bytes() for path in sorted((tmp_path / "one" / "model").glob("*.safetensors"))
+    ) == b"".join(path.read_bytes() for path in sorted((tmp_path / "two" / "model").glob("*.safetensors")))
+
+
+def test_a_policy_learns_from_its_rollouts(tmp_path: Path) -> None:
+    assert run(str(tmp_path / "start"), *SMALL, "--steps", "1").exit_code == 0
+    start = "--model", str(tmp_path / "start" / "model")
+    tasks = "--task", "addition:1", "--prompts", "4", "--samples", "2", "--max-tokens", "6"
+    result = run(str(tmp_path / "learned"), "--kind", "reinforcement", *start, *tasks, "--steps", "2")
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in (tmp_path / "learned" / "log.jsonl").read_text().splitlines()]
+    assert [line["unequal_tokens"] for line in lines] == [0, 0]
+
+
+def test_a_run_that_has_ended_is_not_written_over(tmp_path: Path) -> None:
+    assert run(str(tmp_path), *SMALL, "--steps", "1").exit_code == 0
+    result = run(str(tmp_path), *SMALL, "--steps", "2")
+    assert result.exit_code == 2
+    assert "the run has ended. Give another directory." in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--task", "plus:1"), "name is 'plus'; accepted: 'addition'"),
+        (("--task", "addition"), "--task is 'addition'; accepted: a name and a difficulty from 1 on"),
+        (("--task", "addition:0"), "--task is 'addition:0'; accepted"),
+        (("--task", "addition:1", "--kind", "both"), "--kind is 'both'; accepted: supervised, reinforcement"),
+        (("--task", "addition:1", "--estimator", "ppo"), "--estimator is 'ppo'; accepted: grpo, rloo, reinforce"),
+        (("--task", "addition:1", "--correction", "all"), "--correction is 'all'; accepted: none"),
+        (("--task", "addition:1", "--steps", "0"), "--steps is 0; accepted: at least 1"),
+        (("--task", "addition:1", "--save-every", "0"), "--save-every is 0; accepted: at least 1"),
+        (("--task", "addition:1", "--microbatch-tokens", "20"), "tokens is 20; accepted: positive multiples of 16"),
+        (("--task", "addition:1", "--width", "33"), "accepted: at least one layer, and a multiple of 32"),
+        (("--task", "addition:1", "--devices", "3"), "devices is 3; accepted: powers of two up to shards"),
+        (("--task", "addition:1", "--model", "/nowhere"), "/nowhere"),
+    ],
+)
+def test_a_bad_option_is_refused_before_anything_is_written(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    result = run(str(tmp_path / "run"), *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+    assert not (tmp_path / "run" / "states").exists()
