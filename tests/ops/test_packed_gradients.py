@@ -65,7 +65,7 @@ def rectangular(x: np.ndarray, first: Sequence[int], counts: Sequence[int]) -> j
     return jnp.asarray(out)
 
 
-def of_requests(x: Any, counts: Sequence[int], first: Sequence[int] | None = None) -> list[np.ndarray]:
+def requests_rows(x: Any, counts: Sequence[int], first: Sequence[int] | None = None) -> list[np.ndarray]:
     """The rows of each request: of rectangular rows, or of packed ones that begin at `first`."""
     x = np.asarray(x)
     if first is None:
@@ -119,8 +119,8 @@ def test_sequences_in_one_row_have_the_gradients_of_sequences_in_rows_of_their_o
     rectangles = (rectangular(x, first, UNITS) for x in (qkv, dy))
     alone, alone_dy = rectangles
     y_alone, (dqkv_alone, *others_alone) = program(in_rows, alone, pages(shape), sums, sinks, alone_dy)
-    result = [of_requests(x, UNITS, first) for x in (y, dqkv)], others
-    assert_same_bits(result, ([of_requests(x, UNITS) for x in (y_alone, dqkv_alone)], others_alone))
+    result = [requests_rows(x, UNITS, first) for x in (y, dqkv)], others
+    assert_same_bits(result, ([requests_rows(x, UNITS) for x in (y_alone, dqkv_alone)], others_alone))
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(result))
     assert all((np.asarray(x) != 0).any() for x in jax.tree.leaves(others))
 
@@ -143,7 +143,7 @@ def test_attention_gives_the_gradients_of_each_request_whatever_stands_in_rows_o
     dq, *others = gradients(jnp.asarray(q), pages(shape), in_one_row, sinks, jnp.asarray(dy))
     alone, alone_dy = (rectangular(x, first, LENGTHS) for x in (q, dy))
     dq_alone, *others_alone = gradients(alone, pages(shape), in_rows, sinks, alone_dy)
-    assert_same_bits(of_requests(dq, LENGTHS, first), of_requests(dq_alone, LENGTHS))
+    assert_same_bits(requests_rows(dq, LENGTHS, first), requests_rows(dq_alone, LENGTHS))
     assert_same_bits(others, others_alone)
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(others))
 

@@ -153,8 +153,8 @@ def test_the_norm_is_that_of_float64_and_of_its_slices(slices: int) -> None:
         size = slices * LANES
         rows = np.pad(np.asarray(leaf), (0, -len(leaf) % size)).reshape(slices, -1)
         by_slice = [np.asarray(detjax.jit(slice_squares, static_argnums=1)(row, 1)[0]) for row in rows]
-        of_leaf = functools.reduce(np.add, by_slice)
-        total = of_leaf if total is None else total + of_leaf
+        leaf_sum = functools.reduce(np.add, by_slice)
+        total = leaf_sum if total is None else total + leaf_sum
     assert total is not None
     assert_same_bits(norm, np.sqrt(total))
 

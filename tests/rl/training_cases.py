@@ -1,0 +1,80 @@
+"""Small models and batches for tests of training, and two whole steps as a pytree of all that they give."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from detjax.bench import presets
+from detjax.models import Decoder, DecoderConfig
+from detjax.models.network import Network, Weights, split
+from detjax.ops import RotaryEmbedding
+from detjax.rl.gradients import Loss
+from detjax.rl.losses import ClippedRatio
+from detjax.rl.microbatches import Sample
+from detjax.rl.optimizers import adamw
+from detjax.rl.training import Plan, batch_gradients, initial_state, update, weights_of
+
+VOCABULARY = 64
+ADAMW = adamw(1e-2, weight_decay=0.1)
+
+
+def _config(**options: Any) -> DecoderConfig:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "heads": 2, "kv_heads": 1}
+    small = dataclasses.replace(presets.config("tiny", 1), **sizes, head_dim=16, rope=RotaryEmbedding(16, 10_000.0))
+    return dataclasses.replace(small, **options)
+
+
+CONFIGS = {
+    "qwen3, tied": _config(),
+    "qwen2": _config(architecture="Qwen2ForCausalLM", qk_norm=False, qkv_bias=True, tied_embeddings=False),
+}
+
+
+def network(name: str, dtype: Any) -> tuple[Network[Decoder], Weights]:
+    """The network of one of `CONFIGS`, and random weights; biases and norms are random, too."""
+    net, weights = split(Decoder(CONFIGS[name], rngs=nnx.Rngs(0), dtype=dtype))
+    random = np.random.default_rng(1)
+    return net, tuple(x + jnp.asarray(random.standard_normal(x.shape) / 8, x.dtype) for x in weights)
+
+
+def samples(count: int, longest: int = 60, seed: int = 0) -> list[Sample]:
+    """Sequences of 2 to `longest` tokens; the first has a prompt of one token, the second is the longest."""
+    random = np.random.default_rng(seed)
+
+    def one(tokens: int, completion: int) -> Sample:
+        ids = random.integers(0, VOCABULARY, tokens).astype(np.int32)
+        weights, old = random.standard_normal((2, completion)).astype(np.float32)
+        return Sample(ids, weights, -4 + old)
+
+    lengths = [17, longest, *random.integers(2, longest, count - 2).tolist()][:count]
+    completions = [16, *(max(1, length // 2) for length in lengths[1:])]
+    return [one(*pair) for pair in zip(lengths, completions, strict=True)]
+
+
+def two_steps(
+    model: tuple[Network[Decoder], Weights],
+    batches: Sequence[Sequence[Sample]],
+    plan: Plan,
+    *,
+    loss: Loss = ClippedRatio(),  # noqa: B008
+    update_plan: Plan | None = None,
+) -> dict[str, Any]:
+    """All that two steps of training give: gradients, logprobs, norms, masters, moments and weights.
+
+    Updates are those of `update_plan`, so that plans that differ in what no update depends on share its program.
+    """
+    (net, weights), given = model, []
+    update_plan = plan if update_plan is None else update_plan
+    state = initial_state(weights, ADAMW, update_plan)
+    for batch in batches:
+        weights = weights_of(state, weights, update_plan)
+        gradients = batch_gradients(net, weights, batch, loss, plan)
+        host = jax.device_get(gradients.leaves)
+        state, norm = update(state, gradients.leaves, ADAMW, update_plan, max_norm=1.0)
+        given.append({"gradients": host, "logprobs": gradients.logprobs, "norm": norm})
+    return jax.device_get({"steps": given, "state": state, "weights": weights_of(state, weights, update_plan)})
