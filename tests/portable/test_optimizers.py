@@ -1,4 +1,7 @@
-"""AdamW and the norm of gradients: the numbers of Optax, and bits that no shape, program or slice changes."""
+"""AdamW and the norm of gradients: numbers of Optax, and bits that no shape, program or slice changes.
+
+These tests stand among those that run at the full optimization of XLA, without which no program changes these bits.
+"""
 
 import functools
 from collections.abc import Callable
