@@ -14,6 +14,33 @@ type AxisName = str | tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
+class Distribution:
+    """The distribution that tokens are drawn from, given a model's logits.
+
+    Attributes:
+        temperature: what logits are divided by; 0 takes the likeliest token.
+        top_k: how many of the likeliest tokens are kept; 0: all.
+        top_p: the likeliest tokens whose probability reaches this number are kept; 1: all.
+        min_p: tokens of at least this share of the likeliest one's probability are kept; 0: all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether some tokens may be removed."""
+        return self.temperature != 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is the model's own distribution."""
+        return self.temperature == 1 and not self.filtered
+
+
+@dataclasses.dataclass(frozen=True)
 class Epilogue:
     """The steps of a matmul between its biased float32 sums `z` and the residual.
 

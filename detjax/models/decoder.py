@@ -20,10 +20,13 @@ from detjax.models.network import Network, Weights, split
 from detjax.models.parts.embedding import Embedding
 from detjax.models.parts.norm import RMSNorm
 from detjax.models.parts.state import StateSize
-from detjax.options import KVQuantization
+from detjax.options import Distribution, KVQuantization
 
 if TYPE_CHECKING:
     from detjax.models.generation_defaults import GenerationDefaults
+
+
+_MODEL: Final = Distribution()
 
 
 class Decoder(nnx.Module):
@@ -128,9 +131,17 @@ class Decoder(nnx.Module):
         """Returns the logits of hidden states."""
         return self._head.logits(hidden)
 
-    def logprobs(self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"]) -> Float32[Array, "*B"]:
-        """Returns the logprobs of given tokens after hidden states, in the bits of `logits` and `ops.log_softmax`."""
-        return self._head.logprobs(hidden, tokens)
+    def logprobs(
+        self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"], distribution: Distribution = _MODEL
+    ) -> Float32[Array, "*B"]:
+        """Returns the logprobs of given tokens after hidden states: the bits that an engine reports for them.
+
+        Args:
+            hidden: normalized last hidden states.
+            tokens: ids within the vocabulary.
+            distribution: the distribution that tokens are drawn from; default: the model's own.
+        """
+        return self._head.logprobs(hidden, tokens, distribution)
 
     @property
     def _head(self) -> Embedding:

@@ -11,30 +11,42 @@ from jaxtyping import Array, Float, Float32, Int
 from detjax import compilation
 from detjax.accumulated_weight import AccumulatedWeight, Weight, value_and_sum
 from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
-from detjax.numerics import ceil_div, flat_rows, round_up
+from detjax.numerics import LOWEST, ceil_div, flat_rows, round_up
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.matmul import matmul
+from detjax.ops.sampling import filter_logits, sampling_logprobs
 from detjax.ops.softmax import log_softmax
+from detjax.options import Distribution
 from detjax.rounding import rounded
+from detjax.sampling_arrays import SamplingArrays
 
 CHUNK: Final = 1024
 """The tokens whose logits exist at the same time, by default."""
+_MODEL: Final = Distribution()
 
 
-@compilation.jit(static_argnames="chunk")
+@compilation.jit(static_argnames=("distribution", "chunk"))
 def token_logprobs(
-    hidden: Float[Array, "*B D"], head: Weight, tokens: Int[Array, "*B"], *, chunk: int = CHUNK
+    hidden: Float[Array, "*B D"],
+    head: Weight,
+    tokens: Int[Array, "*B"],
+    *,
+    distribution: Distribution = _MODEL,
+    chunk: int = CHUNK,
 ) -> Float32[Array, "*B"]:
     """Returns the logprob of a given token after each hidden state.
 
-    The bits, and those of the gradients, are what `matmul`, `log_softmax` and a gather give. But logits exist for a
-    chunk of tokens only, in the forward pass and in the backward pass, which computes them again.
+    The bits, and those of the gradients, are what `matmul`, `log_softmax` and a gather give; with a distribution other
+    than the model's own, they are those of `sampling_logprobs`, and gradients flow through the temperature to the
+    tokens that the filters keep. But logits exist for a chunk of tokens only, in the forward pass and in the backward
+    pass, which computes them again.
 
     Args:
         hidden: normalized last hidden states; bfloat16, float16 or float32.
         head: `[V, D]`, a row for each token of the vocabulary, of the same dtype. With an `AccumulatedWeight` the
             gradient continues a sum.
         tokens: ids within the vocabulary.
+        distribution: the distribution whose logprobs are wanted.
         chunk: the tokens of a chunk; no bit depends on it. Memory for the logits is `chunk * V` float32 numbers, a few
             times.
 
@@ -57,26 +69,76 @@ def token_logprobs(
     size = min(chunk, round_up(len(flat), WEIGHT_GRADIENT_TOKENS))
     padding = -len(flat) % size
     flat = jnp.pad(flat, ((0, padding), (0, 0)))
-    logprobs: Array = _token_logprobs(flat, head, jnp.pad(tokens.reshape(-1), (0, padding)), size)
+    logprobs: Array = _token_logprobs(flat, head, jnp.pad(tokens.reshape(-1), (0, padding)), size, distribution)
     return logprobs[: len(flat) - padding].reshape(tokens.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _token_logprobs(hidden: Array, head: Weight, tokens: Array, size: int) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _token_logprobs(hidden: Array, head: Weight, tokens: Array, size: int, distribution: Distribution) -> Array:
     value, _ = value_and_sum(head)
-    return lax.map(lambda rows: _logprobs(rows[0], value, rows[1]), _chunks(size, hidden, tokens)).reshape(-1)
+
+    def logprobs(rows: tuple[Array, ...]) -> Array:
+        hidden, tokens = rows
+        return _logprobs(hidden, value, tokens, distribution)
+
+    return lax.map(logprobs, _chunks(size, hidden, tokens)).reshape(-1)
 
 
-def _logprobs(hidden: Array, head: Weight, tokens: Array) -> Array:
+def _logprobs(hidden: Array, head: Weight, tokens: Array, distribution: Distribution) -> Array:
     logits = matmul(hidden, head, layout="nk", out_dtype=ACCUMULATOR)
-    return jnp.take_along_axis(log_softmax(logits), tokens[:, None], axis=1)[:, 0]
+    if distribution.is_model:
+        return _at(tokens, log_softmax(logits))
+    return _drawn_logprobs(logits, tokens, distribution)
 
 
-def _forward(hidden: Array, head: Weight, tokens: Array, size: int) -> tuple[Array, tuple[Array, Weight, Array]]:
-    return _token_logprobs(hidden, head, tokens, size), (hidden, head, tokens)
+def _at(tokens: Array, rows: Array) -> Array:
+    return jnp.take_along_axis(rows, tokens[:, None], axis=1)[:, 0]
 
 
-def _backward(size: int, saved: tuple[Array, Weight, Array], gradients: Array) -> tuple[Array, Weight, None]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _drawn_logprobs(logits: Array, tokens: Array, distribution: Distribution) -> Array:
+    arrays = _arrays(len(logits), distribution)
+    return sampling_logprobs(logits, tokens, arrays, filtered=distribution.filtered)
+
+
+def _drawn_forward(logits: Array, tokens: Array, distribution: Distribution) -> tuple[Array, tuple[Array, Array]]:
+    return _drawn_logprobs(logits, tokens, distribution), (logits, tokens)
+
+
+def _drawn_backward(distribution: Distribution, saved: tuple[Array, Array], gradients: Array) -> tuple[Array, None]:
+    logits, tokens = saved
+    if distribution.temperature == 0:
+        return jnp.zeros_like(logits), None
+    kept = filter_logits(logits, _arrays(len(logits), distribution)) if distribution.filtered else logits
+    is_kept, factor = kept > -jnp.inf, 1 / jnp.float32(distribution.temperature)
+    scaled = jnp.where(is_kept, jnp.maximum(logits * factor, LOWEST), -jnp.inf)
+    # A token that cannot be drawn has no gradient, as no change of the logits lets it be drawn.
+    gradients = jnp.where(_at(tokens, is_kept), gradients, 0.0)
+    (dscaled,) = jax.vjp(lambda scaled: _at(tokens, log_softmax(scaled)), scaled)[1](gradients)
+    return jnp.where(is_kept, dscaled * factor, 0.0), None
+
+
+_drawn_logprobs.defvjp(_drawn_forward, _drawn_backward)
+
+
+def _arrays(rows: int, distribution: Distribution) -> SamplingArrays:
+    """The distribution for each of so many rows; what the noise depends on does not matter."""
+    filters = distribution.top_k, distribution.top_p, distribution.min_p
+    zeros, dtypes = jnp.zeros(rows, jnp.int32), (jnp.int32, jnp.float32, jnp.float32)
+    columns = [jnp.full(rows, value, dtype) for value, dtype in zip(filters, dtypes, strict=True)]
+    temperature = jnp.full(rows, distribution.temperature, jnp.float32)
+    return SamplingArrays(jnp.zeros((rows, 2), jnp.uint32), zeros, zeros, temperature, *columns)
+
+
+def _forward(
+    hidden: Array, head: Weight, tokens: Array, size: int, distribution: Distribution
+) -> tuple[Array, tuple[Array, Weight, Array]]:
+    return _token_logprobs(hidden, head, tokens, size, distribution), (hidden, head, tokens)
+
+
+def _backward(
+    size: int, distribution: Distribution, saved: tuple[Array, Weight, Array], gradients: Array
+) -> tuple[Array, Weight, None]:
     hidden, head, tokens = saved
     value, start = value_and_sum(head)
     total = jnp.zeros(value.shape, ACCUMULATOR) if start is None else start
@@ -85,7 +147,7 @@ def _backward(size: int, saved: tuple[Array, Weight, Array], gradients: Array) -
         hidden, tokens, gradients = rows
 
         def recomputed(hidden: Array, total: Array) -> Array:
-            return _logprobs(hidden, AccumulatedWeight(value, total), tokens)
+            return _logprobs(hidden, AccumulatedWeight(value, total), tokens, distribution)
 
         dhidden, total = jax.vjp(recomputed, hidden, total)[1](gradients)
         return total, dhidden

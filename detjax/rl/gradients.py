@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,10 @@ from detjax.accumulated_weight import AccumulatedWeight
 from detjax.contract import ACCUMULATOR
 from detjax.models import Decoder
 from detjax.models.network import Network, Weights
+from detjax.options import Distribution
 from detjax.rl.microbatches import Microbatch
+
+_MODEL: Final = Distribution()
 
 type Loss = Callable[[Array, Microbatch], Array]
 """The gradient of a loss with regard to logprobs, given the logprob of each target; see `detjax.rl.losses`."""
@@ -44,12 +47,12 @@ def empty_sums(network: Network[Decoder], weights: Weights) -> Sums:
 
 
 def completion_logprobs(
-    model: Decoder, microbatch: Microbatch, *, rematerialized: bool = False
+    model: Decoder, microbatch: Microbatch, distribution: Distribution, *, rematerialized: bool = False
 ) -> Float32[Array, "*N"]:
-    """Returns the logprob of each target of a microbatch."""
+    """Returns the logprob of each target of a microbatch, under a distribution."""
     state = model.empty_state(microbatch.num_pages)
     hidden, _ = model.hidden_states(microbatch.tokens, microbatch.queries, state, rematerialized=rematerialized)
-    return model.logprobs(hidden, microbatch.targets)
+    return model.logprobs(hidden, microbatch.targets, distribution)
 
 
 def next_sums(
@@ -58,6 +61,7 @@ def next_sums(
     sums: Sums,
     microbatch: Microbatch,
     loss: Loss,
+    distribution: Distribution = _MODEL,
     *,
     rematerialized: bool = False,
 ) -> tuple[Sums, Float32[Array, "*N"]]:
@@ -69,6 +73,7 @@ def next_sums(
         sums: the sums of the microbatches before.
         microbatch: the sequences.
         loss: what gives the gradient with regard to the logprobs.
+        distribution: the distribution whose logprobs these are.
         rematerialized: whether the backward pass computes each layer again in place of keeping its activations. No bit
             depends on it.
     """
@@ -76,7 +81,7 @@ def next_sums(
     def logprobs(sums: Sums) -> Array:
         pairs = zip(weights, sums, strict=True)
         model = network.with_weights(tuple(AccumulatedWeight(weight, *total) for weight, total in pairs))
-        return completion_logprobs(model, microbatch, rematerialized=rematerialized)
+        return completion_logprobs(model, microbatch, distribution, rematerialized=rematerialized)
 
     values, pullback = jax.vjp(logprobs, sums)
     (sums,) = pullback(loss(values, microbatch))

@@ -58,10 +58,11 @@ class PolicyGradient:
         Args:
             groups: the rollouts of each prompt.
             rewards: their rewards.
-            trainer: the trainer's logprobs of each rollout's tokens before the step.
+            trainer: the trainer's logprobs of each rollout's tokens before the step, under the distribution that they
+                were drawn from, as the rollouts' sampling logprobs are.
         """
         flat = [rollout for group in groups for rollout in group]
-        factors = self._corrections([rollout.logprobs for rollout in flat], trainer)
+        factors = self._corrections([rollout.sampling_logprobs for rollout in flat], trainer)
         shares = advantages.normalization(
             [len(rollout.completion) for rollout in flat], self.normalization, self.constant
         )

@@ -15,6 +15,7 @@ import numpy as np
 from detjax.contract import GRADIENT_SHARDS
 from detjax.engine import Engine, SamplingParams
 from detjax.models import Tokenizer
+from detjax.options import Distribution
 from detjax.rl.divergence import divergence
 from detjax.rl.microbatches import Sample
 from detjax.rl.policy_gradient import PolicyGradient, supervised_samples
@@ -38,7 +39,7 @@ class RunConfig:
         prompts: examples of a step.
         samples: rollouts of each prompt.
         max_tokens: the most tokens of a rollout.
-        temperature: the temperature of rollouts.
+        distribution: the distribution that rollouts are drawn from. The loss takes its logprobs.
         policy_gradient: how rollouts become a gradient.
         learning_rate: the step size of AdamW.
         max_norm: gradients with a larger norm are scaled down to it.
@@ -52,7 +53,7 @@ class RunConfig:
     prompts: int = 64
     samples: int = 8
     max_tokens: int = 32
-    temperature: float = 1.0
+    distribution: Distribution = dataclasses.field(default_factory=Distribution)
     policy_gradient: PolicyGradient = dataclasses.field(default_factory=PolicyGradient)
     learning_rate: float = 1e-3
     max_norm: float = 1.0
@@ -87,6 +88,10 @@ class Run:
             raise ValueError("Run: engine is None; accepted: an engine, as the run trains on rollouts")
         if config.shards != trainer.plan.shards:
             raise ValueError(f"Run: the trainer's plan has {trainer.plan.shards} shards; accepted: {config.shards}")
+        if config.distribution != trainer.distribution:
+            raise ValueError(
+                f"Run: the trainer's distribution is {trainer.distribution}; accepted: {config.distribution}"
+            )
         self.config, self.trainer, self.tokenizer, self.engine = config, trainer, tokenizer, engine
         self._end_token = end_token
         self._tasks = [(task_named(name), difficulty) for name, difficulty in config.tasks]
@@ -135,13 +140,17 @@ class Run:
         config, engine, examples = self.config, self.engine, self.examples(step)
         assert engine is not None
         engine.update_weights(self.trainer.params)
-        sampling = SamplingParams(config.max_tokens, config.temperature, n=config.samples)
+        drawn = dataclasses.asdict(config.distribution)
+        sampling = SamplingParams(config.max_tokens, n=config.samples, sampling_logprobs=True, **drawn)
         seeds = [seed_of(config.seed, step, index) for index in range(len(examples))]
         groups = rollouts(engine, [example.prompt for _, example in examples], sampling, seeds)
         pairs = zip(examples, groups, strict=True)
         rewards = np.array([[task.reward(example, one.text) for one in group] for (task, example), group in pairs])
         flat = [one for group in groups for one in group]
-        sampler, trainer = [one.logprobs for one in flat], self.trainer.logprobs([_unweighted(one) for one in flat])
+        sampler, trainer = (
+            [one.sampling_logprobs for one in flat],
+            self.trainer.logprobs([_unweighted(one) for one in flat]),
+        )
         report = self.trainer.step(config.policy_gradient.samples(groups, rewards, trainer))
         return {
             "reward": float(rewards.mean()),
@@ -152,7 +161,7 @@ class Run:
 
 
 def _unweighted(rollout: Rollout) -> Sample:
-    return Sample(rollout.tokens, np.zeros(len(rollout.completion), np.float32), rollout.logprobs)
+    return Sample(rollout.tokens, np.zeros(len(rollout.completion), np.float32), rollout.sampling_logprobs)
 
 
 def _mean(arrays: list[np.ndarray]) -> float:

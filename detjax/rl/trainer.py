@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import numpy as np
@@ -12,9 +12,12 @@ from jaxtyping import Array, Float32, PyTree
 from detjax import compilation
 from detjax.models import Decoder
 from detjax.models.network import Network, Weights, split
+from detjax.options import Distribution
 from detjax.rl.gradients import Loss, completion_logprobs
 from detjax.rl.microbatches import Microbatch, Sample, logprobs_by_sequence
 from detjax.rl.training import Plan, TrainState, batch_gradients, initial_state, placed_state, update, weights_of
+
+_MODEL: Final = Distribution()
 
 
 class StepReport(NamedTuple):
@@ -62,6 +65,7 @@ class Trainer:
         plan: Plan,
         *,
         max_norm: float | None = 1.0,
+        distribution: Distribution = _MODEL,
     ) -> None:
         """A trainer that begins with a model's weights.
 
@@ -71,9 +75,11 @@ class Trainer:
             loss: see `detjax.rl.losses`.
             plan: how gradients are computed.
             max_norm: gradients with a larger norm are scaled down to it; None: they are not.
+            distribution: the distribution that samples are drawn from, whose logprobs the loss takes.
         """
         self.network, weights = split(model)
         self.optimizer, self.loss, self.plan, self.max_norm = optimizer, loss, plan, max_norm
+        self.distribution = distribution
         self._shapes = tuple(jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in weights)
         self.state = initial_state(weights, optimizer, plan)
 
@@ -99,7 +105,8 @@ class Trainer:
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Float32[np.ndarray, "C"]]:
         """Returns the logprobs of each sample's completion: the bits that an engine reports for these weights."""
-        program, placed = _logprobs_program(self.network), list(self.plan.layout.microbatches(samples))
+        program = _logprobs_program(self.network, self.distribution)
+        placed = list(self.plan.layout.microbatches(samples))
         return logprobs_by_sequence(placed, [program(self.weights, one.arrays) for one in placed])
 
     def step(self, samples: Sequence[Sample]) -> StepReport:
@@ -108,15 +115,15 @@ class Trainer:
         Raises:
             ValueError: there is no sample, or one is longer than a row of the plan's layout.
         """
-        gradients = batch_gradients(self.network, self.weights, samples, self.loss, self.plan)
+        gradients = batch_gradients(self.network, self.weights, samples, self.loss, self.plan, self.distribution)
         self._state, norm = update(self._state, gradients.leaves, self.optimizer, self.plan, max_norm=self.max_norm)
         self.weights = weights_of(self._state, self._shapes, self.plan)
         return StepReport(gradients.logprobs, float(norm))
 
 
 @functools.lru_cache(maxsize=32)
-def _logprobs_program(network: Network[Decoder]) -> Callable[[Weights, Microbatch], Array]:
+def _logprobs_program(network: Network[Decoder], distribution: Distribution) -> Callable[[Weights, Microbatch], Array]:
     def logprobs(weights: Weights, microbatch: Microbatch) -> Array:
-        return completion_logprobs(network.with_weights(weights), microbatch)
+        return completion_logprobs(network.with_weights(weights), microbatch, distribution)
 
     return compilation.jit(logprobs)

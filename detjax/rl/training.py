@@ -22,6 +22,7 @@ from detjax.contract import ACCUMULATOR, GRADIENT_SHARDS, LANES
 from detjax.models import Decoder
 from detjax.models.network import Network, Weights
 from detjax.numerics import round_up
+from detjax.options import Distribution
 from detjax.portable.elements import map_elements
 from detjax.rl.gradients import Loss, ShardTree, Sums, WeightSums, empty_sums, next_sums, shard_bounds
 from detjax.rl.microbatches import Layout, Microbatch, Sample, logprobs_by_sequence
@@ -30,6 +31,8 @@ from detjax.rounding import rounded
 
 AXIS: Final = "data"
 """The axis of the mesh whose devices share a batch."""
+
+_MODEL: Final = Distribution()
 
 type Flat = Float32[Array, "n"]
 """A weight's elements as one row, with zeros behind them up to a multiple of `shards * contract.LANES`."""
@@ -107,7 +110,12 @@ class TrainState(NamedTuple):
 
 
 def batch_gradients(
-    network: Network[Decoder], weights: Weights, samples: Sequence[Sample], loss: Loss, plan: Plan
+    network: Network[Decoder],
+    weights: Weights,
+    samples: Sequence[Sample],
+    loss: Loss,
+    plan: Plan,
+    distribution: Distribution = _MODEL,
 ) -> BatchGradients:
     """Returns the gradients of a batch's loss with regard to the weights.
 
@@ -117,6 +125,7 @@ def batch_gradients(
         samples: the sequences, whose order is part of the result.
         loss: the derivative with regard to the logprobs; hashable, as it is part of the programs.
         plan: how they are computed.
+        distribution: the distribution whose logprobs the loss takes: the one that samples were drawn from.
 
     Raises:
         ValueError: there is no sample, or one is longer than a row.
@@ -128,7 +137,7 @@ def batch_gradients(
         [dataclasses.replace(one, first=one.first + begin) for one in plan.layout.microbatches(samples[begin:end])]
         for begin, end in bounds
     ]
-    add, empty = _programs(network, loss, plan)
+    add, empty = _programs(network, loss, plan, distribution)
     by_device, tree, values = plan.shards // plan.devices, ShardTree(), []
     for index in range(by_device):
         # Each device has the same number of consecutive shards, and works on one of them at a time.
@@ -151,13 +160,14 @@ def batch_gradients(
 
 @functools.lru_cache(maxsize=32)
 def _programs(
-    network: Network[Decoder], loss: Loss, plan: Plan
+    network: Network[Decoder], loss: Loss, plan: Plan, distribution: Distribution
 ) -> tuple[Callable[[Weights, Sums, Microbatch], tuple[Sums, Array]], Callable[[Weights], Sums]]:
     """The program that adds a microbatch of every device, and the one that makes sums of zeros."""
 
     def add(weights: Weights, sums: Sums, microbatch: Microbatch) -> tuple[Sums, Array]:
         sums, microbatch = jax.tree.map(lambda x: x[0], (sums, microbatch))
-        result = next_sums(network, weights, sums, microbatch, loss, rematerialized=plan.rematerialized)
+        options = {"distribution": distribution, "rematerialized": plan.rematerialized}
+        result = next_sums(network, weights, sums, microbatch, loss, **options)
         return jax.tree.map(lambda x: x[None], result)
 
     def empty(weights: Weights) -> Sums:

@@ -8,6 +8,7 @@ from typing import Any, Final, get_args
 from detjax import models
 from detjax.engine import Engine, EngineConfig
 from detjax.models import Decoder, Tokenizer
+from detjax.options import Distribution
 from detjax.rl.log import RunLog
 from detjax.rl.microbatches import Packed
 from detjax.rl.optimizers import adamw
@@ -78,7 +79,7 @@ class TrainingOptions:
             prompts=self.prompts,
             samples=self.samples,
             max_tokens=self.max_tokens,
-            temperature=self.temperature,
+            distribution=Distribution(self.temperature),
             policy_gradient=PolicyGradient(**chosen),
             learning_rate=self.learning_rate,
         )
@@ -109,7 +110,14 @@ def train(options: TrainingOptions) -> str:
         raise FileExistsError(f"{target} exists: the run has ended. Give another directory.")
     options.directory.mkdir(parents=True, exist_ok=True)
     decoder, tokenizer = _model(options)
-    trainer = Trainer(decoder, adamw(config.learning_rate), config.policy_gradient.loss, plan, max_norm=config.max_norm)
+    trainer = Trainer(
+        decoder,
+        adamw(config.learning_rate),
+        config.policy_gradient.loss,
+        plan,
+        max_norm=config.max_norm,
+        distribution=config.distribution,
+    )
     origin = config.as_json() | {"model": models.digest(decoder, tokenizer), "dtype": options.dtype}
     with contextlib.ExitStack() as stack:
         state = stack.enter_context(RunState(options.directory / "states", origin))

@@ -9,6 +9,7 @@ from jaxtyping import DTypeLike
 
 from detjax.bench import presets
 from detjax.models import Decoder, GenerationDefaults, Tokenizer
+from detjax.options import Distribution
 from detjax.rl.characters import character_tokenizer
 from detjax.rl.losses import LogLikelihood
 from detjax.rl.microbatches import Layout
@@ -37,8 +38,12 @@ def policy(dtype: DTypeLike = jnp.bfloat16) -> Decoder:
     return decoder
 
 
-def trainer(layout: Layout, dtype: DTypeLike = jnp.bfloat16) -> Trainer:
-    return Trainer(policy(dtype), adamw(LEARNING_RATE), LogLikelihood(), Plan(layout))
+def trainer(
+    layout: Layout,
+    dtype: DTypeLike = jnp.bfloat16,
+    distribution: Distribution = Distribution(),  # noqa: B008
+) -> Trainer:
+    return Trainer(policy(dtype), adamw(LEARNING_RATE), LogLikelihood(), Plan(layout), distribution=distribution)
 
 
 def config(kind: str, steps: int) -> RunConfig:

@@ -16,6 +16,7 @@ import pytest
 import detjax
 from detjax.engine import Engine, SamplingParams
 from detjax.models import Decoder
+from detjax.options import Distribution
 from detjax.rl.divergence import divergence
 from detjax.rl.microbatches import Layout, Packed, Rows, Sample
 from detjax.rl.policy_gradient import PolicyGradient
@@ -69,6 +70,26 @@ def test_the_trainer_sees_the_samplers_bits_after_every_step(engine: Engine, lay
         report = trainer.step(samples_of(flat))
         # The forward pass of the step itself has these bits, too.
         assert [x.tobytes() for x in report.logprobs] == [x.tobytes() for x in by_trainer]
+
+
+@pytest.mark.parametrize(
+    "distribution",
+    [Distribution(0.6), Distribution(1.5, top_k=5), Distribution(1.0, top_p=0.7, min_p=0.05), Distribution(0.0)],
+    ids=["cool", "top-k", "top-p", "greedy"],
+)
+def test_the_trainer_sees_the_bits_of_the_distribution_that_was_drawn_from(
+    engine: Engine, distribution: Distribution
+) -> None:
+    trainer = policies.trainer(Packed(128), distribution=distribution)
+    engine.update_weights(trainer.params)
+    sampling = SamplingParams(12, n=3, sampling_logprobs=True, **dataclasses.asdict(distribution))
+    groups = rollouts(engine, PROMPTS, sampling, [seed_of(6, index) for index in range(len(PROMPTS))])
+    flat = [one for group in groups for one in group]
+    by_trainer = trainer.logprobs(samples_of(flat))
+    assert divergence([one.sampling_logprobs for one in flat], by_trainer).unequal_tokens == 0
+    report = trainer.step(samples_of(flat))
+    assert [x.tobytes() for x in report.logprobs] == [x.tobytes() for x in by_trainer]
+    assert (report.gradient_norm == 0) == (distribution.temperature == 0)
 
 
 def test_stock_numerics_differ_between_sampler_and_trainer() -> None:
@@ -164,7 +185,7 @@ def test_learning_from_rollouts_needs_an_engine() -> None:
 def test_weights_of_terms_come_from_advantages_corrections_and_lengths() -> None:
     def rollout(length: int, logprob: float) -> Rollout:
         logprobs = np.full(length, logprob, np.float32)
-        return Rollout(np.array([1], np.int32), np.zeros(length, np.int32), "", logprobs, logprobs[:0])
+        return Rollout(np.array([1], np.int32), np.zeros(length, np.int32), "", logprobs, logprobs)
 
     groups, rewards = [[rollout(1, -1.0), rollout(3, -1.0)]], np.array([[1.0, 0.0]])
     trainer = [np.full(1, -1.0, np.float32), np.full(3, 0.0, np.float32)]

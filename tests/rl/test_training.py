@@ -18,6 +18,7 @@ from flax import nnx
 import detjax
 from detjax import compilation, models
 from detjax.models.network import abstract, split
+from detjax.options import Distribution
 from detjax.rl.gradients import ShardTree, WeightSums, shard_bounds
 from detjax.rl.losses import ClippedRatio, LogLikelihood
 from detjax.rl.microbatches import Packed, Rows, Sample
@@ -127,7 +128,7 @@ def test_gradients_are_those_of_the_loss_as_it_is_written(loss: Any) -> None:
 
 def test_a_table_that_is_embedding_and_head_has_the_gradients_of_both() -> None:
     net, weights = network("qwen3, tied", "float32")
-    add, empty = _programs(net, LogLikelihood(), BASE)
+    add, empty = _programs(net, LogLikelihood(), BASE, Distribution())
     sums = empty(weights)
     for placed in BASE.layout.microbatches(BATCHES[0][:3]):
         sums, _ = add(weights, sums, jax.tree.map(lambda x: x[None], placed.arrays))
@@ -279,7 +280,7 @@ def test_sums_are_updated_where_they_lie_without_a_second_copy() -> None:
     net, weights = split(abstract(lambda: models.Decoder(config, rngs=nnx.Rngs(0), dtype="bfloat16")))
     weights = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights)
     plan = Plan(Rows(1, 16), shards=1)
-    add, empty = _programs(net, LogLikelihood(), plan)
+    add, empty = _programs(net, LogLikelihood(), plan, Distribution())
     sums = jax.eval_shape(empty, weights)
     microbatch = jax.tree.map(lambda x: x[None], plan.layout.empty())
     memory: Any = compilation.compiled(add, weights, sums, microbatch).memory_analysis()  # pyright: ignore

@@ -6,6 +6,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int
 
 from detjax import ops
 from detjax.models.parts.parameters import Tensors, random_weight
+from detjax.options import Distribution
 
 
 class Embedding(nnx.Module):
@@ -22,9 +23,11 @@ class Embedding(nnx.Module):
         """Returns the logit of each token for each hidden state."""
         return ops.matmul(hidden, self.weight[...], layout="nk", out_dtype=jnp.float32)
 
-    def logprobs(self, hidden: Float[Array, "*N D"], tokens: Int[Array, "*N"]) -> Float32[Array, "*N"]:
-        """Returns the logprob of a given token after each hidden state."""
-        return ops.token_logprobs(hidden, self.weight[...], tokens)
+    def logprobs(
+        self, hidden: Float[Array, "*N D"], tokens: Int[Array, "*N"], distribution: Distribution
+    ) -> Float32[Array, "*N"]:
+        """Returns the logprob of a given token after each hidden state, under a distribution."""
+        return ops.token_logprobs(hidden, self.weight[...], tokens, distribution=distribution)
 
     @property
     def tensors(self) -> dict[str, Tensors]:
