@@ -230,6 +230,8 @@ def backward(
     w: Array,
     bias: Array | None,
     dy: Array,
+    w_sum: Array | None = None,
+    bias_sum: Array | None = None,
     *,
     layout: WeightLayout,
     epilogue: Epilogue,
@@ -240,8 +242,14 @@ def backward(
     The gradient of the sums before the epilogue is rounded to x's dtype before it is multiplied.
 
     Raises:
-        NotImplementedError: a dtype is not one of `device.DTYPES`.
+        NotImplementedError: a dtype is not one of `device.DTYPES`, or a sum is given, which these kernels do not
+            continue.
     """
+    if w_sum is not None or bias_sum is not None:
+        raise NotImplementedError(
+            "matmul: an AccumulatedWeight on backend 'tpu'; accepted: plain weights. Take gradients of accumulated "
+            "weights on backend 'portable'."
+        )
     flat_x, flat_dy = flat_rows(x), flat_rows(dy)
     weights = [w] if w.ndim == 2 else [w[0], w[1]]
 

@@ -42,6 +42,8 @@ def backward(
     w: Array,
     bias: Array | None,
     dy: Array,
+    w_sum: Array | None = None,
+    bias_sum: Array | None = None,
     *,
     layout: WeightLayout,
     epilogue: Epilogue,
@@ -57,8 +59,14 @@ def backward(
     each in one float32 accumulator that is rounded once.
 
     Raises:
-        NotImplementedError: the matrix unit does not take x's dtype.
+        NotImplementedError: the matrix unit does not take x's dtype, or a sum is given, which these kernels do not
+            continue.
     """
+    if w_sum is not None or bias_sum is not None:
+        raise NotImplementedError(
+            "matmul: an AccumulatedWeight on backend 'hopper'; accepted: plain weights. Take gradients of accumulated "
+            "weights on backend 'portable'."
+        )
     flat_x = flat_rows(x)
     halves = [w] if w.ndim == 2 else [w[0], w[1]]
     dz = _accumulator_gradient(flat_x, halves, bias, flat_rows(dy), layout=layout, epilogue=epilogue)
