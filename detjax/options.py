@@ -1,7 +1,7 @@
 """Options of operations, as the ops hand them to the kernels of every backend."""
 
 import dataclasses
-from typing import Literal
+from typing import Final, Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
@@ -38,6 +38,10 @@ class Distribution:
     def is_model(self) -> bool:
         """Whether it is the model's own distribution."""
         return self.temperature == 1 and not self.filtered
+
+
+MODEL_DISTRIBUTION: Final = Distribution()
+"""The distribution that a model's logits give without temperature and filters."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,13 +20,10 @@ from detjax.models.network import Network, Weights, split
 from detjax.models.parts.embedding import Embedding
 from detjax.models.parts.norm import RMSNorm
 from detjax.models.parts.state import StateSize
-from detjax.options import Distribution, KVQuantization
+from detjax.options import MODEL_DISTRIBUTION, Distribution, KVQuantization
 
 if TYPE_CHECKING:
     from detjax.models.generation_defaults import GenerationDefaults
-
-
-_MODEL: Final = Distribution()
 
 
 class Decoder(nnx.Module):
@@ -132,7 +129,7 @@ class Decoder(nnx.Module):
         return self._head.logits(hidden)
 
     def logprobs(
-        self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"], distribution: Distribution = _MODEL
+        self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"], distribution: Distribution = MODEL_DISTRIBUTION
     ) -> Float32[Array, "*B"]:
         """Returns the logprobs of given tokens after hidden states: the bits that an engine reports for them.
 

@@ -16,13 +16,12 @@ from detjax.ops.checks import check_dtype, check_integers, check_not_empty, chec
 from detjax.ops.matmul import matmul
 from detjax.ops.sampling import filter_logits, sampling_logprobs
 from detjax.ops.softmax import log_softmax
-from detjax.options import Distribution
+from detjax.options import MODEL_DISTRIBUTION, Distribution
 from detjax.rounding import rounded
 from detjax.sampling_arrays import SamplingArrays
 
 CHUNK: Final = 1024
 """The tokens whose logits exist at the same time, by default."""
-_MODEL: Final = Distribution()
 
 
 @compilation.jit(static_argnames=("distribution", "chunk"))
@@ -31,7 +30,7 @@ def token_logprobs(
     head: Weight,
     tokens: Int[Array, "*B"],
     *,
-    distribution: Distribution = _MODEL,
+    distribution: Distribution = MODEL_DISTRIBUTION,
     chunk: int = CHUNK,
 ) -> Float32[Array, "*B"]:
     """Returns the logprob of a given token after each hidden state.

@@ -2,8 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,8 @@ from detjax.accumulated_weight import AccumulatedWeight
 from detjax.contract import ACCUMULATOR
 from detjax.models import Decoder
 from detjax.models.network import Network, Weights
-from detjax.options import Distribution
+from detjax.options import MODEL_DISTRIBUTION, Distribution
 from detjax.rl.microbatches import Microbatch
-
-_MODEL: Final = Distribution()
 
 type Loss = Callable[[Array, Microbatch], Array]
 """The gradient of a loss with regard to logprobs, given the logprob of each target; see `detjax.rl.losses`."""
@@ -61,7 +59,7 @@ def next_sums(
     sums: Sums,
     microbatch: Microbatch,
     loss: Loss,
-    distribution: Distribution = _MODEL,
+    distribution: Distribution = MODEL_DISTRIBUTION,
     *,
     rematerialized: bool = False,
 ) -> tuple[Sums, Float32[Array, "*N"]]:
@@ -119,35 +117,7 @@ def _added(left: Sums, right: Sums) -> Sums:
     return jax.tree.map(jnp.add, left, right)
 
 
-def gradients(sums: Sums) -> tuple[Float32[Array, "..."], ...]:
-    """Returns the gradient of each weight: that of a table which is also a head adds its two sums."""
-
-    def gradient(total: WeightSums) -> Array:
-        products, lookups = total
-        if products is None or lookups is None:
-            one = lookups if products is None else products
-            assert one is not None
-            return one
-        return products + lookups
-
-    return tuple(map(gradient, sums))
-
-
 def shard_bounds(sequences: int, shards: int) -> list[tuple[int, int]]:
     """Returns the first sequence of each shard, and the one after its last."""
     bounds = [shard * sequences // shards for shard in range(shards + 1)]
     return list(itertools.pairwise(bounds))
-
-
-def sum_of_shards(shards: Iterable[Sequence[Microbatch]], empty: Callable[[], Sums], add: Callable[..., Sums]) -> Sums:
-    """Returns the sums of all shards.
-
-    Args:
-        shards: the microbatches of each shard, in order.
-        empty: makes sums of zeros.
-        add: returns sums with a microbatch's gradients.
-    """
-    tree = ShardTree()
-    for microbatches in shards:
-        tree.add(functools.reduce(add, microbatches, empty()))
-    return tree.total()

@@ -104,8 +104,13 @@ def global_norm(gradients: PyTree[Float32[Array, "..."]], slices: int) -> Float3
         gradients: float32 arrays.
         slices: the run's shards, so that as many devices can add slices of their own.
     """
-    leaves = [sum(slice_squares(leaf, slices)) for leaf in jax.tree.leaves(gradients)]
-    return jnp.sqrt(lax.optimization_barrier(functools.reduce(jnp.add, leaves)))
+    return norm_of_slices(jnp.stack([jnp.stack(slice_squares(leaf, slices)) for leaf in jax.tree.leaves(gradients)]))
+
+
+def norm_of_slices(squares: Float32[Array, "leaves slices"]) -> Float32[Array, ""]:
+    """Returns the root of the sum of all slices' squares: each leaf's slices in order, then the leaves in order."""
+    leaves = functools.reduce(jnp.add, list(squares.T))
+    return jnp.sqrt(lax.optimization_barrier(functools.reduce(jnp.add, list(leaves))))
 
 
 def slice_squares(leaf: Float[Array, "..."], slices: int) -> list[Float32[Array, ""]]:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,12 +12,10 @@ from jaxtyping import Array, Float32, PyTree
 from detjax import compilation
 from detjax.models import Decoder
 from detjax.models.network import Network, Weights, split
-from detjax.options import Distribution
+from detjax.options import MODEL_DISTRIBUTION, Distribution
 from detjax.rl.gradients import Loss, completion_logprobs
 from detjax.rl.microbatches import Microbatch, Sample, logprobs_by_sequence
 from detjax.rl.training import Plan, TrainState, batch_gradients, initial_state, placed_state, update, weights_of
-
-_MODEL: Final = Distribution()
 
 
 class StepReport(NamedTuple):
@@ -65,7 +63,7 @@ class Trainer:
         plan: Plan,
         *,
         max_norm: float | None = 1.0,
-        distribution: Distribution = _MODEL,
+        distribution: Distribution = MODEL_DISTRIBUTION,
     ) -> None:
         """A trainer that begins with a model's weights.
 

@@ -22,17 +22,15 @@ from detjax.contract import ACCUMULATOR, GRADIENT_SHARDS, LANES
 from detjax.models import Decoder
 from detjax.models.network import Network, Weights
 from detjax.numerics import round_up
-from detjax.options import Distribution
+from detjax.options import MODEL_DISTRIBUTION, Distribution
 from detjax.portable.elements import map_elements
 from detjax.rl.gradients import Loss, ShardTree, Sums, WeightSums, empty_sums, next_sums, shard_bounds
 from detjax.rl.microbatches import Layout, Microbatch, Sample, logprobs_by_sequence
-from detjax.rl.optimizers import slice_squares
+from detjax.rl.optimizers import norm_of_slices, slice_squares
 from detjax.rounding import rounded
 
 AXIS: Final = "data"
 """The axis of the mesh whose devices share a batch."""
-
-_MODEL: Final = Distribution()
 
 type Flat = Float32[Array, "n"]
 """A weight's elements as one row, with zeros behind them up to a multiple of `shards * contract.LANES`."""
@@ -115,7 +113,7 @@ def batch_gradients(
     samples: Sequence[Sample],
     loss: Loss,
     plan: Plan,
-    distribution: Distribution = _MODEL,
+    distribution: Distribution = MODEL_DISTRIBUTION,
 ) -> BatchGradients:
     """Returns the gradients of a batch's loss with regard to the weights.
 
@@ -242,7 +240,7 @@ def _update_program(
         if plan.is_sharded:
             # Every device has some slices of each leaf.
             slices = jax.lax.all_gather(slices, AXIS, axis=1, tiled=True)
-        norm = _root_of_sum(slices)
+        norm = norm_of_slices(slices)
         if max_norm is not None:
             scale = jax.lax.optimization_barrier(jnp.float32(max_norm) / jnp.maximum(norm, jnp.float32(max_norm)))
             gradients = tuple(map_elements(lambda g, s: g * s, leaf, scalars=(scale,)) for leaf in gradients)
@@ -258,13 +256,6 @@ def _update_program(
         type(example.optimizer)(P(), *jax.tree.map(lambda _: leaf, tuple(example.optimizer)[1:])),
     )
     return compilation.jit(_on_devices(plan, step, (specs, leaf), (specs, P())), donate_argnums=0)
-
-
-def _root_of_sum(slices: Float32[Array, "leaves shards"]) -> Float32[Array, ""]:
-    """The root of the sum of all slices, each leaf's in order, and then the leaves in order."""
-    columns = [slices[:, shard] for shard in range(slices.shape[1])]
-    leaves = functools.reduce(jnp.add, columns)
-    return jnp.sqrt(jax.lax.optimization_barrier(functools.reduce(jnp.add, list(leaves))))
 
 
 def weights_of(state: TrainState, like: Weights, plan: Plan) -> Weights:
