@@ -1,7 +1,7 @@
 """RMS norm on Hopper GPUs (Mosaic GPU): a row stays in the registers of its threads from its only read to its write.
 
 The kernel is as fast as memory: a CTA is one warpgroup that loads all its rows before it adds, and uses few enough
-registers that several CTAs of a multiprocessor overlap. The gradients are the portable backend's.
+registers that several CTAs of a multiprocessor overlap. `norm_gradient` has the gradients.
 """
 
 import dataclasses
@@ -16,14 +16,11 @@ from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
 from detjax.numerics import ceil_div, flat_rows, round_up
-from detjax.pallas.hopper import device
+from detjax.pallas.hopper import device, norm_gradient
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.rows import broadcast, layout, rounded_squares, row_sums
-from detjax.portable import norm as portable
 
-# XLA has nothing to choose in the portable gradients: their row sums are the contract's, all other arithmetic is on
-# single elements, and the tiles have one shape.
-backward = portable.backward
+backward = norm_gradient.backward
 
 BYTES_IN_FLIGHT: Final = 8192
 """Bytes of x that a CTA loads at once if there are enough rows: 4 MB over the device, bandwidth times latency."""

@@ -1,12 +1,16 @@
 """Helpers of the Hopper kernels' tests: random arrays, Pallas' interpreter, and lowering for CUDA."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu import primitives  # JAX has no public names for these
+from jax._src.state.primitives import ref_set
 
 
 def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
@@ -14,9 +18,17 @@ def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(jnp.dtype(dtype))
 
 
+@contextlib.contextmanager
+def kernels_interpreted() -> Iterator[None]:
+    """Kernels run in Pallas' interpreter. It learns to write to the matrix unit's accumulators."""
+    with plgpu.force_gpu_interpret_mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(primitives, "wgmma_accumulator_store", lambda ref, value: ref_set(ref, ..., value))
+        yield
+
+
 def interpreted(fn: Callable[..., Any], *args: Any) -> Any:
     """The result of `fn`, its kernels interpreted, as NumPy arrays."""
-    with plgpu.force_gpu_interpret_mode():
+    with kernels_interpreted():
         return jax.tree.map(np.asarray, jax.jit(fn)(*args))
 
 

@@ -3,8 +3,6 @@
 `kernel.py` has the kernel, `plan.py` its schedules and `tuning.py` the choice of a schedule.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
@@ -13,6 +11,7 @@ from detjax.contract import ACCUMULATOR
 from detjax.numerics import activated, flat_rows, parts
 from detjax.options import Epilogue, WeightLayout
 from detjax.pallas.hopper.matmul.kernel import Operands, product
+from detjax.pallas.hopper.token_sums import token_sums
 from detjax.rounding import rounded
 
 
@@ -48,25 +47,19 @@ def backward(
     layout: WeightLayout,
     epilogue: Epilogue,
 ) -> tuple[Array, Array, Array | None]:
-    """Gradients of x, w and bias.
+    """Gradients of x, w and bias; instead of those of w and bias, their next sums if they have sums.
 
     With z = x @ w + bias and y = epilogue(z), dz is the gradient of z, rounded to x's dtype. Then
 
         dx[m, k]    = sum over n ascending (gate's, then up's) of dz[m, n] * w[k, n]
         dw[k, n]    = sum over tokens m ascending of x[m, k] * dz[m, n]
-        dbias[n]    = sum over tokens m ascending of dz[m, n]
+        dbias[n]    = sum over tokens m ascending of dz[m, n], see `token_sums`
 
-    each in one float32 accumulator that is rounded once.
+    each in one float32 accumulator that is rounded once. A sum goes on in float32 where it ended, and is not rounded.
 
     Raises:
-        NotImplementedError: the matrix unit does not take x's dtype, or a sum is given, which these kernels do not
-            continue.
+        NotImplementedError: the matrix unit does not take x's dtype.
     """
-    if w_sum is not None or bias_sum is not None:
-        raise NotImplementedError(
-            "matmul: an AccumulatedWeight on backend 'hopper'; accepted: plain weights. Take gradients of accumulated "
-            "weights on backend 'portable'."
-        )
     flat_x = flat_rows(x)
     halves = [w] if w.ndim == 2 else [w[0], w[1]]
     dz = _accumulator_gradient(flat_x, halves, bias, flat_rows(dy), layout=layout, epilogue=epilogue)
@@ -75,15 +68,22 @@ def backward(
     joined = w.reshape(-1, w.shape[-1]) if layout == "nk" else jnp.concatenate(halves, axis=1)
     dx = _plain(dz, joined, layout="kn" if layout == "nk" else "nk", out_dtype=x.dtype)
 
-    over_tokens = functools.partial(_plain, token_layout="km", layout="kn")
+    def over_tokens(x: Array, w: Array, start: Array | None) -> Array:
+        out_dtype = x.dtype if start is None else start.dtype
+        operands = Operands(x, w, start=start)
+        return product(operands, token_layout="km", layout="kn", epilogue=Epilogue(), out_dtype=out_dtype)
+
     if layout == "nk":
-        dw = over_tokens(dz, flat_x, out_dtype=w.dtype)
+        dw = over_tokens(dz, flat_x, None if w_sum is None else w_sum.reshape(joined.shape))
     else:
-        dw = jnp.stack([over_tokens(flat_x, part, out_dtype=w.dtype) for part in jnp.split(dz, len(halves), axis=1)])
+        parts_of_dz = jnp.split(dz, len(halves), axis=1)
+        sums = [None] * len(halves) if w_sum is None else list(w_sum.reshape(len(halves), *halves[0].shape))
+        dw = jnp.stack([over_tokens(flat_x, *pair) for pair in zip(parts_of_dz, sums, strict=True)])
     dbias = None
     if bias is not None:
-        ones = jnp.ones((flat_x.shape[0], 8), x.dtype)
-        dbias = over_tokens(dz, ones, out_dtype=bias.dtype)[:, 0].reshape(bias.shape)
+        start = jnp.zeros(bias.size, ACCUMULATOR) if bias_sum is None else bias_sum.reshape(-1)
+        dbias = token_sums(start, dz).reshape(bias.shape)
+        dbias = rounded(dbias, bias.dtype) if bias_sum is None else dbias
     return dx.reshape(x.shape), dw.reshape(w.shape), dbias
 
 

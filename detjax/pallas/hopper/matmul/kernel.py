@@ -48,6 +48,8 @@ class Operands(NamedTuple):
     """`[N]`, or `[2, N]` if gated."""
     residual: Any = None
     """`[M, N]`."""
+    start: Any = None
+    """`[M, N]` float32, what the accumulators begin with; None: zeros."""
 
 
 def product(
@@ -61,11 +63,14 @@ def product(
 ) -> Array:
     """`[M, N]`: the epilogue of `x @ w`, computed by the schedule given or by the default one.
 
+    Accumulators that begin with sums end as their next values, without an epilogue. Where the program may overwrite the
+    sums, because they were donated to it, they are written in place.
+
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
         ValueError: the schedule does not fit.
     """
-    x, w, bias, residual = operands
+    x, w, bias, residual, start = operands
     if str(x.dtype) not in DTYPES:
         raise NotImplementedError(
             f"matmul: x has dtype {x.dtype} on {backends.device_name()}; accepted by the backend 'hopper': "
@@ -85,6 +90,7 @@ def product(
         None if bias is None else bias.dtype,
         token_layout,
         layout,
+        start is not None,
     ).addressable
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
@@ -96,7 +102,13 @@ def product(
         arrays.append(_padded(bias.reshape(parts, n), (parts, problem.n)))
     if residual is not None:
         arrays.append(_padded(residual, (problem.m, problem.n)))
-    return _kernel(Plan(problem, schedule), epilogue)(*arrays)[:m, :n]
+    kernel = _kernel(Plan(problem, schedule), epilogue)
+    if start is None:
+        return kernel(*arrays)[:m, :n]
+    assert epilogue == Epilogue() and bias is None and residual is None and problem.out_dtype == ACCUMULATOR
+    sums = jax.new_ref(_padded(start, (problem.m, problem.n)))
+    kernel(*arrays, sums)
+    return jax.freeze(sums)[:m, :n]
 
 
 def _padded(array: Array, shape: tuple[int, ...]) -> Array:
@@ -105,7 +117,7 @@ def _padded(array: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., Array]:
-    """The kernel of `x, w, bias?, residual? -> y`."""
+    """The kernel of `x, w, bias?, residual? -> y`, or of `x, w, y`, which begins with y's sums and overwrites them."""
     problem, schedule = plan.problem, plan.schedule
 
     def body(*refs: Any, **scratch: Any) -> None:
@@ -116,7 +128,7 @@ def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., Array]:
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype),
+        out_type=() if problem.continues else jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype),
         grid=(plan.clusters,),
         grid_names=("cluster",),
         cluster=(schedule.cluster_m, schedule.cluster_n),
@@ -307,17 +319,25 @@ class _Cta:
             m, n = (m, n + first) if plan.weights_on_rows else (m + first, n)
             output = _Output(self, m, n)
             output.prefetch()
-            output.store(self.accumulate(tile))
+            output.store(self.accumulate(tile, output.sums()))
 
         plgpu.wait_smem_to_gmem(0)
 
-    def accumulate(self, tile: Array) -> list[Array]:
-        """The accumulators of this warpgroup, `[rows, columns]` float32: one, or gate's and up's."""
+    def accumulate(self, tile: Array, start: Array | None) -> list[Array]:
+        """The accumulators of this warpgroup, `[rows, columns]` float32: one, or gate's and up's.
+
+        Args:
+            tile: the index of the tile among the CTA's.
+            start: what the only accumulator begins with; None: zeros.
+        """
         plan, parts = self.plan, self.plan.problem.parts
         loaded, consumed = self.scratch.loaded, self.scratch.consumed
         warpgroup = lax.axis_index("warpgroup")
 
         def add_all(*sums: Any) -> tuple[Array, ...]:
+            if start is not None:
+                sums[0][...] = start
+
             @pl.loop(0, plan.k_steps)
             def _(k_step: Array) -> None:
                 step = tile * plan.k_steps + k_step
@@ -381,6 +401,14 @@ class _Output:
         if self.residual is not None:
             for chunk in range(plan.slots):
                 self._load_residual(chunk)
+
+    def sums(self) -> Array | None:
+        """What the accumulator begins with, from device memory; None: zeros."""
+        plan = self.plan
+        if not plan.problem.continues:
+            return None
+        tile = self.y.at[pl.ds(self.m, plan.rows), pl.ds(self.n, plan.columns)]
+        return plgpu.load(tile, layout=plgpu.Layout.WGMMA, optimized=False)
 
     def store(self, sums: Sequence[Array]) -> None:
         """Applies the epilogue and starts the result's copies to device memory."""

@@ -51,6 +51,8 @@ class Problem:
     """Axes of the tokens in memory; "km", K first, in weight gradients."""
     layout: WeightLayout = "nk"
     """Axes of the weights in memory."""
+    continues: bool = False
+    """Whether the result holds sums already, which the accumulators begin with."""
 
     @property
     def addressable(self) -> "Problem":
@@ -301,6 +303,13 @@ class Plan:
             or (s.tile_m == 8 and s.cluster_m == 1),
             "tiles of a cluster within up to 64 outputs": self.problem.n > 64
             or s.tile_n * s.cluster_n <= self.problem.n,
+            # Threads read the sums themselves, where the copy engine would leave out what lies beyond the array.
+            "tokens on the rows and clusters that divide the sums": not self.problem.continues
+            or not (
+                self.weights_on_rows
+                or self.problem.m % (s.tile_m * s.cluster_m)
+                or self.problem.n % (s.tile_n * s.cluster_n)
+            ),
             "shared operands in equal groups of 8 rows": row_groups % max(1, self.rows_shared_by) == 0
             and column_groups % max(1, self.columns_shared_by) == 0,
         }

@@ -1,0 +1,144 @@
+"""Sums of rows over tokens on Hopper GPUs (Mosaic GPU): the gradients of biases and of norms' weights.
+
+`WEIGHT_GRADIENT_TOKENS` rows make a step. A first kernel adds the rows of each step left to right, as many steps at the
+same time as there is room for. A second one adds the steps to the sum, one after the other: that chain is the only
+thing that must wait for itself, so a CTA takes few columns, and the copy engine brings their steps.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from detjax.contract import ACCUMULATOR, LANE_GROUP, WEIGHT_GRADIENT_TOKENS
+from detjax.numerics import ceil_div, round_up
+from detjax.pallas.hopper.device import WARP, WARPGROUP
+from detjax.pallas.hopper.rows import broadcast, layout
+
+CHAIN_COLUMNS: Final = 32
+"""Columns of a CTA that adds steps to the sum: a line of 128 bytes of each step."""
+
+CHAIN_STEPS: Final = 64
+"""Steps that one copy brings to it."""
+
+CHAIN_SLOTS: Final = 4
+"""Copies that it has under way or waiting."""
+
+COLUMN_UNIT: Final = 16
+"""Rows are filled up to a multiple of so many columns, and beyond 128 columns to a multiple of 128."""
+
+type Term = Callable[..., Array]
+"""A function of pieces of rows, float32, and of factors of these rows, which gives the piece that is added."""
+
+
+def token_sums(start: Array, *rows: Array, factors: Sequence[Array] = (), term: Term | None = None) -> Array:
+    """Returns float32 `[D]`: `start` plus the terms of all rows, in the contract's order.
+
+    Args:
+        start: what the sum begins with, float32 `[D]`.
+        rows: arrays `[M, D]` of which a term is made.
+        factors: arrays `[M]` of which it is made, too.
+        term: the term of a row, of float32 arrays of equal shapes in this order; default: the only array itself. A row
+            of zeros must give zeros. Products are rounded before they are added.
+    """
+    width, count = rows[0].shape[1], rows[0].shape[0]
+    columns = _padded_columns(width)
+    steps = ceil_div(count, WEIGHT_GRADIENT_TOKENS)
+    missing = steps * WEIGHT_GRADIENT_TOKENS - count
+
+    def in_steps(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, missing), *(((0, columns - width),) * (x.ndim - 1))))
+        return padded.reshape(steps, WEIGHT_GRADIENT_TOKENS, *padded.shape[1:])
+
+    of_steps = _step_sums([in_steps(x) for x in rows], [in_steps(x) for x in factors], term or (lambda row: row))
+    return _chain(jnp.pad(start, (0, columns - width)), of_steps)[:width]
+
+
+def _padded_columns(width: int) -> int:
+    return round_up(width, COLUMN_UNIT if width <= WARPGROUP else WARPGROUP)
+
+
+def _step_sums(rows: Sequence[Array], factors: Sequence[Array], term: Term) -> Array:
+    """The sum of each step's terms, `[steps, D]` float32, of arrays `[steps, tokens, D]` and `[steps, tokens]`."""
+    steps, tokens, width = rows[0].shape
+    threads = math.gcd(WARP, width // LANE_GROUP)
+    columns = LANE_GROUP * threads
+    together = min(WARPGROUP // threads, 1 << (steps.bit_length() - 1))
+    pieces = layout(together, threads)
+
+    def body(*refs: Any) -> None:
+        *arrays, out = refs
+        # The last CTA moves up to whole steps: two CTAs then write the same bits to some.
+        first = jnp.minimum(lax.axis_index("step") * together, steps - together)
+        here, across = pl.ds(first, together), pl.ds(lax.axis_index("column") * columns, columns)
+
+        def load(ref: Any, token: int) -> Array:
+            if ref.ndim == 3:
+                return plgpu.load(ref.at[here, token, across], layout=pieces, optimized=False).astype(ACCUMULATOR)
+            factor = plgpu.load(ref.at[here, token], layout=pieces.reduce(1), optimized=False)
+            return broadcast(factor.astype(ACCUMULATOR), (together, columns), 0, pieces)
+
+        # The barrier has products rounded before they are added.
+        terms = lax.optimization_barrier([term(*(load(ref, token) for ref in arrays)) for token in range(tokens)])
+        out[here, across] = functools.reduce(jnp.add, terms)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((steps, width), ACCUMULATOR),
+        grid=(ceil_div(steps, together), width // columns),
+        grid_names=("step", "column"),
+        kernel_name="token_sums_of_steps",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )(*rows, *factors)
+
+
+def _chain(start: Array, of_steps: Array) -> Array:
+    """`start [D]` plus the rows of `of_steps [steps, D]`, one after the other."""
+    steps, width = of_steps.shape
+    columns = math.gcd(CHAIN_COLUMNS, width)
+    copies = ceil_div(steps, CHAIN_STEPS)
+    slots = min(CHAIN_SLOTS, copies)
+    piece = layout(1, columns // LANE_GROUP)
+
+    def body(start_ref: Any, steps_ref: Any, out_ref: Any, ring: Any, loaded: Any) -> None:
+        across = pl.ds(lax.axis_index("column") * columns, columns)
+
+        def load(copy: Any) -> None:
+            slot = lax.rem(copy, jnp.int32(slots))
+            source = steps_ref.at[pl.ds(copy * CHAIN_STEPS, CHAIN_STEPS), across]
+            plgpu.copy_gmem_to_smem(source, ring.at[slot], loaded.at[slot])
+
+        def add(copy: Array, total: Array) -> Array:
+            slot = lax.rem(copy, jnp.int32(slots))
+            plgpu.barrier_wait(loaded.at[slot])
+            for step in range(CHAIN_STEPS):
+                total = total + plgpu.load(ring.at[slot, pl.ds(step, 1)], layout=piece, optimized=False)
+            pl.when(copy + slots < copies)(lambda: load(copy + slots))
+            return total
+
+        for copy in range(slots):
+            load(jnp.int32(copy))
+        first = plgpu.load(start_ref.at[pl.ds(0, 1), across], layout=piece, optimized=False)
+        # What the last copy finds behind the last step are zeros, which change no sum.
+        out_ref[pl.ds(0, 1), across] = lax.fori_loop(0, copies, add, first)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((1, width), ACCUMULATOR),
+        scratch_types=[
+            plgpu.SMEM((slots, CHAIN_STEPS, columns), ACCUMULATOR),
+            plgpu.Barrier(num_arrivals=1, num_barriers=slots),
+        ],
+        grid=(width // columns,),
+        grid_names=("column",),
+        kernel_name="token_sums",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(start[None], of_steps)[0]
