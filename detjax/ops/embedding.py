@@ -14,7 +14,7 @@ _EMBED = Operation(
     "embed",
     {
         "portable": "detjax.portable.embedding",
-        "hopper": "detjax.portable.embedding",  # A gather adds nothing, so the chips need no kernels of their own.
+        "hopper": "detjax.pallas.hopper.embedding",
         "tpu": "detjax.portable.embedding",
         "stock": "detjax.stock.embedding",
     },

@@ -43,6 +43,16 @@ def log_softmax(x: Float[Array, "*B V"]) -> Float32[Array, "*B V"]:
     return _LOG_SOFTMAX.call(_log_softmax, x)
 
 
+def log_softmax_statistics(x: Float[Array, "*B V"]) -> tuple[Float32[Array, "*B"], Float32[Array, "*B"]] | None:
+    """Returns what `log_softmax` subtracts from a row's elements, one after the other, where a backend can say so.
+
+    Then `rn(rn(x - first) - second)` has the bits of `log_softmax` on single elements, and the arithmetic of single
+    elements has the same bits everywhere. None: neither is known.
+    """
+    module = _LOG_SOFTMAX.module()
+    return module.log_softmax_statistics(x) if hasattr(module, "log_softmax_statistics") else None
+
+
 @compilation.jit
 def logsumexp(x: Float[Array, "*B V"]) -> Float32[Array, "*B"]:
     """Returns `log(sum(exp(x)))` over the last axis, float32.

@@ -1,7 +1,7 @@
 """The logprobs of given tokens after hidden states, without ever holding the logits of all of them."""
 
 import functools
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from detjax.numerics import LOWEST, ceil_div, flat_rows, round_up
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.matmul import matmul
 from detjax.ops.sampling import filter_logits, sampling_logprobs
-from detjax.ops.softmax import log_softmax
+from detjax.ops.softmax import log_softmax, log_softmax_statistics
 from detjax.options import MODEL_DISTRIBUTION, Distribution
 from detjax.rounding import rounded
 from detjax.sampling_arrays import SamplingArrays
@@ -74,20 +74,35 @@ def token_logprobs(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _token_logprobs(hidden: Array, head: Weight, tokens: Array, size: int, distribution: Distribution) -> Array:
-    value, _ = value_and_sum(head)
-
-    def logprobs(rows: tuple[Array, ...]) -> Array:
-        hidden, tokens = rows
-        return _logprobs(hidden, value, tokens, distribution)
-
-    return lax.map(logprobs, _chunks(size, hidden, tokens)).reshape(-1)
+    return _forward(hidden, head, tokens, size, distribution)[0]
 
 
-def _logprobs(hidden: Array, head: Weight, tokens: Array, distribution: Distribution) -> Array:
-    logits = matmul(hidden, head, layout="nk", out_dtype=ACCUMULATOR)
+def _logits(hidden: Array, head: Weight) -> Array:
+    return matmul(hidden, head, layout="nk", out_dtype=ACCUMULATOR)
+
+
+def _logprobs(logits: Array, tokens: Array, distribution: Distribution) -> Array:
     if distribution.is_model:
         return _at(tokens, log_softmax(logits))
     return _drawn_logprobs(logits, tokens, distribution)
+
+
+class _Statistics(NamedTuple):
+    """What log-softmax subtracts from the logits of each token, with which a gradient needs no sum of a row."""
+
+    first: Float32[Array, "N"]
+    second: Float32[Array, "N"]
+
+    def log_softmax(self, logits: Array) -> Array:
+        """Returns log-softmax of logits `[N, n]`, some of those of each token, in its bits."""
+        return (logits - self.first[:, None]) - self.second[:, None]
+
+    def gradient(self, logits: Array, tokens: Array, gradients: Array) -> Array:
+        """Returns the gradient of logits `[N, V]` from those of the tokens' logprobs."""
+        is_token = jnp.arange(logits.shape[1], dtype=tokens.dtype)[None] == tokens[:, None]
+        # The maximum with the lowest number keeps the product from being fused with the subtraction.
+        share = jnp.maximum(jnp.exp(self.log_softmax(logits)) * gradients[:, None], LOWEST)
+        return jnp.where(is_token, gradients[:, None], 0.0) - share
 
 
 def _at(tokens: Array, rows: Array) -> Array:
@@ -131,27 +146,41 @@ def _arrays(rows: int, distribution: Distribution) -> SamplingArrays:
 
 def _forward(
     hidden: Array, head: Weight, tokens: Array, size: int, distribution: Distribution
-) -> tuple[Array, tuple[Array, Weight, Array]]:
-    return _token_logprobs(hidden, head, tokens, size, distribution), (hidden, head, tokens)
+) -> tuple[Array, tuple[Array, Weight, Array, _Statistics | None]]:
+    value, _ = value_and_sum(head)
+
+    def logprobs(rows: tuple[Array, ...]) -> tuple[Array, _Statistics | None]:
+        hidden, tokens = rows
+        logits = _logits(hidden, value)
+        pair = log_softmax_statistics(logits) if distribution.is_model else None
+        if pair is None:
+            return _logprobs(logits, tokens, distribution), None
+        statistics = _Statistics(*pair)
+        return statistics.log_softmax(_at(tokens, logits)[:, None])[:, 0], statistics
+
+    chunks = lax.map(logprobs, _chunks(size, hidden, tokens))
+    result, statistics = jax.tree.map(lambda x: x.reshape(-1), chunks)
+    return result, (hidden, head, tokens, statistics)
 
 
 def _backward(
-    size: int, distribution: Distribution, saved: tuple[Array, Weight, Array], gradients: Array
+    size: int, distribution: Distribution, saved: tuple[Array, Weight, Array, _Statistics | None], gradients: Array
 ) -> tuple[Array, Weight, None]:
-    hidden, head, tokens = saved
+    hidden, head, tokens, statistics = saved
     value, start = value_and_sum(head)
     total = jnp.zeros(value.shape, ACCUMULATOR) if start is None else start
 
-    def add(total: Array, rows: tuple[Array, ...]) -> tuple[Array, Array]:
-        hidden, tokens, gradients = rows
-
-        def recomputed(hidden: Array, total: Array) -> Array:
-            return _logprobs(hidden, AccumulatedWeight(value, total), tokens, distribution)
-
-        dhidden, total = jax.vjp(recomputed, hidden, total)[1](gradients)
+    def add(total: Array, rows: tuple[Any, ...]) -> tuple[Array, Array]:
+        hidden, tokens, gradients, *numbers = rows
+        logits, pullback = jax.vjp(lambda *x: _logits(x[0], AccumulatedWeight(value, x[1])), hidden, total)
+        if numbers:
+            dlogits = _Statistics(*numbers).gradient(logits, tokens, gradients)
+        else:
+            (dlogits,) = jax.vjp(lambda logits: _logprobs(logits, tokens, distribution), logits)[1](gradients)
+        dhidden, total = pullback(dlogits)
         return total, dhidden
 
-    total, dhidden = lax.scan(add, total, _chunks(size, hidden, tokens, gradients))
+    total, dhidden = lax.scan(add, total, _chunks(size, hidden, tokens, gradients, *(statistics or ())))
     dhidden = dhidden.reshape(hidden.shape)
     if not isinstance(head, AccumulatedWeight):
         return dhidden, rounded(total, value.dtype), None

@@ -1,5 +1,6 @@
-"""Functions of single elements, whose bits depend on neither the arrays' shapes nor the program around them."""
+"""Functions of single elements, and sums of squares, in plain JAX: no bit depends on shapes or the program around."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -8,8 +9,9 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from detjax import backends
-from detjax.contract import LANES
-from detjax.portable.tiles import map_rows
+from detjax.contract import LANES, PORTABLE_ROWS
+from detjax.numerics import round_up
+from detjax.portable.tiles import fold_rows, map_rows, row_sum
 
 
 def map_elements(fn: Callable[..., PyTree[Array]], *arrays: Array, scalars: Sequence[Array] = ()) -> PyTree[Array]:
@@ -35,3 +37,20 @@ def map_elements(fn: Callable[..., PyTree[Array]], *arrays: Array, scalars: Sequ
     results = map_rows(lambda rows, scalars: fn(*rows, *scalars), tuple(map(as_rows, arrays)), tuple(scalars))
     size = arrays[0].size
     return jax.tree.map(lambda x: x.reshape(-1)[:size].reshape(shape), results)
+
+
+def slice_squares(leaf: Array, slices: int) -> Array:
+    """Returns `[slices]` float32, the sum of the squares of each slice of an array; see `detjax.ops.elements`."""
+    flat = leaf.reshape(-1)
+    flat = jnp.pad(flat, (0, round_up(flat.size, slices * LANES) - flat.size))
+    return lax.map(_sum_of_squares, flat.reshape(slices, -1, LANES))
+
+
+def _sum_of_squares(rows: Array) -> Array:
+    """The sum of the squares of rows `[M, LANES]`, added row by row."""
+
+    def add(carry: Array, rows: Array, _: None) -> Array:
+        sums = row_sum(rows * rows)[:, 0]
+        return functools.reduce(jnp.add, [sums[row] for row in range(PORTABLE_ROWS)], carry)
+
+    return fold_rows(add, jnp.float32(0), rows, None)

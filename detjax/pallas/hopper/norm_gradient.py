@@ -88,7 +88,8 @@ def _row_gradients(
         weights = [_factor(weight_ref, part, weight_offset, shape, pieces) for part in parts]
         for group in range(groups):
             here = pl.ds(first + group * together, together)
-            held = [[plgpu.load(ref.at[here, part], layout=pieces, optimized=False) for part in parts] for ref in inputs]
+            held = [[ref.at[here, part] for part in parts] for ref in inputs]
+            held = [[plgpu.load(piece, layout=pieces, optimized=False) for piece in row] for row in held]
             h, dy, *rest = [[piece.astype(ACCUMULATOR) for piece in row] for row in held]
             factor = lax.rsqrt(row_sums([rounded_squares(piece) for piece in h]) / width + eps)
             scale = broadcast(factor, shape, 0, pieces)

@@ -157,7 +157,7 @@ def log_softmax(x: Array, schedule: Schedule | None = None) -> Array:
 def logsumexp(x: Array, schedule: Schedule | None = None) -> Array:
     """Logsumexp of rows: float32 `[*B]` of `[*B, V]`."""
     rows = padded(flat_rows(x))
-    _, _, y = row_statistics(rows, schedule or default_schedule(Problem.for_rows(rows, rewritten=False)))
+    *_, y = row_statistics(rows, schedule or default_schedule(Problem.for_rows(rows, rewritten=False)))
     return y.reshape(x.shape[:-1])
 
 
@@ -174,6 +174,13 @@ def log_softmax_backward(y: Array, dy: Array) -> Array:
 def logsumexp_backward(x: Array, y: Array, dy: Array) -> Array:
     """The gradient of logsumexp's input, float32, from its input and result."""
     return softmax_gradients.logsumexp_gradient(x, y, dy)
+
+
+def log_softmax_statistics(x: Array) -> tuple[Array, Array]:
+    """What `log_softmax` subtracts from the elements of rows `[*B, V]`, one after the other: float32 `[*B]` each."""
+    rows = padded(flat_rows(x))
+    m, _, constant, _ = row_statistics(rows, default_schedule(Problem.for_rows(rows, rewritten=False)))
+    return m.reshape(x.shape[:-1]), constant.reshape(x.shape[:-1])
 
 
 def _normalized(operation: Operation, x: Array, schedule: Schedule | None) -> Array:
@@ -425,20 +432,22 @@ def blocks_statistics(x: Array, schedule: Schedule) -> Array:
     return for_each_block("block_statistics", step, out, x, slots=schedule.slots, grid=schedule.grid)
 
 
-def row_statistics(x: Array, schedule: Schedule) -> tuple[Array, Array, Array]:
-    """Maximum, sum and logsumexp of rows `[M, V]`: float32 `[M]` each."""
+def row_statistics(x: Array, schedule: Schedule) -> tuple[Array, Array, Array, Array]:
+    """Maximum, sum, the sum's logarithm and logsumexp of rows `[M, V]`: float32 `[M]` each."""
     statistics = blocks_statistics(x, schedule)
     rows, blocks, _ = statistics.shape
 
-    def body(row: Any, statistics: Any, m_gmem: Any, total_gmem: Any, logsumexp_gmem: Any) -> None:
+    def body(row: Any, statistics: Any, m_gmem: Any, total_gmem: Any, log_gmem: Any, logsumexp_gmem: Any) -> None:
         m, total = merged_statistics(lambda block: (statistics[row, block, 0], statistics[row, block, 1]), blocks)
         m_gmem[row] = m
         total_gmem[row] = total
-        logsumexp_gmem[row] = m + row_constant("logsumexp", total)
+        log = row_constant("logsumexp", total)
+        log_gmem[row] = log
+        logsumexp_gmem[row] = m + log
 
-    out = [jax.ShapeDtypeStruct((rows,), ACCUMULATOR)] * 3
-    m, total, logsumexp = for_each_row("row_statistics", rows, body, out, statistics)
-    return m, total, logsumexp
+    out = [jax.ShapeDtypeStruct((rows,), ACCUMULATOR)] * 4
+    m, total, log, logsumexp = for_each_row("row_statistics", rows, body, out, statistics)
+    return m, total, log, logsumexp
 
 
 def row_sums(x: Array, schedule: Schedule | None = None) -> Array:
@@ -463,7 +472,7 @@ def row_sums(x: Array, schedule: Schedule | None = None) -> Array:
 
 def _read_rows_twice(operation: Operation, x: Array, schedule: Schedule) -> Array:
     """`[M, V]` float32 of rows of any length: one kernel computes their statistics and another one the result."""
-    m, total, _ = row_statistics(x, schedule)
+    m, total, *_ = row_statistics(x, schedule)
 
     def step(block: StreamedBlock, m_gmem: Any, total_gmem: Any, y_gmem: Any) -> None:
         m, constant = m_gmem[block.row], row_constant(operation, total_gmem[block.row])

@@ -57,7 +57,7 @@ def token_sums(start: Array, *rows: Array, factors: Sequence[Array] = (), term: 
         return padded.reshape(steps, WEIGHT_GRADIENT_TOKENS, *padded.shape[1:])
 
     of_steps = _step_sums([in_steps(x) for x in rows], [in_steps(x) for x in factors], term or (lambda row: row))
-    return _chain(jnp.pad(start, (0, columns - width)), of_steps)[:width]
+    return chain(jnp.pad(start, (0, columns - width)), of_steps)[:width]
 
 
 def _padded_columns(width: int) -> int:
@@ -100,7 +100,7 @@ def _step_sums(rows: Sequence[Array], factors: Sequence[Array], term: Term) -> A
     )(*rows, *factors)
 
 
-def _chain(start: Array, of_steps: Array) -> Array:
+def chain(start: Array, of_steps: Array) -> Array:
     """`start [D]` plus the rows of `of_steps [steps, D]`, one after the other."""
     steps, width = of_steps.shape
     columns = math.gcd(CHAIN_COLUMNS, width)

@@ -1,0 +1,94 @@
+"""Functions of single elements, and sums of squares, on Hopper GPUs (Mosaic GPU): each array is read once.
+
+XLA would cut such a function at each of its barriers, and keep what lies between them in memory.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import PyTree
+
+from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
+from detjax.numerics import ceil_div
+from detjax.pallas.hopper.device import WARP, WARPGROUP
+from detjax.pallas.hopper.rows import layout, rounded_squares, row_sums
+from detjax.pallas.hopper.token_sums import chain
+
+PIECE: Final = LANE_GROUP * WARPGROUP
+"""Elements that a warpgroup works on at the same time."""
+
+PIECES: Final = 4
+"""Pieces of a CTA, at most."""
+
+_PARAMS: Final = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
+
+
+def map_elements(fn: Callable[..., PyTree[Array]], *arrays: Array, scalars: Sequence[Array] = ()) -> PyTree[Array]:
+    """Returns `fn(*arrays, *scalars)`; see `detjax.portable.elements.map_elements`."""
+    shape, size = arrays[0].shape, arrays[0].size
+    missing = -size % PIECE
+    flat = [jnp.pad(x.reshape(-1), (0, missing)) for x in arrays]
+    pieces = next(n for n in range(PIECES, 0, -1) if (size + missing) % (n * PIECE) == 0)
+    types = jax.eval_shape(fn, *flat, *scalars)
+    leaves, tree = jax.tree.flatten(types)
+    piece_layout = plgpu.Layout.WG_STRIDED(shape=(PIECE,), vec_size=LANE_GROUP)
+
+    def body(*refs: Any) -> None:
+        inputs, numbers, outputs = refs[: len(flat)], refs[len(flat) : -len(leaves)], refs[-len(leaves) :]
+        first = lax.axis_index("piece") * (pieces * PIECE)
+        shared = [ref[0] for ref in numbers]
+        for piece in range(pieces):
+            here = pl.ds(first + piece * PIECE, PIECE)
+            held = [plgpu.load(ref.at[here], layout=piece_layout, optimized=False) for ref in inputs]
+            for ref, result in zip(outputs, jax.tree.leaves(fn(*held, *shared)), strict=True):
+                ref[here] = result
+
+    results = plgpu.kernel(
+        body,
+        out_type=tuple(jax.ShapeDtypeStruct((size + missing,), leaf.dtype) for leaf in leaves),
+        grid=((size + missing) // (pieces * PIECE),),
+        grid_names=("piece",),
+        kernel_name="map_elements",
+        compiler_params=_PARAMS,
+    )(*flat, *(jnp.reshape(x, 1) for x in scalars))
+    return jax.tree.unflatten(tree, [x[:size].reshape(shape) for x in results])
+
+
+def slice_squares(leaf: Array, slices: int) -> Array:
+    """Returns `[slices]` float32; see `detjax.portable.elements.slice_squares`."""
+    flat = leaf.reshape(-1)
+    rows = ceil_div(flat.size, slices * LANES) * slices
+    sums = _row_squares(jnp.pad(flat, (0, rows * LANES - flat.size)).reshape(rows, LANES))
+    of_rows = sums.reshape(slices, -1).T
+    missing = -slices % LANE_GROUP
+    return chain(jnp.zeros(slices + missing, ACCUMULATOR), jnp.pad(of_rows, ((0, 0), (0, missing))))[:slices]
+
+
+def _row_squares(rows: Array) -> Array:
+    """The sums `[M]` float32 of the squares of rows `[M, LANES]`."""
+    count, columns = len(rows), LANE_GROUP * WARP
+    together = min(WARPGROUP // WARP, 1 << (count.bit_length() - 1))
+    pieces = layout(together, WARP)
+
+    def body(ref: Any, out: Any) -> None:
+        # The last CTA moves up to whole rows: two CTAs then write the same bits to some.
+        here = pl.ds(jnp.minimum(lax.axis_index("tile") * together, count - together), together)
+        parts = [pl.ds(start, columns) for start in range(0, LANES, columns)]
+        held = [plgpu.load(ref.at[here, part], layout=pieces, optimized=False).astype(ACCUMULATOR) for part in parts]
+        total = row_sums([rounded_squares(piece) for piece in held])
+        # Mosaic GPU stores no vector of one element.
+        out[here if together > 1 else 0] = total if together > 1 else jnp.max(total)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((count,), ACCUMULATOR),
+        grid=(ceil_div(count, together),),
+        grid_names=("tile",),
+        kernel_name="row_squares",
+        compiler_params=_PARAMS,
+    )(rows)
