@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float, Float32
 
 from detjax import compilation
 from detjax.accumulated_weight import AccumulatedWeight
@@ -48,9 +48,15 @@ def completion_logprobs(
     model: Decoder, microbatch: Microbatch, distribution: Distribution, *, rematerialized: bool = False
 ) -> Float32[Array, "*N"]:
     """Returns the logprob of each target of a microbatch, under a distribution."""
+    hidden = last_hidden_states(model, microbatch, rematerialized=rematerialized)
+    return model.logprobs(hidden, microbatch.targets, distribution)
+
+
+def last_hidden_states(model: Decoder, microbatch: Microbatch, *, rematerialized: bool = False) -> Float[Array, "*N D"]:
+    """Returns the normalized last hidden state of each token of a microbatch."""
     state = model.empty_state(microbatch.num_pages)
     hidden, _ = model.hidden_states(microbatch.tokens, microbatch.queries, state, rematerialized=rematerialized)
-    return model.logprobs(hidden, microbatch.targets, distribution)
+    return hidden
 
 
 def next_sums(
@@ -101,7 +107,7 @@ class ShardTree:
         self._levels.append((level, sums))
 
     def total(self) -> Sums:
-        """Returns the sum of all shards.
+        """Returns the sum of all shards, which the tree then forgets.
 
         Raises:
             ValueError: the number of shards is no power of two.
@@ -109,7 +115,7 @@ class ShardTree:
         if len(self._levels) != 1:
             shards = sum(2**level for level, _ in self._levels)
             raise ValueError(f"ShardTree.total: {shards} shards; accepted: a power of two")
-        return self._levels[0][1]
+        return self._levels.pop()[1]
 
 
 @functools.partial(compilation.jit, donate_argnums=0)

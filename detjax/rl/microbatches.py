@@ -82,7 +82,7 @@ class PlacedMicrobatch:
 
     Attributes:
         arrays: the microbatch on the host.
-        first: the number of its first sequence in the list that was laid out.
+        first: the number of its first sequence in the batch.
         targets: for each sequence, the flat index of its first target; the others follow.
         counts: for each sequence, how many targets it has.
     """
@@ -101,16 +101,18 @@ class PlacedMicrobatch:
 class Layout(Protocol):
     """A way to lay out sequences."""
 
-    def microbatches(self, samples: Sequence[Sample]) -> Iterator[PlacedMicrobatch]:
+    def microbatches(self, samples: Sequence[Sample], first: int = 0) -> Iterator[PlacedMicrobatch]:
         """Yields microbatches of one shape with all sequences, in order.
+
+        A microbatch of zeros has no sequence.
+
+        Args:
+            samples: the sequences, or some of a batch's that follow one another.
+            first: the number of the first of them in the batch.
 
         Raises:
             ValueError: a sequence is too long.
         """
-        ...
-
-    def empty(self) -> Microbatch:
-        """Returns a microbatch without sequences, of the shape of all others."""
         ...
 
 
@@ -136,19 +138,15 @@ class Rows:
             raise ValueError(f"Rows: sequences is {self.sequences}; accepted: at least 1")
         _check_length("Rows: length", self.length)
 
-    def microbatches(self, samples: Sequence[Sample]) -> Iterator[PlacedMicrobatch]:
+    def microbatches(self, samples: Sequence[Sample], first: int = 0) -> Iterator[PlacedMicrobatch]:
         """Yields microbatches with all sequences; see `Layout`."""
-        _check_fit(samples, self.length)
-        for first in range(0, len(samples), self.sequences):
-            some = samples[first : first + self.sequences]
+        _check_fit(samples, first, self.length)
+        for place in range(0, len(samples), self.sequences):
+            some = samples[place : place + self.sequences]
             counts = [len(sample.tokens) for sample in some]
             arrays = self._arrays(counts)
             rows = [row * self.length for row in range(len(some))]
-            yield _placed(arrays, some, rows, first)
-
-    def empty(self) -> Microbatch:
-        """Returns a microbatch without sequences."""
-        return self._arrays([])
+            yield _placed(arrays, some, rows, first + place)
 
     def _arrays(self, counts: list[int]) -> Microbatch:
         pages = ceil_div(self.length, KV_BLOCK)
@@ -176,23 +174,19 @@ class Packed:
         """
         _check_length("Packed: tokens", self.tokens)
 
-    def microbatches(self, samples: Sequence[Sample]) -> Iterator[PlacedMicrobatch]:
+    def microbatches(self, samples: Sequence[Sample], first: int = 0) -> Iterator[PlacedMicrobatch]:
         """Yields microbatches with all sequences; see `Layout`."""
-        _check_fit(samples, self.tokens)
-        first = 0
-        while first < len(samples):
-            ends = np.cumsum([_padded(sample) for sample in samples[first : first + self._most]])
+        _check_fit(samples, first, self.tokens)
+        place = 0
+        while place < len(samples):
+            ends = np.cumsum([_padded(sample) for sample in samples[place : place + self._most]])
             count = int(np.searchsorted(ends, self.tokens, side="right"))
-            some = samples[first : first + count]
+            some = samples[place : place + count]
             arrays = self._arrays([_padded(sample) for sample in some])
             rows = arrays.queries.first_row
             assert rows is not None
-            yield _placed(arrays, some, [int(row) for row in rows[:count]], first)
-            first += count
-
-    def empty(self) -> Microbatch:
-        """Returns a microbatch without sequences."""
-        return self._arrays([])
+            yield _placed(arrays, some, [int(row) for row in rows[:count]], first + place)
+            place += count
 
     @property
     def _most(self) -> int:
@@ -210,7 +204,7 @@ class Packed:
         return _zeros((self.tokens,), queries)
 
 
-def logprobs_by_sequence(placed: Sequence[PlacedMicrobatch], values: Sequence[Any]) -> list[np.ndarray]:
+def by_sequence(placed: Sequence[PlacedMicrobatch], values: Sequence[Any]) -> list[np.ndarray]:
     """Returns the values of each sequence's completion, such as logprobs, given those of all microbatches."""
     pairs = zip(placed, values, strict=True)
     return [one for microbatch, array in pairs for one in microbatch.by_sequence(np.asarray(array))]
@@ -244,8 +238,8 @@ def _check_length(name: str, length: int) -> None:
         raise ValueError(f"{name} is {length}; accepted: positive multiples of {WEIGHT_GRADIENT_TOKENS}")
 
 
-def _check_fit(samples: Sequence[Sample], length: int) -> None:
-    for number, sample in enumerate(samples):
+def _check_fit(samples: Sequence[Sample], first: int, length: int) -> None:
+    for number, sample in enumerate(samples, first):
         if len(sample.tokens) > length:
             raise ValueError(
                 f"sequence {number} has {len(sample.tokens)} tokens; accepted: {length}, the tokens of a row. Take "

@@ -147,15 +147,15 @@ class Run:
         pairs = zip(examples, groups, strict=True)
         rewards = np.array([[task.reward(example, one.text) for one in group] for (task, example), group in pairs])
         flat = [one for group in groups for one in group]
-        sampler, trainer = (
+        sampler, scores = (
             [one.sampling_logprobs for one in flat],
-            self.trainer.logprobs([_unweighted(one) for one in flat]),
+            self.trainer.scores([_unweighted(one) for one in flat]),
         )
-        report = self.trainer.step(config.policy_gradient.samples(groups, rewards, trainer))
+        report = self.trainer.step(config.policy_gradient.samples(groups, rewards, scores.logprobs))
         return {
             "reward": float(rewards.mean()),
-            **divergence(sampler, trainer).as_dict(),
-            "entropy": -_mean(sampler),
+            **divergence(sampler, scores.logprobs).as_dict(),
+            "entropy": _mean(scores.entropies),
             "gradient_norm": report.gradient_norm,
         }
 

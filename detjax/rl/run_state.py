@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from detjax import fingerprints
-from detjax.rl.training import TrainState
+from detjax.rl.train_state import TrainState
 
 _KEPT: Final = 2
 """Saved steps that are kept: the newest, and the one before."""

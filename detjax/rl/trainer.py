@@ -13,9 +13,11 @@ from detjax import compilation
 from detjax.models import Decoder
 from detjax.models.network import Network, Weights, split
 from detjax.options import MODEL_DISTRIBUTION, Distribution
-from detjax.rl.gradients import Loss, completion_logprobs
-from detjax.rl.microbatches import Microbatch, Sample, logprobs_by_sequence
-from detjax.rl.training import Plan, TrainState, batch_gradients, initial_state, placed_state, update, weights_of
+from detjax.rl.entropy import entropies
+from detjax.rl.gradients import Loss, completion_logprobs, last_hidden_states
+from detjax.rl.microbatches import Microbatch, Sample, by_sequence
+from detjax.rl.train_state import TrainState, initial_state, update, weights_of
+from detjax.rl.training import Plan, batch_gradients
 
 
 class StepReport(NamedTuple):
@@ -28,6 +30,19 @@ class StepReport(NamedTuple):
 
     logprobs: list[Float32[np.ndarray, "C"]]
     gradient_norm: float
+
+
+class Scores(NamedTuple):
+    """What a policy says of completions.
+
+    Attributes:
+        logprobs: for each sample the logprobs of its completion.
+        entropies: for each sample and token of its completion the entropy of the distribution that the token is drawn
+            from, in nats.
+    """
+
+    logprobs: list[Float32[np.ndarray, "C"]]
+    entropies: list[Float32[np.ndarray, "C"]]
 
 
 class Trainer:
@@ -79,7 +94,7 @@ class Trainer:
         self.optimizer, self.loss, self.plan, self.max_norm = optimizer, loss, plan, max_norm
         self.distribution = distribution
         self._shapes = tuple(jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in weights)
-        self.state = initial_state(weights, optimizer, plan)
+        self.state = initial_state(weights, optimizer, plan.placement)
 
     @property
     def state(self) -> TrainState:
@@ -88,8 +103,8 @@ class Trainer:
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._state = placed_state(state, self.plan)
-        self.weights: Weights = weights_of(self._state, self._shapes, self.plan)
+        self._state = self.plan.placement.placed(state)
+        self.weights: Weights = weights_of(self._state, self._shapes, self.plan.placement)
 
     @property
     def params(self) -> PyTree[Array]:
@@ -105,7 +120,14 @@ class Trainer:
         """Returns the logprobs of each sample's completion: the bits that an engine reports for these weights."""
         program = _logprobs_program(self.network, self.distribution)
         placed = list(self.plan.layout.microbatches(samples))
-        return logprobs_by_sequence(placed, [program(self.weights, one.arrays) for one in placed])
+        return by_sequence(placed, [program(self.weights, one.arrays) for one in placed])
+
+    def scores(self, samples: Sequence[Sample]) -> Scores:
+        """Returns the logprobs of each sample's completion, and the entropies of the distributions."""
+        program = _scores_program(self.network, self.distribution)
+        placed = list(self.plan.layout.microbatches(samples))
+        values = [program(self.weights, one.arrays) for one in placed]
+        return Scores(*(by_sequence(placed, arrays) for arrays in zip(*values, strict=True)))
 
     def step(self, samples: Sequence[Sample]) -> StepReport:
         """Trains one step.
@@ -114,8 +136,9 @@ class Trainer:
             ValueError: there is no sample, or one is longer than a row of the plan's layout.
         """
         gradients = batch_gradients(self.network, self.weights, samples, self.loss, self.plan, self.distribution)
-        self._state, norm = update(self._state, gradients.leaves, self.optimizer, self.plan, max_norm=self.max_norm)
-        self.weights = weights_of(self._state, self._shapes, self.plan)
+        placement = self.plan.placement
+        self._state, norm = update(self._state, gradients.leaves, self.optimizer, placement, max_norm=self.max_norm)
+        self.weights = weights_of(self._state, self._shapes, placement)
         return StepReport(gradients.logprobs, float(norm))
 
 
@@ -125,3 +148,15 @@ def _logprobs_program(network: Network[Decoder], distribution: Distribution) -> 
         return completion_logprobs(network.with_weights(weights), microbatch, distribution)
 
     return compilation.jit(logprobs)
+
+
+@functools.lru_cache(maxsize=32)
+def _scores_program(
+    network: Network[Decoder], distribution: Distribution
+) -> Callable[[Weights, Microbatch], tuple[Array, Array]]:
+    def scores(weights: Weights, microbatch: Microbatch) -> tuple[Array, Array]:
+        model = network.with_weights(weights)
+        hidden = last_hidden_states(model, microbatch)
+        return model.logprobs(hidden, microbatch.targets, distribution), entropies(model, hidden, distribution)
+
+    return compilation.jit(scores)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from detjax.contract import KV_BLOCK, WEIGHT_GRADIENT_TOKENS
-from detjax.rl.microbatches import Layout, Microbatch, Packed, PlacedMicrobatch, Rows, Sample, logprobs_by_sequence
+from detjax.rl.microbatches import Layout, Microbatch, Packed, PlacedMicrobatch, Rows, Sample, by_sequence
 
 # A prompt of one token; a row that is filled to its end; one token more than a step of a gradient; two tokens.
 LENGTHS = ((1, 9), (30, 34), (16, 1), (1, 1), (2, 61), (20, 12), (33, 15))
@@ -75,12 +75,17 @@ def test_every_sequence_begins_a_step_of_the_weights_gradients(layout: Layout) -
 
 
 @every_layout
-def test_all_microbatches_have_the_shapes_of_the_empty_one(layout: Layout) -> None:
-    expected = shapes(layout.empty())
-    for samples in (SAMPLES, SAMPLES[3:4], SAMPLES * 3):
+def test_all_microbatches_have_one_shape(layout: Layout) -> None:
+    expected = shapes(next(layout.microbatches(SAMPLES[3:4])).arrays)
+    for samples in (SAMPLES, SAMPLES[2:], SAMPLES * 3):
         assert all(shapes(placed.arrays) == expected for placed in layout.microbatches(samples))
     assert list(layout.microbatches([])) == []
-    assert not any(x.any() for x in layout.empty()[:4])
+
+
+@every_layout
+def test_sequences_are_numbered_from_the_first_ones_number_in_the_batch(layout: Layout) -> None:
+    placed, counted = list(layout.microbatches(SAMPLES)), list(layout.microbatches(SAMPLES, 40))
+    assert [one.first for one in counted] == [one.first + 40 for one in placed]
 
 
 @every_layout
@@ -88,13 +93,13 @@ def test_values_come_back_by_sequence(layout: Layout) -> None:
     placed = list(layout.microbatches(SAMPLES))
     # The value of a target is what the token before it predicts: here, the token itself.
     values = [one.arrays.targets.astype(np.float32) for one in placed]
-    result = logprobs_by_sequence(placed, values)
+    result = by_sequence(placed, values)
     for one, sequence in zip(SAMPLES, result, strict=True):
         np.testing.assert_array_equal(sequence, one.tokens[one.prompt_tokens :])
-    old = logprobs_by_sequence(placed, [one.arrays.old_logprobs for one in placed])
+    old = by_sequence(placed, [one.arrays.old_logprobs for one in placed])
     assert [x.tobytes() for x in old] == [one.old_logprobs.tobytes() for one in SAMPLES]
     with pytest.raises(ValueError, match="zip"):
-        logprobs_by_sequence(placed, values[1:])
+        by_sequence(placed, values[1:])
 
 
 @every_layout
@@ -134,6 +139,8 @@ def test_a_sequence_that_is_too_long_is_refused_by_its_number(layout: Layout) ->
     assert len(list(layout.microbatches([sample(1, length - 1)]))) == 1
     with pytest.raises(ValueError, match=rf"sequence 2 has {length + 1} tokens; accepted: {length}, the tokens of a"):
         list(layout.microbatches([SAMPLES[0], SAMPLES[3], sample(1, length)]))
+    with pytest.raises(ValueError, match=rf"sequence 11 has {length + 1} tokens"):
+        list(layout.microbatches([SAMPLES[0], sample(1, length)], 10))
 
 
 def test_numbers_that_make_no_layout_are_refused() -> None:

@@ -195,3 +195,44 @@ def test_weights_of_terms_come_from_advantages_corrections_and_lengths() -> None
     weights = [sample.weights.tolist() for sample in truncated.samples(groups, rewards, trainer)]
     assert weights == [[0.25], [-0.5] * 3]
     assert [sample.old_logprobs.tolist() for sample in plain] == [x.tolist() for x in trainer]
+
+
+ENTROPIES = {
+    "model": Distribution(),
+    "cool": Distribution(0.6),
+    "top-k": Distribution(1.5, top_k=3),
+    "min-p": Distribution(1.0, top_p=0.9, min_p=0.2),
+    "greedy": Distribution(0.0),
+}
+
+
+@pytest.mark.parametrize("name", ENTROPIES)
+def test_the_entropy_is_that_of_the_distribution_over_all_tokens(name: str) -> None:
+    drawn = ENTROPIES[name]
+    given = [Sample(np.arange(1, 9, dtype=np.int32), np.zeros(5, np.float32), np.zeros(5, np.float32))]
+    given.append(Sample(np.arange(3, 20, dtype=np.int32), np.zeros(9, np.float32), np.zeros(9, np.float32)))
+    scores = policies.trainer(Packed(64), distribution=drawn).scores(given)
+    rows = policies.trainer(Rows(1, 32), distribution=drawn).scores(given)
+    assert [x.tobytes() for x in rows.entropies] == [x.tobytes() for x in scores.entropies]
+    by_trainer = policies.trainer(Packed(64), distribution=drawn).logprobs(given)
+    assert [x.tobytes() for x in scores.logprobs] == [x.tobytes() for x in by_trainer]
+    for sample, entropies in zip(given, scores.entropies, strict=True):
+        logits = np.asarray(policies.policy()(jnp.asarray(sample.tokens[None])), np.float64)
+        logits = logits[0, sample.prompt_tokens - 1 : -1]
+        assert entropies.shape == sample.weights.shape
+        for row, entropy in zip(logits, entropies, strict=True):
+            np.testing.assert_allclose(entropy, expected_entropy(row, drawn), rtol=1e-3, atol=1e-4)
+
+
+def expected_entropy(logits: np.ndarray, drawn: Distribution) -> float:
+    """The entropy in float64."""
+    if drawn.temperature == 0:
+        return 0.0
+    ordered = np.sort(logits / drawn.temperature)[::-1]
+    if drawn.top_k:
+        ordered = ordered[: drawn.top_k]
+    p = np.exp(ordered - ordered[0])
+    p /= p.sum()
+    kept = (np.cumsum(p) - p < drawn.top_p) & (p >= drawn.min_p * p[0])
+    p = p[kept] / p[kept].sum()
+    return float(-(p * np.log(p)).sum())

@@ -22,7 +22,9 @@ from detjax.options import Distribution
 from detjax.rl.gradients import ShardTree, WeightSums, shard_bounds
 from detjax.rl.losses import ClippedRatio, LogLikelihood
 from detjax.rl.microbatches import Packed, Rows, Sample
-from detjax.rl.training import Plan, _programs, batch_gradients, initial_state, placed_state, update, weights_of
+from detjax.rl.placement import Placement
+from detjax.rl.train_state import initial_state, update, weights_of
+from detjax.rl.training import Plan, _programs, batch_gradients
 from tests.rl.training_cases import ADAMW, CONFIGS, network, samples, two_steps
 from tests.support.bits import assert_same_bits, same_bits
 
@@ -128,7 +130,7 @@ def test_gradients_are_those_of_the_loss_as_it_is_written(loss: Any) -> None:
 
 def test_a_table_that_is_embedding_and_head_has_the_gradients_of_both() -> None:
     net, weights = network("qwen3, tied", "float32")
-    add, empty = _programs(net, LogLikelihood(), BASE, Distribution())
+    add, empty = _programs(net, LogLikelihood(), BASE.placement, False, Distribution())
     sums = empty(weights)
     for placed in BASE.layout.microbatches(BATCHES[0][:3]):
         sums, _ = add(weights, sums, jax.tree.map(lambda x: x[None], placed.arrays))
@@ -148,23 +150,33 @@ def test_gradients_beyond_a_norm_are_scaled_down_to_it(max_norm: float | None) -
     _, weights = network("qwen3, tied", "float32")
     given = [np.asarray(leaf) for leaf in gradients(2)]
     norm = np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in given))
-    state, result = update(
-        initial_state(weights, ADAMW, BASE), tuple(map(jnp.asarray, given)), ADAMW, BASE, max_norm=max_norm
-    )
+    state = initial_state(weights, ADAMW, BASE.placement)
+    state, result = update(state, tuple(map(jnp.asarray, given)), ADAMW, BASE.placement, max_norm=max_norm)
     np.testing.assert_allclose(result, norm, rtol=1e-6)
     scale = 1.0 if max_norm is None else max_norm / max(norm, max_norm)
-    for mean, leaf in zip(state.optimizer.mean, given, strict=True):
-        np.testing.assert_allclose(mean, leaf * (scale * 0.1), rtol=1e-5, atol=1e-12)
+    for moments, leaf in zip(state.optimizer, given, strict=True):
+        np.testing.assert_allclose(moments.mean, leaf * (scale * 0.1), rtol=1e-5, atol=1e-12)
+
+
+def test_a_state_that_is_not_donated_stays_as_it_is() -> None:
+    _, weights = network("qwen3, tied", "float32")
+    state, leaves = initial_state(weights, ADAMW, BASE.placement), gradients(2)
+    before = jax.tree.map(np.array, state)
+    kept, _ = update(state, leaves, ADAMW, BASE.placement, donated=False)
+    assert_same_bits(state, before)
+    given, _ = update(state, leaves, ADAMW, BASE.placement)
+    assert_same_bits(given, kept)
+    assert all(master.is_deleted() for master in state.masters)
 
 
 def test_masters_are_rounded_to_weights_of_any_dtype_and_a_state_comes_back_from_the_host() -> None:
     _, weights = network("qwen2", "bfloat16")
-    state = initial_state(weights, ADAMW, BASE)
-    assert_same_bits(weights_of(state, weights, BASE), weights)
-    again = placed_state(jax.device_get(state), BASE)
+    state = initial_state(weights, ADAMW, BASE.placement)
+    assert_same_bits(weights_of(state, weights, BASE.placement), weights)
+    again = BASE.placement.placed(jax.device_get(state))
     assert_same_bits(again, state)
     moved = state._replace(masters=tuple(x * np.float32(1 + 2.0**-12) for x in state.masters))
-    for one, weight in zip(weights_of(moved, weights, BASE), weights, strict=True):
+    for one, weight in zip(weights_of(moved, weights, BASE.placement), weights, strict=True):
         assert_same_bits(one, (weight.astype("float32") * np.float32(1 + 2.0**-12)).astype("bfloat16"))
 
 
@@ -208,13 +220,15 @@ def test_other_numbers_of_shards_are_refused() -> None:
             with pytest.raises(ValueError, match=f"ShardTree.total: {count} shards; accepted: a power of two"):
                 tree.total()
     for shards in (0, -2, 3, 12):
-        with pytest.raises(ValueError, match=f"Plan: shards is {shards}; accepted: powers of two"):
+        with pytest.raises(ValueError, match=f"Placement: shards is {shards}; accepted: powers of two"):
             Plan(Rows(1, 64), shards=shards)
     for devices in (0, 3, 16):
-        with pytest.raises(ValueError, match=f"Plan: devices is {devices}; accepted: powers of two up to shards, 8"):
+        with pytest.raises(
+            ValueError, match=f"Placement: devices is {devices}; accepted: powers of two up to shards, 8"
+        ):
             Plan(Rows(1, 64), devices=devices)
-    with pytest.raises(ValueError, match=r"Plan: devices is 8; accepted: up to \d+, which JAX has"):
-        assert Plan(Rows(1, 64), devices=8).mesh or jax.device_count() >= 8
+    with pytest.raises(ValueError, match=r"Placement: devices is 8; accepted: up to \d+, which JAX has"):
+        assert Placement(devices=8).mesh or jax.device_count() >= 8
 
 
 def test_one_sequence_has_its_gradient_whatever_the_number_of_shards() -> None:
@@ -227,8 +241,9 @@ def test_a_batch_of_nothing_is_refused() -> None:
     net, weights = network("qwen3, tied", "float32")
     with pytest.raises(ValueError, match="batch_gradients: no samples; accepted: at least one"):
         batch_gradients(net, weights, [], LogLikelihood(), BASE)
+    # The number is that of the batch, not of the shard that the sequence is in.
     with pytest.raises(ValueError, match="sequence 2 has 65 tokens; accepted: 64"):
-        batch_gradients(net, weights, [BATCHES[0][1], *samples(2, longest=65)], LogLikelihood(), Plan(Rows(1, 64), 1))
+        batch_gradients(net, weights, [BATCHES[0][1], *samples(2, longest=65)], LogLikelihood(), BASE)
 
 
 # Negative controls: what must differ.
@@ -280,9 +295,10 @@ def test_sums_are_updated_where_they_lie_without_a_second_copy() -> None:
     net, weights = split(abstract(lambda: models.Decoder(config, rngs=nnx.Rngs(0), dtype="bfloat16")))
     weights = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights)
     plan = Plan(Rows(1, 16), shards=1)
-    add, empty = _programs(net, LogLikelihood(), plan, Distribution())
+    add, empty = _programs(net, LogLikelihood(), plan.placement, False, Distribution())
     sums = jax.eval_shape(empty, weights)
-    microbatch = jax.tree.map(lambda x: x[None], plan.layout.empty())
+    (placed,) = plan.layout.microbatches(samples(2, longest=16)[1:])
+    microbatch = jax.tree.map(lambda x: x[None], placed.arrays)
     memory: Any = compilation.compiled(add, weights, sums, microbatch).memory_analysis()  # pyright: ignore
     taken = sum(4 * x.size for x in jax.tree.leaves(sums))
     assert memory.alias_size_in_bytes == taken

@@ -17,7 +17,8 @@ from detjax.rl.gradients import Loss
 from detjax.rl.losses import ClippedRatio
 from detjax.rl.microbatches import Sample
 from detjax.rl.optimizers import adamw
-from detjax.rl.training import Plan, batch_gradients, initial_state, update, weights_of
+from detjax.rl.train_state import initial_state, update, weights_of
+from detjax.rl.training import Plan, batch_gradients
 
 VOCABULARY = 64
 ADAMW = adamw(1e-2, weight_decay=0.1)
@@ -69,12 +70,12 @@ def two_steps(
     Updates are those of `update_plan`, so that plans that differ in what no update depends on share its program.
     """
     (net, weights), given = model, []
-    update_plan = plan if update_plan is None else update_plan
-    state = initial_state(weights, ADAMW, update_plan)
+    placement = (plan if update_plan is None else update_plan).placement
+    state = initial_state(weights, ADAMW, placement)
     for batch in batches:
-        weights = weights_of(state, weights, update_plan)
+        weights = weights_of(state, weights, placement)
         gradients = batch_gradients(net, weights, batch, loss, plan)
         host = jax.device_get(gradients.leaves)
-        state, norm = update(state, gradients.leaves, ADAMW, update_plan, max_norm=1.0)
+        state, norm = update(state, gradients.leaves, ADAMW, placement, max_norm=1.0)
         given.append({"gradients": host, "logprobs": gradients.logprobs, "norm": norm})
-    return jax.device_get({"steps": given, "state": state, "weights": weights_of(state, weights, update_plan)})
+    return jax.device_get({"steps": given, "state": state, "weights": weights_of(state, weights, placement)})
