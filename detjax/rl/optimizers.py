@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32, PyTree
+from jaxtyping import Array, Float32, Int32, PyTree
 
-from detjax.contract import ACCUMULATOR, LANES, PORTABLE_ROWS
-from detjax.numerics import round_up
-from detjax.portable.elements import map_elements
-from detjax.portable.tiles import fold_rows, row_sum
+from detjax.contract import ACCUMULATOR
+from detjax.ops.elements import map_elements, slice_squares
 
 
 class AdamState(NamedTuple):
@@ -111,18 +109,3 @@ def norm_of_slices(squares: Float32[Array, "leaves slices"]) -> Float32[Array, "
     """Returns the root of the sum of all slices' squares: each leaf's slices in order, then the leaves in order."""
     leaves = functools.reduce(jnp.add, list(squares.T))
     return jnp.sqrt(lax.optimization_barrier(functools.reduce(jnp.add, list(leaves))))
-
-
-def slice_squares(leaf: Float[Array, "..."], slices: int) -> Float32[Array, "slices"]:
-    """Returns the sum of the squares of each slice of a leaf; see `global_norm`."""
-    flat = leaf.reshape(-1)
-    flat = jnp.pad(flat, (0, round_up(flat.size, slices * LANES) - flat.size))
-    return lax.map(_sum_of_squares, flat.reshape(slices, -1, LANES))
-
-
-def _sum_of_squares(rows: Float32[Array, "M L"]) -> Float32[Array, ""]:
-    def add(carry: Array, rows: Array, _: Any) -> Array:
-        sums = row_sum(rows * rows)[:, 0]
-        return functools.reduce(jnp.add, [sums[row] for row in range(PORTABLE_ROWS)], carry)
-
-    return fold_rows(add, jnp.float32(0), rows, None)
