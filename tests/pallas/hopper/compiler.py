@@ -22,27 +22,40 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from detjax import backends, compilation
+from detjax import backends, compilation, ops
 from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KVPages, QuantizedPages, Queries
 from detjax.models import Decoder, KVCache
 from detjax.models.config import DecoderConfig
+from detjax.models.network import split
 from detjax.options import Epilogue, KVQuantization, Masking
 from detjax.pallas.hopper import attention as hopper_attention
 from detjax.pallas.hopper import norm as hopper_norm
 from detjax.pallas.hopper import rope as hopper_rope
-from detjax.pallas.hopper import sampling, softmax
+from detjax.pallas.hopper import elements, embedding, norm_gradient, sampling, softmax
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule
 from detjax.quantized_pages import quantized_layout
+from detjax.rl.gradients import empty_sums, next_sums
+from detjax.rl.losses import LogLikelihood
+from detjax.rl.microbatches import Layout, Packed, Rows, Sample
+from detjax.rl.optimizers import AdamState, adamw
 from detjax.sampling_arrays import SamplingArrays
 
 FOLDER_VARIABLE = "DETJAX_PTXAS"
 WITHOUT_A_DEVICE = {**compilation.PINNED_OPTIONS["gpu"], "xla_gpu_enable_triton_gemm": False}
 """Compiler options. XLA's own dots are left to a library: Triton's would be timed on the device."""
-DONATED = {"decode step": range(4)}
-"""The operands that a program may overwrite, by the program's name: a decoder of two layers has four pools of pages."""
+DONATED = {
+    "decode step": range(4),
+    "matmul of carried gradients": [2],
+    "embedding gradient": [3],
+    "head gradient": [2],
+    "gradients of a decoder": range(19),
+    "gradients of a decoder, packed": range(19),
+}
+"""The operands that a program may overwrite, by the program's name: a decoder of two layers has four pools of pages, and
+19 sums of gradients."""
 ROOT = Path(__file__).parents[3]
 
 type Program = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
@@ -144,9 +157,9 @@ def attention(
     return fn, [array(4, tokens, 32, width), *pool, *pool, *indices, *[array(32)] * sinks]
 
 
-def decode_step(batch: int) -> Program:
-    """A step of a decoder of two layers: logits and the cache. Its first operands are the pools of pages."""
-    config = DecoderConfig.from_hugging_face(
+def _config() -> DecoderConfig:
+    """A decoder of two layers."""
+    return DecoderConfig.from_hugging_face(
         {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -165,6 +178,11 @@ def decode_step(batch: int) -> Program:
         },
         "test",
     )
+
+
+def decode_step(batch: int) -> Program:
+    """A step of a decoder of two layers: logits and the cache. Its first operands are the pools of pages."""
+    config = _config()
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
     cache = KVCache.empty(config, batch, 256, jnp.bfloat16)
     leaves, tree = jax.tree.flatten((cache, state, array(batch, 1, dtype="int32")))
@@ -173,6 +191,75 @@ def decode_step(batch: int) -> Program:
         cache, state, tokens = jax.tree.unflatten(tree, leaves)
         with backends.use_backend("hopper"):
             return nnx.merge(graph, state)(tokens, cache)
+
+    return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
+
+
+def carried(m: int, n: int, tokens: int) -> Program:
+    """The next sums `[m, n]` of the gradients of a weight."""
+
+    def fn(dz: jax.Array, x: jax.Array, sums: jax.Array) -> jax.Array:
+        operands = Operands(dz, x, start=sums)
+        return product(operands, token_layout="km", layout="kn", epilogue=Epilogue(), out_dtype="float32")
+
+    return fn, [array(tokens, m), array(tokens, n), array(m, n, dtype="float32")]
+
+
+def norm_gradients(rows: int, width: int, dtype: str = "bfloat16", *, residual: bool) -> Program:
+    """The gradients of normalized rows, and the next sum of the weight's."""
+
+    def fn(h: jax.Array, weight: jax.Array, dy: jax.Array, total: jax.Array, *dh: jax.Array) -> Any:
+        return norm_gradient.backward(h, weight, dy, *(dh or (None,)), total, eps=1e-6, weight_offset=0.0)
+
+    total = array(width, dtype="float32")
+    given = array(rows, width, dtype=dtype)
+    return fn, [given, array(width, dtype=dtype), given, total, *[given] * residual]
+
+
+def embedding_gradient(tokens: int, width: int, vocabulary: int) -> Program:
+    """The next sums of a table's rows."""
+    shapes = [array(tokens, dtype="int32"), array(vocabulary, width), array(tokens, width)]
+    return embedding.backward, [*shapes, array(vocabulary, width, dtype="float32")]
+
+
+def head_gradient(tokens: int, width: int, vocabulary: int) -> Program:
+    """The gradient of hidden states through the logprobs of tokens, and the next sums of a head."""
+
+    def fn(hidden: jax.Array, head: jax.Array, sums: jax.Array, ids: jax.Array, gradients: jax.Array) -> Any:
+        def logprobs(hidden: jax.Array, sums: jax.Array) -> jax.Array:
+            return ops.token_logprobs(hidden, ops.AccumulatedWeight(head, sums), ids)
+
+        with backends.use_backend("hopper"):
+            return jax.vjp(logprobs, hidden, sums)[1](gradients)
+
+    head = array(vocabulary, width)
+    arrays = array(tokens, dtype="int32"), array(tokens, dtype="float32")
+    return fn, [array(tokens, width), head, array(vocabulary, width, dtype="float32"), *arrays]
+
+
+def adamw_update(size: int) -> Program:
+    """AdamW of one leaf."""
+    optimizer = adamw(1e-3, weight_decay=0.1)
+
+    def fn(gradient: jax.Array, master: jax.Array, mean: jax.Array, square: jax.Array, count: jax.Array) -> Any:
+        with backends.use_backend("hopper"):
+            return optimizer.update(gradient, AdamState(count, mean, square), master)  # pyright: ignore
+
+    return fn, [*[array(size, dtype="float32")] * 4, array(dtype="int32")]
+
+
+def decoder_gradients(layout: Layout) -> Program:
+    """The next sums of the gradients of a decoder, which are its first operands, and the logprobs of a microbatch."""
+    model = nnx.eval_shape(lambda: Decoder(_config(), rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    network, weights = split(model)
+    sums = jax.eval_shape(lambda weights: empty_sums(network, weights), weights)
+    one = Sample(np.zeros(2, np.int32), np.zeros(1, np.float32), np.zeros(1, np.float32))
+    leaves, tree = jax.tree.flatten((sums, weights, next(iter(layout.microbatches([one]))).arrays))
+
+    def fn(*leaves: Any) -> Any:
+        sums, weights, microbatch = jax.tree.unflatten(tree, leaves)
+        with backends.use_backend("hopper"):
+            return next_sums(network, weights, sums, microbatch, LogLikelihood())
 
     return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
 
@@ -246,6 +333,20 @@ def programs() -> dict[str, Program]:
         "attention prefill, q4_0": attention(1024, 128, kind="q4_0"),
         "attention decode of slices": sliced(attention(1, 128)),
         "decode step": decode_step(4),
+        "matmul of carried gradients": carried(6144, 1024, 8192),
+        "matmul of a head's carried gradients": carried(151936, 1024, 1024),
+        "norm gradient": norm_gradients(8192, 1024, residual=True),
+        "norm gradient of wide rows": norm_gradients(8192, 4096, residual=True),
+        "norm gradient of the widest rows": norm_gradients(1000, 6144, residual=True),
+        "norm gradient of narrow rows": norm_gradients(1000, 896, residual=False),
+        "norm gradient of heads": norm_gradients(131072, 128, residual=False),
+        "norm gradient in float32": norm_gradients(100, 2560, "float32", residual=True),
+        "embedding gradient": embedding_gradient(8192, 1024, 151936),
+        "head gradient": head_gradient(2048, 1024, 151936),
+        "gradients of a decoder": decoder_gradients(Rows(4, 256)),
+        "gradients of a decoder, packed": decoder_gradients(Packed(1024)),
+        "adamw": adamw_update(1024 * 3072),
+        "squares of a leaf": (partial(elements.slice_squares, slices=8), [array(1024 * 3072, dtype="float32")]),
     }
 
 
