@@ -22,6 +22,7 @@ from detjax import backends
 from detjax.engine import sequence as sequences
 from detjax.engine.config import EngineConfig, EngineStats
 from detjax.engine.constraints import Constraint, ModelConstraints
+from detjax.engine.launcher import LauncherThread
 from detjax.engine.page_pool import prefix_root
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request import Generation, Request, Token
@@ -127,7 +128,7 @@ class Engine:
         self._config = dataclasses.replace(config or EngineConfig(), **options).resolved(model)
         self._model_config, self._defaults, self._tokenizer = model.config, model.generation_defaults, tokenizer
         self._constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
-        self._loop = StepLoop.for_model(model, self._config.step_loop())
+        self._loop = StepLoop.for_model(model, self._config.step_loop(), LauncherThread())
 
         # Everything below belongs to the engine's thread, to which other threads send functions through the inbox.
         self._jobs: dict[sequences.Sequence, _Job] = {}

@@ -1,16 +1,19 @@
-"""The step loop: from sequences to tokens, one step after the other, without a thread."""
+"""The step loop: from sequences to tokens, one step after the other."""
 
+import collections
 import dataclasses
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, PyTree
 
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraints import Masks, Matcher
+from detjax.engine.launcher import ImmediateLauncher, Launcher
 from detjax.engine.model_runner import ModelRunner
 from detjax.engine.page_pool import PagePool
 from detjax.engine.program_compiler import ProgramCompiler
@@ -103,6 +106,7 @@ class _PlannedStep:
         first_rows: the first row of each chunk's prefill.
         samples: the chunks after which tokens are sampled, each with its row of the sampled tokens.
         needed: what the sampling program must be able to do; None if no token is sampled.
+        unseen: arguments of `Runner.note_seen`, of the samples whose tokens the device does not know yet.
     """
 
     plan: ScheduledStep
@@ -110,6 +114,7 @@ class _PlannedStep:
     first_rows: Arrays
     samples: list[tuple[int, Sequence]]
     needed: SamplingVariant | None
+    unseen: list[tuple[int, Seq[int], Seq[int]]]
 
     @property
     def is_constrained(self) -> bool:
@@ -117,23 +122,25 @@ class _PlannedStep:
         return self.needed is not None and self.needed.constrained
 
 
-@dataclasses.dataclass
-class _InFlightStep:
-    """A step that the device has been given and whose results have not been read.
+class _Launched(NamedTuple):
+    """What the device computes for a step that it has been given.
 
     Attributes:
-        planned: the step.
-        hidden: what its tokens are sampled from.
         scores: logprobs of prompts.
-        masks: what the host computes for the constraints of samples, if any sample has one.
-        sampled: the tokens; None if the device has not been told to sample, or if there are none.
+        sampled: the tokens; None if there are none.
+        failures: why the constraints of some rows could not go on.
     """
 
-    planned: _PlannedStep
-    hidden: Any
     scores: list[_PromptScore]
-    masks: Future[Masks] | None
     sampled: SampledTokens | None
+    failures: Mapping[int, str]
+
+
+class _InFlightStep(NamedTuple):
+    """A step that the launcher has been given and whose results have not been read."""
+
+    planned: _PlannedStep
+    launched: Future[_Launched]
 
 
 class StepLoop:
@@ -163,17 +170,33 @@ class StepLoop:
         True
     """
 
-    def __init__(self, scheduler: Scheduler, shapes: BatchShapes, slots: SlotTable, runner: Runner) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        shapes: BatchShapes,
+        slots: SlotTable,
+        runner: Runner,
+        launcher: Launcher | None = None,
+    ) -> None:
         """A loop of these parts; see `for_model`."""
         self.scheduler = scheduler
         self._shapes = shapes
         self._slots = slots
         self._runner = runner
-        self._in_flight: _InFlightStep | None = None
+        self._launcher = launcher or ImmediateLauncher()
+        self._in_flight: collections.deque[_InFlightStep] = collections.deque()
+        self._newest: _InFlightStep | None = None
+        """The step that was started last, as long as constraints may have to be told its tokens."""
 
     @classmethod
-    def for_model(cls, model: Decoder, config: StepLoopConfig) -> "StepLoop":
-        """Returns a loop with an empty cache, which computes with the model on the default device."""
+    def for_model(cls, model: Decoder, config: StepLoopConfig, launcher: Launcher | None = None) -> "StepLoop":
+        """Returns a loop with an empty cache, which computes with the model on the default device.
+
+        Args:
+            model: the decoder.
+            config: the loop's sizes.
+            launcher: gives the device its steps; the loop closes it. Default: the thread that calls `step` does.
+        """
         slots = config.shapes.limits.slots
         runner = ModelRunner(
             model,
@@ -183,12 +206,13 @@ class StepLoop:
             kv_cache_dtype=config.kv_cache_dtype,
         )
         scheduler = Scheduler(PagePool(config.num_pages, keeps_prefixes=config.prefix_cache), config.shapes.limits)
-        return cls(scheduler, config.shapes, SlotTable(slots, config.pages_per_sequence), runner)
+        table = SlotTable(slots, config.pages_per_sequence)
+        return cls(scheduler, config.shapes, table, runner, launcher)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is left to compute or to read."""
-        return self.scheduler.is_idle and self._in_flight is None
+        return self.scheduler.is_idle and not self._in_flight
 
     def submit(self, sequence: Sequence) -> None:
         """Appends a sequence to the waiting ones."""
@@ -207,7 +231,8 @@ class StepLoop:
         self._runner.wait_for_programs()
 
     def close(self) -> None:
-        """Ends what is still being compiled."""
+        """Waits for the steps that the launcher has been given, and ends what is still being compiled."""
+        self._launcher.close()
         self._runner.close()
 
     def _empty_batches(self) -> list[StepBatch]:
@@ -223,66 +248,61 @@ class StepLoop:
         self.scheduler.pool.forget_prefixes()
 
     def step(self) -> list[tuple[Sequence, Token]]:
-        """Gives the device its next step, if there is one, and returns the tokens of the step before."""
-        plan, previous = self.scheduler.plan(), self._in_flight
-        assert plan.chunks or previous or self.scheduler.is_idle, "no step is in flight, and none can be started"
-        # Other threads may still compute the masks of the step before. What does not depend on them comes first.
-        planned = self._planned(plan) if plan.chunks else None
-        if previous is not None:
-            self._take_masks(previous)
-        masks = _start_masks(previous, planned)
-        self._in_flight = None if planned is None else self._start(planned, masks)
-        if planned is None and masks is not None:
-            masks.result()
-        return [] if previous is None else list(self._read(previous))
+        """Gives the device its next step, if there is one, and returns the tokens of steps before it."""
+        plan = self.scheduler.plan()
+        assert plan.chunks or self._in_flight or self.scheduler.is_idle, "no step is in flight, and none can be started"
+        if plan.chunks:
+            self._start(self._planned(plan))
+        tokens, unread = [], self._steps_to_leave_unread(plan)
+        while len(self._in_flight) > unread:
+            tokens += self._read(self._in_flight.popleft())
+        if self.is_idle:
+            self._newest = None
+        return tokens
+
+    def _steps_to_leave_unread(self, plan: ScheduledStep) -> int:
+        """Returns how many steps stay in flight after a step has been started."""
+        if not plan.chunks:
+            return 0
+        # The masks of a step need the tokens of the step before. While the device computes the layers in between, there
+        # is time for the masks and for giving it the sampling and the next layers, but not for planning these layers as
+        # well. So they are planned before, and their samples may turn out to have ended two steps ago.
+        plans_ahead = self._in_flight[-1].planned.is_constrained and self.scheduler.can_plan_ahead
+        return 2 if plans_ahead else 1
 
     def _planned(self, plan: ScheduledStep) -> _PlannedStep:
-        """Copies a step to the device."""
+        """Copies a step to the device, and notes that it will be computed."""
         samples = [(row, chunk.sequence) for row, chunk in enumerate(plan.chunks) if chunk.completes]
         needed = SamplingVariant.needed_by([sequence.params for _, sequence in samples]) if samples else None
         shape = self._shapes.smallest(plan, self._runner.has_layers)
         batch = self._slots.batch(plan, shape, adjusted=needed is not None and needed.adjusted)
-        assert batch.queries.first_row is not None
-        return _PlannedStep(plan, self._runner.copy(batch), batch.queries.first_row, samples, needed)
+        first_rows = batch.queries.first_row
+        assert first_rows is not None
+        unseen = [tokens for _, sequence in samples if (tokens := _unseen(sequence)) is not None]
+        self.scheduler.mark_submitted(plan)
+        return _PlannedStep(plan, self._runner.copy(batch), first_rows, samples, needed, unseen)
 
-    def _start(self, planned: _PlannedStep, masks: Future[Masks] | None) -> _InFlightStep:
-        """Has the device compute a step, except that samples with constraints wait for their masks."""
-        for _, sequence in planned.samples:
-            self._note_seen(sequence)
-        self.scheduler.mark_submitted(planned.plan)
+    def _start(self, planned: _PlannedStep) -> None:
+        """Has the launcher give the device a step, while other threads compute the step's masks."""
+        masks = _start_masks(self._newest, planned)
+        self._newest = _InFlightStep(planned, self._launcher.submit(functools.partial(self._launch, planned, masks)))
+        self._in_flight.append(self._newest)
+
+    def _launch(self, planned: _PlannedStep, pending: Future[Masks] | None) -> _Launched:
+        """Gives the device a step: its layers at once, the sampling as soon as the masks are there."""
+        for tokens in planned.unseen:
+            self._runner.note_seen(*tokens)
         hidden, rows = self._runner.forward(planned.batch)
         scores = [
             score
             for chunk, first_row in zip(planned.plan.prefills, planned.first_rows, strict=False)
             for score in self._scores(chunk, int(first_row), rows)
         ]
-        samples_now = planned.needed is not None and not planned.is_constrained
-        return _InFlightStep(
-            planned, hidden, scores, masks, self._sample(planned, hidden, None) if samples_now else None
-        )
-
-    def _take_masks(self, step: _InFlightStep) -> None:
-        """Waits for a step's masks, and has the device sample if it was waiting for them."""
-        if step.masks is None:
-            return
-        masks, planned = step.masks.result(), step.planned
-        for row, sequence in planned.samples if masks.failures else ():
-            if row in masks.failures:
-                sequence.failure = ValueError(f"the sample's constraint cannot go on: {masks.failures[row]}")
-        if planned.is_constrained:
-            step.sampled = self._sample(planned, step.hidden, masks.allowed)
-
-    def _sample(self, planned: _PlannedStep, hidden: Any, allowed: Array | None) -> SampledTokens:
-        assert planned.needed is not None
-        return self._runner.sample(planned.batch, hidden, planned.needed, allowed).start_copy()
-
-    def _note_seen(self, sequence: Sequence) -> None:
-        """Tells the device the tokens of a sequence with penalties when it samples for the first time in its slot."""
-        # The device counts what it samples later, and it knows those tokens before the host does.
-        if sequence.params.penalized and not sequence.is_held:
-            assert sequence.slot is not None
-            assert not sequence.unread
-            self._runner.note_seen(sequence.slot, sequence.prompt, sequence.generated)
+        masks, sampled = None if pending is None else pending.result(), None
+        if planned.needed is not None:
+            allowed = masks.allowed if masks is not None and planned.is_constrained else None
+            sampled = self._runner.sample(planned.batch, hidden, planned.needed, allowed).start_copy()
+        return _Launched(scores, sampled, {} if masks is None else masks.failures)
 
     def _scores(self, chunk: ScheduledChunk, first_row: int, hidden: Any) -> Iterator[_PromptScore]:
         """Computes the prompt logprobs that a chunk's hidden states give, if the request asks for them."""
@@ -297,37 +317,55 @@ class StepLoop:
             yield _PromptScore(chunk.sequence, position, len(tokens), scored.start_copy())
 
     def _read(self, step: _InFlightStep) -> Iterator[tuple[Sequence, Token]]:
-        """Reads a step's results after the next step has been started."""
-        for score in step.scores:
+        """Reads a step's results after later steps have been started."""
+        if len(self._in_flight) > 1:
+            # Other threads compute the next step's masks from the same tokens, and the device waits for these.
+            self._in_flight[0].launched.result()
+        launched, size = step.launched.result(), len(step.planned.plan.chunks)
+        for score in launched.scores:
             score.read()
-        if step.sampled is None:
+        if launched.sampled is None:
             return
-        sampled, size = step.sampled.read(), len(step.planned.plan.chunks)
+        sampled = launched.sampled.read()
         for row, sequence in step.planned.samples:
-            if sequence.finish_reason is None:  # otherwise the step was started before the sequence's end was known
-                token = sequence.add(*sampled.at(row, sequence.params), batch=size)
-                self.scheduler.accept_token(sequence)
-                yield sequence, token
+            if sequence.finish_reason is not None:  # the step was started before the sequence's end was known
+                continue
+            if row in launched.failures:
+                sequence.failure = ValueError(f"the sample's constraint cannot go on: {launched.failures[row]}")
+            token = sequence.add(*sampled.at(row, sequence.params), batch=size)
+            self.scheduler.accept_token(sequence)
+            yield sequence, token
 
 
-def _start_masks(previous: _InFlightStep | None, planned: _PlannedStep | None) -> Future[Masks] | None:
-    """Begins to compute the masks of a planned step, which depend on the tokens that the step before samples.
+def _unseen(sequence: Sequence) -> tuple[int, Seq[int], Seq[int]] | None:
+    """Returns a slot and its tokens when a sequence with penalties samples for the first time in it; otherwise None."""
+    # The device counts what it samples later, and it knows those tokens before the host does.
+    if not sequence.params.penalized or sequence.is_held:
+        return None
+    assert sequence.slot is not None
+    assert not sequence.unread
+    return sequence.slot, sequence.prompt, sequence.generated
 
-    Other threads wait for these tokens and compute the masks, while this one gives the device the planned step: that
-    takes a third of a step's time, and does not need the interpreter.
-    """
-    samples, rows = ([], 0) if planned is None else (planned.samples, planned.batch.shape.sampled)
-    matchers = {row: sequence.matcher for row, sequence in samples if sequence.matcher is not None}
-    before = previous.planned.samples if previous is not None and previous.sampled is not None else []
+
+def _start_masks(previous: _InFlightStep | None, planned: _PlannedStep) -> Future[Masks] | None:
+    """Begins to compute the masks of a planned step, which depend on the tokens that the step before samples."""
+    matchers = {row: sequence.matcher for row, sequence in planned.samples if sequence.matcher is not None}
     accepting = [
-        (row, sequence) for row, sequence in before if sequence.matcher is not None and sequence.finish_reason is None
+        (row, sequence.matcher, sequence.context.end_tokens)
+        for row, sequence in (() if previous is None else previous.planned.samples)
+        if sequence.matcher is not None and sequence.finish_reason is None
     ]
 
     def accepted() -> Iterator[tuple[Matcher, int]]:
-        tokens = previous.sampled.read().token.tolist() if previous is not None and previous.sampled is not None else []
-        for row, sequence in accepting:
-            if sequence.matcher is not None and tokens[row] not in sequence.context.end_tokens:
-                yield sequence.matcher, tokens[row]
+        if previous is None:
+            return
+        # Matchers may still be used for the step before until it is launched.
+        launched = previous.launched.result()
+        tokens = launched.sampled.read().token.tolist() if accepting and launched.sampled is not None else []
+        for row, matcher, end_tokens in accepting:
+            if tokens[row] not in end_tokens:
+                yield matcher, tokens[row]
 
-    some = next(iter([*matchers.values(), *(sequence.matcher for _, sequence in accepting)]), None)
+    some = next(iter([*matchers.values(), *(matcher for _, matcher, _ in accepting)]), None)
+    rows = planned.batch.shape.sampled
     return None if some is None else some.constraint.compiler.start_masks(rows, matchers, accepted)

@@ -59,9 +59,9 @@ class SampledTokens(NamedTuple):
 
         These are the token, its logprob, the likeliest tokens with their logprobs, and the token's sampling logprob.
         """
-        top = params.top_logprobs
-        likeliest = zip(self.top_tokens[row, :top].tolist(), self.top_logprobs[row, :top].tolist(), strict=True)
-        sampling_logprob = None
+        top, likeliest, sampling_logprob = params.top_logprobs, (), None
+        if top:  # few requests ask for them, and all wait for this
+            likeliest = zip(self.top_tokens[row, :top].tolist(), self.top_logprobs[row, :top].tolist(), strict=True)
         if params.sampling_logprobs and self.sampling_logprob is not None:
             sampling_logprob = float(self.sampling_logprob[row])
         return int(self.token[row]), float(self.logprob[row]), tuple(likeliest), sampling_logprob

@@ -34,6 +34,11 @@ class WaitingQueue:
             for sequences in requests.values():
                 yield from sequences
 
+    @property
+    def has_preempted(self) -> bool:
+        """Whether a preempted sequence is among them."""
+        return bool(self._preempted)
+
     def append(self, sequence: Sequence) -> None:
         """Adds a sequence that has never had a slot."""
         requests = self._clients.setdefault(sequence.context.client, {})

@@ -31,6 +31,7 @@ from detjax import SamplingParams, kv_pages
 from detjax.engine import batch, page_pool, scheduler
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraints import CompiledConstraint, Constraint, ConstraintCompiler, Masks, Matcher
+from detjax.engine.launcher import ImmediateLauncher, Launcher
 from detjax.engine.page_pool import PagePool, prefix_root
 from detjax.engine.scheduler import Scheduler, pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples
@@ -94,17 +95,38 @@ class RememberingCompiler(ConstraintCompiler):
         return _LateFuture(masks)
 
 
-class _LateFuture(Future[Masks]):
+class _LateFuture[T](Future[T]):
     """A future that begins to compute when it is asked for its result."""
 
-    def __init__(self, compute: Callable[[], Masks]) -> None:
+    def __init__(self, compute: Callable[[], T]) -> None:
         super().__init__()
         self._compute = compute
 
-    def result(self, timeout: float | None = None) -> Masks:
+    def result(self, timeout: float | None = None) -> T:
         if not self.done():
             self.set_result(self._compute())
         return super().result(timeout)
+
+
+class LateLauncher(Launcher):
+    """A launcher that calls a function when its result is asked for, after those that were submitted before it."""
+
+    def __init__(self) -> None:
+        self._newest: Future[Any] | None = None
+
+    def submit[T](self, fn: Callable[[], T], /) -> Future[T]:
+        previous = self._newest
+
+        def compute() -> T:
+            if previous is not None:
+                previous.result()
+            return fn()
+
+        future = self._newest = _LateFuture(compute)
+        return future
+
+    def close(self) -> None:
+        pass
 
 
 class RememberingRunner:
@@ -203,11 +225,12 @@ def shapes_for(slots: int, tokens: int, chunk: int | None = None, mixes: bool = 
 class Schedule:
     """Requests come and are cancelled, and steps are made, in any order."""
 
-    def __init__(self, shapes: BatchShapes, num_pages: int, keeps_prefixes: bool) -> None:
+    def __init__(self, shapes: BatchShapes, num_pages: int, keeps_prefixes: bool, launches_late: bool) -> None:
         slots = shapes.limits.slots
         self.pool = PagePool(num_pages, keeps_prefixes=keeps_prefixes)
         self.scheduler = Scheduler(self.pool, shapes.limits)
-        self.loop = StepLoop(self.scheduler, shapes, SlotTable(slots, num_pages), RememberingRunner(slots))
+        launcher = LateLauncher() if launches_late else ImmediateLauncher()
+        self.loop = StepLoop(self.scheduler, shapes, SlotTable(slots, num_pages), RememberingRunner(slots), launcher)
         start: Any = list
         self.constraint = CompiledConstraint(RememberingCompiler(), start)
         self.sequences: list[Sequence] = []
@@ -282,7 +305,7 @@ def play(draw: random.Random, actions: int) -> None:
     """Plays a random schedule of so many actions."""
     chunk = draw.choice([None, None, 1, 3, 8])
     shapes = shapes_for(draw.randint(1, 4), draw.randint(1, 24), chunk, draw.random() < 0.5)
-    schedule = Schedule(shapes, draw.randint(6, 14), draw.random() < 0.5)
+    schedule = Schedule(shapes, draw.randint(6, 14), draw.random() < 0.5, draw.random() < 0.5)
     for _ in range(actions):
         match draw.choice(["submit", "submit", "step", "step", "cancel", "forget"]):
             case "submit":
@@ -309,9 +332,19 @@ class Schedules(RuleBasedStateMachine):
         mixes=st.booleans(),
         num_pages=st.integers(6, 14),
         keeps_prefixes=st.booleans(),
+        launches_late=st.booleans(),
     )
-    def begin(self, slots: int, tokens: int, chunk: int | None, mixes: bool, num_pages: int, keeps_prefixes: bool):
-        self.schedule = Schedule(shapes_for(slots, tokens, chunk, mixes), num_pages, keeps_prefixes)
+    def begin(
+        self,
+        slots: int,
+        tokens: int,
+        chunk: int | None,
+        mixes: bool,
+        num_pages: int,
+        keeps_prefixes: bool,
+        launches_late: bool,
+    ):
+        self.schedule = Schedule(shapes_for(slots, tokens, chunk, mixes), num_pages, keeps_prefixes, launches_late)
 
     @rule(
         first_pages=st.lists(st.sampled_from([0, 1]), max_size=4),

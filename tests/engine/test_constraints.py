@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import detjax.demo
+from detjax.engine import constraints
 from detjax.engine.constraints import Constraint, ConstraintCompiler, Masks, Matcher
 from detjax.models import Tokenizer
 
@@ -123,6 +125,43 @@ def test_rows_without_constraints_allow_all_tokens(compiler: ConstraintCompiler)
     matcher = started(compiler, Constraint.choice(["a"]))
     np.testing.assert_array_equal(masks(compiler, 3, {1: matcher})[[0, 2]], free[:2])
     assert np.unpackbits(free[0].view(np.uint8), bitorder="little").sum() >= VOCABULARY
+
+
+def test_masks_of_a_step_and_of_the_next_may_be_asked_for_at_once(compiler: ConstraintCompiler) -> None:
+    # The second ones are asked for before the library's matchers have been made for the first.
+    for _ in range(20):
+        matchers = {row: started(compiler, Constraint.choice(["abc", "!"])) for row in range(8)}
+        first = compiler.start_masks(8, matchers, list)
+
+        def accepted(
+            matchers: dict[int, Matcher] = matchers, first: Future[Masks] = first
+        ) -> list[tuple[Matcher, int]]:
+            first.result()
+            return [(matcher, 1) for matcher in matchers.values()]
+
+        second = compiler.start_masks(8, matchers, accepted).result()
+        assert second.failures == {}
+        assert (np.asarray(second.allowed) == np.asarray(first.result().allowed)).all(axis=1).sum() == 0
+        assert allowed(compiler, matchers[0]) == [END]
+
+
+def test_no_mask_depends_on_the_classes_of_tokens_that_make_it_faster(
+    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints, "_SLICES", [])
+    assert TOKENIZER is not None
+    plain, draw = ConstraintCompiler(TOKENIZER, VOCABULARY, [END]), random.Random(0)
+    for text in (SCHEMA, {"type": "string", "maxLength": 12}, {"type": "array", "items": {"type": "string"}}):
+        one, other = (started(library, Constraint.json_schema(text)) for library in (compiler, plain))
+        for _ in range(60):
+            mask = masks(compiler, 1, {0: one})
+            np.testing.assert_array_equal(mask, masks(plain, 1, {0: other}))
+            choices = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+            token = draw.choice(choices)
+            if token == END:
+                break
+            accept(compiler, one, token)
+            accept(plain, other, token)
 
 
 def test_a_refused_token_is_a_failure_of_its_row(compiler: ConstraintCompiler) -> None:

@@ -1,0 +1,224 @@
+"""Launchers, and step loops whose steps are given to the device by another thread."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+import detjax
+import detjax.demo
+from detjax import SamplingParams, backends
+from detjax.engine import Constraint, Engine, EngineClosed, Request
+from detjax.engine.batch import BatchShapes, SlotTable
+from detjax.engine.constraints import CompiledConstraint, ConstraintCompiler, Masks, Matcher
+from detjax.engine.launcher import ImmediateLauncher, LauncherThread
+from detjax.engine.model_runner import ModelRunner
+from detjax.engine.page_pool import PagePool
+from detjax.engine.scheduler import Scheduler
+from detjax.engine.sequence import RequestContext, Sequence
+from detjax.engine.step_loop import StepLoop
+from tests.engine import schedules
+from tests.engine.schedules import END, RememberingCompiler, RememberingRunner, expected_tokens
+
+WAIT = 60
+
+
+@pytest.fixture
+def launcher() -> Iterator[LauncherThread]:
+    launcher = LauncherThread()
+    yield launcher
+    launcher.close()
+
+
+def test_functions_are_called_in_their_order_in_one_other_thread(launcher: LauncherThread) -> None:
+    calls, may_begin = list[tuple[int, int]](), threading.Event()
+    launcher.submit(lambda: may_begin.wait(WAIT))
+    futures = [
+        launcher.submit(lambda number=number: calls.append((number, threading.get_ident()))) for number in range(50)
+    ]
+    assert calls == []
+    may_begin.set()
+    assert [future.result(WAIT) for future in futures] == [None] * 50
+    assert [number for number, _ in calls] == [*range(50)]
+    assert len({thread for _, thread in calls} | {threading.get_ident()}) == 2
+
+
+def test_nothing_is_called_after_a_failure(launcher: LauncherThread) -> None:
+    failure, calls = MemoryError("no memory left"), list[int]()
+
+    def fail() -> None:
+        raise failure
+
+    assert launcher.submit(lambda: 1).result(WAIT) == 1
+    futures = [
+        launcher.submit(fail),
+        launcher.submit(lambda: calls.append(1)),
+        launcher.submit(lambda: calls.append(2)),
+    ]
+    assert [future.exception(WAIT) for future in futures] == [failure] * 3
+    assert calls == []
+
+
+def test_close_waits_for_what_was_submitted_and_ends_the_thread() -> None:
+    launcher, calls, may_go_on = LauncherThread(), list[int](), threading.Event()
+    launcher.submit(lambda: may_go_on.wait(WAIT))
+    launcher.submit(lambda: calls.append(1))
+    threading.Timer(0.1, may_go_on.set).start()
+    launcher.close()
+    assert calls == [1]
+    assert not launcher._thread.is_alive()
+
+
+def test_the_thread_has_the_backend_that_its_maker_chose() -> None:
+    with backends.use_backend(backends.STOCK):
+        launcher = LauncherThread()
+    assert launcher.submit(backends.backend).result(WAIT) == backends.STOCK
+    assert backends.backend() != backends.STOCK
+    launcher.close()
+
+
+def test_without_a_thread_the_caller_calls_and_gets_what_is_raised() -> None:
+    launcher = ImmediateLauncher()
+    assert launcher.submit(threading.get_ident).result() == threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        launcher.submit(lambda: 1 // 0)
+
+
+class HeldBackCompiler(RememberingCompiler):
+    """A compiler whose masks are computed in a thread of their own, and not before `may_begin` is set.
+
+    Attributes:
+        may_begin: whether masks may be computed.
+        failing_from: the number of the first masks that report a failure of each row.
+    """
+
+    def __init__(self, failing_from: int = 1000) -> None:
+        self.may_begin = threading.Event()
+        self.failing_from = failing_from
+        self._count = 0
+
+    def start_masks(
+        self, rows: int, matchers: Mapping[int, Matcher], accepted: Callable[[], Iterable[tuple[Matcher, int]]]
+    ) -> Future[Masks]:
+        future, late = Future[Masks](), super().start_masks(rows, matchers, accepted)
+        fails, self._count = self._count >= self.failing_from, self._count + 1
+
+        def compute() -> None:
+            self.may_begin.wait(WAIT)
+            failures = dict.fromkeys(matchers, "it is too complex") if fails else {}
+            future.set_result(Masks(late.result().allowed, failures))
+
+        threading.Thread(target=compute, daemon=True).start()
+        return future
+
+
+def loop_and_sequence(compiler: ConstraintCompiler, tokens: int, launcher: LauncherThread) -> tuple[StepLoop, Sequence]:
+    """Returns a loop with a sequence of so many tokens, the last of which ends it, though it might have had more."""
+    shapes = BatchShapes.for_serving(1, 8)
+    loop = StepLoop(Scheduler(PagePool(10), shapes.limits), shapes, SlotTable(1, 10), RememberingRunner(1), launcher)
+    start: Any = list
+    context = RequestContext(end_tokens=frozenset([END]), constraint=CompiledConstraint(compiler, start))
+    params = (SamplingParams(max_tokens=20, seed=seed, constraint=Constraint.choice(["x"])) for seed in range(10_000))
+    sequences = (Sequence((1, 2, 3), one, context=context) for one in params)
+    sequence = next(one for one in sequences if len(expected_tokens(one)) == tokens)
+    loop.submit(sequence)
+    return loop, sequence
+
+
+def test_two_steps_are_planned_while_masks_are_computed(launcher: LauncherThread) -> None:
+    compiler = HeldBackCompiler()
+    with schedules.small_pages():
+        loop, sequence = loop_and_sequence(compiler, 6, launcher)
+        rescue = threading.Timer(WAIT / 4, compiler.may_begin.set)
+        rescue.start()
+        assert loop.step() == loop.step() == []
+        assert not compiler.may_begin.is_set()
+        assert sequence.unread == 2
+        rescue.cancel()
+        compiler.may_begin.set()
+        while not loop.is_idle:
+            loop.step()
+    assert sequence.generated == expected_tokens(sequence)
+
+
+@pytest.mark.parametrize(("failing_from", "reason"), [(6, "stop"), (5, "failed"), (2, "failed")])
+def test_a_constraint_that_fails_after_the_end_of_its_sample_is_no_failure(
+    launcher: LauncherThread, failing_from: int, reason: str
+) -> None:
+    compiler = HeldBackCompiler(failing_from)
+    compiler.may_begin.set()
+    with schedules.small_pages():
+        loop, sequence = loop_and_sequence(compiler, 6, launcher)
+        while not loop.is_idle:
+            loop.step()
+    assert sequence.finish_reason == reason
+    assert sequence.generated == expected_tokens(sequence)[: failing_from + 1]
+    assert (sequence.failure is None) == (reason == "stop")
+
+
+def test_an_exception_in_the_thread_ends_the_engine_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, tokenizer = detjax.models.load(detjax.demo.CHECKPOINT, progress=False)
+    failure, samples = MemoryError("no memory left"), 0
+
+    def broken_sample(runner: ModelRunner, *args: Any) -> Any:
+        nonlocal samples
+        samples += 1
+        if samples == 3:
+            raise failure
+        return sample(runner, *args)
+
+    sample = ModelRunner.sample
+    monkeypatch.setattr(ModelRunner, "sample", broken_sample)
+    with Engine(model, tokenizer, max_samples=2, token_budget=16, max_length=64) as engine:
+        error = engine.submit(Request("ROMEO:", SamplingParams(max_tokens=20))).exception(WAIT)
+        assert isinstance(error, EngineClosed)
+        assert engine.failure is failure
+        assert engine.closed.exception(WAIT) is failure
+        assert samples == 3
+    (record,) = (record for record in caplog.records if record.name == "detjax.engine")
+    assert record.exc_info and record.exc_info[1] is failure
+    assert "broken_sample" in _functions(failure)
+
+
+def test_masks_that_cannot_be_computed_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = detjax.models.load(detjax.demo.CHECKPOINT, progress=False)
+    start_masks, failure, count = ConstraintCompiler.start_masks, MemoryError("no memory left"), 0
+
+    def fail_later(compiler: ConstraintCompiler, *args: Any) -> Future[Masks]:
+        nonlocal count
+        count += 1
+        if count < 4:
+            return start_masks(compiler, *args)
+        future = Future[Masks]()
+        future.set_exception(failure)
+        return future
+
+    monkeypatch.setattr(ConstraintCompiler, "start_masks", fail_later)
+    params = SamplingParams(max_tokens=20, constraint=Constraint("regex", "[a-z]{15}"))
+    with Engine(model, tokenizer, max_samples=2, token_budget=16, max_length=64) as engine:
+        assert isinstance(engine.submit(Request("ROMEO:", params)).exception(WAIT), EngineClosed)
+        assert engine.closed.exception(WAIT) is failure
+
+
+def test_closing_an_engine_ends_its_threads() -> None:
+    model, tokenizer = detjax.models.load(detjax.demo.CHECKPOINT, progress=False)
+    before = {*threading.enumerate()}
+    with Engine(model, tokenizer, max_samples=2, token_budget=16, max_length=64) as engine:
+        future = engine.submit(Request("ROMEO:", SamplingParams(max_tokens=50)))
+        names = {thread.name for thread in {*threading.enumerate()} - before}
+        assert {"detjax-engine", "detjax-launcher"} <= names
+    assert isinstance(future.exception(WAIT), EngineClosed | None)
+    assert not any(thread.name.startswith("detjax-") for thread in {*threading.enumerate()} - before)
+
+
+def _functions(error: BaseException) -> list[str]:
+    """Returns the functions in which an exception was on its way."""
+    names, traceback = [], error.__traceback__
+    while traceback is not None:
+        names.append(traceback.tb_frame.f_code.co_name)
+        traceback = traceback.tb_next
+    return names
