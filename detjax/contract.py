@@ -18,8 +18,9 @@ Matrix products
     y[m, n] = act(sum over k ascending of x[m, k] * w[k, n] + bias[n]) + residual[m, n]
 
 Each element has one accumulator, and K is not split. The epilogue works on the float32 accumulator, and one rounding
-ends it. With a soft cap, the activated sum `z` becomes `cap * tanh(z / cap)` before the residual. See also
-`WEIGHT_GRADIENT_TOKENS`, `TPU_ROW_TILE` and `TPU_K_STEP`.
+ends it. With a soft cap, the activated sum `z` becomes `cap * tanh(z / cap)` before the residual. A gradient takes the
+derivative of the epilogue at the biased sums rounded to x's dtype, and rounds the gradient of these sums to x's dtype.
+See also `WEIGHT_GRADIENT_TOKENS`, `TPU_ROW_TILE` and `TPU_K_STEP`.
 
 Sums of rows
 ------------
@@ -164,7 +165,7 @@ from typing import Final
 import jax.numpy as jnp
 import numpy as np
 
-CONTRACT_VERSION: Final = 2
+CONTRACT_VERSION: Final = 3
 """The number of this set of contracts. Results with equal numbers, on equal devices and releases, have equal bits."""
 
 INPUT_DTYPES: Final = ("bfloat16", "float16", "float32")

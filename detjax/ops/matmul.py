@@ -118,17 +118,25 @@ def _forward(
     epilogue: Epilogue,
     out_dtype: jnp.dtype,
 ) -> tuple[Array, tuple[Any, ...]]:
+    kernels = _MATMUL.kernels()
+    # The gradient of an epilogue needs the biased sums. A backend that can keep them does not compute them twice.
+    if epilogue != Epilogue() and out_dtype == x.dtype and hasattr(kernels, "forward_keeping_sums"):
+        forward = functools.partial(kernels.forward_keeping_sums, layout=layout, epilogue=epilogue)
+        y, z = with_vmap_rule(forward, rows=(True, False, False, True))(x, w, bias, residual)
+    else:
+        y, z = _matmul(x, w, bias, residual, sums, layout, epilogue, out_dtype), None
     # The backward pass needs only the residual's dtype, so an empty array stands for it.
     empty = None if residual is None else jnp.zeros(0, residual.dtype)
-    return _matmul(x, w, bias, residual, sums, layout, epilogue, out_dtype), (x, w, bias, sums, empty)
+    return y, (x, w, bias, z, sums, empty)
 
 
 def _backward(
     layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, saved: tuple[Any, ...], dy: Array
 ) -> tuple[Any, ...]:
-    *operands, sums, residual = saved
+    x, w, bias, z, sums, residual = saved
     backward = functools.partial(_MATMUL.kernels().backward, layout=layout, epilogue=epilogue)
-    dx, *gradients = with_vmap_rule(backward, rows=(False,) * 6)(*operands, dy, *sums)
+    operands, kept = (x, w, bias, dy, *sums), () if z is None else (z,)
+    dx, *gradients = with_vmap_rule(backward, rows=(False,) * (6 + len(kept)))(*operands, *kept)
     fresh, carried = fresh_and_carried(gradients, sums)
     return dx, *fresh, None if residual is None else dy.astype(residual.dtype), carried
 

@@ -48,7 +48,8 @@ def backward(
 ) -> tuple[Array, Array, Array | None]:
     """Returns the gradients of x, w and bias; instead of those of w and bias, their next sums if they have sums.
 
-    With `dz` the gradient of the biased sums, rounded to x's dtype before it meets a matrix unit:
+    With `dz` the gradient of the biased sums, at the sums rounded to x's dtype, and itself rounded to x's dtype before
+    it meets a matrix unit:
 
         dx    = dz @ w^T, each row with N ascending
         dw    = x^T @ dz, tokens added in ascending order, `WEIGHT_GRADIENT_TOKENS` in one product
@@ -61,7 +62,7 @@ def backward(
 
     def accumulator_gradient(rows: tuple[Array, Array], shared: tuple[Array, Array | None]) -> Array:
         x, dy = rows
-        z = _pre_activation(x, *shared, layout)
+        z = rounded(_pre_activation(x, *shared, layout), x.dtype).astype(ACCUMULATOR)
         (dz,) = jax.vjp(lambda z: activated(parts(z), epilogue), z)[1](dy.astype(ACCUMULATOR))
         return rounded(dz, x.dtype)
 

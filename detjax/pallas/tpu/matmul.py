@@ -125,9 +125,10 @@ def _finish_forward(epilogue: Epilogue, sums: Sequence[Array], residual: Array |
     return [y if residual is None else y + residual.astype(ACCUMULATOR)]
 
 
-def _finish_backward(epilogue: Epilogue, sums: Sequence[Array], dy: Array | None) -> list[Array]:
-    """The gradients of the sums."""
+def _finish_backward(epilogue: Epilogue, dtype: DTypeLike, sums: Sequence[Array], dy: Array | None) -> list[Array]:
+    """The gradients of the sums, at the sums rounded to a dtype."""
     assert dy is not None
+    sums = [total.astype(dtype).astype(ACCUMULATOR) for total in sums]
     return list(jax.vjp(lambda *sums: activated(sums, epilogue, ACTIVATIONS), *sums)[1](dy.astype(ACCUMULATOR)))
 
 
@@ -257,7 +258,7 @@ def backward(
         dz = [rounded(flat_dy, x.dtype)]
     else:
         # The sums are computed again.
-        operands, finish = Operands(flat_x, w, bias, flat_dy), functools.partial(_finish_backward, epilogue)
+        operands, finish = Operands(flat_x, w, bias, flat_dy), functools.partial(_finish_backward, epilogue, x.dtype)
         dz = multiply(operands, Contraction("mk", layout, TOKEN_STEP), [x.dtype] * len(weights), finish)
     joined_dz = jnp.concatenate(dz, axis=1)
     # Both weights of a "kn" stack have to be copied to be contracted at once; "nk" weights follow each other already.

@@ -5,12 +5,13 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, DTypeLike
 
 from detjax.contract import ACCUMULATOR
-from detjax.numerics import activated, flat_rows, parts
+from detjax.numerics import activated, flat_rows
 from detjax.options import Epilogue, WeightLayout
-from detjax.pallas.hopper.matmul.kernel import Operands, product
+from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
 from detjax.pallas.hopper.token_sums import token_sums
 from detjax.rounding import rounded
 
@@ -36,6 +37,17 @@ def forward(
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
+def forward_keeping_sums(
+    x: Array, w: Array, bias: Array | None, residual: Array | None, *, layout: WeightLayout, epilogue: Epilogue
+) -> tuple[Array, tuple[Array, ...]]:
+    """What `forward` returns in x's dtype, and the biased sums for `backward`, `[*B, N]`, or those of gate and up."""
+    flat_residual = None if residual is None else flat_rows(residual)
+    operands = Operands(flat_rows(x), w, bias, flat_residual)
+    y, z = product_keeping_sums(operands, layout=layout, epilogue=epilogue)
+    shape = *x.shape[:-1], y.shape[-1]
+    return y.reshape(shape), tuple(part.reshape(shape) for part in z)
+
+
 def backward(
     x: Array,
     w: Array,
@@ -43,13 +55,15 @@ def backward(
     dy: Array,
     w_sum: Array | None = None,
     bias_sum: Array | None = None,
+    z: tuple[Array, ...] | None = None,
     *,
     layout: WeightLayout,
     epilogue: Epilogue,
 ) -> tuple[Array, Array, Array | None]:
     """Gradients of x, w and bias; instead of those of w and bias, their next sums if they have sums.
 
-    With z = x @ w + bias and y = epilogue(z), dz is the gradient of z, rounded to x's dtype. Then
+    With z = x @ w + bias, rounded to x's dtype, and y = epilogue(z), dz is the gradient of z, rounded to x's dtype. What
+    was not kept of z is computed again. Then
 
         dx[m, k]    = sum over n ascending (gate's, then up's) of dz[m, n] * w[k, n]
         dw[k, n]    = sum over tokens m ascending of x[m, k] * dz[m, n]
@@ -62,7 +76,11 @@ def backward(
     """
     flat_x = flat_rows(x)
     halves = [w] if w.ndim == 2 else [w[0], w[1]]
-    dz = _accumulator_gradient(flat_x, halves, bias, flat_rows(dy), layout=layout, epilogue=epilogue)
+    if epilogue == Epilogue():
+        dz = rounded(flat_rows(dy), x.dtype)
+    else:
+        z = _biased_sums(flat_x, halves, bias, layout) if z is None else tuple(map(flat_rows, z))
+        dz = _gradient_of_sums(z, flat_rows(dy), epilogue)
 
     # To contract both halves of a stacked "kn" weight at once takes a copy; "nk" halves already follow each other.
     joined = w.reshape(-1, w.shape[-1]) if layout == "nk" else jnp.concatenate(halves, axis=1)
@@ -92,14 +110,18 @@ def _plain(x: Array, w: Array, **options: object) -> Array:
     return product(Operands(x, w), epilogue=Epilogue(), **options)  # pyright: ignore[reportArgumentType]
 
 
-def _accumulator_gradient(
-    x: Array, halves: list[Array], bias: Array | None, dy: Array, *, layout: WeightLayout, epilogue: Epilogue
-) -> Array:
-    """The gradient of the biased sums, `[M, N]` of x's dtype, or `[M, 2 N]` for gate and up."""
-    if epilogue == Epilogue():
-        return rounded(dy, x.dtype)
-    z = jnp.stack([_plain(x, half, layout=layout, out_dtype=ACCUMULATOR) for half in halves], axis=1)
+def _biased_sums(x: Array, halves: list[Array], bias: Array | None, layout: WeightLayout) -> tuple[Array, ...]:
+    """The biased sums `[M, N]`, or those of gate and up, rounded to x's dtype."""
+    z = [_plain(x, half, layout=layout, out_dtype=ACCUMULATOR) for half in halves]
     if bias is not None:
-        z = z + bias.astype(ACCUMULATOR).reshape(1, *z.shape[1:])
-    (dz,) = jax.vjp(lambda z: activated(parts(z), epilogue), z)[1](dy.astype(ACCUMULATOR))
-    return rounded(dz, x.dtype).reshape(dz.shape[0], -1)
+        z = [total + b.astype(ACCUMULATOR) for total, b in zip(z, bias.reshape(len(z), 1, -1), strict=True)]
+    return tuple(rounded(total, x.dtype) for total in z)
+
+
+def _gradient_of_sums(z: tuple[Array, ...], dy: Array, epilogue: Epilogue) -> Array:
+    """The gradient of the biased sums, `[M, N]` of their dtype, or `[M, 2 N]` for gate and up."""
+    # The barrier keeps the program around out of the arithmetic.
+    z, dy = lax.optimization_barrier((z, dy))
+    wide = [total.astype(ACCUMULATOR) for total in z]
+    dz = jax.vjp(lambda *z: activated(z, epilogue), *wide)[1](dy.astype(ACCUMULATOR))
+    return jnp.concatenate([rounded(part, z[0].dtype) for part in dz], axis=1)

@@ -70,6 +70,40 @@ def product(
         NotImplementedError: the matrix unit does not take x's dtype.
         ValueError: the schedule does not fit.
     """
+    problem, schedule, arrays, (m, n) = _prepared(operands, token_layout, layout, jnp.dtype(out_dtype), schedule)
+    kernel = _kernel(Plan(problem, schedule), epilogue)
+    if operands.start is None:
+        return kernel(*arrays)[0][:m, :n]
+    assert epilogue == Epilogue() and len(arrays) == 2 and problem.out_dtype == ACCUMULATOR
+    sums = jax.new_ref(_padded(operands.start, (problem.m, problem.n)))
+    kernel(*arrays, sums)
+    return jax.freeze(sums)[:m, :n]
+
+
+def product_keeping_sums(
+    operands: Operands, *, layout: WeightLayout, epilogue: Epilogue, schedule: Schedule | None = None
+) -> tuple[Array, tuple[Array, ...]]:
+    """`product` in x's dtype, and the biased sums that its epilogue took, `[M, N]`, or those of gate and up.
+
+    Raises:
+        NotImplementedError: the matrix unit does not take x's dtype.
+        ValueError: the schedule does not fit.
+    """
+    problem, schedule, arrays, (m, n) = _prepared(operands, "mk", layout, operands.x.dtype, schedule, keeps=True)
+    y, *z = (result[:m, :n] for result in _kernel(Plan(problem, schedule), epilogue)(*arrays))
+    return y, tuple(z)
+
+
+def _prepared(
+    operands: Operands,
+    token_layout: TokenLayout,
+    layout: WeightLayout,
+    out_dtype: jnp.dtype,
+    schedule: Schedule | None,
+    *,
+    keeps: bool = False,
+) -> tuple[Problem, Schedule, list[Array], tuple[int, int]]:
+    """The problem, its schedule, the operands filled up to what the copy engine can address, and the result's shape."""
     x, w, bias, residual, start = operands
     if str(x.dtype) not in DTYPES:
         raise NotImplementedError(
@@ -85,12 +119,13 @@ def product(
         k,
         parts,
         x.dtype,
-        jnp.dtype(out_dtype),
+        out_dtype,
         None if residual is None else residual.dtype,
         None if bias is None else bias.dtype,
         token_layout,
         layout,
         start is not None,
+        keeps,
     ).addressable
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
@@ -102,13 +137,7 @@ def product(
         arrays.append(_padded(bias.reshape(parts, n), (parts, problem.n)))
     if residual is not None:
         arrays.append(_padded(residual, (problem.m, problem.n)))
-    kernel = _kernel(Plan(problem, schedule), epilogue)
-    if start is None:
-        return kernel(*arrays)[:m, :n]
-    assert epilogue == Epilogue() and bias is None and residual is None and problem.out_dtype == ACCUMULATOR
-    sums = jax.new_ref(_padded(start, (problem.m, problem.n)))
-    kernel(*arrays, sums)
-    return jax.freeze(sums)[:m, :n]
+    return problem, schedule, arrays, (m, n)
 
 
 def _padded(array: Array, shape: tuple[int, ...]) -> Array:
@@ -116,19 +145,25 @@ def _padded(array: Array, shape: tuple[int, ...]) -> Array:
     return jnp.pad(array, [(0, target - size) for size, target in zip(array.shape, shape, strict=True)])
 
 
-def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., Array]:
-    """The kernel of `x, w, bias?, residual? -> y`, or of `x, w, y`, which begins with y's sums and overwrites them."""
+def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., list[Array]]:
+    """The kernel of `x, w, bias?, residual? -> y, *z`, or of `x, w, y`, which begins with y's sums and overwrites them.
+
+    If the problem keeps its biased sums, they are the arrays of z, gate's and up's if there are both.
+    """
     problem, schedule = plan.problem, plan.schedule
 
     def body(*refs: Any, **scratch: Any) -> None:
-        x, w, *rest, y = refs
+        x, w, *rest = refs
+        z = [rest.pop() for _ in range(problem.kept_sums)][::-1]
+        y = rest.pop()
         bias = rest.pop(0) if problem.bias_dtype is not None else None
         residual = rest.pop(0) if problem.residual_dtype is not None else None
-        _Cta(plan, epilogue, Operands(x, w, bias, residual), y, _Scratch(**scratch)).run()
+        _Cta(plan, epilogue, Operands(x, w, bias, residual), (y, z), _Scratch(**scratch)).run()
 
+    results = 0 if problem.continues else 1 + problem.kept_sums
     return plgpu.kernel(
         body,
-        out_type=() if problem.continues else jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype),
+        out_type=[jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype)] * results,
         grid=(plan.clusters,),
         grid_names=("cluster",),
         cluster=(schedule.cluster_m, schedule.cluster_n),
@@ -211,9 +246,12 @@ class _Cta:
     It takes every `plan.clusters`-th tile, beginning with the one of its cluster's index.
     """
 
-    def __init__(self, plan: Plan, epilogue: Epilogue, operands: Operands, y: Any, scratch: _Scratch) -> None:
+    def __init__(
+        self, plan: Plan, epilogue: Epilogue, operands: Operands, results: tuple[Any, list[Any]], scratch: _Scratch
+    ) -> None:
         self.plan, self.epilogue = plan, epilogue
-        self.operands, self.y = operands, y
+        self.operands = operands
+        self.y, self.z = results
         self.scratch = scratch
         self.cluster = lax.axis_index("cluster")
         self.warpgroup = lax.axis_index("warpgroup")
@@ -385,7 +423,9 @@ class _Output:
 
     def __init__(self, cta: _Cta, m: Array, n: Array) -> None:
         self.plan, self.epilogue, self.scratch = cta.plan, cta.epilogue, cta.scratch
-        self.bias, self.residual, self.y = cta.operands.bias, cta.operands.residual, cta.y
+        self.bias, self.residual = cta.operands.bias, cta.operands.residual
+        self.y, self.z = cta.y, cta.z
+        self.stored = 0  # chunks of results so far, which take the slots in turn
         self.m, self.n = m, n
         self.warpgroup = lax.axis_index("warpgroup")
 
@@ -418,10 +458,12 @@ class _Output:
             # The epilogue works on one chunk at a time: the temporaries of an activation would not fit into registers
             # beside all accumulators.
             biased = [self._add_bias(z, part, chunk) for part, z in enumerate(sums)]
+            for part, array in enumerate(self.z):
+                self._store_chunk(biased[part], chunk, array)
             z = activated(biased, self.epilogue, ACTIVATIONS)
             if self.residual is not None:
                 z = self._add_residual(z, chunk)
-            self._store_chunk(z, chunk)
+            self._store_chunk(z, chunk, self.y)
 
     def _add_bias(self, z: Array, part: int, chunk: int) -> Array:
         """A chunk of the sums of gate or up, plus its bias."""
@@ -443,19 +485,20 @@ class _Output:
             self._load_residual(chunk + plan.slots)
         return z
 
-    def _store_chunk(self, z: Array, chunk: int) -> None:
-        """Rounds a chunk and starts its copy to device memory."""
+    def _store_chunk(self, z: Array, chunk: int, array: Any) -> None:
+        """Rounds a chunk and starts its copy to an array in device memory."""
         plan, dtype = self.plan, self.plan.problem.out_dtype
+        slot, self.stored = self.stored % plan.slots, self.stored + 1
         plgpu.wait_smem_to_gmem(plan.slots - 1, wait_read_only=True)
         if plan.weights_on_rows and dtype.itemsize == 4:
             z = plgpu.layout_cast(z, plgpu.Layout.WGMMA_TRANSPOSED)
-        self._staged_as_rows(self.scratch.out, chunk)[...] = z.astype(dtype)
+        self._staged_as_rows(self.scratch.out, chunk, slot)[...] = z.astype(dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self._staged(self.scratch.out, chunk), self._in_memory(self.y, chunk))
+        plgpu.copy_smem_to_gmem(self._staged(self.scratch.out, chunk, slot), self._in_memory(array, chunk))
 
     def _load_residual(self, chunk: int) -> None:
         barrier = self.scratch.residual_loaded.at[self._slot_index(chunk)]
-        target = self._staged(self.scratch.residual, chunk)
+        target = self._staged(self.scratch.residual, chunk, chunk % self.plan.slots)
         plgpu.copy_gmem_to_smem(self._in_memory(self.residual, chunk), target, barrier)
 
     def _slot_index(self, chunk: int) -> Array:
@@ -472,24 +515,24 @@ class _Output:
             return array.at[pl.ds(self.m + first, size), pl.ds(self.n, plan.rows)]
         return array.at[pl.ds(self.m, plan.rows), pl.ds(self.n + first, size)]
 
-    def _staged(self, buffer: Any, chunk: int) -> Any:
-        """A chunk in shared memory, `[tokens, outputs]`, without the padding of its rows."""
+    def _staged(self, buffer: Any, chunk: int, slot: int) -> Any:
+        """A chunk in a slot of shared memory, `[tokens, outputs]`, without the padding of its rows."""
         plan, size = self.plan, self._width(chunk)
         tokens, outputs = (size, plan.rows) if plan.weights_on_rows else (plan.rows, size)
-        ref = buffer.at[self.warpgroup, chunk % plan.slots]
+        ref = buffer.at[self.warpgroup, slot]
         return ref if (tokens, outputs) == plan.staged_shape else ref.at[pl.ds(0, tokens), pl.ds(0, outputs)]
 
-    def _staged_as_rows(self, buffer: Any, chunk: int) -> Any:
-        """A chunk in shared memory in the shape of the accumulator: `[rows, columns]`."""
+    def _staged_as_rows(self, buffer: Any, chunk: int, slot: int) -> Any:
+        """A chunk in a slot of shared memory in the shape of the accumulator: `[rows, columns]`."""
         plan, size = self.plan, self._width(chunk)
-        ref = buffer.at[self.warpgroup, chunk % plan.slots]
+        ref = buffer.at[self.warpgroup, slot]
         if not plan.weights_on_rows:
             return ref
         return (ref if size == plan.chunk else ref.at[pl.ds(0, size)]).T
 
     def _residual_chunk(self, chunk: int) -> Array:
         """A chunk of the residual from shared memory, in the accumulator's layout."""
-        array = self._staged_as_rows(self.scratch.residual, chunk)[...]
+        array = self._staged_as_rows(self.scratch.residual, chunk, chunk % self.plan.slots)[...]
         if self.plan.weights_on_rows and array.dtype.itemsize == 4:
             array = plgpu.layout_cast(plgpu.layout_cast(array, plgpu.Layout.WGMMA_TRANSPOSED), plgpu.Layout.WGMMA)
         return array

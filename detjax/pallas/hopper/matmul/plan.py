@@ -53,6 +53,13 @@ class Problem:
     """Axes of the weights in memory."""
     continues: bool = False
     """Whether the result holds sums already, which the accumulators begin with."""
+    keeps: bool = False
+    """Whether the biased sums are results as well, of the same dtype."""
+
+    @property
+    def kept_sums(self) -> int:
+        """The arrays of biased sums among the results."""
+        return self.parts if self.keeps else 0
 
     @property
     def addressable(self) -> "Problem":

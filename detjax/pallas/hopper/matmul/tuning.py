@@ -111,7 +111,7 @@ def candidates(problem: Problem) -> list[Schedule]:
 def _schedules(problem: Problem) -> Iterator[Schedule]:
     tokens = round_up(problem.m, 8)
     panel = 1 if tokens <= 512 else 8
-    for rows in ("weights", "tokens") if tokens > 64 else ("weights",):
+    for rows in ("weights", "tokens") if tokens > 64 or problem.continues else ("weights",):
         tiles_m, tiles_n = (_ON_COLUMNS, _ON_ROWS) if rows == "weights" else (_TOKENS_ON_ROWS, _ON_COLUMNS)
         for tile_m, tile_n in itertools.product(tiles_m, tiles_n):
             if tile_m >= 2 * tokens and tile_m > 8:
