@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from detjax import backends, compilation
-from detjax.accumulated_weight import Weight, value_and_sum
+from detjax.accumulated_weight import AccumulatedWeight, Weight, value_and_sum
 from detjax.contract import ACCUMULATOR
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
 from detjax.ops.norm import rms_norm
 from detjax.ops.rotary import RotaryEmbedding
 from detjax.portable.tiles import map_rows
+from detjax.rounding import rounded
 
 _MODULES = {
     "portable": "detjax.portable.rope",
@@ -104,7 +106,7 @@ def qk_rope(
         )
     weights = norm_weights("qk_rope", qkv, q_norm, k_norm, norm_eps)
     weights, rotation = tuple(map(_QK_ROPE.taking, weights)), Rotation(embedding, (heads, kv_heads), norm_eps)
-    return _QK_ROPE.call(_qk_rope, qkv, positions, weights, rotation=rotation)
+    return _QK_ROPE.call(norm_and_rotate, qkv, positions, weights, rotation=rotation)
 
 
 def norm_weights(
@@ -173,15 +175,18 @@ _rope.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _qk_rope(qkv: Array, positions: Array, weights: tuple[Weight, ...], rotation: Rotation) -> tuple[Array, Array]:
+def norm_and_rotate(
+    qkv: Array, positions: Array, weights: tuple[Weight, ...], rotation: Rotation
+) -> tuple[Array, Array]:
+    """Returns `qk_rope` of checked arguments, by a backend's kernel."""
     q, k = _rotated_groups(rotation, qkv, positions, weights, turn=1.0)
     return q, k
 
 
-def in_separate_steps(
+def _in_separate_steps(
     qkv: Array, positions: Array, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, Array]:
-    """Returns `qk_rope` of checked arguments by `rms_norm` and `rope`, the steps whose gradients are its gradients."""
+    """By `rms_norm` and `rope`, the steps whose gradients are the operation's."""
     heads, embedding = rotation.heads, rotation.embedding
     q, k = qkv[..., : heads[0], :], qkv[..., heads[0] : sum(heads), :]
     if weights:
@@ -191,20 +196,53 @@ def in_separate_steps(
 
 
 def _qk_forward(qkv: Array, positions: Array, weights: tuple[Weight, ...], rotation: Rotation):
-    return _qk_rope(qkv, positions, weights, rotation), (qkv, positions, weights)
+    return norm_and_rotate(qkv, positions, weights, rotation), (qkv, positions, weights)
 
 
 def _qk_backward(rotation: Rotation, saved, gradients):
     qkv, positions, weights = saved
+    kernels = _QK_ROPE.kernels()
+    if weights and hasattr(kernels, "gradients") and kernels.serves_gradients(qkv, rotation.heads):
+        return _gradients_in_one_step(rotation, saved, gradients)
 
     def steps(qkv: Array, weights: tuple[Weight, ...]) -> tuple[Array, Array]:
-        return in_separate_steps(qkv, positions, weights, rotation)
+        return _in_separate_steps(qkv, positions, weights, rotation)
 
     dqkv, dweights = jax.vjp(steps, qkv, weights)[1](gradients)
     return dqkv, None, dweights
 
 
-_qk_rope.defvjp(_qk_forward, _qk_backward)
+def _gradients_in_one_step(rotation: Rotation, saved, gradients):
+    """Both gradients by one kernel, with the bits of the separate steps."""
+    qkv, positions, weights = saved
+    values, sums = zip(*map(value_and_sum, weights), strict=True)
+
+    def backward(qkv: Array, positions: Array, *rest: Any) -> Any:
+        values, gradients, starts = rest[:2], rest[2:4], rest[4:]
+        cos, sin = cos_and_sin(rotation.embedding, positions, turn=-1.0)
+        before, totals = _QK_ROPE.kernels().gradients(qkv, cos, sin, values, gradients, starts, eps=rotation.norm_eps)
+        missing = qkv.shape[-2] - sum(rotation.heads)
+        unread = jnp.zeros((*qkv.shape[:-2], missing, qkv.shape[-1]), qkv.dtype)
+        return jnp.concatenate([*before, unread], axis=-2), *totals
+
+    starts = [jnp.zeros(v.shape, ACCUMULATOR) if s is None else s for v, s in zip(values, sums, strict=True)]
+    operands = qkv, positions, *values, *gradients, *starts
+    dqkv, *totals = with_vmap_rule(backward, rows=(False,) * len(operands))(*operands)
+    pairs = zip(weights, values, totals, strict=True)
+    return dqkv, None, tuple(_cotangent(weight, value, total) for weight, value, total in pairs)
+
+
+def _cotangent(weight: Weight, value: Array, total: Array) -> Weight:
+    """The cotangent of a weight whose next sum is `total`: that of its sum, or the rounded gradient of a plain one."""
+    if not isinstance(weight, AccumulatedWeight):
+        return rounded(total, value.dtype)
+    carried = None if weight.products is None else total
+    unread = None if weight.lookups is None else jnp.zeros_like(weight.lookups)
+    fresh = rounded(total, value.dtype) if weight.products is None else jnp.zeros_like(value)
+    return AccumulatedWeight(fresh, carried, unread)
+
+
+norm_and_rotate.defvjp(_qk_forward, _qk_backward)
 
 
 def _rotated_groups(

@@ -19,7 +19,7 @@ from detjax.ops.rope import (
     Rotation,
     check_head_dim,
     cos_and_sin,
-    in_separate_steps,
+    norm_and_rotate,
     norm_weights,
     qk_rope,
 )
@@ -152,8 +152,8 @@ def _qk_rope_append_kv(
 def _in_separate_steps(
     qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, KVPages]:
-    """By `rms_norm`, `rope` and a scatter: the steps whose gradients are the operation's."""
-    q, k = in_separate_steps(qkv, _positions(qkv, queries), weights, rotation)
+    """By `qk_rope` and a scatter, the steps whose gradients are the operation's."""
+    q, k = norm_and_rotate(qkv, _positions(qkv, queries), weights, rotation)
     return q, append(kv, k, qkv[:, :, sum(rotation.heads) :], queries)
 
 

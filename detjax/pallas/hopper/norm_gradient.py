@@ -4,7 +4,8 @@ A first kernel gives the rows' gradients. A row stays in the registers of its th
 two sums have the forward pass's order. The weight's gradient is a sum over rows; see `token_sums`.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -79,6 +80,7 @@ def _row_gradients(
     # The weight is loaded once for two rows of a thread if there are enough rows for all multiprocessors.
     groups = 2 if count >= 16 * together * device.multiprocessors() else 1
     pieces, shape = layout(together, threads), (together, LANE_GROUP * threads)
+    repeated = functools.partial(broadcast, shape=shape, axis=0, layout=pieces)
 
     def body(*refs: Any) -> None:
         *inputs, weight_ref, out_ref, scale_ref = refs
@@ -91,19 +93,10 @@ def _row_gradients(
             held = [[ref.at[here, part] for part in parts] for ref in inputs]
             held = [[plgpu.load(piece, layout=pieces, optimized=False) for piece in row] for row in held]
             h, dy, *rest = [[piece.astype(ACCUMULATOR) for piece in row] for row in held]
-            factor = lax.rsqrt(row_sums([rounded_squares(piece) for piece in h]) / width + eps)
-            scale = broadcast(factor, shape, 0, pieces)
-            normalized = [piece * scale for piece in h]
-            weighted = [piece * factor for piece, factor in zip(dy, weights, strict=True)]
-            products = [a * b for a, b in zip(weighted, normalized, strict=True)]
-            # The barriers have products rounded before anything is added to them.
-            mean = broadcast(row_sums(lax.optimization_barrier(products)) / width, shape, 0, pieces)
+            total, factor = through_norm(h, dy, weights, width, eps, repeated)
             for index, part in enumerate(parts):
-                along = lax.optimization_barrier(normalized[index] * mean)
-                total = lax.optimization_barrier(scale * (weighted[index] - along))
-                for past in rest:
-                    total = total + past[index]
-                out_ref[here, part] = total.astype(out_ref.dtype)
+                past = [row[index] for row in rest]
+                out_ref[here, part] = functools.reduce(jnp.add, past, total[index]).astype(out_ref.dtype)
             if together > 1:
                 scale_ref[here] = factor
             else:
@@ -123,6 +116,35 @@ def _row_gradients(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )(*rows, weight)
+
+
+def through_norm(
+    h: Sequence[Array],
+    dy: Sequence[Array],
+    weight: Sequence[Array],
+    width: int,
+    eps: float,
+    repeated: Callable[[Array], Array],
+) -> tuple[list[Array], Array]:
+    """The gradients of rows, float32 and rounded before anything is added to them, and the rows' factors `[rows]`.
+
+    Args:
+        h: the pieces of the rows that were normalized, float32, in ascending order.
+        dy: the gradients of the result, likewise.
+        weight: the weight plus its offset, repeated in every row.
+        width: elements of a row, over which means are taken.
+        eps: what is added to the mean square.
+        repeated: makes a piece of a vector `[rows]`, which it repeats in every column.
+    """
+    factor = lax.rsqrt(row_sums([rounded_squares(piece) for piece in h]) / width + eps)
+    scale = repeated(factor)
+    normalized = [piece * scale for piece in h]
+    weighted = [piece * w for piece, w in zip(dy, weight, strict=True)]
+    products = [a * b for a, b in zip(weighted, normalized, strict=True)]
+    # The barriers have products rounded before anything is added to them.
+    mean = repeated(row_sums(lax.optimization_barrier(products)) / width)
+    along = lax.optimization_barrier([piece * mean for piece in normalized])
+    return lax.optimization_barrier([scale * (w - a) for w, a in zip(weighted, along, strict=True)]), factor
 
 
 def _factor(weight: Any, part: Any, offset: float, shape: tuple[int, int], pieces: Any) -> Array:

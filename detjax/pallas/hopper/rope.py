@@ -20,13 +20,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from detjax.contract import ACCUMULATOR, KV_BLOCK, LANE_GROUP
+from detjax.contract import KV_BLOCK, LANE_GROUP
 from detjax.kv_pages import KVPages, Queries
 from detjax.kv_pages import append as append_in_plain_jax
 from detjax.numerics import ceil_div
-from detjax.pallas.hopper import device, norm
+from detjax.pallas.hopper import device, norm, rope_gradient
 from detjax.pallas.hopper.device import WARP, WARPGROUP
-from detjax.pallas.hopper.rows import broadcast, layout, rounded_squares, row_sums
+from detjax.pallas.hopper.head_rows import HeadRows
 
 LOADED_BYTES: Final = 64
 """Bytes of x that a thread loads, at most, before it computes."""
@@ -86,6 +86,10 @@ class Schedule:
             )
         if self.heads < 1 or any(count % self.heads for count in problem.heads):
             raise ValueError(f"Schedule: {self.heads} heads of a CTA; accepted: common divisors of {problem.heads}")
+
+
+gradients = rope_gradient.gradients
+serves_gradients = rope_gradient.serves
 
 
 def default_schedule(problem: Problem) -> Schedule:
@@ -341,7 +345,7 @@ class _Cta:
 
     def rotate_group(self, group: int) -> None:
         """Normalizes and rotates `schedule.heads` heads of the tokens, and stores them."""
-        rows = _HeadRows(self.schedule.tokens, self.schedule.threads)
+        rows = HeadRows(self.schedule.tokens, self.schedule.threads)
         tokens, first_head = pl.ds(self.first, self.schedule.tokens), self.cta * self.schedule.heads
         heads = [rows.load(self.operands.x, tokens, first_head + head) for head in range(self.schedule.heads)]
         cos, sin = (rows.load(ref, tokens) for ref in (self.operands.cos, self.operands.sin))
@@ -371,11 +375,11 @@ class _Cta:
         units.fence()
         units.store(values, cache.v_pages)
 
-    def load_weight(self, rows: "_HeadRows", group: int) -> list[Array]:
+    def load_weight(self, rows: "HeadRows", group: int) -> list[Array]:
         """The pieces of a group's norm weight; none without norms."""
         return rows.load_vector(self.operands.weights[group]) if self.operands.weights else []
 
-    def normalize(self, rows: "_HeadRows", heads: list[list[Array]], weight: list[Array]) -> list[list[Array]]:
+    def normalize(self, rows: "HeadRows", heads: list[list[Array]], weight: list[Array]) -> list[list[Array]]:
         """The heads, RMS normalized and rounded; the heads themselves without norms."""
         if not weight:
             return heads
@@ -389,7 +393,7 @@ class _Units:
     def __init__(self, cta: _Cta, cache: _Cache, first_unit: Array) -> None:
         division = cta.division
         self.heads_at_once, units_per_token = division.unit_heads, jnp.int32(division.units_per_token)
-        self.rows = _HeadRows(division.unit_heads, division.schedule.threads)
+        self.rows = HeadRows(division.unit_heads, division.schedule.threads)
         units = [first_unit + unit for unit in range(division.units)]
         self.tokens = [cta.first + lax.div(unit, units_per_token) for unit in units]
         self.heads = [lax.rem(unit, units_per_token) * division.unit_heads for unit in units]
@@ -415,53 +419,3 @@ class _Units:
         for unit, first, (written, page, slot) in zip(units, self.heads, self.places, strict=True):
             heads = pl.ds(first, self.heads_at_once)
             pl.when(written)(functools.partial(self.rows.store, unit, pages, page, heads, slot))
-
-
-class _HeadRows:
-    """Rows of heads in the registers of a warpgroup, each row in pieces that its threads hold side by side."""
-
-    def __init__(self, count: int, threads: int) -> None:
-        self.columns = LANE_GROUP * threads
-        self.shape = (count, self.columns)
-        self.layout = layout(count, threads)
-
-    def at(self, ref: Any, *index: Any) -> list[Any]:
-        """References to the pieces of rows; the index has all axes but the last."""
-        return [ref.at[(*index, pl.ds(i, self.columns))] for i in range(0, ref.shape[-1], self.columns)]
-
-    def load(self, ref: Any, *index: Any) -> list[Array]:
-        """The pieces of rows."""
-        return [plgpu.load(piece, layout=self.layout, optimized=False) for piece in self.at(ref, *index)]
-
-    def load_vector(self, ref: Any, *index: Any) -> list[Array]:
-        """The pieces of a vector that is the same for every row, one-dimensional."""
-        return [plgpu.load(part, layout=self.layout.reduce(0), optimized=False) for part in self.at(ref, *index)]
-
-    def store(self, pieces: list[Array], ref: Any, *index: Any) -> None:
-        """Writes the pieces of rows."""
-        for piece, target in zip(pieces, self.at(ref, *index), strict=True):
-            target[...] = piece
-
-    def spread(self, vector: Array, axis: int = 1) -> Array:
-        """A piece that repeats a vector in every row, or, with axis 0, in every column."""
-        return broadcast(vector, self.shape, axis, self.layout)
-
-    def normalize(self, head: list[Array], weight: list[Array], eps: float) -> list[Array]:
-        """The RMS norm of rows, in the operations of `norm.py`, whose weight offset is 0 here."""
-        weights = [self.spread(part.astype(ACCUMULATOR) + 0.0) for part in weight]
-        wide = [piece.astype(ACCUMULATOR) for piece in head]
-        total = row_sums([rounded_squares(piece) for piece in wide])
-        scale = self.spread(lax.rsqrt(total / (len(head) * self.columns) + eps), axis=0)
-        return [(piece * scale * w).astype(head[0].dtype) for piece, w in zip(wide, weights, strict=True)]
-
-    def rotate(self, head: list[Array], cos: list[Array], sin: list[Array]) -> list[Array]:
-        """Rows with halves (a, b) as (a * cos - b * sin, b * cos + a * sin)."""
-        firsts, seconds = [], []
-        halves = head[: len(cos)], head[len(cos) :]
-        for *pair, c, s in zip(*halves, cos, sin, strict=True):
-            a, b = (half.astype(ACCUMULATOR) for half in pair)
-            # The barrier has one of the two products rounded, so that only the other one can be fused with the sum.
-            bs, as_ = lax.optimization_barrier((b * s, a * s))
-            firsts.append((a * c - bs).astype(head[0].dtype))
-            seconds.append((b * c + as_).astype(head[0].dtype))
-        return firsts + seconds

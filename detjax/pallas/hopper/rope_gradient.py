@@ -1,0 +1,112 @@
+"""Gradients of q/k norm and rotary embedding on Hopper GPUs (Mosaic GPU), in one pass over the heads.
+
+A CTA takes the rows of one step of the norms' weights, `WEIGHT_GRADIENT_TOKENS` heads of one token or of several. It
+rotates their gradients back, takes them through the norm, and adds what the step adds to the weight.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from detjax.contract import ACCUMULATOR, LANE_GROUP, WEIGHT_GRADIENT_TOKENS
+from detjax.pallas.hopper.device import WARPGROUP
+from detjax.pallas.hopper.head_rows import HeadRows
+from detjax.pallas.hopper.norm_gradient import through_norm
+from detjax.pallas.hopper.rows import layout
+from detjax.pallas.hopper.token_sums import chain
+
+
+def serves(x: Array, heads: tuple[int, ...]) -> bool:
+    """Whether the kernel computes the gradients of these groups of heads of `x [*B, T, N, K]`."""
+    tokens, width = x.size // (x.shape[-2] * x.shape[-1]), x.shape[-1]
+    is_even = width & (width - 1) == 0 and 4 * LANE_GROUP <= width <= WARPGROUP * LANE_GROUP
+    return is_even and all(tokens * count % WEIGHT_GRADIENT_TOKENS == 0 for count in heads)
+
+
+def gradients(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    weights: tuple[Array, ...],
+    rotated: tuple[Array, ...],
+    sums: tuple[Array, ...],
+    *,
+    eps: float,
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Returns the gradients of groups of heads before the norm, and the next sums of the norms' weights.
+
+    Args:
+        x: a projection `[*B, T, N, K]`, whose first heads are the groups.
+        cos: cosines of the rotation back, float32 `[*B, T, K / 2]`.
+        sin: its sines.
+        weights: for each group the norm's weight `[K]`.
+        rotated: the gradients of the rotated groups, `[*B, T, heads, K]` of x's dtype.
+        sums: what the weights' sums begin with, float32 `[K]`.
+        eps: what the norms add to the mean square.
+    """
+    width = x.shape[-1]
+    flat = [y.reshape(-1, *y.shape[-2:]) for y in (x, *rotated)]
+    angles = [y.reshape(-1, width // 2) for y in (cos, sin)]
+    results = _kernel(flat[0], angles, weights, flat[1:], eps)
+    count = len(weights)
+    before = tuple(y.reshape(gradient.shape) for y, gradient in zip(results[:count], rotated, strict=True))
+    return before, tuple(map(chain, sums, results[count:]))
+
+
+def _kernel(x: Array, angles: list[Array], weights: tuple[Array, ...], gradients: list[Array], eps: float) -> Any:
+    """The gradients of the groups `[T, heads, K]`, and the sums of each step of the groups' rows, `[steps, K]`."""
+    tokens, _, width = x.shape
+    heads = [gradient.shape[1] for gradient in gradients]
+    steps = [tokens * count // WEIGHT_GRADIENT_TOKENS for count in heads]
+    line = layout(1, width // LANE_GROUP)
+
+    def body(x_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
+        cut = [refs[i : i + len(heads)] for i in range(0, 4 * len(heads), len(heads))]
+        weight_refs, gradient_refs, out_refs, sum_refs = cut
+        terms = refs[-1]
+        cta = lax.axis_index("step")
+
+        def take(group: int) -> None:
+            step = cta - sum(steps[:group])
+            count, first_head = heads[group], sum(heads[:group])
+            together = min(2 * WARPGROUP * LANE_GROUP // width, count & -count, WEIGHT_GRADIENT_TOKENS)
+            rows = HeadRows(together, width // 2 // LANE_GROUP)
+            weight = [rows.spread(part.astype(ACCUMULATOR) + 0.0) for part in rows.load_vector(weight_refs[group])]
+            for first in range(0, WEIGHT_GRADIENT_TOKENS, together):
+                row = step * WEIGHT_GRADIENT_TOKENS + first
+                token, head = lax.div(row, jnp.int32(count)), lax.rem(row, jnp.int32(count))
+                dy = rows.load(gradient_refs[group], token, pl.ds(head, together))
+                h = rows.load(x_ref, token, pl.ds(first_head + head, together))
+                cos, sin = ([rows.spread(part) for part in rows.load_vector(ref, token)] for ref in (cos_ref, sin_ref))
+                dy = [piece.astype(ACCUMULATOR) for piece in rows.rotate(dy, cos, sin)]
+                h = [piece.astype(ACCUMULATOR) for piece in h]
+                dx, factor = through_norm(h, dy, weight, width, eps, functools.partial(rows.spread, axis=0))
+                rows.store([piece.astype(x.dtype) for piece in dx], out_refs[group], token, pl.ds(head, together))
+                scale = rows.spread(factor, axis=0)
+                products = [piece * (along * scale) for piece, along in zip(dy, h, strict=True)]
+                rows.store(products, terms, pl.ds(first, together))
+            lines = [terms.at[pl.ds(row, 1)] for row in range(WEIGHT_GRADIENT_TOKENS)]
+            added = [plgpu.load(row, layout=line, optimized=False) for row in lines]
+            sum_refs[group][pl.ds(step, 1)] = functools.reduce(jnp.add, added)
+
+        for group, count in enumerate(steps):
+            first = sum(steps[:group])
+            pl.when((cta >= first) & (cta < first + count))(functools.partial(take, group))
+
+    return plgpu.kernel(
+        body,
+        out_type=[
+            *(jax.ShapeDtypeStruct(gradient.shape, x.dtype) for gradient in gradients),
+            *(jax.ShapeDtypeStruct((count, width), ACCUMULATOR) for count in steps),
+        ],
+        scratch_types=[plgpu.SMEM((WEIGHT_GRADIENT_TOKENS, width), ACCUMULATOR)],
+        grid=(sum(steps),),
+        grid_names=("step",),
+        kernel_name="norm_rope_gradient",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(x, *angles, *weights, *gradients)
