@@ -55,7 +55,7 @@ lint: $(READY) ## check style, formatting, types, the direction of imports and t
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python tools/lint_language.py detjax benchmarks tests tools
+	$(BIN)/python tools/lint_language.py detjax benchmarks examples tests tools
 
 format: $(READY) ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix

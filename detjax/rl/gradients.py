@@ -2,11 +2,12 @@
 
 import functools
 import itertools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from detjax import compilation
@@ -15,10 +16,20 @@ from detjax.contract import ACCUMULATOR
 from detjax.models import Decoder
 from detjax.models.network import Network, Weights
 from detjax.options import MODEL_DISTRIBUTION, Distribution
-from detjax.rl.microbatches import Microbatch
+from detjax.rl.microbatches import Microbatch, Sample
 
-type Loss = Callable[[Array, Microbatch], Array]
-"""The gradient of a loss with regard to logprobs, given the logprob of each target; see `detjax.rl.losses`."""
+
+@runtime_checkable
+class Loss(Protocol):
+    """A loss, as its gradient with regard to logprobs and as its value; see `detjax.rl.losses`."""
+
+    def __call__(self, logprobs: Float32[Array, "*N"], microbatch: Microbatch) -> Float32[Array, "*N"]:
+        """Returns the gradient, given the logprob of each target of a microbatch."""
+        ...
+
+    def value(self, samples: Sequence[Sample], logprobs: Sequence[Float32[np.ndarray, "_"]]) -> float:
+        """Returns the value of the loss, given the logprobs of each sample's completion."""
+        ...
 
 
 class WeightSums(NamedTuple):

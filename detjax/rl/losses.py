@@ -7,12 +7,16 @@ is computed on the host from the logprobs.
 """
 
 import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32
 
-from detjax.portable.elements import map_elements
-from detjax.rl.microbatches import Microbatch
+from detjax.ops.elements import map_elements
+from detjax.rl.microbatches import Microbatch, Sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +32,11 @@ class LogLikelihood:
         """Returns the derivatives with regard to the logprobs: the negated weights."""
         del logprobs
         return -jnp.asarray(microbatch.weights)
+
+    def value(self, samples: Sequence[Sample], logprobs: Sequence[Float32[np.ndarray, "_"]]) -> float:
+        """Returns the value of the loss, given the logprobs of each sample's completion; summed exactly."""
+        pairs = zip(samples, logprobs, strict=True)
+        return -_sum(sample.weights.astype(np.float64) * logprob for sample, logprob in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,3 +63,16 @@ class ClippedRatio:
 
         old, weights = jnp.asarray(microbatch.old_logprobs), jnp.asarray(microbatch.weights)
         return map_elements(derivative, logprobs, old, weights)
+
+    def value(self, samples: Sequence[Sample], logprobs: Sequence[Float32[np.ndarray, "_"]]) -> float:
+        """Returns the value of the loss, given the logprobs of each sample's completion; summed exactly."""
+
+        def terms(sample: Sample, logprob: np.ndarray) -> np.ndarray:
+            ratio = np.exp(logprob.astype(np.float64) - sample.old_logprobs)
+            return np.minimum(ratio * sample.weights, np.clip(ratio, 1 - self.low, 1 + self.high) * sample.weights)
+
+        return -_sum(terms(*pair) for pair in zip(samples, logprobs, strict=True))
+
+
+def _sum(arrays: Iterable[np.ndarray]) -> float:
+    return math.fsum(itertools.chain.from_iterable(array.tolist() for array in arrays))

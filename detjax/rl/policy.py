@@ -1,5 +1,9 @@
 """Small policies for the tasks: decoders with a token for each character, made from nothing."""
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import DTypeLike
@@ -10,6 +14,22 @@ from detjax.rl.characters import character_tokenizer
 
 HEAD_DIM = 32
 """The width of a head."""
+
+CHECKPOINT: Final = Path(__file__).parent / "checkpoint"
+"""A policy of 0.4 million parameters that comes with detjax, trained by `detjax.rl.recipe`.
+
+It solves about half of the examples of each task, at the difficulties of `DIFFICULTIES`: where learning from rollouts
+can begin.
+"""
+
+DIFFICULTIES: Final[Mapping[str, int]] = {
+    "addition": 2,
+    "multiplication": 1,
+    "sorting": 8,
+    "countdown": 1,
+    "brackets": 5,
+}
+"""The difficulty at which `CHECKPOINT` has learned each task."""
 
 
 def small_policy(

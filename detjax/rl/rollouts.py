@@ -48,7 +48,7 @@ def rollouts(
         engine: an engine with the policy's weights; see `Engine.update_weights`.
         prompts: texts or tokens.
         sampling: how completions are sampled. Its seed is not used.
-        seeds: a seed for each prompt; see `seed_of`.
+        seeds: a seed for each prompt; see `prompt_seeds`.
     """
     pairs = zip(prompts, seeds, strict=True)
     requests = [Request(prompt, dataclasses.replace(sampling, seed=seed)) for prompt, seed in pairs]
@@ -67,7 +67,12 @@ def rollouts(
     ]
 
 
+def prompt_seeds(seed: int, prompts: int) -> list[int]:
+    """Returns the seed of each of so many prompts that are sampled together."""
+    return [seed_of(seed, index) for index in range(prompts)]
+
+
 def seed_of(run_seed: int, *place: int) -> int:
-    """Returns the seed of a place in a run, such as a step and a prompt: 64 bits of a hash."""
+    """Returns the seed of a place in a run, such as a step: 64 bits of a hash."""
     digest = hashlib.sha256("/".join(map(str, (run_seed, *place))).encode()).digest()
     return int.from_bytes(digest[:8], "little")

@@ -5,24 +5,29 @@ configuration and of the model that it begins with, and a run that was killed an
 """
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from detjax.contract import GRADIENT_SHARDS
 from detjax.engine import Engine, SamplingParams
-from detjax.models import Tokenizer
+from detjax.models import Decoder, Tokenizer
 from detjax.options import Distribution
 from detjax.rl.divergence import divergence
 from detjax.rl.microbatches import Sample
+from detjax.rl.optimizers import adamw
 from detjax.rl.policy_gradient import PolicyGradient, supervised_samples
-from detjax.rl.rollouts import Rollout, rollouts, seed_of
+from detjax.rl.rollouts import Rollout, prompt_seeds, rollouts, seed_of
 from detjax.rl.run_state import RunState
 from detjax.rl.tasks import Example, Task, task_named
 from detjax.rl.trainer import Trainer
+from detjax.rl.training import Plan
 
 Kind = Literal["supervised", "reinforcement"]
 
@@ -42,6 +47,8 @@ class RunConfig:
         distribution: the distribution that rollouts are drawn from. The loss takes its logprobs.
         policy_gradient: how rollouts become a gradient.
         learning_rate: the step size of AdamW.
+        warmup: steps over which the step size rises to it.
+        final_share: the share of it that remains at the last step; the step size falls evenly.
         max_norm: gradients with a larger norm are scaled down to it.
         shards: see `detjax.rl.training.Plan`.
     """
@@ -56,6 +63,8 @@ class RunConfig:
     distribution: Distribution = dataclasses.field(default_factory=Distribution)
     policy_gradient: PolicyGradient = dataclasses.field(default_factory=PolicyGradient)
     learning_rate: float = 1e-3
+    warmup: int = 0
+    final_share: float = 1.0
     max_norm: float = 1.0
     shards: int = GRADIENT_SHARDS
 
@@ -64,6 +73,31 @@ class RunConfig:
         fields = dataclasses.asdict(self)
         fields["policy_gradient"]["loss"] = repr(self.policy_gradient.loss)
         return json.loads(json.dumps(fields))
+
+
+def trainer_for(config: RunConfig, model: Decoder, plan: Plan) -> Trainer:
+    """Returns the trainer of a run that begins with a model.
+
+    Args:
+        config: the run's configuration.
+        model: the decoder; its own arrays stay as they are.
+        plan: how gradients are computed, with the run's number of shards.
+    """
+    optimizer = _optimizer(config.learning_rate, config.warmup, config.final_share, config.steps)
+    loss, distribution = config.policy_gradient.loss, config.distribution
+    return Trainer(model, optimizer, loss, plan, max_norm=config.max_norm, distribution=distribution)
+
+
+@functools.cache
+def _optimizer(learning_rate: float, warmup: int, final_share: float, steps: int) -> optax.GradientTransformation:
+    """The same object for equal runs, so that they share programs."""
+    if not warmup and final_share == 1:
+        return adamw(learning_rate)
+    # A table, since programs could compute a formula in different roundings.
+    step = np.arange(steps, dtype=np.float64)
+    falling = 1 - (1 - final_share) * step / max(1, steps - 1)
+    rates = (learning_rate * falling * np.minimum(1, (step + 1) / max(1, warmup))).astype(np.float32)
+    return adamw(lambda count: jnp.asarray(rates)[count])
 
 
 class Run:
@@ -142,7 +176,7 @@ class Run:
         engine.update_weights(self.trainer.params)
         drawn = dataclasses.asdict(config.distribution)
         sampling = SamplingParams(config.max_tokens, n=config.samples, sampling_logprobs=True, **drawn)
-        seeds = [seed_of(config.seed, step, index) for index in range(len(examples))]
+        seeds = prompt_seeds(seed_of(config.seed, step), len(examples))
         groups = rollouts(engine, [example.prompt for _, example in examples], sampling, seeds)
         pairs = zip(examples, groups, strict=True)
         rewards = np.array([[task.reward(example, one.text) for one in group] for (task, example), group in pairs])

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float32
 from detjax import compilation
 from detjax.contract import ACCUMULATOR
 from detjax.models.network import Weights
-from detjax.portable.elements import map_elements
+from detjax.ops.elements import map_elements, slice_squares
 from detjax.rl.leaf_rounds import leaf_rounds
-from detjax.rl.optimizers import norm_of_slices, slice_squares
+from detjax.rl.optimizers import norm_of_slices
 from detjax.rl.placement import Flat, Placement
 from detjax.rounding import rounded
 

@@ -11,13 +11,11 @@ from detjax.models import Decoder, Tokenizer
 from detjax.options import Distribution
 from detjax.rl.log import RunLog
 from detjax.rl.microbatches import Packed
-from detjax.rl.optimizers import adamw
 from detjax.rl.policy import small_policy
 from detjax.rl.policy_gradient import Correction, Estimator, PolicyGradient
-from detjax.rl.run import Kind, Run, RunConfig
+from detjax.rl.run import Kind, Run, RunConfig, trainer_for
 from detjax.rl.run_state import RunState
 from detjax.rl.tasks import task_named
-from detjax.rl.trainer import Trainer
 from detjax.rl.training import Plan
 
 _COLUMNS: Final = {
@@ -110,14 +108,7 @@ def train(options: TrainingOptions) -> str:
         raise FileExistsError(f"{target} exists: the run has ended. Give another directory.")
     options.directory.mkdir(parents=True, exist_ok=True)
     decoder, tokenizer = _model(options)
-    trainer = Trainer(
-        decoder,
-        adamw(config.learning_rate),
-        config.policy_gradient.loss,
-        plan,
-        max_norm=config.max_norm,
-        distribution=config.distribution,
-    )
+    trainer = trainer_for(config, decoder, plan)
     origin = config.as_json() | {"model": models.digest(decoder, tokenizer), "dtype": options.dtype}
     with contextlib.ExitStack() as stack:
         state = stack.enter_context(RunState(options.directory / "states", origin))

@@ -31,9 +31,11 @@ def end_token() -> int:
 
 
 def policy(dtype: DTypeLike = jnp.bfloat16) -> Decoder:
-    """A decoder of one layer for the characters of the tasks."""
+    """A decoder of one layer for the characters of the tasks, whose distributions have some entropy."""
     config = dataclasses.replace(presets.config("tiny", 1), vocab_size=32, qk_norm=True, max_positions=128)
     decoder = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)
+    # Rows of the table of unit variance, as they come, would make one token of every distribution certain.
+    decoder.embedding.weight[...] = decoder.embedding.weight[...] / jnp.asarray(4, dtype)
     decoder.generation_defaults = GenerationDefaults(eos_token_ids=(end_token(),))
     return decoder
 

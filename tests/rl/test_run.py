@@ -21,9 +21,10 @@ from detjax.rl.divergence import divergence
 from detjax.rl.microbatches import Layout, Packed, Rows, Sample
 from detjax.rl.policy_gradient import PolicyGradient
 from detjax.rl.rollouts import Rollout, rollouts, seed_of
-from detjax.rl.run import Run, RunConfig
+from detjax.rl.run import Run, RunConfig, trainer_for
 from detjax.rl.run_state import RunState
 from detjax.rl.trainer import Trainer
+from detjax.rl.training import Plan
 from tests.rl import policies
 
 PROMPTS = ("1+2=", "34=", "7+9=", "5281=", "12=")
@@ -116,6 +117,22 @@ def test_a_run_of_policy_gradients_has_no_unequal_bit_at_any_step(engine: Engine
     metrics = [metrics for _, metrics in run.steps()]
     assert [one["unequal_tokens"] for one in metrics] == [0, 0, 0]
     assert all(one["k3"] == 0.0 and one["effective_sample_size"] == one["tokens"] for one in metrics)
+
+
+def test_the_step_size_rises_and_falls_as_the_configuration_says() -> None:
+    config = dataclasses.replace(
+        policies.config("supervised", 11), learning_rate=0.5, warmup=4, final_share=0.1, max_norm=1e9
+    )
+    optimizer = trainer_for(config, policies.policy(), Plan(Packed(64))).optimizer
+    param, rates = jnp.zeros(1), []
+    state = optimizer.init(param)
+    for _ in range(config.steps):
+        # With gradients of 1, the quotient of the moments is 1.
+        change, state = optimizer.update(jnp.ones(1), state, param)
+        rates.append(-float(np.asarray(change)[0]))
+    expected = [0.5 * min(1, (step + 1) / 4) * (1 - 0.9 * step / 10) for step in range(11)]
+    np.testing.assert_allclose(rates, expected, rtol=1e-3)
+    assert trainer_for(config, policies.policy(), Plan(Rows(1, 64))).optimizer is optimizer
 
 
 KILLED = """

@@ -1,0 +1,201 @@
+"""Training as pure functions of pytrees, for loops of any kind: rollouts, gradients and updates.
+
+`params` are a model's weights as `nnx.state(model)` has them. No function changes what it is given, and what it returns
+is a function of its arguments, whatever microbatches and devices compute it. `detjax.rl.run` trains by the same steps.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float32, Int32, PyTree
+
+from detjax import compilation
+from detjax.contract import ACCUMULATOR, GRADIENT_SHARDS
+from detjax.engine import Engine, SamplingParams
+from detjax.models import Decoder
+from detjax.models.network import split
+from detjax.options import MODEL_DISTRIBUTION, Distribution
+from detjax.rl import rollouts
+from detjax.rl.gradients import Loss
+from detjax.rl.microbatches import Layout, Sample
+from detjax.rl.placement import Flat, Placement
+from detjax.rl.train_state import TrainState, initial_state, update, weights_of
+from detjax.rl.training import Plan, batch_gradients
+
+type Params = PyTree[Array]
+"""A model's weights, as `nnx.state(model)` has them and `Engine.update_weights` takes them."""
+
+
+class Rollouts(NamedTuple):
+    """Completions of each prompt.
+
+    Attributes:
+        tokens: for each prompt and sample, the tokens of the completion, its end token included.
+        logprobs: their logprobs under the distribution that they were drawn from.
+    """
+
+    tokens: list[list[Int32[np.ndarray, "C"]]]
+    logprobs: list[list[Float32[np.ndarray, "C"]]]
+
+
+class LossAndGradients(NamedTuple):
+    """What a batch gives.
+
+    Attributes:
+        loss: the value of the loss, in float64 from the logprobs.
+        gradients: float32, a pytree like the params.
+        logprobs: for each sample the logprobs of its completion.
+    """
+
+    loss: float
+    gradients: PyTree[Float32[Array, "..."]]
+    logprobs: list[Float32[np.ndarray, "C"]]
+
+
+class State(NamedTuple):
+    """What training needs to go on.
+
+    Attributes:
+        params: the weights.
+        training: the float32 masters that they are rounded from, and the optimizer's state.
+    """
+
+    params: Params
+    training: TrainState
+
+
+class Training:
+    """The pure functions that train a model.
+
+    Attributes:
+        network: the model without its weights.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        optimizer: optax.GradientTransformation,
+        loss: Loss,
+        *,
+        max_norm: float | None = 1.0,
+        shards: int = GRADIENT_SHARDS,
+        distribution: Distribution = MODEL_DISTRIBUTION,
+    ) -> None:
+        """The functions for a model, whose weights are not used, and may be shapes and dtypes.
+
+        Args:
+            model: the decoder.
+            optimizer: such as `detjax.rl.optimizers.adamw`. It sees one leaf at a time.
+            loss: see `detjax.rl.losses`.
+            max_norm: gradients with a larger norm are scaled down to it; None: they are not.
+            shards: the parts of a batch whose sums are added as a tree. It belongs to a run, as a seed does.
+            distribution: the distribution that samples are drawn from, whose logprobs the loss takes.
+        """
+        self.network, self._like = split(model)
+        self._optimizer, self._loss, self._max_norm = optimizer, loss, max_norm
+        self._shards, self._distribution = shards, distribution
+
+    def rollout_function(
+        self, engine: Engine, *, max_tokens: int, samples: int = 1
+    ) -> Callable[[Params, Sequence[str | Sequence[int]], int], Rollouts]:
+        """Returns `rollout(params, prompts, seed)`, which draws completions of prompts from the distribution.
+
+        Args:
+            engine: what computes them. Its weights are those of the last call.
+            max_tokens: the most tokens of a completion.
+            samples: how many completions there are of each prompt.
+        """
+        drawn = dataclasses.asdict(self._distribution)
+        sampling = SamplingParams(max_tokens, n=samples, sampling_logprobs=True, **drawn)
+
+        def rollout(params: Params, prompts: Sequence[str | Sequence[int]], seed: int) -> Rollouts:
+            engine.update_weights(params)
+            groups = rollouts.rollouts(engine, prompts, sampling, rollouts.prompt_seeds(seed, len(prompts)))
+            return Rollouts(
+                [[one.completion for one in group] for group in groups],
+                [[one.sampling_logprobs for one in group] for group in groups],
+            )
+
+        return rollout
+
+    def init(self, params: Params) -> State:
+        """Returns the state before the first step of training the params."""
+        weights = self.network.weights(params)
+        return State(params, initial_state(weights, self._optimizer, Placement(self._shards)))
+
+    def loss_and_gradients(
+        self, params: Params, batch: Sequence[Sample], *, microbatch: Layout, mesh: Mesh | None = None
+    ) -> LossAndGradients:
+        """Returns the loss of a batch and its gradients. Neither microbatches nor devices change a bit of them.
+
+        Args:
+            params: the weights.
+            batch: the sequences, whose order is part of the result.
+            microbatch: how many sequences are computed at a time, and how they are laid out.
+            mesh: the devices that share the batch, a power of two up to the number of shards, and that all get the
+                gradients; the names of its axes do not matter. Default: one device.
+
+        Raises:
+            ValueError: there is no sample, one is longer than a row, or the mesh has another number of devices.
+        """
+        plan = Plan(microbatch, self._shards, 1 if mesh is None else tuple(mesh.devices.flat))
+        weights = plan.placement.everywhere(self.network.weights(params))
+        result = batch_gradients(self.network, weights, batch, self._loss, plan, self._distribution)
+        leaves = [_shaped(leaf, like.shape) for leaf, like in zip(result.leaves, self._like, strict=True)]
+        loss = self._loss.value(batch, result.logprobs)
+        return LossAndGradients(loss, self.network.state(tuple(leaves)), result.logprobs)
+
+    def update(self, state: State, gradients: Params, *, donated: bool = False) -> tuple[State, Float32[Array, ""]]:
+        """Returns the next state, on the devices that have the gradients, and the norm of the gradients.
+
+        Args:
+            state: the state.
+            gradients: float32, a pytree like the params.
+            donated: whether the next state takes the memory of this one's masters and moments, which must then not be
+                used any more.
+
+        Raises:
+            ValueError: the gradients have other shapes or dtypes.
+        """
+        leaves = self.network.weights(gradients)
+        for path, leaf, like in zip(self.network.paths, leaves, self._like, strict=True):
+            if (leaf.shape, leaf.dtype) != (like.shape, ACCUMULATOR):
+                raise ValueError(
+                    f"update: the gradient of {path} is {leaf.dtype}{list(leaf.shape)}; accepted: "
+                    f"float32{list(like.shape)}"
+                )
+        placement = Placement(self._shards, _devices(leaves[0]))
+        flat = tuple(_flat(leaf, placement) for leaf in leaves)
+        training, norm = update(
+            placement.placed(state.training),
+            flat,
+            self._optimizer,
+            placement,
+            max_norm=self._max_norm,
+            donated=donated,
+        )
+        return State(self.network.state(weights_of(training, self._like, placement)), training), norm
+
+
+@functools.partial(compilation.jit, static_argnums=1)
+def _shaped(x: Flat, shape: tuple[int, ...]) -> Array:
+    return x[: int(np.prod(shape))].reshape(shape)
+
+
+@functools.partial(compilation.jit, static_argnums=1)
+def _flat(x: Array, placement: Placement) -> Flat:
+    return placement.flat(x)
+
+
+def _devices(leaf: Any) -> tuple[Any, ...]:
+    """The devices that have an array, in the order of its mesh."""
+    sharding = jax.numpy.asarray(leaf).sharding
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return tuple(sharding.mesh.devices.flat)
+    return tuple(sharding.device_set)
