@@ -195,7 +195,8 @@ class StepLoop:
         Args:
             model: the decoder.
             config: the loop's sizes.
-            launcher: gives the device its steps; the loop closes it. Default: the thread that calls `step` does.
+            launcher: gives the device the steps that wait for masks; the loop closes it. Default: the thread that calls
+                `step` does, as it does for all other steps.
         """
         slots = config.shapes.limits.slots
         runner = ModelRunner(
@@ -283,9 +284,16 @@ class StepLoop:
         return _PlannedStep(plan, self._runner.copy(batch), first_rows, samples, needed, unseen)
 
     def _start(self, planned: _PlannedStep) -> None:
-        """Has the launcher give the device a step, while other threads compute the step's masks."""
-        masks = _start_masks(self._newest, planned)
-        self._newest = _InFlightStep(planned, self._launcher.submit(functools.partial(self._launch, planned, masks)))
+        """Gives the device a step; if it has to wait for masks, has the launcher do it."""
+        previous = self._newest
+        masks = _start_masks(previous, planned)
+        launcher = self._launcher
+        if masks is None and (previous is None or previous.launched.done()):
+            # Nothing is waited for, so that to change threads would only take time.
+            launcher = ImmediateLauncher()
+            if previous is not None:
+                previous.launched.result()  # raises what the launcher raised
+        self._newest = _InFlightStep(planned, launcher.submit(functools.partial(self._launch, planned, masks)))
         self._in_flight.append(self._newest)
 
     def _launch(self, planned: _PlannedStep, pending: Future[Masks] | None) -> _Launched:

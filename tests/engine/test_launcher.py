@@ -11,7 +11,7 @@ import detjax
 import detjax.demo
 from detjax import SamplingParams, backends
 from detjax.engine import Constraint, Engine, EngineClosed, Request
-from detjax.engine.batch import BatchShapes, SlotTable
+from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraints import CompiledConstraint, ConstraintCompiler, Masks, Matcher
 from detjax.engine.launcher import ImmediateLauncher, LauncherThread
 from detjax.engine.model_runner import ModelRunner
@@ -114,6 +114,37 @@ class HeldBackCompiler(RememberingCompiler):
         return future
 
 
+class NotingRunner(RememberingRunner):
+    """A runner that notes which threads give it steps."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.threads: list[int] = []
+
+    def forward(self, batch: StepBatch) -> tuple[list[int], None]:
+        self.threads.append(threading.get_ident())
+        return super().forward(batch)
+
+
+def test_only_steps_that_wait_for_masks_change_threads(launcher: LauncherThread) -> None:
+    compiler = HeldBackCompiler()
+    compiler.may_begin.set()
+    with schedules.small_pages():
+        loop, constrained = loop_and_sequence(compiler, 6, launcher)
+        runner = loop._runner = NotingRunner()
+        while not loop.is_idle:
+            loop.step()
+        assert len(runner.threads) > 5 and threading.get_ident() not in runner.threads
+        runner.threads.clear()
+        free = Sequence((1, 2, 3), SamplingParams(max_tokens=6, ignore_eos=True))
+        loop.submit(free)
+        while not loop.is_idle:
+            loop.step()
+    assert {*runner.threads} == {threading.get_ident()}
+    assert constrained.generated == expected_tokens(constrained)
+    assert len(free.generated) == 6
+
+
 def loop_and_sequence(compiler: ConstraintCompiler, tokens: int, launcher: LauncherThread) -> tuple[StepLoop, Sequence]:
     """Returns a loop with a sequence of so many tokens, the last of which ends it, though it might have had more."""
     shapes = BatchShapes.for_serving(1, 8)
@@ -158,8 +189,9 @@ def test_a_constraint_that_fails_after_the_end_of_its_sample_is_no_failure(
     assert (sequence.failure is None) == (reason == "stop")
 
 
-def test_an_exception_in_the_thread_ends_the_engine_with_its_traceback(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("constraint", [None, Constraint("regex", "[a-z]{15}")])
+def test_an_exception_while_a_step_is_launched_ends_the_engine_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, constraint: Constraint | None
 ) -> None:
     model, tokenizer = detjax.models.load(detjax.demo.CHECKPOINT, progress=False)
     failure, samples = MemoryError("no memory left"), 0
@@ -174,7 +206,8 @@ def test_an_exception_in_the_thread_ends_the_engine_with_its_traceback(
     sample = ModelRunner.sample
     monkeypatch.setattr(ModelRunner, "sample", broken_sample)
     with Engine(model, tokenizer, max_samples=2, token_budget=16, max_length=64) as engine:
-        error = engine.submit(Request("ROMEO:", SamplingParams(max_tokens=20))).exception(WAIT)
+        params = SamplingParams(max_tokens=20, constraint=constraint)
+        error = engine.submit(Request("ROMEO:", params)).exception(WAIT)
         assert isinstance(error, EngineClosed)
         assert engine.failure is failure
         assert engine.closed.exception(WAIT) is failure
