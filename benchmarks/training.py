@@ -43,7 +43,7 @@ def main(
         result["note"] = command_line.ON_A_CPU
     few = dataclasses.replace(sizes, layers=1 if small else 2, length=32 if small else 256)
     measures = {
-        "bits": lambda: training.bits(few),
+        "bits": lambda: training.bits(few, processes=2 if small else 12),
         "gradients": lambda: list(training.gradient_times(sizes)),
         "carried": lambda: training.carried_sums(sizes),
         "steps": lambda: training.steps(sizes),
@@ -55,7 +55,9 @@ def main(
             if out is not None:
                 provenance.write(out, result)
     equal = result.get("bits", {"equal": {}, "controls_differ": {}})
-    if wrong := [name for name, is_equal in (equal["equal"] | equal["controls_differ"]).items() if is_equal is not True]:
+    if wrong := [
+        name for name, is_equal in (equal["equal"] | equal["controls_differ"]).items() if is_equal is not True
+    ]:
         raise command_line.fail(f"bits under these schedules, or controls, are not as they have to be: {wrong}")
 
 

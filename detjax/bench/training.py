@@ -3,9 +3,12 @@
 import dataclasses
 import functools
 import hashlib
+import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Final
 
 import jax
@@ -18,6 +21,7 @@ from detjax.backends import use_backend
 from detjax.bench import presets, stock_training, timing
 from detjax.bench.failures import reason
 from detjax.models.network import split
+from detjax.numerics import round_up
 from detjax.ops import AccumulatedWeight
 from detjax.options import MODEL_DISTRIBUTION
 from detjax.rl.gradients import completion_logprobs, empty_sums, next_sums
@@ -26,6 +30,9 @@ from detjax.rl.microbatches import Packed, Rows, Sample
 from detjax.rl.optimizers import adamw
 from detjax.rl.trainer import Trainer
 from detjax.rl.training import Plan
+
+ANOTHER_ORDER: Final = "another order"
+"""The control whose sequences come in the reverse order."""
 
 HEAD_CHUNK: Final = 2048
 """Tokens of a chunk of the stock program's head, where it has chunks."""
@@ -292,7 +299,13 @@ def gradient_times(sizes: Sizes, calls: int = 8) -> Iterator[dict[str, Any]]:
         result = timing.in_turns(runs, 2)
         seconds = result.medians
         ratio = seconds["detjax"] / seconds["stock"] if len(seconds) == len(runs) else None
-        yield {"name": case.name, "seconds": seconds, "missing": result.missing, "over_stock": ratio, "bytes": case.bytes}
+        yield {
+            "name": case.name,
+            "seconds": seconds,
+            "missing": result.missing,
+            "over_stock": ratio,
+            "bytes": case.bytes,
+        }
 
 
 def _random(operand: jax.ShapeDtypeStruct, seed: int, most: int) -> Array:
@@ -302,49 +315,68 @@ def _random(operand: jax.ShapeDtypeStruct, seed: int, most: int) -> Array:
     return jax.random.normal(key, operand.shape, jnp.float32).astype(operand.dtype)
 
 
-
-def bits(sizes: Sizes) -> dict[str, Any]:
-    """Whether gradients and a step's state have equal bits under other schedules, and how far stock's float32 is away.
-
-    The sequences are of mixed lengths. What has to differ, such as another order of sequences, is a control.
-    """
-    config = presets.config(sizes.preset, sizes.layers)
-    model, random = presets.decoder(sizes.preset, sizes.layers), np.random.default_rng(1)
+def ragged_samples(sizes: Sizes) -> tuple[list[Sample], int]:
+    """Sequences of mixed lengths, and a length that is a multiple of 16 and fits them all."""
+    config, random = presets.config(sizes.preset, sizes.layers), np.random.default_rng(1)
     lengths = random.integers(2, sizes.length + 1, 2 * sizes.sequences)
     batch = []
     for length in lengths:
         tokens = random.integers(0, config.vocab_size, length).astype(np.int32)
         weights = random.standard_normal(length - 1).astype(np.float32)
         batch.append(Sample(tokens, weights / length, np.zeros(length - 1, np.float32)))
-    length = -(-int(lengths.max()) // 16) * 16
-    plans = {f"rows of {n}": Plan(Rows(n, length), shards=2) for n in (sizes.sequences, 1, 2, 4)}
-    plans |= {f"rows padded by {n}": Plan(Rows(2, length + n), shards=2) for n in (16, 112)}
-    plans["rematerialized"] = Plan(Rows(4, length), shards=2, rematerialized=True)
-    plans["packed"] = Plan(Packed(2 * length), shards=2)
-    controls = {"4 shards": (batch, Plan(Rows(4, length), shards=4)), "another order": (batch[::-1], plans["rows of 4"])}
-
-    def digests(batch: Sequence[Sample], plan: Plan) -> list[bytes]:
-        trainer = Trainer(model, adamw(1e-3, weight_decay=0.1), LogLikelihood(), plan)
-        report = trainer.step(batch)
-        arrays = [*jax.tree.leaves(trainer.state), *trainer.weights, *sorted(report.logprobs, key=len)]
-        return [hashlib.sha256(np.asarray(x).tobytes()).digest() for x in arrays]
-
-    reference = digests(batch, next(iter(plans.values())))
-    equal: dict[str, bool | str] = {}
-    for name, plan in plans.items():
-        try:
-            equal[name] = digests(batch, plan) == reference
-        except NotImplementedError as error:
-            equal[name] = reason(error)
-    return {
-        "equal": equal,
-        "controls_differ": {name: digests(*control) != reference for name, control in controls.items()},
-        "relative_errors": _relative_errors(sizes, batch, length),
-    }
+    return batch, round_up(int(lengths.max()), 16)
 
 
-def _relative_errors(sizes: Sizes, batch: Sequence[Sample], length: int) -> dict[str, float]:
+def plans(sizes: Sizes, length: int) -> tuple[dict[str, Plan], dict[str, Plan]]:
+    """Plans that give equal bits, and others that do not: controls."""
+    row = functools.partial(Rows, length=length)
+    equal = {f"microbatches of {n}": Plan(row(n), shards=2) for n in (sizes.sequences, 1, 2, 4)}
+    equal |= {f"rows padded by {n}": Plan(Rows(2, length + n), shards=2) for n in (16, 112)}
+    equal |= {f"packed into {n} tokens": Plan(Packed(n), shards=2) for n in (length, 4 * length)}
+    equal["rematerialized"] = Plan(row(4), shards=2, rematerialized=True)
+    return equal, {"4 shards": Plan(row(4), shards=4), ANOTHER_ORDER: Plan(row(4), shards=2)}
+
+
+def digest(sizes: Sizes, name: str) -> str:
+    """A digest of the state, the weights and the logprobs after a step by one of `plans`, or why there is none."""
+    batch, length = ragged_samples(sizes)
+    equal, controls = plans(sizes, length)
+    model = presets.decoder(sizes.preset, sizes.layers)
+    optimizer, plan = adamw(1e-3, weight_decay=0.1), (equal | controls)[name]
+    trainer = Trainer(model, optimizer, LogLikelihood(), plan)
+    try:
+        report = trainer.step(batch[::-1] if name == ANOTHER_ORDER else batch)
+    except NotImplementedError as error:
+        return reason(error)
+    arrays = [*jax.tree.leaves(trainer.state), *trainer.weights, *sorted(report.logprobs, key=len)]
+    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in arrays)).hexdigest()
+
+
+def bits(sizes: Sizes, processes: int) -> dict[str, Any]:
+    """Whether a step has equal bits under other schedules, and the gradients' distance from stock's in float32.
+
+    Args:
+        sizes: of the model; sequences have mixed lengths.
+        processes: plans that are compiled at the same time, each in a process of its own.
+    """
+    equal, controls = plans(sizes, ragged_samples(sizes)[1])
+    names = [*equal, *controls]
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # of these processes
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        errors = pool.submit(relative_errors, sizes)
+        digests = dict(zip(names, pool.map(functools.partial(digest, sizes), names), strict=True))
+        reference = digests[names[0]]
+        return {
+            "digests": digests,
+            "equal": {name: digests[name] == reference for name in equal},
+            "controls_differ": {name: digests[name] != reference for name in controls},
+            "relative_errors": errors.result(),
+        }
+
+
+def relative_errors(sizes: Sizes) -> dict[str, float]:
     """The largest error of a leaf's gradients, over the leaf's largest gradient, against stock numerics in float32."""
+    batch, length = ragged_samples(sizes)
     network, weights = split(presets.decoder(sizes.preset, sizes.layers))
     loss, layout = LogLikelihood(), Rows(4, length)
     sums = empty_sums(network, weights)

@@ -126,7 +126,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
         """Returns the logits of hidden states."""
-        return self._head.logits(hidden)
+        return self.head.logits(hidden)
 
     def logprobs(
         self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"], distribution: Distribution = MODEL_DISTRIBUTION
@@ -138,10 +138,11 @@ class Decoder(nnx.Module):
             tokens: ids within the vocabulary.
             distribution: the distribution that tokens are drawn from; default: the model's own.
         """
-        return self._head.logprobs(hidden, tokens, distribution)
+        return self.head.logprobs(hidden, tokens, distribution)
 
     @property
-    def _head(self) -> Embedding:
+    def head(self) -> Embedding:
+        """What gives logits: a table of its own, or the embedding."""
         return self.embedding if self.lm_head is None else self.lm_head
 
 

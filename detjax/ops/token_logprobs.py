@@ -1,6 +1,7 @@
 """The logprobs of given tokens after hidden states, without ever holding the logits of all of them."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -54,7 +55,68 @@ def token_logprobs(
         ValueError: shapes do not fit together, or the chunk is not a positive multiple of
             `contract.WEIGHT_GRADIENT_TOKENS`.
     """
-    name = "token_logprobs"
+    _check("token_logprobs", hidden, head, tokens, chunk)
+    flat, ids = flat_rows(hidden), tokens.reshape(-1)
+    size = _chunk_size(flat, chunk)
+    flat, ids = _filled_up(size, flat, ids)
+    logprobs: Array = _token_logprobs(flat, head, ids, size, distribution)
+    return logprobs[: tokens.size].reshape(tokens.shape)
+
+
+@compilation.jit(static_argnames=("derivative", "distribution", "chunk"))
+def token_logprobs_and_gradients(
+    hidden: Float[Array, "*B D"],
+    head: AccumulatedWeight,
+    tokens: Int[Array, "*B"],
+    derivative: Callable[..., Array],
+    *rows: Array,
+    distribution: Distribution = MODEL_DISTRIBUTION,
+    chunk: int = CHUNK,
+) -> tuple[Float32[Array, "*B"], Float[Array, "*B D"], Float32[Array, "V D"]]:
+    """Returns `token_logprobs`, and the gradients of a loss of them, in one pass: logits are computed once.
+
+    The bits are those of `jax.vjp` of `token_logprobs`, at the cotangents that the derivative returns.
+
+    Args:
+        hidden: see `token_logprobs`.
+        head: the head with the sum of its products.
+        tokens: see `token_logprobs`.
+        derivative: the loss' derivative with regard to logprobs: a function of some of them and of the same rows of
+            each further array. What it returns for a token may depend on this token alone. It sees rows of zeros, too,
+            and what it returns for them is added as well: it has to be zero.
+        rows: arrays `[*B]`, of which the derivative gets the rows that belong to its logprobs.
+        distribution: see `token_logprobs`.
+        chunk: see `token_logprobs`.
+
+    Returns:
+        The logprobs, the gradient of the hidden states, and the next sum of the head's products.
+
+    Raises:
+        TypeError: see `token_logprobs`.
+        ValueError: see `token_logprobs`, or the head has no sum.
+    """
+    name = "token_logprobs_and_gradients"
+    _check(name, hidden, head, tokens, chunk)
+    if head.products is None:
+        raise ValueError(f"{name}: head.products is None; accepted: a sum, float32 {head.shape}")
+    for number, row in enumerate(rows):
+        check_shape(name, f"rows[{number}]", row, tokens.shape, f"tokens being {tokens.shape}")
+    flat = flat_rows(hidden)
+    size = _chunk_size(flat, chunk)
+    arrays = _filled_up(size, flat, tokens.reshape(-1), *(row.reshape(-1) for row in rows))
+
+    def add(total: Array, arrays: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        hidden, tokens, *rows = arrays
+        sums = AccumulatedWeight(head.value, total)
+        return _added(hidden, sums, tokens, lambda logprobs: derivative(logprobs, *rows), distribution)
+
+    total, (logprobs, dhidden) = lax.scan(add, head.products, _chunks(size, *arrays))
+    count = tokens.size
+    dhidden = dhidden.reshape(-1, hidden.shape[-1])[:count].reshape(hidden.shape)
+    return logprobs.reshape(-1)[:count].reshape(tokens.shape), dhidden, total
+
+
+def _check(name: str, hidden: Array, head: Weight, tokens: Array, chunk: int) -> None:
     value: Array = value_and_sum(head)[0]
     check_dtype(name, hidden=hidden)
     check_dtype(name, like=hidden, head=value)
@@ -64,12 +126,15 @@ def token_logprobs(
     check_shape(name, "head", value, (*value.shape[:1], hidden.shape[-1]), f"hidden being {hidden.shape}")
     if chunk < 1 or chunk % WEIGHT_GRADIENT_TOKENS:
         raise ValueError(f"{name}: chunk is {chunk}; accepted: positive multiples of {WEIGHT_GRADIENT_TOKENS}")
-    flat = flat_rows(hidden)
-    size = min(chunk, round_up(len(flat), WEIGHT_GRADIENT_TOKENS))
-    padding = -len(flat) % size
-    flat = jnp.pad(flat, ((0, padding), (0, 0)))
-    logprobs: Array = _token_logprobs(flat, head, jnp.pad(tokens.reshape(-1), (0, padding)), size, distribution)
-    return logprobs[: len(flat) - padding].reshape(tokens.shape)
+
+
+def _chunk_size(rows: Array, chunk: int) -> int:
+    return min(chunk, round_up(len(rows), WEIGHT_GRADIENT_TOKENS))
+
+
+def _filled_up(size: int, *arrays: Array) -> tuple[Array, ...]:
+    """Arrays `[N, ...]` with zeros behind them up to a multiple of the size."""
+    return tuple(jnp.pad(x, ((0, -len(x) % size), *[(0, 0)] * (x.ndim - 1))) for x in arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -96,6 +161,10 @@ class _Statistics(NamedTuple):
     def log_softmax(self, logits: Array) -> Array:
         """Returns log-softmax of logits `[N, n]`, some of those of each token, in its bits."""
         return (logits - self.first[:, None]) - self.second[:, None]
+
+    def logprobs(self, logits: Array, tokens: Array) -> Array:
+        """Returns the logprobs of tokens, given all logits `[N, V]`."""
+        return self.log_softmax(_at(tokens, logits)[:, None])[:, 0]
 
     def gradient(self, logits: Array, tokens: Array, gradients: Array) -> Array:
         """Returns the gradient of logits `[N, V]` from those of the tokens' logprobs."""
@@ -156,7 +225,7 @@ def _forward(
         if pair is None:
             return _logprobs(logits, tokens, distribution), None
         statistics = _Statistics(*pair)
-        return statistics.log_softmax(_at(tokens, logits)[:, None])[:, 0], statistics
+        return statistics.logprobs(logits, tokens), statistics
 
     chunks = lax.map(logprobs, _chunks(size, hidden, tokens))
     result, statistics = jax.tree.map(lambda x: x.reshape(-1), chunks)
@@ -170,14 +239,11 @@ def _backward(
     value, start = value_and_sum(head)
     total = jnp.zeros(value.shape, ACCUMULATOR) if start is None else start
 
-    def add(total: Array, rows: tuple[Any, ...]) -> tuple[Array, Array]:
-        hidden, tokens, gradients, *numbers = rows
-        logits, pullback = jax.vjp(lambda *x: _logits(x[0], AccumulatedWeight(value, x[1])), hidden, total)
-        if numbers:
-            dlogits = _Statistics(*numbers).gradient(logits, tokens, gradients)
-        else:
-            (dlogits,) = jax.vjp(lambda logits: _logprobs(logits, tokens, distribution), logits)[1](gradients)
-        dhidden, total = pullback(dlogits)
+    def add(total: Array, arrays: tuple[Any, ...]) -> tuple[Array, Array]:
+        hidden, tokens, gradients, *numbers = arrays
+        known = _Statistics(*numbers) if numbers else None
+        sums = AccumulatedWeight(value, total)
+        total, (_, dhidden) = _added(hidden, sums, tokens, lambda _: gradients, distribution, known)
         return total, dhidden
 
     total, dhidden = lax.scan(add, total, _chunks(size, hidden, tokens, gradients, *(statistics or ())))
@@ -186,6 +252,29 @@ def _backward(
         return dhidden, rounded(total, value.dtype), None
     unread = None if head.lookups is None else jnp.zeros_like(head.lookups)
     return dhidden, AccumulatedWeight(jnp.zeros_like(value), None if start is None else total, unread), None
+
+
+def _added(
+    hidden: Array,
+    head: AccumulatedWeight,
+    tokens: Array,
+    derivative: Callable[[Array], Array],
+    distribution: Distribution,
+    statistics: _Statistics | None = None,
+) -> tuple[Array, tuple[Array, Array]]:
+    """The next sum of the head's products after a chunk, and the chunk's logprobs and gradients of hidden states."""
+    logits, pullback = jax.vjp(lambda x, total: _logits(x, AccumulatedWeight(head.value, total)), hidden, head.products)
+    if distribution.is_model and statistics is None:
+        pair = log_softmax_statistics(logits)
+        statistics = None if pair is None else _Statistics(*pair)
+    if statistics is None:
+        logprobs, logits_pullback = jax.vjp(lambda logits: _logprobs(logits, tokens, distribution), logits)
+        (dlogits,) = logits_pullback(derivative(logprobs))
+    else:
+        logprobs = statistics.logprobs(logits, tokens)
+        dlogits = statistics.gradient(logits, tokens, derivative(logprobs))
+    dhidden, total = pullback(dlogits)
+    return total, (logprobs, dhidden)
 
 
 _token_logprobs.defvjp(_forward, _backward)

@@ -1,5 +1,6 @@
 """Gradients of a batch: sums that are carried through microbatches, and shards that are added as a tree."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from detjax import compilation
+from detjax import compilation, ops
 from detjax.accumulated_weight import AccumulatedWeight
 from detjax.contract import ACCUMULATOR
 from detjax.models import Decoder
@@ -93,14 +94,45 @@ def next_sums(
             depends on it.
     """
 
-    def logprobs(sums: Sums) -> Array:
+    head = _head_index(network)
+    products = sums[head].products
+
+    def hidden_states(sums: Sums) -> Array:
         pairs = zip(weights, sums, strict=True)
         model = network.with_weights(tuple(AccumulatedWeight(weight, *total) for weight, total in pairs))
-        return completion_logprobs(model, microbatch, distribution, rematerialized=rematerialized)
+        return last_hidden_states(model, microbatch, rematerialized=rematerialized)
 
-    values, pullback = jax.vjp(logprobs, sums)
-    (sums,) = pullback(loss(values, microbatch))
-    return sums, values
+    # The head's part of both passes comes in between, so that logits are computed once.
+    without = (*sums[:head], sums[head]._replace(products=None), *sums[head + 1 :])
+    hidden, pullback = jax.vjp(hidden_states, without)
+    rows = map(jnp.asarray, microbatch[:4])
+    logprobs, dhidden, products = ops.token_logprobs_and_gradients(
+        hidden,
+        AccumulatedWeight(weights[head], products),
+        jnp.asarray(microbatch.targets),
+        _Derivative(loss),
+        *rows,
+        distribution=distribution,
+    )
+    (sums,) = pullback(dhidden)
+    return (*sums[:head], sums[head]._replace(products=products), *sums[head + 1 :]), logprobs
+
+
+def _head_index(network: Network[Decoder]) -> int:
+    """The index of the head among a decoder's weights."""
+    head = ("lm_head", "weight")
+    return network.paths.index(head if head in network.paths else ("embedding", "weight"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Derivative:
+    """A loss as a function of arrays alone."""
+
+    loss: Loss
+
+    def __call__(self, logprobs: Array, *rows: Array) -> Array:
+        # A derivative depends on single tokens, so it has no use for their places in sequences.
+        return self.loss(logprobs, Microbatch(*rows, queries=None))  # pyright: ignore[reportArgumentType]
 
 
 class ShardTree:

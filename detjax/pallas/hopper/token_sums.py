@@ -30,6 +30,9 @@ CHAIN_STEPS: Final = 64
 CHAIN_SLOTS: Final = 4
 """Copies that it has under way or waiting."""
 
+CHAIN_LOADS: Final = 16
+"""Steps that it reads from shared memory before it adds them, so that no addition waits for a load."""
+
 COLUMN_UNIT: Final = 16
 """Rows are filled up to a multiple of so many columns, and beyond 128 columns to a multiple of 128."""
 
@@ -119,8 +122,12 @@ def chain(start: Array, of_steps: Array) -> Array:
         def add(copy: Array, total: Array) -> Array:
             slot = lax.rem(copy, jnp.int32(slots))
             plgpu.barrier_wait(loaded.at[slot])
-            for step in range(CHAIN_STEPS):
-                total = total + plgpu.load(ring.at[slot, pl.ds(step, 1)], layout=piece, optimized=False)
+            for first in range(0, CHAIN_STEPS, CHAIN_LOADS):
+                places = [ring.at[slot, pl.ds(first + step, 1)] for step in range(CHAIN_LOADS)]
+                held = [plgpu.load(place, layout=piece, optimized=False) for place in places]
+                total = functools.reduce(jnp.add, held, total)
+            # All threads have read the slot before it is overwritten.
+            plgpu.commit_smem()
             pl.when(copy + slots < copies)(lambda: load(copy + slots))
             return total
 
@@ -140,5 +147,9 @@ def chain(start: Array, of_steps: Array) -> Array:
         grid=(width // columns,),
         grid_names=("column",),
         kernel_name="token_sums",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            # A barrier at every load would take longer than the load.
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,
+        ),
     )(start[None], of_steps)[0]
