@@ -79,6 +79,14 @@ KVCacheDType = Annotated[
         show_default="the model's dtype",
     ),
 ]
+SamplerKVCacheDType = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help=f"Quantize the KV cache of rollouts alone: {', '.join(get_args(KVQuantization))}.",
+        show_default="the model's dtype",
+    ),
+]
 Backend = Annotated[
     str | None,
     typer.Option(

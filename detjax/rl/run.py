@@ -18,7 +18,7 @@ import optax
 from detjax.contract import GRADIENT_SHARDS
 from detjax.engine import Engine, SamplingParams
 from detjax.models import Decoder, Tokenizer
-from detjax.options import Distribution
+from detjax.options import Distribution, KVQuantization
 from detjax.rl.divergence import divergence
 from detjax.rl.microbatches import Sample
 from detjax.rl.optimizers import adamw
@@ -45,6 +45,8 @@ class RunConfig:
         samples: rollouts of each prompt.
         max_tokens: the most tokens of a rollout.
         distribution: the distribution that rollouts are drawn from. The loss takes its logprobs.
+        kv_cache_dtype: how the sampler alone quantizes keys and values; see `EngineConfig`. The trainer does not see
+            the sampler's bits then.
         policy_gradient: how rollouts become a gradient.
         learning_rate: the step size of AdamW.
         warmup: steps over which the step size rises to it.
@@ -61,6 +63,7 @@ class RunConfig:
     samples: int = 8
     max_tokens: int = 32
     distribution: Distribution = dataclasses.field(default_factory=Distribution)
+    kv_cache_dtype: KVQuantization | None = None
     policy_gradient: PolicyGradient = dataclasses.field(default_factory=PolicyGradient)
     learning_rate: float = 1e-3
     warmup: int = 0
@@ -116,7 +119,8 @@ class Run:
             engine: computes rollouts; needed for reinforcement learning. Its model has the trainer's shapes.
 
         Raises:
-            ValueError: a task is unknown, there is no engine to learn from, or the shards are not the plan's.
+            ValueError: a task is unknown, there is no engine to learn from, or the trainer or the engine have another
+                configuration.
         """
         if config.kind == "reinforcement" and engine is None:
             raise ValueError("Run: engine is None; accepted: an engine, as the run trains on rollouts")
@@ -125,6 +129,10 @@ class Run:
         if config.distribution != trainer.distribution:
             raise ValueError(
                 f"Run: the trainer's distribution is {trainer.distribution}; accepted: {config.distribution}"
+            )
+        if engine is not None and engine.config.kv_cache_dtype != config.kv_cache_dtype:
+            raise ValueError(
+                f"Run: the engine's kv_cache_dtype is {engine.config.kv_cache_dtype}; accepted: {config.kv_cache_dtype}"
             )
         self.config, self.trainer, self.tokenizer, self.engine = config, trainer, tokenizer, engine
         self._end_token = end_token

@@ -8,7 +8,7 @@ from typing import Any, Final, get_args
 from detjax import models
 from detjax.engine import Engine, EngineConfig
 from detjax.models import Decoder, Tokenizer
-from detjax.options import Distribution
+from detjax.options import Distribution, KVQuantization
 from detjax.rl.log import RunLog
 from detjax.rl.microbatches import Packed
 from detjax.rl.policy import small_policy
@@ -45,6 +45,7 @@ class TrainingOptions:
     learning_rate: float
     estimator: str
     correction: str
+    kv_cache_dtype: str | None
     seed: int
     microbatch_tokens: int
     devices: int
@@ -61,6 +62,8 @@ class TrainingOptions:
             ("estimator", self.estimator, get_args(Estimator)),
             ("correction", self.correction, get_args(Correction)),
         ]
+        if self.kv_cache_dtype is not None:
+            names.append(("kv-cache-dtype", self.kv_cache_dtype, get_args(KVQuantization)))
         for option, value, accepted in names:
             if value not in accepted:
                 raise ValueError(f"--{option} is {value!r}; accepted: {', '.join(accepted)}")
@@ -69,6 +72,7 @@ class TrainingOptions:
                 raise ValueError(f"--{option.replace('_', '-')} is {getattr(self, option)}; accepted: at least 1")
         chosen: Any = {"estimator": self.estimator, "correction": self.correction}
         kind: Any = self.kind
+        kv_cache_dtype: Any = self.kv_cache_dtype
         return RunConfig(
             kind=kind,
             tasks=tuple(map(_task, self.tasks)),
@@ -78,6 +82,7 @@ class TrainingOptions:
             samples=self.samples,
             max_tokens=self.max_tokens,
             distribution=Distribution(self.temperature),
+            kv_cache_dtype=kv_cache_dtype,
             policy_gradient=PolicyGradient(**chosen),
             learning_rate=self.learning_rate,
         )
@@ -118,6 +123,7 @@ def train(options: TrainingOptions) -> str:
                 max_samples=_ENGINE_SAMPLES,
                 token_budget=4 * _ENGINE_SAMPLES,
                 max_length=min(options.microbatch_tokens, decoder.config.max_positions),
+                kv_cache_dtype=config.kv_cache_dtype,
             )
             engine = stack.enter_context(Engine(decoder, tokenizer, sizes))
         run = Run(config, trainer, tokenizer, _end_token(decoder), engine)

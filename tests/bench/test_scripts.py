@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import detjax
-from detjax.bench import deviceless
+from detjax.bench import deviceless, true_on_policy
 
 BENCHMARKS = Path(detjax.__file__).parent.parent / "benchmarks"
 SCRIPTS = (
@@ -23,6 +23,7 @@ SCRIPTS = (
     "softmax_schedules",
     "structured",
     "tpu_dots",
+    "true_on_policy",
 )
 
 
@@ -149,3 +150,35 @@ def test_structured_output_is_valid_and_has_equal_bits(tmp_path: Path) -> None:
     assert content["answers"]["valid"] == content["answers"]["schemas"] == 12
     assert content["answers"]["differing"] == []
     assert [speed["requests"] for speed in content["speeds"]] == [1, 4]
+
+
+def test_true_on_policy_has_equal_bits_with_detjax_alone(tmp_path: Path) -> None:
+    content = run_small("true_on_policy", tmp_path)
+    runs = {run["arm"]: [step for step in run["steps"] if "reward" in step] for run in content["runs"]}
+    assert [len(steps) for steps in runs.values()] == [3] * 5
+    zeros = {"k1": 0.0, "k2": 0.0, "k3": 0.0, "unequal_tokens": 0}
+    for name, steps in runs.items():
+        for step in steps:
+            assert ({key: step[key] for key in zeros} == zeros) == (name == "detjax"), name
+            assert step["entropy"] > 0 and step["gradient_norm"] >= 0
+    # All arms begin with one policy and draw with the same seeds, so they are paired.
+    assert len({run["steps"][0]["greedy_score"] for run in content["runs"]}) == 1
+    scored = [[step["step"] for step in run["steps"] if "greedy_score" in step] for run in content["runs"]]
+    assert scored == [[0, 2, 3]] * 5
+    assert (tmp_path / "results" / "true_on_policy.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_true_on_policy_says_what_contradicts_it() -> None:
+    def run(arm: str, unequal: int) -> dict[str, Any]:
+        step = {"step": 0, "reward": 0.5, "unequal_tokens": unequal, "k1": 0.0, "k2": 0.0, "k3": 0.0}
+        return {"arm": arm, "seed": 0, "steps": [step, {"step": 1, "greedy_score": 1.0}]}
+
+    right = {"runs": [run("stock", 3), run("detjax", 0), run("detjax, q4_0 sampler", 5)]}
+    assert true_on_policy.problems(right) == []
+    wrong = {"runs": [run("stock", 0), run("detjax", 1)]}
+    assert true_on_policy.problems(wrong) == [
+        "stock, seed 0: sampler and trainer are equal at a step",
+        "detjax, seed 0: sampler and trainer differ at steps [0]",
+    ]
+    with pytest.raises(ValueError, match="samples is 12; accepted: multiples of 8, the samples of a prompt"):
+        true_on_policy.Sizes(samples=12)

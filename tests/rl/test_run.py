@@ -199,6 +199,12 @@ def test_learning_from_rollouts_needs_an_engine() -> None:
         made(policies.config("reinforcement", 1), Rows(8, 16))
 
 
+def test_an_engine_with_another_cache_is_refused(engine: Engine) -> None:
+    config = dataclasses.replace(policies.config("reinforcement", 1), kv_cache_dtype="q4_0")
+    with pytest.raises(ValueError, match="the engine's kv_cache_dtype is None; accepted: q4_0"):
+        made(config, Rows(8, 16), engine)
+
+
 def test_weights_of_terms_come_from_advantages_corrections_and_lengths() -> None:
     def rollout(length: int, logprob: float) -> Rollout:
         logprobs = np.full(length, logprob, np.float32)

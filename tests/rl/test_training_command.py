@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from detjax import cli, models
+from detjax.rl.policy import CHECKPOINT
 
 SMALL = ("--task", "addition:1", "--task", "brackets:1", "--layers", "1", "--width", "32", "--prompts", "8")
 
@@ -46,6 +47,15 @@ def test_a_policy_learns_from_its_rollouts(tmp_path: Path) -> None:
     assert [line["unequal_tokens"] for line in lines] == [0, 0]
 
 
+@pytest.mark.parametrize("numerics", [("--kv-cache-dtype", "q4_0"), ("--backend", "stock")], ids=["q4_0", "stock"])
+def test_samplers_of_other_numerics_are_seen_by_the_trainer(tmp_path: Path, numerics: tuple[str, ...]) -> None:
+    tasks = "--task", "addition:2", "--prompts", "4", "--samples", "2", "--max-tokens", "6", "--steps", "1"
+    learn = "--kind", "reinforcement", "--model", str(CHECKPOINT), *tasks
+    assert run(str(tmp_path), *learn, *numerics).exit_code == 0
+    (line,) = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert line["unequal_tokens"] > 0 and line["k3"] > 0
+
+
 def test_a_run_that_has_ended_is_not_written_over(tmp_path: Path) -> None:
     assert run(str(tmp_path), *SMALL, "--steps", "1").exit_code == 0
     result = run(str(tmp_path), *SMALL, "--steps", "2")
@@ -62,6 +72,10 @@ def test_a_run_that_has_ended_is_not_written_over(tmp_path: Path) -> None:
         (("--task", "addition:1", "--kind", "both"), "--kind is 'both'; accepted: supervised, reinforcement"),
         (("--task", "addition:1", "--estimator", "ppo"), "--estimator is 'ppo'; accepted: grpo, rloo, reinforce"),
         (("--task", "addition:1", "--correction", "all"), "--correction is 'all'; accepted: none"),
+        (
+            ("--task", "addition:1", "--kv-cache-dtype", "int4"),
+            "--kv-cache-dtype is 'int4'; accepted: int8",
+        ),
         (("--task", "addition:1", "--steps", "0"), "--steps is 0; accepted: at least 1"),
         (("--task", "addition:1", "--save-every", "0"), "--save-every is 0; accepted: at least 1"),
         (("--task", "addition:1", "--microbatch-tokens", "20"), "tokens is 20; accepted: positive multiples of 16"),
