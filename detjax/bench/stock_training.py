@@ -88,12 +88,30 @@ def qkv_heads(qkv: Array, q_norm: Array, k_norm: Array, config: DecoderConfig) -
     return rope(norm(q, q_norm, eps), frequencies), rope(norm(k, k_norm, eps), frequencies), v
 
 
+@jax.custom_vjp
+def logits(x: Array, head: Array) -> Array:
+    """Float32 logits, whose gradients are bfloat16 before they are multiplied, as those of every other product are."""
+    return jnp.dot(x, head.T, preferred_element_type=jnp.float32)
+
+
+def _logits_forward(x: Array, head: Array) -> tuple[Array, tuple[Array, Array]]:
+    return logits(x, head), (x, head)
+
+
+def _logits_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, head = saved
+    gradient = gradient.astype(x.dtype)
+    return jnp.dot(gradient, head), jnp.dot(gradient.T, x)
+
+
+logits.defvjp(_logits_forward, _logits_backward)
+
+
 def token_logprobs(x: Array, head: Array, targets: Array, chunk: int | None) -> Array:
-    """Logprobs of targets after hidden states `[N, D]`, with all logits at once, or a chunk's that are computed again."""
+    """Logprobs of targets after hidden states `[N, D]`: of all at once, or in chunks that gradients compute again."""
 
     def logprobs(x: Array, targets: Array) -> Array:
-        logits = jnp.dot(x, head.T, preferred_element_type=jnp.float32)
-        return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
+        return jnp.take_along_axis(jax.nn.log_softmax(logits(x, head)), targets[:, None], axis=1)[:, 0]
 
     if chunk is None:
         return logprobs(x, targets)

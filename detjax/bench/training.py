@@ -1,4 +1,4 @@
-"""Training: a whole step against a good stock program, what the carried sums cost, and the gradient of each operation."""
+"""Training: a step against a good stock program, what carried sums cost, the gradient of each operation, and bits."""
 
 import dataclasses
 import functools
@@ -187,7 +187,9 @@ def gradients(sizes: Sizes) -> Iterator[Gradient]:
 
     def linear(outputs: int, inputs: int) -> Gradient:
         def carried(x: Array, w: Array, total: Array, dy: Array) -> Any:
-            fn = lambda x, total: ops.matmul(x, AccumulatedWeight(w, total), layout="nk")
+            def fn(x: Array, total: Array) -> Any:
+                return ops.matmul(x, AccumulatedWeight(w, total), layout="nk")
+
             return jax.vjp(fn, x, total)[1](dy)
 
         def stock(x: Array, w: Array, total: Array, dy: Array) -> Any:
@@ -202,11 +204,15 @@ def gradients(sizes: Sizes) -> Iterator[Gradient]:
     yield linear(width, inner)
 
     def mlp_carried(x: Array, w: Array, total: Array, dy: Array) -> Any:
-        fn = lambda x, total: ops.matmul(x, AccumulatedWeight(w, total), layout="nk", activation="silu", gated=True)
+        def fn(x: Array, total: Array) -> Any:
+            return ops.matmul(x, AccumulatedWeight(w, total), layout="nk", activation="silu", gated=True)
+
         return jax.vjp(fn, x, total)[1](dy)
 
     def mlp_stock(x: Array, w: Array, total: Array, dy: Array) -> Any:
-        fn = lambda x, w: jax.nn.silu(jnp.dot(x, w[0].T)) * jnp.dot(x, w[1].T)
+        def fn(x: Array, w: Array) -> Any:
+            return jax.nn.silu(jnp.dot(x, w[0].T)) * jnp.dot(x, w[1].T)
+
         dx, dw = jax.vjp(fn, x, w)[1](dy)
         return dx, total + dw.astype(jnp.float32)
 
@@ -240,7 +246,9 @@ def gradients(sizes: Sizes) -> Iterator[Gradient]:
         return jax.vjp(fn, qkv, sq, sk)[1]((dq, dk))
 
     def rope_stock(qkv: Array, wq: Array, wk: Array, sq: Array, sk: Array, dq: Array, dk: Array) -> Any:
-        fn = lambda qkv, wq, wk: stock_training.qkv_heads(qkv, wq, wk, config)[:2]
+        def fn(qkv: Array, wq: Array, wk: Array) -> Any:
+            return stock_training.qkv_heads(qkv, wq, wk, config)[:2]
+
         dqkv, dwq, dwk = jax.vjp(fn, qkv, wq, wk)[1]((dq, dk))
         return dqkv, sq + dwq.astype(jnp.float32), sk + dwk.astype(jnp.float32)
 
@@ -263,7 +271,9 @@ def gradients(sizes: Sizes) -> Iterator[Gradient]:
     sums = f32(config.vocab_size, width)
 
     def embedding_carried(ids: Array, table: Array, total: Array, dy: Array) -> Any:
-        fn = lambda total: ops.embed(ids, AccumulatedWeight(table, None, total))
+        def fn(total: Array) -> Any:
+            return ops.embed(ids, AccumulatedWeight(table, None, total))
+
         return jax.vjp(fn, total)[1](dy)
 
     def embedding_stock(ids: Array, table: Array, total: Array, dy: Array) -> Any:
@@ -274,11 +284,15 @@ def gradients(sizes: Sizes) -> Iterator[Gradient]:
     yield Gradient("embedding", operands, embedding_carried, embedding_stock, tokens * width * (2 + 8))
 
     def head_carried(x: Array, head: Array, total: Array, ids: Array, g: Array) -> Any:
-        fn = lambda x, total: ops.token_logprobs(x, AccumulatedWeight(head, total), ids)
+        def fn(x: Array, total: Array) -> Any:
+            return ops.token_logprobs(x, AccumulatedWeight(head, total), ids)
+
         return jax.vjp(fn, x, total)[1](g)
 
     def head_stock(x: Array, head: Array, total: Array, ids: Array, g: Array) -> Any:
-        fn = lambda x, head: stock_training.token_logprobs(x, head, ids, None)
+        def fn(x: Array, head: Array) -> Any:
+            return stock_training.token_logprobs(x, head, ids, None)
+
         dx, dhead = jax.vjp(fn, x, head)[1](g)
         return dx, total + dhead.astype(jnp.float32)
 
