@@ -1,10 +1,11 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-tpu test-all mutants soak lint format lock clean
+.PHONY: help demo test test-tpu test-tunix test-all mutants soak lint format lock clean
 
 BIN := .venv/bin
 READY := .venv/.ready
 PTXAS := .ptxas
 LIBTPU := .libtpu
+TUNIX := .tunix
 PYTEST_ARGS ?=
 LOCK_ARGS ?=
 
@@ -39,6 +40,9 @@ test: lint $(PTXAS)/.ready ## set up, lint, then run the tests (PYTEST_ARGS="-k 
 test-tpu: $(LIBTPU)/.ready ## test the TPU kernels in the interpreter and with the TPU compiler; no TPU is needed
 	PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(QUICK_COMPILER) $(PYTEST) --dist load tests/pallas/tpu $(PYTEST_ARGS)
 
+test-tunix: $(TUNIX)/.ready ## test the adapter to Tunix, with a release of Tunix in an environment of its own
+	$(QUICK_COMPILER) $(BIN)/pytest tests/rl/test_tunix.py $(PYTEST_ARGS)
+
 test-all: ## run every case of every test, where the other targets run a sample of the slow ones
 	$(MAKE) test test-tpu PYTEST_ARGS="--all-cases $(PYTEST_ARGS)"
 
@@ -70,7 +74,7 @@ lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	"$$uv" pip compile --group libtpu --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-libtpu.lock
 
 clean: ## remove everything that was made here
-	rm -rf .venv $(PTXAS) $(LIBTPU) .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv $(PTXAS) $(LIBTPU) $(TUNIX) .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml requirements.lock tools/make-venv.sh
@@ -89,4 +93,12 @@ $(LIBTPU)/.ready: $(READY) requirements-libtpu.lock
 	@rm -rf $(LIBTPU)
 	@uv=$$(tools/find-uv.sh) && "$$uv" pip install --quiet --python $(BIN)/python --target $(LIBTPU) \
 	  --no-deps --require-hashes --requirements requirements-libtpu.lock
+	@touch $@
+
+# Tunix and what it needs are not in the lock: they are many, and nothing else here needs them.
+$(TUNIX)/.ready: $(READY) Makefile
+	@rm -rf $(TUNIX)
+	@uv=$$(tools/find-uv.sh) && "$$uv" venv --quiet --python $(BIN)/python $(TUNIX) && \
+	"$$uv" pip install --quiet --python $(TUNIX)/bin/python google-tunix==0.1.7 jax==0.11.2 jaxlib==0.11.2 \
+	  --requirements pyproject.toml --extra rl
 	@touch $@
