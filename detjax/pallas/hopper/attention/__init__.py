@@ -9,15 +9,15 @@ from jax.typing import DTypeLike
 
 from detjax import backends
 from detjax.contract import KV_BLOCK, QUERY_UNIT
-from detjax.kv_pages import KVPages, Queries
-from detjax.numerics import ceil_div, round_up
+from detjax.kv_pages import KVPages, Queries, request_of_rows
+from detjax.numerics import round_up
 from detjax.options import Masking
 from detjax.pallas.hopper.attention import backward as hopper_backward
 from detjax.pallas.hopper.attention import decode, prefill
 from detjax.pallas.hopper.attention.backward import Residuals
 from detjax.pallas.hopper.attention.dequantize import PageRange, dequantize_pages
 from detjax.pallas.hopper.attention.mask import pack_words
-from detjax.pallas.hopper.attention.prefill import Tiles
+from detjax.pallas.hopper.attention.pieces import ragged_tiles
 from detjax.pallas.hopper.attention.warpgroups import TILE
 from detjax.pallas.hopper.device import DTYPES
 
@@ -96,13 +96,58 @@ def ragged(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, mask
     Raises:
         NotImplementedError: no kernel serves the dtype or the sizes.
     """
+    return _ragged(q, kv, queries, sinks, masking)[0]
+
+
+def ragged_with_normalizers(
+    q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, masking: Masking
+) -> tuple[Array, Array]:
+    """Returns the output of packed queries, and the log2 of each row's normalizer, `[H, N]`; see `forward`.
+
+    The output is 0 in rows that belong to no request: gradients of weights add over all rows, and what lay in memory
+    before may be NaN.
+
+    Raises:
+        NotImplementedError: no kernel serves the dtype or the sizes.
+    """
+    o, normalizers = _ragged(q, kv, queries, sinks, masking)
+    assert queries.first_row is not None and queries.count is not None
+    request, offset = request_of_rows(q.shape[0], queries.first_row)
+    is_given = (offset >= 0) & (offset < queries.count[request])
+    return jnp.where(is_given[:, None, None], o, jnp.zeros((), o.dtype)), normalizers
+
+
+def _ragged(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, masking: Masking) -> tuple[Array, Array]:
+    """The output of packed queries and their normalizers; what no request's rows are may be anything."""
     _check(q, kv)
     assert queries.first_row is not None and queries.count is not None
     rows = q.shape[0]
     packed = jnp.pad(q, ((0, round_up(rows, QUERY_UNIT) - rows), (0, 0), (0, 0)))
-    tiles = _ragged_tiles(packed.shape[0], queries.first_row, queries.count)
+    tiles = ragged_tiles(rows, queries.first_row, queries.count)
     kv, queries = _in_numbers(kv, queries, queries.count, masking, q.dtype)
-    return prefill.forward(packed, kv, queries, sinks, masking=masking, tiles=tiles)[0][:rows]
+    o, normalizers = prefill.forward(packed, kv, queries, sinks, masking=masking, tiles=tiles)
+    return o[:rows], normalizers
+
+
+def ragged_backward(
+    operands: tuple[Array, KVPages, Queries, Array | None],
+    output: tuple[Array, Array],
+    do: Array,
+    *,
+    masking: Masking,
+) -> tuple[Array, KVPages, Array | None]:
+    """Returns the gradients of packed queries, of the pages and of the sinks: the bits of `backward`.
+
+    Args:
+        operands: q, the pages, where the queries stand, and sinks, as `ragged` takes them.
+        output: what `ragged_with_normalizers` returned.
+        do: the gradient of the output; that of rows that belong to no request is not read.
+        masking: see `forward`.
+    """
+    (q, kv, queries, sinks), (o, log2_normalizers) = operands, output
+    residuals = Residuals(q, kv, queries, sinks, None, o, log2_normalizers)
+    dq, dk, dv, dsinks = hopper_backward.backward(residuals, do, masking=masking)
+    return dq, KVPages(dk, dv), None if sinks is None or dsinks is None else dsinks.astype(sinks.dtype)
 
 
 def _in_numbers(
@@ -134,20 +179,6 @@ def _in_numbers(
     read = PageRange(jnp.asarray(queries.page_table), first, end)
     (k, table), (v, _) = (dequantize_pages(pages, read, dtype) for pages in kv.quantized)
     return KVPages(k, v), dataclasses.replace(queries, page_table=table)
-
-
-def _ragged_tiles(rows: int, first_row: Array, count: Array) -> Tiles:
-    """The tiles of packed requests, as many as `rows` rows can need; tiles that are not needed have no row."""
-    requests = first_row.shape[0]
-    needed = -(-count // TILE)
-    ends = jnp.cumsum(needed)
-    tile = jnp.arange(ceil_div(rows, TILE) + requests, dtype=jnp.int32)
-    request = jnp.minimum(jnp.sum(ends[None] <= tile[:, None], axis=1), requests - 1)
-    # The last tile of a request sees most keys, and comes first.
-    offset = (ends[request] - 1 - tile) * TILE
-    rows_of_tile = jnp.where(tile < ends[-1], jnp.minimum(TILE, count[request] - offset), 0)
-    offset = jnp.where(tile < ends[-1], offset, 0)
-    return Tiles(*(x.astype(jnp.int32) for x in (request, first_row[request] + offset, offset, rows_of_tile)))
 
 
 def _check(q: Array, kv: KVPages) -> None:

@@ -28,7 +28,6 @@ In both, two warpgroups multiply, 64 rows each, and take turns at the matrix uni
 other exponentiates. A third one loads.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -36,11 +35,11 @@ from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK
 from detjax.kv_pages import KVPages, Queries
-from detjax.numerics import round_up
 from detjax.options import Masking
 from detjax.pallas.hopper.attention.backward_kernel import Operands
 from detjax.pallas.hopper.attention.backward_keys import key_gradients
 from detjax.pallas.hopper.attention.backward_queries import query_gradient
+from detjax.pallas.hopper.attention.backward_rows import KeyPages, RequestRows, rows_of_requests
 from detjax.pallas.hopper.attention.backward_schedule import Problem, Schedule, default_schedule
 from detjax.pallas.hopper.attention.mask import pack_words
 from detjax.pallas.hopper.mosaic.layouts import ROWS
@@ -51,10 +50,11 @@ class Residuals(NamedTuple):
     """What the gradients need of the forward call.
 
     Attributes:
-        q: queries of all requests, `[N, H, K]`, N / B rows each, a multiple of 8. Rows that only fill up are finite.
+        q: queries of all requests, `[N, H, K]`: packed, or rectangular with N / B rows each, a multiple of 8. Rows that
+            only fill up rectangular ones are finite.
         kv: pages of numbers.
-        queries: page table, start and length of each request; no page is in the table twice within the requests'
-            lengths, as each gradient has one owner.
+        queries: page table, start and length of each request, and of packed queries where they stand; no page is in the
+            table twice within the requests' lengths, as each gradient has one owner.
         sinks: a score for each head, or None.
         mask: `[B or 1, H or 1, T, s]`, as `ops.attention` has it, or None.
         o: the output, `[N, H, V]`.
@@ -75,79 +75,77 @@ def backward(
 ) -> tuple[Array, Array, Array, Array | None]:
     """Gradients of q `[N, H, K]`, of both page pools `[P, h, S, K]` and `[P, h, S, V]`, and of the sinks `[H]` float32.
 
-    Pages that no request owns, and rows of a page after its request's length, get zeros.
+    Pages that no request owns, and rows of a page after its request's length, get zeros, and so do packed queries that
+    belong to no request.
 
     Args:
         residuals: the forward call.
-        do: gradient of the output, `[N, H, V]`; zeros in rows that only fill up.
+        do: gradient of the output, `[N, H, V]`; zeros in rows that only fill up rectangular ones.
         masking: which keys a query sees, and how scores are shaped.
         schedule: default: `default_schedule`.
     """
     queries, (k_pages, v_pages) = residuals.queries, residuals.kv.numbers
     page_table, start, length = (jnp.asarray(x) for x in (queries.page_table, queries.start, queries.length))
-    batch = start.shape[0]
-    given = residuals.q.shape[0] // batch
-    tokens = round_up(given, ROWS)
-    q, o, do = (_filled_up(x, 0, batch, tokens) for x in (residuals.q, residuals.o, do))
+    rows = rows_of_requests(queries, residuals.q.shape[0])
+    q, o, do = (rows.filled_up(x) for x in (residuals.q, residuals.o, do))
     # A row that only fills up gives every key the probability 0.
-    normalizers = _filled_up(residuals.log2_normalizers, 1, batch, tokens, jnp.inf)
+    normalizers = rows.filled_up(residuals.log2_normalizers, axis=1, value=jnp.inf)
+    tiles, pages = rows.tiles(), rows.key_pages(page_table, length, k_pages.shape[0])
+    counts = tiles.request.shape[0], pages.request.shape[0]
     widths = q.shape[-1], v_pages.shape[-1]
-    problem = Problem(batch, tokens, q.shape[1], k_pages.shape[1], page_table.shape[1], *widths, q.dtype)
+    problem = Problem(*counts, q.shape[1], k_pages.shape[1], page_table.shape[1], *widths, q.dtype)
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
     slopes = None if masking.alibi_slopes is None else jnp.asarray(masking.alibi_slopes, ACCUMULATOR)
     places = page_table, start, length
     operands = Operands(q, do, normalizers, k_pages, v_pages, *places, slopes, None)
-    words, transposed = _mask_words(problem, residuals.mask)
-    dq, delta = query_gradient(problem, schedule, masking, operands._replace(mask=words, o=o))
+    words, transposed = _mask_words(residuals.mask, rows.most_rows, problem.blocks * KV_BLOCK)
+    dq, delta = query_gradient(problem, schedule, masking, operands._replace(mask=words, tiles=tiles, o=o))
+    operands = operands._replace(mask=transposed, pages=pages, delta=delta)
     gradients: dict[str, Array] = {}
     for names in ("kv",) if schedule.together else ("k", "v"):
-        gradients |= key_gradients(problem, schedule, masking, names, operands._replace(mask=transposed, delta=delta))
-    dk, dv = _zeros_in_free_pages(problem, gradients, page_table, length)
-    dsinks = None if residuals.sinks is None else _sink_gradient(problem, residuals.sinks, normalizers, delta)
-    dq = dq.reshape(batch, tokens, *dq.shape[1:])[:, :given].reshape(batch * given, *dq.shape[1:])
-    return dq, dk, dv, dsinks
+        gradients |= key_gradients(problem, schedule, masking, names, operands)
+    dk, dv = _zeros_in_free_pages(gradients, pages)
+    dsinks = None if residuals.sinks is None else _sink_gradient(rows, residuals.sinks, normalizers, delta)
+    return rows.given(dq), dk, dv, dsinks
 
 
-def _filled_up(x: Array, axis: int, batch: int, tokens: int, value: float = 0.0) -> Array:
-    """Rows of each request, along the axis, filled up to `tokens`."""
-    shape = x.shape
-    given = shape[axis] // batch
-    if given == tokens:
-        return x
-    x = x.reshape(*shape[:axis], batch, given, *shape[axis + 1 :])
-    x = jnp.pad(x, [(0, tokens - given if i == axis + 1 else 0) for i in range(x.ndim)], constant_values=value)
-    return x.reshape(*shape[:axis], batch * tokens, *shape[axis + 1 :])
-
-
-def _mask_words(problem: Problem, mask: Array | None) -> tuple[Array | None, Array | None]:
+def _mask_words(mask: Array | None, rows: int, keys: int) -> tuple[Array | None, Array | None]:
     """Words of a mask for tiles of queries, and transposed ones for tiles of keys."""
     if mask is None:
         return None, None
-    keys = problem.blocks * KV_BLOCK
-    return pack_words(mask, problem.tokens, keys), pack_words(mask.swapaxes(2, 3), keys, problem.tokens)
+    return pack_words(mask, rows, keys), pack_words(mask.swapaxes(2, 3), keys, rows)
 
 
-def _zeros_in_free_pages(
-    problem: Problem, gradients: dict[str, Array], page_table: Array, kv_length: Array
-) -> tuple[Array, Array]:
+def _zeros_in_free_pages(gradients: dict[str, Array], pages: KeyPages) -> tuple[Array, Array]:
     """Gradients of keys and values, with zeros in the pages that no request owns, which no kernel writes."""
-    is_used = jnp.arange(problem.blocks, dtype=jnp.int32)[None] * KV_BLOCK < kv_length[:, None]
-    pages = gradients["k"].shape[0]
-    is_owned = jnp.zeros(pages, bool).at[jnp.where(is_used, page_table, pages)].set(True, mode="drop")
+    count = gradients["k"].shape[0]
+    is_owned = jnp.zeros(count, bool).at[jnp.where(pages.rows > 0, pages.page, count)].set(True, mode="drop")
     is_owned = is_owned[:, None, None, None]
-    dk, dv = (jnp.where(is_owned, gradients[name], jnp.zeros((), problem.dtype)) for name in "kv")
+    dk, dv = (jnp.where(is_owned, x, jnp.zeros((), x.dtype)) for x in (gradients[name] for name in "kv"))
     return dk, dv
 
 
-def _sink_gradient(problem: Problem, sinks: Array, normalizers: Array, delta: Array) -> Array:
+def _sink_gradient(rows: RequestRows, sinks: Array, normalizers: Array, delta: Array) -> Array:
     """`-sum(share of the sink * delta)`: neighbouring rows of a request in pairs, and so on; then request by request.
 
     So zeros that fill up change nothing, and the order is one that depends on no length.
     """
     share = jnp.exp2((sinks.astype(ACCUMULATOR) * log2_scale(1.0))[:, None] - normalizers)
-    x = lax.optimization_barrier(share * delta).reshape(problem.heads, problem.batch, problem.tokens)
+    x = lax.optimization_barrier(share * delta).reshape(share.shape[0], -1, ROWS)
     while x.shape[-1] > 1:
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, x.shape[-1] % 2)))
         x = x[..., 0::2] + x[..., 1::2]
-    return -functools.reduce(jnp.add, [x[:, request, 0] for request in range(problem.batch)])
+    x, stride = x[..., 0], 1
+    # Each block of rows gets the sum of the request's next ones, of which only every second one goes on to be used, and
+    # of these every second one. Blocks of nobody may be NaN.
+    block = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    first, count = rows.first_row // ROWS, rows.rows // ROWS
+    request = jnp.maximum(jnp.sum(first[None] <= block.T, axis=1, dtype=jnp.int32) - 1, 0)
+    end = (first + count)[request][None]
+    while stride < rows.most_rows // ROWS:
+        partner = jnp.pad(x[:, stride:], ((0, 0), (0, stride)))
+        x = x + jnp.where(block + stride < end, partner, 0.0)
+        stride *= 2
+    of_requests = jnp.where((count > 0)[:, None], x[:, jnp.minimum(first, x.shape[1] - 1)].T, 0.0)
+    total, _ = lax.scan(lambda total, one: (total + one, None), of_requests[0], of_requests[1:], unroll=32)
+    return -total

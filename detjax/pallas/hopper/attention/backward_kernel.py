@@ -11,9 +11,11 @@ from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR
 from detjax.options import Masking
+from detjax.pallas.hopper.attention.backward_rows import KeyPages
 from detjax.pallas.hopper.attention.backward_schedule import Problem, Schedule
 from detjax.pallas.hopper.attention.mask import load_words
 from detjax.pallas.hopper.attention.online_softmax import exponent_scale, soft_cap_tanh
+from detjax.pallas.hopper.attention.prefill_schedule import Tiles
 from detjax.pallas.hopper.attention.queries_on_rows import splat
 from detjax.pallas.hopper.attention.warpgroups import (
     FIRST_BARRIER,
@@ -35,7 +37,9 @@ SUMS: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Operands(NamedTuple):
-    """Arrays in memory that both kernels read, and `o` or `delta`, which one of them does."""
+    """Arrays in memory that both kernels read, and those that one of them does: `tiles` and `o`, or `pages` and
+    `delta`. Rows of queries are those of `backward_rows.RequestRows`.
+    """
 
     q: Any
     do: Any
@@ -47,7 +51,9 @@ class Operands(NamedTuple):
     kv_length: Any
     slopes: Any | None
     mask: Any | None
+    tiles: Tiles | None = None
     o: Any = None
+    pages: KeyPages | None = None
     delta: Any = None
 
 

@@ -59,48 +59,53 @@ class _KeyGradients(Kernel):
         self, problem: Problem, schedule: Schedule, masking: Masking, operands: Operands, scratch: dict[str, Any]
     ) -> None:
         super().__init__(problem, schedule, masking, operands, scratch)
-        # The first blocks are seen by most rows, and come first.
-        per_block = problem.batch * problem.kv_heads
-        block, rest = lax.div(self.cta, per_block), lax.rem(self.cta, per_block)
-        self.request, self.kv_head = lax.div(rest, problem.kv_heads), lax.rem(rest, problem.kv_heads)
+        self.item, self.kv_head = lax.div(self.cta, problem.kv_heads), lax.rem(self.cta, problem.kv_heads)
+        assert operands.pages is not None
+        self.pages = operands.pages
+        self.request, count = self.pages.request[self.item], self.pages.rows[self.item]
+        self.is_needed = count > 0
         self.length, self.start = operands.kv_length[self.request], operands.q_start[self.request]
-        self.keys = block * KV_BLOCK
+        self.keys = self.pages.block[self.item] * KV_BLOCK
         # In units of ROWS query rows of the request.
-        self.end, self.first = jnp.int32(problem.tokens // ROWS), jnp.int32(0)
+        self.end, self.first = lax.div(count, jnp.int32(ROWS)), jnp.int32(0)
         if masking.window is not None:
             last = lax.min(self.keys + KV_BLOCK, self.length) - 1
             self.end = lax.min(self.end, quotient(last + masking.window - self.start, ROWS, up=True))
         if masking.causal:
             self.first = lax.min(quotient(self.keys - self.start, ROWS), self.end)
-        self.page = operands.page_table[self.request, block]
+
+    @property
+    def page(self) -> Array:
+        """The page's number in the pool, read again where it is used, as registers are few."""
+        return self.pages.page[self.item]
 
     def run(self, gradients: dict[str, Any], totals: dict[str, Any]) -> None:
-        """Runs the warpgroup's role, if the page has keys.
+        """Runs the warpgroup's role, if there is a page.
 
         Args:
             gradients: `dk` ("k") and `dv` ("v") in memory.
             totals: for groups of heads, the sums of the heads so far in memory.
         """
-        pl.when(self.keys < self.length)(lambda: self.run_roles(lambda: self.multiply(gradients, totals), self.load))
+        pl.when(self.is_needed)(lambda: self.run_roles(lambda: self.multiply(gradients, totals), self.load))
 
     def load(self) -> None:
         """Loads the page, then, for each query head of the group, the rows that see it."""
-        operands = self.operands
+        operands, page, first_row = self.operands, self.page, self.pages.row[self.item]
         for name, pages in (("k", operands.k_pages), ("v", operands.v_pages)):
-            source = pages.at[self.page, self.kv_head]
+            source = pages.at[page, self.kv_head]
             plgpu.copy_gmem_to_smem(source, self.scratch[name], self.scratch["page_loaded"])
 
         def load_head(index: Array, step: Array) -> Array:
             head = self.kv_head * self.problem.group + index
-            return lax.fori_loop(self.first, self.end, functools.partial(self.load_rows, head), step)
+            return lax.fori_loop(self.first, self.end, functools.partial(self.load_rows, first_row, head), step)
 
         lax.fori_loop(0, self.problem.group, load_head, jnp.int32(0))
 
-    def load_rows(self, head: Array, block: Array, step: Array) -> Array:
+    def load_rows(self, first_row: Array, head: Array, block: Array, step: Array) -> Array:
         """Loads a block of query rows, and returns the next step."""
         operands = self.operands
         slot = lax.rem(step, self.stages)
-        rows = pl.ds(self.request * self.problem.tokens + block * ROWS, ROWS)
+        rows = pl.ds(first_row + block * ROWS, ROWS)
         self.await_free(slot)
         for name, source, name_of_numbers, numbers in (
             ("q", operands.q, "normalizers", operands.normalizers),
@@ -261,7 +266,7 @@ def key_gradients(
 ) -> dict[str, Array]:
     """`dk` if "k" is among the names and `dv` if "v" is, in the pools' shapes.
 
-    Pages that no request owns are not written.
+    Pages that are not among the operands' are not written.
     """
 
     def rows(count: tuple[int, ...], width: int) -> Any:
@@ -276,7 +281,7 @@ def key_gradients(
         scratch[name] = plgpu.SMEM((schedule.stages, ROWS), ACCUMULATOR)
     scratch["page_loaded"] = plgpu.Barrier(num_arrivals=2)
 
-    items = problem.batch * problem.blocks * problem.kv_heads
+    items = problem.pages * problem.kv_heads
     pages = operands.k_pages.shape[0]
     out_type = [
         jax.ShapeDtypeStruct((pages, problem.kv_heads, KV_BLOCK, widths[name]), problem.dtype) for name in names

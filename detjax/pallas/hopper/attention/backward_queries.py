@@ -11,7 +11,6 @@ import numpy as np
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK
-from detjax.numerics import ceil_div
 from detjax.options import Masking
 from detjax.pallas.hopper.attention.backward_kernel import (
     SQUARE,
@@ -61,36 +60,34 @@ class _QueryGradient(Kernel):
         self, problem: Problem, schedule: Schedule, masking: Masking, operands: Operands, scratch: dict[str, Any]
     ) -> None:
         super().__init__(problem, schedule, masking, operands, scratch)
-        # Heads of one tile are neighbours, so that those that share keys run at the same time; the last tiles of the
-        # requests see most keys, and come first.
+        # Heads of one tile are neighbours, so that those that share keys run at the same time.
         tile, self.head = lax.div(self.cta, problem.heads), lax.rem(self.cta, problem.heads)
-        self.request = lax.rem(tile, problem.batch)
-        self.offset = (ceil_div(problem.tokens, TILE) - 1 - lax.div(tile, problem.batch)) * TILE
-        count = lax.min(jnp.int32(TILE), problem.tokens - self.offset)
+        assert operands.tiles is not None
+        self.request, self.first_row, self.offset, self.count = (x[tile] for x in operands.tiles)
         self.length, start = operands.kv_length[self.request], operands.q_start[self.request]
-        self.position = start + self.row_in_request(self.warpgroup)
+        self.position = start + self.offset + self.row_in_tile(self.warpgroup)
         end, self.first = self.length, jnp.int32(0)
         if masking.causal:
-            end = lax.min(end, start + self.offset + count)
+            end = lax.min(end, start + self.offset + self.count)
         if masking.window is not None:
             self.first = quotient(start + self.offset - (masking.window - 1), ROWS)
         # In units of ROWS keys.
         self.end = lax.min(quotient(end, ROWS, up=True), jnp.int32(problem.blocks * (KV_BLOCK // ROWS)))
         self.first = lax.min(self.first, self.end)
-        self.is_stored = self.warpgroup * ROWS < count
+        self.is_stored = self.warpgroup * ROWS < self.count
 
-    def row_in_request(self, warpgroup: Array | int) -> Array:
-        """A warpgroup's first row in the request. Where the tile has no second half, the second warpgroup repeats the
+    def row_in_tile(self, warpgroup: Array | int) -> Array:
+        """A warpgroup's first row in the tile. Where the tile has no second half, the second warpgroup repeats the
         first one's."""
-        return lax.min(self.offset + warpgroup * ROWS, jnp.int32(self.problem.tokens - ROWS))
+        return lax.min(jnp.int32(warpgroup * ROWS), self.count - ROWS)
 
     def row(self, warpgroup: Array | int) -> Array:
         """A warpgroup's first row in the arrays of all requests."""
-        return self.request * self.problem.tokens + self.row_in_request(warpgroup)
+        return self.first_row + self.row_in_tile(warpgroup)
 
     def run(self, dq_gmem: Any, delta_gmem: Any) -> None:
-        """Runs the warpgroup's role."""
-        self.run_roles(lambda: self.multiply(dq_gmem, delta_gmem), self.load)
+        """Runs the warpgroup's role, if the tile has rows."""
+        pl.when(self.count > 0)(lambda: self.run_roles(lambda: self.multiply(dq_gmem, delta_gmem), self.load))
 
     def load(self) -> None:
         """Loads queries and gradients of the output, then keys and values in tiles of `ROWS`."""
@@ -172,7 +169,7 @@ class _QueryGradient(Kernel):
         """Adds a tile of keys to the gradient."""
         slot = lax.rem(step - self.first, self.stages)
         k, v = self.scratch["k"].at[slot], self.scratch["v"].at[slot]
-        tile_row = lax.div(self.row_in_request(self.warpgroup), jnp.int32(ROWS))
+        tile_row = lax.div(self.offset + self.row_in_tile(self.warpgroup), jnp.int32(ROWS))
         words = self.mask_words(self.request, self.head, tile_row, step)
         plgpu.barrier_wait(self.scratch["k_loaded"].at[slot])
         keys = step * ROWS
@@ -222,7 +219,7 @@ class _QueryGradient(Kernel):
 
 
 def query_gradient(problem: Problem, schedule: Schedule, masking: Masking, operands: Operands) -> tuple[Array, Array]:
-    """`dq` `[N, H, K]`, and `delta` `[H, N]` float32."""
+    """`dq` `[N, H, K]`, and `delta` `[H, N]` float32. Rows that are in no tile are not written."""
 
     def rows(count: tuple[int, ...], width: int) -> Any:
         return plgpu.SMEM((*count, width), problem.dtype, transforms=swizzled(width))
@@ -239,6 +236,6 @@ def query_gradient(problem: Problem, schedule: Schedule, masking: Masking, opera
 
     q, normalizers = operands.q, operands.normalizers
     out_type = jax.ShapeDtypeStruct(q.shape, problem.dtype), jax.ShapeDtypeStruct(normalizers.shape, ACCUMULATOR)
-    ctas = problem.batch * ceil_div(problem.tokens, TILE) * problem.heads
+    ctas = problem.tiles * problem.heads
     dq, delta = launch("attention_backward_queries", body, operands, out_type, ctas, scratch)
     return dq, delta

@@ -22,8 +22,8 @@ class Problem:
     """Sizes of a call.
 
     Attributes:
-        batch: requests.
-        tokens: query rows of each request, a multiple of `ROWS`.
+        tiles: tiles of 128 query rows of one request each, those included that no request needs.
+        pages: pages of keys that get gradients, those included that no request needs.
         heads: query heads.
         kv_heads: heads of keys and values.
         blocks: pages of a request in the page table.
@@ -32,8 +32,8 @@ class Problem:
         dtype: the operands' dtype, of 2 bytes.
     """
 
-    batch: int
-    tokens: int
+    tiles: int
+    pages: int
     heads: int
     kv_heads: int
     blocks: int

@@ -12,7 +12,7 @@ from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KVPages, Queries
 from detjax.options import Masking
 from detjax.pallas.hopper import attention, mosaic
-from detjax.pallas.hopper.attention import backward_schedule, decode_schedule, prefill_schedule
+from detjax.pallas.hopper.attention import backward_schedule, decode_schedule, pieces, prefill_schedule
 from detjax.pallas.hopper.attention.dequantize import PageRange, dequantize_pages
 from detjax.pallas.hopper.attention.mask import pack_words
 from detjax.pallas.hopper.mosaic.tiles import mask_bits
@@ -41,7 +41,7 @@ def test_rows_between_packed_requests_are_not_written(width: int) -> None:
 
 
 def test_a_tile_has_no_rows_of_the_next_request() -> None:
-    tiles = attention._ragged_tiles(320, jnp.array([0, 160, 168]), jnp.array([150, 3, 129]))
+    tiles = pieces.ragged_tiles(320, jnp.array([0, 160, 168]), jnp.array([150, 3, 129]))
     places = sorted(tuple(map(int, tile)) for tile in zip(*tiles, strict=True) if tile[3])
     assert places == [(0, 0, 0, 128), (0, 128, 128, 22), (1, 160, 0, 3), (2, 168, 0, 128), (2, 296, 128, 1)]
 
@@ -93,7 +93,7 @@ def test_schedules_that_do_not_fit_are_refused() -> None:
         prefill_schedule.Schedule(9).check(wide)
     with pytest.raises(ValueError, match="stages is 0; accepted: at least 1"):
         prefill_schedule.Schedule(0)
-    gradients = backward_schedule.Problem(1, 128, 8, 2, 1, 256, 256, bfloat16)
+    gradients = backward_schedule.Problem(1, 1, 8, 2, 1, 256, 256, bfloat16)
     with pytest.raises(ValueError, match="stages is 9 for rows of 256 and 256 columns; accepted: at most"):
         backward_schedule.Schedule(9).check(gradients)
     with pytest.raises(ValueError, match="stages is 0; accepted: at least 1"):
