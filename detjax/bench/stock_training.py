@@ -155,7 +155,7 @@ class Training:
         self.update = jax.jit(update, donate_argnums=(0, 1))
         self.zeros = jax.jit(lambda: jax.tree.map(jnp.zeros_like, self.masters))
 
-    def step(self, microbatches: list[tuple[Array, Array, Array]]) -> None:
+    def step(self, microbatches: list[tuple[Array, ...]]) -> None:
         """One step over microbatches of tokens, targets and weights."""
         sums = self.zeros()
         for microbatch in microbatches:

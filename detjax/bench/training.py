@@ -72,7 +72,7 @@ def samples(sizes: Sizes, vocabulary: int) -> list[Sample]:
     return [Sample(row, weights, np.zeros_like(weights)) for row in tokens]
 
 
-def _stock_microbatches(batch: Sequence[Sample], sizes: Sizes) -> list[tuple[Array, Array, Array]]:
+def _stock_microbatches(batch: Sequence[Sample], sizes: Sizes) -> list[tuple[Array, ...]]:
     tokens = np.stack([sample.tokens for sample in batch])
     targets = np.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     weights = np.pad(np.stack([sample.weights for sample in batch]), ((0, 0), (0, 1)))

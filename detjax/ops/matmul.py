@@ -127,7 +127,8 @@ def _forward(
         y, z = _matmul(x, w, bias, residual, sums, layout, epilogue, out_dtype), None
     # The backward pass needs only the residual's dtype, so an empty array stands for it.
     empty = None if residual is None else jnp.zeros(0, residual.dtype)
-    return y, (x, w, bias, z, sums, empty)
+    result: Any = y
+    return result, (x, w, bias, z, sums, empty)
 
 
 def _backward(

@@ -153,7 +153,8 @@ def _in_separate_steps(
     qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, KVPages]:
     """By `qk_rope` and a scatter, the steps whose gradients are the operation's."""
-    q, k = norm_and_rotate(qkv, _positions(qkv, queries), weights, rotation)
+    rotated: Any = norm_and_rotate(qkv, _positions(qkv, queries), weights, rotation)
+    q, k = rotated
     return q, append(kv, k, qkv[:, :, sum(rotation.heads) :], queries)
 
 

@@ -30,9 +30,9 @@ from detjax.models.config import DecoderConfig
 from detjax.models.network import split
 from detjax.options import Epilogue, KVQuantization, Masking
 from detjax.pallas.hopper import attention as hopper_attention
+from detjax.pallas.hopper import elements, embedding, norm_gradient, sampling, softmax
 from detjax.pallas.hopper import norm as hopper_norm
 from detjax.pallas.hopper import rope as hopper_rope
-from detjax.pallas.hopper import elements, embedding, norm_gradient, sampling, softmax
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule
@@ -54,8 +54,7 @@ DONATED = {
     "gradients of a decoder": range(19),
     "gradients of a decoder, packed": range(19),
 }
-"""The operands that a program may overwrite, by the program's name: a decoder of two layers has four pools of pages, and
-19 sums of gradients."""
+"""The operands that a program may overwrite, by its name: a decoder's pools of pages, or its sums of gradients."""
 ROOT = Path(__file__).parents[3]
 
 type Program = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]

@@ -106,10 +106,10 @@ def test_sums_of_products_continue(schedule: Schedule | None) -> None:
     assert_same_bits(next_sums(dz[32:], x[32:], next_sums(dz[:32], x[:32], sums, schedule), schedule), expected)
 
 
-@pytest.mark.parametrize("schedule", [Schedule(64, 48, "tokens", cluster_m=2), Schedule(64, 64)], ids=str)
+@pytest.mark.parametrize("schedule", [Schedule(64, 64, "tokens", cluster_m=2), Schedule(64, 64)], ids=str)
 def test_schedules_that_would_read_beyond_the_sums_are_refused(schedule: Schedule) -> None:
     dz, x, sums = normal(64, 192, dtype="bfloat16"), normal(64, 128, dtype="bfloat16"), normal(192, 128)
-    with pytest.raises(ValueError, match=r"that divide the sums|in 64s"):
+    with pytest.raises(ValueError, match="that divide the sums"):
         next_sums(dz, x, sums, schedule)
 
 
