@@ -122,7 +122,7 @@ class SpreadRows(RequestRows):
         self.most_rows = round_up(rows, ROWS)
         self.rows = (-(-count // ROWS) * ROWS).astype(jnp.int32)
         self.first_row = jnp.cumsum(self.rows) - self.rows
-        offset = blocks.index[:, None] * ROWS + jnp.arange(ROWS, dtype=jnp.int32)[None]
+        offset = blocks.number[:, None] * ROWS + jnp.arange(ROWS, dtype=jnp.int32)[None]
         is_given = blocks.is_needed[:, None] & (offset < count[blocks.request][:, None])
         self._is_given = is_given.reshape(-1)
         self._source = jnp.where(is_given, first_row[blocks.request][:, None] + offset, 0).reshape(-1)

@@ -16,12 +16,12 @@ class Pieces(NamedTuple):
 
     Attributes:
         request: the piece's request; any for a piece that is not needed.
-        index: its number in the request.
+        number: its number in the request.
         is_needed: whether the request has the piece. Those that no request has come last.
     """
 
     request: Array
-    index: Array
+    number: Array
     is_needed: Array
 
 
@@ -49,8 +49,8 @@ def ragged_tiles(rows: int, first_row: Array, count: Array) -> Tiles:
     There are as many as `rows` packed rows can need; tiles that are not needed have no row.
     """
     needed = -(-count // TILE)
-    request, index, is_needed = pieces(needed, most_pieces(rows, count.shape[0], TILE))
+    request, number, is_needed = pieces(needed, most_pieces(rows, count.shape[0], TILE))
     # The last tile of a request sees most keys, and comes first.
-    offset = jnp.where(is_needed, (needed[request] - 1 - index) * TILE, 0)
+    offset = jnp.where(is_needed, (needed[request] - 1 - number) * TILE, 0)
     rows_of_tile = jnp.where(is_needed, jnp.minimum(TILE, count[request] - offset), 0)
     return Tiles(*(x.astype(jnp.int32) for x in (request, first_row[request] + offset, offset, rows_of_tile)))

@@ -11,7 +11,13 @@ import pytest
 
 import detjax
 from detjax import ops
+from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KVPages, Queries
+from detjax.pallas.hopper.attention.backward import _sink_gradient
+from detjax.pallas.hopper.attention.backward_rows import RectangularRows, SpreadRows
+from detjax.pallas.hopper.attention.pieces import most_pieces
+from detjax.pallas.hopper.attention.warpgroups import TILE
+from detjax.pallas.hopper.mosaic.layouts import ROWS
 from tests.support.attention_requests import INTERPRETER, OPTIONS, Requests, in_the_interpreter
 from tests.support.bits import assert_same_bits
 
@@ -26,19 +32,21 @@ def last_queries(requests: Requests, counts: Sequence[int]) -> list[np.ndarray]:
     return [q[n - count : n] for q, n, count in zip(requests.q, requests.lengths, counts, strict=True)]
 
 
-def gradients(requests: Requests, q: Any, queries: Queries, do: Any) -> tuple[Any, KVPages, Any]:
-    """Gradients of queries, of the pool of pages and of the sinks."""
+def gradients(requests: Requests, q: Any, queries: Queries, do: Any) -> Any:
+    """The output, and the gradients of queries, of the pool of pages and of the sinks."""
     masking = requests.masking
     options: Any = {name: getattr(masking, name) for name in ("scale", "causal", "window", "soft_cap", "alibi_slopes")}
 
     @detjax.jit
     def pulled_back(q: Any, kv: KVPages, queries: Queries, sinks: Any, do: Any) -> Any:
-        attend = lambda q, kv, sinks: ops.attention(q, kv, queries, sinks=sinks, **options)  # noqa: E731
-        return jax.vjp(attend, q, kv, sinks)[1](do)
+        def attend(q: Any, kv: KVPages, sinks: Any) -> jax.Array:
+            return ops.attention(q, kv, queries, sinks=sinks, **options)
+
+        o, pullback = jax.vjp(attend, q, kv, sinks)
+        return o, *pullback(do)
 
     with detjax.use_backend("hopper"):
-        dq, *others = pulled_back(jnp.asarray(q), requests.kv, queries, requests.sinks, jnp.asarray(do))
-    return dq, *jax.tree.map(np.asarray, others)
+        return pulled_back(jnp.asarray(q), requests.kv, queries, requests.sinks, jnp.asarray(do))
 
 
 def of_rectangular(requests: Requests, counts: Sequence[int]) -> tuple[list[np.ndarray], Any]:
@@ -49,7 +57,7 @@ def of_rectangular(requests: Requests, counts: Sequence[int]) -> tuple[list[np.n
 
     start, length = (jnp.asarray(x, jnp.int32) for x in (np.subtract(requests.lengths, counts), requests.lengths))
     q, do = rectangle(last_queries(requests, counts)), rectangle(output_gradients(requests, counts))
-    dq, *others = gradients(requests, q, Queries(requests.page_table, start, length), do)
+    _, dq, *others = gradients(requests, q, Queries(requests.page_table, start, length), do)
     return [np.asarray(x)[:count] for x, count in zip(dq, counts, strict=True)], others
 
 
@@ -66,21 +74,122 @@ def of_packed(
         for row, x in zip(first_row, rows, strict=True):
             target[row : row + len(x)] = x
     start = np.subtract(requests.lengths, counts)
-    numbers = (jnp.asarray(np.array(x, np.int32)[list(order)]) for x in (start, requests.lengths, counts, first_row))
-    dq, *others = gradients(requests, q, Queries(requests.page_table[jnp.asarray(order)], *numbers), do)
-    dq, is_nobodys = np.asarray(dq), np.ones(len(dq), bool)
+    numbers = (np.array(x, np.int32) for x in (requests.page_table, start, requests.lengths, counts, first_row))
+    table, start, length, count, rows = (jnp.asarray(x[list(order)]) for x in numbers)
+    places = Queries(table, start, length, count, rows)
+    o, dq, *others = (np.asarray(x) if isinstance(x, jax.Array) else x for x in gradients(requests, q, places, do))
+    is_nobodys = np.ones(len(dq), bool)
     for row, count in zip(first_row, counts, strict=True):
         is_nobodys[row : row + count] = False
-    assert not dq[is_nobodys].astype(np.float32).any()
+    for x in (o, dq):
+        assert not x[is_nobodys].astype(np.float32).any(), "gradients of weights add over rows of nobody, too"
     return [dq[row : row + count] for row, count in zip(first_row, counts, strict=True)], others
 
 
 @in_the_interpreter
-@pytest.mark.parametrize(("name", "group"), [("causal", 2), ("everything", 1), ("not causal", 1)])
-def test_packed_queries_have_the_gradients_of_rectangular_ones(name: str, group: int) -> None:
-    counts = 140, 20, 0, 70
-    requests = Requests.random((150, 20, 9, 70), 2, 2 // group, 16, dtype="bfloat16", **OPTIONS[name])
+def test_packed_queries_have_the_gradients_of_rectangular_ones() -> None:
+    requests, counts = Requests.random((150, 20, 9, 70), 2, 1, 16, dtype="bfloat16"), (140, 20, 0, 70)
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
-        expected = of_rectangular(requests, counts)
-        in_order = of_packed(requests, counts, (0, 1, 2, 3), (0, 0, 0, 8), spare=13)
-    assert_same_bits(in_order, expected)
+        assert_same_bits(of_packed(requests, counts, (2, 0, 1, 3), (0, 0, 0, 8), 13), of_rectangular(requests, counts))
+
+
+@pytest.mark.sampled(0)
+@in_the_interpreter
+@pytest.mark.parametrize(
+    ("name", "group"), [("causal", 4), ("window", 2), ("sinks", 1), ("everything", 2), ("not causal", 1)]
+)
+def test_no_packing_changes_a_gradient(name: str, group: int) -> None:
+    counts = 128, 9, 0, 150, 1
+    requests = Requests.random((150, 20, 9, 150, 129), 4, 4 // group, 16, dtype="bfloat16", **OPTIONS[name])
+    with plgpu.force_gpu_interpret_mode(INTERPRETER):
+        dq, (dkv, dsinks) = of_rectangular(requests, counts)
+        assert_same_bits(of_packed(requests, counts, range(5), (0, 0, 0, 0, 0)), (dq, [dkv, dsinks]))
+        # The sinks' gradients are added in the order of the requests.
+        assert_same_bits(of_packed(requests, counts, (4, 3, 2, 1, 0), (8, 0, 64, 16, 0), 100)[1][0], dkv)
+
+
+# --- where rows lie, and which work there is --------------------------------------------------------------------------
+
+
+def packed_rows(random: np.random.Generator, counts: np.ndarray, spare: int) -> tuple[SpreadRows, np.ndarray, int]:
+    """The rows of requests in order, their first rows where they are packed, and how many rows there are."""
+    taken = -(-counts // 8) * 8
+    gaps = 8 * random.integers(0, 2, len(counts)) * (spare > 0)
+    first = (np.cumsum(taken + gaps) - taken).astype(np.int32)
+    rows = int(first[-1] + counts[-1]) + spare
+    return SpreadRows(jnp.asarray(first), jnp.asarray(counts), max(rows, 1)), first, max(rows, 1)
+
+
+COUNTS = {
+    "short": [1] * 9,
+    "a long one after short ones": [8, 16, 3, 200],
+    "just over a tile": [129, 129, 0, 65],
+    "nothing": [0, 0],
+    "one": [1],
+    "first and last empty": [0, 64, 128, 0],
+}
+
+
+@pytest.mark.parametrize("spare", [0, 21])
+@pytest.mark.parametrize("name", COUNTS)
+def test_every_row_and_page_is_somebodys_work_once(name: str, spare: int) -> None:
+    random, counts = np.random.default_rng(spare), np.array(COUNTS[name], np.int32)
+    layout, first, rows = packed_rows(random, counts, spare)
+    x = random.standard_normal((rows, 2)).astype(np.float32)
+    filled = np.asarray(layout.filled_up(jnp.asarray(x), value=7.0))
+    tiles = np.stack([np.asarray(field) for field in layout.tiles()], axis=1)
+    table = random.permutation(3 * len(counts)).astype(np.int32).reshape(-1, 3)
+    length = counts + random.integers(0, 100, len(counts)).astype(np.int32)
+    pool = int(sum(-(-length[counts > 0] // KV_BLOCK))) or 1
+    pages = np.stack([np.asarray(x) for x in layout.key_pages(jnp.asarray(table), jnp.asarray(length), pool)], axis=1)
+    for request, count in enumerate(counts):
+        start, filled_rows = int(layout.first_row[request]), -(-count // ROWS) * ROWS
+        assert start % ROWS == 0 and int(layout.rows[request]) == filled_rows
+        assert_same_bits(filled[start : start + count], x[first[request] :][:count])
+        assert (filled[start + count : start + filled_rows] == 7.0).all()
+        own = sorted((row, offset, size) for owner, row, offset, size in tiles.tolist() if size and owner == request)
+        expected = range(0, filled_rows, TILE)
+        assert own == [(start + offset, offset, min(TILE, filled_rows - offset)) for offset in expected]
+        own = [place for owner, *place in pages.tolist() if place[-1] and owner == request]
+        blocks = range(-(-length[request] // KV_BLOCK) if count else 0)
+        assert own == [[block, table[request, block], start, filled_rows] for block in blocks]
+    back, is_given = np.asarray(layout.given(jnp.asarray(filled))), np.zeros(rows, bool)
+    for row, count in zip(first, counts, strict=True):
+        is_given[row : row + count] = True
+    assert_same_bits(back, np.where(is_given[:, None], x, 0).astype(np.float32))
+
+
+def test_a_page_is_listed_for_each_block_of_the_table_at_most() -> None:
+    layout = SpreadRows(jnp.array([0, 8]), jnp.array([5, 3]), 16)
+    pages = layout.key_pages(jnp.array([[4, 1], [0, 2]]), jnp.array([1000, 129]), 99)
+    assert np.asarray(pages.page).tolist() == [4, 1, 0, 2]
+
+
+@pytest.mark.parametrize("requests", [1, 2, 5, 30])
+@pytest.mark.parametrize("size", [ROWS, TILE])
+def test_no_more_pieces_are_listed_than_requests_can_need(requests: int, size: int) -> None:
+    for rows in (1, 8, 17, 64, 136, 1000):
+        units = -(-rows // 8)
+        others = min(requests, units) - 1
+        counts = [1] * others + [rows - 8 * others]
+        # One request takes what the others leave: a unit more than whole pieces is the most that it can waste.
+        assert most_pieces(rows, requests, size) == sum(-(-count // size) for count in counts)
+
+
+def test_sinks_of_packed_queries_are_added_as_those_of_rectangular_ones() -> None:
+    random, counts = np.random.default_rng(5), np.array([700, 0, 3, 64, 321, 65, 1], np.int32)
+    layout, first, rows = packed_rows(random, counts, 30)
+    values = random.standard_normal((2, 3, rows)).astype(np.float32)
+    rectangular = RectangularRows(len(counts), 704)
+    values_alone = np.zeros((2, 3, len(counts), 704), np.float32)
+    for request, (row, count) in enumerate(zip(first, counts, strict=True)):
+        values_alone[:, :, request, :count] = values[:, :, row : row + count]
+    sinks = jnp.asarray(random.standard_normal(3), jnp.float32)
+    normalizers, delta = (layout.filled_up(jnp.asarray(values[i]), 1, fill) for i, fill in enumerate((np.inf, np.nan)))
+    is_own = np.isfinite(np.asarray(normalizers))
+    # Rows that fill a request's block up have a delta of 0, blocks of nobody none.
+    end = int(layout.first_row[-1] + layout.rows[-1])
+    delta = jnp.where(is_own | (np.arange(delta.shape[1]) >= end)[None], delta, 0)
+    alone = (jnp.asarray(x.reshape(3, -1)) for x in values_alone)
+    gradient = jax.jit(_sink_gradient, static_argnums=0)
+    assert_same_bits(gradient(layout, sinks, normalizers, delta), gradient(rectangular, sinks, *alone))
