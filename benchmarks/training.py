@@ -43,7 +43,7 @@ def main(
         result["note"] = command_line.ON_A_CPU
     few = dataclasses.replace(sizes, layers=1 if small else 2, length=32 if small else 256)
     measures = {
-        "bits": lambda: training.bits(few, processes=2 if small else 12),
+        "bits": lambda: training.bits(few, processes=2 if small else 8),
         "gradients": lambda: list(training.gradient_times(sizes)),
         "carried": lambda: training.carried_sums(sizes),
         "steps": lambda: training.steps(sizes),

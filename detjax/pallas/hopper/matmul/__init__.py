@@ -62,8 +62,8 @@ def backward(
 ) -> tuple[Array, Array, Array | None]:
     """Gradients of x, w and bias; instead of those of w and bias, their next sums if they have sums.
 
-    With z = x @ w + bias, rounded to x's dtype, and y = epilogue(z), dz is the gradient of z, rounded to x's dtype. z is
-    computed again if it was not kept. Then
+    With z = x @ w + bias, rounded to x's dtype, and y = epilogue(z), dz is the gradient of z, rounded to x's dtype. If
+    z was not kept, it is computed again. Then
 
         dx[m, k]    = sum over n ascending (gate's, then up's) of dz[m, n] * w[k, n]
         dw[k, n]    = sum over tokens m ascending of x[m, k] * dz[m, n]
