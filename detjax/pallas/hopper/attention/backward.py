@@ -91,7 +91,7 @@ def backward(
     # A row that only fills up gives every key the probability 0.
     normalizers = rows.filled_up(residuals.log2_normalizers, axis=1, value=jnp.inf)
     tiles, pages = rows.tiles(), rows.key_pages(page_table, length, k_pages.shape[0])
-    counts = tiles.request.shape[0], pages.request.shape[0]
+    counts = tiles.request.shape[0], pages.request.shape[0], rows.rows_of_each
     widths = q.shape[-1], v_pages.shape[-1]
     problem = Problem(*counts, q.shape[1], k_pages.shape[1], page_table.shape[1], *widths, q.dtype)
     schedule = schedule or default_schedule(problem)

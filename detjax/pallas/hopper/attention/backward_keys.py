@@ -62,17 +62,29 @@ class _KeyGradients(Kernel):
         self.item, self.kv_head = lax.div(self.cta, problem.kv_heads), lax.rem(self.cta, problem.kv_heads)
         assert operands.pages is not None
         self.pages = operands.pages
-        self.request, count = self.pages.request[self.item], self.pages.rows[self.item]
-        self.is_needed = count > 0
+        self.request, self.is_needed = self.pages.request[self.item], self.pages.rows[self.item] > 0
         self.length, self.start = operands.kv_length[self.request], operands.q_start[self.request]
         self.keys = self.pages.block[self.item] * KV_BLOCK
         # In units of ROWS query rows of the request.
-        self.end, self.first = lax.div(count, jnp.int32(ROWS)), jnp.int32(0)
+        self.end_in_window, self.first = None, jnp.int32(0)
         if masking.window is not None:
             last = lax.min(self.keys + KV_BLOCK, self.length) - 1
-            self.end = lax.min(self.end, quotient(last + masking.window - self.start, ROWS, up=True))
+            self.end_in_window = lax.min(self.end, quotient(last + masking.window - self.start, ROWS, up=True))
         if masking.causal:
             self.first = lax.min(quotient(self.keys - self.start, ROWS), self.end)
+
+    @property
+    def end(self) -> Array:
+        """The end of the query rows that see the page, in units of `ROWS`.
+
+        Without a window that is the request's last row: a constant or read again where it is used, as registers are
+        few.
+        """
+        if self.end_in_window is not None:
+            return self.end_in_window
+        if self.problem.rows is not None:
+            return jnp.int32(self.problem.rows // ROWS)
+        return lax.div(self.pages.rows[self.item], jnp.int32(ROWS))
 
     @property
     def page(self) -> Array:

@@ -43,11 +43,13 @@ class RequestRows(abc.ABC):
 
     Attributes:
         most_rows: no request has more rows, those that fill up included.
+        rows_of_each: how many rows each request has, if that is known to be the same number; else None.
         first_row: each request's first row, int32 `[B]`, a multiple of `ROWS`.
         rows: how many rows each request has, int32 `[B]`, those included that fill up to a multiple of `ROWS`.
     """
 
     most_rows: int
+    rows_of_each: int | None
     first_row: Array
     rows: Array
 
@@ -79,7 +81,7 @@ class RectangularRows(RequestRows):
 
     def __init__(self, batch: int, rows_of_each: int) -> None:
         self._batch, self._given = batch, rows_of_each
-        self.most_rows = round_up(rows_of_each, ROWS)
+        self.most_rows = self.rows_of_each = round_up(rows_of_each, ROWS)
         self.first_row = jnp.arange(batch, dtype=jnp.int32) * self.most_rows
         self.rows = jnp.full((batch,), self.most_rows, jnp.int32)
 
@@ -119,7 +121,7 @@ class SpreadRows(RequestRows):
     def __init__(self, first_row: Array, count: Array, rows: int) -> None:
         self._packed_first, self._count, self._packed = first_row, count, rows
         blocks = pieces(-(-count // ROWS), most_pieces(rows, count.shape[0], ROWS))
-        self.most_rows = round_up(rows, ROWS)
+        self.most_rows, self.rows_of_each = round_up(rows, ROWS), None
         self.rows = (-(-count // ROWS) * ROWS).astype(jnp.int32)
         self.first_row = jnp.cumsum(self.rows) - self.rows
         offset = blocks.number[:, None] * ROWS + jnp.arange(ROWS, dtype=jnp.int32)[None]

@@ -24,6 +24,7 @@ class Problem:
     Attributes:
         tiles: tiles of 128 query rows of one request each, those included that no request needs.
         pages: pages of keys that get gradients, those included that no request needs.
+        rows: query rows of each request, those included that fill up, if all requests have the same number; else None.
         heads: query heads.
         kv_heads: heads of keys and values.
         blocks: pages of a request in the page table.
@@ -34,6 +35,7 @@ class Problem:
 
     tiles: int
     pages: int
+    rows: int | None
     heads: int
     kv_heads: int
     blocks: int

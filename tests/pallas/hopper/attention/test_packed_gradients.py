@@ -1,4 +1,4 @@
-"""Gradients of packed queries on Hopper, in Pallas' interpreter, have the bits of rectangular ones."""
+"""Gradients of packed queries on Hopper have the bits of rectangular ones, in Pallas' interpreter and on a GPU."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +13,14 @@ import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KVPages, Queries
+from detjax.options import Masking
+from detjax.pallas.hopper import attention
 from detjax.pallas.hopper.attention.backward import _sink_gradient
 from detjax.pallas.hopper.attention.backward_rows import RectangularRows, SpreadRows
 from detjax.pallas.hopper.attention.pieces import most_pieces
 from detjax.pallas.hopper.attention.warpgroups import TILE
 from detjax.pallas.hopper.mosaic.layouts import ROWS
-from tests.support.attention_requests import INTERPRETER, OPTIONS, Requests, in_the_interpreter
+from tests.support.attention_requests import INTERPRETER, OPTIONS, WIDTHS, Requests, in_the_interpreter
 from tests.support.bits import assert_same_bits
 
 
@@ -106,6 +108,40 @@ def test_no_packing_changes_a_gradient(name: str, group: int) -> None:
         assert_same_bits(of_packed(requests, counts, range(5), (0, 0, 0, 0, 0)), (dq, [dkv, dsinks]))
         # The sinks' gradients are added in the order of the requests.
         assert_same_bits(of_packed(requests, counts, (4, 3, 2, 1, 0), (8, 0, 64, 16, 0), 100)[1][0], dkv)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(
+    ("width", "options"),
+    [(width, {}) for width in WIDTHS] + [(128, options) for options in OPTIONS.values()],
+    ids=[*map(str, WIDTHS), *OPTIONS],
+)
+def test_no_packing_changes_a_gradient_on_the_device(width: int, options: dict[str, Any]) -> None:
+    counts = 1100, 129, 0, 1, 128, 63, 700
+    requests = Requests.random((1100, 300, 9, 129, 128, 63, 1000), 8, 2, width, dtype="bfloat16", **options)
+    dq, (dkv, dsinks) = of_rectangular(requests, counts)
+    assert_same_bits(of_packed(requests, counts, range(7), (0,) * 7), (dq, [dkv, dsinks]))
+    for spare in (0, 100, 5000):
+        packed, (dkv_packed, _) = of_packed(requests, counts, (6, 5, 4, 3, 2, 1, 0), (8, 0, 64, 16, 0, 0, 8), spare)
+        assert_same_bits((packed, dkv_packed), (dq, dkv))
+
+
+@pytest.mark.parametrize("width", [16, 256])
+def test_gradients_of_packed_queries_lower(width: int) -> None:
+    """Gradients of narrow keys and values come from one kernel, of wide ones from two."""
+    masking = Masking(width**-0.5, window=150)
+
+    def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    def gradients(q, k, v, table, start, length, count, first_row, sinks, do):
+        operands = q, KVPages(k, v), Queries(table, start, length, count, first_row), sinks
+        output = attention.ragged_with_normalizers(*operands, masking=masking)
+        return attention.ragged_backward(operands, output, do, masking=masking)
+
+    q, pages, integers = array(200, 2, width), array(8, 1, KV_BLOCK, width), array(5, dtype="int32")
+    operands = q, pages, pages, array(5, 3, dtype="int32"), *[integers] * 4, array(2), q
+    jax.jit(gradients).trace(*operands).lower(lowering_platforms=("cuda",))
 
 
 # --- where rows lie, and which work there is --------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_schedules_that_do_not_fit_are_refused() -> None:
         prefill_schedule.Schedule(9).check(wide)
     with pytest.raises(ValueError, match="stages is 0; accepted: at least 1"):
         prefill_schedule.Schedule(0)
-    gradients = backward_schedule.Problem(1, 1, 8, 2, 1, 256, 256, bfloat16)
+    gradients = backward_schedule.Problem(1, 1, 128, 8, 2, 1, 256, 256, bfloat16)
     with pytest.raises(ValueError, match="stages is 9 for rows of 256 and 256 columns; accepted: at most"):
         backward_schedule.Schedule(9).check(gradients)
     with pytest.raises(ValueError, match="stages is 0; accepted: at least 1"):
