@@ -2,9 +2,9 @@
 
     python benchmarks/on_policy.py --out benchmarks/results/on-policy-h200.json
 
-The engine samples 65,536 tokens for mixed requests: temperatures 0, 0.6, 1 and 1.5, with and without filters, prompts of
-many lengths that share prefixes, two samples each, prefilled in chunks beside others' decodes. The trainer computes the
-logprobs of the same tokens, of the model and of the distributions that they were drawn from, on packed rows.
+The engine samples 65,536 tokens for mixed requests: temperatures 0, 0.6, 1 and 1.5, with and without filters, prompts
+of many lengths that share prefixes, two samples each, prefilled in chunks beside others' decodes. The trainer computes
+the logprobs of the same tokens, of the model and of the distributions that they were drawn from, on packed rows.
 
 `--small` takes a CPU seconds. The exit code is 1 if a bit is unequal. Under `DETJAX_BACKEND=stock`, it has to be.
 """

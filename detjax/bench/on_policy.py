@@ -57,7 +57,7 @@ SMALL: Final = Sizes("tiny", 2, 4, 12, 20, 6, 32, 64)
 
 
 def requests(sizes: Sizes, vocabulary: int) -> list[Request]:
-    """Requests of all distributions, mixed, for pairs of samples: prompts of many lengths, some of which begin alike."""
+    """Requests of all distributions, mixed, for two samples each. Prompts have many lengths, and some begin alike."""
     random = np.random.default_rng(0)
     shared = random.integers(0, vocabulary, sizes.longest_prompt)
     made = []

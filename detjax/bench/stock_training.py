@@ -52,7 +52,7 @@ def norm(x: Array, weight: Array, eps: float) -> Array:
     """RMS norm."""
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
+    return (wide * scale * jnp.broadcast_to(weight.astype(jnp.float32), x.shape)).astype(x.dtype)
 
 
 def product(x: Array, w: Array) -> Array:
@@ -62,7 +62,7 @@ def product(x: Array, w: Array) -> Array:
 
 def rope(x: Array, frequencies: Array) -> Array:
     """Rotary embedding of heads `[B, T, H, K]`."""
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequencies
+    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[None, :, None, None] * frequencies[None, None, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

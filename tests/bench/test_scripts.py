@@ -6,11 +6,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
 import detjax
-from detjax.bench import deviceless, true_on_policy
+from detjax.bench import deviceless, training, true_on_policy
 
 BENCHMARKS = Path(detjax.__file__).parent.parent / "benchmarks"
 SCRIPTS = (
@@ -18,11 +19,13 @@ SCRIPTS = (
     "decoder",
     "matmul",
     "norms",
+    "on_policy",
     "portable",
     "ready",
     "softmax_schedules",
     "structured",
     "tpu_dots",
+    "training",
     "true_on_policy",
 )
 
@@ -182,3 +185,32 @@ def test_true_on_policy_says_what_contradicts_it() -> None:
     ]
     with pytest.raises(ValueError, match="samples is 12; accepted: multiples of 8, the samples of a prompt"):
         true_on_policy.Sizes(samples=12)
+
+
+def test_on_policy_sees_equal_bits_of_every_distribution(tmp_path: Path) -> None:
+    content = run_small("on_policy", tmp_path)
+    assert len(content["results"]) == 9  # 4 temperatures with and without filters, and the model's own logprobs
+    assert {result["unequal_tokens"] for result in content["results"].values()} == {0}
+    assert content["results"]["model"]["tokens"] == 384
+
+
+def test_on_policy_sees_that_stock_numerics_differ() -> None:
+    with detjax.use_backend("stock"):
+        output = run("on_policy", "--small", exit_code=1)
+    assert "sampler and trainer have unequal bits" in output
+
+
+def test_training_compares_steps_and_gradients(tmp_path: Path) -> None:
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own attention needs it
+        content = run_small("training", tmp_path, "--part", "steps", "--part", "gradients", "--part", "carried")
+    assert content["steps"]["missing"] == {}
+    assert content["steps"]["seconds"].keys() == {"detjax", "stock", "stock, head in chunks of 64"}
+    assert content["carried"].keys() == {"carried", "fresh"}
+    assert all(case["missing"] == {} for case in content["gradients"])
+
+
+def test_training_tells_schedules_from_controls() -> None:
+    names = "microbatches of 1", "packed into 128 tokens", training.ANOTHER_ORDER
+    one, packed, reversed_order = (training.digest(training.SMALL, name) for name in names)
+    assert one == packed != reversed_order
+    assert max(training.relative_errors(training.SMALL).values()) < 0.03
