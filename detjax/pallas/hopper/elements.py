@@ -64,9 +64,9 @@ def slice_squares(leaf: Array, slices: int) -> Array:
     flat = leaf.reshape(-1)
     rows = ceil_div(flat.size, slices * LANES) * slices
     sums = _row_squares(jnp.pad(flat, (0, rows * LANES - flat.size)).reshape(rows, LANES))
-    of_rows = sums.reshape(slices, -1).T
+    row_totals = sums.reshape(slices, -1).T
     missing = -slices % LANE_GROUP
-    return chain(jnp.zeros(slices + missing, ACCUMULATOR), jnp.pad(of_rows, ((0, 0), (0, missing))))[:slices]
+    return chain(jnp.zeros(slices + missing, ACCUMULATOR), jnp.pad(row_totals, ((0, 0), (0, missing))))[:slices]
 
 
 def _row_squares(rows: Array) -> Array:

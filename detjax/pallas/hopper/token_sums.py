@@ -63,8 +63,8 @@ def token_sums(start: Array, *rows: Array, factors: Sequence[Array] = (), term: 
         padded = jnp.pad(x, ((0, missing), *(((0, columns - width),) * (x.ndim - 1))))
         return padded.reshape(steps, WEIGHT_GRADIENT_TOKENS, *padded.shape[1:])
 
-    of_steps = _step_sums([in_steps(x) for x in rows], [in_steps(x) for x in factors], term or (lambda row: row))
-    return chain(jnp.pad(start, (0, columns - width)), of_steps)[:width]
+    step_sums = _step_sums([in_steps(x) for x in rows], [in_steps(x) for x in factors], term or (lambda row: row))
+    return chain(jnp.pad(start, (0, columns - width)), step_sums)[:width]
 
 
 def _padded_columns(width: int) -> int:
@@ -107,9 +107,9 @@ def _step_sums(rows: Sequence[Array], factors: Sequence[Array], term: Term) -> A
     )(*rows, *factors)
 
 
-def chain(start: Array, of_steps: Array) -> Array:
-    """`start [D]` plus the rows of `of_steps [steps, D]`, one after the other."""
-    steps, width = of_steps.shape
+def chain(start: Array, step_sums: Array) -> Array:
+    """`start [D]` plus the rows of `step_sums [steps, D]`, one after the other."""
+    steps, width = step_sums.shape
     if width % CHAIN_COLUMNS == 0:
         columns, piece = CHAIN_COLUMNS, plgpu.Layout.WG_STRIDED(shape=(CHAIN_COLUMNS,), vec_size=1)
     else:
@@ -159,4 +159,4 @@ def chain(start: Array, of_steps: Array) -> Array:
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=True,
         ),
-    )(start, of_steps)
+    )(start, step_sums)

@@ -63,11 +63,11 @@ def test_tokens_are_added_in_the_contracts_order(rows: int, width: int) -> None:
     )
     assert_same_bits(interpreted(token_sums, start, x), added_in_order(start, x.astype(np.float32)))
 
-    def of_products(start: jax.Array, x: jax.Array, y: jax.Array, factor: jax.Array) -> jax.Array:
+    def summed_products(start: jax.Array, x: jax.Array, y: jax.Array, factor: jax.Array) -> jax.Array:
         return token_sums(start, x, y, factors=[factor], term=lambda x, y, factor: x * (y * factor))
 
     expected = added_in_order(start, x.astype(np.float32) * (y * factor[:, None]))
-    assert_same_bits(interpreted(of_products, start, x, y, factor), expected)
+    assert_same_bits(interpreted(summed_products, start, x, y, factor), expected)
 
 
 @pytest.mark.hopper

@@ -146,6 +146,6 @@ def _sink_gradient(rows: RequestRows, sinks: Array, normalizers: Array, delta: A
         partner = jnp.pad(x[:, stride:], ((0, 0), (0, stride)))
         x = x + jnp.where(block + stride < end, partner, 0.0)
         stride *= 2
-    of_requests = jnp.where((count > 0)[:, None], x[:, jnp.minimum(first, x.shape[1] - 1)].T, 0.0)
-    total, _ = lax.scan(lambda total, one: (total + one, None), of_requests[0], of_requests[1:], unroll=32)
+    request_sums = jnp.where((count > 0)[:, None], x[:, jnp.minimum(first, x.shape[1] - 1)].T, 0.0)
+    total, _ = lax.scan(lambda total, one: (total + one, None), request_sums[0], request_sums[1:], unroll=32)
     return -total

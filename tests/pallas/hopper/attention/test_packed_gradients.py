@@ -51,7 +51,7 @@ def gradients(requests: Requests, q: Any, queries: Queries, do: Any) -> Any:
         return pulled_back(jnp.asarray(q), requests.kv, queries, requests.sinks, jnp.asarray(do))
 
 
-def of_rectangular(requests: Requests, counts: Sequence[int]) -> tuple[list[np.ndarray], Any]:
+def rectangular_gradients(requests: Requests, counts: Sequence[int]) -> tuple[list[np.ndarray], Any]:
     """Each request's gradients of its last queries, in a call of rectangular ones; and the others."""
 
     def rectangle(rows: list[np.ndarray]) -> np.ndarray:
@@ -63,7 +63,7 @@ def of_rectangular(requests: Requests, counts: Sequence[int]) -> tuple[list[np.n
     return [np.asarray(x)[:count] for x, count in zip(dq, counts, strict=True)], others
 
 
-def of_packed(
+def packed_grads(
     requests: Requests, counts: Sequence[int], order: Sequence[int], gaps: Sequence[int], spare: int = 0
 ) -> tuple[list[np.ndarray], Any]:
     """The same of packed queries, whose requests come in an order, each after a gap of so many rows of NaN."""
@@ -92,7 +92,9 @@ def of_packed(
 def test_packed_queries_have_the_gradients_of_rectangular_ones() -> None:
     requests, counts = Requests.random((150, 20, 9, 70), 2, 1, 16, dtype="bfloat16"), (140, 20, 0, 70)
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
-        assert_same_bits(of_packed(requests, counts, (2, 0, 1, 3), (0, 0, 0, 8), 13), of_rectangular(requests, counts))
+        assert_same_bits(
+            packed_grads(requests, counts, (2, 0, 1, 3), (0, 0, 0, 8), 13), rectangular_gradients(requests, counts)
+        )
 
 
 @pytest.mark.sampled(0)
@@ -104,10 +106,10 @@ def test_no_packing_changes_a_gradient(name: str, group: int) -> None:
     counts = 128, 9, 0, 150, 1
     requests = Requests.random((150, 20, 9, 150, 129), 4, 4 // group, 16, dtype="bfloat16", **OPTIONS[name])
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
-        dq, (dkv, dsinks) = of_rectangular(requests, counts)
-        assert_same_bits(of_packed(requests, counts, range(5), (0, 0, 0, 0, 0)), (dq, [dkv, dsinks]))
+        dq, (dkv, dsinks) = rectangular_gradients(requests, counts)
+        assert_same_bits(packed_grads(requests, counts, range(5), (0, 0, 0, 0, 0)), (dq, [dkv, dsinks]))
         # The sinks' gradients are added in the order of the requests.
-        assert_same_bits(of_packed(requests, counts, (4, 3, 2, 1, 0), (8, 0, 64, 16, 0), 100)[1][0], dkv)
+        assert_same_bits(packed_grads(requests, counts, (4, 3, 2, 1, 0), (8, 0, 64, 16, 0), 100)[1][0], dkv)
 
 
 @pytest.mark.hopper
@@ -119,10 +121,10 @@ def test_no_packing_changes_a_gradient(name: str, group: int) -> None:
 def test_no_packing_changes_a_gradient_on_the_device(width: int, options: dict[str, Any]) -> None:
     counts = 1100, 129, 0, 1, 128, 63, 700
     requests = Requests.random((1100, 300, 9, 129, 128, 63, 1000), 8, 2, width, dtype="bfloat16", **options)
-    dq, (dkv, dsinks) = of_rectangular(requests, counts)
-    assert_same_bits(of_packed(requests, counts, range(7), (0,) * 7), (dq, [dkv, dsinks]))
+    dq, (dkv, dsinks) = rectangular_gradients(requests, counts)
+    assert_same_bits(packed_grads(requests, counts, range(7), (0,) * 7), (dq, [dkv, dsinks]))
     for spare in (0, 100, 5000):
-        packed, (dkv_packed, _) = of_packed(requests, counts, (6, 5, 4, 3, 2, 1, 0), (8, 0, 64, 16, 0, 0, 8), spare)
+        packed, (dkv_packed, _) = packed_grads(requests, counts, (6, 5, 4, 3, 2, 1, 0), (8, 0, 64, 16, 0, 0, 8), spare)
         assert_same_bits((packed, dkv_packed), (dq, dkv))
 
 
@@ -183,12 +185,12 @@ def test_every_row_and_page_is_somebodys_work_once(name: str, spare: int) -> Non
         assert start % ROWS == 0 and int(layout.rows[request]) == filled_rows
         assert_same_bits(filled[start : start + count], x[first[request] :][:count])
         assert (filled[start + count : start + filled_rows] == 7.0).all()
-        own = sorted((row, offset, size) for owner, row, offset, size in tiles.tolist() if size and owner == request)
+        listed = sorted((row, offset, size) for owner, row, offset, size in tiles.tolist() if size and owner == request)
         expected = range(0, filled_rows, TILE)
-        assert own == [(start + offset, offset, min(TILE, filled_rows - offset)) for offset in expected]
-        own = [place for owner, *place in pages.tolist() if place[-1] and owner == request]
+        assert listed == [(start + offset, offset, min(TILE, filled_rows - offset)) for offset in expected]
+        listed = [place for owner, *place in pages.tolist() if place[-1] and owner == request]
         blocks = range(-(-length[request] // KV_BLOCK) if count else 0)
-        assert own == [[block, table[request, block], start, filled_rows] for block in blocks]
+        assert listed == [[block, table[request, block], start, filled_rows] for block in blocks]
     back, is_given = np.asarray(layout.given(jnp.asarray(filled))), np.zeros(rows, bool)
     for row, count in zip(first, counts, strict=True):
         is_given[row : row + count] = True
