@@ -51,6 +51,7 @@ def close(actual: Any, expected: Any, tolerance: float) -> None:
 # --- sums over tokens -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("rows", "width"), [(1, 16), (37, 80), (200, 128), (16 * CHAIN_STEPS * (CHAIN_SLOTS + 1) + 5, 16), (65, 256)]
 )
@@ -95,6 +96,7 @@ def next_sums(dz: Any, x: Any, sums: Any, schedule: Schedule | None = None) -> n
     return interpreted(fn, dz, x, sums)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("matrix_unit")
 @pytest.mark.parametrize("schedule", [None, *CONTINUING], ids=str)
 def test_sums_of_products_continue(schedule: Schedule | None) -> None:
@@ -113,6 +115,7 @@ def test_schedules_that_would_read_beyond_the_sums_are_refused(schedule: Schedul
         next_sums(dz, x, sums, schedule)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", [None, Schedule(16, 24), Schedule(64, 24, "tokens")], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_sums_of_an_epilogue_are_kept(schedule: Schedule | None, gated: bool) -> None:
@@ -155,6 +158,7 @@ def exact_norm_gradients(h: Any, weight: Any, dy: Any, dh: Any, total: Any) -> A
         return np.asarray(dx if dh is None else dx + dh), np.asarray(total + dweight)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("rows", "width", "dtype"),
     [(7, 80, "float16"), (40, 128, "bfloat16"), (33, 1024, "bfloat16"), (5, 1152, "float32"), (3, 4096, "bfloat16")],
@@ -168,6 +172,7 @@ def test_gradients_of_norms_are_those_of_float64(rows: int, width: int, dtype: s
     close(interpreted(norm_gradients, *operands), exact_norm_gradients(*operands), tolerance)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [80, 1024, 1536])
 def test_gradients_of_norms_depend_on_neither_neighbours_nor_microbatches(width: int) -> None:
     h, dy = normal(48, width, dtype="bfloat16"), normal(48, width, dtype="bfloat16", seed=1)
@@ -200,6 +205,7 @@ def heads_case(tokens: int, heads: int, kv_heads: int, width: int, dtype: str) -
     return qkv, gradients, np.arange(tokens)[None], weights, (normal(width), normal(width, seed=9))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "dtype"),
     [(4, 2, 64, "bfloat16"), (16, 8, 128, "bfloat16"), (3, 1, 32, "float16"), (2, 2, 256, "float32")],
@@ -244,6 +250,7 @@ def test_the_device_gives_heads_the_bits_of_the_separate_steps(
         assert_same_bits(a, b)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("tokens", "width", "vocabulary", "dtype"),
     [(20, 128, 7, "bfloat16"), (37, 512, 5, "bfloat16"), (9, 256, 40, "float32"), (30, 1024, 3, "bfloat16")],
@@ -272,6 +279,7 @@ def updated(params: Any, gradients: Any) -> Any:
     return params, state
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [4096, 5000])
 def test_adamw_in_a_kernel_has_the_bits_of_the_portable_one(size: int) -> None:
     params, gradients = normal(size), normal(size, seed=1)
