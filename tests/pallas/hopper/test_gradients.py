@@ -18,6 +18,8 @@ from detjax.pallas.hopper.matmul.plan import Schedule
 from detjax.pallas.hopper.token_sums import CHAIN_SLOTS, CHAIN_STEPS, token_sums
 from detjax.portable import elements as portable_elements
 from detjax.portable import embedding as portable_embedding
+from detjax.rl.losses import ClippedRatio
+from detjax.rl.microbatches import Microbatch
 from detjax.rl.optimizers import adamw
 from tests.pallas.hopper.interpreter import interpreted, lowered, normal
 from tests.support.bits import assert_same_bits
@@ -338,3 +340,17 @@ def test_one_pass_has_the_bits_of_logprobs_and_their_gradients() -> None:
 
 def _scaled(logprobs: jax.Array, weights: jax.Array) -> jax.Array:
     return logprobs * weights
+
+
+def test_losses_in_a_kernel_have_the_bits_of_the_portable_ones() -> None:
+    logprobs, old, weights = (normal(1024, seed=seed) for seed in range(3))
+    weights[:100] = 0.0
+
+    def derivative(logprobs: jax.Array, old: jax.Array, weights: jax.Array) -> jax.Array:
+        rows: Any = Microbatch(None, None, weights, old, None)  # pyright: ignore[reportArgumentType]
+        return ClippedRatio()(logprobs, rows)
+
+    expected = np.asarray(jax.jit(derivative)(logprobs, old, weights))
+    with detjax.use_backend("hopper"):
+        lowered(lambda *rows: derivative(*rows), logprobs, old, weights)
+        assert_same_bits(interpreted(lambda *rows: derivative(*rows), logprobs, old, weights), expected)
