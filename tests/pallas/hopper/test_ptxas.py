@@ -20,8 +20,12 @@ SOME = (
     "attention decode, head size 128",
     "attention decode of slices",
     "decode step",
+    "gradients of a decoder",
 )
 """The programs that are compiled without --all-cases."""
+
+SPILLED = {"attention_backward_kv": 400, "attention_prefill": 8}
+"""The bytes that kernels of a decoder's gradients may spill, by the beginnings of their names."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,25 @@ def test_kernels_compile_for_an_h200_and_nothing_spills(reports: dict[str, str])
     kernels = {name: list(reported_kernels(text)) for name, text in reports.items()}
     assert [name for name, reported in kernels.items() if not reported] == []
     assert {kernel.target for reported in kernels.values() for kernel in reported} == {"sm_90a"}
-    assert {name: reported for name, reported in kernels.items() if any(k.spilled_bytes for k in reported)} == {}
+    spilling = {
+        name: [kernel for kernel in reported if kernel.spilled_bytes > spilled_by(name, kernel)]
+        for name, reported in kernels.items()
+    }
+    assert {name: reported for name, reported in spilling.items() if reported} == {}
+
+
+def spilled_by(program: str, kernel: Kernel) -> int:
+    """The bytes that a kernel of a program may spill."""
+    if not program.startswith("gradients of a decoder"):
+        return 0
+    return next((most for name, most in SPILLED.items() if kernel.name.startswith(name)), 0)
+
+
+def test_gradients_continue_sums_where_they_lie(reports: dict[str, str]) -> None:
+    (copies,) = re.findall(r"^copied:(.*)$", reports["gradients of a decoder"], re.MULTILINE)
+    assert copies.split()
+    # Sums of norms' weights, of one axis, are small. Those of matrices are written in place.
+    assert not {shape for shape in copies.split() if shape.startswith("f32") and "," in shape}
 
 
 def test_a_decode_step_writes_its_cache_where_it_lies(reports: dict[str, str]) -> None:
