@@ -33,6 +33,7 @@ from detjax.ops.sampling import top_logprobs as top_logprobs
 from detjax.ops.softmax import log_softmax as log_softmax
 from detjax.ops.softmax import logsumexp as logsumexp
 from detjax.ops.softmax import softmax as softmax
+from detjax.ops.token_logprobs import drawn_logits as drawn_logits
 from detjax.ops.token_logprobs import token_logprobs as token_logprobs
 from detjax.ops.token_logprobs import token_logprobs_and_gradients as token_logprobs_and_gradients
 from detjax.sampling_arrays import LogitAdjustments as LogitAdjustments

@@ -192,13 +192,19 @@ def _drawn_backward(distribution: Distribution, saved: tuple[Array, Array], grad
     logits, tokens = saved
     if distribution.temperature == 0:
         return jnp.zeros_like(logits), None
-    kept = filter_logits(logits, _arrays(len(logits), distribution)) if distribution.filtered else logits
-    is_kept, factor = kept > -jnp.inf, 1 / jnp.float32(distribution.temperature)
-    scaled = jnp.where(is_kept, jnp.maximum(logits * factor, LOWEST), -jnp.inf)
+    scaled, factor = drawn_logits(logits, distribution), 1 / jnp.float32(distribution.temperature)
+    is_kept = scaled > -jnp.inf
     # A token that cannot be drawn has no gradient, as no change of the logits lets it be drawn.
     gradients = jnp.where(_at(tokens, is_kept), gradients, 0.0)
     (dscaled,) = jax.vjp(lambda scaled: _at(tokens, log_softmax(scaled)), scaled)[1](gradients)
     return jnp.where(is_kept, dscaled * factor, 0.0), None
+
+
+def drawn_logits(logits: Float32[Array, "N V"], distribution: Distribution) -> Float32[Array, "N V"]:
+    """Returns logits after a distribution's temperature, which is not 0, with -inf for what cannot be drawn."""
+    kept = filter_logits(logits, _arrays(len(logits), distribution)) if distribution.filtered else logits
+    scaled = jnp.maximum(logits * (1 / jnp.float32(distribution.temperature)), LOWEST)
+    return jnp.where(kept > -jnp.inf, scaled, -jnp.inf)
 
 
 _drawn_logprobs.defvjp(_drawn_forward, _drawn_backward)

@@ -8,10 +8,8 @@ from jaxtyping import Array, Float, Float32
 
 from detjax import backends, ops
 from detjax.models import Decoder
-from detjax.numerics import LOWEST
 from detjax.options import Distribution
 from detjax.portable.tiles import map_rows, row_sum
-from detjax.sampling_arrays import SamplingArrays
 
 _CHUNK = 1024
 """The tokens whose logits exist at the same time."""
@@ -32,28 +30,13 @@ def entropies(model: Decoder, hidden: Float[Array, "*B D"], distribution: Distri
         return jnp.zeros(hidden.shape[:-1], jnp.float32)
     size = min(_CHUNK, len(flat))
     chunks = jnp.pad(flat, ((0, -len(flat) % size), (0, 0))).reshape(-1, size, flat.shape[1])
-    values: Array = lax.map(lambda rows: _entropy(_drawn(model.logits(rows), distribution)), chunks)
+
+    def entropy(rows: Array) -> Array:
+        logits = model.logits(rows)
+        return _entropy(logits if distribution.is_model else ops.drawn_logits(logits, distribution))
+
+    values: Array = lax.map(entropy, chunks)
     return values.reshape(-1)[: len(flat)].reshape(hidden.shape[:-1])
-
-
-def _drawn(logits: Array, distribution: Distribution) -> Array:
-    """The logits after temperature and filters; what cannot be drawn has -inf."""
-    if distribution.is_model:
-        return logits
-    scaled = jnp.maximum(logits * (1 / jnp.float32(distribution.temperature)), LOWEST)
-    if not distribution.filtered:
-        return scaled
-    rows: Any = jnp.zeros(len(logits), jnp.int32)
-    arrays = SamplingArrays(
-        jnp.zeros((len(logits), 2), jnp.uint32),
-        rows,
-        rows,
-        jnp.full(len(logits), distribution.temperature, jnp.float32),
-        jnp.full(len(logits), distribution.top_k, jnp.int32),
-        jnp.full(len(logits), distribution.top_p, jnp.float32),
-        jnp.full(len(logits), distribution.min_p, jnp.float32),
-    )
-    return jnp.where(ops.filter_logits(logits, arrays) > -jnp.inf, scaled, -jnp.inf)
 
 
 def _entropy(logits: Array) -> Array:

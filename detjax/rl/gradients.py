@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,11 @@ class Loss(Protocol):
         ...
 
 
+_TABLE: Final = "embedding", "weight"
+_HEAD: Final = "lm_head", "weight"
+"""Paths of a decoder's weights. Where it has no head of its own, its embedding is the head."""
+
+
 class WeightSums(NamedTuple):
     """The sums of one weight's gradients, float32; see `AccumulatedWeight`."""
 
@@ -49,8 +54,8 @@ def empty_sums(network: Network[Decoder], weights: Weights) -> Sums:
 
     def empty(path: tuple[object, ...], weight: Array) -> WeightSums:
         zeros = functools.partial(jnp.zeros, weight.shape, ACCUMULATOR)
-        is_table = path == ("embedding", "weight")
-        is_multiplied = not is_table or ("lm_head", "weight") not in network.paths
+        is_table = path == _TABLE
+        is_multiplied = not is_table or path == network.paths[_head_index(network)]
         return WeightSums(zeros() if is_multiplied else None, zeros() if is_table else None)
 
     return tuple(empty(path, weight) for path, weight in zip(network.paths, weights, strict=True))
@@ -120,8 +125,7 @@ def next_sums(
 
 def _head_index(network: Network[Decoder]) -> int:
     """The index of the head among a decoder's weights."""
-    head = ("lm_head", "weight")
-    return network.paths.index(head if head in network.paths else ("embedding", "weight"))
+    return network.paths.index(_HEAD if _HEAD in network.paths else _TABLE)
 
 
 @dataclasses.dataclass(frozen=True)
