@@ -2,25 +2,35 @@
 
 All arms begin with the policy that comes with detjax, learn from the same prompts in the same order, and draw with the
 same seeds. They differ in the numerics of both sides, in the KV cache of the sampler, and in the correction.
+
+Runs may be shared out to processes. The bits of a run with detjax do not depend on how.
 """
 
 import contextlib
 import dataclasses
+import functools
+import itertools
+import multiprocessing
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from detjax import backends, models
 from detjax.bench import plots, provenance
+from detjax.contract import GRADIENT_SHARDS, WEIGHT_GRADIENT_TOKENS
 from detjax.engine import Engine, EngineConfig, SamplingParams
 from detjax.models import Decoder, Tokenizer
+from detjax.numerics import ceil_div, round_up
 from detjax.options import KVQuantization
-from detjax.rl.microbatches import Packed
+from detjax.rl.microbatches import Layout, Packed, Rows
 from detjax.rl.policy import CHECKPOINT, DIFFICULTIES
 from detjax.rl.policy_gradient import Correction, PolicyGradient
 from detjax.rl.rollouts import prompt_seeds, rollouts
@@ -101,6 +111,11 @@ _TRIES: Final = 10
 """Answers that say how much of a candidate the policy solves."""
 _PERFECTIBLE: Final = (0.2, 0.8)
 """The share of right answers of a prompt of the pool, by the first policy: what it can become better and worse at."""
+_DIGITS: Final = 7
+"""The decimal digits of a number in results: as many as float32 has."""
+
+type _Job = tuple[Arm, int]
+"""A run: its arm and its seed."""
 
 
 class _PooledRun(Run):
@@ -115,8 +130,86 @@ class _PooledRun(Run):
         return [self._pool[self._order[number % len(self._pool)]] for number in numbers]
 
 
-def perfectible_prompts(model: Decoder, tokenizer: Tokenizer, sizes: Sizes) -> list[tuple[Task, Example]]:
-    """Returns prompts of all tasks that the policy solves sometimes.
+def measured(sizes: Sizes, command: str, *, processes: int = 1, report: Callable[[str], Any] = print) -> dict[str, Any]:
+    """Returns the metrics of every step of all arms and seeds, with where they come from.
+
+    Args:
+        sizes: what is measured.
+        command: the command that measures it.
+        processes: how many processes share the runs out among themselves. They use one device side by side.
+        report: called with a line of text when a run has ended, by the process that it belongs to.
+    """
+    start = time.perf_counter()
+    # The runs of an arm share programs, so they are in one process as far as possible.
+    jobs = [(arm, seed) for arm in ARMS for seed in range(sizes.seeds)]
+    if processes == 1:
+        runs = _runs(sizes, report, jobs)
+    else:
+        parts = list(itertools.batched(jobs, ceil_div(len(jobs), processes)))
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(len(parts), context, initializer=_share_the_device) as pool:
+            runs = list(itertools.chain.from_iterable(pool.map(functools.partial(_runs, sizes, report), parts)))
+    # The heading asks the device what it is, so it comes after the processes that share the device's memory.
+    seconds = time.perf_counter() - start
+    return provenance.heading(command) | {
+        "sizes": dataclasses.asdict(sizes),
+        "arms": [dataclasses.asdict(arm) for arm in ARMS],
+        "tasks": dict(DIFFICULTIES),
+        "processes": processes,
+        "runs": runs,
+        "seconds": seconds,
+    }
+
+
+def _share_the_device() -> None:
+    """Has a process take the memory of a GPU piece by piece, before it takes any."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
+
+def _runs(sizes: Sizes, report: Callable[[str], Any], jobs: Iterable[_Job]) -> list[dict[str, Any]]:
+    """Returns runs of this process."""
+    model, tokenizer = models.load(CHECKPOINT, progress=False)
+    assert tokenizer is not None
+    runs = []
+    with _engine(model, tokenizer, sizes) as exact:
+        pool = perfectible_prompts(exact, sizes)
+        for arm, group in itertools.groupby(jobs, key=lambda job: job[0]):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(backends.use_backend(backends.STOCK if arm.is_stock else None))
+                engine = exact
+                if arm.is_stock or arm.kv_cache_dtype is not None:
+                    engine = stack.enter_context(_engine(model, tokenizer, sizes, arm.kv_cache_dtype))
+                for _, seed in group:
+                    runs.append(_run(arm, seed, sizes, (model, tokenizer), pool, engine, exact))
+                    report(summary_line(runs[-1]))
+    return runs
+
+
+def _engine(model: Decoder, tokenizer: Tokenizer, sizes: Sizes, kv_cache_dtype: KVQuantization | None = None) -> Engine:
+    """Returns an engine with the backend that serves now. A GPU computes all samples of a step at once."""
+    samples, tokens = (sizes.samples, 16 * sizes.samples) if backends.target() == "gpu" else (64, 256)
+    config = EngineConfig(
+        max_samples=samples, token_budget=tokens, max_length=_MAX_LENGTH, kv_cache_dtype=kv_cache_dtype
+    )
+    return Engine(model, tokenizer, config)
+
+
+def _layout(sizes: Sizes, longest_prompt: int) -> Layout:
+    """Returns how sequences are laid out, which no bit of detjax depends on."""
+    if backends.target() != "gpu":
+        return Packed(256)
+    # A shard is one microbatch: on a GPU many launches take longer than rows that are half empty.
+    length = round_up(longest_prompt + sizes.max_tokens, WEIGHT_GRADIENT_TOKENS)
+    return Rows(ceil_div(sizes.samples, GRADIENT_SHARDS), length)
+
+
+def _sampling(sizes: Sizes, temperature: float, samples: int = 1) -> SamplingParams:
+    """Returns the parameters of all answers. Every one reports what the trainer's need, so that they share programs."""
+    return SamplingParams(sizes.max_tokens, temperature, n=samples, sampling_logprobs=True)
+
+
+def perfectible_prompts(engine: Engine, sizes: Sizes) -> list[tuple[Task, Example]]:
+    """Returns prompts of all tasks that the policy of an engine solves sometimes.
 
     Raises:
         ValueError: there are too few of them.
@@ -127,10 +220,15 @@ def perfectible_prompts(model: Decoder, tokenizer: Tokenizer, sizes: Sizes) -> l
         (task_named(name), task_named(name).example(2, number, DIFFICULTIES[name]))
         for number, name in enumerate(candidates)
     ]
-    sampling = SamplingParams(sizes.max_tokens, 1.0, n=_TRIES)
+    sampling = _sampling(sizes, 1.0, _TRIES)
+    # As many at a time as a step has, so that no other programs are needed.
+    at_once = max(1, sizes.samples // _TRIES)
+    groups = [
+        group
+        for some in itertools.batched(zip(pairs, prompt_seeds(2, len(pairs)), strict=True), at_once)
+        for group in rollouts(engine, [pair[1].prompt for pair, _ in some], sampling, [seed for _, seed in some])
+    ]
     chosen = []
-    with _engine(model, tokenizer) as engine:
-        groups = rollouts(engine, [example.prompt for _, example in pairs], sampling, prompt_seeds(2, len(pairs)))
     for (task, example), group in zip(pairs, groups, strict=True):
         share = statistics.fmean(task.reward(example, one.text) for one in group)
         if _PERFECTIBLE[0] <= share <= _PERFECTIBLE[1]:
@@ -140,49 +238,18 @@ def perfectible_prompts(model: Decoder, tokenizer: Tokenizer, sizes: Sizes) -> l
     return chosen[: sizes.pool]
 
 
-def _engine(model: Decoder, tokenizer: Tokenizer, kv_cache_dtype: KVQuantization | None = None) -> Engine:
-    sizes = EngineConfig(max_samples=64, token_budget=256, max_length=_MAX_LENGTH, kv_cache_dtype=kv_cache_dtype)
-    return Engine(model, tokenizer, sizes)
-
-
-def measured(sizes: Sizes, command: str, report: Callable[[str], Any] = print) -> dict[str, Any]:
-    """Returns the metrics of every step of all arms and seeds, with where they come from.
-
-    Args:
-        sizes: what is measured.
-        command: the command that measures it.
-        report: called with a line of text when a run has ended.
-    """
-    start = time.perf_counter()
-    model, tokenizer = models.load(CHECKPOINT, progress=False)
-    assert tokenizer is not None
-    pool = perfectible_prompts(model, tokenizer, sizes)
-    runs: list[dict[str, Any]] = []
-    with _engine(model, tokenizer) as exact:
-        for seed in range(sizes.seeds):
-            for arm in ARMS:
-                began = time.perf_counter()
-                steps = list(_steps(arm, seed, sizes, model, tokenizer, pool, exact))
-                runs.append({"arm": arm.name, "seed": seed, "seconds": time.perf_counter() - began, "steps": steps})
-                report(summary_line(runs[-1]))
-    return provenance.heading(command) | {
-        "sizes": dataclasses.asdict(sizes),
-        "arms": [dataclasses.asdict(arm) for arm in ARMS],
-        "tasks": dict(DIFFICULTIES),
-        "runs": runs,
-        "seconds": time.perf_counter() - start,
-    }
-
-
-def _steps(
+def _run(
     arm: Arm,
     seed: int,
     sizes: Sizes,
-    model: Decoder,
-    tokenizer: Tokenizer,
+    policy: tuple[Decoder, Tokenizer],
     pool: Sequence[tuple[Task, Example]],
+    engine: Engine,
     exact: Engine,
-) -> Iterator[dict[str, Any]]:
+) -> dict[str, Any]:
+    """Returns a run: the metrics of its steps, a list each, and greedy scores, each with the steps before it."""
+    began = time.perf_counter()
+    model, tokenizer = policy
     config = RunConfig(
         kind="reinforcement",
         tasks=tuple(DIFFICULTIES.items()),
@@ -195,47 +262,44 @@ def _steps(
         policy_gradient=PolicyGradient(correction=arm.correction),
         learning_rate=sizes.learning_rate,
     )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(backends.use_backend(backends.STOCK if arm.is_stock else None))
-        trainer = trainer_for(config, model, Plan(Packed(256)))
-        engine = stack.enter_context(_engine(model, tokenizer, arm.kv_cache_dtype))
-        run = _PooledRun(pool, config, trainer, tokenizer, len(tokenizer) - 1, engine)
-        score = _greedy_score(exact, trainer.params, pool, sizes)
-        for step, metrics in run.steps():
-            yield {"step": step} | dict(metrics) | ({} if score is None else {"greedy_score": score})
-            done = step + 1
-            is_scored = done % sizes.score_every == 0 or done == sizes.steps
-            score = _greedy_score(exact, trainer.params, pool, sizes) if is_scored else None
-        assert score is not None
-        # What the last step has made of the policy belongs to no step.
-        yield {"step": sizes.steps, "greedy_score": score}
+    longest = max(len(tokenizer.encode(example.prompt)) for _, example in pool)
+    trainer = trainer_for(config, model, Plan(_layout(sizes, longest)))
+    run = _PooledRun(pool, config, trainer, tokenizer, len(tokenizer) - 1, engine)
+    scores = [[0, _greedy_score(exact, trainer.params, pool, sizes)]]
+    steps: dict[str, list[float]] = {}
+    for step, metrics in run.steps():
+        for name, value in metrics.items():
+            steps.setdefault(name, []).append(_shortened(value))
+        done = step + 1
+        if done % sizes.score_every == 0 or done == sizes.steps:
+            scores.append([done, _greedy_score(exact, trainer.params, pool, sizes)])
+    seconds = time.perf_counter() - began
+    return {"arm": arm.name, "seed": seed, "seconds": seconds, "steps": steps, "greedy_scores": scores}
+
+
+def _shortened(value: float) -> float:
+    return value if isinstance(value, int) else float(f"{value:.{_DIGITS}g}")
 
 
 def _greedy_score(engine: Engine, params: Any, pool: Sequence[tuple[Task, Example]], sizes: Sizes) -> float:
     """Returns the share of the pool that the policy solves by its likeliest tokens, computed exactly."""
     engine.update_weights(params)
-    texts = [example.prompt for _, example in pool]
-    groups = rollouts(engine, texts, SamplingParams(sizes.max_tokens, 0.0), [0] * len(pool))
+    groups = rollouts(engine, [example.prompt for _, example in pool], _sampling(sizes, 0.0), [0] * len(pool))
     return statistics.fmean(
         task.reward(example, one.text) for (task, example), (one,) in zip(pool, groups, strict=True)
     )
 
 
-def trained_steps(run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the metrics of the steps that trained, without the score at the end."""
-    return [step for step in run["steps"] if "reward" in step]
-
-
 def summary_line(run: Mapping[str, Any]) -> str:
     """Returns a run in a line of text."""
-    steps = trained_steps(run)
-    scores = [step["greedy_score"] for step in run["steps"] if "greedy_score" in step]
-    last = steps[-max(1, len(steps) // 5) :]
+    steps, scores = run["steps"], [score for _, score in run["greedy_scores"]]
+    rewards = steps["reward"]
+    last = rewards[-max(1, len(rewards) // 5) :]
     return (
-        f"{run['arm']}, seed {run['seed']}: reward {steps[0]['reward']:.2f} to "
-        f"{statistics.fmean(step['reward'] for step in last):.2f}, greedy {scores[0]:.2f} to {scores[-1]:.2f} "
-        f"(best {max(scores):.2f}), k3 {statistics.fmean(step['k3'] for step in steps):.1e}, unequal tokens "
-        f"{statistics.fmean(step['unequal_share'] for step in steps):.1%}, {run['seconds']:.0f} s"
+        f"{run['arm']}, seed {run['seed']}: reward {rewards[0]:.2f} to {statistics.fmean(last):.2f}, greedy "
+        f"{scores[0]:.2f} to {scores[-1]:.2f} (best {max(scores):.2f}), k3 {statistics.fmean(steps['k3']):.1e}, "
+        f"unequal tokens {statistics.fmean(steps['unequal_share']):.1%}, {run['seconds']:.0f} s, "
+        f"{statistics.median(steps['seconds']):.2f} s a step"
     )
 
 
@@ -243,11 +307,12 @@ def problems(result: Mapping[str, Any]) -> list[str]:
     """Returns what contradicts the claim: unequal bits with detjax on both sides, or none with stock numerics."""
     wrong = []
     for run in result["runs"]:
-        name, steps = f"{run['arm']}, seed {run['seed']}", trained_steps(run)
+        name, steps = f"{run['arm']}, seed {run['seed']}", run["steps"]
         if run["arm"] == ON_POLICY:
-            unequal = [step["step"] for step in steps if any(step[k] for k in ("unequal_tokens", "k1", "k2", "k3"))]
+            rows = zip(*(steps[k] for k in ("unequal_tokens", "k1", "k2", "k3")), strict=True)
+            unequal = [step for step, row in enumerate(rows) if any(row)]
             wrong += [f"{name}: sampler and trainer differ at steps {unequal}"] if unequal else []
-        elif run["arm"] == STOCK and not all(step["unequal_tokens"] for step in steps):
+        elif run["arm"] == STOCK and not all(steps["unequal_tokens"]):
             wrong.append(f"{name}: sampler and trainer are equal at a step")
     return wrong
 
@@ -263,6 +328,12 @@ _PANELS: Final = (
 
 def draw(result: Mapping[str, Any], file: Path) -> None:
     """Writes a picture of all arms over steps: thin lines of seeds, and their mean."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    plots.write_png(drawn(result), file)
+
+
+def drawn(result: Mapping[str, Any]) -> Figure:
+    """Returns the picture that `draw` writes."""
     sizes = result["sizes"]
     setting = (
         f"{sizes['samples']} samples a step, {sizes['pool']} prompts that the first policy solves 20 to 80% of the time"
@@ -275,8 +346,7 @@ def draw(result: Mapping[str, Any], file: Path) -> None:
     handles, labels = panels[0].get_legend_handles_labels()
     panels[-1].axis("off")
     panels[-1].legend(handles, labels, loc="center left", frameon=False, fontsize=9)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    plots.write_png(figure, file)
+    return figure
 
 
 def _draw_panel(axes: Axes, result: Mapping[str, Any], metric: str, title: str) -> None:
@@ -289,11 +359,13 @@ def _draw_panel(axes: Axes, result: Mapping[str, Any], metric: str, title: str) 
         axes.set_ylim(-3e-8, 1)
     for arm, color in zip(ARMS, _COLORS, strict=True):
         runs = [run for run in result["runs"] if run["arm"] == arm.name]
-        points = [[(step["step"], step[metric]) for step in run["steps"] if metric in step] for run in runs]
-        lines = [[value for _, value in line] for line in points]
-        if metric not in ("greedy_score", "k3"):
-            lines = list(map(_smoothed, lines))
-        steps = [step for step, _ in points[0]]
+        if metric == "greedy_score":
+            steps = [step for step, _ in runs[0]["greedy_scores"]]
+            lines = [[score for _, score in run["greedy_scores"]] for run in runs]
+        else:
+            lines = [run["steps"][metric] for run in runs]
+            steps = range(len(lines[0]))
+            lines = lines if metric == "k3" else list(map(_smoothed, lines))
         for line in lines:
             axes.plot(steps, line, color=color, linewidth=0.6, alpha=0.5)
         axes.plot(steps, np.mean(lines, axis=0), color=color, linewidth=1.6, label=arm.name)

@@ -157,34 +157,48 @@ def test_structured_output_is_valid_and_has_equal_bits(tmp_path: Path) -> None:
 
 def test_true_on_policy_has_equal_bits_with_detjax_alone(tmp_path: Path) -> None:
     content = run_small("true_on_policy", tmp_path)
-    runs = {run["arm"]: [step for step in run["steps"] if "reward" in step] for run in content["runs"]}
-    assert [len(steps) for steps in runs.values()] == [3] * 5
+    assert [run["arm"] for run in content["runs"]] == [arm.name for arm in true_on_policy.ARMS]
     zeros = {"k1": 0.0, "k2": 0.0, "k3": 0.0, "unequal_tokens": 0}
-    for name, steps in runs.items():
-        for step in steps:
-            assert ({key: step[key] for key in zeros} == zeros) == (name == "detjax"), name
-            assert step["entropy"] > 0 and step["gradient_norm"] >= 0
+    for run in content["runs"]:
+        steps = run["steps"]
+        assert {len(values) for values in steps.values()} == {3}
+        for step in range(3):
+            assert ({key: steps[key][step] for key in zeros} == zeros) == (run["arm"] == "detjax"), run["arm"]
+        assert min(steps["entropy"]) > 0 and min(steps["gradient_norm"]) >= 0
     # All arms begin with one policy and draw with the same seeds, so they are paired.
-    assert len({run["steps"][0]["greedy_score"] for run in content["runs"]}) == 1
-    scored = [[step["step"] for step in run["steps"] if "greedy_score" in step] for run in content["runs"]]
-    assert scored == [[0, 2, 3]] * 5
+    assert len({run["greedy_scores"][0][1] for run in content["runs"]}) == 1
+    assert [[step for step, _ in run["greedy_scores"]] for run in content["runs"]] == [[0, 2, 3]] * 5
     assert (tmp_path / "results" / "true_on_policy.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_true_on_policy_says_what_contradicts_it() -> None:
     def run(arm: str, unequal: int) -> dict[str, Any]:
-        step = {"step": 0, "reward": 0.5, "unequal_tokens": unequal, "k1": 0.0, "k2": 0.0, "k3": 0.0}
-        return {"arm": arm, "seed": 0, "steps": [step, {"step": 1, "greedy_score": 1.0}]}
+        zeros = [0.0, 0.0]
+        return {"arm": arm, "seed": 0, "steps": {"unequal_tokens": [7, unequal], "k1": zeros, "k2": zeros, "k3": zeros}}
 
-    right = {"runs": [run("stock", 3), run("detjax", 0), run("detjax, q4_0 sampler", 5)]}
+    exact = run("detjax", 0)
+    exact["steps"]["unequal_tokens"] = [0, 0]
+    right = {"runs": [run("stock", 3), exact, run("detjax, q4_0 sampler", 5)]}
     assert true_on_policy.problems(right) == []
-    wrong = {"runs": [run("stock", 0), run("detjax", 1)]}
+    exact["steps"]["k2"] = [0.0, 1e-9]
+    wrong = {"runs": [run("stock", 0), exact]}
     assert true_on_policy.problems(wrong) == [
         "stock, seed 0: sampler and trainer are equal at a step",
-        "detjax, seed 0: sampler and trainer differ at steps [0]",
+        "detjax, seed 0: sampler and trainer differ at steps [1]",
     ]
     with pytest.raises(ValueError, match="samples is 12; accepted: multiples of 8, the samples of a prompt"):
         true_on_policy.Sizes(samples=12)
+
+
+def test_true_on_policy_gives_the_same_runs_in_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(true_on_policy, "ARMS", true_on_policy.ARMS[2:3])
+    sizes = true_on_policy.Sizes(seeds=2, steps=2, samples=4, group=2, pool=2, learning_rate=1e-2)
+    one, two = (true_on_policy.measured(sizes, "", processes=count) for count in (1, 2))
+    for run in (*one["runs"], *two["runs"]):
+        del run["seconds"], run["steps"]["seconds"]
+    assert one["runs"] == two["runs"]
+    assert [run["seed"] for run in one["runs"]] == [0, 1]
+    assert one["runs"][0]["steps"] != one["runs"][1]["steps"]
 
 
 def test_on_policy_sees_equal_bits_of_every_distribution(tmp_path: Path) -> None:
