@@ -1,11 +1,13 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-tpu test-tunix test-all mutants soak lint format lock clean
+.PHONY: help demo test test-tpu test-tunix test-all mutants soak lint format lock clean always
 
 BIN := .venv/bin
 READY := .venv/.ready
 PTXAS := .ptxas
 LIBTPU := .libtpu
-TUNIX := .tunix
+# What the adapter to Tunix is tested with: the extra `tunix`, or what pip takes, such as the path of a checkout.
+TUNIX_SOURCE ?=
+TUNIX := $(if $(TUNIX_SOURCE),.tunix-source,.tunix)
 PYTEST_ARGS ?=
 LOCK_ARGS ?=
 
@@ -40,8 +42,8 @@ test: lint $(PTXAS)/.ready ## set up, lint, then run the tests (PYTEST_ARGS="-k 
 test-tpu: $(LIBTPU)/.ready ## test the TPU kernels in the interpreter and with the TPU compiler; no TPU is needed
 	PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(QUICK_COMPILER) $(PYTEST) --dist load tests/pallas/tpu $(PYTEST_ARGS)
 
-test-tunix: $(TUNIX)/.ready ## test the adapter to Tunix, with a release of Tunix in an environment of its own
-	$(QUICK_COMPILER) $(BIN)/pytest tests/rl/test_tunix.py $(PYTEST_ARGS)
+test-tunix: $(TUNIX)/.ready ## test the adapter to Tunix in an environment of its own (TUNIX_SOURCE=PATH tests a checkout)
+	DETJAX_TUNIX=$(TUNIX) $(QUICK_COMPILER) $(BIN)/pytest tests/rl/test_tunix.py $(PYTEST_ARGS)
 
 test-all: ## run every case of every test, where the other targets run a sample of the slow ones
 	$(MAKE) test test-tpu PYTEST_ARGS="--all-cases $(PYTEST_ARGS)"
@@ -74,7 +76,7 @@ lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	"$$uv" pip compile --group libtpu --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-libtpu.lock
 
 clean: ## remove everything that was made here
-	rm -rf .venv $(PTXAS) $(LIBTPU) $(TUNIX) .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv $(PTXAS) $(LIBTPU) .tunix .tunix-source .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml requirements.lock tools/make-venv.sh
@@ -95,10 +97,14 @@ $(LIBTPU)/.ready: $(READY) requirements-libtpu.lock
 	  --no-deps --require-hashes --requirements requirements-libtpu.lock
 	@touch $@
 
-# Tunix and what it needs are not in the lock: they are many, and nothing else here needs them.
-$(TUNIX)/.ready: $(READY) Makefile
+# Tunix and what it needs are not in the lock: they are many, and nothing else here needs them. A source may ask for
+# another jax, for which there are no bits to compare, so its wish is overridden.
+$(TUNIX)/.ready: $(READY) Makefile pyproject.toml $(if $(TUNIX_SOURCE),always)
 	@rm -rf $(TUNIX)
 	@uv=$$(tools/find-uv.sh) && "$$uv" venv --quiet --python $(BIN)/python $(TUNIX) && \
-	"$$uv" pip install --quiet --python $(TUNIX)/bin/python google-tunix==0.1.7 jax==0.11.2 jaxlib==0.11.2 \
-	  --requirements pyproject.toml --extra rl
+	printf 'jax==0.11.2\njaxlib==0.11.2\n' > $(TUNIX)/jax.txt && \
+	"$$uv" pip install --quiet --python $(TUNIX)/bin/python --requirements pyproject.toml --requirements $(TUNIX)/jax.txt \
+	  $(if $(TUNIX_SOURCE),--extra rl --overrides $(TUNIX)/jax.txt '$(TUNIX_SOURCE)',--extra tunix)
 	@touch $@
+
+always:

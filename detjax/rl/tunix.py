@@ -1,28 +1,30 @@
 """An adapter to Tunix: detjax's decoder as the model of its learners, and detjax's engine as its rollout.
 
-With both, the logprobs that Tunix trains on are the ones that the engine sampled by, bit for bit. That holds at
-temperature 1 without filters, in the learners' padded mode, and has been seen on CPUs. It does not make gradients
-independent of `train_micro_batch_size`: Tunix averages microbatches in an order of its own.
+With both, the logprobs that Tunix trains on are the ones that the engine sampled by, bit for bit: in GRPO, in PPO and
+in agentic GRPO of one turn, as long as an update follows each batch of rollouts. That holds at temperature 1 without
+filters, in the learners' padded mode, and has been seen on CPUs. It does not make gradients independent of
+`train_micro_batch_size`: Tunix averages microbatches in an order of its own.
 
-It needs `google-tunix` 0.1.7, in an environment whose jax is detjax's, and meshes whose axes are of the type `Auto`.
+It needs `google-tunix` 0.1.7 in an environment whose jax is detjax's, and meshes whose axes are of the type `Auto`.
 """
 
-import itertools
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
 from tunix.rl import common  # pyright: ignore[reportMissingImports]
 from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImports]
 
 from detjax import ops
 from detjax.engine import Engine, SamplingParams
 from detjax.models import Decoder, Tokenizer
-from detjax.rl.rollouts import prompt_seeds, rollouts, seed_of
+from detjax.rl.rollouts import rollouts, seed_of
 
 
 class TunixModel(nnx.Module):
@@ -43,7 +45,8 @@ class TunixModel(nnx.Module):
         cache: Any = None,
         attention_mask: Bool[Array, "B L L"] | None = None,
         segment_ids: Int32[Array, "B L"] | None = None,
-    ) -> tuple[Float32[Array, "B L V"], None]:
+        skip_lm_head: bool = False,
+    ) -> tuple[Float[Array, "B L V"], None]:
         """Returns the logits of rows with padding on the left and on the right, and no cache.
 
         Args:
@@ -52,23 +55,71 @@ class TunixModel(nnx.Module):
             cache: None.
             attention_mask: Tunix' causal mask, whose diagonal says which columns are tokens.
             segment_ids: not used.
+            skip_lm_head: whether to return hidden states in place of logits; see `compute_final_logits`.
 
         Raises:
             NotImplementedError: there is a cache, or sequences are packed, which Tunix says by a missing mask.
         """
         del positions, segment_ids
-        if cache is not None or attention_mask is None:
-            given = "a cache" if cache is not None else "packed sequences"
-            raise NotImplementedError(f"TunixModel: {given}; accepted: padded rows without a cache")
-        is_token = jnp.diagonal(attention_mask, axis1=1, axis2=2)
-        # The decoder's rows begin with their first token. A row's tokens are moved there, and its logits back.
-        columns = jnp.arange(input_tokens.shape[1])[None]
-        first = jnp.argmax(is_token, axis=1)[:, None]
-        moved, back = ((columns + shift) % input_tokens.shape[1] for shift in (first, -first))
-        tokens = jnp.take_along_axis(jnp.where(is_token, input_tokens, 0), moved, axis=1)
-        counts: Any = is_token.sum(axis=1, dtype=jnp.int32)
-        logits: Any = self.decoder(tokens, None, counts)  # pyright: ignore
-        return jnp.take_along_axis(logits, back[..., None], axis=1), None
+        decoder = self.decoder
+
+        def outputs(tokens: Array, counts: Array) -> Array:
+            hidden, _ = decoder.hidden(tokens, None, counts)
+            return hidden if skip_lm_head else decoder.logits(hidden)
+
+        return _padded_rows("TunixModel", outputs, input_tokens, cache, attention_mask), None
+
+    def compute_final_logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
+        """Returns the logits of hidden states, which Tunix asks for in chunks with `compute_logps_chunk_size`."""
+        return self.decoder.logits(hidden)
+
+
+class TunixCritic(nnx.Module):
+    """A decoder that gives each token a value, for Tunix' PPO learner. Its values begin at 0."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        """A critic with weights of its own.
+
+        Args:
+            decoder: the decoder whose weights are copied.
+        """
+        graph, state = nnx.split(decoder)
+        self.decoder = nnx.merge(graph, jax.tree.map(jnp.copy, state))
+        self.value = nnx.Param(jnp.zeros((decoder.config.hidden_size, 1), decoder.dtype))
+
+    def __call__(
+        self,
+        input_tokens: Int32[Array, "B L"],
+        positions: Int32[Array, "B L"] | None = None,
+        cache: Any = None,
+        attention_mask: Bool[Array, "B L L"] | None = None,
+        segment_ids: Int32[Array, "B L"] | None = None,
+    ) -> tuple[Float32[Array, "B L 1"], None]:
+        """Returns the values of a row's tokens, and no cache; see `TunixModel` for arguments and errors."""
+        del positions, segment_ids
+
+        def outputs(tokens: Array, counts: Array) -> Array:
+            hidden, _ = self.decoder.hidden(tokens, None, counts)
+            return ops.matmul(hidden, self.value[...], out_dtype=jnp.float32)
+
+        return _padded_rows("TunixCritic", outputs, input_tokens, cache, attention_mask), None
+
+
+def _padded_rows(
+    name: str, outputs: Callable[[Array, Array], Array], input_tokens: Array, cache: Any, attention_mask: Array | None
+) -> Array:
+    """Returns what a function of rows without padding on the left and of their lengths gives for Tunix' rows."""
+    if cache is not None or attention_mask is None:
+        given = "a cache" if cache is not None else "packed sequences"
+        raise NotImplementedError(f"{name}: {given}; accepted: padded rows without a cache")
+    is_token = jnp.diagonal(attention_mask, axis1=1, axis2=2)
+    # The decoder's rows begin with their first token. A row's tokens are moved there, and what comes out back.
+    columns = jnp.arange(input_tokens.shape[1])[None]
+    first = jnp.argmax(is_token, axis=1)[:, None]
+    moved, back = ((columns + shift) % input_tokens.shape[1] for shift in (first, -first))
+    tokens = jnp.take_along_axis(jnp.where(is_token, input_tokens, 0), moved, axis=1)
+    rows = outputs(tokens, is_token.sum(axis=1, dtype=jnp.int32))
+    return jnp.take_along_axis(rows, back[..., None], axis=1)
 
 
 class TunixTokenizer:
@@ -116,6 +167,10 @@ class TunixTokenizer:
 class TunixRollout(base_rollout.BaseRollout):
     """Rollouts by an engine, for `ClusterConfig(rollout_engine=TunixRollout)`, with a `TunixModel` as actor.
 
+    Rollouts are by the weights of the last synchronization, which follows each global step of a learner. A rollout's
+    seed depends on the number of synchronizations, on the prompt, and on how often the prompt was there since the last
+    one: neither on the order of the calls nor on `rollout_micro_batch_size`.
+
     To construct one replaces the formula by which Tunix computes logprobs, `tunix.rl.common.selective_log_softmax`,
     by the engine's, in the whole process.
     """
@@ -134,13 +189,19 @@ class TunixRollout(base_rollout.BaseRollout):
             engine: options of the engine; see `EngineConfig`.
         """
         del mesh
-        self._actor, self._tokenizer, self._seed, self._calls = rollout_actor, tokenizer, seed, itertools.count()
+        self._actor, self._tokenizer, self._seed = rollout_actor, tokenizer, seed
+        self._state: PyTree | None = None
+        self._synchronizations, self._occurrences, self._lock = 0, Counter[tuple[int, ...]](), threading.Lock()
         length = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
         self._engine = Engine(rollout_actor.decoder, **({"max_length": length} | engine))
         common.selective_log_softmax = selective_log_softmax
 
-    def generate(self, prompts: list[str], rollout_config: Any, **_: Any) -> base_rollout.RolloutOutput:
-        """Returns a completion of each prompt, by the actor's weights as they are now.
+    def generate(self, prompts: list[str] | str, rollout_config: Any, **_: Any) -> base_rollout.RolloutOutput:
+        """Returns a completion of each prompt. Threads may call it at the same time.
+
+        Args:
+            prompts: texts, or the one text that an agentic learner gives.
+            rollout_config: says how long completions are.
 
         Raises:
             ValueError: the temperature is not 1, there are filters, or a prompt is too long.
@@ -151,17 +212,19 @@ class TunixRollout(base_rollout.BaseRollout):
                 f"TunixRollout: temperature {config.temperature}, top_p {config.top_p}, top_k {config.top_k}; "
                 "accepted: temperature 1 and no filters, since Tunix trains on logprobs of the model's own distribution"
             )
-        # Where the trainer shares its weights, Tunix announces no update.
-        self._engine.update_weights(nnx.state(self._actor.decoder))
-        ids, longest = [self._tokenizer.encode(prompt) for prompt in prompts], config.max_prompt_length
-        if max(map(len, ids)) > longest:
-            raise ValueError(f"TunixRollout: a prompt has {max(map(len, ids))} tokens; accepted: {longest}")
-        seeds = prompt_seeds(seed_of(self._seed, next(self._calls)), len(prompts))
-        sampling = SamplingParams(
-            config.max_tokens_to_generate, 1.0, stop_token_ids=tuple(config.eos_tokens or (self.eos_id(),))
-        )
-        flat = [one for (one,) in rollouts(self._engine, ids, sampling, seeds)]
-        padded = [[self.pad_id()] * (longest - len(one)) + one for one in ids]
+        texts, tokens = [prompts] if isinstance(prompts, str) else prompts, config.max_tokens_to_generate
+        ids = [self._tokenizer.encode(text) for text in texts]
+        longest = max(map(len, ids))
+        if longest + tokens > self._engine.max_length:
+            raise ValueError(
+                f"TunixRollout: a prompt has {longest} tokens; accepted: {self._engine.max_length - tokens}, as the "
+                f"engine's max_length is {self._engine.max_length} and {tokens} tokens may follow"
+            )
+        self._synchronized()
+        sampling = SamplingParams(tokens, 1.0, stop_token_ids=tuple(config.eos_tokens or (self.eos_id(),)))
+        flat = [one for (one,) in rollouts(self._engine, ids, sampling, self._seeds(ids))]
+        width = max(longest, config.max_prompt_length)
+        padded = [[self.pad_id()] * (width - len(one)) + one for one in ids]
         return base_rollout.RolloutOutput(
             text=[self._tokenizer.decode(one.completion.tolist()) for one in flat],
             logits=None,  # pyright: ignore[reportArgumentType]
@@ -170,17 +233,47 @@ class TunixRollout(base_rollout.BaseRollout):
             logprobs=[one.logprobs for one in flat],
         )
 
+    def _seeds(self, prompts: list[list[int]]) -> list[int]:
+        """Returns the seed of each prompt's rollout."""
+        seeds = []
+        with self._lock:
+            for prompt in map(tuple, prompts):
+                seeds.append(seed_of(self._seed, self._synchronizations, *prompt, self._occurrences[prompt]))
+                self._occurrences[prompt] += 1
+        return seeds
+
+    def _synchronized(self) -> PyTree:
+        """Returns the weights of rollouts: the actor's until Tunix announces others."""
+        with self._lock:
+            if self._state is None:
+                # Tunix may have restored them from a checkpoint after it made this rollout.
+                self._synchronize(nnx.state(self._actor))
+            return self._state
+
+    def _synchronize(self, state: PyTree) -> None:
+        # An update changes a module's variables in place, so only their arrays are kept.
+        state = jax.tree.map(lambda array: array, state)
+        self._engine.update_weights(state["decoder"])
+        self._state = state
+
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
-        """Returns the logprobs of completions `[B, C]`, as Tunix' learners compute them."""
-        graph, state = nnx.split(self._actor)
+        """Returns the logprobs of completions `[B, C]` under the rollouts' weights, as Tunix' learners compute them."""
+        graph, _ = nnx.split(self._actor)
         return common.compute_per_token_logps(
-            graph, state, prompt_tokens, completion_tokens, pad_id=self.pad_id(), eos_id=self.eos_id()
+            graph, self._synchronized(), prompt_tokens, completion_tokens, pad_id=self.pad_id(), eos_id=self.eos_id()
         )
 
     def update_params(self, params: Any, filter_types: Any = None) -> None:
-        """Gives the actor other weights."""
+        """Gives the engine other weights, of which nothing is copied: all parameters of a `TunixModel`.
+
+        Raises:
+            RuntimeError: rollouts are in flight.
+        """
         del filter_types
-        nnx.update(self._actor, params)
+        with self._lock:
+            self._synchronize(params)
+            self._synchronizations += 1
+            self._occurrences.clear()
 
     def pad_id(self) -> int:
         """Returns the id of padding."""
@@ -190,9 +283,8 @@ class TunixRollout(base_rollout.BaseRollout):
         """Returns the id that ends a text."""
         return self._tokenizer.eos_id()
 
-    def model(self) -> TunixModel:
-        """Returns the actor."""
-        return self._actor
+    def model(self) -> None:
+        """Returns None: no module, as the weights are the engine's. So Tunix announces each update of the trainer's."""
 
     def close(self) -> None:
         """Ends the engine."""
