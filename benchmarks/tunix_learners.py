@@ -282,11 +282,12 @@ def main(
         versions = {name: importlib.metadata.version(name) for name in ("google-tunix", "flax", "optax")}
         command = f"python benchmarks/tunix_learners.py --steps {steps}"
         provenance.write(out, provenance.heading(command) | {"libraries": versions, "results": results})
-    if wrong := [result for result in results if _is_wrong(result)]:
+    if wrong := [result for result in results if is_wrong(result)]:
         raise command_line.fail(f"not as promised: {wrong}")
 
 
-def _is_wrong(result: dict[str, Any]) -> bool:
+def is_wrong(result: dict[str, Any]) -> bool:
+    """Whether a result is not as promised: equal bits with detjax, unequal ones without, and all rollouts compared."""
     is_equal = not result["unequal_tokens"]
     is_whole = result["tokens"] > 0 and not result["rollouts_not_compared"] and result["weights_moved"] > 0
     return not is_whole or is_equal != (result["numerics"] == "detjax")

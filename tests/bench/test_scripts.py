@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -27,6 +28,7 @@ SCRIPTS = (
     "tpu_dots",
     "training",
     "true_on_policy",
+    "tunix_learners",
 )
 
 
@@ -228,3 +230,40 @@ def test_training_tells_schedules_from_controls() -> None:
     one, packed, reversed_order = (training.digest(training.SMALL, name) for name in names)
     assert one == packed != reversed_order
     assert max(training.relative_errors(training.SMALL).values()) < 0.03
+
+
+def test_tunix_learners_compares_what_was_sampled_with_what_is_trained() -> None:
+    """The runs themselves need Tunix: tests/rl/test_tunix.py."""
+    compare = load("tunix_learners").Comparison(pad_id=9)
+    prompts, completions = np.array([[9, 1], [2, 3], [9, 1]]), [np.array([4, 5]), np.array([6]), np.array([4, 5])]
+    logprobs = [np.array([-1, -2], np.float32), np.array([-3], np.float32), np.array([-1.5, -2.5], np.float32)]
+    compare.sampled(prompts, completions, logprobs)
+    assert (compare.tokens, compare.rows_untrained) == (0, 3)
+
+    rows, trained = np.full((2, 16), 9, np.int32), np.zeros((2, 16), np.float32)
+    rows[0, 0], trained[0, 0] = 6, np.nextafter(np.float32(-3), np.float32(0))
+    rows[1, :2], trained[1, :2] = (4, 5), (-1, -2)
+    compare.trained(prompts[1::-1], rows, trained)
+    assert (compare.tokens, compare.unequal, compare.rows_unknown, compare.rows_untrained) == (3, 1, 0, 1)
+
+    compare.trained(prompts[1:2], rows[:1], trained[:1])
+    assert (compare.tokens, compare.rows_unknown) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("numerics", "changes", "is_wrong"),
+    [
+        ("detjax", {}, False),
+        ("detjax", {"unequal_tokens": 1}, True),
+        ("detjax", {"rollouts_not_compared": 1}, True),
+        ("detjax", {"weights_moved": 0}, True),
+        ("detjax", {"tokens": 0}, True),
+        ("tunix", {}, True),
+        ("tunix", {"unequal_tokens": 1}, False),
+    ],
+)
+def test_tunix_learners_fails_where_bits_are_not_as_promised(
+    numerics: str, changes: dict[str, int], is_wrong: bool
+) -> None:
+    result = {"numerics": numerics, "unequal_tokens": 0, "tokens": 5, "rollouts_not_compared": 0, "weights_moved": 3}
+    assert load("tunix_learners").is_wrong(result | changes) == is_wrong
