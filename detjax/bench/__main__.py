@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from detjax.bench import run as running
 from detjax.bench.tune import Trial, tune
 from detjax.engine import EngineConfig
 from detjax.pallas.hopper.matmul import tuning as schedules
+from detjax.pallas.hopper.matmul.plan import Problem
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -47,6 +49,7 @@ def tune_command(
     log: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a line of JSON for every schedule tried.")
     ] = None,
+    training: Annotated[bool, typer.Option("--training", help="Tune the products of the backward pass, too.")] = False,
 ) -> None:
     """Searches matmul schedules, accepts those with the reference schedule's bits, and writes the table."""
     console = Console()
@@ -54,13 +57,12 @@ def tune_command(
         console.print(f"tune: {backends.device_name()} is no Hopper GPU; accepted: an H100 or H200.")
         raise typer.Exit(2)
     with command_line.bad_parameters():
-        names = command_line.check_names("--model", names, shapes.MODELS)
-    problems = {
-        schedules.key(problem): problem
-        for m in tokens or shapes.TOKENS
-        for name in names
-        for problem in shapes.products(shapes.MODELS[name], m)
-    }
+        names = command_line.check_names("--model", names or list(shapes.MODELS), presets.MODELS)
+    problems: dict[str, Problem] = {}
+    for m, name in itertools.product(tokens or shapes.TOKENS, names):
+        widths = shapes.Widths.from_config(presets.config(name))
+        products = [*shapes.products(widths, m), *(shapes.gradient_products(widths, m) if training else ())]
+        problems |= {schedules.key(problem): problem for problem in products}
     done: set[str] = set()
     lines = []
     with Progress(console=console) as progress:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from detjax.bench import presets
 from detjax.models import DecoderConfig
+from detjax.ops.token_logprobs import HOPPER_CHUNK
 from detjax.pallas.hopper.matmul.plan import Problem
 
 
@@ -66,3 +67,15 @@ def products(widths: Widths, m: int) -> Iterator[Problem]:
             yield Problem(m, widths.mlp, k, parts=2)
         if name == "lm_head":
             yield Problem(m, n, k, out_dtype=jnp.dtype("float32"))
+
+
+def gradient_products(widths: Widths, m: int) -> Iterator[Problem]:
+    """The products of the backward pass of m tokens with the linear layers: inputs' gradients and weights' sums.
+
+    The head's tokens come in chunks, as `detjax.ops.token_logprobs` has them.
+    """
+    for name, (n, k) in widths.linears.items():
+        tokens = min(m, HOPPER_CHUNK) if name == "lm_head" else m
+        yield Problem(tokens, k, n, layout="kn")
+        sums = jnp.dtype("float32")
+        yield Problem(n, k, tokens, out_dtype=sums, token_layout="km", layout="kn", continues=True)

@@ -22,8 +22,8 @@ from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import BUCKETS, bucket, candidates, key, table
 
-REFERENCE: Final = Schedule(tile_m=8, tile_n=64)
-"""The schedule whose bits every accepted schedule has."""
+REFERENCES: Final = Schedule(tile_m=8, tile_n=64), Schedule(tile_m=64, tile_n=64, rows="tokens")
+"""Schedules whose bits every accepted schedule has: the first one that fits the problem."""
 
 _FINALISTS = 4
 
@@ -119,7 +119,8 @@ def search(problem: Problem, tries: int, device: Any) -> Iterator[Trial]:
     """Builds and times schedules of one problem. It holds the lock `device` while it uses the device."""
     with device:
         argument_sets = _operands(problem)
-        want = jax.block_until_ready(_program(problem, REFERENCE)(*argument_sets[0]))
+        reference = next(schedule for schedule in REFERENCES if schedule.fits(problem))
+        want = jax.block_until_ready(_program(problem, reference)(*argument_sets[0]))
     built: list[tuple[float, Schedule, Any]] = []
     for schedule in _pool(problem, tries):
         try:
@@ -149,8 +150,8 @@ def search(problem: Problem, tries: int, device: Any) -> Iterator[Trial]:
 def _pool(problem: Problem, tries: int) -> list[Schedule]:
     """The table's schedules for this number of tokens and for somewhat more or fewer, and the best candidates."""
     named = table(backends.device_kind())
-    index = BUCKETS.index(bucket(problem.m))
-    near = [dataclasses.replace(problem, m=size) for size in BUCKETS[max(0, index - 2) : index + 3]]
+    index = BUCKETS.index(bucket(problem.tokens))
+    near = [problem.with_tokens(size) for size in BUCKETS[max(0, index - 2) : index + 3]]
     known = [named[key(p)] for p in near if key(p) in named]
     variants = [dataclasses.replace(s, lines=lines) for s in known for lines in (1, 2)]
     pool = dict.fromkeys([*variants, *_varied(candidates(problem), tries)])
@@ -181,7 +182,13 @@ def _program(problem: Problem, schedule: Schedule) -> Any:
         out_dtype=problem.out_dtype,
         schedule=schedule,
     )
-    return jax.jit(lambda x, w: multiply(Operands(x, w)), compiler_options=compilation.compiler_options("gpu"))
+
+    def program(x: jax.Array, w: jax.Array) -> jax.Array:
+        # Sums that begin with zeros cost the same to continue as others, and none has to be donated.
+        start = jnp.zeros((problem.m, problem.n), problem.out_dtype) if problem.continues else None
+        return multiply(Operands(x, w, start=start))
+
+    return jax.jit(program, compiler_options=compilation.compiler_options("gpu"))
 
 
 def _operands(problem: Problem) -> list[tuple[jax.Array, jax.Array]]:

@@ -1,6 +1,7 @@
 """Arithmetic of single elements, and sums of squares, whose bits depend on neither shapes nor the program around."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from jaxtyping import Array, Float, Float32, PyTree
 
@@ -16,7 +17,12 @@ _MAP_ELEMENTS = Operation("map_elements", _MODULES)
 _SLICE_SQUARES = Operation("slice_squares", _MODULES)
 
 
-def map_elements(fn: Callable[..., PyTree[Array]], *arrays: Array, scalars: Sequence[Array] = ()) -> PyTree[Array]:
+def map_elements(
+    fn: Callable[..., PyTree[Array]],
+    *arrays: Array,
+    scalars: Sequence[Array] = (),
+    overwritten: Mapping[int, int] = MappingProxyType({}),
+) -> PyTree[Array]:
     """Returns `fn(*arrays, *scalars)`, where each element depends on the elements at the same place alone.
 
     Compilers fuse products with sums as they see fit, and CPUs compute the last elements of an array by other
@@ -26,8 +32,10 @@ def map_elements(fn: Callable[..., PyTree[Array]], *arrays: Array, scalars: Sequ
         fn: a function of arrays of one shape and of scalars, which returns arrays of that shape.
         arrays: of one shape, with one element at least.
         scalars: what all elements share.
+        overwritten: for some results, by their index among the leaves, the index of the array whose memory they take if
+            the program may overwrite it, because it was donated. Both have one dtype.
     """
-    return _MAP_ELEMENTS.module().map_elements(fn, *arrays, scalars=scalars)
+    return _MAP_ELEMENTS.module().map_elements(fn, *arrays, scalars=scalars, overwritten=overwritten)
 
 
 def slice_squares(leaf: Float[Array, "..."], slices: int) -> Float32[Array, "slices"]:

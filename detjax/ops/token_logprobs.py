@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
-from detjax import compilation
+from detjax import backends, compilation
 from detjax.accumulated_weight import AccumulatedWeight, Weight, value_and_sum
 from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
 from detjax.numerics import LOWEST, ceil_div, flat_rows, round_up
@@ -22,7 +22,11 @@ from detjax.rounding import rounded
 from detjax.sampling_arrays import SamplingArrays
 
 CHUNK: Final = 1024
-"""The tokens whose logits exist at the same time, by default."""
+"""The most tokens whose logits exist at the same time, by default."""
+
+HOPPER_CHUNK: Final = 4096
+"""The same on Hopper GPUs. The gradients of fewer hidden states have fewer tiles than the GPU has multiprocessors, and
+each chunk reads and writes the sum of the head's products once more."""
 
 
 @compilation.jit(static_argnames=("distribution", "chunk"))
@@ -32,7 +36,7 @@ def token_logprobs(
     tokens: Int[Array, "*B"],
     *,
     distribution: Distribution = MODEL_DISTRIBUTION,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Float32[Array, "*B"]:
     """Returns the logprob of a given token after each hidden state.
 
@@ -47,8 +51,8 @@ def token_logprobs(
             gradient continues a sum.
         tokens: ids within the vocabulary.
         distribution: the distribution whose logprobs are wanted.
-        chunk: the tokens of a chunk; no bit depends on it. Memory for the logits is `chunk * V` float32 numbers, a few
-            times.
+        chunk: the most tokens of a chunk; None: `HOPPER_CHUNK` on Hopper GPUs, `CHUNK` elsewhere. No bit depends on it.
+            Memory for the logits is `chunk * V` float32 numbers, a few times.
 
     Raises:
         TypeError: a dtype is not under contract, or tokens are not integers.
@@ -71,7 +75,7 @@ def token_logprobs_and_gradients(
     derivative: Callable[..., Array],
     *rows: Array,
     distribution: Distribution = MODEL_DISTRIBUTION,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Float32[Array, "*B"], Float[Array, "*B D"], Float32[Array, "V D"]]:
     """Returns `token_logprobs`, and the gradients of a loss of them, in one pass: logits are computed once.
 
@@ -116,7 +120,7 @@ def token_logprobs_and_gradients(
     return logprobs.reshape(-1)[:count].reshape(tokens.shape), dhidden, total
 
 
-def _check(name: str, hidden: Array, head: Weight, tokens: Array, chunk: int) -> None:
+def _check(name: str, hidden: Array, head: Weight, tokens: Array, chunk: int | None) -> None:
     value: Array = value_and_sum(head)[0]
     check_dtype(name, hidden=hidden)
     check_dtype(name, like=hidden, head=value)
@@ -124,12 +128,14 @@ def _check(name: str, hidden: Array, head: Weight, tokens: Array, chunk: int) ->
     check_not_empty(name, hidden=hidden, head=value)
     check_shape(name, "tokens", tokens, hidden.shape[:-1], f"hidden being {hidden.shape}")
     check_shape(name, "head", value, (*value.shape[:1], hidden.shape[-1]), f"hidden being {hidden.shape}")
-    if chunk < 1 or chunk % WEIGHT_GRADIENT_TOKENS:
+    if chunk is not None and (chunk < 1 or chunk % WEIGHT_GRADIENT_TOKENS):
         raise ValueError(f"{name}: chunk is {chunk}; accepted: positive multiples of {WEIGHT_GRADIENT_TOKENS}")
 
 
-def _chunk_size(rows: Array, chunk: int) -> int:
-    return min(chunk, round_up(len(rows), WEIGHT_GRADIENT_TOKENS))
+def _chunk_size(rows: Array, most: int | None) -> int:
+    """The tokens of a chunk, in chunks of about equal size."""
+    most = most or (HOPPER_CHUNK if backends.backend() == "hopper" else CHUNK)
+    return round_up(ceil_div(len(rows), ceil_div(len(rows), most)), WEIGHT_GRADIENT_TOKENS)
 
 
 def _filled_up(size: int, *arrays: Array) -> tuple[Array, ...]:

@@ -1,7 +1,8 @@
 """Functions of single elements, and sums of squares, in plain JAX: no bit depends on shapes or the program around."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,12 @@ from detjax.numerics import round_up
 from detjax.portable.tiles import fold_rows, map_rows, row_sum
 
 
-def map_elements(fn: Callable[..., PyTree[Array]], *arrays: Array, scalars: Sequence[Array] = ()) -> PyTree[Array]:
+def map_elements(
+    fn: Callable[..., PyTree[Array]],
+    *arrays: Array,
+    scalars: Sequence[Array] = (),
+    overwritten: Mapping[int, int] = MappingProxyType({}),
+) -> PyTree[Array]:
     """Returns `fn(*arrays, *scalars)`, where each element depends on the elements at the same place alone.
 
     On a CPU, compilers compute the last elements of an array by other instructions than those before, and fuse products
@@ -25,7 +31,9 @@ def map_elements(fn: Callable[..., PyTree[Array]], *arrays: Array, scalars: Sequ
         fn: a function of arrays of one shape and of scalars, which returns arrays of that shape.
         arrays: of one shape, with one element at least.
         scalars: what all elements share.
+        overwritten: see `detjax.ops.elements`; here XLA chooses what to overwrite.
     """
+    del overwritten
     shape = arrays[0].shape
     if backends.target() != "cpu":
         return lax.optimization_barrier(fn(*lax.optimization_barrier((*arrays, *scalars))))

@@ -79,7 +79,8 @@ def adamw(
                 change = _sealed(m * mean_factor) / (jnp.sqrt(_sealed(v * square_factor)) + eps)
                 return -rate * (change + _sealed(weight_decay * p)), m, v
 
-            return map_elements(element, gradient, mean, square, param, scalars=scalars)
+            averages = {1: 1, 2: 2}
+            return map_elements(element, gradient, mean, square, param, scalars=scalars, overwritten=averages)
 
         results = jax.tree.map(next_leaf, updates, state.mean, state.square, params)
         updates, mean, square = jax.tree.transpose(jax.tree.structure(updates), None, results)

@@ -99,21 +99,25 @@ def _norm_program(max_norm: float | None) -> Callable[[tuple[Array, ...]], tuple
 def _update_program(
     optimizer: optax.GradientTransformation, placement: Placement, donated: bool
 ) -> Callable[..., tuple[tuple[Flat, ...], tuple[Any, ...]]]:
-    def next_leaf(master: Flat, state: Any, gradient: Flat, scale: Array | None) -> tuple[Flat, Any]:
-        if scale is not None:
-            gradient = map_elements(lambda g, s: g * s, gradient, scalars=(scale,))
-        change, state = optimizer.update(gradient, state, master)
-        return master + jnp.asarray(change), state
-
     def step(masters: Any, states: Any, gradients: Any, scale: Array | None) -> Any:
         def on_device(masters: Any, states: Any, gradients: Any, scale: Array | None) -> Any:
-            results = [next_leaf(*leaf, scale) for leaf in zip(masters, states, gradients, strict=True)]
+            results = [next_leaf(optimizer, *leaf, scale) for leaf in zip(masters, states, gradients, strict=True)]
             return tuple(zip(*results, strict=True))
 
         given = placement.specs((masters, states, gradients))
         return placement.on_devices(on_device, (*given, P()), given[:2])(masters, states, gradients, scale)
 
     return compilation.jit(step, donate_argnums=(0, 1) if donated else ())
+
+
+def next_leaf(
+    optimizer: optax.GradientTransformation, master: Flat, state: Any, gradient: Flat, scale: Array | None
+) -> tuple[Flat, Any]:
+    """Returns a leaf's next master and optimizer state, which take the memory of these if the program may do so."""
+    if scale is not None:
+        gradient = map_elements(lambda g, s: g * s, gradient, scalars=(scale,))
+    change, state = optimizer.update(gradient, state, master)
+    return map_elements(jnp.add, master, jnp.asarray(change), overwritten={0: 0}), state
 
 
 def weights_of(state: TrainState, like: Weights, placement: Placement) -> Weights:

@@ -6,7 +6,7 @@ Layout, rematerialization, and the devices that share the batch are schedules.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from detjax.models.network import Network, Weights
 from detjax.options import MODEL_DISTRIBUTION, Distribution
 from detjax.rl.gradients import Loss, ShardTree, Sums, WeightSums, empty_sums, next_sums, shard_bounds
 from detjax.rl.leaf_rounds import leaf_rounds
-from detjax.rl.microbatches import Layout, Microbatch, Sample, by_sequence
+from detjax.rl.microbatches import Layout, Microbatch, PlacedMicrobatch, Sample, by_sequence
 from detjax.rl.placement import AXIS, Flat, Placement
 
 
@@ -58,16 +58,26 @@ class Plan:
         return Placement(self.shards, self.devices, self.is_sharded)
 
 
-class BatchGradients(NamedTuple):
-    """The gradients of a batch, and what the forward passes gave.
+@dataclasses.dataclass(frozen=True)
+class BatchGradients:
+    """The gradients of a batch, and what the forward passes gave. Devices may still be computing them.
 
     Attributes:
         leaves: the gradient of each weight, float32.
-        logprobs: for each sample the logprobs of its completion, float32.
+        forward: each microbatch, the logprobs of its targets on all devices, and the index of its own device.
     """
 
     leaves: tuple[Flat, ...]
-    logprobs: list[Float32[np.ndarray, "C"]]
+    forward: list[tuple[PlacedMicrobatch, Float32[Array, "devices *N"], int]]
+
+    @functools.cached_property
+    def logprobs(self) -> list[Float32[np.ndarray, "C"]]:
+        """For each sample the logprobs of its completion. To read them waits for the devices."""
+        ordered = sorted(self.forward, key=lambda one: one[0].first)
+        host = {id(values): np.asarray(values) for _, values, _ in ordered}
+        return by_sequence(
+            [placed for placed, _, _ in ordered], [host[id(values)][device] for _, values, device in ordered]
+        )
 
 
 def batch_gradients(
@@ -97,7 +107,7 @@ def batch_gradients(
     placed = [list(plan.layout.microbatches(samples[begin:end], begin)) for begin, end in bounds]
     placement = plan.placement
     add, empty = _programs(network, loss, placement, plan.rematerialized, distribution)
-    by_device, tree, values = plan.shards // placement.count, ShardTree(), []
+    by_device, tree, forward = plan.shards // placement.count, ShardTree(), []
     for index in range(by_device):
         # Each device has the same number of consecutive shards, and works on one of them at a time.
         shards = [placed[device * by_device + index] for device in range(placement.count)]
@@ -108,14 +118,9 @@ def batch_gradients(
             nothing = jax.tree.map(np.zeros_like, next(one.arrays for one in row if one is not None))
             stacked = jax.tree.map(lambda *x: np.stack(x), *(nothing if one is None else one.arrays for one in row))
             sums, logprobs = add(weights, sums, stacked)
-            values += [(one, logprobs, device) for device, one in enumerate(row) if one is not None]
+            forward += [(one, logprobs, device) for device, one in enumerate(row) if one is not None]
         tree.add(sums)
-    ordered = sorted(values, key=lambda value: value[0].first)
-    host = {id(logprobs): np.asarray(logprobs) for _, logprobs, _ in ordered}
-    logprobs = by_sequence(
-        [one for one, _, _ in ordered], [host[id(logprobs)][device] for _, logprobs, device in ordered]
-    )
-    return BatchGradients(_reduced(tree.total(), placement), logprobs)
+    return BatchGradients(_reduced(tree.total(), placement), forward)
 
 
 @functools.lru_cache(maxsize=32)

@@ -3,7 +3,8 @@
 XLA would cut such a function at each of its barriers, and keep what lies between them in memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import jax
@@ -28,35 +29,45 @@ PIECES: Final = 4
 _PARAMS: Final = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 
-def map_elements(fn: Callable[..., PyTree[Array]], *arrays: Array, scalars: Sequence[Array] = ()) -> PyTree[Array]:
-    """Returns `fn(*arrays, *scalars)`; see `detjax.portable.elements.map_elements`."""
+def map_elements(
+    fn: Callable[..., PyTree[Array]],
+    *arrays: Array,
+    scalars: Sequence[Array] = (),
+    overwritten: Mapping[int, int] = MappingProxyType({}),
+) -> PyTree[Array]:
+    """Returns `fn(*arrays, *scalars)`; see `detjax.ops.elements.map_elements`."""
     shape, size = arrays[0].shape, arrays[0].size
     missing = -size % PIECE
     flat = [jnp.pad(x.reshape(-1), (0, missing)) for x in arrays]
     pieces = next(n for n in range(PIECES, 0, -1) if (size + missing) % (n * PIECE) == 0)
-    types = jax.eval_shape(fn, *flat, *scalars)
-    leaves, tree = jax.tree.flatten(types)
+    leaves, tree = jax.tree.flatten(jax.eval_shape(fn, *flat, *scalars))
     piece_layout = plgpu.Layout.WG_STRIDED(shape=(PIECE,), vec_size=LANE_GROUP)
+    places = {array: jax.new_ref(flat[array]) for array in overwritten.values()}
+    new = [index for index in range(len(leaves)) if index not in overwritten]
 
     def body(*refs: Any) -> None:
-        inputs, numbers, outputs = refs[: len(flat)], refs[len(flat) : -len(leaves)], refs[-len(leaves) :]
+        inputs, numbers, rest = refs[: len(flat)], refs[len(flat) :][: len(scalars)], refs[len(flat) + len(scalars) :]
+        outputs = {index: inputs[array] for index, array in overwritten.items()} | dict(zip(new, rest, strict=True))
         first = lax.axis_index("piece") * (pieces * PIECE)
         shared = [ref[0] for ref in numbers]
         for piece in range(pieces):
             here = pl.ds(first + piece * PIECE, PIECE)
             held = [plgpu.load(ref.at[here], layout=piece_layout, optimized=False) for ref in inputs]
-            for ref, result in zip(outputs, jax.tree.leaves(fn(*held, *shared)), strict=True):
-                ref[here] = result
+            # A thread has read its elements of every array before it writes its elements of any.
+            for index, result in enumerate(jax.tree.leaves(fn(*held, *shared))):
+                outputs[index][here] = result
 
-    results = plgpu.kernel(
+    made = plgpu.kernel(
         body,
-        out_type=tuple(jax.ShapeDtypeStruct((size + missing,), leaf.dtype) for leaf in leaves),
+        out_type=tuple(jax.ShapeDtypeStruct((size + missing,), leaves[index].dtype) for index in new),
         grid=((size + missing) // (pieces * PIECE),),
         grid_names=("piece",),
         kernel_name="map_elements",
         compiler_params=_PARAMS,
-    )(*flat, *(jnp.reshape(x, 1) for x in scalars))
-    return jax.tree.unflatten(tree, [x[:size].reshape(shape) for x in results])
+    )(*(places.get(index, x) for index, x in enumerate(flat)), *(jnp.reshape(x, 1) for x in scalars))
+    results = {index: jax.freeze(places[array]) for index, array in overwritten.items()}
+    results |= zip(new, made, strict=True)
+    return jax.tree.unflatten(tree, [results[index][:size].reshape(shape) for index in range(len(leaves))])
 
 
 def slice_squares(leaf: Array, slices: int) -> Array:

@@ -18,7 +18,7 @@ from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.head_rows import HeadRows
 from detjax.pallas.hopper.norm_gradient import through_norm
 from detjax.pallas.hopper.rows import layout
-from detjax.pallas.hopper.token_sums import chain
+from detjax.pallas.hopper.token_sums import chains
 
 
 def serves(x: Array, heads: tuple[int, ...]) -> bool:
@@ -55,7 +55,7 @@ def gradients(
     results = _kernel(flat[0], angles, weights, flat[1:], eps)
     count = len(weights)
     before = tuple(y.reshape(gradient.shape) for y, gradient in zip(results[:count], rotated, strict=True))
-    return before, tuple(map(chain, sums, results[count:]))
+    return before, chains(sums, results[count:])
 
 
 def _kernel(x: Array, angles: list[Array], weights: tuple[Array, ...], gradients: list[Array], eps: float) -> Any:

@@ -109,54 +109,65 @@ def _step_sums(rows: Sequence[Array], factors: Sequence[Array], term: Term) -> A
 
 def chain(start: Array, step_sums: Array) -> Array:
     """`start [D]` plus the rows of `step_sums [steps, D]`, one after the other."""
-    steps, width = step_sums.shape
+    return chains([start], [step_sums])[0]
+
+
+def chains(starts: Sequence[Array], step_sums: Sequence[Array]) -> tuple[Array, ...]:
+    """`chain` of several sums of one width at the same time."""
+    width = starts[0].size
     if width % CHAIN_COLUMNS == 0:
         columns, piece = CHAIN_COLUMNS, plgpu.Layout.WG_STRIDED(shape=(CHAIN_COLUMNS,), vec_size=1)
     else:
         columns = math.gcd(FEW_COLUMNS, width)
         piece = layout(1, columns // LANE_GROUP).reduce(0)
-    copies = ceil_div(steps, CHAIN_STEPS)
-    slots = min(CHAIN_SLOTS, copies)
+    copies = [ceil_div(len(steps), CHAIN_STEPS) for steps in step_sums]
+    slots = min(CHAIN_SLOTS, min(copies))
 
-    def body(start_ref: Any, steps_ref: Any, out_ref: Any, ring: Any, loaded: Any) -> None:
+    def body(*refs: Any) -> None:
+        start_refs, steps_refs, out_refs = (refs[i : i + len(copies)] for i in range(0, 3 * len(copies), len(copies)))
+        ring, loaded = refs[-2:]
         across = pl.ds(lax.axis_index("column") * columns, columns)
 
-        def load(copy: Any) -> None:
-            slot = lax.rem(copy, jnp.int32(slots))
-            source = steps_ref.at[pl.ds(copy * CHAIN_STEPS, CHAIN_STEPS), across]
-            plgpu.copy_gmem_to_smem(source, ring.at[slot], loaded.at[slot])
+        def run(group: int) -> None:
+            def load(copy: Any) -> None:
+                slot = lax.rem(copy, jnp.int32(slots))
+                source = steps_refs[group].at[pl.ds(copy * CHAIN_STEPS, CHAIN_STEPS), across]
+                plgpu.copy_gmem_to_smem(source, ring.at[slot], loaded.at[slot])
 
-        def add(copy: Array, total: Array) -> Array:
-            slot = lax.rem(copy, jnp.int32(slots))
-            plgpu.barrier_wait(loaded.at[slot])
-            for first in range(0, CHAIN_STEPS, CHAIN_LOADS):
-                places = [ring.at[slot, first + step] for step in range(CHAIN_LOADS)]
-                held = [plgpu.load(place, layout=piece, optimized=False) for place in places]
-                total = functools.reduce(jnp.add, held, total)
-            # All threads have read the slot before it is overwritten.
-            plgpu.commit_smem()
-            pl.when(copy + slots < copies)(lambda: load(copy + slots))
-            return total
+            def add(copy: Array, total: Array) -> Array:
+                slot = lax.rem(copy, jnp.int32(slots))
+                plgpu.barrier_wait(loaded.at[slot])
+                for first in range(0, CHAIN_STEPS, CHAIN_LOADS):
+                    places = [ring.at[slot, first + step] for step in range(CHAIN_LOADS)]
+                    held = [plgpu.load(place, layout=piece, optimized=False) for place in places]
+                    total = functools.reduce(jnp.add, held, total)
+                # All threads have read the slot before it is overwritten.
+                plgpu.commit_smem()
+                pl.when(copy + slots < copies[group])(lambda: load(copy + slots))
+                return total
 
-        for copy in range(slots):
-            load(jnp.int32(copy))
-        first = plgpu.load(start_ref.at[across], layout=piece, optimized=False)
-        # What the last copy finds behind the last step are zeros, which change no sum.
-        out_ref[across] = lax.fori_loop(0, copies, add, first)
+            for copy in range(slots):
+                load(jnp.int32(copy))
+            first = plgpu.load(start_refs[group].at[across], layout=piece, optimized=False)
+            # What the last copy finds behind the last step are zeros, which change no sum.
+            out_refs[group][across] = lax.fori_loop(0, copies[group], add, first)
+
+        for group in range(len(copies)):
+            pl.when(lax.axis_index("group") == group)(functools.partial(run, group))
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((width,), ACCUMULATOR),
+        out_type=[jax.ShapeDtypeStruct((width,), ACCUMULATOR)] * len(copies),
         scratch_types=[
             plgpu.SMEM((slots, CHAIN_STEPS, columns), ACCUMULATOR),
             plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         ],
-        grid=(width // columns,),
-        grid_names=("column",),
+        grid=(len(copies), width // columns),
+        grid_names=("group", "column"),
         kernel_name="token_sums",
         compiler_params=plgpu.CompilerParams(
             # A barrier at every load would take longer than the load.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=True,
         ),
-    )(start, step_sums)
+    )(*starts, *step_sums)

@@ -41,12 +41,14 @@ from detjax.rl.gradients import empty_sums, next_sums
 from detjax.rl.losses import LogLikelihood
 from detjax.rl.microbatches import Layout, Packed, Rows, Sample
 from detjax.rl.optimizers import AdamState, adamw
+from detjax.rl.train_state import next_leaf
 from detjax.sampling_arrays import SamplingArrays
 
 FOLDER_VARIABLE = "DETJAX_PTXAS"
 WITHOUT_A_DEVICE = {**compilation.PINNED_OPTIONS["gpu"], "xla_gpu_enable_triton_gemm": False}
 """Compiler options. XLA's own dots are left to a library: Triton's would be timed on the device."""
 DONATED = {
+    "adamw": range(3),
     "decode step": range(4),
     "matmul of carried gradients": [2],
     "embedding gradient": [3],
@@ -54,7 +56,7 @@ DONATED = {
     "gradients of a decoder": range(19),
     "gradients of a decoder, packed": range(19),
 }
-"""The operands that a program may overwrite, by its name: a decoder's pools of pages, or its sums of gradients."""
+"""The operands that a program may overwrite, by its name: pools of pages, sums of gradients, an optimizer's state."""
 ROOT = Path(__file__).parents[3]
 
 type Program = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
@@ -237,14 +239,17 @@ def head_gradient(tokens: int, width: int, vocabulary: int) -> Program:
 
 
 def adamw_update(size: int) -> Program:
-    """AdamW of one leaf."""
+    """The next master and optimizer state of one leaf, which are the first operands."""
     optimizer = adamw(1e-3, weight_decay=0.1)
 
-    def fn(gradient: jax.Array, master: jax.Array, mean: jax.Array, square: jax.Array, count: jax.Array) -> Any:
+    def fn(
+        master: jax.Array, mean: jax.Array, square: jax.Array, count: jax.Array, gradient: jax.Array, scale: jax.Array
+    ) -> Any:
         with backends.use_backend("hopper"):
-            return optimizer.update(gradient, AdamState(count, mean, square), master)  # pyright: ignore
+            return next_leaf(optimizer, master, AdamState(count, mean, square), gradient, scale)
 
-    return fn, [*[array(size, dtype="float32")] * 4, array(dtype="int32")]
+    leaf = array(size, dtype="float32")
+    return fn, [leaf, leaf, leaf, array(dtype="int32"), leaf, array(dtype="float32")]
 
 
 def decoder_gradients(layout: Layout) -> Program:

@@ -100,9 +100,10 @@ KERNELS = kernels_of_tables()
 @pytest.mark.parametrize("file", TABLE_FILES, ids=lambda file: file.stem)
 def test_every_schedule_of_a_table_fits_its_problem(file: Path) -> None:
     stored = json.loads(file.read_text())
-    device_kind = stored["origin"]["device_kind"]
+    environment = stored["origin"]["fingerprint"]
+    device_kind = environment["device_kind"]
     assert tuning.table_file(device_kind) == file
-    assert 1 <= stored["origin"]["contract_version"] <= CONTRACT_VERSION
+    assert 1 <= environment["contract_version"] <= CONTRACT_VERSION
     table = tuning.table(device_kind)
     assert list(stored["schedules"]) == sorted(table)
     for name, schedule in table.items():
@@ -241,7 +242,8 @@ def test_a_bucket_is_the_next_tuned_size(a: int, b: int) -> None:
 @given(ANY_PROBLEM, ANY_PROBLEM)
 def test_keys_have_all_that_schedules_are_tuned_for(a: Problem, b: Problem) -> None:
     def tuned_for(problem: Problem) -> Problem:
-        return dataclasses.replace(problem, m=bucket(problem.m), bias_dtype=None, residual_dtype=None)
+        tokens = bucket(problem.tokens)
+        return dataclasses.replace(problem.with_tokens(tokens), bias_dtype=None, residual_dtype=None)
 
     assert problem_named(key(a)) == tuned_for(a)
     assert (key(a) == key(b)) == (tuned_for(a) == tuned_for(b))

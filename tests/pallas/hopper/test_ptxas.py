@@ -21,6 +21,7 @@ SOME = (
     "attention decode of slices",
     "decode step",
     "gradients of a decoder",
+    "adamw",
 )
 """The programs that are compiled without --all-cases."""
 
@@ -59,6 +60,11 @@ def test_gradients_continue_sums_where_they_lie(reports: dict[str, str]) -> None
     assert copies.split()
     # Sums of norms' weights, of one axis, are small. Those of matrices are written in place.
     assert not {shape for shape in copies.split() if shape.startswith("f32") and "," in shape}
+
+
+def test_an_optimizer_writes_its_state_where_it_lies(reports: dict[str, str]) -> None:
+    (copies,) = re.findall(r"^copied:(.*)$", reports["adamw"], re.MULTILINE)
+    assert copies.split() == []
 
 
 def test_a_decode_step_writes_its_cache_where_it_lies(reports: dict[str, str]) -> None:

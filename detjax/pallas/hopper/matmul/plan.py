@@ -57,6 +57,15 @@ class Problem:
     """Whether the biased sums are results as well, of the same dtype."""
 
     @property
+    def tokens(self) -> int:
+        """Tokens of the call: M, or K in weight gradients, which sum over them."""
+        return self.m if self.token_layout == "mk" else self.k
+
+    def with_tokens(self, tokens: int) -> "Problem":
+        """The same product for another number of tokens."""
+        return dataclasses.replace(self, **{"m" if self.token_layout == "mk" else "k": tokens})
+
+    @property
     def kept_sums(self) -> int:
         """The arrays of biased sums among the results."""
         return self.parts if self.keeps else 0

@@ -35,13 +35,15 @@ def default_schedule(problem: Problem, device_kind: str | None = None) -> Schedu
         device_kind: whose table serves, as "NVIDIA H200"; None: that of the device that programs are traced for.
     """
     tuned = table(backends.device_kind() if device_kind is None else device_kind)
-    index = BUCKETS.index(bucket(problem.m))
+    index = BUCKETS.index(bucket(problem.tokens))
     near = [index, *(i for step in (1, 2) for i in (index - step, index + step) if 0 <= i < len(BUCKETS))]
     for size in (BUCKETS[i] for i in near):
-        schedule = tuned.get(key(dataclasses.replace(problem, m=size)))
+        schedule = tuned.get(key(problem.with_tokens(size)))
         if schedule is not None and schedule.fits(problem):
             return schedule
-    return _best_candidate(dataclasses.replace(problem, m=min(bucket(problem.m), round_up(problem.m, 8))))
+    if problem.token_layout == "km":
+        return _best_candidate(problem)
+    return _best_candidate(problem.with_tokens(min(bucket(problem.m), round_up(problem.m, 8))))
 
 
 @functools.cache
@@ -64,8 +66,10 @@ def key(problem: Problem) -> str:
     )
     gated = "2x" if problem.parts == 2 else ""
     out = "" if problem.out_dtype == problem.dtype else f"-{problem.out_dtype}"
+    tokens = bucket(problem.tokens)
+    m, k = (tokens, problem.k) if problem.token_layout == "mk" else (problem.m, tokens)
     # Residual and bias take a little shared memory, which is no reason for a different schedule.
-    return f"{problem.dtype}-{gated}{problem.n}x{problem.k}{layouts}{out}-m{bucket(problem.m)}"
+    return f"{problem.dtype}-{gated}{problem.n}x{k}{layouts}{out}-m{m}"
 
 
 @functools.cache
