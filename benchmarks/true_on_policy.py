@@ -6,7 +6,8 @@ The policy that comes with detjax learns prompts that it solves 20 to 80% of the
 sides, without and with truncated importance weights; with detjax; and with detjax and a KV cache of 4 bits in the
 sampler alone, without and with truncated weights. Every step's reward, divergences, gradient norm and entropy are
 recorded, and the share of prompts that the exact model solves greedily. A picture is written beside the result. On a
-GPU `--processes` runs many of them side by side, because one alone leaves the GPU idle most of the time.
+GPU `--processes` runs many of them side by side, because one alone leaves the GPU idle most of the time; XLA then
+compiles stock programs without a search for the fastest kernels, which would take longer than the runs.
 
 The exit code is 1 if sampler and trainer differ in a bit with detjax, or if they do not with stock numerics.
 """

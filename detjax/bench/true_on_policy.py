@@ -9,6 +9,7 @@ Runs may be shared out to processes. The bits of a run with detjax do not depend
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import multiprocessing
 import os
@@ -114,6 +115,9 @@ _PERFECTIBLE: Final = (0.2, 0.8)
 _DIGITS: Final = 7
 """The decimal digits of a number in results: as many as float32 has."""
 
+_REPORT_EVERY: Final = 25
+"""The steps between two reports of a run."""
+
 type _Job = tuple[Arm, int]
 """A run: its arm and its seed."""
 
@@ -137,7 +141,7 @@ def measured(sizes: Sizes, command: str, *, processes: int = 1, report: Callable
         sizes: what is measured.
         command: the command that measures it.
         processes: how many processes share the runs out among themselves. They use one device side by side.
-        report: called with a line of text when a run has ended, by the process that it belongs to.
+        report: called with lines of text by the process that a run belongs to: now and then, and when it has ended.
     """
     start = time.perf_counter()
     # The runs of an arm share programs, so they are in one process as far as possible.
@@ -162,8 +166,10 @@ def measured(sizes: Sizes, command: str, *, processes: int = 1, report: Callable
 
 
 def _share_the_device() -> None:
-    """Has a process take the memory of a GPU piece by piece, before it takes any."""
+    """Sets what a process on a GPU beside others needs, before it uses the GPU."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    # Stock programs would be compiled again and again in search of the fastest, for longer than they run.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
 
 
 def _runs(sizes: Sizes, report: Callable[[str], Any], jobs: Iterable[_Job]) -> list[dict[str, Any]]:
@@ -180,7 +186,7 @@ def _runs(sizes: Sizes, report: Callable[[str], Any], jobs: Iterable[_Job]) -> l
                 if arm.is_stock or arm.kv_cache_dtype is not None:
                     engine = stack.enter_context(_engine(model, tokenizer, sizes, arm.kv_cache_dtype))
                 for _, seed in group:
-                    runs.append(_run(arm, seed, sizes, (model, tokenizer), pool, engine, exact))
+                    runs.append(_run(arm, seed, sizes, (model, tokenizer), pool, engine, exact, report))
                     report(summary_line(runs[-1]))
     return runs
 
@@ -246,6 +252,7 @@ def _run(
     pool: Sequence[tuple[Task, Example]],
     engine: Engine,
     exact: Engine,
+    report: Callable[[str], Any],
 ) -> dict[str, Any]:
     """Returns a run: the metrics of its steps, a list each, and greedy scores, each with the steps before it."""
     began = time.perf_counter()
@@ -271,6 +278,12 @@ def _run(
         for name, value in metrics.items():
             steps.setdefault(name, []).append(_shortened(value))
         done = step + 1
+        if done == 1:
+            # What compiling has left need not be looked through whenever Python collects garbage.
+            gc.collect()
+            gc.freeze()
+        if done == 1 or done % _REPORT_EVERY == 0:
+            report(f"{arm.name}, seed {seed}: step {done}, {time.perf_counter() - began:.0f} s")
         if done % sizes.score_every == 0 or done == sizes.steps:
             scores.append([done, _greedy_score(exact, trainer.params, pool, sizes)])
     seconds = time.perf_counter() - began
