@@ -200,7 +200,14 @@ def run(case: Case, steps: int) -> dict[str, Any]:
         comparison.sampled(output.left_padded_prompt_tokens, output.tokens, output.logprobs)
         return output
 
-    cluster.rollout.generate = noting_generate
+    logged: list[float] = []
+    buffer_metrics = cluster.buffer_metrics_async
+
+    def noting_metrics(metrics: dict[str, Any], *arguments: Any, **options: Any) -> None:
+        logged.extend(float(metrics[name][0]) for name in metrics if name == "sampler_trainer/logp_diff_max")
+        buffer_metrics(metrics, *arguments, **options)
+
+    cluster.rollout.generate, cluster.buffer_metrics_async = noting_generate, noting_metrics
     common.compute_per_token_logps = _listening(comparison, common.compute_per_token_logps)
     before = [np.asarray(x) for x in jax.tree.leaves(_weights(cluster))]
     _learner(case.learner, cluster).train(batches(steps))
@@ -216,6 +223,7 @@ def run(case: Case, steps: int) -> dict[str, Any]:
         "unequal_tokens": comparison.unequal,
         "mean_difference": float(differences[:-1].mean()) if comparison.tokens else None,
         "largest_difference": float(differences.max()),
+        "largest_difference_that_tunix_logs": max(logged, default=None),
         "rollouts_not_compared": comparison.rows_unknown + comparison.rows_untrained,
         "seconds": round(time.perf_counter() - start, 1),
     }
