@@ -72,7 +72,8 @@ class Comparison:
 
     def __init__(self, pad_id: int) -> None:
         """A comparison of nothing yet."""
-        self.pad_id, self.tokens, self.unequal, self.rows_unknown = pad_id, 0, 0, 0
+        self.pad_id, self.tokens, self.unequal = pad_id, 0, 0
+        self.rows_unknown, self.rows_empty = 0, 0
         self.differences: list[np.ndarray] = []
         self._waiting: defaultdict[tuple[bytes, bytes], list[np.ndarray]] = defaultdict(list)
 
@@ -80,6 +81,11 @@ class Comparison:
     def rows_untrained(self) -> int:
         """The rollouts that the trainer has not computed logprobs for."""
         return sum(map(len, self._waiting.values()))
+
+    @property
+    def rows_left_out(self) -> int:
+        """The rollouts that were not compared although Tunix' trainer did not drop them."""
+        return self.rows_unknown + abs(self.rows_untrained - self.rows_empty)
 
     def sampled(self, prompts: Any, completions: Any, logprobs: Any) -> None:
         """Notes the logprobs of rollouts: prompts padded on the left, completions and logprobs without padding."""
@@ -92,10 +98,15 @@ class Comparison:
         """Compares the logprobs `[B, C]` that the trainer computed with those of the rollouts."""
         for prompt, completion, row in zip(*map(np.asarray, (prompts, completions, logprobs)), strict=True):
             rollouts = self._waiting[prompt.astype(np.int32).tobytes(), completion.astype(np.int32).tobytes()]
+            is_token = completion != self.pad_id
+            if not is_token.any():
+                # The agentic learner empties a completion that was cut off.
+                self.rows_empty += 1
+                continue
             if not rollouts:
                 self.rows_unknown += 1
                 continue
-            sampled, is_token = rollouts.pop(0), completion != self.pad_id
+            sampled = rollouts.pop(0)
             before, after = sampled[is_token[: len(sampled)]], row[is_token].astype(np.float32)
             self.tokens += len(after)
             self.unequal += int((before.view("u4") != after.view("u4")).sum())
@@ -224,7 +235,8 @@ def run(case: Case, steps: int) -> dict[str, Any]:
         "mean_difference": float(differences[:-1].mean()) if comparison.tokens else None,
         "largest_difference": float(differences.max()),
         "largest_difference_that_tunix_logs": max(logged, default=None),
-        "rollouts_not_compared": comparison.rows_unknown + comparison.rows_untrained,
+        "rollouts_that_tunix_drops": comparison.rows_empty,
+        "rollouts_not_compared": comparison.rows_left_out,
         "seconds": round(time.perf_counter() - start, 1),
     }
 

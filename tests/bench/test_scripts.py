@@ -247,7 +247,10 @@ def test_tunix_learners_compares_what_was_sampled_with_what_is_trained() -> None
     assert (compare.tokens, compare.unequal, compare.rows_unknown, compare.rows_untrained) == (3, 1, 0, 1)
 
     compare.trained(prompts[1:2], rows[:1], trained[:1])
-    assert (compare.tokens, compare.rows_unknown) == (3, 1)
+    assert (compare.tokens, compare.rows_unknown, compare.rows_left_out) == (3, 1, 2)
+
+    compare.trained(prompts[2:], np.full((1, 16), 9, np.int32), trained[:1])
+    assert (compare.tokens, compare.rows_empty, compare.rows_left_out) == (3, 1, 1)
 
 
 @pytest.mark.parametrize(
