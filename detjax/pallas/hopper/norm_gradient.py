@@ -1,10 +1,12 @@
 """Gradients of RMS norm on Hopper GPUs (Mosaic GPU).
 
-A first kernel gives the rows' gradients. A row stays in the registers of its threads, as in the forward pass, and its
-two sums have the forward pass's order. The weight's gradient is a sum over rows; see `token_sums`.
+A CTA takes the rows of one step of the weight, `WEIGHT_GRADIENT_TOKENS` of them. A row stays in the registers of its
+threads, as in the forward pass, and its two sums have the forward pass's order. What the step adds to the weight is
+added in the same pass; see `token_sums` for the sum over steps.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -14,12 +16,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
-from detjax.numerics import ceil_div, flat_rows, round_up
-from detjax.pallas.hopper import device
+from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, WEIGHT_GRADIENT_TOKENS
+from detjax.numerics import flat_rows, round_up
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.rows import broadcast, layout, rounded_squares, row_sums
-from detjax.pallas.hopper.token_sums import token_sums
+from detjax.pallas.hopper.token_sums import chain
 from detjax.portable import norm as portable
 from detjax.rounding import rounded
 
@@ -48,11 +49,15 @@ def backward(
         # is on single elements, and the tiles have one shape.
         return portable.backward(h, weight, dy, dh, weight_sum, eps=eps, weight_offset=weight_offset)
     rows = [flat_rows(x) for x in (h, dy, dh) if x is not None]
-    padded = [jnp.pad(x, ((0, 0), (0, padding))) for x in rows]
-    total, scale = _row_gradients(padded, jnp.pad(weight, (0, padding)), width, eps, weight_offset)
+    count = len(rows[0])
+    # Rows of zeros add zeros to the weight's gradient.
+    missing = -count % WEIGHT_GRADIENT_TOKENS
+    padded = [jnp.pad(x, ((0, missing), (0, padding))) for x in rows]
+    total, step_sums = _row_gradients(padded, jnp.pad(weight, (0, padding)), width, eps, weight_offset)
     start = jnp.zeros(width, ACCUMULATOR) if weight_sum is None else weight_sum
-    dweight = token_sums(start, rows[1], rows[0], factors=[scale], term=lambda dy, h, scale: dy * (h * scale))
-    return total[:, :width].reshape(h.shape), rounded(dweight, weight.dtype) if weight_sum is None else dweight
+    dweight = chain(jnp.pad(start, (0, padding)), step_sums)[:width]
+    dh = total[:count, :width].reshape(h.shape)
+    return dh, rounded(dweight, weight.dtype) if weight_sum is None else dweight
 
 
 def _padded_width(width: int) -> int:
@@ -65,7 +70,7 @@ def _padded_width(width: int) -> int:
 def _row_gradients(
     rows: Sequence[Array], weight: Array, width: int, eps: float, weight_offset: float
 ) -> tuple[Array, Array]:
-    """The gradients `[M, D]` of rows, and the factors `[M]` float32 that normalize the rows.
+    """The gradients `[M, D]` of rows, and what each step of rows adds to the weight's, `[steps, D]` float32.
 
     Args:
         rows: h, dy and perhaps dh, as `backward` has them, `[M, D]`.
@@ -76,20 +81,22 @@ def _row_gradients(
     """
     count, columns = rows[0].shape
     threads = columns // LANE_GROUP if columns <= WARPGROUP else WARP if columns <= WARP_COLUMNS else WARPGROUP
-    together = min(WARPGROUP // threads, 1 << (count.bit_length() - 1))
-    # The weight is loaded once for two rows of a thread if there are enough rows for all multiprocessors.
-    groups = 2 if count >= 16 * together * device.multiprocessors() else 1
+    together = min(WARPGROUP // threads, WEIGHT_GRADIENT_TOKENS)
     pieces, shape = layout(together, threads), (together, LANE_GROUP * threads)
     repeated = functools.partial(broadcast, shape=shape, axis=0, layout=pieces)
+    # What rows add lies in the registers of the threads that have these columns. Where several rows are worked on at
+    # the same time, it passes through shared memory.
+    line = shape[1] if together == 1 else math.gcd(columns, LANE_GROUP * WARPGROUP)
+    lines, parts = ([pl.ds(start, size) for start in range(0, columns, size)] for size in (line, shape[1]))
+    line_layout = layout(1, line // LANE_GROUP)
 
     def body(*refs: Any) -> None:
-        *inputs, weight_ref, out_ref, scale_ref = refs
-        # The last CTA moves up to whole rows: two CTAs then write the same bits to some.
-        first = jnp.minimum(lax.axis_index("tile") * (together * groups), count - together * groups)
-        parts = [pl.ds(start, shape[1]) for start in range(0, columns, shape[1])]
+        *inputs, weight_ref, out_ref, sums_ref = refs[: len(rows) + 3]
+        step = lax.axis_index("step")
         weights = [_factor(weight_ref, part, weight_offset, shape, pieces) for part in parts]
-        for group in range(groups):
-            here = pl.ds(first + group * together, together)
+
+        def take(group: Array, added: list[Array]) -> list[Array]:
+            here = pl.ds(step * WEIGHT_GRADIENT_TOKENS + group * together, together)
             held = [[ref.at[here, part] for part in parts] for ref in inputs]
             held = [[plgpu.load(piece, layout=pieces, optimized=False) for piece in row] for row in held]
             h, dy, *rest = [[piece.astype(ACCUMULATOR) for piece in row] for row in held]
@@ -97,25 +104,54 @@ def _row_gradients(
             for index, part in enumerate(parts):
                 past = [row[index] for row in rest]
                 out_ref[here, part] = functools.reduce(jnp.add, past, total[index]).astype(out_ref.dtype)
-            if together > 1:
-                scale_ref[here] = factor
-            else:
-                # Mosaic GPU stores no vector of one element.
-                scale_ref[first + group] = jnp.max(factor)
+            scale = repeated(factor)
+            # The barrier has products rounded before they are added.
+            terms = lax.optimization_barrier([a * (b * scale) for a, b in zip(dy, h, strict=True)])
+            for row in [terms] if together == 1 else _rows_of_terms(terms, refs[-1], parts, lines, line_layout):
+                added = [a + b for a, b in zip(added, row, strict=True)]
+            return added
+
+        # -0.0 plus a number is this number, whatever its sign.
+        nothing = plgpu.layout_cast(jnp.full((1, line), -0.0, ACCUMULATOR), line_layout)
+        added = lax.fori_loop(0, WEIGHT_GRADIENT_TOKENS // together, take, [nothing] * len(lines))
+        for part, total in zip(lines, added, strict=True):
+            sums_ref[pl.ds(step, 1), part] = total
 
     return plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct((count, columns), rows[0].dtype),
-            jax.ShapeDtypeStruct((count,), ACCUMULATOR),
+            jax.ShapeDtypeStruct((count // WEIGHT_GRADIENT_TOKENS, columns), ACCUMULATOR),
         ),
-        grid=(ceil_div(count, together * groups),),
-        grid_names=("tile",),
+        scratch_types=[] if together == 1 else [plgpu.SMEM((together, columns), ACCUMULATOR)],
+        grid=(count // WEIGHT_GRADIENT_TOKENS,),
+        grid_names=("step",),
         kernel_name="rms_norm_gradient",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )(*rows, weight)
+
+
+def _rows_of_terms(
+    terms: Sequence[Array], shared: Any, parts: Sequence[Any], lines: Sequence[Any], line_layout: Any
+) -> list[list[Array]]:
+    """Rows that lie in pieces over the threads of a row each, as rows that all threads of the warpgroup share.
+
+    Args:
+        terms: the pieces `[rows, columns]`.
+        shared: room for the rows in shared memory.
+        parts: the columns of each piece.
+        lines: the columns of the pieces of the result.
+        line_layout: their layout.
+    """
+    # All threads have read the rows before.
+    plgpu.commit_smem()
+    for part, piece in zip(parts, terms, strict=True):
+        shared[:, part] = piece
+    plgpu.commit_smem()
+    places = [[shared.at[pl.ds(row, 1), part] for part in lines] for row in range(shared.shape[0])]
+    return [[plgpu.load(place, layout=line_layout, optimized=False) for place in row] for row in places]
 
 
 def through_norm(

@@ -1,13 +1,14 @@
 """Sums of rows over tokens on Hopper GPUs (Mosaic GPU): the gradients of biases and of norms' weights.
 
 `WEIGHT_GRADIENT_TOKENS` rows make a step. A first kernel adds the rows of each step left to right, as many steps at the
-same time as there is room for. A second one adds the steps to the sum, one after the other: that chain is the only
-thing that must wait for itself, so a CTA takes few columns, and the copy engine brings their steps.
+same time as there is room for; gradients of norms do so in the kernel that has the rows anyway. A second one adds the
+steps to the sum, one after the other: that chain is the only thing that must wait for itself, so a CTA takes few
+columns, and the copy engine brings their steps.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
@@ -19,7 +20,7 @@ from jax import Array, lax
 from detjax.contract import ACCUMULATOR, LANE_GROUP, WEIGHT_GRADIENT_TOKENS
 from detjax.numerics import ceil_div, round_up
 from detjax.pallas.hopper.device import WARP, WARPGROUP
-from detjax.pallas.hopper.rows import broadcast, layout
+from detjax.pallas.hopper.rows import layout
 
 CHAIN_COLUMNS: Final = WARPGROUP
 """Columns of a CTA that adds steps to the sum: one for each thread, which then loads 4 bytes of each step."""
@@ -34,66 +35,37 @@ CHAIN_STEPS: Final = 64
 CHAIN_SLOTS: Final = 4
 """Copies that it has under way or waiting."""
 
-CHAIN_LOADS: Final = 16
+CHAIN_LOADS: Final = 64
 """Steps that it reads from shared memory before it adds them, so that no addition waits for a load."""
 
 COLUMN_UNIT: Final = 16
 """Rows are filled up to a multiple of so many columns, and beyond 128 columns to a multiple of 128."""
 
-type Term = Callable[..., Array]
-"""A function of pieces of rows, float32, and of factors of these rows, which gives the piece that is added."""
 
-
-def token_sums(start: Array, *rows: Array, factors: Sequence[Array] = (), term: Term | None = None) -> Array:
-    """Returns float32 `[D]`: `start` plus the terms of all rows, in the contract's order.
-
-    Args:
-        start: what the sum begins with, float32 `[D]`.
-        rows: arrays `[M, D]` of which a term is made.
-        factors: arrays `[M]` of which it is made, too.
-        term: the term of a row, of float32 arrays of equal shapes in this order; default: the only array itself. A row
-            of zeros must give zeros. Products are rounded before they are added.
-    """
-    width, count = rows[0].shape[1], rows[0].shape[0]
-    columns = _padded_columns(width)
+def token_sums(start: Array, x: Array) -> Array:
+    """Returns float32 `[D]`: `start` plus all rows of `x [M, D]`, in the contract's order."""
+    count, width = x.shape
+    columns = round_up(width, COLUMN_UNIT if width <= WARPGROUP else WARPGROUP)
     steps = ceil_div(count, WEIGHT_GRADIENT_TOKENS)
-    missing = steps * WEIGHT_GRADIENT_TOKENS - count
-
-    def in_steps(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, missing), *(((0, columns - width),) * (x.ndim - 1))))
-        return padded.reshape(steps, WEIGHT_GRADIENT_TOKENS, *padded.shape[1:])
-
-    step_sums = _step_sums([in_steps(x) for x in rows], [in_steps(x) for x in factors], term or (lambda row: row))
+    rows = jnp.pad(x, ((0, steps * WEIGHT_GRADIENT_TOKENS - count), (0, columns - width)))
+    step_sums = _step_sums(rows.reshape(steps, WEIGHT_GRADIENT_TOKENS, columns))
     return chain(jnp.pad(start, (0, columns - width)), step_sums)[:width]
 
 
-def _padded_columns(width: int) -> int:
-    return round_up(width, COLUMN_UNIT if width <= WARPGROUP else WARPGROUP)
-
-
-def _step_sums(rows: Sequence[Array], factors: Sequence[Array], term: Term) -> Array:
-    """The sum of each step's terms, `[steps, D]` float32, of arrays `[steps, tokens, D]` and `[steps, tokens]`."""
-    steps, tokens, width = rows[0].shape
+def _step_sums(x: Array) -> Array:
+    """The sum of each step's rows, `[steps, D]` float32, of `[steps, tokens, D]`."""
+    steps, tokens, width = x.shape
     threads = math.gcd(WARP, width // LANE_GROUP)
     columns = LANE_GROUP * threads
     together = min(WARPGROUP // threads, 1 << (steps.bit_length() - 1))
     pieces = layout(together, threads)
 
-    def body(*refs: Any) -> None:
-        *arrays, out = refs
+    def body(ref: Any, out: Any) -> None:
         # The last CTA moves up to whole steps: two CTAs then write the same bits to some.
         first = jnp.minimum(lax.axis_index("step") * together, steps - together)
         here, across = pl.ds(first, together), pl.ds(lax.axis_index("column") * columns, columns)
-
-        def load(ref: Any, token: int) -> Array:
-            if ref.ndim == 3:
-                return plgpu.load(ref.at[here, token, across], layout=pieces, optimized=False).astype(ACCUMULATOR)
-            factor = plgpu.load(ref.at[here, token], layout=pieces.reduce(1), optimized=False)
-            return broadcast(factor.astype(ACCUMULATOR), (together, columns), 0, pieces)
-
-        # The barrier has products rounded before they are added.
-        terms = lax.optimization_barrier([term(*(load(ref, token) for ref in arrays)) for token in range(tokens)])
-        out[here, across] = functools.reduce(jnp.add, terms)
+        held = [plgpu.load(ref.at[here, token, across], layout=pieces, optimized=False) for token in range(tokens)]
+        out[here, across] = functools.reduce(jnp.add, [row.astype(ACCUMULATOR) for row in held])
 
     return plgpu.kernel(
         body,
@@ -104,7 +76,7 @@ def _step_sums(rows: Sequence[Array], factors: Sequence[Array], term: Term) -> A
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
-    )(*rows, *factors)
+    )(x)
 
 
 def chain(start: Array, step_sums: Array) -> Array:
