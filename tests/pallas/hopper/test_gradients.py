@@ -58,15 +58,16 @@ def close(actual: Any, expected: Any, tolerance: float) -> None:
     ("rows", "width"), [(1, 16), (37, 80), (200, 128), (16 * CHAIN_STEPS * (CHAIN_SLOTS + 1) + 5, 16), (65, 256)]
 )
 def test_tokens_are_added_in_the_contracts_order(rows: int, width: int) -> None:
-    start, x = normal(width), normal(rows, width, dtype="bfloat16")
-    assert_same_bits(interpreted(token_sums, start, x), added_in_order(start, x.astype(np.float32)))
+    # Sums of few bfloat16 numbers are exact in float32, in any order.
+    start, x = normal(width), normal(rows, width, seed=1)
+    assert_same_bits(interpreted(token_sums, start, x), added_in_order(start, x))
 
 
 @pytest.mark.hopper
 @pytest.mark.parametrize(("rows", "width"), [(16, 16), (1000, 80), (8192, 1024), (131072, 128)])
 def test_the_device_adds_tokens_in_the_contracts_order(rows: int, width: int) -> None:
-    start, x = normal(width), normal(rows, width, dtype="bfloat16")
-    assert_same_bits(np.asarray(detjax.jit(token_sums)(start, x)), added_in_order(start, x.astype(np.float32)))
+    start, x = normal(width), normal(rows, width, seed=1)
+    assert_same_bits(np.asarray(detjax.jit(token_sums)(start, x)), added_in_order(start, x))
 
 
 # --- matmul -----------------------------------------------------------------------------------------------------------
