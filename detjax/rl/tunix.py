@@ -1,11 +1,12 @@
 """An adapter to Tunix: detjax's decoder as the model of its learners, and detjax's engine as its rollout.
 
-With both, the logprobs that Tunix trains on are the ones that the engine sampled by, bit for bit: in GRPO, in PPO and
-in agentic GRPO of one turn, as long as an update follows each batch of rollouts. That holds at temperature 1 without
-filters, in the learners' padded mode, and has been seen on CPUs. It does not make gradients independent of
-`train_micro_batch_size`: Tunix averages microbatches in an order of its own.
+With both, the logprobs that Tunix trains on are the ones that the engine sampled by, bit for bit, in GRPO, PPO and
+agentic GRPO, as long as one update follows each batch of rollouts, and as long as the chat template gives back the
+tokens of earlier turns. That holds at temperature 1 without filters, in the learners' padded mode, and has been seen on
+CPUs. It does not make gradients independent of `train_micro_batch_size`: Tunix averages microbatches in an order of its
+own.
 
-It needs `google-tunix` 0.1.7 in an environment whose jax is detjax's, and meshes whose axes are of the type `Auto`.
+It needs the extra `tunix`, which is `google-tunix` 0.1.7, and meshes whose axes are of the type `Auto`.
 """
 
 import threading
