@@ -8,7 +8,6 @@ Runs may be shared out to processes. The bits of a run with detjax do not depend
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import itertools
 import multiprocessing
@@ -16,13 +15,12 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from detjax import backends, models
 from detjax.bench import plots, provenance
@@ -146,13 +144,7 @@ def measured(sizes: Sizes, command: str, *, processes: int = 1, report: Callable
     start = time.perf_counter()
     # The runs of an arm share programs, so they are in one process as far as possible.
     jobs = [(arm, seed) for arm in ARMS for seed in range(sizes.seeds)]
-    if processes == 1:
-        runs = _runs(sizes, report, jobs)
-    else:
-        parts = list(itertools.batched(jobs, ceil_div(len(jobs), processes)))
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(len(parts), context, initializer=_share_the_device) as pool:
-            runs = list(itertools.chain.from_iterable(pool.map(functools.partial(_runs, sizes, report), parts)))
+    runs = _runs(sizes, report, jobs) if processes == 1 else _shared_runs(sizes, report, jobs, processes)
     # The heading asks the device what it is, so it comes after the processes that share the device's memory.
     seconds = time.perf_counter() - start
     return provenance.heading(command) | {
@@ -163,6 +155,25 @@ def measured(sizes: Sizes, command: str, *, processes: int = 1, report: Callable
         "runs": runs,
         "seconds": seconds,
     }
+
+
+def _shared_runs(
+    sizes: Sizes, report: Callable[[str], Any], jobs: Sequence[_Job], processes: int
+) -> list[dict[str, Any]]:
+    """Returns runs in the order of their jobs, which processes share out. If one fails, the others are ended."""
+    parts = list(itertools.batched(jobs, ceil_div(len(jobs), processes)))
+    context, others = multiprocessing.get_context("spawn"), multiprocessing.active_children()
+    with ProcessPoolExecutor(len(parts), context, initializer=_share_the_device) as pool:
+        futures = [pool.submit(_runs, sizes, report, part) for part in parts]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            for process in multiprocessing.active_children():
+                if process not in others:
+                    process.terminate()
+            raise
+    return [run for future in futures for run in future.result()]
 
 
 def _share_the_device() -> None:
@@ -341,12 +352,6 @@ _PANELS: Final = (
 
 def draw(result: Mapping[str, Any], file: Path) -> None:
     """Writes a picture of all arms over steps: thin lines of seeds, and their mean."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    plots.write_png(drawn(result), file)
-
-
-def drawn(result: Mapping[str, Any]) -> Figure:
-    """Returns the picture that `draw` writes."""
     sizes = result["sizes"]
     setting = (
         f"{sizes['samples']} samples a step, {sizes['pool']} prompts that the first policy solves 20 to 80% of the time"
@@ -359,7 +364,8 @@ def drawn(result: Mapping[str, Any]) -> Figure:
     handles, labels = panels[0].get_legend_handles_labels()
     panels[-1].axis("off")
     panels[-1].legend(handles, labels, loc="center left", frameon=False, fontsize=9)
-    return figure
+    file.parent.mkdir(parents=True, exist_ok=True)
+    plots.write_png(figure, file)
 
 
 def _draw_panel(axes: Axes, result: Mapping[str, Any], metric: str, title: str) -> None:

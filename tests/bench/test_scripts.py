@@ -192,6 +192,7 @@ def test_true_on_policy_says_what_contradicts_it() -> None:
         true_on_policy.Sizes(samples=12)
 
 
+@pytest.mark.sampled(0)
 def test_true_on_policy_gives_the_same_runs_in_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(true_on_policy, "ARMS", true_on_policy.ARMS[2:3])
     sizes = true_on_policy.Sizes(seeds=2, steps=2, samples=4, group=2, pool=2, learning_rate=1e-2)
@@ -201,6 +202,11 @@ def test_true_on_policy_gives_the_same_runs_in_any_number_of_processes(monkeypat
     assert one["runs"] == two["runs"]
     assert [run["seed"] for run in one["runs"]] == [0, 1]
     assert one["runs"][0]["steps"] != one["runs"][1]["steps"]
+
+
+def test_true_on_policy_ends_when_a_process_fails() -> None:
+    with pytest.raises(ValueError, match="max_tokens"):
+        true_on_policy.measured(true_on_policy.Sizes(max_tokens=1000), "", processes=5)
 
 
 def test_on_policy_sees_equal_bits_of_every_distribution(tmp_path: Path) -> None:
