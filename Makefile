@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-tpu test-tunix test-all mutants soak lint format lock clean always
+.PHONY: help demo test test-tpu test-tunix test-all notebooks mutants soak lint format lock clean always
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -48,6 +48,11 @@ test-tunix: $(TUNIX)/.ready ## test the adapter to Tunix in an environment of it
 test-all: ## run every case of every test, where the other targets run a sample of the slow ones
 	$(MAKE) test test-tpu PYTEST_ARGS="--all-cases $(PYTEST_ARGS)"
 
+NOTEBOOKS ?=
+
+notebooks: $(READY) ## run the notebooks from the first cell to the last (NOTEBOOKS=--write keeps what they print)
+	$(QUICK_COMPILER) $(BIN)/python tools/run_notebooks.py $(NOTEBOOKS) notebooks/*.ipynb
+
 mutants: $(PTXAS)/.ready $(LIBTPU)/.ready ## plant faults in copies of the code; fail if the tests miss one
 	$(BIN)/python tools/mutants.py $(MUTANTS)
 
@@ -71,7 +76,7 @@ COMPILE := --universal --python-version 3.12 --generate-hashes --no-header --no-
 
 lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	@uv=$$(tools/find-uv.sh) && \
-	"$$uv" pip compile pyproject.toml --extra test $(COMPILE) $(LOCK_ARGS) --output-file requirements.lock && \
+	"$$uv" pip compile pyproject.toml --extra test --extra notebooks $(COMPILE) $(LOCK_ARGS) --output-file requirements.lock && \
 	"$$uv" pip compile --group ptxas --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-ptxas.lock && \
 	"$$uv" pip compile --group libtpu --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-libtpu.lock
 
