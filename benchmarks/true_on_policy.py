@@ -12,6 +12,7 @@ compiles stock programs without a search for the fastest kernels, which would ta
 The exit code is 1 if sampler and trainer differ in a bit with detjax, or if they do not with stock numerics.
 """
 
+import math
 from typing import Annotated
 
 import typer
@@ -30,6 +31,9 @@ def main(
     samples: Annotated[int, typer.Option("--samples", min=1, help="Rollouts of a step.")] = 64,
     learning_rate: Annotated[float, typer.Option("--learning-rate", help="Step size of AdamW.")] = 1e-4,
     processes: Annotated[int, typer.Option("--processes", min=1, help="Processes that share the runs.")] = 1,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="The time after which runs end with the steps that they have.")
+    ] = math.inf,
     out: command_line.Out = None,
 ) -> None:
     """Runs the experiment."""
@@ -40,8 +44,15 @@ def main(
         sizes, options = true_on_policy.SMALL, "--small"
     if processes > 1:
         options += f" --processes {processes}"
-    command = f"python benchmarks/true_on_policy.py {options}"
-    result = true_on_policy.measured(sizes, command, processes=processes, report=command_line.print_line)
+    if seconds < math.inf:
+        options += f" --seconds {seconds:g}"
+    result = true_on_policy.measured(
+        sizes,
+        f"python benchmarks/true_on_policy.py {options}",
+        processes=processes,
+        seconds=seconds,
+        report=command_line.print_line,
+    )
     Console().print(f"{result['seconds']:.0f} s")
     if out is not None:
         provenance.write(out, result)

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import gc
 import itertools
+import math
 import multiprocessing
 import os
 import statistics
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -26,6 +27,9 @@ from detjax import backends, models
 from detjax.bench import plots, provenance
 from detjax.contract import GRADIENT_SHARDS, WEIGHT_GRADIENT_TOKENS
 from detjax.engine import Engine, EngineConfig, SamplingParams
+from detjax.engine.batch import BatchShapes
+from detjax.engine.step_loop import StepLoopConfig
+from detjax.engine.step_programs import SamplingVariant
 from detjax.models import Decoder, Tokenizer
 from detjax.numerics import ceil_div, round_up
 from detjax.options import KVQuantization
@@ -116,8 +120,18 @@ _DIGITS: Final = 7
 _REPORT_EVERY: Final = 25
 """The steps between two reports of a run."""
 
+_VARIANT: Final = SamplingVariant(filtered=False, top_logprobs=0, distribution=True)
+"""What the sampling program of all answers must be able to do."""
+
 type _Job = tuple[Arm, int]
 """A run: its arm and its seed."""
+
+
+class _Watch(NamedTuple):
+    """When runs end at the latest, in seconds since the epoch, and what is told how far they are."""
+
+    deadline: float
+    report: Callable[[str], Any]
 
 
 class _PooledRun(Run):
@@ -132,39 +146,47 @@ class _PooledRun(Run):
         return [self._pool[self._order[number % len(self._pool)]] for number in numbers]
 
 
-def measured(sizes: Sizes, command: str, *, processes: int = 1, report: Callable[[str], Any] = print) -> dict[str, Any]:
+def measured(
+    sizes: Sizes,
+    command: str,
+    *,
+    processes: int = 1,
+    seconds: float = math.inf,
+    report: Callable[[str], Any] = print,
+) -> dict[str, Any]:
     """Returns the metrics of every step of all arms and seeds, with where they come from.
 
     Args:
         sizes: what is measured.
         command: the command that measures it.
         processes: how many processes share the runs out among themselves. They use one device side by side.
+        seconds: the time after which runs end with the steps that they have.
         report: called with lines of text by the process that a run belongs to: now and then, and when it has ended.
     """
     start = time.perf_counter()
+    # Processes have one clock in common.
+    watch = _Watch(time.time() + seconds, report)
     # The runs of an arm share programs, so they are in one process as far as possible.
     jobs = [(arm, seed) for arm in ARMS for seed in range(sizes.seeds)]
-    runs = _runs(sizes, report, jobs) if processes == 1 else _shared_runs(sizes, report, jobs, processes)
+    runs = _runs(sizes, watch, jobs) if processes == 1 else _shared_runs(sizes, watch, jobs, processes)
     # The heading asks the device what it is, so it comes after the processes that share the device's memory.
-    seconds = time.perf_counter() - start
+    taken = time.perf_counter() - start
     return provenance.heading(command) | {
         "sizes": dataclasses.asdict(sizes),
         "arms": [dataclasses.asdict(arm) for arm in ARMS],
         "tasks": dict(DIFFICULTIES),
         "processes": processes,
         "runs": runs,
-        "seconds": seconds,
+        "seconds": taken,
     }
 
 
-def _shared_runs(
-    sizes: Sizes, report: Callable[[str], Any], jobs: Sequence[_Job], processes: int
-) -> list[dict[str, Any]]:
+def _shared_runs(sizes: Sizes, watch: _Watch, jobs: Sequence[_Job], processes: int) -> list[dict[str, Any]]:
     """Returns runs in the order of their jobs, which processes share out. If one fails, the others are ended."""
     parts = list(itertools.batched(jobs, ceil_div(len(jobs), processes)))
     context, others = multiprocessing.get_context("spawn"), multiprocessing.active_children()
     with ProcessPoolExecutor(len(parts), context, initializer=_share_the_device) as pool:
-        futures = [pool.submit(_runs, sizes, report, part) for part in parts]
+        futures = [pool.submit(_runs, sizes, watch, part) for part in parts]
         try:
             for future in as_completed(futures):
                 future.result()
@@ -183,7 +205,7 @@ def _share_the_device() -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
 
 
-def _runs(sizes: Sizes, report: Callable[[str], Any], jobs: Iterable[_Job]) -> list[dict[str, Any]]:
+def _runs(sizes: Sizes, watch: _Watch, jobs: Iterable[_Job]) -> list[dict[str, Any]]:
     """Returns runs of this process."""
     model, tokenizer = models.load(CHECKPOINT, progress=False)
     assert tokenizer is not None
@@ -197,27 +219,44 @@ def _runs(sizes: Sizes, report: Callable[[str], Any], jobs: Iterable[_Job]) -> l
                 if arm.is_stock or arm.kv_cache_dtype is not None:
                     engine = stack.enter_context(_engine(model, tokenizer, sizes, arm.kv_cache_dtype))
                 for _, seed in group:
-                    runs.append(_run(arm, seed, sizes, (model, tokenizer), pool, engine, exact, report))
-                    report(summary_line(runs[-1]))
+                    runs.append(_run(arm, seed, sizes, (model, tokenizer), pool, engine, exact, watch))
+                    watch.report(summary_line(runs[-1]))
     return runs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _FewPrograms(EngineConfig):
+    """An engine's settings by which a step has one of two shapes, both for all samples, and samples by one program.
+
+    A GPU computes a few hundred samples of a small model as fast as one, and three programs are compiled in a few
+    seconds.
+    """
+
+    def step_loop(self) -> StepLoopConfig:
+        """Returns the sizes of the engine's step loop."""
+        shapes = BatchShapes.for_chunks(self.max_samples, WEIGHT_GRADIENT_TOKENS)
+        return dataclasses.replace(super().step_loop(), shapes=shapes, variants=(_VARIANT,))
 
 
 def _engine(model: Decoder, tokenizer: Tokenizer, sizes: Sizes, kv_cache_dtype: KVQuantization | None = None) -> Engine:
     """Returns an engine with the backend that serves now. A GPU computes all samples of a step at once."""
-    samples, tokens = (sizes.samples, 16 * sizes.samples) if backends.target() == "gpu" else (64, 256)
-    config = EngineConfig(
-        max_samples=samples, token_budget=tokens, max_length=_MAX_LENGTH, kv_cache_dtype=kv_cache_dtype
-    )
-    return Engine(model, tokenizer, config)
+    settings: dict[str, Any] = {"max_length": _MAX_LENGTH, "kv_cache_dtype": kv_cache_dtype}
+    if _is_gpu():
+        return Engine(model, tokenizer, _FewPrograms(max_samples=sizes.samples, **settings))
+    return Engine(model, tokenizer, EngineConfig(max_samples=64, token_budget=256, **settings))
 
 
 def _layout(sizes: Sizes, longest_prompt: int) -> Layout:
     """Returns how sequences are laid out, which no bit of detjax depends on."""
-    if backends.target() != "gpu":
+    if not _is_gpu():
         return Packed(256)
     # A shard is one microbatch: on a GPU many launches take longer than rows that are half empty.
     length = round_up(longest_prompt + sizes.max_tokens, WEIGHT_GRADIENT_TOKENS)
     return Rows(ceil_div(sizes.samples, GRADIENT_SHARDS), length)
+
+
+def _is_gpu() -> bool:
+    return backends.target() == "gpu"
 
 
 def _sampling(sizes: Sizes, temperature: float, samples: int = 1) -> SamplingParams:
@@ -263,7 +302,7 @@ def _run(
     pool: Sequence[tuple[Task, Example]],
     engine: Engine,
     exact: Engine,
-    report: Callable[[str], Any],
+    watch: _Watch,
 ) -> dict[str, Any]:
     """Returns a run: the metrics of its steps, a list each, and greedy scores, each with the steps before it."""
     began = time.perf_counter()
@@ -294,9 +333,12 @@ def _run(
             gc.collect()
             gc.freeze()
         if done == 1 or done % _REPORT_EVERY == 0:
-            report(f"{arm.name}, seed {seed}: step {done}, {time.perf_counter() - began:.0f} s")
-        if done % sizes.score_every == 0 or done == sizes.steps:
+            watch.report(f"{arm.name}, seed {seed}: step {done}, {time.perf_counter() - began:.0f} s")
+        is_last = done == sizes.steps or time.time() > watch.deadline
+        if done % sizes.score_every == 0 or is_last:
             scores.append([done, _greedy_score(exact, trainer.params, pool, sizes)])
+        if is_last:
+            break
     seconds = time.perf_counter() - began
     return {"arm": arm.name, "seed": seed, "seconds": seconds, "steps": steps, "greedy_scores": scores}
 
@@ -379,12 +421,14 @@ def _draw_panel(axes: Axes, result: Mapping[str, Any], metric: str, title: str) 
     for arm, color in zip(ARMS, _COLORS, strict=True):
         runs = [run for run in result["runs"] if run["arm"] == arm.name]
         if metric == "greedy_score":
-            steps = [step for step, _ in runs[0]["greedy_scores"]]
             lines = [[score for _, score in run["greedy_scores"]] for run in runs]
+            steps = [step for step, _ in min((run["greedy_scores"] for run in runs), key=len)]
         else:
             lines = [run["steps"][metric] for run in runs]
-            steps = range(len(lines[0]))
+            steps = range(min(map(len, lines)))
             lines = lines if metric == "k3" else list(map(_smoothed, lines))
+        # Runs that the time has ended have as many steps as they could.
+        lines = [line[: len(steps)] for line in lines]
         for line in lines:
             axes.plot(steps, line, color=color, linewidth=0.6, alpha=0.5)
         axes.plot(steps, np.mean(lines, axis=0), color=color, linewidth=1.6, label=arm.name)

@@ -195,6 +195,8 @@ def test_true_on_policy_says_what_contradicts_it() -> None:
 @pytest.mark.sampled(0)
 def test_true_on_policy_gives_the_same_runs_in_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(true_on_policy, "ARMS", true_on_policy.ARMS[2:3])
+    # The schedules of a GPU, in this process alone: neither they nor the processes are to change a bit.
+    monkeypatch.setattr(true_on_policy, "_is_gpu", lambda: True)
     sizes = true_on_policy.Sizes(seeds=2, steps=2, samples=4, group=2, pool=2, learning_rate=1e-2)
     one, two = (true_on_policy.measured(sizes, "", processes=count) for count in (1, 2))
     for run in (*one["runs"], *two["runs"]):
@@ -202,6 +204,24 @@ def test_true_on_policy_gives_the_same_runs_in_any_number_of_processes(monkeypat
     assert one["runs"] == two["runs"]
     assert [run["seed"] for run in one["runs"]] == [0, 1]
     assert one["runs"][0]["steps"] != one["runs"][1]["steps"]
+
+
+def test_true_on_policy_ends_after_the_seconds_with_the_steps_of_that_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = true_on_policy.Sizes(steps=1000, samples=4, group=2, pool=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(true_on_policy, "ARMS", true_on_policy.ARMS[2:3])
+        result = true_on_policy.measured(sizes, "", seconds=0)
+    (run,) = result["runs"]
+    assert {len(values) for values in run["steps"].values()} == {1}
+    assert [step for step, _ in run["greedy_scores"]] == [0, 1]
+    # Runs of unequal lengths are drawn up to the shortest.
+    longer = {"steps": {name: 2 * values for name, values in run["steps"].items()}}
+    longer["greedy_scores"] = [*run["greedy_scores"], [2, 1.0]]
+    runs = [run | {"arm": arm.name} | more for arm in true_on_policy.ARMS for more in (longer, {})]
+    true_on_policy.draw(result | {"runs": runs}, tmp_path / "runs.png")
+    assert (tmp_path / "runs.png").is_file()
 
 
 def test_true_on_policy_ends_when_a_process_fails() -> None:
