@@ -2,14 +2,13 @@
 
 import functools
 import math
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from detjax import backends, compilation
+from detjax import compilation
 from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KVPages, Queries
 from detjax.numerics import ceil_div
@@ -72,7 +71,7 @@ def attention(
         TypeError: a dtype is not under contract, the pages' dtype is not q's, only one of keys and values is quantized,
             or the mask does not hold booleans.
         ValueError: shapes do not fit together, an option is out of range, or packed queries are given with a mask.
-        NotImplementedError: gradients are taken through quantized pages, or the backend has none of packed queries.
+        NotImplementedError: gradients are taken through quantized pages.
     """
     _check_arrays(q, kv, queries, sinks)
     masking = _masking(q, scale, causal, window, soft_cap, alibi_slopes)
@@ -236,30 +235,19 @@ def _ragged_attention(q: Array, kv: KVPages, queries: Queries, sinks: Array | No
 def _ragged_forward(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, masking: Masking):
     _check_gradients(kv)
     operands = q, kv, queries, sinks
-    forward = functools.partial(_ragged_gradients().ragged_with_normalizers, masking=masking)
+    forward = functools.partial(_RAGGED_ATTENTION.kernels().ragged_with_normalizers, masking=masking)
     output = one_by_one(forward, operands)
     return output[0], (operands, output)
 
 
 def _ragged_backward(masking: Masking, saved: tuple, do: Array):
     operands, output = saved
-    backward = functools.partial(_ragged_gradients().ragged_backward, masking=masking)
+    backward = functools.partial(_RAGGED_ATTENTION.kernels().ragged_backward, masking=masking)
     dq, dkv, dsinks = one_by_one(backward, (operands, output, do))
     return dq, dkv, None, dsinks
 
 
 _ragged_attention.defvjp(_ragged_forward, _ragged_backward)
-
-
-def _ragged_gradients() -> ModuleType:
-    """The module of the backend that serves, if it has gradients of packed queries."""
-    kernels = _RAGGED_ATTENTION.kernels()
-    if not hasattr(kernels, "ragged_backward"):
-        raise NotImplementedError(
-            f"attention: gradients through packed queries on backend {backends.backend()!r}; accepted: rectangular "
-            "queries, or backend 'portable'"
-        )
-    return kernels
 
 
 def _check_gradients(kv: KVPages) -> None:

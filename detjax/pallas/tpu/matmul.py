@@ -238,19 +238,13 @@ def backward(
     epilogue: Epilogue,
 ) -> tuple[Array, Array, Array | None]:
     """Gradients of x, w and bias: `dx` adds N in ascending order, gate's before up's; `dw` and `dbias` add tokens in
-    ascending order.
+    ascending order. Instead of the gradients of w and bias, their next sums if they have sums.
 
     The gradient of the sums before the epilogue is rounded to x's dtype before it is multiplied.
 
     Raises:
-        NotImplementedError: a dtype is not one of `device.DTYPES`, or a sum is given, which these kernels do not
-            continue.
+        NotImplementedError: a dtype is not one of `device.DTYPES`.
     """
-    if w_sum is not None or bias_sum is not None:
-        raise NotImplementedError(
-            "matmul: an AccumulatedWeight on backend 'tpu'; accepted: plain weights. Take gradients of accumulated "
-            "weights on backend 'portable'."
-        )
     flat_x, flat_dy = flat_rows(x), flat_rows(dy)
     weights = [w] if w.ndim == 2 else [w[0], w[1]]
 
@@ -265,26 +259,37 @@ def backward(
     joined_w = w.reshape(-1, w.shape[-1]) if layout == "nk" else jnp.concatenate(weights, axis=1)
     dx = product(joined_dz, joined_w, Contraction("mk", "kn" if layout == "nk" else "nk", TOKEN_STEP), x.dtype)
 
-    over_tokens = Contraction("km", "kn", WEIGHT_GRADIENT_STEP)
+    def over_tokens(x: Array, dz: Array, start: Array | None, dtype: DTypeLike, step: StepShape) -> Array:
+        out_dtype = dtype if start is None else ACCUMULATOR
+        return product(x, dz, Contraction("km", "kn", step), out_dtype, start=start)
+
     if layout == "nk":
-        dw = product(joined_dz, flat_x, over_tokens, w.dtype)
+        start = None if w_sum is None else w_sum.reshape(joined_w.shape)
+        dw = over_tokens(joined_dz, flat_x, start, w.dtype, WEIGHT_GRADIENT_STEP)
     else:
-        dw = jnp.stack([product(flat_x, part, over_tokens, w.dtype) for part in dz])
+        starts = [None] * len(weights) if w_sum is None else list(w_sum.reshape(len(weights), *weights[0].shape))
+        pairs = zip(dz, starts, strict=True)
+        dw = jnp.stack([over_tokens(flat_x, part, start, w.dtype, WEIGHT_GRADIENT_STEP) for part, start in pairs])
     dbias = None
     if bias is not None:
+        # The product has a tile of rows, all of which are the gradient.
         ones = jnp.ones((flat_x.shape[0], LANES), x.dtype)
-        over_tokens = Contraction("km", "kn", BIAS_GRADIENT_STEP)
-        dbias = product(ones, joined_dz, over_tokens, bias.dtype)[0].reshape(bias.shape)
+        start = None if bias_sum is None else jnp.broadcast_to(bias_sum.reshape(1, -1), (LANES, bias.size))
+        dbias = over_tokens(ones, joined_dz, start, bias.dtype, BIAS_GRADIENT_STEP)[0].reshape(bias.shape)
     return dx.reshape(x.shape), dw.reshape(w.shape), dbias
 
 
 def product(
-    x: Array, w: Array, contraction: Contraction, out_dtype: DTypeLike, schedule: Schedule | None = None
+    x: Array,
+    w: Array,
+    contraction: Contraction,
+    out_dtype: DTypeLike,
+    schedule: Schedule | None = None,
+    start: Array | None = None,
 ) -> Array:
     """`x @ w`, `[M, N]`, without an epilogue; see `multiply`."""
-    (y,) = multiply(
-        Operands(x, w, None, None), contraction, [out_dtype], functools.partial(_finish_forward, Epilogue()), schedule
-    )
+    finish = functools.partial(_finish_forward, Epilogue())
+    (y,) = multiply(Operands(x, w, start=start), contraction, [out_dtype], finish, schedule)
     return y
 
 
@@ -296,12 +301,15 @@ class Operands(NamedTuple):
         w: `[K, N]` or `[N, K]`; two of them, stacked, if gated.
         bias: `[N]`, or `[2, N]` if gated; None if there is none.
         elementwise: `[M, N]`, which the epilogue takes element by element: the residual, or the result's gradient.
+        start: `[M, N]` float32, what the accumulators begin with; None: zeros. Where the program may overwrite it,
+            because it was donated, the only result takes its memory if blocks divide it evenly.
     """
 
     x: Any
     w: Any
-    bias: Any
-    elementwise: Any
+    bias: Any = None
+    elementwise: Any = None
+    start: Any = None
 
 
 def multiply(
@@ -330,6 +338,10 @@ def multiply(
     padded_m, k = (operands.x.shape[axis] for axis in (1 - contraction.x_axis, contraction.x_axis))
     rows, outputs, slab = contraction.step.rows, schedule.outputs, schedule.slab
 
+    # The start is the last of the arrays, and a block of it is read before anything is written to its place. Pallas'
+    # interpreter has no results in place whose last blocks reach beyond the array.
+    in_place = operands.start is not None and padded_m % rows == 0 and problem.n % outputs == 0
+
     def kernel(operands: Operands, results: Sequence[Any], accumulators: Any) -> None:
         _Kernel(problem, schedule, finish, operands, results, accumulators).run()
 
@@ -344,6 +356,7 @@ def multiply(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
+        input_output_aliases={len(jax.tree.leaves(operands)) - 1: 0} if in_place else {},
         name="matmul",
     )(operands)
     return [result[:m] for result in results]
@@ -361,7 +374,7 @@ def _prepared(
     operands: Operands, contraction: Contraction, schedule: Schedule | None
 ) -> tuple[Operands, Problem, Schedule]:
     """The operands as the kernel takes them: zeros fill up K, which add nothing, and weights and biases are stacks."""
-    x, w, bias, elementwise = operands
+    x, w, bias, elementwise, start = operands
     w = w.reshape(-1, *w.shape[-2:])
     parts, n = w.shape[0], w.shape[3 - contraction.w_axis]
     over_tokens = contraction.x_layout == "km"
@@ -378,7 +391,7 @@ def _prepared(
         x = padded(x, 0, SUBLANES)
         elementwise = None if elementwise is None else padded(elementwise, 0, SUBLANES)
     bias = None if bias is None else bias.reshape(parts, n)
-    return Operands(x, w, bias, elementwise), problem, schedule
+    return Operands(x, w, bias, elementwise, start), problem, schedule
 
 
 def _operand_specs(operands: Operands, contraction: Contraction, schedule: Schedule) -> Operands:
@@ -394,7 +407,8 @@ def _operand_specs(operands: Operands, contraction: Contraction, schedule: Sched
         w = pl.BlockSpec((parts, outputs, slab), lambda n, m, k: (0, n, k))
     bias = None if operands.bias is None else pl.BlockSpec((parts, outputs), lambda n, m, k: (0, n))
     elementwise = None if operands.elementwise is None else _result_spec(rows, outputs)
-    return Operands(x, w, bias, elementwise)
+    start = None if operands.start is None else _result_spec(rows, outputs)
+    return Operands(x, w, bias, elementwise, start)
 
 
 def _result_spec(rows: int, outputs: int) -> pl.BlockSpec:
@@ -424,7 +438,11 @@ class _Kernel:
             self.store()
 
     def clear(self) -> None:
-        self.accumulators[...] = jnp.zeros(self.accumulators.shape, ACCUMULATOR)
+        start = self.operands.start
+        if start is None:
+            self.accumulators[...] = jnp.zeros(self.accumulators.shape, ACCUMULATOR)
+        else:
+            self.accumulators[0] = start[...]
 
     def add_whole_steps(self, slab_index: Array) -> None:
         k, slab, step = self.problem.k, self.schedule.slab, self.problem.contraction.step.k

@@ -52,7 +52,11 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     x, dy = shape(500, HIDDEN), shape(500, INTERMEDIATE)
     w, bias = shape(2, INTERMEDIATE, HIDDEN), shape(2, INTERMEDIATE)
     calls["gradients of gate and up"] = backward(Epilogue("silu", gated=True)), (x, w, bias, dy)
+    sums = shape(2, INTERMEDIATE, HIDDEN, dtype="float32"), shape(2, INTERMEDIATE, dtype="float32")
+    calls["carried gradients of gate and up"] = backward(Epilogue("silu", gated=True)), (x, w, bias, dy, *sums)
     dy = shape(64, VOCABULARY, dtype="float32")
+    operands = shape(64, HIDDEN), shape(VOCABULARY, HIDDEN), None, dy, shape(VOCABULARY, HIDDEN, dtype="float32")
+    calls["carried gradients of lm_head"] = backward(), operands
     calls["gradients of lm_head"] = backward(), (shape(64, HIDDEN), shape(VOCABULARY, HIDDEN), None, dy)
     x, dy = shape(64, HIDDEN, dtype="float32"), shape(64, QKV, dtype="float32")
     calls["gradients of qkv, float32"] = backward(layout="kn"), (x, shape(HIDDEN, QKV, dtype="float32"), None, dy)

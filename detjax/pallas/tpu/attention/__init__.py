@@ -84,6 +84,30 @@ def ragged(
             page table has too many entries.
         ValueError: the schedule does not serve the problem.
     """
+    return _ragged(q, kv, queries, sinks, masking, schedule, with_normalizers=False)[0]
+
+
+def ragged_with_normalizers(
+    q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, masking: Masking
+) -> tuple[Array, Array | None]:
+    """Returns the output of packed queries, and the log2 of each row's normalizer, `[N, H]` float32.
+
+    Raises:
+        NotImplementedError: see `ragged`.
+    """
+    return _ragged(q, kv, queries, sinks, masking, None, with_normalizers=True)
+
+
+def _ragged(
+    q: Array,
+    kv: KVPages,
+    queries: Queries,
+    sinks: Array | None,
+    masking: Masking,
+    schedule: Schedule | None,
+    *,
+    with_normalizers: bool,
+) -> tuple[Array, Array | None]:
     k_pages, v_pages = _served(q, kv)
     page_table, q_start, kv_length = queries.page_table, queries.start, queries.length
     q_row, q_length = queries.first_row, queries.count
@@ -101,18 +125,21 @@ def ragged(
     source = (q_row[request] + offset)[:, None] + jnp.arange(tile_tokens, dtype=jnp.int32)[None]
     x = q[jnp.clip(source, 0, rows - 1)]
     query_tiles = QueryTiles(q_start[request] + offset, kv_length[request], request, present)
-    o, _ = tiles.attend(
+    results = tiles.attend(
         Operands(x, k_pages, v_pages, sinks, masking.alibi_slopes, None),
         page_table,
         query_tiles,
         masking=masking,
-        with_normalizers=False,
+        with_normalizers=with_normalizers,
         schedule=schedule,
     )
     request, index = request_of_rows(rows, q_row)
     # A row that belongs to no request gets the result of some other row.
     place = (ends - needed)[request] * tile_tokens + jnp.maximum(index, 0)
-    return o.reshape(-1, *o.shape[2:])[jnp.minimum(place, o.shape[0] * tile_tokens - 1)]
+    place = jnp.minimum(place, len(x) * tile_tokens - 1)
+    o, normalizers = (None if y is None else y.reshape(-1, *y.shape[2:])[place] for y in results)
+    assert o is not None
+    return o, normalizers
 
 
 def backward(
@@ -124,6 +151,17 @@ def backward(
 ) -> tuple[Array, KVPages, Array | None]:
     """Returns the gradients of q, of the pages and of the sinks, by the portable backend's program."""
     return portable_attention.backward(operands, output, do, masking=masking)
+
+
+def ragged_backward(
+    operands: tuple[Array, KVPages, Queries, Array | None],
+    output: tuple[Array, Array],
+    do: Array,
+    *,
+    masking: Masking,
+) -> tuple[Array, KVPages, Array | None]:
+    """Returns the gradients of packed queries, of the pages and of the sinks, by the portable backend's program."""
+    return portable_attention.ragged_backward(operands, output, do, masking=masking)
 
 
 def _schedule(q: Array, k_pages: Array, schedule: Schedule | None) -> tuple[Problem, Schedule]:

@@ -1,0 +1,74 @@
+"""The gradients of a batch on the backend `tpu`, its kernels in Pallas' interpreter, and their order of addition."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from detjax import backends
+from detjax.options import Epilogue
+from detjax.pallas.tpu import matmul
+from detjax.rl.gradients import empty_sums, next_sums
+from detjax.rl.losses import LogLikelihood
+from detjax.rl.microbatches import Layout, Packed, Rows
+from tests.pallas.tpu.interpreter import COMPILER_OPTIONS, interpreted, normal
+from tests.rl.training_cases import network, samples
+from tests.support.bits import assert_same_bits, same_bits
+
+BATCH = samples(4, longest=40)
+
+
+def gradients(name: str, layout: Layout, backend: str = "tpu", dtype: Any = jnp.bfloat16) -> list[np.ndarray]:
+    """The sums of all gradients of a batch, carried through its microbatches."""
+    net, weights = network(name, dtype)
+
+    def fn(weights: Any, sums: Any, microbatch: Any) -> Any:
+        return next_sums(net, weights, sums, microbatch, LogLikelihood())[0]
+
+    params = pltpu.InterpretParams(uninitialized_memory="nan")
+    with backends.use_backend(backend), pltpu.force_tpu_interpret_mode(params):
+        program = jax.jit(fn, compiler_options=COMPILER_OPTIONS)
+        sums = empty_sums(net, weights)
+        for placed in layout.microbatches(BATCH):
+            sums = program(weights, sums, jax.tree.map(jnp.asarray, placed.arrays))
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(sums)]
+
+
+@pytest.mark.parametrize("name", ["qwen3, tied", "qwen2"])
+def test_microbatches_padding_and_packing_change_no_gradient(name: str) -> None:
+    expected = gradients(name, Rows(4, 48))
+    for layout in (Rows(1, 48), Rows(2, 64), Packed(64)):
+        assert_same_bits(gradients(name, layout), expected)
+    # The negative control: XLA's own operations have nearly the same numbers, but different bits.
+    by_xla = gradients(name, Rows(4, 48), "stock", jnp.float32)
+    for one, exact in zip(expected, by_xla, strict=True):
+        np.testing.assert_allclose(one, exact, atol=0.06 * np.abs(exact).max())
+    assert not same_bits(by_xla, expected)
+
+
+@pytest.mark.parametrize(("layout", "gated"), [("nk", True), ("kn", True), ("nk", False)])
+def test_sums_of_a_products_gradients_continue(layout: Any, gated: bool) -> None:
+    m, k, n, stacked = 80, 72, 136, (2,) if gated else ()
+    x, dy = normal(m, k, dtype="bfloat16"), normal(m, n, dtype="bfloat16")
+    shape = (*stacked, n, k) if layout == "nk" else (*stacked, k, n)
+    w, bias = normal(*shape, dtype="bfloat16"), normal(*stacked, n, dtype="bfloat16")
+    starts = normal(*shape, seed=1), normal(*stacked, n, seed=1)
+    epilogue = Epilogue("silu", gated=True) if gated else Epilogue()
+    fn = interpreted(functools.partial(matmul.backward, layout=layout, epilogue=epilogue))
+    dx, *expected = fn(x, w, bias, dy, *starts)
+    assert [sums.dtype for sums in expected] == [np.float32, np.float32]
+    sums: Any = starts
+    for first, end in ((0, 16), (16, 80)):
+        part, *sums = fn(x[first:end], w, bias, dy[first:end], *sums)
+        assert_same_bits(part, dx[first:end])
+    assert_same_bits(sums, expected)
+    # Fresh sums that are added afterwards are others.
+    fresh = fn(x, w, bias, dy)[1:]
+    added = [start + np.asarray(one, np.float32) for start, one in zip(starts, fresh, strict=True)]
+    for one, other in zip(added, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=0.02 * np.abs(other).max())
+    assert not same_bits(added, list(expected))
