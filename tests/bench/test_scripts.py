@@ -209,7 +209,7 @@ def test_true_on_policy_gives_the_same_runs_in_any_number_of_processes(monkeypat
 def test_true_on_policy_ends_after_the_seconds_with_the_steps_of_that_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = true_on_policy.Sizes(steps=1000, samples=4, group=2, pool=2)
+    sizes = true_on_policy.Sizes(steps=3, samples=4, group=2, pool=2)
     with monkeypatch.context() as patch:
         patch.setattr(true_on_policy, "ARMS", true_on_policy.ARMS[2:3])
         result = true_on_policy.measured(sizes, "", seconds=0)

@@ -41,6 +41,7 @@ from detjax.rl.gradients import empty_sums, next_sums
 from detjax.rl.losses import LogLikelihood
 from detjax.rl.microbatches import Layout, Packed, Rows, Sample
 from detjax.rl.optimizers import AdamState, adamw
+from detjax.rl.policy import small_policy
 from detjax.rl.train_state import next_leaf
 from detjax.sampling_arrays import SamplingArrays
 
@@ -252,9 +253,9 @@ def adamw_update(size: int) -> Program:
     return fn, [leaf, leaf, leaf, array(dtype="int32"), leaf, array(dtype="float32")]
 
 
-def decoder_gradients(layout: Layout) -> Program:
+def decoder_gradients(layout: Layout, config: DecoderConfig | None = None) -> Program:
     """The next sums of the gradients of a decoder, which are its first operands, and the logprobs of a microbatch."""
-    model = nnx.eval_shape(lambda: Decoder(_config(), rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    model = nnx.eval_shape(lambda: Decoder(config or _config(), rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     network, weights = split(model)
     sums = jax.eval_shape(lambda weights: empty_sums(network, weights), weights)
     one = Sample(np.zeros(2, np.int32), np.zeros(1, np.float32), np.zeros(1, np.float32))
@@ -349,6 +350,7 @@ def programs() -> dict[str, Program]:
         "head gradient": head_gradient(2048, 1024, 151936),
         "gradients of a decoder": decoder_gradients(Rows(4, 256)),
         "gradients of a decoder, packed": decoder_gradients(Packed(1024)),
+        "gradients of the small policy": decoder_gradients(Rows(64, 48), small_policy(2, 128)[0].config),
         "adamw": adamw_update(1024 * 3072),
         "squares of a leaf": (partial(elements.slice_squares, slices=8), [array(1024 * 3072, dtype="float32")]),
     }
