@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import INPUT_DTYPES
 from detjax.models.config import DecoderConfig
 from detjax.models.decoder import Decoder
+from detjax.models.family import family_named
 from detjax.models.generation_defaults import GenerationDefaults
 from detjax.models.json_object import CheckpointError, parse_json_object, read_file
 from detjax.models.network import Weights, abstract, split
@@ -34,8 +36,8 @@ _GENERATION: Final = "generation_config.json"
 
 _EMBEDDING: Final = f"{Decoder.CHECKPOINT_NAMES['embedding']}.weight"
 _LM_HEAD: Final = f"{Decoder.CHECKPOINT_NAMES['lm_head']}.weight"
-_COMPUTED: Final = ".rotary_emb.inv_freq"
-"""End of the names of tensors that old checkpoints hold although they follow from config.json."""
+_COMPUTED: Final = r".*\.rotary_emb\.inv_freq"
+"""The names of tensors that old checkpoints hold although they follow from config.json."""
 
 
 def load(
@@ -74,7 +76,8 @@ def load(
         weights_dtype = requested_dtype or np.dtype(config.dtype)
         empty = _without_weights(config, weights_dtype)
         parameters = _parameters(empty)
-        sizes = _checked_sizes(parameters, stored, listing)
+        skips = (_COMPUTED, *family_named("load", config.architecture).skips)
+        sizes = _checked_sizes(parameters, stored, listing, skips)
         with _progress_bar(f"Loading {directory.resolve().name}", sum(sizes), progress) as advance:
             weights = _read_weights(parameters, sizes, stored, weights_dtype, advance)
     model = split(empty)[0].with_weights(weights)
@@ -267,8 +270,12 @@ def _tied_as_stored(config: DecoderConfig, stored: dict[str, StoredTensor]) -> D
     return dataclasses.replace(config, tied_embeddings=False)
 
 
-def _checked_sizes(parameters: Sequence[_Parameter], stored: Mapping[str, StoredTensor], listing: Path) -> list[int]:
+def _checked_sizes(
+    parameters: Sequence[_Parameter], stored: Mapping[str, StoredTensor], listing: Path, skips: Sequence[str]
+) -> list[int]:
     """The bytes of each parameter's tensors, once the stored tensors are known to be those of the parameters.
+
+    Further tensors may be stored if their whole names match one of the regular expressions `skips`.
 
     Raises:
         CheckpointError: a tensor is missing, surplus, misshapen, or of a dtype that is not supported.
@@ -283,7 +290,7 @@ def _checked_sizes(parameters: Sequence[_Parameter], stored: Mapping[str, Stored
                 "which follows from config.json"
             )
     for name, tensor in stored.items():
-        if name not in expected and not name.endswith(_COMPUTED):
+        if name not in expected and not any(re.fullmatch(pattern, name) for pattern in skips):
             raise CheckpointError(
                 f"{tensor.file}: tensor {name!r} is surplus; accepted: the tensors of the model that config.json "
                 "describes. Is it the one that the weights were saved with?"

@@ -99,11 +99,12 @@ class DecoderConfig:
         file = JsonObject(raw, source)
         family = family_of(file)
         for key, neutral in _UNSUPPORTED.items():
-            if file.get(key) not in (None, neutral):
+            if key not in family.reads and file.get(key) not in (None, neutral):
                 raise file.error(key, f"{json.dumps(neutral)}, null; anything else is not supported")
         layers = file.integer("num_hidden_layers")
         max_positions = file.integer("max_position_embeddings", family.max_positions)
         heads = _read_heads(file, family)
+        options = family.read_options(file, layers)
         return cls(
             architecture=family.architecture,
             vocab_size=file.integer("vocab_size"),
@@ -114,7 +115,7 @@ class DecoderConfig:
             activation=_ACTIVATIONS[file.choice("hidden_act", "silu", tuple(_ACTIVATIONS))],
             norm_eps=file.number("rms_norm_eps", 1e-6),
             rope=read_rope(file, heads["head_dim"], max_positions),
-            **dataclasses.asdict(family.read_options(file, layers)),
+            **{field.name: getattr(options, field.name) for field in dataclasses.fields(options)},
             tied_embeddings=file.boolean("tie_word_embeddings", False),
             max_positions=max_positions,
             dtype=file.choice("dtype", file.choice("torch_dtype", "float32", INPUT_DTYPES), INPUT_DTYPES),

@@ -48,6 +48,9 @@ class Family:
         kv_heads: heads of keys and of values; None: as many as heads.
         bos: the token that begins a text; None: there is none.
         eos: the token that ends a text; None: there is none.
+        reads: keys of `config.json` that the family reads itself, and that are refused where no family does.
+        skips: regular expressions of the names of tensors that published checkpoints hold and that this release does
+            not need, such as those of layers that predict further tokens. Each matches a whole name.
         read_options: reads the layers' options from a `config.json`, given the number of layers.
         write_options: returns the keys of `config.json` that say these options.
     """
@@ -60,6 +63,8 @@ class Family:
     kv_heads: int | None = None
     bos: int | None = None
     eos: int | None = None
+    reads: tuple[str, ...] = ()
+    skips: tuple[str, ...] = ()
     read_options: Callable[[JsonObject, int], LayerOptions]
     write_options: Callable[["DecoderConfig"], dict[str, Any]]
 
