@@ -12,7 +12,7 @@ from typing import Any, Final
 from detjax.contract import INPUT_DTYPES
 from detjax.models.family import Family, family_named, family_of
 from detjax.models.json_object import JsonObject
-from detjax.models.rope_config import read_rope, write_rope
+from detjax.models.rope_config import write_rope
 from detjax.ops.rotary import RotaryEmbedding
 from detjax.options import Activation
 
@@ -64,6 +64,10 @@ class DecoderConfig:
         tied_embeddings: whether the embedding is the head as well.
         max_positions: positions that the model was made for (`max_position_embeddings`).
         dtype: the dtype that the checkpoint names for itself.
+        window_rope: see `LayerOptions`, as for all that follow.
+        query_pre_attn_scalar: see there.
+        attention_soft_cap: see there.
+        logit_soft_cap: see there.
     """
 
     architecture: str
@@ -85,6 +89,10 @@ class DecoderConfig:
     tied_embeddings: bool
     max_positions: int
     dtype: str
+    window_rope: RotaryEmbedding | None = None
+    query_pre_attn_scalar: int | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
 
     @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any], source: str) -> "DecoderConfig":
@@ -105,6 +113,7 @@ class DecoderConfig:
         max_positions = file.integer("max_position_embeddings", family.max_positions)
         heads = _read_heads(file, family)
         options = family.read_options(file, layers)
+        activation_key, activation = family.activation
         return cls(
             architecture=family.architecture,
             vocab_size=file.integer("vocab_size"),
@@ -112,11 +121,11 @@ class DecoderConfig:
             intermediate_size=file.integer("intermediate_size"),
             layers=layers,
             **heads,
-            activation=_ACTIVATIONS[file.choice("hidden_act", "silu", tuple(_ACTIVATIONS))],
+            activation=_ACTIVATIONS[file.choice(activation_key, activation, tuple(_ACTIVATIONS))],
             norm_eps=file.number("rms_norm_eps", 1e-6),
-            rope=read_rope(file, heads["head_dim"], max_positions),
+            rope=family.read_rope(file, heads["head_dim"], max_positions),
             **{field.name: getattr(options, field.name) for field in dataclasses.fields(options)},
-            tied_embeddings=file.boolean("tie_word_embeddings", False),
+            tied_embeddings=file.boolean("tie_word_embeddings", family.tied_embeddings),
             max_positions=max_positions,
             dtype=file.choice("dtype", file.choice("torch_dtype", "float32", INPUT_DTYPES), INPUT_DTYPES),
         )
@@ -138,7 +147,7 @@ class DecoderConfig:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
-            "hidden_act": next(name for name, activation in _ACTIVATIONS.items() if activation == self.activation),
+            family.activation[0]: next(name for name, activation in _ACTIVATIONS.items() if activation == self.activation),
             "rms_norm_eps": self.norm_eps,
             "max_position_embeddings": self.max_positions,
             "tie_word_embeddings": self.tied_embeddings,

@@ -1,5 +1,6 @@
 """A digest of a model: every number and setting that its answers follow from."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from detjax.models.config import DecoderConfig
 from detjax.models.decoder import Decoder
 from detjax.models.network import name_of, parameters
 from detjax.models.tokenizer import Tokenizer
@@ -23,11 +25,24 @@ def digest(model: Decoder, tokenizer: Tokenizer | None = None) -> str:
     weights = parameters(model)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashlib and transfers let other threads run
         digests = list(pool.map(_array_digest, weights.values()))
-    parts = [repr(model.config), repr(model.generation_defaults)]
+    parts = [_description(model.config), repr(model.generation_defaults)]
     parts += [f"{name_of(path)}.value {digest}" for path, digest in zip(weights, digests, strict=True)]
     files = {} if tokenizer is None else tokenizer.files
     parts += [f"{name} {hashlib.sha256(files[name]).hexdigest()}" for name in sorted(files)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _description(config: DecoderConfig) -> str:
+    """The configuration as it prints, but for fields that have a default and hold it.
+
+    Such fields came with later families. Models that do not need them keep the digests that they had before.
+    """
+    stated = [
+        f"{field.name}={getattr(config, field.name)!r}"
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != field.default
+    ]
+    return f"{type(config).__name__}({', '.join(stated)})"
 
 
 def _array_digest(array: Array) -> str:

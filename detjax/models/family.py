@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from detjax.models.json_object import JsonObject
+from detjax.models.rope_config import read_rope
+from detjax.ops.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
     from detjax.models.config import DecoderConfig
@@ -23,6 +25,10 @@ class LayerOptions:
         qkv_bias: whether the projections of queries, keys and values have biases.
         output_bias: whether the attention's output projection has a bias.
         mlp_bias: whether the projections of the MLP have biases.
+        window_rope: the frequencies of the rotary embedding in layers with a window; None: those of all other layers.
+        query_pre_attn_scalar: the number whose inverse square root is the factor of scores; None: the width of a head.
+        attention_soft_cap: the bound of scores, which become `cap * tanh(score / cap)`; None: no bound.
+        logit_soft_cap: the bound of logits likewise.
     """
 
     windows: tuple[int | None, ...]
@@ -30,6 +36,10 @@ class LayerOptions:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    window_rope: RotaryEmbedding | None = None
+    query_pre_attn_scalar: int | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,17 +52,24 @@ class Family:
         layer: the class of its layers: made by `layer(config, index, rngs=rngs, dtype=dtype)`, called with the residual
             stream, the queries and the layer's state, and with a static method `state(config, index)` that declares the
             state.
-        max_positions: `max_position_embeddings` if `config.json` leaves it out. This and the next four are the values
+        max_positions: `max_position_embeddings` if `config.json` leaves it out. This and the next five are the values
             that transformers takes then.
         head_dim: the width of a head; None: hidden_size / heads.
         kv_heads: heads of keys and of values; None: as many as heads.
         bos: the token that begins a text; None: there is none.
         eos: the token that ends a text; None: there is none.
+        tied_embeddings: whether the embedding is the head as well.
+        activation: the key of `config.json` that names the MLP's activation, and the name if it is left out.
+        norm_offset: what is added to the weight of the norm before the head: 1.0 if checkpoints store `weight - 1`.
+        scales_embedding: whether the rows of the embedding are multiplied by the square root of their width.
         reads: keys of `config.json` that the family reads itself, and that are refused where no family does.
         skips: regular expressions of the names of tensors that published checkpoints hold and that this release does
             not need, such as those of layers that predict further tokens. Each matches a whole name.
+        read_rope: reads the frequencies of the rotary embedding from a `config.json`, given the width of a head and
+            `max_position_embeddings`.
         read_options: reads the layers' options from a `config.json`, given the number of layers.
-        write_options: returns the keys of `config.json` that say these options.
+        write_options: returns the keys of `config.json` that say these options, and those that it says otherwise than
+            other families.
     """
 
     architecture: str
@@ -63,8 +80,13 @@ class Family:
     kv_heads: int | None = None
     bos: int | None = None
     eos: int | None = None
+    tied_embeddings: bool = False
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    norm_offset: float = 0.0
+    scales_embedding: bool = False
     reads: tuple[str, ...] = ()
     skips: tuple[str, ...] = ()
+    read_rope: Callable[[JsonObject, int, int], RotaryEmbedding] = read_rope
     read_options: Callable[[JsonObject, int], LayerOptions]
     write_options: Callable[["DecoderConfig"], dict[str, Any]]
 

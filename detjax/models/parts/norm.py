@@ -11,13 +11,27 @@ from detjax.models.parts.parameters import Tensors
 class RMSNorm(nnx.Module):
     """Division by the root mean square, and a weight for each column (Zhang and Sennrich 2019)."""
 
-    def __init__(self, width: int, *, eps: float, dtype: DTypeLike) -> None:
-        self.eps = eps
-        self.weight = nnx.Param(jnp.ones(width, dtype))
+    def __init__(self, width: int, *, eps: float, dtype: DTypeLike, offset: float = 0.0) -> None:
+        """Makes a norm that multiplies by 1.
+
+        Args:
+            width: columns.
+            eps: what is added to the mean square.
+            dtype: the weight's dtype.
+            offset: what is added to the weight: 1.0 if checkpoints store `weight - 1`.
+        """
+        self.eps, self.offset = eps, offset
+        self.weight = nnx.Param(jnp.full(width, 1 - offset, dtype))
 
     def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
-        """Returns `x / sqrt(mean(x^2) + eps) * weight`."""
-        return ops.rms_norm(x, self.weight[...], eps=self.eps)
+        """Returns `x / sqrt(mean(x^2) + eps) * (weight + offset)`."""
+        return ops.rms_norm(x, self.weight[...], eps=self.eps, weight_offset=self.offset)
+
+    def after_adding(
+        self, x: Float[Array, "*N D"], *, residual: Float[Array, "*N D"]
+    ) -> tuple[Float[Array, "*N D"], Float[Array, "*N D"]]:
+        """Returns the norm of `x + residual`, and that sum."""
+        return ops.rms_norm(x, self.weight[...], eps=self.eps, weight_offset=self.offset, residual=residual)
 
     @property
     def tensors(self) -> dict[str, Tensors]:
