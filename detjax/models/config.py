@@ -94,6 +94,11 @@ class DecoderConfig:
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
 
+    def __repr__(self) -> str:
+        """Returns the fields, without later releases' options that are not in use: digests follow from this text."""
+        fields = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+        return f"DecoderConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in fields)})"
+
     @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any], source: str) -> "DecoderConfig":
         """Returns the configuration that `config.json` with the contents `raw` describes.
@@ -147,7 +152,7 @@ class DecoderConfig:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
-            family.activation[0]: next(name for name, activation in _ACTIVATIONS.items() if activation == self.activation),
+            family.activation[0]: next(name for name, value in _ACTIVATIONS.items() if value == self.activation),
             "rms_norm_eps": self.norm_eps,
             "max_position_embeddings": self.max_positions,
             "tie_word_embeddings": self.tied_embeddings,
