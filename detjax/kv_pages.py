@@ -29,6 +29,18 @@ type Pages = Float[Array, "P h S K"] | QuantizedPages
 """Pages of keys, or of values."""
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class KeyColumns:
+    """Values that are the first columns of their keys, and have no pages: latent attention has such.
+
+    Attributes:
+        width: how many columns.
+    """
+
+    width: int
+
+
 class KVPages(NamedTuple):
     """Keys and values of one layer, in pages of `contract.KV_BLOCK` tokens.
 
@@ -37,11 +49,11 @@ class KVPages(NamedTuple):
 
     Attributes:
         k: pages of keys, of the queries' dtype or quantized.
-        v: values in the same pages, of the same dtype or kind.
+        v: values in the same pages, of the same dtype or kind; or how many columns of the keys are the values.
     """
 
     k: Float[Array, "P h S K"] | QuantizedPages
-    v: Float[Array, "P h S V"] | QuantizedPages
+    v: Float[Array, "P h S V"] | QuantizedPages | KeyColumns
 
     @classmethod
     def empty(
@@ -71,19 +83,31 @@ class KVPages(NamedTuple):
         return self.k.shape[1]
 
     @property
+    def value_width(self) -> int:
+        """How many columns values have."""
+        return self.v.width if isinstance(self.v, KeyColumns) else self.v.shape[3]
+
+    @property
+    def values_are_keys(self) -> bool:
+        """Whether the values are columns of the keys."""
+        return isinstance(self.v, KeyColumns)
+
+    @property
     def numbers(self) -> tuple[Array, Array]:
-        """Both arrays of pages that are not quantized."""
+        """Both arrays of pages that are not quantized. Values that are columns of the keys are sliced out of them."""
         k, v = self.k, self.v
         assert not isinstance(k, QuantizedPages) and not isinstance(v, QuantizedPages)
-        return k, v
+        return k, k[..., : v.width] if isinstance(v, KeyColumns) else v
 
     def page(self, index: Array, dtype: DTypeLike) -> tuple[Float[Array, "h S K"], Float[Array, "h S V"]]:
         """Returns the keys and the values of one page as numbers; those of a quantized page in the dtype given."""
         if self.quantized:
             k, v = (pages.page(index, dtype) for pages in self.quantized)
-        else:
-            k, v = (pages[index] for pages in self.numbers)
-        return k, v
+            return k, v
+        k, v = self.k, self.v
+        assert not isinstance(k, QuantizedPages) and not isinstance(v, QuantizedPages)
+        k = k[index]
+        return k, k[..., : v.width] if isinstance(v, KeyColumns) else v[index]
 
     @property
     def quantized(self) -> tuple[QuantizedPages, QuantizedPages] | None:
@@ -255,11 +279,17 @@ def places(num_pages: int, tokens: int, queries: Queries) -> tuple[Int[Array, "B
     return jnp.where(written, page, nowhere), position % KV_BLOCK
 
 
-def append(kv: KVPages, k: Float[Array, "B T h K"], v: Float[Array, "B T h V"], queries: Queries) -> KVPages:
-    """Returns the pages with the new keys and values in their `places`, quantized if the pages are."""
+def append(kv: KVPages, k: Float[Array, "B T h K"], v: Float[Array, "B T h V"] | None, queries: Queries) -> KVPages:
+    """Returns the pages with the new keys and values in their `places`, quantized if the pages are.
+
+    There are no new values, None, where values are columns of the keys.
+    """
     page, slot = places(kv.num_pages, k.shape[1], queries)
     if kv.quantized:
         pairs = zip(kv.quantized, (k, v), strict=True)
         return KVPages(*(pages.with_tokens(x, page, slot) for pages, x in pairs))
     pairs = zip(kv.numbers, (k, v), strict=True)
     return KVPages(*(pages.at[page, :, slot].set(x, mode="drop", unique_indices=True) for pages, x in pairs))
+    if v is None:
+        assert isinstance(kv.v, KeyColumns) and not isinstance(kv.k, QuantizedPages)
+        return KVPages(kv.k.at[page, :, slot].set(k, mode="drop", unique_indices=True), kv.v)

@@ -76,7 +76,8 @@ def load(
         weights_dtype = requested_dtype or np.dtype(config.dtype)
         empty = _without_weights(config, weights_dtype)
         parameters = _parameters(empty)
-        skips = (_COMPUTED, *family_named("load", config.architecture).skips)
+        skips = family_named("load", config.architecture).skips
+        skips = (_COMPUTED, *(pattern.replace("{layers}", str(config.layers)) for pattern in skips))
         sizes = _checked_sizes(parameters, stored, listing, skips)
         with _progress_bar(f"Loading {directory.resolve().name}", sum(sizes), progress) as advance:
             weights = _read_weights(parameters, sizes, stored, weights_dtype, advance)

@@ -94,11 +94,6 @@ class DecoderConfig:
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
 
-    def __repr__(self) -> str:
-        """Returns the fields, without later releases' options that are not in use: digests follow from this text."""
-        fields = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
-        return f"DecoderConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in fields)})"
-
     @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any], source: str) -> "DecoderConfig":
         """Returns the configuration that `config.json` with the contents `raw` describes.
@@ -181,9 +176,10 @@ def _read_heads(file: JsonObject, family: Family) -> dict[str, int]:
     kv_heads = file.integer("num_key_value_heads", missing_kv_heads or heads)
     if heads % kv_heads:
         raise file.error("num_key_value_heads", f"a divisor of num_attention_heads, which is {heads}")
-    if hidden_size % heads and family.head_dim is None and file.raw.get("head_dim") is None:
-        raise file.error("head_dim", f"an integer, as hidden_size {hidden_size} is not a multiple of {heads} heads")
-    head_dim = file.integer("head_dim", family.head_dim or hidden_size // heads)
+    key = family.head_dim_key
+    if hidden_size % heads and family.head_dim is None and file.raw.get(key) is None:
+        raise file.error(key, f"an integer, as hidden_size {hidden_size} is not a multiple of {heads} heads")
+    head_dim = file.integer(key, family.head_dim or hidden_size // heads)
     if head_dim % 2:
-        raise file.error("head_dim", f"an even number; hidden_size / num_attention_heads is {head_dim}")
+        raise file.error(key, f"an even number; hidden_size / num_attention_heads is {head_dim}")
     return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}

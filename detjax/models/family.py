@@ -49,12 +49,14 @@ class Family:
     Attributes:
         architecture: the name of that class.
         model_type: the `model_type` of its configurations.
+        other_model_types: further ones that published checkpoints have, and that say the same.
         layer: the class of its layers: made by `layer(config, index, rngs=rngs, dtype=dtype)`, called with the residual
             stream, the queries and the layer's state, and with a static method `state(config, index)` that declares the
             state.
         max_positions: `max_position_embeddings` if `config.json` leaves it out. This and the next five are the values
             that transformers takes then.
         head_dim: the width of a head; None: hidden_size / heads.
+        head_dim_key: the key of `config.json` that says this width.
         kv_heads: heads of keys and of values; None: as many as heads.
         bos: the token that begins a text; None: there is none.
         eos: the token that ends a text; None: there is none.
@@ -64,7 +66,8 @@ class Family:
         scales_embedding: whether the rows of the embedding are multiplied by the square root of their width.
         reads: keys of `config.json` that the family reads itself, and that are refused where no family does.
         skips: regular expressions of the names of tensors that published checkpoints hold and that this release does
-            not need, such as those of layers that predict further tokens. Each matches a whole name.
+            not need, such as those of layers that predict further tokens. Each matches a whole name; `{layers}` in it
+            stands for the number of layers.
         read_rope: reads the frequencies of the rotary embedding from a `config.json`, given the width of a head and
             `max_position_embeddings`.
         read_options: reads the layers' options from a `config.json`, given the number of layers.
@@ -74,9 +77,11 @@ class Family:
 
     architecture: str
     model_type: str
+    other_model_types: tuple[str, ...] = ()
     layer: Any
     max_positions: int
     head_dim: int | None = None
+    head_dim_key: str = "head_dim"
     kv_heads: int | None = None
     bos: int | None = None
     eos: int | None = None
@@ -124,12 +129,13 @@ def family_of(file: JsonObject) -> Family:
     accepted = ", ".join(by_architecture)
     model_type, names = file.get("model_type"), file.get("architectures")
     if names is None:
-        names = [name for name, family in by_architecture.items() if family.model_type == model_type]
+        types = {name: (family.model_type, *family.other_model_types) for name, family in by_architecture.items()}
+        names = [name for name in types if model_type in types[name]]
         if not names:
             raise file.error("architectures", accepted)
     if not isinstance(names, list) or len(names) != 1 or names[0] not in list(by_architecture):
         raise file.error("architectures", f"a list of one of {accepted}")
     family = by_architecture[names[0]]
-    if model_type not in (None, family.model_type):
+    if model_type not in (None, family.model_type, *family.other_model_types):
         raise file.error("model_type", f"{family.model_type!r}, as architectures is {names[0]}")
     return family

@@ -1,6 +1,7 @@
 """The operations under contract. Each gives one set of bits, whatever schedule, batch or phase serves it."""
 
 from detjax.accumulated_weight import AccumulatedWeight as AccumulatedWeight
+from detjax.kv_pages import KeyColumns as KeyColumns
 from detjax.kv_pages import KVPages as KVPages
 from detjax.kv_pages import PackedRows as PackedRows
 from detjax.kv_pages import QuantizedPages as QuantizedPages

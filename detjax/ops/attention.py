@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from detjax import compilation
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import KVPages, Queries
+from detjax.kv_pages import KeyColumns, KVPages, Queries
 from detjax.numerics import ceil_div
 from detjax.ops.checks import check_booleans, check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation
@@ -54,7 +54,7 @@ def attention(
     Args:
         q: queries; bfloat16, float16 or float32. H is a multiple of h: consecutive queries' heads share a key head.
         kv: pages of keys and values. Quantized pages give the bits that pages of `dequantize_kv`'s numbers give; there
-            are no gradients through them.
+            are no gradients through them. With `KeyColumns` for values, the bits are those of pages of such values.
         queries: where the queries stand in their requests.
         scale: default `1 / sqrt(K)`.
         causal: a query sees no later key.
@@ -124,8 +124,12 @@ def _check_arrays(q: Array, kv: KVPages, queries: Queries, sinks: Array | None) 
     heads, width = q.shape[-2:]
     pages, kv_heads = kv.num_pages, kv.kv_heads
     check_shape("attention", "kv.k", kv.k, (pages, kv_heads, KV_BLOCK, width), f"q being {q.shape}")
-    like_keys = (pages, kv_heads, KV_BLOCK, kv.v.shape[3])
-    check_shape("attention", "kv.v", kv.v, like_keys, f"kv.k being {kv.k.shape}")
+    if isinstance(kv.v, KeyColumns):
+        if not 1 <= kv.v.width <= width:
+            raise ValueError(f"attention: kv.v is {kv.v}; accepted: from 1 to {width} columns, q being {q.shape}")
+    else:
+        like_keys = (pages, kv_heads, KV_BLOCK, kv.value_width)
+        check_shape("attention", "kv.v", kv.v, like_keys, f"kv.k being {kv.k.shape}")
     check_shape("attention", "sinks", sinks, (heads,), f"q being {q.shape}")
     if heads % kv_heads:
         raise ValueError(f"attention: q has {heads} heads and kv.k {kv_heads}; accepted: a multiple of {kv_heads}")

@@ -1,12 +1,14 @@
 """What the operations over paged keys and values share: checks of their arguments, and their behaviour under vmap."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
-from detjax.kv_pages import KVPages, QuantizedPages, Queries
+from detjax.kv_pages import KeyColumns, KVPages, QuantizedPages, Queries
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import with_vmap_rule
 from detjax.ops.quantized_kv import check_quantized
@@ -19,6 +21,15 @@ def check_kv(operation: str, like: Array, kv: KVPages) -> None:
         TypeError: names the operation, the argument and what is accepted.
         ValueError: there are no pages, or codes and scales do not fit together.
     """
+    if isinstance(kv.v, KeyColumns):
+        if isinstance(kv.k, QuantizedPages):
+            raise TypeError(
+                f"{operation}: kv.k is quantized ({kv.k.kind}) and the values are its columns; accepted: pages of "
+                "numbers where values are columns of the keys"
+            )
+        check_dtype(operation, like=like, **{"kv.k": kv.k})
+        check_not_empty(operation, **{"kv.k": kv.k})
+        return
     both = {"kv.k": kv.k, "kv.v": kv.v}
     kinds = {x.kind if isinstance(x, QuantizedPages) else str(x.dtype) for x in both.values()}
     for argument, pages in both.items():
@@ -78,6 +89,14 @@ def _check_packing(operation: str, name: str, x: Array, first_row: Array, page_t
             f"{operation}: queries.first_row has shape {first_row.shape}; accepted: from ({fewest},) to ({requests},), "
             f"queries.page_table being {page_table.shape} and {name} {x.shape}"
         )
+
+
+def with_counts(queries: Queries, tokens: int) -> Queries:
+    """Returns rectangular queries of so many tokens each, with int32 arrays, and with counts."""
+    count = queries.count
+    count = jnp.full(queries.start.shape, tokens, jnp.int32) if count is None else jnp.asarray(count, jnp.int32)
+    table, start = (jnp.asarray(x, jnp.int32) for x in (queries.page_table, queries.start))
+    return dataclasses.replace(queries, page_table=table, start=start, count=count)
 
 
 def one_by_one(fn: Callable[..., Any], operands: tuple[Any, ...]) -> Any:

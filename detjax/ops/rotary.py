@@ -96,6 +96,15 @@ class RotaryEmbedding:
             return _yarn_mscale(s.factor, s.mscale) / _yarn_mscale(s.factor, s.mscale_all_dim)
         return _yarn_mscale(s.factor, 1.0)
 
+    @property
+    def score_scale(self) -> float:
+        """The factor that DeepSeek's models put on scores as well: 1 but for YaRN with `mscale_all_dim`."""
+        s = self.scaling
+        if not isinstance(s, YarnScaling) or not s.mscale_all_dim:
+            return 1.0
+        multiplier = _yarn_mscale(s.factor, s.mscale_all_dim)
+        return multiplier * multiplier
+
     def _yarn_ramp(self, s: YarnScaling) -> np.ndarray:
         """0 for pairs that are kept, 1 for pairs that are interpolated."""
 

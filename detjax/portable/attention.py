@@ -18,7 +18,7 @@ from detjax.contract import (
     LOWEST_MAXIMUM,
     PORTABLE_ROWS,
 )
-from detjax.kv_pages import KVPages, Queries, request_of_rows
+from detjax.kv_pages import KeyColumns, KVPages, Queries, request_of_rows
 from detjax.options import Masking
 from detjax.portable.tiles import dot, fold_rows, map_rows, row_sum
 from detjax.rounding import log2_scale, rounded, soft_cap_exponent
@@ -134,7 +134,7 @@ class _TileGradients:
         return _visible_blocks(self.tile, self.rows.q.shape[1], self.per_head.group, self.masking)
 
     def _load(self, block: Array) -> tuple[Array, Array]:
-        return _block(block, self.tile, self.kv, self.kv.numbers[0].dtype)
+        return _block(block, self.tile, self.kv, self.rows.q.dtype)
 
 
 def forward(
@@ -172,7 +172,7 @@ def forward(
             o_b, l_b = lax.optimization_barrier((o_b * b, block_sum(p) * b))
             return o * a + o_b, total * a + l_b, m_new
 
-        state = _initial(q, kv.v.shape[-1], tile, per_head)
+        state = _initial(q, kv.value_width, tile, per_head)
         o, total, m = lax.fori_loop(*_visible_blocks(tile, q.shape[1], group, masking), merge, state)
         empty = total == 0
         total = jnp.where(empty, 1.0, total)
@@ -227,6 +227,8 @@ def backward(
         dk    = scale * sum over queries of ds * q
         dv    = sum over queries of p * do
         dsink = -sum over queries of p_sink * delta, with p_sink the sink's share of the softmax
+
+    Where values are columns of the keys, the gradient of such a column is the sum `rn(dk) + dv`, rounded once more.
 
     `dq` adds blocks of keys in ascending order. `dk` and `dv` add, for each query head, the requests in order and their
     tokens ascending, `PORTABLE_ROWS` in one step; then the heads of a group, left to right.
@@ -291,8 +293,13 @@ def _page_gradients(
     initial = *zeros, jnp.zeros(heads, ACCUMULATOR)
     dk, dv, dsinks = fold_rows(functools.partial(_add_tile, masking=masking), initial, tiles, shared, size=1)
     group, (k_pages, v_pages) = heads // kv.kv_heads, kv.numbers
-    dk = rounded(_sum_of_group(dk, group) * np.float32(masking.scale), k_pages.dtype)
-    return KVPages(dk, rounded(_sum_of_group(dv, group), v_pages.dtype)), dsinks
+    dk, dv = _sum_of_group(dk, group) * np.float32(masking.scale), _sum_of_group(dv, group)
+    if isinstance(kv.v, KeyColumns):
+        # The barrier keeps the product from being fused with the sum.
+        dk, dv = lax.optimization_barrier((dk, dv))
+        dk = dk.at[..., : kv.v.width].add(dv)
+        return KVPages(rounded(dk, k_pages.dtype), kv.v), dsinks
+    return KVPages(rounded(dk, k_pages.dtype), rounded(dv, v_pages.dtype)), dsinks
 
 
 def _gathered_tiles(rows: _GradientRows, queries: Queries) -> tuple[_GradientRows, _Tile]:

@@ -182,8 +182,10 @@ def _in_numbers(
 
 
 def _check(q: Array, kv: KVPages) -> None:
-    sizes = {"q": q.shape[-1], "v_pages": kv.v.shape[-1]}
-    if str(q.dtype) not in DTYPES:
+    sizes = {"q": q.shape[-1], "v_pages": kv.value_width}
+    if kv.values_are_keys:
+        given, accepted = "values that are columns of their keys", "values in pages of their own"
+    elif str(q.dtype) not in DTYPES:
         given, accepted = f"q has dtype {q.dtype}", f"{', '.join(DTYPES)}. Cast q and the pages"
     elif not all(size in WIDTHS for size in sizes.values()):
         given = " and ".join(f"{name} has {size} columns" for name, size in sizes.items())

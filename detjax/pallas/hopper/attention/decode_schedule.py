@@ -53,7 +53,7 @@ class Problem:
         """The problem of queries `[B, T, H, K]`."""
         batch, tokens, heads, width = q.shape
         kind = None if kv.quantized is None else kv.quantized[0].kind
-        return cls(batch, tokens, heads, kv.kv_heads, width, kv.v.shape[-1], most_blocks, q.dtype, kind)
+        return cls(batch, tokens, heads, kv.kv_heads, width, kv.value_width, most_blocks, q.dtype, kind)
 
     @property
     def group(self) -> int:

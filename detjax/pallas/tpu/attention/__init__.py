@@ -179,8 +179,10 @@ def _served(q: Array, kv: KVPages) -> tuple[Array, Array]:
         NotImplementedError: the pages are quantized or have a width or a dtype that the kernel does not serve.
     """
     check_dtypes("attention", q)
-    widths = {"q": q.shape[-1], "v_pages": kv.v.shape[-1]}
-    if kv.quantized:
+    widths = {"q": q.shape[-1], "v_pages": kv.value_width}
+    if kv.values_are_keys:
+        given, accepted = "values that are columns of their keys", "values in pages of their own"
+    elif kv.quantized:
         given, accepted = "quantized pages", f"pages of {q.dtype}. Dequantize them"
     elif not all(width in WIDTHS for width in widths.values()):
         given = " and ".join(f"{name} with {width} columns" for name, width in widths.items())
