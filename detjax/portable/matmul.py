@@ -25,7 +25,7 @@ def forward(
 
     def tile(rows: tuple[Array, Array | None], shared: tuple[Array, Array | None]) -> Array:
         x, residual = rows
-        y = activated(parts(_pre_activation(x, *shared, layout)), epilogue)
+        y = activated(parts(pre_activation(x, *shared, layout)), epilogue)
         if residual is not None:
             y = y + residual.astype(ACCUMULATOR)
         return rounded(y, out_dtype)
@@ -62,19 +62,17 @@ def backward(
 
     def accumulator_gradient(rows: tuple[Array, Array], shared: tuple[Array, Array | None]) -> Array:
         x, dy = rows
-        z = rounded(_pre_activation(x, *shared, layout), x.dtype).astype(ACCUMULATOR)
+        z = rounded(pre_activation(x, *shared, layout), x.dtype).astype(ACCUMULATOR)
         (dz,) = jax.vjp(lambda z: activated(parts(z), epilogue), z)[1](dy.astype(ACCUMULATOR))
         return rounded(dz, x.dtype)
 
     def input_gradient(dz: Array, w: Array) -> Array:
-        dx = [dot(dz[:, part], half, (1, kept_axis)) for part, half in enumerate(_halves(w))]
+        dx = [dot(dz[:, part], half, (1, kept_axis)) for part, half in enumerate(halves(w))]
         return rounded(sum(dx[1:], dx[0]), dz.dtype)
 
     def weight_gradient(carry: tuple[Array, Array], rows: tuple[Array, Array], _: None) -> tuple[Array, Array]:
         x, dz = rows
-        pairs = [(x, dz[:, part]) if layout == "kn" else (dz[:, part], x) for part in range(dz.shape[1])]
-        dw = jnp.stack([dot(*pair, (0, 0)) for pair in pairs]).reshape(w.shape)
-        return carry[0] + dw, carry[1] + sum_of_rows(dz.astype(ACCUMULATOR))
+        return accumulated(carry[0], x, dz, layout), carry[1] + sum_of_rows(dz.astype(ACCUMULATOR))
 
     dz = map_rows(accumulator_gradient, (flat_x, flat_rows(dy)), (w, bias))
     dx = map_rows(input_gradient, dz, w).reshape(x.shape)
@@ -90,12 +88,25 @@ def backward(
     return dx, dw, rounded(dbias, bias.dtype) if bias_sum is None else dbias
 
 
-def _halves(w: Array) -> tuple[Array, ...]:
-    """The weight alone, or the gate's and the up projection's of a stacked one."""
+def accumulated(total: Array, x: Array, dz: Array, layout: WeightLayout) -> Array:
+    """Returns the sum of a weight's gradients after one step of tokens.
+
+    Args:
+        total: the sum before it, float32, in the weight's shape.
+        x: the step's rows `[tokens, K]`.
+        dz: the gradients of their biased sums, `[tokens, parts, N]`.
+        layout: the weight's.
+    """
+    pairs = [(x, dz[:, part]) if layout == "kn" else (dz[:, part], x) for part in range(dz.shape[1])]
+    return total + jnp.stack([dot(*pair, (0, 0)) for pair in pairs]).reshape(total.shape)
+
+
+def halves(w: Array) -> tuple[Array, ...]:
+    """Returns the weight alone, or the gate's and the up projection's of a stacked one."""
     return (w,) if w.ndim == 2 else (w[0], w[1])
 
 
-def _pre_activation(x: Array, w: Array, bias: Array | None, layout: WeightLayout) -> Array:
-    """The biased sums of a tile, float32 `[rows, 1, N]`, or `[rows, 2, N]` for gate and up."""
-    z = jnp.stack([dot(x, half, (1, 0 if layout == "kn" else 1)) for half in _halves(w)], axis=1)
+def pre_activation(x: Array, w: Array, bias: Array | None, layout: WeightLayout) -> Array:
+    """Returns the biased sums of a tile, float32 `[rows, 1, N]`, or `[rows, 2, N]` for gate and up."""
+    z = jnp.stack([dot(x, half, (1, 0 if layout == "kn" else 1)) for half in halves(w)], axis=1)
     return z if bias is None else z + bias.astype(ACCUMULATOR).reshape(1, *z.shape[1:])

@@ -14,7 +14,13 @@ from detjax.rounding import rounded
 
 
 def forward(
-    x: Array, cos: Array, sin: Array, *weights: Array, heads: tuple[int, ...], eps: float | None
+    x: Array,
+    cos: Array,
+    sin: Array,
+    *weights: Array,
+    heads: tuple[int, ...],
+    eps: float | None,
+    norm_offset: float = 0.0,
 ) -> tuple[Array, ...]:
     """Returns groups of heads of `x [*B, T, N, K]`, rotated by their tokens' `cos, sin [*B, T, K / 2]`.
 
@@ -26,12 +32,13 @@ def forward(
             None: there is no norm.
         heads: the number of heads in each group, first to last. Further heads are not read.
         eps: what the norm adds to the mean square.
+        norm_offset: what the norm adds to the weight.
     """
     groups = jnp.split(x[..., : sum(heads), :], tuple(accumulate(heads))[:-1], axis=-2)
     if weights:
         pairs = zip(groups, weights, strict=True)
         assert eps is not None
-        groups = [norm.forward(group, weight, None, eps=eps, weight_offset=0.0)[0] for group, weight in pairs]
+        groups = [norm.forward(group, weight, None, eps=eps, weight_offset=norm_offset)[0] for group, weight in pairs]
 
     def tile(rows: tuple[list[Array], Array, Array], _: None) -> list[Array]:
         groups, cos, sin = rows
@@ -48,12 +55,19 @@ def forward(
 
 
 def append_kv(
-    x: Array, cos: Array, sin: Array, *weights: Array, kv: KVPages, queries: Queries, eps: float | None
+    x: Array,
+    cos: Array,
+    sin: Array,
+    *weights: Array,
+    kv: KVPages,
+    queries: Queries,
+    eps: float | None,
+    norm_offset: float = 0.0,
 ) -> tuple[Array, KVPages]:
     """Returns `forward` of the queries in `x [B, T, H + 2 h, K]`, and the pages with its rotated keys and its values.
 
     `kv_pages.append` says which tokens are written, and where.
     """
     heads = x.shape[2] - 2 * kv.kv_heads, kv.kv_heads
-    q, k = forward(x, cos, sin, *weights, heads=heads, eps=eps)
+    q, k = forward(x, cos, sin, *weights, heads=heads, eps=eps, norm_offset=norm_offset)
     return q, append(kv, k, x[:, :, sum(heads) :], queries)

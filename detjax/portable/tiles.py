@@ -8,11 +8,12 @@ an addition inside, and no constant operand is folded by an arithmetic other tha
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from detjax import backends
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, PORTABLE_ROWS
@@ -65,6 +66,137 @@ def fold_rows(
     trips, rows, shared = _behind_barrier(count, rows, shared, size)
     initial = lax.optimization_barrier(initial)
     return lax.fori_loop(0, trips, lambda index, carry: tile(carry, _tile_at(rows, index, size), shared), initial)
+
+
+class GroupTiles(NamedTuple):
+    """Tiles of rows that are sorted by group, none of which reaches into another group.
+
+    Attributes:
+        count: how many tiles there are.
+        first: the first row of each.
+        rows: how many rows of its group each has.
+        group: the group of each. Entries of the three from `count` on mean nothing.
+    """
+
+    count: Int[Array, ""]
+    first: Int[Array, "M"]
+    rows: Int[Array, "M"]
+    group: Int[Array, "M"]
+
+
+def group_tiles(group_sizes: Int[Array, "G"], rows: int, size: int, parts: Int[Array, "M"] | None = None) -> GroupTiles:
+    """Returns the tiles of up to `size` rows into which groups of so many rows are cut, each from its first row.
+
+    Args:
+        group_sizes: the rows of each group; the groups follow one another, and rows after the last one have none.
+        rows: all rows.
+        size: the rows of a tile.
+        parts: for each row a number; within a group, a tile begins where it changes.
+    """
+    index = jnp.arange(rows, dtype=jnp.int32)
+    group = jnp.searchsorted(jnp.cumsum(group_sizes, dtype=jnp.int32), index, side="right").astype(jnp.int32)
+    labels = (group,) if parts is None else (group, parts)
+    changes = jnp.any(jnp.stack([x[1:] != x[:-1] for x in labels]), axis=0)
+    begins = jnp.concatenate([jnp.ones(1, bool), changes])
+    run = lax.cummax(jnp.where(begins, index, 0))
+    # The row after the last one of a row's run.
+    nexts = lax.cummin(jnp.where(begins, index, rows), reverse=True)
+    ends = jnp.append(nexts[1:], jnp.int32(rows))
+    is_first = ((index - run) % size == 0) & (group < group_sizes.shape[0])
+    (first,) = jnp.nonzero(is_first, size=rows, fill_value=0)
+    first = first.astype(jnp.int32)
+    return GroupTiles(jnp.sum(is_first, dtype=jnp.int32), first, jnp.minimum(ends[first] - first, size), group[first])
+
+
+def map_groups(
+    tile: Callable[..., Array],
+    rows: PyTree[Array],
+    shared: PyTree[Array],
+    tiles: GroupTiles,
+    size: int = PORTABLE_ROWS,
+) -> Array:
+    """Returns the results `[M, ...]` of `tile` for rows that are sorted by group; zeros for rows without a group.
+
+    Args:
+        tile: a function of the rows of one tile, `[size, ...]`, of their group, and of `shared`. Its result is an array
+            `[size, ...]`, and a row of it depends on the same row of its argument alone.
+        rows: arrays `[M, ...]`. Zeros stand for the rows of a tile that are of other groups.
+        shared: arrays that every tile sees whole.
+        tiles: from `group_tiles`, with the same size.
+        size: the rows of a tile.
+    """
+    count, tiles, rows, shared = _groups_behind_barrier(tiles, rows, shared, size)
+    out = jax.eval_shape(tile, _tile_at(rows, 0, size), tiles.group[0], shared)
+    out = jnp.zeros((count + size, *out.shape[1:]), out.dtype)
+
+    def step(index: Array, out: Array) -> Array:
+        inside, given = _group_tile(index, tiles, rows, size)
+        result = lax.optimization_barrier(tile(given, tiles.group[index], shared))
+        first = tiles.first[index]
+        before = lax.dynamic_slice_in_dim(out, first, size, 0)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(_column(inside, result), result, before), first, 0)
+
+    return lax.fori_loop(0, tiles.count, step, out)[:count]
+
+
+def fold_groups(
+    tile: Callable[..., PyTree[Array]],
+    initial: PyTree[Array],
+    rows: PyTree[Array],
+    tiles: GroupTiles,
+    size: int = PORTABLE_ROWS,
+) -> PyTree[Array]:
+    """Returns arrays `[G, ...]` to each group of which `tile` has added its rows, in ascending order.
+
+    Args:
+        tile: a function of one group's arrays and of the rows of one tile, `[size, ...]`; it returns the group's next
+            arrays. Rows of zeros must add exact zeros to them.
+        initial: the arrays before the first tile.
+        rows: arrays `[M, ...]`. Zeros stand for the rows of a tile that are of other groups.
+        tiles: from `group_tiles`, with the same size.
+        size: the rows of a tile.
+    """
+    _, tiles, rows, _ = _groups_behind_barrier(tiles, rows, None, size)
+    initial = lax.optimization_barrier(initial)
+
+    def step(index: Array, carry: PyTree[Array]) -> PyTree[Array]:
+        _, given = _group_tile(index, tiles, rows, size)
+        group = tiles.group[index]
+        updated = tile(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, group, 0, keepdims=False), carry), given)
+        return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, group, 0), carry, updated)
+
+    return lax.fori_loop(0, tiles.count, step, initial)
+
+
+def _groups_behind_barrier(
+    tiles: GroupTiles, rows: PyTree[Array], shared: PyTree[Array], size: int
+) -> tuple[int, GroupTiles, PyTree, PyTree]:
+    """The number of rows; tiles, rows with zeros behind them for the last tile, and `shared`, past a barrier."""
+    count = jax.tree.leaves(rows)[0].shape[0]
+    rows = jax.tree.map(lambda leaf: jnp.pad(leaf, [(0, size)] + [(0, 0)] * (leaf.ndim - 1)), rows)
+    return count, *lax.optimization_barrier((tiles, rows, shared))
+
+
+def _group_tile(index: Array, tiles: GroupTiles, rows: PyTree[Array], size: int) -> tuple[Array, PyTree[Array]]:
+    """Which rows of a tile are its group's, and the tile with zeros in place of others."""
+    inside = jnp.arange(size, dtype=jnp.int32) < tiles.rows[index]
+    given = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, tiles.first[index], size, 0), rows)
+    return inside, jax.tree.map(lambda x: jnp.where(_column(inside, x), x, jnp.zeros_like(x)), given)
+
+
+def _column(flags: Array, like: Array) -> Array:
+    """Flags of rows in the shape of rows."""
+    return jnp.broadcast_to(flags.reshape(-1, *[1] * (like.ndim - 1)), like.shape)
+
+
+def each_row(tile: Callable[..., PyTree[Array]], rows: PyTree[Array], shared: PyTree[Array]) -> PyTree[Array]:
+    """Returns what `map_rows` returns, for a `tile` of elementwise arithmetic whose own barriers say what is rounded.
+
+    On accelerators every element goes through the same instructions, so all rows are one tile there.
+    """
+    if backends.target() == "cpu":
+        return map_rows(tile, rows, shared)
+    return lax.optimization_barrier(tile(*lax.optimization_barrier((rows, shared))))
 
 
 def sum_of_rows(x: Array) -> Array:

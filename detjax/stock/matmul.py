@@ -36,11 +36,11 @@ def matmul(
 
     if epilogue.gated:
         assert epilogue.activation is not None
-        y = _activation(epilogue.activation)(linear(0)) * linear(1)
+        y = activation(epilogue.activation)(linear(0)) * linear(1)
     else:
         y = linear(None)
         if epilogue.activation is not None:
-            y = _activation(epilogue.activation)(y)
+            y = activation(epilogue.activation)(y)
     if epilogue.soft_cap is not None:
         y = epilogue.soft_cap * jnp.tanh(y / epilogue.soft_cap)
     if residual is not None:
@@ -48,7 +48,8 @@ def matmul(
     return y.astype(out_dtype)
 
 
-def _activation(name: Activation) -> Callable[[Array], Array]:
+def activation(name: Activation) -> Callable[[Array], Array]:
+    """Returns an activation function as JAX has it."""
     if name.startswith("gelu"):
         return lambda z: jax.nn.gelu(z, approximate=name == "gelu_tanh")
     return getattr(jax.nn, name)

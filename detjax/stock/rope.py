@@ -27,8 +27,8 @@ def qk_rope(qkv: Array, positions: Array, weights: tuple[Array, ...], *, rotatio
     heads, embedding = rotation.heads, rotation.embedding
     q, k = qkv[..., : heads[0], :], qkv[..., heads[0] : sum(heads), :]
     if weights:
-        pairs = zip((q, k), weights, strict=True)
-        q, k = (rms_norm(x, weight, None, eps=rotation.norm_eps, weight_offset=0.0)[0] for x, weight in pairs)
+        norm = {"eps": rotation.norm_eps, "weight_offset": rotation.norm_offset}
+        q, k = (rms_norm(x, weight, None, **norm)[0] for x, weight in zip((q, k), weights, strict=True))
     return rope(q, positions, embedding=embedding), rope(k, positions, embedding=embedding)
 
 

@@ -1,4 +1,4 @@
-"""Matmul of rows sorted by expert on TPUs, for mixture-of-experts models; no operation calls it yet.
+"""Matmul of rows sorted by expert on TPUs, for mixture-of-experts models.
 
 Each row gets the bits that `matmul.forward` gives it with its expert's weight. A tile of rows is visited once for each
 expert that has rows in it, and each visit writes the rows of its expert. So rows stay where they are, and the number of
@@ -21,6 +21,7 @@ from detjax.options import Epilogue, WeightLayout
 from detjax.pallas.tpu import matmul
 from detjax.pallas.tpu.device import LANES, SUBLANES, VMEM_LIMIT, check_dtypes
 from detjax.pallas.tpu.matmul import ACTIVATIONS, EPILOGUE_ROWS, TOKEN_STEP, Contraction, Problem, padded
+from detjax.portable import grouped_matmul as portable_grouped_matmul
 
 ROWS: Final = TOKEN_STEP.rows
 """Rows of a tile."""
@@ -67,6 +68,7 @@ def default_schedule(problem: Problem) -> Schedule:
 def forward(
     x: Float[Array, "M K"],
     w: Float[Array, "E ..."],
+    bias: Float[Array, "E ..."] | None,
     group_sizes: Int[Array, "E"],
     *,
     layout: WeightLayout,
@@ -79,6 +81,7 @@ def forward(
     Args:
         x: rows, those of expert 0 first, then those of expert 1, and so on.
         w: weights of x's dtype, `[E, K, N]`, or `[E, N, K]` if `layout` is "nk"; `[E, 2, ...]` if gated.
+        bias: must be None.
         group_sizes: the number of rows of each expert, int32; their sum is at most M.
         layout: the layout of each weight.
         epilogue: applied to the float32 sums.
@@ -86,9 +89,14 @@ def forward(
         schedule: default: `default_schedule`'s.
 
     Raises:
-        NotImplementedError: a dtype is not one of `device.DTYPES`, or all of K does not fit into memory at once.
+        NotImplementedError: a dtype is not one of `device.DTYPES`, all of K does not fit into memory at once, or there
+            is a bias.
         ValueError: the schedule does not serve the problem.
     """
+    if bias is not None:
+        raise NotImplementedError(
+            "grouped_matmul: a bias on backend 'tpu'; accepted: None, or the backend 'portable', which takes one."
+        )
     m, out_dtype = x.shape[0], jnp.dtype(out_dtype)
     check_dtypes("grouped_matmul", x, w, jax.ShapeDtypeStruct((), out_dtype))
     contraction = Contraction("mk", layout, TOKEN_STEP)
@@ -112,6 +120,11 @@ def forward(
         ),
         name="grouped_matmul",
     )(visits, x, w)[:m]
+
+
+def backward(*arguments: Any, **options: Any) -> tuple[Array, Array, Array | None]:
+    """Returns the gradients, by the portable backend's program; see `detjax.portable.grouped_matmul.backward`."""
+    return portable_grouped_matmul.backward(*arguments, **options)
 
 
 class _Visits(NamedTuple):

@@ -68,10 +68,10 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         fn = functools.partial(grouped_matmul.forward, layout="nk", out_dtype=jnp.dtype("bfloat16"))
         gate_up = functools.partial(fn, epilogue=Epilogue("silu", gated=True))
         w = shape(experts, 2, expert_intermediate, expert_hidden)
-        calls[f"experts' gate and up, {name}"] = gate_up, (shape(m, expert_hidden), w, sizes)
+        calls[f"experts' gate and up, {name}"] = gate_up, (shape(m, expert_hidden), w, None, sizes)
         w = shape(experts, expert_hidden, expert_intermediate)
         down = functools.partial(fn, epilogue=Epilogue())
-        calls[f"experts' down, {name}"] = down, (shape(m, expert_intermediate), w, sizes)
+        calls[f"experts' down, {name}"] = down, (shape(m, expert_intermediate), w, None, sizes)
     return calls
 
 

@@ -38,13 +38,13 @@ def test_each_row_has_the_bits_of_its_experts_matmul(dtype: str, layout: str, ep
             expected[row] = by_expert[expert][row]
         poisoned = x.copy()
         poisoned[len(experts) :] = np.nan
-        assert_same_bits(grouped(poisoned, w, np.array(sizes, np.int32)), expected)
+        assert_same_bits(grouped(poisoned, w, None, np.array(sizes, np.int32)), expected)
 
 
 def kernel_text(m: int, dtype: str = "bfloat16") -> str:
     fn = functools.partial(grouped_matmul.forward, layout="nk", epilogue=GATED, out_dtype=dtype)
     w, sizes = shape(128, 2, 768, 2048, dtype=dtype), jax.ShapeDtypeStruct((128,), jnp.int32)
-    (text,) = kernel_texts(fn, shape(m, 2048, dtype=dtype), w, sizes)
+    (text,) = kernel_texts(fn, shape(m, 2048, dtype=dtype), w, None, sizes)
     return text
 
 
@@ -64,8 +64,8 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(
         NotImplementedError, match="grouped_matmul: K is 53248 in float32; accepted: tiles with all of K"
     ):
-        jax.eval_shape(fn, x, w, sizes)
+        jax.eval_shape(fn, x, w, None, sizes)
     narrow = functools.partial(fn, schedule=Schedule(100))
     x, w = shape(8, 128, dtype="float32"), shape(EXPERTS, 512, 128, dtype="float32")
     with pytest.raises(ValueError, match="grouped_matmul: the schedule has 100 outputs, with N being 512; accepted"):
-        jax.eval_shape(narrow, x, w, sizes)
+        jax.eval_shape(narrow, x, w, None, sizes)

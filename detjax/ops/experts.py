@@ -1,0 +1,182 @@
+"""Mixtures of experts under contract: which experts a token chooses, and the sum of what they give.
+
+ids, weights = choose_experts(softmax(logits), 8)
+rows = expert_rows(ids, experts=128)
+y = grouped_matmul(rows.gather(x), w, rows.group_sizes)
+x = combine_experts(y, weights, rows, residual=x)
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from detjax import compilation
+from detjax.ops.checks import check_dtype, check_integers, check_shape
+from detjax.portable import experts as portable
+
+
+@compilation.jit(static_argnames=("count", "normalized", "eps"))
+def choose_experts(
+    scores: Float32[Array, "N E"],
+    count: int,
+    *,
+    ranks: Float32[Array, "N E"] | None = None,
+    normalized: bool = False,
+    eps: float = 0.0,
+) -> tuple[Int32[Array, "N count"], Float32[Array, "N count"]]:
+    """Returns the experts that each token chooses, in ascending order, and their weights.
+
+    A token chooses the experts of the highest ranks, and of equal ranks those of the lower ids. A row depends on itself
+    alone.
+
+    Args:
+        scores: each token's score of each expert, float32.
+        count: how many experts a token chooses.
+        ranks: what the choice goes by; default: the scores. It has no gradient.
+        normalized: whether weights are scores times the rounded reciprocal of their sum, whose terms are added in
+            ascending order of ids and then to `eps`; otherwise they are the scores.
+        eps: see there.
+
+    Raises:
+        TypeError: a dtype is not float32.
+        ValueError: shapes do not fit together, or there are fewer experts than a token chooses.
+    """
+    for name, array in {"scores": scores, "ranks": ranks}.items():
+        if array is not None and array.dtype != jnp.float32:
+            raise TypeError(f"choose_experts: {name} has dtype {array.dtype}; accepted: float32. Convert it first.")
+    check_shape("choose_experts", "ranks", ranks, scores.shape, f"scores being {scores.shape}")
+    if not 1 <= count <= scores.shape[1]:
+        raise ValueError(f"choose_experts: count is {count}; accepted: 1 to {scores.shape[1]}, the number of experts")
+    return _choose(scores, scores if ranks is None else ranks, count, normalized, eps)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _choose(scores: Array, ranks: Array, count: int, normalized: bool, eps: float) -> tuple[Array, Array]:
+    return portable.choose(scores, jax.lax.stop_gradient(ranks), count, normalized=normalized, eps=eps)
+
+
+def _choose_forward(
+    scores: Array, ranks: Array, count: int, normalized: bool, eps: float
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    ids, weights = _choose(scores, ranks, count, normalized, eps)
+    return (ids, weights), (scores, ids)
+
+
+def _choose_backward(
+    count: int, normalized: bool, eps: float, saved: tuple[Array, Array], gradients: tuple[Any, Array]
+) -> tuple[Array, Array]:
+    scores, ids = saved
+    dscores = portable.choose_backward(scores, ids, gradients[1], normalized=normalized, eps=eps)
+    return dscores, jnp.zeros_like(scores)
+
+
+_choose.defvjp(_choose_forward, _choose_backward)
+
+
+class ExpertRows(NamedTuple):
+    """Rows of tokens by expert: each token has one with each expert that it chose.
+
+    Attributes:
+        group_sizes: how many rows each expert has, `[E]` int32.
+        token: the token of each row, `[M]`, ascending within an expert. Rows of absent tokens come last.
+        place: the row of each token with each of its experts, `[N, count]`.
+    """
+
+    group_sizes: Int32[Array, "E"]
+    token: Int32[Array, "M"]
+    place: Int32[Array, "N count"]
+
+    def gather(self, x: Float[Array, "N D"]) -> Float[Array, "M D"]:
+        """Returns the rows of tokens. A token's gradient adds those of its rows in ascending order of experts."""
+        return _gather(x, self)
+
+
+def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array, "N"] | None = None) -> ExpertRows:
+    """Returns the rows of tokens that chose these experts.
+
+    Args:
+        ids: the experts of each token, none of them twice.
+        experts: how many experts there are.
+        present: whether a token is one; others belong to no expert. Default: all are.
+    """
+    check_integers("expert_rows", ids=ids)
+    tokens, count = ids.shape
+    keys = ids if present is None else jnp.where(present[:, None], ids, jnp.int32(experts))
+    keys = keys.reshape(-1)
+    order = jnp.argsort(keys, stable=True).astype(jnp.int32)
+    ends = jnp.searchsorted(keys[order], jnp.arange(experts, dtype=jnp.int32), side="right").astype(jnp.int32)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
+    return ExpertRows(jnp.diff(ends, prepend=jnp.int32(0)), order // count, place.reshape(tokens, count))
+
+
+@jax.custom_vjp
+def _gather(x: Array, rows: ExpertRows) -> Array:
+    return x[rows.token]
+
+
+def _gather_forward(x: Array, rows: ExpertRows) -> tuple[Array, ExpertRows]:
+    return _gather(x, rows), rows
+
+
+def _gather_backward(rows: ExpertRows, dy: Array) -> tuple[Array, None]:
+    return portable.add_rows(dy[rows.place]), None
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+@compilation.jit
+def combine_experts(
+    y: Float[Array, "M D"],
+    weights: Float32[Array, "N count"],
+    rows: ExpertRows,
+    *,
+    shared: Float[Array, "N D"] | None = None,
+    residual: Float[Array, "N D"] | None = None,
+) -> Float[Array, "N D"]:
+    """Returns for each token the weighted sum of its experts' results, rounded once.
+
+    Products are float32 and rounded. They are added left to right in ascending order of experts, and then the result of
+    the shared experts and the residual.
+
+    Args:
+        y: the experts' results, in the order of the rows; bfloat16, float16 or float32.
+        weights: of each token's experts, in ascending order of these.
+        rows: where each result is.
+        shared: the result of experts that all tokens share.
+        residual: rows of y's dtype that are added last.
+
+    Raises:
+        TypeError: a dtype is not under contract.
+        ValueError: shapes do not fit together.
+    """
+    check_dtype("combine_experts", y=y)
+    check_dtype("combine_experts", like=y, shared=shared, residual=residual)
+    check_shape("combine_experts", "weights", weights, rows.place.shape, f"rows.place being {rows.place.shape}")
+    for name, array in {"shared": shared, "residual": residual}.items():
+        check_shape("combine_experts", name, array, (len(weights), y.shape[1]), f"y being {y.shape}")
+    return _combine(y, weights, rows, (shared, residual))
+
+
+@jax.custom_vjp
+def _combine(y: Array, weights: Array, rows: ExpertRows, addends: tuple[Array | None, ...]) -> Array:
+    return portable.combine(y[rows.place], weights, [x for x in addends if x is not None])
+
+
+def _combine_forward(
+    y: Array, weights: Array, rows: ExpertRows, addends: tuple[Array | None, ...]
+) -> tuple[Array, tuple[Any, ...]]:
+    return _combine(y, weights, rows, addends), (y, weights, rows, tuple(x is not None for x in addends))
+
+
+def _combine_backward(saved: tuple[Any, ...], dout: Array) -> tuple[Any, ...]:
+    y, weights, rows, has_addend = saved
+    dy, dweights = portable.combine_backward(y[rows.place], weights, dout)
+    by_row = jnp.zeros_like(y).at[rows.place.reshape(-1)].set(dy.reshape(y.shape), unique_indices=True)
+    return by_row, dweights, None, tuple(dout if flag else None for flag in has_addend)
+
+
+_combine.defvjp(_combine_forward, _combine_backward)

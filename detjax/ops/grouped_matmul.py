@@ -1,0 +1,132 @@
+"""Matrix products of rows that are sorted by expert, each with its expert's weight, under contract."""
+
+import functools
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from detjax import compilation
+from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
+from detjax.contract import INPUT_DTYPES
+from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
+from detjax.ops.dispatch import Operation
+from detjax.options import Activation, Epilogue, WeightLayout
+
+_GROUPED_MATMUL = Operation(
+    "grouped_matmul",
+    {
+        "portable": "detjax.portable.grouped_matmul",
+        "tpu": "detjax.pallas.tpu.grouped_matmul",
+        "stock": "detjax.stock.grouped_matmul",
+    },
+)
+
+
+@compilation.jit(static_argnames=("layout", "activation", "gated", "out_dtype"))
+def grouped_matmul(
+    x: Float[Array, "M K"],
+    w: Weight,
+    group_sizes: Int[Array, "E"],
+    *,
+    layout: WeightLayout = "kn",
+    bias: Weight | None = None,
+    activation: Activation | None = None,
+    gated: bool = False,
+    sequences: Int[Array, "M"] | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "M N"]:
+    """Returns `act(x[m] @ w[e] + bias[e])`, e being the expert of row m; zeros for rows after the last group.
+
+    A row has the bits that `matmul` gives it with its expert's weight, whatever the other rows are and however many an
+    expert has.
+
+    Args:
+        x: rows, those of expert 0 first, then those of expert 1, and so on; bfloat16, float16 or float32.
+        w: the experts' weights of x's dtype, `[E, K, N]` if `layout` is "kn" and `[E, N, K]` if it is "nk"; if `gated`,
+            `[E, 2, K, N]` or `[E, 2, N, K]`. With an `AccumulatedWeight`, also as bias, the gradient continues a sum.
+        group_sizes: how many rows each expert has; at most M together.
+        layout: "kn" or "nk".
+        bias: `[E, N]`, or `[E, 2, N]` if `gated`.
+        activation: see `matmul`.
+        gated: see `matmul`.
+        sequences: the sequence that each row belongs to. The gradient of a weight adds an expert's rows in ascending
+            order, `contract.WEIGHT_GRADIENT_TOKENS` in one step, and begins a new step where the sequence changes.
+            Default: all rows belong to one.
+        out_dtype: the dtype of the result; default: x's.
+
+    Raises:
+        NotImplementedError: the backend has no kernels for it.
+        TypeError: a dtype is not under contract, or w's dtype is not x's.
+        ValueError: shapes do not fit together, or an option is unknown.
+    """
+    name = "grouped_matmul"
+    (w, w_sum), (bias, bias_sum) = (value_and_sum(_GROUPED_MATMUL.taking(weight)) for weight in (w, bias))
+    check_dtype(name, x=x, bias=bias)
+    check_dtype(name, like=x, w=w)
+    check_integers(name, group_sizes=group_sizes)
+    if layout not in get_args(WeightLayout):
+        raise ValueError(f"{name}: layout is {layout!r}; accepted: {', '.join(get_args(WeightLayout))}")
+    if activation not in (None, *get_args(Activation)):
+        raise ValueError(f"{name}: activation is {activation!r}; accepted: None, {', '.join(get_args(Activation))}")
+    if gated and activation is None:
+        raise ValueError(f"{name}: gated without an activation; accepted: gated with one, such as silu")
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if str(out_dtype) not in INPUT_DTYPES:
+        raise TypeError(f"{name}: out_dtype is {out_dtype}; accepted: {', '.join(INPUT_DTYPES)}")
+    experts, stacked = group_sizes.shape[0], (2,) if gated else ()
+    if w.ndim != 3 + len(stacked):
+        raise ValueError(f"{name}: w has shape {w.shape}; accepted: {3 + len(stacked)} axes where gated is {gated}")
+    outputs = w.shape[-1] if layout == "kn" else w.shape[-2]
+    shape = (x.shape[-1], outputs) if layout == "kn" else (outputs, x.shape[-1])
+    because = f"x being {x.shape}, group_sizes {group_sizes.shape} and the layout {layout!r}"
+    check_shape(name, "w", w, (experts, *stacked, *shape), because)
+    check_shape(name, "bias", bias, (experts, *stacked, outputs), f"w being {w.shape}")
+    check_shape(name, "sequences", sequences, x.shape[:1], f"x being {x.shape}")
+    check_not_empty(name, x=x, w=w)
+
+    epilogue = Epilogue(activation, gated)
+    under_contract = functools.partial(_with_sums, sequences=sequences, sums=(w_sum, bias_sum))
+    options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
+    return _GROUPED_MATMUL.call(under_contract, x, w, bias, group_sizes, **options)
+
+
+def _with_sums(
+    x: Array, w: Array, bias: Array | None, group_sizes: Array, *, sequences: Array | None, sums: Any, **options: Any
+) -> Array:
+    return _grouped_matmul(x, w, bias, group_sizes, sequences, sums, **options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _grouped_matmul(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    group_sizes: Array,
+    sequences: Array | None,
+    sums: tuple[Array | None, ...],
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: jnp.dtype,
+) -> Array:
+    del sequences, sums  # the backward pass alone has a use for them
+    forward = _GROUPED_MATMUL.kernels().forward
+    return forward(x, w, bias, group_sizes, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
+
+
+def _forward(*arguments: Any) -> tuple[Array, tuple[Any, ...]]:
+    return _grouped_matmul(*arguments), arguments[:6]
+
+
+def _backward(
+    layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, saved: tuple[Any, ...], dy: Array
+) -> tuple[Any, ...]:
+    *operands, sums = saved
+    kernels = _GROUPED_MATMUL.kernels()
+    dx, *gradients = kernels.backward(*operands, dy, *sums, layout=layout, epilogue=epilogue)
+    fresh, carried = fresh_and_carried(gradients, sums)
+    return dx, *fresh, None, None, carried
+
+
+_grouped_matmul.defvjp(_forward, _backward)

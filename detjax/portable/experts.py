@@ -1,0 +1,93 @@
+"""How tokens choose experts, and how what these give is added, in plain JAX: rows of one fixed shape."""
+
+import functools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from detjax.contract import ACCUMULATOR
+from detjax.portable.tiles import each_row, row_sum
+from detjax.rounding import rounded
+
+
+def choose(scores: Array, ranks: Array, count: int, *, normalized: bool, eps: float) -> tuple[Array, Array]:
+    """Returns ids `[N, count]` in ascending order, and weights; see `detjax.ops.experts.choose_experts`."""
+
+    def tile(rows: tuple[Array, Array], _: None) -> tuple[Array, Array]:
+        scores, ranks = rows
+        # Of equal ranks the lower id comes first.
+        ids = jnp.sort(lax.top_k(ranks, count)[1].astype(jnp.int32), axis=1)
+        return ids, _weights(jnp.take_along_axis(scores, ids, axis=1), normalized, eps)
+
+    return each_row(tile, (scores, ranks), None)
+
+
+def choose_backward(scores: Array, ids: Array, dweights: Array, *, normalized: bool, eps: float) -> Array:
+    """Returns the gradient of the scores, which is zero for experts that were not chosen."""
+
+    def tile(rows: tuple[Array, Array, Array], _: None) -> Array:
+        scores, ids, dweights = rows
+        dchosen = dweights
+        if normalized:
+            chosen = jnp.take_along_axis(scores, ids, axis=1)
+            factor, products = _factor(chosen, eps), lax.optimization_barrier(chosen * dweights)
+            # Every product is rounded before it is added or subtracted.
+            along = lax.optimization_barrier(_sum(products) * factor)
+            dchosen = factor[:, None] * (dweights - along[:, None])
+        expert = jnp.arange(scores.shape[1], dtype=jnp.int32)[None]
+        places = [jnp.where(ids[:, j : j + 1] == expert, dchosen[:, j : j + 1], 0.0) for j in range(ids.shape[1])]
+        # An expert is chosen once, so all terms of a sum but one are zeros.
+        return functools.reduce(jnp.add, places)
+
+    return each_row(tile, (scores, ids, dweights), None)
+
+
+def _weights(chosen: Array, normalized: bool, eps: float) -> Array:
+    return chosen * _factor(chosen, eps)[:, None] if normalized else chosen
+
+
+def _factor(chosen: Array, eps: float) -> Array:
+    # XLA turns some divisions by what repeats into products with the reciprocal, so all of them are.
+    return lax.optimization_barrier(1 / (_sum(chosen) + eps))
+
+
+def _sum(x: Array) -> Array:
+    """The sums `[N]` of rows `[N, count]`, left to right."""
+    return functools.reduce(jnp.add, [x[:, j] for j in range(x.shape[1])])
+
+
+def combine(y: Array, weights: Array, addends: Sequence[Array]) -> Array:
+    """Returns the weighted sums `[N, D]` of rows `[N, count, D]`; see `detjax.ops.experts.combine_experts`."""
+
+    def tile(rows: tuple[Array, Array, tuple[Array, ...]], _: None) -> Array:
+        y, weights, addends = rows
+        terms = lax.optimization_barrier(
+            [y[:, j].astype(ACCUMULATOR) * weights[:, j : j + 1] for j in range(y.shape[1])]
+        )
+        return rounded(functools.reduce(jnp.add, [*terms, *(x.astype(ACCUMULATOR) for x in addends)]), y.dtype)
+
+    return each_row(tile, (y, weights, tuple(addends)), None)
+
+
+def combine_backward(y: Array, weights: Array, dout: Array) -> tuple[Array, Array]:
+    """Returns the gradients of rows `[N, count, D]` and of weights `[N, count]`."""
+
+    def tile(rows: tuple[Array, Array, Array], _: None) -> tuple[Array, Array]:
+        y, weights, dout = rows
+        wide = dout.astype(ACCUMULATOR)[:, None]
+        dy = rounded(wide * weights[..., None], y.dtype)
+        return dy, row_sum(lax.optimization_barrier(y.astype(ACCUMULATOR) * wide))[..., 0]
+
+    return each_row(tile, (y, weights, dout), None)
+
+
+def add_rows(rows: Array) -> Array:
+    """Returns the sums `[N, D]` of rows `[N, count, D]`, added left to right in float32 and rounded once."""
+
+    def tile(rows: Array, _: None) -> Array:
+        wide = rows.astype(ACCUMULATOR)
+        return rounded(functools.reduce(jnp.add, [wide[:, j] for j in range(wide.shape[1])]), rows.dtype)
+
+    return each_row(tile, rows, None)

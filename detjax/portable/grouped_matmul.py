@@ -1,0 +1,88 @@
+"""Matmul of rows sorted by expert in plain JAX: tiles of one expert's rows against its weight."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, DTypeLike, PyTree
+
+from detjax.contract import ACCUMULATOR, PORTABLE_ROWS, WEIGHT_GRADIENT_TOKENS
+from detjax.numerics import activated, parts
+from detjax.options import Epilogue, WeightLayout
+from detjax.portable.matmul import accumulated, halves, pre_activation
+from detjax.portable.tiles import dot, fold_groups, group_tiles, map_groups, sum_of_rows
+from detjax.rounding import rounded
+
+
+def forward(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    group_sizes: Array,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+) -> Array:
+    """Returns rows `[M, N]` for rows `[M, K]`; see `detjax.ops.grouped_matmul` for the operands and options."""
+
+    def tile(x: Array, expert: Array, shared: tuple[Array, Array | None]) -> Array:
+        y = activated(parts(pre_activation(x, *_expert_arrays(shared, expert), layout)), epilogue)
+        return rounded(y, out_dtype)
+
+    return map_groups(tile, x, (w, bias), group_tiles(group_sizes, len(x), PORTABLE_ROWS))
+
+
+def backward(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    group_sizes: Array,
+    sequences: Array | None,
+    dy: Array,
+    w_sum: Array | None = None,
+    bias_sum: Array | None = None,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+) -> tuple[Array, Array, Array | None]:
+    """Returns the gradients of x, w and bias, or the next sums of the last two; see `detjax.portable.matmul.backward`.
+
+    An expert's rows are added in ascending order, `WEIGHT_GRADIENT_TOKENS` of one sequence in one step.
+    """
+
+    def accumulator_gradient(rows: tuple[Array, Array], expert: Array, shared: tuple[Array, Array | None]) -> Array:
+        x, dy = rows
+        z = rounded(pre_activation(x, *_expert_arrays(shared, expert), layout), x.dtype).astype(ACCUMULATOR)
+        (dz,) = jax.vjp(lambda z: activated(parts(z), epilogue), z)[1](dy.astype(ACCUMULATOR))
+        return rounded(dz, x.dtype)
+
+    def input_gradient(dz: Array, expert: Array, w: Array) -> Array:
+        kept_axis = 1 if layout == "kn" else 0
+        dx = [dot(dz[:, part], half, (1, kept_axis)) for part, half in enumerate(halves(_expert_arrays(w, expert)))]
+        return rounded(sum(dx[1:], dx[0]), dz.dtype)
+
+    def weight_gradient(carry: tuple[Array, Array], rows: tuple[Array, Array]) -> tuple[Array, Array]:
+        x, dz = rows
+        return accumulated(carry[0], x, dz, layout), carry[1] + sum_of_rows(dz.astype(ACCUMULATOR))
+
+    tiles = group_tiles(group_sizes, len(x), PORTABLE_ROWS)
+    dz = map_groups(accumulator_gradient, (x, dy), (w, bias), tiles)
+    dx = map_groups(input_gradient, dz, w, tiles)
+    start = (
+        jnp.zeros(w.shape, ACCUMULATOR) if w_sum is None else w_sum,
+        jnp.zeros((len(w), *dz.shape[1:]), ACCUMULATOR)
+        if bias_sum is None
+        else bias_sum.reshape(len(w), *dz.shape[1:]),
+    )
+    steps = group_tiles(group_sizes, len(x), WEIGHT_GRADIENT_TOKENS, sequences)
+    dw, dbias = fold_groups(weight_gradient, start, (x, dz), steps, WEIGHT_GRADIENT_TOKENS)
+    dw = rounded(dw, w.dtype) if w_sum is None else dw
+    if bias is None:
+        return dx, dw, None
+    dbias = dbias.reshape(bias.shape)
+    return dx, dw, rounded(dbias, bias.dtype) if bias_sum is None else dbias
+
+
+def _expert_arrays(shared: PyTree[Array], expert: Array) -> PyTree[Array]:
+    """An expert's arrays out of those of all experts."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, expert, 0, keepdims=False), shared)

@@ -1,0 +1,48 @@
+"""Matrix products of rows sorted by expert, by XLA's ragged dot."""
+
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, DTypeLike
+
+from detjax.contract import ACCUMULATOR
+from detjax.options import Epilogue, WeightLayout
+from detjax.stock.dot import dot_operands
+from detjax.stock.matmul import activation
+
+DIFFERENTIATED_BY_JAX: Final = True
+
+
+def grouped_matmul(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    group_sizes: Array,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+) -> Array:
+    """See `detjax.ops.grouped_matmul`."""
+    transposed = w if layout == "kn" else jnp.swapaxes(w, -1, -2)
+    rows = jnp.arange(len(x), dtype=jnp.int32)
+    expert = jnp.searchsorted(jnp.cumsum(group_sizes, dtype=jnp.int32), rows, side="right")
+    has_expert = (expert < len(w))[:, None]
+
+    def linear(index: int | None) -> Array:
+        part = transposed if index is None else transposed[:, index]
+        z = lax.ragged_dot(
+            *dot_operands(x, part), group_sizes, precision=lax.Precision.HIGHEST, preferred_element_type=ACCUMULATOR
+        )
+        if bias is None:
+            return z
+        part_bias = bias if index is None else bias[:, index]
+        return z + part_bias.astype(ACCUMULATOR)[jnp.minimum(expert, len(w) - 1)]
+
+    z = linear(0 if epilogue.gated else None)
+    y = z if epilogue.activation is None else activation(epilogue.activation)(z)
+    if epilogue.gated:
+        y = y * linear(1)
+    return jnp.where(jnp.broadcast_to(has_expert, y.shape), y, jax.numpy.zeros_like(y)).astype(out_dtype)

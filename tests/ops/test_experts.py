@@ -1,0 +1,144 @@
+"""Mixtures of experts: ties, order of addition, gradients, and rows that depend on themselves alone."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import detjax
+from detjax import ops
+from tests.support.bits import assert_same_bits, same_bits
+from tests.support.unchecked import unchecked
+
+EXPERTS, COUNT, D = 6, 3, 40
+
+
+def drawn(*shape: int, dtype: str = "float32", seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
+
+
+def mixture(x: Any, w: Any, logits: Any, present: Any = None, residual: Any = None) -> Any:
+    """Tokens through the experts that they choose: a matrix for each expert."""
+    ids, weights = ops.choose_experts(ops.softmax(logits), COUNT, normalized=True)
+    rows = ops.expert_rows(ids, EXPERTS, present)
+    y = ops.grouped_matmul(rows.gather(x), w, rows.group_sizes)
+    return ops.combine_experts(y, weights, rows, residual=residual)
+
+
+def exact(x: np.ndarray, w: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """The same in float64 for every expert, with zeros as the weights of those that were not chosen."""
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    ids = np.argsort(-p, axis=1, kind="stable")[:, :COUNT]
+    weights = np.zeros_like(p)
+    np.put_along_axis(weights, ids, np.take_along_axis(p, ids, 1), 1)
+    return np.einsum("nk,ekd,ne->nd", x, w, weights / weights.sum(1, keepdims=True))
+
+
+def test_the_lowest_ids_win_ties_and_come_first() -> None:
+    scores = jnp.asarray([[1, 3, 3, 2, 3, 3], [0, 0, 0, 0, 0, 0], [5, 4, 3, 2, 1, 0]], jnp.float32)
+    ids, weights = detjax.jit(functools.partial(ops.choose_experts, count=COUNT))(scores)
+    assert ids.tolist() == [[1, 2, 4], [0, 1, 2], [0, 1, 2]]
+    assert weights.tolist() == [[3, 3, 3], [0, 0, 0], [5, 4, 3]]
+    by_others = detjax.jit(lambda scores, ranks: ops.choose_experts(scores, COUNT, ranks=ranks))
+    assert by_others(scores, -scores)[0].tolist() == [[0, 1, 3], [0, 1, 2], [3, 4, 5]]
+
+
+def test_weights_are_normalized_by_their_sum_in_ascending_order_of_experts() -> None:
+    scores = np.abs(np.asarray(drawn(50, EXPERTS)))
+    ids, weights = detjax.jit(functools.partial(ops.choose_experts, count=COUNT, normalized=True, eps=1e-3))(scores)
+    chosen = np.take_along_axis(scores, np.asarray(ids), 1)
+    total = ((chosen[:, 0] + chosen[:, 1]) + chosen[:, 2]) + np.float32(1e-3)
+    assert_same_bits(weights, chosen * (np.float32(1) / total)[:, None])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_results_are_added_in_ascending_order_of_experts(dtype: str) -> None:
+    """NumPy states the contract: rounded products, left to right, then what all tokens share, then the residual."""
+    n, ids = 20, np.sort(np.argsort(np.asarray(drawn(20, EXPERTS)), axis=1)[:, :COUNT], axis=1).astype(np.int32)
+    weights, y = np.asarray(drawn(n, COUNT)), drawn(n * COUNT, D, dtype=dtype)
+    shared, residual = drawn(n, D, dtype=dtype, seed=1), drawn(n, D, dtype=dtype, seed=2)
+
+    def fn(ids: Any, y: Any, weights: Any, shared: Any, residual: Any) -> Any:
+        rows = ops.expert_rows(ids, EXPERTS)
+        return rows, ops.combine_experts(y, weights, rows, shared=shared, residual=residual)
+
+    rows, result = detjax.jit(fn)(ids, y, weights, shared, residual)
+    wide = np.asarray(y, np.float32)[np.asarray(rows.place)]
+    total = wide[:, 0] * weights[:, :1]
+    for j in range(1, COUNT):
+        total = total + wide[:, j] * weights[:, j : j + 1]
+    total = total + np.asarray(shared, np.float32) + np.asarray(residual, np.float32)
+    assert_same_bits(result, total.astype(jnp.dtype(dtype)))
+    assert rows.group_sizes.tolist() == np.bincount(ids.reshape(-1), minlength=EXPERTS).tolist()
+    for token in range(n):
+        assert [int(rows.token[row]) for row in np.asarray(rows.place)[token]] == [token] * COUNT
+
+
+def test_a_mixture_is_that_of_float64() -> None:
+    x, w, logits = drawn(33, 24), drawn(EXPERTS, 24, D), drawn(33, EXPERTS)
+    expected = exact(*(np.asarray(a, np.float64) for a in (x, w, logits)))
+    np.testing.assert_allclose(detjax.jit(mixture)(x, w, logits), expected, atol=2e-5)
+
+
+def test_a_token_depends_on_itself_alone() -> None:
+    x, w, logits = drawn(70, 24, dtype="bfloat16"), drawn(EXPERTS, 24, D, dtype="bfloat16"), drawn(70, EXPERTS)
+    program = detjax.jit(mixture)
+    expected = program(x, w, logits, residual=None)
+    for chosen in (slice(7, 8), slice(0, 33), slice(3, 70, 2)):
+        assert_same_bits(program(x[chosen], w, logits[chosen]), expected[chosen])
+    # Absent tokens are no work for anybody, and neighbours of NaN do not show.
+    present = np.arange(70) % 3 > 0
+    poisoned = jnp.where(jnp.asarray(present)[:, None], x, jnp.nan)
+    assert_same_bits(program(poisoned, w, logits, jnp.asarray(present))[present], expected[present])
+    strange = program(x.at[5].set(jnp.nan), w, logits.at[9].set(jnp.nan))
+    others = np.delete(np.arange(70), [5, 9])
+    assert_same_bits(strange[others], expected[others])
+
+
+def test_under_stock_numerics_a_token_depends_on_its_neighbours() -> None:
+    """The control: XLA chooses how it multiplies by the number of rows."""
+    x, w, logits = drawn(70, 600), drawn(EXPERTS, 600, D), drawn(70, EXPERTS)
+    with detjax.use_backend("stock"):
+        program = detjax.jit(mixture)
+        together = program(x, w, logits)
+        assert not same_bits([program(x[i : i + 1], w, logits[i : i + 1]) for i in range(8)], list(together[:8, None]))
+
+
+def test_gradients_are_those_of_float64_and_rows_depend_on_themselves_alone() -> None:
+    x, w, logits = drawn(40, 24), drawn(EXPERTS, 24, D), drawn(40, EXPERTS)
+    dout = drawn(40, D, seed=1)
+
+    def gradients(x: Any, w: Any, logits: Any, dout: Any) -> Any:
+        return jax.vjp(lambda x, logits: mixture(x, w, logits, residual=None), x, logits)[1](dout)
+
+    program = detjax.jit(gradients)
+    actual = program(x, w, logits, dout)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a), jnp.float64) for a in (x, w, logits, dout)]
+
+        def reference(x: Any, logits: Any) -> Any:
+            p = jax.nn.softmax(logits)
+            kept = p >= jax.lax.top_k(p, COUNT)[0][:, -1:]
+            weights = jnp.where(kept, p, 0.0)
+            return jnp.einsum("nk,ekd,ne->nd", x, wide[1], weights / weights.sum(1, keepdims=True))
+
+        expected = jax.vjp(reference, wide[0], wide[2])[1](wide[3])
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(np.asarray(other)).max())
+    part = program(x[5:12], w, logits[5:12], dout[5:12])
+    assert_same_bits(part, jax.tree.map(lambda a: a[5:12], actual))
+
+
+def test_bad_arguments_are_refused() -> None:
+    scores, choose = jnp.ones((3, 4)), unchecked(ops.choose_experts)
+    with pytest.raises(ValueError, match="choose_experts: count is 5; accepted: 1 to 4, the number of experts"):
+        choose(scores, 5)
+    with pytest.raises(TypeError, match="choose_experts: scores has dtype bfloat16; accepted: float32"):
+        choose(scores.astype("bfloat16"), 2)
+    rows = ops.expert_rows(jnp.zeros((3, 1), jnp.int32), 4)
+    with pytest.raises(ValueError, match=r"combine_experts: weights has shape \(3, 2\); accepted: \(3, 1\)"):
+        unchecked(ops.combine_experts)(jnp.ones((3, 8)), jnp.ones((3, 2)), rows)
