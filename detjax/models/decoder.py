@@ -52,14 +52,16 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: there is no family of the configuration's architecture.
         """
-        layer, sizes = family_named("Decoder", config.architecture).layer, (config.vocab_size, config.hidden_size)
+        family, sizes = family_named("Decoder", config.architecture), (config.vocab_size, config.hidden_size)
+        factor = config.hidden_size**0.5 if family.scales_embedding else None
+        table = functools.partial(Embedding, *sizes, rngs=rngs, dtype=dtype, soft_cap=config.logit_soft_cap)
         self.config = config
         self.generation_defaults: GenerationDefaults | None = None
         # Each weight takes the next random numbers, so this order is what a seed's weights depend on.
-        self.embedding = Embedding(*sizes, rngs=rngs, dtype=dtype)
-        self.layers = nnx.List([layer(config, index, rngs=rngs, dtype=dtype) for index in range(config.layers)])
-        self.final_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
-        self.lm_head = None if config.tied_embeddings else Embedding(*sizes, rngs=rngs, dtype=dtype)
+        self.embedding = table(factor=factor)
+        self.layers = nnx.List([family.layer(config, index, rngs=rngs, dtype=dtype) for index in range(config.layers)])
+        self.final_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype, offset=family.norm_offset)
+        self.lm_head = None if config.tied_embeddings else table()
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -1,10 +1,13 @@
 """How `config.json` says the frequencies of the rotary embedding."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
 from detjax.models.json_object import JsonObject
 from detjax.ops.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
+
+_FULL: Final = "full_attention"
+_SLIDING: Final = "sliding_attention"
 
 
 def read_rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmbedding:
@@ -20,13 +23,59 @@ def read_rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmbe
     for key in ("rope_parameters", "rope_scaling"):
         parameters = file.object(key)
         if parameters is not None:
-            described_theta = parameters.number("rope_theta", theta)
-            described.append(RotaryEmbedding(head_dim, described_theta, _read_scaling(file, parameters, max_positions)))
-            for unread in parameters.unread():
-                raise parameters.error(unread, "no such key with this rope_type; remove it if it has no effect")
+            described.append(_read_parameters(file, parameters, head_dim, max_positions, theta))
+    return _one_of(file, described) if described else RotaryEmbedding(head_dim, theta)
+
+
+def read_rope_of_layer_types(
+    file: JsonObject, head_dim: int, max_positions: int, *, theta: float, window_theta: float
+) -> tuple[RotaryEmbedding, RotaryEmbedding]:
+    """Returns the embedding of layers without a window, and that of layers with one.
+
+    Transformers 5 writes `rope_parameters` with an object for each type of layer. Transformers 4 writes `rope_theta`
+    and `rope_scaling` for layers without a window, and `rope_local_base_freq` for the others.
+
+    Args:
+        file: the `config.json`.
+        head_dim: the width of a head.
+        max_positions: its `max_position_embeddings`.
+        theta: the base of the frequencies in layers without a window if the file does not say it.
+        window_theta: that of layers with a window.
+
+    Raises:
+        CheckpointError: see `read_rope`.
+    """
+    thetas = {_FULL: file.number("rope_theta", theta), _SLIDING: file.number("rope_local_base_freq", window_theta)}
+    by_type, scaling = file.object("rope_parameters"), file.object("rope_scaling")
+    described: dict[str, list[RotaryEmbedding]] = {_FULL: [], _SLIDING: []}
+    if by_type is not None:
+        for name in thetas:
+            parameters = by_type.object(name)
+            if parameters is not None:
+                described[name].append(_read_parameters(file, parameters, head_dim, max_positions, thetas[name]))
+        for unread in by_type.unread():
+            raise by_type.error(unread, f"{_FULL} and {_SLIDING}, each with an object")
+    if scaling is not None:
+        described[_FULL].append(_read_parameters(file, scaling, head_dim, max_positions, thetas[_FULL]))
+    full, sliding = (_one_of(file, described[name] or [RotaryEmbedding(head_dim, thetas[name])]) for name in thetas)
+    return full, sliding
+
+
+def _one_of(file: JsonObject, described: list[RotaryEmbedding]) -> RotaryEmbedding:
+    """The embedding that a file describes once or twice."""
     if len(set(described)) == 2:
         raise file.error("rope_scaling", "what rope_parameters says; remove the one that is wrong")
-    return described[0] if described else RotaryEmbedding(head_dim, theta)
+    return described[0]
+
+
+def _read_parameters(
+    file: JsonObject, parameters: JsonObject, head_dim: int, max_positions: int, theta: float
+) -> RotaryEmbedding:
+    theta = parameters.number("rope_theta", theta)
+    rope = RotaryEmbedding(head_dim, theta, _read_scaling(file, parameters, max_positions))
+    for unread in parameters.unread():
+        raise parameters.error(unread, "no such key with this rope_type; remove it if it has no effect")
+    return rope
 
 
 def _read_scaling(
@@ -74,3 +123,10 @@ def write_rope(rope: RotaryEmbedding) -> dict[str, Any]:
         "rope_theta": rope.theta,
         "rope_scaling": {"rope_type": rope_type, **stated} if stated else None,
     }
+
+
+def write_rope_of_layer_types(rope: RotaryEmbedding, window_rope: RotaryEmbedding) -> dict[str, Any]:
+    """Returns the keys of `config.json` that `read_rope_of_layer_types` reads, for transformers 4 and 5."""
+    full, sliding = write_rope(rope), write_rope(window_rope)
+    by_type = {_FULL: full["rope_parameters"], _SLIDING: sliding["rope_parameters"]}
+    return full | {"rope_parameters": by_type, "rope_local_base_freq": window_rope.theta}

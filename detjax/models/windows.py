@@ -48,6 +48,25 @@ def read_windows_of_some_layers(file: JsonObject, layers: int) -> Windows:
     return tuple(window if name == _SLIDING else None for name in types)
 
 
+def read_alternating_windows(file: JsonObject, layers: int, pattern: int) -> Windows:
+    """Returns `sliding_window` for the layers that `layer_types` names, or for all but the last of every `pattern`.
+
+    Raises:
+        CheckpointError: the window is out of range or null, or `layer_types` does not fit the layers.
+    """
+    window = file.integer("sliding_window", None if "sliding_window" in file.raw else _DEFAULT_WINDOW)
+    named = file.get("layer_types")
+    if named is None:
+        named = [_SLIDING if (index + 1) % pattern else _FULL for index in range(layers)]
+    _check_types(file, named, layers)
+    return tuple(window if name == _SLIDING else None for name in named)
+
+
+def write_alternating_windows(windows: Windows) -> dict[str, Any]:
+    """Returns the keys of `config.json` that `read_alternating_windows` reads."""
+    return {"sliding_window": first_window(windows) or _DEFAULT_WINDOW, "layer_types": _types(windows)}
+
+
 def write_windows_of_some_layers(windows: Windows) -> dict[str, Any]:
     """Returns the keys of `config.json` that `read_windows_of_some_layers` reads."""
     first = next((index for index, window in enumerate(windows) if window is not None), len(windows))
@@ -55,7 +74,7 @@ def write_windows_of_some_layers(windows: Windows) -> dict[str, Any]:
         "sliding_window": first_window(windows),
         "use_sliding_window": any(window is not None for window in windows),
         "max_window_layers": first,
-        "layer_types": [_FULL if window is None else _SLIDING for window in windows],
+        "layer_types": _types(windows),
     }
 
 
@@ -71,6 +90,10 @@ def _uniform(file: JsonObject, layers: int, model_type: str, window: int | None)
         _check_types(file, named, layers)
         raise file.error("layer_types", f"{types[0]} for every layer, as {model_type} has it here")
     return (window,) * layers
+
+
+def _types(windows: Windows) -> list[str]:
+    return [_FULL if window is None else _SLIDING for window in windows]
 
 
 def _read_window(file: JsonObject) -> int | None:

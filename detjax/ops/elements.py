@@ -1,11 +1,20 @@
 """Arithmetic of single elements, and sums of squares, whose bits depend on neither shapes nor the program around."""
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, PyTree
 
-from detjax.ops.dispatch import Operation
+from detjax import compilation
+from detjax.contract import ACCUMULATOR
+from detjax.ops.checks import check_dtype, check_not_empty, check_shape
+from detjax.ops.dispatch import Operation, with_vmap_rule
+from detjax.rounding import rounded
 
 _MODULES = {
     "portable": "detjax.portable.elements",
@@ -15,6 +24,9 @@ _MODULES = {
 }
 _MAP_ELEMENTS = Operation("map_elements", _MODULES)
 _SLICE_SQUARES = Operation("slice_squares", _MODULES)
+_WITH_STOCK = {**_MODULES, "stock": "detjax.stock.elements"}
+_ADD = Operation("add", _WITH_STOCK)
+_SCALE = Operation("scale", _WITH_STOCK)
 
 
 def map_elements(
@@ -49,3 +61,79 @@ def slice_squares(leaf: Float[Array, "..."], slices: int) -> Float32[Array, "sli
         slices: their number.
     """
     return _SLICE_SQUARES.module().slice_squares(leaf, slices)
+
+
+@compilation.jit
+def add(x: Float[Array, "*B"], y: Float[Array, "*B"]) -> Float[Array, "*B"]:
+    """Returns `x + y`, rounded once.
+
+    Args:
+        x: numbers; bfloat16, float16 or float32.
+        y: numbers of x's shape and dtype.
+
+    Raises:
+        TypeError: a dtype is not under contract, or y's is not x's.
+        ValueError: the shapes differ, or the arrays are empty.
+    """
+    check_dtype("add", x=x)
+    check_dtype("add", like=x, y=y)
+    check_shape("add", "y", y, x.shape, "x's shape")
+    check_not_empty("add", x=x)
+    return _ADD.call(_add, x, y)
+
+
+@compilation.jit(static_argnames="factor")
+def scale(x: Float[Array, "*B"], factor: float) -> Float[Array, "*B"]:
+    """Returns `x * factor`, rounded once; the factor is rounded to float32 and then to x's dtype before.
+
+    Args:
+        x: numbers; bfloat16, float16 or float32.
+        factor: a finite number.
+
+    Raises:
+        TypeError: x's dtype is not under contract.
+        ValueError: the factor is not finite, or x is empty.
+    """
+    check_dtype("scale", x=x)
+    check_not_empty("scale", x=x)
+    if not math.isfinite(factor):
+        raise ValueError(f"scale: factor is {factor}; accepted: finite numbers")
+    return _SCALE.call(_scale, x, factor=float(np.float32(factor).astype(x.dtype)))
+
+
+@jax.custom_vjp
+def _add(x: Array, y: Array) -> Array:
+    def sum_of(x: Array, y: Array) -> Array:
+        return rounded(x.astype(ACCUMULATOR) + y.astype(ACCUMULATOR), x.dtype)
+
+    return with_vmap_rule(functools.partial(_ADD.kernels().map_elements, sum_of), rows=(True, True))(x, y)
+
+
+def _add_forward(x: Array, y: Array) -> tuple[Array, None]:
+    return _add(x, y), None
+
+
+def _add_backward(_: None, gradient: Array) -> tuple[Array, Array]:
+    return gradient, gradient
+
+
+_add.defvjp(_add_forward, _add_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _scale(x: Array, factor: float) -> Array:
+    def product(x: Array) -> Array:
+        return rounded(x.astype(ACCUMULATOR) * jnp.float32(factor), x.dtype)
+
+    return with_vmap_rule(functools.partial(_SCALE.kernels().map_elements, product), rows=(True,))(x)
+
+
+def _scale_forward(x: Array, factor: float) -> tuple[Array, None]:
+    return _scale(x, factor), None
+
+
+def _scale_backward(factor: float, _: None, gradient: Array) -> tuple[Array]:
+    return (_scale(gradient, factor),)
+
+
+_scale.defvjp(_scale_forward, _scale_backward)

@@ -38,11 +38,13 @@ class Rotation:
         embedding: the frequencies.
         heads: the number of heads in each group of heads, first to last. Further heads are not read.
         norm_eps: what the RMS norm before the rotation adds to the mean square; None if there is no norm.
+        norm_offset: what the norm adds to its weights.
     """
 
     embedding: RotaryEmbedding
     heads: tuple[int, ...]
     norm_eps: float | None = None
+    norm_offset: float = 0.0
 
 
 @compilation.jit(static_argnames="embedding")
@@ -66,7 +68,7 @@ def rope(
     return _ROPE.call(_rope, x, positions, embedding=embedding)
 
 
-@compilation.jit(static_argnames=("embedding", "heads", "kv_heads", "norm_eps"))
+@compilation.jit(static_argnames=("embedding", "heads", "kv_heads", "norm_eps", "norm_offset"))
 def qk_rope(
     qkv: Float[Array, "*B T N K"],
     positions: Int[Array, "*B T"],
@@ -77,6 +79,7 @@ def qk_rope(
     q_norm: Weight | None = None,
     k_norm: Weight | None = None,
     norm_eps: float | None = None,
+    norm_offset: float = 0.0,
 ) -> tuple[Float[Array, "*B T heads K"], Float[Array, "*B T kv_heads K"]]:
     """Returns queries and keys, the first heads of a fused projection, RMS normalized and rotated as by `rope`.
 
@@ -93,10 +96,12 @@ def qk_rope(
             normalized.
         k_norm: the norm's weight for keys; given if and only if `q_norm` is.
         norm_eps: added to the mean square; given if and only if there are weights.
+        norm_offset: the number added to both weights; 1.0 for models that store `weight - 1`, such as Gemma 3.
 
     Raises:
         TypeError: a dtype is not under contract.
-        ValueError: shapes do not fit together, or one of q_norm, k_norm and norm_eps is given without the others.
+        ValueError: shapes do not fit together, one of q_norm, k_norm and norm_eps is given without the others, or
+            norm_offset is given without them.
     """
     _check("qk_rope", "qkv", qkv, positions, embedding)
     if heads < 1 or kv_heads < 1 or heads + kv_heads > qkv.shape[-2]:
@@ -104,19 +109,26 @@ def qk_rope(
             f"qk_rope: heads is {heads} and kv_heads {kv_heads}; accepted: at least 1 each and, qkv being {qkv.shape}, "
             f"at most {qkv.shape[-2]} together"
         )
-    weights = norm_weights("qk_rope", qkv, q_norm, k_norm, norm_eps)
-    weights, rotation = tuple(map(_QK_ROPE.taking, weights)), Rotation(embedding, (heads, kv_heads), norm_eps)
+    weights = norm_weights("qk_rope", qkv, q_norm, k_norm, norm_eps, norm_offset)
+    weights = tuple(map(_QK_ROPE.taking, weights))
+    rotation = Rotation(embedding, (heads, kv_heads), norm_eps, norm_offset)
     return _QK_ROPE.call(norm_and_rotate, qkv, positions, weights, rotation=rotation)
 
 
 def norm_weights(
-    operation: str, qkv: Array, q_norm: Weight | None, k_norm: Weight | None, norm_eps: float | None
+    operation: str,
+    qkv: Array,
+    q_norm: Weight | None,
+    k_norm: Weight | None,
+    norm_eps: float | None,
+    norm_offset: float,
 ) -> tuple[Weight, ...]:
     """Returns both norms' weights once they are known to fit, or an empty tuple if there are none.
 
     Raises:
         TypeError: a weight's dtype is not under contract.
-        ValueError: a shape does not fit, or one of q_norm, k_norm and norm_eps is given without the others.
+        ValueError: a shape does not fit, one of q_norm, k_norm and norm_eps is given without the others, or norm_offset
+            is given without them.
     """
     given = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
     if q_norm is None or k_norm is None or norm_eps is None:
@@ -125,6 +137,8 @@ def norm_weights(
             raise ValueError(
                 f"{operation}: {missing} not given; accepted: {', '.join(given)} all together, or none of them"
             )
+        if norm_offset:
+            raise ValueError(f"{operation}: norm_offset is {norm_offset}; accepted: 0.0, as there are no norms")
         return ()
     values = {"q_norm": value_and_sum(q_norm)[0], "k_norm": value_and_sum(k_norm)[0]}
     check_dtype(operation, **values)
@@ -191,7 +205,8 @@ def _in_separate_steps(
     q, k = qkv[..., : heads[0], :], qkv[..., heads[0] : sum(heads), :]
     if weights:
         assert rotation.norm_eps is not None
-        q, k = (rms_norm(x, weight, eps=rotation.norm_eps) for x, weight in zip((q, k), weights, strict=True))
+        norm = functools.partial(rms_norm, eps=rotation.norm_eps, weight_offset=rotation.norm_offset)
+        q, k = (norm(x, weight) for x, weight in zip((q, k), weights, strict=True))
     return rope(q, positions, embedding), rope(k, positions, embedding)
 
 
@@ -220,7 +235,9 @@ def _gradients_in_one_step(rotation: Rotation, saved, gradients):
     def backward(qkv: Array, positions: Array, *rest: Any) -> Any:
         values, gradients, starts = rest[:2], rest[2:4], rest[4:]
         cos, sin = cos_and_sin(rotation.embedding, positions, turn=-1.0)
-        before, totals = _QK_ROPE.kernels().gradients(qkv, cos, sin, values, gradients, starts, eps=rotation.norm_eps)
+        before, totals = _QK_ROPE.kernels().gradients(
+            qkv, cos, sin, values, gradients, starts, eps=rotation.norm_eps, norm_offset=rotation.norm_offset
+        )
         missing = qkv.shape[-2] - sum(rotation.heads)
         unread = jnp.zeros((*qkv.shape[:-2], missing, qkv.shape[-1]), qkv.dtype)
         return jnp.concatenate([*before, unread], axis=-2), *totals
@@ -249,7 +266,8 @@ def _rotated_groups(
     rotation: Rotation, x: Array, positions: Array, weights: tuple[Weight, ...], turn: float
 ) -> tuple[Array, ...]:
     operation = _QK_ROPE if len(rotation.heads) > 1 else _ROPE
-    rotate = functools.partial(operation.kernels().forward, heads=rotation.heads, eps=rotation.norm_eps)
+    options = {"heads": rotation.heads, "eps": rotation.norm_eps, "norm_offset": rotation.norm_offset}
+    rotate = functools.partial(operation.kernels().forward, **options)
 
     def forward(x: Array, positions: Array, *weights: Array) -> tuple[Array, ...]:
         cos, sin = cos_and_sin(rotation.embedding, positions, turn)

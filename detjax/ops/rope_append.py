@@ -1,6 +1,5 @@
 """Rotary position embedding that writes the KV cache: `qk_rope`, and keys and values appended to their pages."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -11,10 +10,10 @@ from jaxtyping import Array, Float
 from detjax import compilation
 from detjax.accumulated_weight import Weight, value_and_sum
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import KVPages, Queries, append
+from detjax.kv_pages import KeyColumns, KVPages, Queries, append
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation
-from detjax.ops.paged import check_kv, check_queries, one_by_one
+from detjax.ops.paged import check_kv, check_queries, one_by_one, with_counts
 from detjax.ops.rope import (
     Rotation,
     check_head_dim,
@@ -36,7 +35,7 @@ _QK_ROPE_APPEND_KV = Operation(
 )
 
 
-@compilation.jit(static_argnames=("embedding", "norm_eps"))
+@compilation.jit(static_argnames=("embedding", "norm_eps", "norm_offset"))
 def qk_rope_append_kv(
     qkv: Float[Array, "*T N K"],
     kv: KVPages,
@@ -46,6 +45,7 @@ def qk_rope_append_kv(
     q_norm: Weight | None = None,
     k_norm: Weight | None = None,
     norm_eps: float | None = None,
+    norm_offset: float = 0.0,
 ) -> tuple[Float[Array, "*T H K"], KVPages]:
     """Returns queries as `qk_rope` gives them, and the pages with the keys, rotated likewise, and the values in them.
 
@@ -65,17 +65,20 @@ def qk_rope_append_kv(
         q_norm: see `qk_rope`.
         k_norm: see `qk_rope`.
         norm_eps: see `qk_rope`.
+        norm_offset: see `qk_rope`.
 
     Raises:
         TypeError: a dtype is not under contract, or the pages' dtype is not qkv's.
-        ValueError: shapes do not fit together, or one of q_norm, k_norm and norm_eps is given without the others.
+        ValueError: shapes do not fit together, one of q_norm, k_norm and norm_eps is given without the others, or
+            norm_offset is given without them.
     """
-    weights = _checked_weights(qkv, kv, queries, embedding, q_norm, k_norm, norm_eps)
+    _check_arrays(qkv, kv, queries, embedding)
+    weights = norm_weights("qk_rope_append_kv", qkv, q_norm, k_norm, norm_eps, norm_offset)
     packed = queries.first_row is not None
     if packed:
         qkv, queries = qkv[:, None], queries.row_by_row()
-    queries = _as_int32(queries, qkv.shape[1])
-    rotation = Rotation(embedding, (qkv.shape[2] - 2 * kv.kv_heads, kv.kv_heads), norm_eps)
+    queries = with_counts(queries, qkv.shape[1])
+    rotation = Rotation(embedding, (qkv.shape[2] - 2 * kv.kv_heads, kv.kv_heads), norm_eps, norm_offset)
     if kv.quantized:
         q, kv = _append_quantized(qkv, kv, queries, weights, rotation)
     else:
@@ -84,20 +87,14 @@ def qk_rope_append_kv(
     return (q[:, 0] if packed else q), kv
 
 
-def _checked_weights(
-    qkv: Array,
-    kv: KVPages,
-    queries: Queries,
-    embedding: RotaryEmbedding,
-    q_norm: Weight | None,
-    k_norm: Weight | None,
-    norm_eps: float | None,
-) -> tuple[Weight, ...]:
-    """The norms' weights, once dtypes and shapes of all arguments are known to fit together."""
+def _check_arrays(qkv: Array, kv: KVPages, queries: Queries, embedding: RotaryEmbedding) -> None:
+    """Raises unless dtypes and shapes of these arguments fit together."""
     operation = "qk_rope_append_kv"
     check_dtype(operation, qkv=qkv)
     check_kv(operation, qkv, kv)
     check_not_empty(operation, qkv=qkv)
+    if isinstance(kv.v, KeyColumns):
+        raise TypeError(f"{operation}: kv.v is {kv.v}; accepted: pages of values. Keys alone are for append_keys")
     like = (kv.num_pages, kv.kv_heads, KV_BLOCK, qkv.shape[-1])
     check_shape(operation, "kv.k", kv.k, like, f"qkv being {qkv.shape}")
     check_shape(operation, "kv.v", kv.v, like, "kv.k's shape")
@@ -111,15 +108,6 @@ def _checked_weights(
             f"kv.k being {kv.k.shape}, {kv.kv_heads} each of keys and values"
         )
     check_head_dim(operation, "qkv", qkv, embedding)
-    return norm_weights(operation, qkv, q_norm, k_norm, norm_eps)
-
-
-def _as_int32(queries: Queries, tokens: int) -> Queries:
-    """Rectangular queries with int32 arrays, and a count."""
-    count = queries.count
-    count = jnp.full(queries.start.shape, tokens, jnp.int32) if count is None else jnp.asarray(count, jnp.int32)
-    table, start = (jnp.asarray(x, jnp.int32) for x in (queries.page_table, queries.start))
-    return dataclasses.replace(queries, page_table=table, start=start, count=count)
 
 
 def _positions(qkv: Array, queries: Queries) -> Array:
@@ -130,7 +118,8 @@ def _append_quantized(
     qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, KVPages]:
     heads, kv_heads = rotation.heads
-    norms: dict[str, Any] = dict(zip(("q_norm", "k_norm"), weights, strict=False)) | {"norm_eps": rotation.norm_eps}
+    norms: dict[str, Any] = dict(zip(("q_norm", "k_norm"), weights, strict=False))
+    norms |= {"norm_eps": rotation.norm_eps, "norm_offset": rotation.norm_offset}
     positions = _positions(qkv, queries)
     q, k = qk_rope(qkv, positions, rotation.embedding, heads=heads, kv_heads=kv_heads, **norms)
     return q, append(kv, k, qkv[:, :, heads + kv_heads :], queries)
@@ -140,7 +129,8 @@ def _append_quantized(
 def _qk_rope_append_kv(
     qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, KVPages]:
-    append_kv = functools.partial(_QK_ROPE_APPEND_KV.kernels().append_kv, eps=rotation.norm_eps)
+    options = {"eps": rotation.norm_eps, "norm_offset": rotation.norm_offset}
+    append_kv = functools.partial(_QK_ROPE_APPEND_KV.kernels().append_kv, **options)
 
     def forward(qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Array, ...]) -> tuple[Array, KVPages]:
         cos, sin = cos_and_sin(rotation.embedding, _positions(qkv, queries), turn=1.0)

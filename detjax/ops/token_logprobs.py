@@ -29,13 +29,14 @@ HOPPER_CHUNK: Final = 4096
 each chunk reads and writes the sum of the head's products once more."""
 
 
-@compilation.jit(static_argnames=("distribution", "chunk"))
+@compilation.jit(static_argnames=("distribution", "soft_cap", "chunk"))
 def token_logprobs(
     hidden: Float[Array, "*B D"],
     head: Weight,
     tokens: Int[Array, "*B"],
     *,
     distribution: Distribution = MODEL_DISTRIBUTION,
+    soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> Float32[Array, "*B"]:
     """Returns the logprob of a given token after each hidden state.
@@ -51,6 +52,7 @@ def token_logprobs(
             gradient continues a sum.
         tokens: ids within the vocabulary.
         distribution: the distribution whose logprobs are wanted.
+        soft_cap: the bound of logits; see `matmul`.
         chunk: the most tokens of a chunk; None: `HOPPER_CHUNK` on Hopper GPUs, `CHUNK` elsewhere. No bit depends on it.
             Memory for the logits is `chunk * V` float32 numbers, a few times.
 
@@ -59,15 +61,15 @@ def token_logprobs(
         ValueError: shapes do not fit together, or the chunk is not a positive multiple of
             `contract.WEIGHT_GRADIENT_TOKENS`.
     """
-    _check("token_logprobs", hidden, head, tokens, chunk)
+    _check("token_logprobs", hidden, head, tokens, soft_cap, chunk)
     flat, ids = flat_rows(hidden), tokens.reshape(-1)
     size = _chunk_size(flat, chunk)
     flat, ids = _filled_up(size, flat, ids)
-    logprobs: Array = _token_logprobs(flat, head, ids, size, distribution)
+    logprobs: Array = _token_logprobs(flat, head, ids, size, _Outputs(distribution, soft_cap))
     return logprobs[: tokens.size].reshape(tokens.shape)
 
 
-@compilation.jit(static_argnames=("derivative", "distribution", "chunk"))
+@compilation.jit(static_argnames=("derivative", "distribution", "soft_cap", "chunk"))
 def token_logprobs_and_gradients(
     hidden: Float[Array, "*B D"],
     head: AccumulatedWeight,
@@ -75,6 +77,7 @@ def token_logprobs_and_gradients(
     derivative: Callable[..., Array],
     *rows: Array,
     distribution: Distribution = MODEL_DISTRIBUTION,
+    soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> tuple[Float32[Array, "*B"], Float[Array, "*B D"], Float32[Array, "V D"]]:
     """Returns `token_logprobs`, and the gradients of a loss of them, in one pass: logits are computed once.
@@ -90,6 +93,7 @@ def token_logprobs_and_gradients(
             and what it returns for them is added as well: it has to be zero.
         rows: arrays `[*B]`, of which the derivative gets the rows that belong to its logprobs.
         distribution: see `token_logprobs`.
+        soft_cap: see `token_logprobs`.
         chunk: see `token_logprobs`.
 
     Returns:
@@ -100,7 +104,7 @@ def token_logprobs_and_gradients(
         ValueError: see `token_logprobs`, or the head has no sum.
     """
     name = "token_logprobs_and_gradients"
-    _check(name, hidden, head, tokens, chunk)
+    _check(name, hidden, head, tokens, soft_cap, chunk)
     if head.products is None:
         raise ValueError(f"{name}: head.products is None; accepted: a sum, float32 {head.shape}")
     for number, row in enumerate(rows):
@@ -112,7 +116,8 @@ def token_logprobs_and_gradients(
     def add(total: Array, arrays: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
         hidden, tokens, *rows = arrays
         sums = AccumulatedWeight(head.value, total)
-        return _added(hidden, sums, tokens, lambda logprobs: derivative(logprobs, *rows), distribution)
+        outputs = _Outputs(distribution, soft_cap)
+        return _added(hidden, sums, tokens, lambda logprobs: derivative(logprobs, *rows), outputs)
 
     total, (logprobs, dhidden) = lax.scan(add, head.products, _chunks(size, *arrays))
     count = tokens.size
@@ -120,7 +125,14 @@ def token_logprobs_and_gradients(
     return logprobs.reshape(-1)[:count].reshape(tokens.shape), dhidden, total
 
 
-def _check(name: str, hidden: Array, head: Weight, tokens: Array, chunk: int | None) -> None:
+class _Outputs(NamedTuple):
+    """What follows the head: the distribution that tokens are drawn from, and the bound of logits."""
+
+    distribution: Distribution
+    soft_cap: float | None
+
+
+def _check(name: str, hidden: Array, head: Weight, tokens: Array, soft_cap: float | None, chunk: int | None) -> None:
     value: Array = value_and_sum(head)[0]
     check_dtype(name, hidden=hidden)
     check_dtype(name, like=hidden, head=value)
@@ -128,6 +140,8 @@ def _check(name: str, hidden: Array, head: Weight, tokens: Array, chunk: int | N
     check_not_empty(name, hidden=hidden, head=value)
     check_shape(name, "tokens", tokens, hidden.shape[:-1], f"hidden being {hidden.shape}")
     check_shape(name, "head", value, (*value.shape[:1], hidden.shape[-1]), f"hidden being {hidden.shape}")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"{name}: soft_cap is {soft_cap}; accepted: positive numbers, or None for no cap")
     if chunk is not None and (chunk < 1 or chunk % WEIGHT_GRADIENT_TOKENS):
         raise ValueError(f"{name}: chunk is {chunk}; accepted: positive multiples of {WEIGHT_GRADIENT_TOKENS}")
 
@@ -144,12 +158,12 @@ def _filled_up(size: int, *arrays: Array) -> tuple[Array, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _token_logprobs(hidden: Array, head: Weight, tokens: Array, size: int, distribution: Distribution) -> Array:
-    return _forward(hidden, head, tokens, size, distribution)[0]
+def _token_logprobs(hidden: Array, head: Weight, tokens: Array, size: int, outputs: _Outputs) -> Array:
+    return _forward(hidden, head, tokens, size, outputs)[0]
 
 
-def _logits(hidden: Array, head: Weight) -> Array:
-    return matmul(hidden, head, layout="nk", out_dtype=ACCUMULATOR)
+def _logits(hidden: Array, head: Weight, soft_cap: float | None) -> Array:
+    return matmul(hidden, head, layout="nk", soft_cap=soft_cap, out_dtype=ACCUMULATOR)
 
 
 def _logprobs(logits: Array, tokens: Array, distribution: Distribution) -> Array:
@@ -226,16 +240,16 @@ def _arrays(rows: int, distribution: Distribution) -> SamplingArrays:
 
 
 def _forward(
-    hidden: Array, head: Weight, tokens: Array, size: int, distribution: Distribution
+    hidden: Array, head: Weight, tokens: Array, size: int, outputs: _Outputs
 ) -> tuple[Array, tuple[Array, Weight, Array, _Statistics | None]]:
     value, _ = value_and_sum(head)
 
     def logprobs(rows: tuple[Array, ...]) -> tuple[Array, _Statistics | None]:
         hidden, tokens = rows
-        logits = _logits(hidden, value)
-        pair = log_softmax_statistics(logits) if distribution.is_model else None
+        logits = _logits(hidden, value, outputs.soft_cap)
+        pair = log_softmax_statistics(logits) if outputs.distribution.is_model else None
         if pair is None:
-            return _logprobs(logits, tokens, distribution), None
+            return _logprobs(logits, tokens, outputs.distribution), None
         statistics = _Statistics(*pair)
         return statistics.logprobs(logits, tokens), statistics
 
@@ -245,7 +259,7 @@ def _forward(
 
 
 def _backward(
-    size: int, distribution: Distribution, saved: tuple[Array, Weight, Array, _Statistics | None], gradients: Array
+    size: int, outputs: _Outputs, saved: tuple[Array, Weight, Array, _Statistics | None], gradients: Array
 ) -> tuple[Array, Weight, None]:
     hidden, head, tokens, statistics = saved
     value, start = value_and_sum(head)
@@ -255,7 +269,7 @@ def _backward(
         hidden, tokens, gradients, *numbers = arrays
         known = _Statistics(*numbers) if numbers else None
         sums = AccumulatedWeight(value, total)
-        total, (_, dhidden) = _added(hidden, sums, tokens, lambda _: gradients, distribution, known)
+        total, (_, dhidden) = _added(hidden, sums, tokens, lambda _: gradients, outputs, known)
         return total, dhidden
 
     total, dhidden = lax.scan(add, total, _chunks(size, hidden, tokens, gradients, *(statistics or ())))
@@ -271,11 +285,16 @@ def _added(
     head: AccumulatedWeight,
     tokens: Array,
     derivative: Callable[[Array], Array],
-    distribution: Distribution,
+    outputs: _Outputs,
     statistics: _Statistics | None = None,
 ) -> tuple[Array, tuple[Array, Array]]:
     """The next sum of the head's products after a chunk, and the chunk's logprobs and gradients of hidden states."""
-    logits, pullback = jax.vjp(lambda x, total: _logits(x, AccumulatedWeight(head.value, total)), hidden, head.products)
+    distribution, soft_cap = outputs
+
+    def products(hidden: Array, total: Array | None) -> Array:
+        return _logits(hidden, AccumulatedWeight(head.value, total), soft_cap)
+
+    logits, pullback = jax.vjp(products, hidden, head.products)
     if distribution.is_model and statistics is None:
         pair = log_softmax_statistics(logits)
         statistics = None if pair is None else _Statistics(*pair)

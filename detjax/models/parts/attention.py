@@ -1,6 +1,7 @@
 """Grouped-query attention with rotary embeddings over a paged cache."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from flax import nnx
@@ -26,6 +27,9 @@ class AttentionOptions:
         qkv_bias: whether the projections of queries, keys and values have biases.
         output_bias: whether the output projection has a bias.
         qk_norm_eps: epsilon of the RMS norms of each head of queries and keys; None: there are no such norms.
+        qk_norm_offset: what these norms add to their weights.
+        scale: the factor of scores; None: `1 / sqrt(head_dim)`.
+        soft_cap: the bound of scores, which become `cap * tanh(score / cap)`; None: no bound.
     """
 
     heads: int
@@ -36,6 +40,9 @@ class AttentionOptions:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm_eps: float | None = None
+    qk_norm_offset: float = 0.0
+    scale: float | None = None
+    soft_cap: float | None = None
 
     @property
     def q_width(self) -> int:
@@ -61,31 +68,40 @@ class Attention(nnx.Module):
 
     def __init__(self, width: int, options: AttentionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         rows, has_norms = options.q_width + 2 * options.kv_width, options.qk_norm_eps is not None
+        unit_weight = functools.partial(jnp.full, options.head_dim, 1 - options.qk_norm_offset, dtype)
         self.options = options
         self.qkv = random_weight(rngs, (rows, width), dtype)
         self.qkv_bias = zero_bias(options.qkv_bias, (rows,), dtype)
-        self.q_norm = nnx.Param(jnp.ones(options.head_dim, dtype)) if has_norms else None
-        self.k_norm = nnx.Param(jnp.ones(options.head_dim, dtype)) if has_norms else None
+        self.q_norm = nnx.Param(unit_weight()) if has_norms else None
+        self.k_norm = nnx.Param(unit_weight()) if has_norms else None
         self.output = random_weight(rngs, (width, options.q_width), dtype)
         self.output_bias = zero_bias(options.output_bias, (width,), dtype)
 
     def __call__(
-        self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages, *, residual: Float[Array, "*N D"]
+        self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages, *, residual: Float[Array, "*N D"] | None = None
     ) -> tuple[Float[Array, "*N D"], KVPages]:
-        """Returns the attention of the new tokens, added to the residual, and the pages with their keys and values.
+        """Returns the attention of the new tokens, added to a residual, and the pages with their keys and values.
 
         Args:
             x: the normalized hidden states of the new tokens.
             queries: where the new tokens stand in their requests.
             kv: the layer's pages.
-            residual: what the attention is added to.
+            residual: what the attention is added to; None: it is returned alone.
         """
         options = self.options
         qkv = ops.matmul(x, self.qkv[...], layout="nk", bias=optional(self.qkv_bias))
         qkv = qkv.reshape(*x.shape[:-1], options.heads + 2 * options.kv_heads, options.head_dim)
-        q_norm, k_norm, eps = optional(self.q_norm), optional(self.k_norm), options.qk_norm_eps
-        q, kv = ops.qk_rope_append_kv(qkv, kv, queries, options.rope, q_norm=q_norm, k_norm=k_norm, norm_eps=eps)
-        o = ops.attention(q, kv, queries, window=options.window)
+        q, kv = ops.qk_rope_append_kv(
+            qkv,
+            kv,
+            queries,
+            options.rope,
+            q_norm=optional(self.q_norm),
+            k_norm=optional(self.k_norm),
+            norm_eps=options.qk_norm_eps,
+            norm_offset=options.qk_norm_offset,
+        )
+        o = ops.attention(q, kv, queries, scale=options.scale, window=options.window, soft_cap=options.soft_cap)
         o = o.reshape(*x.shape[:-1], options.q_width)
         bias = optional(self.output_bias)
         return ops.matmul(o, self.output[...], layout="nk", bias=bias, residual=residual), kv

@@ -39,8 +39,10 @@ class GatedMLP(nnx.Module):
         self.down = random_weight(rngs, (width, inner), dtype)
         self.down_bias = zero_bias(options.bias, (width,), dtype)
 
-    def __call__(self, x: Float[Array, "*N D"], *, residual: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
-        """Returns the MLP of `x`, added to the residual stream."""
+    def __call__(
+        self, x: Float[Array, "*N D"], *, residual: Float[Array, "*N D"] | None = None
+    ) -> Float[Array, "*N D"]:
+        """Returns the MLP of `x`, added to the residual stream if it is given."""
         gate_up, bias = self.gate_up[...], optional(self.gate_up_bias)
         y = ops.matmul(x, gate_up, layout="nk", bias=bias, activation=self.options.activation, gated=True)
         return ops.matmul(y, self.down[...], layout="nk", bias=optional(self.down_bias), residual=residual)

@@ -39,9 +39,9 @@ class HeadRows:
         """A piece that repeats a vector in every row, or, with axis 0, in every column."""
         return broadcast(vector, self.shape, axis, self.layout)
 
-    def normalize(self, head: list[Array], weight: list[Array], eps: float) -> list[Array]:
-        """The RMS norm of rows, in the operations of `norm.py`, whose weight offset is 0 here."""
-        weights = [self.spread(part.astype(ACCUMULATOR) + 0.0) for part in weight]
+    def normalize(self, head: list[Array], weight: list[Array], eps: float, offset: float) -> list[Array]:
+        """The RMS norm of rows, whose weight is `weight + offset`, in the operations of `norm.py`."""
+        weights = [self.spread(part.astype(ACCUMULATOR) + offset) for part in weight]
         wide = [piece.astype(ACCUMULATOR) for piece in head]
         total = row_sums([rounded_squares(piece) for piece in wide])
         scale = self.spread(lax.rsqrt(total / (len(head) * self.columns) + eps), axis=0)

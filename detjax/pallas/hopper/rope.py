@@ -114,6 +114,7 @@ def forward(
     *weights: Array,
     heads: tuple[int, ...],
     eps: float | None,
+    norm_offset: float = 0.0,
     schedule: Schedule | None = None,
 ) -> tuple[Array, ...]:
     """Rotates groups of heads: `[*B, T, heads[i], K]` for each group.
@@ -125,16 +126,17 @@ def forward(
         weights: `[K]` for each group; if given, the heads are RMS normalized and rounded before they are rotated.
         heads: the number of heads of each group.
         eps: of the norm; None without weights.
+        norm_offset: what the norm adds to the weight.
         schedule: default: `default_schedule`'s.
     """
     tokens, half = math.prod(x.shape[:-2]), x.shape[-1] // 2
     if padding := -half % EVEN_HALF:
-        return _forward_with_padded_halves(x, cos, sin, weights, heads, eps, padding)
+        return _forward_with_padded_halves(x, cos, sin, weights, heads, _Norm(eps, norm_offset), padding)
     problem = Problem(tokens, heads, 2 * half, x.dtype)
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
     rows = x.reshape(tokens, *x.shape[-2:]), cos.reshape(tokens, half), sin.reshape(tokens, half)
-    out = _kernel(_Division(problem, schedule), _Operands(*rows, weights), eps)
+    out = _kernel(_Division(problem, schedule), _Operands(*rows, weights), _Norm(eps, norm_offset))
     return tuple(y.reshape(*x.shape[:-2], *y.shape[-2:]) for y in out)
 
 
@@ -146,6 +148,7 @@ def append_kv(
     kv: KVPages,
     queries: Queries,
     eps: float | None,
+    norm_offset: float = 0.0,
     schedule: Schedule | None = None,
 ) -> tuple[Array, KVPages]:
     """Returns rotated queries, and the pages with the rotated keys and the values of `x [B, T, H + 2 h, K]`.
@@ -157,7 +160,7 @@ def append_kv(
     kv_heads = kv.kv_heads
     heads = all_heads - 2 * kv_heads, kv_heads
     if width // 2 % EVEN_HALF:
-        q, k = forward(x, cos, sin, *weights, heads=heads, eps=eps)
+        q, k = forward(x, cos, sin, *weights, heads=heads, eps=eps, norm_offset=norm_offset)
         return q, append_in_plain_jax(kv, k, x[:, :, sum(heads) :], queries)
     problem = Problem(batch * tokens, heads[:1], width, x.dtype)
     schedule = schedule or default_schedule(problem)
@@ -166,7 +169,8 @@ def append_kv(
     k_pages, v_pages = (jax.new_ref(pages) for pages in kv.numbers)
     cache = _Cache(k_pages, v_pages, queries.page_table, queries.start, queries.count)
     x, cos, sin = (y.reshape(batch * tokens, *y.shape[2:]) for y in (x, cos, sin))
-    (q,) = _kernel(_Division(problem, schedule, kv_heads), _Operands(x, cos, sin, weights), eps, cache)
+    operands, formula = _Operands(x, cos, sin, weights), _Norm(eps, norm_offset)
+    (q,) = _kernel(_Division(problem, schedule, kv_heads), operands, formula, cache)
     kv = KVPages(jax.freeze(cache.k_pages), jax.freeze(cache.v_pages))
     return q.reshape(batch, tokens, *q.shape[1:]), kv
 
@@ -177,15 +181,15 @@ def _forward_with_padded_halves(
     sin: Array,
     weights: tuple[Array, ...],
     heads: tuple[int, ...],
-    eps: float | None,
+    formula: "_Norm",
     padding: int,
 ) -> tuple[Array, ...]:
     """`forward` in separate steps: a padded half moves the columns after it, so row sums would add in another order."""
     ends = tuple(accumulate(heads))
     groups = jnp.split(x[..., : ends[-1], :], ends[:-1], axis=-2)
     if weights:
-        assert eps is not None
-        normalize = functools.partial(norm.forward, eps=eps, weight_offset=0.0)
+        assert formula.eps is not None
+        normalize = functools.partial(norm.forward, eps=formula.eps, weight_offset=formula.offset)
         groups = [normalize(group, weight, None)[0] for group, weight in zip(groups, weights, strict=True)]
     x = jnp.concatenate(groups, axis=-2)
     half = x.shape[-1] // 2
@@ -196,6 +200,15 @@ def _forward_with_padded_halves(
     halves = padded(x.reshape(*x.shape[:-1], 2, half)).reshape(*x.shape[:-1], -1)
     out = forward(halves, padded(cos), padded(sin), heads=heads, eps=None)
     return tuple(y.reshape(*y.shape[:-1], 2, -1)[..., :half].reshape(*y.shape[:-1], -1) for y in out)
+
+
+class _Norm(NamedTuple):
+    """The numbers of the norms."""
+
+    eps: float | None
+    """What a norm adds to the mean square; None: there are no norms."""
+    offset: float
+    """What a norm adds to its weight."""
 
 
 class _Operands(NamedTuple):
@@ -281,9 +294,7 @@ class _Division:
         return self.schedule.tokens * self.units_per_token // self.units if self.kv_heads else 0
 
 
-def _kernel(
-    division: _Division, operands: _Operands, eps: float | None, cache: _Cache | None = None
-) -> tuple[Array, ...]:
+def _kernel(division: _Division, operands: _Operands, formula: _Norm, cache: _Cache | None = None) -> tuple[Array, ...]:
     """The groups of heads, rotated. With a cache, keys and values are written to it."""
     problem, schedule = division.problem, division.schedule
     x, cos, sin, weights = operands
@@ -292,7 +303,7 @@ def _kernel(
         weight_refs, cache_refs = refs[: len(weights)], refs[len(weights) : len(refs) - len(problem.heads)]
         out_refs = refs[len(refs) - len(problem.heads) :]
         cache = _Cache(*cache_refs) if cache_refs else None
-        _Cta(division, _Operands(x_ref, cos_ref, sin_ref, weight_refs), eps, out_refs, cache).run()
+        _Cta(division, _Operands(x_ref, cos_ref, sin_ref, weight_refs), formula, out_refs, cache).run()
 
     return plgpu.kernel(
         body,
@@ -318,13 +329,13 @@ class _Cta:
         self,
         division: _Division,
         operands: _Operands,
-        eps: float | None,
+        formula: _Norm,
         out: tuple[Any, ...],
         cache: _Cache | None,
     ) -> None:
         self.division, self.problem, self.schedule = division, division.problem, division.schedule
         self.operands, self.out, self.cache = operands, out, cache
-        self.eps = eps
+        self.formula = formula
         # The last CTA moves up to whole tokens: two CTAs then write the same bits to some.
         last_first = self.problem.tokens - self.schedule.tokens
         self.first = jnp.minimum(lax.axis_index("token") * self.schedule.tokens, last_first)
@@ -383,8 +394,8 @@ class _Cta:
         """The heads, RMS normalized and rounded; the heads themselves without norms."""
         if not weight:
             return heads
-        assert self.eps is not None
-        return [rows.normalize(head, weight, self.eps) for head in heads]
+        assert self.formula.eps is not None
+        return [rows.normalize(head, weight, self.formula.eps, self.formula.offset) for head in heads]
 
 
 class _Units:

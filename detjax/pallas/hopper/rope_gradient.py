@@ -37,6 +37,7 @@ def gradients(
     sums: tuple[Array, ...],
     *,
     eps: float,
+    norm_offset: float = 0.0,
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Returns the gradients of groups of heads before the norm, and the next sums of the norms' weights.
 
@@ -48,17 +49,20 @@ def gradients(
         rotated: the gradients of the rotated groups, `[*B, T, heads, K]` of x's dtype.
         sums: what the weights' sums begin with, float32 `[K]`.
         eps: what the norms add to the mean square.
+        norm_offset: what the norms add to their weights.
     """
     width = x.shape[-1]
     flat = [y.reshape(-1, *y.shape[-2:]) for y in (x, *rotated)]
     angles = [y.reshape(-1, width // 2) for y in (cos, sin)]
-    results = _kernel(flat[0], angles, weights, flat[1:], eps)
+    results = _kernel(flat[0], angles, weights, flat[1:], eps, norm_offset)
     count = len(weights)
     before = tuple(y.reshape(gradient.shape) for y, gradient in zip(results[:count], rotated, strict=True))
     return before, chains(sums, results[count:])
 
 
-def _kernel(x: Array, angles: list[Array], weights: tuple[Array, ...], gradients: list[Array], eps: float) -> Any:
+def _kernel(
+    x: Array, angles: list[Array], weights: tuple[Array, ...], gradients: list[Array], eps: float, norm_offset: float
+) -> Any:
     """The gradients of the groups `[T, heads, K]`, and the sums of each step of the groups' rows, `[steps, K]`."""
     tokens, _, width = x.shape
     heads = [gradient.shape[1] for gradient in gradients]
@@ -76,7 +80,8 @@ def _kernel(x: Array, angles: list[Array], weights: tuple[Array, ...], gradients
             count, first_head = heads[group], sum(heads[:group])
             together = min(2 * WARPGROUP * LANE_GROUP // width, count & -count, WEIGHT_GRADIENT_TOKENS)
             rows = HeadRows(together, width // 2 // LANE_GROUP)
-            weight = [rows.spread(part.astype(ACCUMULATOR) + 0.0) for part in rows.load_vector(weight_refs[group])]
+            stored = rows.load_vector(weight_refs[group])
+            weight = [rows.spread(part.astype(ACCUMULATOR) + norm_offset) for part in stored]
             for first in range(0, WEIGHT_GRADIENT_TOKENS, together):
                 row = step * WEIGHT_GRADIENT_TOKENS + first
                 token, head = lax.div(row, jnp.int32(count)), lax.rem(row, jnp.int32(count))
