@@ -12,6 +12,7 @@ from typing import Any, Final
 from detjax.contract import INPUT_DTYPES
 from detjax.models.family import Family, family_named, family_of
 from detjax.models.json_object import JsonObject
+from detjax.models.parts.latent_attention import LatentOptions
 from detjax.models.rope_config import write_rope
 from detjax.ops.rotary import RotaryEmbedding
 from detjax.options import Activation
@@ -68,6 +69,7 @@ class DecoderConfig:
         query_pre_attn_scalar: see there.
         attention_soft_cap: see there.
         logit_soft_cap: see there.
+        latent: see there.
     """
 
     architecture: str
@@ -93,6 +95,7 @@ class DecoderConfig:
     query_pre_attn_scalar: int | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
+    latent: LatentOptions | None = None
 
     @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any], source: str) -> "DecoderConfig":

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from detjax.models.json_object import JsonObject
+from detjax.models.parts.latent_attention import LatentOptions
 from detjax.models.rope_config import read_rope
 from detjax.ops.rotary import RotaryEmbedding
 
@@ -29,6 +30,7 @@ class LayerOptions:
         query_pre_attn_scalar: the number whose inverse square root is the factor of scores; None: the width of a head.
         attention_soft_cap: the bound of scores, which become `cap * tanh(score / cap)`; None: no bound.
         logit_soft_cap: the bound of logits likewise.
+        latent: the shape of latent attention; None: attention has keys and values of heads.
     """
 
     windows: tuple[int | None, ...]
@@ -40,6 +42,7 @@ class LayerOptions:
     query_pre_attn_scalar: int | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
+    latent: LatentOptions | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

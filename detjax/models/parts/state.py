@@ -3,9 +3,11 @@
 import dataclasses
 from typing import Any, Protocol
 
+import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from detjax.kv_pages import KVPages
+from detjax.contract import KV_BLOCK
+from detjax.kv_pages import KeyColumns, KVPages
 from detjax.ops.quantized_kv import check_kind
 from detjax.options import KVQuantization
 
@@ -58,3 +60,30 @@ class PagedKeysAndValues:
         if size.kv_quantization is not None:
             check_kind("KVCache", size.kv_quantization, self.head_dim)
         return KVPages.empty(size.num_pages, self.kv_heads, self.head_dim, size.dtype, size.kv_quantization)
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedLatents:
+    """One key of every token in pages, whose first columns are the token's latent and its value.
+
+    Attributes:
+        key_width: columns of a key.
+        value_width: columns of a latent.
+    """
+
+    key_width: int
+    value_width: int
+
+    def empty(self, size: StateSize) -> KVPages:
+        """Returns pages of zeros.
+
+        Raises:
+            ValueError: the state is to be quantized.
+        """
+        if size.kv_quantization is not None:
+            raise ValueError(
+                f"KVCache: the quantization is {size.kv_quantization!r} and the model has latent attention; accepted: "
+                "None. Leave out the quantization."
+            )
+        shape = (size.num_pages, 1, KV_BLOCK, self.key_width)
+        return KVPages(jnp.zeros(shape, size.dtype), KeyColumns(self.value_width))

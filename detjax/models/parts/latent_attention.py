@@ -1,0 +1,185 @@
+"""Multi-head latent attention over a paged cache of latents, in one form for all phases."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from detjax import ops
+from detjax.accumulated_weight import Weight
+from detjax.kv_pages import KVPages, Queries
+from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
+from detjax.models.parts.state import PagedLatents
+from detjax.ops.rotary import RotaryEmbedding
+
+LATENT_NORM_EPS: Final = 1e-6
+"""Epsilon of the norms of latents: transformers' DeepSeek does not give them `rms_norm_eps`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentOptions:
+    """The shape of latent attention, as `config.json` says it.
+
+    Attributes:
+        q_rank: columns of the latent that queries are made of (`q_lora_rank`); None: the hidden state makes them.
+        kv_rank: columns of the latent that keys and values are made of (`kv_lora_rank`).
+        nope_dim: columns of a head's queries and keys that are not rotated (`qk_nope_head_dim`).
+        value_dim: columns of a head's values (`v_head_dim`).
+        interleaved: whether neighbouring columns turn together, and not column `i` with column `i + rope_dim / 2`.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    value_dim: int
+    interleaved: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentAttentionOptions:
+    """The shape and the options of a latent attention part.
+
+    Attributes:
+        heads: heads of queries.
+        latent: ranks and widths.
+        rope: the frequencies of the rotary embedding. Its head_dim is the columns of a head that are rotated.
+        bias: whether the projections to latents and the output projection have biases.
+    """
+
+    heads: int
+    latent: LatentOptions
+    rope: RotaryEmbedding
+    bias: bool = False
+
+    @property
+    def key_width(self) -> int:
+        """The width of a token's one key: its latent, and the rotated columns that all heads share."""
+        return self.latent.kv_rank + self.rope.head_dim
+
+    @property
+    def scale(self) -> float:
+        """The factor of scores."""
+        return self.rope.score_scale / math.sqrt(self.latent.nope_dim + self.rope.head_dim)
+
+    @property
+    def state(self) -> PagedLatents:
+        """The declaration of the state: the key of every token, whose first columns are the latent."""
+        return PagedLatents(self.key_width, self.latent.kv_rank)
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1) in its absorbed form.
+
+    The cache holds a key for each token that all heads share: the normalized latent, then the rotated columns. The
+    latent is the value as well. Each head's part of `kv_up` for keys is applied to the queries, and the part for values
+    to the attended latents. Mathematically that is attention over the keys and values of each head, but bits differ:
+    so this form serves prefill, decode and training alike.
+
+    Weights are `[N, K]`, rows being outputs, as checkpoints hold them. `latents` makes the latent of queries, that of
+    keys and values, and the shared columns; `q_up` makes the queries of all heads. `kv_up` has for each head the rows
+    of keys, then those of values.
+    """
+
+    def __init__(self, width: int, options: LatentAttentionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        latent, heads = options.latent, options.heads
+        rows = (latent.q_rank or 0) + options.key_width
+        self.options = options
+        self.latents = random_weight(rngs, (rows, width), dtype)
+        self.latents_bias = zero_bias(options.bias, (rows,), dtype)
+        self.q_norm = None if latent.q_rank is None else nnx.Param(jnp.ones(latent.q_rank, dtype))
+        self.q_up = random_weight(
+            rngs, (heads * (latent.nope_dim + options.rope.head_dim), latent.q_rank or width), dtype
+        )
+        self.kv_norm = nnx.Param(jnp.ones(latent.kv_rank, dtype))
+        self.kv_up = random_weight(rngs, (heads * (latent.nope_dim + latent.value_dim), latent.kv_rank), dtype)
+        self.output = random_weight(rngs, (width, heads * latent.value_dim), dtype)
+        self.output_bias = zero_bias(options.bias, (width,), dtype)
+
+    def __call__(
+        self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages, *, residual: Float[Array, "*N D"]
+    ) -> tuple[Float[Array, "*N D"], KVPages]:
+        """Returns the attention of the new tokens, added to the residual, and the pages with their keys.
+
+        Args:
+            x: the normalized hidden states of the new tokens.
+            queries: where the new tokens stand in their requests.
+            kv: the layer's pages.
+            residual: what the attention is added to.
+        """
+        options, latent = self.options, self.options.latent
+        latents = ops.matmul(x, self.latents[...], layout="nk", bias=optional(self.latents_bias))
+        widths = (latent.q_rank or 0, latent.kv_rank, options.rope.head_dim)
+        q_latent, kv_latent, k_rope = jnp.split(latents, (widths[0], widths[0] + widths[1]), axis=-1)
+        if self.q_norm is None:
+            q_latent = x
+        else:
+            q_latent = ops.rms_norm(q_latent, self.q_norm[...], eps=LATENT_NORM_EPS)
+        kv_latent = ops.rms_norm(kv_latent, self.kv_norm[...], eps=LATENT_NORM_EPS)
+
+        q = ops.matmul(q_latent, self.q_up[...], layout="nk")
+        q = q.reshape(*x.shape[:-1], options.heads, latent.nope_dim + options.rope.head_dim)
+        q_nope, q_rope = q[..., : latent.nope_dim], q[..., latent.nope_dim :]
+        q_rope, k_rope = self._rotated(q_rope, k_rope, queries)
+        keys_up, values_up = self._up_projections()
+        q = jnp.concatenate([_by_head(q_nope, keys_up, layout="kn"), q_rope], axis=-1)
+        kv = ops.append_keys(jnp.concatenate([kv_latent[..., None, :], k_rope], axis=-1), kv, queries)
+
+        o = _by_head(ops.attention(q, kv, queries, scale=options.scale), values_up, layout="nk")
+        o, bias = o.reshape(*x.shape[:-1], options.heads * latent.value_dim), optional(self.output_bias)
+        return ops.matmul(o, self.output[...], layout="nk", bias=bias, residual=residual), kv
+
+    def _rotated(
+        self, q: Float[Array, "*N H R"], k: Float[Array, "*N R"], queries: Queries
+    ) -> tuple[Float[Array, "*N H R"], Float[Array, "*N 1 R"]]:
+        """The rotated columns of queries and of the shared key, whose pairs lie half a row apart afterwards."""
+        qk = jnp.concatenate([q, k[..., None, :]], axis=-2)
+        if self.options.latent.interleaved:
+            qk = jnp.concatenate([qk[..., 0::2], qk[..., 1::2]], axis=-1)
+        positions, heads = _positions(queries, q.shape[-3]), self.options.heads
+        q, k = ops.qk_rope(qk, positions, self.options.rope, heads=heads, kv_heads=1)
+        return q, k
+
+    def _up_projections(self) -> tuple[Weight, Weight]:
+        """Each head's rows of `kv_up` for keys, `[H, nope_dim, kv_rank]`, and for values, `[H, value_dim, kv_rank]`."""
+        latent, heads = self.options.latent, self.options.heads
+
+        def rows(part: slice) -> Any:
+            # An accumulated weight is cut with its sum, whose gradient adds exact zeros for the other rows.
+            return jax.tree.map(lambda x: x.reshape(heads, -1, latent.kv_rank)[:, part], self.kv_up[...])
+
+        return rows(slice(latent.nope_dim)), rows(slice(latent.nope_dim, None))
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        q_rank, q_up = self.options.latent.q_rank, "q_proj.weight"
+        names, rows = ("kv_a_proj_with_mqa",), (self.options.key_width,)
+        if q_rank is not None:
+            names, rows, q_up = ("q_a_proj", *names), (q_rank, *rows), "q_b_proj.weight"
+        return {
+            "latents": Tensors(tuple(f"{name}.weight" for name in names), rows),
+            "latents_bias": Tensors(tuple(f"{name}.bias" for name in names), rows),
+            "q_norm": Tensors(("q_a_layernorm.weight",)),
+            "q_up": Tensors((q_up,)),
+            "kv_norm": Tensors(("kv_a_layernorm.weight",)),
+            "kv_up": Tensors(("kv_b_proj.weight",)),
+            "output": Tensors(("o_proj.weight",)),
+            "output_bias": Tensors(("o_proj.bias",)),
+        }
+
+
+def _by_head(x: Float[Array, "*N H K"], w: Weight, *, layout: Any) -> Float[Array, "*N H L"]:
+    """Each head's rows times its weight: the bits of a matrix product of each head alone."""
+    return jax.vmap(functools.partial(ops.matmul, layout=layout), in_axes=(-2, 0), out_axes=-2)(x, w)
+
+
+def _positions(queries: Queries, tokens: int) -> Int[Array, "*N"]:
+    """The absolute position of each new token."""
+    if queries.rows is not None:
+        return jnp.asarray(queries.rows.position, jnp.int32)
+    return jnp.asarray(queries.start, jnp.int32)[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
