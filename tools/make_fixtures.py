@@ -130,6 +130,27 @@ def unit_qk_norms(config: Config, weights: Weights) -> None:
             weight.fill_(1.0)
 
 
+def pairs_half_a_row_apart(config: Config, weights: Weights) -> None:
+    config.rope_interleave = False
+
+
+def attention_scale_without_mscale(config: Config, weights: Weights) -> Callable[[transformers.PreTrainedModel], None]:
+    def change(model: transformers.PreTrainedModel) -> None:
+        for layer in model.model.layers:
+            layer.self_attn.scaling = config.qk_head_dim**-0.5
+
+    return change
+
+
+def latent_norms_with_rms_norm_eps(config: Config, weights: Weights) -> Callable[[transformers.PreTrainedModel], None]:
+    def change(model: transformers.PreTrainedModel) -> None:
+        for name, module in model.named_modules():
+            if name.endswith("_a_layernorm"):
+                module.variance_epsilon = config.rms_norm_eps
+
+    return change
+
+
 # --- the fixtures ----------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +167,8 @@ class Fixture:
     shard_size: str | None = None
     chat: bool = False
     transformers_4_config: bool = False
+    # Keys of the published config.json that transformers does not write.
+    published_keys: tuple[tuple[str, object], ...] = ()
 
 
 ALL = (
@@ -187,27 +210,6 @@ ALL = (
             rms_norm_eps=1e-6,
             rope_parameters={
                 "rope_type": "yarn",
-def pairs_half_a_row_apart(config: Config, weights: Weights) -> None:
-    config.rope_interleave = False
-
-
-def attention_scale_without_mscale(config: Config, weights: Weights) -> Callable[[transformers.PreTrainedModel], None]:
-    def change(model: transformers.PreTrainedModel) -> None:
-        for layer in model.model.layers:
-            layer.self_attn.scaling = config.qk_head_dim**-0.5
-
-    return change
-
-
-def latent_norms_with_rms_norm_eps(config: Config, weights: Weights) -> Callable[[transformers.PreTrainedModel], None]:
-    def change(model: transformers.PreTrainedModel) -> None:
-        for name, module in model.named_modules():
-            if name.endswith("_a_layernorm"):
-                module.variance_epsilon = config.rms_norm_eps
-
-    return change
-
-
                 "rope_theta": 10000.0,
                 "factor": 4.0,
                 "original_max_position_embeddings": 32,
@@ -224,8 +226,6 @@ def latent_norms_with_rms_norm_eps(config: Config, weights: Weights) -> Callable
     Fixture(
         name="qwen2",
         about="biases on q, k and v; GQA 7:1 with 1 KV head of head_dim 8; sliding window 48 on the last 2 of 3 "
-    # Keys of the published config.json that transformers does not write.
-    published_keys: tuple[tuple[str, object], ...] = ()
         "layers; tied embeddings",
         config=transformers.Qwen2Config(
             vocab_size=512,
@@ -385,198 +385,6 @@ def draw(fixture: Fixture, seed: int, ends: set[int]) -> tuple[transformers.PreT
     Raises:
         Unfit: a setting that has to matter does not, the logits are flat, a greedy choice is close to a tie, or the
             continuation repeats itself or holds a token of `ends`.
-    Fixture(
-        name="gemma2",
-        about="norms of what attention and MLP give, weights of norms less 1; bounds of scores (2) and of logits (6) "
-        "that bite; query_pre_attn_scalar 40 with head_dim 24; window 37 on layers 2 and 3 of 3 (not the default "
-        "pattern); gelu-tanh; embeddings times sqrt(56); vocabulary 259",
-        config=transformers.Gemma2Config(
-            vocab_size=259,
-            hidden_size=56,
-            intermediate_size=88,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=24,
-            max_position_embeddings=512,
-            rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            query_pre_attn_scalar=40,
-            sliding_window=37,
-            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
-            attn_logit_softcapping=2.0,
-            final_logit_softcapping=6.0,
-        ),
-        stored=torch.bfloat16,
-        matters=(
-            no_attention_soft_cap,
-            no_logit_soft_cap,
-            scores_scaled_by_head_dim,
-            exact_gelu,
-            layer_types_of_pattern(2),
-            sliding_window_one_longer,
-            sliding_window_everywhere,
-            norms_around_zero("input_layernorm"),
-            norms_around_zero("post_attention_layernorm"),
-            norms_around_zero("pre_feedforward_layernorm"),
-            norms_around_zero("post_feedforward_layernorm"),
-        ),
-        embedding_std=0.25,
-    ),
-    Fixture(
-        name="gemma3",
-        about="Gemma 2's layers with q/k norms; window 29 with rope_local_base_freq 100 on layers 1 and 3 of 3, the "
-        "other layer with rope_theta 1000000 and linear scaling by 4; query_pre_attn_scalar 50 with head_dim 32; a bound "
-        "of logits (9), and one of scores that transformers does not apply; config.json in the form of transformers 4 "
-        "(rope_theta, rope_local_base_freq, rope_scaling, sliding_window_pattern 2); no generation config",
-        config=transformers.Gemma3TextConfig(
-            vocab_size=263,
-            hidden_size=48,
-            intermediate_size=72,
-            num_hidden_layers=3,
-            num_attention_heads=3,
-            num_key_value_heads=1,
-            head_dim=32,
-            max_position_embeddings=512,
-            rms_norm_eps=1e-6,
-            rope_parameters={
-                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 4.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            },
-            query_pre_attn_scalar=50,
-            sliding_window=29,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            attn_logit_softcapping=1.0,
-            final_logit_softcapping=9.0,
-        ),
-        stored=torch.bfloat16,
-        matters=(
-            no_rope_scaling_of_full_layers,
-            rope_scaling_of_sliding_layers,
-            rope_theta_of("full_attention", 100.0),
-            rope_theta_of("full_attention", 10000.0),
-            rope_theta_of("sliding_attention", 10000.0),
-            rope_theta_of("sliding_attention", 1000000.0),
-            no_logit_soft_cap,
-            scores_scaled_by_head_dim,
-            exact_gelu,
-            layer_types_of_pattern(6),
-            sliding_window_one_longer,
-            norms_around_zero("q_norm", "k_norm"),
-            norms_around_zero("post_attention_layernorm"),
-            norms_around_zero("post_feedforward_layernorm"),
-        ),
-        embedding_std=0.25,
-        transformers_4_config=True,
-    ),
-    Fixture(
-        name="deepseek-v3",
-        about="latent attention: q_lora_rank 40, kv_lora_rank 32, heads of 24 + 16 columns with values of 20; YaRN "
-        "with mscale 0.7 and mscale_all_dim 1.3, rms_norm_eps 0.05, which the norms of latents do not have; untied",
-        config=transformers.DeepseekV3Config(
-            vocab_size=192,
-            hidden_size=48,
-            intermediate_size=72,
-            moe_intermediate_size=20,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            n_routed_experts=8,
-            num_experts_per_tok=3,
-            n_group=4,
-            topk_group=2,
-            first_k_dense_replace=2,
-            q_lora_rank=40,
-            kv_lora_rank=32,
-            qk_nope_head_dim=24,
-            qk_rope_head_dim=16,
-            v_head_dim=20,
-            max_position_embeddings=256,
-            rms_norm_eps=0.05,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "original_max_position_embeddings": 32,
-                "mscale": 0.7,
-                "mscale_all_dim": 1.3,
-            },
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=1,
-        ),
-        stored=torch.bfloat16,
-        matters=(
-            no_rope_scaling,
-            no_yarn_attention_factor,
-            attention_scale_without_mscale,
-            latent_norms_with_rms_norm_eps,
-            pairs_half_a_row_apart,
-        ),
-        embedding_std=0.25,
-    ),
-    Fixture(
-        name="kimi-k2",
-        about="latent attention without a latent of queries, with attention biases; rope_theta 50000, YaRN with "
-        "beta_fast and beta_slow 1; config.json in the published form (model_type kimi_k2, auto_map, rope_scaling)",
-        config=transformers.DeepseekV3Config(
-            vocab_size=160,
-            hidden_size=40,
-            intermediate_size=56,
-            moe_intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=6,
-            num_key_value_heads=6,
-            n_routed_experts=6,
-            num_experts_per_tok=2,
-            n_group=1,
-            topk_group=1,
-            routed_scaling_factor=2.827,
-            first_k_dense_replace=2,
-            q_lora_rank=None,
-            kv_lora_rank=24,
-            qk_nope_head_dim=16,
-            qk_rope_head_dim=8,
-            v_head_dim=16,
-            max_position_embeddings=256,
-            rms_norm_eps=1e-5,
-            attention_bias=True,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 50000.0,
-                "factor": 32.0,
-                "original_max_position_embeddings": 16,
-                "beta_fast": 1.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=1,
-        ),
-        stored=torch.bfloat16,
-        matters=(
-            no_rope_scaling,
-            rope_theta_10000,
-            rms_norm_eps_1e6,
-            attention_scale_without_mscale,
-            pairs_half_a_row_apart,
-            no_attention_biases,
-        ),
-        # Small, so that a wrong rms_norm_eps shows.
-        embedding_std=0.03,
-        transformers_4_config=True,
-        published_keys=(
-            ("model_type", "kimi_k2"),
-            ("auto_map", {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}),
-            ("scoring_func", "sigmoid"),
-            ("topk_method", "noaux_tc"),
-            ("moe_layer_freq", 1),
-            ("num_nextn_predict_layers", 0),
-            ("seq_aux", True),
-        ),
-    ),
     """
     generator = torch.Generator().manual_seed(seed)
     model = network(fixture.config)
@@ -747,8 +555,8 @@ def rewrite_config(path: Path, fixture: Fixture) -> None:
         config["rope_theta"] = rope.pop("rope_theta")
         config["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
         config["torch_dtype"] = config.pop("dtype")
-        del config["transformers_version"]
-    write_json(path, config | dict(fixture.published_keys))
+        del config["head_dim"], config["transformers_version"]
+    write_json(path, config)
 
 
 def save(fixture: Fixture, model: transformers.PreTrainedModel, arrays: dict[str, np.ndarray], folder: Path) -> None:
@@ -853,9 +661,6 @@ README = """\
 # Fixtures
 
 Tiny checkpoints with random weights, each with what Hugging Face transformers computed from it on a CPU, in float32
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # transformers does not read every model_type that published files have.
-    raw = {key: value for key, value in raw.items() if key != "auto_map"} | {"model_type": fixture.config.model_type}
 from the stored weights, with eager attention: `logits` of `tokens`, and the greedy `continuation` of `prompt`, in
 `reference.npz`. The same networks in float64 differ from `logits` by {float64:.0e} at most; the best two logits are
 more than {gap:.0e} apart at every step of a continuation, which crosses position 128 and holds no token that ends a
