@@ -328,6 +328,114 @@ ALL = (
         matters=(no_sliding_window, sliding_window_one_longer, rms_norm_eps_1e6),
         embedding_std=0.03,
     ),
+    Fixture(
+        name="deepseek-v3",
+        about="latent attention: q_lora_rank 40, kv_lora_rank 32, heads of 24 + 16 columns with values of 20; YaRN "
+        "with mscale 0.7 and mscale_all_dim 1.3, rms_norm_eps 0.05, which the norms of latents do not have; untied",
+        config=transformers.DeepseekV3Config(
+            vocab_size=192,
+            hidden_size=48,
+            intermediate_size=72,
+            moe_intermediate_size=20,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            first_k_dense_replace=2,
+            q_lora_rank=40,
+            kv_lora_rank=32,
+            qk_nope_head_dim=24,
+            qk_rope_head_dim=16,
+            v_head_dim=20,
+            max_position_embeddings=256,
+            rms_norm_eps=0.05,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.3,
+            },
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=1,
+        ),
+        stored=torch.bfloat16,
+        matters=(
+            no_rope_scaling,
+            no_yarn_attention_factor,
+            attention_scale_without_mscale,
+            latent_norms_with_rms_norm_eps,
+            pairs_half_a_row_apart,
+        ),
+        embedding_std=0.25,
+    ),
+    Fixture(
+        name="kimi-k2",
+        about="latent attention without a latent of queries, with attention biases; rope_theta 50000, YaRN with "
+        "beta_fast and beta_slow 1; config.json in the published form (model_type kimi_k2, auto_map, rope_scaling)",
+        config=transformers.DeepseekV3Config(
+            vocab_size=160,
+            hidden_size=40,
+            intermediate_size=56,
+            moe_intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            num_key_value_heads=6,
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            routed_scaling_factor=2.827,
+            first_k_dense_replace=2,
+            q_lora_rank=None,
+            kv_lora_rank=24,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            max_position_embeddings=256,
+            rms_norm_eps=1e-5,
+            attention_bias=True,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 50000.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 1.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=1,
+        ),
+        stored=torch.bfloat16,
+        matters=(
+            no_rope_scaling,
+            rope_theta_10000,
+            rms_norm_eps_1e6,
+            attention_scale_without_mscale,
+            pairs_half_a_row_apart,
+            no_attention_biases,
+        ),
+        # Small, so that a wrong rms_norm_eps shows.
+        embedding_std=0.03,
+        transformers_4_config=True,
+        published_keys=(
+            ("model_type", "kimi_k2"),
+            ("auto_map", {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}),
+            ("scoring_func", "sigmoid"),
+            ("topk_method", "noaux_tc"),
+            ("moe_layer_freq", 1),
+            ("num_nextn_predict_layers", 0),
+            ("seq_aux", True),
+        ),
+    ),
 )
 
 
@@ -556,7 +664,7 @@ def rewrite_config(path: Path, fixture: Fixture) -> None:
         config["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
         config["torch_dtype"] = config.pop("dtype")
         del config["head_dim"], config["transformers_version"]
-    write_json(path, config)
+    write_json(path, config | dict(fixture.published_keys))
 
 
 def save(fixture: Fixture, model: transformers.PreTrainedModel, arrays: dict[str, np.ndarray], folder: Path) -> None:
@@ -595,9 +703,16 @@ def verify(fixture: Fixture, folder: Path) -> str:
         arrays = dict(file)
     tokens, logits = torch.from_numpy(arrays["tokens"]).long(), torch.from_numpy(arrays["logits"])
     differences = {}
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # transformers does not read every model_type that published files have.
+    raw = {key: value for key, value in raw.items() if key != "auto_map"} | {"model_type": fixture.config.model_type}
     for dtype in (torch.float32, torch.float64):
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager", local_files_only=True
+            folder,
+            config=type(fixture.config).from_dict(raw),
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
         )
         differences[dtype] = (compute_logits(model, tokens) - logits).abs().max().item()
         if dtype == torch.float32:
