@@ -55,6 +55,53 @@ with a rounding after every step. That is `cap * tanh(s / cap)` by the exponenti
 is that of tanh, `1 - tanh^2`. ALiBi then makes `s` the value `fma(slope, j - i, s)`, for the key at position `j` and
 the query at position `i`.
 
+Latent attention
+----------------
+
+The key of a token is its normalized latent `c` and its rotated columns `k_r`; the value is `c`. Every phase has the
+absorbed form, with head `h`'s weights `K_h`, from latents to the columns that are not rotated, and `V_h`, to values:
+
+    q' = the matrix product of the columns that are not rotated and K_h, n ascending, rounded once
+    s  = q' . c + q_r . k_r in one accumulator, the columns of c before those of k_r
+    o' = the attended latents, rounded once as by attention
+    o  = the matrix product of o' and V_h, columns of the latent ascending, rounded once
+
+The gradient of a column that is both key and value is `rn(dk) + dv`, added in float32 and rounded once.
+
+Gated delta rule
+----------------
+
+A request's tokens are cut into chunks at absolute positions that are multiples of `DELTA_CHUNK`. Token `t` of a chunk
+needs the state `S` before the chunk, float32 and at first zero, its own input, and the rows of the chunk's tokens
+before it: normalized keys `k`, updates `u` and sums of decays `G`. So it does not matter how a request is cut into
+calls, and bits depend on `t` and the request alone. For a value head and the key head that it shares, `c` being
+`K^(-1/2)` rounded once, and `rnd` rounding to the dtype of q, k and v:
+
+    G_t  = rn(G_(t-1) + rn(g_t * LOG2_E)), with 0 before the chunk
+    r_t  = rn(beta_t * rn(v_t - rn(exp2(G_t) * (k_t . rnd(S)))))
+    a_tj = rn(rn(beta_t * (k_t . k_j)) * exp2(rn(G_t - G_j)))             for j < t
+    u_t  = rnd(r_t - sum over j < t, ascending, of a_tj * u_j), each step an fma
+    p_tj = rn(rn(c * (q_t . k_j)) * exp2(rn(G_t - G_j)))                  for j <= t, else 0
+    h    = rnd(p), l = rnd(p - h)
+    o_t  = rnd(fma(exp2(G_t), rn(c * (q_t . rnd(S))), sum of h_tj * u_j, then of l_tj * u_j))
+
+and the state after the chunk, with `e` its last token, is
+
+    S' = fma(exp2(G_e), S, sum over j ascending of k_j * rnd(u_j * exp2(rn(G_e - G_j))))
+
+Sums over K run ascending, and so do those over a chunk's tokens, of which there are always `DELTA_CHUNK`: exact zeros
+stand behind `t`. Each has a fresh accumulator. The gradients are those of these formulas without the roundings. They
+are computed for each request apart, chunk by chunk from the last to the first, in float32, and rounded once.
+
+Before it, queries and keys are divided by their length: `rnd(x * (1 / sqrt(sum(x^2) + eps)))`, a row sum. The decay of
+a token is `g = rn(-exp(A) * softplus(rn(a + dt)))`, its rate `beta = 1 / (1 + exp(-b))`, both float32. The norm behind
+it is `rnd(rn(rn(x * s) * w) * silu(z))`, with the row sum of `rms_norm` in `s`. A sigmoid gate is
+`rnd(x * sigmoid(z))`.
+
+A causal convolution of `n` taps, depthwise, adds the taps in ascending order, the last of which meets the token itself,
+from zero on, each step an fma, and is rounded after its activation: `rnd(silu(sum of w_i * x_(t - n + 1 + i)))`. Inputs
+before position 0 are exact zeros.
+
 Quantized keys and values
 -------------------------
 

@@ -56,13 +56,20 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
     expected["final_norm", "weight"] = stored.pop("model.norm.weight")
     if ("lm_head", "weight") in read:
         expected["lm_head", "weight"] = stored.pop(HEAD)
+    has_q_latent = "model.layers.0.self_attn.q_a_proj.weight" in stored
+    latents = ("q_a_proj", "kv_a_proj_with_mqa") if has_q_latent else ("kv_a_proj_with_mqa",)
     for i in sorted({path[1] for path in read if path[0] == "layers"}):
         names = {
             ("attention_norm", "weight"): (only, "input_layernorm.weight"),
             ("attention", "qkv"): (rows, *(f"self_attn.{x}_proj.weight" for x in "qkv")),
             ("attention", "qkv_bias"): (rows, *(f"self_attn.{x}_proj.bias" for x in "qkv")),
-            ("attention", "q_norm"): (only, "self_attn.q_norm.weight"),
+            ("attention", "q_norm"): (only, f"self_attn.{'q_a_layernorm' if has_q_latent else 'q_norm'}.weight"),
             ("attention", "k_norm"): (only, "self_attn.k_norm.weight"),
+            ("attention", "latents"): (rows, *(f"self_attn.{name}.weight" for name in latents)),
+            ("attention", "latents_bias"): (rows, *(f"self_attn.{name}.bias" for name in latents)),
+            ("attention", "q_up"): (only, f"self_attn.{'q_b_proj' if has_q_latent else 'q_proj'}.weight"),
+            ("attention", "kv_norm"): (only, "self_attn.kv_a_layernorm.weight"),
+            ("attention", "kv_up"): (only, "self_attn.kv_b_proj.weight"),
             ("attention", "output"): (only, "self_attn.o_proj.weight"),
             ("attention", "output_bias"): (only, "self_attn.o_proj.bias"),
             ("mlp_norm", "weight"): (only, "post_attention_layernorm.weight"),

@@ -106,7 +106,9 @@ def _embed() -> Case:
     )
 
 
-def _attention(name: str, heads: int = 4, kv_heads: int = 2, masks: tuple[int, int] | None = None) -> Case:
+def _attention(
+    name: str, heads: int = 4, kv_heads: int = 2, masks: tuple[int, int] | None = None, columns: int | None = None
+) -> Case:
     # The first page belongs to two requests, the last to none; the third request sees nothing.
     requests = {
         "page_table": np.asarray([[0, 2], [0, 1], [1, 1]], np.int32),
@@ -120,16 +122,21 @@ def _attention(name: str, heads: int = 4, kv_heads: int = 2, masks: tuple[int, i
         options |= {"mask": mask}
     shapes = {"q": (3, 11, heads, 24), "k_pages": (4, kv_heads, KV_BLOCK, 24), "v_pages": (4, kv_heads, KV_BLOCK, 40)}
     shapes |= {"sinks": (heads,)} if "sinks" in OPTIONS[name] else {}
+    if columns is not None:  # of keys, which are the values
+        del shapes["v_pages"]
 
     def fn(**arrays: Any) -> Any:
         given = options | ({"mask": jnp.asarray(options["mask"])} if masks else {})
-        kv, queries = ops.KVPages(arrays.pop("k_pages"), arrays.pop("v_pages")), ops.Queries(*requests.values())
+        values = arrays.pop("v_pages") if columns is None else ops.KeyColumns(columns)
+        kv, queries = ops.KVPages(arrays.pop("k_pages"), values), ops.Queries(*requests.values())
         return ops.attention(arrays.pop("q"), kv, queries, **arrays, **given)
 
     def reference(**arrays: Any) -> Any:
-        return references.attention(**arrays, **requests, **options)
+        values = {} if columns is None else {"v_pages": arrays["k_pages"][..., :columns]}
+        return references.attention(**arrays, **values, **requests, **options)
 
-    return Case(f"attention {name} {heads}:{kv_heads}{f' masks {masks}' if masks else ''}", fn, reference, shapes)
+    about = (f" masks {masks}" if masks else "") + (f" values in {columns} columns of keys" if columns else "")
+    return Case(f"attention {name} {heads}:{kv_heads}{about}", fn, reference, shapes)
 
 
 VARIANTS = (
@@ -167,6 +174,7 @@ KINDS = (
     _embed(),
     _attention("causal"),
     _attention("everything"),
+    _attention("causal", kv_heads=1, columns=16),
 )
 ALL = [*((case, "float32") for case in VARIANTS), *((case, dtype) for case in KINDS for dtype in DTYPES)]
 
