@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from detjax.contract import KV_BLOCK, QUERY_UNIT
 from detjax.options import KVQuantization
@@ -173,6 +173,8 @@ class Queries:
             of the rows that decode: ascending multiples of `contract.QUERY_UNIT`. The rows between a request's last
             query and the next one's first belong to nobody. None for rectangular queries.
         rows: for packed queries whose keys and values are to be appended, what the rows are.
+        slots: the slot of each request's state, for layers that keep one that is not in pages; None: request `b` has
+            slot `b`. See `detjax.request_state`.
     """
 
     page_table: Int[Arrays, "B p"]
@@ -181,6 +183,7 @@ class Queries:
     count: Int[Arrays, "B"] | None = None
     first_row: Int[Arrays, "prefills"] | None = None
     rows: PackedRows | None = None
+    slots: Int[Arrays, "B"] | None = None
 
     @staticmethod
     def packed(
@@ -238,10 +241,10 @@ class Queries:
 
     def _select(self, requests: slice, first_row: Arrays | None) -> "Queries":
         count = None if self.count is None or first_row is None else self.count[requests]
+        slots = None if self.slots is None else self.slots[requests]
         table, start, length = (x[requests] for x in (self.page_table, self.start, self.length))
-        return dataclasses.replace(
-            self, page_table=table, start=start, length=length, count=count, first_row=first_row, rows=None
-        )
+        changed: Any = {"count": count, "first_row": first_row, "rows": None, "slots": slots}
+        return dataclasses.replace(self, page_table=table, start=start, length=length, **changed)
 
     def row_by_row(self) -> "Queries":
         """Returns rectangular queries in which each packed row is a request of one query, as appending takes them."""
@@ -249,7 +252,14 @@ class Queries:
         position, present = self.rows.position, self.rows.present
         table = self.page_table[self.rows.request]
         return dataclasses.replace(
-            self, page_table=table, start=position, length=position + 1, count=present, first_row=None, rows=None
+            self,
+            page_table=table,
+            start=position,
+            length=position + 1,
+            count=present,
+            first_row=None,
+            rows=None,
+            slots=None,
         )
 
 
@@ -258,6 +268,24 @@ def request_of_rows(rows: int, first_row: Array) -> tuple[Array, Array]:
     row = jnp.arange(rows, dtype=jnp.int32)
     request = jnp.maximum(jnp.sum(first_row[None] <= row[:, None], axis=1, dtype=jnp.int32) - 1, 0)
     return request, row - first_row[request]
+
+
+def requests_of_tokens(queries: Queries, shape: tuple[int, ...]) -> tuple[Int[Array, "N"], Bool[Array, "N"]]:
+    """Returns the request of each token, as one axis, and whether it is a token and not what fills up.
+
+    Args:
+        queries: the requests; packed ones have `rows`.
+        shape: the tokens', `[B, T]` or packed, `[N]`.
+    """
+    if queries.first_row is not None:
+        assert queries.rows is not None
+        return jnp.asarray(queries.rows.request), jnp.asarray(queries.rows.present) > 0
+    batch, tokens = shape
+    request = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], shape).reshape(-1)
+    if queries.count is None:
+        return request, jnp.ones(batch * tokens, bool)
+    present = jnp.arange(tokens, dtype=jnp.int32)[None] < jnp.asarray(queries.count)[:, None]
+    return request, present.reshape(-1)
 
 
 def places(num_pages: int, tokens: int, queries: Queries) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
@@ -285,11 +313,11 @@ def append(kv: KVPages, k: Float[Array, "B T h K"], v: Float[Array, "B T h V"] |
     There are no new values, None, where values are columns of the keys.
     """
     page, slot = places(kv.num_pages, k.shape[1], queries)
+    if v is None:
+        assert isinstance(kv.v, KeyColumns) and not isinstance(kv.k, QuantizedPages)
+        return KVPages(kv.k.at[page, :, slot].set(k, mode="drop", unique_indices=True), kv.v)
     if kv.quantized:
         pairs = zip(kv.quantized, (k, v), strict=True)
         return KVPages(*(pages.with_tokens(x, page, slot) for pages, x in pairs))
     pairs = zip(kv.numbers, (k, v), strict=True)
     return KVPages(*(pages.at[page, :, slot].set(x, mode="drop", unique_indices=True) for pages, x in pairs))
-    if v is None:
-        assert isinstance(kv.v, KeyColumns) and not isinstance(kv.k, QuantizedPages)
-        return KVPages(kv.k.at[page, :, slot].set(k, mode="drop", unique_indices=True), kv.v)

@@ -48,7 +48,7 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
-MAX_TOTAL_BYTES = 8_000_000
+MAX_TOTAL_BYTES = 10_000_000
 
 # 128 positions are one block of detjax's attention: the sequence and the continuation both have to cross its end.
 TOKENS = 163
@@ -62,6 +62,9 @@ MIN_DISTINCT = 20
 MAX_FLOAT64_DIFFERENCE = 1e-4
 MAX_RELOAD_DIFFERENCE = 2e-5
 MAX_SEED = 2000
+
+# The others differ in their last places, and do not take float64.
+IMPLEMENTATIONS = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 Config = transformers.PreTrainedConfig
 Weights = dict[str, torch.Tensor]
@@ -92,6 +95,63 @@ def yarn_factor_from_max_position(config: Config, weights: Weights) -> None:
 
 def rope_theta_10000(config: Config, weights: Weights) -> None:
     config.rope_parameters = {**config.rope_parameters, "rope_theta": 10000.0}
+
+
+def rope_theta_of(layer_type: str, theta: float) -> Removal:
+    def change(config: Config, weights: Weights) -> None:
+        own = {**config.rope_parameters[layer_type], "rope_theta": theta}
+        config.rope_parameters = {**config.rope_parameters, layer_type: own}
+
+    change.__name__ = f"rope_theta_of_{layer_type}_{theta:.0f}"
+    return change
+
+
+def no_rope_scaling_of_full_layers(config: Config, weights: Weights) -> None:
+    own = {"rope_type": "default", "rope_theta": config.rope_parameters["full_attention"]["rope_theta"]}
+    config.rope_parameters = {**config.rope_parameters, "full_attention": own}
+
+
+def rope_scaling_of_sliding_layers(config: Config, weights: Weights) -> None:
+    full, sliding = (config.rope_parameters[name] for name in ("full_attention", "sliding_attention"))
+    own = {**full, "rope_theta": sliding["rope_theta"]}
+    config.rope_parameters = {**config.rope_parameters, "sliding_attention": own}
+
+
+def layer_types_of_pattern(pattern: int) -> Removal:
+    def change(config: Config, weights: Weights) -> None:
+        layers = range(config.num_hidden_layers)
+        config.layer_types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in layers]
+
+    change.__name__ = f"layer_types_of_pattern_{pattern}"
+    return change
+
+
+def scores_scaled_by_head_dim(config: Config, weights: Weights) -> None:
+    config.query_pre_attn_scalar = config.head_dim
+
+
+def no_attention_soft_cap(config: Config, weights: Weights) -> None:
+    config.attn_logit_softcapping = None
+
+
+def no_logit_soft_cap(config: Config, weights: Weights) -> None:
+    config.final_logit_softcapping = None
+
+
+def silu_in_the_gate(config: Config, weights: Weights) -> None:
+    config.hidden_activation = "silu"
+
+
+def norms_around_zero(*names: str) -> Removal:
+    """Norms of these names get the weight 0, under which they multiply by 1."""
+
+    def change(config: Config, weights: Weights) -> None:
+        for name, weight in weights.items():
+            if name.endswith(tuple(f"{ending}.weight" for ending in names)):
+                weight.zero_()
+
+    change.__name__ = f"{'_and_'.join(names)}_around_zero"
+    return change
 
 
 def no_sliding_window(config: Config, weights: Weights) -> None:
@@ -128,6 +188,18 @@ def unit_qk_norms(config: Config, weights: Weights) -> None:
     for name, weight in weights.items():
         if "q_norm" in name or "k_norm" in name:
             weight.fill_(1.0)
+
+
+def other_weights_of_experts(config: Config, weights: Weights) -> None:
+    config.norm_topk_prob = not config.norm_topk_prob
+
+
+def one_expert_fewer(config: Config, weights: Weights) -> None:
+    config.num_experts_per_tok -= 1
+
+
+def unbounded_qkv(config: Config, weights: Weights) -> None:
+    config.clip_qkv = None
 
 
 def pairs_half_a_row_apart(config: Config, weights: Weights) -> None:
@@ -329,6 +401,90 @@ ALL = (
         embedding_std=0.03,
     ),
     Fixture(
+        name="gemma2",
+        about="norms of what attention and MLP give, weights of norms less 1; bounds of scores (2) and of logits (6) "
+        "that bite; query_pre_attn_scalar 40 with head_dim 24; window 37 on layers 2 and 3 of 3 (not the default "
+        "pattern); gelu-tanh; embeddings times sqrt(56); vocabulary 259",
+        config=transformers.Gemma2Config(
+            vocab_size=259,
+            hidden_size=56,
+            intermediate_size=88,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=24,
+            max_position_embeddings=512,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            query_pre_attn_scalar=40,
+            sliding_window=37,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=6.0,
+        ),
+        stored=torch.bfloat16,
+        matters=(
+            no_attention_soft_cap,
+            no_logit_soft_cap,
+            scores_scaled_by_head_dim,
+            silu_in_the_gate,
+            layer_types_of_pattern(2),
+            sliding_window_one_longer,
+            sliding_window_everywhere,
+            norms_around_zero("input_layernorm"),
+            norms_around_zero("post_attention_layernorm"),
+            norms_around_zero("pre_feedforward_layernorm"),
+            norms_around_zero("post_feedforward_layernorm"),
+        ),
+        embedding_std=0.25,
+    ),
+    Fixture(
+        name="gemma3",
+        about="Gemma 2's layers with q/k norms; window 29 with rope_local_base_freq 100 on layers 1 and 3 of 3, the "
+        "other layer with rope_theta 1000000 and linear scaling by 4; query_pre_attn_scalar 50 with head_dim 32; a bound "
+        "of logits (9), and one of scores that transformers does not apply; config.json in the form of transformers 4 "
+        "(rope_theta, rope_local_base_freq, rope_scaling, sliding_window_pattern 2); no generation config",
+        config=transformers.Gemma3TextConfig(
+            vocab_size=263,
+            hidden_size=48,
+            intermediate_size=72,
+            num_hidden_layers=3,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            head_dim=32,
+            max_position_embeddings=512,
+            rms_norm_eps=1e-6,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            query_pre_attn_scalar=50,
+            sliding_window=29,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            attn_logit_softcapping=1.0,
+            final_logit_softcapping=9.0,
+        ),
+        stored=torch.bfloat16,
+        matters=(
+            no_rope_scaling_of_full_layers,
+            rope_scaling_of_sliding_layers,
+            rope_theta_of("full_attention", 100.0),
+            rope_theta_of("full_attention", 10000.0),
+            rope_theta_of("sliding_attention", 10000.0),
+            rope_theta_of("sliding_attention", 1000000.0),
+            no_logit_soft_cap,
+            scores_scaled_by_head_dim,
+            silu_in_the_gate,
+            layer_types_of_pattern(6),
+            sliding_window_one_longer,
+            norms_around_zero("q_norm", "k_norm"),
+            norms_around_zero("post_attention_layernorm"),
+            norms_around_zero("post_feedforward_layernorm"),
+        ),
+        embedding_std=0.25,
+        transformers_4_config=True,
+    ),
+    Fixture(
         name="deepseek-v3",
         about="latent attention: q_lora_rank 40, kv_lora_rank 32, heads of 24 + 16 columns with values of 20; YaRN "
         "with mscale 0.7 and mscale_all_dim 1.3, rms_norm_eps 0.05, which the norms of latents do not have; untied",
@@ -436,6 +592,89 @@ ALL = (
             ("seq_aux", True),
         ),
     ),
+    Fixture(
+        name="qwen3-moe",
+        about="3 of 7 experts in layers 0 and 2, whose weights are normalized, and an MLP in layer 1; q/k norms, "
+        "head_dim 24 (not hidden_size / heads), vocabulary 157, untied; experts written one by one",
+        config=transformers.Qwen3MoeConfig(
+            vocab_size=157,
+            hidden_size=56,
+            intermediate_size=72,
+            moe_intermediate_size=40,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=24,
+            num_experts=7,
+            num_experts_per_tok=3,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[1],
+            max_position_embeddings=512,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=1,
+        ),
+        stored=torch.bfloat16,
+        matters=(other_weights_of_experts, one_expert_fewer, unit_qk_norms, rope_theta_10000),
+        embedding_std=0.25,
+    ),
+    Fixture(
+        name="mixtral",
+        about="2 of 5 experts in every layer, under the names w1, w2 and w3; sliding window 40; config.json in the "
+        "form of transformers 4",
+        config=transformers.MixtralConfig(
+            vocab_size=163,
+            hidden_size=64,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            max_position_embeddings=512,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+            sliding_window=40,
+            tie_word_embeddings=False,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        stored=torch.bfloat16,
+        matters=(one_expert_fewer, no_sliding_window, sliding_window_one_longer, rope_theta_10000),
+        embedding_std=0.25,
+        transformers_4_config=True,
+    ),
+    Fixture(
+        name="olmoe",
+        about="3 of 6 experts in every layer, whose weights are not normalized; norms of all queries and of all keys of "
+        "a token, queries, keys and values within 1.25, rms_norm_eps 1e-5",
+        config=transformers.OlmoeConfig(
+            vocab_size=149,
+            hidden_size=64,
+            intermediate_size=44,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_experts=6,
+            num_experts_per_tok=3,
+            norm_topk_prob=False,
+            clip_qkv=1.25,
+            max_position_embeddings=512,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            tie_word_embeddings=False,
+            pad_token_id=None,
+            bos_token_id=0,
+            eos_token_id=1,
+        ),
+        stored=torch.bfloat16,
+        matters=(other_weights_of_experts, one_expert_fewer, unit_qk_norms, unbounded_qkv),
+        embedding_std=0.25,
+    ),
 )
 
 
@@ -445,7 +684,7 @@ ALL = (
 def network(config: Config, weights: Weights | None = None) -> transformers.PreTrainedModel:
     """Returns the network of `config` in float32 with eager attention, holding copies of `weights` where given."""
     config = copy.deepcopy(config)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **IMPLEMENTATIONS)
     if weights is not None:
         model.load_state_dict(weights)
     return model.eval()
@@ -457,19 +696,20 @@ def fill(model: transformers.PreTrainedModel, fixture: Fixture, generator: torch
     Matrices scale with 1 / sqrt(inputs), so that a sublayer adds about as much as the residual stream holds; queries
     and keys get more, so that attention is far from uniform, and so does the output head, so that logits spread.
     """
+    offset = 1.0 if fixture.config.model_type.startswith("gemma") else 0.0  # what norms add to their weights
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(("q_norm.weight", "k_norm.weight")):
-            value = 1.5 + 0.3 * noise
+            value = 1.5 - offset + 0.3 * noise
         elif name.endswith("norm.weight"):
-            value = 1.0 + 0.25 * noise
+            value = 1.0 - offset + 0.25 * noise
         elif name.endswith(".bias"):
             value = 0.4 * noise
         elif name.endswith("embed_tokens.weight"):
             value = fixture.embedding_std * noise
         else:
             gain = 1.8 if name.endswith(("q_proj.weight", "k_proj.weight", "lm_head.weight")) else 1.3
-            value = gain / math.sqrt(parameter.shape[1]) * noise
+            value = gain / math.sqrt(parameter.shape[-1]) * noise
         parameter.copy_(value.to(fixture.stored))
 
 
@@ -660,10 +900,18 @@ def rewrite_config(path: Path, fixture: Fixture) -> None:
     config.pop("_name_or_path", None)
     if fixture.transformers_4_config:
         rope = config.pop("rope_parameters")
+        if "full_attention" in rope:
+            config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            config["sliding_window_pattern"] = config.pop("layer_types").index("full_attention") + 1
+            rope = rope["full_attention"]
+            config["rope_scaling"] = {"rope_type": rope.pop("rope_type")}
+        else:
+            config["rope_scaling"] = {"type": rope.pop("rope_type")}
+            del config["head_dim"]
         config["rope_theta"] = rope.pop("rope_theta")
-        config["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+        config["rope_scaling"] |= rope
         config["torch_dtype"] = config.pop("dtype")
-        del config["head_dim"], config["transformers_version"]
+        del config["transformers_version"]
     write_json(path, config | dict(fixture.published_keys))
 
 
@@ -711,7 +959,7 @@ def verify(fixture: Fixture, folder: Path) -> str:
             folder,
             config=type(fixture.config).from_dict(raw),
             dtype=dtype,
-            attn_implementation="eager",
+            **IMPLEMENTATIONS,
             local_files_only=True,
         )
         differences[dtype] = (compute_logits(model, tokens) - logits).abs().max().item()

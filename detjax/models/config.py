@@ -12,6 +12,7 @@ from typing import Any, Final
 from detjax.contract import INPUT_DTYPES
 from detjax.models.family import Family, family_named, family_of
 from detjax.models.json_object import JsonObject
+from detjax.models.parts.experts import ExpertsOptions
 from detjax.models.parts.latent_attention import LatentOptions
 from detjax.models.rope_config import write_rope
 from detjax.ops.rotary import RotaryEmbedding
@@ -69,6 +70,9 @@ class DecoderConfig:
         query_pre_attn_scalar: see there.
         attention_soft_cap: see there.
         logit_soft_cap: see there.
+        experts: see there.
+        wide_qk_norm: see there.
+        qkv_bound: see there.
         latent: see there.
     """
 
@@ -95,6 +99,9 @@ class DecoderConfig:
     query_pre_attn_scalar: int | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
+    experts: ExpertsOptions | None = None
+    wide_qk_norm: bool = False
+    qkv_bound: float | None = None
     latent: LatentOptions | None = None
 
     @classmethod
@@ -125,7 +132,7 @@ class DecoderConfig:
             layers=layers,
             **heads,
             activation=_ACTIVATIONS[file.choice(activation_key, activation, tuple(_ACTIVATIONS))],
-            norm_eps=file.number("rms_norm_eps", 1e-6),
+            norm_eps=file.number("rms_norm_eps", family.norm_eps),
             rope=family.read_rope(file, heads["head_dim"], max_positions),
             **{field.name: getattr(options, field.name) for field in dataclasses.fields(options)},
             tied_embeddings=file.boolean("tie_word_embeddings", family.tied_embeddings),

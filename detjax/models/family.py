@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from detjax.models.json_object import JsonObject
+from detjax.models.parts.experts import ExpertsOptions
 from detjax.models.parts.latent_attention import LatentOptions
 from detjax.models.rope_config import read_rope
 from detjax.ops.rotary import RotaryEmbedding
@@ -30,6 +31,9 @@ class LayerOptions:
         query_pre_attn_scalar: the number whose inverse square root is the factor of scores; None: the width of a head.
         attention_soft_cap: the bound of scores, which become `cap * tanh(score / cap)`; None: no bound.
         logit_soft_cap: the bound of logits likewise.
+        experts: the mixtures of experts; None: every layer has an MLP.
+        wide_qk_norm: whether all heads of queries together are normalized, and all heads of keys.
+        qkv_bound: the largest absolute value of queries, keys and values before the rotation; None: no bound.
         latent: the shape of latent attention; None: attention has keys and values of heads.
     """
 
@@ -42,6 +46,9 @@ class LayerOptions:
     query_pre_attn_scalar: int | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
+    experts: ExpertsOptions | None = None
+    wide_qk_norm: bool = False
+    qkv_bound: float | None = None
     latent: LatentOptions | None = None
 
 
@@ -56,8 +63,9 @@ class Family:
         layer: the class of its layers: made by `layer(config, index, rngs=rngs, dtype=dtype)`, called with the residual
             stream, the queries and the layer's state, and with a static method `state(config, index)` that declares the
             state.
-        max_positions: `max_position_embeddings` if `config.json` leaves it out. This and the next five are the values
+        max_positions: `max_position_embeddings` if `config.json` leaves it out. This and the next six are the values
             that transformers takes then.
+        norm_eps: `rms_norm_eps`.
         head_dim: the width of a head; None: hidden_size / heads.
         head_dim_key: the key of `config.json` that says this width.
         kv_heads: heads of keys and of values; None: as many as heads.
@@ -83,6 +91,7 @@ class Family:
     other_model_types: tuple[str, ...] = ()
     layer: Any
     max_positions: int
+    norm_eps: float = 1e-6
     head_dim: int | None = None
     head_dim_key: str = "head_dim"
     kv_heads: int | None = None

@@ -30,7 +30,7 @@ class Layer(nnx.Module):
         width, eps = config.hidden_size, config.norm_eps
         mlp = MLPOptions(inner_width=config.intermediate_size, activation=config.activation, bias=config.mlp_bias)
         self.attention_norm = RMSNorm(width, eps=eps, dtype=dtype)
-        self.attention = Attention(width, _attention_options(config, index), rngs=rngs, dtype=dtype)
+        self.attention = Attention(width, attention_options(config, index), rngs=rngs, dtype=dtype)
         self.mlp_norm = RMSNorm(width, eps=eps, dtype=dtype)
         self.mlp = GatedMLP(width, mlp, rngs=rngs, dtype=dtype)
 
@@ -43,10 +43,11 @@ class Layer(nnx.Module):
     @staticmethod
     def state(config: DecoderConfig, index: int) -> StateDeclaration:
         """Returns the declaration of a layer's state, which is its attention's."""
-        return _attention_options(config, index).state
+        return attention_options(config, index).state
 
 
-def _attention_options(config: DecoderConfig, index: int) -> AttentionOptions:
+def attention_options(config: DecoderConfig, index: int) -> AttentionOptions:
+    """Returns the options of a layer's attention."""
     return AttentionOptions(
         heads=config.heads,
         kv_heads=config.kv_heads,
@@ -55,7 +56,9 @@ def _attention_options(config: DecoderConfig, index: int) -> AttentionOptions:
         window=config.windows[index],
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,
-        qk_norm_eps=config.norm_eps if config.qk_norm else None,
+        qk_norm_eps=config.norm_eps if config.qk_norm or config.wide_qk_norm else None,
+        wide_qk_norm=config.wide_qk_norm,
+        qkv_bound=config.qkv_bound,
     )
 
 

@@ -10,15 +10,16 @@ _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
 
 
-def read_rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmbedding:
+def read_rope(file: JsonObject, head_dim: int, max_positions: int, *, theta: float = 10000.0) -> RotaryEmbedding:
     """Returns the embedding that a `config.json` describes.
 
-    Transformers 5 writes `rope_parameters`, transformers 4 `rope_scaling`; a file may hold both.
+    Transformers 5 writes `rope_parameters`, transformers 4 `rope_scaling`; a file may hold both. The base of the
+    frequencies is `theta` where the file does not say it.
 
     Raises:
         CheckpointError: a value is out of range, the two disagree, or there is an unknown key.
     """
-    theta = file.number("rope_theta", 10000.0)
+    theta = file.number("rope_theta", theta)
     described = []
     for key in ("rope_parameters", "rope_scaling"):
         parameters = file.object(key)

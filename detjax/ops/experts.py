@@ -61,8 +61,8 @@ def _choose(scores: Array, ranks: Array, count: int, normalized: bool, eps: floa
 def _choose_forward(
     scores: Array, ranks: Array, count: int, normalized: bool, eps: float
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    ids, weights = _choose(scores, ranks, count, normalized, eps)
-    return (ids, weights), (scores, ids)
+    chosen: tuple[Array, Array] = _choose(scores, ranks, count, normalized, eps)
+    return chosen, (scores, chosen[0])
 
 
 def _choose_backward(

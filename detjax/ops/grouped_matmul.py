@@ -62,7 +62,10 @@ def grouped_matmul(
         ValueError: shapes do not fit together, or an option is unknown.
     """
     name = "grouped_matmul"
-    (w, w_sum), (bias, bias_sum) = (value_and_sum(_GROUPED_MATMUL.taking(weight)) for weight in (w, bias))
+    (w, w_sum), (bias, bias_sum) = (
+        value_and_sum(_GROUPED_MATMUL.taking(w)),
+        value_and_sum(_GROUPED_MATMUL.taking(bias)),
+    )
     check_dtype(name, x=x, bias=bias)
     check_dtype(name, like=x, w=w)
     check_integers(name, group_sizes=group_sizes)

@@ -26,7 +26,8 @@ def forward(
     """Returns rows `[M, N]` for rows `[M, K]`; see `detjax.ops.grouped_matmul` for the operands and options."""
 
     def tile(x: Array, expert: Array, shared: tuple[Array, Array | None]) -> Array:
-        y = activated(parts(pre_activation(x, *_expert_arrays(shared, expert), layout)), epilogue)
+        w, bias = _expert_arrays(shared, expert)
+        y = activated(parts(pre_activation(x, w, bias, layout)), epilogue)
         return rounded(y, out_dtype)
 
     return map_groups(tile, x, (w, bias), group_tiles(group_sizes, len(x), PORTABLE_ROWS))
@@ -52,7 +53,8 @@ def backward(
 
     def accumulator_gradient(rows: tuple[Array, Array], expert: Array, shared: tuple[Array, Array | None]) -> Array:
         x, dy = rows
-        z = rounded(pre_activation(x, *_expert_arrays(shared, expert), layout), x.dtype).astype(ACCUMULATOR)
+        w, bias = _expert_arrays(shared, expert)
+        z = rounded(pre_activation(x, w, bias, layout), x.dtype).astype(ACCUMULATOR)
         (dz,) = jax.vjp(lambda z: activated(parts(z), epilogue), z)[1](dy.astype(ACCUMULATOR))
         return rounded(dz, x.dtype)
 

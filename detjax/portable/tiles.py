@@ -72,13 +72,13 @@ class GroupTiles(NamedTuple):
     """Tiles of rows that are sorted by group, none of which reaches into another group.
 
     Attributes:
-        count: how many tiles there are.
+        number: how many tiles there are.
         first: the first row of each.
         rows: how many rows of its group each has.
-        group: the group of each. Entries of the three from `count` on mean nothing.
+        group: the group of each. Entries of the three from `number` on mean nothing.
     """
 
-    count: Int[Array, ""]
+    number: Int[Array, ""]
     first: Int[Array, "M"]
     rows: Int[Array, "M"]
     group: Int[Array, "M"]
@@ -136,7 +136,7 @@ def map_groups(
         before = lax.dynamic_slice_in_dim(out, first, size, 0)
         return lax.dynamic_update_slice_in_dim(out, jnp.where(_column(inside, result), result, before), first, 0)
 
-    return lax.fori_loop(0, tiles.count, step, out)[:count]
+    return lax.fori_loop(0, tiles.number, step, out)[:count]
 
 
 def fold_groups(
@@ -165,7 +165,7 @@ def fold_groups(
         updated = tile(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, group, 0, keepdims=False), carry), given)
         return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, group, 0), carry, updated)
 
-    return lax.fori_loop(0, tiles.count, step, initial)
+    return lax.fori_loop(0, tiles.number, step, initial)
 
 
 def _groups_behind_barrier(

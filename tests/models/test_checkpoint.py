@@ -78,6 +78,14 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
             ("mlp", "down"): (only, "mlp.down_proj.weight"),
             ("mlp", "down_bias"): (only, "mlp.down_proj.bias"),
         }
+        if ("layers", i, "mlp", "router", "weight") in read:
+            block = "block_sparse_moe" if name == "mixtral" else "mlp"
+            gate, up, down = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+            experts = range(len(read["layers", i, "mlp", "down"]))
+            pairs = [f"{block}.experts.{expert}.{x}.weight" for expert in experts for x in (gate, up)]
+            names["mlp", "router", "weight"] = only, f"{block}.gate.weight"
+            names["mlp", "gate_up"] = (lambda parts: np.stack([parts[0::2], parts[1::2]], axis=1)), *pairs
+            names["mlp", "down"] = stacked, *(f"{block}.experts.{expert}.{down}.weight" for expert in experts)
         expected |= {("layers", i, *key): joined(i, *names[key]) for key in names if ("layers", i, *key) in read}
     assert not stored
     assert_same_bits(read, expected)

@@ -183,12 +183,12 @@ def test_dtype_has_precedence_over_torch_dtype():
     [
         (
             QWEN3,
-            {"architectures": ["Qwen3MoeForCausalLM"]},
-            "architectures is ['Qwen3MoeForCausalLM']; accepted: a list",
+            {"architectures": ["Qwen3VLForCausalLM"]},
+            "architectures is ['Qwen3VLForCausalLM']; accepted: a list",
         ),
         (QWEN3, {"architectures": []}, "architectures is []"),
         (QWEN3, {"architectures": [["Qwen3ForCausalLM"]]}, "architectures is [["),
-        (QWEN3, {"architectures": REMOVED}, "architectures is missing; accepted: LlamaForCausalLM, MistralForCausalLM"),
+        (QWEN3, {"architectures": REMOVED}, "architectures is missing; accepted: DeepseekV3ForCausalLM, "),
         (QWEN3, {"model_type": "llama"}, "model_type is 'llama'; accepted: 'qwen3'"),
         (QWEN3, {"vocab_size": REMOVED}, "vocab_size is missing; accepted: an integer >= 1"),
         (QWEN3, {"hidden_size": "64"}, "hidden_size is '64'"),
@@ -286,7 +286,7 @@ def test_what_is_written_needs_the_keys_of_one_version_of_transformers_only(name
 @pytest.mark.parametrize(
     ("raw", "changes", "words"),
     [
-        (QWEN3, {"architecture": "GemmaForCausalLM"}, "architecture is 'GemmaForCausalLM'; accepted: Llama"),
+        (QWEN3, {"architecture": "GemmaForCausalLM"}, "architecture is 'GemmaForCausalLM'; accepted: Deep"),
         (QWEN3, {"qk_norm": False}, "qk_norm is False; Qwen3ForCausalLM in transformers would have True"),
         (LLAMA, {"output_bias": True}, "output_bias is True"),
         (LLAMA, {"windows": (None, 4, 4)}, "windows is (None, 4, 4)"),

@@ -104,7 +104,7 @@ def test_its_decode_gives_the_bits_of_prefill(model: Decoder) -> None:
 
 
 def test_it_is_unknown_without_its_file() -> None:
-    message = r"ParallelForCausalLM.*; accepted: .*LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3"
+    message = r"ParallelForCausalLM.*; accepted: .*LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, "
     with pytest.raises(CheckpointError, match=message):
         DecoderConfig.from_hugging_face(RAW, "config.json")
     config = dataclasses.replace(presets.config("tiny"), architecture="ParallelForCausalLM")

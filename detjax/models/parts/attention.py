@@ -1,7 +1,7 @@
 """Grouped-query attention with rotary embeddings over a paged cache."""
 
 import dataclasses
-import functools
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -28,6 +28,8 @@ class AttentionOptions:
         output_bias: whether the output projection has a bias.
         qk_norm_eps: epsilon of the RMS norms of each head of queries and keys; None: there are no such norms.
         qk_norm_offset: what these norms add to their weights.
+        wide_qk_norm: whether there is one norm of all heads of queries together and one of all heads of keys instead.
+        qkv_bound: the largest absolute value of queries, keys and values before the rotation; None: no bound.
         scale: the factor of scores; None: `1 / sqrt(head_dim)`.
         soft_cap: the bound of scores, which become `cap * tanh(score / cap)`; None: no bound.
     """
@@ -41,6 +43,8 @@ class AttentionOptions:
     output_bias: bool = False
     qk_norm_eps: float | None = None
     qk_norm_offset: float = 0.0
+    wide_qk_norm: bool = False
+    qkv_bound: float | None = None
     scale: float | None = None
     soft_cap: float | None = None
 
@@ -68,12 +72,13 @@ class Attention(nnx.Module):
 
     def __init__(self, width: int, options: AttentionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         rows, has_norms = options.q_width + 2 * options.kv_width, options.qk_norm_eps is not None
-        unit_weight = functools.partial(jnp.full, options.head_dim, 1 - options.qk_norm_offset, dtype)
+        widths = (options.q_width, options.kv_width) if options.wide_qk_norm else (options.head_dim,) * 2
+        q_norm, k_norm = (jnp.full(width, 1 - options.qk_norm_offset, dtype) for width in widths)
         self.options = options
         self.qkv = random_weight(rngs, (rows, width), dtype)
         self.qkv_bias = zero_bias(options.qkv_bias, (rows,), dtype)
-        self.q_norm = nnx.Param(unit_weight()) if has_norms else None
-        self.k_norm = nnx.Param(unit_weight()) if has_norms else None
+        self.q_norm = nnx.Param(q_norm) if has_norms else None
+        self.k_norm = nnx.Param(k_norm) if has_norms else None
         self.output = random_weight(rngs, (width, options.q_width), dtype)
         self.output_bias = zero_bias(options.output_bias, (width,), dtype)
 
@@ -90,21 +95,29 @@ class Attention(nnx.Module):
         """
         options = self.options
         qkv = ops.matmul(x, self.qkv[...], layout="nk", bias=optional(self.qkv_bias))
+        norms: dict[str, Any] = {}
+        if options.wide_qk_norm:
+            qkv = self._normalized(qkv)
+        elif options.qk_norm_eps is not None:
+            norms = {"q_norm": optional(self.q_norm), "k_norm": optional(self.k_norm)}
+            norms |= {"norm_eps": options.qk_norm_eps, "norm_offset": options.qk_norm_offset}
+        if options.qkv_bound is not None:
+            qkv = jnp.clip(qkv, -options.qkv_bound, options.qkv_bound)
         qkv = qkv.reshape(*x.shape[:-1], options.heads + 2 * options.kv_heads, options.head_dim)
-        q, kv = ops.qk_rope_append_kv(
-            qkv,
-            kv,
-            queries,
-            options.rope,
-            q_norm=optional(self.q_norm),
-            k_norm=optional(self.k_norm),
-            norm_eps=options.qk_norm_eps,
-            norm_offset=options.qk_norm_offset,
-        )
+        q, kv = ops.qk_rope_append_kv(qkv, kv, queries, options.rope, **norms)
         o = ops.attention(q, kv, queries, scale=options.scale, window=options.window, soft_cap=options.soft_cap)
         o = o.reshape(*x.shape[:-1], options.q_width)
         bias = optional(self.output_bias)
         return ops.matmul(o, self.output[...], layout="nk", bias=bias, residual=residual), kv
+
+    def _normalized(self, qkv: Float[Array, "*N R"]) -> Float[Array, "*N R"]:
+        """Projections after the norms of all queries and of all keys of a token."""
+        options, (q_norm, k_norm) = self.options, (optional(self.q_norm), optional(self.k_norm))
+        assert q_norm is not None and k_norm is not None and options.qk_norm_eps is not None
+        q, k, v = jnp.split(qkv, (options.q_width, options.q_width + options.kv_width), axis=-1)
+        pairs = (q, q_norm), (k, k_norm)
+        q, k = (ops.rms_norm(x, w, eps=options.qk_norm_eps, weight_offset=options.qk_norm_offset) for x, w in pairs)
+        return jnp.concatenate([q, k, v], axis=-1)
 
     @property
     def tensors(self) -> dict[str, Tensors]:

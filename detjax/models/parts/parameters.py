@@ -41,28 +41,40 @@ class Tensors:
     Attributes:
         names: the tensors' names within their part, in order.
         rows: for tensors that are concatenated along the first axis, how many rows each has. None: the parameter is
-            one tensor, or the tensors are stacked along a new first axis.
+            one tensor, or the tensors are stacked along new first axes.
+        stacked: the sizes of these axes; None: there is one.
     """
 
     names: tuple[str, ...]
     rows: tuple[int, ...] | None = None
+    stacked: tuple[int, ...] | None = None
+
+    @property
+    def _axes(self) -> int:
+        """How many axes of the parameter no tensor has."""
+        return 1 if self.stacked is None else len(self.stacked)
 
     def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Returns the tensors' shapes, given the parameter's."""
         if len(self.names) == 1:
             return [shape]
         if self.rows is None:
-            return [shape[1:]] * len(self.names)
+            return [shape[self._axes :]] * len(self.names)
         return [(rows, *shape[1:]) for rows in self.rows]
 
     def join(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the parameter that the tensors make."""
         if len(self.names) == 1:
             return tensors[0]
-        return np.stack(tensors) if self.rows is None else np.concatenate(tensors)
+        if self.rows is not None:
+            return np.concatenate(tensors)
+        stack = np.stack(tensors)
+        return stack if self.stacked is None else stack.reshape(*self.stacked, *stack.shape[1:])
 
     def cut(self, parameter: np.ndarray) -> list[np.ndarray]:
         """Returns the tensors of a parameter: the inverse of `join`."""
         if len(self.names) == 1:
             return [parameter]
-        return list(parameter) if self.rows is None else np.split(parameter, np.cumsum(self.rows)[:-1])
+        if self.rows is not None:
+            return np.split(parameter, np.cumsum(self.rows)[:-1])
+        return list(parameter.reshape(-1, *parameter.shape[self._axes :]))

@@ -1,0 +1,106 @@
+"""Mixtures of experts in place of a layer's MLP."""
+
+import dataclasses
+from typing import Any, Final
+
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Float32, Int32
+
+from detjax import ops
+from detjax.kv_pages import Queries, requests_of_tokens
+from detjax.models.parts.parameters import Tensors, random_weight
+from detjax.options import Activation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsOptions:
+    """The shape and the options of a decoder's mixtures of experts.
+
+    Attributes:
+        experts: how many experts a layer has.
+        chosen: how many of them a token chooses.
+        inner_width: the width between an expert's projections.
+        normalized: whether the weights of the chosen experts are divided by their sum.
+        layers: for each layer, whether it has experts in place of an MLP.
+    """
+
+    experts: int
+    chosen: int
+    inner_width: int
+    normalized: bool
+    layers: tuple[bool, ...]
+
+
+class SoftmaxRouter(nnx.Module):
+    """Chooses the experts of the highest probability, which is their weight (Shazeer et al. 2017; Fedus et al. 2022).
+
+    Logits are float32 and not rounded.
+    """
+
+    def __init__(self, width: int, options: ExpertsOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        self.options = options
+        self.weight = random_weight(rngs, (options.experts, width), dtype)
+
+    def __call__(self, x: Float[Array, "N D"]) -> tuple[Int32[Array, "N k"], Float32[Array, "N k"]]:
+        """Returns the experts of each token in ascending order, and their weights."""
+        logits = ops.matmul(x, self.weight[...], layout="nk", out_dtype="float32")
+        return ops.choose_experts(ops.softmax(logits), self.options.chosen, normalized=self.options.normalized)
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        return {"weight": Tensors(("weight",))}
+
+
+class Experts(nnx.Module):
+    """Gated MLPs, of which each token goes through those that its router chooses.
+
+    Weights are `[E, N, K]`, rows being outputs, as checkpoints hold them; gate and up are stacked, `[E, 2, N, K]`.
+    """
+
+    CHECKPOINT_NAMES: Final = {"router": "gate"}
+    PROJECTIONS: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """The names of the projections in checkpoints: of gate, of up and of down."""
+
+    def __init__(
+        self, width: int, options: ExpertsOptions, activation: Activation, *, rngs: nnx.Rngs, dtype: DTypeLike
+    ) -> None:
+        experts, inner = options.experts, options.inner_width
+        self.options = options
+        self.activation: Activation = activation
+        self.router = SoftmaxRouter(width, options, rngs=rngs, dtype=dtype)
+        self.gate_up = random_weight(rngs, (experts, 2, inner, width), dtype)
+        self.down = random_weight(rngs, (experts, width, inner), dtype)
+
+    def __call__(
+        self, x: Float[Array, "*N D"], queries: Queries, *, residual: Float[Array, "*N D"]
+    ) -> Float[Array, "*N D"]:
+        """Returns what the experts of each token give, added to the residual stream.
+
+        Args:
+            x: the normalized hidden states of the new tokens.
+            queries: whose tokens these are. What fills up rows goes to no expert.
+            residual: the residual stream.
+        """
+        flat, experts = x.reshape(-1, x.shape[-1]), self.options.experts
+        request, present = requests_of_tokens(queries, x.shape[:-1])
+        ids, weights = self.router(flat)
+        rows = ops.expert_rows(ids, experts, present)
+        options: dict[str, Any] = {"layout": "nk", "sequences": request[rows.token]}
+        y = ops.grouped_matmul(
+            rows.gather(flat), self.gate_up[...], rows.group_sizes, activation=self.activation, gated=True, **options
+        )
+        y = ops.grouped_matmul(y, self.down[...], rows.group_sizes, **options)
+        return ops.combine_experts(y, weights, rows, residual=residual.reshape(flat.shape)).reshape(x.shape)
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        gate, up, down = self.PROJECTIONS
+        experts = range(self.options.experts)
+        pairs = tuple(f"experts.{expert}.{name}.weight" for expert in experts for name in (gate, up))
+        downs = tuple(f"experts.{expert}.{down}.weight" for expert in experts)
+        return {
+            "gate_up": Tensors(pairs, stacked=(len(experts), 2)),
+            "down": Tensors(downs, stacked=(len(experts),)),
+        }
