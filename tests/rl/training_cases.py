@@ -12,6 +12,7 @@ from flax import nnx
 from detjax.bench import presets
 from detjax.models import Decoder, DecoderConfig
 from detjax.models.network import Network, Weights, split
+from detjax.models.parts.latent_attention import LatentOptions
 from detjax.ops import RotaryEmbedding
 from detjax.rl.gradients import Loss
 from detjax.rl.losses import ClippedRatio
@@ -33,6 +34,12 @@ def _config(**options: Any) -> DecoderConfig:
 CONFIGS = {
     "qwen3, tied": _config(),
     "qwen2": _config(architecture="Qwen2ForCausalLM", qk_norm=False, qkv_bias=True, tied_embeddings=False),
+    "deepseek-v3": _config(
+        architecture="DeepseekV3ForCausalLM",
+        qk_norm=False,
+        latent=LatentOptions(q_rank=20, kv_rank=12, nope_dim=10, value_dim=14),
+        rope=RotaryEmbedding(8, 10_000.0),
+    ),
 }
 
 

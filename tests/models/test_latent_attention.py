@@ -1,0 +1,323 @@
+"""DeepSeek's family: what its files say and what is refused, and latent attention in every phase of an engine."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import detjax
+from detjax import SamplingParams, ops
+from detjax.contract import KV_BLOCK
+from detjax.engine import Engine, Generation, Request
+from detjax.kv_pages import KeyColumns
+from detjax.models import CheckpointError, Decoder, DecoderConfig, KVCache, digest, load, save
+from detjax.models.parts.latent_attention import LatentAttention, LatentAttentionOptions, LatentOptions
+from detjax.ops.rotary import RotaryEmbedding, YarnScaling
+from tests.models.hugging_face import FIXTURES, SINGLE, changed_tensors, copied
+from tests.support.bits import assert_same_bits, same_bits
+
+RAW: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 50,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 128,
+    "first_k_dense_replace": 2,
+}
+REMOVED = object()
+
+
+def read(**changes: Any) -> DecoderConfig:
+    raw = {key: value for key, value in (RAW | changes).items() if value is not REMOVED}
+    return DecoderConfig.from_hugging_face(raw, "some/config.json")
+
+
+# --- config.json ------------------------------------------------------------------------------------------------------
+
+
+def test_keys_that_are_left_out_have_the_values_of_transformers() -> None:
+    config = read()
+    assert config.latent == LatentOptions(q_rank=1536, kv_rank=512, nope_dim=128, value_dim=128, interleaved=True)
+    assert (config.head_dim, config.rope, config.max_positions) == (64, RotaryEmbedding(64, 10_000.0), 4096)
+    assert (config.kv_heads, config.qkv_bias, config.output_bias) == (128, False, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"q_lora_rank": None}, {"q_rank": None}),
+        ({"q_lora_rank": 7, "kv_lora_rank": 8}, {"q_rank": 7, "kv_rank": 8}),
+        ({"qk_nope_head_dim": 3, "v_head_dim": 5}, {"nope_dim": 3, "value_dim": 5}),
+        ({"rope_interleave": False}, {"interleaved": False}),
+        ({"rope_interleave": None}, {"interleaved": False}),
+    ],
+)
+def test_its_keys_say_the_shape_of_latent_attention(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    latent = read(**changes).latent
+    assert latent is not None
+    assert {key: getattr(latent, key) for key in expected} == expected
+
+
+def test_rotated_columns_have_a_key_of_their_own() -> None:
+    # transformers computes head_dim from it, whatever the file says.
+    config = read(qk_rope_head_dim=32, head_dim=48)
+    assert (config.head_dim, config.rope.head_dim) == (32, 32)
+    assert config.to_hugging_face()["qk_rope_head_dim"] == 32
+
+
+def test_the_fixtures_say_what_they_were_made_for() -> None:
+    deepseek, kimi = (
+        DecoderConfig.from_hugging_face(json.loads((FIXTURES / name / "config.json").read_text()), "config.json")
+        for name in ("deepseek-v3", "kimi-k2")
+    )
+    assert deepseek.latent == LatentOptions(q_rank=40, kv_rank=32, nope_dim=24, value_dim=20, interleaved=True)
+    assert deepseek.rope == RotaryEmbedding(16, 1e4, YarnScaling(8.0, 32, mscale=0.7, mscale_all_dim=1.3))
+    assert (deepseek.norm_eps, deepseek.qkv_bias, deepseek.output_bias) == (0.05, False, False)
+    assert kimi.latent == LatentOptions(q_rank=None, kv_rank=24, nope_dim=16, value_dim=16, interleaved=True)
+    assert kimi.rope == RotaryEmbedding(8, 5e4, YarnScaling(32.0, 16, 1.0, 1.0, mscale=1.0, mscale_all_dim=1.0))
+    assert (kimi.norm_eps, kimi.qkv_bias, kimi.output_bias) == (1e-5, True, True)
+
+
+def test_kimis_model_type_says_the_same() -> None:
+    assert read(model_type="kimi_k2") == read(model_type="deepseek_v3") == read()
+    assert read(model_type="kimi_k2").to_hugging_face()["model_type"] == "deepseek_v3"
+    assert read(model_type="kimi_k2", auto_map={"AutoModelForCausalLM": "code.Model"}) == read()
+    assert read(model_type="kimi_k2", architectures=REMOVED) == read()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; accepted: sigmoid"),
+        ({"topk_method": "greedy"}, "topk_method is 'greedy'; accepted: noaux_tc"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq is 2; accepted: 1"),
+        ({"model_type": "deepseek_v2"}, "model_type is 'deepseek_v2'; accepted: 'deepseek_v3'"),
+        ({"num_attention_heads": 4}, "num_key_value_heads is missing; accepted: a divisor of num_attention_heads"),
+        ({"num_key_value_heads": 64}, "num_key_value_heads is 64; accepted: 128, which is num_attention_heads"),
+        ({"qk_rope_head_dim": 31}, "qk_rope_head_dim is 31; accepted: an even number"),
+        ({"q_lora_rank": 0}, "q_lora_rank is 0; accepted: an integer >= 1"),
+        ({"layer_types": ["sliding_attention"] * 2}, "accepted: full_attention for every layer, as deepseek_v3"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {'quant_method': 'fp8'}"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}}, "mscale_all_dim is 1.0"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_key(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        read(**changes)
+    assert str(error.value).startswith("some/config.json: ")
+    assert words in str(error.value)
+
+
+def test_yarn_scales_the_scores_by_the_multiplier_of_all_dimensions() -> None:
+    latent = LatentOptions(q_rank=None, kv_rank=8, nope_dim=48, value_dim=4)
+    yarn = functools.partial(YarnScaling, 8.0, 32)
+    plain = {None, yarn(), yarn(mscale=0.7), yarn(mscale_all_dim=0.0), YarnScaling(1.0, 32, mscale_all_dim=1.3)}
+    for scaling in plain:
+        rope = RotaryEmbedding(16, 1e4, scaling)
+        assert LatentAttentionOptions(heads=1, latent=latent, rope=rope).scale == 1 / 8
+    rope = RotaryEmbedding(16, 1e4, yarn(mscale=0.7, mscale_all_dim=1.3))
+    multiplier = 0.1 * 1.3 * np.log(8) + 1
+    np.testing.assert_allclose(
+        LatentAttentionOptions(heads=1, latent=latent, rope=rope).scale, multiplier**2 / 8, rtol=1e-15
+    )
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
+    directory = copied("deepseek-v3", tmp_path)
+    with changed_tensors(directory / SINGLE) as stored:
+        stored["model.layers.2.eh_proj.weight"] = np.ones((3, 4), np.float32)
+        stored["model.layers.2.self_attn.o_proj.weight"] = np.ones((1, 4), np.float32)
+    expected = load(FIXTURES / "deepseek-v3", progress=False)[0]
+    assert_same_bits(nnx.state(load(directory, progress=False)[0]), nnx.state(expected))
+    with changed_tensors(directory / SINGLE) as stored:
+        stored["model.layers.20.eh_proj.weight"] = np.ones((3, 4), np.float32)
+    with pytest.raises(CheckpointError, match=r"'model.layers.20.eh_proj.weight' is surplus"):
+        load(directory, progress=False)
+
+
+def test_code_beside_the_weights_is_never_run(tmp_path: Path) -> None:
+    directory = copied("kimi-k2", tmp_path)
+    assert "auto_map" in json.loads((directory / "config.json").read_text())
+    (directory / "modeling_deepseek.py").write_text("raise SystemExit('this code ran')\n")
+    assert digest(load(directory, progress=False)[0]) == digest(load(FIXTURES / "kimi-k2", progress=False)[0])
+
+
+def test_a_model_of_kimi_is_saved_as_the_class_that_transformers_reads(tmp_path: Path) -> None:
+    model, _ = load(FIXTURES / "kimi-k2", progress=False)
+    save(model, tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "deepseek_v3"
+    assert digest(load(tmp_path / "saved", progress=False)[0]) == digest(model)
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def model(name: str = "deepseek-v3") -> Decoder:
+    return load(FIXTURES / name, dtype="bfloat16", progress=False)[0]
+
+
+def test_the_cache_holds_one_latent_and_the_rotated_columns_of_a_token() -> None:
+    cache = KVCache.empty(model().config, 2, 200, jnp.bfloat16)
+    for layer in cache.state:
+        assert layer.k.shape == (4, 1, KV_BLOCK, 32 + 16)
+        assert layer.v == KeyColumns(32)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8_e4m3", "q4_0"])
+def test_a_quantized_cache_is_refused(kind: Any) -> None:
+    message = f"KVCache: the quantization is {kind!r} and the model has latent attention; accepted: None"
+    with pytest.raises(ValueError, match=message):
+        KVCache.empty(model().config, 1, 8, jnp.bfloat16, quantized=kind)
+    with pytest.raises(ValueError, match=message):
+        detjax.generate(model(), [[1]], SamplingParams(max_tokens=1), kv_cache_dtype=kind)
+
+
+# --- form A, in float64 -----------------------------------------------------------------------------------------------
+
+HEADS, WIDTH = 3, 20
+
+
+def part(q_rank: int | None, interleaved: bool, bias: bool) -> LatentAttention:
+    latent = LatentOptions(q_rank=q_rank, kv_rank=10, nope_dim=6, value_dim=5, interleaved=interleaved)
+    rope = RotaryEmbedding(4, 100.0, YarnScaling(4.0, 8, mscale=0.6, mscale_all_dim=1.2))
+    options = LatentAttentionOptions(heads=HEADS, latent=latent, rope=rope, bias=bias)
+    module = LatentAttention(WIDTH, options, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    random = np.random.default_rng(0)
+    nnx.update(module, jax.tree.map(lambda x: x + random.normal(0, 0.3, x.shape).astype(np.float32), nnx.state(module)))
+    return module
+
+
+def expanded(module: LatentAttention, weights: dict[str, Any], x: Any, residual: Any) -> Any:
+    """Attention of one request over the keys and values of each head: the form that the paper begins with."""
+    options, latent = module.options, module.options.latent
+    rank, turned = latent.q_rank or 0, options.rope.head_dim
+
+    def norm(x: Any, weight: Any) -> Any:
+        return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight
+
+    def rotate(x: Any) -> Any:
+        angles = np.arange(len(x))[:, None, None] * options.rope.inverse_frequencies.astype(np.float64)
+        cos, sin = (turn(angles) * options.rope.embedding_scale for turn in (np.cos, np.sin))
+        a, b = (x[..., 0::2], x[..., 1::2]) if latent.interleaved else jnp.split(x, 2, axis=-1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    low = x @ weights["latents"].T + weights.get("latents_bias", 0.0)
+    q_low = norm(low[:, :rank], weights["q_norm"]) if rank else x
+    q = (q_low @ weights["q_up"].T).reshape(len(x), HEADS, -1)
+    up = (norm(low[:, rank:-turned], weights["kv_norm"]) @ weights["kv_up"].T).reshape(len(x), HEADS, -1)
+    k_rope = rotate(low[:, None, -turned:])
+    k = jnp.concatenate([up[..., : latent.nope_dim], jnp.repeat(k_rope, HEADS, axis=1)], axis=-1)
+    q = jnp.concatenate([q[..., : latent.nope_dim], rotate(q[..., latent.nope_dim :])], axis=-1)
+    scores = jnp.einsum("thk,shk->hts", q, k) * options.scale
+    scores = jnp.where(np.tri(len(x), dtype=bool), scores, -jnp.inf)
+    o = jnp.einsum("hts,shv->thv", jax.nn.softmax(scores, axis=-1), up[..., latent.nope_dim :])
+    return o.reshape(len(x), -1) @ weights["output"].T + weights.get("output_bias", 0.0) + residual
+
+
+@pytest.mark.parametrize(("q_rank", "interleaved", "bias"), [(7, True, False), (None, False, True), (7, False, True)])
+def test_values_and_gradients_are_those_of_the_expanded_form(q_rank: int | None, interleaved: bool, bias: bool) -> None:
+    module, tokens = part(q_rank, interleaved, bias), 140
+    graph, state = nnx.split(module)
+    random = np.random.default_rng(1)
+    x, residual, dy = (random.standard_normal((tokens, WIDTH)).astype(np.float32) for _ in range(3))
+    queries = ops.Queries(*(jnp.asarray(x, jnp.int32) for x in ([[0, 1]], [0], [tokens], [tokens])))
+
+    def absorbed(state: Any, x: Any, residual: Any) -> Any:
+        kv = ops.KVPages(jnp.zeros((2, 1, KV_BLOCK, module.options.key_width)), KeyColumns(10))
+        return nnx.merge(graph, state)(x[None], queries, kv, residual=residual[None])[0][0]
+
+    def with_gradients(fn: Any, *operands: Any) -> Any:
+        y, pullback = jax.vjp(fn, *operands)
+        return y, pullback(jnp.asarray(dy, y.dtype))
+
+    y, (dstate, *others) = detjax.jit(functools.partial(with_gradients, absorbed))(state, x, residual)
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        wide = [np.asarray(a, np.float64) for a in (x, residual)]
+        weights = {
+            path[0]: np.asarray(w, np.float64) for path, w in nnx.to_pure_dict(state).items() for path in [(path,)]
+        }
+        fn = functools.partial(expanded, module)
+        expected, (dweights, *expected_others) = jax.jit(functools.partial(with_gradients, fn))(weights, *wide)
+        expected, dweights, expected_others = jax.tree.map(np.asarray, (expected, dweights, expected_others))
+    actual = nnx.to_pure_dict(dstate)
+    assert actual.keys() == dweights.keys()
+    pairs = [("y", y, expected), *((str(i), *pair) for i, pair in enumerate(zip(others, expected_others, strict=True)))]
+    for name, a, e in [*pairs, *((name, actual[name], dweights[name]) for name in dweights)]:
+        error = np.linalg.norm(np.asarray(a, np.float64) - e) / np.linalg.norm(e)
+        assert error < 3e-6, f"{name}: relative error {error:.1e}"
+
+
+# --- an engine --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def requests() -> tuple[Request, ...]:
+    random = np.random.default_rng(0)
+    prefix = random.integers(2, 190, 200).tolist()
+    lengths = [(200, 3), (0, 9), (130, 0), (200, 40), (0, 1), (128, 1), (200, 3), (0, 127), (0, 122), (0, 124)]
+    prompts = [[*prefix[:shared], *random.integers(2, 190, rest).tolist()] for shared, rest in lengths]
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    return tuple(Request(prompt, dataclasses.replace(params, seed=i)) for i, prompt in enumerate(prompts))
+
+
+def bits_of(generations: list[Generation]) -> list[Any]:
+    return [(np.asarray(c.tokens), np.float32(c.logprobs)) for g in generations for c in g.completions]
+
+
+def engine(**options: Any) -> Engine:
+    return Engine(model(), None, **({"max_samples": 8, "token_budget": 64, "max_length": 256} | options))
+
+
+@functools.cache
+def alone() -> list[Any]:
+    with engine(prefix_cache=False) as one:
+        return bits_of([one.generate([request])[0] for request in requests()])
+
+
+def test_requests_together_with_a_prefix_cache_have_the_bits_of_each_alone() -> None:
+    with engine() as one:
+        for _ in range(2):
+            answers = one.generate(list(requests()))
+            assert_same_bits(bits_of(answers), alone())
+        assert max(answer.cached_tokens for answer in answers) == 128
+
+
+def test_preempted_requests_have_the_bits_of_each_alone() -> None:
+    with engine(num_pages=3, prefix_cache=False) as one:
+        assert_same_bits(bits_of(one.generate(list(requests()))), alone())
+        assert one.stats().preemptions > 0
+
+
+def test_a_prompts_logprobs_are_those_of_the_training_forward() -> None:
+    prompt = list(requests()[3].prompt)
+    scored = Request(prompt, SamplingParams(max_tokens=1, prompt_logprobs=True))
+    with engine() as one:
+        (answer,) = one.generate([scored])
+    tokens, graph, state = jnp.asarray([prompt]), *nnx.split(model())
+    logits = detjax.jit(lambda state: nnx.merge(graph, state)(tokens))(state)
+    logprobs = jnp.take_along_axis(ops.log_softmax(logits)[0, :-1], tokens[0, 1:, None], axis=-1)[:, 0]
+    assert answer.prompt is not None
+    assert_same_bits(np.float32(answer.prompt.logprobs), logprobs)
+
+
+def test_new_weights_serve_and_old_ones_again() -> None:
+    state = nnx.split(model())[1]
+    changed = jax.tree.map(lambda leaf: (leaf * 1.25).astype(leaf.dtype), state)
+    with engine() as one:
+        one.update_weights(changed)
+        other = bits_of(one.generate([requests()[0]]))
+        one.update_weights(state)
+        assert_same_bits(bits_of(one.generate([requests()[0]])), alone()[:1])
+    assert not same_bits(other, alone()[:1])
