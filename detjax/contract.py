@@ -306,6 +306,12 @@ TPU_ATTENTION_ROWS: Final = 64
 """The rows of queries that meet a block of keys in one product on TPUs. Bits depend on this shape as they do on
 `TPU_ROW_TILE`."""
 
+# --- gated delta rule -------------------------------------------------------------------------------------------------
+
+DELTA_CHUNK: Final = 64
+"""The tokens of a chunk of the gated delta rule, cut at absolute positions that are multiples of this number. It
+divides `KV_BLOCK`, so a request can be resumed where a page ends."""
+
 # --- quantized keys and values ----------------------------------------------------------------------------------------
 
 KV_LARGEST_CODE: Final = {"int8": 127.0, "fp8_e4m3": 448.0}

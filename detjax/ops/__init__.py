@@ -13,6 +13,8 @@ from detjax.ops.attention import dot_product_attention as dot_product_attention
 from detjax.ops.attention import in_pages as in_pages
 from detjax.ops.collectives import psum as psum
 from detjax.ops.collectives import psum_scatter as psum_scatter
+from detjax.ops.convolution import causal_convolution as causal_convolution
+from detjax.ops.delta_rule import gated_delta_rule as gated_delta_rule
 from detjax.ops.elements import add as add
 from detjax.ops.elements import scale as scale
 from detjax.ops.embedding import embed as embed
@@ -32,6 +34,10 @@ from detjax.ops.rotary import LinearScaling as LinearScaling
 from detjax.ops.rotary import Llama3Scaling as Llama3Scaling
 from detjax.ops.rotary import RotaryEmbedding as RotaryEmbedding
 from detjax.ops.rotary import YarnScaling as YarnScaling
+from detjax.ops.row_functions import decay_and_rate as decay_and_rate
+from detjax.ops.row_functions import gated_rms_norm as gated_rms_norm
+from detjax.ops.row_functions import l2_norm as l2_norm
+from detjax.ops.row_functions import sigmoid_gated as sigmoid_gated
 from detjax.ops.sampling import adjust_logits as adjust_logits
 from detjax.ops.sampling import constrain_logits as constrain_logits
 from detjax.ops.sampling import filter_logits as filter_logits
@@ -45,6 +51,8 @@ from detjax.ops.softmax import softmax as softmax
 from detjax.ops.token_logprobs import drawn_logits as drawn_logits
 from detjax.ops.token_logprobs import token_logprobs as token_logprobs
 from detjax.ops.token_logprobs import token_logprobs_and_gradients as token_logprobs_and_gradients
+from detjax.request_state import DeltaState as DeltaState
+from detjax.request_state import empty_inputs as empty_inputs
 from detjax.sampling_arrays import LogitAdjustments as LogitAdjustments
 from detjax.sampling_arrays import SamplingArrays as SamplingArrays
 from detjax.sampling_arrays import SeenTokens as SeenTokens

@@ -80,6 +80,27 @@ def check_queries(operation: str, name: str, x: Array, queries: Queries, needed:
         _check_packing(operation, name, x, queries.first_row, table)
 
 
+def check_requests(operation: str, name: str, x: Array, queries: Queries, *, axes: int) -> None:
+    """Returns if the integers of `queries` fit tokens `x`, `[B, T, ...]` or packed, `[N, ...]`; see `check_queries`.
+
+    Args:
+        operation: the name that errors give.
+        name: the array's name in errors.
+        x: the array.
+        queries: where its tokens stand.
+        axes: the axes of one token.
+
+    Raises:
+        TypeError: an array does not hold integers.
+        ValueError: an array is missing or its shape does not fit.
+    """
+    by_token = x.reshape(*x.shape[: x.ndim - axes], -1, 1)
+    check_queries(operation, name, by_token, queries, ("start", "length"))
+    if queries.slots is not None:
+        check_integers(operation, **{"queries.slots": queries.slots})
+        check_shape(operation, "queries.slots", queries.slots, queries.start.shape, "queries.start's shape")
+
+
 def _check_packing(operation: str, name: str, x: Array, first_row: Array, page_table: Array) -> None:
     requests = page_table.shape[0]
     check_integers(operation, **{"queries.first_row": first_row})

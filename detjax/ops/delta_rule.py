@@ -1,0 +1,128 @@
+"""The gated delta rule, the recurrence of linear attention: one function for prefill, decode and training."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from detjax import compilation
+from detjax.kv_pages import Queries
+from detjax.ops.checks import check_dtype, check_not_empty, check_shape
+from detjax.ops.dispatch import Operation
+from detjax.ops.paged import check_requests, one_by_one
+from detjax.request_state import DELTA_ROWS, DeltaState, RequestRows
+
+_GATED_DELTA_RULE = Operation(
+    "gated_delta_rule",
+    {
+        "portable": "detjax.portable.delta_rule",
+        "hopper": "detjax.portable.delta_rule",  # until there is a kernel
+        "tpu": "detjax.portable.delta_rule",
+        "stock": "detjax.stock.delta_rule",
+    },
+)
+
+
+@compilation.jit
+def gated_delta_rule(
+    q: Float[Array, "*N h K"],
+    k: Float[Array, "*N h K"],
+    v: Float[Array, "*N H V"],
+    g: Float32[Array, "*N H"],
+    beta: Float32[Array, "*N H"],
+    state: DeltaState,
+    queries: Queries,
+) -> tuple[Float[Array, "*N H V"], DeltaState]:
+    """Returns the outputs of the gated delta rule (Yang et al. 2024), and the state with the tokens in it.
+
+    For each value head, with S at first zero, a token does
+
+        S = exp(g) * S
+        u = beta * (v - k . S)
+        S = S + k u^T
+        o = K^(-1/2) * q . S
+
+    in the form of `detjax.contract`, whose bits do not depend on how a request is cut into calls.
+
+    Tokens are `[B, T, ...]` with T of each request, or packed, `[N, ...]`; see `Queries`. The result of a row that
+    belongs to no request may be anything. A call's last `request_state.DROPPABLE_TOKENS` tokens can be dropped: the
+    next call then begins at a smaller position.
+
+    Gradients are those of whole requests. Where a request does not begin at position 0 they are NaN, because no
+    gradient goes through the state to an earlier call.
+
+    Args:
+        q: queries, normalized; bfloat16, float16 or float32.
+        k: keys, normalized, of q's dtype. H is a multiple of h: consecutive heads of values share a key head.
+        v: values of q's dtype.
+        g: the logarithm of each token's decay, at most 0.
+        beta: the rate at which each token's value is learned.
+        state: what the layer keeps of each request.
+        queries: where the tokens stand in their requests; the page table is not read.
+
+    Raises:
+        TypeError: a dtype is not under contract.
+        ValueError: shapes do not fit together.
+    """
+    operation = "gated_delta_rule"
+    check_dtype(operation, q=q)
+    check_dtype(operation, like=q, k=k, v=v)
+    check_not_empty(operation, q=q, v=v)
+    check_shape(operation, "k", k, q.shape, "q's shape")
+    if v.shape[-2] % q.shape[-2]:
+        raise ValueError(
+            f"{operation}: v has {v.shape[-2]} heads and q {q.shape[-2]}; accepted: a multiple of {q.shape[-2]}"
+        )
+    check_shape(operation, "v", v, (*q.shape[:-2], *v.shape[-2:]), f"q being {q.shape}")
+    for name, gate in {"g": g, "beta": beta}.items():
+        check_shape(operation, name, gate, v.shape[:-1], f"v being {v.shape}")
+    check_requests(operation, "q", q, queries, axes=2)
+    _check_state(q, v, state)
+    rows = RequestRows.from_queries(q.shape[:-2], queries)
+    leading = q.shape[:-2]
+    flat = [x.reshape(-1, *x.shape[len(leading) :]) for x in (q, k, v, g, beta)]
+    o, state = _GATED_DELTA_RULE.call(_gated_delta_rule, *flat, state, rows)
+    return o.reshape(v.shape), state
+
+
+def _check_state(q: Array, v: Array, state: DeltaState) -> None:
+    """Raises unless the state's arrays fit the tokens."""
+    operation = "gated_delta_rule"
+    check_dtype(operation, like=q, **{"state.keys": state.keys, "state.updates": state.updates})
+    slots, (key_heads, width), (heads, value_width) = state.s.shape[0], q.shape[-2:], v.shape[-2:]
+    accepted = {
+        "s": (slots, heads, width, value_width),
+        "keys": (slots, DELTA_ROWS, key_heads, width),
+        "updates": (slots, DELTA_ROWS, heads, value_width),
+        "decays": (slots, DELTA_ROWS, heads),
+        "chunk": (slots,),
+    }
+    for name, shape in accepted.items():
+        check_shape(operation, f"state.{name}", getattr(state, name), shape, f"q being {q.shape} and v {v.shape}")
+
+
+@jax.custom_vjp
+def _gated_delta_rule(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: DeltaState, rows: RequestRows
+) -> tuple[Array, DeltaState]:
+    return one_by_one(_GATED_DELTA_RULE.kernels().forward, (q, k, v, g, beta, state, rows))
+
+
+def _forward(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: DeltaState, rows: RequestRows
+) -> tuple[Any, tuple[Any, ...]]:
+    return _gated_delta_rule(q, k, v, g, beta, state, rows), (q, k, v, g, beta, state, rows)
+
+
+def _backward(saved: tuple[Any, ...], gradients: tuple[Array, Any]) -> tuple[Any, ...]:
+    *tokens, state, rows = saved
+    gradients_of_tokens = one_by_one(_GATED_DELTA_RULE.kernels().backward, (*tokens, rows, gradients[0]))
+    return *gradients_of_tokens, jax.tree.map(_no_gradient, state), None
+
+
+def _no_gradient(x: Array) -> Array | None:
+    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else None
+
+
+_gated_delta_rule.defvjp(_forward, _backward)

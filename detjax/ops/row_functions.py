@@ -1,0 +1,170 @@
+"""What linear attention and gated attention make of single rows: norms, gates, decays and rates."""
+
+import functools
+import math
+from typing import Any, Final
+
+import jax
+from jaxtyping import Array, Float, Float32, PyTree
+
+from detjax import compilation
+from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
+from detjax.ops.checks import check_dtype, check_not_empty, check_shape
+from detjax.ops.dispatch import Operation
+from detjax.ops.paged import one_by_one
+
+_MODULES: Final = {
+    "portable": "detjax.portable.row_functions",
+    "hopper": "detjax.portable.row_functions",  # until there is a kernel, as on TPUs
+    "tpu": "detjax.portable.row_functions",
+    "stock": "detjax.stock.row_functions",
+}
+_L2_NORM = Operation("l2_norm", _MODULES)
+_GATED_RMS_NORM = Operation("gated_rms_norm", _MODULES)
+_SIGMOID_GATED = Operation("sigmoid_gated", _MODULES)
+_DECAY_AND_RATE = Operation("decay_and_rate", _MODULES)
+
+
+@compilation.jit(static_argnames="eps")
+def l2_norm(x: Float[Array, "*B K"], *, eps: float) -> Float[Array, "*B K"]:
+    """Returns `x / sqrt(sum(x^2) + eps)`, in float32, rounded once.
+
+    Args:
+        x: rows; bfloat16, float16 or float32.
+        eps: the number added to the sum of squares.
+
+    Raises:
+        TypeError: the dtype is not under contract.
+    """
+    check_dtype("l2_norm", x=x)
+    check_not_empty("l2_norm", x=x)
+    return _by_row(_L2_NORM, (x,), (), axes=1, eps=eps)
+
+
+@compilation.jit(static_argnames="eps")
+def gated_rms_norm(
+    x: Float[Array, "*B V"], gate: Float[Array, "*B V"], weight: Weight, *, eps: float
+) -> Float[Array, "*B V"]:
+    """Returns `x / sqrt(mean(x^2) + eps) * weight * silu(gate)`, in float32, rounded once.
+
+    Args:
+        x: rows; bfloat16, float16 or float32.
+        gate: rows of x's dtype.
+        weight: `[V]`, a factor for each column. With an `AccumulatedWeight` the gradient continues a sum.
+        eps: the number added to the mean square.
+
+    Raises:
+        TypeError: a dtype is not under contract.
+        ValueError: shapes do not fit together.
+    """
+    check_dtype("gated_rms_norm", x=x, weight=value_and_sum(weight)[0])
+    check_dtype("gated_rms_norm", like=x, gate=gate)
+    check_shape("gated_rms_norm", "gate", gate, x.shape, "x's shape")
+    check_shape("gated_rms_norm", "weight", value_and_sum(weight)[0], x.shape[-1:], f"x being {x.shape}")
+    check_not_empty("gated_rms_norm", x=x)
+    return _by_row(_GATED_RMS_NORM, (x, gate), (weight,), axes=1, eps=eps)
+
+
+@compilation.jit
+def sigmoid_gated(x: Float[Array, "*B K"], gate: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
+    """Returns `x * sigmoid(gate)`, in float32, rounded once.
+
+    Args:
+        x: rows; bfloat16, float16 or float32.
+        gate: rows of x's dtype.
+
+    Raises:
+        TypeError: a dtype is not under contract.
+        ValueError: the shapes differ.
+    """
+    check_dtype("sigmoid_gated", x=x)
+    check_dtype("sigmoid_gated", like=x, gate=gate)
+    check_shape("sigmoid_gated", "gate", gate, x.shape, "x's shape")
+    check_not_empty("sigmoid_gated", x=x)
+    return _by_row(_SIGMOID_GATED, (x, gate), (), axes=1)
+
+
+@compilation.jit
+def decay_and_rate(
+    a: Float[Array, "*B H"], b: Float[Array, "*B H"], log_rate: Weight, bias: Weight
+) -> tuple[Float32[Array, "*B H"], Float32[Array, "*B H"]]:
+    """Returns what `gated_delta_rule` takes: `-exp(log_rate) * softplus(a + bias)` and `sigmoid(b)`, both float32.
+
+    Args:
+        a: a number for each token and head; bfloat16, float16 or float32.
+        b: likewise, of a's dtype.
+        log_rate: `[H]`, called `A_log` in checkpoints. With an `AccumulatedWeight`, here or as bias, the gradient
+            continues a sum.
+        bias: `[H]`, called `dt_bias` in checkpoints.
+
+    Raises:
+        TypeError: a dtype is not under contract.
+        ValueError: shapes do not fit together.
+    """
+    check_dtype("decay_and_rate", a=a, log_rate=value_and_sum(log_rate)[0], bias=value_and_sum(bias)[0])
+    check_dtype("decay_and_rate", like=a, b=b)
+    check_shape("decay_and_rate", "b", b, a.shape, "a's shape")
+    for name, weight in {"log_rate": log_rate, "bias": bias}.items():
+        check_shape("decay_and_rate", name, value_and_sum(weight)[0], a.shape[-1:], f"a being {a.shape}")
+    check_not_empty("decay_and_rate", a=a)
+    return _by_row(_DECAY_AND_RATE, (a, b), (log_rate, bias), axes=1)
+
+
+def _by_row(operation: Operation, rows: tuple[Array, ...], weights: tuple[Weight, ...], *, axes: int, **options: Any):
+    """The result of an operation on rows whose last axes, so many, are one row's."""
+    pairs = [value_and_sum(operation.taking(weight)) for weight in weights]
+    leading = rows[0].shape[: rows[0].ndim - axes]
+    flat = tuple(x.reshape(math.prod(leading), *x.shape[len(leading) :]) for x in rows)
+    # A module of XLA's operations takes no sums: `taking` has put them into the weights' gradients.
+    under_contract = functools.partial(
+        _with_sums, sums=tuple(total for _, total in pairs), operation=operation, function=operation.name
+    )
+    results = operation.call(under_contract, flat, tuple(value for value, _ in pairs), **options)
+    return jax.tree.map(lambda y: y.reshape(*leading, *y.shape[1:]), results)
+
+
+def _with_sums(
+    rows: tuple[Array, ...],
+    weights: tuple[Array, ...],
+    *,
+    sums: tuple[Array | None, ...],
+    operation: Operation,
+    function: str,
+    **options: Any,
+) -> PyTree[Array]:
+    return rows_by_kernel(rows, weights, sums, operation, (("function", function), *sorted(options.items())))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def rows_by_kernel(
+    rows: tuple[Array, ...],
+    weights: tuple[Array, ...],
+    sums: tuple[Array | None, ...],
+    operation: Operation,
+    options: tuple[tuple[str, Any], ...],
+) -> PyTree[Array]:
+    """Returns the results `[M, ...]` of an operation whose module has `forward` and `backward` of rows and weights.
+
+    Args:
+        rows: arrays `[M, ...]`.
+        weights: what all rows share.
+        sums: for each weight, the sum that its gradient continues, or None.
+        operation: the operation.
+        options: the names and values of its options.
+    """
+    del sums  # the backward pass alone adds to them
+    return one_by_one(functools.partial(operation.kernels().forward, **dict(options)), (rows, weights))
+
+
+def _forward(rows: Any, weights: Any, sums: Any, operation: Operation, options: Any) -> tuple[Any, Any]:
+    return rows_by_kernel(rows, weights, sums, operation, options), (rows, weights, sums)
+
+
+def _backward(operation: Operation, options: Any, saved: Any, gradients: Any) -> tuple[Any, Any, Any]:
+    rows, weights, sums = saved
+    backward = functools.partial(operation.kernels().backward, **dict(options))
+    by_row, totals = one_by_one(backward, (rows, weights, sums, gradients))
+    return by_row, *fresh_and_carried(totals, sums)
+
+
+rows_by_kernel.defvjp(_forward, _backward)

@@ -1,0 +1,349 @@
+"""The gated delta rule in plain JAX: tiles of `PORTABLE_ROWS` tokens at absolute positions, a request at a time."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, DTypeLike
+
+from detjax.contract import ACCUMULATOR, DELTA_CHUNK, LOG2_E, PORTABLE_ROWS
+from detjax.numerics import ceil_div
+from detjax.portable.tiles import dot
+from detjax.request_state import DELTA_ROWS, DROPPABLE_TOKENS, DeltaState, RequestRows
+from detjax.rounding import rounded
+
+
+class _Tokens(NamedTuple):
+    """The inputs of tokens: `[N, h, K]`, `[N, h, K]`, `[N, H, V]`, `[N, H]` and `[N, H]`."""
+
+    q: Array
+    k: Array
+    v: Array
+    g: Array
+    beta: Array
+
+
+class _Rows(NamedTuple):
+    """What is kept of tokens, in float32: keys `[N, h, K]`, updates `[N, H, V]` and sums of decays `[N, H]`."""
+
+    keys: Array
+    updates: Array
+    decays: Array
+
+
+class _Progress(NamedTuple):
+    """What changes while a request's tiles are computed.
+
+    Attributes:
+        s: the state before chunk `chunk`.
+        chunk: the chunk of the last tile.
+        state: the request's next state; its rows, and the last state that it may have to go back to.
+        o: the outputs of all requests.
+    """
+
+    s: Array
+    chunk: Array
+    state: DeltaState
+    o: Array
+
+
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    state: DeltaState,
+    rows: RequestRows,
+) -> tuple[Array, DeltaState]:
+    """Returns the outputs `[N, H, V]`, zeros for rows that are no tokens, and the next state.
+
+    Args:
+        q: normalized queries of all tokens, `[N, h, K]`.
+        k: normalized keys, `[N, h, K]`.
+        v: values, `[N, H, V]`.
+        g: logarithms of decays, float32 `[N, H]`.
+        beta: rates, float32 `[N, H]`.
+        state: the state of all slots.
+        rows: where the tokens stand.
+    """
+    dtype, size = v.dtype, PORTABLE_ROWS
+    tokens = jax.tree.map(_with_margins, _Tokens(q, k, v, g, beta))
+    count, tokens, state, rows = lax.optimization_barrier((jnp.int32(rows.first.shape[0]), tokens, state, rows))
+
+    def run_request(b: Array, carry: tuple[Array, DeltaState]) -> tuple[Array, DeltaState]:
+        o, state = carry
+        slot, start, end = rows.slot[b], rows.start[b], rows.start[b] + rows.tokens[b]
+        at_slot = jax.tree.map(lambda x: x[slot], state)
+        # A request that begins here has nothing yet, whatever another one left in its slot.
+        begins = start == 0
+        at_slot = at_slot._replace(s=jnp.where(begins, 0.0, at_slot.s), chunk=jnp.where(begins, 0, at_slot.chunk))
+
+        def run_tile(index: Array, progress: _Progress) -> _Progress:
+            position = index * size
+            chunk, offset = position // DELTA_CHUNK, position % DELTA_CHUNK
+            s = lax.cond(progress.chunk < chunk, lambda: _folded(progress, dtype), lambda: progress.s)
+            positions = position + jnp.arange(size, dtype=jnp.int32)
+            present = (positions >= start) & (positions < end)
+            row = rows.first[b] + position - start + size
+            new = jax.tree.map(lambda x: _chosen(present, lax.dynamic_slice_in_dim(x, row, size), 0), tokens)
+            earlier = _rows_of_chunk(progress.state, chunk, jnp.maximum(position, start))
+            operands = s, earlier, jax.tree.map(_wide, new), offset, present
+            s, earlier, new, offset, present = lax.optimization_barrier(operands)
+            tile = _tile(s, earlier, new, offset, present, offset + size, dtype)
+            o_new, kept = lax.optimization_barrier(tile)
+
+            o_before = lax.dynamic_slice_in_dim(progress.o, row, size)
+            o_new = _chosen(present, rounded(o_new, dtype), o_before)
+            after = _with_rows(progress.state, kept, position, present)
+            stays = chunk * DELTA_CHUNK <= jnp.maximum(start, end - DROPPABLE_TOKENS)
+            after = after._replace(s=jnp.where(stays, s, after.s), chunk=jnp.where(stays, chunk, after.chunk))
+            return _Progress(s, chunk, after, lax.dynamic_update_slice_in_dim(progress.o, o_new, row, 0))
+
+        initial = _Progress(at_slot.s, at_slot.chunk, at_slot, o)
+        last = jnp.where(end > start, (end + size - 1) // size, start // size)
+        progress = lax.fori_loop(start // size, last, run_tile, initial)
+        has_tokens = end > start
+        state = jax.tree.map(lambda x, new: x.at[slot].set(jnp.where(has_tokens, new, x[slot])), state, progress.state)
+        return progress.o, state
+
+    o = jnp.zeros((v.shape[0] + 2 * size, *v.shape[1:]), dtype)
+    o, state = lax.fori_loop(0, count, run_request, (o, state))
+    return o[size:-size], state
+
+
+def backward(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, rows: RequestRows, do: Array
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Returns the gradients of q, k, v, g and beta for whole requests; zeros for rows that are no tokens.
+
+    A request that does not begin at position 0 has NaN for its gradients: its state's gradient, which would have to
+    go to an earlier call, is not computed.
+
+    Args:
+        q: see `forward`, as for the rest.
+        k: see there.
+        v: see there.
+        g: see there.
+        beta: see there.
+        rows: where the tokens stand.
+        do: the gradient of the outputs, `[N, H, V]`.
+    """
+    dtype, size = v.dtype, DELTA_CHUNK
+    tokens = _Tokens(q, k, v, g, beta)
+    most = ceil_div(v.shape[0], size)
+    margins = jax.tree.map(lambda x: _with_margins(x, size), (tokens, do))
+    count, (padded, do), rows = lax.optimization_barrier((jnp.int32(rows.first.shape[0]), margins, rows))
+    shape = v.shape[1], q.shape[2], v.shape[2]
+
+    def run_request(b: Array, gradients: _Tokens) -> _Tokens:
+        first, length, start = rows.first[b], rows.tokens[b], rows.start[b]
+        chunks = (length + size - 1) // size
+
+        def chunk_at(chunk: Array, x: Array) -> Array:
+            present = chunk * size + jnp.arange(size, dtype=jnp.int32) < length
+            rows = lax.dynamic_slice_in_dim(x, first + chunk * size + size, size)
+            return _wide(_chosen(present, rows, 0))
+
+        def keep_state(chunk: Array, starts: Array) -> Array:
+            operands = starts[chunk], jax.tree.map(lambda x: chunk_at(chunk, x), padded)
+            s, new = lax.optimization_barrier(operands)
+            return starts.at[chunk + 1].set(lax.optimization_barrier(_chunk(s, new, dtype)[1]))
+
+        def add_chunk(turn: Array, carry: tuple[Array, _Tokens]) -> tuple[Array, _Tokens]:
+            ds, gradients = carry
+            chunk = chunks - 1 - turn
+            new = jax.tree.map(lambda x: chunk_at(chunk, x), padded)
+            operands = lax.optimization_barrier((starts[chunk], new, chunk_at(chunk, do), ds))
+            s, new, do_chunk, ds = operands
+            ds, dnew = lax.optimization_barrier(
+                jax.vjp(lambda s, new: _chunk(s, new, dtype), s, new)[1]((do_chunk, ds))
+            )
+            present = chunk * size + jnp.arange(size, dtype=jnp.int32) < length
+            row = first + chunk * size + size
+
+            def written(total: Array, part: Array) -> Array:
+                part = jnp.where(start == 0, part, jnp.nan)
+                before = lax.dynamic_slice_in_dim(total, row, size)
+                return lax.dynamic_update_slice_in_dim(
+                    total, _chosen(present, rounded(part, total.dtype), before), row, 0
+                )
+
+            return ds, jax.tree.map(written, gradients, _Tokens(*dnew))
+
+        starts = jnp.zeros((most + 1, *shape), ACCUMULATOR)
+        starts = lax.fori_loop(0, chunks, keep_state, starts)
+        return lax.fori_loop(0, chunks, add_chunk, (jnp.zeros(shape, ACCUMULATOR), gradients))[1]
+
+    zeros = jax.tree.map(jnp.zeros_like, padded)
+    gradients = lax.fori_loop(0, count, run_request, zeros)
+    dq, dk, dv, dg, dbeta = (x[size:-size] for x in gradients)
+    return dq, dk, dv, dg, dbeta
+
+
+def _chunk(s: Array, new: _Tokens, dtype: DTypeLike) -> tuple[Array, Array]:
+    """The outputs of a whole chunk, and the state after it; absent tokens are zeros, which change no state."""
+    h, width = new.k.shape[1:]
+    heads, value_width = new.v.shape[1:]
+    nothing = _Rows(
+        *(jnp.zeros((DELTA_CHUNK, *shape), ACCUMULATOR) for shape in ((h, width), (heads, value_width), (heads,)))
+    )
+    o, kept = _tile(s, nothing, new, 0, jnp.ones(DELTA_CHUNK, bool), DELTA_CHUNK, dtype)
+    return o, _next_state(s, kept, dtype)
+
+
+def _tile(
+    s: Array,
+    earlier: _Rows,
+    new: _Tokens,
+    offset: Array | int,
+    present: Array,
+    end: Array | int,
+    dtype: DTypeLike,
+) -> tuple[Array, _Rows]:
+    """The outputs `[R, H, V]` of R tokens of a chunk, float32 before their rounding, and what is kept of them.
+
+    Args:
+        s: the state before the chunk, `[H, K, V]`.
+        earlier: the chunk's rows, `DELTA_CHUNK` of them, with zeros for those that are not there yet.
+        new: the tokens, float32, with zeros for those that are not present.
+        offset: the first token's place in the chunk.
+        present: for each token whether it is one; the others have their rows already, or none yet.
+        end: the place behind the last token's.
+        dtype: what numbers are rounded to.
+    """
+    size, group = new.v.shape[0], new.v.shape[1] // new.k.shape[1]
+    scale = np.float32(new.q.shape[2] ** -0.5)
+    kept = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, offset, size), earlier)
+    decays = _decays(earlier.decays, kept.decays, new.g, offset, present)
+    keys = _put(earlier.keys, _chosen(present, new.k, kept.keys), offset)
+    all_decays = _put(earlier.decays, decays, offset).T
+
+    # Heads come first from here on: [H, R, ...] for the tile's tokens, and [H, C, ...] for those of the chunk.
+    q, k, keys = (jnp.repeat(x.swapaxes(0, 1), group, axis=0) for x in (new.q, new.k, keys))
+    v, g, beta = new.v.swapaxes(0, 1), decays.T, new.beta.T[..., None]
+    held_s = _held(s, dtype)
+    place = offset + jnp.arange(size, dtype=jnp.int32)[:, None]
+    column = jnp.arange(DELTA_CHUNK, dtype=jnp.int32)[None]
+    visible = jnp.broadcast_to((column <= place)[None], (v.shape[0], size, DELTA_CHUNK))
+    between = jnp.exp2(jnp.where(visible, g[..., None] - all_decays[:, None], -jnp.inf))
+    decay = jnp.exp2(g)[..., None]
+
+    from_state = _rounded_product(decay, dot(k, held_s, (2, 1), batched=True))
+    residual = beta * (v - from_state)
+    scores = jnp.where((column < place)[None], dot(k, keys, (2, 2), batched=True), 0.0)
+    weights = _rounded_product(_rounded_product(beta, scores), between)
+    weights = lax.optimization_barrier(weights.transpose(2, 0, 1))
+
+    def substitute(j: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        rest, updates = carry
+        index = jnp.clip(j - offset, 0, size - 1)
+        computed = (j >= offset) & present[index]
+        u = jnp.where(computed, _held(rest[:, index], dtype), updates[j])
+        return rest - weights[j][..., None] * u[:, None], updates.at[j].set(u)
+
+    _, updates = lax.fori_loop(0, end, substitute, (lax.optimization_barrier(residual), earlier.updates))
+    p = _rounded_product(scale * dot(q, keys, (2, 2), batched=True), between)
+    high = _held(p, dtype)
+    both = jnp.concatenate([high, _held(p - high, dtype)], axis=2)
+    across = updates.swapaxes(0, 1)
+    within = dot(both, jnp.concatenate([across, across], axis=1), (2, 1), batched=True)
+    o = decay * _rounded_product(scale, dot(q, held_s, (2, 1), batched=True)) + within
+    rows = _Rows(_chosen(present, new.k, kept.keys), lax.dynamic_slice_in_dim(updates, offset, size), decays)
+    return o.swapaxes(0, 1), rows
+
+
+def _decays(all_decays: Array, before: Array, g: Array, offset: Array | int, present: Array) -> Array:
+    """The sums `G` of a tile's tokens, `[R, H]`, added left to right from that of the token before the tile."""
+    initial = jnp.where(offset > 0, all_decays[jnp.maximum(offset - 1, 0)], 0.0)
+    steps = lax.optimization_barrier(g * LOG2_E)
+
+    def add(total: Array, token: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        step, kept, is_present = token
+        total = jnp.where(is_present, total + step, kept)
+        return total, total
+
+    return lax.scan(add, initial, (steps, before, present))[1]
+
+
+def _next_state(s: Array, rows: _Rows, dtype: DTypeLike) -> Array:
+    """The state after a chunk, of whose tokens all rows are there."""
+    group = rows.updates.shape[1] // rows.keys.shape[1]
+    keys = jnp.repeat(rows.keys.swapaxes(0, 1), group, axis=0)
+    end = rows.decays[-1]
+    faded = _held(rows.updates * jnp.exp2(end[None] - rows.decays)[..., None], dtype).swapaxes(0, 1)
+    return jnp.exp2(end)[:, None, None] * s + dot(keys, faded, (1, 1), batched=True)
+
+
+def _folded(progress: _Progress, dtype: DTypeLike) -> Array:
+    """The state after the chunk before which a request's state stands."""
+    rows = _rows_of_chunk(progress.state, progress.chunk, (progress.chunk + 1) * DELTA_CHUNK)
+    s, rows = lax.optimization_barrier((progress.s, rows))
+    return lax.optimization_barrier(_next_state(s, rows, dtype))
+
+
+def _rows_of_chunk(state: DeltaState, chunk: Array, end: Array) -> _Rows:
+    """The rows of a request's chunk in float32, with zeros from position `end` on, where anything may lie."""
+    positions = chunk * DELTA_CHUNK + jnp.arange(DELTA_CHUNK, dtype=jnp.int32)
+    kept = state.keys, state.updates, state.decays
+    return _Rows(*(_wide(_chosen(positions < end, x[positions % DELTA_ROWS], 0)) for x in kept))
+
+
+def _with_rows(state: DeltaState, rows: _Rows, position: Array, present: Array) -> DeltaState:
+    """The request's state with the rows of a tile's tokens in it."""
+    # Tiles begin at multiples of PORTABLE_ROWS, which divides DELTA_ROWS: none goes past the last row.
+    place = position % DELTA_ROWS
+
+    def written(x: Array, new: Array) -> Array:
+        before = lax.dynamic_slice_in_dim(x, place, present.shape[0])
+        return lax.dynamic_update_slice_in_dim(x, _chosen(present, rounded(new, x.dtype), before), place, 0)
+
+    keys, updates, decays = map(written, (state.keys, state.updates, state.decays), rows)
+    return state._replace(keys=keys, updates=updates, decays=decays)
+
+
+@jax.custom_jvp
+def _rounded_product(x: Array | np.float32, y: Array) -> Array:
+    """The product, which no addition behind it may be fused with."""
+    return lax.optimization_barrier(x * y)
+
+
+@_rounded_product.defjvp
+def _rounded_product_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (x, y), (dx, dy) = primals, tangents
+    return _rounded_product(x, y), dx * y + x * dy
+
+
+def _held(x: Array, dtype: DTypeLike) -> Array:
+    """Numbers rounded to a dtype, in float32, whose gradient is that of the numbers before the rounding."""
+    return x if jnp.dtype(dtype) == x.dtype else _straight_through(x, jnp.dtype(dtype).name)
+
+
+def _straight_through(x: Array, dtype: str) -> Array:
+    @jax.custom_jvp
+    def held(x: Array) -> Array:
+        return _wide(rounded(x, dtype))
+
+    held.defjvp(lambda primals, tangents: (held(*primals), *tangents))
+    return held(x)
+
+
+def _put(x: Array, part: Array, offset: Array | int) -> Array:
+    return lax.dynamic_update_slice_in_dim(x, part, offset, 0)
+
+
+def _chosen(rows: Array, x: Array, y: Array | float) -> Array:
+    """`jnp.where` with a condition for each row."""
+    shape = rows.shape + (1,) * (x.ndim - 1)
+    return jnp.where(rows.reshape(shape), x, jnp.asarray(y, x.dtype))
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(ACCUMULATOR)
+
+
+def _with_margins(x: Array, size: int = PORTABLE_ROWS) -> Array:
+    """Rows with zeros before and behind them, for tiles that reach over a request's first or last token."""
+    return jnp.pad(x, [(size, size)] + [(0, 0)] * (x.ndim - 1))

@@ -1,0 +1,134 @@
+"""Functions of rows and of weights that all rows share, in plain JAX, with their gradients.
+
+A function is one tile's: it takes arrays `[R, ...]`, and the weights with a leading axis of R as well, a copy for each
+row. So its vector-Jacobian product gives what each row adds to the gradient of a weight, and those are added in the
+order of the contract.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, PyTree
+
+from detjax.contract import ACCUMULATOR, PORTABLE_ROWS, WEIGHT_GRADIENT_TOKENS
+from detjax.portable.tiles import fold_rows, map_rows, row_sum, sum_of_rows
+from detjax.rounding import rounded
+
+type Arrays = tuple[Array, ...]
+
+
+def forward(rows: Arrays, weights: Arrays, *, function: str, **options: Any) -> PyTree[Array]:
+    """Returns the results `[M, ...]` of a function for rows `[M, ...]`.
+
+    Args:
+        rows: the arrays of rows.
+        weights: what all rows share.
+        function: its name.
+        options: the function's keyword arguments.
+    """
+
+    def tile(rows: Arrays, weights: Arrays) -> PyTree[Array]:
+        return _FUNCTIONS[function](*rows, *_for_each_row(weights), **options)
+
+    return map_rows(tile, rows, weights)
+
+
+def backward(
+    rows: Arrays,
+    weights: Arrays,
+    sums: tuple[Array | None, ...],
+    gradients: PyTree[Array],
+    *,
+    function: str,
+    **options: Any,
+) -> tuple[Arrays, Arrays]:
+    """Returns the gradients of the rows and of the weights, or a weight's next sum if it has a sum.
+
+    Rows are added in ascending order: `WEIGHT_GRADIENT_TOKENS` of them left to right, and then to the sum. A sum goes
+    on in float32 where it ended, and is not rounded.
+
+    Args:
+        rows: see `forward`.
+        weights: see `forward`.
+        sums: for each weight, the float32 sum that its gradient is added to, or None.
+        gradients: those of the results.
+        function: see `forward`.
+        options: see `forward`.
+    """
+
+    def tile(operands: tuple[Arrays, PyTree[Array]], weights: Arrays) -> tuple[Arrays, Arrays]:
+        rows, gradients = operands
+        wide = tuple(x.astype(ACCUMULATOR) for x in (*rows, *_for_each_row(weights)))
+
+        def exact(*wide: Array) -> PyTree[Array]:
+            return jax.tree.map(lambda y: y.astype(ACCUMULATOR), _FUNCTIONS[function](*wide, **options))
+
+        parts = jax.vjp(exact, *wide)[1](jax.tree.map(lambda y: y.astype(ACCUMULATOR), gradients))
+        by_row = tuple(rounded(part, x.dtype) for part, x in zip(parts, rows, strict=False))
+        return by_row, parts[len(rows) :]
+
+    by_row, terms = map_rows(tile, (rows, gradients), weights)
+    if not weights:
+        return by_row, ()
+    starts = tuple(
+        jnp.zeros(weight.shape, ACCUMULATOR) if total is None else total
+        for weight, total in zip(weights, sums, strict=True)
+    )
+
+    def add(carry: Arrays, rows: Arrays, _: None) -> Arrays:
+        return tuple(total + sum_of_rows(part) for total, part in zip(carry, rows, strict=True))
+
+    totals = fold_rows(add, starts, terms, None, size=WEIGHT_GRADIENT_TOKENS)
+    rounded_or_carried = (
+        rounded(total, weight.dtype) if start is None else total
+        for total, weight, start in zip(totals, weights, sums, strict=True)
+    )
+    return by_row, tuple(rounded_or_carried)
+
+
+def _for_each_row(weights: Arrays) -> Arrays:
+    return tuple(jnp.broadcast_to(x[None], (PORTABLE_ROWS, *x.shape)) for x in weights)
+
+
+def _l2_norm(x: Array, *, eps: float) -> Array:
+    wide = _wide(x)
+    return rounded(wide * lax.rsqrt(row_sum(wide * wide) + eps), x.dtype)
+
+
+def _gated_rms_norm(x: Array, gate: Array, weight: Array, *, eps: float) -> Array:
+    wide = _wide(x)
+    normalized = wide * lax.rsqrt(row_sum(wide * wide) / x.shape[-1] + eps)
+    return rounded(lax.optimization_barrier(normalized * _wide(weight)) * jax.nn.silu(_wide(gate)), x.dtype)
+
+
+def _sigmoid_gated(x: Array, gate: Array) -> Array:
+    return rounded(_wide(x) * jax.nn.sigmoid(_wide(gate)), x.dtype)
+
+
+def _decay_and_rate(a: Array, b: Array, log_rate: Array, bias: Array) -> tuple[Array, Array]:
+    g = -jnp.exp(_wide(log_rate)) * jax.nn.softplus(_wide(a) + _wide(bias))
+    return g, jax.nn.sigmoid(_wide(b))
+
+
+def _activated_taps(taps: Array, weight: Array) -> Array:
+    """The convolution of inputs `[R, n, C]`, the last of which is the token's, with weights `[R, C, n]`."""
+    total = jnp.zeros(taps.shape[::2], ACCUMULATOR)
+    for tap in range(taps.shape[1]):
+        total = total + _wide(taps[:, tap]) * _wide(weight[..., tap])
+    return rounded(jax.nn.silu(total), taps.dtype)
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(ACCUMULATOR)
+
+
+_FUNCTIONS: Final[Mapping[str, Callable[..., PyTree[Array]]]] = {
+    "l2_norm": _l2_norm,
+    "gated_rms_norm": _gated_rms_norm,
+    "sigmoid_gated": _sigmoid_gated,
+    "decay_and_rate": _decay_and_rate,
+    "causal_convolution": _activated_taps,
+}

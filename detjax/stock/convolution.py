@@ -1,0 +1,27 @@
+"""The causal convolution by XLA."""
+
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from detjax.contract import ACCUMULATOR
+from detjax.request_state import RequestRows
+
+DIFFERENTIATED_BY_JAX: Final = True
+
+
+def causal_convolution(x: Array, weight: Array, inputs: Array, rows: RequestRows) -> Array:
+    """See `detjax.ops.causal_convolution`."""
+    request, offset, _ = rows.by_row(x.shape[0])
+    row: Any = jnp.arange(x.shape[0], dtype=jnp.int32)
+    total = jnp.zeros(x.shape, ACCUMULATOR)
+    for tap in range(weight.shape[1]):
+        back = weight.shape[1] - 1 - tap
+        position = rows.start[request] + offset - back
+        earlier = inputs[rows.slot[request], position % inputs.shape[1]]
+        earlier = jnp.where((position >= 0)[:, None], earlier, jnp.zeros_like(earlier))
+        taken = jnp.where((offset >= back)[:, None], x[jnp.maximum(row - back, 0)], earlier)
+        total = total + taken.astype(ACCUMULATOR) * weight[:, tap].astype(ACCUMULATOR)[None]
+    return jax.nn.silu(total).astype(x.dtype)
