@@ -55,6 +55,18 @@ class DeltaState(NamedTuple):
         )
 
 
+class DeltaNetState(NamedTuple):
+    """What a layer with the gated delta rule keeps of each request.
+
+    Attributes:
+        inputs: the last inputs of its convolution; see `empty_inputs`.
+        rule: the state of the rule.
+    """
+
+    inputs: Float[Array, "R rows C"]
+    rule: DeltaState
+
+
 def empty_inputs(slots: int, taps: int, channels: int, dtype: DTypeLike) -> Float[Array, "R rows C"]:
     """Returns the last inputs of a causal convolution for requests without tokens.
 

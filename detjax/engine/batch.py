@@ -192,9 +192,16 @@ class StepBatch(NamedTuple):
 class SlotTable:
     """What batches need to know of the sequences that have a slot, by slot."""
 
-    def __init__(self, slots: int, pages_per_sequence: int) -> None:
-        """A table for so many slots, and for sequences of so many pages at most."""
+    def __init__(self, slots: int, pages_per_sequence: int, *, named_in_queries: bool = False) -> None:
+        """A table for so many slots, and for sequences of so many pages at most.
+
+        Args:
+            slots: sequences that are computed at the same time.
+            pages_per_sequence: pages of a sequence at most.
+            named_in_queries: whether queries say the slots, as models need it that keep a state of each request.
+        """
         self.slots = slots
+        self._named_in_queries = named_in_queries
         self._page_table = np.zeros((slots, pages_per_sequence), np.int32)
         self._page_ids: list[list[int] | None] = [None] * slots
         self._num_pages = [0] * slots
@@ -238,6 +245,8 @@ class SlotTable:
             decodes=shape.decodes,
             rows=shape.rows,
         )
+        if self._named_in_queries:
+            queries = dataclasses.replace(queries, slots=by_request(slots))
         token, last_row = self._tokens(step, shape)
         return StepBatch(
             token=token,

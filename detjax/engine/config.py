@@ -7,7 +7,7 @@ import jax
 
 from detjax.contract import KV_BLOCK
 from detjax.engine.batch import BatchShapes
-from detjax.engine.model_runner import bytes_of_page
+from detjax.engine.model_runner import bytes_of_page, bytes_of_slot
 from detjax.engine.step_loop import StepLoopConfig
 from detjax.engine.step_programs import SamplingVariant
 from detjax.models import Decoder
@@ -31,7 +31,8 @@ class EngineConfig:
         max_length: tokens of a sample at most, its prompt included. Default: the model's max_position_embeddings.
         num_pages: pages of the KV cache, of `contract.KV_BLOCK` tokens each. Default: as many as all samples could
             need, or as fit into 90% of the device's free memory.
-        prefix_cache: keep pages for requests that begin with the same tokens.
+        prefix_cache: keep pages for requests that begin with the same tokens. No pages are kept for models that keep a
+            state of each request besides, such as those with linear attention.
         kv_cache_dtype: "int8", "fp8_e4m3" or "q4_0" quantize keys and values in the cache (`ops.quantize_kv`), which
             gives different numbers, as independent of everything else. Default: the model's dtype.
         top_logprobs: the most of the likeliest tokens that a request may ask for.
@@ -71,7 +72,8 @@ class EngineConfig:
         needed = -(-(length - 1) // KV_BLOCK)
         num_pages = self.num_pages
         if num_pages is None:
-            num_pages = max(needed, min(self.max_samples * needed, max(1, _free_memory() // page)))
+            free = _free_memory() - self.max_samples * bytes_of_slot(model)
+            num_pages = max(needed, min(self.max_samples * needed, max(1, free // max(1, page))))
         if num_pages < needed:
             raise ValueError(
                 f"Engine: num_pages is {num_pages}; accepted: at least {needed}, for one request of {length} tokens. "

@@ -34,7 +34,16 @@ def bytes_of_page(model: Decoder, quantization: KVQuantization | None) -> int:
     Raises:
         ValueError: the model's keys and values cannot be quantized like this.
     """
-    arrays = abstract(lambda: jax.tree.leaves(model.empty_state(1, quantization)))
+    return _bytes_of_state(model, 2, 1, quantization) - _bytes_of_state(model, 1, 1, quantization)
+
+
+def bytes_of_slot(model: Decoder) -> int:
+    """Returns the bytes that a slot takes in the state of a model; 0 where all layers keep pages."""
+    return _bytes_of_state(model, 1, 2, None) - _bytes_of_state(model, 1, 1, None)
+
+
+def _bytes_of_state(model: Decoder, num_pages: int, slots: int, quantization: KVQuantization | None) -> int:
+    arrays = abstract(lambda: jax.tree.leaves(model.empty_state(num_pages, quantization, slots)))
     return sum(array.size * array.dtype.itemsize for array in arrays)
 
 
@@ -66,7 +75,7 @@ class ModelRunner:
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._compilation: Compilation | None = None
         self._free: dict[int, Array] = {}
-        self._state = model.empty_state(num_pages, kv_cache_dtype)
+        self._state = model.empty_state(num_pages, kv_cache_dtype, slots)
         adjusts = any(variant.adjusted for variant in variants)
         self._slots = SlotState(jnp.zeros(slots, jnp.int32), none_seen(slots, self._vocabulary) if adjusts else None)
         self._copies: dict[tuple[np.dtype, tuple[int, ...], bytes], Array] = {}

@@ -206,8 +206,10 @@ class StepLoop:
             variants=config.variants,
             kv_cache_dtype=config.kv_cache_dtype,
         )
-        scheduler = Scheduler(PagePool(config.num_pages, keeps_prefixes=config.prefix_cache), config.shapes.limits)
-        table = SlotTable(slots, config.pages_per_sequence)
+        # What a layer keeps of a request as a whole is not in the pages of its prefix.
+        keeps_prefixes = config.prefix_cache and not model.has_slots
+        scheduler = Scheduler(PagePool(config.num_pages, keeps_prefixes=keeps_prefixes), config.shapes.limits)
+        table = SlotTable(slots, config.pages_per_sequence, named_in_queries=model.has_slots)
         return cls(scheduler, config.shapes, table, runner, launcher)
 
     @property

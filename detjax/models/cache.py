@@ -12,7 +12,7 @@ from detjax.contract import KV_BLOCK
 from detjax.kv_pages import Queries
 from detjax.models.config import DecoderConfig
 from detjax.models.family import family_named
-from detjax.models.parts.state import StateSize
+from detjax.models.parts.state import InSlots, StateSize
 from detjax.options import KVQuantization
 
 type State = tuple[Any, ...]
@@ -25,9 +25,11 @@ class KVCache:
     """Keys and values of a batch of requests, left-aligned: token `i` of a request lies in its page `i // KV_BLOCK`.
 
     Attributes:
-        state: what each layer keeps, such as pages of keys and values.
+        state: what each layer keeps, such as pages of keys and values. Where a layer keeps it in slots, request `b` has
+            slot `b`.
         page_table: the page of each request's block of tokens.
-        lengths: how many tokens each request has in the cache.
+        lengths: how many tokens each request has in the cache. A lower number drops the last ones: any of them where
+            all layers keep pages, else `request_state.DROPPABLE_TOKENS` of the last call's at most.
     """
 
     state: State
@@ -56,7 +58,7 @@ class KVCache:
             ValueError: the quantization does not exist, or does not take the decoder's head size.
         """
         page_table = ops.contiguous_page_table(batch, capacity)
-        state = empty_state(config, StateSize(page_table.size, dtype, quantized))
+        state = empty_state(config, StateSize(page_table.size, dtype, quantized, batch))
         return cls(state, page_table, jnp.zeros(batch, jnp.int32))
 
     @property
@@ -78,3 +80,9 @@ def empty_state(config: DecoderConfig, size: StateSize) -> State:
     """
     layer = family_named("Decoder", config.architecture).layer
     return tuple(layer.state(config, index).empty(size) for index in range(config.layers))
+
+
+def has_slots(config: DecoderConfig) -> bool:
+    """Returns whether some layer keeps a state of each request in a slot, and not in pages."""
+    layer = family_named("Decoder", config.architecture).layer
+    return any(isinstance(layer.state(config, index), InSlots) for index in range(config.layers))

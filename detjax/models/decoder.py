@@ -13,7 +13,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int
 
 from detjax import compilation
 from detjax.kv_pages import Queries
-from detjax.models.cache import KVCache, State, empty_state
+from detjax.models.cache import KVCache, State, empty_state, has_slots
 from detjax.models.config import DecoderConfig
 from detjax.models.family import family_named
 from detjax.models.network import Network, Weights, split
@@ -118,13 +118,25 @@ class Decoder(nnx.Module):
             written.append(layer_state)
         return self.final_norm(x), tuple(written)
 
-    def empty_state(self, num_pages: int, kv_quantization: KVQuantization | None = None) -> State:
-        """Returns what the layers keep of requests that share so many pages of `contract.KV_BLOCK` tokens.
+    @property
+    def has_slots(self) -> bool:
+        """Whether some layer keeps a state of each request in a slot, and not in pages."""
+        return has_slots(self.config)
+
+    def empty_state(
+        self, num_pages: int, kv_quantization: KVQuantization | None = None, slots: int | None = None
+    ) -> State:
+        """Returns what the layers keep of requests without tokens.
+
+        Args:
+            num_pages: pages of `contract.KV_BLOCK` tokens that the requests share.
+            kv_quantization: how keys and values are quantized; None: they are numbers of the model's dtype.
+            slots: requests that have a slot; not needed unless the model `has_slots`.
 
         Raises:
             ValueError: a layer cannot have a state like this, such as quantized keys of its head size.
         """
-        return empty_state(self.config, StateSize(num_pages, self.dtype, kv_quantization))
+        return empty_state(self.config, StateSize(num_pages, self.dtype, kv_quantization, slots))
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
         """Returns the logits of hidden states."""

@@ -32,8 +32,8 @@ def causal_convolution(
 ) -> tuple[Float[Array, "*N C"], Float[Array, "R rows C"]]:
     """Returns `silu` of a depthwise causal convolution, and the last inputs with these ones in them.
 
-    With n taps, the token at position `t` has `silu(sum over i of weight[c, i] * x[t - n + 1 + i])`, and inputs before
-    position 0 are zeros.
+    With n taps, the token at position `t` has `silu(sum over i of weight[c, 0, i] * x[t - n + 1 + i])`, and inputs
+    before position 0 are zeros.
 
     Tokens are `[B, T, C]` with T of each request, or packed, `[N, C]`; see `Queries`. The result of a row that belongs
     to no request may be anything. A call's last `request_state.DROPPABLE_TOKENS` tokens can be dropped: the next call
@@ -42,7 +42,8 @@ def causal_convolution(
 
     Args:
         x: inputs; bfloat16, float16 or float32.
-        weight: `[C, n]` of x's dtype. With an `AccumulatedWeight` the gradient continues a sum.
+        weight: `[C, 1, n]` of x's dtype, as checkpoints hold it. With an `AccumulatedWeight` the gradient continues
+            a sum.
         inputs: the last inputs of each slot, of x's dtype; see `request_state.empty_inputs`.
         queries: where the tokens stand in their requests; the page table is not read.
 
@@ -55,9 +56,9 @@ def causal_convolution(
     check_dtype(operation, x=x)
     check_dtype(operation, like=x, weight=value, inputs=inputs)
     check_not_empty(operation, x=x, weight=value)
-    if value.ndim != 2 or value.shape[0] != x.shape[-1]:
-        raise ValueError(f"{operation}: weight has shape {value.shape}; accepted: ({x.shape[-1]}, taps)")
-    fewest = value.shape[1] - 1 + DROPPABLE_TOKENS
+    if value.ndim != 3 or value.shape[:2] != (x.shape[-1], 1):
+        raise ValueError(f"{operation}: weight has shape {value.shape}; accepted: ({x.shape[-1]}, 1, taps)")
+    fewest = value.shape[2] - 1 + DROPPABLE_TOKENS
     if inputs.shape[1] < fewest or inputs.shape[2] != x.shape[-1]:
         raise ValueError(
             f"{operation}: inputs has shape {inputs.shape}; accepted: (slots, at least {fewest}, {x.shape[-1]}), "
@@ -72,7 +73,7 @@ def causal_convolution(
 
 
 def _causal_convolution(x: Array, weight: Array, inputs: Array, rows: RequestRows, *, total: Array | None) -> Array:
-    taps = _taps(x, jax.lax.stop_gradient(inputs), rows, weight.shape[1])
+    taps = _taps(x, jax.lax.stop_gradient(inputs), rows, weight.shape[2])
     return rows_by_kernel((taps,), (weight,), (total,), _CAUSAL_CONVOLUTION, (("function", "causal_convolution"),))
 
 

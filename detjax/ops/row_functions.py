@@ -66,20 +66,20 @@ def gated_rms_norm(
 
 
 @compilation.jit
-def sigmoid_gated(x: Float[Array, "*B K"], gate: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
+def sigmoid_gated(x: Float[Array, "*B K"], gate: Float[Array, "*B #K"]) -> Float[Array, "*B K"]:
     """Returns `x * sigmoid(gate)`, in float32, rounded once.
 
     Args:
         x: rows; bfloat16, float16 or float32.
-        gate: rows of x's dtype.
+        gate: rows of x's columns, or of one column that serves them all, in any of these dtypes.
 
     Raises:
         TypeError: a dtype is not under contract.
-        ValueError: the shapes differ.
+        ValueError: the shapes do not fit together.
     """
-    check_dtype("sigmoid_gated", x=x)
-    check_dtype("sigmoid_gated", like=x, gate=gate)
-    check_shape("sigmoid_gated", "gate", gate, x.shape, "x's shape")
+    check_dtype("sigmoid_gated", x=x, gate=gate)
+    if gate.shape != (*x.shape[:-1], 1):
+        check_shape("sigmoid_gated", "gate", gate, x.shape, "x's shape, or one column")
     check_not_empty("sigmoid_gated", x=x)
     return _by_row(_SIGMOID_GATED, (x, gate), (), axes=1)
 

@@ -5,6 +5,7 @@ row. So its vector-Jacobian product gives what each row adds to the gradient of 
 order of the contract.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -105,7 +106,19 @@ def _gated_rms_norm(x: Array, gate: Array, weight: Array, *, eps: float) -> Arra
 
 
 def _sigmoid_gated(x: Array, gate: Array) -> Array:
-    return rounded(_wide(x) * jax.nn.sigmoid(_wide(gate)), x.dtype)
+    sigmoid = jax.nn.sigmoid(_wide(gate))
+    if gate.shape != x.shape:
+        sigmoid = jnp.asarray(_spread(sigmoid, x.shape[-1]))
+    return rounded(_wide(x) * sigmoid, x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _spread(x: Array, width: int) -> Array:
+    """A column `[R, 1]` as so many, whose gradient is their row sum."""
+    return jnp.broadcast_to(x, (x.shape[0], width))
+
+
+_spread.defvjp(lambda x, width: (_spread(x, width), None), lambda width, _, gradient: (row_sum(gradient),))
 
 
 def _decay_and_rate(a: Array, b: Array, log_rate: Array, bias: Array) -> tuple[Array, Array]:
@@ -114,10 +127,10 @@ def _decay_and_rate(a: Array, b: Array, log_rate: Array, bias: Array) -> tuple[A
 
 
 def _activated_taps(taps: Array, weight: Array) -> Array:
-    """The convolution of inputs `[R, n, C]`, the last of which is the token's, with weights `[R, C, n]`."""
+    """The convolution of inputs `[R, n, C]`, the last of which is the token's, with weights `[R, C, 1, n]`."""
     total = jnp.zeros(taps.shape[::2], ACCUMULATOR)
     for tap in range(taps.shape[1]):
-        total = total + _wide(taps[:, tap]) * _wide(weight[..., tap])
+        total = total + _wide(taps[:, tap]) * _wide(weight[..., 0, tap])
     return rounded(jax.nn.silu(total), taps.dtype)
 
 

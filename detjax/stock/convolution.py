@@ -17,11 +17,11 @@ def causal_convolution(x: Array, weight: Array, inputs: Array, rows: RequestRows
     request, offset, _ = rows.by_row(x.shape[0])
     row: Any = jnp.arange(x.shape[0], dtype=jnp.int32)
     total = jnp.zeros(x.shape, ACCUMULATOR)
-    for tap in range(weight.shape[1]):
-        back = weight.shape[1] - 1 - tap
+    for tap in range(weight.shape[2]):
+        back = weight.shape[2] - 1 - tap
         position = rows.start[request] + offset - back
         earlier = inputs[rows.slot[request], position % inputs.shape[1]]
         earlier = jnp.where((position >= 0)[:, None], earlier, jnp.zeros_like(earlier))
         taken = jnp.where((offset >= back)[:, None], x[jnp.maximum(row - back, 0)], earlier)
-        total = total + taken.astype(ACCUMULATOR) * weight[:, tap].astype(ACCUMULATOR)[None]
+        total = total + taken.astype(ACCUMULATOR) * weight[:, 0, tap].astype(ACCUMULATOR)[None]
     return jax.nn.silu(total).astype(x.dtype)

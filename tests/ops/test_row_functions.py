@@ -50,6 +50,12 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[i
     ),
     "gated_rms_norm": (functools.partial(ops.gated_rms_norm, eps=1e-5), normalized, ((37, 80), (37, 80), (80,)), 2),
     "sigmoid_gated": (ops.sigmoid_gated, lambda x, gate: x / (1 + jnp.exp(-gate)), ((37, 80), (37, 80)), 2),
+    "sigmoid_gated by a column": (
+        ops.sigmoid_gated,
+        lambda x, gate: x / (1 + jnp.exp(-jnp.broadcast_to(gate, x.shape))),
+        ((37, 80), (37, 1)),
+        2,
+    ),
     "decay_and_rate": (ops.decay_and_rate, decays, ((37, 8), (37, 8), (8,), (8,)), 2),
 }
 """Each with its reference, the shapes of its arguments, and how many of them are rows."""
@@ -124,7 +130,7 @@ def test_gradients_of_weights_do_not_depend_on_microbatches() -> None:
 def inputs(count: int, dtype: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(seed)
     x = random.standard_normal((count, CHANNELS)).astype(jnp.dtype(dtype))
-    return x, random.standard_normal((CHANNELS, TAPS)).astype(jnp.dtype(dtype))
+    return x, random.standard_normal((CHANNELS, 1, TAPS)).astype(jnp.dtype(dtype))
 
 
 def in_calls(x: np.ndarray, weight: np.ndarray, ends: list[int]) -> np.ndarray:
@@ -138,7 +144,7 @@ def in_calls(x: np.ndarray, weight: np.ndarray, ends: list[int]) -> np.ndarray:
 
 def convolution(x: Any, weight: Any) -> Any:
     padded = jnp.concatenate([jnp.zeros((TAPS - 1, CHANNELS), x.dtype), x])
-    return silu(sum(padded[tap : tap + len(x)] * weight[None, :, tap] for tap in range(TAPS)))
+    return silu(sum(padded[tap : tap + len(x)] * weight[None, :, 0, tap] for tap in range(TAPS)))
 
 
 @pytest.mark.parametrize("backend", ["portable", "stock"])
@@ -212,11 +218,11 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     x, weight = (jnp.asarray(array) for array in inputs(4, "float32"))
     kept = ops.empty_inputs(1, TAPS, CHANNELS, jnp.float32)
     convolve, four = unchecked(ops.causal_convolution), queries([0], [4])
-    with pytest.raises(ValueError, match=r"weight has shape \(23, 4\); accepted: \(24, taps\)"):
+    with pytest.raises(ValueError, match=r"weight has shape \(23, 1, 4\); accepted: \(24, 1, taps\)"):
         convolve(x[None], weight[:23], kept, four)
     with pytest.raises(ValueError, match=r"inputs has shape \(1, 18, 24\); accepted: \(slots, at least 19, 24\)"):
         convolve(x[None], weight, kept[:, :18], four)
     with pytest.raises(TypeError, match="inputs has dtype bfloat16"):
         convolve(x[None], weight, kept.astype(jnp.bfloat16), four)
-    with pytest.raises(ValueError, match=r"gate has shape \(3, 24\); accepted: \(4, 24\)"):
+    with pytest.raises(ValueError, match=r"gate has shape \(3, 24\); accepted: \(4, 24\), x's shape, or one column"):
         unchecked(ops.sigmoid_gated)(x, x[:3])

@@ -10,6 +10,7 @@ from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KeyColumns, KVPages
 from detjax.ops.quantized_kv import check_kind
 from detjax.options import KVQuantization
+from detjax.request_state import DeltaNetState, DeltaState, empty_inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +21,13 @@ class StateSize:
         num_pages: pages of `contract.KV_BLOCK` tokens that requests share.
         dtype: the model's dtype.
         kv_quantization: how keys and values are quantized; None: they are numbers of the model's dtype.
+        slots: requests that have a slot, for what is kept of each request; None: nothing is to be.
     """
 
     num_pages: int
     dtype: DTypeLike
     kv_quantization: KVQuantization | None = None
+    slots: int | None = None
 
 
 class StateDeclaration(Protocol):
@@ -87,3 +90,49 @@ class PagedLatents:
             )
         shape = (size.num_pages, 1, KV_BLOCK, self.key_width)
         return KVPages(jnp.zeros(shape, size.dtype), KeyColumns(self.value_width))
+
+
+class InSlots:
+    """Declarations of state that every request has in a slot, as `Queries.slots` says, and that is not in pages.
+
+    What it holds is that of the request's last tokens, so a request cannot go on from a page of another one.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNetInSlots(InSlots):
+    """The state of the gated delta rule, and the last inputs of the convolution before it.
+
+    Attributes:
+        key_heads: heads of queries, and of keys.
+        value_heads: heads of values.
+        key_dim: columns of a query, and of a key.
+        value_dim: columns of a value.
+        taps: inputs that the convolution meets at once.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        """The channels of the convolution: all queries, all keys, all values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def empty(self, size: StateSize) -> DeltaNetState:
+        """Returns the state of requests without tokens.
+
+        Raises:
+            ValueError: it is not said how many requests there are.
+        """
+        if size.slots is None:
+            raise ValueError(
+                "empty_state: slots is None and the model keeps a state of each request; accepted: the number of "
+                "requests"
+            )
+        shape = self.key_heads, self.value_heads, self.key_dim, self.value_dim
+        rule = DeltaState.empty(size.slots, *shape, size.dtype)
+        return DeltaNetState(empty_inputs(size.slots, self.taps, self.channels, size.dtype), rule)
