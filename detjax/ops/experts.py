@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from detjax import compilation
+from detjax.numerics import round_up
 from detjax.ops.checks import check_dtype, check_integers, check_shape
+from detjax.ops.grouped_matmul import group_unit
 from detjax.portable import experts as portable
 
 
@@ -80,9 +82,9 @@ class ExpertRows(NamedTuple):
     """Rows of tokens by expert: each token has one with each expert that it chose.
 
     Attributes:
-        group_sizes: how many rows each expert has, `[E]` int32.
-        token: the token of each row, `[M]`, ascending within an expert. Rows of absent tokens come last.
-        place: the row of each token with each of its experts, `[N, count]`.
+        group_sizes: how many rows each expert has, `[E]` int32, those included that fill up its group.
+        token: the token of each row, `[M]`, ascending within an expert; N for rows without one.
+        place: the row of each token with each of its experts, `[N, count]`; M for an absent token.
     """
 
     group_sizes: Int32[Array, "E"]
@@ -90,12 +92,17 @@ class ExpertRows(NamedTuple):
     place: Int32[Array, "N count"]
 
     def gather(self, x: Float[Array, "N D"]) -> Float[Array, "M D"]:
-        """Returns the rows of tokens. A token's gradient adds those of its rows in ascending order of experts."""
+        """Returns the rows of tokens, and zeros for rows without one.
+
+        A token's gradient adds those of its rows in ascending order of experts.
+        """
         return _gather(x, self)
 
 
 def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array, "N"] | None = None) -> ExpertRows:
     """Returns the rows of tokens that chose these experts.
+
+    Every group begins at a row that suits the backend's kernels, so there may be more rows than choices.
 
     Args:
         ids: the experts of each token, none of them twice.
@@ -104,17 +111,31 @@ def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array,
     """
     check_integers("expert_rows", ids=ids)
     tokens, count = ids.shape
+    unit = group_unit(ids.size, experts)
     keys = ids if present is None else jnp.where(present[:, None], ids, jnp.int32(experts))
     keys = keys.reshape(-1)
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)
     ends = jnp.searchsorted(keys[order], jnp.arange(experts, dtype=jnp.int32), side="right").astype(jnp.int32)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
-    return ExpertRows(jnp.diff(ends, prepend=jnp.int32(0)), order // count, place.reshape(tokens, count))
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    sizes = -(-(ends - starts[:-1]) // unit) * unit
+    firsts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes, dtype=jnp.int32)])
+    rows = round_up(ids.size + experts * (unit - 1), unit)
+    expert = keys[order]
+    place = firsts[expert] + jnp.arange(ids.size, dtype=jnp.int32) - starts[expert]
+    place = jnp.where(expert < experts, place, jnp.int32(rows))
+    token = jnp.full(rows, tokens, jnp.int32).at[place].set(order // count, mode="drop", unique_indices=True)
+    by_choice = jnp.zeros_like(place).at[order].set(place, unique_indices=True)
+    return ExpertRows(sizes, token, by_choice.reshape(tokens, count))
+
+
+def _rows_at(x: Array, index: Array) -> Array:
+    """The rows of an array, and zeros for an index behind its end."""
+    return x.at[index].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
 def _gather(x: Array, rows: ExpertRows) -> Array:
-    return x[rows.token]
+    return _rows_at(x, rows.token)
 
 
 def _gather_forward(x: Array, rows: ExpertRows) -> tuple[Array, ExpertRows]:
@@ -122,7 +143,7 @@ def _gather_forward(x: Array, rows: ExpertRows) -> tuple[Array, ExpertRows]:
 
 
 def _gather_backward(rows: ExpertRows, dy: Array) -> tuple[Array, None]:
-    return portable.add_rows(dy[rows.place]), None
+    return portable.add_rows(_rows_at(dy, rows.place)), None
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -163,7 +184,7 @@ def combine_experts(
 
 @jax.custom_vjp
 def _combine(y: Array, weights: Array, rows: ExpertRows, addends: tuple[Array | None, ...]) -> Array:
-    return portable.combine(y[rows.place], weights, [x for x in addends if x is not None])
+    return portable.combine(_rows_at(y, rows.place), weights, [x for x in addends if x is not None])
 
 
 def _combine_forward(
@@ -174,8 +195,9 @@ def _combine_forward(
 
 def _combine_backward(saved: tuple[Any, ...], dout: Array) -> tuple[Any, ...]:
     y, weights, rows, has_addend = saved
-    dy, dweights = portable.combine_backward(y[rows.place], weights, dout)
-    by_row = jnp.zeros_like(y).at[rows.place.reshape(-1)].set(dy.reshape(y.shape), unique_indices=True)
+    dy, dweights = portable.combine_backward(_rows_at(y, rows.place), weights, dout)
+    flat = dy.reshape(-1, y.shape[1])
+    by_row = jnp.zeros_like(y).at[rows.place.reshape(-1)].set(flat, mode="drop", unique_indices=True)
     return by_row, dweights, None, tuple(dout if flag else None for flag in has_addend)
 
 

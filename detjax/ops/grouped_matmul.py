@@ -18,13 +18,24 @@ _GROUPED_MATMUL = Operation(
     "grouped_matmul",
     {
         "portable": "detjax.portable.grouped_matmul",
+        "hopper": "detjax.pallas.hopper.grouped_matmul",
         "tpu": "detjax.pallas.tpu.grouped_matmul",
         "stock": "detjax.stock.grouped_matmul",
     },
 )
 
 
-@compilation.jit(static_argnames=("layout", "activation", "gated", "out_dtype"))
+def group_unit(rows: int, experts: int) -> int:
+    """Returns a number of which kernels of the backend like every group's size to be a multiple.
+
+    Args:
+        rows: how many rows there are.
+        experts: how many groups.
+    """
+    return getattr(_GROUPED_MATMUL.module(), "group_unit", lambda *_: 1)(rows, experts)
+
+
+@compilation.jit(static_argnames=("layout", "activation", "gated", "unit", "out_dtype"))
 def grouped_matmul(
     x: Float[Array, "M K"],
     w: Weight,
@@ -35,9 +46,10 @@ def grouped_matmul(
     activation: Activation | None = None,
     gated: bool = False,
     sequences: Int[Array, "M"] | None = None,
+    unit: int = 1,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "M N"]:
-    """Returns `act(x[m] @ w[e] + bias[e])`, e being the expert of row m; zeros for rows after the last group.
+    """Returns `act(x[m] @ w[e] + bias[e])`, e being the expert of row m. Rows after the last group mean nothing.
 
     A row has the bits that `matmul` gives it with its expert's weight, whatever the other rows are and however many an
     expert has.
@@ -54,6 +66,8 @@ def grouped_matmul(
         sequences: the sequence that each row belongs to. The gradient of a weight adds an expert's rows in ascending
             order, `contract.WEIGHT_GRADIENT_TOKENS` in one step, and begins a new step where the sequence changes.
             Default: all rows belong to one.
+        unit: a number of which M and every group's size are multiples, as `expert_rows` makes them. It saves work on
+            some backends, and changes no bit.
         out_dtype: the dtype of the result; default: x's.
 
     Raises:
@@ -91,7 +105,7 @@ def grouped_matmul(
 
     epilogue = Epilogue(activation, gated)
     under_contract = functools.partial(_with_sums, sequences=sequences, sums=(w_sum, bias_sum))
-    options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
+    options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype, "unit": unit}
     return _GROUPED_MATMUL.call(under_contract, x, w, bias, group_sizes, **options)
 
 
@@ -101,7 +115,7 @@ def _with_sums(
     return _grouped_matmul(x, w, bias, group_sizes, sequences, sums, **options)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
 def _grouped_matmul(
     x: Array,
     w: Array,
@@ -112,10 +126,11 @@ def _grouped_matmul(
     layout: WeightLayout,
     epilogue: Epilogue,
     out_dtype: jnp.dtype,
+    unit: int,
 ) -> Array:
     del sequences, sums  # the backward pass alone has a use for them
-    forward = _GROUPED_MATMUL.kernels().forward
-    return forward(x, w, bias, group_sizes, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
+    options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype, "unit": unit}
+    return _GROUPED_MATMUL.kernels().forward(x, w, bias, group_sizes, **options)
 
 
 def _forward(*arguments: Any) -> tuple[Array, tuple[Any, ...]]:
@@ -123,7 +138,7 @@ def _forward(*arguments: Any) -> tuple[Array, tuple[Any, ...]]:
 
 
 def _backward(
-    layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, saved: tuple[Any, ...], dy: Array
+    layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, unit: int, saved: tuple[Any, ...], dy: Array
 ) -> tuple[Any, ...]:
     *operands, sums = saved
     kernels = _GROUPED_MATMUL.kernels()

@@ -22,8 +22,10 @@ def forward(
     layout: WeightLayout,
     epilogue: Epilogue,
     out_dtype: DTypeLike,
+    unit: int,
 ) -> Array:
     """Returns rows `[M, N]` for rows `[M, K]`; see `detjax.ops.grouped_matmul` for the operands and options."""
+    del unit
 
     def tile(x: Array, expert: Array, shared: tuple[Array, Array | None]) -> Array:
         w, bias = _expert_arrays(shared, expert)

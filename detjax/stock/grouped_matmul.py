@@ -24,8 +24,10 @@ def grouped_matmul(
     layout: WeightLayout,
     epilogue: Epilogue,
     out_dtype: DTypeLike,
+    unit: int,
 ) -> Array:
     """See `detjax.ops.grouped_matmul`."""
+    del unit
     transposed = w if layout == "kn" else jnp.swapaxes(w, -1, -2)
     rows = jnp.arange(len(x), dtype=jnp.int32)
     expert = jnp.searchsorted(jnp.cumsum(group_sizes, dtype=jnp.int32), rows, side="right")

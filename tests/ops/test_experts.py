@@ -142,3 +142,11 @@ def test_bad_arguments_are_refused() -> None:
     rows = ops.expert_rows(jnp.zeros((3, 1), jnp.int32), 4)
     with pytest.raises(ValueError, match=r"combine_experts: weights has shape \(3, 2\); accepted: \(3, 1\)"):
         unchecked(ops.combine_experts)(jnp.ones((3, 8)), jnp.ones((3, 2)), rows)
+
+
+def test_absent_tokens_have_no_rows() -> None:
+    ids = jnp.asarray([[0, 1], [0, 2], [1, 2]], jnp.int32)
+    rows = ops.expert_rows(ids, 3, jnp.asarray([True, False, True]))
+    assert rows.group_sizes.tolist() == [1, 2, 1]
+    assert rows.token.tolist() == [0, 0, 2, 2, 3, 3]
+    assert rows.place.tolist() == [[0, 1], [6, 6], [2, 3]]

@@ -51,12 +51,17 @@ def test_each_row_has_the_bits_of_its_experts_matmul(
         expected[row] = by_expert[expert][row]
     grouped = detjax.jit(functools.partial(ops.grouped_matmul, **options))
     poisoned = x.at[len(experts) :].set(jnp.nan)
-    assert_same_bits(grouped(poisoned, w, jnp.asarray(sizes, jnp.int32), bias=bias), expected)
+    actual = grouped(poisoned, w, jnp.asarray(sizes, jnp.int32), bias=bias)
+    assert_same_bits(actual[: len(experts)], expected[: len(experts)])
     with detjax.use_backend("stock"):
         by_xla = detjax.jit(functools.partial(ops.grouped_matmul, **options))
         close = np.asarray(by_xla(x, w, jnp.asarray(sizes, jnp.int32), bias=bias), np.float32)
     tolerance = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}[dtype]
-    np.testing.assert_allclose(close, expected.astype(np.float32), atol=tolerance * max(1, np.abs(close).max()))
+    np.testing.assert_allclose(
+        close[: len(experts)],
+        expected[: len(experts)].astype(np.float32),
+        atol=tolerance * max(1, np.abs(expected).max().astype(np.float32)),
+    )
 
 
 def test_a_neighbour_of_nan_does_not_show() -> None:
@@ -146,5 +151,3 @@ def test_bad_arguments_are_refused() -> None:
         op(x, w, sizes, layout="nk", bias=bias[:, 1:])
     with pytest.raises(ValueError, match=r"grouped_matmul: sequences has shape \(3,\); accepted: \(70,\)"):
         op(x, w, sizes, layout="nk", sequences=jnp.zeros(3, jnp.int32))
-    with detjax.use_backend("hopper"), pytest.raises(NotImplementedError, match="grouped_matmul: no kernels"):
-        op(x, w, sizes, layout="nk")

@@ -1,7 +1,8 @@
 """Mixtures of experts in place of a layer's MLP."""
 
 import dataclasses
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int32
@@ -58,7 +59,9 @@ class Experts(nnx.Module):
     Weights are `[E, N, K]`, rows being outputs, as checkpoints hold them; gate and up are stacked, `[E, 2, N, K]`.
     """
 
-    CHECKPOINT_NAMES: Final = {"router": "gate"}
+    CHECKPOINT_NAMES: ClassVar[Mapping[str, str]] = {"router": "gate"}
+    ROUTER: ClassVar[Any] = SoftmaxRouter
+    """The class of the router."""
     PROJECTIONS: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """The names of the projections in checkpoints: of gate, of up and of down."""
 
@@ -68,7 +71,7 @@ class Experts(nnx.Module):
         experts, inner = options.experts, options.inner_width
         self.options = options
         self.activation: Activation = activation
-        self.router = SoftmaxRouter(width, options, rngs=rngs, dtype=dtype)
+        self.router = self.ROUTER(width, options, rngs=rngs, dtype=dtype)
         self.gate_up = random_weight(rngs, (experts, 2, inner, width), dtype)
         self.down = random_weight(rngs, (experts, width, inner), dtype)
 
@@ -85,13 +88,19 @@ class Experts(nnx.Module):
         flat, experts = x.reshape(-1, x.shape[-1]), self.options.experts
         request, present = requests_of_tokens(queries, x.shape[:-1])
         ids, weights = self.router(flat)
+        unit = ops.group_unit(ids.size, experts)
         rows = ops.expert_rows(ids, experts, present)
-        options: dict[str, Any] = {"layout": "nk", "sequences": request[rows.token]}
+        options: dict[str, Any] = {"layout": "nk", "unit": unit, "sequences": request.at[rows.token].get(mode="clip")}
         y = ops.grouped_matmul(
             rows.gather(flat), self.gate_up[...], rows.group_sizes, activation=self.activation, gated=True, **options
         )
         y = ops.grouped_matmul(y, self.down[...], rows.group_sizes, **options)
-        return ops.combine_experts(y, weights, rows, residual=residual.reshape(flat.shape)).reshape(x.shape)
+        addends = {"shared": self.shared(flat), "residual": residual.reshape(flat.shape)}
+        return ops.combine_experts(y, weights, rows, **addends).reshape(x.shape)
+
+    def shared(self, x: Float[Array, "N D"]) -> Float[Array, "N D"] | None:
+        """Returns the result of experts that every token goes through; None: there are none."""
+        del x
 
     @property
     def tensors(self) -> dict[str, Tensors]:

@@ -74,6 +74,7 @@ def forward(
     layout: WeightLayout,
     epilogue: Epilogue,
     out_dtype: DTypeLike,
+    unit: int = 1,
     schedule: Schedule | None = None,
 ) -> Float[Array, "M N"]:
     """The epilogue of `x[m] @ w[e]`, e being the expert of row m; zeros in rows after the last group.
@@ -86,6 +87,7 @@ def forward(
         layout: the layout of each weight.
         epilogue: applied to the float32 sums.
         out_dtype: dtype of the result.
+        unit: not used.
         schedule: default: `default_schedule`'s.
 
     Raises:
@@ -93,6 +95,7 @@ def forward(
             is a bias.
         ValueError: the schedule does not serve the problem.
     """
+    del unit
     if bias is not None:
         raise NotImplementedError(
             "grouped_matmul: a bias on backend 'tpu'; accepted: None, or the backend 'portable', which takes one."

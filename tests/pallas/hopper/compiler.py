@@ -30,7 +30,7 @@ from detjax.models.config import DecoderConfig
 from detjax.models.network import split
 from detjax.options import Epilogue, KVQuantization, Masking
 from detjax.pallas.hopper import attention as hopper_attention
-from detjax.pallas.hopper import elements, embedding, norm_gradient, sampling, softmax
+from detjax.pallas.hopper import elements, embedding, grouped_matmul, norm_gradient, sampling, softmax
 from detjax.pallas.hopper import norm as hopper_norm
 from detjax.pallas.hopper import rope as hopper_rope
 from detjax.pallas.hopper.matmul.kernel import Operands, product
@@ -239,6 +239,18 @@ def head_gradient(tokens: int, width: int, vocabulary: int) -> Program:
     return fn, [array(tokens, width), head, array(vocabulary, width, dtype="float32"), *arrays]
 
 
+def experts(rows: int, unit: int, count: int, *, gated: bool = True) -> Program:
+    """A projection of rows sorted by expert, in units of so many rows."""
+
+    def fn(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        epilogue = Epilogue("silu", gated=True) if gated else Epilogue()
+        options = {"layout": "nk", "epilogue": epilogue, "out_dtype": jnp.dtype("bfloat16")}
+        return grouped_matmul.forward(x, w, None, sizes, unit=unit, **options)  # pyright: ignore
+
+    w = (count, 2, 768, 2048) if gated else (count, 2048, 768)
+    return fn, [array(rows, w[-1]), array(*w), array(count, dtype="int32")]
+
+
 def adamw_update(size: int) -> Program:
     """The next master and optimizer state of one leaf, which are the first operands."""
     optimizer = adamw(1e-3, weight_decay=0.1)
@@ -352,6 +364,10 @@ def programs() -> dict[str, Program]:
         "gradients of a decoder, packed": decoder_gradients(Packed(1024)),
         "gradients of the small policy": decoder_gradients(Rows(64, 48), small_policy(2, 128)[0].config),
         "adamw": adamw_update(1024 * 3072),
+        "experts of few rows": experts(1408, 8, 128),
+        "experts of some rows": experts(8192, 32, 64),
+        "experts of many rows": experts(81792, 128, 128),
+        "projection of experts of many rows": experts(81792, 128, 128, gated=False),
         "squares of a leaf": (partial(elements.slice_squares, slices=8), [array(1024 * 3072, dtype="float32")]),
     }
 

@@ -22,6 +22,8 @@ SOME = (
     "decode step",
     "gradients of a decoder",
     "adamw",
+    "experts of few rows",
+    "experts of many rows",
 )
 """The programs that are compiled without --all-cases."""
 

@@ -50,6 +50,9 @@ class Operands(NamedTuple):
     """`[M, N]`."""
     start: Any = None
     """`[M, N]` float32, what the accumulators begin with; None: zeros."""
+    experts: Any = None
+    """Which weight each tile of tokens meets, `[tiles + 1]` int32, and behind it the number of tiles that have one;
+    None: there is one weight. Otherwise weights are `[E, ...]`, biases too, and rows of other tiles are not written."""
 
 
 def product(
@@ -72,6 +75,8 @@ def product(
     """
     problem, schedule, arrays, (m, n) = _prepared(operands, token_layout, layout, jnp.dtype(out_dtype), schedule)
     kernel = _kernel(Plan(problem, schedule), epilogue)
+    if operands.experts is not None:
+        arrays.append(operands.experts)
     if operands.start is None:
         return kernel(*arrays)[0][:m, :n]
     assert epilogue == Epilogue() and len(arrays) == 2 and problem.out_dtype == ACCUMULATOR
@@ -104,14 +109,16 @@ def _prepared(
     keeps: bool = False,
 ) -> tuple[Problem, Schedule, list[Array], tuple[int, int]]:
     """The problem, its schedule, the operands filled up to what the copy engine can address, and the result's shape."""
-    x, w, bias, residual, start = operands
+    x, w, bias, residual, start, experts = operands
     if str(x.dtype) not in DTYPES:
         raise NotImplementedError(
             f"matmul: x has dtype {x.dtype} on {backends.device_name()}; accepted by the backend 'hopper': "
             f"{', '.join(DTYPES)}. Cast x and w, or choose the backend 'portable', which takes {x.dtype}."
         )
     stacked = w.reshape(-1, *w.shape[-2:])
-    parts, n = stacked.shape[0], stacked.shape[1 if layout == "nk" else 2]
+    weights, n = stacked.shape[0], stacked.shape[1 if layout == "nk" else 2]
+    count = 0 if experts is None else w.shape[0]
+    parts = weights // max(1, count)
     m, k = x.shape if token_layout == "mk" else x.shape[::-1]
     problem = Problem(
         m,
@@ -126,15 +133,16 @@ def _prepared(
         layout,
         start is not None,
         keeps,
+        count,
     ).addressable
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
     arrays = [
         _padded(x, (problem.m, problem.k) if token_layout == "mk" else (problem.k, problem.m)),
-        _padded(stacked, (parts, problem.n, problem.k) if layout == "nk" else (parts, problem.k, problem.n)),
+        _padded(stacked, (weights, problem.n, problem.k) if layout == "nk" else (weights, problem.k, problem.n)),
     ]
     if bias is not None:
-        arrays.append(_padded(bias.reshape(parts, n), (parts, problem.n)))
+        arrays.append(_padded(bias.reshape(weights, n), (weights, problem.n)))
     if residual is not None:
         arrays.append(_padded(residual, (problem.m, problem.n)))
     return problem, schedule, arrays, (m, n)
@@ -146,7 +154,7 @@ def _padded(array: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., list[Array]]:
-    """The kernel of `x, w, bias?, residual? -> y, *z`, or of `x, w, y`, which begins with y's sums and overwrites them.
+    """The kernel of `x, w, bias?, residual?, experts? -> y, *z`, or of `x, w, y`, which overwrites y's sums.
 
     If the problem keeps its biased sums, they are the arrays of z, gate's and up's if there are both.
     """
@@ -156,9 +164,11 @@ def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., list[Array]]:
         x, w, *rest = refs
         z = [rest.pop() for _ in range(problem.kept_sums)][::-1]
         y = rest.pop()
+        experts = rest.pop() if problem.experts else None
         bias = rest.pop(0) if problem.bias_dtype is not None else None
         residual = rest.pop(0) if problem.residual_dtype is not None else None
-        _Cta(plan, epilogue, Operands(x, w, bias, residual), (y, z), _Scratch(**scratch)).run()
+        operands = Operands(x, w, bias, residual, experts=experts)
+        _Cta(plan, epilogue, operands, (y, z), _Scratch(**scratch)).run()
 
     results = 0 if problem.continues else 1 + problem.kept_sums
     return plgpu.kernel(
@@ -256,7 +266,11 @@ class _Cta:
         self.cluster = lax.axis_index("cluster")
         self.warpgroup = lax.axis_index("warpgroup")
         work, clusters = plan.grid[0] * plan.grid[1], plan.clusters
-        self.tiles = 1 if work == clusters else lax.div(work - self.cluster + (clusters - 1), jnp.int32(clusters))
+        if operands.experts is not None:
+            work = operands.experts[plan.grid[0]] * plan.grid[1]
+            self.tiles = jnp.maximum(lax.div(work - self.cluster + (clusters - 1), jnp.int32(clusters)), 0)
+        else:
+            self.tiles = 1 if work == clusters else lax.div(work - self.cluster + (clusters - 1), jnp.int32(clusters))
 
     def run(self) -> None:
         """Starts the roles: the last warpgroup produces, the others consume."""
@@ -280,6 +294,11 @@ class _Cta:
         """The first token and the first output of a tile of this CTA."""
         schedule = self.plan.schedule
         index = self.cluster + tile * self.plan.clusters
+        if self.operands.experts is not None:
+            # All outputs of a tile of tokens follow one another, so that its weights and those of its neighbours, which
+            # may be the same, stay in L2.
+            outputs = jnp.int32(self.plan.grid[1])
+            return lax.div(index, outputs) * schedule.tile_m, lax.rem(index, outputs) * schedule.tile_n
         m, n = plgpu.planar_snake(index, self.plan.grid, 0, schedule.panel)
         m = m * schedule.cluster_m + lax.axis_index("cm")
         n = n * schedule.cluster_n + lax.axis_index("cn")
@@ -310,10 +329,20 @@ class _Cta:
 
                 self.load_stage(m, n, k_step * plan.tile_k, slot)
 
+        if plan.problem.experts:
+            # A CTA may have fewer steps than stages, and there is no other that it could end before.
+            return
+
         # No CTA ends while another one may still send to it or arrive at its barriers.
         @pl.loop(0, plan.stages)
         def _(index: Array) -> None:
             plgpu.barrier_wait(consumed.at[self.slot(self.tiles * plan.k_steps + index)])
+
+    def weight(self, m: Array | int, part: int) -> Array | int:
+        """The index of a part of the weight that tokens from m on meet."""
+        if self.operands.experts is None:
+            return part
+        return self.operands.experts[lax.div(m, jnp.int32(self.plan.schedule.tile_m))] * self.plan.problem.parts + part
 
     def load_stage(self, m: Array, n: Array, k: Array, slot: Array) -> None:
         """Starts the copies of one step of K: each part of both operands, in one piece or in one per warpgroup."""
@@ -321,8 +350,8 @@ class _Cta:
         k_slice = pl.ds(k, plan.tile_k)
 
         def weights(part: int, first: Array, size: int) -> Any:
-            w, outputs = self.operands.w, pl.ds(first, size)
-            return w.at[part, outputs, k_slice] if plan.problem.layout == "nk" else w.at[part, k_slice, outputs]
+            w, outputs, index = self.operands.w, pl.ds(first, size), self.weight(m, part)
+            return w.at[index, outputs, k_slice] if plan.problem.layout == "nk" else w.at[index, k_slice, outputs]
 
         def tokens(_: int, first: Array, size: int) -> Any:
             x, tokens = self.operands.x, pl.ds(first, size)
@@ -424,7 +453,7 @@ class _Output:
     def __init__(self, cta: _Cta, m: Array, n: Array) -> None:
         self.plan, self.epilogue, self.scratch = cta.plan, cta.epilogue, cta.scratch
         self.bias, self.residual = cta.operands.bias, cta.operands.residual
-        self.y, self.z = cta.y, cta.z
+        self.y, self.z, self.weight = cta.y, cta.z, cta.weight
         self.stored = 0  # chunks of results so far, which take the slots in turn
         self.m, self.n = m, n
         self.warpgroup = lax.axis_index("warpgroup")
@@ -436,7 +465,7 @@ class _Output:
             size = plan.rows if plan.weights_on_rows else plan.columns
             for part in range(plan.problem.parts):
                 target = scratch.bias.at[self.warpgroup, part, pl.ds(0, size)]
-                source = self.bias.at[part, pl.ds(self.n, size)]
+                source = self.bias.at[self.weight(self.m, part), pl.ds(self.n, size)]
                 plgpu.copy_gmem_to_smem(source, target, scratch.bias_loaded.at[self.warpgroup])
         if self.residual is not None:
             for chunk in range(plan.slots):

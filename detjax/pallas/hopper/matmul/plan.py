@@ -55,6 +55,8 @@ class Problem:
     """Whether the result holds sums already, which the accumulators begin with."""
     keeps: bool = False
     """Whether the biased sums are results as well, of the same dtype."""
+    experts: int = 0
+    """The number of weights, each for some tiles of tokens; 0: there is one, for all tokens."""
 
     @property
     def tokens(self) -> int:
@@ -326,6 +328,8 @@ class Plan:
                 or self.problem.m % (s.tile_m * s.cluster_m)
                 or self.problem.n % (s.tile_n * s.cluster_n)
             ),
+            "clusters of one CTA where tiles have weights of their own": not self.problem.experts
+            or self.cluster_size == 1,
             "shared operands in equal groups of 8 rows": row_groups % max(1, self.rows_shared_by) == 0
             and column_groups % max(1, self.columns_shared_by) == 0,
         }

@@ -1,0 +1,108 @@
+"""Hopper's matmul of rows sorted by expert: each row has the bits of its expert's matmul, in every layout of groups."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import detjax
+from detjax import ops
+from detjax.options import Epilogue
+from detjax.pallas.hopper import grouped_matmul
+from detjax.pallas.hopper import matmul as hopper_matmul
+from tests.pallas.hopper.interpreter import interpreted, lowered
+from tests.support.bits import assert_same_bits
+
+EXPERTS, K, N = 4, 96, 72
+
+
+def drawn(*shape: int, dtype: str = "bfloat16", seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(jnp.dtype(dtype))
+
+
+def options(gated: bool, layout: str) -> dict[str, Any]:
+    epilogue = Epilogue("silu", gated=True) if gated else Epilogue()
+    return {"layout": layout, "epilogue": epilogue, "out_dtype": jnp.dtype("bfloat16")}
+
+
+def operands(rows: int, gated: bool, layout: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    stacked = (2,) if gated else ()
+    shape = (*stacked, N, K) if layout == "nk" else (*stacked, K, N)
+    return drawn(rows, K), drawn(EXPERTS, *shape), drawn(EXPERTS, *stacked, N)
+
+
+def by_expert(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, sizes: Any, **given: Any) -> np.ndarray:
+    """The rows of all groups, each by its expert's matmul."""
+    first, parts = 0, []
+    for expert, size in enumerate(sizes):
+        if size:
+            one = None if bias is None else bias[expert]
+            fn = functools.partial(hopper_matmul.forward, **given)
+            parts.append(interpreted(fn, x[first : first + size], w[expert], one, None))
+        first += size
+    return np.concatenate(parts)
+
+
+@pytest.mark.usefixtures("matrix_unit", "two_multiprocessors")
+@pytest.mark.parametrize(
+    ("unit", "sizes", "gated", "layout"),
+    [
+        (8, (16, 0, 8, 24), True, "nk"),
+        (32, (0, 64, 32, 0), False, "kn"),
+        (128, (128, 0, 0, 256), False, "nk"),
+        (128, (0, 0, 128, 0), True, "nk"),
+        (1, (3, 0, 17, 1), True, "nk"),
+    ],
+)
+def test_each_row_has_the_bits_of_its_experts_matmul(
+    unit: int, sizes: tuple[int, ...], gated: bool, layout: str
+) -> None:
+    count = sum(sizes)
+    rows = count + 2 * unit
+    x, w, bias = operands(rows, gated, layout)
+    fn = functools.partial(grouped_matmul.forward, **options(gated, layout), unit=unit)
+    lowered(fn, x, w, bias, np.array(sizes, np.int32))
+    actual = interpreted(fn, x, w, bias, np.array(sizes, np.int32))
+    assert_same_bits(actual[:count], by_expert(x, w, bias, sizes, **options(gated, layout)))
+
+
+def test_there_may_be_no_rows_at_all() -> None:
+    x, w, _ = operands(16, False, "nk")
+    fn = functools.partial(grouped_matmul.forward, **options(False, "nk"), unit=8)
+    assert interpreted(fn, x, w, None, np.zeros(EXPERTS, np.int32)).shape == (16, N)
+
+
+def test_units_fit_the_rows_of_a_group() -> None:
+    pairs = {8: (8, 128), 512: (8, 128), 4096: (16, 128), 65536: (128, 128)}
+    assert {rows: (grouped_matmul.group_unit(rows, 128), 128) for rows in pairs} == pairs
+    with detjax.use_backend("hopper"):
+        rows = jax.eval_shape(lambda ids: ops.expert_rows(ids, 128), jax.ShapeDtypeStruct((64, 8), jnp.int32))
+    assert rows.token.shape == (512 + 128 * 7,)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 128), (64, 128), (4096, 32)])
+def test_the_device_gives_the_bits_of_each_experts_matmul(tokens: int, experts: int) -> None:
+    width, inner = 2048, 768
+    ids = np.sort(np.argsort(np.random.default_rng(0).random((tokens, experts)), axis=1)[:, :8], axis=1)
+    x = jax.random.normal(jax.random.key(0), (tokens, width), jnp.bfloat16)
+    w = jax.random.normal(jax.random.key(1), (experts, 2, inner, width), jnp.bfloat16) / 45
+
+    @detjax.jit
+    def mixture(x: jax.Array, w: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows, unit = ops.expert_rows(ids, experts), ops.group_unit(ids.size, experts)
+        y = ops.grouped_matmul(
+            rows.gather(x), w, rows.group_sizes, layout="nk", activation="silu", gated=True, unit=unit
+        )
+        return y, rows.place
+
+    y, place = mixture(x, w, jnp.asarray(ids, jnp.int32))
+    one = detjax.jit(functools.partial(ops.matmul, layout="nk", activation="silu", gated=True))
+    for expert in range(0, experts, max(1, experts // 8)):
+        chosen = np.argwhere(ids == expert)
+        if len(chosen):
+            expected = one(x[chosen[:, 0]], w[expert])
+            assert_same_bits(np.asarray(y)[np.asarray(place)[chosen[:, 0], chosen[:, 1]]], expected)
