@@ -66,6 +66,9 @@ MAX_SEED = 2000
 # The others differ in their last places, and do not take float64.
 IMPLEMENTATIONS = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
+# The end of the names of buffers that stay float32 in every checkpoint.
+CORRECTION = "e_score_correction_bias"
+
 Config = transformers.PreTrainedConfig
 Weights = dict[str, torch.Tensor]
 # Removes one setting from a copy of a model, in place. What neither the configuration nor weights say is removed from
@@ -200,6 +203,26 @@ def one_expert_fewer(config: Config, weights: Weights) -> None:
 
 def unbounded_qkv(config: Config, weights: Weights) -> None:
     config.clip_qkv = None
+
+
+def no_correction_of_scores(config: Config, weights: Weights) -> None:
+    for name, weight in weights.items():
+        if name.endswith(CORRECTION):
+            weight.zero_()
+
+
+def no_groups_of_experts(config: Config, weights: Weights) -> None:
+    config.n_group = config.topk_group = 1
+
+
+def unscaled_weights_of_experts(config: Config, weights: Weights) -> None:
+    config.routed_scaling_factor = 1.0
+
+
+def no_shared_experts(config: Config, weights: Weights) -> None:
+    for name, weight in weights.items():
+        if "shared_experts.down_proj" in name:
+            weight.zero_()
 
 
 def pairs_half_a_row_apart(config: Config, weights: Weights) -> None:
@@ -487,9 +510,10 @@ ALL = (
     Fixture(
         name="deepseek-v3",
         about="latent attention: q_lora_rank 40, kv_lora_rank 32, heads of 24 + 16 columns with values of 20; YaRN "
-        "with mscale 0.7 and mscale_all_dim 1.3, rms_norm_eps 0.05, which the norms of latents do not have; untied",
+        "with mscale 0.7 and mscale_all_dim 1.3, rms_norm_eps 0.05, which the norms of latents do not have; 3 of 8 "
+        "experts from 2 of 4 groups and a shared one in layer 1, an MLP in layer 0; a float32 correction of scores",
         config=transformers.DeepseekV3Config(
-            vocab_size=192,
+            vocab_size=144,
             hidden_size=48,
             intermediate_size=72,
             moe_intermediate_size=20,
@@ -500,7 +524,7 @@ ALL = (
             num_experts_per_tok=3,
             n_group=4,
             topk_group=2,
-            first_k_dense_replace=2,
+            first_k_dense_replace=1,
             q_lora_rank=40,
             kv_lora_rank=32,
             qk_nope_head_dim=24,
@@ -527,13 +551,20 @@ ALL = (
             attention_scale_without_mscale,
             latent_norms_with_rms_norm_eps,
             pairs_half_a_row_apart,
+            no_correction_of_scores,
+            no_groups_of_experts,
+            unscaled_weights_of_experts,
+            other_weights_of_experts,
+            one_expert_fewer,
+            no_shared_experts,
         ),
         embedding_std=0.25,
     ),
     Fixture(
         name="kimi-k2",
         about="latent attention without a latent of queries, with attention biases; rope_theta 50000, YaRN with "
-        "beta_fast and beta_slow 1; config.json in the published form (model_type kimi_k2, auto_map, rope_scaling)",
+        "beta_fast and beta_slow 1; 2 of 6 experts and 2 shared ones in layer 1; config.json in the published form "
+        "(model_type kimi_k2, auto_map, rope_scaling)",
         config=transformers.DeepseekV3Config(
             vocab_size=160,
             hidden_size=40,
@@ -544,10 +575,11 @@ ALL = (
             num_key_value_heads=6,
             n_routed_experts=6,
             num_experts_per_tok=2,
+            n_shared_experts=2,
             n_group=1,
             topk_group=1,
             routed_scaling_factor=2.827,
-            first_k_dense_replace=2,
+            first_k_dense_replace=1,
             q_lora_rank=None,
             kv_lora_rank=24,
             qk_nope_head_dim=16,
@@ -578,6 +610,11 @@ ALL = (
             attention_scale_without_mscale,
             pairs_half_a_row_apart,
             no_attention_biases,
+            no_correction_of_scores,
+            unscaled_weights_of_experts,
+            other_weights_of_experts,
+            one_expert_fewer,
+            no_shared_experts,
         ),
         # Small, so that a wrong rms_norm_eps shows.
         embedding_std=0.03,
@@ -711,6 +748,9 @@ def fill(model: transformers.PreTrainedModel, fixture: Fixture, generator: torch
             gain = 1.8 if name.endswith(("q_proj.weight", "k_proj.weight", "lm_head.weight")) else 1.3
             value = gain / math.sqrt(parameter.shape[-1]) * noise
         parameter.copy_(value.to(fixture.stored))
+    for name, buffer in model.named_buffers():
+        if name.endswith(CORRECTION):
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
 
 
 def compute_logits(model: transformers.PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -933,7 +973,11 @@ def save(fixture: Fixture, model: transformers.PreTrainedModel, arrays: dict[str
         )
     else:
         model.generation_config = transformers.GenerationConfig.from_model_config(model.config)
-    model.to(fixture.stored).save_pretrained(folder, max_shard_size=fixture.shard_size or "1GB")
+    corrections = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith(CORRECTION)}
+    model.to(fixture.stored)
+    for name, buffer in corrections.items():
+        model.get_submodule(name.rpartition(".")[0])._buffers[CORRECTION] = buffer
+    model.save_pretrained(folder, max_shard_size=fixture.shard_size or "1GB")
     if fixture.transformers_4_config:
         (folder / "generation_config.json").unlink()
     rewrite_config(folder / "config.json", fixture)

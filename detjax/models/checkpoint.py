@@ -80,7 +80,7 @@ def load(
         skips = (_COMPUTED, *(pattern.replace("{layers}", str(config.layers)) for pattern in skips))
         sizes = _checked_sizes(parameters, stored, listing, skips)
         with _progress_bar(f"Loading {directory.resolve().name}", sum(sizes), progress) as advance:
-            weights = _read_weights(parameters, sizes, stored, weights_dtype, advance)
+            weights = _read_weights(parameters, sizes, stored, advance)
     model = split(empty)[0].with_weights(weights)
     model.generation_defaults = defaults
     return model, tokenizer
@@ -102,13 +102,12 @@ def _read_weights(
     parameters: Sequence["_Parameter"],
     sizes: Sequence[int],
     stored: Mapping[str, StoredTensor],
-    dtype: np.dtype,
     advance: Callable[[int], None],
 ) -> Weights:
     """The parameters' arrays on the device; `advance` is told how many bytes were read."""
     weights = []
     for parameter, size in zip(parameters, sizes, strict=True):
-        value = parameter.tensors.join([stored[name].read(dtype) for name in parameter.shapes])
+        value = parameter.tensors.join([stored[name].read(parameter.dtype) for name in parameter.shapes])
         weights.append(jnp.asarray(value))
         advance(size)
     return tuple(weights)
@@ -208,10 +207,12 @@ class _Parameter:
     Attributes:
         tensors: what it is made of, as its part says.
         shapes: the shapes of these tensors by their names in the checkpoint, in order.
+        dtype: the dtype that it has in the decoder.
     """
 
     tensors: Tensors
     shapes: Mapping[str, tuple[int, ...]]
+    dtype: np.dtype
 
 
 def _parameters(model: Decoder) -> list[_Parameter]:
@@ -228,7 +229,8 @@ def _parameters(model: Decoder) -> list[_Parameter]:
                 part, prefix = getattr(part, level), f"{prefix}{part.CHECKPOINT_NAMES[level]}."
         tensors: Tensors = part.tensors[name]
         names = [prefix + tensor for tensor in tensors.names]
-        parameters.append(_Parameter(tensors, dict(zip(names, tensors.shapes(value.shape), strict=True))))
+        shapes = dict(zip(names, tensors.shapes(value.shape), strict=True))
+        parameters.append(_Parameter(tensors, shapes, np.dtype(value.dtype)))
     return parameters
 
 

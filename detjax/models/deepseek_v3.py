@@ -1,6 +1,6 @@
-"""DeepSeek-V3 (DeepSeek-AI 2024) and Kimi K2 (Moonshot AI 2025): multi-head latent attention and gated MLPs.
+"""DeepSeek-V3 (DeepSeek-AI 2024) and Kimi K2 (Moonshot AI 2025): latent attention, and experts after the first layers.
 
-Kimi K2's files name the same class with a `model_type` of their own. This release serves layers with a dense MLP.
+Kimi K2's files name the same class with a `model_type` of their own.
 """
 
 from typing import Any, Final
@@ -12,6 +12,8 @@ from detjax.kv_pages import KVPages, Queries
 from detjax.models.config import DecoderConfig
 from detjax.models.family import Family, LayerOptions
 from detjax.models.json_object import JsonObject
+from detjax.models.parts.experts import Experts
+from detjax.models.parts.grouped_experts import GroupedExperts, GroupedExpertsOptions
 from detjax.models.parts.latent_attention import LatentAttention, LatentAttentionOptions, LatentOptions
 from detjax.models.parts.mlp import GatedMLP, MLPOptions
 from detjax.models.parts.norm import RMSNorm
@@ -21,9 +23,12 @@ from detjax.models.windows import read_full_attention
 _KV_HEADS: Final = 128
 """What transformers takes for `num_key_value_heads` if it is left out."""
 
+# Releases of transformers have written the number of experts under either name.
+_EXPERTS: Final = "n_routed_experts", "num_local_experts"
+
 
 class Layer(nnx.Module):
-    """Latent attention and a gated MLP, each after an RMS norm and added to the residual stream."""
+    """Latent attention, and experts or an MLP, each after an RMS norm and added to the residual stream."""
 
     CHECKPOINT_NAMES: Final = {
         "attention_norm": "input_layernorm",
@@ -33,18 +38,22 @@ class Layer(nnx.Module):
     }
 
     def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
-        width, eps = config.hidden_size, config.norm_eps
-        mlp = MLPOptions(inner_width=config.intermediate_size, activation=config.activation)
+        width, eps, experts = config.hidden_size, config.norm_eps, config.experts
         self.attention_norm = RMSNorm(width, eps=eps, dtype=dtype)
         self.attention = LatentAttention(width, _attention_options(config), rngs=rngs, dtype=dtype)
         self.mlp_norm = RMSNorm(width, eps=eps, dtype=dtype)
-        self.mlp = GatedMLP(width, mlp, rngs=rngs, dtype=dtype)
+        if experts is not None and experts.layers[index]:
+            assert isinstance(experts, GroupedExpertsOptions)
+            self.mlp = GroupedExperts(width, experts, config.activation, rngs=rngs, dtype=dtype)
+        else:
+            mlp = MLPOptions(inner_width=config.intermediate_size, activation=config.activation)
+            self.mlp = GatedMLP(width, mlp, rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages) -> tuple[Float[Array, "*N D"], KVPages]:
         """Returns the residual stream after this layer, and the layer's pages with the new keys in them."""
         x, kv = self.attention(self.attention_norm(x), queries, kv, residual=x)
-        x = self.mlp(self.mlp_norm(x), residual=x)
-        return x, kv
+        y = self.mlp_norm(x)
+        return self.mlp(y, queries, residual=x) if isinstance(self.mlp, Experts) else self.mlp(y, residual=x), kv
 
     @staticmethod
     def state(config: DecoderConfig, index: int) -> StateDeclaration:
@@ -66,8 +75,6 @@ def _read_options(file: JsonObject, layers: int) -> LayerOptions:
         file.choice(key, accepted, (accepted,))
     if file.integer("moe_layer_freq", 1) != 1:
         raise file.error("moe_layer_freq", "1")
-    if file.integer("first_k_dense_replace", 3, minimum=0) < layers:
-        raise file.error("first_k_dense_replace", f"at least {layers}, the number of layers: experts are not supported")
     attention_bias = file.boolean("attention_bias", False)
     latent = LatentOptions(
         # A key that is null says that there is no latent of queries.
@@ -79,7 +86,39 @@ def _read_options(file: JsonObject, layers: int) -> LayerOptions:
         interleaved=file.boolean("rope_interleave", "rope_interleave" not in file.raw),
     )
     windows = read_full_attention(file, layers, "deepseek_v3")
-    return LayerOptions(windows=windows, qkv_bias=attention_bias, output_bias=attention_bias, latent=latent)
+    return LayerOptions(
+        windows=windows,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        experts=_read_experts(file, layers),
+        latent=latent,
+    )
+
+
+def _read_experts(file: JsonObject, layers: int) -> GroupedExpertsOptions | None:
+    dense = file.integer("first_k_dense_replace", 3, minimum=0)
+    if dense >= layers:
+        return None
+    key = next((name for name in _EXPERTS if file.get(name) is not None), _EXPERTS[0])
+    experts, groups, chosen = file.integer(key, 256), file.integer("n_group", 8), file.integer("num_experts_per_tok", 8)
+    if experts % groups or experts // groups < 2:
+        raise file.error("n_group", f"a divisor of {key}, which is {experts}, that leaves 2 experts in each group")
+    kept = file.integer("topk_group", 4)
+    if kept > groups:
+        raise file.error("topk_group", f"1 to {groups}, which is n_group")
+    if chosen > kept * (experts // groups):
+        raise file.error("num_experts_per_tok", f"1 to {kept * (experts // groups)}, the experts of {kept} groups")
+    return GroupedExpertsOptions(
+        experts=experts,
+        chosen=chosen,
+        inner_width=file.integer("moe_intermediate_size", 2048),
+        normalized=file.boolean("norm_topk_prob", True),
+        layers=tuple(index >= dense for index in range(layers)),
+        groups=groups,
+        kept_groups=kept,
+        factor=file.number("routed_scaling_factor", 2.5),
+        shared=file.integer("n_shared_experts", 1),
+    )
 
 
 def _write_options(config: DecoderConfig) -> dict[str, Any]:
@@ -93,7 +132,29 @@ def _write_options(config: DecoderConfig) -> dict[str, Any]:
         "v_head_dim": latent.value_dim,
         "rope_interleave": latent.interleaved,
         "attention_bias": config.output_bias,
-        "first_k_dense_replace": config.layers,
+        **_written_experts(config),
+    }
+
+
+def _written_experts(config: DecoderConfig) -> dict[str, Any]:
+    experts = config.experts
+    if experts is None:
+        return {"first_k_dense_replace": config.layers}
+    assert isinstance(experts, GroupedExpertsOptions)
+    return {
+        "first_k_dense_replace": sum(not is_sparse for is_sparse in experts.layers),
+        "n_routed_experts": experts.experts,
+        "num_experts_per_tok": experts.chosen,
+        "moe_intermediate_size": experts.inner_width,
+        "norm_topk_prob": experts.normalized,
+        "n_group": experts.groups,
+        "topk_group": experts.kept_groups,
+        "routed_scaling_factor": experts.factor,
+        "n_shared_experts": experts.shared,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "output_router_logits": False,
     }
 
 
@@ -108,7 +169,7 @@ FAMILY: Final = Family(
     kv_heads=_KV_HEADS,
     bos=0,
     eos=1,
-    reads=("n_routed_experts", "num_local_experts"),
+    reads=_EXPERTS,
     # Layers that predict further tokens come after the others.
     skips=(r"model\.layers\.{layers}\..*",),
     read_options=_read_options,

@@ -17,7 +17,9 @@ from detjax.ops.convolution import causal_convolution as causal_convolution
 from detjax.ops.delta_rule import gated_delta_rule as gated_delta_rule
 from detjax.ops.elements import add as add
 from detjax.ops.elements import scale as scale
+from detjax.ops.elements import sigmoid as sigmoid
 from detjax.ops.embedding import embed as embed
+from detjax.ops.expert_groups import group_limited_ranks as group_limited_ranks
 from detjax.ops.experts import ExpertRows as ExpertRows
 from detjax.ops.experts import choose_experts as choose_experts
 from detjax.ops.experts import combine_experts as combine_experts

@@ -27,6 +27,7 @@ _SLICE_SQUARES = Operation("slice_squares", _MODULES)
 _WITH_STOCK = {**_MODULES, "stock": "detjax.stock.elements"}
 _ADD = Operation("add", _WITH_STOCK)
 _SCALE = Operation("scale", _WITH_STOCK)
+_SIGMOID = Operation("sigmoid", _WITH_STOCK)
 
 
 def map_elements(
@@ -99,6 +100,49 @@ def scale(x: Float[Array, "*B"], factor: float) -> Float[Array, "*B"]:
     if not math.isfinite(factor):
         raise ValueError(f"scale: factor is {factor}; accepted: finite numbers")
     return _SCALE.call(_scale, x, factor=float(np.float32(factor).astype(x.dtype)))
+
+
+@compilation.jit
+def sigmoid(x: Float32[Array, "*B"]) -> Float32[Array, "*B"]:
+    """Returns `1 / (1 + exp(-x))`, each step rounded to float32, with the device's own exp and division.
+
+    Args:
+        x: float32 numbers.
+
+    Raises:
+        TypeError: x is not float32.
+        ValueError: x is empty.
+    """
+    if x.dtype != jnp.float32:
+        raise TypeError(f"sigmoid: x has dtype {x.dtype}; accepted: float32. Convert it first.")
+    check_not_empty("sigmoid", x=x)
+    return _SIGMOID.call(_sigmoid, x)
+
+
+@jax.custom_vjp
+def _sigmoid(x: Array) -> Array:
+    def logistic(x: Array) -> Array:
+        return 1 / (1 + jnp.exp(-x))
+
+    return with_vmap_rule(functools.partial(_SIGMOID.kernels().map_elements, logistic), rows=(True,))(x)
+
+
+def _sigmoid_forward(x: Array) -> tuple[Array, Array]:
+    y = _sigmoid(x)
+    return y, y
+
+
+def _sigmoid_backward(y: Array, gradient: Array) -> tuple[Array]:
+    def product(y: Array, gradient: Array) -> Array:
+        # The barrier keeps the difference from becoming part of a fused product.
+        return gradient * (y * jax.lax.optimization_barrier(1 - y))
+
+    return (
+        with_vmap_rule(functools.partial(_SIGMOID.kernels().map_elements, product), rows=(True, True))(y, gradient),
+    )
+
+
+_sigmoid.defvjp(_sigmoid_forward, _sigmoid_backward)
 
 
 @jax.custom_vjp

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+import jax
 from jaxtyping import Array
 
 DIFFERENTIATED_BY_JAX: Final = True
@@ -15,3 +16,8 @@ def add(x: Array, y: Array) -> Array:
 def scale(x: Array, *, factor: float) -> Array:
     """See `detjax.ops.scale`."""
     return x * factor
+
+
+def sigmoid(x: Array) -> Array:
+    """See `detjax.ops.sigmoid`."""
+    return jax.nn.sigmoid(x)

@@ -84,8 +84,18 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
             experts = range(len(read["layers", i, "mlp", "down"]))
             pairs = [f"{block}.experts.{expert}.{x}.weight" for expert in experts for x in (gate, up)]
             names["mlp", "router", "weight"] = only, f"{block}.gate.weight"
+            names["mlp", "router", "correction"] = only, f"{block}.gate.e_score_correction_bias"
+            shared = [f"{block}.shared_experts.{x}.weight" for x in (gate, up, down)]
+            names["mlp", "shared_experts", "gate_up"], names["mlp", "shared_experts", "down"] = (
+                (stacked, *shared[:2]),
+                (only, shared[2]),
+            )
             names["mlp", "gate_up"] = (lambda parts: np.stack([parts[0::2], parts[1::2]], axis=1)), *pairs
             names["mlp", "down"] = stacked, *(f"{block}.experts.{expert}.{down}.weight" for expert in experts)
+        if name.startswith("gemma"):
+            names["mlp_norm", "weight"] = only, "pre_feedforward_layernorm.weight"
+            names["attention_output_norm", "weight"] = only, "post_attention_layernorm.weight"
+            names["mlp_output_norm", "weight"] = only, "post_feedforward_layernorm.weight"
         expected |= {("layers", i, *key): joined(i, *names[key]) for key in names if ("layers", i, *key) in read}
     assert not stored
     assert_same_bits(read, expected)

@@ -265,9 +265,9 @@ def test_values_and_gradients_are_those_of_the_expanded_form(q_rank: int | None,
 @functools.cache
 def requests() -> tuple[Request, ...]:
     random = np.random.default_rng(0)
-    prefix = random.integers(2, 190, 200).tolist()
+    prefix = random.integers(2, 140, 200).tolist()
     lengths = [(200, 3), (0, 9), (130, 0), (200, 40), (0, 1), (128, 1), (200, 3), (0, 127), (0, 122), (0, 124)]
-    prompts = [[*prefix[:shared], *random.integers(2, 190, rest).tolist()] for shared, rest in lengths]
+    prompts = [[*prefix[:shared], *random.integers(2, 140, rest).tolist()] for shared, rest in lengths]
     params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
     return tuple(Request(prompt, dataclasses.replace(params, seed=i)) for i, prompt in enumerate(prompts))
 

@@ -1,0 +1,80 @@
+"""Mixtures of experts as DeepSeek-V3 has them: sigmoid scores, groups of experts, and experts that all tokens share."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Float32, Int32
+
+from detjax import ops
+from detjax.accumulated_weight import value_and_sum
+from detjax.models.parts.experts import Experts, ExpertsOptions
+from detjax.models.parts.mlp import GatedMLP, MLPOptions
+from detjax.models.parts.parameters import Tensors, random_weight
+from detjax.options import Activation
+
+_EPS = 1e-20
+"""What is added to the sum of the chosen experts' scores before they are divided by it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedExpertsOptions(ExpertsOptions):
+    """The shape and the options of mixtures of experts in groups.
+
+    Attributes:
+        groups: how many groups of consecutive experts there are.
+        kept_groups: how many of them a token chooses its experts from.
+        factor: what the weights of the chosen experts are multiplied by.
+        shared: how many experts every token goes through besides.
+    """
+
+    groups: int
+    kept_groups: int
+    factor: float
+    shared: int
+
+
+class GroupLimitedRouter(nnx.Module):
+    """Chooses among the best groups the experts of the highest corrected scores (DeepSeek-AI 2024, section 2.1.2).
+
+    Scores are sigmoids of float32 logits that are not rounded. The correction, float32 in any model, decides which
+    experts are chosen; the weights are the scores without it. It has no gradient.
+    """
+
+    def __init__(self, width: int, options: GroupedExpertsOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        self.options = options
+        self.weight = random_weight(rngs, (options.experts, width), dtype)
+        self.correction = nnx.Param(jnp.zeros(options.experts, jnp.float32))
+
+    def __call__(self, x: Float[Array, "N D"]) -> tuple[Int32[Array, "N k"], Float32[Array, "N k"]]:
+        """Returns the experts of each token in ascending order, and their weights."""
+        options, correction = self.options, value_and_sum(self.correction[...])[0]
+        scores = ops.sigmoid(ops.matmul(x, self.weight[...], layout="nk", out_dtype="float32"))
+        ranks = ops.group_limited_ranks(scores, correction, groups=options.groups, kept=options.kept_groups)
+        choice: dict[str, Any] = {"normalized": options.normalized, "eps": _EPS}
+        ids, weights = ops.choose_experts(scores, options.chosen, ranks=ranks, **choice)
+        return ids, ops.scale(weights, options.factor)
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        return {"weight": Tensors(("weight",)), "correction": Tensors(("e_score_correction_bias",))}
+
+
+class GroupedExperts(Experts):
+    """Experts in groups, and experts that every token goes through: one MLP as wide as all of them."""
+
+    CHECKPOINT_NAMES = {"router": "gate", "shared_experts": "shared_experts"}  # noqa: RUF012
+    ROUTER: ClassVar[Any] = GroupLimitedRouter
+
+    def __init__(
+        self, width: int, options: GroupedExpertsOptions, activation: Activation, *, rngs: nnx.Rngs, dtype: DTypeLike
+    ) -> None:
+        super().__init__(width, options, activation, rngs=rngs, dtype=dtype)
+        mlp = MLPOptions(inner_width=options.shared * options.inner_width, activation=activation)
+        self.shared_experts = GatedMLP(width, mlp, rngs=rngs, dtype=dtype)
+
+    def shared(self, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
+        """Returns the result of the experts that every token goes through."""
+        return self.shared_experts(x)
