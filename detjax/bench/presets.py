@@ -18,6 +18,16 @@ _QWEN3 = {
     "vocab_size": 151936,
     "torch_dtype": "bfloat16",
 }
+_QWEN3_MOE = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
 MODELS: Final[dict[str, dict[str, Any]]] = {
     "Qwen3-0.6B": {
         **_QWEN3,
@@ -45,6 +55,22 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
         "tie_word_embeddings": False,
+    },
+    "Qwen3-30B-A3B": {
+        **_QWEN3_MOE,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+    },
+    "Qwen3-235B-A22B": {
+        **_QWEN3_MOE,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
     },
     "Llama-3.1-8B": {
         "architectures": ["LlamaForCausalLM"],

@@ -23,6 +23,7 @@ import pytest
 from flax import nnx
 
 from detjax import backends, compilation, ops
+from detjax.bench import presets
 from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KVPages, QuantizedPages, Queries
 from detjax.models import Decoder, KVCache
@@ -182,9 +183,8 @@ def _config() -> DecoderConfig:
     )
 
 
-def decode_step(batch: int) -> Program:
-    """A step of a decoder of two layers: logits and the cache. Its first operands are the pools of pages."""
-    config = _config()
+def decode_step(batch: int, config: DecoderConfig) -> Program:
+    """A step of a decoder: logits and the cache. Its first operands are the pools of pages."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
     cache = KVCache.empty(config, batch, 256, jnp.bfloat16)
     leaves, tree = jax.tree.flatten((cache, state, array(batch, 1, dtype="int32")))
@@ -349,7 +349,8 @@ def programs() -> dict[str, Program]:
         **{f"attention decode, {kind}": attention(1, 128, kind=kind) for kind in get_args(KVQuantization)},
         "attention prefill, q4_0": attention(1024, 128, kind="q4_0"),
         "attention decode of slices": sliced(attention(1, 128)),
-        "decode step": decode_step(4),
+        "decode step": decode_step(4, _config()),
+        "decode step with experts": decode_step(4, presets.config("Qwen3-30B-A3B", 1)),
         "matmul of carried gradients": carried(6144, 1024, 8192),
         "matmul of a head's carried gradients": carried(151936, 1024, 1024),
         "norm gradient": norm_gradients(8192, 1024, residual=True),
