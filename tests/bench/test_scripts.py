@@ -18,6 +18,7 @@ BENCHMARKS = Path(detjax.__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     "attention",
     "decoder",
+    "experts",
     "matmul",
     "norms",
     "on_policy",
@@ -155,6 +156,13 @@ def test_structured_output_is_valid_and_has_equal_bits(tmp_path: Path) -> None:
     assert content["answers"]["valid"] == content["answers"]["schemas"] == 12
     assert content["answers"]["differing"] == []
     assert [speed["requests"] for speed in content["speeds"]] == [1, 4]
+
+
+def test_experts_give_tokens_by_themselves_the_bits_that_they_have_among_others(tmp_path: Path) -> None:
+    content = run_small("experts", tmp_path)
+    assert all(result["same_bits_alone"] for result in content["results"])
+    assert {*content["results"][0]["seconds"]} == {"detjax", "ragged dot", "dense"}
+    assert content["summary"]["tiny"].keys() == {"geometric_mean", "largest"}
 
 
 def test_true_on_policy_has_equal_bits_with_detjax_alone(tmp_path: Path) -> None:
