@@ -18,9 +18,10 @@ from detjax.contract import KV_BLOCK
 from detjax.engine import Engine, Generation, Request
 from detjax.kv_pages import KeyColumns
 from detjax.models import CheckpointError, Decoder, DecoderConfig, KVCache, digest, load, save
+from detjax.models.parts.grouped_experts import GroupedExpertsOptions, GroupLimitedRouter
 from detjax.models.parts.latent_attention import LatentAttention, LatentAttentionOptions, LatentOptions
 from detjax.ops.rotary import RotaryEmbedding, YarnScaling
-from tests.models.hugging_face import FIXTURES, SINGLE, changed_tensors, copied
+from tests.models.hugging_face import FIXTURES, SINGLE, changed_tensors, copied, tensors
 from tests.support.bits import assert_same_bits, same_bits
 
 RAW: dict[str, Any] = {
@@ -66,6 +67,26 @@ def test_its_keys_say_the_shape_of_latent_attention(changes: dict[str, Any], exp
     assert {key: getattr(latent, key) for key in expected} == expected
 
 
+def test_layers_have_experts_after_the_first() -> None:
+    assert read().experts is None
+    experts = read(first_k_dense_replace=1).experts
+    assert experts == GroupedExpertsOptions(
+        experts=256,
+        chosen=8,
+        inner_width=2048,
+        normalized=True,
+        layers=(False, True),
+        groups=8,
+        kept_groups=4,
+        factor=2.5,
+        shared=1,
+    )
+    assert read(first_k_dense_replace=1, num_local_experts=64).experts == dataclasses.replace(experts, experts=64)
+    assert read(first_k_dense_replace=0, norm_topk_prob=False).experts == dataclasses.replace(
+        experts, layers=(True, True), normalized=False
+    )
+
+
 def test_rotated_columns_have_a_key_of_their_own() -> None:
     # transformers computes head_dim from it, whatever the file says.
     config = read(qk_rope_head_dim=32, head_dim=48)
@@ -102,6 +123,15 @@ def test_kimis_model_type_says_the_same() -> None:
         ({"model_type": "deepseek_v2"}, "model_type is 'deepseek_v2'; accepted: 'deepseek_v3'"),
         ({"num_attention_heads": 4}, "num_key_value_heads is missing; accepted: a divisor of num_attention_heads"),
         ({"num_key_value_heads": 64}, "num_key_value_heads is 64; accepted: 128, which is num_attention_heads"),
+        ({"first_k_dense_replace": 0, "n_group": 3}, "n_group is 3; accepted: a divisor of n_routed_experts, which"),
+        ({"first_k_dense_replace": 0, "n_group": 256}, "n_group is 256; accepted: a divisor of n_routed_experts"),
+        ({"first_k_dense_replace": 0, "topk_group": 9}, "topk_group is 9; accepted: 1 to 8, which is n_group"),
+        (
+            {"first_k_dense_replace": 0, "topk_group": 1, "num_experts_per_tok": 33},
+            "num_experts_per_tok is 33; accepted: 1 to 32, the experts of 1 groups",
+        ),
+        ({"first_k_dense_replace": 0, "routed_scaling_factor": 0}, "routed_scaling_factor is 0"),
+        ({"first_k_dense_replace": 0, "n_shared_experts": 0}, "n_shared_experts is 0"),
         ({"qk_rope_head_dim": 31}, "qk_rope_head_dim is 31; accepted: an even number"),
         ({"q_lora_rank": 0}, "q_lora_rank is 0; accepted: an integer >= 1"),
         ({"layer_types": ["sliding_attention"] * 2}, "accepted: full_attention for every layer, as deepseek_v3"),
@@ -158,6 +188,18 @@ def test_a_model_of_kimi_is_saved_as_the_class_that_transformers_reads(tmp_path:
     save(model, tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "deepseek_v3"
     assert digest(load(tmp_path / "saved", progress=False)[0]) == digest(model)
+
+
+def test_the_correction_of_scores_stays_float32(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    stored = tensors(FIXTURES / "deepseek-v3")[name]
+    assert not same_bits(stored.astype(jnp.bfloat16).astype(np.float32), stored)
+    for dtype in ("bfloat16", "float16", "float32"):
+        decoder, _ = load(FIXTURES / "deepseek-v3", dtype=dtype, progress=False)
+        assert_same_bits(decoder.layers[1].mlp.router.correction[...], stored)
+        assert {x.dtype.name for x in jax.tree.leaves(nnx.state(decoder))} == {dtype, "float32"}
+        save(decoder, tmp_path / dtype)
+        assert_same_bits(tensors(tmp_path / dtype)[name], stored)
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
@@ -257,6 +299,36 @@ def test_values_and_gradients_are_those_of_the_expanded_form(q_rank: int | None,
     for name, a, e in [*pairs, *((name, actual[name], dweights[name]) for name in dweights)]:
         error = np.linalg.norm(np.asarray(a, np.float64) - e) / np.linalg.norm(e)
         assert error < 3e-6, f"{name}: relative error {error:.1e}"
+
+
+# --- the router -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("normalized", "groups", "kept"), [(True, 4, 2), (False, 4, 2), (True, 1, 1)])
+def test_a_router_chooses_by_corrected_scores_and_weighs_by_plain_ones(
+    normalized: bool, groups: int, kept: int
+) -> None:
+    options: Any = {"groups": groups, "kept_groups": kept, "factor": 2.827, "shared": 1, "layers": (True,)}
+    options |= {"experts": 8, "chosen": 3, "inner_width": 4, "normalized": normalized}
+    router = GroupLimitedRouter(20, GroupedExpertsOptions(**options), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    random = np.random.default_rng(0)
+    correction = random.normal(0, 0.5, 8).astype(np.float32)
+    router.correction[...] = jnp.asarray(correction)
+    x = random.standard_normal((40, 20)).astype(np.float32)
+    ids, weights = router(jnp.asarray(x))
+    scores = 1 / (1 + np.exp(-x.astype(np.float64) @ np.asarray(router.weight[...], np.float64).T))
+    ranks = (scores + correction).reshape(40, groups, -1)
+    best = np.argsort(-np.sort(ranks, axis=-1)[..., -2:].sum(axis=-1), axis=1, kind="stable")[:, :kept]
+    is_kept = (best[:, :, None] == np.arange(groups)).any(axis=1)
+    ranks = np.where(is_kept[..., None], ranks, -np.inf).reshape(40, 8)
+    expected = np.sort(np.argsort(-ranks, axis=1, kind="stable")[:, :3], axis=1)
+    np.testing.assert_array_equal(ids, expected)
+    chosen = np.take_along_axis(scores, expected, axis=1)
+    chosen = chosen / (chosen.sum(axis=1, keepdims=True) + 1e-20) if normalized else chosen
+    np.testing.assert_allclose(weights, 2.827 * chosen, rtol=2e-6)
+    # The test would not see a correction in the weights, nor a missing limit of groups, if neither mattered.
+    assert (expected != np.sort(np.argsort(-scores, axis=1)[:, :3], axis=1)).any()
+    assert groups == 1 or (~np.isfinite(ranks)).any()
 
 
 # --- an engine --------------------------------------------------------------------------------------------------------

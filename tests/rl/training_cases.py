@@ -12,6 +12,7 @@ from flax import nnx
 from detjax.bench import presets
 from detjax.models import Decoder, DecoderConfig
 from detjax.models.network import Network, Weights, split
+from detjax.models.parts.grouped_experts import GroupedExpertsOptions
 from detjax.models.parts.latent_attention import LatentOptions
 from detjax.ops import RotaryEmbedding
 from detjax.rl.gradients import Loss
@@ -39,6 +40,19 @@ CONFIGS = {
         qk_norm=False,
         latent=LatentOptions(q_rank=20, kv_rank=12, nope_dim=10, value_dim=14),
         rope=RotaryEmbedding(8, 10_000.0),
+        layers=2,
+        windows=(None, None),
+        experts=GroupedExpertsOptions(
+            experts=8,
+            chosen=3,
+            inner_width=16,
+            normalized=True,
+            layers=(False, True),
+            groups=4,
+            kept_groups=2,
+            factor=2.5,
+            shared=1,
+        ),
     ),
 }
 
