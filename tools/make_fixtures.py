@@ -427,11 +427,11 @@ ALL = (
         name="gemma2",
         about="norms of what attention and MLP give, weights of norms less 1; bounds of scores (2) and of logits (6) "
         "that bite; query_pre_attn_scalar 40 with head_dim 24; window 37 on layers 2 and 3 of 3 (not the default "
-        "pattern); gelu-tanh; embeddings times sqrt(56); vocabulary 259",
+        "pattern); gelu-tanh; embeddings times sqrt(44); vocabulary 139, untied",
         config=transformers.Gemma2Config(
-            vocab_size=259,
-            hidden_size=56,
-            intermediate_size=88,
+            vocab_size=139,
+            hidden_size=44,
+            intermediate_size=52,
             num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=2,
@@ -444,6 +444,7 @@ ALL = (
             layer_types=["full_attention", "sliding_attention", "sliding_attention"],
             attn_logit_softcapping=2.0,
             final_logit_softcapping=6.0,
+            tie_word_embeddings=False,
         ),
         stored=torch.bfloat16,
         matters=(
@@ -463,14 +464,15 @@ ALL = (
     ),
     Fixture(
         name="gemma3",
-        about="Gemma 2's layers with q/k norms; window 29 with rope_local_base_freq 100 on layers 1 and 3 of 3, the "
-        "other layer with rope_theta 1000000 and linear scaling by 4; query_pre_attn_scalar 50 with head_dim 32; a bound "
-        "of logits (9), and one of scores that transformers does not apply; config.json in the form of transformers 4 "
-        "(rope_theta, rope_local_base_freq, rope_scaling, sliding_window_pattern 2); no generation config",
+        about="Gemma 2's layers with q/k norms, tied embeddings; window 29 with rope_local_base_freq 100 on layers 1 "
+        "and 3 of 3, the other layer with rope_theta 1000000 and linear scaling by 4; query_pre_attn_scalar 50 with "
+        "head_dim 32; a bound of logits (9), and one of scores that transformers does not apply; config.json in the "
+        "form of transformers 4 (rope_theta, rope_local_base_freq, rope_scaling, sliding_window_pattern 2); no "
+        "generation config",
         config=transformers.Gemma3TextConfig(
-            vocab_size=263,
-            hidden_size=48,
-            intermediate_size=72,
+            vocab_size=149,
+            hidden_size=42,
+            intermediate_size=56,
             num_hidden_layers=3,
             num_attention_heads=3,
             num_key_value_heads=1,
@@ -504,7 +506,7 @@ ALL = (
             norms_around_zero("post_attention_layernorm"),
             norms_around_zero("post_feedforward_layernorm"),
         ),
-        embedding_std=0.25,
+        embedding_std=0.08,
         transformers_4_config=True,
     ),
     Fixture(
@@ -739,7 +741,10 @@ def fill(model: transformers.PreTrainedModel, fixture: Fixture, generator: torch
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             value = 1.5 - offset + 0.3 * noise
         elif name.endswith("norm.weight"):
-            value = 1.0 - offset + 0.25 * noise
+            # Where the embedding is scaled and is the head, too, a token would else be its own likeliest successor.
+            ends = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight", "model.norm.weight")
+            gain = 3.0 if offset and name.endswith(ends) else 1.0
+            value = gain - offset + 0.25 * noise
         elif name.endswith(".bias"):
             value = 0.4 * noise
         elif name.endswith("embed_tokens.weight"):

@@ -11,8 +11,10 @@ from detjax.models.family import Family, LayerOptions
 from detjax.models.gemma2 import NORM_OFFSET, Layer, read_common_options, write_common_options
 from detjax.models.json_object import JsonObject
 from detjax.models.rope_config import read_rope_of_layer_types, write_rope_of_layer_types
+from detjax.models.windows import pattern_of
 from detjax.ops.rotary import RotaryEmbedding
 
+_PATTERN: Final = "sliding_window_pattern"
 _HEAD_DIM: Final = 256
 _THETA: Final = 1_000_000.0
 _WINDOW_THETA: Final = 10_000.0
@@ -28,7 +30,7 @@ def _read_rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmb
 
 
 def _read_options(file: JsonObject, layers: int) -> LayerOptions:
-    pattern = file.integer("sliding_window_pattern", 6)
+    pattern = file.integer(_PATTERN, 6)
     common = read_common_options(file, layers, pattern, logit_soft_cap=None)
     head_dim = file.integer("head_dim", _HEAD_DIM)
     max_positions = file.integer("max_position_embeddings", _MAX_POSITIONS)
@@ -37,7 +39,8 @@ def _read_options(file: JsonObject, layers: int) -> LayerOptions:
 
 def _write_options(config: DecoderConfig) -> dict[str, Any]:
     ropes = {} if config.window_rope is None else write_rope_of_layer_types(config.rope, config.window_rope)
-    return write_common_options(config) | ropes
+    pattern = pattern_of(config.windows)
+    return write_common_options(config) | ropes | ({} if pattern is None else {_PATTERN: pattern})
 
 
 FAMILY: Final = Family(

@@ -57,9 +57,15 @@ def read_alternating_windows(file: JsonObject, layers: int, pattern: int) -> Win
     window = file.integer("sliding_window", None if "sliding_window" in file.raw else _DEFAULT_WINDOW)
     named = file.get("layer_types")
     if named is None:
-        named = [_SLIDING if (index + 1) % pattern else _FULL for index in range(layers)]
+        named = _alternating_types(layers, pattern)
     _check_types(file, named, layers)
     return tuple(window if name == _SLIDING else None for name in named)
+
+
+def pattern_of(windows: Windows) -> int | None:
+    """Returns the pattern by which `read_alternating_windows` gives windows to these layers; None if none does."""
+    patterns = range(1, len(windows) + 2)
+    return next((n for n in patterns if _alternating_types(len(windows), n) == _types(windows)), None)
 
 
 def write_alternating_windows(windows: Windows) -> dict[str, Any]:
@@ -90,6 +96,10 @@ def _uniform(file: JsonObject, layers: int, model_type: str, window: int | None)
         _check_types(file, named, layers)
         raise file.error("layer_types", f"{types[0]} for every layer, as {model_type} has it here")
     return (window,) * layers
+
+
+def _alternating_types(layers: int, pattern: int) -> list[str]:
+    return [_SLIDING if (index + 1) % pattern else _FULL for index in range(layers)]
 
 
 def _types(windows: Windows) -> list[str]:
