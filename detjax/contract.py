@@ -68,6 +68,20 @@ absorbed form, with head `h`'s weights `K_h`, from latents to the columns that a
 
 The gradient of a column that is both key and value is `rn(dk) + dv`, added in float32 and rounded once.
 
+Experts in groups
+-----------------
+
+A router's logits are float32 sums that are not rounded. DeepSeek-V3's chooses by ranks, the corrected scores, and weighs
+by the scores alone:
+
+    score  = 1 / (1 + exp(-logit)), with a rounding after every step and the device's own exp
+    rank   = rn(score + correction)
+    count  = rn(best rank of a group + its second best)
+    weight = rn(rn(score * rn(1 / rn(sum of the chosen scores + 1e-20))) * factor)
+
+A token keeps the groups that count most, and chooses among their experts those of the highest ranks; of equal ones the
+lower number wins. The sum adds the chosen experts in ascending order.
+
 Gated delta rule
 ----------------
 
