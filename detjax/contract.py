@@ -71,8 +71,8 @@ The gradient of a column that is both key and value is `rn(dk) + dv`, added in f
 Experts in groups
 -----------------
 
-A router's logits are float32 sums that are not rounded. DeepSeek-V3's chooses by ranks, the corrected scores, and weighs
-by the scores alone:
+A router's logits are float32 sums that are not rounded. DeepSeek-V3's chooses by ranks, which are corrected scores, and
+weighs by the scores alone:
 
     score  = 1 / (1 + exp(-logit)), with a rounding after every step and the device's own exp
     rank   = rn(score + correction)
