@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from detjax.contract import PRNG
-from detjax.options import Activation, Epilogue
+from detjax.options import Activation, Clamp, Epilogue
 
 LOWEST: Final = float(np.finfo(np.float32).min)
 """The lowest finite float32."""
@@ -55,11 +55,22 @@ def activated(
         activations: how this backend computes each activation.
     """
     z = sums[0]
-    if epilogue.activation is not None:
+    if epilogue.clamp is not None:
+        assert epilogue.activation is not None and epilogue.gated
+        z = _clamped(sums, epilogue.clamp, activations[epilogue.activation])
+    elif epilogue.activation is not None:
         z = activations[epilogue.activation](z)
-    if epilogue.gated:
+    if epilogue.gated and epilogue.clamp is None:
         z = z * sums[1]
     return z if epilogue.soft_cap is None else epilogue.soft_cap * jnp.tanh(z / epilogue.soft_cap)
+
+
+def _clamped(sums: Sequence[Array], clamp: Clamp, activation: Callable[[Array], Array]) -> Array:
+    """The gated activation of two sums within bounds; see `Clamp`. At a bound, the gradient is that of the inside."""
+    gate, up = sums
+    gate = jnp.where(gate > clamp.limit, clamp.limit, gate)
+    up = jnp.where(up > clamp.limit, clamp.limit, jnp.where(up < -clamp.limit, -clamp.limit, up))
+    return (up + 1.0) * (activation(gate * clamp.slope) * (1.0 / clamp.slope))
 
 
 def sample_key(seed: Array, position: Array, sample_index: Array) -> Array:

@@ -9,6 +9,9 @@ WeightLayout = Literal["kn", "nk"]
 
 KVQuantization = Literal["int8", "fp8_e4m3", "q4_0"]
 
+Aggregation = Literal["contract", "hf_eager_float32", "hf_eager", "hf_grouped", "finalize", "deepep"]
+"""How what experts give is added. All but "contract" have the roundings and the order of other implementations."""
+
 type AxisName = str | tuple[str, ...]
 """A mesh axis, or several of them, the first of which varies slowest."""
 
@@ -45,21 +48,40 @@ MODEL_DISTRIBUTION: Final = Distribution()
 
 
 @dataclasses.dataclass(frozen=True)
+class Clamp:
+    """The bounds of a gated activation's two sums, as gpt-oss has them (OpenAI 2025).
+
+    With `g = min(z_gate, limit)` and `u` being `z_up` within `-limit` and `limit`, the gated result is
+    `(u + 1) * (activation(slope * g) * (1 / slope))`; with silu that is `(u + 1) * g * sigmoid(slope * g)`.
+
+    Attributes:
+        limit: the bound of both sums.
+        slope: the factor of the activation's argument.
+    """
+
+    limit: float
+    slope: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Epilogue:
     """The steps of a matmul between its biased float32 sums `z` and the residual.
 
     The result is `soft_cap * tanh(y / soft_cap)`, or `y` without a soft cap, where `y` is `activation(z)`, or
-    `activation(z_gate) * z_up` if the epilogue is gated. The residual is added to it before the one rounding.
+    `activation(z_gate) * z_up` if the epilogue is gated; see `Clamp` for gated ones with bounds. The residual is added
+    to it before the one rounding.
 
     Attributes:
         activation: the activation function; None leaves `z` as it is.
         gated: whether there are two sums, of a gate and of an up projection.
         soft_cap: the bound of the result; None: no bound.
+        clamp: the bounds of both sums of a gated epilogue; None: no bounds.
     """
 
     activation: Activation | None = None
     gated: bool = False
     soft_cap: float | None = None
+    clamp: Clamp | None = None
 
 
 @dataclasses.dataclass(frozen=True)

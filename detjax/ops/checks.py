@@ -1,5 +1,7 @@
 """Checks of arguments. An error says what was given, what is accepted, and in which operation and on which device."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -7,6 +9,7 @@ from jaxtyping import Array
 from detjax import backends
 from detjax.contract import INPUT_DTYPES
 from detjax.kv_pages import QuantizedPages
+from detjax.options import Clamp
 
 
 def check_dtype(operation: str, *, like: Array | None = None, **arrays: Array | None) -> None:
@@ -69,3 +72,17 @@ def check_not_empty(operation: str, **arrays: jax.Array) -> None:
             raise ValueError(
                 f"{operation}: {name} has shape {array.shape}; accepted: at least one element on every axis"
             )
+
+
+def check_clamp(operation: str, clamp: Clamp | None, gated: bool) -> None:
+    """Returns if the bounds of a gated activation are None, or positive and finite, and there is a gate.
+
+    Raises:
+        ValueError: names the operation and what is accepted.
+    """
+    if clamp is None:
+        return
+    if not gated:
+        raise ValueError(f"{operation}: clamp is {clamp} and gated is False; accepted: a clamp where gated is True")
+    if not (0 < clamp.limit < math.inf and 0 < clamp.slope < math.inf):
+        raise ValueError(f"{operation}: clamp is {clamp}; accepted: a limit and a slope that are finite and positive")

@@ -10,9 +10,9 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from detjax import compilation
 from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.contract import INPUT_DTYPES
-from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
+from detjax.ops.checks import check_clamp, check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation
-from detjax.options import Activation, Epilogue, WeightLayout
+from detjax.options import Activation, Clamp, Epilogue, WeightLayout
 
 _GROUPED_MATMUL = Operation(
     "grouped_matmul",
@@ -35,7 +35,7 @@ def group_unit(rows: int, experts: int) -> int:
     return getattr(_GROUPED_MATMUL.module(), "group_unit", lambda *_: 1)(rows, experts)
 
 
-@compilation.jit(static_argnames=("layout", "activation", "gated", "unit", "out_dtype"))
+@compilation.jit(static_argnames=("layout", "activation", "gated", "clamp", "unit", "out_dtype"))
 def grouped_matmul(
     x: Float[Array, "M K"],
     w: Weight,
@@ -45,6 +45,7 @@ def grouped_matmul(
     bias: Weight | None = None,
     activation: Activation | None = None,
     gated: bool = False,
+    clamp: Clamp | None = None,
     sequences: Int[Array, "M"] | None = None,
     unit: int = 1,
     out_dtype: DTypeLike | None = None,
@@ -63,6 +64,7 @@ def grouped_matmul(
         bias: `[E, N]`, or `[E, 2, N]` if `gated`.
         activation: see `matmul`.
         gated: see `matmul`.
+        clamp: see `matmul`.
         sequences: the sequence that each row belongs to. The gradient of a weight adds an expert's rows in ascending
             order, `contract.WEIGHT_GRADIENT_TOKENS` in one step, and begins a new step where the sequence changes.
             Default: all rows belong to one.
@@ -89,6 +91,7 @@ def grouped_matmul(
         raise ValueError(f"{name}: activation is {activation!r}; accepted: None, {', '.join(get_args(Activation))}")
     if gated and activation is None:
         raise ValueError(f"{name}: gated without an activation; accepted: gated with one, such as silu")
+    check_clamp(name, clamp, gated)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if str(out_dtype) not in INPUT_DTYPES:
         raise TypeError(f"{name}: out_dtype is {out_dtype}; accepted: {', '.join(INPUT_DTYPES)}")
@@ -103,7 +106,7 @@ def grouped_matmul(
     check_shape(name, "sequences", sequences, x.shape[:1], f"x being {x.shape}")
     check_not_empty(name, x=x, w=w)
 
-    epilogue = Epilogue(activation, gated)
+    epilogue = Epilogue(activation, gated, clamp=clamp)
     under_contract = functools.partial(_with_sums, sequences=sequences, sums=(w_sum, bias_sum))
     options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype, "unit": unit}
     return _GROUPED_MATMUL.call(under_contract, x, w, bias, group_sizes, **options)

@@ -10,9 +10,9 @@ from jaxtyping import Array, DTypeLike, Float
 from detjax import compilation
 from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.contract import INPUT_DTYPES
-from detjax.ops.checks import check_dtype, check_not_empty, check_shape
+from detjax.ops.checks import check_clamp, check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
-from detjax.options import Activation, Epilogue, WeightLayout
+from detjax.options import Activation, Clamp, Epilogue, WeightLayout
 
 _MATMUL = Operation(
     "matmul",
@@ -25,7 +25,7 @@ _MATMUL = Operation(
 )
 
 
-@compilation.jit(static_argnames=("layout", "activation", "gated", "soft_cap", "out_dtype"))
+@compilation.jit(static_argnames=("layout", "activation", "gated", "clamp", "soft_cap", "out_dtype"))
 def matmul(
     x: Float[Array, "*B K"],
     w: Weight,
@@ -34,6 +34,7 @@ def matmul(
     bias: Weight | None = None,
     activation: Activation | None = None,
     gated: bool = False,
+    clamp: Clamp | None = None,
     soft_cap: float | None = None,
     residual: Float[Array, "*B N"] | None = None,
     out_dtype: DTypeLike | None = None,
@@ -49,6 +50,7 @@ def matmul(
         bias: `[N]`, or `[2, N]` if `gated`.
         activation: the function of the biased sum; "gelu" is the exact one, "gelu_tanh" its approximation.
         gated: whether the result is `act(x @ w[0] + bias[0]) * (x @ w[1] + bias[1]) + residual` (Shazeer 2020).
+        clamp: bounds of both sums of a gated result; see `detjax.options.Clamp`.
         soft_cap: the bound of the activated result `y`, which becomes `soft_cap * tanh(y / soft_cap)`; Gemma caps its
             logits so.
         residual: rows added to the float32 result.
@@ -67,6 +69,7 @@ def matmul(
         raise ValueError(f"matmul: activation is {activation!r}; accepted: None, {', '.join(get_args(Activation))}")
     if gated and activation is None:
         raise ValueError("matmul: gated without an activation; accepted: gated with one, such as silu")
+    check_clamp("matmul", clamp, gated)
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"matmul: soft_cap is {soft_cap}; accepted: positive numbers, or None for no cap")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
@@ -82,7 +85,7 @@ def matmul(
     check_shape("matmul", "residual", residual, (*x.shape[:-1], outputs), "the result's shape")
     check_not_empty("matmul", x=x, w=w)
 
-    epilogue = Epilogue(activation, gated, soft_cap)
+    epilogue = Epilogue(activation, gated, soft_cap, clamp)
     under_contract = functools.partial(_matmul_with_sums, sums=(w_sum, bias_sum))
     return _MATMUL.call(under_contract, x, w, bias, residual, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import ACCUMULATOR
 from detjax.options import Epilogue, WeightLayout
 from detjax.stock.dot import dot_operands
-from detjax.stock.matmul import activation
+from detjax.stock.matmul import activation, gated
 
 DIFFERENTIATED_BY_JAX: Final = True
 
@@ -43,8 +43,9 @@ def grouped_matmul(
         part_bias = bias if index is None else bias[:, index]
         return z + part_bias.astype(ACCUMULATOR)[jnp.minimum(expert, len(w) - 1)]
 
-    z = linear(0 if epilogue.gated else None)
-    y = z if epilogue.activation is None else activation(epilogue.activation)(z)
     if epilogue.gated:
-        y = y * linear(1)
+        y = gated(linear(0), linear(1), epilogue)
+    else:
+        z = linear(None)
+        y = z if epilogue.activation is None else activation(epilogue.activation)(z)
     return jnp.where(jnp.broadcast_to(has_expert, y.shape), y, jax.numpy.zeros_like(y)).astype(out_dtype)

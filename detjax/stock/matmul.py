@@ -35,8 +35,7 @@ def matmul(
         return z + jnp.broadcast_to((bias if index is None else bias[index]).astype(ACCUMULATOR), z.shape)
 
     if epilogue.gated:
-        assert epilogue.activation is not None
-        y = activation(epilogue.activation)(linear(0)) * linear(1)
+        y = gated(linear(0), linear(1), epilogue)
     else:
         y = linear(None)
         if epilogue.activation is not None:
@@ -46,6 +45,16 @@ def matmul(
     if residual is not None:
         y = y + residual.astype(ACCUMULATOR)
     return y.astype(out_dtype)
+
+
+def gated(gate: Array, up: Array, epilogue: Epilogue) -> Array:
+    """Returns the gated activation of two sums."""
+    assert epilogue.activation is not None
+    function, clamp = activation(epilogue.activation), epilogue.clamp
+    if clamp is None:
+        return function(gate) * up
+    gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
+    return (up + 1) * function(clamp.slope * gate) / clamp.slope
 
 
 def activation(name: Activation) -> Callable[[Array], Array]:

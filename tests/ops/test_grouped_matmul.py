@@ -11,6 +11,7 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.accumulated_weight import AccumulatedWeight
+from detjax.options import Clamp
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.unchecked import unchecked
 
@@ -136,6 +137,85 @@ def test_the_sequences_of_a_microbatch_are_a_schedule() -> None:
     rows, sizes, _ = sorted_rows(np.arange(ROWS))
     mixed = program(x[rows], w, bias, sizes, dy[rows], sums, jnp.zeros(ROWS, jnp.int32))[1]
     assert not same_bits(mixed, expected)
+
+
+CLAMP = Clamp(limit=4.0, slope=1.702)
+"""Sums have a standard deviation of about 8.5, so that both bounds are met often."""
+
+
+def clamped(gate: Any, up: Any) -> Any:
+    """The formula as papers have it."""
+    gate, up = jnp.minimum(gate, CLAMP.limit), jnp.clip(up, -CLAMP.limit, CLAMP.limit)
+    return (up + 1) * gate * jax.nn.sigmoid(CLAMP.slope * gate)
+
+
+CLAMPED_SIZES = jnp.asarray((16, 17, 0, 1, 30), jnp.int32)
+CLAMPED_OPTIONS: dict[str, Any] = {"layout": "nk", "activation": "silu", "gated": True, "clamp": CLAMP}
+
+
+def clamped_operands() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    x, w, bias = operands("nk", True)
+    return x, w, bias, jnp.repeat(jnp.arange(EXPERTS), CLAMPED_SIZES, total_repeat_length=64)
+
+
+@pytest.mark.parametrize("backend", ["portable", "stock"])
+def test_clamped_sums_and_their_gradients_are_those_of_float64(backend: str) -> None:
+    x, w, bias, experts = clamped_operands()
+    dy = drawn(ROWS, N, seed=1).at[64:].set(0)
+
+    def exact(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
+        z = jnp.einsum("mk,mpnk->mpn", x[:64], w[experts]) + bias[experts]
+        return clamped(z[:, 0], z[:, 1])
+
+    def actual(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
+        return ops.grouped_matmul(x, w, CLAMPED_SIZES, bias=bias, **CLAMPED_OPTIONS)
+
+    with detjax.use_backend(backend):
+        y, gradients = detjax.jit(lambda *operands: (f := jax.vjp(actual, *operands))[0:1] + (f[1](dy),))(x, w, bias)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a), jnp.float64) for a in (x, w, bias)]
+        z = jnp.einsum("mk,mpnk->mpn", wide[0][:64], wide[1][experts]) + wide[2][experts]
+        reached = (z[:, 0] > CLAMP.limit).mean(), (z[:, 1] > CLAMP.limit).mean(), (z[:, 1] < -CLAMP.limit).mean()
+        assert all(0.1 < share < 0.9 for share in reached)
+        expected, pullback = jax.vjp(exact, *wide)
+        expected_gradients = pullback(jnp.asarray(np.asarray(dy), jnp.float64)[:64])
+    for one, other in zip((y[:64], *gradients), (expected, *expected_gradients), strict=True):
+        np.testing.assert_allclose(one, other, atol=3e-5 * np.abs(other).max())
+
+
+def test_a_clamped_row_has_the_bits_of_its_experts_matmul() -> None:
+    x, w, bias, experts = clamped_operands()
+    matmul = detjax.jit(functools.partial(ops.matmul, **CLAMPED_OPTIONS))
+    y = detjax.jit(functools.partial(ops.grouped_matmul, **CLAMPED_OPTIONS))(x, w, CLAMPED_SIZES, bias=bias)
+    for expert in range(EXPERTS):
+        assert_same_bits(y[:64][experts == expert], matmul(x, w[expert], bias=bias[expert])[:64][experts == expert])
+
+
+def test_at_a_bound_the_gradient_is_that_of_the_inside() -> None:
+    w = jnp.ones((1, 2, 1, 1))
+
+    def fn(x: jax.Array) -> jax.Array:
+        return ops.grouped_matmul(x, w, jnp.asarray([1]), **CLAMPED_OPTIONS)[0, 0]
+
+    at, inside, outside = (float(jax.grad(fn)(jnp.full((1, 1), z))[0, 0]) for z in (4.0, 3.9999, 4.0001))
+    assert outside == 0
+    assert at == pytest.approx(inside, rel=1e-3)
+
+
+def test_nan_goes_through_a_clamp() -> None:
+    x = jnp.full((1, 3), jnp.nan)
+    assert jnp.isnan(ops.matmul(x, jnp.ones((2, 4, 3)), **CLAMPED_OPTIONS)).all()
+
+
+def test_a_clamp_that_means_nothing_is_refused() -> None:
+    x, w, _ = operands("nk", True)
+    sizes = jnp.zeros(EXPERTS, jnp.int32)
+    for op, arguments in ((ops.grouped_matmul, (x, w, sizes)), (ops.matmul, (x, w[0]))):
+        for clamp in (Clamp(0.0, 1.0), Clamp(7.0, -1.0), Clamp(float("nan"), 1.0), Clamp(float("inf"), 1.0)):
+            with pytest.raises(ValueError, match="accepted: a limit and a slope that are finite and positive"):
+                op(*arguments, layout="nk", activation="silu", gated=True, clamp=clamp)
+    with pytest.raises(ValueError, match="grouped_matmul: clamp is .*; accepted: a clamp where gated is True"):
+        ops.grouped_matmul(x, w[:, 0], sizes, layout="nk", activation="silu", clamp=CLAMP)
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import detjax
 from detjax import ops
-from detjax.options import Epilogue
+from detjax.options import Clamp, Epilogue
 from detjax.pallas.hopper import grouped_matmul
 from detjax.pallas.hopper import matmul as hopper_matmul
 from tests.pallas.hopper.interpreter import interpreted, lowered
@@ -67,6 +67,25 @@ def test_each_row_has_the_bits_of_its_experts_matmul(
     lowered(fn, x, w, bias, np.array(sizes, np.int32))
     actual = interpreted(fn, x, w, bias, np.array(sizes, np.int32))
     assert_same_bits(actual[:count], by_expert(x, w, bias, sizes, **options(gated, layout)))
+
+
+@pytest.mark.usefixtures("matrix_unit", "two_multiprocessors")
+def test_clamped_rows_have_the_bits_of_their_experts_matmul_and_the_numbers_of_float64() -> None:
+    sizes, clamp = (16, 0, 8, 24), Clamp(limit=4.0, slope=1.702)
+    x, w, bias = operands(64, True, "nk")
+    epilogue = Epilogue("silu", gated=True, clamp=clamp)
+    given: dict[str, Any] = {"layout": "nk", "epilogue": epilogue, "out_dtype": jnp.dtype("bfloat16")}
+    fn = functools.partial(grouped_matmul.forward, **given, unit=8)
+    lowered(fn, x, w, bias, np.array(sizes, np.int32))
+    actual = interpreted(fn, x, w, bias, np.array(sizes, np.int32))[:48]
+    assert_same_bits(actual, by_expert(x, w, bias, sizes, **given))
+    experts = np.repeat(np.arange(EXPERTS), sizes)
+    wide = x[:48].astype(np.float64), w[experts].astype(np.float64)
+    z = np.einsum("mk,mpnk->mpn", *wide) + bias[experts].astype(np.float64)
+    gate, up = np.minimum(z[:, 0], clamp.limit), np.clip(z[:, 1], -clamp.limit, clamp.limit)
+    assert (z[:, 0] > clamp.limit).any() and (np.abs(z[:, 1]) > clamp.limit).any()
+    expected = (up + 1) * gate / (1 + np.exp(-clamp.slope * gate))
+    np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=2**-8, atol=1e-4)
 
 
 def test_there_may_be_no_rows_at_all() -> None:
