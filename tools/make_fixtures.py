@@ -225,6 +225,46 @@ def no_shared_experts(config: Config, weights: Weights) -> None:
             weight.zero_()
 
 
+def all_columns_turn(config: Config, weights: Weights) -> None:
+    config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": 1.0}
+
+
+def no_shared_expert(config: Config, weights: Weights) -> None:
+    for name, weight in weights.items():
+        if "shared_expert.down_proj" in name:
+            weight.zero_()
+
+
+def shared_expert_half_open(config: Config, weights: Weights) -> None:
+    for name, weight in weights.items():
+        if "shared_expert_gate" in name:
+            weight.zero_()
+
+
+def attention_half_open(config: Config, weights: Weights) -> None:
+    for name, weight in weights.items():
+        if "self_attn.q_proj" in name:
+            weight.view(config.num_attention_heads, 2, config.head_dim, -1)[:, 1].zero_()
+
+
+def no_forgetting(config: Config, weights: Weights) -> None:
+    for name, weight in weights.items():
+        if name.endswith("A_log"):
+            weight.fill_(-30.0)
+
+
+def no_time_biases(config: Config, weights: Weights) -> None:
+    for name, weight in weights.items():
+        if name.endswith("dt_bias"):
+            weight.zero_()
+
+
+def the_last_tap_alone(config: Config, weights: Weights) -> None:
+    for name, weight in weights.items():
+        if name.endswith("conv1d.weight"):
+            weight[..., :-1].zero_()
+
+
 def pairs_half_a_row_apart(config: Config, weights: Weights) -> None:
     config.rope_interleave = False
 
@@ -714,6 +754,53 @@ ALL = (
         matters=(other_weights_of_experts, one_expert_fewer, unit_qk_norms, unbounded_qkv),
         embedding_std=0.25,
     ),
+    Fixture(
+        name="qwen3-next",
+        about="gated delta nets in layers 0, 1 and 3 (not every fourth layer has attention), 4 value heads of 12 on 2 "
+        "key heads of 16, keys that resemble queries; gated attention with head_dim 24 of which 12 columns turn, norms "
+        "less 1; 2 of 5 experts and a gated shared one, but an MLP in layer 1",
+        config=transformers.Qwen3NextConfig(
+            vocab_size=113,
+            hidden_size=40,
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=28,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=24,
+            num_experts=5,
+            num_experts_per_tok=2,
+            mlp_only_layers=[1],
+            layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=12,
+            max_position_embeddings=512,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=1,
+        ),
+        stored=torch.bfloat16,
+        matters=(
+            all_columns_turn,
+            rope_theta_10000,
+            other_weights_of_experts,
+            one_expert_fewer,
+            no_shared_expert,
+            shared_expert_half_open,
+            attention_half_open,
+            no_forgetting,
+            no_time_biases,
+            the_last_tap_alone,
+            norms_around_zero("q_norm", "k_norm"),
+            norms_around_zero("input_layernorm"),
+        ),
+        embedding_std=0.25,
+    ),
 )
 
 
@@ -752,10 +839,35 @@ def fill(model: transformers.PreTrainedModel, fixture: Fixture, generator: torch
         else:
             gain = 1.8 if name.endswith(("q_proj.weight", "k_proj.weight", "lm_head.weight")) else 1.3
             value = gain / math.sqrt(parameter.shape[-1]) * noise
+        if fixture.config.model_type == "qwen3_next":
+            value = value_of_linear_attention(name, value, noise, fixture.config)
         parameter.copy_(value.to(fixture.stored))
     for name, buffer in model.named_buffers():
         if name.endswith(CORRECTION):
             buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+
+
+def value_of_linear_attention(name: str, value: torch.Tensor, noise: torch.Tensor, config: Config) -> torch.Tensor:
+    """Returns a parameter of a network with gated delta nets, given what it would be elsewhere.
+
+    Keys resemble queries: a request's first output has the sign of their product, which the norm behind it makes as
+    large as any, so noise would be as large where the product is close to 0.
+    """
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    if name.endswith("in_proj_qkvz.weight"):
+        rows, width = value.view(config.linear_num_key_heads, -1, value.shape[-1]), config.linear_key_head_dim
+        query, key = rows[:, :width], rows[:, width : 2 * width]
+        key.copy_(0.9 * query + 0.4 * key)
+    elif name.endswith("conv1d.weight"):
+        value[:keys] = value[:keys].abs()
+        value[keys : 2 * keys] = value[:keys] + 0.1 * noise[keys : 2 * keys]
+    elif name.endswith("A_log"):
+        value = -1.5 + noise
+    elif name.endswith("dt_bias"):
+        value = 0.5 * noise
+    elif name.endswith("norm.weight") and "linear_attn" not in name:
+        value = value - 1
+    return value
 
 
 def compute_logits(model: transformers.PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:

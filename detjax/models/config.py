@@ -12,6 +12,7 @@ from typing import Any, Final
 from detjax.contract import INPUT_DTYPES
 from detjax.models.family import Family, family_named, family_of
 from detjax.models.json_object import JsonObject
+from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.experts import ExpertsOptions
 from detjax.models.parts.latent_attention import LatentOptions
 from detjax.models.rope_config import write_rope
@@ -74,6 +75,7 @@ class DecoderConfig:
         wide_qk_norm: see there.
         qkv_bound: see there.
         latent: see there.
+        delta: see there.
     """
 
     architecture: str
@@ -103,6 +105,7 @@ class DecoderConfig:
     wide_qk_norm: bool = False
     qkv_bound: float | None = None
     latent: LatentOptions | None = None
+    delta: DeltaNetOptions | None = None
 
     @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any], source: str) -> "DecoderConfig":

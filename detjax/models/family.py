@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from detjax.models.json_object import JsonObject
+from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.experts import ExpertsOptions
 from detjax.models.parts.latent_attention import LatentOptions
 from detjax.models.rope_config import read_rope
@@ -35,6 +36,7 @@ class LayerOptions:
         wide_qk_norm: whether all heads of queries together are normalized, and all heads of keys.
         qkv_bound: the largest absolute value of queries, keys and values before the rotation; None: no bound.
         latent: the shape of latent attention; None: attention has keys and values of heads.
+        delta: the shape of linear attention, and the layers that have it; None: no layer has.
     """
 
     windows: tuple[int | None, ...]
@@ -50,6 +52,7 @@ class LayerOptions:
     wide_qk_norm: bool = False
     qkv_bound: float | None = None
     latent: LatentOptions | None = None
+    delta: DeltaNetOptions | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,27 +46,48 @@ class YarnScaling:
 
 @dataclasses.dataclass(frozen=True)
 class RotaryEmbedding:
-    """Frequencies of a rotary embedding (Su et al. 2021) over heads of `head_dim`, an even number."""
+    """Frequencies of a rotary embedding (Su et al. 2021) over heads of `head_dim`, an even number.
+
+    With a `rotary_dim`, only so many columns turn: the first half of them at the beginning of the head, the other half
+    from the head's middle on. Frequencies are those of heads of `rotary_dim`.
+    """
 
     head_dim: int
     theta: float
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    rotary_dim: int | None = None
 
     def __post_init__(self) -> None:
+        if self.rotary_dim is not None:
+            if self.rotary_dim < 2 or self.rotary_dim % 2 or self.rotary_dim >= self.head_dim:
+                raise ValueError(
+                    f"RotaryEmbedding: rotary_dim is {self.rotary_dim}; accepted: even numbers from 2 to below "
+                    f"{self.head_dim}, the head_dim, or None if all columns turn"
+                )
+            if self.embedding_scale != 1:
+                raise ValueError(
+                    f"RotaryEmbedding: rotary_dim is {self.rotary_dim} and the scaling has a factor of "
+                    f"{self.embedding_scale}, which columns that do not turn would get too; accepted: a factor of 1"
+                )
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"RotaryEmbedding: head_dim is {self.head_dim}; accepted: even numbers >= 2")
         if not 0 < self.theta < math.inf:
             raise ValueError(f"RotaryEmbedding: theta is {self.theta}; accepted: finite numbers > 0")
 
+    @property
+    def turning(self) -> int:
+        """How many columns of a head turn."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
     @functools.cached_property
     def inverse_frequencies(self) -> Float32[np.ndarray, "half"]:
-        """Radians per position of each pair of columns.
+        """Radians per position of each pair of columns; 0 for those that do not turn.
 
         Exponents, powers and their inverses are each rounded to float32, as in the code that checkpoints are trained
         with: exact frequencies would turn far positions by other angles. The arithmetic between is float64, and powers
         and logarithms are correctly rounded, so that no processor's `pow` and `log` show.
         """
-        exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
+        exponents = np.arange(0, self.turning, 2, dtype=np.float32) / np.float32(self.turning)
         powers = np.array([_power(self.theta, exponent) for exponent in exponents.tolist()]).astype(np.float32)
         base = (np.float32(1) / powers).astype(np.float64)
         match self.scaling:
@@ -82,7 +103,8 @@ class RotaryEmbedding:
             case YarnScaling() as s:
                 keep = 1 - self._yarn_ramp(s)
                 scaled = base * (keep + (1 - keep) / s.factor)
-        return scaled.astype(np.float32)
+        still = np.zeros((self.head_dim - self.turning) // 2, np.float32)
+        return np.concatenate([scaled.astype(np.float32), still])
 
     @property
     def embedding_scale(self) -> float:
@@ -111,13 +133,13 @@ class RotaryEmbedding:
         def pair_of(rotations: float) -> float:
             """The pair that turns `rotations` times within the original context."""
             per_rotation = s.original_max_position_embeddings / (rotations * 2 * math.pi)
-            return self.head_dim * _log(per_rotation) / (2 * _log(self.theta))
+            return self.turning * _log(per_rotation) / (2 * _log(self.theta))
 
         low, high = pair_of(s.beta_fast), pair_of(s.beta_slow)
         if s.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.head_dim - 1)
-        pairs = np.arange(self.head_dim // 2, dtype=np.float64)
+        low, high = max(low, 0), min(high, self.turning - 1)
+        pairs = np.arange(self.turning // 2, dtype=np.float64)
         return np.clip((pairs - low) / max(high - low, 0.001), 0.0, 1.0)
 
 

@@ -78,6 +78,16 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
             ("mlp", "down"): (only, "mlp.down_proj.weight"),
             ("mlp", "down_bias"): (only, "mlp.down_proj.bias"),
         }
+        linear = {
+            "qkvz": "in_proj_qkvz.weight",
+            "ba": "in_proj_ba.weight",
+            "convolution": "conv1d.weight",
+            "log_rate": "A_log",
+            "time_bias": "dt_bias",
+            "norm": "norm.weight",
+            "output": "out_proj.weight",
+        }
+        names |= {("delta_net", key): (only, f"linear_attn.{tensor}") for key, tensor in linear.items()}
         if ("layers", i, "mlp", "router", "weight") in read:
             block = "block_sparse_moe" if name == "mixtral" else "mlp"
             gate, up, down = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
@@ -85,11 +95,10 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
             pairs = [f"{block}.experts.{expert}.{x}.weight" for expert in experts for x in (gate, up)]
             names["mlp", "router", "weight"] = only, f"{block}.gate.weight"
             names["mlp", "router", "correction"] = only, f"{block}.gate.e_score_correction_bias"
-            shared = [f"{block}.shared_experts.{x}.weight" for x in (gate, up, down)]
-            names["mlp", "shared_experts", "gate_up"], names["mlp", "shared_experts", "down"] = (
-                (stacked, *shared[:2]),
-                (only, shared[2]),
-            )
+            for shared in ("shared_experts", "shared_expert"):
+                names["mlp", shared, "gate_up"] = stacked, *(f"{block}.{shared}.{x}.weight" for x in (gate, up))
+                names["mlp", shared, "down"] = only, f"{block}.{shared}.{down}.weight"
+            names["mlp", "shared_gate"] = only, f"{block}.shared_expert_gate.weight"
             names["mlp", "gate_up"] = (lambda parts: np.stack([parts[0::2], parts[1::2]], axis=1)), *pairs
             names["mlp", "down"] = stacked, *(f"{block}.experts.{expert}.{down}.weight" for expert in experts)
         if name.startswith("gemma"):

@@ -1,0 +1,109 @@
+"""Linear attention by the gated delta rule."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from detjax import ops
+from detjax.kv_pages import Queries
+from detjax.models.parts.parameters import Tensors, random_weight
+from detjax.models.parts.state import DeltaNetInSlots
+from detjax.request_state import DeltaNetState
+
+_LENGTH_EPS = 1e-6
+"""What is added to the squared lengths of queries and keys, whatever epsilon the norms have."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaNetOptions:
+    """The shape and the options of a decoder's layers of linear attention.
+
+    Attributes:
+        key_heads: heads of queries, and of keys.
+        value_heads: heads of values, a multiple of `key_heads`.
+        key_dim: columns of a query, and of a key.
+        value_dim: columns of a value.
+        taps: inputs that the convolution meets at once.
+        layers: for each layer, whether it has linear attention.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    layers: tuple[bool, ...]
+
+    @property
+    def state(self) -> DeltaNetInSlots:
+        """The declaration of the state."""
+        return DeltaNetInSlots(self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.taps)
+
+
+class DeltaNet(nnx.Module):
+    """The gated delta rule behind a short convolution, and a gated norm of its outputs (Yang et al. 2024).
+
+    Weights are `[N, K]`, rows being outputs, as checkpoints hold them. The rows of `qkvz` are those of a key head's
+    query, of its key, of the values and of the gates that belong to it, then those of the next key head; the rows of
+    `ba` are what gives the rates and the decays in the same order.
+    """
+
+    def __init__(self, width: int, options: DeltaNetOptions, *, eps: float, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        keys, values = options.key_heads * options.key_dim, options.value_heads * options.value_dim
+        heads = options.value_heads
+        self.options = options
+        self.eps = eps
+        self.qkvz = random_weight(rngs, (2 * keys + 2 * values, width), dtype)
+        self.ba = random_weight(rngs, (2 * heads, width), dtype)
+        self.convolution = random_weight(rngs, (options.state.channels, 1, options.taps), dtype)
+        # From heads that forget slowly to heads that forget fast.
+        self.log_rate = nnx.Param(jnp.linspace(-4, 0, heads).astype(dtype))
+        self.time_bias = nnx.Param(jnp.ones(heads, dtype))
+        self.norm = nnx.Param(jnp.ones(options.value_dim, dtype))
+        self.output = random_weight(rngs, (width, values), dtype)
+
+    def __call__(
+        self, x: Float[Array, "*N D"], queries: Queries, state: DeltaNetState, *, residual: Float[Array, "*N D"]
+    ) -> tuple[Float[Array, "*N D"], DeltaNetState]:
+        """Returns the linear attention of the new tokens, added to the residual stream, and the next state.
+
+        Args:
+            x: the normalized hidden states of the new tokens.
+            queries: where the new tokens stand in their requests.
+            state: what the layer keeps of each request.
+            residual: the residual stream.
+        """
+        options, leading = self.options, x.shape[:-1]
+        heads, key_dim, value_dim = options.key_heads, options.key_dim, options.value_dim
+        keys, values = heads * key_dim, options.value_heads * value_dim
+        by_head = ops.matmul(x, self.qkvz[...], layout="nk").reshape(*leading, heads, -1)
+        cuts = key_dim, 2 * key_dim, 2 * key_dim + values // heads
+        q, k, v, gate = (part.reshape(*leading, -1) for part in jnp.split(by_head, cuts, axis=-1))
+        # The gates decide for good what a token leaves behind: like logits, they are not rounded in between.
+        ba = ops.matmul(x, self.ba[...], layout="nk", out_dtype="float32").reshape(*leading, heads, -1)
+        b, a = (part.reshape(*leading, -1) for part in jnp.split(ba, 2, axis=-1))
+        g, beta = ops.decay_and_rate(a, b, self.log_rate[...], self.time_bias[...])
+
+        qkv = jnp.concatenate([q, k, v], axis=-1)
+        qkv, inputs = ops.causal_convolution(qkv, self.convolution[...], state.inputs, queries)
+        qk = ops.l2_norm(qkv[..., : 2 * keys].reshape(*leading, 2 * heads, key_dim), eps=_LENGTH_EPS)
+        v = qkv[..., 2 * keys :].reshape(*leading, options.value_heads, value_dim)
+        q, k = qk[..., :heads, :], qk[..., heads:, :]
+        o, rule = ops.gated_delta_rule(q, k, v, g, beta, state.rule, queries)
+        o = ops.gated_rms_norm(o, gate.reshape(o.shape), self.norm[...], eps=self.eps).reshape(*leading, values)
+        return ops.matmul(o, self.output[...], layout="nk", residual=residual), DeltaNetState(inputs, rule)
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        return {
+            "qkvz": Tensors(("in_proj_qkvz.weight",)),
+            "ba": Tensors(("in_proj_ba.weight",)),
+            "convolution": Tensors(("conv1d.weight",)),
+            "log_rate": Tensors(("A_log",)),
+            "time_bias": Tensors(("dt_bias",)),
+            "norm": Tensors(("norm.weight",)),
+            "output": Tensors(("out_proj.weight",)),
+        }

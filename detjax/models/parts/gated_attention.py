@@ -1,0 +1,79 @@
+"""Grouped-query attention whose outputs a gate multiplies, with heads of which a part turns."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from detjax import ops
+from detjax.kv_pages import KVPages, Queries
+from detjax.models.parts.attention import AttentionOptions
+from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
+
+
+class GatedAttention(nnx.Module):
+    """Attention with a sigmoid gate for each column of its output (Qiu et al. 2025), and norms of queries and keys.
+
+    Weights are `[N, K]`, rows being outputs, as checkpoints hold them. Queries, gates, keys and values are one weight;
+    each head's gate follows its query.
+    """
+
+    def __init__(self, width: int, options: AttentionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        rows = 2 * options.q_width + 2 * options.kv_width
+        ones = jnp.full(options.head_dim, 1 - options.qk_norm_offset, dtype)
+        self.options = options
+        self.qkv = random_weight(rngs, (rows, width), dtype)
+        self.qkv_bias = zero_bias(options.qkv_bias, (rows,), dtype)
+        self.q_norm = nnx.Param(ones)
+        self.k_norm = nnx.Param(ones)
+        self.output = random_weight(rngs, (width, options.q_width), dtype)
+        self.output_bias = zero_bias(options.output_bias, (width,), dtype)
+
+    def __call__(
+        self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages, *, residual: Float[Array, "*N D"]
+    ) -> tuple[Float[Array, "*N D"], KVPages]:
+        """Returns the attention of the new tokens, added to the residual, and the pages with their keys and values.
+
+        Args:
+            x: the normalized hidden states of the new tokens.
+            queries: where the new tokens stand in their requests.
+            kv: the layer's pages.
+            residual: what the attention is added to.
+        """
+        options, leading = self.options, x.shape[:-1]
+        qkv = ops.matmul(x, self.qkv[...], layout="nk", bias=optional(self.qkv_bias))
+        q, kv_rows = jnp.split(qkv, (2 * options.q_width,), axis=-1)
+        q, gate = jnp.split(q.reshape(*leading, options.heads, -1), 2, axis=-1)
+        k, v = jnp.split(kv_rows.reshape(*leading, 2 * options.kv_heads, -1), 2, axis=-2)
+        assert options.qk_norm_eps is not None
+        pairs = (q, self.q_norm[...]), (k, self.k_norm[...])
+        q, k = (ops.rms_norm(y, w, eps=options.qk_norm_eps, weight_offset=options.qk_norm_offset) for y, w in pairs)
+        turning = [self._turning_first(y) for y in (q, k)]
+        q, kv = ops.qk_rope_append_kv(jnp.concatenate([*turning, v], axis=-2), kv, queries, options.rope)
+        o = ops.sigmoid_gated(ops.attention(q, kv, queries), gate)
+        o = o.reshape(*leading, options.q_width)
+        return ops.matmul(o, self.output[...], layout="nk", bias=optional(self.output_bias), residual=residual), kv
+
+    def _turning_first(self, x: Float[Array, "*N H K"]) -> Float[Array, "*N H K"]:
+        """Heads whose columns are in the order of `RotaryEmbedding`: those that turn come first in both halves.
+
+        Checkpoints have all columns that turn before the others. Scores add the columns in this order.
+        """
+        turning, width = self.options.rope.turning, x.shape[-1]
+        if turning == width:
+            return x
+        first, second, rest = jnp.split(x, (turning // 2, turning), axis=-1)
+        front, back = jnp.split(rest, 2, axis=-1)
+        return jnp.concatenate([first, front, second, back], axis=-1)
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        rows = (2 * self.options.q_width, self.options.kv_width, self.options.kv_width)
+        return {
+            "qkv": Tensors(("q_proj.weight", "k_proj.weight", "v_proj.weight"), rows),
+            "qkv_bias": Tensors(("q_proj.bias", "k_proj.bias", "v_proj.bias"), rows),
+            "q_norm": Tensors(("q_norm.weight",)),
+            "k_norm": Tensors(("k_norm.weight",)),
+            "output": Tensors(("o_proj.weight",)),
+            "output_bias": Tensors(("o_proj.bias",)),
+        }
