@@ -18,10 +18,10 @@ Matrix products
     y[m, n] = act(sum over k ascending of x[m, k] * w[k, n] + bias[n]) + residual[m, n]
 
 Each element has one accumulator, and K is not split. The epilogue works on the float32 accumulator, and one rounding
-ends it. With a `Clamp`, the sums of gate and up become `g = min(gate, limit)` and `u = max(min(up, limit), -limit)`, and
-the activated sum is `rn(rn(u + 1) * rn(act(rn(slope * g)) * rn(1 / slope)))`. With a soft cap, the activated sum `z`
-becomes `cap * tanh(z / cap)` before the residual. A gradient takes the derivative of the epilogue at the biased sums
-rounded to x's dtype, and rounds the gradient of these sums to x's dtype.
+ends it. With a `Clamp`, gate and up become `g = min(gate, limit)` and `u = max(min(up, limit), -limit)`; the activated
+sum is `rn(rn(u + 1) * rn(act(rn(slope * g)) * rn(1 / slope)))`. With a soft cap, the activated sum `z` becomes
+`cap * tanh(z / cap)` before the residual. A gradient takes the derivative of the epilogue at the biased sums rounded to
+x's dtype, and rounds the gradient of these sums to x's dtype.
 See also `WEIGHT_GRADIENT_TOKENS`, `TPU_ROW_TILE` and `TPU_K_STEP`.
 
 Sums of rows

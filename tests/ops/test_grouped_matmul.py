@@ -170,8 +170,12 @@ def test_clamped_sums_and_their_gradients_are_those_of_float64(backend: str) -> 
     def actual(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
         return ops.grouped_matmul(x, w, CLAMPED_SIZES, bias=bias, **CLAMPED_OPTIONS)
 
+    def with_gradients(*operands: jax.Array) -> tuple[Any, Any]:
+        y, pullback = jax.vjp(actual, *operands)
+        return y, pullback(dy)
+
     with detjax.use_backend(backend):
-        y, gradients = detjax.jit(lambda *operands: (f := jax.vjp(actual, *operands))[0:1] + (f[1](dy),))(x, w, bias)
+        y, gradients = detjax.jit(with_gradients)(x, w, bias)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(a), jnp.float64) for a in (x, w, bias)]
         z = jnp.einsum("mk,mpnk->mpn", wide[0][:64], wide[1][experts]) + wide[2][experts]
@@ -214,7 +218,7 @@ def test_a_clamp_that_means_nothing_is_refused() -> None:
         for clamp in (Clamp(0.0, 1.0), Clamp(7.0, -1.0), Clamp(float("nan"), 1.0), Clamp(float("inf"), 1.0)):
             with pytest.raises(ValueError, match="accepted: a limit and a slope that are finite and positive"):
                 op(*arguments, layout="nk", activation="silu", gated=True, clamp=clamp)
-    with pytest.raises(ValueError, match="grouped_matmul: clamp is .*; accepted: a clamp where gated is True"):
+    with pytest.raises(ValueError, match=r"grouped_matmul: clamp is .*; accepted: a clamp where gated is True"):
         ops.grouped_matmul(x, w[:, 0], sizes, layout="nk", activation="silu", clamp=CLAMP)
 
 
