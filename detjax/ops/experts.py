@@ -7,7 +7,7 @@ x = combine_experts(y, weights, rows, residual=x)
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from detjax import compilation
 from detjax.numerics import round_up
 from detjax.ops.checks import check_dtype, check_integers, check_shape
 from detjax.ops.grouped_matmul import group_unit
+from detjax.options import Aggregation
 from detjax.portable import experts as portable
 
 
@@ -149,7 +150,7 @@ def _gather_backward(rows: ExpertRows, dy: Array) -> tuple[Array, None]:
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-@compilation.jit
+@compilation.jit(static_argnames="aggregation")
 def combine_experts(
     y: Float[Array, "M D"],
     weights: Float32[Array, "N count"],
@@ -157,6 +158,7 @@ def combine_experts(
     *,
     shared: Float[Array, "N D"] | None = None,
     residual: Float[Array, "N D"] | None = None,
+    aggregation: Aggregation = "contract",
 ) -> Float[Array, "N D"]:
     """Returns for each token the weighted sum of its experts' results, rounded once.
 
@@ -169,31 +171,49 @@ def combine_experts(
         rows: where each result is.
         shared: the result of experts that all tokens share.
         residual: rows of y's dtype that are added last.
+        aggregation: where sums are rounded and in which order they are added. "contract" is what is said above. The
+            others are for comparisons with other implementations, and no less a function of the token; they round the
+            experts' sum before `shared` is added, and again before the residual is:
+
+            - "hf_eager": weights, products and every partial sum are rounded to y's dtype, in ascending order of
+              experts; "hf_eager_float32": the same, but weights are not rounded;
+            - "hf_grouped": weights and products are rounded, in descending order of weights;
+            - "finalize": nothing is rounded before the whole sum, in descending order of weights;
+            - "deepep": as "hf_eager", in descending order of weights.
+
+            Gradients are those of "contract".
 
     Raises:
         TypeError: a dtype is not under contract.
-        ValueError: shapes do not fit together.
+        ValueError: shapes do not fit together, or the aggregation is unknown.
     """
+    if aggregation not in get_args(Aggregation):
+        accepted = ", ".join(get_args(Aggregation))
+        raise ValueError(f"combine_experts: aggregation is {aggregation!r}; accepted: {accepted}")
     check_dtype("combine_experts", y=y)
     check_dtype("combine_experts", like=y, shared=shared, residual=residual)
     check_shape("combine_experts", "weights", weights, rows.place.shape, f"rows.place being {rows.place.shape}")
     for name, array in {"shared": shared, "residual": residual}.items():
         check_shape("combine_experts", name, array, (len(weights), y.shape[1]), f"y being {y.shape}")
-    return _combine(y, weights, rows, (shared, residual))
+    return _combine(y, weights, rows, (shared, residual), aggregation)
 
 
-@jax.custom_vjp
-def _combine(y: Array, weights: Array, rows: ExpertRows, addends: tuple[Array | None, ...]) -> Array:
-    return portable.combine(_rows_at(y, rows.place), weights, [x for x in addends if x is not None])
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _combine(
+    y: Array, weights: Array, rows: ExpertRows, addends: tuple[Array | None, ...], aggregation: Aggregation
+) -> Array:
+    given = [x for x in addends if x is not None]
+    return portable.combine(_rows_at(y, rows.place), weights, given, aggregation)
 
 
 def _combine_forward(
-    y: Array, weights: Array, rows: ExpertRows, addends: tuple[Array | None, ...]
+    y: Array, weights: Array, rows: ExpertRows, addends: tuple[Array | None, ...], aggregation: Aggregation
 ) -> tuple[Array, tuple[Any, ...]]:
-    return _combine(y, weights, rows, addends), (y, weights, rows, tuple(x is not None for x in addends))
+    saved = y, weights, rows, tuple(x is not None for x in addends)
+    return _combine(y, weights, rows, addends, aggregation), saved
 
 
-def _combine_backward(saved: tuple[Any, ...], dout: Array) -> tuple[Any, ...]:
+def _combine_backward(aggregation: Aggregation, saved: tuple[Any, ...], dout: Array) -> tuple[Any, ...]:
     y, weights, rows, has_addend = saved
     dy, dweights = portable.combine_backward(_rows_at(y, rows.place), weights, dout)
     flat = dy.reshape(-1, y.shape[1])

@@ -1,13 +1,16 @@
 """How tokens choose experts, and how what these give is added, in plain JAX: rows of one fixed shape."""
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR
+from detjax.options import Aggregation
 from detjax.portable.tiles import each_row, row_sum
 from detjax.rounding import rounded
 
@@ -58,8 +61,67 @@ def _sum(x: Array) -> Array:
     return functools.reduce(jnp.add, [x[:, j] for j in range(x.shape[1])])
 
 
-def combine(y: Array, weights: Array, addends: Sequence[Array]) -> Array:
+@dataclasses.dataclass(frozen=True)
+class _Mode:
+    """Where another implementation rounds, and in which order it adds.
+
+    Attributes:
+        rounds_weights: whether weights are rounded to the results' dtype.
+        rounds_terms: whether products are.
+        adds_rounded: whether every partial sum is.
+        ranked: whether experts come in descending order of weights, and not in ascending order of ids.
+    """
+
+    rounds_weights: bool = False
+    rounds_terms: bool = False
+    adds_rounded: bool = False
+    ranked: bool = False
+
+
+_MODES: Final[Mapping[Aggregation, _Mode]] = {
+    "hf_eager_float32": _Mode(rounds_terms=True, adds_rounded=True),
+    "hf_eager": _Mode(rounds_weights=True, rounds_terms=True, adds_rounded=True),
+    "hf_grouped": _Mode(rounds_weights=True, rounds_terms=True, ranked=True),
+    "finalize": _Mode(ranked=True),
+    "deepep": _Mode(rounds_weights=True, rounds_terms=True, adds_rounded=True, ranked=True),
+}
+
+
+def combine(y: Array, weights: Array, addends: Sequence[Array], aggregation: Aggregation = "contract") -> Array:
     """Returns the weighted sums `[N, D]` of rows `[N, count, D]`; see `detjax.ops.experts.combine_experts`."""
+    if aggregation == "contract":
+        return _combined(y, weights, addends)
+    mode, dtype = _MODES[aggregation], y.dtype
+
+    def tile(rows: tuple[Array, Array, tuple[Array, ...]], _: None) -> Array:
+        y, weights, addends = rows
+        if mode.ranked:
+            order = jnp.argsort(-weights, axis=1, stable=True)
+            weights = jnp.take_along_axis(weights, order, axis=1)
+            y = jnp.take_along_axis(y, order[..., None], axis=1)
+        if mode.rounds_weights:
+            weights = rounded(weights, dtype).astype(ACCUMULATOR)
+        terms = lax.optimization_barrier(
+            [y[:, j].astype(ACCUMULATOR) * weights[:, j : j + 1] for j in range(y.shape[1])]
+        )
+        if mode.rounds_terms:
+            terms = [rounded(term, dtype).astype(ACCUMULATOR) for term in terms]
+
+        def add(total: Array, term: Array) -> Array:
+            total = total + term
+            return rounded(total, dtype).astype(ACCUMULATOR) if mode.adds_rounded else total
+
+        total = rounded(functools.reduce(add, terms), dtype)
+        # What comes after the experts is added in steps of its own there.
+        for addend in addends:
+            total = rounded(total.astype(ACCUMULATOR) + addend.astype(ACCUMULATOR), dtype)
+        return total
+
+    return each_row(tile, (y, weights, tuple(addends)), None)
+
+
+def _combined(y: Array, weights: Array, addends: Sequence[Array]) -> Array:
+    """The weighted sums under contract."""
 
     def tile(rows: tuple[Array, Array, tuple[Array, ...]], _: None) -> Array:
         y, weights, addends = rows

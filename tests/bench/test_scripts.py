@@ -16,6 +16,7 @@ from detjax.bench import deviceless, training, true_on_policy
 
 BENCHMARKS = Path(detjax.__file__).parent.parent / "benchmarks"
 SCRIPTS = (
+    "aggregation",
     "attention",
     "decoder",
     "experts",
@@ -156,6 +157,13 @@ def test_structured_output_is_valid_and_has_equal_bits(tmp_path: Path) -> None:
     assert content["answers"]["valid"] == content["answers"]["schemas"] == 12
     assert content["answers"]["differing"] == []
     assert [speed["requests"] for speed in content["speeds"]] == [1, 4]
+
+
+def test_other_aggregations_of_experts_have_other_bits_than_the_contract(tmp_path: Path) -> None:
+    content = run_small("aggregation", tmp_path)
+    unequal = {one["aggregation"]: one["unequal_tokens"] for one in content["results"]}
+    assert unequal.pop("contract") == 0
+    assert all(unequal[name] for name in ("hf_eager", "hf_eager_float32", "hf_grouped", "deepep"))
 
 
 def test_experts_give_tokens_by_themselves_the_bits_that_they_have_among_others(tmp_path: Path) -> None:

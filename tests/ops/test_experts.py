@@ -1,7 +1,8 @@
 """Mixtures of experts: ties, order of addition, gradients, and rows that depend on themselves alone."""
 
 import functools
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 import detjax
 from detjax import ops
+from detjax.options import Aggregation
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.unchecked import unchecked
 
@@ -140,6 +142,10 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="choose_experts: scores has dtype bfloat16; accepted: float32"):
         choose(scores.astype("bfloat16"), 2)
     rows = ops.expert_rows(jnp.zeros((3, 1), jnp.int32), 4)
+    with pytest.raises(
+        ValueError, match="combine_experts: aggregation is 'other'; accepted: contract, hf_eager_float32"
+    ):
+        unchecked(ops.combine_experts)(jnp.ones((3, 8)), jnp.ones((3, 1)), rows, aggregation="other")
     with pytest.raises(ValueError, match=r"combine_experts: weights has shape \(3, 2\); accepted: \(3, 1\)"):
         unchecked(ops.combine_experts)(jnp.ones((3, 8)), jnp.ones((3, 2)), rows)
 
@@ -150,3 +156,28 @@ def test_absent_tokens_have_no_rows() -> None:
     assert rows.group_sizes.tolist() == [1, 2, 1]
     assert rows.token.tolist() == [0, 0, 2, 2, 3, 3]
     assert rows.place.tolist() == [[0, 1], [6, 6], [2, 3]]
+
+
+def test_aggregations_of_transformers_have_the_bits_of_torch() -> None:
+    stored = dict(np.load(Path(__file__).parents[1] / "fixtures" / "aggregation.npz"))
+    bfloat16 = {name: array.view(jnp.bfloat16) for name, array in stored.items() if array.dtype == np.uint16}
+    width = bfloat16["y"].shape[-1]
+    ascending = np.argsort(stored["ids"], axis=1)
+    ids, weights = (np.take_along_axis(stored[name], ascending, 1) for name in ("ids", "weights"))
+    y = np.take_along_axis(bfloat16["y"], ascending[..., None], 1)
+
+    def combined(y: Any, ids: Any, weights: Any, aggregation: Any) -> Any:
+        rows = ops.expert_rows(ids, 16)
+        by_row = jnp.zeros((len(rows.token), width), y.dtype).at[rows.place].set(y)
+        return ops.combine_experts(by_row, weights, rows, aggregation=aggregation)
+
+    results = {
+        name: np.asarray(detjax.jit(functools.partial(combined, aggregation=name))(y, ids, weights))
+        for name in get_args(Aggregation)
+    }
+    for name in ("hf_eager", "hf_eager_float32", "hf_grouped", "finalize"):
+        assert_same_bits(results[name], bfloat16[name])
+    # Order alone changes few results, and places of rounding about half of them.
+    differing = {name: np.mean(result != results["contract"]) for name, result in results.items()}
+    assert differing["finalize"] < 0.01
+    assert all(0.3 < differing[name] < 0.8 for name in ("hf_eager", "hf_eager_float32", "hf_grouped", "deepep"))

@@ -9,8 +9,8 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
 from detjax import ops
 from detjax.kv_pages import Queries, requests_of_tokens
-from detjax.models.parts.parameters import Tensors, random_weight
-from detjax.options import Activation
+from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
+from detjax.options import Activation, Aggregation, Clamp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,9 @@ class ExpertsOptions:
         inner_width: the width between an expert's projections.
         normalized: whether the weights of the chosen experts are divided by their sum.
         layers: for each layer, whether it has experts in place of an MLP.
+        bias: whether the projections of experts have biases.
+        clamp: bounds of what gate and up give; None: no bounds.
+        aggregation: how what experts give is added; see `detjax.ops.combine_experts`.
     """
 
     experts: int
@@ -30,6 +33,9 @@ class ExpertsOptions:
     inner_width: int
     normalized: bool
     layers: tuple[bool, ...]
+    bias: bool = False
+    clamp: Clamp | None = None
+    aggregation: Aggregation = "contract"
 
 
 class SoftmaxRouter(nnx.Module):
@@ -73,7 +79,9 @@ class Experts(nnx.Module):
         self.activation: Activation = activation
         self.router = self.ROUTER(width, options, rngs=rngs, dtype=dtype)
         self.gate_up = random_weight(rngs, (experts, 2, inner, width), dtype)
+        self.gate_up_bias = zero_bias(options.bias, (experts, 2, inner), dtype)
         self.down = random_weight(rngs, (experts, width, inner), dtype)
+        self.down_bias = zero_bias(options.bias, (experts, width), dtype)
 
     def __call__(
         self, x: Float[Array, "*N D"], queries: Queries, *, residual: Float[Array, "*N D"]
@@ -91,12 +99,13 @@ class Experts(nnx.Module):
         unit = ops.group_unit(ids.size, experts)
         rows = ops.expert_rows(ids, experts, present)
         options: dict[str, Any] = {"layout": "nk", "unit": unit, "sequences": request.at[rows.token].get(mode="clip")}
-        y = ops.grouped_matmul(
-            rows.gather(flat), self.gate_up[...], rows.group_sizes, activation=self.activation, gated=True, **options
-        )
-        y = ops.grouped_matmul(y, self.down[...], rows.group_sizes, **options)
+        gate: dict[str, Any] = {"activation": self.activation, "gated": True, "clamp": self.options.clamp}
+        bias, down_bias = optional(self.gate_up_bias), optional(self.down_bias)
+        y = ops.grouped_matmul(rows.gather(flat), self.gate_up[...], rows.group_sizes, bias=bias, **gate, **options)
+        y = ops.grouped_matmul(y, self.down[...], rows.group_sizes, bias=down_bias, **options)
         addends = {"shared": self.shared(flat), "residual": residual.reshape(flat.shape)}
-        return ops.combine_experts(y, weights, rows, **addends).reshape(x.shape)
+        aggregation = self.options.aggregation
+        return ops.combine_experts(y, weights, rows, **addends, aggregation=aggregation).reshape(x.shape)
 
     def shared(self, x: Float[Array, "N D"]) -> Float[Array, "N D"] | None:
         """Returns the result of experts that every token goes through; None: there are none."""
