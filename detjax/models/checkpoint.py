@@ -71,13 +71,15 @@ def load(
     tokenizer = Tokenizer.load(directory)
 
     with contextlib.ExitStack() as files:
+        family = family_named("load", config.architecture)
         listing, stored = open_weights(directory, files)
+        if raw.get("quantization_config"):
+            stored = family.dequantized(stored)
         config = _dtype_as_stored(_tied_as_stored(config, stored), raw, stored)
         weights_dtype = requested_dtype or np.dtype(config.dtype)
         empty = _without_weights(config, weights_dtype)
         parameters = _parameters(empty)
-        skips = family_named("load", config.architecture).skips
-        skips = (_COMPUTED, *(pattern.replace("{layers}", str(config.layers)) for pattern in skips))
+        skips = (_COMPUTED, *(pattern.replace("{layers}", str(config.layers)) for pattern in family.skips))
         sizes = _checked_sizes(parameters, stored, listing, skips)
         with _progress_bar(f"Loading {directory.resolve().name}", sum(sizes), progress) as advance:
             weights = _read_weights(parameters, sizes, stored, advance)

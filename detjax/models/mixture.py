@@ -20,12 +20,14 @@ class Layer(nnx.Module):
 
     CHECKPOINT_NAMES: Mapping[str, str] = llama.Layer.CHECKPOINT_NAMES
     EXPERTS: type[Experts] = Experts
+    attention_options = staticmethod(llama.attention_options)
+    """Returns the options of a layer's attention, given the configuration and the layer's index."""
 
     def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         width, eps, experts = config.hidden_size, config.norm_eps, config.experts
         assert experts is not None
         self.attention_norm = RMSNorm(width, eps=eps, dtype=dtype)
-        self.attention = Attention(width, llama.attention_options(config, index), rngs=rngs, dtype=dtype)
+        self.attention = Attention(width, self.attention_options(config, index), rngs=rngs, dtype=dtype)
         self.mlp_norm = RMSNorm(width, eps=eps, dtype=dtype)
         if experts.layers[index]:
             self.mlp = self.EXPERTS(width, experts, config.activation, rngs=rngs, dtype=dtype)
@@ -39,7 +41,7 @@ class Layer(nnx.Module):
         y = self.mlp_norm(x)
         return self.mlp(y, queries, residual=x) if isinstance(self.mlp, Experts) else self.mlp(y, residual=x), kv
 
-    @staticmethod
-    def state(config: DecoderConfig, index: int) -> StateDeclaration:
+    @classmethod
+    def state(cls, config: DecoderConfig, index: int) -> StateDeclaration:
         """Returns the declaration of a layer's state, which is its attention's."""
-        return llama.attention_options(config, index).state
+        return cls.attention_options(config, index).state

@@ -48,13 +48,15 @@ def read_windows_of_some_layers(file: JsonObject, layers: int) -> Windows:
     return tuple(window if name == _SLIDING else None for name in types)
 
 
-def read_alternating_windows(file: JsonObject, layers: int, pattern: int) -> Windows:
+def read_alternating_windows(file: JsonObject, layers: int, pattern: int, *, window: int = _DEFAULT_WINDOW) -> Windows:
     """Returns `sliding_window` for the layers that `layer_types` names, or for all but the last of every `pattern`.
+
+    The window is `window` where the file leaves it out.
 
     Raises:
         CheckpointError: the window is out of range or null, or `layer_types` does not fit the layers.
     """
-    window = file.integer("sliding_window", None if "sliding_window" in file.raw else _DEFAULT_WINDOW)
+    window = file.integer("sliding_window", None if "sliding_window" in file.raw else window)
     named = file.get("layer_types")
     if named is None:
         named = _alternating_types(layers, pattern)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from detjax import compilation
+from detjax.accumulated_weight import Weight, value_and_sum
 from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KeyColumns, KVPages, Queries
 from detjax.numerics import ceil_div
@@ -37,7 +38,7 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     soft_cap: float | None = None,
-    sinks: Float[Array, "H"] | None = None,
+    sinks: Weight | None = None,
     alibi_slopes: tuple[float, ...] | None = None,
     mask: Bool[Array, "#B #H T s"] | None = None,
 ) -> Float[Array, "*N H V"]:
@@ -60,7 +61,7 @@ def attention(
         causal: a query sees no later key.
         window: a query sees at most this many keys, the last ones, itself included.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.
-        sinks: a logit per head that takes its share of the softmax and has no value.
+        sinks: a logit per head, `[H]`, that takes its share of the softmax and has no value.
         alibi_slopes: for each head, the factor of `key position - query position`, which is added to the score.
         mask: `mask[b, h, t, j]` says whether query `t` of the call may see the key at position `j` of the request. The
             other options restrict further what it sees. An axis of requests, or of heads, of size 1 stands for all of
@@ -71,8 +72,9 @@ def attention(
         TypeError: a dtype is not under contract, the pages' dtype is not q's, only one of keys and values is quantized,
             or the mask does not hold booleans.
         ValueError: shapes do not fit together, an option is out of range, or packed queries are given with a mask.
-        NotImplementedError: gradients are taken through quantized pages.
+        NotImplementedError: gradients are taken through quantized pages, or sinks come with a sum of their gradients.
     """
+    sinks = _sinks_without_sum(sinks)
     _check_arrays(q, kv, queries, sinks)
     masking = _masking(q, scale, causal, window, soft_cap, alibi_slopes)
     if queries.first_row is not None:
@@ -82,6 +84,17 @@ def attention(
     keys = queries.page_table.shape[1] * KV_BLOCK
     _check_mask("attention", mask, q, keys, f"queries.page_table being {queries.page_table.shape}")
     return _ATTENTION.call(_attention, q, kv, queries, sinks, mask, masking=masking)
+
+
+def _sinks_without_sum(sinks: Weight | None) -> Array | None:
+    """Returns the sinks as arrays, once they are known to have no sum of gradients."""
+    value, total = value_and_sum(_ATTENTION.taking(sinks))
+    if total is not None:
+        raise NotImplementedError(
+            "attention: sinks is an AccumulatedWeight with a sum, and no gradient of sinks is carried from one "
+            "microbatch to the next; accepted: an array. Models with sinks can be sampled from, and not yet trained."
+        )
+    return value
 
 
 def _packed(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, masking: Masking) -> Array:

@@ -32,6 +32,7 @@ class AttentionOptions:
         qkv_bound: the largest absolute value of queries, keys and values before the rotation; None: no bound.
         scale: the factor of scores; None: `1 / sqrt(head_dim)`.
         soft_cap: the bound of scores, which become `cap * tanh(score / cap)`; None: no bound.
+        sinks: whether each head has a sink: a logit that takes its share of the softmax and has no value.
     """
 
     heads: int
@@ -47,6 +48,7 @@ class AttentionOptions:
     qkv_bound: float | None = None
     scale: float | None = None
     soft_cap: float | None = None
+    sinks: bool = False
 
     @property
     def q_width(self) -> int:
@@ -81,6 +83,7 @@ class Attention(nnx.Module):
         self.k_norm = nnx.Param(k_norm) if has_norms else None
         self.output = random_weight(rngs, (width, options.q_width), dtype)
         self.output_bias = zero_bias(options.output_bias, (width,), dtype)
+        self.sinks = zero_bias(options.sinks, (options.heads,), dtype)
 
     def __call__(
         self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages, *, residual: Float[Array, "*N D"] | None = None
@@ -105,7 +108,8 @@ class Attention(nnx.Module):
             qkv = jnp.clip(qkv, -options.qkv_bound, options.qkv_bound)
         qkv = qkv.reshape(*x.shape[:-1], options.heads + 2 * options.kv_heads, options.head_dim)
         q, kv = ops.qk_rope_append_kv(qkv, kv, queries, options.rope, **norms)
-        o = ops.attention(q, kv, queries, scale=options.scale, window=options.window, soft_cap=options.soft_cap)
+        masking: dict[str, Any] = {"scale": options.scale, "window": options.window, "soft_cap": options.soft_cap}
+        o = ops.attention(q, kv, queries, sinks=optional(self.sinks), **masking)
         o = o.reshape(*x.shape[:-1], options.q_width)
         bias = optional(self.output_bias)
         return ops.matmul(o, self.output[...], layout="nk", bias=bias, residual=residual), kv
@@ -130,4 +134,5 @@ class Attention(nnx.Module):
             "k_norm": Tensors(("k_norm.weight",)),
             "output": Tensors(("o_proj.weight",)),
             "output_bias": Tensors(("o_proj.bias",)),
+            "sinks": Tensors(("sinks",)),
         }

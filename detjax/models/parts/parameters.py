@@ -43,11 +43,16 @@ class Tensors:
         rows: for tensors that are concatenated along the first axis, how many rows each has. None: the parameter is
             one tensor, or the tensors are stacked along new first axes.
         stacked: the sizes of these axes; None: there is one.
+        transposed: whether the one tensor has the parameter's last two axes in the other order.
+        interleaved: whether the one tensor has the parameter's second and third axis as one, the third varying slowest,
+            as in rows of gate and up by turns. The second axis has the size 2.
     """
 
     names: tuple[str, ...]
     rows: tuple[int, ...] | None = None
     stacked: tuple[int, ...] | None = None
+    transposed: bool = False
+    interleaved: bool = False
 
     @property
     def _axes(self) -> int:
@@ -57,7 +62,8 @@ class Tensors:
     def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Returns the tensors' shapes, given the parameter's."""
         if len(self.names) == 1:
-            return [shape]
+            joined = (shape[0], shape[1] * shape[2], *shape[3:]) if self.interleaved else shape
+            return [(*joined[:-2], joined[-1], joined[-2]) if self.transposed else joined]
         if self.rows is None:
             return [shape[self._axes :]] * len(self.names)
         return [(rows, *shape[1:]) for rows in self.rows]
@@ -65,7 +71,8 @@ class Tensors:
     def join(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the parameter that the tensors make."""
         if len(self.names) == 1:
-            return tensors[0]
+            x = np.swapaxes(tensors[0], -1, -2) if self.transposed else tensors[0]
+            return x.reshape(len(x), -1, 2, *x.shape[2:]).swapaxes(1, 2) if self.interleaved else x
         if self.rows is not None:
             return np.concatenate(tensors)
         stack = np.stack(tensors)
@@ -74,7 +81,10 @@ class Tensors:
     def cut(self, parameter: np.ndarray) -> list[np.ndarray]:
         """Returns the tensors of a parameter: the inverse of `join`."""
         if len(self.names) == 1:
-            return [parameter]
+            x = parameter
+            if self.interleaved:
+                x = x.swapaxes(1, 2).reshape(len(x), -1, *x.shape[3:])
+            return [np.swapaxes(x, -1, -2) if self.transposed else x]
         if self.rows is not None:
             return np.split(parameter, np.cumsum(self.rows)[:-1])
         return list(parameter.reshape(-1, *parameter.shape[self._axes :]))
