@@ -181,6 +181,12 @@ def _qk_rope(rows: Arrays, shared: Arrays) -> Any:
     return ops.qk_rope(rows["x"], rows["positions"], embedding, heads=3, kv_heads=2, **norms)
 
 
+def _qk_rope_with_offset(rows: Arrays, shared: Arrays) -> Any:
+    embedding = ops.RotaryEmbedding(rows["x"].shape[-1], 10_000.0)
+    norms = {**shared, "norm_eps": 1e-6, "norm_offset": 1.0}
+    return ops.qk_rope(rows["x"], rows["positions"], embedding, heads=3, kv_heads=2, **norms)
+
+
 def _with_activation(activation: str) -> RowOp:
     def fn(rows: Arrays, shared: Arrays) -> Any:
         return ops.matmul(rows["x"], shared["w"], bias=shared["bias"], activation=activation, residual=rows["residual"])
@@ -231,6 +237,9 @@ ROW_OPS = (
     RowOp("logsumexp", lambda r, _: ops.logsumexp(r["x"]), _rows_alone),
     *(_rope(name) for name in ROPE_SCALINGS),
     RowOp("qk_rope", _qk_rope, _qkv, even=True, dtypes=("float32", "bfloat16")),
+    RowOp("qk_rope offset", _qk_rope_with_offset, _qkv, even=True, dtypes=("bfloat16",)),
+    RowOp("add", lambda r, _: ops.add(r["x"], r["x"][..., ::-1]), _rows_alone),
+    RowOp("scale", lambda r, _: ops.scale(r["x"], 0.3), _rows_alone),
     RowOp("embed", lambda r, s: ops.embed(r["tokens"], s["table"]), _tokens),
     RowOp("sample", lambda r, _: _sample(r, filtered=True), _requests),
     RowOp("sample unfiltered", lambda r, _: _sample(r, filtered=False), _requests, dtypes=("float32",)),

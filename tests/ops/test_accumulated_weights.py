@@ -79,19 +79,26 @@ def _qk_rope_append_kv(rows: Arrays, weights: Arrays) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, *written))
 
 
-def _head(rows: Arrays, weights: Arrays) -> jax.Array:
-    return ops.token_logprobs(rows["x"], weights["head"], rows["tokens"], chunk=32)
+def _qk_rope_with_offset(rows: Arrays, weights: Arrays) -> Any:
+    norms = {"norm_eps": 1e-6, "norm_offset": 1.0, **weights}
+    return ops.qk_rope(rows["qkv"], rows["positions"], ROPE, heads=3, kv_heads=1, **norms)
 
 
-def _reference_head(rows: Arrays, weights: Arrays) -> jax.Array:
-    logprobs = references.log_softmax(rows["x"] @ weights["head"].T)
+def _head(rows: Arrays, weights: Arrays, soft_cap: float | None = None) -> jax.Array:
+    return ops.token_logprobs(rows["x"], weights["head"], rows["tokens"], soft_cap=soft_cap, chunk=32)
+
+
+def _reference_head(rows: Arrays, weights: Arrays, soft_cap: float | None = None) -> jax.Array:
+    logits = rows["x"] @ weights["head"].T
+    logprobs = references.log_softmax(logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap))
     return jnp.take_along_axis(logprobs, rows["tokens"][:, None], axis=1)[:, 0]
 
 
-def _reference_qk_rope(rows: Arrays, weights: Arrays) -> Any:
+def _reference_qk_rope(rows: Arrays, weights: Arrays, offset: float = 0.0) -> Any:
     turning, _ = references.frequencies(WIDTH, 10_000.0)
     q, k = rows["qkv"][:, :3], rows["qkv"][:, 3:4]
-    normalized = (references.rms_norm(x, weights[name], eps=1e-6) for x, name in ((q, "q_norm"), (k, "k_norm")))
+    norm = functools.partial(references.rms_norm, eps=1e-6, weight_offset=offset)
+    normalized = (norm(x, weights[name]) for x, name in ((q, "q_norm"), (k, "k_norm")))
     return tuple(references.rope(x, rows["positions"], turning) for x in normalized)
 
 
@@ -130,8 +137,20 @@ CASES = {
         lambda rows, w: w["table"][rows["tokens"]],
     ),
     "qk_rope": Case(_qk_rope, {"qkv": (HEADS, WIDTH), "positions": ()}, NORMS, _reference_qk_rope),
+    "qk_rope with an offset": Case(
+        _qk_rope_with_offset,
+        {"qkv": (HEADS, WIDTH), "positions": ()},
+        NORMS,
+        functools.partial(_reference_qk_rope, offset=1.0),
+    ),
     "qk_rope_append_kv": Case(_qk_rope_append_kv, {"qkv": (5, WIDTH), "positions": ()}, NORMS),
     "token_logprobs": Case(_head, X | {"tokens": ()}, {"head": (VOCABULARY, D)}, _reference_head),
+    "token_logprobs with a soft cap": Case(
+        functools.partial(_head, soft_cap=3.0),
+        X | {"tokens": ()},
+        {"head": (VOCABULARY, D)},
+        functools.partial(_reference_head, soft_cap=3.0),
+    ),
 }
 every_case = pytest.mark.parametrize("name", CASES)
 

@@ -104,6 +104,19 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "qk_rope: k_norm not given; accepted: q_norm, k_norm, norm_eps all together, or none of them",
     ),
+    (
+        lambda: ops.qk_rope(jnp.ones((4, 2, 8)), ROWS, ROPE, heads=1, kv_heads=1, norm_offset=1.0),
+        ValueError,
+        "qk_rope: norm_offset is 1.0; accepted: 0.0, as there are no norms",
+    ),
+    (lambda: ops.add(X, X[:2]), ValueError, "add: y has shape (2, 8); accepted: (4, 8), x's shape"),
+    (lambda: ops.scale(X, float("inf")), ValueError, "scale: factor is inf; accepted: finite numbers"),
+    (lambda: ops.scale(FLOAT8, 2.0), TypeError, "scale: x has dtype float8_e4m3fn"),
+    (
+        lambda: ops.token_logprobs(X, X, ROWS, soft_cap=0.0),
+        ValueError,
+        "token_logprobs: soft_cap is 0.0; accepted: positive numbers, or None for no cap",
+    ),
     (lambda: append(qkv=jnp.ones((1, 3, 8, 8), jnp.float8_e5m2)), TypeError, "qk_rope_append_kv: qkv has dtype float8"),
     (
         lambda: append(v=jnp.ones((2, 2, 128, 8), jnp.bfloat16)),

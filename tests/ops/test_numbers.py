@@ -79,21 +79,22 @@ def _rope(name: str, scaling: dict[str, Any] | None) -> Case:
     )
 
 
-def _qk_rope() -> Case:
+def _qk_rope(offset: float = 0.0) -> Case:
     positions = np.random.default_rng(0).integers(0, 60, (2, 9)).astype(np.int32)
     embedding = ops.RotaryEmbedding(80, 10_000.0)
     turning, factor = references.frequencies(80, 10_000.0)
 
     def fn(qkv: jax.Array, q_norm: jax.Array, k_norm: jax.Array) -> Any:
-        norms = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": 1e-5}
+        norms = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": 1e-5, "norm_offset": offset}
         return ops.qk_rope(qkv, jnp.asarray(positions), embedding, heads=3, kv_heads=2, **norms)
 
     def reference(qkv: jax.Array, q_norm: jax.Array, k_norm: jax.Array) -> Any:
         groups = (qkv[:, :, :3], q_norm), (qkv[:, :, 3:5], k_norm)
-        normed = (references.rms_norm(x, weight, eps=1e-5) for x, weight in groups)
+        normed = (references.rms_norm(x, weight, eps=1e-5, weight_offset=offset) for x, weight in groups)
         return tuple(references.rope(x, positions, turning, factor) for x in normed)
 
-    return Case("qk_rope", fn, reference, {"qkv": (2, 9, 7, 80), "q_norm": (80,), "k_norm": (80,)})
+    name = f"qk_rope with an offset of {offset}"
+    return Case(name, fn, reference, {"qkv": (2, 9, 7, 80), "q_norm": (80,), "k_norm": (80,)})
 
 
 def _embed() -> Case:
@@ -150,6 +151,7 @@ VARIANTS = (
     Case("logsumexp of a wide row", ops.logsumexp, references.logsumexp, {"x": (5, 9000)}),
     _rope("default", None),
     _qk_rope(),
+    _qk_rope(1.0),
     _rope("linear", {"rope_type": "linear", "factor": 4.0}),
     _rope(
         "llama3",
@@ -172,6 +174,9 @@ KINDS = (
     Case("logsumexp", ops.logsumexp, references.logsumexp, {"x": (3, 6, 80)}),
     _rope("yarn", {"rope_type": "yarn", "factor": 4.0, "original": 4096}),
     _embed(),
+    Case("add", ops.add, lambda x, y: x + y, {"x": (3, 5, 37), "y": (3, 5, 37)}),
+    # The factor is a number of every dtype.
+    Case("scale", lambda x: ops.scale(x, 6.5), lambda x: x * 6.5, {"x": (3, 5, 37)}),
     _attention("causal"),
     _attention("everything"),
     _attention("causal", kv_heads=1, columns=16),

@@ -31,6 +31,7 @@ class Append:
         columns: int = 2,
         dtype: str = "bfloat16",
         norms: bool = True,
+        offset: float = 0.0,
         exact: bool = False,
     ) -> "Append":
         """Exact: whole numbers, whose squares have the same sum in every order."""
@@ -50,7 +51,7 @@ class Append:
         }
         options: dict[str, Any] = {"embedding": ops.RotaryEmbedding(width, 10_000.0)}
         if norms:
-            options["norm_eps"] = 1e-6
+            options |= {"norm_eps": 1e-6, "norm_offset": offset}
             arrays |= {n: jnp.asarray(1 + random.standard_normal(width) / 4, dtype) for n in ("q_norm", "k_norm")}
         return cls(arrays, options)
 
@@ -105,6 +106,7 @@ CASES = {
     "behind the capacity": Append.random((256, 300), (1, 1), 1),
     "one page": Append.random((126, 0), (3, 3), 3, columns=1),
     "no norms": Append.random((120, 7), (20, 9), 20, norms=False),
+    "norms with an offset": Append.random((120, 7), (20, 9), 20, offset=1.0),
     "one key head": Append.random((120, 7), (9, 2), 9, heads=5, kv_heads=1, width=64),
     "odd heads": Append.random((127, 7), (2, 1), 2, heads=6, kv_heads=3, width=96),
     "many heads": Append.random((127, 7), (2, 1), 2, heads=20, kv_heads=20, width=128),

@@ -1,5 +1,6 @@
 """The Hopper kernels of gradients: numbers and bits in Pallas' interpreter, and order where there is a Hopper GPU."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -189,12 +190,14 @@ def test_gradients_of_norms_depend_on_neither_neighbours_nor_microbatches(width:
     assert_same_bits(total, dweight)
 
 
-def heads_gradients(qkv: Any, gradients: Any, positions: Any, weights: Any, sums: Any) -> Any:
+def heads_gradients(
+    qkv: Any, gradients: Any, positions: Any, weights: Any, sums: Any, *, norm_offset: float = 0.0
+) -> Any:
     heads, kv_heads = (gradient.shape[-2] for gradient in gradients)
 
     def fn(qkv: jax.Array, sums: Any) -> Any:
         q_norm, k_norm = map(AccumulatedWeight, weights, sums)
-        sizes = {"heads": heads, "kv_heads": kv_heads, "norm_eps": 1e-6}
+        sizes = {"heads": heads, "kv_heads": kv_heads, "norm_eps": 1e-6, "norm_offset": norm_offset}
         embedding = RotaryEmbedding(qkv.shape[-1], 1e4)
         return ops.qk_rope(qkv, positions, embedding, **sizes, q_norm=q_norm, k_norm=k_norm)
 
@@ -210,18 +213,25 @@ def heads_case(tokens: int, heads: int, kv_heads: int, width: int, dtype: str) -
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "dtype"),
-    [(4, 2, 64, "bfloat16"), (16, 8, 128, "bfloat16"), (3, 1, 32, "float16"), (2, 2, 256, "float32")],
+    ("heads", "kv_heads", "width", "dtype", "offset"),
+    [
+        (4, 2, 64, "bfloat16", 0.0),
+        (16, 8, 128, "bfloat16", 0.0),
+        (3, 1, 32, "float16", 0.0),
+        (2, 2, 256, "float32", 0.0),
+        (4, 1, 256, "bfloat16", 1.0),
+    ],
 )
 def test_gradients_of_heads_are_those_of_the_separate_steps(
-    heads: int, kv_heads: int, width: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+    heads: int, kv_heads: int, width: int, dtype: str, offset: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = heads_case(16, heads, kv_heads, width, dtype)
+    gradients = functools.partial(heads_gradients, norm_offset=offset)
     with detjax.use_backend("hopper"):
-        lowered(heads_gradients, *case)
-        in_one_step = interpreted(heads_gradients, *case)
+        lowered(gradients, *case)
+        in_one_step = interpreted(gradients, *case)
         monkeypatch.setattr("detjax.pallas.hopper.rope.serves_gradients", lambda *_: False)
-        in_steps = interpreted(lambda *case: heads_gradients(*case), *case)
+        in_steps = interpreted(lambda *case: gradients(*case), *case)
     # The interpreter adds rows in orders of its own, so its last places may differ.
     close(in_one_step, in_steps, {"bfloat16": 4e-3, "float16": 1e-3, "float32": 1e-6}[dtype])
 
