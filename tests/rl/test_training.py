@@ -43,6 +43,7 @@ PLANS = {
 }
 CASES = [("qwen3, tied", "float32", name) for name in PLANS]
 CASES += [("qwen2", "bfloat16", name) for name in PLANS if "rows of 2" in name or "packed in 64" in name]
+CASES += [("gemma3", "bfloat16", name) for name in PLANS if "rows of 2" in name or "packed in 64" in name]
 CASES += [("deepseek-v3", "float32", name) for name in PLANS if "rows of 2" in name or "packed in 256" in name]
 
 

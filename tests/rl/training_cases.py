@@ -35,6 +35,15 @@ def _config(**options: Any) -> DecoderConfig:
 CONFIGS = {
     "qwen3, tied": _config(),
     "qwen2": _config(architecture="Qwen2ForCausalLM", qk_norm=False, qkv_bias=True, tied_embeddings=False),
+    "gemma3": _config(
+        architecture="Gemma3ForCausalLM",
+        layers=2,
+        windows=(11, None),
+        activation="gelu_tanh",
+        window_rope=RotaryEmbedding(16, 100.0),
+        query_pre_attn_scalar=20,
+        logit_soft_cap=2.0,
+    ),
     "deepseek-v3": _config(
         architecture="DeepseekV3ForCausalLM",
         qk_norm=False,
