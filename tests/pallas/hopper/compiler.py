@@ -393,6 +393,9 @@ def compile_programs(programs: Mapping[str, Program]) -> None:
             print("fused:", *re.findall(r"dynamic[-_]slice[-_]fusion", compiled.as_text()), flush=True)
             if name in DONATED:
                 print("copied:", *copied(compiled.as_text()), flush=True)
+                memory: Any = compiled.memory_analysis()
+                new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+                print("memory:", new, memory.temp_size_in_bytes, flush=True)
 
 
 def copied(hlo: str) -> list[str]:

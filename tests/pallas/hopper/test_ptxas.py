@@ -64,6 +64,15 @@ def test_gradients_continue_sums_where_they_lie(reports: dict[str, str]) -> None
     assert not {shape for shape in copies.split() if shape.startswith("f32") and "," in shape}
 
 
+def test_a_microbatch_takes_memory_for_a_chunk_of_logits_and_for_activations_alone(reports: dict[str, str]) -> None:
+    """1024 tokens of a decoder of two layers, whose sums take 1.4 GB and lie where they are."""
+    (memory,) = re.findall(r"^memory: (\d+) (\d+)$", reports["gradients of a decoder"], re.MULTILINE)
+    results, temporary = map(int, memory)
+    assert results < 2**16
+    logits = 1024 * 151936 * (4 + 2)  # float32, and their gradients in bfloat16
+    assert temporary < 1.15 * logits
+
+
 def test_an_optimizer_writes_its_state_where_it_lies(reports: dict[str, str]) -> None:
     (copies,) = re.findall(r"^copied:(.*)$", reports["adamw"], re.MULTILINE)
     assert copies.split() == []
