@@ -30,6 +30,12 @@ Sums of rows
 `rms_norm`, `softmax`, `log_softmax` and `logsumexp` add a row in the order of `LANES` and `LANE_GROUP`. The softmax
 family works on blocks of the row; `SOFTMAX_BLOCK` has its formulas.
 
+Single elements
+---------------
+
+`add` is `rn(x + y)`, and `scale` is `rn(x * c)` with the constant `c` rounded to x's dtype before. A model whose norms
+stand between a projection and the residual stream adds by `add`, and by `rms_norm` with a residual.
+
 Attention
 ---------
 
