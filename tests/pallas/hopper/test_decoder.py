@@ -93,3 +93,49 @@ def test_a_request_is_the_same_alone_and_in_a_batch(model: Decoder) -> None:
     assert_same_bits(together[1:2], alone)
     with detjax.use_backend("portable"):
         np.testing.assert_allclose(together, logits(tokens), atol=0.05)
+
+
+@pytest.fixture(scope="module")
+def gemma() -> Decoder:
+    raw = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 128,
+        "sliding_window": 3,
+        "sliding_window_pattern": 2,
+        "final_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 40,
+    }
+    return Decoder(DecoderConfig.from_hugging_face(raw, "test"), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+
+
+def test_kernels_serve_norms_of_branches_and_sums(gemma: Decoder) -> None:
+    with detjax.use_backend("hopper"):
+        counts = kernel_counts(jax.make_jaxpr(lambda tokens: gemma(tokens))(jnp.zeros((2, 3), jnp.int32)).jaxpr)
+    assert counts["scatter"] == 0
+    assert counts["matmul"] == 4 * LAYERS + 1
+    assert counts["rms_norm"] == 4 * LAYERS + 1
+    assert counts["norm_rope_append_kv"] == LAYERS
+    # The factor of the embedding, and each layer's last sum.
+    assert counts["map_elements"] == LAYERS + 1
+    assert counts["dot"] == 0
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.usefixtures("matrix_unit", "attention_in_the_interpreter", "two_multiprocessors")
+def test_a_request_with_norms_of_branches_is_the_same_alone_and_in_a_batch(gemma: Decoder) -> None:
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 128, (3, 4)))
+
+    def logits(tokens: jax.Array) -> jax.Array:
+        return detjax.jit(lambda tokens: gemma(tokens))(tokens)
+
+    with detjax.use_backend("hopper"), plgpu.force_gpu_interpret_mode(INTERPRETER):
+        together, alone = logits(tokens), logits(tokens[1:2])
+    assert_same_bits(together[1:2], alone)
+    with detjax.use_backend("portable"):
+        np.testing.assert_allclose(together, logits(tokens), atol=0.05)
