@@ -37,6 +37,7 @@ INSTALL = f"pip install torch=={VERSIONS['torch']} transformers=={VERSIONS['tran
 
 try:
     import numpy as np
+    import safetensors.torch
     import tokenizers
     import torch
     import transformers
@@ -102,22 +103,22 @@ def rope_theta_10000(config: Config, weights: Weights) -> None:
 
 def rope_theta_of(layer_type: str, theta: float) -> Removal:
     def change(config: Config, weights: Weights) -> None:
-        own = {**config.rope_parameters[layer_type], "rope_theta": theta}
-        config.rope_parameters = {**config.rope_parameters, layer_type: own}
+        changed = {**config.rope_parameters[layer_type], "rope_theta": theta}
+        config.rope_parameters = {**config.rope_parameters, layer_type: changed}
 
     change.__name__ = f"rope_theta_of_{layer_type}_{theta:.0f}"
     return change
 
 
 def no_rope_scaling_of_full_layers(config: Config, weights: Weights) -> None:
-    own = {"rope_type": "default", "rope_theta": config.rope_parameters["full_attention"]["rope_theta"]}
-    config.rope_parameters = {**config.rope_parameters, "full_attention": own}
+    unscaled = {"rope_type": "default", "rope_theta": config.rope_parameters["full_attention"]["rope_theta"]}
+    config.rope_parameters = {**config.rope_parameters, "full_attention": unscaled}
 
 
 def rope_scaling_of_sliding_layers(config: Config, weights: Weights) -> None:
     full, sliding = (config.rope_parameters[name] for name in ("full_attention", "sliding_attention"))
-    own = {**full, "rope_theta": sliding["rope_theta"]}
-    config.rope_parameters = {**config.rope_parameters, "sliding_attention": own}
+    scaled = {**full, "rope_theta": sliding["rope_theta"]}
+    config.rope_parameters = {**config.rope_parameters, "sliding_attention": scaled}
 
 
 def layer_types_of_pattern(pattern: int) -> Removal:
@@ -265,6 +266,50 @@ def the_last_tap_alone(config: Config, weights: Weights) -> None:
             weight[..., :-1].zero_()
 
 
+def no_sinks(config: Config, weights: Weights) -> None:
+    for name, weight in weights.items():
+        if name.endswith("sinks"):
+            weight.fill_(-100.0)
+
+
+def no_bounds_of_experts(config: Config, weights: Weights) -> None:
+    config.swiglu_limit = 1e6
+
+
+def default_bounds_of_experts(config: Config, weights: Weights) -> None:
+    config.swiglu_limit = 7.0
+
+
+def default_slope_of_experts(config: Config, weights: Weights) -> None:
+    config.swiglu_alpha = 1.702
+
+
+def no_router_biases(config: Config, weights: Weights) -> None:
+    for name, weight in weights.items():
+        if name.endswith("router.bias"):
+            weight.zero_()
+
+
+def no_biases_of(projection: str) -> Removal:
+    def change(config: Config, weights: Weights) -> None:
+        for name, weight in weights.items():
+            if name.endswith(f"{projection}_bias"):
+                weight.zero_()
+
+    change.__name__ = f"no_biases_of_{projection}"
+    return change
+
+
+def gate_and_up_in_halves(config: Config, weights: Weights) -> None:
+    for name, weight in weights.items():
+        if name.endswith("gate_up_proj"):
+            weight.copy_(torch.cat([weight[..., ::2], weight[..., 1::2]], dim=-1))
+
+
+def yarn_with_whole_ends(config: Config, weights: Weights) -> None:
+    config.rope_parameters = {**config.rope_parameters, "truncate": True}
+
+
 def pairs_half_a_row_apart(config: Config, weights: Weights) -> None:
     config.rope_interleave = False
 
@@ -304,6 +349,8 @@ class Fixture:
     transformers_4_config: bool = False
     # Keys of the published config.json that transformers does not write.
     published_keys: tuple[tuple[str, object], ...] = ()
+    # The ends of the names of tensors [E, inputs, outputs] that are drawn so that MXFP4 holds them, and stored in it.
+    mxfp4: tuple[str, ...] = ()
 
 
 ALL = (
@@ -755,6 +802,129 @@ ALL = (
         embedding_std=0.25,
     ),
     Fixture(
+        name="gpt-oss",
+        about="sinks, a window of 37 on the second layer of 2 (not the default pattern), biases everywhere; YaRN whose "
+        "ramp does not end at whole numbers, attention_factor 1.2; 2 of 6 experts with gate and up by turns, bounds of "
+        "1.1 and a slope of 1.3; widths that are no multiples of 32",
+        config=transformers.GptOssConfig(
+            vocab_size=137,
+            hidden_size=44,
+            intermediate_size=28,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=24,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            max_position_embeddings=512,
+            rms_norm_eps=1e-5,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+                "attention_factor": 1.2,
+            },
+            sliding_window=37,
+            layer_types=["full_attention", "sliding_attention"],
+            swiglu_alpha=1.3,
+            swiglu_limit=1.1,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=1,
+        ),
+        stored=torch.bfloat16,
+        matters=(
+            no_sinks,
+            sliding_window_one_longer,
+            sliding_window_everywhere,
+            layer_types_of_pattern(2),
+            no_rope_scaling,
+            no_yarn_attention_factor,
+            yarn_with_whole_ends,
+            no_attention_biases,
+            no_router_biases,
+            no_biases_of("gate_up_proj"),
+            no_biases_of("down_proj"),
+            gate_and_up_in_halves,
+            no_bounds_of_experts,
+            default_bounds_of_experts,
+            default_slope_of_experts,
+            one_expert_fewer,
+        ),
+        embedding_std=0.25,
+    ),
+    Fixture(
+        name="gpt-oss-mxfp4",
+        about="experts in MXFP4; sinks, a window of 21 on layer 1 of 2, bounds of 2; YaRN by 32 with rope_theta "
+        "150000; 3 of 5 experts; config.json in the published form (quantization_config, rope_scaling, rope_theta)",
+        config=transformers.GptOssConfig(
+            vocab_size=141,
+            hidden_size=64,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=32,
+            num_local_experts=5,
+            num_experts_per_tok=3,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+            sliding_window=21,
+            swiglu_limit=2.0,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=1,
+        ),
+        stored=torch.bfloat16,
+        matters=(
+            no_sinks,
+            sliding_window_one_longer,
+            sliding_window_everywhere,
+            no_rope_scaling,
+            no_yarn_attention_factor,
+            yarn_with_whole_ends,
+            no_attention_biases,
+            no_router_biases,
+            no_biases_of("gate_up_proj"),
+            no_biases_of("down_proj"),
+            gate_and_up_in_halves,
+            default_bounds_of_experts,
+            one_expert_fewer,
+        ),
+        embedding_std=0.25,
+        published_keys=(
+            ("quantization_config", {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"}),
+            ("rope_theta", 150000),
+            (
+                "rope_scaling",
+                {
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "factor": 32.0,
+                    "original_max_position_embeddings": 128,
+                    "rope_type": "yarn",
+                    "truncate": False,
+                },
+            ),
+            ("experts_per_token", 3),
+            ("initial_context_length", 128),
+        ),
+        mxfp4=("experts.gate_up_proj", "experts.down_proj"),
+    ),
+    Fixture(
         name="qwen3-next",
         about="gated delta nets in layers 0, 1 and 3 (not every fourth layer has attention), 4 value heads of 12 on 2 "
         "key heads of 16, keys that resemble queries; gated attention with head_dim 24 of which 12 columns turn, norms "
@@ -832,7 +1002,7 @@ def fill(model: transformers.PreTrainedModel, fixture: Fixture, generator: torch
             ends = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight", "model.norm.weight")
             gain = 3.0 if offset and name.endswith(ends) else 1.0
             value = gain - offset + 0.25 * noise
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", "_proj_bias")):
             value = 0.4 * noise
         elif name.endswith("embed_tokens.weight"):
             value = fixture.embedding_std * noise
@@ -841,6 +1011,8 @@ def fill(model: transformers.PreTrainedModel, fixture: Fixture, generator: torch
             value = gain / math.sqrt(parameter.shape[-1]) * noise
         if fixture.config.model_type == "qwen3_next":
             value = value_of_linear_attention(name, value, noise, fixture.config)
+        if name.endswith(fixture.mxfp4):
+            value = from_mxfp4(*to_mxfp4(value))
         parameter.copy_(value.to(fixture.stored))
     for name, buffer in model.named_buffers():
         if name.endswith(CORRECTION):
@@ -868,6 +1040,38 @@ def value_of_linear_attention(name: str, value: torch.Tensor, noise: torch.Tenso
     elif name.endswith("norm.weight") and "linear_attn" not in name:
         value = value - 1
     return value
+
+
+# The sizes of the four-bit numbers, and how many numbers share an exponent.
+MXFP4_SIZES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+MXFP4_GROUP = 32
+
+
+def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns blocks [E, outputs, inputs / 32, 16] and scales of the nearest numbers to [E, inputs, outputs]."""
+    groups = weight.float().transpose(1, 2).unflatten(-1, (-1, MXFP4_GROUP))
+    exponents = groups.abs().amax(-1, keepdim=True).log2().floor() - 2
+    nearest = ((groups.abs() * 2.0**-exponents)[..., None] - MXFP4_SIZES).abs().argmin(-1)
+    nibbles = (nearest + 8 * groups.signbit()).to(torch.uint8)
+    return nibbles[..., 0::2] | nibbles[..., 1::2] << 4, (exponents[..., 0] + 127).to(torch.uint8)
+
+
+def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Returns the numbers [E, inputs, outputs] of blocks and scales."""
+    nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()
+    sizes = torch.cat([MXFP4_SIZES, -MXFP4_SIZES])[nibbles]
+    return (sizes * 2.0 ** (scales[..., None].float() - 127)).flatten(-2).transpose(1, 2).contiguous()
+
+
+def store_in_mxfp4(file: Path, fixture: Fixture) -> None:
+    """Replaces the tensors that the fixture names by their blocks and scales."""
+    packed = {}
+    for name, tensor in safetensors.torch.load_file(file).items():
+        if name.endswith(fixture.mxfp4):
+            packed[f"{name}_blocks"], packed[f"{name}_scales"] = to_mxfp4(tensor)
+        else:
+            packed[name] = tensor
+    safetensors.torch.save_file(packed, file, metadata={"format": "pt"})
 
 
 def compute_logits(model: transformers.PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -1095,6 +1299,8 @@ def save(fixture: Fixture, model: transformers.PreTrainedModel, arrays: dict[str
     for name, buffer in corrections.items():
         model.get_submodule(name.rpartition(".")[0])._buffers[CORRECTION] = buffer
     model.save_pretrained(folder, max_shard_size=fixture.shard_size or "1GB")
+    if fixture.mxfp4:
+        store_in_mxfp4(folder / "model.safetensors", fixture)
     if fixture.transformers_4_config:
         (folder / "generation_config.json").unlink()
     rewrite_config(folder / "config.json", fixture)
@@ -1115,6 +1321,8 @@ def verify(fixture: Fixture, folder: Path) -> str:
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     # transformers does not read every model_type that published files have.
     raw = {key: value for key, value in raw.items() if key != "auto_map"} | {"model_type": fixture.config.model_type}
+    if fixture.mxfp4:
+        raw["quantization_config"] |= {"dequantize": True}
     for dtype in (torch.float32, torch.float64):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder,

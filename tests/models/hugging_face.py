@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import safetensors.numpy
 from safetensors import safe_open
@@ -27,6 +28,27 @@ def tensors(directory: Path, files: str = "*.safetensors") -> dict[str, np.ndarr
         with safe_open(file, framework="numpy") as handle:
             read |= {name: handle.get_tensor(name) for name in handle.keys()}
     return read
+
+
+def plain_tensors(directory: Path) -> dict[str, np.ndarray]:
+    """The stored tensors, with the numbers [E, inputs, outputs] in place of MXFP4's blocks and scales."""
+    stored = tensors(directory)
+    for blocks in [name for name in stored if name.endswith("_blocks")]:
+        name = blocks.removesuffix("_blocks")
+        numbers = mxfp4_numbers(stored.pop(blocks), stored.pop(f"{name}_scales"))
+        stored[name] = numbers.swapaxes(1, 2).astype(ml_dtypes.bfloat16)
+    return stored
+
+
+def mxfp4_numbers(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The numbers [E, outputs, inputs] of blocks and scales, float64: a sign, two bits of exponent, one of size."""
+    nibbles = np.stack([blocks % 16, blocks // 16], axis=-1).astype(np.int64)
+    negative, exponent, half = nibbles >> 3, nibbles >> 1 & 3, (nibbles & 1) / 2
+    sizes = np.where(exponent > 0, (1 + half) * 2.0 ** (exponent - 1), half)
+    numbers = np.where(negative, -sizes, sizes).reshape(*scales.shape, 32) * 2.0 ** (
+        scales[..., None].astype(int) - 127
+    )
+    return numbers.reshape(*scales.shape[:2], -1)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from tests.models.hugging_face import (
     changed_json,
     changed_tensors,
     copied,
+    plain_tensors,
     tensors,
 )
 from tests.support.bits import assert_same_bits
@@ -46,10 +47,14 @@ def model_in(directory: Path | str, **arguments: Any) -> Decoder:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_tensor_stands_where_the_decoder_has_it(name):
-    stored, read = tensors(FIXTURES / name), parameters(model_in(FIXTURES / name))
+    stored, read = plain_tensors(FIXTURES / name), parameters(model_in(FIXTURES / name))
 
     def joined(layer: int, join: Callable, *names: str) -> np.ndarray:
         return join([stored.pop(f"model.layers.{layer}.{name}") for name in names])
+
+    def by_turns(parts: list[np.ndarray]) -> np.ndarray:
+        """Gate and up `[E, 2, N, ...]` of a tensor in which they alternate along the last axis."""
+        return np.moveaxis(np.stack([parts[0][..., 0::2], parts[0][..., 1::2]], axis=1), -1, 2)
 
     only, rows, stacked = (lambda parts: parts[0]), np.concatenate, np.stack
     expected = {("embedding", "weight"): stored.pop(EMBEDDING)}
@@ -72,6 +77,7 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
             ("attention", "kv_up"): (only, "self_attn.kv_b_proj.weight"),
             ("attention", "output"): (only, "self_attn.o_proj.weight"),
             ("attention", "output_bias"): (only, "self_attn.o_proj.bias"),
+            ("attention", "sinks"): (only, "self_attn.sinks"),
             ("mlp_norm", "weight"): (only, "post_attention_layernorm.weight"),
             ("mlp", "gate_up"): (stacked, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
             ("mlp", "gate_up_bias"): (stacked, "mlp.gate_proj.bias", "mlp.up_proj.bias"),
@@ -101,6 +107,13 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
             names["mlp", "shared_gate"] = only, f"{block}.shared_expert_gate.weight"
             names["mlp", "gate_up"] = (lambda parts: np.stack([parts[0::2], parts[1::2]], axis=1)), *pairs
             names["mlp", "down"] = stacked, *(f"{block}.experts.{expert}.{down}.weight" for expert in experts)
+        if name.startswith("gpt-oss"):
+            names["mlp", "router", "weight"] = only, "mlp.router.weight"
+            names["mlp", "router", "bias"] = only, "mlp.router.bias"
+            names["mlp", "gate_up"] = by_turns, "mlp.experts.gate_up_proj"
+            names["mlp", "gate_up_bias"] = by_turns, "mlp.experts.gate_up_proj_bias"
+            names["mlp", "down"] = (lambda parts: parts[0].swapaxes(1, 2)), "mlp.experts.down_proj"
+            names["mlp", "down_bias"] = only, "mlp.experts.down_proj_bias"
         if name.startswith("gemma"):
             names["mlp_norm", "weight"] = only, "pre_feedforward_layernorm.weight"
             names["attention_output_norm", "weight"] = only, "post_attention_layernorm.weight"
@@ -228,7 +241,7 @@ def test_a_progress_bar_is_drawn_on_stderr_if_it_is_a_terminal_or_asked_for(
 def test_what_is_saved_has_the_tensors_it_was_loaded_from_and_loads_as_the_same(tmp_path, name):
     model, tokenizer = load(FIXTURES / name)
     save(model, tmp_path / "saved", tokenizer=tokenizer)
-    assert_same_bits(tensors(tmp_path / "saved"), tensors(FIXTURES / name))
+    assert_same_bits(tensors(tmp_path / "saved"), plain_tensors(FIXTURES / name))
     again, tokenizer_again = load(tmp_path / "saved")
     assert_same_bits(parameters(again), parameters(model))
     assert (again.config, again.generation_defaults) == (model.config, model.generation_defaults)
