@@ -29,7 +29,7 @@ from detjax.kv_pages import KVPages, QuantizedPages, Queries
 from detjax.models import Decoder, KVCache
 from detjax.models.config import DecoderConfig
 from detjax.models.network import split
-from detjax.options import Epilogue, KVQuantization, Masking
+from detjax.options import Clamp, Epilogue, KVQuantization, Masking
 from detjax.pallas.hopper import attention as hopper_attention
 from detjax.pallas.hopper import elements, embedding, grouped_matmul, norm_gradient, sampling, softmax
 from detjax.pallas.hopper import norm as hopper_norm
@@ -251,6 +251,17 @@ def experts(rows: int, unit: int, count: int, *, gated: bool = True) -> Program:
     return fn, [array(rows, w[-1]), array(*w), array(count, dtype="int32")]
 
 
+def clamped_experts(rows: int, unit: int, count: int, width: int) -> Program:
+    """The first projection of gpt-oss's experts, with biases."""
+
+    def fn(x: jax.Array, w: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Array:
+        epilogue = Epilogue("silu", gated=True, clamp=Clamp(limit=7.0, slope=1.702))
+        options = {"layout": "nk", "epilogue": epilogue, "out_dtype": jnp.dtype("bfloat16")}
+        return grouped_matmul.forward(x, w, bias, sizes, unit=unit, **options)  # pyright: ignore
+
+    return fn, [array(rows, width), array(count, 2, width, width), array(count, 2, width), array(count, dtype="int32")]
+
+
 def adamw_update(size: int) -> Program:
     """The next master and optimizer state of one leaf, which are the first operands."""
     optimizer = adamw(1e-3, weight_decay=0.1)
@@ -369,6 +380,8 @@ def programs() -> dict[str, Program]:
         "experts of some rows": experts(8192, 32, 64),
         "experts of many rows": experts(81792, 128, 128),
         "projection of experts of many rows": experts(81792, 128, 128, gated=False),
+        "clamped experts of few rows": clamped_experts(480, 8, 32, 2880),
+        "clamped experts of many rows": clamped_experts(20480, 128, 32, 2880),
         "squares of a leaf": (partial(elements.slice_squares, slices=8), [array(1024 * 3072, dtype="float32")]),
     }
 
