@@ -776,8 +776,8 @@ ALL = (
     ),
     Fixture(
         name="olmoe",
-        about="3 of 6 experts in every layer, whose weights are not normalized; norms of all queries and of all keys of "
-        "a token, queries, keys and values within 1.25, rms_norm_eps 1e-5",
+        about="3 of 6 experts in every layer, whose weights are not normalized; norms of all queries and of all keys "
+        "of a token, queries, keys and values within 1.25, rms_norm_eps 1e-5",
         config=transformers.OlmoeConfig(
             vocab_size=149,
             hidden_size=64,
