@@ -57,6 +57,11 @@ class RotaryEmbedding:
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
     rotary_dim: int | None = None
 
+    def __repr__(self) -> str:
+        """Returns the fields, `rotary_dim` only where it is in use: digests of models follow from this text."""
+        partial = "" if self.rotary_dim is None else f", rotary_dim={self.rotary_dim!r}"
+        return f"RotaryEmbedding(head_dim={self.head_dim!r}, theta={self.theta!r}, scaling={self.scaling!r}{partial})"
+
     def __post_init__(self) -> None:
         if self.rotary_dim is not None:
             if self.rotary_dim < 2 or self.rotary_dim % 2 or self.rotary_dim >= self.head_dim:
