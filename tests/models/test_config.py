@@ -279,8 +279,8 @@ def test_what_is_written_is_read_as_the_same_configuration(name):
 def test_what_is_written_needs_the_keys_of_one_version_of_transformers_only(name, removed):
     config = read(fixture(name))
     written = config.to_hugging_face()
-    if (name, removed) in (("gemma2", "layer_types"), ("gpt-oss", "layer_types")):
-        pytest.skip("transformers 4 can say no other pattern of this family's windows than its own")
+    if removed == "layer_types" and name in ("gemma2", "gpt-oss", "qwen3-next"):
+        pytest.skip("no other key can say another pattern of this family's layers than its own")
     written.pop(removed, None)
     assert DecoderConfig.from_hugging_face(written, "config.json") == config
 
