@@ -1,0 +1,201 @@
+"""Qwen3-Next: what its configurations say, and requests whose state lies in slots."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import detjax
+from detjax.engine import Engine, Request, SamplingParams
+from detjax.models import CheckpointError, Decoder, DecoderConfig, KVCache, load, save
+from detjax.models.parts.delta_net import DeltaNetOptions
+from detjax.models.parts.gated_experts import GatedExpertsOptions
+from detjax.models.parts.state import StateSize
+from detjax.ops.rotary import LinearScaling, RotaryEmbedding
+from detjax.request_state import DROPPABLE_TOKENS
+from tests.models.hugging_face import changed_tensors
+from tests.support.bits import assert_same_bits, same_bits
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen3-next"
+RAW: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+}
+
+
+def read(**changes: Any) -> DecoderConfig:
+    return DecoderConfig.from_hugging_face(RAW | changes, "some/config.json")
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(CheckpointError) as error:
+        read(**changes)
+    return str(error.value)
+
+
+# --- configurations ---------------------------------------------------------------------------------------------------
+
+
+def test_keys_that_are_left_out_have_the_values_of_transformers() -> None:
+    config = read()
+    linear = (True, True, True, False, True, True)
+    assert config.delta == DeltaNetOptions(
+        key_heads=16, value_heads=32, key_dim=128, value_dim=128, taps=4, layers=linear
+    )
+    assert config.experts == GatedExpertsOptions(
+        experts=512, chosen=10, inner_width=512, normalized=True, layers=(True,) * 6, shared_width=512
+    )
+    assert (config.head_dim, config.kv_heads, config.max_positions, config.qkv_bias) == (256, 2, 32768, False)
+    assert config.rope == RotaryEmbedding(256, 10_000.0, rotary_dim=64)
+
+
+def test_the_share_of_columns_that_turn_stands_in_one_of_three_places() -> None:
+    expected = RotaryEmbedding(256, 1e7, rotary_dim=128)
+    assert read(partial_rotary_factor=0.5, rope_theta=1e7).rope == expected
+    assert read(rope_parameters={"rope_theta": 1e7, "partial_rotary_factor": 0.5}).rope == expected
+    assert read(rope_theta=1e7, rope_scaling={"type": "default", "partial_rotary_factor": 0.5}).rope == expected
+    assert read(partial_rotary_factor=1.0).rope == RotaryEmbedding(256, 10_000.0)
+    scaled = read(rope_scaling={"type": "linear", "factor": 2.0})
+    assert scaled.rope == RotaryEmbedding(256, 10_000.0, LinearScaling(2.0), rotary_dim=64)
+
+
+def test_columns_that_do_not_turn_have_the_frequency_zero() -> None:
+    rope = RotaryEmbedding(24, 100.0, rotary_dim=8)
+    assert_same_bits(rope.inverse_frequencies[:4], RotaryEmbedding(8, 100.0).inverse_frequencies)
+    assert (rope.inverse_frequencies[4:] == 0).all() and len(rope.inverse_frequencies) == 12
+
+
+def test_layers_follow_the_interval_or_are_named() -> None:
+    delta = read(full_attention_interval=3).delta
+    assert delta is not None and delta.layers == (True, True, False) * 2
+    types = ["full_attention", *["linear_attention"] * 5]
+    delta = read(layer_types=types).delta
+    assert delta is not None and delta.layers == (False, True, True, True, True, True)
+
+
+def test_some_layers_or_all_have_an_mlp() -> None:
+    experts = read(mlp_only_layers=[1, 4], num_local_experts=7).experts
+    assert experts is not None and (experts.experts, experts.layers) == (7, (True, False, True, True, False, True))
+    assert read(num_experts=0).experts is None
+    assert read(mlp_only_layers=[*range(6)]).experts is None
+
+
+def test_what_is_written_says_the_same() -> None:
+    for changes in ({}, {"num_experts": 0}, {"mlp_only_layers": [2], "layer_types": ["full_attention"] * 6}):
+        config = read(**changes)
+        assert DecoderConfig.from_hugging_face(config.to_hugging_face(), "config.json") == config
+
+
+def test_what_is_not_served_is_refused() -> None:
+    assert "partial_rotary_factor is 0.001; accepted: a share of head_dim" in refusal(partial_rotary_factor=0.001)
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    assert "rope_scaling is {'rope_type': 'yarn'" in refusal(rope_scaling=yarn)
+    assert "layer_types is ['sliding_attention'" in refusal(layer_types=["sliding_attention"] * 6)
+    assert "linear_num_value_heads is 24; accepted: a multiple" in refusal(linear_num_value_heads=24)
+    assert "mlp_only_layers is [True, 'x']" in refusal(mlp_only_layers=[True, "x"])
+
+
+def test_tensors_of_the_prediction_of_further_tokens_are_passed_over(tmp_path: Path) -> None:
+    save(fixture(), tmp_path / "saved")
+    with changed_tensors(tmp_path / "saved" / "model.safetensors") as tensors:
+        tensors["mtp.layers.0.mlp.gate.weight"] = np.zeros((2, 3), np.float32)
+    load(tmp_path / "saved", progress=False)
+
+
+# --- state in slots ---------------------------------------------------------------------------------------------------
+
+
+def fixture(dtype: str = "float32") -> Decoder:
+    return load(FIXTURE, dtype=dtype, progress=False)[0]
+
+
+def tokens(batch: int, length: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).integers(0, 113, (batch, length)), jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return fixture("bfloat16")
+
+
+@pytest.fixture(scope="module")
+def run(model: Decoder) -> Any:
+    graphdef, state = nnx.split(model)
+    program = detjax.jit(lambda state, *args: nnx.merge(graphdef, state)(*args))
+    return lambda *args: program(state, *args)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("ends", [(60,), (63,), (120,), (126,)])
+def test_dropped_tokens_leave_no_trace(ends: tuple[int], run: Any, model: Decoder) -> None:
+    """A verify step's drafts are refused, and the cache is given its former lengths."""
+    (kept,), given = ends, tokens(2, 144)
+    whole = np.asarray(run(given))
+    cache = KVCache.empty(model.config, 2, 144, model.dtype)
+    _, cache = run(given, cache, jnp.array([kept, kept - 7], jnp.int32))
+    lengths, drafts = cache.lengths, jnp.full((2, DROPPABLE_TOKENS), 5, jnp.int32)
+    _, cache = run(drafts, cache, jnp.array([DROPPABLE_TOKENS, 3], jnp.int32))
+    cache = dataclasses.replace(cache, lengths=lengths)
+    rest = np.stack([np.roll(np.asarray(row), -start) for row, start in zip(given, (kept, kept - 7), strict=True)])
+    logits, _ = run(jnp.asarray(rest), cache, jnp.array([144 - kept, 20], jnp.int32))
+    assert_same_bits(np.asarray(logits)[0, : 144 - kept], whole[0, kept:])
+    assert_same_bits(np.asarray(logits)[1, :20], whole[1, kept - 7 : kept + 13])
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("batch", [5, 33])
+def test_a_request_is_the_same_in_every_batch_and_slot(batch: int, run: Any) -> None:
+    given = tokens(batch, 70)
+    alone = np.asarray(run(given[:1]))[0]
+    for slot in (0, batch // 2, batch - 1):
+        moved = jnp.roll(given, slot, axis=0)
+        assert_same_bits(np.asarray(run(moved))[slot], alone)
+
+
+def test_a_state_without_slots_is_refused(model: Decoder) -> None:
+    with pytest.raises(ValueError, match="slots is None and the model keeps a state of each request; accepted: the"):
+        model.empty_state(3)
+    assert model.has_slots
+    declaration = type(model.layers[0]).state(model.config, 0)
+    assert declaration.empty(StateSize(1, jnp.bfloat16, slots=3)).rule.s.shape == (3, 4, 16, 12)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("num_pages", [None, 3])
+def test_an_engine_gives_a_request_the_same_answer_in_a_crowd(num_pages: int | None, model: Decoder) -> None:
+    """With 3 pages, sequences are preempted and computed again, in other slots. Prompts begin alike."""
+    random = np.random.default_rng(3)
+    beginning = random.integers(0, 113, 130).tolist()
+    prompts = [beginning + random.integers(0, 113, count).tolist() for count in (1, 9, 40)] + [[7], [8, 9, 10]]
+    params = SamplingParams(max_tokens=16, temperature=0.8, seed=5, ignore_eos=True)
+    requests = [Request(prompt, params) for prompt in prompts]
+    settings: dict[str, Any] = {"max_samples": 4, "token_budget": 48, "max_length": 256}
+    with Engine(model, None, num_pages=num_pages, **settings) as engine:
+        together = [generation.completions[0] for generation in engine.generate(requests)]
+        alone = [engine.generate([request])[0].completions[0] for request in requests]
+    assert together == alone
+    offline = detjax.generate(model, prompts, params)
+    assert [generation.completions[0] for generation in offline] == together
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("size", [50, 1])
+def test_stock_numerics_depend_on_how_a_request_is_cut(size: int) -> None:
+    model, given = fixture("float32"), tokens(1, 100)
+    with detjax.use_backend("stock"):
+        graphdef, state = nnx.split(model)
+        program = detjax.jit(lambda state, *args: nnx.merge(graphdef, state)(*args))
+        whole, cache, parts = program(state, given), KVCache.empty(model.config, 1, 100, model.dtype), []
+        for start in range(0, 100, size):
+            logits, cache = program(state, given[:, start : start + size], cache)
+            parts.append(np.asarray(logits))
+    assert not same_bits(np.concatenate(parts, axis=1), np.asarray(whole))
