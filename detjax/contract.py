@@ -215,7 +215,7 @@ depends on the batch's sequences alone, which are numbered:
    and goes on from one microbatch to the next. What fills up a sequence has gradients of exact zeros, so steps of
    nothing else change no bit. A matrix unit adds the tokens of a step of a matrix; those of a bias or of a norm's
    weight are added left to right, with the heads of a token as rows of their own. Rows of an embedding add one token at
-   a time.
+   a time. A sink adds what a backend makes of a sequence's tokens, each sequence apart.
 3. Shards are added as a balanced binary tree: neighbours in pairs, then the results again in pairs, until one is left.
 4. A table that is both an embedding and a head has a sum for each, and the two are added at the end.
 

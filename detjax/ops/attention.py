@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from detjax import compilation
-from detjax.accumulated_weight import Weight, value_and_sum
+from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KeyColumns, KVPages, Queries
 from detjax.numerics import ceil_div
@@ -61,7 +61,8 @@ def attention(
         causal: a query sees no later key.
         window: a query sees at most this many keys, the last ones, itself included.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.
-        sinks: a logit per head, `[H]`, that takes its share of the softmax and has no value.
+        sinks: a logit per head, `[H]`, that takes its share of the softmax and has no value. With an
+            `AccumulatedWeight`, the gradient continues a sum.
         alibi_slopes: for each head, the factor of `key position - query position`, which is added to the score.
         mask: `mask[b, h, t, j]` says whether query `t` of the call may see the key at position `j` of the request. The
             other options restrict further what it sees. An axis of requests, or of heads, of size 1 stands for all of
@@ -72,40 +73,38 @@ def attention(
         TypeError: a dtype is not under contract, the pages' dtype is not q's, only one of keys and values is quantized,
             or the mask does not hold booleans.
         ValueError: shapes do not fit together, an option is out of range, or packed queries are given with a mask.
-        NotImplementedError: gradients are taken through quantized pages, or sinks come with a sum of their gradients.
+        NotImplementedError: gradients are taken through quantized pages, or sinks with a sum meet rows that decode.
     """
-    sinks = _sinks_without_sum(sinks)
+    sinks, sinks_sum = value_and_sum(_ATTENTION.taking(sinks))
     _check_arrays(q, kv, queries, sinks)
     masking = _masking(q, scale, causal, window, soft_cap, alibi_slopes)
     if queries.first_row is not None:
         if mask is not None:
             raise ValueError(f"attention: mask has shape {mask.shape}; accepted: None, as the queries are packed")
-        return _packed(q, kv, queries, sinks, masking)
+        return _packed(q, kv, queries, sinks, sinks_sum, masking)
     keys = queries.page_table.shape[1] * KV_BLOCK
     _check_mask("attention", mask, q, keys, f"queries.page_table being {queries.page_table.shape}")
-    return _ATTENTION.call(_attention, q, kv, queries, sinks, mask, masking=masking)
+    under_contract = functools.partial(_attention_with_sum, sinks_sum=sinks_sum)
+    return _ATTENTION.call(under_contract, q, kv, queries, sinks, mask, masking=masking)
 
 
-def _sinks_without_sum(sinks: Weight | None) -> Array | None:
-    """Returns the sinks as arrays, once they are known to have no sum of gradients."""
-    value, total = value_and_sum(_ATTENTION.taking(sinks))
-    if total is not None:
-        raise NotImplementedError(
-            "attention: sinks is an AccumulatedWeight with a sum, and no gradient of sinks is carried from one "
-            "microbatch to the next; accepted: an array. Models with sinks can be sampled from, and not yet trained."
-        )
-    return value
-
-
-def _packed(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, masking: Masking) -> Array:
+def _packed(
+    q: Array, kv: KVPages, queries: Queries, sinks: Array | None, sinks_sum: Array | None, masking: Masking
+) -> Array:
     """Rows that decode are served as rectangular queries of one token, rows that prefill as ragged ones."""
     decodes, outputs = queries.num_decodes, []
+    if decodes and sinks_sum is not None:
+        raise NotImplementedError(
+            f"attention: sinks is an AccumulatedWeight with a sum, and queries.num_decodes is {decodes}; accepted: 0, "
+            "as in training, or sinks without a sum"
+        )
     if decodes:
         decoding = q[:decodes, None], kv, queries.decoding(), sinks, None
         outputs.append(_ATTENTION.call(_attention, *decoding, masking=masking)[:, 0])
     if decodes < queries.page_table.shape[0]:
         prefilling = q[decodes:], kv, queries.prefilling(), sinks
-        outputs.append(_RAGGED_ATTENTION.call(_ragged_attention, *prefilling, masking=masking))
+        under_contract = functools.partial(_ragged_with_sum, sinks_sum=sinks_sum)
+        outputs.append(_RAGGED_ATTENTION.call(under_contract, *prefilling, masking=masking))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
 
 
@@ -214,18 +213,37 @@ def contiguous_page_table(batch: int, tokens: int) -> Int[Array, "B p"]:
     return jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention_with_sum(*operands: Any, sinks_sum: Array | None, masking: Masking) -> Array:
+    return _attention(*operands, sinks_sum, masking)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _attention(
-    q: Array, kv: KVPages, queries: Queries, sinks: Array | None, mask: Array | None, masking: Masking
+    q: Array,
+    kv: KVPages,
+    queries: Queries,
+    sinks: Array | None,
+    mask: Array | None,
+    sinks_sum: Array | None,
+    masking: Masking,
 ) -> Array:
+    del sinks_sum  # the backward pass alone adds to it
     return _output_and_normalizers((q, kv, queries, sinks, mask), masking, with_normalizers=False)[0]
 
 
-def _forward(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, mask: Array | None, masking: Masking):
+def _forward(
+    q: Array,
+    kv: KVPages,
+    queries: Queries,
+    sinks: Array | None,
+    mask: Array | None,
+    sinks_sum: Array | None,
+    masking: Masking,
+):
     _check_gradients(kv)
     operands = q, kv, queries, sinks, mask
     output = _output_and_normalizers(operands, masking, with_normalizers=True)
-    return output[0], (operands, output)
+    return output[0], (operands, output, sinks_sum)
 
 
 def _output_and_normalizers(operands: tuple[Any, ...], masking: Masking, with_normalizers: bool):
@@ -235,33 +253,44 @@ def _output_and_normalizers(operands: tuple[Any, ...], masking: Masking, with_no
 
 
 def _backward(masking: Masking, saved: tuple, do: Array):
-    operands, output = saved
+    operands, output, sinks_sum = saved
     backward = functools.partial(_ATTENTION.kernels().backward, masking=masking)
-    dq, dkv, dsinks = one_by_one(backward, (operands, output, do))
-    return dq, dkv, None, dsinks, None
+    dq, dkv, dsinks = one_by_one(backward, (operands, output, do, sinks_sum))
+    (fresh,), (carried,) = fresh_and_carried((dsinks,), (sinks_sum,))
+    return dq, dkv, None, fresh, None, carried
 
 
 _attention.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ragged_attention(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, masking: Masking) -> Array:
+def _ragged_with_sum(*operands: Any, sinks_sum: Array | None, masking: Masking) -> Array:
+    return _ragged_attention(*operands, sinks_sum, masking)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _ragged_attention(
+    q: Array, kv: KVPages, queries: Queries, sinks: Array | None, sinks_sum: Array | None, masking: Masking
+) -> Array:
+    del sinks_sum
     return one_by_one(functools.partial(_RAGGED_ATTENTION.kernels().ragged, masking=masking), (q, kv, queries, sinks))
 
 
-def _ragged_forward(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, masking: Masking):
+def _ragged_forward(
+    q: Array, kv: KVPages, queries: Queries, sinks: Array | None, sinks_sum: Array | None, masking: Masking
+):
     _check_gradients(kv)
     operands = q, kv, queries, sinks
     forward = functools.partial(_RAGGED_ATTENTION.kernels().ragged_with_normalizers, masking=masking)
     output = one_by_one(forward, operands)
-    return output[0], (operands, output)
+    return output[0], (operands, output, sinks_sum)
 
 
 def _ragged_backward(masking: Masking, saved: tuple, do: Array):
-    operands, output = saved
+    operands, output, sinks_sum = saved
     backward = functools.partial(_RAGGED_ATTENTION.kernels().ragged_backward, masking=masking)
-    dq, dkv, dsinks = one_by_one(backward, (operands, output, do))
-    return dq, dkv, None, dsinks
+    dq, dkv, dsinks = one_by_one(backward, (operands, output, do, sinks_sum))
+    (fresh,), (carried,) = fresh_and_carried((dsinks,), (sinks_sum,))
+    return dq, dkv, None, fresh, carried
 
 
 _ragged_attention.defvjp(_ragged_forward, _ragged_backward)

@@ -214,6 +214,7 @@ def backward(
     operands: tuple[Array, KVPages, Queries, Array | None, Array | None],
     output: tuple[Array, Array],
     do: Array,
+    sinks_sum: Array | None = None,
     *,
     masking: Masking,
 ) -> tuple[Array, KVPages, Array | None]:
@@ -237,6 +238,7 @@ def backward(
         operands: q, the pages, where the queries stand, sinks and mask, as `forward` takes them.
         output: what `forward` returned.
         do: the gradient of the output.
+        sinks_sum: the sum that the gradient of the sinks goes on from, float32; None: it is rounded and returned alone.
         masking: see `forward`.
     """
     (q, kv, queries, sinks, mask), (o, log2_normalizer) = operands, output
@@ -244,15 +246,16 @@ def backward(
     per_head = functools.partial(_per_head, sinks, mask, queries.page_table.shape[1], masking, q.shape[2])
     # Every query head is a group of one here, so that its dk and dv are summed apart from those of its group.
     tiles = _GradientRows(*(_packed(x, 1) for x in rows)), _tiles(q, 1, queries)
-    dkv, dsinks = _page_gradients(tiles, (kv, per_head(1)), masking)
+    dkv, dsinks = _page_gradients(tiles, (kv, per_head(1)), sinks_sum, masking)
     dq = _query_gradients(rows, queries, (kv, per_head(q.shape[2] // kv.kv_heads)), masking)
-    return dq, dkv, None if sinks is None else rounded(dsinks, sinks.dtype)
+    return dq, dkv, _rounded_or_sum(dsinks, sinks, sinks_sum)
 
 
 def ragged_backward(
     operands: tuple[Array, KVPages, Queries, Array | None],
     output: tuple[Array, Array],
     do: Array,
+    sinks_sum: Array | None = None,
     *,
     masking: Masking,
 ) -> tuple[Array, KVPages, Array | None]:
@@ -262,16 +265,24 @@ def ragged_backward(
         operands: q, the pages, where the queries stand, and sinks, as `ragged` takes them.
         output: what `ragged_with_normalizers` returned.
         do: the gradient of the output.
+        sinks_sum: see `backward`.
         masking: see `forward`.
     """
     (q, kv, queries, sinks), (o, log2_normalizer) = operands, output
     rows = _GradientRows(q, do, o, log2_normalizer[..., None])
     per_head = functools.partial(_per_head, sinks, None, queries.page_table.shape[1], masking, q.shape[1])
-    dkv, dsinks = _page_gradients(_gathered_tiles(rows, queries), (kv, per_head(1)), masking)
+    dkv, dsinks = _page_gradients(_gathered_tiles(rows, queries), (kv, per_head(1)), sinks_sum, masking)
     requests = rows_as_requests(q.shape[0], queries)
     shared = kv, per_head(q.shape[1] // kv.kv_heads)
     dq = _query_gradients(_GradientRows(*(x[:, None] for x in rows)), requests, shared, masking)[:, 0]
-    return dq, dkv, None if sinks is None else rounded(dsinks, sinks.dtype)
+    return dq, dkv, _rounded_or_sum(dsinks, sinks, sinks_sum)
+
+
+def _rounded_or_sum(dsinks: Array, sinks: Array | None, sinks_sum: Array | None) -> Array | None:
+    """Returns the gradient of the sinks in their dtype, or their next sum if they have one."""
+    if sinks is None:
+        return None
+    return rounded(dsinks, sinks.dtype) if sinks_sum is None else dsinks
 
 
 def _query_gradients(
@@ -285,12 +296,12 @@ def _query_gradients(
 
 
 def _page_gradients(
-    tiles: tuple[_GradientRows, _Tile], shared: tuple[KVPages, _PerHead], masking: Masking
+    tiles: tuple[_GradientRows, _Tile], shared: tuple[KVPages, _PerHead], sinks_sum: Array | None, masking: Masking
 ) -> tuple[KVPages, Array]:
     """Returns dk and dv, and the gradient `[H]` of the sinks in float32, of tiles in which every head is a group."""
     kv, heads = shared[0], tiles[0].q.shape[1]
     zeros = [jnp.zeros((x.shape[0], heads, *x.shape[2:]), ACCUMULATOR) for x in kv.numbers]
-    initial = *zeros, jnp.zeros(heads, ACCUMULATOR)
+    initial = *zeros, jnp.zeros(heads, ACCUMULATOR) if sinks_sum is None else sinks_sum
     dk, dv, dsinks = fold_rows(functools.partial(_add_tile, masking=masking), initial, tiles, shared, size=1)
     group, (k_pages, v_pages) = heads // kv.kv_heads, kv.numbers
     dk, dv = _sum_of_group(dk, group) * np.float32(masking.scale), _sum_of_group(dv, group)

@@ -17,6 +17,8 @@ from flax import nnx
 import detjax
 from detjax import ops
 from detjax.accumulated_weight import AccumulatedWeight
+from detjax.contract import QUERY_UNIT
+from detjax.kv_pages import KVPages, Queries
 from detjax.models import CheckpointError, DecoderConfig, load, save
 from detjax.models.gpt_oss import LogitRouter
 from detjax.models.parts.experts import ExpertsOptions
@@ -32,7 +34,7 @@ from tests.models.hugging_face import (
     plain_tensors,
     tensors,
 )
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_same_bits, same_bits
 from tests.support.unchecked import unchecked
 
 RAW: dict[str, Any] = {
@@ -234,12 +236,62 @@ def attended(sinks: Any) -> jax.Array:
     return unchecked(ops.dot_product_attention)(q, k, v, sinks=sinks).sum()
 
 
-def test_a_sum_of_the_gradients_of_sinks_is_refused() -> None:
-    sinks = AccumulatedWeight(jnp.zeros(2), jnp.zeros(2))
-    with pytest.raises(NotImplementedError, match="attention: sinks is an AccumulatedWeight with a sum"):
-        attended(sinks)
+def test_the_gradient_of_sinks_goes_on_from_their_sum() -> None:
     assert_same_bits(attended(AccumulatedWeight(jnp.zeros(2))), attended(jnp.zeros(2)))
-    assert (jax.grad(attended)(jnp.zeros(2)) != 0).all()
+    fresh = jax.grad(attended)(jnp.ones(2))
+    assert (fresh != 0).all()
+    sums = [jax.grad(lambda total: attended(AccumulatedWeight(jnp.ones(2), total)))(jnp.full(2, x)) for x in (0.0, 3.0)]
+    assert_same_bits(sums[0], fresh)
+    np.testing.assert_allclose(sums[1], fresh + 3.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sequences_at_once_and_one_after_another_give_one_sum_of_sinks(packed: bool) -> None:
+    lengths, start = (40, 17, 3), jnp.asarray([0.5, -2.0])
+    draws = [jax.random.normal(jax.random.key(seed), (3, 48, 2, 16), jnp.bfloat16) for seed in range(4)]
+
+    @detjax.jit
+    def rectangular(
+        q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, length: jax.Array, total: jax.Array
+    ) -> Any:
+        def fn(total: jax.Array) -> jax.Array:
+            sinks = AccumulatedWeight(jnp.ones(2, jnp.bfloat16), total)
+            pages = {"kv_length": length, "q_start": jnp.zeros_like(length)}
+            return unchecked(ops.dot_product_attention)(q, k, v, sinks=sinks, **pages)
+
+        present = (jnp.arange(48)[None] < length[:, None])[..., None, None]
+        return jax.vjp(fn, total)[1](jnp.where(present, do, jnp.zeros((), do.dtype)))[0]
+
+    @functools.partial(detjax.jit, static_argnames="rows")
+    def in_a_row(arrays: Any, requests: jax.Array, length: jax.Array, total: jax.Array, rows: int) -> Any:
+        ends = jnp.cumsum(-(-length // QUERY_UNIT) * QUERY_UNIT)
+        first = jnp.append(jnp.zeros_like(ends[:1]), ends[:-1])
+        row = jnp.arange(rows)
+        owner = jnp.minimum(jnp.searchsorted(ends, row, side="right"), len(length) - 1)
+        place = row - first[owner]
+        q, k, v, do = arrays
+        kv = KVPages(ops.in_pages(k[requests]), ops.in_pages(v[requests]))
+        table = ops.contiguous_page_table(len(length), 48)
+        queries = Queries(table, jnp.zeros_like(length), length, length, first)
+        q, do = (x[requests[owner], jnp.clip(place, 0, 47)] for x in (q, do))
+        do = jnp.where((place < length[owner])[:, None, None], do, jnp.zeros((), do.dtype))
+
+        def fn(total: jax.Array) -> jax.Array:
+            sinks = AccumulatedWeight(jnp.ones(2, jnp.bfloat16), total)
+            return unchecked(ops.attention)(q, kv, queries, sinks=sinks)
+
+        return jax.vjp(fn, total)[1](do)[0]
+
+    def added(chosen: list[int], total: jax.Array) -> jax.Array:
+        length = jnp.asarray([lengths[one] for one in chosen], jnp.int32)
+        if packed:
+            return in_a_row(draws, jnp.asarray(chosen), length, total, rows=112)
+        return rectangular(*(x[jnp.asarray(chosen)] for x in draws), length, total)
+
+    together = added([0, 1, 2], start)
+    assert_same_bits(added([2], added([0, 1], start)), together)
+    assert_same_bits(added([1, 2], added([0], start)), together)
+    assert not same_bits(added([0, 1, 2], jnp.zeros(2)) + start, together)
 
 
 def test_stock_attention_adds_the_gradient_of_sinks_to_their_sum() -> None:

@@ -21,8 +21,7 @@ from detjax.rl.training import Plan, batch_gradients
 from tests.support.bits import assert_same_bits, same_bits
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-TRAINED = ("qwen3-moe", "mixtral", "olmoe")
-NAMES = (*TRAINED, "gpt-oss")
+NAMES = ("qwen3-moe", "mixtral", "olmoe", "gpt-oss", "qwen3-next")
 
 
 @functools.cache
@@ -89,7 +88,7 @@ def gradients(name: str, layout: Layout, batch: list[Sample]) -> Any:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", NAMES)
 def test_microbatches_padding_and_packing_change_no_gradient(name: str) -> None:
     random = np.random.default_rng(1)
     batch = []
@@ -102,10 +101,3 @@ def test_microbatches_padding_and_packing_change_no_gradient(name: str) -> None:
         assert_same_bits(gradients(name, layout, batch), expected)
     # The control: another order of the sequences.
     assert not same_bits(gradients(name, Rows(3, 48), batch[::-1]), expected)
-
-
-@pytest.mark.parametrize("layout", [Rows(1, 16), Packed(16)])
-def test_gradients_of_sinks_are_refused(layout: Layout) -> None:
-    batch = [Sample(np.arange(9, dtype=np.int32), np.ones(8, np.float32), np.zeros(8, np.float32))]
-    with pytest.raises(NotImplementedError, match="attention: sinks is an AccumulatedWeight with a sum"):
-        gradients("gpt-oss", layout, batch)

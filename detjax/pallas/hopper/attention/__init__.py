@@ -58,6 +58,7 @@ def backward(
     operands: tuple[Array, KVPages, Queries, Array | None, Array | None],
     output: tuple[Array, Array],
     do: Array,
+    sinks_sum: Array | None = None,
     *,
     masking: Masking,
 ) -> tuple[Array, KVPages, Array | None]:
@@ -67,14 +68,22 @@ def backward(
         operands: q, the pages, where the queries stand, sinks and mask, as `forward` takes them.
         output: what `forward` returned.
         do: the gradient of the output.
+        sinks_sum: the sum that the gradient of the sinks goes on from, float32; None: it is rounded and returned alone.
         masking: see `forward`.
     """
     (q, kv, queries, sinks, mask), (o, log2_normalizers) = operands, output
     o, do = _packed(o), _packed(do)
     residuals = Residuals(_packed(q), kv, queries, sinks, mask, o, log2_normalizers)
-    dq, dk, dv, dsinks = hopper_backward.backward(residuals, do, masking=masking)
+    dq, dk, dv, dsinks = hopper_backward.backward(residuals, do, sinks_sum, masking=masking)
     dq = _unpacked(dq, q)
-    return dq, KVPages(dk, dv), None if sinks is None or dsinks is None else dsinks.astype(sinks.dtype)
+    return dq, KVPages(dk, dv), _rounded_or_sum(dsinks, sinks, sinks_sum)
+
+
+def _rounded_or_sum(dsinks: Array | None, sinks: Array | None, sinks_sum: Array | None) -> Array | None:
+    """Returns the gradient of the sinks in their dtype, or their next sum if they have one."""
+    if sinks is None or dsinks is None:
+        return None
+    return dsinks.astype(sinks.dtype) if sinks_sum is None else dsinks
 
 
 def _packed(x: Array) -> Array:
@@ -133,6 +142,7 @@ def ragged_backward(
     operands: tuple[Array, KVPages, Queries, Array | None],
     output: tuple[Array, Array],
     do: Array,
+    sinks_sum: Array | None = None,
     *,
     masking: Masking,
 ) -> tuple[Array, KVPages, Array | None]:
@@ -142,12 +152,13 @@ def ragged_backward(
         operands: q, the pages, where the queries stand, and sinks, as `ragged` takes them.
         output: what `ragged_with_normalizers` returned.
         do: the gradient of the output; that of rows that belong to no request is not read.
+        sinks_sum: see `backward`.
         masking: see `forward`.
     """
     (q, kv, queries, sinks), (o, log2_normalizers) = operands, output
     residuals = Residuals(q, kv, queries, sinks, None, o, log2_normalizers)
-    dq, dk, dv, dsinks = hopper_backward.backward(residuals, do, masking=masking)
-    return dq, KVPages(dk, dv), None if sinks is None or dsinks is None else dsinks.astype(sinks.dtype)
+    dq, dk, dv, dsinks = hopper_backward.backward(residuals, do, sinks_sum, masking=masking)
+    return dq, KVPages(dk, dv), _rounded_or_sum(dsinks, sinks, sinks_sum)
 
 
 def _in_numbers(

@@ -71,7 +71,12 @@ class Residuals(NamedTuple):
 
 
 def backward(
-    residuals: Residuals, do: Array, *, masking: Masking, schedule: Schedule | None = None
+    residuals: Residuals,
+    do: Array,
+    sinks_sum: Array | None = None,
+    *,
+    masking: Masking,
+    schedule: Schedule | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
     """Gradients of q `[N, H, K]`, of both page pools `[P, h, S, K]` and `[P, h, S, V]`, and of the sinks `[H]` float32.
 
@@ -81,6 +86,7 @@ def backward(
     Args:
         residuals: the forward call.
         do: gradient of the output, `[N, H, V]`; zeros in rows that only fill up rectangular ones.
+        sinks_sum: the sum that the gradient of the sinks goes on from; None: zeros.
         masking: which keys a query sees, and how scores are shaped.
         schedule: default: `default_schedule`.
     """
@@ -106,7 +112,9 @@ def backward(
     for names in ("kv",) if schedule.together else ("k", "v"):
         gradients |= key_gradients(problem, schedule, masking, names, operands)
     dk, dv = _zeros_in_free_pages(gradients, pages)
-    dsinks = None if residuals.sinks is None else _sink_gradient(rows, residuals.sinks, normalizers, delta)
+    dsinks = None
+    if residuals.sinks is not None:
+        dsinks = _sink_gradient(rows, residuals.sinks, normalizers, delta, sinks_sum)
     return rows.given(dq), dk, dv, dsinks
 
 
@@ -126,8 +134,12 @@ def _zeros_in_free_pages(gradients: dict[str, Array], pages: KeyPages) -> tuple[
     return dk, dv
 
 
-def _sink_gradient(rows: RequestRows, sinks: Array, normalizers: Array, delta: Array) -> Array:
-    """`-sum(share of the sink * delta)`: neighbouring rows of a request in pairs, and so on; then request by request.
+def _sink_gradient(
+    rows: RequestRows, sinks: Array, normalizers: Array, delta: Array, sinks_sum: Array | None = None
+) -> Array:
+    """`sinks_sum - sum(share of the sink * delta)`.
+
+    Neighbouring rows of a request are added in pairs, and so on; then the sum goes on request by request.
 
     So zeros that fill up change nothing, and the order is one that depends on no length.
     """
@@ -147,5 +159,5 @@ def _sink_gradient(rows: RequestRows, sinks: Array, normalizers: Array, delta: A
         x = x + jnp.where(block + stride < end, partner, 0.0)
         stride *= 2
     request_sums = jnp.where((count > 0)[:, None], x[:, jnp.minimum(first, x.shape[1] - 1)].T, 0.0)
-    total, _ = lax.scan(lambda total, one: (total + one, None), request_sums[0], request_sums[1:], unroll=32)
-    return -total
+    start, rest = (-request_sums[0], request_sums[1:]) if sinks_sum is None else (sinks_sum, request_sums)
+    return lax.scan(lambda total, one: (total - one, None), start, rest, unroll=32)[0]

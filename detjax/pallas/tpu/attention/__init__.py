@@ -146,22 +146,24 @@ def backward(
     operands: tuple[Array, KVPages, Queries, Array | None, Array | None],
     output: tuple[Array, Array],
     do: Array,
+    sinks_sum: Array | None = None,
     *,
     masking: Masking,
 ) -> tuple[Array, KVPages, Array | None]:
     """Returns the gradients of q, of the pages and of the sinks, by the portable backend's program."""
-    return portable_attention.backward(operands, output, do, masking=masking)
+    return portable_attention.backward(operands, output, do, sinks_sum, masking=masking)
 
 
 def ragged_backward(
     operands: tuple[Array, KVPages, Queries, Array | None],
     output: tuple[Array, Array],
     do: Array,
+    sinks_sum: Array | None = None,
     *,
     masking: Masking,
 ) -> tuple[Array, KVPages, Array | None]:
     """Returns the gradients of packed queries, of the pages and of the sinks, by the portable backend's program."""
-    return portable_attention.ragged_backward(operands, output, do, masking=masking)
+    return portable_attention.ragged_backward(operands, output, do, sinks_sum, masking=masking)
 
 
 def _schedule(q: Array, k_pages: Array, schedule: Schedule | None) -> tuple[Problem, Schedule]:

@@ -21,7 +21,7 @@ from detjax.pallas.hopper.attention.pieces import most_pieces
 from detjax.pallas.hopper.attention.warpgroups import TILE
 from detjax.pallas.hopper.mosaic.layouts import ROWS
 from tests.support.attention_requests import INTERPRETER, OPTIONS, WIDTHS, Requests, in_the_interpreter
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_same_bits, same_bits
 
 
 def output_gradients(requests: Requests, counts: Sequence[int]) -> list[np.ndarray]:
@@ -230,4 +230,12 @@ def test_sinks_of_packed_queries_are_added_as_those_of_rectangular_ones() -> Non
     delta = jnp.where(is_own | (np.arange(delta.shape[1]) >= end)[None], delta, 0)
     alone = (jnp.asarray(x.reshape(3, -1)) for x in values_alone)
     gradient = jax.jit(_sink_gradient, static_argnums=0)
+    alone = [*alone]
     assert_same_bits(gradient(layout, sinks, normalizers, delta), gradient(rectangular, sinks, *alone))
+    # A sum goes on from request to request, whichever of them are in one call.
+    first_ones, others = ([x[:, part] for x in alone] for part in (slice(3 * 704), slice(3 * 704, None)))
+    start = jnp.asarray(random.standard_normal(3), jnp.float32)
+    partial = gradient(RectangularRows(3, 704), sinks, *first_ones, start)
+    expected = gradient(layout, sinks, normalizers, delta, start)
+    assert_same_bits(gradient(RectangularRows(4, 704), sinks, *others, partial), expected)
+    assert not same_bits(gradient(layout, sinks, normalizers, delta) + start, expected)
