@@ -100,7 +100,8 @@ def _packed(
         )
     if decodes:
         decoding = q[:decodes, None], kv, queries.decoding(), sinks, None
-        outputs.append(_ATTENTION.call(_attention, *decoding, masking=masking)[:, 0])
+        under_contract = functools.partial(_attention_with_sum, sinks_sum=None)
+        outputs.append(_ATTENTION.call(under_contract, *decoding, masking=masking)[:, 0])
     if decodes < queries.page_table.shape[0]:
         prefilling = q[decodes:], kv, queries.prefilling(), sinks
         under_contract = functools.partial(_ragged_with_sum, sinks_sum=sinks_sum)
