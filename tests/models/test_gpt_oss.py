@@ -17,7 +17,7 @@ from flax import nnx
 import detjax
 from detjax import ops
 from detjax.accumulated_weight import AccumulatedWeight
-from detjax.contract import QUERY_UNIT
+from detjax.contract import KV_BLOCK, QUERY_UNIT
 from detjax.kv_pages import KVPages, Queries
 from detjax.models import CheckpointError, DecoderConfig, load, save
 from detjax.models.gpt_oss import LogitRouter
@@ -292,6 +292,14 @@ def test_sequences_at_once_and_one_after_another_give_one_sum_of_sinks(packed: b
     assert_same_bits(added([2], added([0, 1], start)), together)
     assert_same_bits(added([1, 2], added([0], start)), together)
     assert not same_bits(added([0, 1, 2], jnp.zeros(2)) + start, together)
+
+
+def test_a_sum_of_sinks_is_refused_where_packed_requests_decode() -> None:
+    one = jnp.ones(1, jnp.int32)
+    kv = KVPages(*(jnp.zeros((1, 2, KV_BLOCK, 16)) for _ in range(2)))
+    queries = Queries(jnp.zeros((1, 1), jnp.int32), 0 * one, one, one, jnp.zeros(0, jnp.int32))
+    with pytest.raises(NotImplementedError, match=r"attention: sinks .* queries\.num_decodes is 1; accepted: 0"):
+        unchecked(ops.attention)(jnp.zeros((1, 2, 16)), kv, queries, sinks=AccumulatedWeight(jnp.ones(2), jnp.ones(2)))
 
 
 def test_stock_attention_adds_the_gradient_of_sinks_to_their_sum() -> None:
