@@ -132,7 +132,9 @@ def test_every_operation_of_a_step_is_rounded_by_itself() -> None:
     change = mean * mean_factor / (np.sqrt(square * square_factor) + eps)
     _, state_mean, state_square = STEP(p, g, m, v)
     assert_same_bits((state_mean, state_square), (mean, square))
-    updates, _ = ADAMW.update((jnp.asarray(g),), AdamState(jnp.int32(3), (jnp.asarray(m),), (jnp.asarray(v),)), (p,))
+    updates, _ = ADAMW.update(
+        (jnp.asarray(g),), AdamState(jnp.int32(3), (jnp.asarray(m),), (jnp.asarray(v),)), (jnp.asarray(p),)
+    )
     assert_same_bits(updates[0], -rate * (change + decay * p))
 
 
