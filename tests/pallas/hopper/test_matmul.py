@@ -16,7 +16,7 @@ import pytest
 import detjax
 from detjax import compilation, ops
 from detjax.bench.shapes import TOKENS
-from detjax.bench.tune import REFERENCE
+from detjax.bench.tune import REFERENCES
 from detjax.options import Epilogue
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule
@@ -460,7 +460,7 @@ def test_the_device_gives_the_same_bits_with_every_schedule_of_the_table(layout:
     assert len(problems) > 8
     shapes = jax.ShapeDtypeStruct(w.shape, w.dtype), None
     # The reference schedule's tile of 8 tokens needs them as rows.
-    (reference,) = programs([(dataclasses.replace(problem, token_layout="mk"), REFERENCE)], Epilogue(), shapes)
+    (reference,) = programs([(dataclasses.replace(problem, token_layout="mk"), REFERENCES[0])], Epilogue(), shapes)
     expected = reference(x, w, None, None)
     assert_close(np.asarray(expected), exact(np.asarray(x), drawn(n, k)), "bfloat16")
     random = np.random.default_rng(0)
@@ -496,7 +496,7 @@ def test_the_device_gives_the_same_bits_with_every_epilogue(epilogue: Epilogue, 
     problems = fitting(problem, DEVICE_TOKENS)
     problems = problems[:: max(1, len(problems) // 10)]
     reference, *others = programs(
-        [(problem, REFERENCE), *problems], epilogue, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (w, bias)]
+        [(problem, REFERENCES[0]), *problems], epilogue, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (w, bias)]
     )
     x, w, bias, residual = map(jnp.asarray, (x, w, bias, residual))
     expected = reference(x, w, bias, residual)
