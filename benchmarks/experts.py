@@ -1,8 +1,9 @@
-"""Experts: both projections of the experts that tokens choose, against XLA's ragged dot and dense products, and bits.
+"""Experts: both projections of the experts that tokens choose, against ragged dots and dense products, and bits.
 
     python benchmarks/experts.py --out benchmarks/results/experts-h200.json
 
-Random tokens choose random experts, the same for all rivals. Device time, medians, in turns; the choice and the gather
+Random tokens choose random experts, the same for all rivals: XLA's ragged dot, tokamax's if it is installed, and products
+of all tokens with all experts. Device time, medians, in turns; the choice and the gather
 of rows are left out. Beside the times stands whether tokens by themselves have the bits that they have among others.
 
 `--small` takes a CPU seconds. The exit code is 1 if a bit differs.

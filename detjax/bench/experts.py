@@ -1,4 +1,4 @@
-"""Projections of experts: matmul of rows sorted by expert, against XLA's ragged dot and against dense products."""
+"""Projections of experts: matmul of rows sorted by expert, against ragged dots of XLA and tokamax and dense products."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from detjax import backends, compilation, ops
-from detjax.bench import timing
+from detjax.bench import rivals, timing
 from detjax.bench.bits import same_bits
 
 
@@ -56,11 +56,15 @@ def measure(models: dict[str, Widths], tokens: tuple[int, ...], calls: int = 12)
     for name, widths in models.items():
         gate_up = _random(0, widths.experts, 2, widths.inner, widths.width)
         down = _random(1, widths.experts, widths.width, widths.inner)
+        # As ragged dots take weights: the other axis last, gate and up side by side.
+        turned = jax.jit(_turned)(gate_up, down)
         for count in tokens:
-            yield {"model": name, "tokens": count} | _measured(widths, count, gate_up, down, calls)
+            yield {"model": name, "tokens": count} | _measured(widths, count, gate_up, down, turned, calls)
 
 
-def _measured(widths: Widths, tokens: int, gate_up: Array, down: Array, calls: int) -> dict[str, Any]:
+def _measured(
+    widths: Widths, tokens: int, gate_up: Array, down: Array, turned: tuple[Array, Array], calls: int
+) -> dict[str, Any]:
     random = np.random.default_rng(tokens)
     scores = random.random((tokens, widths.experts))
     ids = jnp.asarray(np.sort(np.argsort(scores, axis=1)[:, : widths.chosen], axis=1), jnp.int32)
@@ -74,8 +78,15 @@ def _measured(widths: Widths, tokens: int, gate_up: Array, down: Array, calls: i
     ours = functools.partial(_contracted, unit=unit)
     runs: dict[str, Callable[[], float]] = {
         "detjax": _timed(compilation.jit(ours), (given, gate_up, down, rows.group_sizes), calls),
-        "ragged dot": _timed(jax.jit(_ragged), (plain, gate_up, down, plain_rows.group_sizes), calls),
     }
+    ragged = {
+        "ragged dot": jax.lax.ragged_dot,
+        "tokamax, mosaic": rivals.tokamax_ragged_dot("mosaic_gpu"),
+        "tokamax, triton": rivals.tokamax_ragged_dot("triton"),
+    }
+    for name, dot in ragged.items():
+        program = jax.jit(functools.partial(_ragged, dot))
+        runs[name] = _timed(program, (plain, *turned, plain_rows.group_sizes), calls)
     if 4 * tokens * widths.experts * (2 * widths.inner + widths.width) <= _DENSE_BYTES:
         runs["dense"] = _timed(jax.jit(_dense), (x, gate_up, down), calls)
     result = timing.in_turns(runs, 2, required=["detjax"])
@@ -97,10 +108,14 @@ def _contracted(x: Array, gate_up: Array, down: Array, sizes: Array, *, unit: in
     return ops.grouped_matmul(y, down, sizes, **options)
 
 
-def _ragged(x: Array, gate_up: Array, down: Array, sizes: Array) -> Array:
+def _turned(gate_up: Array, down: Array) -> tuple[Array, Array]:
     joined = gate_up.reshape(gate_up.shape[0], -1, gate_up.shape[-1])
-    gate, up = jnp.split(jax.lax.ragged_dot(x, jnp.swapaxes(joined, 1, 2), sizes), 2, axis=1)
-    return jax.lax.ragged_dot(jax.nn.silu(gate) * up, jnp.swapaxes(down, 1, 2), sizes)
+    return jnp.swapaxes(joined, 1, 2), jnp.swapaxes(down, 1, 2)
+
+
+def _ragged(dot: Callable[..., Array], x: Array, gate_up: Array, down: Array, sizes: Array) -> Array:
+    gate, up = jnp.split(dot(x, gate_up, sizes), 2, axis=1)
+    return dot(jax.nn.silu(gate) * up, down, sizes)
 
 
 def _dense(x: Array, gate_up: Array, down: Array) -> Array:

@@ -36,19 +36,32 @@ def cudnn(causal: bool) -> Callable[..., jax.Array]:
     return call
 
 
+def _tokamax() -> Any:
+    import tokamax  # pyright: ignore[reportMissingImports]
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        # Otherwise absl would parse the arguments of the benchmark as its own.
+        flags.FLAGS(sys.argv[:1])
+    return tokamax
+
+
 def tokamax(causal: bool) -> Callable[..., jax.Array]:
     """tokamax's kernels, arguments as in `cudnn`; never XLA's attention, which holds all scores in memory."""
 
     def call(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
-        import tokamax  # pyright: ignore[reportMissingImports]
-        from absl import flags
-
-        if not flags.FLAGS.is_parsed():
-            # Otherwise absl would parse the arguments of the benchmark as its own.
-            flags.FLAGS(sys.argv[:1])
-        return tokamax.dot_product_attention(
+        return _tokamax().dot_product_attention(
             q, k, v, is_causal=causal, key_value_seq_lengths=lengths, implementation=("mosaic", "triton")
         )
+
+    return call
+
+
+def tokamax_ragged_dot(implementation: str) -> Callable[..., jax.Array]:
+    """One of tokamax's products of rows sorted by group `[M, K]` and weights `[G, K, N]`."""
+
+    def call(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        return _tokamax().ragged_dot(x, w, group_sizes, implementation=implementation)
 
     return call
 

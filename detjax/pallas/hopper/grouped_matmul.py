@@ -37,8 +37,12 @@ def forward(
     epilogue: Epilogue,
     out_dtype: DTypeLike,
     unit: int,
+    schedule: Schedule | None = None,
 ) -> Array:
     """Returns rows `[M, N]` for rows `[M, K]`; see `detjax.ops.grouped_matmul` for the operands and options.
+
+    Args:
+        schedule: how the product is computed, with tiles of `unit` tokens; default: what suits such tiles.
 
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
@@ -52,12 +56,11 @@ def forward(
     expert = jnp.minimum(jnp.searchsorted(ends, first, side="right").astype(jnp.int32), len(group_sizes) - 1)
     table = jnp.append(expert, ends[-1] // tile)
     operands = Operands(x, w, bias, experts=table)
-    return product(operands, schedule=_schedule(tile, gated=epilogue.gated, layout=layout), **options)
+    return product(operands, schedule=schedule or _schedule(tile, gated=epilogue.gated), **options)
 
 
-def _schedule(tile: int, *, gated: bool, layout: WeightLayout) -> Schedule:
+def _schedule(tile: int, *, gated: bool) -> Schedule:
     """The schedule of tiles of so many rows: narrow ones stream weights, wide ones keep the matrix unit busy."""
-    del layout
     if tile == 128:
         return Schedule(tile, 128 if gated else 256, "weights", warpgroups=2)
     return Schedule(tile, 64 if gated or tile < 64 else 128, "weights", lines=2 if tile <= 16 else 1)
