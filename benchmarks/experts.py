@@ -2,9 +2,9 @@
 
     python benchmarks/experts.py --out benchmarks/results/experts-h200.json
 
-Random tokens choose random experts, the same for all rivals: XLA's ragged dot, tokamax's if it is installed, and products
-of all tokens with all experts. Device time, medians, in turns; the choice and the gather
-of rows are left out. Beside the times stands whether tokens by themselves have the bits that they have among others.
+Random tokens choose random experts, the same for all rivals: XLA's ragged dot, tokamax's if it is installed, and
+products of all tokens with all experts. Device time, medians, in turns; the choice and the gather of rows are left out.
+Beside the times stands whether tokens by themselves have the bits that they have among others.
 
 `--small` takes a CPU seconds. The exit code is 1 if a bit differs.
 """

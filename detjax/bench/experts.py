@@ -1,4 +1,4 @@
-"""Projections of experts: matmul of rows sorted by expert, against ragged dots of XLA and tokamax and dense products."""
+"""Projections of experts: matmul of rows sorted by expert, against XLA's and tokamax's ragged dots and dense ones."""
 
 import dataclasses
 import functools
