@@ -1,5 +1,6 @@
 """Every script of `benchmarks/` runs with `--small` on a CPU, and writes a result that says where it comes from."""
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -12,13 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 import detjax
-from detjax.bench import deviceless, training, true_on_policy
+from detjax.bench import deviceless, expert_schedules, experts, training, true_on_policy
+from detjax.pallas.hopper.matmul.plan import Schedule
 
 BENCHMARKS = Path(detjax.__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     "aggregation",
     "attention",
     "decoder",
+    "expert_schedules",
     "experts",
     "matmul",
     "norms",
@@ -171,6 +174,35 @@ def test_experts_give_tokens_by_themselves_the_bits_that_they_have_among_others(
     assert all(result["same_bits_alone"] for result in content["results"])
     assert {*content["results"][0]["seconds"]} == {"detjax", "ragged dot", "dense"}
     assert content["summary"]["tiny"].keys() == {"geometric_mean", "largest"}
+
+
+def test_all_schedules_of_experts_have_the_same_bits(tmp_path: Path) -> None:
+    content = run_small("expert_schedules", tmp_path)
+    trials = content["trials"]
+    assert {(trial["schedule"]["tile_m"], trial["schedule"]["lines"]) for trial in trials} == {
+        (unit, lines) for unit in (8, 16) for lines in (1, 2)
+    }
+    assert all(trial["has_first_bits"] for trial in trials) and content["fastest"] == []
+
+
+def test_the_fastest_unit_of_experts_is_that_of_least_time_for_both_projections() -> None:
+    times: dict[tuple[expert_schedules.Projection, int], tuple[float, ...]] = {
+        ("gate and up", 8): (3.0, 4.0),
+        ("down", 8): (3.0,),
+        ("gate and up", 16): (1.0,),
+        ("down", 16): (4.0, 4.5),
+    }
+    trials = [
+        expert_schedules.Trial(
+            expert_schedules.Job(experts.MODELS["gpt-oss-20b"], 64, projection), Schedule(unit, 64), seconds, True
+        )
+        for (projection, unit), several in times.items()
+        for seconds in several
+    ]
+    # A unit whose second projection was not measured in time is not the fastest.
+    trials.append(dataclasses.replace(trials[0], schedule=Schedule(32, 64), seconds=0.5))
+    (row,) = expert_schedules.fastest(trials)
+    assert (row["model"], row["tokens"], row["unit"], row["seconds"]) == ("gpt-oss-20b", 64, 16, {8: 6.0, 16: 5.0})
 
 
 def test_true_on_policy_has_equal_bits_with_detjax_alone(tmp_path: Path) -> None:
