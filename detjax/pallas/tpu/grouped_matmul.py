@@ -77,29 +77,24 @@ def forward(
     unit: int = 1,
     schedule: Schedule | None = None,
 ) -> Float[Array, "M N"]:
-    """The epilogue of `x[m] @ w[e]`, e being the expert of row m; zeros in rows after the last group.
+    """The epilogue of `x[m] @ w[e] + bias[e]`, e being the expert of row m; zeros in rows after the last group.
 
     Args:
         x: rows, those of expert 0 first, then those of expert 1, and so on.
         w: weights of x's dtype, `[E, K, N]`, or `[E, N, K]` if `layout` is "nk"; `[E, 2, ...]` if gated.
-        bias: must be None.
+        bias: `[E, N]`, or `[E, 2, N]` if gated; None if there is none.
         group_sizes: the number of rows of each expert, int32; their sum is at most M.
         layout: the layout of each weight.
-        epilogue: applied to the float32 sums.
+        epilogue: applied to the biased float32 sums.
         out_dtype: dtype of the result.
         unit: not used.
         schedule: default: `default_schedule`'s.
 
     Raises:
-        NotImplementedError: a dtype is not one of `device.DTYPES`, all of K does not fit into memory at once, or there
-            is a bias.
+        NotImplementedError: a dtype is not one of `device.DTYPES`, or all of K does not fit into memory at once.
         ValueError: the schedule does not serve the problem.
     """
     del unit
-    if bias is not None:
-        raise NotImplementedError(
-            "grouped_matmul: a bias on backend 'tpu'; accepted: None, or the backend 'portable', which takes one."
-        )
     m, out_dtype = x.shape[0], jnp.dtype(out_dtype)
     check_dtypes("grouped_matmul", x, w, jax.ShapeDtypeStruct((), out_dtype))
     contraction = Contraction("mk", layout, TOKEN_STEP)
@@ -110,19 +105,22 @@ def forward(
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
 
-    def kernel(visits: _Visits, x: Any, w: Any, out: Any, accumulators: Any) -> None:
-        _Kernel(problem, epilogue, visits, x, w, out, accumulators).run()
+    if bias is not None:
+        bias = bias.reshape(bias.shape[0], problem.parts, problem.n)
+
+    def kernel(visits: _Visits, x: Any, w: Any, bias: Any, out: Any, accumulators: Any) -> None:
+        _Kernel(problem, epilogue, visits, x, w, bias, out, accumulators).run()
 
     visits = _Visits.from_sizes(group_sizes, x.shape[0])
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((x.shape[0], problem.n), out_dtype),
-        grid_spec=_grid_spec(problem, schedule, visits),
+        grid_spec=_grid_spec(problem, schedule, visits, has_bias=bias is not None),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
         name="grouped_matmul",
-    )(visits, x, w)[:m]
+    )(visits, x, w, bias)[:m]
 
 
 def backward(*arguments: Any, **options: Any) -> tuple[Array, Array, Array | None]:
@@ -169,17 +167,20 @@ class _Visits(NamedTuple):
         return cls(tile, jnp.minimum(group, experts - 1), first, jnp.where(empty, 0, ends[group]))
 
 
-def _grid_spec(problem: Problem, schedule: Schedule, visits: _Visits) -> pltpu.PrefetchScalarGridSpec:
+def _grid_spec(
+    problem: Problem, schedule: Schedule, visits: _Visits, *, has_bias: bool
+) -> pltpu.PrefetchScalarGridSpec:
     """A grid of tiles of outputs and of visits: all visits pass by while a column of weights stays."""
     k, outputs, parts = problem.k, schedule.outputs, problem.parts
     if problem.contraction.w_layout == "kn":
         w = pl.BlockSpec((None, parts, k, outputs), lambda n, v, visits: (visits.expert[v], 0, 0, n))
     else:
         w = pl.BlockSpec((None, parts, outputs, k), lambda n, v, visits: (visits.expert[v], 0, n, 0))
+    bias = pl.BlockSpec((None, parts, outputs), lambda n, v, visits: (visits.expert[v], 0, n)) if has_bias else None
     return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
         grid=(ceil_div(problem.n, outputs), visits.tile.shape[0]),
-        in_specs=[pl.BlockSpec((ROWS, k), lambda n, v, visits: (visits.tile[v], 0)), w],
+        in_specs=[pl.BlockSpec((ROWS, k), lambda n, v, visits: (visits.tile[v], 0)), w, bias],
         out_specs=pl.BlockSpec((ROWS, outputs), lambda n, v, visits: (visits.tile[v], n)),
         scratch_shapes=[pltpu.VMEM((parts, ROWS, outputs), ACCUMULATOR)],
     )
@@ -194,6 +195,7 @@ class _Kernel:
     visits: _Visits
     x: Any
     w: Any
+    bias: Any
     out: Any
     accumulators: Any
 
@@ -229,6 +231,8 @@ class _Kernel:
         start = pl.multiple_of(chunk * EPILOGUE_ROWS, EPILOGUE_ROWS)
         place = pl.ds(start, EPILOGUE_ROWS), slice(None)
         sums = [self.accumulators[part, *place] for part in range(self.problem.parts)]
+        if self.bias is not None:
+            sums = [z + self.bias[part : part + 1, :].astype(ACCUMULATOR) for part, z in enumerate(sums)]
         y = activated(sums, self.epilogue, ACTIVATIONS)
         row = self.visits.tile[pl.program_id(1)] * ROWS + start + lax.broadcasted_iota(jnp.int32, y.shape, 0)
         # Other experts' rows are kept by a selection. A product with zero would turn a neighbour's NaN into NaN.

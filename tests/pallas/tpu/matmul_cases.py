@@ -1,4 +1,4 @@
-"""The TPU matmuls at the sizes of Qwen3-8B and Qwen3-30B-A3B, and at sizes that are not whole blocks."""
+"""The TPU matmuls at the sizes of Qwen3-8B, Qwen3-30B-A3B and gpt-oss-20b, and at sizes that are not whole blocks."""
 
 import functools
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from detjax.options import Epilogue
+from detjax.options import Clamp, Epilogue
 from detjax.pallas.tpu import grouped_matmul, matmul
 from tests.pallas.tpu.interpreter import shape
 
@@ -72,6 +72,14 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         w = shape(experts, expert_hidden, expert_intermediate)
         down = functools.partial(fn, epilogue=Epilogue())
         calls[f"experts' down, {name}"] = down, (shape(m, expert_intermediate), w, None, sizes)
+
+        m, width = 4 * TOKENS[name], 2880
+        sizes_of_32 = jax.ShapeDtypeStruct((32,), jnp.int32)
+        clamped = functools.partial(fn, epilogue=Epilogue("silu", gated=True, clamp=Clamp(limit=7.0, slope=1.702)))
+        weights = shape(32, 2, width, width), shape(32, 2, width)
+        calls[f"experts' biased gate and up, {name}"] = clamped, (shape(m, width), *weights, sizes_of_32)
+        weights = shape(32, width, width), shape(32, width)
+        calls[f"experts' biased down, {name}"] = down, (shape(m, width), *weights, sizes_of_32)
     return calls
 
 

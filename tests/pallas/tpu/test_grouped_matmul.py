@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from detjax.bench.deviceless import kernel_texts
-from detjax.options import Epilogue
+from detjax.options import Clamp, Epilogue
 from detjax.pallas.tpu import grouped_matmul, matmul
 from detjax.pallas.tpu.grouped_matmul import Schedule
 from tests.pallas.tpu.interpreter import assert_products_in_float32, interpreted, normal, shape
@@ -20,17 +20,29 @@ K, N = 640, 200
 EXPERTS = 4
 
 
-@pytest.mark.parametrize(("dtype", "layout", "epilogue"), [("bfloat16", "nk", GATED), ("float32", "kn", Epilogue())])
-def test_each_row_has_the_bits_of_its_experts_matmul(dtype: str, layout: str, epilogue: Epilogue) -> None:
+CLAMPED = Epilogue("silu", gated=True, clamp=Clamp(limit=4.0, slope=1.702))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout", "epilogue", "biased"),
+    [
+        ("bfloat16", "nk", GATED, False),
+        ("float32", "kn", Epilogue(), False),
+        ("bfloat16", "nk", CLAMPED, True),
+        ("float32", "kn", Epilogue(), True),
+    ],
+)
+def test_each_row_has_the_bits_of_its_experts_matmul(dtype: str, layout: str, epilogue: Epilogue, biased: bool) -> None:
     """Groups end inside tiles and between them, or are empty, and rows that belong to no group are NaN."""
     m = 300
     stacked = (2,) if epilogue.gated else ()
     x = normal(m, K, dtype=dtype)
     w = normal(EXPERTS, *stacked, *((K, N) if layout == "kn" else (N, K)), dtype=dtype)
+    bias = normal(EXPERTS, *stacked, N, dtype=dtype) if biased else None
     options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "out_dtype": dtype}
     grouped = interpreted(functools.partial(grouped_matmul.forward, **options))
     single = interpreted(functools.partial(matmul.forward, **options))
-    by_expert = [single(x, w[expert], None, None) for expert in range(EXPERTS)]
+    by_expert = [single(x, w[e], None if bias is None else bias[e], None) for e in range(EXPERTS)]
     for sizes in ((300, 0, 0, 0), (0, 128, 3, 130), (1, 1, 1, 297), (0, 0, 0, 0), (100, 28, 0, 1)):
         experts = np.repeat(np.arange(EXPERTS), sizes)
         expected = np.zeros((m, N), jnp.dtype(dtype))
@@ -38,7 +50,7 @@ def test_each_row_has_the_bits_of_its_experts_matmul(dtype: str, layout: str, ep
             expected[row] = by_expert[expert][row]
         poisoned = x.copy()
         poisoned[len(experts) :] = np.nan
-        assert_same_bits(grouped(poisoned, w, None, np.array(sizes, np.int32)), expected)
+        assert_same_bits(grouped(poisoned, w, bias, np.array(sizes, np.int32)), expected)
 
 
 def kernel_text(m: int, dtype: str = "bfloat16") -> str:
