@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import KVPages, Queries
+from detjax.kv_pages import KeyColumns, KVPages, Queries
 from detjax.options import Masking
 from detjax.pallas.tpu import attention
 from tests.support.unchecked import without_checks
@@ -25,19 +25,23 @@ def forward(
     heads: tuple[int, int] = (HEADS, KV_HEADS),
     width: int = WIDTH,
     value_width: int | None = None,
+    latent: bool = False,
     sinks: bool = False,
     masks: int | None = None,
     with_normalizers: bool = False,
     **options: Any,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`attention.forward` of requests with so many tokens each, and its arguments; `masks` is the H of a mask."""
+    """`attention.forward` of requests with so many tokens each, and its arguments.
+
+    `masks` is the H of a mask. If `latent`, values are columns of their keys.
+    """
     masking = Masking(width**-0.5, **options)
     shaped, integers = jax.ShapeDtypeStruct, functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     pages = PAGES, heads[1], KV_BLOCK
-    kv = (shaped((*pages, columns), dtype) for columns in (width, value_width or width))
+    k, v = (shaped((*pages, columns), dtype) for columns in (width, value_width or width))
     arguments = (
         shaped((batch, tokens, heads[0], width), dtype),
-        KVPages(*kv),
+        KVPages(k, KeyColumns(v.shape[3]) if latent else v),
         without_checks(
             Queries, page_table=integers((batch, COLUMNS)), start=integers((batch,)), length=integers((batch,))
         ),
@@ -59,6 +63,7 @@ def ragged(rows: int, requests: int, dtype: str = "bfloat16") -> tuple[Callable[
 def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Functions and the shapes of their arguments, by name of the case."""
     slopes = tuple(2.0 ** -(1 + head % 8) for head in range(HEADS))
+    latent = {"heads": (128, 1), "width": 576, "value_width": 512, "latent": True}  # DeepSeek-V3
     everything = {"window": 1024, "soft_cap": 30.0, "sinks": True, "alibi_slopes": slopes}
     return {
         "decode of 1": forward(1, 1),
@@ -80,6 +85,8 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "heads of 256 columns": forward(1, 512, heads=(16, 16), width=256),
         "heads of 256 columns, float32": forward(1, 512, "float32", heads=(16, 16), width=256, with_normalizers=True),
         "keys of 192 columns, values of 128": forward(1, 512, heads=(16, 16), width=192, value_width=128),
+        "latents, decode of 64": forward(64, 1, **latent),
+        "latents, prefill of 512, float32": forward(1, 512, "float32", with_normalizers=True, **latent),
         "7 heads that share their keys": forward(8, 16, heads=(28, 4)),
         "71 heads that share their keys": forward(8, 16, heads=(71, 1), width=64),
     }

@@ -80,6 +80,30 @@ def test_numbers_are_those_of_float64_and_of_the_portable_backend(name: str, dty
     np.testing.assert_allclose(normalizers, expected_normalizers, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("dtype", "width", "values"), [("float32", 24, 16), ("bfloat16", 192, 128)])
+def test_values_that_are_columns_of_their_keys_have_the_bits_of_pages_of_such_values(
+    dtype: str, width: int, values: int, interpreter: None
+) -> None:
+    requests = _requests("causal", dtype, (140, 3), heads=5, kv_heads=1, width=width)
+    start = np.array([0, 1])
+    q, kv, queries, _ = requests.operands(start, 140)
+    assert not isinstance(kv.k, ops.QuantizedPages)
+    attend = _forward(requests)
+    columns, apart = (
+        attend(q, ops.KVPages(kv.k, v), queries, None) for v in (ops.KeyColumns(values), kv.k[..., :values])
+    )
+    for row, length in enumerate(queries.length - start):
+        for given, expected in zip(columns, apart, strict=True):
+            assert_same_bits(given[row, :length], expected[row, :length])
+    packed = jnp.concatenate([q[0, :140], q[1, :2]])
+    packed_queries = dataclasses.replace(
+        queries, count=jnp.array([140, 2], jnp.int32), first_row=jnp.array([0, 140], jnp.int32)
+    )
+    ragged = detjax.jit(functools.partial(attention.ragged, masking=requests.masking))
+    o = ragged(packed, ops.KVPages(kv.k, ops.KeyColumns(values)), packed_queries, None)
+    assert_same_bits(o, jnp.concatenate([columns[0][0], columns[0][1, :2]]))
+
+
 def exact_power(exponent: jax.Array) -> jax.Array:
     """2 to the power of whole numbers, from the bits of a float32; 0 below its normal numbers."""
     whole = jnp.maximum(exponent, -127.0).astype(jnp.int32)

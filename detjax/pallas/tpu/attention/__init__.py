@@ -18,6 +18,9 @@ from detjax.portable import attention as portable_attention
 WIDTHS: Final = range(8, 257, 8)
 """Numbers of columns of keys and of values that the kernel serves."""
 
+LATENT_WIDTHS: Final = range(8, 577, 8)
+"""The same where values are columns of their keys."""
+
 
 def forward(
     q: Array,
@@ -40,10 +43,10 @@ def forward(
             page table has too many entries.
         ValueError: the schedule does not serve the problem.
     """
-    k_pages, v_pages = _served(q, kv)
+    _check_served(q, kv)
     page_table, q_start, kv_length = queries.page_table, queries.start, queries.length
     batch, tokens, heads, width = q.shape
-    problem, schedule = _schedule(q, k_pages, schedule)
+    problem, schedule = _schedule(q, kv, schedule)
     tile_tokens = schedule.tile_tokens(problem)
     count = ceil_div(tokens, tile_tokens)
     x = jnp.pad(q, ((0, 0), (0, count * tile_tokens - tokens), (0, 0), (0, 0)))
@@ -55,7 +58,7 @@ def forward(
     if mask is not None:
         mask = mask_of_tiles(mask, problem, schedule, count, page_table.shape[1])
     o, normalizers = tiles.attend(
-        Operands(x, k_pages, v_pages, sinks, masking.alibi_slopes, mask),
+        Operands(x, *kv, sinks, masking.alibi_slopes, mask),
         page_table,
         query_tiles,
         masking=masking,
@@ -108,12 +111,12 @@ def _ragged(
     *,
     with_normalizers: bool,
 ) -> tuple[Array, Array | None]:
-    k_pages, v_pages = _served(q, kv)
+    _check_served(q, kv)
     page_table, q_start, kv_length = queries.page_table, queries.start, queries.length
     q_row, q_length = queries.first_row, queries.count
     assert q_row is not None and q_length is not None
     rows, requests = q.shape[0], q_row.shape[0]
-    problem, schedule = _schedule(q, k_pages, schedule)
+    problem, schedule = _schedule(q, kv, schedule)
     tile_tokens = schedule.tile_tokens(problem)
     # There are as many tiles as any requests with so many rows can need. Surplus tiles have no query.
     needed = -(-q_length // tile_tokens)
@@ -126,7 +129,7 @@ def _ragged(
     x = q[jnp.clip(source, 0, rows - 1)]
     query_tiles = QueryTiles(q_start[request] + offset, kv_length[request], request, present)
     results = tiles.attend(
-        Operands(x, k_pages, v_pages, sinks, masking.alibi_slopes, None),
+        Operands(x, *kv, sinks, masking.alibi_slopes, None),
         page_table,
         query_tiles,
         masking=masking,
@@ -166,31 +169,30 @@ def ragged_backward(
     return portable_attention.ragged_backward(operands, output, do, sinks_sum, masking=masking)
 
 
-def _schedule(q: Array, k_pages: Array, schedule: Schedule | None) -> tuple[Problem, Schedule]:
+def _schedule(q: Array, kv: KVPages, schedule: Schedule | None) -> tuple[Problem, Schedule]:
     """The kernel's problem, and the given or default schedule, which serves it."""
-    problem = problem_of(q, k_pages)
+    problem = problem_of(q, kv.kv_heads)
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
     return problem, schedule
 
 
-def _served(q: Array, kv: KVPages) -> tuple[Array, Array]:
-    """The pages, if the kernel serves them.
+def _check_served(q: Array, kv: KVPages) -> None:
+    """Returns if the kernel serves the pages.
 
     Raises:
         NotImplementedError: the pages are quantized or have a width or a dtype that the kernel does not serve.
     """
     check_dtypes("attention", q)
     widths = {"q": q.shape[-1], "v_pages": kv.value_width}
-    if kv.values_are_keys:
-        given, accepted = "values that are columns of their keys", "values in pages of their own"
-    elif kv.quantized:
+    served = LATENT_WIDTHS if kv.values_are_keys else WIDTHS
+    if kv.quantized:
         given, accepted = "quantized pages", f"pages of {q.dtype}. Dequantize them"
-    elif not all(width in WIDTHS for width in widths.values()):
+    elif not all(width in served for width in widths.values()):
         given = " and ".join(f"{name} with {width} columns" for name, width in widths.items())
-        accepted = f"multiples of {WIDTHS.step} up to {WIDTHS[-1]}. Pad them with zeros"
+        accepted = f"multiples of {served.step} up to {served[-1]}. Pad them with zeros"
     else:
-        return kv.numbers
+        return
     raise NotImplementedError(
         f"attention: {given} on {backends.device_name()}; accepted by the backend 'tpu': {accepted}, or choose the "
         "backend 'portable', which takes them."

@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK, TPU_ATTENTION_ROWS
+from detjax.kv_pages import KeyColumns
 from detjax.numerics import round_up
 from detjax.options import Masking
 from detjax.pallas.tpu.attention.mask import key_positions, present_values, query_positions, visible_keys
@@ -118,7 +119,7 @@ class Operands(NamedTuple):
     Attributes:
         q: queries `[tiles, h, rows, K]`. Row `r` of a tile is query head `r % group` of its token `r // group`.
         k: pages of keys `[P, h, S, K]`.
-        v: pages of values `[P, h, S, V]`.
+        v: pages of values `[P, h, S, V]`, or how many columns of the keys are the values.
         sinks: sinks `[H]`, or None; in VMEM, for the rows of a tile and the heads of a step, `[1, rows, heads]`.
         slopes: ALiBi's slopes, as the sinks.
         mask: int8 `[n, h or 1, rows, keys]` with whole blocks of keys, 1 where a row may see one, or None. Tile `i` has
@@ -131,6 +132,16 @@ class Operands(NamedTuple):
     sinks: Any
     slopes: Any
     mask: Any
+
+    @property
+    def value_width(self) -> int:
+        """V."""
+        return self.v.width if isinstance(self.v, KeyColumns) else self.v.shape[3]
+
+    def block(self, head: int) -> tuple[Array, Array]:
+        """The keys `[S, K]` and values `[S, V]` of a head of keys in VMEM."""
+        k = self.k[0, head]
+        return k, k[:, : self.v.width] if isinstance(self.v, KeyColumns) else self.v[0, head]
 
 
 class Results(NamedTuple):
@@ -173,8 +184,9 @@ def attend(
     # A surplus step costs little, but a page table may have many more columns than any request has blocks.
     steps = jnp.maximum(jnp.max(tiles.blocks), 1)
     operands = Operands(q, k, v, sinks, slopes, mask)
+    value_width = operands.value_width
     shapes = Results(
-        jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
+        jax.ShapeDtypeStruct((*q.shape[:3], value_width), q.dtype),
         jax.ShapeDtypeStruct((q.shape[0], kv_heads, 1, schedule.rows), ACCUMULATOR) if with_normalizers else None,
     )
     in_specs, out_specs = _specs(operands, schedule, with_normalizers)
@@ -183,7 +195,7 @@ def attend(
         grid=(q.shape[0], kv_heads // heads, steps),
         in_specs=[in_specs],
         out_specs=[out_specs],
-        scratch_shapes=[State.scratch(heads, schedule.rows, v.shape[3])],
+        scratch_shapes=[State.scratch(heads, schedule.rows, value_width)],
     )
 
     def kernel(_page_table: Any, tiles: Tiles, operands: Operands, results: Results, state: State) -> None:
@@ -210,7 +222,7 @@ def _by_row(values: Array, schedule: Schedule, group: int) -> Array:
 def _specs(operands: Operands, schedule: Schedule, with_normalizers: bool) -> tuple[Operands, Results]:
     """The parts of operands and results for each step (tile, heads, step) of the grid."""
     heads, rows, mask = schedule.kv_heads, schedule.rows, operands.mask
-    width, value_width = operands.k.shape[3], operands.v.shape[3]
+    width, value_width = operands.k.shape[3], operands.value_width
 
     def tile_index(tile: Array, heads: Array, step: Array, page_table: Any, tiles: Tiles) -> tuple[Any, ...]:
         del step, page_table, tiles
@@ -231,7 +243,9 @@ def _specs(operands: Operands, schedule: Schedule, with_normalizers: bool) -> tu
     in_specs = Operands(
         q=pl.BlockSpec((1, heads, rows, width), tile_index),
         k=pl.BlockSpec((1, heads, KV_BLOCK, width), page_index),
-        v=pl.BlockSpec((1, heads, KV_BLOCK, value_width), page_index),
+        v=operands.v
+        if isinstance(operands.v, KeyColumns)
+        else pl.BlockSpec((1, heads, KV_BLOCK, value_width), page_index),
         sinks=None if operands.sinks is None else per_head,
         slopes=None if operands.slopes is None else per_head,
         mask=None if mask is None else pl.BlockSpec((1, min(heads, mask.shape[1]), rows, KV_BLOCK), mask_index),
@@ -275,7 +289,7 @@ class _Kernel:
 
     def add_block(self, tile: Array, block: Array, first_row: Array) -> None:
         """Adds the block to one unit of rows."""
-        q, k, v, _, slopes, mask = self.operands
+        q, slopes, mask = self.operands.q, self.operands.slopes, self.operands.mask
         rows = pl.ds(first_row, TPU_ATTENTION_ROWS)
         positions = query_positions(first_row, TPU_ATTENTION_ROWS, self.tiles.position[tile], self.group)
         keys = key_positions(block, TPU_ATTENTION_ROWS)
@@ -283,10 +297,11 @@ class _Kernel:
         masks = [] if mask is None else [mask[0, head, rows].astype(jnp.int32) != 0 for head in range(mask.shape[1])]
         for head in range(q.shape[1]):
             slope = None if slopes is None else slopes[0, rows, head : head + 1]
-            s, c = scores(q[0, head, rows], k[0, head], slope, keys - positions, self.masking)
+            k, v = self.operands.block(head)
+            s, c = scores(q[0, head, rows], k, slope, keys - positions, self.masking)
             s = jnp.where(visible if mask is None else visible & masks[head % len(masks)], s, -jnp.inf)
             p, m_b = exponentials(s, c)
-            o_b = dot(rounded(p, v.dtype), present_values(v[0, head], block, self.tiles.kv_length[tile]), 0)
+            o_b = dot(rounded(p, v.dtype), present_values(v, block, self.tiles.kv_length[tile]), 0)
             self.state.merge((head, rows), p, m_b, o_b)
 
     def store(self) -> None:

@@ -76,7 +76,7 @@ def attend(
         NotImplementedError: the page table and the integers of tiles don't fit into scalar memory.
     """
     _check_scalars(page_table, tiles)
-    problem, tokens = problem_of(operands.q, operands.k), operands.q.shape[1]
+    problem, tokens = problem_of(operands.q, operands.k.shape[1]), operands.q.shape[1]
     rows = _rows_of_tokens(operands.q, problem, schedule)
     visits = tiles.visits(page_table.shape[1], problem.group, masking)
     # Entries after a request's length may be any number, but no page is fetched that does not exist.
@@ -96,9 +96,9 @@ def attend(
     return o, log2_normalizers
 
 
-def problem_of(q: Array, k: Array) -> Problem:
-    """The kernel's problem for queries `[..., H, K]` and pages of keys `[P, h, S, K]`."""
-    return Problem(k.shape[1], q.shape[-2] // k.shape[1])
+def problem_of(q: Array, kv_heads: int) -> Problem:
+    """The kernel's problem for queries `[..., H, K]` and so many heads of keys."""
+    return Problem(kv_heads, q.shape[-2] // kv_heads)
 
 
 def mask_of_tiles(mask: Array, problem: Problem, schedule: Schedule, tiles: int, blocks: int) -> Array:
