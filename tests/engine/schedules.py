@@ -182,7 +182,8 @@ class RememberingRunner:
             self.last[slot] = sampled[chunk]
             self.seen[slot][1].append(int(sampled[chunk]))
         none, logprobs = np.zeros((len(sampled), 0)), sampled.astype(np.float32)
-        return _TokensOnTheHost(sampled, logprobs, none, none, -logprobs if needed.distribution else None)
+        distribution = (-logprobs).tolist() if needed.distribution else None
+        return _TokensOnTheHost(sampled.tolist(), logprobs.tolist(), none, none, distribution)
 
     def note_seen(self, slot: int, prompt: Seq[int], generated: Seq[int]) -> None:
         self.seen[slot] = tuple(prompt), [*generated]
