@@ -47,7 +47,10 @@ _STARTING_THREADS: Final = 16
 _MOST_SPARE: Final = 256
 """New matchers that are kept for samples to come. One takes about 0.1 MB."""
 _PAUSE: Final = 0.002
-"""Seconds between one spare matcher and the next. To make it takes 0.4 ms, a tenth of which needs the interpreter."""
+"""Seconds between one spare matcher and the next. To make one takes 0.4 ms, a tenth of which needs the interpreter, and
+so does all of the time that it takes to free one, 0.04 ms and more."""
+_FREED: Final = 32
+"""Of so many matchers that are to be freed, one more is freed between two pauses."""
 _LIMITS: Final = {
     "initial_lexer_fuel": 100_000,
     "max_lexer_states": 20_000,
@@ -146,6 +149,10 @@ class Matcher:
         """Takes a new matcher of the library, which no other sample has."""
         self.state, self.starting = spare, _DONE
 
+    def end(self) -> None:
+        """Has the library's matcher freed behind the steps, as soon as nothing else needs it."""
+        self.constraint.compiler.free(self)
+
 
 class Masks(NamedTuple):
     """Which tokens may come next in the rows of a step.
@@ -211,6 +218,10 @@ class ConstraintCompiler:
             while len(self._compiled) > _MOST_COMPILED:
                 self._compiled.popitem(last=False)
         return compiled
+
+    def free(self, matcher: Matcher) -> None:
+        """Keeps the matcher of a sample that has ended until there is time to free it."""
+        self._spares.free(matcher)
 
     def start_masks(
         self, rows: int, matchers: Mapping[int, Matcher], accepted: Callable[[], Iterable[tuple[Matcher, int]]]
@@ -284,7 +295,7 @@ class SpareMatchers:
     """New matchers of the library for the constraints that samples began with last, made behind the steps.
 
     A step that begins with many samples need not wait for their matchers then. A spare matcher is as new as any other,
-    so no mask depends on whether there was one.
+    so no mask depends on whether there was one. Matchers of samples that have ended are freed behind the steps, too.
     """
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
@@ -295,7 +306,8 @@ class SpareMatchers:
         """By constraint, the one that samples began with last at the end."""
         self._wanted: dict[CompiledConstraint, int] = {}
         """How many each of these constraints is to have."""
-        self._is_making = False
+        self._ended: collections.deque[Matcher] = collections.deque()
+        self._is_busy = False
         self._lock = threading.Lock()
 
     def hand_out(self, matchers: Sequence[Matcher]) -> list[Matcher]:
@@ -318,29 +330,40 @@ class SpareMatchers:
                     without.append(matcher)
             while len(self._spares) > _MOST_COMPILED or sum(self._wanted.values()) > _MOST_SPARE:
                 del self._wanted[self._spares.popitem(last=False)[0]]
-            begins, self._is_making = not self._is_making, True
-        if begins:
-            self._make()
+        self._begin()
         return without
 
-    def _make(self) -> None:
-        """Begins to make one matcher after the other until there are as many as are wanted."""
-        with contextlib.suppress(RuntimeError):  # the interpreter is about to end
-            self._threads.submit(self._make_next)
+    def free(self, matcher: Matcher) -> None:
+        """Keeps a matcher until there is time to free it."""
+        self._ended.append(matcher)
+        self._begin()
 
-    def _make_next(self) -> None:
+    def _begin(self) -> None:
+        """Begins to free matchers and to make spare ones, until all is done."""
+        with self._lock:
+            is_busy, self._is_busy = self._is_busy, True
+        if not is_busy:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the interpreter is about to end
+            self._threads.submit(self._free_and_make)
+
+    def _free_and_make(self) -> None:
         time.sleep(_PAUSE)
+        for _ in range(ceil_div(len(self._ended), _FREED)):
+            self._ended.popleft()
         with self._lock:
             lacking = (one for one, spares in reversed(self._spares.items()) if len(spares) < self._wanted[one])
             constraint = next(lacking, None)
-            self._is_making = constraint is not None
-        if constraint is None:
-            return
-        spare = constraint.start()
-        with self._lock:
-            if constraint in self._spares:
-                self._spares[constraint].append(spare)
-        self._make()
+            is_busy = self._is_busy = constraint is not None or bool(self._ended)
+        if constraint is not None:
+            spare = constraint.start()
+            with self._lock:
+                if constraint in self._spares:
+                    self._spares[constraint].append(spare)
+        if is_busy:
+            self._go_on()
 
 
 class ModelConstraints:

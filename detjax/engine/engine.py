@@ -150,8 +150,8 @@ class Engine:
         """Compiles every program that steps may need. The engine must be idle.
 
         Afterwards Python's garbage collector ignores the objects that exist now: tracing leaves many of them, and a
-        step would wait while the collector looks through them. Threads of this process that wait for the interpreter get
-        it after 0.5 ms (`sys.setswitchinterval`), unless it is less already: the engine's own wait for one another.
+        step would wait while the collector looks through them. Threads of this process that wait for the interpreter
+        get it after 0.5 ms at most (`sys.setswitchinterval`): the engine's own wait for one another.
 
         Args:
             progress: show a bar on stderr.

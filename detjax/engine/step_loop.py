@@ -344,6 +344,8 @@ class StepLoop:
                 sequence.failure = ValueError(f"the sample's constraint cannot go on: {launched.failures[row]}")
             token = sequence.add(*sampled.at(row, sequence.params), batch=size)
             self.scheduler.accept_token(sequence)
+            if token.finish_reason is not None and sequence.matcher is not None:
+                sequence.matcher.end()
             yield sequence, token
 
 

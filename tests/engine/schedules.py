@@ -81,6 +81,8 @@ class RememberingCompiler(ConstraintCompiler):
 
     def __init__(self) -> None: ...
 
+    def free(self, matcher: Matcher) -> None: ...
+
     def start_masks(
         self, rows: int, matchers: Mapping[int, Matcher], accepted: Callable[[], Iterable[tuple[Matcher, int]]]
     ) -> Future[Masks]:

@@ -1,8 +1,10 @@
 """Masks of the tokens that a constraint allows."""
 
+import gc
 import json
 import random
 import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -156,7 +158,7 @@ def begun(compiler: ConstraintCompiler, constraint: Constraint, count: int) -> t
 def number_of_spares(compiler: ConstraintCompiler) -> int:
     """The matchers that are kept for samples to come, once no more are made."""
     deadline = time.monotonic() + 60
-    while compiler._spares._is_making and time.monotonic() < deadline:
+    while compiler._spares._is_busy and time.monotonic() < deadline:
         time.sleep(0.01)
     return sum(map(len, compiler._spares._spares.values()))
 
@@ -181,6 +183,18 @@ def test_samples_begin_with_matchers_that_were_made_in_advance() -> None:
     accept(compiler, matchers[0], brace)
     np.testing.assert_array_equal(masks(compiler, 1, {0: matchers[1]}), first[:1])
     np.testing.assert_array_equal(begun(compiler, constraint, 4)[1], again)
+
+
+def test_matchers_of_ended_samples_are_freed() -> None:
+    assert TOKENIZER is not None
+    compiler = ConstraintCompiler(TOKENIZER, VOCABULARY, [END])
+    matchers, _ = begun(compiler, Constraint.choice(["!"]), 100)
+    references = [weakref.ref(matcher) for matcher in matchers]
+    while matchers:
+        matchers.pop().end()
+    assert number_of_spares(compiler) == 0
+    gc.collect()
+    assert all(reference() is None for reference in references)
 
 
 def test_there_is_a_limit_to_the_matchers_that_are_made_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
