@@ -282,7 +282,8 @@ class SlotTable:
         """Brings a slot's page table and sampling parameters up to date."""
         slot = sequence.slot
         assert slot is not None
-        params, bars_ends = sequence.params, sequence.length - len(sequence.prompt) < sequence.params.min_tokens
+        params = sequence.params
+        bars_ends = params.min_tokens > 0 and sequence.length - len(sequence.prompt) < params.min_tokens
         is_new = self._page_ids[slot] is not sequence.page_ids  # another sequence, or the same with different pages
         if is_new:
             self._page_ids[slot], self._num_pages[slot] = sequence.page_ids, 0

@@ -6,10 +6,12 @@ same bits alone and among others. llguidance computes the masks on the host, whi
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -42,6 +44,13 @@ itself. Those of less than 10 characters halve the time of its slowest masks, wh
 that has a maximum length: with 152k tokens 1.2 ms in place of 2.4 ms."""
 _STARTING_THREADS: Final = 16
 """Threads that make the matchers of a step's new samples."""
+_MOST_SPARE: Final = 256
+"""New matchers that are kept for samples to come. One takes about 0.1 MB."""
+_PAUSE: Final = 0.002
+"""Seconds between one spare matcher and the next. To make one takes 0.4 ms, a tenth of which needs the interpreter, and
+so does all of the time that it takes to free one, 0.04 ms and more."""
+_FREED: Final = 32
+"""Of so many matchers that are to be freed, one more is freed between two pauses."""
 _LIMITS: Final = {
     "initial_lexer_fuel": 100_000,
     "max_lexer_states": 20_000,
@@ -111,6 +120,10 @@ class CompiledConstraint:
         return Matcher(self)
 
 
+_DONE: Final[Future[None]] = Future()
+_DONE.set_result(None)
+
+
 class Matcher:
     """How far one sample has come in its constraint.
 
@@ -120,7 +133,7 @@ class Matcher:
 
     Attributes:
         constraint: the constraint.
-        starting: makes the library's matcher in another thread; None before `ConstraintCompiler.start_masks`.
+        starting: done as soon as the library's matcher is there; None before `ConstraintCompiler.start_masks`.
     """
 
     def __init__(self, constraint: CompiledConstraint) -> None:
@@ -129,8 +142,16 @@ class Matcher:
 
     @functools.cached_property
     def state(self) -> "llguidance.LLMatcher":
-        """The library's matcher. The first use makes it, which takes up to 50 ms, without the GIL."""
+        """The library's matcher. The first use makes it, which takes up to 50 ms, most of them without the GIL."""
         return self.constraint.start()
+
+    def begin_with(self, spare: "llguidance.LLMatcher") -> None:
+        """Takes a new matcher of the library, which no other sample has."""
+        self.state, self.starting = spare, _DONE
+
+    def end(self) -> None:
+        """Has the library's matcher freed behind the steps, as soon as nothing else needs it."""
+        self.constraint.compiler.free(self)
 
 
 class Masks(NamedTuple):
@@ -177,6 +198,7 @@ class ConstraintCompiler:
         self._tokenizer = llguidance.LLTokenizer(vocabulary_of_library, eos_token=list(end_tokens), slices=_SLICES)
         self._executor = llguidance.LLExecutor()
         self._threads = ThreadPoolExecutor(thread_name_prefix="detjax-constraints")
+        self._spares = SpareMatchers(self._threads)
         self._compiled: collections.OrderedDict[Constraint, CompiledConstraint] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -197,6 +219,10 @@ class ConstraintCompiler:
                 self._compiled.popitem(last=False)
         return compiled
 
+    def free(self, matcher: Matcher) -> None:
+        """Keeps the matcher of a sample that has ended until there is time to free it."""
+        self._spares.free(matcher)
+
     def start_masks(
         self, rows: int, matchers: Mapping[int, Matcher], accepted: Callable[[], Iterable[tuple[Matcher, int]]]
     ) -> Future[Masks]:
@@ -212,7 +238,8 @@ class ConstraintCompiler:
                 constraint that refuses its token, or that becomes too complex to go on, is among the failures from
                 then on.
         """
-        self._start([matcher for matcher in matchers.values() if matcher.starting is None])
+        if begin := [matcher for matcher in matchers.values() if matcher.starting is None]:
+            self._start(begin)
 
         def masks() -> Masks:
             concurrent.futures.wait({matcher.starting for matcher in matchers.values() if matcher.starting is not None})
@@ -231,7 +258,8 @@ class ConstraintCompiler:
         return self._threads.submit(masks)
 
     def _start(self, matchers: Sequence[Matcher]) -> None:
-        """Begins to make the library's matchers."""
+        """Begins to make the library's matchers, as far as there are no spare ones."""
+        matchers = self._spares.hand_out(matchers)
 
         def make(part: Sequence[Matcher]) -> None:
             for matcher in part:
@@ -261,6 +289,81 @@ class ConstraintCompiler:
         if state.is_error():
             raise ValueError(f"the constraint's {constraint.kind} is not valid: {state.get_error()}")
         return CompiledConstraint(self, start)
+
+
+class SpareMatchers:
+    """New matchers of the library for the constraints that samples began with last, made behind the steps.
+
+    A step that begins with many samples need not wait for their matchers then. A spare matcher is as new as any other,
+    so no mask depends on whether there was one. Matchers of samples that have ended are freed behind the steps, too.
+    """
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        """No matchers yet; the threads will make them, one at a time."""
+        self._threads = threads
+        self._spares: collections.OrderedDict[CompiledConstraint, list[llguidance.LLMatcher]]
+        self._spares = collections.OrderedDict()
+        """By constraint, the one that samples began with last at the end."""
+        self._wanted: dict[CompiledConstraint, int] = {}
+        """How many each of these constraints is to have."""
+        self._ended: collections.deque[Matcher] = collections.deque()
+        self._is_busy = False
+        self._lock = threading.Lock()
+
+    def hand_out(self, matchers: Sequence[Matcher]) -> list[Matcher]:
+        """Gives the spare matchers there are to samples that begin. Returns the samples' matchers that get none.
+
+        Many constraints are those of a single request. So a constraint has spares from the second time on that samples
+        begin with it, as many as began together at most.
+        """
+        without = []
+        with self._lock:
+            for constraint, count in collections.Counter(matcher.constraint for matcher in matchers).items():
+                wanted = max(self._wanted[constraint], count) if constraint in self._spares else 0
+                self._wanted[constraint] = min(wanted, _MOST_SPARE)
+                self._spares.setdefault(constraint, [])
+                self._spares.move_to_end(constraint)
+            for matcher in matchers:
+                if spares := self._spares[matcher.constraint]:
+                    matcher.begin_with(spares.pop())
+                else:
+                    without.append(matcher)
+            while len(self._spares) > _MOST_COMPILED or sum(self._wanted.values()) > _MOST_SPARE:
+                del self._wanted[self._spares.popitem(last=False)[0]]
+        self._begin()
+        return without
+
+    def free(self, matcher: Matcher) -> None:
+        """Keeps a matcher until there is time to free it."""
+        self._ended.append(matcher)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begins to free matchers and to make spare ones, until all is done."""
+        with self._lock:
+            is_busy, self._is_busy = self._is_busy, True
+        if not is_busy:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the interpreter is about to end
+            self._threads.submit(self._free_and_make)
+
+    def _free_and_make(self) -> None:
+        time.sleep(_PAUSE)
+        for _ in range(ceil_div(len(self._ended), _FREED)):
+            self._ended.popleft()
+        with self._lock:
+            lacking = (one for one, spares in reversed(self._spares.items()) if len(spares) < self._wanted[one])
+            constraint = next(lacking, None)
+            is_busy = self._is_busy = constraint is not None or bool(self._ended)
+        if constraint is not None:
+            spare = constraint.start()
+            with self._lock:
+                if constraint in self._spares:
+                    self._spares[constraint].append(spare)
+        if is_busy:
+            self._go_on()
 
 
 class ModelConstraints:

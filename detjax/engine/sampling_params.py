@@ -1,6 +1,7 @@
 """Sampling parameters: how the tokens of a request are chosen, and when it ends."""
 
 import dataclasses
+import functools
 import json
 import warnings
 from typing import Any, Final
@@ -145,6 +146,11 @@ class SamplingParams:
                 f"SamplingParams.recommended leaves out {penalties}, which the checkpoint asks for", stacklevel=2
             )
         return cls(**(known | fields))
+
+    @functools.cached_property
+    def needs(self) -> tuple[bool, int, bool, bool, bool]:
+        """What a program must be able to do that samples for the request: the fields of a `SamplingVariant`."""
+        return self.filtered, self.top_logprobs, self.adjusted, self.constraint is not None, self.sampling_logprobs
 
     @property
     def filtered(self) -> bool:

@@ -215,8 +215,10 @@ class Scheduler:
 
     def _name_pages(self, sequence: Sequence) -> None:
         """Makes the sequence's full pages available to others, as far as their tokens have been read."""
-        named, read = sequence.named_pages, len(sequence.tokens)
-        full = min(sequence.computed, read) // KV_BLOCK
+        named = sequence.named_pages
+        if sequence.computed < (named + 1) * KV_BLOCK:  # most steps fill no page, and this is called twice a token
+            return
+        full = min(sequence.computed, len(sequence.tokens)) // KV_BLOCK
         if full > named and self.pool.keeps_prefixes and sequence.slot is not None:
             for page, digest in zip(sequence.page_ids[named:full], sequence.digests()[named:], strict=False):
                 self.pool.name(page, digest)

@@ -344,13 +344,15 @@ class StepLoop:
                 sequence.failure = ValueError(f"the sample's constraint cannot go on: {launched.failures[row]}")
             token = sequence.add(*sampled.at(row, sequence.params), batch=size)
             self.scheduler.accept_token(sequence)
+            if token.finish_reason is not None and sequence.matcher is not None:
+                sequence.matcher.end()
             yield sequence, token
 
 
 def _unseen(sequence: Sequence) -> tuple[int, Seq[int], Seq[int]] | None:
     """Returns a slot and its tokens when a sequence with penalties samples for the first time in it; otherwise None."""
     # The device counts what it samples later, and it knows those tokens before the host does.
-    if not sequence.params.penalized or sequence.is_held:
+    if sequence.is_held or not sequence.params.penalized:
         return None
     assert sequence.slot is not None
     assert not sequence.unread
@@ -371,7 +373,7 @@ def _start_masks(previous: _InFlightStep | None, planned: _PlannedStep) -> Futur
             return
         # Matchers may still be used for the step before until it is launched.
         launched = previous.launched.result()
-        tokens = launched.sampled.read().token.tolist() if accepting and launched.sampled is not None else []
+        tokens = launched.sampled.read_tokens() if accepting and launched.sampled is not None else []
         for row, matcher, end_tokens in accepting:
             if tokens[row] not in end_tokens:
                 yield matcher, tokens[row]

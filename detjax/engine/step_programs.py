@@ -15,11 +15,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt16, UInt32
 
 from detjax import compilation, ops
+from detjax.contract import ACCUMULATOR
 from detjax.engine.batch import BatchShape, StepBatch, no_adjustments
 from detjax.engine.constraints import all_allowed
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models.cache import State
 from detjax.models.network import Network, Weights
+from detjax.ops.softmax import log_softmax_statistics
 from detjax.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
 
 SCORED_ROWS: Final = 64
@@ -51,11 +53,20 @@ class SampledTokens(NamedTuple):
         return self
 
     def read(self) -> "SampledTokens":
-        """Returns the arrays on the host, and waits for them if need be."""
-        return type(self)(*jax.device_get(tuple(self)))
+        """Returns the arrays on the host, those with one number a row as lists, and waits for them if need be."""
+        read = type(self)(*jax.device_get(tuple(self)))
+        sampling_logprob = None if read.sampling_logprob is None else read.sampling_logprob.tolist()
+        # Numbers of a list are read five times as fast as those of an array.
+        return read._replace(
+            token=read.token.tolist(), logprob=read.logprob.tolist(), sampling_logprob=sampling_logprob
+        )
+
+    def read_tokens(self) -> list[int]:
+        """Returns the tokens, and waits for them alone if need be."""
+        return np.asarray(self.token).tolist()
 
     def at(self, row: int, params: SamplingParams) -> tuple[int, float, tuple[tuple[int, float], ...], float | None]:
-        """Returns a row of arrays on the host, as far as a request with these parameters asks for it.
+        """Returns a row of what `read` returned, as far as a request with these parameters asks for it.
 
         These are the token, its logprob, the likeliest tokens with their logprobs, and the token's sampling logprob.
         """
@@ -63,8 +74,8 @@ class SampledTokens(NamedTuple):
         if top:  # few requests ask for them, and all wait for this
             likeliest = zip(self.top_tokens[row, :top].tolist(), self.top_logprobs[row, :top].tolist(), strict=True)
         if params.sampling_logprobs and self.sampling_logprob is not None:
-            sampling_logprob = float(self.sampling_logprob[row])
-        return int(self.token[row]), float(self.logprob[row]), tuple(likeliest), sampling_logprob
+            sampling_logprob = self.sampling_logprob[row]
+        return self.token[row], self.logprob[row], tuple(likeliest), sampling_logprob
 
 
 class SamplingVariant(NamedTuple):
@@ -87,13 +98,8 @@ class SamplingVariant(NamedTuple):
     @classmethod
     def needed_by(cls, params: Sequence[SamplingParams]) -> "SamplingVariant":
         """Returns the smallest variant that serves samples with these parameters."""
-        return cls(
-            filtered=any(row.filtered for row in params),
-            top_logprobs=max((row.top_logprobs for row in params), default=0),
-            adjusted=any(row.adjusted for row in params),
-            constrained=any(row.constraint is not None for row in params),
-            distribution=any(row.sampling_logprobs for row in params),
-        )
+        # Of hundreds of rows few differ in what they need.
+        return cls(*map(max, zip(*{row.needs for row in params}, strict=True)))
 
     @classmethod
     def for_serving(cls, top_logprobs: int) -> "tuple[SamplingVariant, ...]":
@@ -436,7 +442,13 @@ def _score(
 
 def _logprobs_of(logits: Float[Array, "R V"], tokens: Int32[Arrays, "R"]) -> Float32[Array, "R"]:
     """Returns the logprob of a given token in each row."""
-    return jnp.take_along_axis(ops.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
+    tokens = jnp.asarray(tokens)[:, None]
+    statistics = log_softmax_statistics(logits)
+    if statistics is None:
+        return jnp.take_along_axis(ops.log_softmax(logits), tokens, axis=1)[:, 0]
+    # The same bits, and logits are read once while no logprobs are written.
+    first, second = statistics
+    return jnp.take_along_axis(logits.astype(ACCUMULATOR), tokens, axis=1)[:, 0] - first - second
 
 
 def _likeliest(logits: Float[Array, "R V"], count: int) -> tuple[Int32[Array, "R n"], Float32[Array, "R n"]]:

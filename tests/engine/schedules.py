@@ -81,6 +81,8 @@ class RememberingCompiler(ConstraintCompiler):
 
     def __init__(self) -> None: ...
 
+    def free(self, matcher: Matcher) -> None: ...
+
     def start_masks(
         self, rows: int, matchers: Mapping[int, Matcher], accepted: Callable[[], Iterable[tuple[Matcher, int]]]
     ) -> Future[Masks]:
@@ -182,7 +184,8 @@ class RememberingRunner:
             self.last[slot] = sampled[chunk]
             self.seen[slot][1].append(int(sampled[chunk]))
         none, logprobs = np.zeros((len(sampled), 0)), sampled.astype(np.float32)
-        return _TokensOnTheHost(sampled, logprobs, none, none, -logprobs if needed.distribution else None)
+        distribution = (-logprobs).tolist() if needed.distribution else None
+        return _TokensOnTheHost(sampled.tolist(), logprobs.tolist(), none, none, distribution)
 
     def note_seen(self, slot: int, prompt: Seq[int], generated: Seq[int]) -> None:
         self.seen[slot] = tuple(prompt), [*generated]

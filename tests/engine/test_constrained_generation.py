@@ -1,14 +1,21 @@
 """Constrained answers of the engine: valid, and of the same bits alone, in a crowd, recomputed and under `generate`."""
 
+import dataclasses
 import json
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 
 import pytest
 
 import detjax
 import detjax.demo
 from detjax.engine import Completion, Constraint, Engine, EngineConfig, Generation, Request, SamplingParams
+from detjax.engine.constraints import ConstraintCompiler, Masks, Matcher
 from detjax.models import Decoder, Tokenizer
 
+WAIT = 120
 SCHEMAS = [
     {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["n"]},
     {"type": "array", "items": {"enum": ["to be", "not to be"]}, "minItems": 1, "maxItems": 3},
@@ -87,6 +94,39 @@ def test_answers_have_the_same_bits_in_a_crowd(
 ) -> None:
     with Engine(*loaded, config) as engine:
         assert engine.generate(requests()) == alone
+
+
+def test_no_answer_depends_on_when_its_masks_are_there(
+    loaded: tuple[Decoder, Tokenizer], alone: list[Generation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks come late by chance, some requests are cancelled meanwhile, and the others get all of their tokens."""
+    draw, start_masks = random.Random(0), ConstraintCompiler.start_masks
+
+    def start_late(
+        compiler: ConstraintCompiler,
+        rows: int,
+        matchers: Mapping[int, Matcher],
+        accepted: Callable[[], Iterable[tuple[Matcher, int]]],
+    ) -> Future[Masks]:
+        before, after = (draw.choice([0.0, 0.0, 0.003, 0.02]) for _ in range(2))
+
+        def accepted_late() -> list[tuple[Matcher, int]]:
+            time.sleep(before)
+            tokens = [*accepted()]
+            time.sleep(after)
+            return tokens
+
+        return start_masks(compiler, rows, matchers, accepted_late)
+
+    monkeypatch.setattr(ConstraintCompiler, "start_masks", start_late)
+    with Engine(*loaded, max_samples=6, token_budget=24, max_length=128, num_pages=4) as engine:
+        futures = [engine.submit(request) for request in requests()]
+        cancelled = [engine.submit(dataclasses.replace(request, prompt="HAMLET:")) for request in requests()[::5]]
+        time.sleep(0.1)
+        for future in cancelled:
+            future.cancel()
+        assert [future.result(WAIT) for future in futures] == alone
+        assert engine.stats().pages_in_use == 0
 
 
 def test_generate_answers_as_the_engine_does(loaded: tuple[Decoder, Tokenizer], alone: list[Generation]) -> None:

@@ -1,7 +1,10 @@
 """Masks of the tokens that a constraint allows."""
 
+import gc
 import json
 import random
+import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -143,6 +146,66 @@ def test_masks_of_a_step_and_of_the_next_may_be_asked_for_at_once(compiler: Cons
         assert second.failures == {}
         assert (np.asarray(second.allowed) == np.asarray(first.result().allowed)).all(axis=1).sum() == 0
         assert allowed(compiler, matchers[0]) == [END]
+
+
+def begun(compiler: ConstraintCompiler, constraint: Constraint, count: int) -> tuple[list[Matcher], np.ndarray]:
+    """Samples that begin together, and their masks."""
+    compiled = compiler.compile(constraint)
+    matchers = [compiled.matcher() for _ in range(count)]
+    return matchers, masks(compiler, count, dict(enumerate(matchers)))
+
+
+def number_of_spares(compiler: ConstraintCompiler) -> int:
+    """The matchers that are kept for samples to come, once no more are made."""
+    deadline = time.monotonic() + 60
+    while compiler._spares._is_busy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return sum(map(len, compiler._spares._spares.values()))
+
+
+def test_samples_begin_with_matchers_that_were_made_in_advance() -> None:
+    assert TOKENIZER is not None
+    compiler = ConstraintCompiler(TOKENIZER, VOCABULARY, [END])
+    constraint = Constraint.json_schema(SCHEMA)
+    _, first = begun(compiler, constraint, 3)
+    assert number_of_spares(compiler) == 0  # the constraint may be that of a single request
+    begun(compiler, constraint, 3)
+    assert number_of_spares(compiler) == 3
+    spares = {*map(id, *compiler._spares._spares.values())}
+    matchers, again = begun(compiler, constraint, 4)
+    assert len(spares & {id(matcher.state) for matcher in matchers}) == 3
+    assert len({id(matcher.state) for matcher in matchers}) == 4
+    np.testing.assert_array_equal(again[:3], first)
+    np.testing.assert_array_equal(again[3:], first[:1])
+    assert number_of_spares(compiler) == 4
+    # Each goes its own way.
+    (brace,) = TOKENIZER.encode("{")
+    accept(compiler, matchers[0], brace)
+    np.testing.assert_array_equal(masks(compiler, 1, {0: matchers[1]}), first[:1])
+    np.testing.assert_array_equal(begun(compiler, constraint, 4)[1], again)
+
+
+def test_matchers_of_ended_samples_are_freed() -> None:
+    assert TOKENIZER is not None
+    compiler = ConstraintCompiler(TOKENIZER, VOCABULARY, [END])
+    matchers, _ = begun(compiler, Constraint.choice(["!"]), 100)
+    references = [weakref.ref(matcher) for matcher in matchers]
+    while matchers:
+        matchers.pop().end()
+    assert number_of_spares(compiler) == 0
+    gc.collect()
+    assert all(reference() is None for reference in references)
+
+
+def test_there_is_a_limit_to_the_matchers_that_are_made_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraints, "_MOST_SPARE", 6)
+    assert TOKENIZER is not None
+    compiler = ConstraintCompiler(TOKENIZER, VOCABULARY, [END])
+    a, b, c = (Constraint("regex", f"{letter}[0-9]+") for letter in "abc")
+    for constraint, count in ((a, 3), (b, 2), (c, 8)):
+        for _ in range(2):
+            begun(compiler, constraint, count)
+        assert number_of_spares(compiler) == {a: 3, b: 5, c: 6}[constraint]
 
 
 def test_no_mask_depends_on_the_classes_of_tokens_that_make_it_faster(

@@ -10,6 +10,7 @@ import pytest
 
 import detjax
 from detjax import ops
+from detjax.engine import step_programs
 from detjax.pallas.gumbel import gumbel, threefry
 from detjax.pallas.hopper import sampling, softmax
 from detjax.pallas.hopper.softmax import Schedule
@@ -175,6 +176,14 @@ def test_the_likeliest_tokens_have_the_logprobs_of_log_softmax() -> None:
     expected = log_softmax(logits)
     assert_same_bits(logprobs, np.take_along_axis(expected, tokens, axis=1))
     assert_same_bits(logprobs, -np.sort(-expected, axis=1)[:, :7])
+
+
+def test_engines_give_the_logprobs_of_given_tokens_that_the_sampler_gives() -> None:
+    logits = requests(6, 4700)["logits"].at[3, 4500].set(jnp.nan).at[4, 7].set(jnp.inf).at[5, :100].set(-jnp.inf)
+    tokens = jnp.asarray([0, 4699, 4096, 1, 7, 5], jnp.int32)
+    with plgpu.force_gpu_interpret_mode(), detjax.use_backend("hopper"):
+        logprobs = jax.jit(step_programs._logprobs_of)(logits, tokens)
+    assert_same_bits(logprobs, log_softmax(logits)[np.arange(6), tokens])
 
 
 def test_the_public_operation_runs_on_these_kernels() -> None:
