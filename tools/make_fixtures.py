@@ -352,8 +352,8 @@ class Fixture:
     transformers_4_config: bool = False
     # Keys of the published config.json that transformers does not write.
     published_keys: tuple[tuple[str, object], ...] = ()
-    # The class of the multimodal model in whose published form it is stored: its text model nested in config.json, under
-    # other names, one tensor for all experts, and tensors of other parts.
+    # The class of the multimodal model in whose published form it is stored: its text model nested in config.json,
+    # under other names, one tensor for all experts, and tensors of other parts.
     multimodal: type[Config] | None = None
     # The ends of the names of tensors [E, inputs, outputs] that are drawn so that MXFP4 holds them, and stored in it.
     mxfp4: tuple[str, ...] = ()
@@ -979,10 +979,10 @@ ALL = (
     ),
     Fixture(
         name="qwen3-5",
-        about="gated delta nets in layers 1 and 2 of 3 (the first has attention), 6 value heads of 12 on 2 key heads of "
-        "8, all queries, keys and values in one tensor, a convolution of 3 inputs; gated attention with biases, head_dim "
-        "32 of which 8 columns turn; rms_norm_eps 0.02, tied embeddings, a section of the embedding for each axis of an "
-        "image, which text does not see",
+        about="gated delta nets in layers 1 and 2 of 3 (the first has attention), 6 value heads of 12 on 2 key heads "
+        "of 8, all queries, keys and values in one tensor, a convolution of 3 inputs; gated attention with biases, "
+        "head_dim 32 of which 8 columns turn; rms_norm_eps 0.02, tied embeddings, a section of the embedding for each "
+        "axis of an image, which text does not see",
         config=transformers.Qwen3_5TextConfig(
             vocab_size=97,
             hidden_size=36,
@@ -1029,9 +1029,9 @@ ALL = (
     Fixture(
         name="qwen3-5-moe",
         about="2 of 5 experts, whose weights are normalized, and a gated shared one in both layers, the first with a "
-        "gated delta net of 2 value heads of 16 on as many key heads of 12; gated attention with head_dim 16 of which 8 "
-        "columns turn; in the published form of the multimodal model: text_config, names with language_model, one tensor "
-        "for all experts, tensors of the vision tower and of the prediction of further tokens",
+        "gated delta net of 2 value heads of 16 on as many key heads of 12; gated attention with head_dim 16 of which "
+        "8 columns turn; in the published form of the multimodal model: text_config, names with language_model, one "
+        "tensor for all experts, tensors of the vision tower and of the prediction of further tokens",
         config=transformers.Qwen3_5MoeTextConfig(
             vocab_size=101,
             hidden_size=36,
