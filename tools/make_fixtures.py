@@ -67,6 +67,9 @@ MAX_SEED = 2000
 # The others differ in their last places, and do not take float64.
 IMPLEMENTATIONS = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
+# What checkpoints of a multimodal model hold beside its text model; their shapes do not matter to who passes them over.
+NOT_OF_THE_TEXT_MODEL = ("model.visual.patch_embed.proj.weight", "mtp.fc.weight", "mtp.layers.0.mlp.gate.weight")
+
 # The end of the names of buffers that stay float32 in every checkpoint.
 CORRECTION = "e_score_correction_bias"
 
@@ -349,6 +352,9 @@ class Fixture:
     transformers_4_config: bool = False
     # Keys of the published config.json that transformers does not write.
     published_keys: tuple[tuple[str, object], ...] = ()
+    # The class of the multimodal model in whose published form it is stored: its text model nested in config.json,
+    # under other names, one tensor for all experts, and tensors of other parts.
+    multimodal: type[Config] | None = None
     # The ends of the names of tensors [E, inputs, outputs] that are drawn so that MXFP4 holds them, and stored in it.
     mxfp4: tuple[str, ...] = ()
 
@@ -971,6 +977,116 @@ ALL = (
         ),
         embedding_std=0.25,
     ),
+    Fixture(
+        name="qwen3-5",
+        about="gated delta nets in layers 1 and 2 of 3 (the first has attention), 6 value heads of 12 on 2 key heads "
+        "of 8, all queries, keys and values in one tensor, a convolution of 3 inputs; gated attention with biases, "
+        "head_dim 32 of which 8 columns turn; rms_norm_eps 0.02, tied embeddings, a section of the embedding for each "
+        "axis of an image, which text does not see",
+        config=transformers.Qwen3_5TextConfig(
+            vocab_size=97,
+            hidden_size=36,
+            intermediate_size=44,
+            num_hidden_layers=3,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            head_dim=32,
+            attention_bias=True,
+            layer_types=["full_attention", "linear_attention", "linear_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=6,
+            linear_key_head_dim=8,
+            linear_value_head_dim=12,
+            linear_conv_kernel_dim=3,
+            max_position_embeddings=512,
+            rms_norm_eps=0.02,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=1,
+        ),
+        stored=torch.bfloat16,
+        matters=(
+            all_columns_turn,
+            rope_theta_10000,
+            rms_norm_eps_1e6,
+            no_attention_biases,
+            attention_half_open,
+            no_forgetting,
+            no_time_biases,
+            the_last_tap_alone,
+            norms_around_zero("q_norm", "k_norm"),
+            norms_around_zero("input_layernorm"),
+        ),
+        embedding_std=0.25,
+    ),
+    Fixture(
+        name="qwen3-5-moe",
+        about="2 of 5 experts, whose weights are normalized, and a gated shared one in both layers, the first with a "
+        "gated delta net of 2 value heads of 16 on as many key heads of 12; gated attention with head_dim 16 of which "
+        "8 columns turn; in the published form of the multimodal model: text_config, names with language_model, one "
+        "tensor for all experts, tensors of the vision tower and of the prediction of further tokens",
+        config=transformers.Qwen3_5MoeTextConfig(
+            vocab_size=101,
+            hidden_size=36,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=20,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_experts=5,
+            num_experts_per_tok=2,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=12,
+            linear_value_head_dim=16,
+            max_position_embeddings=512,
+            rms_norm_eps=1e-6,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1000000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=1,
+        ),
+        stored=torch.bfloat16,
+        matters=(
+            all_columns_turn,
+            rope_theta_10000,
+            one_expert_fewer,
+            no_shared_expert,
+            shared_expert_half_open,
+            attention_half_open,
+            no_forgetting,
+            no_time_biases,
+            the_last_tap_alone,
+            norms_around_zero("q_norm", "k_norm"),
+            norms_around_zero("input_layernorm"),
+        ),
+        embedding_std=0.25,
+        published_keys=(
+            ("attn_output_gate", True),
+            ("full_attention_interval", 4),
+            ("mamba_ssm_dtype", "float32"),
+            ("mtp_num_hidden_layers", 1),
+            ("mtp_use_dedicated_embeddings", False),
+            ("output_gate_type", "swish"),
+            ("partial_rotary_factor", 0.5),
+        ),
+        multimodal=transformers.Qwen3_5MoeConfig,
+    ),
 )
 
 
@@ -1009,7 +1125,7 @@ def fill(model: transformers.PreTrainedModel, fixture: Fixture, generator: torch
         else:
             gain = 1.8 if name.endswith(("q_proj.weight", "k_proj.weight", "lm_head.weight")) else 1.3
             value = gain / math.sqrt(parameter.shape[-1]) * noise
-        if fixture.config.model_type == "qwen3_next":
+        if fixture.config.model_type.startswith(("qwen3_next", "qwen3_5")):
             value = value_of_linear_attention(name, value, noise, fixture.config)
         if name.endswith(fixture.mxfp4):
             value = from_mxfp4(*to_mxfp4(value))
@@ -1026,8 +1142,9 @@ def value_of_linear_attention(name: str, value: torch.Tensor, noise: torch.Tenso
     large as any, so noise would be as large where the product is close to 0.
     """
     keys = config.linear_num_key_heads * config.linear_key_head_dim
-    if name.endswith("in_proj_qkvz.weight"):
-        rows, width = value.view(config.linear_num_key_heads, -1, value.shape[-1]), config.linear_key_head_dim
+    if name.endswith(("in_proj_qkvz.weight", "in_proj_qkv.weight")):
+        groups = config.linear_num_key_heads if name.endswith("qkvz.weight") else 1
+        rows, width = value.view(groups, -1, value.shape[-1]), keys // groups
         query, key = rows[:, :width], rows[:, width : 2 * width]
         key.copy_(0.9 * query + 0.4 * key)
     elif name.endswith("conv1d.weight"):
@@ -1072,6 +1189,13 @@ def store_in_mxfp4(file: Path, fixture: Fixture) -> None:
         else:
             packed[name] = tensor
     safetensors.torch.save_file(packed, file, metadata={"format": "pt"})
+
+
+def store_as_multimodal(file: Path, model: transformers.PreTrainedModel) -> None:
+    """Writes the tensors as a multimodal model's published checkpoint holds them, with some of its other parts."""
+    held = {name.replace("model.", "model.language_model.", 1): x for name, x in model.state_dict().items()}
+    others = {name: torch.ones(2, 3, dtype=model.dtype) for name in NOT_OF_THE_TEXT_MODEL}
+    safetensors.torch.save_file(held | others, file, metadata={"format": "pt"})
 
 
 def compute_logits(model: transformers.PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -1273,7 +1397,14 @@ def rewrite_config(path: Path, fixture: Fixture) -> None:
         config["rope_scaling"] |= rope
         config["torch_dtype"] = config.pop("dtype")
         del config["transformers_version"]
-    write_json(path, config | dict(fixture.published_keys))
+    config |= dict(fixture.published_keys)
+    if fixture.multimodal is not None:
+        whole = {"architectures": [config.pop("architectures")[0].replace("ForCausalLM", "ForConditionalGeneration")]}
+        whole |= {key: config[key] for key in ("tie_word_embeddings", "transformers_version")}
+        vision = {"depth": 1, "hidden_size": 8, "model_type": fixture.multimodal.model_type}
+        whole |= {"image_token_id": 98, "model_type": fixture.multimodal.model_type, "vision_config": vision}
+        config = whole | {"text_config": config}
+    write_json(path, config)
 
 
 def save(fixture: Fixture, model: transformers.PreTrainedModel, arrays: dict[str, np.ndarray], folder: Path) -> None:
@@ -1301,6 +1432,8 @@ def save(fixture: Fixture, model: transformers.PreTrainedModel, arrays: dict[str
     model.save_pretrained(folder, max_shard_size=fixture.shard_size or "1GB")
     if fixture.mxfp4:
         store_in_mxfp4(folder / "model.safetensors", fixture)
+    if fixture.multimodal is not None:
+        store_as_multimodal(folder / "model.safetensors", model)
     if fixture.transformers_4_config:
         (folder / "generation_config.json").unlink()
     rewrite_config(folder / "config.json", fixture)
@@ -1319,14 +1452,15 @@ def verify(fixture: Fixture, folder: Path) -> str:
     tokens, logits = torch.from_numpy(arrays["tokens"]).long(), torch.from_numpy(arrays["logits"])
     differences = {}
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind = fixture.multimodal or type(fixture.config)
     # transformers does not read every model_type that published files have.
-    raw = {key: value for key, value in raw.items() if key != "auto_map"} | {"model_type": fixture.config.model_type}
+    raw = {key: value for key, value in raw.items() if key != "auto_map"} | {"model_type": kind.model_type}
     if fixture.mxfp4:
         raw["quantization_config"] |= {"dequantize": True}
     for dtype in (torch.float32, torch.float64):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
-            config=type(fixture.config).from_dict(raw),
+            config=kind.from_dict(raw),
             dtype=dtype,
             **IMPLEMENTATIONS,
             local_files_only=True,
@@ -1343,6 +1477,7 @@ def verify(fixture: Fixture, folder: Path) -> str:
         raise RuntimeError(f"{fixture.name}: float64 moves the logits by {exact:.1e}")
 
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    stored = stored.get("text_config", stored)
     if stored.get("dtype", stored.get("torch_dtype")) != stored_name(fixture):
         raise RuntimeError(f"{fixture.name}: config.json does not say that weights are stored as {fixture.stored}")
     shards = len(list(folder.glob("model-*.safetensors")))

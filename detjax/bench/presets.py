@@ -28,6 +28,26 @@ _QWEN3_MOE = {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+_GATED_DELTA_NETS = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "max_position_embeddings": 262144,
+    "dtype": "bfloat16",
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}
 MODELS: Final[dict[str, dict[str, Any]]] = {
     "Qwen3-0.6B": {
         **_QWEN3,
@@ -71,6 +91,26 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
         "moe_intermediate_size": 1536,
         "num_hidden_layers": 94,
         "num_attention_heads": 64,
+    },
+    "Qwen3-Next-80B-A3B": {
+        **_GATED_DELTA_NETS,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "vocab_size": 151936,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 48,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+    },
+    "Qwen3.5-35B-A3B": {
+        **_GATED_DELTA_NETS,
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 248320,
+        "num_hidden_layers": 40,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
     },
     "Llama-3.1-8B": {
         "architectures": ["LlamaForCausalLM"],

@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import INPUT_DTYPES
 from detjax.models.config import DecoderConfig
 from detjax.models.decoder import Decoder
-from detjax.models.family import family_named
+from detjax.models.family import Multimodal, family_named, text_configuration
 from detjax.models.generation_defaults import GenerationDefaults
 from detjax.models.json_object import CheckpointError, parse_json_object, read_file
 from detjax.models.network import Weights, abstract, split
@@ -46,7 +46,8 @@ def load(
     """Returns the model in the Hugging Face directory `path`, and its tokenizer or None.
 
     All files are checked before the first parameter is read. If `config.json` ties the embeddings but the files
-    hold another `lm_head.weight`, that one serves, with a warning, as in transformers.
+    hold another `lm_head.weight`, that one serves, with a warning, as in transformers. Of a checkpoint of Qwen3.5, the
+    text model is read, and what encodes images is passed over.
 
     Args:
         path: a directory with `config.json` and `model.safetensors`, or shards of it with their index; optionally
@@ -73,12 +74,14 @@ def load(
     with contextlib.ExitStack() as files:
         family = family_named("load", config.architecture)
         listing, stored = open_weights(directory, files)
+        if family.multimodal is not None:
+            stored = _by_decoder_name(stored, family.multimodal)
         if raw.get("quantization_config"):
             stored = family.dequantized(stored)
         config = _dtype_as_stored(_tied_as_stored(config, stored), raw, stored)
         weights_dtype = requested_dtype or np.dtype(config.dtype)
         empty = _without_weights(config, weights_dtype)
-        parameters = _parameters(empty)
+        parameters = _parameters(empty, stored)
         skips = (_COMPUTED, *(pattern.replace("{layers}", str(config.layers)) for pattern in family.skips))
         sizes = _checked_sizes(parameters, stored, listing, skips)
         with _progress_bar(f"Loading {directory.resolve().name}", sum(sizes), progress) as advance:
@@ -89,7 +92,7 @@ def load(
 
 
 def _read_configuration(directory: Path) -> tuple[dict[str, Any], DecoderConfig, GenerationDefaults]:
-    """The contents of `config.json`, and what it and `generation_config.json` say."""
+    """What `config.json` holds of the decoder, and what it and `generation_config.json` say."""
     config_file, generation_file = directory / _CONFIG, directory / _GENERATION
     raw = parse_json_object(read_file(config_file), str(config_file))
     config = DecoderConfig.from_hugging_face(raw, str(config_file))
@@ -97,7 +100,24 @@ def _read_configuration(directory: Path) -> tuple[dict[str, Any], DecoderConfig,
     if generation_file.exists():
         raw_defaults = parse_json_object(read_file(generation_file), str(generation_file))
     sources = str(generation_file), raw, str(config_file)
-    return raw, config, GenerationDefaults.from_hugging_face(raw_defaults, *sources)
+    text = text_configuration(raw, str(config_file)).raw
+    return text, config, GenerationDefaults.from_hugging_face(raw_defaults, *sources)
+
+
+def _by_decoder_name(stored: Mapping[str, StoredTensor], model: Multimodal) -> dict[str, StoredTensor]:
+    """The tensors by the names that they have in a checkpoint of the decoder alone.
+
+    Raises:
+        CheckpointError: a tensor is there under both names.
+    """
+    by_name: dict[str, StoredTensor] = {}
+    for tensor in stored.values():
+        other = by_name.setdefault(model.decoder_name(tensor.name), tensor)
+        if other is not tensor:
+            raise CheckpointError(
+                f"{tensor.file}: tensor {tensor.name!r} is the same parameter as {other.name!r}; accepted: one of them"
+            )
+    return by_name
 
 
 def _read_weights(
@@ -217,8 +237,8 @@ class _Parameter:
     dtype: np.dtype
 
 
-def _parameters(model: Decoder) -> list[_Parameter]:
-    """The parameters in the order of `network.split`'s weights."""
+def _parameters(model: Decoder, stored: Collection[str] = ()) -> list[_Parameter]:
+    """The parameters in the order of `network.split`'s weights, each in the form that tensors of these names have."""
     parameters = []
     for path, value in parameters_of(model).items():
         *levels, name = path
@@ -230,6 +250,8 @@ def _parameters(model: Decoder) -> list[_Parameter]:
             else:
                 part, prefix = getattr(part, level), f"{prefix}{part.CHECKPOINT_NAMES[level]}."
         tensors: Tensors = part.tensors[name]
+        if tensors.other_form is not None and any(prefix + name in stored for name in tensors.other_form.names):
+            tensors = tensors.other_form
         names = [prefix + tensor for tensor in tensors.names]
         shapes = dict(zip(names, tensors.shapes(value.shape), strict=True))
         parameters.append(_Parameter(tensors, shapes, np.dtype(value.dtype)))
@@ -291,14 +313,14 @@ def _checked_sizes(
             raise CheckpointError(f"{listing}: tensor {name!r} is missing; accepted: one of shape {shape}")
         if stored[name].shape != shape:
             raise CheckpointError(
-                f"{stored[name].file}: tensor {name!r} has shape {stored[name].shape}; accepted: {shape}, "
+                f"{stored[name].file}: tensor {stored[name].name!r} has shape {stored[name].shape}; accepted: {shape}, "
                 "which follows from config.json"
             )
     for name, tensor in stored.items():
         if name not in expected and not any(re.fullmatch(pattern, name) for pattern in skips):
             raise CheckpointError(
-                f"{tensor.file}: tensor {name!r} is surplus; accepted: the tensors of the model that config.json "
-                "describes. Is it the one that the weights were saved with?"
+                f"{tensor.file}: tensor {tensor.name!r} is surplus; accepted: the tensors of the model that "
+                "config.json describes. Is it the one that the weights were saved with?"
             )
     return [sum(stored[name].size for name in parameter.shapes) for parameter in parameters]
 

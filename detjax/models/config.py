@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from detjax.contract import INPUT_DTYPES
-from detjax.models.family import Family, family_named, family_of
+from detjax.models.family import Family, family_named, family_of, text_configuration
 from detjax.models.json_object import JsonObject
 from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.experts import ExpertsOptions
@@ -111,13 +111,13 @@ class DecoderConfig:
     def from_hugging_face(cls, raw: Mapping[str, Any], source: str) -> "DecoderConfig":
         """Returns the configuration that `config.json` with the contents `raw` describes.
 
-        Reads the files of transformers 4 and 5. The dtype is float32 where the file names none. Errors call the file
-        `source`.
+        Reads the files of transformers 4 and 5; of multimodal models, what they say of the text model. The dtype is
+        float32 where the file names none. Errors call the file `source`.
 
         Raises:
             CheckpointError: an unknown architecture, an unsupported option, a missing key, a value out of range.
         """
-        file = JsonObject(raw, source)
+        file = text_configuration(raw, source)
         family = family_of(file)
         for key, neutral in _UNSUPPORTED.items():
             if key not in family.reads and file.get(key) not in (None, neutral):
@@ -127,11 +127,12 @@ class DecoderConfig:
         heads = _read_heads(file, family)
         options = family.read_options(file, layers)
         activation_key, activation = family.activation
+        inner_key, inner_width = family.intermediate_size
         return cls(
             architecture=family.architecture,
             vocab_size=file.integer("vocab_size"),
             hidden_size=file.integer("hidden_size"),
-            intermediate_size=file.integer("intermediate_size"),
+            intermediate_size=file.integer(inner_key, inner_width),
             layers=layers,
             **heads,
             activation=_ACTIVATIONS[file.choice(activation_key, activation, tuple(_ACTIVATIONS))],
@@ -155,7 +156,7 @@ class DecoderConfig:
             "model_type": family.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
+            family.intermediate_size[0]: self.intermediate_size,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from detjax.kv_pages import KVPages, Queries
+from detjax.models import experts_config
 from detjax.models.config import DecoderConfig
 from detjax.models.family import Family, LayerOptions
 from detjax.models.json_object import JsonObject
@@ -23,8 +24,8 @@ from detjax.models.windows import read_full_attention
 _KV_HEADS: Final = 128
 """What transformers takes for `num_key_value_heads` if it is left out."""
 
-# Releases of transformers have written the number of experts under either name.
 _EXPERTS: Final = "n_routed_experts", "num_local_experts"
+"""The keys that say the number of experts; see `experts_config.COUNTS`."""
 
 
 class Layer(nnx.Module):
@@ -99,7 +100,7 @@ def _read_experts(file: JsonObject, layers: int) -> GroupedExpertsOptions | None
     dense = file.integer("first_k_dense_replace", 3, minimum=0)
     if dense >= layers:
         return None
-    key = next((name for name in _EXPERTS if file.get(name) is not None), _EXPERTS[0])
+    key = experts_config.count_key(file, _EXPERTS)
     experts, groups, chosen = file.integer(key, 256), file.integer("n_group", 8), file.integer("num_experts_per_tok", 8)
     if experts % groups or experts // groups < 2:
         raise file.error("n_group", f"a divisor of {key}, which is {experts}, that leaves 2 experts in each group")

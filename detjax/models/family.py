@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from detjax.models.json_object import JsonObject
 from detjax.models.parts.delta_net import DeltaNetOptions
@@ -17,6 +17,19 @@ from detjax.ops.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
     from detjax.models.config import DecoderConfig
+
+_TEXT: Final = "text_config"
+_BESIDE_TEXT: Final = (
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "pad_token_id",
+    "quantization_config",
+    "tie_word_embeddings",
+    "torch_dtype",
+)
+"""Keys that multimodal configurations have for the whole model. Those of the text model, if it has them, have
+precedence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +70,27 @@ class LayerOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Multimodal:
+    """How the checkpoints of a multimodal model hold a decoder, which is all that is read of them.
+
+    Their `config.json` describes the decoder in `text_config`.
+
+    Attributes:
+        architecture: the name of the multimodal model's class.
+        model_type: the `model_type` of its configurations.
+        prefix: what the names of the decoder's tensors begin with in place of `model.`.
+    """
+
+    architecture: str
+    model_type: str
+    prefix: str = "model.language_model."
+
+    def decoder_name(self, name: str) -> str:
+        """Returns the name of a tensor in a checkpoint of the decoder alone."""
+        return f"model.{name.removeprefix(self.prefix)}" if name.startswith(self.prefix) else name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """A family of decoders, as transformers' class of one name defines it.
 
@@ -64,6 +98,7 @@ class Family:
         architecture: the name of that class.
         model_type: the `model_type` of its configurations.
         other_model_types: further ones that published checkpoints have, and that say the same.
+        multimodal: the multimodal model whose checkpoints hold such decoders too; None: there is none.
         layer: the class of its layers: made by `layer(config, index, rngs=rngs, dtype=dtype)`, called with the residual
             stream, the queries and the layer's state, and with a static method `state(config, index)` that declares the
             state.
@@ -77,6 +112,8 @@ class Family:
         eos: the token that ends a text; None: there is none.
         tied_embeddings: whether the embedding is the head as well.
         activation: the key of `config.json` that names the MLP's activation, and the name if it is left out.
+        intermediate_size: the key of `config.json` that says the MLP's inner width, and the width if it is left out;
+            None: it may not be left out.
         norm_offset: what is added to the weight of the norm before the head: 1.0 if checkpoints store `weight - 1`.
         scales_embedding: whether the rows of the embedding are multiplied by the square root of their width.
         reads: keys of `config.json` that the family reads itself, and that are refused where no family does.
@@ -95,6 +132,7 @@ class Family:
     architecture: str
     model_type: str
     other_model_types: tuple[str, ...] = ()
+    multimodal: Multimodal | None = None
     layer: Any
     max_positions: int
     norm_eps: float = 1e-6
@@ -105,6 +143,7 @@ class Family:
     eos: int | None = None
     tied_embeddings: bool = False
     activation: tuple[str, str] = ("hidden_act", "silu")
+    intermediate_size: tuple[str, int | None] = ("intermediate_size", None)
     norm_offset: float = 0.0
     scales_embedding: bool = False
     reads: tuple[str, ...] = ()
@@ -138,14 +177,40 @@ def family_named(operation: str, architecture: str) -> Family:
     return families()[architecture]
 
 
+def text_configuration(raw: Mapping[str, Any], source: str) -> JsonObject:
+    """Returns what a `config.json` with the contents `raw` says of its decoder.
+
+    That is all of it, or the `text_config` of a multimodal model, with the name of the decoder's own class.
+
+    Args:
+        raw: the contents.
+        source: the name of the file in errors.
+
+    Raises:
+        CheckpointError: `text_config` is no object.
+    """
+    file, names = JsonObject(raw, source), raw.get("architectures")
+    for family in families().values():
+        kind = family.multimodal
+        if kind is None or (names != [kind.architecture] and (names or raw.get("model_type") != kind.model_type)):
+            continue
+        text, own_class = file.object(_TEXT), {"architectures": [family.architecture]}
+        if text is None:
+            return JsonObject({**raw, **own_class}, source)
+        beside = {key: raw[key] for key in _BESIDE_TEXT if key in raw}
+        return JsonObject({**text.raw, **own_class}, source, text.prefix, beside)
+    return file
+
+
 def family_of(file: JsonObject) -> Family:
-    """Returns the family that a `config.json` names.
+    """Returns the family that a decoder's configuration names; see `text_configuration`.
 
     Raises:
         CheckpointError: it names no family of this release, or several.
     """
     by_architecture = families()
-    accepted = ", ".join(by_architecture)
+    multimodal = [family.multimodal.architecture for family in by_architecture.values() if family.multimodal]
+    accepted = ", ".join([*by_architecture, *multimodal])
     model_type, names = file.get("model_type"), file.get("architectures")
     if names is None:
         types = {name: (family.model_type, *family.other_model_types) for name, family in by_architecture.items()}

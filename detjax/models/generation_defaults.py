@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from detjax.models.family import family_of
+from detjax.models.family import family_of, text_configuration
 from detjax.models.json_object import JsonObject
 
 
@@ -42,9 +42,10 @@ class GenerationDefaults:
         Raises:
             CheckpointError: a value of the wrong type or out of range.
         """
-        family = family_of(JsonObject(config, config_source))
+        text = text_configuration(config, config_source)
+        family = family_of(text)
         file = JsonObject(raw, source)
-        fallback = JsonObject({"bos_token_id": family.bos, "eos_token_id": family.eos} | dict(config), config_source)
+        fallback = JsonObject({"bos_token_id": family.bos, "eos_token_id": family.eos} | text.raw, config_source)
         bos, eos, pad = (
             file if file.get(key) is not None else fallback for key in ("bos_token_id", "eos_token_id", "pad_token_id")
         )

@@ -50,10 +50,15 @@ class JsonObject:
         raw: the object.
         source: the file's name in errors.
         prefix: what errors put before a key, such as "rope_scaling." for the keys of an object within the file.
+        beside: keys of the object, without a prefix in errors, that it leaves out and that stand beside it in the file.
     """
 
-    def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "") -> None:
-        self.raw = raw
+    def __init__(
+        self, raw: Mapping[str, Any], source: str, prefix: str = "", beside: Mapping[str, Any] | None = None
+    ) -> None:
+        beside = beside or {}
+        self.beside = frozenset(key for key in beside if raw.get(key) is None)
+        self.raw = {**raw, **{key: beside[key] for key in self.beside}}
         self.source = source
         self.prefix = prefix
         self._read: set[str] = set()
@@ -61,7 +66,8 @@ class JsonObject:
     def error(self, key: str, accepted: str) -> CheckpointError:
         """Returns the error of a key whose value is not accepted, or that is missing."""
         state = f"is {self.raw[key]!r}" if key in self.raw else "is missing"
-        return CheckpointError(f"{self.source}: {self.prefix}{key} {state}; accepted: {accepted}")
+        prefix = "" if key in self.beside else self.prefix
+        return CheckpointError(f"{self.source}: {prefix}{key} {state}; accepted: {accepted}")
 
     def get(self, key: str) -> Any:
         """Returns the value of a key, or None if it is left out."""

@@ -5,6 +5,7 @@ A sliding window, if there is one, is that of all layers.
 
 from typing import Any, Final
 
+from detjax.models import experts_config
 from detjax.models.config import DecoderConfig
 from detjax.models.family import Family, LayerOptions
 from detjax.models.json_object import JsonObject
@@ -12,23 +13,17 @@ from detjax.models.mixture import Layer
 from detjax.models.parts.experts import ExpertsOptions
 from detjax.models.windows import first_window, read_full_attention, read_window_of_all_layers
 
-# Releases of transformers have written the number of experts under either name.
-_EXPERTS: Final = "num_experts", "num_local_experts"
-
 
 def _read_options(file: JsonObject, layers: int) -> LayerOptions:
     attention_bias = file.boolean("attention_bias", False)
     has_window = file.boolean("use_sliding_window", False)
     read_windows = read_window_of_all_layers if has_window else read_full_attention
-    dense, step = file.get("mlp_only_layers") or [], file.integer("decoder_sparse_step", 1)
-    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
-        raise file.error("mlp_only_layers", "a list of integers")
     experts = ExpertsOptions(
-        experts=file.integer(next((name for name in _EXPERTS if file.get(name) is not None), _EXPERTS[0]), 128),
+        experts=experts_config.read_count(file, 128),
         chosen=file.integer("num_experts_per_tok", 8),
         inner_width=file.integer("moe_intermediate_size", 768),
         normalized=file.boolean("norm_topk_prob", False),
-        layers=tuple(index not in dense and (index + 1) % step == 0 for index in range(layers)),
+        layers=experts_config.read_sparse_layers(file, layers),
     )
     return LayerOptions(
         windows=read_windows(file, layers, "qwen3_moe"),
@@ -46,13 +41,9 @@ def _write_options(config: DecoderConfig) -> dict[str, Any]:
         "attention_bias": config.qkv_bias,
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        "num_experts": experts.experts,
-        "num_experts_per_tok": experts.chosen,
-        "moe_intermediate_size": experts.inner_width,
         "norm_topk_prob": experts.normalized,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [index for index, is_sparse in enumerate(experts.layers) if not is_sparse],
-        "output_router_logits": False,
+        **experts_config.write_experts(experts),
+        **experts_config.write_sparse_layers(experts.layers),
     }
 
 
@@ -62,7 +53,7 @@ FAMILY: Final = Family(
     layer=Layer,
     kv_heads=4,
     max_positions=32768,
-    reads=_EXPERTS,
+    reads=experts_config.COUNTS,
     read_options=_read_options,
     write_options=_write_options,
 )

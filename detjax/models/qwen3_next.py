@@ -4,13 +4,14 @@ Norms store `weight - 1`, but for those behind the delta rule.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any, Final
 
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from detjax.kv_pages import Queries
+from detjax.models import experts_config, rope_config
 from detjax.models.config import DecoderConfig
 from detjax.models.family import Family, LayerOptions
 from detjax.models.json_object import JsonObject
@@ -20,21 +21,36 @@ from detjax.models.parts.gated_attention import GatedAttention
 from detjax.models.parts.gated_experts import GatedExperts, GatedExpertsOptions
 from detjax.models.parts.mlp import GatedMLP, MLPOptions
 from detjax.models.parts.norm import RMSNorm
+from detjax.models.parts.parameters import Tensors
 from detjax.models.parts.state import StateDeclaration
-from detjax.models.rope_config import read_rope, write_rope
 from detjax.ops.rotary import RotaryEmbedding
 
 _LINEAR: Final = "linear_attention"
 _FULL: Final = "full_attention"
-_NORM_OFFSET: Final = 1.0
-_TURNING: Final = "partial_rotary_factor"
+NORM_OFFSET: Final = 1.0
+"""What all norms but those behind the delta rule add to their weights."""
+TURNING: Final = "partial_rotary_factor"
+"""The key that says the share of a head's columns that turn."""
 _TURNING_SHARE: Final = 0.25
-# Releases of transformers have written the number of experts under either name.
-_EXPERTS: Final = "num_experts", "num_local_experts"
+
+
+class _DeltaNet(DeltaNet):
+    """The gated delta rule, whose weights checkpoints hold by key head: what belongs to the first, to the second."""
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        names = {"qkvz": "in_proj_qkvz.weight", "ba": "in_proj_ba.weight"}
+        keys, values = self.options.key_heads * self.options.key_dim, self.options.value_heads * self.options.value_dim
+        rows = {"qkvz": (keys, keys, values, values), "ba": (self.options.value_heads,) * 2}
+        groups = self.options.key_heads
+        return super().tensors | {part: Tensors((names[part],), rows[part], groups) for part in names}
 
 
 class Layer(nnx.Module):
     """A gated delta net or gated attention, then experts or an MLP, each after a norm and added to the residual."""
+
+    DELTA_NET: type[DeltaNet] = _DeltaNet
 
     CHECKPOINT_NAMES: Final = {
         "attention_norm": "input_layernorm",
@@ -47,12 +63,12 @@ class Layer(nnx.Module):
     def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         width, eps, options, experts = config.hidden_size, config.norm_eps, config.delta, config.experts
         assert options is not None
-        self.attention_norm = RMSNorm(width, eps=eps, dtype=dtype, offset=_NORM_OFFSET)
+        self.attention_norm = RMSNorm(width, eps=eps, dtype=dtype, offset=NORM_OFFSET)
         if options.layers[index]:
-            self.delta_net = DeltaNet(width, options, eps=eps, rngs=rngs, dtype=dtype)
+            self.delta_net = self.DELTA_NET(width, options, eps=eps, rngs=rngs, dtype=dtype)
         else:
             self.attention = GatedAttention(width, _attention_options(config), rngs=rngs, dtype=dtype)
-        self.mlp_norm = RMSNorm(width, eps=eps, dtype=dtype, offset=_NORM_OFFSET)
+        self.mlp_norm = RMSNorm(width, eps=eps, dtype=dtype, offset=NORM_OFFSET)
         if isinstance(experts, GatedExpertsOptions) and experts.layers[index]:
             self.mlp = GatedExperts(width, experts, config.activation, rngs=rngs, dtype=dtype)
         else:
@@ -85,31 +101,53 @@ def _attention_options(config: DecoderConfig) -> AttentionOptions:
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,
         qk_norm_eps=config.norm_eps,
-        qk_norm_offset=_NORM_OFFSET,
+        qk_norm_offset=NORM_OFFSET,
     )
 
 
-def _read_rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmbedding:
-    """The frequencies of the columns that turn: a share of each head that `config.json` says in one of three places."""
+def read_rope(
+    file: JsonObject, head_dim: int, max_positions: int, *, passed_over: Collection[str] = ()
+) -> RotaryEmbedding:
+    """Returns the embedding of heads of which a share of the columns turns.
+
+    Args:
+        file: the `config.json`, which says the share in one of three places.
+        head_dim: the width of a head.
+        max_positions: its `max_position_embeddings`.
+        passed_over: keys of the rotary embedding's description that do not matter to text.
+
+    Raises:
+        CheckpointError: see `rope_config.read_rope`.
+    """
     accepted = "a number above 0 and at most 1"
-    share = file.optional_number(_TURNING, minimum=0.0, maximum=1.0, accepted=accepted)
+    share = file.optional_number(TURNING, minimum=0.0, maximum=1.0, accepted=accepted)
     raw = dict(file.raw)
     for key in ("rope_parameters", "rope_scaling"):
         parameters = file.object(key)
         if parameters is not None:
-            inner = parameters.optional_number(_TURNING, minimum=0.0, maximum=1.0, accepted=accepted)
+            inner = parameters.optional_number(TURNING, minimum=0.0, maximum=1.0, accepted=accepted)
             share = share if inner is None else inner
-            raw[key] = {name: value for name, value in parameters.raw.items() if name != _TURNING}
+            raw[key] = {name: x for name, x in parameters.raw.items() if name not in (TURNING, *passed_over)}
     turning = int(head_dim * (_TURNING_SHARE if share is None else share))
     if turning < 2 or turning % 2:
-        raise file.error(_TURNING, f"a share of head_dim, which is {head_dim}, that is an even number of columns")
-    rope = read_rope(JsonObject(raw, file.source), turning, max_positions)
+        raise file.error(TURNING, f"a share of head_dim, which is {head_dim}, that is an even number of columns")
+    rope = rope_config.read_rope(JsonObject(raw, file.source, file.prefix), turning, max_positions)
     if turning < head_dim and rope.embedding_scale != 1:
-        raise file.error("rope_scaling", f"a rope_type without a factor on the embedding, as {_TURNING} is below 1")
+        raise file.error("rope_scaling", f"a rope_type without a factor on the embedding, as {TURNING} is below 1")
     return dataclasses.replace(rope, head_dim=head_dim, rotary_dim=turning if turning < head_dim else None)
 
 
-def _read_options(file: JsonObject, layers: int) -> LayerOptions:
+def read_layers(file: JsonObject, layers: int, experts: GatedExpertsOptions | None) -> LayerOptions:
+    """Returns the options of layers with gated delta nets or gated attention.
+
+    Args:
+        file: the `config.json`.
+        layers: how many layers there are.
+        experts: the mixtures of experts; None: every layer has an MLP.
+
+    Raises:
+        CheckpointError: a value is out of range.
+    """
     attention_bias = file.boolean("attention_bias", False)
     delta = DeltaNetOptions(
         key_heads=file.integer("linear_num_key_heads", 16),
@@ -126,7 +164,7 @@ def _read_options(file: JsonObject, layers: int) -> LayerOptions:
         qk_norm=True,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
-        experts=_read_experts(file, layers),
+        experts=experts,
         delta=delta,
     )
 
@@ -141,31 +179,39 @@ def _read_layer_types(file: JsonObject, layers: int) -> tuple[bool, ...]:
     return tuple(name == _LINEAR for name in types)
 
 
-def _read_experts(file: JsonObject, layers: int) -> GatedExpertsOptions | None:
-    count = file.integer(next((name for name in _EXPERTS if file.get(name) is not None), _EXPERTS[0]), 512, minimum=0)
-    dense, step = file.get("mlp_only_layers") or [], file.integer("decoder_sparse_step", 1)
-    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
-        raise file.error("mlp_only_layers", "a list of integers")
-    sparse = tuple(count > 0 and index not in dense and (index + 1) % step == 0 for index in range(layers))
-    if not any(sparse):
-        return None
+def read_experts(
+    file: JsonObject, sparse: tuple[bool, ...], *, count: int, chosen: int, normalized: bool
+) -> GatedExpertsOptions:
+    """Returns the shape of experts beside a gated shared one.
+
+    Args:
+        file: the `config.json`.
+        sparse: for each layer, whether it has them.
+        count: how many experts there are.
+        chosen: how many a token chooses if the file does not say it.
+        normalized: whether the weights of the chosen experts are divided by their sum.
+
+    Raises:
+        CheckpointError: a value is out of range.
+    """
     return GatedExpertsOptions(
         experts=count,
-        chosen=file.integer("num_experts_per_tok", 10),
+        chosen=file.integer("num_experts_per_tok", chosen),
         inner_width=file.integer("moe_intermediate_size", 512),
-        normalized=file.boolean("norm_topk_prob", True),
+        normalized=normalized,
         layers=sparse,
         shared_width=file.integer("shared_expert_intermediate_size", 512),
     )
 
 
-def _write_options(config: DecoderConfig) -> dict[str, Any]:
+def write_layers(config: DecoderConfig) -> dict[str, Any]:
+    """Returns the keys of `config.json` that say the rotary embedding, the layers and the shape of their experts."""
     delta, experts = config.delta, config.experts
     assert delta is not None
     share = config.rope.turning / config.head_dim
-    rope = write_rope(dataclasses.replace(config.rope, rotary_dim=None))
-    rope["rope_parameters"] |= {_TURNING: share}
-    return {
+    rope = rope_config.write_rope(dataclasses.replace(config.rope, rotary_dim=None))
+    rope["rope_parameters"] |= {TURNING: share}
+    written = {
         "attention_bias": config.qkv_bias,
         "layer_types": [_LINEAR if is_linear else _FULL for is_linear in delta.layers],
         "linear_num_key_heads": delta.key_heads,
@@ -174,24 +220,27 @@ def _write_options(config: DecoderConfig) -> dict[str, Any]:
         "linear_value_head_dim": delta.value_dim,
         "linear_conv_kernel_dim": delta.taps,
         **rope,
-        _TURNING: share,
-        **_write_experts(experts if isinstance(experts, GatedExpertsOptions) else None, config.layers),
+        TURNING: share,
     }
+    if isinstance(experts, GatedExpertsOptions):
+        shared = {"shared_expert_intermediate_size": experts.shared_width}
+        return written | experts_config.write_experts(experts) | shared
+    return written
 
 
-def _write_experts(experts: GatedExpertsOptions | None, layers: int) -> Mapping[str, Any]:
-    if experts is None:
-        return {"num_experts": 0, "decoder_sparse_step": 1, "mlp_only_layers": list(range(layers))}
-    return {
-        "num_experts": experts.experts,
-        "num_experts_per_tok": experts.chosen,
-        "moe_intermediate_size": experts.inner_width,
-        "shared_expert_intermediate_size": experts.shared_width,
-        "norm_topk_prob": experts.normalized,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [index for index, is_sparse in enumerate(experts.layers) if not is_sparse],
-        "output_router_logits": False,
-    }
+def _read_options(file: JsonObject, layers: int) -> LayerOptions:
+    count = experts_config.read_count(file, 512, minimum=0)
+    sparse = tuple(count > 0 and is_sparse for is_sparse in experts_config.read_sparse_layers(file, layers))
+    normalized = file.boolean("norm_topk_prob", True)
+    experts = read_experts(file, sparse, count=count, chosen=10, normalized=normalized) if any(sparse) else None
+    return read_layers(file, layers, experts)
+
+
+def _write_options(config: DecoderConfig) -> dict[str, Any]:
+    if config.experts is None:
+        return write_layers(config) | {"num_experts": 0}
+    normalized = {"norm_topk_prob": config.experts.normalized}
+    return write_layers(config) | normalized | experts_config.write_sparse_layers(config.experts.layers)
 
 
 FAMILY: Final = Family(
@@ -201,10 +250,10 @@ FAMILY: Final = Family(
     max_positions=32768,
     head_dim=256,
     kv_heads=2,
-    norm_offset=_NORM_OFFSET,
-    reads=(_TURNING, *_EXPERTS),
+    norm_offset=NORM_OFFSET,
+    reads=(TURNING, *experts_config.COUNTS),
     skips=(r"mtp\..*",),
-    read_rope=_read_rope,
+    read_rope=read_rope,
     read_options=_read_options,
     write_options=_write_options,
 )

@@ -16,6 +16,9 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/config.json"))
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LANGUAGE = "model.language_model."
+TEXT = LANGUAGE, "lm_head."
+"""What the names of the text model's tensors begin with in a multimodal checkpoint."""
 
 
 def copied(name: str, folder: Path) -> Path:
@@ -31,13 +34,33 @@ def tensors(directory: Path, files: str = "*.safetensors") -> dict[str, np.ndarr
 
 
 def plain_tensors(directory: Path) -> dict[str, np.ndarray]:
-    """The stored tensors, with the numbers [E, inputs, outputs] in place of MXFP4's blocks and scales."""
+    """The stored tensors of the text model, as they are saved: without MXFP4, and with tensors of single experts.
+
+    In place of blocks and scales there are the numbers [E, inputs, outputs].
+    """
     stored = tensors(directory)
+    if any(name.startswith(LANGUAGE) for name in stored):
+        stored = by_expert({name.replace(LANGUAGE, "model."): stored[name] for name in stored if name.startswith(TEXT)})
     for blocks in [name for name in stored if name.endswith("_blocks")]:
         name = blocks.removesuffix("_blocks")
         numbers = mxfp4_numbers(stored.pop(blocks), stored.pop(f"{name}_scales"))
         stored[name] = numbers.swapaxes(1, 2).astype(ml_dtypes.bfloat16)
     return stored
+
+
+def by_expert(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors, with gate, up and down of each expert in place of one tensor [E, 2I, D] and one [E, D, I]."""
+    read = {}
+    for name, x in stored.items():
+        prefix, _, tensor = name.rpartition(".experts.")
+        for expert in range(len(x)) if prefix else ():
+            parts = {tensor: x[expert]}
+            if tensor == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), np.split(x[expert], 2), strict=True))
+            read |= {f"{prefix}.experts.{expert}.{part}.weight": y for part, y in parts.items()}
+        if not prefix:
+            read[name] = x
+    return read
 
 
 def mxfp4_numbers(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

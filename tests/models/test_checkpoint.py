@@ -56,6 +56,17 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
         """Gate and up `[E, 2, N, ...]` of a tensor in which they alternate along the last axis."""
         return np.moveaxis(np.stack([parts[0][..., 0::2], parts[0][..., 1::2]], axis=1), -1, 2)
 
+    def by_kind(*sizes: int) -> Callable:
+        """All rows of one kind before those of the next, of a tensor with so many of each for each key head."""
+
+        def ordered(parts: list[np.ndarray]) -> np.ndarray:
+            heads = np.split(parts[0], 2)
+            ends = np.cumsum([0, *sizes])
+            kinds = itertools.pairwise(ends.tolist())
+            return np.concatenate([head[start:end] for start, end in kinds for head in heads])
+
+        return ordered
+
     only, rows, stacked = (lambda parts: parts[0]), np.concatenate, np.stack
     expected = {("embedding", "weight"): stored.pop(EMBEDDING)}
     expected["final_norm", "weight"] = stored.pop("model.norm.weight")
@@ -85,8 +96,6 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
             ("mlp", "down_bias"): (only, "mlp.down_proj.bias"),
         }
         linear = {
-            "qkvz": "in_proj_qkvz.weight",
-            "ba": "in_proj_ba.weight",
             "convolution": "conv1d.weight",
             "log_rate": "A_log",
             "time_bias": "dt_bias",
@@ -94,6 +103,12 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
             "output": "out_proj.weight",
         }
         names |= {("delta_net", key): (only, f"linear_attn.{tensor}") for key, tensor in linear.items()}
+        if name == "qwen3-next":
+            names["delta_net", "qkvz"] = by_kind(16, 16, 24, 24), "linear_attn.in_proj_qkvz.weight"
+            names["delta_net", "ba"] = by_kind(2, 2), "linear_attn.in_proj_ba.weight"
+        else:
+            names["delta_net", "qkvz"] = rows, *(f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z"))
+            names["delta_net", "ba"] = rows, *(f"linear_attn.in_proj_{x}.weight" for x in "ba")
         if ("layers", i, "mlp", "router", "weight") in read:
             block = "block_sparse_moe" if name == "mixtral" else "mlp"
             gate, up, down = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")

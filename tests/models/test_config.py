@@ -279,7 +279,7 @@ def test_what_is_written_is_read_as_the_same_configuration(name):
 def test_what_is_written_needs_the_keys_of_one_version_of_transformers_only(name, removed):
     config = read(fixture(name))
     written = config.to_hugging_face()
-    if removed == "layer_types" and name in ("gemma2", "gpt-oss", "qwen3-next"):
+    if removed == "layer_types" and name in ("gemma2", "gpt-oss", "qwen3-next", "qwen3-5", "qwen3-5-moe"):
         pytest.skip("no other key can say another pattern of this family's layers than its own")
     written.pop(removed, None)
     assert DecoderConfig.from_hugging_face(written, "config.json") == config

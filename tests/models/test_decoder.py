@@ -124,7 +124,7 @@ def test_the_training_forward_gives_the_bits_of_prefill(dtype: str) -> None:
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("name", ["qwen2", "llama3", "qwen3", "qwen3-next", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["qwen2", "llama3", "qwen3", "qwen3-next", "qwen3-5-moe", "deepseek-v3"])
 def test_gradients_of_the_model_are_those_of_plain_jax(name: str) -> None:
     graphdef, state = nnx.split(model(name))
     tokens = tokens_of(name, batch=2)

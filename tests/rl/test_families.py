@@ -21,7 +21,7 @@ from detjax.rl.training import Plan, batch_gradients
 from tests.support.bits import assert_same_bits, same_bits
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-NAMES = ("qwen3-moe", "mixtral", "olmoe", "gpt-oss", "qwen3-next")
+NAMES = ("qwen3-moe", "mixtral", "olmoe", "gpt-oss", "qwen3-next", "qwen3-5", "qwen3-5-moe")
 
 
 @functools.cache

@@ -45,9 +45,8 @@ class DeltaNetOptions:
 class DeltaNet(nnx.Module):
     """The gated delta rule behind a short convolution, and a gated norm of its outputs (Yang et al. 2024).
 
-    Weights are `[N, K]`, rows being outputs, as checkpoints hold them. The rows of `qkvz` are those of a key head's
-    query, of its key, of the values and of the gates that belong to it, then those of the next key head; the rows of
-    `ba` are what gives the rates and the decays in the same order.
+    Weights are `[N, K]`, rows being outputs, as checkpoints hold them. The rows of `qkvz` are those of all queries, of
+    all keys, of all values and of all gates; the rows of `ba` are what gives the rates and then the decays.
     """
 
     def __init__(self, width: int, options: DeltaNetOptions, *, eps: float, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
@@ -78,15 +77,11 @@ class DeltaNet(nnx.Module):
         options, leading = self.options, x.shape[:-1]
         heads, key_dim, value_dim = options.key_heads, options.key_dim, options.value_dim
         keys, values = heads * key_dim, options.value_heads * value_dim
-        by_head = ops.matmul(x, self.qkvz[...], layout="nk").reshape(*leading, heads, -1)
-        cuts = key_dim, 2 * key_dim, 2 * key_dim + values // heads
-        q, k, v, gate = (part.reshape(*leading, -1) for part in jnp.split(by_head, cuts, axis=-1))
+        qkv, gate = jnp.split(ops.matmul(x, self.qkvz[...], layout="nk"), (2 * keys + values,), axis=-1)
         # The gates decide for good what a token leaves behind: like logits, they are not rounded in between.
-        ba = ops.matmul(x, self.ba[...], layout="nk", out_dtype="float32").reshape(*leading, heads, -1)
-        b, a = (part.reshape(*leading, -1) for part in jnp.split(ba, 2, axis=-1))
+        b, a = jnp.split(ops.matmul(x, self.ba[...], layout="nk", out_dtype="float32"), 2, axis=-1)
         g, beta = ops.decay_and_rate(a, b, self.log_rate[...], self.time_bias[...])
 
-        qkv = jnp.concatenate([q, k, v], axis=-1)
         qkv, inputs = ops.causal_convolution(qkv, self.convolution[...], state.inputs, queries)
         qk = ops.l2_norm(qkv[..., : 2 * keys].reshape(*leading, 2 * heads, key_dim), eps=_LENGTH_EPS)
         v = qkv[..., 2 * keys :].reshape(*leading, options.value_heads, value_dim)
@@ -98,9 +93,11 @@ class DeltaNet(nnx.Module):
     @property
     def tensors(self) -> dict[str, Tensors]:
         """The checkpoint's tensors of each parameter."""
+        options, heads = self.options, self.options.value_heads
+        rows = options.state.channels, heads * options.value_dim
         return {
-            "qkvz": Tensors(("in_proj_qkvz.weight",)),
-            "ba": Tensors(("in_proj_ba.weight",)),
+            "qkvz": Tensors(("in_proj_qkv.weight", "in_proj_z.weight"), rows),
+            "ba": Tensors(("in_proj_b.weight", "in_proj_a.weight"), (heads, heads)),
             "convolution": Tensors(("conv1d.weight",)),
             "log_rate": Tensors(("A_log",)),
             "time_bias": Tensors(("dt_bias",)),

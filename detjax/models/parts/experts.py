@@ -113,12 +113,13 @@ class Experts(nnx.Module):
 
     @property
     def tensors(self) -> dict[str, Tensors]:
-        """The checkpoint's tensors of each parameter."""
+        """The checkpoint's tensors of each parameter, one by one or one for all experts."""
         gate, up, down = self.PROJECTIONS
         experts = range(self.options.experts)
         pairs = tuple(f"experts.{expert}.{name}.weight" for expert in experts for name in (gate, up))
         downs = tuple(f"experts.{expert}.{down}.weight" for expert in experts)
+        all_pairs, all_downs = Tensors(("experts.gate_up_proj",), pairs="halves"), Tensors(("experts.down_proj",))
         return {
-            "gate_up": Tensors(pairs, stacked=(len(experts), 2)),
-            "down": Tensors(downs, stacked=(len(experts),)),
+            "gate_up": Tensors(pairs, stacked=(len(experts), 2), other_form=all_pairs),
+            "down": Tensors(downs, stacked=(len(experts),), other_form=all_downs),
         }

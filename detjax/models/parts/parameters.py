@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,17 +43,22 @@ class Tensors:
         names: the tensors' names within their part, in order.
         rows: for tensors that are concatenated along the first axis, how many rows each has. None: the parameter is
             one tensor, or the tensors are stacked along new first axes.
+        groups: into how many groups the one tensor's rows fall, each with its share of the parameter's first `rows`,
+            then of the next ones, and so on; None: its rows are the parameter's.
         stacked: the sizes of these axes; None: there is one.
         transposed: whether the one tensor has the parameter's last two axes in the other order.
-        interleaved: whether the one tensor has the parameter's second and third axis as one, the third varying slowest,
-            as in rows of gate and up by turns. The second axis has the size 2.
+        pairs: how the one tensor has the parameter's second axis, of size 2, and its third as one: as "halves", such as
+            the rows of gate and then those of up, or by "turns"; None: it has them apart.
+        other_form: what checkpoints may hold instead, and what is never written; None: there is nothing.
     """
 
     names: tuple[str, ...]
     rows: tuple[int, ...] | None = None
+    groups: int | None = None
     stacked: tuple[int, ...] | None = None
     transposed: bool = False
-    interleaved: bool = False
+    pairs: Literal["halves", "turns"] | None = None
+    other_form: "Tensors | None" = None
 
     @property
     def _axes(self) -> int:
@@ -62,7 +68,7 @@ class Tensors:
     def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Returns the tensors' shapes, given the parameter's."""
         if len(self.names) == 1:
-            joined = (shape[0], shape[1] * shape[2], *shape[3:]) if self.interleaved else shape
+            joined = (shape[0], shape[1] * shape[2], *shape[3:]) if self.pairs else shape
             return [(*joined[:-2], joined[-1], joined[-2]) if self.transposed else joined]
         if self.rows is None:
             return [shape[self._axes :]] * len(self.names)
@@ -72,7 +78,11 @@ class Tensors:
         """Returns the parameter that the tensors make."""
         if len(self.names) == 1:
             x = np.swapaxes(tensors[0], -1, -2) if self.transposed else tensors[0]
-            return x.reshape(len(x), -1, 2, *x.shape[2:]).swapaxes(1, 2) if self.interleaved else x
+            if self.pairs == "turns":
+                return x.reshape(len(x), -1, 2, *x.shape[2:]).swapaxes(1, 2)
+            if self.pairs == "halves":
+                return x.reshape(len(x), 2, -1, *x.shape[2:])
+            return x if self.groups is None else self._by_rows(x, self.groups)
         if self.rows is not None:
             return np.concatenate(tensors)
         stack = np.stack(tensors)
@@ -81,10 +91,23 @@ class Tensors:
     def cut(self, parameter: np.ndarray) -> list[np.ndarray]:
         """Returns the tensors of a parameter: the inverse of `join`."""
         if len(self.names) == 1:
-            x = parameter
-            if self.interleaved:
-                x = x.swapaxes(1, 2).reshape(len(x), -1, *x.shape[3:])
+            x = parameter if self.groups is None else self._by_groups(parameter, self.groups)
+            if self.pairs:
+                x = (x.swapaxes(1, 2) if self.pairs == "turns" else x).reshape(len(x), -1, *x.shape[3:])
             return [np.swapaxes(x, -1, -2) if self.transposed else x]
         if self.rows is not None:
             return np.split(parameter, np.cumsum(self.rows)[:-1])
         return list(parameter.reshape(-1, *parameter.shape[self._axes :]))
+
+    def _by_rows(self, x: np.ndarray, groups: int) -> np.ndarray:
+        """The rows of a tensor in groups, in the parameter's order."""
+        assert self.rows is not None
+        ends = np.cumsum([count // groups for count in self.rows])[:-1]
+        parts = np.split(x.reshape(groups, -1, *x.shape[1:]), ends, axis=1)
+        return np.concatenate([part.reshape(-1, *x.shape[1:]) for part in parts])
+
+    def _by_groups(self, x: np.ndarray, groups: int) -> np.ndarray:
+        """The parameter's rows in groups: the inverse of `_by_rows`."""
+        assert self.rows is not None
+        parts = np.split(x, np.cumsum(self.rows)[:-1])
+        return np.concatenate([part.reshape(groups, -1, *x.shape[1:]) for part in parts], axis=1).reshape(x.shape)
