@@ -75,8 +75,6 @@ def product(
     """
     problem, schedule, arrays, (m, n) = _prepared(operands, token_layout, layout, jnp.dtype(out_dtype), schedule)
     kernel = _kernel(Plan(problem, schedule), epilogue)
-    if operands.experts is not None:
-        arrays.append(operands.experts)
     if operands.start is None:
         return kernel(*arrays)[0][:m, :n]
     assert epilogue == Epilogue() and len(arrays) == 2 and problem.out_dtype == ACCUMULATOR
@@ -145,6 +143,8 @@ def _prepared(
         arrays.append(_padded(bias.reshape(weights, n), (weights, problem.n)))
     if residual is not None:
         arrays.append(_padded(residual, (problem.m, problem.n)))
+    if experts is not None:
+        arrays.append(experts)
     return problem, schedule, arrays, (m, n)
 
 
