@@ -51,8 +51,10 @@ def forward(
         NotImplementedError: the matrix unit does not take x's dtype.
     """
 
+    outputs = w.shape[-2 if layout == "nk" else -1]
+
     def multiply(x: Array, experts: Array, tile: int) -> Array:
-        schedule = _schedule(tile, gated=epilogue.gated)
+        schedule = _schedule(tile, outputs, layout, gated=epilogue.gated)
         options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
         return product(Operands(x, w, bias, experts=experts), schedule=schedule, **options)
 
@@ -71,8 +73,11 @@ def forward_keeping_sums(
 ) -> tuple[Array, tuple[Array, ...]]:
     """What `forward` returns in x's dtype, and the biased sums for `backward`, `[M, N]`, or those of gate and up."""
 
+    outputs = w.shape[-2 if layout == "nk" else -1]
+
     def multiply(x: Array, experts: Array, tile: int) -> tuple[Array, tuple[Array, ...]]:
-        operands, schedule = Operands(x, w, bias, experts=experts), _schedule(tile, gated=epilogue.gated)
+        schedule = _schedule(tile, outputs, layout, gated=epilogue.gated)
+        operands = Operands(x, w, bias, experts=experts)
         return product_keeping_sums(operands, layout=layout, epilogue=epilogue, schedule=schedule)
 
     return _in_tiles(multiply, x, group_sizes, unit)
@@ -112,9 +117,10 @@ def backward(
     stacked = w.reshape(len(w), -1, *w.shape[-2:])
     joined = w.reshape(len(w), -1, w.shape[-1]) if layout == "nk" else jnp.concatenate(parts(stacked), axis=2)
 
+    turned: WeightLayout = "kn" if layout == "nk" else "nk"
+
     def multiply(dz: Array, experts: Array, tile: int) -> Array:
-        operands, schedule = Operands(dz, joined, experts=experts), _schedule(tile, gated=False)
-        turned: WeightLayout = "kn" if layout == "nk" else "nk"
+        operands, schedule = Operands(dz, joined, experts=experts), _schedule(tile, x.shape[1], turned, gated=False)
         return product(operands, layout=turned, epilogue=Epilogue(), out_dtype=x.dtype, schedule=schedule)
 
     has_expert = jnp.arange(len(x), dtype=jnp.int32) < jnp.sum(group_sizes, dtype=jnp.int32)
@@ -158,8 +164,10 @@ def _next_sums(sums: _Sums, x: Array, dz: Array, steps: StagedSteps, layout: Wei
     return lax.fori_loop(0, steps.pieces, add_piece, sums)
 
 
-def _schedule(tile: int, *, gated: bool) -> Schedule:
+def _schedule(tile: int, outputs: int, layout: WeightLayout, *, gated: bool) -> Schedule:
     """The schedule of tiles of so many rows: narrow ones stream weights, wide ones keep the matrix unit busy."""
+    if outputs <= 64:
+        return Schedule(tile, 64 if layout == "kn" else round_up(outputs, 8), "weights")
     if tile == 128:
         return Schedule(tile, 128 if gated else 256, "weights", warpgroups=2)
     return Schedule(tile, 64 if gated or tile < 64 else 128, "weights", lines=2 if tile <= 16 else 1)
