@@ -1,4 +1,4 @@
-"""Gradients of experts' projections with carried sums, against XLA's ragged dot and against dense products, and bits."""
+"""Gradients of experts' projections with carried sums, against XLA's ragged dot and dense products, and their bits."""
 
 import functools
 import time

@@ -67,7 +67,7 @@ def grouped_matmul(
         clamp: see `matmul`.
         sequences: the sequence that each row belongs to. The gradient of a weight adds an expert's rows in ascending
             order, `contract.WEIGHT_GRADIENT_TOKENS` in one step, and begins a new step where the sequence changes.
-            Default: all rows belong to one.
+            Rows with a negative number fill up a group, and add nothing. Default: all rows belong to one.
         unit: a number of which M and every group's size are multiples, as `expert_rows` makes them. It saves work on
             some backends, and changes no bit.
         out_dtype: the dtype of the result; default: x's.

@@ -171,6 +171,8 @@ def test_experts_give_tokens_by_themselves_the_bits_that_they_have_among_others(
     assert all(result["same_bits_alone"] for result in content["results"])
     assert {*content["results"][0]["seconds"]} == {"detjax", "ragged dot", "dense"}
     assert content["summary"]["tiny"].keys() == {"geometric_mean", "largest"}
+    assert all(result["same_bits_in_microbatches"] for result in content["gradients"])
+    assert {*content["gradients"][0]["seconds"]} == {"detjax", "ragged dot", "balanced dense"}
 
 
 def test_true_on_policy_has_equal_bits_with_detjax_alone(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ of them reads and writes sums, which takes as long as the products of some hundr
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -169,8 +170,8 @@ class _Cta:
     consumed: Any
     """Barriers of the stages that may be overwritten."""
 
-    def each_tile(self, worker: Array, visit: Any) -> None:
-        """Calls `visit` with every tile of a worker, and with the number of stages before it."""
+    def each_tile(self, worker: Array, visit: Callable[[_Tile, Array], None]) -> Array:
+        """Calls `visit` with every tile of a worker and the number of stages before it; returns that of all stages."""
         table, tiles_of_row = self.operands[0], self.shape[1] // self.schedule.columns
         tiles = self.shape[0] // self.schedule.rows * tiles_of_row
         workers = _WORKERS * device.multiprocessors()
@@ -185,14 +186,14 @@ class _Cta:
             visit(_Tile(group, row * self.schedule.rows, column * self.schedule.columns, first, number), before)
             return before + number
 
-        lax.fori_loop(0, count, step, jnp.int32(0))
+        return lax.fori_loop(0, count, step, jnp.int32(0))
 
     def slot(self, worker: Array, stage: Array) -> Array:
         """The place of a worker's stage in shared memory; stages are counted over all its tiles."""
         return worker * self.schedule.stages + lax.rem(stage, jnp.int32(self.schedule.stages))
 
     def produce(self, worker: Array) -> None:
-        """Loads the stages of a worker's tiles."""
+        """Loads the stages of a worker's tiles, and waits until they are read."""
         _, x, w, _ = self.operands
 
         def visit(tile: _Tile, before: Array) -> None:
@@ -209,7 +210,11 @@ class _Cta:
                 plgpu.copy_gmem_to_smem(x.at[tokens, rows], self.rows.at[slot], loaded)
                 plgpu.copy_gmem_to_smem(w.at[tokens, columns], self.columns.at[slot], loaded)
 
-        self.each_tile(worker, visit)
+        stages = self.each_tile(worker, visit)
+
+        @pl.loop(jnp.maximum(stages - self.schedule.stages, 0), stages)
+        def _(stage: Array) -> None:
+            plgpu.barrier_wait(self.consumed.at[self.slot(worker, stage)])
 
     def consume(self, worker: Array) -> None:
         """Adds the stages of a worker's tiles to their sums."""

@@ -18,7 +18,7 @@ from detjax.pallas.hopper.group_stages import STAGE_STEPS, StagedSteps
 from detjax.pallas.hopper.group_sums import Schedule
 from detjax.portable import grouped_matmul as portable
 from tests.pallas.hopper.interpreter import interpreted, lowered, normal
-from tests.support.bits import assert_same_bits, same_bits
+from tests.support.bits import assert_same_bits
 
 EXPERTS, K, N = 4, 72, 40
 GATED = Epilogue("silu", gated=True)
@@ -138,15 +138,16 @@ def test_microbatches_and_padding_are_schedules() -> None:
     expert_of = np.random.default_rng(0).integers(0, EXPERTS, 70)
     sequence_of = (np.arange(70) >= 33).astype(np.int32)
 
-    def added(chosen: np.ndarray, unit: int, sums: Any = sums, by_sequence: bool = True) -> tuple[np.ndarray, Any]:
+    def added(chosen: np.ndarray, unit: int, sums: Any = sums) -> tuple[np.ndarray, Any]:
         """Gradients of chosen rows, whose groups are filled up to so many, and the next sums."""
         members = [chosen[expert_of[chosen] == expert] for expert in range(EXPERTS)]
         sizes = [-(-len(rows) // unit) * unit for rows in members]
         filled = [np.pad(r, (0, s - len(r)), constant_values=-1) for r, s in zip(members, sizes, strict=True)]
         place = np.concatenate(filled)
         here = place >= 0
-        rows, grads = (np.where(here[:, None], array[place], array.dtype.type(0)) for array in (x, dy))
-        sequences = np.where(here, sequence_of[place] * by_sequence, -1).astype(np.int32)
+        # What fills up a group may hold anything.
+        rows, grads = (np.where(here[:, None], array[place], array.dtype.type(np.nan)) for array in (x, dy))
+        sequences = np.where(here, sequence_of[place], -1).astype(np.int32)
         dx, *sums = gradients(rows, w, bias, grads, *sums, sizes, sequences, unit=unit)
         by_row = np.zeros_like(x)
         by_row[place[here]] = dx[here]
@@ -156,8 +157,6 @@ def test_microbatches_and_padding_are_schedules() -> None:
     first, partial = added(np.arange(33), 32)
     second, actual = added(np.arange(33, 70), 1, partial)
     assert_same_bits((np.concatenate([first[:33], second[33:]]), actual), (dx, expected))
-    # The control: without the sequences, a step has rows of both.
-    assert not same_bits(added(np.arange(70), 1, by_sequence=False)[1], expected)
 
 
 @pytest.mark.usefixtures("two_multiprocessors")
@@ -199,6 +198,22 @@ def test_tiles_are_schedules(schedule: Schedule) -> None:
         for token in range(64 * first, 64 * (first + number)):
             expected[group] = expected[group] + x[token, :, None].astype(np.float32) * w[token].astype(np.float32)
     assert_same_bits(interpreted(fn, sums, x, w, *stages), expected)
+
+
+@pytest.mark.parametrize("width", [40, 200])
+def test_rows_are_added_left_to_right_step_by_step(width: int) -> None:
+    sums, x = normal(3, width), normal(256, width)
+    stages = [np.array(numbers, np.int32) for numbers in ((2, 0, 1), (1, 0, 4), (3, 1, 0))]
+
+    def fn(sums: Any, x: Any, *stages: Any) -> jax.Array:
+        return group_sums.row_sums(sums, x, group_stages.Stages(*stages))
+
+    lowered(fn, sums, x, *stages)
+    expected = sums.copy()
+    for group, first, number in zip(*stages, strict=True):
+        for token in range(64 * first, 64 * (first + number), 16):
+            expected[group] = expected[group] + functools.reduce(np.add, x[token : token + 16])
+    assert_same_bits(interpreted(fn, sums, x, *stages), expected)
 
 
 @pytest.mark.parametrize(

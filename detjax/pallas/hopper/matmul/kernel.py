@@ -329,14 +329,13 @@ class _Cta:
 
                 self.load_stage(m, n, k_step * plan.tile_k, slot)
 
-        if plan.problem.experts:
-            # A CTA may have fewer steps than stages, and there is no other that it could end before.
-            return
+        steps = self.tiles * plan.k_steps
 
-        # No CTA ends while another one may still send to it or arrive at its barriers.
-        @pl.loop(0, plan.stages)
-        def _(index: Array) -> None:
-            plgpu.barrier_wait(consumed.at[self.slot(self.tiles * plan.k_steps + index)])
+        # No CTA ends while another one may still send to it or arrive at its barriers. Where tiles have weights of
+        # their own, it may have fewer steps than stages.
+        @pl.loop(jnp.maximum(steps - plan.stages, 0), steps)
+        def _(step: Array) -> None:
+            plgpu.barrier_wait(consumed.at[self.slot(step)])
 
     def weight(self, m: Array | int, part: int) -> Array | int:
         """The index of a part of the weight that tokens from m on meet."""
