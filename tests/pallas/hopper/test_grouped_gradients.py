@@ -160,20 +160,15 @@ def test_microbatches_and_padding_are_schedules() -> None:
 
 
 @pytest.mark.usefixtures("two_multiprocessors")
-@pytest.mark.parametrize("epilogue", [GATED, CLAMPED], ids=["gated", "clamped"])
-def test_gradients_are_those_of_float64(epilogue: Epilogue) -> None:
+def test_gradients_are_those_of_float64() -> None:
     sizes = (16, 17, 0, 30)
-    x, w, bias, dy, *sums = operands(63, epilogue)
-    actual = gradients(x, w, bias, dy, *sums, sizes, epilogue=epilogue)
+    x, w, bias, dy, *sums = operands(63, GATED)
+    actual = gradients(x, w, bias, dy, *sums, sizes, epilogue=GATED)
     experts = np.repeat(np.arange(EXPERTS), sizes)
 
     def exact(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
         gate, up = jnp.moveaxis(jnp.einsum("mk,mpnk->mpn", x, w[experts]) + bias[experts], 1, 0)
-        if epilogue.clamp is None:
-            return jax.nn.silu(gate) * up
-        limit, slope = epilogue.clamp.limit, epilogue.clamp.slope
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        return (up + 1) * gate * jax.nn.sigmoid(slope * gate)
+        return jax.nn.silu(gate) * up
 
     with jax.enable_x64(True):
         wide = [jnp.asarray(array, jnp.float64) for array in (x, w, bias)]
