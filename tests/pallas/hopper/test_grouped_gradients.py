@@ -25,7 +25,7 @@ GATED = Epilogue("silu", gated=True)
 CLAMPED = Epilogue("silu", gated=True, clamp=Clamp(limit=4.0, slope=1.702))
 
 
-def operands(rows: int, epilogue: Epilogue, layout: str = "nk") -> tuple[np.ndarray, ...]:
+def operands(rows: int, epilogue: Epilogue, layout: str = "nk") -> tuple[Any, ...]:
     """Rows, weights, biases, gradients of results, and sums of both weights' gradients."""
     stacked = (2,) if epilogue.gated else ()
     shape = (EXPERTS, *stacked, *((N, K) if layout == "nk" else (K, N)))
@@ -104,7 +104,7 @@ SEQUENCES = {
 """In the last case there are more steps than a piece has places for."""
 
 
-def with_exact_steps(rows: int, layout: str = "nk") -> tuple[np.ndarray, ...]:
+def with_exact_steps(rows: int, layout: str = "nk") -> tuple[Any, ...]:
     """Operands whose steps have one sum in any order, which the sums so far round."""
     x, w, bias, dy, *sums = operands(rows, Epilogue(), layout)
     return np.round(4 * x), w, bias, np.round(4 * dy), *sums
@@ -138,7 +138,7 @@ def test_microbatches_and_padding_are_schedules() -> None:
     expert_of = np.random.default_rng(0).integers(0, EXPERTS, 70)
     sequence_of = (np.arange(70) >= 33).astype(np.int32)
 
-    def added(chosen: np.ndarray, unit: int, sums: Any = sums) -> tuple[np.ndarray, Any]:
+    def added(chosen: np.ndarray, unit: int, sums: Any) -> tuple[np.ndarray, Any]:
         """Gradients of chosen rows, whose groups are filled up to so many, and the next sums."""
         members = [chosen[expert_of[chosen] == expert] for expert in range(EXPERTS)]
         sizes = [-(-len(rows) // unit) * unit for rows in members]
@@ -153,8 +153,8 @@ def test_microbatches_and_padding_are_schedules() -> None:
         by_row[place[here]] = dx[here]
         return by_row, sums
 
-    dx, expected = added(np.arange(70), 1)
-    first, partial = added(np.arange(33), 32)
+    dx, expected = added(np.arange(70), 1, sums)
+    first, partial = added(np.arange(33), 32, sums)
     second, actual = added(np.arange(33, 70), 1, partial)
     assert_same_bits((np.concatenate([first[:33], second[33:]]), actual), (dx, expected))
 
@@ -231,7 +231,7 @@ def test_every_row_has_one_place_in_its_groups_stages(sizes: tuple[int, ...], se
         for group, first, number in zip(*stages, strict=True):
             for step in by_step[STAGE_STEPS * first : STAGE_STEPS * (first + number)]:
                 present = step[step < 70]
-                assert len({sequences[row] for row in present}) <= 1
+                assert len({int(sequences[row]) for row in present}) <= 1
                 found[group] += present.tolist()
     ends = np.cumsum(sizes)
     assert found == [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
