@@ -42,7 +42,7 @@ class Stages(NamedTuple):
         return jnp.concatenate([jnp.sum(self.number > 0, dtype=jnp.int32)[None], *self])
 
     @staticmethod
-    def of_table(table: Any, groups: int, index: Array) -> "Stages":
+    def at(table: Any, groups: int, index: Array) -> "Stages":
         """The three numbers at an index of a table in a kernel's memory."""
         return Stages(*(table[1 + field * groups + index] for field in range(3)))
 
@@ -68,7 +68,7 @@ class StagedSteps:
     size: int
 
     @classmethod
-    def of_groups(cls, group_sizes: Array, rows: int, sequences: Array | None) -> "StagedSteps":
+    def from_sizes(cls, group_sizes: Array, rows: int, sequences: Array | None) -> "StagedSteps":
         """The steps of groups of so many rows, `[G]`, which belong to these sequences, `[M]`.
 
         One piece has room for groups that many sequences do not meet.

@@ -180,7 +180,7 @@ class _Cta:
 
         def step(index: Array, before: Array) -> Array:
             index = begin + index * workers
-            group, first, number = Stages.of_table(table, self.groups, lax.div(index, jnp.int32(tiles)))
+            group, first, number = Stages.at(table, self.groups, lax.div(index, jnp.int32(tiles)))
             index = lax.rem(index, jnp.int32(tiles))
             row, column = lax.div(index, jnp.int32(tiles_of_row)), lax.rem(index, jnp.int32(tiles_of_row))
             visit(_Tile(group, row * self.schedule.rows, column * self.schedule.columns, first, number), before)
@@ -260,7 +260,7 @@ def row_sums(sums: Array, x: Array, stages: Stages) -> Array:
     layout = plgpu.Layout.WG_STRIDED(shape=(WARPGROUP,), vec_size=1)
 
     def body(table: Any, start: Any, x: Any, out: Any) -> None:
-        group, first, number = Stages.of_table(table, groups, lax.axis_index("group"))
+        group, first, number = Stages.at(table, groups, lax.axis_index("group"))
         # The last CTA of a group moves up to whole warps: two CTAs then write the same bits to some columns.
         across = pl.ds(jnp.minimum(lax.axis_index("column") * WARPGROUP, width - WARPGROUP), WARPGROUP)
 

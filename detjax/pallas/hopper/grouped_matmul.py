@@ -133,7 +133,7 @@ def backward(
     bias_start = None
     if bias is not None:
         bias_start = (jnp.zeros(bias.shape, ACCUMULATOR) if bias_sum is None else bias_sum).reshape(len(w), -1)
-    steps = StagedSteps.of_groups(group_sizes, len(x), sequences)
+    steps = StagedSteps.from_sizes(group_sizes, len(x), sequences)
     sums, dbias = _next_sums((sums, bias_start), x, dz, steps, layout)
     dw = jnp.stack(sums, axis=1).reshape(w.shape)
     dw = rounded(dw, w.dtype) if w_sum is None else dw

@@ -221,8 +221,8 @@ def test_tiles_divide_the_sums(rows: int, columns: int, schedule: tuple[int, int
 @pytest.mark.parametrize("sequences", SEQUENCES.values(), ids=SEQUENCES)
 @pytest.mark.parametrize("sizes", [(0, 41, 0, 26), (70, 0, 0, 0), (0, 0, 0, 0), (1, 2, 3, 4)])
 def test_every_row_has_one_place_in_its_groups_stages(sizes: tuple[int, ...], sequences: np.ndarray) -> None:
-    steps = StagedSteps.of_groups(jnp.array(sizes, jnp.int32), 70, jnp.asarray(sequences))
-    found: list[list[int]] = [[] for _ in sizes]
+    steps = StagedSteps.from_sizes(jnp.array(sizes, jnp.int32), 70, jnp.asarray(sequences))
+    rows_of_groups: list[list[int]] = [[] for _ in sizes]
     for index in range(int(steps.pieces)):
         rows, stages = jax.tree.map(np.asarray, steps.piece(jnp.int32(index)))
         by_step = rows.reshape(-1, 16)
@@ -232,9 +232,9 @@ def test_every_row_has_one_place_in_its_groups_stages(sizes: tuple[int, ...], se
             for step in by_step[STAGE_STEPS * first : STAGE_STEPS * (first + number)]:
                 present = step[step < 70]
                 assert len({int(sequences[row]) for row in present}) <= 1
-                found[group] += present.tolist()
+                rows_of_groups[group] += present.tolist()
     ends = np.cumsum(sizes)
-    assert found == [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+    assert rows_of_groups == [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
 
 
 # --- the device -------------------------------------------------------------------------------------------------------
