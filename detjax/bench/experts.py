@@ -10,7 +10,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int32
 
 from detjax import backends, compilation, ops
 from detjax.bench import rivals, timing
@@ -54,8 +54,8 @@ def measure(models: dict[str, Widths], tokens: tuple[int, ...], calls: int = 12)
     Choices are random, and all rivals have the same. Times leave out the choice and the gather of rows.
     """
     for name, widths in models.items():
-        gate_up = _random(0, widths.experts, 2, widths.inner, widths.width)
-        down = _random(1, widths.experts, widths.width, widths.inner)
+        gate_up = random_array(0, widths.experts, 2, widths.inner, widths.width)
+        down = random_array(1, widths.experts, widths.width, widths.inner)
         # As ragged dots take weights: the other axis last, gate and up side by side.
         turned = jax.jit(_turned)(gate_up, down)
         for count in tokens:
@@ -65,10 +65,8 @@ def measure(models: dict[str, Widths], tokens: tuple[int, ...], calls: int = 12)
 def _measured(
     widths: Widths, tokens: int, gate_up: Array, down: Array, turned: tuple[Array, Array], calls: int
 ) -> dict[str, Any]:
-    random = np.random.default_rng(tokens)
-    scores = random.random((tokens, widths.experts))
-    ids = jnp.asarray(np.sort(np.argsort(scores, axis=1)[:, : widths.chosen], axis=1), jnp.int32)
-    x, unit = _random(2, tokens, widths.width), ops.group_unit(ids.size, widths.experts)
+    ids = chosen_experts(widths, tokens)
+    x, unit = random_array(2, tokens, widths.width), ops.group_unit(ids.size, widths.experts)
     rows = compilation.jit(lambda ids: ops.expert_rows(ids, widths.experts))(ids)
     given = compilation.jit(lambda x, rows: rows.gather(x))(x, rows)
     with backends.use_backend("stock"):
@@ -143,7 +141,14 @@ def _timed(program: Callable[..., Any], arguments: tuple[Array, ...], calls: int
     return functools.partial(timing.device_time, program, [arguments], calls=calls)
 
 
-def _random(seed: int, *shape: int) -> Array:
+def chosen_experts(widths: Widths, tokens: int) -> Int32[Array, "N count"]:
+    """Returns random experts for each token, in ascending order; the same for the same arguments."""
+    scores = np.random.default_rng(tokens).random((tokens, widths.experts))
+    return jnp.asarray(np.sort(np.argsort(scores, axis=1)[:, : widths.chosen], axis=1), jnp.int32)
+
+
+def random_array(seed: int, *shape: int) -> Array:
+    """Returns random bfloat16 numbers; a product with as many as the last axis has keeps their size."""
     return (jax.random.normal(jax.random.key(seed), shape, jnp.float32) * shape[-1] ** -0.5).astype(jnp.bfloat16)
 
 

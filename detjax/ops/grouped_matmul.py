@@ -67,7 +67,7 @@ def grouped_matmul(
         clamp: see `matmul`.
         sequences: the sequence that each row belongs to. The gradient of a weight adds an expert's rows in ascending
             order, `contract.WEIGHT_GRADIENT_TOKENS` in one step, and begins a new step where the sequence changes.
-            Default: all rows belong to one.
+            Rows with a negative number fill up a group, and add nothing. Default: all rows belong to one.
         unit: a number of which M and every group's size are multiples, as `expert_rows` makes them. It saves work on
             some backends, and changes no bit.
         out_dtype: the dtype of the result; default: x's.
@@ -136,16 +136,33 @@ def _grouped_matmul(
     return _GROUPED_MATMUL.kernels().forward(x, w, bias, group_sizes, **options)
 
 
-def _forward(*arguments: Any) -> tuple[Array, tuple[Any, ...]]:
-    return _grouped_matmul(*arguments), arguments[:6]
+def _forward(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    group_sizes: Array,
+    sequences: Array | None,
+    sums: tuple[Array | None, ...],
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: jnp.dtype,
+    unit: int,
+) -> tuple[Array, tuple[Any, ...]]:
+    kernels, operands = _GROUPED_MATMUL.kernels(), (x, w, bias, group_sizes)
+    options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "unit": unit}
+    # As in `matmul`: a backend that can keep the biased sums does not compute them twice.
+    if epilogue != Epilogue() and out_dtype == x.dtype and hasattr(kernels, "forward_keeping_sums"):
+        y, z = kernels.forward_keeping_sums(*operands, **options)
+        return y, (*operands, sequences, sums, (z,))
+    return kernels.forward(*operands, **options, out_dtype=out_dtype), (*operands, sequences, sums, ())
 
 
 def _backward(
     layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, unit: int, saved: tuple[Any, ...], dy: Array
 ) -> tuple[Any, ...]:
-    *operands, sums = saved
+    *operands, sums, kept = saved
     kernels = _GROUPED_MATMUL.kernels()
-    dx, *gradients = kernels.backward(*operands, dy, *sums, layout=layout, epilogue=epilogue)
+    dx, *gradients = kernels.backward(*operands, dy, *sums, *kept, layout=layout, epilogue=epilogue, unit=unit)
     fresh, carried = fresh_and_carried(gradients, sums)
     return dx, *fresh, None, None, carried
 

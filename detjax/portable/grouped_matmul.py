@@ -47,11 +47,13 @@ def backward(
     *,
     layout: WeightLayout,
     epilogue: Epilogue,
+    unit: int = 1,
 ) -> tuple[Array, Array, Array | None]:
     """Returns the gradients of x, w and bias, or the next sums of the last two; see `detjax.portable.matmul.backward`.
 
     An expert's rows are added in ascending order, `WEIGHT_GRADIENT_TOKENS` of one sequence in one step.
     """
+    del unit
 
     def accumulator_gradient(rows: tuple[Array, Array], expert: Array, shared: tuple[Array, Array | None]) -> Array:
         x, dy = rows

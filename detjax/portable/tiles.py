@@ -91,7 +91,8 @@ def group_tiles(group_sizes: Int[Array, "G"], rows: int, size: int, parts: Int[A
         group_sizes: the rows of each group; the groups follow one another, and rows after the last one have none.
         rows: all rows.
         size: the rows of a tile.
-        parts: for each row a number; within a group, a tile begins where it changes.
+        parts: for each row a number; within a group, a tile begins where it changes. Rows with negative ones are in no
+            tile.
     """
     index = jnp.arange(rows, dtype=jnp.int32)
     group = jnp.searchsorted(jnp.cumsum(group_sizes, dtype=jnp.int32), index, side="right").astype(jnp.int32)
@@ -103,6 +104,8 @@ def group_tiles(group_sizes: Int[Array, "G"], rows: int, size: int, parts: Int[A
     nexts = lax.cummin(jnp.where(begins, index, rows), reverse=True)
     ends = jnp.append(nexts[1:], jnp.int32(rows))
     is_first = ((index - run) % size == 0) & (group < group_sizes.shape[0])
+    if parts is not None:
+        is_first &= parts >= 0
     (first,) = jnp.nonzero(is_first, size=rows, fill_value=0)
     first = first.astype(jnp.int32)
     return GroupTiles(jnp.sum(is_first, dtype=jnp.int32), first, jnp.minimum(ends[first] - first, size), group[first])

@@ -174,6 +174,8 @@ def test_experts_give_tokens_by_themselves_the_bits_that_they_have_among_others(
     assert all(result["same_bits_alone"] for result in content["results"])
     assert {*content["results"][0]["seconds"]} == {"detjax", "ragged dot", "dense"}
     assert content["summary"]["tiny"].keys() == {"geometric_mean", "largest"}
+    assert all(result["same_bits_in_microbatches"] for result in content["gradients"])
+    assert {*content["gradients"][0]["seconds"]} == {"detjax", "ragged dot", "balanced dense"}
 
 
 def test_all_schedules_of_experts_have_the_same_bits(tmp_path: Path) -> None:

@@ -139,6 +139,18 @@ def test_the_sequences_of_a_microbatch_are_a_schedule() -> None:
     assert not same_bits(mixed, expected)
 
 
+def test_what_fills_up_a_group_adds_nothing() -> None:
+    x, w, bias = operands("nk", False)
+    dy, sums = drawn(ROWS, N, seed=1), (drawn(*w.shape, seed=2), drawn(*bias.shape, seed=2))
+    program = detjax.jit(functools.partial(gradients, gated=False))
+    sequences = jnp.zeros(ROWS, jnp.int32)
+    expected = program(x, w, bias, jnp.asarray([0, 35, 0, 0, 0]), dy, sums, sequences)[1]
+    filled = (array.at[35:].set(jnp.nan) for array in (x, dy))
+    x, dy = filled
+    sizes = jnp.asarray([0, 64, 0, 6, 0])
+    assert_same_bits(program(x, w, bias, sizes, dy, sums, sequences.at[35:].set(-1))[1], expected)
+
+
 CLAMP = Clamp(limit=4.0, slope=1.702)
 """Sums have a standard deviation of about 8.5, so that both bounds are met often."""
 

@@ -98,7 +98,9 @@ class Experts(nnx.Module):
         ids, weights = self.router(flat)
         unit = ops.group_unit(ids.size, experts)
         rows = ops.expert_rows(ids, experts, present)
-        options: dict[str, Any] = {"layout": "nk", "unit": unit, "sequences": request.at[rows.token].get(mode="clip")}
+        # What fills up a group belongs to no sequence.
+        sequences = request.at[rows.token].get(mode="fill", fill_value=-1)
+        options: dict[str, Any] = {"layout": "nk", "unit": unit, "sequences": sequences}
         gate: dict[str, Any] = {"activation": self.activation, "gated": True, "clamp": self.options.clamp}
         bias, down_bias = optional(self.gate_up_bias), optional(self.down_bias)
         y = ops.grouped_matmul(rows.gather(flat), self.gate_up[...], rows.group_sizes, bias=bias, **gate, **options)

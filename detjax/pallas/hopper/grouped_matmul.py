@@ -1,20 +1,27 @@
 """Matmul of rows sorted by expert on Hopper GPUs: the kernel of `matmul`, whose tiles have weights of their own.
 
 A tile has rows of one expert. Groups of rows begin at multiples of a tile's rows, so there are tiles of 8 rows where
-experts have few, and of 128 where they have many. Each row has the bits of `matmul`, since no schedule changes any.
+experts have few, and of 128 where they have many. Each row has the bits of `matmul`, since no schedule changes any, and
+so has its gradient. The gradients of weights and biases are sums over an expert's tokens, see `group_sums`.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
+import jax
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import DTypeLike
+from jax import lax
+from jaxtyping import Array, DTypeLike, PyTree
 
-from detjax.numerics import round_up
+from detjax.contract import ACCUMULATOR
+from detjax.numerics import parts, round_up
 from detjax.options import Epilogue, WeightLayout
-from detjax.pallas.hopper.matmul.kernel import Operands, product
+from detjax.pallas.hopper.group_stages import StagedSteps
+from detjax.pallas.hopper.group_sums import product_sums, row_sums
+from detjax.pallas.hopper.matmul import gradient_of_sums
+from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
 from detjax.pallas.hopper.matmul.plan import Schedule
-from detjax.portable import grouped_matmul as portable
+from detjax.rounding import rounded
 
 _FEWEST: Final = 8
 """Rows of the smallest tile."""
@@ -47,40 +54,160 @@ def forward(
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
     """
-    options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
-    if unit % _FEWEST or len(x) % unit:
-        return _with_room(x, w, bias, group_sizes, **options)
-    tile = next(size for size in _UNITS if unit % size == 0)
-    ends, tiles = jnp.cumsum(group_sizes, dtype=jnp.int32), len(x) // tile
-    first = jnp.arange(tiles, dtype=jnp.int32) * tile
-    expert = jnp.minimum(jnp.searchsorted(ends, first, side="right").astype(jnp.int32), len(group_sizes) - 1)
-    table = jnp.append(expert, ends[-1] // tile)
-    operands = Operands(x, w, bias, experts=table)
-    return product(operands, schedule=schedule or _schedule(tile, gated=epilogue.gated), **options)
+
+    outputs = w.shape[-2 if layout == "nk" else -1]
+
+    def multiply(x: Array, experts: Array, tile: int) -> Array:
+        chosen = schedule or _schedule(tile, outputs, layout, gated=epilogue.gated)
+        options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
+        return product(Operands(x, w, bias, experts=experts), schedule=chosen, **options)
+
+    return _in_tiles(multiply, x, group_sizes, unit)
 
 
-def _schedule(tile: int, *, gated: bool) -> Schedule:
+def forward_keeping_sums(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    group_sizes: Array,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    unit: int,
+) -> tuple[Array, tuple[Array, ...]]:
+    """What `forward` returns in x's dtype, and the biased sums for `backward`, `[M, N]`, or those of gate and up."""
+
+    outputs = w.shape[-2 if layout == "nk" else -1]
+
+    def multiply(x: Array, experts: Array, tile: int) -> tuple[Array, tuple[Array, ...]]:
+        schedule = _schedule(tile, outputs, layout, gated=epilogue.gated)
+        operands = Operands(x, w, bias, experts=experts)
+        return product_keeping_sums(operands, layout=layout, epilogue=epilogue, schedule=schedule)
+
+    return _in_tiles(multiply, x, group_sizes, unit)
+
+
+def backward(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    group_sizes: Array,
+    sequences: Array | None,
+    dy: Array,
+    w_sum: Array | None = None,
+    bias_sum: Array | None = None,
+    z: tuple[Array, ...] | None = None,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    unit: int,
+) -> tuple[Array, Array, Array | None]:
+    """Returns the gradients of x, w and bias, or the next sums of the last two; see `hopper.matmul.backward`.
+
+    An expert's rows are added in ascending order, `WEIGHT_GRADIENT_TOKENS` of one sequence in one step. Sums of experts
+    without rows stay as they are. If z was not kept, it is computed again.
+
+    Raises:
+        NotImplementedError: the matrix unit does not take x's dtype.
+    """
+    if epilogue == Epilogue():
+        dz = rounded(dy, x.dtype)
+    else:
+        if z is None:
+            z = forward_keeping_sums(x, w, bias, group_sizes, layout=layout, epilogue=epilogue, unit=unit)[1]
+        dz = gradient_of_sums(z, dy, epilogue)
+
+    # To contract both halves of a stacked "kn" weight at once takes a copy; "nk" halves already follow each other.
+    stacked = w.reshape(len(w), -1, *w.shape[-2:])
+    joined = w.reshape(len(w), -1, w.shape[-1]) if layout == "nk" else jnp.concatenate(parts(stacked), axis=2)
+
+    turned: WeightLayout = "kn" if layout == "nk" else "nk"
+
+    def multiply(dz: Array, experts: Array, tile: int) -> Array:
+        operands, schedule = Operands(dz, joined, experts=experts), _schedule(tile, x.shape[1], turned, gated=False)
+        return product(operands, layout=turned, epilogue=Epilogue(), out_dtype=x.dtype, schedule=schedule)
+
+    has_expert = jnp.arange(len(x), dtype=jnp.int32) < jnp.sum(group_sizes, dtype=jnp.int32)
+    dx = _in_tiles(multiply, dz, group_sizes, unit)
+    # Nothing was written to the tiles of rows that have no expert.
+    dx = jnp.where(jnp.broadcast_to(has_expert[:, None], dx.shape), dx, jnp.zeros_like(dx))
+
+    start = jnp.zeros(w.shape, ACCUMULATOR) if w_sum is None else w_sum
+    sums = [start.reshape(joined.shape)] if layout == "nk" else parts(start.reshape(stacked.shape))
+    bias_start = None
+    if bias is not None:
+        bias_start = (jnp.zeros(bias.shape, ACCUMULATOR) if bias_sum is None else bias_sum).reshape(len(w), -1)
+    steps = StagedSteps.from_sizes(group_sizes, len(x), sequences)
+    sums, dbias = _next_sums((sums, bias_start), x, dz, steps, layout)
+    dw = jnp.stack(sums, axis=1).reshape(w.shape)
+    dw = rounded(dw, w.dtype) if w_sum is None else dw
+    if bias is None or dbias is None:
+        return dx, dw, None
+    dbias = dbias.reshape(bias.shape)
+    return dx, dw, rounded(dbias, bias.dtype) if bias_sum is None else dbias
+
+
+type _Sums = tuple[list[Array], Array | None]
+"""The sums of the weights, `[E, N, K]`, or `[E, K, N]` of each part if the layout is "kn"; and those of the biases."""
+
+
+def _next_sums(sums: _Sums, x: Array, dz: Array, steps: StagedSteps, layout: WeightLayout) -> _Sums:
+    """The sums after the rows' steps."""
+
+    def add_piece(index: Array, sums: _Sums) -> _Sums:
+        weights, biases = sums
+        rows, stages = steps.piece(index)
+        # Zeros stand at the places without a row.
+        x_rows, dz_rows = (array.at[rows].get(mode="fill", fill_value=0) for array in (x, dz))
+        pairs = [(dz_rows, x_rows)]
+        if layout == "kn":
+            pairs = [(x_rows, part) for part in jnp.split(dz_rows, len(weights), axis=1)]
+        weights = [product_sums(total, *pair, stages) for total, pair in zip(weights, pairs, strict=True)]
+        return weights, None if biases is None else row_sums(biases, dz_rows, stages)
+
+    return lax.fori_loop(0, steps.pieces, add_piece, sums)
+
+
+def _schedule(tile: int, outputs: int, layout: WeightLayout, *, gated: bool) -> Schedule:
     """The schedule of tiles of so many rows: narrow ones stream weights, wide ones keep the matrix unit busy."""
+    if outputs <= 64:
+        return Schedule(tile, 64 if layout == "kn" else round_up(outputs, 8), "weights")
     if tile == 128:
         return Schedule(tile, 128 if gated else 256, "weights", warpgroups=2)
     return Schedule(tile, 64 if gated or tile < 64 else 128, "weights", lines=2 if tile <= 16 else 1)
 
 
-def _with_room(x: Array, w: Array, bias: Array | None, group_sizes: Array, **options: Any) -> Array:
-    """`forward` of groups that begin at any row, which are moved apart and back."""
-    rows, unit, sizes = len(x), _FEWEST, group_sizes.astype(jnp.int32)
-    ends, filled = jnp.cumsum(sizes, dtype=jnp.int32), -(-sizes // unit) * unit
-    starts, room = ends - sizes, round_up(rows + len(sizes) * (unit - 1), unit)
+def _in_tiles[T: PyTree[Array]](
+    multiply: Callable[[Array, Array, int], T], x: Array, group_sizes: Array, unit: int
+) -> T:
+    """What `multiply` gives for rows in groups whose sizes are multiples of `unit`.
+
+    Args:
+        multiply: a function of rows, of the expert of each tile with the number of tiles that have one behind it, and
+            of the rows of a tile. Its results have as many rows.
+        x: the rows. If tiles do not fit the unit, rows are moved apart and back.
+        group_sizes: the rows of each expert.
+        unit: see there.
+    """
+    if unit % _FEWEST or len(x) % unit:
+        place, filled, room = _places_apart(group_sizes, len(x))
+        apart = jnp.zeros((room, x.shape[1]), x.dtype).at[place].set(x, mode="drop", unique_indices=True)
+        y = _in_tiles(multiply, apart, filled, _FEWEST)
+        return jax.tree.map(lambda rows: rows.at[place].get(mode="fill", fill_value=0), y)
+    tile = next(size for size in _UNITS if unit % size == 0)
+    ends, tiles = jnp.cumsum(group_sizes, dtype=jnp.int32), len(x) // tile
+    first = jnp.arange(tiles, dtype=jnp.int32) * tile
+    expert = jnp.minimum(jnp.searchsorted(ends, first, side="right").astype(jnp.int32), len(group_sizes) - 1)
+    return multiply(x, jnp.append(expert, ends[-1] // tile), tile)
+
+
+def _places_apart(group_sizes: Array, rows: int) -> tuple[Array, Array, int]:
+    """For groups that begin at any row: each row's place in groups of whole tiles, their sizes, and all places."""
+    sizes = group_sizes.astype(jnp.int32)
+    ends, filled = jnp.cumsum(sizes, dtype=jnp.int32), -(-sizes // _FEWEST) * _FEWEST
+    starts, room = ends - sizes, round_up(rows + len(sizes) * (_FEWEST - 1), _FEWEST)
     firsts = jnp.cumsum(filled, dtype=jnp.int32) - filled
     row = jnp.arange(rows, dtype=jnp.int32)
     expert = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
     known = jnp.minimum(expert, len(sizes) - 1)
-    place = jnp.where(expert < len(sizes), firsts[known] + row - starts[known], room)
-    apart = jnp.zeros((room, x.shape[1]), x.dtype).at[place].set(x, mode="drop", unique_indices=True)
-    y = forward(apart, w, bias, filled, unit=unit, **options)
-    return y.at[place].get(mode="fill", fill_value=0)
-
-
-def backward(*arguments: Any, **options: Any) -> tuple[Array, Array, Array | None]:
-    """Returns the gradients, by the portable backend's program; see `detjax.portable.grouped_matmul.backward`."""
-    return portable.backward(*arguments, **options)
+    return jnp.where(expert < len(sizes), firsts[known] + row - starts[known], room), filled, room

@@ -23,12 +23,15 @@ import pytest
 from flax import nnx
 
 from detjax import backends, compilation, ops
+from detjax.bench import experts as experts_bench
 from detjax.bench import presets
 from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KVPages, QuantizedPages, Queries
 from detjax.models import Decoder, KVCache
 from detjax.models.config import DecoderConfig
 from detjax.models.network import split
+from detjax.numerics import round_up
+from detjax.ops import AccumulatedWeight
 from detjax.options import Clamp, Epilogue, KVQuantization, Masking
 from detjax.pallas.hopper import attention as hopper_attention
 from detjax.pallas.hopper import elements, embedding, grouped_matmul, norm_gradient, sampling, softmax
@@ -56,6 +59,8 @@ DONATED = {
     "embedding gradient": [3],
     "head gradient": [2],
     "gradients of a decoder": range(19),
+    "gradients of experts": [0],
+    "gradients of few experts": [0],
     "gradients of a decoder, packed": range(19),
 }
 """The operands that a program may overwrite, by its name: pools of pages, sums of gradients, an optimizer's state."""
@@ -262,6 +267,31 @@ def clamped_experts(rows: int, unit: int, count: int, width: int) -> Program:
     return fn, [array(rows, width), array(count, 2, width, width), array(count, 2, width), array(count, dtype="int32")]
 
 
+def experts_gradients(widths: experts_bench.Widths, tokens: int, *, bias: bool = False) -> Program:
+    """The gradients of rows through a mixture's first projection, and the next sums of its weights and biases."""
+    chosen, count = widths.chosen * tokens, widths.experts
+    unit = grouped_matmul.group_unit(chosen, count)
+    rows = round_up(chosen + count * (unit - 1), unit)
+    clamp = Clamp(limit=7.0, slope=1.702) if bias else None
+
+    def fn(w_sum: jax.Array, bias_sum: jax.Array | None, *operands: jax.Array) -> Any:
+        x, w, b, sizes, sequences, dy = operands if bias else (*operands[:2], None, *operands[2:])
+
+        def projection(x: jax.Array, *sums: Any) -> jax.Array:
+            weight, biases = AccumulatedWeight(w, sums[0]), None if b is None else AccumulatedWeight(b, sums[1])
+            options: dict[str, Any] = {"layout": "nk", "activation": "silu", "gated": True, "clamp": clamp}
+            return ops.grouped_matmul(x, weight, sizes, bias=biases, sequences=sequences, unit=unit, **options)
+
+        with backends.use_backend("hopper"):
+            return jax.vjp(projection, x, w_sum, bias_sum)[1](dy)
+
+    shape = count, 2, widths.inner, widths.width
+    integers = array(count, dtype="int32"), array(rows, dtype="int32")
+    operands = [array(rows, widths.width), array(*shape), *[array(*shape[:-1])] * bias, *integers]
+    sums = [array(*shape, dtype="float32"), *[array(*shape[:-1], dtype="float32")] * bias]
+    return fn if bias else lambda w_sum, *rest: fn(w_sum, None, *rest), [*sums, *operands, array(rows, widths.inner)]
+
+
 def adamw_update(size: int) -> Program:
     """The next master and optimizer state of one leaf, which are the first operands."""
     optimizer = adamw(1e-3, weight_decay=0.1)
@@ -382,6 +412,8 @@ def programs() -> dict[str, Program]:
         "projection of experts of many rows": experts(81792, 128, 128, gated=False),
         "clamped experts of few rows": clamped_experts(480, 8, 32, 2880),
         "clamped experts of many rows": clamped_experts(20480, 128, 32, 2880),
+        "gradients of experts": experts_gradients(experts_bench.MODELS["Qwen3-30B-A3B"], 8192),
+        "gradients of few experts": experts_gradients(experts_bench.MODELS["gpt-oss-20b"], 8192, bias=True),
         "squares of a leaf": (partial(elements.slice_squares, slices=8), [array(1024 * 3072, dtype="float32")]),
     }
 

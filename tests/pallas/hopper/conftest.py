@@ -51,6 +51,21 @@ def matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def matrix_unit_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, but the products of 16 K are added before they meet the accumulator: bits tell where steps begin."""
+
+    class Product(_Product):
+        def __radd__(self, accumulator: np.ndarray) -> np.ndarray:
+            for first in range(0, self.a.shape[1], 16):
+                step = _Product(self.a[:, first : first + 16], self.b[first : first + 16], accumulator.dtype)
+                accumulator = accumulator + step.__radd__(np.zeros_like(accumulator))
+            return accumulator
+
+    numpy = SimpleNamespace(**vars(np) | {"matmul": lambda a, b, *, dtype: Product(a, b, dtype)})
+    monkeypatch.setattr(gpu_callbacks, "np", numpy)
+
+
+@pytest.fixture
 def two_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are built for a chip so small that each CTA takes several tiles."""
     monkeypatch.setattr(device, "multiprocessors", lambda: 2)

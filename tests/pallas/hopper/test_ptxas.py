@@ -24,6 +24,7 @@ SOME = (
     "adamw",
     "experts of few rows",
     "experts of many rows",
+    "gradients of experts",
 )
 """The programs that are compiled without --all-cases."""
 
@@ -62,6 +63,17 @@ def test_gradients_continue_sums_where_they_lie(reports: dict[str, str]) -> None
     assert copies.split()
     # Sums of norms' weights, of one axis, are small. Those of matrices are written in place.
     assert not {shape for shape in copies.split() if shape.startswith("f32") and "," in shape}
+
+
+def test_gradients_of_experts_continue_sums_where_they_lie(reports: dict[str, str]) -> None:
+    (copies,) = re.findall(r"^copied:(.*)$", reports["gradients of experts"], re.MULTILINE)
+    assert not {shape for shape in copies.split() if shape.startswith("f32")}
+    (memory,) = re.findall(r"^memory: (\d+) (\d+)$", reports["gradients of experts"], re.MULTILINE)
+    results, temporary = map(int, memory)
+    # The sums take 1.6 GB. Rows have 2048 numbers outside and 2 x 768 inside, those of gradients and those by steps.
+    rows = 81792 * 2 * (2048 + 2 * 768)
+    assert results < rows
+    assert temporary < 1.1 * rows
 
 
 def test_a_microbatch_takes_memory_for_a_chunk_of_logits_and_for_activations_alone(reports: dict[str, str]) -> None:

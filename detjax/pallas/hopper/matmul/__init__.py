@@ -80,7 +80,7 @@ def backward(
         dz = rounded(flat_rows(dy), x.dtype)
     else:
         z = _biased_sums(flat_x, halves, bias, layout) if z is None else tuple(map(flat_rows, z))
-        dz = _gradient_of_sums(z, flat_rows(dy), epilogue)
+        dz = gradient_of_sums(z, flat_rows(dy), epilogue)
 
     # To contract both halves of a stacked "kn" weight at once takes a copy; "nk" halves already follow each other.
     joined = w.reshape(-1, w.shape[-1]) if layout == "nk" else jnp.concatenate(halves, axis=1)
@@ -118,7 +118,7 @@ def _biased_sums(x: Array, halves: list[Array], bias: Array | None, layout: Weig
     return tuple(rounded(total, x.dtype) for total in z)
 
 
-def _gradient_of_sums(z: tuple[Array, ...], dy: Array, epilogue: Epilogue) -> Array:
+def gradient_of_sums(z: tuple[Array, ...], dy: Array, epilogue: Epilogue) -> Array:
     """The gradient of the biased sums, `[M, N]` of their dtype, or `[M, 2 N]` for gate and up."""
     # The barrier keeps the program around out of the arithmetic.
     z, dy = lax.optimization_barrier((z, dy))

@@ -75,8 +75,6 @@ def product(
     """
     problem, schedule, arrays, (m, n) = _prepared(operands, token_layout, layout, jnp.dtype(out_dtype), schedule)
     kernel = _kernel(Plan(problem, schedule), epilogue)
-    if operands.experts is not None:
-        arrays.append(operands.experts)
     if operands.start is None:
         return kernel(*arrays)[0][:m, :n]
     assert epilogue == Epilogue() and len(arrays) == 2 and problem.out_dtype == ACCUMULATOR
@@ -145,6 +143,8 @@ def _prepared(
         arrays.append(_padded(bias.reshape(weights, n), (weights, problem.n)))
     if residual is not None:
         arrays.append(_padded(residual, (problem.m, problem.n)))
+    if experts is not None:
+        arrays.append(experts)
     return problem, schedule, arrays, (m, n)
 
 
@@ -329,14 +329,13 @@ class _Cta:
 
                 self.load_stage(m, n, k_step * plan.tile_k, slot)
 
-        if plan.problem.experts:
-            # A CTA may have fewer steps than stages, and there is no other that it could end before.
-            return
+        steps = self.tiles * plan.k_steps
 
-        # No CTA ends while another one may still send to it or arrive at its barriers.
-        @pl.loop(0, plan.stages)
-        def _(index: Array) -> None:
-            plgpu.barrier_wait(consumed.at[self.slot(self.tiles * plan.k_steps + index)])
+        # No CTA ends while another one may still send to it or arrive at its barriers. Where tiles have weights of
+        # their own, it may have fewer steps than stages.
+        @pl.loop(jnp.maximum(steps - plan.stages, 0), steps)
+        def _(step: Array) -> None:
+            plgpu.barrier_wait(consumed.at[self.slot(step)])
 
     def weight(self, m: Array | int, part: int) -> Array | int:
         """The index of a part of the weight that tokens from m on meet."""
