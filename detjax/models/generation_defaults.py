@@ -42,9 +42,9 @@ class GenerationDefaults:
         Raises:
             CheckpointError: a value of the wrong type or out of range.
         """
-        family = family_of(JsonObject(config, config_source))
-        file = JsonObject(raw, source)
-        fallback = JsonObject({"bos_token_id": family.bos, "eos_token_id": family.eos} | dict(config), config_source)
+        family, file = family_of(JsonObject(config, config_source)), JsonObject(raw, source)
+        stated = family.decoder_of(JsonObject(config, config_source)).raw
+        fallback = JsonObject({"bos_token_id": family.bos, "eos_token_id": family.eos} | dict(stated), config_source)
         bos, eos, pad = (
             file if file.get(key) is not None else fallback for key in ("bos_token_id", "eos_token_id", "pad_token_id")
         )
