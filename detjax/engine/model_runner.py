@@ -100,7 +100,7 @@ class ModelRunner:
         """Returns the rows that the vision tower makes of each image, on the host."""
         tower = self._network.with_weights(self._weights).vision
         assert tower is not None, "the model takes no images"
-        return jax.device_get(image_rows(tower, images))
+        return image_rows(tower, images)
 
     def forward(self, batch: StepBatch) -> tuple[Array, Array]:
         """Computes the hidden states of a step.

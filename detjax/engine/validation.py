@@ -42,6 +42,7 @@ def encode_prompt(
         prompt = tokenizer.encode(prompt)
     if not len(prompt):
         raise ValueError(f"{name} is empty; accepted: at least one token")
+    assert not isinstance(prompt, str)
     if len(prompt) <= config.max_positions:
         prompt = with_image_tokens(name, config, prompt, images)
     if len(prompt) + params.max_tokens > config.max_positions:  # such a list may be too long to look at its items

@@ -191,8 +191,8 @@ def resized(height: int, width: int, unit: int, min_pixels: int, max_pixels: int
 # --- the tower --------------------------------------------------------------------------------------------------------
 
 
-def image_rows(tower: VisionTower, images: Sequence[ImagePatches]) -> list[Float[Array, "tokens D"]]:
-    """Returns the rows that stand for the tokens of each image, row by row of the image.
+def image_rows(tower: VisionTower, images: Sequence[ImagePatches]) -> list[Float[np.ndarray, "tokens D"]]:
+    """Returns the rows that stand for the tokens of each image, row by row of the image, on the host.
 
     No bit of an image's rows depends on the other images.
 
@@ -204,13 +204,14 @@ def image_rows(tower: VisionTower, images: Sequence[ImagePatches]) -> list[Float
     rows = []
     for pack in _packs(images):
         patches, tokens = packed(pack, tower.options)
-        of_windows = _rows_of_windows(network, weights, patches).reshape(-1, tower.options.output_width)
-        rows += [of_windows[index] for index in tokens]
+        # Indexed on the host: each number of tokens would be another program of the device.
+        pack_rows = np.asarray(_window_rows(network, weights, patches)).reshape(-1, tower.options.output_width)
+        rows += [pack_rows[index] for index in tokens]
     return rows
 
 
 @functools.partial(compilation.jit, static_argnums=0)
-def _rows_of_windows(network: Network[VisionTower], weights: Weights, patches: Patches) -> Float[Array, "W U D"]:
+def _window_rows(network: Network[VisionTower], weights: Weights, patches: Patches) -> Float[Array, "W U D"]:
     return network.with_weights(weights)(patches)
 
 
@@ -249,10 +250,10 @@ def packed(images: Sequence[ImagePatches], options: VisionOptions) -> tuple[Patc
         tokens.append(place[::merged] // merged)
         places.append(([place[patches] for patches in index], range(first, first + len(index))))
         first += len(index)
-    own = [(patches, [window]) for group, numbers in places for patches, window in zip(group, numbers, strict=True)]
+    single = [(patches, [window]) for group, numbers in places for patches, window in zip(group, numbers, strict=True)]
     whole = [(np.concatenate(group), numbers) for group, numbers in places]
-    of_window, of_image = _keys(own, window_lengths), _keys(whole, image_lengths)
-    return Patches(pixels, coordinates, of_window, of_image), tokens
+    window_keys, image_keys = _keys(single, window_lengths), _keys(whole, image_lengths)
+    return Patches(pixels, coordinates, window_keys, image_keys), tokens
 
 
 def _windows(image: ImagePatches, options: VisionOptions) -> list[Int32[np.ndarray, "n"]]:

@@ -54,7 +54,7 @@ def generated(model: Decoder, requests: list[Request], **options: Any) -> list[C
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefill_chunk", [128, 13])
+@pytest.mark.parametrize("prefill_chunk", [128, 13, 1])
 def test_greedy_continuations_are_those_of_transformers(prefill_chunk: int, model: Decoder) -> None:
     """Alone, and cut into chunks beside a text and the same prompt with its images in the other order."""
     continuation = tuple(reference()["continuation"].tolist())
@@ -64,7 +64,8 @@ def test_greedy_continuations_are_those_of_transformers(prefill_chunk: int, mode
         (answer,) = generated(model, [request])
     else:
         swapped = Request(with_one_token_each(prompt()), params, images=images()[::-1])
-        other, answer, text = generated(model, [swapped, request, Request([5, 6, 7], params)], prefill_chunk=13)
+        requests = [swapped, request, Request([5, 6, 7], params)]
+        other, answer, text = generated(model, requests, prefill_chunk=prefill_chunk)
         assert answer.tokens not in (other.tokens, text.tokens)
     assert answer.tokens == continuation
 

@@ -21,7 +21,7 @@ from tests.support.bits import assert_same_bits, same_bits
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAMES = sorted(path.name for path in FIXTURES.iterdir() if (path / "reference.npz").is_file())
 TEXT_NAMES = [name for name in NAMES if name != "qwen2_5_vl-tiny"]
-"""Those without images, which have tests of their own."""
+"""Fixtures without images; that with images has tests of its own."""
 TOLERANCE = 2e-4
 
 

@@ -111,14 +111,14 @@ class Patches(NamedTuple):
     Attributes:
         pixels: the numbers of each patch.
         coordinates: its row and its column in its image.
-        of_window: for blocks with windows, the patches of the window.
-        of_image: for the other blocks, those of the image, in the order of its windows.
+        window_keys: for blocks with windows, the patches of the window.
+        image_keys: for the other blocks, those of the image, in the order of its windows.
     """
 
     pixels: Float[Arrays, "W T P"]
     coordinates: Int32[Arrays, "W T 2"]
-    of_window: Keys
-    of_image: Keys
+    window_keys: Keys
+    image_keys: Keys
 
 
 class VisionTower(nnx.Module):
@@ -141,7 +141,7 @@ class VisionTower(nnx.Module):
         x = self.patches(jnp.asarray(patches.pixels))
         coordinates = jnp.asarray(patches.coordinates)
         for index, block in enumerate(self.blocks):
-            keys = patches.of_image if index in self.options.full_blocks else patches.of_window
+            keys = patches.image_keys if index in self.options.full_blocks else patches.window_keys
             x = _block(*split(block), x, coordinates, Keys(*map(jnp.asarray, keys)))
         return self.merger(x)
 
