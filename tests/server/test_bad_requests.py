@@ -167,7 +167,7 @@ def unharmed(server: Running) -> Iterator[None]:
                     {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x", "detail": "low"}}]}
                 ]
             },
-            "messages.0.content.0.image_url.detail is 'low'; accepted: 'auto' or null",
+            "image_url.detail is 'low'; accepted: \"auto\" or null",
         ),
         (CHAT | {"messages": [{"role": "assistant", "content": "x", "refusal": "No."}]}, "messages.0.refusal is 'No.'"),
         (CHAT | {"messages": [{"role": "user", "content": "x"}] * 4097}, "List should have at most 4096 items"),
