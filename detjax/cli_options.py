@@ -300,6 +300,16 @@ SeparatePrefixes = Annotated[
 TopLogprobs = Annotated[int, _count("The most of the likeliest tokens that a request may ask for.", panel=_ENGINE)]
 MaxQueue = Annotated[int, _count("Samples that may wait; further requests get status 429.", panel=_CLIENTS)]
 MaxBody = Annotated[int, _count("Bytes of a request at most.", metavar="BYTES", panel=_CLIENTS)]
+ImageDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        "--image-directory",
+        metavar="DIRECTORY",
+        help="Requests may name the files of this directory as images.",
+        show_default="images come with requests alone",
+        rich_help_panel=_CLIENTS,
+    ),
+]
 RequestSeconds = Annotated[float, _seconds("Time that an answer may take.", _CLIENTS)]
 TextSeconds = Annotated[
     float, _seconds("CPU time that the chat template and the tokenizer may take for a request.", _CLIENTS)

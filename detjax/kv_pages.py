@@ -175,6 +175,8 @@ class Queries:
         rows: for packed queries whose keys and values are to be appended, what the rows are.
         slots: the slot of each request's state, for layers that keep one that is not in pages; None: request `b` has
             slot `b`. See `detjax.request_state`.
+        coordinates: what each query turns by under a rotary embedding with sections, `[B, T, A]` or packed `[N, A]`, as
+            in prompts with images; None: its absolute position, in all sections.
     """
 
     page_table: Int[Arrays, "B p"]
@@ -184,6 +186,7 @@ class Queries:
     first_row: Int[Arrays, "prefills"] | None = None
     rows: PackedRows | None = None
     slots: Int[Arrays, "B"] | None = None
+    coordinates: Int[Arrays, "*N A"] | None = None
 
     @staticmethod
     def packed(
@@ -236,14 +239,14 @@ class Queries:
         return self._select(slice(self.num_decodes), None)
 
     def prefilling(self) -> "Queries":
-        """Returns packed queries of the requests that prefill alone, without `rows`."""
+        """Returns packed queries of the requests that prefill alone, without `rows` and coordinates."""
         return self._select(slice(self.num_decodes, None), self.first_row)
 
     def _select(self, requests: slice, first_row: Arrays | None) -> "Queries":
         count = None if self.count is None or first_row is None else self.count[requests]
         slots = None if self.slots is None else self.slots[requests]
         table, start, length = (x[requests] for x in (self.page_table, self.start, self.length))
-        changed: Any = {"count": count, "first_row": first_row, "rows": None, "slots": slots}
+        changed: Any = {"count": count, "first_row": first_row, "rows": None, "slots": slots, "coordinates": None}
         return dataclasses.replace(self, page_table=table, start=start, length=length, **changed)
 
     def row_by_row(self) -> "Queries":
@@ -260,6 +263,7 @@ class Queries:
             first_row=None,
             rows=None,
             slots=None,
+            coordinates=None if self.coordinates is None else self.coordinates[:, None],
         )
 
 

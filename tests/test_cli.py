@@ -244,6 +244,7 @@ def test_the_options_of_serve_reach_the_engine_and_the_server(
         *("--max-connections", 11, "--header-seconds", 12, "--idle-seconds", 13, "--write-seconds", 14),
         *("--no-access-log", "--log-level", "error", "--log-format", "json"),
         *("--allowed-origin", "https://a.example", "--allowed-origin", "https://b.example"),
+        *("--image-directory", tmp_path),
     )
     assert run("serve", checkpoint, *options).exit_code == 0
     assert serving.config == engine.EngineConfig(
@@ -265,6 +266,7 @@ def test_the_options_of_serve_reach_the_engine_and_the_server(
         text_seconds=8,
         max_unsent=10,
         allowed_origins=("https://a.example", "https://b.example"),
+        image_directory=tmp_path,
     )
     assert serving.cache is None
     assert serving.connections == server.ConnectionSettings(

@@ -23,6 +23,8 @@ _BODIES: Final[dict[str, type[BaseModel]]] = {
     "stream_options": request_fields.StreamOptions,
     "messages": messages.Message,
     "content parts": messages.TextPart,
+    "image parts": messages.ImagePart,
+    "image_url": messages.ImageURL,
     "tool_calls": messages.EarlierCall,
     "function of tool_calls": messages.CalledFunction,
     "tools": tools.ChatTool,

@@ -11,6 +11,13 @@ checkpoint with random weights, `reference.npz` and, where it has a tokenizer, `
     prompt        int32 [t]        a prefix of `tokens`
     continuation  int32 [n]        the greedy one of `prompt`; no token of it ends a sequence
 
+Where the model takes images, `tokens` and `prompt` hold them, and `reference.npz` has further arrays:
+
+    image_<i>     uint8 [h, w, 3]  an image, as `preprocessor_config.json` lets it be resized
+    patches       float32 [N, P]   of all images, as transformers processed them
+    grids         int32 [i, 2]     rows and columns of patches of each image
+    rows          float32 [n, D]   what the vision tower made of them, a row for each image token
+
 A seed is accepted if every setting in the fixture's `matters` changes the logits, no greedy choice is close to a tie,
 and the continuation does not repeat itself. On one kind of CPU, with the versions above,
 the files come out the same byte for byte.
@@ -325,6 +332,37 @@ def attention_scale_without_mscale(config: Config, weights: Weights) -> Callable
     return change
 
 
+def other_sections(config: Config, weights: Weights) -> None:
+    parameters = config.text_config.rope_parameters
+    config.text_config.rope_parameters = {**parameters, "mrope_section": parameters["mrope_section"][::-1]}
+
+
+def windows_in_all_blocks(config: Config, weights: Weights) -> None:
+    config.vision_config.fullatt_block_indexes = []
+
+
+def whole_images_in_all_blocks(config: Config, weights: Weights) -> None:
+    config.vision_config.fullatt_block_indexes = list(range(config.vision_config.depth))
+
+
+def smaller_windows(config: Config, weights: Weights) -> None:
+    config.vision_config.window_size -= config.vision_config.patch_size * config.vision_config.spatial_merge_size
+
+
+def no_biases_of_the_tower(config: Config, weights: Weights) -> None:
+    for name, weight in weights.items():
+        if ".visual." in name and name.endswith(".bias"):
+            weight.zero_()
+
+
+def tower_turned_by(theta: float) -> Removal:
+    def change(config: Config, weights: Weights) -> None:
+        config.vision_config.rope_parameters = {**config.vision_config.rope_parameters, "rope_theta": theta}
+
+    change.__name__ = f"tower_turned_by_{theta:.0f}"
+    return change
+
+
 def latent_norms_with_rms_norm_eps(config: Config, weights: Weights) -> Callable[[transformers.PreTrainedModel], None]:
     def change(model: transformers.PreTrainedModel) -> None:
         for name, module in model.named_modules():
@@ -357,6 +395,9 @@ class Fixture:
     multimodal: type[Config] | None = None
     # The ends of the names of tensors [E, inputs, outputs] that are drawn so that MXFP4 holds them, and stored in it.
     mxfp4: tuple[str, ...] = ()
+    # Height and width of each image, and where its tokens begin; the processor's least and most pixels.
+    images: tuple[tuple[int, int, int], ...] = ()
+    pixels: tuple[int, int] = (0, 0)
 
 
 ALL = (
@@ -1087,6 +1128,58 @@ ALL = (
         ),
         multimodal=transformers.Qwen3_5MoeConfig,
     ),
+    Fixture(
+        name="qwen2_5_vl-tiny",
+        about="two images in the prompt, one made smaller and one larger; 3 blocks of a tower with windows of 3 x 3 "
+        "tokens, cut at the images' edges, and whole images of 140 patches (a block of keys and part of one) in block "
+        "1; positions of three coordinates in sections of 2, 1 and 5; config.json in the nested form of transformers 5",
+        config=transformers.Qwen2_5_VLConfig(
+            text_config={
+                "vocab_size": 113,
+                "hidden_size": 48,
+                "intermediate_size": 72,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 3,
+                "num_key_value_heads": 1,
+                "max_position_embeddings": 512,
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 5]},
+                "bos_token_id": 0,
+                "eos_token_id": 1,
+            },
+            vision_config={
+                "depth": 3,
+                "hidden_size": 24,
+                "intermediate_size": 36,
+                "num_heads": 2,
+                "patch_size": 4,
+                "window_size": 24,
+                "out_hidden_size": 48,
+                "fullatt_block_indexes": [1],
+                "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
+            },
+            image_token_id=100,
+            video_token_id=101,
+            vision_start_token_id=102,
+            vision_end_token_id=103,
+            bos_token_id=0,
+            eos_token_id=1,
+            tie_word_embeddings=False,
+        ),
+        stored=torch.bfloat16,
+        matters=(
+            other_sections,
+            windows_in_all_blocks,
+            whole_images_in_all_blocks,
+            smaller_windows,
+            no_biases_of_the_tower,
+            no_attention_biases,
+            tower_turned_by(100.0),
+        ),
+        embedding_std=0.25,
+        images=((75, 112, 9), (9, 13, 52)),
+        pixels=(256, 2400),
+    ),
 )
 
 
@@ -1096,10 +1189,16 @@ ALL = (
 def network(config: Config, weights: Weights | None = None) -> transformers.PreTrainedModel:
     """Returns the network of `config` in float32 with eager attention, holding copies of `weights` where given."""
     config = copy.deepcopy(config)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **IMPLEMENTATIONS)
+    model = model_class(config).from_config(config, dtype=torch.float32, **IMPLEMENTATIONS)
     if weights is not None:
         model.load_state_dict(weights)
     return model.eval()
+
+
+def model_class(config: Config) -> type:
+    """Returns the class that makes networks of a configuration."""
+    takes_images = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if takes_images else transformers.AutoModelForCausalLM
 
 
 def fill(model: transformers.PreTrainedModel, fixture: Fixture, generator: torch.Generator) -> None:
@@ -1113,6 +1212,8 @@ def fill(model: transformers.PreTrainedModel, fixture: Fixture, generator: torch
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             value = 1.5 - offset + 0.3 * noise
+        elif parameter.ndim == 1 and ".visual." in name and name.endswith(".weight"):
+            value = 1.0 + 0.25 * noise
         elif name.endswith("norm.weight"):
             # Where the embedding is scaled and is the head, too, a token would else be its own likeliest successor.
             ends = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight", "model.norm.weight")
@@ -1124,7 +1225,7 @@ def fill(model: transformers.PreTrainedModel, fixture: Fixture, generator: torch
             value = fixture.embedding_std * noise
         else:
             gain = 1.8 if name.endswith(("q_proj.weight", "k_proj.weight", "lm_head.weight")) else 1.3
-            value = gain / math.sqrt(parameter.shape[-1]) * noise
+            value = gain / math.sqrt(parameter[0].numel() if ".visual." in name else parameter.shape[-1]) * noise
         if fixture.config.model_type.startswith(("qwen3_next", "qwen3_5")):
             value = value_of_linear_attention(name, value, noise, fixture.config)
         if name.endswith(fixture.mxfp4):
@@ -1198,17 +1299,76 @@ def store_as_multimodal(file: Path, model: transformers.PreTrainedModel) -> None
     safetensors.torch.save_file(held | others, file, metadata={"format": "pt"})
 
 
-def compute_logits(model: transformers.PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+def image_processor(fixture: Fixture) -> transformers.BaseImageProcessor:
+    """Returns the processor that makes patches of a fixture's images."""
+    vision, (least, most) = fixture.config.vision_config, fixture.pixels
+    return transformers.Qwen2VLImageProcessorPil(
+        size={"shortest_edge": least, "longest_edge": most},
+        patch_size=vision.patch_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        merge_size=vision.spatial_merge_size,
+    )
+
+
+def draw_images(fixture: Fixture, seed: int) -> dict[str, np.ndarray]:
+    """Returns the images of a fixture, their patches and their grids, by their names in `reference.npz`.
+
+    Pixels are smooth waves and noise: of noise alone, an image made smaller would be grey.
+    """
+    random, images = np.random.default_rng(seed), {}
+    for index, (height, width, _) in enumerate(fixture.images):
+        row, column = np.mgrid[:height, :width] / 9.0
+        waves = [np.sin(a * row + b * column + c) for a, b, c in random.uniform(-1.5, 1.5, (3, 3))]
+        noise = random.uniform(-0.6, 0.6, (height, width, 3))
+        images[f"image_{index}"] = np.clip(127 + 90 * (np.stack(waves, axis=-1) + noise), 0, 255).astype(np.uint8)
+    if not images:
+        return {}
+    processed = image_processor(fixture)(list(images.values()), return_tensors="np")
+    grids = processed["image_grid_thw"][:, 1:].astype(np.int32)
+    return images | {"patches": processed["pixel_values"].astype(np.float32), "grids": grids}
+
+
+def put_images(fixture: Fixture, tokens: torch.Tensor, images: dict[str, np.ndarray]) -> None:
+    """Puts the tokens of the fixture's images into `tokens`, and no others of the kind."""
+    if not images:
+        return
+    config = fixture.config
+    special = (config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id)
+    tokens[torch.isin(tokens, torch.tensor(special))] = 7
+    for (_, _, first), grid in zip(fixture.images, images["grids"].tolist(), strict=True):
+        count = math.prod(grid) // config.vision_config.spatial_merge_size**2
+        tokens[first - 1], tokens[first + count] = config.vision_start_token_id, config.vision_end_token_id
+        tokens[first : first + count] = config.image_token_id
+
+
+def image_arguments(
+    model: transformers.PreTrainedModel, tokens: torch.Tensor, images: dict[str, np.ndarray]
+) -> dict[str, torch.Tensor]:
+    """Returns what a network of images takes beside `tokens` [T]."""
+    if not images:
+        return {}
+    grids = torch.from_numpy(images["grids"]).long()
+    return {
+        "pixel_values": torch.from_numpy(images["patches"]).to(model.dtype),
+        "image_grid_thw": torch.cat([torch.ones_like(grids[:, :1]), grids], dim=1),
+        "mm_token_type_ids": (tokens == model.config.image_token_id).int()[None],
+    }
+
+
+def compute_logits(
+    model: transformers.PreTrainedModel, tokens: torch.Tensor, images: dict[str, np.ndarray]
+) -> torch.Tensor:
     """Returns the logits [T, V] of `tokens` [T] in one pass without a cache."""
-    return model(tokens[None], use_cache=False).logits[0]
+    return model(tokens[None], use_cache=False, **image_arguments(model, tokens, images)).logits[0]
 
 
-def greedy(model: transformers.PreTrainedModel, prompt: torch.Tensor) -> torch.Tensor:
+def greedy(model: transformers.PreTrainedModel, prompt: torch.Tensor, images: dict[str, np.ndarray]) -> torch.Tensor:
     """Returns the `CONTINUATION` tokens that greedy decoding appends to `prompt`; none of them stops it."""
     model.generation_config = transformers.GenerationConfig(
         do_sample=False, max_new_tokens=CONTINUATION, eos_token_id=None, pad_token_id=0
     )
-    output = model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None])
+    arguments = {"attention_mask": torch.ones_like(prompt)[None], **image_arguments(model, prompt, images)}
+    output = model.generate(prompt[None], **arguments)
     return output[0, prompt.shape[0] :]
 
 
@@ -1222,10 +1382,13 @@ def draw(fixture: Fixture, seed: int, ends: set[int]) -> tuple[transformers.PreT
     generator = torch.Generator().manual_seed(seed)
     model = network(fixture.config)
     fill(model, fixture, generator)
-    tokens = torch.randint(0, fixture.config.vocab_size, (TOKENS,), generator=generator)
+    vocab_size = fixture.config.get_text_config().vocab_size
+    tokens = torch.randint(0, vocab_size, (TOKENS,), generator=generator)
+    images = draw_images(fixture, seed)
+    put_images(fixture, tokens, images)
     prompt = tokens[:PROMPT]
 
-    logits = compute_logits(model, tokens)
+    logits = compute_logits(model, tokens, images)
     if (spread := logits.std(dim=-1).min().item()) < MIN_LOGITS_STD:
         raise Unfit(f"the logits of one position have a standard deviation of {spread:.2f}")
     for remove in fixture.matters:
@@ -1233,22 +1396,28 @@ def draw(fixture: Fixture, seed: int, ends: set[int]) -> tuple[transformers.PreT
         change, changed = remove(config, weights), network(config, weights)
         if change is not None:
             change(changed)
-        effect = (compute_logits(changed, tokens) - logits).abs().max().item()
+        effect = (compute_logits(changed, tokens, images) - logits).abs().max().item()
         if effect < MIN_EFFECT:
             raise Unfit(f"{remove.__name__} moves the logits by {effect:.1e} at most")
 
-    continuation = greedy(model, prompt)
+    continuation = greedy(model, prompt, images)
     if (distinct := len(set(continuation.tolist()))) < MIN_DISTINCT:
         raise Unfit(f"the continuation has {distinct} distinct tokens")
     if ends & set(continuation.tolist()):
         raise Unfit("the continuation holds a token that ends a sequence")
-    best = compute_logits(model, torch.cat([prompt, continuation]))[PROMPT - 1 : -1].topk(2, dim=-1)
+    if images and not set(continuation.tolist()).isdisjoint(range(100, 104)):
+        raise Unfit("the continuation holds a token of images")
+    best = compute_logits(model, torch.cat([prompt, continuation]), images)[PROMPT - 1 : -1].topk(2, dim=-1)
     if (gap := (best.values[:, 0] - best.values[:, 1]).min().item()) <= MIN_GREEDY_GAP:
         raise Unfit(f"the best two logits of one step are {gap:.1e} apart")
     if not torch.equal(best.indices[:, 0], continuation):
         raise Unfit("decoding with a cache and one pass over the whole sequence choose different tokens")
 
-    return model, {
+    if images:
+        arguments = image_arguments(model, tokens, images)
+        rows = model.model.visual(arguments["pixel_values"], grid_thw=arguments["image_grid_thw"]).pooler_output
+        images["rows"] = rows.numpy()
+    return model, images | {
         "tokens": tokens.numpy().astype(np.int32),
         "logits": logits.numpy(),
         "prompt": prompt.numpy().astype(np.int32),
@@ -1430,6 +1599,8 @@ def save(fixture: Fixture, model: transformers.PreTrainedModel, arrays: dict[str
     for name, buffer in corrections.items():
         model.get_submodule(name.rpartition(".")[0])._buffers[CORRECTION] = buffer
     model.save_pretrained(folder, max_shard_size=fixture.shard_size or "1GB")
+    if fixture.images:
+        image_processor(fixture).save_pretrained(folder)
     if fixture.mxfp4:
         store_in_mxfp4(folder / "model.safetensors", fixture)
     if fixture.multimodal is not None:
@@ -1450,6 +1621,7 @@ def verify(fixture: Fixture, folder: Path) -> str:
     with np.load(folder / "reference.npz") as file:
         arrays = dict(file)
     tokens, logits = torch.from_numpy(arrays["tokens"]).long(), torch.from_numpy(arrays["logits"])
+    images = {name: arrays[name] for name in ("patches", "grids") if name in arrays}
     differences = {}
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = fixture.multimodal or type(fixture.config)
@@ -1458,16 +1630,16 @@ def verify(fixture: Fixture, folder: Path) -> str:
     if fixture.mxfp4:
         raw["quantization_config"] |= {"dequantize": True}
     for dtype in (torch.float32, torch.float64):
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model = model_class(fixture.config).from_pretrained(
             folder,
             config=kind.from_dict(raw),
             dtype=dtype,
             **IMPLEMENTATIONS,
             local_files_only=True,
         )
-        differences[dtype] = (compute_logits(model, tokens) - logits).abs().max().item()
+        differences[dtype] = (compute_logits(model, tokens, images) - logits).abs().max().item()
         if dtype == torch.float32:
-            continuation = greedy(model, torch.from_numpy(arrays["prompt"]).long())
+            continuation = greedy(model, torch.from_numpy(arrays["prompt"]).long(), images)
             if continuation.tolist() != arrays["continuation"].tolist():
                 raise RuntimeError(f"{fixture.name}: the stored checkpoint continues the prompt differently")
     reloaded, exact = differences[torch.float32], differences[torch.float64]

@@ -11,8 +11,9 @@ from detjax import ops
 from detjax.contract import QUERY_UNIT
 from detjax.engine import sequence as sequences
 from detjax.engine.sampling_params import SamplingParams
-from detjax.engine.scheduler import ScheduledStep, StepLimits, padded_rows
+from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, StepLimits, padded_rows
 from detjax.kv_pages import Queries
+from detjax.models.decoder import ImageRows
 from detjax.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays
 
 _GROWTH = 4
@@ -172,6 +173,7 @@ class StepBatch(NamedTuple):
         slot: for each chunk the slot that will hold the sampled token; the number of slots where none is sampled.
         sampling: for each chunk how its next token is sampled.
         adjustments: for each chunk what changes the logits before; None where no chunk's are changed.
+        images: the rows of images among the tokens that prefill; None where there are none.
     """
 
     token: Int32[Arrays, "N"]
@@ -181,6 +183,7 @@ class StepBatch(NamedTuple):
     slot: Int32[Arrays, "R"]
     sampling: SamplingArrays
     adjustments: LogitAdjustments | None = None
+    images: ImageRows | None = None
 
     @property
     def shape(self) -> BatchShape:
@@ -192,15 +195,20 @@ class StepBatch(NamedTuple):
 class SlotTable:
     """What batches need to know of the sequences that have a slot, by slot."""
 
-    def __init__(self, slots: int, pages_per_sequence: int, *, named_in_queries: bool = False) -> None:
+    def __init__(
+        self, slots: int, pages_per_sequence: int, *, named_in_queries: bool = False, coordinates: int | None = None
+    ) -> None:
         """A table for so many slots, and for sequences of so many pages at most.
 
         Args:
             slots: sequences that are computed at the same time.
             pages_per_sequence: pages of a sequence at most.
             named_in_queries: whether queries say the slots, as models need it that keep a state of each request.
+            coordinates: how many coordinates a token has, for models whose rotary embedding has sections; None: queries
+                say none.
         """
         self.slots = slots
+        self._coordinates = coordinates
         self._named_in_queries = named_in_queries
         self._page_table = np.zeros((slots, pages_per_sequence), np.int32)
         self._page_ids: list[list[int] | None] = [None] * slots
@@ -247,6 +255,8 @@ class SlotTable:
         )
         if self._named_in_queries:
             queries = dataclasses.replace(queries, slots=by_request(slots))
+        if self._coordinates is not None:
+            queries = dataclasses.replace(queries, coordinates=_coordinates(step, shape, self._coordinates))
         token, last_row = self._tokens(step, shape)
         return StepBatch(
             token=token,
@@ -256,6 +266,7 @@ class SlotTable:
             slot=sampled(np.where(completes, slots, np.int32(self.slots)), fill=self.slots),
             sampling=sampling._replace(position=sampled(starts + counts)),
             adjustments=adjustments,
+            images=_image_rows(step, shape),
         )
 
     def _tokens(self, step: ScheduledStep, shape: BatchShape) -> tuple[np.ndarray, np.ndarray]:
@@ -264,11 +275,10 @@ class SlotTable:
         for row, chunk in enumerate(step.decodes):
             if not chunk.sequence.is_held:
                 token[row] = chunk.sequence.tokens[chunk.start]
-        last_row, row = [*range(len(step.decodes))], shape.decodes
-        for chunk in step.prefills:
+        last_row = [*range(len(step.decodes))]
+        for row, chunk in _rows_of_prefills(step, shape):
             token[row : row + chunk.count] = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
             last_row.append(row + chunk.count - 1)
-            row += padded_rows(chunk.count)
         return token, np.array(last_row, np.int32)
 
     def _held(self, step: ScheduledStep, shape: BatchShape, slots: np.ndarray) -> np.ndarray:
@@ -299,6 +309,48 @@ class SlotTable:
             self._page_table[slot, known:] = 0
             self._page_table[slot, known:count] = sequence.page_ids[known:]
             self._num_pages[slot] = count
+
+
+def _coordinates(step: ScheduledStep, shape: BatchShape, count: int) -> Int32[np.ndarray, "N A"]:
+    """The coordinates of each token: its position, in prompts with images what their arrangement says."""
+    result = np.zeros((shape.decodes + shape.rows, count), np.int32)
+    images = [chunk.sequence.context.images for chunk in step.decodes]
+    position = [chunk.start for chunk in step.decodes]
+    excess = [0 if image is None else image.excess for image in images]
+    result[: len(position)] = (np.array(position, np.int32) + np.array(excess, np.int32))[:, None]
+    for row, chunk in _rows_of_prefills(step, shape):
+        images = chunk.sequence.context.images
+        if images is None:
+            result[row : row + chunk.count] = np.arange(chunk.start, chunk.start + chunk.count)[:, None]
+        else:
+            result[row : row + chunk.count] = images.coordinates(chunk.start, chunk.count)
+    return result
+
+
+def _image_rows(step: ScheduledStep, shape: BatchShape) -> ImageRows | None:
+    """The rows of images among the tokens that prefill."""
+    shown = [
+        (row - shape.decodes, chunk, images)
+        for row, chunk in _rows_of_prefills(step, shape)
+        if (images := chunk.sequence.context.images) is not None
+        and any(start < chunk.start + chunk.count and stop > chunk.start for start, stop, _ in images.spans)
+    ]
+    if not shown:
+        return None
+    like = shown[0][2].rows[0]
+    present, rows = np.zeros(shape.rows, bool), np.zeros((shape.rows, like.shape[1]), like.dtype)
+    for row, chunk, images in shown:
+        part = slice(row, row + chunk.count)
+        images.put_rows(chunk.start, chunk.count, present[part], rows[part])
+    return ImageRows(present, rows)
+
+
+def _rows_of_prefills(step: ScheduledStep, shape: BatchShape) -> Iterator[tuple[int, ScheduledChunk]]:
+    """The first row of each prefill chunk, and the chunk."""
+    row = shape.decodes
+    for chunk in step.prefills:
+        yield row, chunk
+        row += padded_rows(chunk.count)
 
 
 def _set_row(table: SamplingArrays | LogitAdjustments, slot: int, row: SamplingArrays | LogitAdjustments) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import math
 import queue
 import sys
 import threading
@@ -15,6 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 from jaxtyping import Array, PyTree
 from rich.console import Console
 from rich.progress import track
@@ -23,6 +25,7 @@ from detjax import backends
 from detjax.engine import sequence as sequences
 from detjax.engine.config import EngineConfig, EngineStats
 from detjax.engine.constraints import Constraint, ModelConstraints
+from detjax.engine.images import PromptImages, image_patches_of, token_grid, with_image_tokens
 from detjax.engine.launcher import LauncherThread
 from detjax.engine.page_pool import prefix_root
 from detjax.engine.program_compiler import ProgramCompiler
@@ -31,6 +34,7 @@ from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import StepProgram
 from detjax.engine.validation import check_arrays, encode_prompt, end_tokens
 from detjax.models import Decoder, Tokenizer
+from detjax.models.images import ImagePatches
 
 _log: Final = logging.getLogger("detjax.engine")
 _SWITCH_INTERVAL: Final = 0.0005
@@ -131,6 +135,7 @@ class Engine:
         """
         self._config = dataclasses.replace(config or EngineConfig(), **options).resolved(model)
         self._model_config, self._defaults, self._tokenizer = model.config, model.generation_defaults, tokenizer
+        self._image_options = model.image_options
         self._constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
         self._loop = StepLoop.for_model(model, self._config.step_loop(), LauncherThread())
 
@@ -283,7 +288,8 @@ class Engine:
     def _job(self, name: str, request: Request, on_token: Callable[[Token], None] | None = None) -> _Job:
         """Returns a request, which error messages call `name`, ready to be started."""
         params, top = request.sampling, self._config.top_logprobs
-        prompt = encode_prompt(name, self._model_config, request.prompt, params, self._tokenizer)
+        images = image_patches_of(name, self._model_config, self._image_options, request.images)
+        prompt = encode_prompt(name, self._model_config, request.prompt, params, self._tokenizer, images)
         if len(prompt) + params.max_tokens > self.max_length:
             raise ValueError(
                 f"{name} has {len(prompt)} tokens and asks for {params.max_tokens} more; accepted: {self.max_length} "
@@ -303,8 +309,44 @@ class Engine:
             prefix_root=prefix_root(request.cache_salt),
             client=request.client,
             constraint=self._constraints.compile(params.constraint),
+            images=PromptImages(images, prompt, self._model_config) if images else None,
         )
         return _Job(sequences.samples(prompt, params, context), on_token)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model has a vision tower."""
+        return self._model_config.vision is not None
+
+    def image_patches(self, name: str, image: np.ndarray) -> ImagePatches:
+        """Returns the patches of an image, which a request takes in its place. That may take a second.
+
+        Args:
+            name: what error messages call the image.
+            image: see `Request.images`.
+
+        Raises:
+            ValueError: it is none that the model takes.
+        """
+        (patches,) = image_patches_of(name, self._model_config, self._image_options, [image])
+        return patches
+
+    def image_tokens(self, image: ImagePatches) -> int:
+        """Returns how many tokens stand for an image."""
+        return math.prod(token_grid(image, self._model_config))
+
+    def with_image_tokens(self, name: str, prompt: Sequence[int], images: Sequence[ImagePatches]) -> list[int]:
+        """Returns a prompt with as many image tokens as its images have.
+
+        Args:
+            name: what error messages call the prompt.
+            prompt: token ids.
+            images: the images in the order of the prompt.
+
+        Raises:
+            ValueError: the prompt has other places for images.
+        """
+        return list(with_image_tokens(name, self._model_config, prompt, images))
 
     def compile_constraint(self, constraint: Constraint) -> None:
         """Compiles a constraint, so that requests with it are taken at once. That may take a second.
@@ -316,9 +358,10 @@ class Engine:
 
     def _start(self, jobs: list[_Job]) -> None:
         def submit() -> None:
-            for job in jobs:
-                if not job.future.cancelled():
-                    self._submit(job)
+            wanted = [job for job in jobs if not job.future.cancelled()]
+            self._loop.compute_images(job.samples[0] for job in wanted)
+            for job in wanted:
+                self._submit(job)
 
         def settle(submitted: Future[Any]) -> None:
             if (error := submitted.exception()) is not None:  # the engine ended before it took the requests

@@ -3,12 +3,14 @@
 from collections.abc import Sequence as Seq
 from typing import Final
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
 from detjax.contract import PORTABLE_ROWS
 from detjax.engine.batch import BatchShapes
 from detjax.engine.constraints import ModelConstraints
+from detjax.engine.images import PromptImages, image_patches_of
 from detjax.engine.model_runner import bytes_of_page
 from detjax.engine.request import Generation
 from detjax.engine.sampling_params import SamplingParams
@@ -18,6 +20,7 @@ from detjax.engine.step_loop import StepLoop, StepLoopConfig
 from detjax.engine.step_programs import SamplingVariant
 from detjax.engine.validation import encode_prompt, end_tokens
 from detjax.models import Decoder, Tokenizer
+from detjax.models.images import ImagePatches
 from detjax.options import KVQuantization
 
 PREFILL_CHUNK: Final = 128
@@ -29,6 +32,7 @@ def generate(
     prompts: Seq[str | Seq[int]],
     sampling: SamplingParams | Seq[SamplingParams] | None = None,
     *,
+    images: Seq[Seq[np.ndarray | ImagePatches]] | None = None,
     tokenizer: Tokenizer | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     kv_cache_dtype: KVQuantization | None = None,
@@ -40,6 +44,7 @@ def generate(
         model: the decoder.
         prompts: texts, or lists of token ids; of any lengths.
         sampling: parameters for all prompts, or for each prompt its own. Default: greedy.
+        images: the images of each prompt; see `Request.images`. Default: none.
         tokenizer: needed for texts and stop strings.
         prefill_chunk: tokens of a prompt that one step computes at most. It changes no bits.
         kv_cache_dtype: "int8", "fp8_e4m3" or "q4_0" quantize keys and values in the cache (`ops.quantize_kv`), which
@@ -48,8 +53,9 @@ def generate(
 
     Raises:
         ValueError: a prompt is empty, holds ids outside the vocabulary, is too long for the model together with the
-            tokens to generate, or is text without a tokenizer; the numbers of prompts and parameters differ; or
-            `kv_cache_dtype` is unknown or does not take the model's head size.
+            tokens to generate, or is text without a tokenizer; its images do not fit it or the model; the numbers of
+            prompts, parameters and images differ; or `kv_cache_dtype` is unknown or does not take the model's head
+            size.
 
     Example:
         >>> import detjax, detjax.demo
@@ -72,10 +78,14 @@ def generate(
         except ValueError as error:
             raise ValueError(f"generate: {error}") from error
     params = _one_per_prompt(sampling, len(prompts))
+    if images is not None and len(images) != len(prompts):
+        raise ValueError(
+            f"generate: {len(prompts)} prompts and images of {len(images)}; accepted: a list of images for each prompt"
+        )
     constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
     requests = [
-        _sequences(f"generate: prompt {index}", model, prompt, row, tokenizer, constraints)
-        for index, (prompt, row) in enumerate(zip(prompts, params, strict=True))
+        _sequences(f"generate: prompt {index}", model, prompt, row, shown, tokenizer, constraints)
+        for index, (prompt, row, shown) in enumerate(zip(prompts, params, images or [()] * len(prompts), strict=True))
     ]
     _run(model, [sequence for request in requests for sequence in request], prefill_chunk, kv_cache_dtype, progress)
     return [
@@ -99,15 +109,18 @@ def _sequences(
     model: Decoder,
     prompt: str | Seq[int],
     params: SamplingParams,
+    images: Seq[np.ndarray | ImagePatches],
     tokenizer: Tokenizer | None,
     constraints: ModelConstraints,
 ) -> list[Sequence]:
     """Returns the samples of a prompt, which error messages call `name`."""
-    tokens = encode_prompt(name, model.config, prompt, params, tokenizer)
+    patches = image_patches_of(name, model.config, model.image_options, images)
+    tokens = encode_prompt(name, model.config, prompt, params, tokenizer, patches)
     context = RequestContext(
         end_tokens=end_tokens(model.generation_defaults, params),
         tokenizer=tokenizer,
         constraint=constraints.compile(params.constraint),
+        images=PromptImages(patches, tokens, model.config) if patches else None,
     )
     return samples(tokens, params, context)
 
@@ -123,6 +136,7 @@ def _run(
     if not sequences:
         return
     loop = StepLoop.for_model(model, _config(sequences, prefill_chunk, kv_cache_dtype))
+    loop.compute_images(sequences)
     for sequence in sequences:
         loop.submit(sequence)
     total = sum(sequence.params.max_tokens for sequence in sequences)

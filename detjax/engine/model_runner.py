@@ -24,6 +24,8 @@ from detjax.engine.step_programs import (
     shapes_of,
 )
 from detjax.models import Decoder
+from detjax.models.decoder import ImageRows
+from detjax.models.images import ImagePatches, image_rows
 from detjax.models.network import abstract, split
 from detjax.options import KVQuantization
 
@@ -79,6 +81,8 @@ class ModelRunner:
         adjusts = any(variant.adjusted for variant in variants)
         self._slots = SlotState(jnp.zeros(slots, jnp.int32), none_seen(slots, self._vocabulary) if adjusts else None)
         self._copies: dict[tuple[np.dtype, tuple[int, ...], bytes], Array] = {}
+        self._takes_images = model.vision is not None
+        self._without_images: dict[int, ImageRows] = {}
 
     def update_weights(self, params: PyTree[Array]) -> None:
         """Replaces the model's weights.
@@ -91,6 +95,12 @@ class ModelRunner:
         """
         _check_weights(self._network.state(self._weights), params)
         self._weights = self._network.weights(params)
+
+    def image_rows(self, images: Sequence[ImagePatches]) -> list[np.ndarray]:
+        """Returns the rows that the vision tower makes of each image, on the host."""
+        tower = self._network.with_weights(self._weights).vision
+        assert tower is not None, "the model takes no images"
+        return image_rows(tower, images)
 
     def forward(self, batch: StepBatch) -> tuple[Array, Array]:
         """Computes the hidden states of a step.
@@ -152,13 +162,26 @@ class ModelRunner:
 
     def copy(self, batch: StepBatch) -> StepBatch:
         """Copies a batch to the device. Arrays that the step before had too, as most decodes have, are not copied."""
+        # Rows of images are many bytes, and never those of the step before.
+        images, batch = batch.images, batch._replace(images=None)
         arrays, tree = jax.tree.flatten(batch)
         contents = [(x.dtype, x.shape, x.tobytes()) for x in arrays]
         new = {content: x for content, x in zip(contents, arrays, strict=True) if content not in self._copies}
         # All at once: a program takes five times as long to copy its arguments itself.
         copies = self._copies | dict(zip(new, jax.device_put(list(new.values())), strict=True))
         self._copies = {content: copies[content] for content in contents}
-        return jax.tree.unflatten(tree, [copies[content] for content in contents])
+        copied = jax.tree.unflatten(tree, [copies[content] for content in contents])
+        return self._with_images(copied if images is None else copied._replace(images=jax.device_put(images)))
+
+    def _with_images(self, batch: StepBatch) -> StepBatch:
+        """A batch with rows of images, none of which is present if it has none: one program serves all its prefills."""
+        rows = batch.shape.rows
+        if not self._takes_images or not rows or batch.images is not None:
+            return batch
+        if rows not in self._without_images:
+            zeros = jnp.zeros((rows, *self._hidden.shape), self._hidden.dtype)
+            self._without_images[rows] = ImageRows(jnp.zeros(rows, bool), zeros)
+        return batch._replace(images=self._without_images[rows])
 
     def score(self, rows: Array, first: int, tokens: np.ndarray) -> SampledTokens:
         """Returns logprobs of up to `step_programs.SCORED_ROWS` given tokens.
@@ -181,7 +204,7 @@ class ModelRunner:
             weights=shapes_of(self._weights),
             state=shapes_of(self._state),
             slots=shapes_of(self._slots),
-            batches=tuple(shapes_of(batch) for batch in batches),
+            batches=tuple(shapes_of(self._with_images(batch)) for batch in batches),
             variants=self._variants,
             hidden=self._hidden,
             vocabulary=self._vocabulary,

@@ -24,7 +24,12 @@ def prefix_root(cache_salt: str | None) -> Digest:
     return hashlib.blake2b(salt, digest_size=_DIGEST_BYTES, person=b"cache_salt").digest()
 
 
-def digests(tokens: Sequence[int], known: Sequence[Digest] = (), root: Digest = b"") -> list[Digest]:
+def digests(
+    tokens: Sequence[int],
+    known: Sequence[Digest] = (),
+    root: Digest = b"",
+    images: Sequence[tuple[int, int, bytes]] = (),
+) -> list[Digest]:
     """Returns the digest of every full page of a sequence of tokens.
 
     The hash is a cryptographic one: two different prefixes of one digest would silently share keys and values.
@@ -33,12 +38,18 @@ def digests(tokens: Sequence[int], known: Sequence[Digest] = (), root: Digest = 
         tokens: token ids, from position 0 on.
         known: digests of pages from the first one on, which are not computed again.
         root: what the first digest depends on besides tokens; see `prefix_root`.
+        images: for each image, the first of its tokens, what follows its last one, and a digest of its content, on
+            which the digests of its pages depend: the tokens of all images are alike.
     """
     result = list(known[: len(tokens) // KV_BLOCK])
     for page in range(len(result), len(tokens) // KV_BLOCK):
         before = result[-1] if result else root
-        page_tokens = np.asarray(tokens[page * KV_BLOCK : (page + 1) * KV_BLOCK], np.int64).tobytes()
-        result.append(hashlib.blake2b(before + page_tokens, digest_size=_DIGEST_BYTES).digest())
+        first, end = page * KV_BLOCK, (page + 1) * KV_BLOCK
+        page_tokens = np.asarray(tokens[first:end], np.int64).tobytes()
+        shown = b"".join(content for start, stop, content in images if start < end and stop > first)
+        person = b"images" if shown else b""
+        hashed = hashlib.blake2b(before + page_tokens + shown, digest_size=_DIGEST_BYTES, person=person)
+        result.append(hashed.digest())
     return result
 
 

@@ -252,8 +252,9 @@ class _StepChunks(dict[Sequence, ScheduledChunk]):
         """Adds the sequence's next chunk, as long as the step has room for. Without room nothing is added."""
         remaining = sequence.length - sequence.computed
         count = min(remaining, self._free_tokens, self._limits.prefill_chunk)
-        # Logprobs of a prompt are computed from the rows of prefills.
-        is_decode = count == 1 and not (sequence.params.prompt_logprobs and not sequence.is_held)
+        # Logprobs of a prompt are computed from the rows of prefills, and images have rows there alone.
+        needs_rows = sequence.params.prompt_logprobs or sequence.context.images is not None
+        is_decode = count == 1 and (sequence.is_held or not needs_rows)
         if not is_decode:
             count = min(count, self._free_rows) if self._free_prefills else 0
             self._free_rows -= padded_rows(count)

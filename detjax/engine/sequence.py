@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import overload
 
 from detjax.engine.constraints import CompiledConstraint, Matcher
+from detjax.engine.images import PromptImages
 from detjax.engine.page_pool import Digest, digests
 from detjax.engine.request import Completion, NotFinite, PromptLogprobs, Token
 from detjax.engine.sampling_params import SamplingParams
@@ -55,6 +56,7 @@ class RequestContext:
         prefix_root: what digests of pages begin with; see `page_pool.prefix_root`.
         client: whose turn the samples take while they wait for a slot.
         constraint: what the text must be; None: any text.
+        images: the prompt's images; None: it has none.
     """
 
     end_tokens: frozenset[int] = frozenset()
@@ -63,6 +65,7 @@ class RequestContext:
     prefix_root: Digest = b""
     client: str | None = None
     constraint: CompiledConstraint | None = None
+    images: PromptImages | None = None
 
 
 class SampleOutput:
@@ -201,9 +204,10 @@ class Sequence:
 
     def digests(self) -> list[Digest]:
         """Returns the digests of the full pages whose tokens have been read."""
+        root, images = self.context.prefix_root, () if self.context.images is None else self.context.images.spans
         if not self._digests and self.leader is not None:
-            self._digests = digests(self.prompt, self.leader.digests(), self.context.prefix_root)
-        self._digests = digests(self.tokens, self._digests, self.context.prefix_root)
+            self._digests = digests(self.prompt, self.leader.digests(), root, images)
+        self._digests = digests(self.tokens, self._digests, root, images)
         return self._digests
 
     def add(

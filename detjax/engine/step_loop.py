@@ -22,6 +22,7 @@ from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler
 from detjax.engine.sequence import Sequence
 from detjax.engine.step_programs import SCORED_ROWS, SampledTokens, SamplingVariant, StepPrograms
 from detjax.models import Decoder
+from detjax.models.images import ImagePatches
 from detjax.options import KVQuantization
 from detjax.sampling_arrays import Arrays
 
@@ -53,6 +54,8 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
     def update_weights(self, params: PyTree[Array]) -> None: ...
+
+    def image_rows(self, images: Seq[ImagePatches]) -> list[np.ndarray]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,7 +212,13 @@ class StepLoop:
         # What a layer keeps of a request as a whole is not in the pages of its prefix.
         keeps_prefixes = config.prefix_cache and not model.has_slots
         scheduler = Scheduler(PagePool(config.num_pages, keeps_prefixes=keeps_prefixes), config.shapes.limits)
-        table = SlotTable(slots, config.pages_per_sequence, named_in_queries=model.has_slots)
+        sections = model.config.rope.sections
+        table = SlotTable(
+            slots,
+            config.pages_per_sequence,
+            named_in_queries=model.has_slots,
+            coordinates=None if sections is None else len(sections),
+        )
         return cls(scheduler, config.shapes, table, runner, launcher)
 
     @property
@@ -219,7 +228,18 @@ class StepLoop:
 
     def submit(self, sequence: Sequence) -> None:
         """Appends a sequence to the waiting ones."""
+        self.compute_images([sequence])
         self.scheduler.submit(sequence)
+
+    def compute_images(self, sequences: Iterable[Sequence]) -> None:
+        """Makes rows of the images in prompts, many images at a time. `submit` does it for sequences without them."""
+        prompts = {id(images): images for sequence in sequences if (images := sequence.context.images) is not None}
+        missing = [images for images in prompts.values() if not images.rows]
+        if not missing:
+            return
+        rows = iter(self._runner.image_rows([patches for images in missing for patches in images.patches]))
+        for images in missing:
+            images.rows = [next(rows) for _ in images.patches]
 
     def programs(self) -> StepPrograms:
         """Returns every program that steps may need."""

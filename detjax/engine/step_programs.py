@@ -20,6 +20,7 @@ from detjax.engine.batch import BatchShape, StepBatch, no_adjustments
 from detjax.engine.constraints import all_allowed
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models.cache import State
+from detjax.models.decoder import ImageRows
 from detjax.models.network import Network, Weights
 from detjax.ops.softmax import log_softmax_statistics
 from detjax.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
@@ -313,7 +314,11 @@ def _forward(
     decodes = batch.held.shape[0]
     is_held = batch.held < last.shape[0]
     tokens = jnp.concatenate([jnp.where(is_held, last[batch.held], batch.token[:decodes]), batch.token[decodes:]])
-    hidden, state = network.with_weights(weights).hidden_states(tokens, batch.queries, state)
+    images = batch.images
+    if images is not None:  # decodes come before them
+        padding = (decodes, 0)
+        images = ImageRows(jnp.pad(images.present, padding), jnp.pad(images.rows, (padding, (0, 0))))
+    hidden, state = network.with_weights(weights).hidden_states(tokens, batch.queries, state, images=images)
     return state, hidden[batch.last_row], hidden[decodes:]
 
 

@@ -3,12 +3,19 @@
 from collections.abc import Collection, Sequence
 
 from detjax.engine.batch import logit_adjustments, no_adjustments, sampling_arrays
+from detjax.engine.images import with_image_tokens
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
+from detjax.models.images import ImagePatches
 
 
 def encode_prompt(
-    name: str, config: DecoderConfig, prompt: str | Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
+    name: str,
+    config: DecoderConfig,
+    prompt: str | Sequence[int],
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    images: Sequence[ImagePatches] = (),
 ) -> tuple[int, ...]:
     """Returns the token ids of a prompt that the model can serve.
 
@@ -18,10 +25,12 @@ def encode_prompt(
         prompt: text, or token ids.
         params: the request's sampling parameters.
         tokenizer: needed for text and for stop strings.
+        images: the prompt's images, which have all their tokens in the result; see `with_image_tokens`.
 
     Raises:
-        ValueError: the prompt is empty, holds ids outside the vocabulary, is too long for the model together with the
-            tokens to generate, or is text without a tokenizer; or `top_logprobs` exceeds the vocabulary.
+        ValueError: the prompt is empty, has other places for images than it comes with, holds ids outside the
+            vocabulary, is too long for the model together with the tokens to generate, or is text without a tokenizer;
+            or `top_logprobs` exceeds the vocabulary.
     """
     if tokenizer is None and (isinstance(prompt, str) or params.stop):
         problem = "is text" if isinstance(prompt, str) else "has stop strings"
@@ -33,6 +42,9 @@ def encode_prompt(
         prompt = tokenizer.encode(prompt)
     if not len(prompt):
         raise ValueError(f"{name} is empty; accepted: at least one token")
+    assert not isinstance(prompt, str)
+    if len(prompt) <= config.max_positions:
+        prompt = with_image_tokens(name, config, prompt, images)
     if len(prompt) + params.max_tokens > config.max_positions:  # such a list may be too long to look at its items
         raise ValueError(
             f"{name} has {len(prompt)} tokens and asks for {params.max_tokens} more; accepted: "

@@ -24,6 +24,7 @@ from detjax.models.config import DecoderConfig
 from detjax.models.decoder import Decoder
 from detjax.models.family import Multimodal, family_named, text_configuration
 from detjax.models.generation_defaults import GenerationDefaults
+from detjax.models.images import ImageOptions
 from detjax.models.json_object import CheckpointError, parse_json_object, read_file
 from detjax.models.network import Weights, abstract, split
 from detjax.models.network import parameters as parameters_of
@@ -33,6 +34,7 @@ from detjax.models.weight_files import StoredTensor, open_weights, write_weights
 
 _CONFIG: Final = "config.json"
 _GENERATION: Final = "generation_config.json"
+_IMAGES: Final = "preprocessor_config.json"
 
 _EMBEDDING: Final = f"{Decoder.CHECKPOINT_NAMES['embedding']}.weight"
 _LM_HEAD: Final = f"{Decoder.CHECKPOINT_NAMES['lm_head']}.weight"
@@ -51,7 +53,8 @@ def load(
 
     Args:
         path: a directory with `config.json` and `model.safetensors`, or shards of it with their index; optionally
-            `generation_config.json`, `tokenizer.json`, `tokenizer_config.json` and a chat template.
+            `generation_config.json`, `preprocessor_config.json` for images, `tokenizer.json`, `tokenizer_config.json`
+            and a chat template.
         dtype: the dtype of the weights: float32, bfloat16 or float16, rounded to nearest even. Default: the one that
             `config.json` names, else the one that the embedding is stored in.
         progress: whether a progress bar is drawn on stderr. Default: if stderr is a terminal.
@@ -69,6 +72,7 @@ def load(
         )
     requested_dtype = None if dtype is None else _accepted_dtype(dtype)
     raw, config, defaults = _read_configuration(directory)
+    image_options = _read_image_options(directory, config)
     tokenizer = Tokenizer.load(directory)
 
     with contextlib.ExitStack() as files:
@@ -87,7 +91,7 @@ def load(
         with _progress_bar(f"Loading {directory.resolve().name}", sum(sizes), progress) as advance:
             weights = _read_weights(parameters, sizes, stored, advance)
     model = split(empty)[0].with_weights(weights)
-    model.generation_defaults = defaults
+    model.generation_defaults, model.image_options = defaults, image_options
     return model, tokenizer
 
 
@@ -118,6 +122,15 @@ def _by_decoder_name(stored: Mapping[str, StoredTensor], model: Multimodal) -> d
                 f"{tensor.file}: tensor {tensor.name!r} is the same parameter as {other.name!r}; accepted: one of them"
             )
     return by_name
+
+
+def _read_image_options(directory: Path, config: DecoderConfig) -> ImageOptions | None:
+    """What `preprocessor_config.json` says, if the model takes images."""
+    if config.vision is None:
+        return None
+    file = directory / _IMAGES
+    raw = parse_json_object(read_file(file), str(file)) if file.exists() else {}
+    return ImageOptions.from_hugging_face(raw, str(file), config.vision)
 
 
 def _read_weights(
@@ -209,6 +222,8 @@ def _configuration_files(model: Decoder, tokenizer: Tokenizer | None) -> dict[st
     files = {_CONFIG: dataclasses.replace(model.config, dtype=model.dtype.name).to_hugging_face() | ids}
     if defaults is not None:
         files[_GENERATION] = defaults.to_hugging_face()
+    if model.config.vision is not None:
+        files[_IMAGES] = (model.image_options or ImageOptions()).to_hugging_face(model.config.vision)
     contents = {name: f"{json.dumps(raw, indent=2, sort_keys=True)}\n".encode() for name, raw in files.items()}
     return contents if tokenizer is None else contents | tokenizer.files
 

@@ -15,6 +15,7 @@ from detjax.models.json_object import JsonObject
 from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.experts import ExpertsOptions
 from detjax.models.parts.latent_attention import LatentOptions
+from detjax.models.parts.vision import VisionOptions
 from detjax.models.rope_config import write_rope
 from detjax.ops.rotary import RotaryEmbedding
 from detjax.options import Activation
@@ -76,6 +77,8 @@ class DecoderConfig:
         qkv_bound: see there.
         latent: see there.
         delta: see there.
+        vision: see there.
+        image_token: see there.
     """
 
     architecture: str
@@ -106,6 +109,8 @@ class DecoderConfig:
     qkv_bound: float | None = None
     latent: LatentOptions | None = None
     delta: DeltaNetOptions | None = None
+    vision: VisionOptions | None = None
+    image_token: int | None = None
 
     @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any], source: str) -> "DecoderConfig":
@@ -119,6 +124,7 @@ class DecoderConfig:
         """
         file = text_configuration(raw, source)
         family = family_of(file)
+        file = family.decoder_of(file)
         for key, neutral in _UNSUPPORTED.items():
             if key not in family.reads and file.get(key) not in (None, neutral):
                 raise file.error(key, f"{json.dumps(neutral)}, null; anything else is not supported")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float, Float32, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Int
 
 from detjax import compilation
 from detjax.kv_pages import Queries
@@ -20,18 +20,34 @@ from detjax.models.network import Network, Weights, split
 from detjax.models.parts.embedding import Embedding
 from detjax.models.parts.norm import RMSNorm
 from detjax.models.parts.state import StateSize
+from detjax.models.parts.vision import VisionTower
 from detjax.options import MODEL_DISTRIBUTION, Distribution, KVQuantization
+from detjax.sampling_arrays import Arrays
 
 if TYPE_CHECKING:
     from detjax.models.generation_defaults import GenerationDefaults
+    from detjax.models.images import ImageOptions
+
+
+class ImageRows(NamedTuple):
+    """Rows of images in the place of tokens' embeddings.
+
+    Attributes:
+        present: whether a token is a part of an image.
+        rows: its row then; anything else.
+    """
+
+    present: Bool[Arrays, "*N"]
+    rows: Float[Arrays, "*N D"]
 
 
 class Decoder(nnx.Module):
-    """A decoder-only transformer: an embedding, the layers of its family, and a head.
+    """A decoder-only transformer: an embedding, the layers of its family, and a head; for some, a vision tower.
 
     Attributes:
         config: shape and options.
         generation_defaults: what the checkpoint says of generation, or None.
+        image_options: how images become patches; None for a model without a vision tower.
     """
 
     CHECKPOINT_NAMES: Final = {
@@ -39,6 +55,7 @@ class Decoder(nnx.Module):
         "layers": "model.layers",
         "final_norm": "model.norm",
         "lm_head": "lm_head",
+        "vision": "visual",
     }
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32) -> None:
@@ -62,6 +79,8 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([family.layer(config, index, rngs=rngs, dtype=dtype) for index in range(config.layers)])
         self.final_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype, offset=family.norm_offset)
         self.lm_head = None if config.tied_embeddings else table()
+        self.vision = None if config.vision is None else VisionTower(config.vision, rngs=rngs, dtype=dtype)
+        self.image_options: ImageOptions | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -99,7 +118,13 @@ class Decoder(nnx.Module):
         return x, dataclasses.replace(cache, state=state, lengths=queries.length)
 
     def hidden_states(
-        self, tokens: Int[Array, "*N"], queries: Queries, state: State, *, rematerialized: bool = False
+        self,
+        tokens: Int[Array, "*N"],
+        queries: Queries,
+        state: State,
+        *,
+        images: ImageRows | None = None,
+        rematerialized: bool = False,
     ) -> tuple[Float[Array, "*N D"], State]:
         """Returns the normalized last hidden states, and the layers' state with the tokens in it.
 
@@ -107,11 +132,14 @@ class Decoder(nnx.Module):
             tokens: ids within the vocabulary, `[B, T]` or packed, `[N]`.
             queries: the requests that the tokens belong to, and where those lie in the state.
             state: what the layers keep; see `empty_state`.
+            images: rows of images, of the model's dtype, in the place of some tokens' embeddings.
             rematerialized: whether gradients compute each layer again in place of keeping its activations. No bit
                 depends on it.
         """
         run = jax.checkpoint(_layer, static_argnums=0) if rematerialized else _layer
         x = self.embedding(tokens)
+        if images is not None:
+            x = jnp.where(jnp.asarray(images.present)[..., None], jnp.asarray(images.rows), x)
         written = []
         for layer, layer_state in zip(self.layers, state, strict=True):
             x, layer_state = run(*split(layer), x, queries, layer_state)

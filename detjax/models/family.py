@@ -11,6 +11,7 @@ from detjax.models.json_object import JsonObject
 from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.experts import ExpertsOptions
 from detjax.models.parts.latent_attention import LatentOptions
+from detjax.models.parts.vision import VisionOptions
 from detjax.models.rope_config import read_rope
 from detjax.models.weight_files import StoredTensor
 from detjax.ops.rotary import RotaryEmbedding
@@ -51,6 +52,8 @@ class LayerOptions:
         qkv_bound: the largest absolute value of queries, keys and values before the rotation; None: no bound.
         latent: the shape of latent attention; None: attention has keys and values of heads.
         delta: the shape of linear attention, and the layers that have it; None: no layer has.
+        vision: the vision tower; None: prompts have no images.
+        image_token: the token that stands for a part of an image; None: there is none.
     """
 
     windows: tuple[int | None, ...]
@@ -67,6 +70,8 @@ class LayerOptions:
     qkv_bound: float | None = None
     latent: LatentOptions | None = None
     delta: DeltaNetOptions | None = None
+    vision: VisionOptions | None = None
+    image_token: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +127,7 @@ class Family:
             stands for the number of layers.
         dequantized: returns the stored tensors of a checkpoint with a `quantization_config`, those that are quantized
             being replaced by the plain ones they stand for. Only a family that reads this key needs it.
+        decoder_of: returns the object of a `config.json` that describes the decoder: the file's own, or one in it.
         read_rope: reads the frequencies of the rotary embedding from a `config.json`, given the width of a head and
             `max_position_embeddings`.
         read_options: reads the layers' options from a `config.json`, given the number of layers.
@@ -149,6 +155,7 @@ class Family:
     reads: tuple[str, ...] = ()
     skips: tuple[str, ...] = ()
     dequantized: Callable[[dict[str, StoredTensor]], dict[str, StoredTensor]] = dict
+    decoder_of: Callable[[JsonObject], JsonObject] = lambda file: file
     read_rope: Callable[[JsonObject, int, int], RotaryEmbedding] = read_rope
     read_options: Callable[[JsonObject, int], LayerOptions]
     write_options: Callable[["DecoderConfig"], dict[str, Any]]

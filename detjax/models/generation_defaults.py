@@ -43,9 +43,9 @@ class GenerationDefaults:
             CheckpointError: a value of the wrong type or out of range.
         """
         text = text_configuration(config, config_source)
-        family = family_of(text)
-        file = JsonObject(raw, source)
-        fallback = JsonObject({"bos_token_id": family.bos, "eos_token_id": family.eos} | text.raw, config_source)
+        family, file = family_of(text), JsonObject(raw, source)
+        stated = {"bos_token_id": family.bos, "eos_token_id": family.eos} | dict(family.decoder_of(text).raw)
+        fallback = JsonObject(stated, config_source)
         bos, eos, pad = (
             file if file.get(key) is not None else fallback for key in ("bos_token_id", "eos_token_id", "pad_token_id")
         )

@@ -30,14 +30,16 @@ def read_window_of_all_layers(file: JsonObject, layers: int, model_type: str) ->
     return _uniform(file, layers, model_type, _read_window(file))
 
 
-def read_windows_of_some_layers(file: JsonObject, layers: int) -> Windows:
+def read_windows_of_some_layers(file: JsonObject, layers: int, *, first: int = 28) -> Windows:
     """Returns `sliding_window` for the layers that `layer_types` names, or for those from `max_window_layers` on.
+
+    That key is `first` where the file leaves it out.
 
     Raises:
         CheckpointError: a value is out of range, or `layer_types` fits neither the layers nor the window.
     """
     window = _read_window(file) if file.boolean("use_sliding_window", False) else None
-    first = file.integer("max_window_layers", 28, minimum=0)
+    first = file.integer("max_window_layers", first, minimum=0)
     types = [_SLIDING if window is not None and index >= first else _FULL for index in range(layers)]
     named = file.get("layer_types")
     if named is not None and named != types:

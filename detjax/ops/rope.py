@@ -49,7 +49,7 @@ class Rotation:
 
 @compilation.jit(static_argnames="embedding")
 def rope(
-    x: Float[Array, "*B T H K"], positions: Int[Array, "*B T"], embedding: RotaryEmbedding
+    x: Float[Array, "*B T H K"], positions: Int[Array, "*B T"] | Int[Array, "*B T A"], embedding: RotaryEmbedding
 ) -> Float[Array, "*B T H K"]:
     """Returns the heads of `x` rotated by their tokens' absolute positions, in float32, rounded once.
 
@@ -57,21 +57,22 @@ def rope(
 
     Args:
         x: queries or keys; bfloat16, float16 or float32.
-        positions: tokens from the start of the request, below 2^24.
+        positions: tokens from the start of the request, below 2^24. Where the embedding has sections, each token has as
+            many coordinates, or one position that stands for all of them.
         embedding: frequencies; its head_dim is K.
 
     Raises:
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together.
     """
-    _check("rope", "x", x, positions, embedding)
+    positions = _checked("rope", "x", x, positions, embedding)
     return _ROPE.call(_rope, x, positions, embedding=embedding)
 
 
 @compilation.jit(static_argnames=("embedding", "heads", "kv_heads", "norm_eps", "norm_offset"))
 def qk_rope(
     qkv: Float[Array, "*B T N K"],
-    positions: Int[Array, "*B T"],
+    positions: Int[Array, "*B T"] | Int[Array, "*B T A"],
     embedding: RotaryEmbedding,
     *,
     heads: int,
@@ -88,7 +89,7 @@ def qk_rope(
     Args:
         qkv: `heads` queries, `kv_heads` keys, and heads that are not read, such as values; bfloat16, float16 or
             float32.
-        positions: tokens from the start of the request, below 2^24.
+        positions: see `rope`.
         embedding: frequencies; its head_dim is K.
         heads: how many heads of queries there are.
         kv_heads: how many heads of keys there are.
@@ -103,7 +104,7 @@ def qk_rope(
         ValueError: shapes do not fit together, one of q_norm, k_norm and norm_eps is given without the others, or
             norm_offset is given without them.
     """
-    _check("qk_rope", "qkv", qkv, positions, embedding)
+    positions = _checked("qk_rope", "qkv", qkv, positions, embedding)
     if heads < 1 or kv_heads < 1 or heads + kv_heads > qkv.shape[-2]:
         raise ValueError(
             f"qk_rope: heads is {heads} and kv_heads {kv_heads}; accepted: at least 1 each and, qkv being {qkv.shape}, "
@@ -147,12 +148,21 @@ def norm_weights(
     return q_norm, k_norm
 
 
-def _check(operation: str, name: str, x: Array, positions: Array, embedding: RotaryEmbedding) -> None:
+def _checked(operation: str, name: str, x: Array, positions: Array, embedding: RotaryEmbedding) -> Array:
+    """The positions in all coordinates that the embedding takes, once dtypes and shapes are known to fit together."""
     check_dtype(operation, **{name: x})
     check_integers(operation, positions=positions)
     check_not_empty(operation, **{name: x})
-    check_shape(operation, "positions", positions, x.shape[:-2], f"{name} being {x.shape}")
+    if embedding.sections is not None and positions.ndim == x.ndim - 1:
+        like = (*x.shape[:-2], len(embedding.sections))
+        check_shape(
+            operation, "positions", positions, like, f"{name} being {x.shape} and sections {embedding.sections}"
+        )
+    else:
+        check_shape(operation, "positions", positions, x.shape[:-2], f"{name} being {x.shape}")
+        positions = embedding.all_coordinates(positions)
     check_head_dim(operation, name, x, embedding)
+    return positions
 
 
 def check_head_dim(operation: str, name: str, x: Array, embedding: RotaryEmbedding) -> None:
@@ -282,19 +292,22 @@ def cos_and_sin(embedding: RotaryEmbedding, positions: Array, turn: float) -> tu
 
     Args:
         embedding: the frequencies.
-        positions: absolute positions `[*B, T]`.
+        positions: absolute positions `[*B, T]`, or `[*B, T, A]` where the embedding has sections.
         turn: 1 for the rotation, -1 for the rotation back.
     """
+    frequencies = jnp.asarray(np.float32(turn) * embedding.inverse_frequencies)
+    positions = embedding.pair_positions(positions)
 
     def factors(positions: Array, frequencies: Array) -> tuple[Array, Array]:
-        angles = positions.astype(ACCUMULATOR)[:, None] * frequencies[None]
+        angles = positions.astype(ACCUMULATOR) * frequencies[None]
         return jnp.cos(angles) * embedding.embedding_scale, jnp.sin(angles) * embedding.embedding_scale
 
-    operands = positions.reshape(-1), jnp.asarray(np.float32(turn) * embedding.inverse_frequencies)
+    tokens = positions.shape[:-1]
+    operands = positions.reshape(-1, positions.shape[-1]), frequencies
     if backends.backend() == "portable":
         cos, sin = map_rows(factors, *operands)
     else:
         # On an accelerator every element goes through the same instructions. After the barriers, neither the compiler's
         # own arithmetic nor that of a kernel into which it fuses the sum computes any of them.
         cos, sin = lax.optimization_barrier(factors(*lax.optimization_barrier(operands)))
-    return cos.reshape(*positions.shape, -1), sin.reshape(*positions.shape, -1)
+    return cos.reshape(*tokens, -1), sin.reshape(*tokens, -1)

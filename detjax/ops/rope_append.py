@@ -11,7 +11,7 @@ from detjax import compilation
 from detjax.accumulated_weight import Weight, value_and_sum
 from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KeyColumns, KVPages, Queries, append
-from detjax.ops.checks import check_dtype, check_not_empty, check_shape
+from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation
 from detjax.ops.paged import check_kv, check_queries, one_by_one, with_counts
 from detjax.ops.rope import (
@@ -49,8 +49,9 @@ def qk_rope_append_kv(
 ) -> tuple[Float[Array, "*T H K"], KVPages]:
     """Returns queries as `qk_rope` gives them, and the pages with the keys, rotated likewise, and the values in them.
 
-    Token `t` of request `b` stands at absolute position `queries.start[b] + t`. The first `queries.count[b]` tokens
-    are written there. A token is dropped that comes after these or after the request's row of the page table, or whose
+    Token `t` of request `b` stands at absolute position `queries.start[b] + t`, by which it turns; where the embedding
+    has sections, it turns by `queries.coordinates` if there are any. The first `queries.count[b]` tokens are written at
+    their positions. A token is dropped that comes after these or after the request's row of the page table, or whose
     page is not in the pool. The bytes of all other slots stay as they are. Where the program may overwrite the pages,
     because they were donated to it, they are written in place.
 
@@ -108,10 +109,11 @@ def _check_arrays(qkv: Array, kv: KVPages, queries: Queries, embedding: RotaryEm
             f"kv.k being {kv.k.shape}, {kv.kv_heads} each of keys and values"
         )
     check_head_dim(operation, "qkv", qkv, embedding)
-
-
-def _positions(qkv: Array, queries: Queries) -> Array:
-    return queries.start[:, None] + jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
+    if embedding.sections is not None and queries.coordinates is not None:
+        check_integers(operation, **{"queries.coordinates": queries.coordinates})
+        like = (*qkv.shape[:-2], len(embedding.sections))
+        why = f"qkv being {qkv.shape} and sections {embedding.sections}"
+        check_shape(operation, "queries.coordinates", queries.coordinates, like, why)
 
 
 def _append_quantized(
@@ -120,7 +122,7 @@ def _append_quantized(
     heads, kv_heads = rotation.heads
     norms: dict[str, Any] = dict(zip(("q_norm", "k_norm"), weights, strict=False))
     norms |= {"norm_eps": rotation.norm_eps, "norm_offset": rotation.norm_offset}
-    positions = _positions(qkv, queries)
+    positions = rotation.embedding.positions_of(queries, qkv.shape[1])
     q, k = qk_rope(qkv, positions, rotation.embedding, heads=heads, kv_heads=kv_heads, **norms)
     return q, append(kv, k, qkv[:, :, heads + kv_heads :], queries)
 
@@ -133,7 +135,8 @@ def _qk_rope_append_kv(
     append_kv = functools.partial(_QK_ROPE_APPEND_KV.kernels().append_kv, **options)
 
     def forward(qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Array, ...]) -> tuple[Array, KVPages]:
-        cos, sin = cos_and_sin(rotation.embedding, _positions(qkv, queries), turn=1.0)
+        positions = rotation.embedding.positions_of(queries, qkv.shape[1])
+        cos, sin = cos_and_sin(rotation.embedding, positions, turn=1.0)
         return append_kv(qkv, cos, sin, *weights, kv=kv, queries=queries)
 
     return one_by_one(forward, (qkv, kv, queries, tuple(value_and_sum(weight)[0] for weight in weights)))
@@ -143,7 +146,8 @@ def _in_separate_steps(
     qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, KVPages]:
     """By `qk_rope` and a scatter, the steps whose gradients are the operation's."""
-    rotated: Any = norm_and_rotate(qkv, _positions(qkv, queries), weights, rotation)
+    positions = rotation.embedding.positions_of(queries, qkv.shape[1])
+    rotated: Any = norm_and_rotate(qkv, positions, weights, rotation)
     q, k = rotated
     return q, append(kv, k, qkv[:, :, sum(rotation.heads) :], queries)
 

@@ -6,8 +6,11 @@ import functools
 import math
 from typing import Final
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Array, Float32, Int
+
+from detjax.kv_pages import Queries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,17 +53,25 @@ class RotaryEmbedding:
 
     With a `rotary_dim`, only so many columns turn: the first half of them at the beginning of the head, the other half
     from the head's middle on. Frequencies are those of heads of `rotary_dim`.
+
+    With `sections`, a position has several coordinates, such as a time, a row and a column (Wang et al. 2024,
+    Qwen2-VL): so many pairs of columns, from the first on, turn by the first coordinate, the next ones by the second,
+    and so on. If they are also `axial`, each section has the frequencies of a head of its width, from the fastest on.
     """
 
     head_dim: int
     theta: float
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
     rotary_dim: int | None = None
+    sections: tuple[int, ...] | None = None
+    axial: bool = False
 
     def __repr__(self) -> str:
-        """Returns the fields, `rotary_dim` only where it is in use: digests of models follow from this text."""
-        partial = "" if self.rotary_dim is None else f", rotary_dim={self.rotary_dim!r}"
-        return f"RotaryEmbedding(head_dim={self.head_dim!r}, theta={self.theta!r}, scaling={self.scaling!r}{partial})"
+        """Returns the fields, the last three only where they are in use: digests of models follow from this text."""
+        used = f"head_dim={self.head_dim!r}, theta={self.theta!r}, scaling={self.scaling!r}"
+        used += "" if self.rotary_dim is None else f", rotary_dim={self.rotary_dim!r}"
+        used += "" if self.sections is None else f", sections={self.sections!r}"
+        return f"RotaryEmbedding({used}{', axial=True' if self.axial else ''})"
 
     def __post_init__(self) -> None:
         if self.rotary_dim is not None:
@@ -78,6 +89,16 @@ class RotaryEmbedding:
             raise ValueError(f"RotaryEmbedding: head_dim is {self.head_dim}; accepted: even numbers >= 2")
         if not 0 < self.theta < math.inf:
             raise ValueError(f"RotaryEmbedding: theta is {self.theta}; accepted: finite numbers > 0")
+        if self.sections is not None and (min(self.sections) < 1 or sum(self.sections) != self.turning // 2):
+            raise ValueError(
+                f"RotaryEmbedding: sections is {self.sections}; accepted: numbers >= 1 that add up to "
+                f"{self.turning // 2}, the pairs of columns that turn"
+            )
+        if self.axial and (self.sections is None or self.scaling is not None or self.rotary_dim is not None):
+            raise ValueError(
+                f"RotaryEmbedding: axial is True with sections {self.sections}, scaling {self.scaling} and rotary_dim "
+                f"{self.rotary_dim}; accepted: sections, without the other two"
+            )
 
     @property
     def turning(self) -> int:
@@ -92,6 +113,9 @@ class RotaryEmbedding:
         with: exact frequencies would turn far positions by other angles. The arithmetic between is float64, and powers
         and logarithms are correctly rounded, so that no processor's `pow` and `log` show.
         """
+        if self.axial and self.sections is not None:
+            heads = [RotaryEmbedding(2 * section, self.theta) for section in self.sections]
+            return np.concatenate([head.inverse_frequencies for head in heads])
         exponents = np.arange(0, self.turning, 2, dtype=np.float32) / np.float32(self.turning)
         powers = np.array([_power(self.theta, exponent) for exponent in exponents.tolist()]).astype(np.float32)
         base = (np.float32(1) / powers).astype(np.float64)
@@ -110,6 +134,32 @@ class RotaryEmbedding:
                 scaled = base * (keep + (1 - keep) / s.factor)
         still = np.zeros((self.head_dim - self.turning) // 2, np.float32)
         return np.concatenate([scaled.astype(np.float32), still])
+
+    def positions_of(self, queries: Queries, tokens: int) -> Int[Array, "B T"] | Int[Array, "B T A"]:
+        """Returns what so many tokens of each of rectangular queries turn by: with sections, their coordinates."""
+        if self.sections is not None and queries.coordinates is not None:
+            return jnp.asarray(queries.coordinates)
+        start = jnp.asarray(queries.start)
+        return self.all_coordinates(start[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None])
+
+    def all_coordinates(self, positions: Int[Array, "*N"]) -> Int[Array, "*N"] | Int[Array, "*N A"]:
+        """Returns the positions, or with sections as many equal coordinates of each."""
+        if self.sections is None:
+            return positions
+        return jnp.broadcast_to(positions[..., None], (*positions.shape, len(self.sections)))
+
+    def pair_positions(self, positions: Array) -> Array:
+        """Returns what each pair of columns turns by: `[*N, 1]`, or with sections `[*N, half]`.
+
+        Args:
+            positions: `[*N]`, or with sections `[*N, A]`. Columns that do not turn get the last coordinate.
+        """
+        if self.sections is None:
+            return positions[..., None]
+        still = self.head_dim // 2 - sum(self.sections)
+        sizes = (*self.sections[:-1], self.sections[-1] + still)
+        parts = zip(jnp.split(positions, len(sizes), axis=-1), sizes, strict=True)
+        return jnp.concatenate([jnp.broadcast_to(x, (*x.shape[:-1], size)) for x, size in parts], axis=-1)
 
     @property
     def embedding_scale(self) -> float:

@@ -9,6 +9,7 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 from starlette.concurrency import run_in_threadpool
@@ -44,6 +45,7 @@ class ServedModel:
         fingerprint: what answers depend on besides requests.
         token_texts: the texts of its tokens.
         tool_format: how it writes calls of tools; None: in no way that is known here.
+        image_directory: where files of images may lie that requests name; None: nowhere.
         created: when the server started, in seconds since 1970.
     """
 
@@ -55,6 +57,7 @@ class ServedModel:
     fingerprint: str
     token_texts: TokenTexts
     tool_format: ToolFormat | None = None
+    image_directory: Path | None = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 

@@ -92,6 +92,7 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
         fingerprint,
         TokenTexts(tokenizer),
         tool_format(tokenizer),
+        settings.image_directory,
     )
     api = _Api(served, settings)
     document = openapi.document(settings.name, needs_key=bool(settings.api_keys))

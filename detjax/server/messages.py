@@ -24,8 +24,33 @@ class TextPart(Body):
     @classmethod
     def _check_type(cls, value: Any) -> Any:
         if value != "text":
-            raise ValueError("accepted: 'text', because the model reads neither images, nor sound, nor files")
+            raise ValueError("accepted: 'text' or 'image_url', because no model reads sound or files")
         return value
+
+
+class ImageURL(Body):
+    url: str = Field(
+        description="A data URL with the bytes of the image, or file: and a path, where the server has a directory of "
+        "images. Nothing is fetched."
+    )
+    detail: Annotated[Any, Unserved("auto", why="the checkpoint says to which size images are brought")] = None
+
+
+class ImagePart(Body):
+    type: Literal["image_url"] = Field(description="An image, for models with a vision tower.")
+    image_url: ImageURL = Field(description="The image.")
+    cache_control: Annotated[Any, Unserved({"type": "ephemeral"}, why="the server decides what it caches")] = None
+
+
+def _kind_of_part(value: Any) -> str:
+    """The tag of the type that a part is checked as."""
+    is_image = isinstance(value, dict) and value.get("type") == "image_url"
+    return "<image>" if is_image else "<text>"
+
+
+type Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image>")], Discriminator(_kind_of_part)
+]
 
 
 class CalledFunction(Body):
@@ -58,15 +83,15 @@ class Message(Body):
     content: (
         Annotated[
             Annotated[str, Tag("<text>")]
-            | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True), Tag("<list>")],
+            | Annotated[list[Part], Field(max_length=MOST_PARTS, fail_fast=True), Tag("<list>")],
             Discriminator(
                 text_or_list,
                 custom_error_type="content_type",
-                custom_error_message="accepted: a string, or a list of parts of type text",
+                custom_error_message="accepted: a string, or a list of parts of type text or image_url",
             ),
         ]
         | None
-    ) = Field(default=None, description="Text, or parts of it. A message with tool_calls may do without.")
+    ) = Field(default=None, description="Text, or parts: texts and images. A message with tool_calls may do without.")
     name: str | None = Field(default=None, description="A name for the chat template.")
     tool_calls: Annotated[list[EarlierCall], Field(max_length=MOST_CALLS, fail_fast=True)] | None = Field(
         default=None, description="What an earlier answer called."
@@ -96,22 +121,35 @@ class Message(Body):
         if self.tool_call_id and self.role != "tool":
             raise ValueError(f"tool_call_id is given with role {self.role!r}; accepted: with role 'tool'")
         if self.content is None and not self.tool_calls:
-            raise ValueError("content is missing or null; accepted: a string, or a list of parts of type text")
+            raise ValueError(
+                "content is missing or null; accepted: a string, or a list of parts of type text or image_url"
+            )
         return self
 
     @property
-    def text(self) -> str:
-        """The content as one text."""
+    def image_urls(self) -> list[str]:
+        """The URLs of the images in the content."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+
+    def _content_for_template(self) -> str | list[dict[str, Any]]:
+        """The content as one text; with images, as parts, of which templates make the tokens that stand for images."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        return "\n".join(part.text for part in self.content)
+        texts = [part.text for part in self.content if isinstance(part, TextPart)]
+        if len(texts) == len(self.content):
+            return "\n".join(texts)
+        return [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            for part in self.content
+        ]
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
         given = {"name": self.name, "tool_call_id": self.tool_call_id or None}
         calls = {"tool_calls": [call.for_template() for call in self.tool_calls]} if self.tool_calls else {}
         return (
-            {"role": self.role, "content": self.text}
+            {"role": self.role, "content": self._content_for_template()}
             | {name: value for name, value in given.items() if value is not None}
             | calls
         )

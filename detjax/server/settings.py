@@ -37,6 +37,7 @@ class Settings:
             the stream with the most bytes is ended.
         allowed_hosts: hosts that the header Host may name, without a port; "*.example.com" stands for every host below
             example.com. None accepts every host.
+        image_directory: a directory whose files requests may name as images; None: images come with requests alone.
         allowed_origins: origins of web pages that browsers let use this server, such as "https://example.com"; "*"
             stands for all.
     """
@@ -53,6 +54,7 @@ class Settings:
     max_unsent: int = 64 << 20
     allowed_hosts: Sequence[str] | None = None
     allowed_origins: Sequence[str] = ()
+    image_directory: Path | None = None
 
     def __post_init__(self) -> None:
         """Checks every field.
@@ -72,6 +74,10 @@ class Settings:
                 "request_seconds": _is_time(self.request_seconds),
                 "text_seconds": _is_time(self.text_seconds),
                 "max_unsent": (self.max_unsent >= 1, "at least 1"),
+                "image_directory": (
+                    self.image_directory is None or self.image_directory.is_dir(),
+                    "a directory that exists",
+                ),
                 "allowed_hosts": (all(map(_HOST.fullmatch, hosts)), "host names and addresses without a port"),
                 "allowed_origins": (
                     all(map(_ORIGIN.fullmatch, self.allowed_origins)),

@@ -15,7 +15,7 @@ DIFFERENTIATED_BY_JAX: Final = True
 def rope(x: Array, positions: Array, *, embedding: Any) -> Array:
     """See `detjax.ops.rope`."""
     scale, inverse_frequencies = embedding.embedding_scale, jnp.asarray(embedding.inverse_frequencies)
-    angles = positions.astype(ACCUMULATOR)[..., None, None]
+    angles = embedding.pair_positions(positions).astype(ACCUMULATOR)[..., None, :]
     angles = angles * inverse_frequencies.reshape((1,) * (angles.ndim - 1) + (-1,))
     cos, sin = jnp.cos(angles) * scale, jnp.sin(angles) * scale
     first, second = jnp.split(x.astype(ACCUMULATOR), 2, axis=-1)
@@ -36,6 +36,6 @@ def qk_rope_append_kv(
     qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Array, ...], *, rotation: Any
 ) -> tuple[Array, KVPages]:
     """See `detjax.ops.qk_rope_append_kv`."""
-    positions = queries.start[:, None] + jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
+    positions = rotation.embedding.positions_of(queries, qkv.shape[1])
     q, k = qk_rope(qkv, positions, weights, rotation=rotation)
     return q, append(kv, k, qkv[:, :, sum(rotation.heads) :], queries)

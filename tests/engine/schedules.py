@@ -202,6 +202,9 @@ class RememberingRunner:
     def has_layers(self, shape: BatchShape) -> bool:
         return True
 
+    def image_rows(self, images: Any) -> list[np.ndarray]:
+        raise AssertionError("no request has images")
+
     def wait_for_programs(self) -> None:
         pass
 

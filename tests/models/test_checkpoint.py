@@ -44,6 +44,25 @@ def model_in(directory: Path | str, **arguments: Any) -> Decoder:
 
 # --- load -------------------------------------------------------------------------------------------------------------
 
+_TOWER = {
+    ("vision", "patches", "weight"): "visual.patch_embed.proj.weight",
+    ("vision", "merger", "norm", "weight"): "visual.merger.ln_q.weight",
+    ("vision", "merger", "inner"): "visual.merger.mlp.0.weight",
+    ("vision", "merger", "inner_bias"): "visual.merger.mlp.0.bias",
+    ("vision", "merger", "output"): "visual.merger.mlp.2.weight",
+    ("vision", "merger", "output_bias"): "visual.merger.mlp.2.bias",
+}
+_TOWER_BLOCK = {
+    ("attention_norm", "weight"): "norm1.weight",
+    ("attention", "qkv"): "attn.qkv.weight",
+    ("attention", "qkv_bias"): "attn.qkv.bias",
+    ("attention", "output"): "attn.proj.weight",
+    ("attention", "output_bias"): "attn.proj.bias",
+    ("mlp_norm", "weight"): "norm2.weight",
+    ("mlp", "down"): "mlp.down_proj.weight",
+    ("mlp", "down_bias"): "mlp.down_proj.bias",
+}
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_tensor_stands_where_the_decoder_has_it(name):
@@ -134,6 +153,14 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
             names["attention_output_norm", "weight"] = only, "post_attention_layernorm.weight"
             names["mlp_output_norm", "weight"] = only, "post_feedforward_layernorm.weight"
         expected |= {("layers", i, *key): joined(i, *names[key]) for key in names if ("layers", i, *key) in read}
+    expected |= {path: stored.pop(tensor) for path, tensor in _TOWER.items() if path in read}
+    for i in sorted({path[2] for path in read if path[:2] == ("vision", "blocks")}):
+        block = {key: f"visual.blocks.{i}.{name}" for key, name in _TOWER_BLOCK.items()}
+        expected |= {("vision", "blocks", i, *key): stored.pop(name) for key, name in block.items()}
+        for kind in ("weight", "bias"):
+            key = "gate_up" if kind == "weight" else "gate_up_bias"
+            both = [stored.pop(f"visual.blocks.{i}.mlp.{x}_proj.{kind}") for x in ("gate", "up")]
+            expected["vision", "blocks", i, "mlp", key] = stacked(both)
     assert not stored
     assert_same_bits(read, expected)
 
@@ -260,6 +287,7 @@ def test_what_is_saved_has_the_tensors_it_was_loaded_from_and_loads_as_the_same(
     again, tokenizer_again = load(tmp_path / "saved")
     assert_same_bits(parameters(again), parameters(model))
     assert (again.config, again.generation_defaults) == (model.config, model.generation_defaults)
+    assert again.image_options == model.image_options
     assert (tokenizer_again is None) == (tokenizer is None)
     with safe_open(tmp_path / "saved" / SINGLE, framework="numpy") as file:
         assert file.metadata() == {"format": "pt"}

@@ -150,7 +150,24 @@ def unharmed(server: Running) -> Iterator[None]:
         ),
         (
             CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages.0.content.0.type is 'image_url'; accepted: 'text', because the model reads neither images",
+            "messages have images, and the model reads text alone; accepted: parts of type text",
+        ),
+        (
+            CHAT | {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "messages.0.content.0.type is 'input_audio'; accepted: 'text' or 'image_url', because no model reads sound",
+        ),
+        (
+            CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            "messages.0.content.0.image_url is 'x'",
+        ),
+        (
+            CHAT
+            | {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x", "detail": "low"}}]}
+                ]
+            },
+            "image_url.detail is 'low'; accepted: \"auto\" or null",
         ),
         (CHAT | {"messages": [{"role": "assistant", "content": "x", "refusal": "No."}]}, "messages.0.refusal is 'No.'"),
         (CHAT | {"messages": [{"role": "user", "content": "x"}] * 4097}, "List should have at most 4096 items"),

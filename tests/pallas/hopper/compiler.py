@@ -7,6 +7,7 @@ compiler is installed by `make test`, in the folder that the environment variabl
 """
 
 import dataclasses
+import math
 import os
 import re
 import subprocess
@@ -29,7 +30,9 @@ from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KVPages, QuantizedPages, Queries
 from detjax.models import Decoder, KVCache
 from detjax.models.config import DecoderConfig
+from detjax.models.images import ImagePatches, packed
 from detjax.models.network import split
+from detjax.models.parts.vision import VisionOptions, VisionTower
 from detjax.numerics import round_up
 from detjax.ops import AccumulatedWeight
 from detjax.options import Clamp, Epilogue, KVQuantization, Masking
@@ -198,6 +201,37 @@ def decode_step(batch: int, config: DecoderConfig) -> Program:
         cache, state, tokens = jax.tree.unflatten(tree, leaves)
         with backends.use_backend("hopper"):
             return nnx.merge(graph, state)(tokens, cache)
+
+    return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
+
+
+def vision_tower(rows: int, columns: int) -> Program:
+    """Two blocks of Qwen2.5-VL's tower, one of which sees whole images, and its merger: a row for each token."""
+    options = VisionOptions(
+        width=1280,
+        inner_width=3420,
+        blocks=2,
+        heads=16,
+        activation="silu",
+        channels=3,
+        patch_size=14,
+        temporal_patch_size=2,
+        merge_size=2,
+        window_size=112,
+        full_blocks=(1,),
+        output_width=2048,
+        theta=10000.0,
+        tokens_per_second=2,
+    )
+    graph, state = nnx.split(nnx.eval_shape(lambda: VisionTower(options, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
+    image = ImagePatches(np.zeros((rows * columns, math.prod(options.patch_shape)), np.float32), rows, columns)
+    patches, _ = packed([image, image], options)
+    leaves, tree = jax.tree.flatten((state, patches))
+
+    def fn(*leaves: Any) -> Any:
+        state, patches = jax.tree.unflatten(tree, leaves)
+        with backends.use_backend("hopper"):
+            return nnx.merge(graph, state)(patches)
 
     return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
 
@@ -391,6 +425,7 @@ def programs() -> dict[str, Program]:
         "attention prefill, q4_0": attention(1024, 128, kind="q4_0"),
         "attention decode of slices": sliced(attention(1, 128)),
         "decode step": decode_step(4, _config()),
+        "vision tower": vision_tower(36, 52),
         "decode step with experts": decode_step(4, presets.config("Qwen3-30B-A3B", 1)),
         "matmul of carried gradients": carried(6144, 1024, 8192),
         "matmul of a head's carried gradients": carried(151936, 1024, 1024),

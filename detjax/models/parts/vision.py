@@ -1,0 +1,269 @@
+"""The vision tower: from the patches of images to rows that stand for tokens of a prompt."""
+
+import dataclasses
+import functools
+from typing import Any, Final, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int32
+
+from detjax import compilation, ops
+from detjax.kv_pages import KVPages, Queries
+from detjax.models.network import Network, Weights, split
+from detjax.models.parts.mlp import GatedMLP, MLPOptions
+from detjax.models.parts.norm import RMSNorm
+from detjax.models.parts.parameters import Tensors, random_weight, zero_bias
+from detjax.ops.rotary import RotaryEmbedding
+from detjax.options import Activation
+from detjax.rounding import rounded
+from detjax.sampling_arrays import Arrays
+
+_EPS: Final = 1e-6
+"""Epsilon of all norms of the tower, whatever the decoder's is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionOptions:
+    """The shape and the options of a vision tower.
+
+    Attributes:
+        width: the width of hidden states.
+        inner_width: the width between the projections of an MLP.
+        blocks: how many blocks there are.
+        heads: heads of queries, of keys and of values.
+        activation: the activation function of an MLP's gate.
+        channels: colours of a pixel.
+        patch_size: rows and columns of pixels of a patch.
+        temporal_patch_size: frames of a patch. An image stands in all of them.
+        merge_size: rows and columns of patches that make one token.
+        window_size: rows and columns of pixels of a window.
+        full_blocks: the blocks in which a patch sees its whole image, and not its window alone.
+        output_width: the width of the rows that come out, which is the decoder's.
+        theta: the base of the frequencies of the rotary embedding.
+        tokens_per_second: how fast time passes in videos, which are not served; it is kept for other readers.
+    """
+
+    width: int
+    inner_width: int
+    blocks: int
+    heads: int
+    activation: Activation
+    channels: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    window_size: int
+    full_blocks: tuple[int, ...]
+    output_width: int
+    theta: float
+    tokens_per_second: int
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head."""
+        return self.width // self.heads
+
+    @property
+    def rope(self) -> RotaryEmbedding:
+        """The rotary embedding: half of the columns turn by the patch's row, the others by its column."""
+        quarter = self.head_dim // 4
+        return RotaryEmbedding(self.head_dim, self.theta, sections=(quarter, quarter), axial=True)
+
+    @property
+    def patch_shape(self) -> tuple[int, int, int, int]:
+        """Channels, frames, rows and columns of a patch."""
+        return self.channels, self.temporal_patch_size, self.patch_size, self.patch_size
+
+    @property
+    def merged(self) -> int:
+        """Patches that make one token."""
+        return self.merge_size**2
+
+    @property
+    def window_side(self) -> int:
+        """Rows and columns of tokens of a whole window."""
+        return self.window_size // self.merge_size // self.patch_size
+
+    @property
+    def window_patches(self) -> int:
+        """Patches of a whole window."""
+        return self.window_side**2 * self.merged
+
+
+class Keys(NamedTuple):
+    """Which patches the patches of each window see.
+
+    Attributes:
+        patch: the patch in each slot of each page, as an index into all windows' patches.
+        page_table: the pages that each window's patches see.
+        length: how many patches these are; 0 for a window that is not there.
+    """
+
+    patch: Int32[Arrays, "P S"]
+    page_table: Int32[Arrays, "W p"]
+    length: Int32[Arrays, "W"]
+
+
+class Patches(NamedTuple):
+    """The patches of some images, window by window. What a window has room for and does not need may be anything.
+
+    Attributes:
+        pixels: the numbers of each patch.
+        coordinates: its row and its column in its image.
+        window_keys: for blocks with windows, the patches of the window.
+        image_keys: for the other blocks, those of the image, in the order of its windows.
+    """
+
+    pixels: Float[Arrays, "W T P"]
+    coordinates: Int32[Arrays, "W T 2"]
+    window_keys: Keys
+    image_keys: Keys
+
+
+class VisionTower(nnx.Module):
+    """Patches through blocks of attention, a few of which see whole images, and a merger (Bai et al. 2025, 2.1).
+
+    Each image is a sequence of its own, and each window: its keys are cut into blocks of `contract.KV_BLOCK` from its
+    first patch on. So no bit of an image's rows depends on the images beside it.
+    """
+
+    CHECKPOINT_NAMES: Final = {"patches": "patch_embed", "blocks": "blocks", "merger": "merger"}
+
+    def __init__(self, options: VisionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        self.options = options
+        self.patches = PatchEmbedding(options, rngs=rngs, dtype=dtype)
+        self.blocks = nnx.List([VisionBlock(options, rngs=rngs, dtype=dtype) for _ in range(options.blocks)])
+        self.merger = PatchMerger(options, rngs=rngs, dtype=dtype)
+
+    def __call__(self, patches: Patches) -> Float[Array, "W U D"]:
+        """Returns a row for each token of each window."""
+        x = self.patches(jnp.asarray(patches.pixels))
+        coordinates = jnp.asarray(patches.coordinates)
+        for index, block in enumerate(self.blocks):
+            keys = patches.image_keys if index in self.options.full_blocks else patches.window_keys
+            x = _block(*split(block), x, coordinates, Keys(*map(jnp.asarray, keys)))
+        return self.merger(x)
+
+
+@functools.partial(compilation.jit, static_argnums=0)
+def _block(
+    network: Network[Any], weights: Weights, x: Float[Array, "W T D"], coordinates: Array, keys: Keys
+) -> Float[Array, "W T D"]:
+    """Runs a block as a program of its own, so that blocks that differ in their weights alone are traced once."""
+    return network.with_weights(weights)(x, coordinates, keys)
+
+
+class PatchEmbedding(nnx.Module):
+    """A linear map of a patch's numbers. The weight has the shape of the convolution that it is."""
+
+    def __init__(self, options: VisionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        self.weight = random_weight(rngs, (options.width, *options.patch_shape), dtype)
+
+    def __call__(self, pixels: Float[Array, "*N P"]) -> Float[Array, "*N D"]:
+        """Returns the patches' hidden states, of the weight's dtype, to which the pixels are rounded."""
+        weight = self.weight[...].reshape(self.weight.shape[0], -1)
+        return ops.matmul(rounded(pixels, weight.dtype), weight, layout="nk")
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        return {"weight": Tensors(("proj.weight",))}
+
+
+class VisionBlock(nnx.Module):
+    """Attention in both directions and a gated MLP, each after an RMS norm and added to the residual stream."""
+
+    CHECKPOINT_NAMES: Final = {"attention_norm": "norm1", "attention": "attn", "mlp_norm": "norm2", "mlp": "mlp"}
+
+    def __init__(self, options: VisionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        mlp = MLPOptions(inner_width=options.inner_width, activation=options.activation, bias=True)
+        self.attention_norm = RMSNorm(options.width, eps=_EPS, dtype=dtype)
+        self.attention = VisionAttention(options, rngs=rngs, dtype=dtype)
+        self.mlp_norm = RMSNorm(options.width, eps=_EPS, dtype=dtype)
+        self.mlp = GatedMLP(options.width, mlp, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self, x: Float[Array, "W T D"], coordinates: Int32[Array, "W T 2"], keys: Keys
+    ) -> Float[Array, "W T D"]:
+        """Returns the residual stream after this block."""
+        x = self.attention(self.attention_norm(x), coordinates, keys, residual=x)
+        return self.mlp(self.mlp_norm(x), residual=x)
+
+
+class VisionAttention(nnx.Module):
+    """Attention of patches to all patches of their window or of their image."""
+
+    def __init__(self, options: VisionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        width = options.width
+        self.options = options
+        self.qkv = random_weight(rngs, (3 * width, width), dtype)
+        self.qkv_bias = zero_bias(True, (3 * width,), dtype)
+        self.output = random_weight(rngs, (width, width), dtype)
+        self.output_bias = zero_bias(True, (width,), dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "W T D"],
+        coordinates: Int32[Array, "W T 2"],
+        keys: Keys,
+        *,
+        residual: Float[Array, "W T D"],
+    ) -> Float[Array, "W T D"]:
+        """Returns the attention, added to the residual stream."""
+        heads, head_dim = self.options.heads, self.options.head_dim
+        assert self.qkv_bias is not None and self.output_bias is not None
+        qkv = ops.matmul(x, self.qkv[...], layout="nk", bias=self.qkv_bias[...])
+        qkv = qkv.reshape(*x.shape[:-1], 3 * heads, head_dim)
+        q, k = ops.qk_rope(qkv, coordinates, self.options.rope, heads=heads, kv_heads=heads)
+        kv = KVPages(*(_in_pages(y, keys) for y in (k, qkv[..., 2 * heads :, :])))
+        o = ops.attention(q, kv, Queries(keys.page_table, jnp.zeros_like(keys.length), keys.length), causal=False)
+        o = o.reshape(x.shape)
+        return ops.matmul(o, self.output[...], layout="nk", bias=self.output_bias[...], residual=residual)
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        return {
+            "qkv": Tensors(("qkv.weight",)),
+            "qkv_bias": Tensors(("qkv.bias",)),
+            "output": Tensors(("proj.weight",)),
+            "output_bias": Tensors(("proj.bias",)),
+        }
+
+
+def _in_pages(x: Float[Array, "W T H K"], keys: Keys) -> Float[Array, "P H S K"]:
+    """Keys or values of all patches in the pages that `keys` says."""
+    return x.reshape(-1, *x.shape[2:])[keys.patch].swapaxes(1, 2)
+
+
+class PatchMerger(nnx.Module):
+    """An MLP of patches that are beside one another in rows and columns, which makes one row of them."""
+
+    CHECKPOINT_NAMES: Final = {"norm": "ln_q"}
+
+    def __init__(self, options: VisionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        width = options.width * options.merged
+        self.options = options
+        self.norm = RMSNorm(options.width, eps=_EPS, dtype=dtype)
+        self.inner = random_weight(rngs, (width, width), dtype)
+        self.inner_bias = zero_bias(True, (width,), dtype)
+        self.output = random_weight(rngs, (options.output_width, width), dtype)
+        self.output_bias = zero_bias(True, (options.output_width,), dtype)
+
+    def __call__(self, x: Float[Array, "W T D"]) -> Float[Array, "W U O"]:
+        """Returns a row for each `merged` patches of a window."""
+        assert self.inner_bias is not None and self.output_bias is not None
+        x = self.norm(x).reshape(len(x), -1, self.options.width * self.options.merged)
+        x = ops.matmul(x, self.inner[...], layout="nk", bias=self.inner_bias[...], activation="gelu")
+        return ops.matmul(x, self.output[...], layout="nk", bias=self.output_bias[...])
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        return {
+            "inner": Tensors(("mlp.0.weight",)),
+            "inner_bias": Tensors(("mlp.0.bias",)),
+            "output": Tensors(("mlp.2.weight",)),
+            "output_bias": Tensors(("mlp.2.bias",)),
+        }

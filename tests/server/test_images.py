@@ -1,0 +1,192 @@
+"""Images in chats: data URLs, files of a directory, and what is refused."""
+
+import base64
+import io
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import tokenizers
+
+from detjax.engine import Engine, Request, SamplingParams
+from detjax.models import Decoder, Tokenizer, load
+from tests.server.running_server import MODEL, Running, serving
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen2_5_vl-tiny"
+IMAGE = 100
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<vs><img><ve>{% else %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endif %};{% endfor %}"
+)
+
+
+def tokenizer() -> Tokenizer:
+    """A token for each character, and those of images."""
+    characters = [*map(chr, range(32, 127)), "\n", "\t", "é", "ü", "<unk>"]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({token: index for index, token in enumerate(characters)}, unk_token="<unk>")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    made.add_special_tokens(["<img>", "<video>", "<vs>", "<ve>"])
+    files = {"tokenizer.json": made.to_str(), "tokenizer_config.json": "{}", "chat_template.jinja": TEMPLATE}
+    return Tokenizer({name: content.encode() for name, content in files.items()}, "the test")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[Decoder, Tokenizer]:
+    return load(FIXTURE, dtype="float32", progress=False)[0], tokenizer()
+
+
+@pytest.fixture(scope="module")
+def engine(loaded: tuple[Decoder, Tokenizer]) -> Iterator[Engine]:
+    with Engine(*loaded, max_samples=4, token_budget=64, max_length=200) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine, loaded: tuple[Decoder, Tokenizer], directory: Path) -> Iterator[Running]:
+    with serving(engine, loaded, image_directory=directory) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("images")
+    (path / "inside").mkdir()
+    (path / "inside" / "a picture.png").write_bytes(png())
+    (path / "text.txt").write_text("no image")
+    (path.parent / "outside.png").write_bytes(png())
+    (path / "link.png").symlink_to(path.parent / "outside.png")
+    return path
+
+
+def pixels(index: int = 0) -> np.ndarray:
+    return np.load(FIXTURE / "reference.npz")[f"image_{index}"]
+
+
+def png(index: int = 0, **options: Any) -> bytes:
+    file = io.BytesIO()
+    PIL.Image.fromarray(pixels(index)).save(file, "PNG", **options)
+    return file.getvalue()
+
+
+def data_url(contents: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(contents).decode()}"
+
+
+def chat(server: Running, content: Any, path: str = "v1/chat/completions") -> tuple[int, Any]:
+    messages = [{"role": "user", "content": content}]
+    body = {"model": MODEL, "messages": messages}
+    if "chat" in path:
+        body |= {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    request = urllib.request.Request(
+        f"{server.url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_an_image_in_a_chat_has_the_answer_that_the_engine_gives(server: Running, engine: Engine) -> None:
+    text = {"type": "text", "text": "What is it?"}
+    status, response = chat(server, [text, part(data_url(png())), part(data_url(png(1))), text])
+    assert status == 200
+    tokens = tokenizer().encode("user:What is it?<vs><img><ve><vs><img><ve>What is it?;")
+    request = Request(tokens, SamplingParams(max_tokens=4, ignore_eos=True), images=[pixels(), pixels(1)])
+    expected = engine.generate([request])[0]
+    assert tuple(response["choices"][0]["token_ids"]) == expected.completions[0].tokens
+    assert tuple(response["prompt_token_ids"]) == expected.prompt_tokens
+    assert response["usage"]["prompt_tokens"] == len(tokens) - 2 + 35 + 6
+
+
+def test_a_file_of_the_directory_is_the_same_image(server: Running, directory: Path) -> None:
+    urls = ["file:inside/a%20picture.png", f"file://{directory}/inside/a%20picture.png", data_url(png())]
+    answers = [chat(server, [part(url)]) for url in urls]
+    assert [status for status, _ in answers] == [200] * 3
+    assert len({json.dumps(response["choices"]) for _, response in answers}) == 1
+
+
+def test_an_image_is_turned_as_its_file_says(server: Running) -> None:
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # its rows are to be columns
+    turned = chat(server, [part(data_url(png(exif=exif)))])[1]
+    file = io.BytesIO()
+    PIL.Image.fromarray(np.rot90(pixels(), -1)).save(file, "PNG")
+    upright = chat(server, [part(data_url(file.getvalue()))])[1]
+    assert turned["choices"] == upright["choices"]
+
+
+def bomb() -> str:
+    file = io.BytesIO()
+    PIL.Image.new("1", (9000, 9000)).save(file, "PNG")
+    return data_url(file.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("https://example.com/a.png", "image 0 of the messages is 'https://example.com/a.png'; accepted: a data URL"),
+        ("https://example.com/a.png", "or file: and the path of a file.* The server fetches nothing."),
+        ("data:image/png,abc", "is 'data:image/png,abc'; accepted: a data URL with base64"),
+        ("data:image/png;base64,***", "its base64 is not valid"),
+        (data_url(b"no image"), "is no image that can be read; accepted: PNG, JPEG, WEBP, GIF, BMP"),
+        (data_url(png()[:200]), "is no image that can be read"),
+        ("file:text.txt", "is no image that can be read"),
+        ("file:missing.png", "is 'file:missing.png'; accepted: a file in the server's directory of images"),
+        ("file:../outside.png", "is 'file:../outside.png'; accepted: a file in the server's directory of images"),
+        ("file:link.png", "is 'file:link.png'; accepted: a file in the server's directory of images"),
+        ("file:%00", "accepted: a file in the server's directory of images"),
+        ("file:inside", "accepted: a file in the server's directory of images"),
+        (bomb(), "has 9000 x 9000 pixels; accepted: up to 67108864"),
+        ("x" * 5000, "is 'x{60}...'; accepted"),
+    ],
+)
+def test_what_is_no_image_is_refused(url: str, words: str, server: Running) -> None:
+    status, response = chat(server, [part(url)])
+    assert (status, response["error"]["param"]) == (400, "messages")
+
+    assert re.search(words, response["error"]["message"])
+
+
+def test_files_are_refused_without_a_directory(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
+    with serving(engine, loaded) as running:
+        status, response = chat(running, [part("file:inside/a%20picture.png")])
+    assert status == 400
+    assert "accepted: a data URL with base64, such as data:image/png;base64,.... The server" in str(response["error"])
+
+
+def test_more_images_than_fit_are_refused(server: Running) -> None:
+    status, response = chat(server, [part(data_url(png()))] * 7)
+    assert status == 400
+    assert "the first 6 images of the messages have 210 tokens; accepted: fewer than 200" in str(response["error"])
+    status, response = chat(server, [part(data_url(png()))] * 5 + [{"type": "text", "text": "x" * 30}])
+    assert (status, response["error"]["code"]) == (400, "context_length_exceeded")
+    assert "those of 5 images among them; accepted: up to 199" in response["error"]["message"]
+
+
+def test_texts_with_the_token_of_images_are_refused(server: Running) -> None:
+    for content in ("Look: <img>", [{"type": "text", "text": "<img>"}, part(data_url(png()))]):
+        status, response = chat(server, content)
+        assert status == 400
+        assert "accepted: one place for each image" in response["error"]["message"]
+
+
+def test_the_tokens_of_messages_with_images_are_not_counted(server: Running) -> None:
+    status, response = chat(server, [part(data_url(png()))], "tokenize")
+    assert status == 400
+    assert "messages have images; accepted: parts of type text" in response["error"]["message"]
