@@ -31,6 +31,8 @@ FIXTURES: Final = Path(__file__).parents[1] / "fixtures"
 _PAGES: Final = 12
 """Pages of the device's cache. Schedules let the scheduler have some of them, so that programs serve them all."""
 _REQUESTS: Final = 24
+BLOCK: Final = 8
+"""Consecutive seeds whose schedules have the same shapes."""
 _VARIANTS: Final = (SamplingVariant(filtered=True, top_logprobs=2, adjusted=True, distribution=True),)
 
 
@@ -44,11 +46,11 @@ class Kind:
 
 
 KINDS: Final[Mapping[str, Kind]] = {
-    "pages": Kind("qwen3"),
-    "windows": Kind("gemma3"),
-    "sinks": Kind("gpt-oss"),
-    "latents": Kind("deepseek-v3"),
     "slots": Kind("qwen3-next", layers=(1, 2)),
+    "windows": Kind("gemma3"),
+    "latents": Kind("deepseek-v3"),
+    "pages": Kind("qwen3"),
+    "sinks": Kind("gpt-oss"),
     "int8": Kind("qwen3", "int8"),
     "fp8_e4m3": Kind("qwen3", "fp8_e4m3"),
 }
@@ -233,13 +235,19 @@ def play(kind: Kind, seed: int, shapes: BatchShapes, findings: Findings, actions
         raise
 
 
-def search(name: str, seeds: range) -> Findings:
-    """Plays the schedules of seeds. Those of a block of 8 have the same shapes, so that few programs serve them."""
-    findings = Findings()
+def search(name: str, seeds: range, findings: Findings) -> None:
+    """Plays the schedules of seeds. Those of a block have the same shapes, so that few programs serve them."""
     for seed in seeds:
-        play(KINDS[name], seed, SHAPES[seed // 8 % len(SHAPES)], findings)
-    return findings
+        play(KINDS[name], seed, SHAPES[seed // BLOCK % len(SHAPES)], findings)
+
+
+def main(name: str, *bounds: str) -> None:
+    """Plays the schedules of a range of seeds, and prints after each block what they went through."""
+    seeds, findings = range(*map(int, bounds)), Findings()
+    for first in range(0, len(seeds), BLOCK):
+        search(name, seeds[first : first + BLOCK], findings)
+        print(name, findings, flush=True)
 
 
 if __name__ == "__main__":
-    print(sys.argv[1], search(sys.argv[1], range(*map(int, sys.argv[2:]))))
+    main(*sys.argv[1:])
