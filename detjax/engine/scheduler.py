@@ -244,7 +244,9 @@ class Scheduler:
         if not sequence.snapshot_ends or sequence.computed < sequence.snapshot_ends[0]:
             return
         end, snapshots = sequence.snapshot_ends.pop(0), self.pool.snapshots
-        assert (sequence.computed, sequence.slot is None, snapshots is None) == (end, False, False)
+        assert sequence.computed == end
+        assert sequence.slot is not None
+        assert snapshots is not None
         digest = sequence.digests()[end // KV_BLOCK - 1]
         if len(copies.taken) < MOST_PER_STEP and digest not in snapshots:
             copies.taken.append((sequence.slot, snapshots.add(digest)))

@@ -98,9 +98,9 @@ class Cases:
         draw = random.Random(index)
         beginning = random.Random(index % 2).choices(range(100), k=300)
         shared = draw.choice([0, 0, 20, 128, 128, 140, 256, 290])
-        own = draw.choice([1, 2, 3, 30, 64, 100, 127])
+        rest = draw.choice([1, 2, 3, 30, 64, 100, 127])
         max_tokens = draw.choice([1, 2, 5, 8, 16])
-        prompt = (*beginning[:shared], *draw.choices(range(100), k=own))[: self.longest - max_tokens]
+        prompt = (*beginning[:shared], *draw.choices(range(100), k=rest))[: self.longest - max_tokens]
         params = SamplingParams(
             max_tokens=max_tokens,
             seed=index,
@@ -153,8 +153,8 @@ def cases_of(kind: Kind) -> Cases:
 def bits(sequence: Sequence, count: int | None = None) -> list[Any]:
     """Everything that was computed for a sample, up to so many tokens, as arrays."""
     output = sequence.output
-    of_tokens = sequence.generated, output.logprobs, output.sampling_logprobs, output.top_logprobs
-    arrays = [np.asarray(values[:count], np.float64) for values in of_tokens]
+    lists = sequence.generated, output.logprobs, output.sampling_logprobs, output.top_logprobs
+    arrays = [np.asarray(values[:count], np.float64) for values in lists]
     return arrays if count is not None else [*arrays, np.float64([x for x, _ in output.prompt_logprobs])]
 
 
