@@ -256,6 +256,7 @@ def serve(
     num_pages: cli_options.NumPages = None,
     kv_cache_dtype: cli_options.KVCacheDType = None,
     prefix_cache: cli_options.PrefixCache = True,
+    snapshot_bytes: cli_options.SnapshotBytes = 4 << 30,
     separate_prefixes: cli_options.SeparatePrefixes = False,
     top_logprobs: cli_options.TopLogprobs = 20,
     max_connections: cli_options.MaxConnections = 4096,
@@ -301,6 +302,7 @@ def serve(
         max_length=max_length,
         num_pages=num_pages,
         prefix_cache=prefix_cache,
+        snapshot_bytes=snapshot_bytes,
         kv_cache_dtype=_quantization(kv_cache_dtype),
         top_logprobs=top_logprobs,
     )

@@ -289,6 +289,15 @@ PrefixCache = Annotated[
         "--prefix-cache/--no-prefix-cache", help="Keep pages for prompts that begin alike.", rich_help_panel=_ENGINE
     ),
 ]
+SnapshotBytes = Annotated[
+    int,
+    typer.Option(
+        "--snapshot-bytes",
+        metavar="BYTES",
+        help="Host memory at most for snapshots, which models with linear attention need for prompts that begin alike.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 SeparatePrefixes = Annotated[
     bool,
     typer.Option(

@@ -8,6 +8,7 @@ import jax
 from detjax.contract import KV_BLOCK
 from detjax.engine.batch import BatchShapes
 from detjax.engine.model_runner import bytes_of_page, bytes_of_slot
+from detjax.engine.snapshots import SLOTS_IN_TRANSIT
 from detjax.engine.step_loop import StepLoopConfig
 from detjax.engine.step_programs import SamplingVariant
 from detjax.models import Decoder
@@ -31,8 +32,12 @@ class EngineConfig:
         max_length: tokens of a sample at most, its prompt included. Default: the model's max_position_embeddings.
         num_pages: pages of the KV cache, of `contract.KV_BLOCK` tokens each. Default: as many as all samples could
             need, or as fit into 90% of the device's free memory.
-        prefix_cache: keep pages for requests that begin with the same tokens. No pages are kept for models that keep a
-            state of each request besides, such as those with linear attention.
+        prefix_cache: keep pages for requests that begin with the same tokens.
+        snapshot_bytes: bytes of the host's memory at most for snapshots, which models need for their prefix cache that
+            keep a state of each request, such as those with linear attention. A snapshot is such a state at the end of
+            a page. It is taken at the end of a prompt, and where a prompt leaves the pages of another one. A request
+            goes on from the last one that it has in common with others. 0: such models have no prefix cache. Other
+            models need no snapshots.
         kv_cache_dtype: "int8", "fp8_e4m3" or "q4_0" quantize keys and values in the cache (`ops.quantize_kv`), which
             gives different numbers, as independent of everything else. Default: the model's dtype.
         top_logprobs: the most of the likeliest tokens that a request may ask for.
@@ -43,6 +48,7 @@ class EngineConfig:
     max_length: int | None = None
     num_pages: int | None = None
     prefix_cache: bool = True
+    snapshot_bytes: int = 4 << 30
     kv_cache_dtype: KVQuantization | None = None
     top_logprobs: int = 20
 
@@ -59,6 +65,7 @@ class EngineConfig:
             "max_samples": (self.max_samples, self.max_samples >= 1, "at least 1"),
             "token_budget": (self.token_budget, self.token_budget >= 1, "at least 1"),
             "max_length": (length, 2 <= length <= positions, f"2 to {positions}, the model's"),
+            "snapshot_bytes": (self.snapshot_bytes, self.snapshot_bytes >= 0, "0 and more"),
             "top_logprobs": (self.top_logprobs, 0 <= self.top_logprobs <= vocabulary, f"0 to {vocabulary}"),
         }
         for name, (value, is_accepted, description) in accepted.items():
@@ -68,11 +75,17 @@ class EngineConfig:
             page = bytes_of_page(model, self.kv_cache_dtype)
         except ValueError as error:
             raise ValueError(f"Engine: {error}") from error
+        slot, takes_snapshots = bytes_of_slot(model), model.has_slots and self.prefix_cache and self.snapshot_bytes > 0
+        if takes_snapshots and self.snapshot_bytes < slot:
+            raise ValueError(
+                f"Engine: snapshot_bytes is {self.snapshot_bytes}; accepted: at least {slot}, for one snapshot of this "
+                "model, or 0, which leaves it without a prefix cache"
+            )
         # The last token of a sample is not computed.
         needed = -(-(length - 1) // KV_BLOCK)
         num_pages = self.num_pages
         if num_pages is None:
-            free = _free_memory() - self.max_samples * bytes_of_slot(model)
+            free = _free_memory() - (self.max_samples + takes_snapshots * SLOTS_IN_TRANSIT) * slot
             num_pages = max(needed, min(self.max_samples * needed, max(1, free // max(1, page))))
         if num_pages < needed:
             raise ValueError(
@@ -91,6 +104,7 @@ class EngineConfig:
             pages_per_sequence=-(-(self.max_length - 1) // KV_BLOCK),
             variants=SamplingVariant.for_serving(self.top_logprobs),
             prefix_cache=self.prefix_cache,
+            snapshot_bytes=self.snapshot_bytes,
             kv_cache_dtype=self.kv_cache_dtype,
         )
 
@@ -104,6 +118,9 @@ class EngineStats(NamedTuple):
         num_pages: pages of the KV cache.
         pages_in_use: pages that requests in flight refer to.
         preemptions: how often a sample has lost its pages to another one since the engine was made.
+        snapshots: snapshots in the host's memory; see `EngineConfig.snapshot_bytes`.
+        snapshot_bytes: their bytes.
+        snapshot_hits: how often a sample has gone on from one since the engine was made.
     """
 
     running: int
@@ -111,6 +128,9 @@ class EngineStats(NamedTuple):
     num_pages: int
     pages_in_use: int
     preemptions: int
+    snapshots: int = 0
+    snapshot_bytes: int = 0
+    snapshot_hits: int = 0
 
 
 def _free_memory() -> int:

@@ -443,12 +443,17 @@ class Engine:
     def stats(self) -> EngineStats:
         """Returns what the engine is doing. It may be called from any thread and at any time."""
         scheduler = self._loop.scheduler
+        snapshots = scheduler.pool.snapshots
+        count = 0 if snapshots is None else len(snapshots)
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             num_pages=scheduler.pool.num_pages,
             pages_in_use=scheduler.pool.in_use,
             preemptions=scheduler.preemptions,
+            snapshots=count,
+            snapshot_bytes=0 if snapshots is None else count * snapshots.bytes_of_snapshot,
+            snapshot_hits=0 if snapshots is None else snapshots.hits,
         )
 
     # --- the thread ---------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from detjax.engine.step_programs import (
     none_seen,
     seen_entries,
     shapes_of,
+    state_in_slots,
 )
 from detjax.models import Decoder
 from detjax.models.decoder import ImageRows
@@ -78,6 +79,7 @@ class ModelRunner:
         self._compilation: Compilation | None = None
         self._free: dict[int, Array] = {}
         self._state = model.empty_state(num_pages, kv_cache_dtype, slots)
+        self._in_slots = model.layers_in_slots
         adjusts = any(variant.adjusted for variant in variants)
         self._slots = SlotState(jnp.zeros(slots, jnp.int32), none_seen(slots, self._vocabulary) if adjusts else None)
         self._copies: dict[tuple[np.dtype, tuple[int, ...], bytes], Array] = {}
@@ -160,6 +162,28 @@ class ModelRunner:
             seen = self._run(step_programs.note_seen(seen, slot, entries, is_first=index == 0))
         self._slots = self._slots._replace(seen=seen)
 
+    def take_slot(self, slot: int) -> PyTree[Array]:
+        """Returns a copy of what the layers hold in a slot, to the bit, and begins to copy it to the host.
+
+        Args:
+            slot: the slot.
+        """
+        rows = self._run(step_programs.take_slot(state_in_slots(self._state, self._in_slots), slot))
+        jax.tree.map(lambda x: x.copy_to_host_async(), rows)
+        return rows
+
+    def put_slot(self, slot: int, rows: PyTree[Array | np.ndarray]) -> None:
+        """Gives a slot what `take_slot` has returned, on the device or on the host.
+
+        Args:
+            slot: the slot.
+            rows: its rows of each array.
+        """
+        rows = jax.device_put(rows)
+        put = iter(self._run(step_programs.put_slot(state_in_slots(self._state, self._in_slots), slot, rows)))
+        layers = zip(self._state, self._in_slots, strict=True)
+        self._state = tuple(next(put) if is_in_slots else layer for layer, is_in_slots in layers)
+
     def copy(self, batch: StepBatch) -> StepBatch:
         """Copies a batch to the device. Arrays that the step before had too, as most decodes have, are not copied."""
         # Rows of images are many bytes, and never those of the step before.
@@ -203,6 +227,7 @@ class ModelRunner:
             network=self._network,
             weights=shapes_of(self._weights),
             state=shapes_of(self._state),
+            in_slots=self._in_slots,
             slots=shapes_of(self._slots),
             batches=tuple(shapes_of(self._with_images(batch)) for batch in batches),
             variants=self._variants,
@@ -253,6 +278,8 @@ class ModelRunner:
             sizes |= {("sampled", shape.sampled), ("rows", shape.rows)}
         if self._slots.seen is not None:
             self.note_seen(0, (), ())
+        if any(self._in_slots):
+            self.put_slot(0, self.take_slot(0))
         jax.block_until_ready(self._slots)
 
     def _run(self, program: StepProgram) -> Any:

@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from detjax.contract import KV_BLOCK
+from detjax.engine.snapshots import SnapshotCache
 
 _DIGEST_BYTES: Final = 32
 
@@ -60,11 +61,19 @@ class PagePool:
     page is free, the pool gives away the kept page that has been unused the longest.
     """
 
-    def __init__(self, num_pages: int, *, keeps_prefixes: bool = True) -> None:
+    def __init__(self, num_pages: int, *, keeps_prefixes: bool = True, snapshots: SnapshotCache | None = None) -> None:
+        """A pool of free pages.
+
+        Args:
+            num_pages: how many.
+            keeps_prefixes: keep pages for later sequences.
+            snapshots: what is kept of prefixes besides, for models with state in slots; None: pages are all they have.
+        """
         if num_pages < 1:
             raise ValueError(f"PagePool: num_pages is {num_pages}; accepted: at least 1")
         self.num_pages = num_pages
         self.keeps_prefixes = keeps_prefixes
+        self.snapshots = snapshots
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
         self._kept: OrderedDict[int, None] = OrderedDict()  # the page that has been unused the longest comes first
@@ -92,6 +101,10 @@ class PagePool:
             return None
         self._references[page] = 1
         return page
+
+    def known(self, prefix: Sequence[Digest]) -> int:
+        """Returns how many pages `share` would return."""
+        return next((pages for pages, name in enumerate(prefix) if name not in self._page_by_digest), len(prefix))
 
     def share(self, prefix: Iterable[Digest]) -> list[int]:
         """Returns the pages of the longest known part of a prefix, and adds a reference to each of them."""
@@ -129,6 +142,8 @@ class PagePool:
             self._forget(page)
         self._free += self._kept
         self._kept.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def _forget(self, page: int) -> None:
         del self._page_by_digest[self._digest_by_page.pop(page)]

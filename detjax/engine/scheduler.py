@@ -4,8 +4,9 @@ import dataclasses
 import operator
 
 from detjax.contract import KV_BLOCK, QUERY_UNIT
-from detjax.engine.page_pool import PagePool
+from detjax.engine.page_pool import Digest, PagePool
 from detjax.engine.sequence import Sequence
+from detjax.engine.snapshots import MOST_PER_STEP, SlotCopies
 from detjax.engine.waiting_queue import WaitingQueue
 
 _TURN = operator.attrgetter("turn")
@@ -135,15 +136,23 @@ class Scheduler:
             decodes = ()
         return ScheduledStep(decodes, prefills)
 
-    def mark_submitted(self, step: ScheduledStep) -> None:
-        """Notes that the device has been given the step: all later steps will find its tokens in the cache."""
+    def mark_submitted(self, step: ScheduledStep) -> SlotCopies:
+        """Notes that the device has been given the step: all later steps will find its tokens in the cache.
+
+        Returns:
+            What has to be copied before the step and after it, of models whose state lies in slots.
+        """
+        copies = SlotCopies([], [])
         for chunk in step.chunks:
             sequence = chunk.sequence
+            self._restore(sequence, copies)
             sequence.computed += chunk.count
             if chunk.completes:
                 sequence.unread += 1
                 sequence.is_held = True
             self._name_pages(sequence)
+            self._take_snapshot(sequence, copies)
+        return copies
 
     def accept_token(self, sequence: Sequence) -> None:
         """Notes that a sampled token was read and appended to its sequence."""
@@ -170,11 +179,12 @@ class Scheduler:
             # At least one token is computed: the next token is sampled from its hidden state.
             full_pages = (len(sequence.tokens) - 1) // KV_BLOCK
             prefix = sequence.digests()[:full_pages] if self._uses_prefix_cache(sequence) else []
-            sequence.page_ids = self.pool.share(prefix)
+            sequence.page_ids = self.pool.share(self._with_snapshot(sequence, prefix))
             sequence.named_pages = len(sequence.page_ids)
             sequence.computed = sequence.named_pages * KV_BLOCK
             missing = -(-len(sequence.tokens) // KV_BLOCK) - len(sequence.page_ids)
-            if missing <= self.pool.available:
+            restored = sum(other.restored is not None for other in chunks)
+            if missing <= self.pool.available and (sequence.restored is None or restored < MOST_PER_STEP):
                 chunks.add(sequence)
             if sequence not in chunks:
                 self._return_pages(sequence)
@@ -200,6 +210,46 @@ class Scheduler:
             or leader.computed >= len(leader.prompt)
             or not self._uses_prefix_cache(sequence)
         )
+
+    # --- snapshots ----------------------------------------------------------------------------------------------------
+
+    def _with_snapshot(self, sequence: Sequence, prefix: list[Digest]) -> list[Digest]:
+        """Returns the part of a prefix that the sequence can go on from, and decides which snapshots it takes.
+
+        These are one at the end of its prompt, for those who go on from there, and one where it leaves the pages of
+        another sequence: where two have parted, a third is likely to.
+        """
+        snapshots = self.pool.snapshots
+        if snapshots is None:
+            return prefix
+        known = self.pool.known(prefix)
+        pages, sequence.restored = snapshots.newest(prefix[:known])
+        ends = {known, len(sequence.prompt) // KV_BLOCK} if self._uses_prefix_cache(sequence) else set()
+        digests = sequence.digests()
+        sequence.snapshot_ends = [
+            end * KV_BLOCK for end in sorted(ends) if end > pages and digests[end - 1] not in snapshots
+        ]
+        return prefix[:pages]
+
+    def _restore(self, sequence: Sequence, copies: SlotCopies) -> None:
+        if sequence.restored is not None:
+            assert sequence.slot is not None
+            assert self.pool.snapshots is not None
+            copies.restored.append((sequence.slot, sequence.restored))
+            sequence.restored = None
+            self.pool.snapshots.hits += 1
+
+    def _take_snapshot(self, sequence: Sequence, copies: SlotCopies) -> None:
+        """Has a snapshot taken if the sequence has come to the end of one, and no other sequence was there before."""
+        if not sequence.snapshot_ends or sequence.computed < sequence.snapshot_ends[0]:
+            return
+        end, snapshots = sequence.snapshot_ends.pop(0), self.pool.snapshots
+        assert sequence.computed == end
+        assert sequence.slot is not None
+        assert snapshots is not None
+        digest = sequence.digests()[end // KV_BLOCK - 1]
+        if len(copies.taken) < MOST_PER_STEP and digest not in snapshots:
+            copies.taken.append((sequence.slot, snapshots.add(digest)))
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
@@ -239,6 +289,7 @@ class Scheduler:
     def _return_pages(self, sequence: Sequence) -> None:
         self.pool.release(sequence.page_ids)
         sequence.page_ids, sequence.computed = [], 0
+        sequence.restored, sequence.snapshot_ends = None, []
 
 
 class _StepChunks(dict[Sequence, ScheduledChunk]):
@@ -252,6 +303,8 @@ class _StepChunks(dict[Sequence, ScheduledChunk]):
         """Adds the sequence's next chunk, as long as the step has room for. Without room nothing is added."""
         remaining = sequence.length - sequence.computed
         count = min(remaining, self._free_tokens, self._limits.prefill_chunk)
+        if sequence.snapshot_ends:
+            count = min(count, sequence.snapshot_ends[0] - sequence.computed)
         # Logprobs of a prompt are computed from the rows of prefills, and images have rows there alone.
         needs_rows = sequence.params.prompt_logprobs or sequence.context.images is not None
         is_decode = count == 1 and (sequence.is_held or not needs_rows)

@@ -11,6 +11,7 @@ from detjax.engine.images import PromptImages
 from detjax.engine.page_pool import Digest, digests
 from detjax.engine.request import Completion, NotFinite, PromptLogprobs, Token
 from detjax.engine.sampling_params import SamplingParams
+from detjax.engine.snapshots import Snapshot
 from detjax.engine.text_stream import StopStrings, TextStream
 from detjax.models import Tokenizer
 
@@ -112,6 +113,8 @@ class Sequence:
         turn: how many sequences had been given a slot before this one first got one; None before that.
         slot: the number under which the device keeps the last sampled token; None while the sequence waits.
         is_held: whether the only token left to compute is the one in the slot.
+        restored: the snapshot that the slot gets before the sequence's next chunk; None once it has got it.
+        snapshot_ends: positions at which snapshots of the slot are to be taken, in their order. A chunk ends there.
     """
 
     def __init__(
@@ -151,6 +154,8 @@ class Sequence:
         self.turn: int | None = None
         self.slot: int | None = None
         self.is_held = False
+        self.restored: Snapshot | None = None
+        self.snapshot_ends: list[int] = []
         self._digests: list[Digest] = []
         self._stop: StopStrings = StopStrings(params.stop) if leader is None else leader._stop
         # Decoding text takes longer than everything else here, so it is done at every token only where it is needed.

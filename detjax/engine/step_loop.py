@@ -8,18 +8,20 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraints import Masks, Matcher
 from detjax.engine.launcher import ImmediateLauncher, Launcher
-from detjax.engine.model_runner import ModelRunner
+from detjax.engine.model_runner import ModelRunner, bytes_of_slot
 from detjax.engine.page_pool import PagePool
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request import Token
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler
 from detjax.engine.sequence import Sequence
+from detjax.engine.snapshots import SlotCopies, SnapshotCache
 from detjax.engine.step_programs import SCORED_ROWS, SampledTokens, SamplingVariant, StepPrograms
 from detjax.models import Decoder
 from detjax.models.images import ImagePatches
@@ -42,6 +44,10 @@ class Runner(Protocol):
     def note_seen(self, slot: int, prompt: Seq[int], generated: Seq[int]) -> None: ...
 
     def score(self, rows: Any, first: int, tokens: np.ndarray) -> SampledTokens: ...
+
+    def take_slot(self, slot: int) -> PyTree: ...
+
+    def put_slot(self, slot: int, rows: PyTree) -> None: ...
 
     def programs(self, batches: Iterable[StepBatch]) -> StepPrograms: ...
 
@@ -68,6 +74,8 @@ class StepLoopConfig:
         pages_per_sequence: pages of a sequence at most.
         variants: sampling programs that steps may use, the fastest first.
         prefix_cache: keep pages for sequences that begin with the same tokens.
+        snapshot_bytes: bytes of the host's memory at most for snapshots of slots. Models that keep a state of each
+            request have no prefix cache without.
         kv_cache_dtype: how keys and values are quantized in the cache. Among these fields it alone changes bits.
     """
 
@@ -76,6 +84,7 @@ class StepLoopConfig:
     pages_per_sequence: int
     variants: tuple[SamplingVariant, ...]
     prefix_cache: bool = False
+    snapshot_bytes: int = 0
     kv_cache_dtype: KVQuantization | None = None
 
 
@@ -110,6 +119,7 @@ class _PlannedStep:
         samples: the chunks after which tokens are sampled, each with its row of the sampled tokens.
         needed: what the sampling program must be able to do; None if no token is sampled.
         unseen: arguments of `Runner.note_seen`, of the samples whose tokens the device does not know yet.
+        copies: what is copied between slots and snapshots before the step and after it.
     """
 
     plan: ScheduledStep
@@ -118,6 +128,7 @@ class _PlannedStep:
     samples: list[tuple[int, Sequence]]
     needed: SamplingVariant | None
     unseen: list[tuple[int, Seq[int], Seq[int]]]
+    copies: SlotCopies
 
     @property
     def is_constrained(self) -> bool:
@@ -209,9 +220,14 @@ class StepLoop:
             variants=config.variants,
             kv_cache_dtype=config.kv_cache_dtype,
         )
-        # What a layer keeps of a request as a whole is not in the pages of its prefix.
-        keeps_prefixes = config.prefix_cache and not model.has_slots
-        scheduler = Scheduler(PagePool(config.num_pages, keeps_prefixes=keeps_prefixes), config.shapes.limits)
+        # What a layer keeps of a request as a whole is not in the pages of its prefix, but it may be in a snapshot.
+        snapshots = None
+        if config.prefix_cache and model.has_slots:
+            size = bytes_of_slot(model)
+            snapshots = SnapshotCache(config.snapshot_bytes // size, size) if config.snapshot_bytes >= size else None
+        keeps_prefixes = config.prefix_cache and (snapshots is not None or not model.has_slots)
+        pool = PagePool(config.num_pages, keeps_prefixes=keeps_prefixes, snapshots=snapshots)
+        scheduler = Scheduler(pool, config.shapes.limits)
         sections = model.config.rope.sections
         table = SlotTable(
             slots,
@@ -302,8 +318,8 @@ class StepLoop:
         first_rows = batch.queries.first_row
         assert first_rows is not None
         unseen = [tokens for _, sequence in samples if (tokens := _unseen(sequence)) is not None]
-        self.scheduler.mark_submitted(plan)
-        return _PlannedStep(plan, self._runner.copy(batch), first_rows, samples, needed, unseen)
+        copies = self.scheduler.mark_submitted(plan)
+        return _PlannedStep(plan, self._runner.copy(batch), first_rows, samples, needed, unseen, copies)
 
     def _start(self, planned: _PlannedStep) -> None:
         """Gives the device a step; if it has to wait for masks, has the launcher do it."""
@@ -322,7 +338,11 @@ class StepLoop:
         """Gives the device a step: its layers at once, the sampling as soon as the masks are there."""
         for tokens in planned.unseen:
             self._runner.note_seen(*tokens)
+        for slot, snapshot in planned.copies.restored:
+            self._runner.put_slot(slot, snapshot.rows)
         hidden, rows = self._runner.forward(planned.batch)
+        for slot, snapshot in planned.copies.taken:
+            snapshot.rows = self._runner.take_slot(slot)
         scores = [
             score
             for chunk, first_row in zip(planned.plan.prefills, planned.first_rows, strict=False)
@@ -352,6 +372,8 @@ class StepLoop:
             # Other threads compute the next step's masks from the same tokens, and the device waits for these.
             self._in_flight[0].launched.result()
         launched, size = step.launched.result(), len(step.planned.plan.chunks)
+        for _, snapshot in step.planned.copies.taken:
+            snapshot.rows = jax.device_get(snapshot.rows)
         for score in launched.scores:
             score.read()
         if launched.sampled is None:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt16, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, UInt16, UInt32
 
 from detjax import compilation, ops
 from detjax.contract import ACCUMULATOR
@@ -29,6 +29,8 @@ SCORED_ROWS: Final = 64
 """Prompt tokens whose logprobs one program computes."""
 _SEEN_ENTRIES: Final = 1024
 """Tokens of a sequence that one program notes as seen."""
+_SLOT: Final = "slot"
+"""The size of programs that copy one slot."""
 _COUNT: Final = np.uint16
 """The dtype of counts of tokens. They end at its largest number, which the contract knows."""
 
@@ -235,6 +237,16 @@ def note_seen(seen: SeenTokens, slot: int, entries: SeenEntries, *, is_first: bo
     return StepProgram(_note_seen, len(entries.token), args, {}, "tokens of a sample with penalties that gets a slot")
 
 
+def take_slot(state: State, slot: int) -> StepProgram:
+    """Returns the program that copies a slot's rows of the layers whose state lies in slots."""
+    return StepProgram(_take_slot, _SLOT, (state, np.int32(slot)), {}, "snapshots: the rows of a slot")
+
+
+def put_slot(state: State, slot: int, rows: PyTree) -> StepProgram:
+    """Returns the program that gives a slot its rows of the layers whose state lies in slots."""
+    return StepProgram(_put_slot, _SLOT, (state, np.int32(slot), rows), {}, "snapshots: a slot that gets its rows")
+
+
 @dataclasses.dataclass(frozen=True)
 class StepPrograms:
     """Every program that a step loop may need, as shapes and dtypes: another process can make them from a pickle.
@@ -243,6 +255,7 @@ class StepPrograms:
         network: the model without its weights.
         weights: the weights.
         state: what the layers keep.
+        in_slots: for each layer, whether it keeps it in slots.
         slots: what the device knows of the sequences in the slots.
         batches: a batch of each shape.
         variants: the sampling programs that steps may use.
@@ -253,6 +266,7 @@ class StepPrograms:
     network: Network
     weights: Weights
     state: State
+    in_slots: tuple[bool, ...]
     slots: SlotState
     batches: tuple[StepBatch, ...]
     variants: tuple[SamplingVariant, ...]
@@ -272,6 +286,10 @@ class StepPrograms:
         if self.slots.seen is not None:
             (entries,) = seen_entries((), (), self.vocabulary)
             programs.append(note_seen(self.slots.seen, 0, entries, is_first=True))
+        if any(self.in_slots):
+            state = state_in_slots(self.state, self.in_slots)
+            rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+            programs += [take_slot(state, 0), put_slot(state, 0, rows)]
         programs.sort(key=lambda program: not program.is_essential)
         return {program.key: program._replace(args=shapes_of(program.args)) for program in programs}
 
@@ -294,6 +312,11 @@ class StepPrograms:
 
     def _rows(self, count: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((count, *self.hidden.shape), self.hidden.dtype)
+
+
+def state_in_slots(state: State, in_slots: Sequence[bool]) -> State:
+    """Returns the state of the layers that keep it in slots."""
+    return tuple(layer for layer, is_in_slots in zip(state, in_slots, strict=True) if is_in_slots)
 
 
 def shapes_of[T](tree: T) -> T:
@@ -407,6 +430,18 @@ def _note_seen(
         return rows.at[slot].set(row.at[entries.token].set(values, mode="drop", unique_indices=True))
 
     return SeenTokens(written(seen.generated, entries.generated), written(seen.in_prompt, entries.in_prompt))
+
+
+@functools.partial(compilation.jit, static_argnums=0)
+def _take_slot(network: Network, weights: Weights, state: State, slot: Int32[Arrays, ""]) -> PyTree:
+    """Returns a slot's rows of each array."""
+    return jax.tree.map(lambda x: x[slot], state)
+
+
+@functools.partial(compilation.jit, static_argnums=0, donate_argnums=2)
+def _put_slot(network: Network, weights: Weights, state: State, slot: Int32[Arrays, ""], rows: PyTree) -> State:
+    """Returns the state with other rows in a slot."""
+    return jax.tree.map(lambda x, row: x.at[slot].set(row), state, rows)
 
 
 def none_seen(slots: int, vocabulary: int) -> SeenTokens:

@@ -82,7 +82,10 @@ def empty_state(config: DecoderConfig, size: StateSize) -> State:
     return tuple(layer.state(config, index).empty(size) for index in range(config.layers))
 
 
-def has_slots(config: DecoderConfig) -> bool:
-    """Returns whether some layer keeps a state of each request in a slot, and not in pages."""
+def layers_in_slots(config: DecoderConfig) -> tuple[bool, ...]:
+    """Returns for each layer whether it keeps a state of each request in a slot, and not in pages.
+
+    The first axis of every array of such a state is that of slots.
+    """
     layer = family_named("Decoder", config.architecture).layer
-    return any(isinstance(layer.state(config, index), InSlots) for index in range(config.layers))
+    return tuple(isinstance(layer.state(config, index), InSlots) for index in range(config.layers))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Int
 
 from detjax import compilation
 from detjax.kv_pages import Queries
-from detjax.models.cache import KVCache, State, empty_state, has_slots
+from detjax.models.cache import KVCache, State, empty_state, layers_in_slots
 from detjax.models.config import DecoderConfig
 from detjax.models.family import family_named
 from detjax.models.network import Network, Weights, split
@@ -149,7 +149,12 @@ class Decoder(nnx.Module):
     @property
     def has_slots(self) -> bool:
         """Whether some layer keeps a state of each request in a slot, and not in pages."""
-        return has_slots(self.config)
+        return any(self.layers_in_slots)
+
+    @property
+    def layers_in_slots(self) -> tuple[bool, ...]:
+        """For each layer, whether it keeps a state of each request in a slot."""
+        return layers_in_slots(self.config)
 
     def empty_state(
         self, num_pages: int, kv_quantization: KVQuantization | None = None, slots: int | None = None

@@ -37,8 +37,8 @@ def causal_convolution(
 
     Tokens are `[B, T, C]` with T of each request, or packed, `[N, C]`; see `Queries`. The result of a row that belongs
     to no request may be anything. A call's last `request_state.DROPPABLE_TOKENS` tokens can be dropped: the next call
-    then begins at a smaller position. No gradient goes through `inputs` to an earlier call: where a request does not
-    begin at position 0, x's gradients are NaN.
+    then begins at a smaller position. In gradients `inputs` are constants: none goes to an earlier call or from a later
+    one.
 
     Args:
         x: inputs; bfloat16, float16 or float32.
@@ -107,7 +107,6 @@ def _taps_backward(taps: int, saved: tuple[Array, RequestRows], gradient: Array)
         inside = (present > 0) & (offset + ahead < rows.tokens[request])
         part = gradient[jnp.minimum(row + ahead, count - 1), taps - 1 - ahead].astype(jnp.float32)
         total = total + jnp.where(inside[:, None], part, jnp.zeros_like(part))
-    total = jnp.where(((rows.start[request] == 0) | (present == 0))[:, None], total, jnp.nan)
     return total.astype(gradient.dtype), jnp.zeros_like(inputs), None
 
 

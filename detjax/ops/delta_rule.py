@@ -49,8 +49,8 @@ def gated_delta_rule(
     belongs to no request may be anything. A call's last `request_state.DROPPABLE_TOKENS` tokens can be dropped: the
     next call then begins at a smaller position.
 
-    Gradients are those of whole requests. Where a request does not begin at position 0 they are NaN, because no
-    gradient goes through the state to an earlier call.
+    In gradients the state is a constant: where a request does not begin at position 0, they are those of its tokens in
+    this call, given the earlier ones. None goes through the state to an earlier call or from a later one.
 
     Args:
         q: queries, normalized; bfloat16, float16 or float32.
@@ -117,7 +117,7 @@ def _forward(
 
 def _backward(saved: tuple[Any, ...], gradients: tuple[Array, Any]) -> tuple[Any, ...]:
     *tokens, state, rows = saved
-    gradients_of_tokens = one_by_one(_GATED_DELTA_RULE.kernels().backward, (*tokens, rows, gradients[0]))
+    gradients_of_tokens = one_by_one(_GATED_DELTA_RULE.kernels().backward, (*tokens, state, rows, gradients[0]))
     return *gradients_of_tokens, jax.tree.map(_no_gradient, state), None
 
 

@@ -115,12 +115,9 @@ def forward(
 
 
 def backward(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, rows: RequestRows, do: Array
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: DeltaState, rows: RequestRows, do: Array
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """Returns the gradients of q, k, v, g and beta for whole requests; zeros for rows that are no tokens.
-
-    A request that does not begin at position 0 has NaN for its gradients: its state's gradient, which would have to
-    go to an earlier call, is not computed.
+    """Returns the gradients of q, k, v, g and beta; zeros for rows that are no tokens. The state is a constant.
 
     Args:
         q: see `forward`, as for the rest.
@@ -128,29 +125,42 @@ def backward(
         v: see there.
         g: see there.
         beta: see there.
+        state: the state of all slots before the call.
         rows: where the tokens stand.
         do: the gradient of the outputs, `[N, H, V]`.
     """
     dtype, size = v.dtype, DELTA_CHUNK
     tokens = _Tokens(q, k, v, g, beta)
-    most = ceil_div(v.shape[0], size)
+    most = ceil_div(v.shape[0], size) + 1  # a request that begins inside a chunk may end inside another
     margins = jax.tree.map(lambda x: _with_margins(x, size), (tokens, do))
-    count, (padded, do), rows = lax.optimization_barrier((jnp.int32(rows.first.shape[0]), margins, rows))
+    operands = jnp.int32(rows.first.shape[0]), margins, state, rows
+    count, (padded, do), state, rows = lax.optimization_barrier(operands)
     shape = v.shape[1], q.shape[2], v.shape[2]
 
     def run_request(b: Array, gradients: _Tokens) -> _Tokens:
-        first, length, start = rows.first[b], rows.tokens[b], rows.start[b]
-        chunks = (length + size - 1) // size
+        # Chunks are counted from the one that the request's first token lies in, `offset` places behind its start.
+        first, length, offset = rows.first[b], rows.tokens[b], rows.start[b] % size
+        chunks = jnp.where(length > 0, (offset + length + size - 1) // size, 0)
+        s_first, rows_first = _constants(jax.tree.map(lambda x: x[rows.slot[b]], state), rows.start[b], dtype)
+
+        def places(chunk: Array) -> Array:
+            return chunk * size + jnp.arange(size, dtype=jnp.int32) - offset
+
+        def row_of(chunk: Array) -> Array:
+            return first + chunk * size + size - offset
 
         def chunk_at(chunk: Array, x: Array) -> Array:
-            present = chunk * size + jnp.arange(size, dtype=jnp.int32) < length
-            rows = lax.dynamic_slice_in_dim(x, first + chunk * size + size, size)
-            return _wide(_chosen(present, rows, 0))
+            present = (places(chunk) >= 0) & (places(chunk) < length)
+            return _wide(_chosen(present, lax.dynamic_slice_in_dim(x, row_of(chunk), size), 0))
+
+        def run_chunk(chunk: Array, s: Array, new: _Tokens) -> tuple[Array, Array]:
+            earlier = jax.tree.map(lambda x: jnp.where(chunk == 0, x, 0.0), rows_first)
+            return _chunk(s, earlier, new, places(chunk) >= 0, dtype)
 
         def keep_state(chunk: Array, starts: Array) -> Array:
             operands = starts[chunk], jax.tree.map(lambda x: chunk_at(chunk, x), padded)
             s, new = lax.optimization_barrier(operands)
-            return starts.at[chunk + 1].set(lax.optimization_barrier(_chunk(s, new, dtype)[1]))
+            return starts.at[chunk + 1].set(lax.optimization_barrier(run_chunk(chunk, s, new)[1]))
 
         def add_chunk(turn: Array, carry: tuple[Array, _Tokens]) -> tuple[Array, _Tokens]:
             ds, gradients = carry
@@ -159,13 +169,12 @@ def backward(
             operands = lax.optimization_barrier((starts[chunk], new, chunk_at(chunk, do), ds))
             s, new, do_chunk, ds = operands
             ds, dnew = lax.optimization_barrier(
-                jax.vjp(lambda s, new: _chunk(s, new, dtype), s, new)[1]((do_chunk, ds))
+                jax.vjp(lambda s, new: run_chunk(chunk, s, new), s, new)[1]((do_chunk, ds))
             )
-            present = chunk * size + jnp.arange(size, dtype=jnp.int32) < length
-            row = first + chunk * size + size
+            present = (places(chunk) >= 0) & (places(chunk) < length)
+            row = row_of(chunk)
 
             def written(total: Array, part: Array) -> Array:
-                part = jnp.where(start == 0, part, jnp.nan)
                 before = lax.dynamic_slice_in_dim(total, row, size)
                 return lax.dynamic_update_slice_in_dim(
                     total, _chosen(present, rounded(part, total.dtype), before), row, 0
@@ -173,7 +182,7 @@ def backward(
 
             return ds, jax.tree.map(written, gradients, _Tokens(*dnew))
 
-        starts = jnp.zeros((most + 1, *shape), ACCUMULATOR)
+        starts = jnp.zeros((most + 1, *shape), ACCUMULATOR).at[0].set(s_first)
         starts = lax.fori_loop(0, chunks, keep_state, starts)
         return lax.fori_loop(0, chunks, add_chunk, (jnp.zeros(shape, ACCUMULATOR), gradients))[1]
 
@@ -183,15 +192,27 @@ def backward(
     return dq, dk, dv, dg, dbeta
 
 
-def _chunk(s: Array, new: _Tokens, dtype: DTypeLike) -> tuple[Array, Array]:
-    """The outputs of a whole chunk, and the state after it; absent tokens are zeros, which change no state."""
-    h, width = new.k.shape[1:]
-    heads, value_width = new.v.shape[1:]
-    nothing = _Rows(
-        *(jnp.zeros((DELTA_CHUNK, *shape), ACCUMULATOR) for shape in ((h, width), (heads, value_width), (heads,)))
-    )
-    o, kept = _tile(s, nothing, new, 0, jnp.ones(DELTA_CHUNK, bool), DELTA_CHUNK, dtype)
+def _chunk(s: Array, earlier: _Rows, new: _Tokens, present: Array, dtype: DTypeLike) -> tuple[Array, Array]:
+    """The outputs of a whole chunk, and the state after it.
+
+    Args:
+        s: the state before the chunk.
+        earlier: the rows of the tokens that an earlier call has computed.
+        new: the other tokens. Those behind the request's last one are zeros, which change no state.
+        present: for each token whether it is one of these.
+        dtype: what numbers are rounded to.
+    """
+    o, kept = _tile(s, earlier, new, 0, present, DELTA_CHUNK, dtype)
     return o, _next_state(s, kept, dtype)
+
+
+def _constants(at_slot: DeltaState, start: Array, dtype: DTypeLike) -> tuple[Array, _Rows]:
+    """What a request has of earlier calls: the state before the chunk that position `start` lies in, and its rows."""
+    chunk, begins = start // DELTA_CHUNK, start == 0
+    s = jnp.where(begins, 0.0, at_slot.s)
+    progress = _Progress(s, jnp.where(begins, 0, at_slot.chunk), at_slot, s)
+    s = lax.cond(progress.chunk < chunk, lambda: _folded(progress, dtype), lambda: s)
+    return lax.stop_gradient((s, _rows_of_chunk(at_slot, chunk, start)))
 
 
 def _tile(

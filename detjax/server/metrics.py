@@ -55,6 +55,10 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("detjax_pages", "Pages of the KV cache.", stats.num_pages)
         yield GaugeMetricFamily("detjax_pages_in_use", "Pages that requests in flight refer to.", stats.pages_in_use)
         yield CounterMetricFamily("detjax_preemptions", "Samples that lost their pages to others.", stats.preemptions)
+        yield GaugeMetricFamily("detjax_snapshot_bytes", "Bytes of snapshots of slots.", stats.snapshot_bytes)
+        yield CounterMetricFamily(
+            "detjax_snapshot_hits", "Samples that went on from a snapshot of a slot.", stats.snapshot_hits
+        )
 
 
 class RequestMetrics:

@@ -35,6 +35,7 @@ from detjax.engine.launcher import ImmediateLauncher, Launcher
 from detjax.engine.page_pool import PagePool, prefix_root
 from detjax.engine.scheduler import Scheduler, pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples
+from detjax.engine.snapshots import SnapshotCache
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import SampledTokens, SamplingVariant, StepPrograms
 
@@ -138,6 +139,8 @@ class RememberingRunner:
         self.cache: dict[tuple[int, int], int] = {}
         self.last = np.full(slots, -1)
         self.seen: list[tuple[tuple[int, ...], list[int]]] = [((), [])] * slots
+        self.held: list[tuple[int, int]] = [(-1, 0)] * slots
+        """For models with state in slots: how many tokens a slot has seen, and what it holds of them."""
 
     def copy(self, batch: StepBatch) -> StepBatch:
         return batch
@@ -158,6 +161,10 @@ class RememberingRunner:
         for row in present:  # the tokens of a sequence come in order
             position = int(queries.rows.position[row])
             before = self.cache[place(row, position - 1)] if position else 0
+            if queries.slots is not None:
+                slot = queries.slots[queries.rows.request[row]]
+                assert not position or self.held[slot] == (position, before)
+                self.held[slot] = position + 1, content(before, tokens[row])
             self.cache[places[row]] = content(before, tokens[row])
         return [self.cache[places[row]] if row in places else 0 for row in batch.last_row.tolist()], None
 
@@ -189,6 +196,12 @@ class RememberingRunner:
 
     def note_seen(self, slot: int, prompt: Seq[int], generated: Seq[int]) -> None:
         self.seen[slot] = tuple(prompt), [*generated]
+
+    def take_slot(self, slot: int) -> tuple[int, int]:
+        return self.held[slot]
+
+    def put_slot(self, slot: int, rows: tuple[int, int]) -> None:
+        self.held[slot] = rows
 
     def score(self, rows: None, first: int, tokens: np.ndarray) -> SampledTokens:
         raise AssertionError("no request asks for prompt logprobs")
@@ -231,12 +244,17 @@ def shapes_for(slots: int, tokens: int, chunk: int | None = None, mixes: bool = 
 class Schedule:
     """Requests come and are cancelled, and steps are made, in any order."""
 
-    def __init__(self, shapes: BatchShapes, num_pages: int, keeps_prefixes: bool, launches_late: bool) -> None:
-        slots = shapes.limits.slots
-        self.pool = PagePool(num_pages, keeps_prefixes=keeps_prefixes)
+    def __init__(
+        self, shapes: BatchShapes, num_pages: int, keeps_prefixes: bool, launches_late: bool, snapshots: int | None
+    ) -> None:
+        slots, keeps_slots = shapes.limits.slots, snapshots is not None
+        cache = SnapshotCache(snapshots) if snapshots else None
+        keeps_prefixes = keeps_prefixes and (cache is not None or not keeps_slots)
+        self.pool = PagePool(num_pages, keeps_prefixes=keeps_prefixes, snapshots=cache)
         self.scheduler = Scheduler(self.pool, shapes.limits)
         launcher = LateLauncher() if launches_late else ImmediateLauncher()
-        self.loop = StepLoop(self.scheduler, shapes, SlotTable(slots, num_pages), RememberingRunner(slots), launcher)
+        table = SlotTable(slots, num_pages, named_in_queries=keeps_slots)
+        self.loop = StepLoop(self.scheduler, shapes, table, RememberingRunner(slots), launcher)
         start: Any = list
         self.constraint = CompiledConstraint(RememberingCompiler(), start)
         self.sequences: list[Sequence] = []
@@ -284,6 +302,10 @@ class Schedule:
         if self.loop.is_idle:
             self.pool.forget_prefixes()
 
+    def drop(self, index: int) -> None:
+        if snapshots := self.pool.snapshots:
+            snapshots.drop([*snapshots._kept][index % len(snapshots)])
+
     def check_pages(self) -> None:
         """Every page is accounted for."""
         references = Counter(page for sequence in self.scheduler.running for page in sequence.page_ids)
@@ -311,9 +333,10 @@ def play(draw: random.Random, actions: int) -> None:
     """Plays a random schedule of so many actions."""
     chunk = draw.choice([None, None, 1, 3, 8])
     shapes = shapes_for(draw.randint(1, 4), draw.randint(1, 24), chunk, draw.random() < 0.5)
-    schedule = Schedule(shapes, draw.randint(6, 14), draw.random() < 0.5, draw.random() < 0.5)
+    snapshots = draw.choice([None, None, 0, 1, 3, 20])
+    schedule = Schedule(shapes, draw.randint(6, 14), draw.random() < 0.5, draw.random() < 0.5, snapshots)
     for _ in range(actions):
-        match draw.choice(["submit", "submit", "step", "step", "cancel", "forget"]):
+        match draw.choice(["submit", "submit", "step", "step", "cancel", "forget", "drop"]):
             case "submit":
                 first_pages = draw.choices([0, 1], k=draw.randint(0, 4))
                 lengths, n = (draw.randint(1, 6), draw.randint(1, 8)), draw.choice([1, 1, 1, 3])
@@ -324,6 +347,8 @@ def play(draw: random.Random, actions: int) -> None:
                 schedule.cancel(draw.randint(0, 100))
             case "forget":
                 schedule.forget()
+            case "drop":
+                schedule.drop(draw.randint(0, 100))
         schedule.check_pages()
     schedule.end()
 
@@ -339,6 +364,7 @@ class Schedules(RuleBasedStateMachine):
         num_pages=st.integers(6, 14),
         keeps_prefixes=st.booleans(),
         launches_late=st.booleans(),
+        snapshots=st.sampled_from([None, None, 0, 1, 3, 20]),
     )
     def begin(
         self,
@@ -349,8 +375,10 @@ class Schedules(RuleBasedStateMachine):
         num_pages: int,
         keeps_prefixes: bool,
         launches_late: bool,
+        snapshots: int | None,
     ):
-        self.schedule = Schedule(shapes_for(slots, tokens, chunk, mixes), num_pages, keeps_prefixes, launches_late)
+        shapes = shapes_for(slots, tokens, chunk, mixes)
+        self.schedule = Schedule(shapes, num_pages, keeps_prefixes, launches_late, snapshots)
 
     @rule(
         first_pages=st.lists(st.sampled_from([0, 1]), max_size=4),
@@ -373,6 +401,10 @@ class Schedules(RuleBasedStateMachine):
     @rule()
     def forget(self) -> None:
         self.schedule.forget()
+
+    @rule(index=st.integers(0, 100))
+    def drop(self, index: int) -> None:
+        self.schedule.drop(index)
 
     @invariant()
     def pages_are_accounted_for(self) -> None:

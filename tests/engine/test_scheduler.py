@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from detjax.engine.batch import BatchShape, BatchShapes, SlotTable
 from detjax.engine.page_pool import PagePool, digests, prefix_root
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler
 from detjax.engine.sequence import RequestContext, Sequence, samples
+from detjax.engine.snapshots import MOST_PER_STEP, SlotCopies, SnapshotCache
 from detjax.engine.step_loop import StepLoop
 from tests.engine import schedules
 from tests.engine.schedules import END, PAGE, RememberingRunner, expected_tokens
@@ -57,9 +59,9 @@ def run(loop: StepLoop) -> list[ScheduledStep]:
     """Returns all steps until the loop is idle."""
     steps, mark_submitted = [], loop.scheduler.mark_submitted
 
-    def note(step: ScheduledStep) -> None:
+    def note(step: ScheduledStep) -> SlotCopies:
         steps.append(step)
-        mark_submitted(step)
+        return mark_submitted(step)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.scheduler, "mark_submitted", note)
@@ -308,3 +310,86 @@ def test_chosen_chunks_have_two_shapes_that_share_their_sampling_program(slots: 
 def test_a_pool_of_no_pages_is_refused() -> None:
     with pytest.raises(ValueError, match="PagePool: num_pages is 0; accepted: at least 1"):
         PagePool(0)
+
+
+# --- snapshots of models with state in slots --------------------------------------------------------------------------
+
+
+def loop_with_snapshots(slots: int = 1, tokens: int = 64, num_pages: int = 40, capacity: int = 10) -> StepLoop:
+    shapes = BatchShapes.for_serving(slots, tokens)
+    scheduler = Scheduler(PagePool(num_pages, snapshots=SnapshotCache(capacity)), shapes.limits)
+    table = SlotTable(slots, num_pages, named_in_queries=True)
+    return StepLoop(scheduler, shapes, table, RememberingRunner(slots))
+
+
+def computed_by(loop: StepLoop, prompt: tuple[int, ...], **params: int) -> list[tuple[int, int]]:
+    """Returns the first token and the number of tokens of each chunk that a request needs."""
+    one = sequence(prompt, max_tokens=1, **params)
+    loop.submit(one)
+    steps = run(loop)
+    assert one.generated == expected_tokens(one)
+    return [(chunk.start, chunk.count) for chunk in chunks(steps)]
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_prompt_goes_on_from_the_snapshot_at_the_end_of_an_earlier_one() -> None:
+    loop, turn = loop_with_snapshots(), tuple(range(3 * PAGE + 2))
+    assert computed_by(loop, turn) == [(0, 3 * PAGE), (3 * PAGE, 2)]
+    assert computed_by(loop, turn) == [(3 * PAGE, 2)]
+    assert computed_by(loop, (*turn, *range(2 * PAGE))) == [(3 * PAGE, 2 * PAGE), (5 * PAGE, 2)]
+    snapshots = loop.scheduler.pool.snapshots
+    assert snapshots is not None
+    assert (len(snapshots), snapshots.hits) == (2, 2)
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_snapshot_is_taken_where_a_prompt_leaves_the_pages_of_another() -> None:
+    loop, beginning = loop_with_snapshots(), tuple(range(3 * PAGE))
+    first, second, third = ((*beginning, *[token] * (2 * PAGE)) for token in (40, 41, 42))
+    assert computed_by(loop, first) == [(0, 5 * PAGE)]
+    assert computed_by(loop, second) == [(0, 3 * PAGE), (3 * PAGE, 2 * PAGE)]
+    assert computed_by(loop, third) == [(3 * PAGE, 2 * PAGE)]
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_the_snapshot_unused_the_longest_is_dropped_first() -> None:
+    loop = loop_with_snapshots(capacity=2)
+    one, two, three = ((token, *range(PAGE)) for token in (1, 2, 3))
+    whole, rest = [(0, PAGE), (PAGE, 1)], [(PAGE, 1)]
+    given = [computed_by(loop, prompt) for prompt in (one, two, one, three, one, two)]
+    assert given == [whole, whole, rest, whole, rest, whole]
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_without_pages_or_after_a_change_of_weights_a_snapshot_serves_nobody() -> None:
+    loop, prompt = loop_with_snapshots(num_pages=6), tuple(range(3 * PAGE + 1))
+    whole = [(0, 3 * PAGE), (3 * PAGE, 1)]
+    assert computed_by(loop, prompt) == whole
+    computed_by(loop, tuple(range(30, 30 + 6 * PAGE)))
+    # The snapshot is still there, and no other one is taken. With the pages it serves again.
+    assert computed_by(loop, prompt) == [(0, 3 * PAGE + 1)]
+    assert computed_by(loop, prompt) == [(3 * PAGE, 1)]
+    loop.scheduler.pool.forget_prefixes()
+    assert computed_by(loop, prompt) == whole
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_step_takes_and_restores_few_snapshots() -> None:
+    loop = loop_with_snapshots(slots=8, tokens=100)
+    snapshots = loop.scheduler.pool.snapshots
+    assert snapshots is not None
+    prompts = [(token, *range(PAGE)) for token in range(8)]
+    for count in (MOST_PER_STEP, 2 * MOST_PER_STEP):
+        together = [sequence(prompt, max_tokens=1) for prompt in prompts]
+        for one in together:
+            loop.submit(one)
+        steps = run(loop)
+        assert [one.generated for one in together] == [expected_tokens(one) for one in together]
+        assert len(snapshots) == count
+        starts = [Counter(chunk.start for chunk in step.chunks if chunk.sequence.cached_tokens) for step in steps]
+        assert all(count[PAGE] <= MOST_PER_STEP for count in starts)
+
+
+def test_a_cache_of_no_snapshots_is_refused() -> None:
+    with pytest.raises(ValueError, match="SnapshotCache: capacity is 0; accepted: at least 1"):
+        SnapshotCache(0)

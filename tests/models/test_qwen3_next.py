@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 import detjax
-from detjax.engine import Engine, Request, SamplingParams
+from detjax.engine import Engine, EngineConfig, Request, SamplingParams
+from detjax.engine.model_runner import bytes_of_slot
 from detjax.models import CheckpointError, Decoder, DecoderConfig, KVCache, load, save
 from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.gated_experts import GatedExpertsOptions
@@ -182,9 +183,21 @@ def test_an_engine_gives_a_request_the_same_answer_in_a_crowd(num_pages: int | N
     with Engine(model, None, num_pages=num_pages, **settings) as engine:
         together = [generation.completions[0] for generation in engine.generate(requests)]
         alone = [engine.generate([request])[0].completions[0] for request in requests]
+        stats = engine.stats()
     assert together == alone
+    if num_pages is None:
+        assert (stats.snapshots > 0, stats.snapshot_hits > 0) == (True, True)
+        assert stats.snapshot_bytes == stats.snapshots * bytes_of_slot(model)
     offline = detjax.generate(model, prompts, params)
     assert [generation.completions[0] for generation in offline] == together
+
+
+def test_memory_for_less_than_one_snapshot_is_refused(model: Decoder) -> None:
+    size = bytes_of_slot(model)
+    with pytest.raises(ValueError, match=f"snapshot_bytes is {size - 1}; accepted: at least {size}, for one snapshot"):
+        EngineConfig(snapshot_bytes=size - 1).resolved(model)
+    for options in ({"snapshot_bytes": size}, {"snapshot_bytes": 0}, {"snapshot_bytes": 1, "prefix_cache": False}):
+        EngineConfig(max_length=256, **options).resolved(model)
 
 
 @pytest.mark.sampled(1)

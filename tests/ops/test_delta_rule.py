@@ -1,5 +1,6 @@
 """The gated delta rule: numbers against float64, and bits that no cut, batch, layout or neighbour changes."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -285,15 +286,40 @@ def test_gradients_depend_on_neither_padding_nor_packing_nor_neighbours() -> Non
         assert_same_bits([np.asarray(x[first : first + count]) for x in given], expected)
 
 
-def test_gradients_of_a_part_of_a_request_are_nan() -> None:
-    request = cases.tokens(40)
-    _, state = cases.call(request, cases.empty_state(1), 0, 20)
-    rest = [jnp.asarray(x)[None] for x in request.cut(20, 40)]
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("dtype", "start"), [("bfloat16", 20), ("bfloat16", 128), ("float32", 63), ("float32", 64), ("bfloat16", 133)]
+)
+def test_gradients_of_a_part_of_a_request_are_those_of_the_whole(dtype: str, start: int) -> None:
+    """The loss sees later tokens alone, so earlier ones are a constant to them. The slot held another request."""
+    request = cases.tokens(150, dtype=dtype)
+    do = output_gradient(request)
+    do[:start] = 0
+    whole = [x[start:] for x in gradients(request, do)]
+    for x, exact in zip(whole, exact_gradients(request, do), strict=True):
+        assert error(x, exact[start:]) < {"float32": 2e-6, "bfloat16": 1e-2}[dtype]
 
-    def loss(*x: jax.Array) -> jax.Array:
-        return ops.gated_delta_rule(*x, state, cases.queries([20], [20]))[0].astype(jnp.float32).sum()
+    state = jax.tree.map(lambda x: x[None].repeat(3, 0)[:, 0], cases.empty_state(1, dtype))
+    for tokens, end in ((cases.tokens(150, 1, dtype), 150), (request, start)):
+        some = [jnp.asarray(x)[None] for x in tokens.cut(0, end)]
+        _, state = ops.gated_delta_rule(*some, state, cases.queries([0], [end], [2]))
+    # One more request, which begins, stands before it.
+    other = cases.tokens(9, 2, dtype)
+    parts = [other, request.cut(start, 150)]
+    arrays, firsts = cases.packed(parts, decodes=0, rows=168)
+    do_rows, _ = cases.packed([cases.Tokens(*[x] * 5) for x in (other.v, do[start:])], decodes=0, rows=168)
+    counts, starts = [9, 150 - start], [0, start]
+    queries = ops.Queries.packed(
+        np.zeros((2, 1), np.int32), np.array(starts, np.int32), np.array(counts, np.int32), decodes=0, rows=168
+    )
+    queries = dataclasses.replace(queries, slots=np.array([1, 2], np.int32))
 
-    assert all(np.isnan(np.asarray(x, np.float32)).all() for x in jax.grad(loss, argnums=range(5))(*rest))
+    def outputs(*x: jax.Array) -> jax.Array:
+        return ops.gated_delta_rule(*x, state, queries)[0]
+
+    given: Any = jax.vjp(outputs, *map(jnp.asarray, arrays))[1](jnp.asarray(do_rows[0]))
+    assert_same_bits([np.asarray(x[firsts[1] : firsts[1] + 150 - start]) for x in given], whole)
+    assert_same_bits([np.asarray(x[:9]) for x in given], gradients(other, other.v))
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:

@@ -167,6 +167,26 @@ def test_the_convolution_and_its_gradients_are_those_of_float64(dtype: str, back
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_a_part_of_a_request_are_those_of_the_whole(dtype: str) -> None:
+    """The loss sees the later tokens alone, so the earlier ones are a constant to them."""
+    (x, weight), start = inputs(60, dtype), 32
+    dy = np.random.default_rng(2).standard_normal(x.shape).astype(x.dtype)
+    dy[:start] = 0
+
+    def gradients(kept: jax.Array, first: int) -> list[np.ndarray]:
+        def fn(x: jax.Array, weight: jax.Array) -> jax.Array:
+            return ops.causal_convolution(x[None], weight, kept, queries([first], [len(x)]))[0][0]
+
+        return [
+            np.asarray(d) for d in jax.vjp(fn, jnp.asarray(x[first:]), jnp.asarray(weight))[1](jnp.asarray(dy[first:]))
+        ]
+
+    nothing = ops.empty_inputs(1, TAPS, CHANNELS, x.dtype)
+    dx, dweight = gradients(nothing, 0)
+    assert_same_bits(gradients(_call(x, weight, nothing, 0, start)[1], start), [dx[start:], dweight])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_calls_of_any_length_give_the_bits_of_one(dtype: str) -> None:
     x, weight = inputs(60, dtype)
     whole = in_calls(x, weight, [60])

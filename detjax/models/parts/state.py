@@ -95,7 +95,8 @@ class PagedLatents:
 class InSlots:
     """Declarations of state that every request has in a slot, as `Queries.slots` says, and that is not in pages.
 
-    What it holds is that of the request's last tokens, so a request cannot go on from a page of another one.
+    What it holds is that of the request's last tokens, so a request cannot go on from a page of another one, but it can
+    from a copy of what a slot held at the page's end. Slots are the first axis of every array.
     """
 
 

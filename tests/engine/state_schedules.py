@@ -1,0 +1,253 @@
+"""Random schedules on small models, for each kind of state that layers keep: no bit of a request depends on them.
+
+To search for more: python -m tests.engine.state_schedules KIND [FIRST] END, a range of seeds.
+"""
+
+import dataclasses
+import functools
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from flax import nnx
+
+from detjax import SamplingParams
+from detjax.engine.batch import BatchShapes, SlotTable
+from detjax.engine.model_runner import ModelRunner
+from detjax.engine.page_pool import PagePool, prefix_root
+from detjax.engine.scheduler import Scheduler, pages_needed
+from detjax.engine.sequence import RequestContext, Sequence, samples
+from detjax.engine.snapshots import SnapshotCache
+from detjax.engine.step_loop import StepLoop
+from detjax.engine.step_programs import SamplingVariant
+from detjax.models import Decoder, load
+from detjax.options import KVQuantization
+from tests.support.bits import assert_same_bits
+
+FIXTURES: Final = Path(__file__).parents[1] / "fixtures"
+_PAGES: Final = 12
+"""Pages of the device's cache. Schedules let the scheduler have some of them, so that programs serve them all."""
+_REQUESTS: Final = 24
+BLOCK: Final = 8
+"""Consecutive seeds whose schedules have the same shapes."""
+_VARIANTS: Final = (SamplingVariant(filtered=True, top_logprobs=2, adjusted=True, distribution=True),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of state: a small model whose layers keep it, and the quantization of keys and values."""
+
+    checkpoint: str
+    quantization: KVQuantization | None = None
+    layers: tuple[int, ...] | None = None
+
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "slots": Kind("qwen3-next", layers=(1, 2)),
+    "windows": Kind("gemma3"),
+    "latents": Kind("deepseek-v3"),
+    "pages": Kind("qwen3"),
+    "sinks": Kind("gpt-oss"),
+    "int8": Kind("qwen3", "int8"),
+    "fp8_e4m3": Kind("qwen3", "fp8_e4m3"),
+}
+
+SHAPES: Final = (
+    BatchShapes.for_serving(4, 48),
+    BatchShapes.for_chunks(3, 100),
+    BatchShapes.for_serving(2, 150),
+    BatchShapes.for_chunks(3, 29, mixes=True),
+    BatchShapes.for_chunks(4, 1),
+)
+
+
+def model_of(kind: Kind) -> Decoder:
+    """Returns the kind's model, of whose layers only those are kept that it names: each takes long to compile."""
+    model = load(FIXTURES / kind.checkpoint, dtype="bfloat16", progress=False)[0]
+    if kind.layers is None:
+        return model
+    model.layers, config = nnx.List([model.layers[index] for index in kind.layers]), model.config
+
+    def kept[T](options: T) -> T:
+        return dataclasses.replace(options, layers=tuple(options.layers[index] for index in kind.layers))
+
+    model.config = dataclasses.replace(
+        config,
+        layers=len(kind.layers),
+        windows=tuple(config.windows[index] for index in kind.layers),
+        delta=kept(config.delta),
+        experts=kept(config.experts),
+    )
+    return model
+
+
+class Cases:
+    """The requests of a kind of state, and their answers where each is alone."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind, self.model = kind, model_of(kind)
+        self.longest = min(self.model.config.max_positions, 400)
+        self.pages_per_sequence = -(-(self.longest - 1) // 128)
+        self.requests = [self._request(index) for index in range(_REQUESTS)]
+        self._answers: dict[int, list[Sequence]] = {}
+
+    def _request(self, index: int) -> tuple[tuple[int, ...], SamplingParams]:
+        draw = random.Random(index)
+        beginning = random.Random(index % 2).choices(range(100), k=300)
+        shared = draw.choice([0, 0, 20, 128, 128, 140, 256, 290])
+        rest = draw.choice([1, 2, 3, 30, 64, 100, 127])
+        max_tokens = draw.choice([1, 2, 5, 8, 16])
+        prompt = (*beginning[:shared], *draw.choices(range(100), k=rest))[: self.longest - max_tokens]
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            seed=index,
+            temperature=draw.choice([0.0, 0.8, 1.3]),
+            top_k=draw.choice([0, 0, 20]),
+            top_logprobs=draw.choice([0, 2]),
+            n=draw.choice([1, 1, 1, 3]),
+            frequency_penalty=draw.choice([0.0, 0.0, 0.5]),
+            sampling_logprobs=draw.random() < 0.3,
+            prompt_logprobs=draw.random() < 0.15,
+            ignore_eos=True,
+        )
+        return prompt, params
+
+    def answers(self, index: int) -> list[Sequence]:
+        """Returns the samples of a request that is alone, each computed by itself, its prompt in one piece."""
+        if index not in self._answers:
+            self._answers[index] = samples(*self.requests[index], RequestContext())
+            for sample in self._answers[index]:
+                loop = self.loop(BatchShapes.for_chunks(1, self.longest), _PAGES, snapshots=None)
+                loop.submit(sample)
+                while not loop.is_idle:
+                    loop.step()
+        return self._answers[index]
+
+    def loop(self, shapes: BatchShapes, num_pages: int, *, snapshots: int | None) -> StepLoop:
+        """Returns a step loop with an empty cache, of whose pages the scheduler has some.
+
+        Args:
+            shapes: the shapes of its batches.
+            num_pages: pages that the scheduler has.
+            snapshots: how many there may be, of models that need them for a prefix cache; None: there is no such cache.
+        """
+        slots, has_slots = shapes.limits.slots, self.model.has_slots
+        cache = SnapshotCache(snapshots) if snapshots is not None and has_slots else None
+        pool = PagePool(num_pages, keeps_prefixes=snapshots is not None, snapshots=cache)
+        scheduler = Scheduler(pool, shapes.limits)
+        table = SlotTable(slots, self.pages_per_sequence, named_in_queries=has_slots)
+        runner = ModelRunner(
+            self.model, num_pages=_PAGES, slots=slots, variants=_VARIANTS, kv_cache_dtype=self.kind.quantization
+        )
+        return StepLoop(scheduler, shapes, table, runner)
+
+
+@functools.cache
+def cases_of(kind: Kind) -> Cases:
+    return Cases(kind)
+
+
+def bits(sequence: Sequence, count: int | None = None) -> list[Any]:
+    """Everything that was computed for a sample, up to so many tokens, as arrays."""
+    output = sequence.output
+    lists = sequence.generated, output.logprobs, output.sampling_logprobs, output.top_logprobs
+    arrays = [np.asarray(values[:count], np.float64) for values in lists]
+    return arrays if count is not None else [*arrays, np.float64([x for x, _ in output.prompt_logprobs])]
+
+
+@dataclasses.dataclass
+class Findings:
+    """What schedules went through, so that a test can tell whether they went through everything."""
+
+    schedules: int = 0
+    answers: int = 0
+    cancelled: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    snapshot_hits: int = 0
+
+
+class Schedule:
+    """Requests come and are cancelled, prefixes and snapshots are forgotten, and steps are made, in any order."""
+
+    def __init__(self, kind: Kind, draw: random.Random, shapes: BatchShapes) -> None:
+        self.cases, self.draw = cases_of(kind), draw
+        num_pages = draw.randint(self.cases.pages_per_sequence, _PAGES)
+        self.loop = self.cases.loop(shapes, num_pages, snapshots=draw.choice([None, 1, 2, 5, 20]))
+        self.expected: dict[Sequence, Sequence] = {}
+
+    def submit(self) -> None:
+        index, client = self.draw.randrange(_REQUESTS), self.draw.choice([None, None, "a", "b"])
+        context = RequestContext(prefix_root=prefix_root(self.draw.choice([None, None, None, client])), client=client)
+        for sample, alone in zip(samples(*self.cases.requests[index], context), self.cases.answers(index), strict=True):
+            assert pages_needed(sample) <= self.loop.scheduler.pool.num_pages
+            self.loop.submit(sample)
+            self.expected[sample] = alone
+
+    def act(self) -> None:
+        match self.draw.choice(["submit", "submit", "step", "step", "cancel", "forget", "drop"]):
+            case "submit":
+                self.submit()
+            case "step":
+                for _ in range(self.draw.randint(1, 12)):
+                    self.loop.step()
+            case "cancel" if self.expected:
+                self.loop.scheduler.cancel(self.draw.choice([*self.expected]))
+            case "forget" if self.draw.random() < 0.3:
+                self.loop.scheduler.pool.forget_prefixes()
+            case "drop" if snapshots := self.loop.scheduler.pool.snapshots:
+                snapshots.drop(self.draw.choice([*snapshots._kept]))
+
+    def end(self, findings: Findings) -> None:
+        """Every answer has the bits that it has alone, and nothing stays in use."""
+        while not self.loop.is_idle:
+            self.loop.step()
+        assert self.loop.scheduler.pool.in_use == 0
+        for sample, alone in self.expected.items():
+            is_cancelled = sample.finish_reason == "cancelled"
+            count = len(sample.generated) if is_cancelled else None
+            assert_same_bits(bits(sample, count), bits(alone, count))
+            findings.cancelled += is_cancelled
+            findings.answers += not is_cancelled
+            findings.cached_tokens += sample.cached_tokens
+        findings.preemptions += self.loop.scheduler.preemptions
+        snapshots = self.loop.scheduler.pool.snapshots
+        findings.snapshot_hits += 0 if snapshots is None else snapshots.hits
+        findings.schedules += 1
+
+
+def play(kind: Kind, seed: int, shapes: BatchShapes, findings: Findings, actions: int = 12) -> None:
+    """Plays the schedule of a seed.
+
+    Raises:
+        AssertionError: a bit differs; its note says in which schedule.
+    """
+    try:
+        schedule = Schedule(kind, random.Random(seed), shapes)
+        for _ in range(actions):
+            schedule.act()
+        schedule.end(findings)
+    except Exception as failure:
+        failure.add_note(f"in the schedule of {actions} actions with seed {seed}")
+        raise
+
+
+def search(name: str, seeds: range, findings: Findings) -> None:
+    """Plays the schedules of seeds. Those of a block have the same shapes, so that few programs serve them."""
+    for seed in seeds:
+        play(KINDS[name], seed, SHAPES[seed // BLOCK % len(SHAPES)], findings)
+
+
+def main(name: str, *bounds: str) -> None:
+    """Plays the schedules of a range of seeds, and prints after each block what they went through."""
+    seeds, findings = range(*map(int, bounds)), Findings()
+    for first in range(0, len(seeds), BLOCK):
+        search(name, seeds[first : first + BLOCK], findings)
+        print(name, findings, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
