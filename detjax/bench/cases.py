@@ -20,7 +20,7 @@ from detjax.bench.shapes import Widths
 from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KVPages, Queries
 from detjax.models import DecoderConfig
-from detjax.models.cache import KVCache, has_slots
+from detjax.models.cache import KVCache, layers_in_slots
 from detjax.models.network import abstract, split
 from detjax.rounding import rounded
 
@@ -361,7 +361,7 @@ def step_case(operation: str, model: str, batch: int, context: int, layers: int 
         ValueError: the model keeps more than keys and values in pages.
     """
     config = presets.config(model, layers)
-    if has_slots(config):
+    if any(layers_in_slots(config)):
         raise ValueError(
             f"{operation}: {model} keeps a state of each request in slots; accepted: models that keep keys and values "
             f"in pages alone. `python -m detjax.bench serve --preset {model}` measures it in an engine"
