@@ -50,7 +50,7 @@ _PAUSE: Final = 0.002
 """Seconds between one spare matcher and the next. To make one takes 0.4 ms, a tenth of which needs the interpreter, and
 so does all of the time that it takes to free one, 0.04 ms and more."""
 _FREED: Final = 32
-"""One more matcher is freed between two pauses for each so many that are to be freed."""
+"""Matchers that are to be freed, for each one that is freed between two pauses."""
 _LIMITS: Final = {
     "initial_lexer_fuel": 100_000,
     "max_lexer_states": 20_000,

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import random
+import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -500,6 +501,7 @@ def test_warming_up_compiles_every_program_side_by_side_and_nothing_is_compiled_
         counts = Counter(compiled)
         names = "_forward", "_sample", "_score", "_note_seen"
         assert [counts[f"jit({name})"] for name in names] == [layers, samplers, scorers, 1]
+        assert sys.getswitchinterval() <= 0.0005
         # Those that the first steps would have to compile one after the other are not among them.
         assert len(one._loop._runner._compiled) == layers + samplers + scorers + 1
         del compiled[:]
