@@ -22,7 +22,7 @@ LOWEST = np.finfo(np.float32).min
 LOG2_E = np.float32(1.4426950408889634)
 
 type Elementwise = Callable[[np.ndarray], np.ndarray]
-type State = tuple[np.ndarray, np.float32, np.float32]
+type State = tuple[np.ndarray, np.ndarray | np.floating, np.ndarray | np.floating]
 type MultiplyAdd = Callable[[np.ndarray, np.ndarray | np.float32, np.ndarray], np.ndarray]
 
 
@@ -184,6 +184,7 @@ def attention(
         device: functions that the contract leaves to the device.
         products: products that the contract leaves to the device.
     """
+
     def merged(state: State, part: State) -> State:
         m = np.maximum(state[2], part[2])
         a, b = device.exp2(state[2] - m), device.exp2(part[2] - m)

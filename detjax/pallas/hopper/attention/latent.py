@@ -7,6 +7,7 @@ tiles lie on one line, as in decode, which is cut into one share for each CTA. W
 one by themselves, and a second kernel merges them in order.
 """
 
+import dataclasses
 from typing import Any, Final
 
 import jax
@@ -40,11 +41,23 @@ def serves_widths(width: int, value_width: int) -> bool:
 
 
 def forward(
-    q: Array, kv: KVPages, queries: Queries, *, masking: Masking, schedule: Schedule | None = None
-) -> tuple[Array, Array]:
-    """Output `[B, T, H, V]` of queries `[B, T, H, K]`, and log2 of each row's normalizer, `[B, T, H]` float32.
+    q: Array,
+    kv: KVPages,
+    queries: Queries,
+    *,
+    masking: Masking,
+    with_normalizers: bool = True,
+    schedule: Schedule | None = None,
+) -> tuple[Array, Array | None]:
+    """Output `[B, T, H, V]` of queries `[B, T, H, K]`; if asked for, log2 of rows' normalizers, float32 `[B, T, H]`.
 
-    Normalizers of split sequences may be anything.
+    Args:
+        q: the queries.
+        kv: pages of keys, whose first columns are the values.
+        queries: page table, start and length of each request.
+        masking: whether attention is causal, and the scale.
+        with_normalizers: whether the normalizers are returned. No sequence is split then.
+        schedule: default: `default_schedule`.
     """
     batch, tokens, heads, _ = q.shape
     size = tokens_of_a_tile(tokens, heads)
@@ -53,15 +66,25 @@ def forward(
     first = jnp.tile(jnp.arange(0, padded, size, dtype=jnp.int32), batch)
     request = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), padded // size)
     places = request, jnp.asarray(queries.start)[request] + first, jnp.asarray(queries.length)[request]
-    results = _tiles(q.reshape(-1, *q.shape[2:]), kv, queries.page_table, places, masking, schedule)
+    call = _Call(kv, queries.page_table, masking, with_normalizers, schedule)
+    results = call.attend(q.reshape(-1, *q.shape[2:]), places)
     o, normalizers = (x.reshape(batch, padded, *x.shape[1:])[:, :tokens] for x in results)
-    return o, normalizers
+    return o, normalizers if with_normalizers else None
 
 
 def ragged(
-    q: Array, kv: KVPages, queries: Queries, *, masking: Masking, schedule: Schedule | None = None
+    q: Array,
+    kv: KVPages,
+    queries: Queries,
+    *,
+    masking: Masking,
+    with_normalizers: bool = True,
+    schedule: Schedule | None = None,
 ) -> tuple[Array, Array]:
-    """Output `[N, H, V]` of packed queries `[N, H, K]`, and log2 of each row's normalizer, `[N, H]`; see `forward`."""
+    """Output `[N, H, V]` of packed queries `[N, H, K]`, and log2 of each row's normalizer, `[N, H]`; see `forward`.
+
+    The normalizers may be anything if they are not asked for.
+    """
     assert queries.first_row is not None and queries.count is not None
     rows, heads, _ = q.shape
     padded = round_up(rows, QUERY_UNIT)
@@ -72,51 +95,51 @@ def ragged(
     is_present = (index >= 0) & (index < jnp.asarray(queries.count)[request])
     length = jnp.where(is_present, jnp.asarray(queries.length)[request], 0)
     places = request, jnp.asarray(queries.start)[request] + index, length
-    o, normalizers = _tiles(q, kv, queries.page_table, places, masking, schedule)
+    o, normalizers = _Call(kv, queries.page_table, masking, with_normalizers, schedule).attend(q, places)
     return o[:rows], normalizers[:rows]
 
 
-def _tiles(
-    q: Array,
-    kv: KVPages,
-    page_table: Array,
-    places: tuple[Array, Array, Array],
-    masking: Masking,
-    schedule: Schedule | None,
-) -> tuple[Array, Array]:
-    """Output `[N, H, V]` and normalizers `[N, H]` of the tokens of all tiles.
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What rectangular and packed queries have in common; see `forward`."""
 
-    Args:
-        q: queries `[N, H, K]`, tile by tile.
-        kv: pages.
-        page_table: the page of each request's block.
-        places: for each tile its request, the position of its first token, and the number of the request's keys.
-        masking: whether attention is causal, and the scale.
-        schedule: default: `default_schedule`.
-    """
-    pages, (tokens, heads, width) = kv.k, q.shape
-    tiles = places[0].shape[0]
-    problem = Problem(tiles, tokens // tiles, heads, width, kv.value_width, page_table.shape[1], q.dtype)
-    schedule = schedule or default_schedule(problem)
-    rows = q.reshape(tokens * heads, width)
-    if problem.rows < ROWS:
-        rows = jnp.pad(rows, ((0, ROWS - problem.rows), (0, 0)))
-    operands = Operands(rows, pages, page_table, *(x.astype(jnp.int32) for x in places))
-    out = [
-        jax.ShapeDtypeStruct((tiles, problem.sequences, ROWS, problem.value_width), q.dtype),
-        jax.ShapeDtypeStruct((tiles, problem.sequences, ROWS), ACCUMULATOR),
-        *out_types(problem, partial_results(problem, schedule)),
-    ]
+    kv: KVPages
+    page_table: Array
+    masking: Masking
+    with_normalizers: bool
+    schedule: Schedule | None
 
-    def body(operands: Operands, results: list[Any], scratch: dict[str, Any]) -> None:
-        Kernel(problem, schedule, masking, operands, Results(*results), scratch).run()
+    def attend(self, q: Array, places: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        """Output `[N, H, V]` and normalizers `[N, H]` of the tokens of all tiles.
 
-    results = launch("attention_latent", body, operands, out, schedule.ctas, scratch_types(problem))
-    o, normalizers, *partials = results
-    if schedule.cut:
-        o = merge(problem, o, *partials)
-    # A tile has several tokens, or several sequences, but not both.
-    return (
-        o[:, :, : problem.rows].reshape(tokens, heads, problem.value_width),
-        normalizers[:, :, : problem.rows].reshape(tokens, heads),
-    )
+        Args:
+            q: queries `[N, H, K]`, tile by tile.
+            places: for each tile its request, the position of its first token, and the number of the request's keys.
+        """
+        (tokens, heads, width), tiles, blocks = q.shape, places[0].shape[0], self.page_table.shape[1]
+        problem = Problem(tiles, tokens // tiles, heads, width, self.kv.value_width, blocks, q.dtype)
+        schedule = self.schedule or default_schedule(problem)
+        if self.with_normalizers:
+            schedule = dataclasses.replace(schedule, cut=False)
+        rows = q.reshape(tokens * heads, width)
+        if problem.rows < ROWS:
+            rows = jnp.pad(rows, ((0, ROWS - problem.rows), (0, 0)))
+        operands = Operands(rows, self.kv.k, self.page_table, *(x.astype(jnp.int32) for x in places))
+        out = [
+            jax.ShapeDtypeStruct((tiles, problem.sequences, ROWS, problem.value_width), q.dtype),
+            jax.ShapeDtypeStruct((tiles, problem.sequences, ROWS), ACCUMULATOR),
+            *out_types(problem, partial_results(problem, schedule)),
+        ]
+
+        def body(operands: Operands, results: list[Any], scratch: dict[str, Any]) -> None:
+            Kernel(problem, schedule, self.masking, operands, Results(*results), scratch).run()
+
+        results = launch("attention_latent", body, operands, out, schedule.ctas, scratch_types(problem))
+        o, normalizers, *partials = results
+        if schedule.cut:
+            o = merge(problem, o, *partials)
+        # A tile has several tokens, or several sequences, but not both.
+        return (
+            o[:, :, : problem.rows].reshape(tokens, heads, problem.value_width),
+            normalizers[:, :, : problem.rows].reshape(tokens, heads),
+        )

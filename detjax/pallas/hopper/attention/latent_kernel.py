@@ -1,5 +1,6 @@
 """The kernel of attention over latents on Hopper: the roles of a CTA's warpgroups."""
 
+import enum
 from typing import Any, Final, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -48,6 +49,21 @@ _LOADING_REGISTERS: Final = 32
 """Registers of a thread that loads: those that the others leave. It finds its way along the line of blocks."""
 
 
+class _Row(enum.IntEnum):
+    """Numbers of each row in shared memory, by which warpgroups exchange them. One array, as each takes a whole kB."""
+
+    MAXIMUM = 0
+    """The maximum of a block's scores in the first half of its keys."""
+    OTHER_MAXIMUM = 1
+    """That of the second half."""
+    TOTAL = 2
+    """A span's sum of probabilities."""
+    RUNNING_MAXIMUM = 3
+    """The maximum of all earlier spans of the segment."""
+    RUNNING_TOTAL = 4
+    """Their sum of probabilities."""
+
+
 class Operands(NamedTuple):
     """Arrays in memory that the kernel reads.
 
@@ -87,20 +103,6 @@ class Results(NamedTuple):
     splits: Any
 
 
-class _Tile(NamedTuple):
-    """A segment as a multiplying warpgroup works on it.
-
-    Attributes:
-        segment: the segment.
-        end: for each row the end of the keys that it sees.
-        first_step: the step of the segment's first block.
-    """
-
-    segment: Segment
-    end: Array
-    first_step: Array
-
-
 class _Sums(NamedTuple):
     """What a warpgroup has merged so far of a span.
 
@@ -125,8 +127,7 @@ def scratch_types(problem: Problem) -> dict[str, Any]:
         "q": rows(ROWS, problem.width),
         "page": rows(problem.parts, KV_BLOCK, PART),
         "lane_sums": plgpu.SMEM(LANE_SUMS, ACCUMULATOR),
-        "maxima": plgpu.SMEM((WARPGROUPS, ROWS), ACCUMULATOR),
-        "totals": plgpu.SMEM((ROWS,), ACCUMULATOR),
+        "rows": plgpu.SMEM((len(_Row), ROWS), ACCUMULATOR),
         "loaded": plgpu.Barrier(num_barriers=problem.parts),
         "consumed": plgpu.Barrier(num_barriers=problem.value_parts),
         "p_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS),
@@ -220,31 +221,25 @@ class Kernel:
     def multiply(self) -> None:
         """Computes all segments of the share."""
         plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
-        self.line.fold(self.share, self.multiply_segment, jnp.int32(0))
+        self.line.fold(self.share, lambda segment, _: self.multiply_segment(segment), jnp.int32(0))
 
-    def multiply_segment(self, segment: Segment, first_step: Array) -> Array:
-        """Computes a segment, and returns the next step."""
-        problem = self.problem
-        positions = self.operands.q_start[segment.request] + lax.div(row_indices(), jnp.int32(problem.group))
-        kv_length = self.operands.kv_length[segment.request]
-        (end,) = visible_keys(self.masking, jnp.int32(0), positions, kv_length)
-        tile = _Tile(segment, end, first_step)
+    def multiply_segment(self, segment: Segment) -> Array:
+        """Computes a segment."""
         if self.schedule.cut:
             pl.when((segment.skipped == 0) & (self.warpgroup == 0))(lambda: self.store_split(segment))
         plgpu.barrier_wait(self.scratch["q_loaded"])
-        unit = jnp.int32(problem.cut_unit)
+        unit = jnp.int32(self.problem.cut_unit)
 
-        def merge_span(span: Array, statistics: tuple[Array, Array]) -> tuple[Array, Array]:
+        @pl.loop(0, lax.div(segment.visits + (unit - 1), unit))
+        def _(span: Array) -> None:
             first = span * unit
             zeros = tuple(splat(0.0, (ROWS, PART)) for _ in range(self.pieces))
             sums = _Sums(zeros, *initial_statistics(None))
             end = lax.min(first + unit, segment.visits)
-            sums = lax.fori_loop(first, end, lambda i, sums: self.merge_block(tile, i, sums), sums)
-            return self.end_span(tile, span, sums, statistics)
+            sums = lax.fori_loop(first, end, lambda i, sums: self.merge_block(segment, i, sums), sums)
+            self.end_span(segment, span, sums)
 
-        spans = lax.div(segment.visits + (unit - 1), unit)
-        lax.fori_loop(0, spans, merge_span, initial_statistics(None))
-        return first_step + segment.visits
+        return jnp.int32(0)
 
     @property
     def pieces(self) -> int:
@@ -255,42 +250,45 @@ class Kernel:
         """The part of the page that is the warpgroup's piece number so-and-so."""
         return WARPGROUPS * piece + self.warpgroup
 
+    def numbers(self, row: Any) -> Any:
+        """Numbers of each row in shared memory; see `_Row`."""
+        return self.scratch["rows"].at[row]
+
     def half(self) -> Any:
         """The warpgroup's half of the keys of a block."""
         return pl.ds(self.warpgroup * ROWS, ROWS)
 
-    def merge_block(self, tile: _Tile, i: Array, sums: _Sums) -> _Sums:
+    def merge_block(self, segment: Segment, i: Array, sums: _Sums) -> _Sums:
         """The sums with the segment's block i."""
         scratch = self.scratch
-        keys = (tile.segment.skipped + i) * KV_BLOCK
-        s = self.score(tile, i)
-        s = mask_columns(s, tile.end - (keys + self.warpgroup * ROWS))
+        keys = (segment.skipped + i) * KV_BLOCK
+        s = self.score(segment, i)
+        # Registers are too few to keep this from block to block.
+        positions = self.operands.q_start[segment.request] + lax.div(row_indices(), jnp.int32(self.problem.group))
+        kv_length = self.operands.kv_length[segment.request]
+        s = mask_columns(s, *visible_keys(self.masking, keys + self.warpgroup * ROWS, positions, kv_length))
         maxima = s.max(axis=1)
-        scratch["maxima"].at[self.warpgroup][...] = maxima
+        self.numbers(_Row.MAXIMUM + self.warpgroup)[...] = maxima
         sync(_MEETING, CONSUMERS)
-        others = plgpu.load(scratch["maxima"].at[1 - self.warpgroup], layout=PER_ROW, optimized=False)
+        others = _load(self.numbers(_Row.OTHER_MAXIMUM - self.warpgroup))
         p, m_b = exponentials(s, exponent_scale(self.masking), jnp.maximum(maxima, others))
         pl.when(self.warpgroup == 0)(lambda: store_lane_sums(p, scratch["lane_sums"]))
         exchanged = scratch["page"].at[self.problem.value_parts]
         store_lines(p.astype(self.problem.dtype), exchanged.at[self.half()])
-        kv_length = self.operands.kv_length[tile.segment.request]
         pl.when(keys + KV_BLOCK > kv_length)(lambda: self.clear_values(kv_length - keys))
         plgpu.commit_smem()
         sync(_MEETING, CONSUMERS)
         total_b = lax.cond(
             self.warpgroup == 0, lambda: splat(0.0, (ROWS,)), lambda: row_sums_of_halves(p, scratch["lane_sums"])
         )
-        halves = [
-            plgpu.load(exchanged.at[pl.ds(first, ROWS)], layout=MATRIX, optimized=False) for first in (0, ROWS)
-        ]
-        p = joined(*halves)
+        p = joined(*(_load(exchanged.at[pl.ds(first, ROWS)], MATRIX) for first in (0, ROWS)))
         plgpu.barrier_arrive(scratch["p_consumed"])
         m, a, b = rescaling(sums.m, m_b)
         total = merged(sums.total, a, total_b, b)
         p, m, total, a, b = lax.optimization_barrier((p, m, total, a, b))
         return _Sums(self.multiply_values(p, a, b, sums.o), m, total)
 
-    def score(self, tile: _Tile, i: Array) -> Array:
+    def score(self, segment: Segment, i: Array) -> Array:
         """Products of the queries and the warpgroup's half of a block's keys."""
         scratch = self.scratch
 
@@ -302,7 +300,7 @@ class Kernel:
             return accumulator[...]
 
         s = pl.run_scoped(multiply, plgpu.ACC((ROWS, KV_BLOCK // WARPGROUPS), ACCUMULATOR))  # pyright: ignore
-        pl.when(i + 1 == tile.segment.visits)(lambda: plgpu.barrier_arrive(scratch["q_consumed"]))
+        pl.when(i + 1 == segment.visits)(lambda: plgpu.barrier_arrive(scratch["q_consumed"]))
         return s
 
     def clear_values(self, length: Array) -> None:
@@ -314,7 +312,7 @@ class Kernel:
             clear_rows(self.scratch["page"].at[part, self.half()], length - self.warpgroup * ROWS)
 
     def multiply_values(self, p: Array, a: Array, b: Array, o: tuple[Array, ...]) -> tuple[Array, ...]:
-        """The running sums with a block's products, piece by piece; while one is multiplied, the one before is merged.
+        """The running sums with a block's products, piece by piece: one warpgroup merges while the other multiplies.
 
         Args:
             p: probabilities.
@@ -322,23 +320,15 @@ class Kernel:
             b: factors of the products.
             o: the running sums.
         """
-
-        def merge(piece: int, product: Array) -> Array:
-            product = lax.optimization_barrier(product)
-            return merged(o[piece], along_rows(a, product.shape), product, along_rows(b, product.shape))
-
-        merged_o, product_before = [], None
-        for piece in range(self.pieces):
+        merged_o = []
+        for piece, x in enumerate(o):
             product = start_product(p, self.scratch["page"].at[self.value_part(piece)])
-            if product_before is not None:
-                plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(self.scratch["consumed"].at[self.value_part(piece - 1)])
-                merged_o.append(lax.optimization_barrier(merge(piece - 1, product_before)))
-            product_before = product
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(self.scratch["consumed"].at[self.value_part(self.pieces - 1)])
-        assert product_before is not None
-        return (*merged_o, merge(self.pieces - 1, product_before))
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.scratch["consumed"].at[self.value_part(piece)])
+            product = lax.optimization_barrier(product)
+            x = merged(x, along_rows(a, x.shape), product, along_rows(b, x.shape))
+            merged_o.append(lax.optimization_barrier(x))
+        return tuple(merged_o)
 
     # --- spans --------------------------------------------------------------------------------------------------------
 
@@ -353,22 +343,24 @@ class Kernel:
             spans = lax.div(blocks + (unit - 1), jnp.int32(unit))
             self.results.splits[self.record(segment), index] = jnp.where(is_split, spans, 0)
 
-    def end_span(
-        self, tile: _Tile, span: Array, sums: _Sums, statistics: tuple[Array, Array]
-    ) -> tuple[Array, Array]:
-        """Merges a span with those before it in the segment, and returns the statistics of them all.
+    def end_span(self, segment: Segment, span: Array, sums: _Sums) -> None:
+        """Merges a span with those before it in the segment.
 
         Registers have no room for two sums: those of earlier spans are in memory. A segment whose sequence began in
         another CTA stores each span by itself.
         """
-        segment, results = tile.segment, self.results
-        pl.when(self.warpgroup == 1)(lambda: self.store_totals(sums.total))
-        sync(_MEETING, CONSUMERS)
-        total = plgpu.load(self.scratch["totals"], layout=PER_ROW, optimized=False)
+        results = self.results
         is_unmerged = segment.skipped > 0
         is_first = is_unmerged | (span == 0)
-        m, a, b = rescaling(statistics[0], sums.m)
-        m, total = lax.cond(is_first, lambda: (sums.m, total), lambda: (m, merged(statistics[1], a, total, b)))
+        initial = zip((_Row.RUNNING_MAXIMUM, _Row.RUNNING_TOTAL), initial_statistics(None), strict=True)
+        m_before, total_before = (
+            lax.cond(is_first, lambda x=x: x, lambda row=row: _load(self.numbers(row))) for row, x in initial
+        )
+        pl.when(self.warpgroup == 1)(lambda: _store(sums.total, self.numbers(_Row.TOTAL)))
+        sync(_MEETING, CONSUMERS)
+        total = _load(self.numbers(_Row.TOTAL))
+        m, a, b = rescaling(m_before, sums.m)
+        total = merged(total_before, a, total, b)
         place = self.cta
         if self.schedule.cut:
             number = lax.div(segment.skipped, jnp.int32(self.problem.cut_unit)) + span
@@ -378,7 +370,7 @@ class Kernel:
         is_result = ~is_unmerged & is_last
 
         def merge(x: Array, columns: Any) -> Array:
-            before = plgpu.load(place_sums.at[:, columns], layout=MATRIX, optimized=False)
+            before = _load(place_sums.at[:, columns], MATRIX)
             return merged(before, along_rows(a, x.shape), x, along_rows(b, x.shape))
 
         for piece, x in enumerate(sums.o):
@@ -392,16 +384,11 @@ class Kernel:
 
         @pl.when(self.warpgroup == 0)
         def _() -> None:
-            for index, numbers in enumerate((m, total)):
-                results.statistics.at[place, index][...] = numbers
+            for index, (row, x) in enumerate(((_Row.RUNNING_MAXIMUM, m), (_Row.RUNNING_TOTAL, total))):
+                _store(x, self.numbers(row))
+                _store(x, results.statistics.at[place, index])
             target = results.normalizers.at[segment.request, segment.sequence]
             pl.when(is_result)(lambda: _store(log2_normalizers(m, total), target))
-
-        return m, total
-
-    def store_totals(self, total: Array) -> None:
-        """Leaves a span's sums of probabilities in shared memory."""
-        self.scratch["totals"][...] = total
 
     def store(self, segment: Segment, x: Array, columns: Any, total: Array) -> None:
         """Stores some columns of the result of a whole sequence."""
@@ -411,3 +398,7 @@ class Kernel:
 
 def _store(x: Array, target: Any) -> None:
     target[...] = x
+
+
+def _load(source: Any, layout: Any = PER_ROW) -> Array:
+    return plgpu.load(source, layout=layout, optimized=False)

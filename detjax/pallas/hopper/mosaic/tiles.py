@@ -25,10 +25,10 @@ from detjax.pallas.hopper.mosaic.registers import (
     element,
     empty_registers,
     first_row_and_lane,
-    index,
     int32,
     packed,
 )
+from detjax.pallas.hopper.mosaic.registers import index as memory_index
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ def store_lane_sums(p: Any, lanes: Any) -> None:
         lanes: shared memory, `LANE_SUMS`.
     """
     for number, keys in enumerate(_keys_of_lanes(p)):
-        vector.store(sum_in_order(keys), lanes, [index(number), _thread_of_warpgroup(), index(0)])
+        vector.store(sum_in_order(keys), lanes, [memory_index(number), _thread_of_warpgroup(), memory_index(0)])
 
 
 def _plain_row_sums_of_halves(p: Array, lanes: Any) -> Array:
@@ -137,7 +137,7 @@ def row_sums_of_halves(p: Any, lanes: Any) -> Any:
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     sums = []
     for number, keys in enumerate(_keys_of_lanes(p)):
-        before = vector.load(pair, lanes, [index(number), _thread_of_warpgroup(), index(0)])
+        before = vector.load(pair, lanes, [memory_index(number), _thread_of_warpgroup(), memory_index(0)])
         sums.append(sum_in_order([before, *keys]))
     registers = empty_registers(PER_ROW, (ROWS,))
     for half, place in enumerate(np.ndindex(registers.shape)):
