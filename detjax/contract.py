@@ -55,6 +55,9 @@ Blocks merge left to right, with `m' = max(m, m_b)`, `a = exp2(m - m')` and `b =
 The row ends as `O * (1 / l)`; a zero is written as +0. A block whose keys are all masked adds an exact zero, so a
 schedule decides whether it visits that block.
 
+Where values have more than `SPAN_WIDTH` columns, blocks merge left to right within spans of `SPAN_BLOCKS`, each span
+from `m = LOWEST_MAXIMUM` and zeros on. The spans' `m`, `l` and `O` then merge left to right by the same formulas.
+
 With a soft cap or ALiBi, `s` is `rn(s * scale)` before anything else, and `c` is log2(e). A soft cap then makes `s`
 
     cap * (1 - 2 / (1 + exp2(rn(s * rn(2 * LOG2_E / cap)))))
@@ -317,6 +320,15 @@ columns of that result (prefill) or its rows (decode)."""
 
 KEY_GROUPS: Final = 4
 """The groups of keys in a block; see `KEY_LANES`."""
+
+SPAN_BLOCKS: Final = 8
+"""The blocks of a span, cut at absolute positions that are multiples of `SPAN_BLOCKS * KV_BLOCK` tokens.
+
+A schedule that splits a sequence stores a result for each part that may not be merged yet. With many columns of values
+the results of single blocks are larger than the keys that they were made of; those of spans are not."""
+
+SPAN_WIDTH: Final = 256
+"""The most columns of values whose blocks are merged without spans."""
 
 QUERY_UNIT: Final = 8
 """Where queries of several requests are packed into one array, each request begins at a multiple of this number."""

@@ -17,6 +17,8 @@ from detjax.contract import (
     KV_BLOCK,
     LOWEST_MAXIMUM,
     PORTABLE_ROWS,
+    SPAN_BLOCKS,
+    SPAN_WIDTH,
 )
 from detjax.kv_pages import KeyColumns, KVPages, Queries, request_of_rows
 from detjax.options import Masking
@@ -159,21 +161,26 @@ def forward(
         q, tile = jax.tree.map(lambda leaf: leaf[0], rows)
         kv, per_head = shared
 
-        def merge(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            o, total, m = state
+        def merge(block: Array, state: _State) -> _State:
             k, v = _block(block, tile, kv, q.dtype)
             s, c, _ = _scores(q, k, block, tile, per_head, masking)
             m_b = jnp.maximum(jnp.max(s, axis=-1, keepdims=True) * c, LOWEST_MAXIMUM)
             p = jnp.exp2(s * c - m_b)
             o_b = dot(rounded(p, v.dtype), v, (2, 1), batched=True)
-            m_new = jnp.maximum(m, m_b)
-            a, b = jnp.exp2(m - m_new), jnp.exp2(m_b - m_new)
-            # The block's products are rounded before they are added; the running ones may be fused with the sum.
-            o_b, l_b = lax.optimization_barrier((o_b * b, block_sum(p) * b))
-            return o * a + o_b, total * a + l_b, m_new
+            return _merged(state, _State(o_b, block_sum(p), m_b))
 
-        state = _initial(q, kv.value_width, tile, per_head)
-        o, total, m = lax.fori_loop(*_visible_blocks(tile, q.shape[1], group, masking), merge, state)
+        def merge_span(span: Array, state: _State) -> _State:
+            begin = jnp.maximum(span * SPAN_BLOCKS, first)
+            part = lax.fori_loop(begin, jnp.minimum((span + 1) * SPAN_BLOCKS, end), merge, _initial(*shape, tile))
+            return _merged(state, part)
+
+        shape = q, kv.value_width
+        first, end = _visible_blocks(tile, q.shape[1], group, masking)
+        state = _initial(*shape, tile, per_head.sinks)
+        if kv.value_width <= SPAN_WIDTH:
+            o, total, m = lax.fori_loop(first, end, merge, state)
+        else:
+            o, total, m = lax.fori_loop(first // SPAN_BLOCKS, -(-end // SPAN_BLOCKS), merge_span, state)
         empty = total == 0
         total = jnp.where(empty, 1.0, total)
         o = rounded(jnp.where(empty, 0.0, o * (1.0 / total)), q.dtype)
@@ -374,14 +381,31 @@ def _delta(do: Array, o: Array) -> Array:
     return row_sum(do.astype(ACCUMULATOR) * o.astype(ACCUMULATOR))
 
 
-def _initial(q: Array, width: int, tile: _Tile, per_head: _PerHead) -> tuple[Array, Array, Array]:
-    """State `(O, l, m)` before the first block. A sink is a key without a value that comes before all others."""
+class _State(NamedTuple):
+    """What is merged of a tile's keys: sums of values `[h, rows, V]`, of probabilities and maxima `[h, rows, 1]`."""
+
+    o: Array
+    total: Array
+    m: Array
+
+
+def _initial(q: Array, width: int, tile: _Tile, sinks: Array | None = None) -> _State:
+    """The state before the first block. A sink is a key without a value that comes before all others."""
     shape = q.shape[:2]
     o = jnp.zeros((*shape, width), ACCUMULATOR)
-    if per_head.sinks is None:
-        return o, jnp.zeros((*shape, 1), ACCUMULATOR), jnp.full((*shape, 1), LOWEST_MAXIMUM, ACCUMULATOR)
-    m = jnp.maximum(tile.by_row(per_head.sinks, shape[1]) * log2_scale(1.0), LOWEST_MAXIMUM)
-    return o, jnp.ones((*shape, 1), ACCUMULATOR), m
+    if sinks is None:
+        return _State(o, jnp.zeros((*shape, 1), ACCUMULATOR), jnp.full((*shape, 1), LOWEST_MAXIMUM, ACCUMULATOR))
+    m = jnp.maximum(tile.by_row(sinks, shape[1]) * log2_scale(1.0), LOWEST_MAXIMUM)
+    return _State(o, jnp.ones((*shape, 1), ACCUMULATOR), m)
+
+
+def _merged(state: _State, part: _State) -> _State:
+    """The state with that of the keys that follow."""
+    m = jnp.maximum(state.m, part.m)
+    a, b = jnp.exp2(state.m - m), jnp.exp2(part.m - m)
+    # The products of what follows are rounded before they are added; the running ones may be fused with the sum.
+    o_b, l_b = lax.optimization_barrier((part.o * b, part.total * b))
+    return _State(state.o * a + o_b, state.total * a + l_b, m)
 
 
 def _scores(

@@ -6,6 +6,7 @@ inputs of a test are chosen such that it does not matter.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 
 import ml_dtypes
@@ -15,10 +16,13 @@ LANES = 512
 LANE_GROUP = 4
 SOFTMAX_BLOCK = 4096
 KV_BLOCK = 128
+SPAN_BLOCKS = 8
+SPAN_WIDTH = 256
 LOWEST = np.finfo(np.float32).min
 LOG2_E = np.float32(1.4426950408889634)
 
 type Elementwise = Callable[[np.ndarray], np.ndarray]
+type State = tuple[np.ndarray, np.ndarray | np.floating, np.ndarray | np.floating]
 type MultiplyAdd = Callable[[np.ndarray, np.ndarray | np.float32, np.ndarray], np.ndarray]
 
 
@@ -180,19 +184,26 @@ def attention(
         device: functions that the contract leaves to the device.
         products: products that the contract leaves to the device.
     """
-    o, total, m = np.zeros(v.shape[1], np.float32), np.float32(0), np.float32(-1e30)
-    if options.sink is not None:
-        m, total = np.float32(options.sink) * LOG2_E, np.float32(1)
+
+    def merged(state: State, part: State) -> State:
+        m = np.maximum(state[2], part[2])
+        a, b = device.exp2(state[2] - m), device.exp2(part[2] - m)
+        return products.output(state[0], a, part[0] * b), products.total(state[1], a, part[1] * b), m
+
+    empty = np.zeros(v.shape[1], np.float32), np.float32(0), np.float32(-1e30)
+    state = empty if options.sink is None else (empty[0], np.float32(1), np.float32(options.sink) * LOG2_E)
+    spans: dict[int, State] = {}
     for first, weights, block_maximum in _blocks(q, k, position, options, device, products):
         values = np.zeros((KV_BLOCK, v.shape[1]), np.float32)
         values[: len(v) - first] = v[first : first + KV_BLOCK].astype(np.float32)
         rounded_weights = weights.astype(v.dtype).astype(np.float32)
-        block_output = products.dot(rounded_weights[None], values)[0]
-        new = np.maximum(m, block_maximum)
-        old_factor, block_factor = device.exp2(m - new), device.exp2(block_maximum - new)
-        o = products.output(o, old_factor, block_output * block_factor)
-        total = products.total(total, old_factor, block_sum(weights[None])[0] * block_factor)
-        m = new
+        block = products.dot(rounded_weights[None], values)[0], block_sum(weights[None])[0], block_maximum
+        if v.shape[1] > SPAN_WIDTH:
+            span = first // KV_BLOCK // SPAN_BLOCKS
+            spans[span] = merged(spans.get(span, empty), block)
+        else:
+            state = merged(state, block)
+    o, total, m = functools.reduce(merged, spans.values(), state)
     if total == 0:
         return np.zeros_like(o), np.float32(0)
     return o * (np.float32(1) / total) + np.float32(0), m + np.log2(total)

@@ -185,6 +185,24 @@ def test_attention(name: str, dtype: str) -> None:
         assert_has_the_bits_of_one(result, expected)
 
 
+def test_attention_of_wide_values() -> None:
+    """Blocks of more than 256 columns merge within spans of 1024 keys, and spans then."""
+    q, k, v = attention_inputs(2300, "float32")
+    start, wide = len(k) - len(q), np.tile(v, 17)
+    result = ops.dot_product_attention(*(jnp.asarray(x)[None, :, None, :] for x in (q, k, wide)), scale=0.3)[0, :, 0]
+    narrow = ops.dot_product_attention(*(jnp.asarray(x)[None, :, None, :] for x in (q, k, v)), scale=0.3)[0, :, 0]
+    expected = []
+    for roundings in itertools.product((fused, unfused), repeat=3):
+        products = Products(unordered_dot, *roundings)
+        rows = [
+            emulation.attention(row, k, wide, start + t, AttentionOptions(0.3), DEVICE, products)
+            for t, row in enumerate(q)
+        ]
+        expected.append(np.stack([row for row, _ in rows]))
+    assert_has_the_bits_of_one(result, expected)
+    assert not same_bits(result[:, :16], narrow)
+
+
 @pytest.mark.parametrize("kind", ["int8", "fp8_e4m3", "q4_0"])
 def test_quantization_of_keys_and_values(kind: str) -> None:
     x = np.random.default_rng(0).standard_normal((128, 64)).astype(np.float32) * np.float32(7)

@@ -49,7 +49,7 @@ class Requests:
     k: np.ndarray
     v: np.ndarray
     k_pages: jax.Array | ops.QuantizedPages
-    v_pages: jax.Array | ops.QuantizedPages
+    v_pages: jax.Array | ops.QuantizedPages | ops.KeyColumns
     page_table: jax.Array
     masking: Masking
     sinks: jax.Array | None
@@ -110,6 +110,10 @@ class Requests:
         k, v = (ops.dequantize_kv(x, self.q.dtype) for x in pages)
         with_pages = functools.partial(dataclasses.replace, self)
         return with_pages(k_pages=pages[0], v_pages=pages[1]), with_pages(k_pages=k, v_pages=v)
+
+    def with_latents(self, width: int) -> "Requests":
+        """The requests with so many of the keys' first columns as values."""
+        return dataclasses.replace(self, v=self.k[..., :width], v_pages=ops.KeyColumns(width))
 
     def last(self, tokens: int) -> np.ndarray:
         """The position of the first of each request's last tokens."""

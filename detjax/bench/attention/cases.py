@@ -40,6 +40,9 @@ class Sizes:
         head_dims: head sizes at which every option is tried.
         groups: query heads to a key head that are tried.
         option_tokens: tokens of the one request that every option is tried on.
+        latents: (requests, tokens in the cache of each, queries of each) of timed calls over latents.
+        latent_heads: query heads of these calls.
+        latent_dims: columns of their keys, and how many of these are the values.
     """
 
     prefill: Sequence[tuple[int, int, int]] = (
@@ -71,6 +74,16 @@ class Sizes:
     head_dims: Sequence[int] = (64, 80, 96, 112, 128, 192, 256)
     groups: Sequence[int] = (1, 2, 3, 4, 7, 8, 16)
     option_tokens: int = 300
+    latents: Sequence[tuple[int, int, int]] = (
+        (1, 4096, 1),
+        (1, 65536, 1),
+        (16, 4096, 1),
+        (64, 4096, 1),
+        (16, 4096, 4),
+        (1, 4096, 4096),
+    )
+    latent_heads: int = 128
+    latent_dims: tuple[int, int] = (576, 512)
 
 
 SMALL: Final = Sizes(
@@ -95,6 +108,9 @@ SMALL: Final = Sizes(
     head_dims=(64,),
     groups=(1,),
     option_tokens=140,
+    latents=((2, 140, 1),),
+    latent_heads=4,
+    latent_dims=(48, 32),
 )
 """Sizes that take a CPU seconds."""
 
@@ -110,6 +126,7 @@ class Case:
         heads: query heads.
         kv_heads: heads of keys and of values.
         head_dim: head size.
+        key_columns: how many of the keys' first columns are the values; None: values have arrays of their own.
     """
 
     name: str
@@ -118,6 +135,7 @@ class Case:
     heads: int
     kv_heads: int
     head_dim: int
+    key_columns: int | None = None
 
     @property
     def batch(self) -> int:
@@ -138,12 +156,14 @@ class Case:
     def operations(self) -> int:
         """Multiplications and additions of both products, in the half of the square that a causal prefill needs."""
         share = 2 if self.queries == self.longest else 1
-        return 4 * self.heads * self.head_dim * sum(self.queries * length for length in self.lengths) // share
+        columns = self.head_dim + (self.key_columns or self.head_dim)
+        return 2 * self.heads * columns * sum(self.queries * length for length in self.lengths) // share
 
     @property
     def kv_read(self) -> int:
         """Bytes of the requests' keys and values."""
-        return 2 * sum(self.lengths) * self.kv_heads * self.head_dim * BF16.itemsize
+        arrays = 1 if self.key_columns else 2
+        return arrays * sum(self.lengths) * self.kv_heads * self.head_dim * BF16.itemsize
 
     @property
     def expected_seconds(self) -> float:
@@ -206,6 +226,15 @@ def decode_cases(sizes: Sizes) -> Iterator[Case]:
     exponents = np.random.default_rng(0).permutation(np.arange(batch) / (batch - 1))
     lengths = tuple(round(longest**exponent) for exponent in exponents.tolist())
     yield Case(f"{batch} × 1 to {longest}", 1, lengths, sizes.heads, sizes.kv_heads, sizes.head_dim)
+
+
+def latent_cases(sizes: Sizes) -> list[Case]:
+    """The timed calls over latents: decodes, verify steps and prefills."""
+    width, values = sizes.latent_dims
+    return [
+        Case(f"{batch} × {tokens}, queries {queries}", queries, (tokens,) * batch, sizes.latent_heads, 1, width, values)
+        for batch, tokens, queries in sizes.latents
+    ]
 
 
 def request_lengths(sizes: Sizes) -> np.ndarray:

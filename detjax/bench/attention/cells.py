@@ -18,16 +18,20 @@ from detjax.bench.attention.cases import Case, Sizes
 from detjax.bench.attention.programs import gradients, layered, paged_attention
 from detjax.bench.rivals import CUDNN, OURS, TOKAMAX, TORCH
 from detjax.bench.timing import Rounds, device_time, in_turns, kernel_names
+from detjax.kv_pages import KeyColumns
 from detjax.options import KVQuantization
 
 SHUFFLED: Final = "detjax, shuffled pages"
+COPY: Final = "copy"
+"""A copy that reads as many bytes as there are keys, and writes as many."""
 QUANTIZED: Final = get_args(KVQuantization)
-RIVALS: Final = (CUDNN, TORCH, TOKAMAX, *QUANTIZED)
+RIVALS: Final = (CUDNN, TORCH, TOKAMAX, *QUANTIZED, COPY)
 FORWARD, BOTH, BACKWARD = "forward", "forward and backward", "backward"
 KINDS: Final = {
     "prefill": ("kernels",),
     "decode": ("kernels", "step"),
     "quantized": ("kernels",),
+    "latents": ("kernels",),
     "backward": (FORWARD, BOTH, BACKWARD),
 }
 """The kinds of time that a cell has, by section of the result."""
@@ -149,6 +153,23 @@ def measure_quantized(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, A
     read = {name: sum(x.nbytes for x in jax.tree.leaves(rotated[0])) for name, rotated in pages.items()}
     rates = {name: round(read[name] / value / 1e9, 1) for name, value in times.medians.items()}
     return cell(case, {"kernels": times}) | {"gigabytes_per_second": {"kernels": rates}}
+
+
+def measure_latents(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, Any]:
+    """Times of attention over latents, and of a copy: its rate counts what it reads and what it writes."""
+    del sizes, with_torch
+    assert case.key_columns is not None
+    q, queries, values = inputs.query_array(case), inputs.queries_of(case), KeyColumns(case.key_columns)
+    sets = [(q, k, values, queries) for pool in inputs.paged_sets(case) for k in pool]
+    runs: dict[str, Run] = {
+        OURS: functools.partial(device_time, detjax.jit(paged_attention), sets, calls=case.calls),
+        COPY: functools.partial(timing.copy_time, 2 * case.kv_read, calls=case.calls),
+    }
+    times = in_turns(runs, case.rounds)
+    moved = {OURS: case.kv_read, COPY: 2 * case.kv_read}
+    rates = {name: round(moved[name] / value / 1e9, 1) for name, value in times.medians.items()}
+    operations = {OURS: round(case.operations / times.medians[OURS] / 1e12, 1)} if OURS in times.medians else {}
+    return cell(case, {"kernels": times}) | {"gigabytes_per_second": {"kernels": rates}, "teraflops": operations}
 
 
 def measure_backward(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, Any]:

@@ -14,14 +14,14 @@ import detjax
 from detjax.bench import provenance, rivals, timing
 from detjax.bench.attention import cells
 from detjax.bench.attention.accuracy import measure_accuracy
-from detjax.bench.attention.cases import Case, Sizes, backward_cases, decode_cases, prefill_cases
+from detjax.bench.attention.cases import Case, Sizes, backward_cases, decode_cases, latent_cases, prefill_cases
 from detjax.bench.attention.comparison import Comparison
 from detjax.bench.attention.option_bits import compare_options
 from detjax.bench.attention.request_bits import compare_requests
 from detjax.bench.attention.tables import geometric_means
 from detjax.bench.failures import reason
 
-SECTIONS: Final = ("prefill", "decode", "quantized", "backward", "accuracy", "bits")
+SECTIONS: Final = ("prefill", "decode", "quantized", "latents", "backward", "accuracy", "bits")
 TIMING: Final = {
     "kernels": timing.KERNELS,
     "step": "wall clock of a replayed program of dependent calls, over their number; time between kernels included",
@@ -70,6 +70,7 @@ def _measure_section(plan: Plan, section: str, content: dict[str, Any], save: Ca
         "prefill": (cells.measure_prefill, prefill_cases(plan.sizes)),
         "decode": (cells.measure_decode, list(decode_cases(plan.sizes))),
         "quantized": (cells.measure_quantized, list(decode_cases(plan.sizes))),
+        "latents": (cells.measure_latents, latent_cases(plan.sizes)),
         "backward": (cells.measure_backward, backward_cases(plan.sizes)),
     }
     measure, cases = sections[section]

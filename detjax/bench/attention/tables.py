@@ -86,7 +86,7 @@ def _show_section(
     console: Console, section: str, cells: Sequence[dict[str, Any]], summary: Mapping[str, Mapping[str, float]]
 ) -> None:
     kinds = KINDS[section]
-    rates = "GB/s" if section in ("decode", "quantized") else "TFLOP/s"
+    rates = "GB/s" if section in ("decode", "quantized", "latents") else "TFLOP/s"
     console.print(time_table(f"{section}; ratios are our speed over theirs", cells, kinds, rates))
     for line in missing_lines(cells):
         console.print(line, markup=False)

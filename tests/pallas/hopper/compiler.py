@@ -27,7 +27,7 @@ from detjax import backends, compilation, ops
 from detjax.bench import experts as experts_bench
 from detjax.bench import presets
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import KVPages, QuantizedPages, Queries
+from detjax.kv_pages import KeyColumns, KVPages, QuantizedPages, Queries
 from detjax.models import Decoder, KVCache
 from detjax.models.config import DecoderConfig
 from detjax.models.images import ImagePatches, packed
@@ -166,6 +166,18 @@ def attention(
 
     indices = [array(4, 16, dtype="int32"), array(4, dtype="int32"), array(4, dtype="int32")]
     return fn, [array(4, tokens, 32, width), *pool, *pool, *indices, *[array(32)] * sinks]
+
+
+def latent_attention(batch: int, tokens: int, heads: int) -> Program:
+    """Attention over latents of 576 columns, as it runs if no gradient is taken."""
+    masking = Masking(192**-0.5)
+
+    def fn(q: jax.Array, pages: jax.Array, *integers: jax.Array) -> jax.Array:
+        kv, queries = KVPages(pages, KeyColumns(512)), Queries(*integers)
+        return hopper_attention.forward(q, kv, queries, None, masking=masking, with_normalizers=False)[0]
+
+    indices = [array(batch, 33, dtype="int32"), array(batch, dtype="int32"), array(batch, dtype="int32")]
+    return fn, [array(batch, tokens, heads, 576), array(33 * batch, 1, KV_BLOCK, 576), *indices]
 
 
 def _config() -> DecoderConfig:
@@ -424,6 +436,9 @@ def programs() -> dict[str, Program]:
         **{f"attention decode, {kind}": attention(1, 128, kind=kind) for kind in get_args(KVQuantization)},
         "attention prefill, q4_0": attention(1024, 128, kind="q4_0"),
         "attention decode of slices": sliced(attention(1, 128)),
+        "latent attention decode": latent_attention(16, 1, 128),
+        "latent attention decode of few heads": latent_attention(16, 4, 16),
+        "latent attention prefill": latent_attention(1, 4096, 128),
         "decode step": decode_step(4, _config()),
         "vision tower": vision_tower(36, 52),
         "decode step with experts": decode_step(4, presets.config("Qwen3-30B-A3B", 1)),

@@ -1,4 +1,7 @@
-"""Attention on Hopper GPUs: one contract, served by two kernels and their gradients."""
+"""Attention on Hopper GPUs: one contract, served by kernels for decode, prefill and latents, and their gradients.
+
+Gradients through values that are columns of their keys are those of the portable backend's program.
+"""
 
 import dataclasses
 from typing import Final
@@ -13,13 +16,14 @@ from detjax.kv_pages import KVPages, Queries, request_of_rows
 from detjax.numerics import round_up
 from detjax.options import Masking
 from detjax.pallas.hopper.attention import backward as hopper_backward
-from detjax.pallas.hopper.attention import decode, prefill
+from detjax.pallas.hopper.attention import decode, latent, prefill
 from detjax.pallas.hopper.attention.backward import Residuals
 from detjax.pallas.hopper.attention.dequantize import PageRange, dequantize_pages
 from detjax.pallas.hopper.attention.mask import pack_words
 from detjax.pallas.hopper.attention.pieces import ragged_tiles
 from detjax.pallas.hopper.attention.warpgroups import TILE
 from detjax.pallas.hopper.device import DTYPES
+from detjax.portable import attention as portable_attention
 
 WIDTHS: Final = (*range(16, 129, 16), 192, 256)
 """Columns of keys and of values."""
@@ -37,12 +41,15 @@ def forward(
 ) -> tuple[Array, Array | None]:
     """Returns the output `[B, T, H, V]` and, if asked for, the log2 of rows' normalizers.
 
-    The normalizers are float32 `[H, N]` in `_packed`'s order. See `ops.attention` for the mask,
-    `[B or 1, H or 1, T, s]`; only prefill takes one.
+    The normalizers are float32 `[H, N]` in `_packed`'s order, or `[B, T, H]` where values are columns of their keys.
+    See `ops.attention` for the mask, `[B or 1, H or 1, T, s]`; only prefill takes one.
 
     Raises:
         NotImplementedError: no kernel serves the dtype or the sizes.
     """
+    if kv.values_are_keys:
+        _check_latents(q, kv, masking, sinks, mask)
+        return latent.forward(q, kv, queries, masking=masking, with_normalizers=with_normalizers)
     _check(q, kv)
     if not with_normalizers and mask is None and decode.serves(q, kv):
         return decode.forward(q, kv, queries, sinks, masking=masking), None
@@ -71,6 +78,8 @@ def backward(
         sinks_sum: the sum that the gradient of the sinks goes on from, float32; None: it is rounded and returned alone.
         masking: see `forward`.
     """
+    if operands[1].values_are_keys:
+        return portable_attention.backward(operands, output, do, sinks_sum, masking=masking)
     (q, kv, queries, sinks, mask), (o, log2_normalizers) = operands, output
     o, do = _packed(o), _packed(do)
     residuals = Residuals(_packed(q), kv, queries, sinks, mask, o, log2_normalizers)
@@ -105,21 +114,28 @@ def ragged(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, mask
     Raises:
         NotImplementedError: no kernel serves the dtype or the sizes.
     """
+    if kv.values_are_keys:
+        _check_latents(q, kv, masking, sinks)
+        return latent.ragged(q, kv, queries, masking=masking, with_normalizers=False)[0]
     return _ragged(q, kv, queries, sinks, masking)[0]
 
 
 def ragged_with_normalizers(
     q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, masking: Masking
 ) -> tuple[Array, Array]:
-    """Returns the output of packed queries, and the log2 of each row's normalizer, `[H, N]`; see `forward`.
+    """Returns the output of packed queries, and the log2 of each row's normalizer; see `forward`.
 
-    The output is 0 in rows that belong to no request: gradients of weights add over all rows, and what lay in memory
-    before may be NaN.
+    The normalizers are `[H, N]`, or `[N, H]` where values are columns of their keys. The output is 0 in rows that
+    belong to no request: gradients of weights add over all rows, and what lay in memory before may be NaN.
 
     Raises:
         NotImplementedError: no kernel serves the dtype or the sizes.
     """
-    o, normalizers = _ragged(q, kv, queries, sinks, masking)
+    if kv.values_are_keys:
+        _check_latents(q, kv, masking, sinks)
+        o, normalizers = latent.ragged(q, kv, queries, masking=masking)
+    else:
+        o, normalizers = _ragged(q, kv, queries, sinks, masking)
     assert queries.first_row is not None and queries.count is not None
     request, offset = request_of_rows(q.shape[0], queries.first_row)
     is_given = (offset >= 0) & (offset < queries.count[request])
@@ -155,6 +171,8 @@ def ragged_backward(
         sinks_sum: see `backward`.
         masking: see `forward`.
     """
+    if operands[1].values_are_keys:
+        return portable_attention.ragged_backward(operands, output, do, sinks_sum, masking=masking)
     (q, kv, queries, sinks), (o, log2_normalizers) = operands, output
     residuals = Residuals(q, kv, queries, sinks, None, o, log2_normalizers)
     dq, dk, dv, dsinks = hopper_backward.backward(residuals, do, sinks_sum, masking=masking)
@@ -194,10 +212,8 @@ def _in_numbers(
 
 def _check(q: Array, kv: KVPages) -> None:
     sizes = {"q": q.shape[-1], "v_pages": kv.value_width}
-    if kv.values_are_keys:
-        given, accepted = "values that are columns of their keys", "values in pages of their own"
-    elif str(q.dtype) not in DTYPES:
-        given, accepted = f"q has dtype {q.dtype}", f"{', '.join(DTYPES)}. Cast q and the pages"
+    if str(q.dtype) not in DTYPES:
+        given, accepted = _dtype(q)
     elif not all(size in WIDTHS for size in sizes.values()):
         given = " and ".join(f"{name} has {size} columns" for name, size in sizes.items())
         accepted = f"{', '.join(map(str, WIDTHS))}. Pad them with zeros"
@@ -206,7 +222,35 @@ def _check(q: Array, kv: KVPages) -> None:
         accepted = "multiples of 64 where either is above 128. Pad them with zeros"
     else:
         return
-    raise NotImplementedError(
+    raise _refused(given, accepted)
+
+
+def _check_latents(q: Array, kv: KVPages, masking: Masking, sinks: Array | None, mask: Array | None = None) -> None:
+    """Raises unless the kernel for values that are columns of their keys serves the call."""
+    options = {"window": masking.window, "soft_cap": masking.soft_cap, "alibi_slopes": masking.alibi_slopes}
+    options |= {"sinks": sinks, "mask": mask}
+    refused = [name for name, option in options.items() if option is not None]
+    if str(q.dtype) not in DTYPES:
+        given, accepted = _dtype(q)
+    elif kv.kv_heads != 1:
+        given, accepted = f"values that are columns of the keys of {kv.kv_heads} heads", "one head of such keys"
+    elif not latent.serves_widths(q.shape[-1], kv.value_width):
+        given = f"keys of {q.shape[-1]} columns whose values are the first {kv.value_width}"
+        accepted = f"{', '.join(map(str, latent.VALUE_WIDTHS))} columns of values, and {latent.PART} more of keys"
+    elif refused:
+        given = f"values that are columns of their keys with {', '.join(refused)}"
+        accepted = "such values with scale and causal alone"
+    else:
+        return
+    raise _refused(given, accepted)
+
+
+def _dtype(q: Array) -> tuple[str, str]:
+    return f"q has dtype {q.dtype}", f"{', '.join(DTYPES)}. Cast q and the pages"
+
+
+def _refused(given: str, accepted: str) -> NotImplementedError:
+    return NotImplementedError(
         f"attention: {given} on {backends.device_name()}; accepted by the backend 'hopper': {accepted}, or choose the "
         "backend 'portable', which takes them."
     )

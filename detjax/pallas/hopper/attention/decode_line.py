@@ -1,14 +1,14 @@
 """The line of blocks that a decode on Hopper deals out to its CTAs."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK
 from detjax.options import Masking
-from detjax.pallas.hopper.attention.decode_schedule import Problem, Schedule
+from detjax.pallas.hopper.attention.decode_schedule import Schedule
 from detjax.pallas.hopper.warps import find_places
 
 
@@ -32,6 +32,30 @@ class Operands(NamedTuple):
     kv_length: Any
     sinks: Any | None
     slopes: Any | None
+
+
+class _Sizes(Protocol):
+    """What the line has to know of a problem: see `decode_schedule.Problem`."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def most_blocks(self) -> int: ...
+    @property
+    def cut_unit(self) -> int: ...
+
+
+class _Positions(Protocol):
+    """Where the queries of each request stand, in memory: see `Operands`."""
+
+    @property
+    def q_start(self) -> Any: ...
+    @property
+    def kv_length(self) -> Any: ...
 
 
 class _Place(NamedTuple):
@@ -85,7 +109,7 @@ class Segment(NamedTuple):
 class Line:
     """The line of blocks of all sequences, and its cuts."""
 
-    def __init__(self, problem: Problem, schedule: Schedule, masking: Masking, operands: Operands) -> None:
+    def __init__(self, problem: _Sizes, schedule: Schedule, masking: Masking, operands: _Positions) -> None:
         self.problem, self.schedule, self.masking, self.operands = problem, schedule, masking, operands
 
     def blocks_of(self, request: Array) -> tuple[Array, Array]:
@@ -132,16 +156,22 @@ class Line:
         _, blocks = self.blocks_of(request)
         sequence = lax.div(offset.astype(jnp.uint32), blocks.astype(jnp.uint32)).astype(jnp.int32)
         skipped = offset - sequence * blocks
-        missing = jnp.where(skipped > 0, blocks - skipped, 0)
-        to_beginning, to_next = skipped <= slack, missing <= slack
+        moved = self.moved(skipped, blocks, slack)
+        place_in_sequence = _Place(request, sequence, moved)
+        pairs = zip(place_in_sequence, self.following(place_in_sequence), strict=True)
+        return position + (moved - skipped), _Place(*(jnp.where(moved < blocks, *pair) for pair in pairs))
+
+    def moved(self, skipped: Array, blocks: Array, slack: Array) -> Array:
+        """Where a cut after so many of a sequence's blocks goes: 0 for its beginning, `blocks` for the next one's."""
         if not self.schedule.cut:
             # A sequence belongs to the CTA in whose share it begins.
-            to_beginning, to_next = skipped == 0, skipped > 0
-        step = jnp.where(to_beginning, -skipped, jnp.where(to_next, missing, 0))
-        is_same = to_beginning | ~to_next
-        place_in_sequence = _Place(request, sequence, skipped + jnp.where(is_same, step, 0))
-        pairs = zip(place_in_sequence, self.following(place_in_sequence), strict=True)
-        return position + step, _Place(*(jnp.where(is_same, *pair) for pair in pairs))
+            return jnp.where(skipped > 0, blocks, 0)
+        unit = self.problem.cut_unit
+        if unit > 1:
+            before = lax.div(skipped, jnp.int32(unit)) * unit
+            after = lax.min(before + unit, blocks)
+            skipped = jnp.where(skipped - before > after - skipped, after, before)
+        return jnp.where(skipped <= slack, 0, jnp.where(blocks - skipped <= slack, blocks, skipped))
 
     def following(self, place: _Place) -> _Place:
         """Where the next sequence begins."""

@@ -91,6 +91,11 @@ class Problem:
         return self.kv_heads * self.tiles
 
     @property
+    def cut_unit(self) -> int:
+        """Blocks of a sequence that must not be cut apart: one, as blocks are merged one by one."""
+        return 1
+
+    @property
     def value_chunks(self) -> list[int]:
         """First columns of the chunks of 64 in which values are multiplied. The last chunk may overlap the one before:
         both then have the same bits."""

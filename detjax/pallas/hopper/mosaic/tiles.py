@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -19,7 +19,16 @@ from detjax.contract import ACCUMULATOR, KEY_GROUPS, KEY_LANES, KV_BLOCK
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.mosaic import like, primitive
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, NUMBER, PER_ROW, PER_THREAD, ROWS, line, swizzled
-from detjax.pallas.hopper.mosaic.registers import array, element, empty_registers, first_row_and_lane, int32, packed
+from detjax.pallas.hopper.mosaic.registers import (
+    array,
+    as_index,
+    element,
+    empty_registers,
+    first_row_and_lane,
+    int32,
+    packed,
+)
+from detjax.pallas.hopper.mosaic.registers import index as memory_index
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 
@@ -77,12 +86,96 @@ def row_sums(p: Any) -> Any:
     registers = empty_registers(PER_ROW, (ROWS,))
     for half, place in enumerate(np.ndindex(registers.shape)):
         by_group = [keys_of_group(group, len(groups)) for group in range(KEY_GROUPS)]
-        lanes = sum_in_order([sum_in_order(list(groups[keys, half])) for keys in by_group if keys])
-        total = sum_in_order([element(lanes, index) for index in range(2)])
-        for distance in (1, 2):
-            total = arith.addf(total, mgpu.shfl_bfly(total, distance))
-        registers[place] = packed([total])
+        registers[place] = _sum_of_lanes(
+            sum_in_order([sum_in_order(list(groups[keys, half])) for keys in by_group if keys])
+        )
     return array(registers, PER_ROW)
+
+
+LANE_SUMS: Final = (2 * KEY_GROUPS, WARPGROUP, 2)
+"""The shape of the sums that `store_lane_sums` stores: a thread has keys of two lanes of each group, in two rows."""
+
+
+def _plain_store_lane_sums(p: Array, lanes: Any) -> None:
+    p = lax.optimization_barrier(p.reshape(p.shape[0], KEY_GROUPS, 2, KEY_LANES))
+    lanes[...] = (p[:, :, 0] + p[:, :, 1]).reshape(lanes.shape)
+
+
+@primitive(twin=_plain_store_lane_sums, args=(MATRIX, plgpu.RefType()))
+def store_lane_sums(p: Any, lanes: Any) -> None:
+    """Stores what each lane adds of the first half of a block's keys, for another warpgroup's `row_sums_of_halves`.
+
+    Args:
+        p: `[ROWS, KV_BLOCK / 2]`, float32.
+        lanes: shared memory, `LANE_SUMS`.
+    """
+    for number, keys in enumerate(_keys_of_lanes(p)):
+        vector.store(sum_in_order(keys), lanes, [memory_index(number), _thread_of_warpgroup(), memory_index(0)])
+
+
+def _plain_row_sums_of_halves(p: Array, lanes: Any) -> Array:
+    p = lax.optimization_barrier(p.reshape(p.shape[0], KEY_GROUPS, 2, KEY_LANES))
+    sums = lanes[...].reshape(p.shape[0], KEY_GROUPS, KEY_LANES) + p[:, :, 0] + p[:, :, 1]
+    sums = functools.reduce(jnp.add, [sums[:, group] for group in range(KEY_GROUPS)])
+    while sums.shape[1] > 1:
+        sums = sums[:, 0::2] + sums[:, 1::2]
+    return sums[:, 0]
+
+
+@primitive(
+    twin=_plain_row_sums_of_halves,
+    args=(MATRIX, plgpu.RefType()),
+    out=lambda p, _: plgpu.ShapeDtypeStruct(p.shape[:1], ACCUMULATOR, layout=PER_ROW),
+)
+def row_sums_of_halves(p: Any, lanes: Any) -> Any:
+    """Sums of the rows of a block in the contract's order, as `row_sums` has them, from two halves of its keys.
+
+    Args:
+        p: the second half, `[ROWS, KV_BLOCK / 2]`, float32.
+        lanes: what was stored of the first half, in shared memory.
+    """
+    pair = ir.VectorType.get((2,), ir.F32Type.get())
+    sums = []
+    for number, keys in enumerate(_keys_of_lanes(p)):
+        before = vector.load(pair, lanes, [memory_index(number), _thread_of_warpgroup(), memory_index(0)])
+        sums.append(sum_in_order([before, *keys]))
+    registers = empty_registers(PER_ROW, (ROWS,))
+    for half, place in enumerate(np.ndindex(registers.shape)):
+        registers[place] = _sum_of_lanes(sum_in_order(sums[half::2]))
+    return array(registers, PER_ROW)
+
+
+def _keys_of_lanes(p: Any) -> list[list[Any]]:
+    """The registers of each group, for the thread's first row and the one 8 below, of half of a block's keys."""
+    groups = p.registers.reshape(-1, 2)
+    return [list(groups[keys_of_group(group, len(groups)), half]) for group in range(KEY_GROUPS) for half in range(2)]
+
+
+def _sum_of_lanes(lanes: Any) -> Any:
+    """The sum of a row's lanes, of which each of four threads has two."""
+    total = sum_in_order([element(lanes, place) for place in range(2)])
+    for distance in (1, 2):
+        total = arith.addf(total, mgpu.shfl_bfly(total, distance))
+    return packed([total])
+
+
+def _thread_of_warpgroup() -> Any:
+    thread = mgpu.thread_idx()
+    return as_index(arith.remui(thread, mgpu.c(WARPGROUP, thread.type)))
+
+
+def _plain_joined(left: Array, right: Array) -> Array:
+    return jnp.concatenate([left, right], axis=1)
+
+
+@primitive(
+    twin=_plain_joined,
+    args=(MATRIX, MATRIX),
+    out=lambda left, right: plgpu.ShapeDtypeStruct((left.shape[0], 2 * left.shape[1]), left.dtype, layout=MATRIX),
+)
+def joined(left: Any, right: Any) -> Any:
+    """Two tiles side by side."""
+    return array(np.concatenate([left.registers, right.registers], axis=1), MATRIX, left.is_signed)
 
 
 def keys_of_group(group: int, count: int) -> list[int]:

@@ -1,0 +1,145 @@
+"""Attention whose values are columns of the keys on Hopper (Pallas Mosaic GPU): latent attention in every phase.
+
+All query heads share one key for each token, so the rows of a tile are heads of one token, or of a few consecutive
+ones: decode, verifying drafted tokens, and prefill differ in nothing but the number of tiles. Blocks of keys of all
+tiles lie on one line, as in decode, which is cut into one share for each CTA. Where the values are wider than
+`SPAN_WIDTH` and tiles are few, cuts lie between spans: a CTA stores the spans of a sequence that began in an earlier
+one by themselves, and a second kernel merges them in order.
+"""
+
+import dataclasses
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from detjax.contract import ACCUMULATOR, QUERY_UNIT
+from detjax.kv_pages import KVPages, Queries, request_of_rows
+from detjax.numerics import round_up
+from detjax.options import Masking
+from detjax.pallas.hopper.attention.decode_schedule import Schedule
+from detjax.pallas.hopper.attention.latent_kernel import Kernel, Operands, Results, scratch_types
+from detjax.pallas.hopper.attention.latent_merge import merge, out_types
+from detjax.pallas.hopper.attention.latent_schedule import (
+    PART,
+    Problem,
+    default_schedule,
+    partial_results,
+    tokens_of_a_tile,
+)
+from detjax.pallas.hopper.attention.warpgroups import launch
+from detjax.pallas.hopper.mosaic.layouts import ROWS
+
+VALUE_WIDTHS: Final = (128, 256, 384, 512)
+"""Columns of values. Keys have `PART` columns more."""
+
+
+def serves_widths(width: int, value_width: int) -> bool:
+    """Whether there is a kernel for keys and values of so many columns."""
+    return value_width in VALUE_WIDTHS and width == value_width + PART
+
+
+def forward(
+    q: Array,
+    kv: KVPages,
+    queries: Queries,
+    *,
+    masking: Masking,
+    with_normalizers: bool = True,
+    schedule: Schedule | None = None,
+) -> tuple[Array, Array | None]:
+    """Output `[B, T, H, V]` of queries `[B, T, H, K]`; if asked for, log2 of rows' normalizers, float32 `[B, T, H]`.
+
+    Args:
+        q: the queries.
+        kv: pages of keys, whose first columns are the values.
+        queries: page table, start and length of each request.
+        masking: whether attention is causal, and the scale.
+        with_normalizers: whether the normalizers are returned. No sequence is split then.
+        schedule: default: `default_schedule`.
+    """
+    batch, tokens, heads, _ = q.shape
+    size = tokens_of_a_tile(tokens, heads)
+    padded = round_up(tokens, size)
+    q = jnp.pad(q, ((0, 0), (0, padded - tokens), (0, 0), (0, 0)))
+    first = jnp.tile(jnp.arange(0, padded, size, dtype=jnp.int32), batch)
+    request = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), padded // size)
+    places = request, jnp.asarray(queries.start)[request] + first, jnp.asarray(queries.length)[request]
+    call = _Call(kv, queries.page_table, masking, with_normalizers, schedule)
+    results = call.attend(q.reshape(-1, *q.shape[2:]), places)
+    o, normalizers = (x.reshape(batch, padded, *x.shape[1:])[:, :tokens] for x in results)
+    return o, normalizers if with_normalizers else None
+
+
+def ragged(
+    q: Array,
+    kv: KVPages,
+    queries: Queries,
+    *,
+    masking: Masking,
+    with_normalizers: bool = True,
+    schedule: Schedule | None = None,
+) -> tuple[Array, Array]:
+    """Output `[N, H, V]` of packed queries `[N, H, K]`, and log2 of each row's normalizer, `[N, H]`; see `forward`.
+
+    The normalizers may be anything if they are not asked for.
+    """
+    assert queries.first_row is not None and queries.count is not None
+    rows, heads, _ = q.shape
+    padded = round_up(rows, QUERY_UNIT)
+    q = jnp.pad(q, ((0, padded - rows), (0, 0), (0, 0)))
+    size = tokens_of_a_tile(padded, heads)
+    # Requests begin at multiples of QUERY_UNIT, so no tile has rows of two.
+    request, index = (x[::size] for x in request_of_rows(padded, jnp.asarray(queries.first_row)))
+    is_present = (index >= 0) & (index < jnp.asarray(queries.count)[request])
+    length = jnp.where(is_present, jnp.asarray(queries.length)[request], 0)
+    places = request, jnp.asarray(queries.start)[request] + index, length
+    o, normalizers = _Call(kv, queries.page_table, masking, with_normalizers, schedule).attend(q, places)
+    return o[:rows], normalizers[:rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What rectangular and packed queries have in common; see `forward`."""
+
+    kv: KVPages
+    page_table: Array
+    masking: Masking
+    with_normalizers: bool
+    schedule: Schedule | None
+
+    def attend(self, q: Array, places: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        """Output `[N, H, V]` and normalizers `[N, H]` of the tokens of all tiles.
+
+        Args:
+            q: queries `[N, H, K]`, tile by tile.
+            places: for each tile its request, the position of its first token, and the number of the request's keys.
+        """
+        (tokens, heads, width), tiles, blocks = q.shape, places[0].shape[0], self.page_table.shape[1]
+        problem = Problem(tiles, tokens // tiles, heads, width, self.kv.value_width, blocks, q.dtype)
+        schedule = self.schedule or default_schedule(problem)
+        if self.with_normalizers:
+            schedule = dataclasses.replace(schedule, cut=False)
+        rows = q.reshape(tokens * heads, width)
+        if problem.rows < ROWS:
+            rows = jnp.pad(rows, ((0, ROWS - problem.rows), (0, 0)))
+        operands = Operands(rows, self.kv.k, self.page_table, *(x.astype(jnp.int32) for x in places))
+        out = [
+            jax.ShapeDtypeStruct((tiles, problem.sequences, ROWS, problem.value_width), q.dtype),
+            jax.ShapeDtypeStruct((tiles, problem.sequences, ROWS), ACCUMULATOR),
+            *out_types(problem, partial_results(problem, schedule)),
+        ]
+
+        def body(operands: Operands, results: list[Any], scratch: dict[str, Any]) -> None:
+            Kernel(problem, schedule, self.masking, operands, Results(*results), scratch).run()
+
+        results = launch("attention_latent", body, operands, out, schedule.ctas, scratch_types(problem))
+        o, normalizers, *partials = results
+        if schedule.cut:
+            o = merge(problem, o, *partials)
+        # A tile has several tokens, or several sequences, but not both.
+        return (
+            o[:, :, : problem.rows].reshape(tokens, heads, problem.value_width),
+            normalizers[:, :, : problem.rows].reshape(tokens, heads),
+        )
