@@ -29,6 +29,13 @@ def zero_bias(is_present: bool, shape: tuple[int, ...], dtype: DTypeLike) -> nnx
     return nnx.Param(jnp.zeros(shape, dtype)) if is_present else None
 
 
+class FixedWeight(nnx.Variable[Array]):
+    """A weight that gradients do not reach and that no optimizer changes, decay included.
+
+    A part declares such a weight by this class in place of `nnx.Param`. Checkpoints and digests hold it as any other.
+    """
+
+
 def optional(parameter: nnx.Param[Array] | None) -> Weight | None:
     """Returns a parameter's array, or None if there is no such parameter."""
     return None if parameter is None else parameter[...]
