@@ -104,8 +104,6 @@ def _read_rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmb
     if turning < 2 or turning % 2:
         raise file.error(_TURNING, f"a share of head_dim, which is {head_dim}, that is an even number of columns")
     rope = read_rope(JsonObject(raw, file.source), turning, max_positions)
-    if turning < head_dim and rope.embedding_scale != 1:
-        raise file.error("rope_scaling", f"a rope_type without a factor on the embedding, as {_TURNING} is below 1")
     return dataclasses.replace(rope, head_dim=head_dim, rotary_dim=turning if turning < head_dim else None)
 
 
