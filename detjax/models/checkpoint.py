@@ -25,10 +25,11 @@ from detjax.models.decoder import Decoder
 from detjax.models.family import Multimodal, family_named, text_configuration
 from detjax.models.generation_defaults import GenerationDefaults
 from detjax.models.images import ImageOptions
-from detjax.models.json_object import CheckpointError, parse_json_object, read_file
+from detjax.models.json_object import CheckpointError, JsonObject, parse_json_object, read_file
 from detjax.models.network import Weights, abstract, split
 from detjax.models.network import parameters as parameters_of
 from detjax.models.parts.parameters import Tensors
+from detjax.models.stored_formats import stored_format
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.weight_files import StoredTensor, open_weights, write_weights
 
@@ -80,8 +81,9 @@ def load(
         listing, stored = open_weights(directory, files)
         if family.multimodal is not None:
             stored = _by_decoder_name(stored, family.multimodal)
-        if raw.get("quantization_config"):
-            stored = family.dequantized(stored)
+        block_format = stored_format(JsonObject(raw, str(directory / _CONFIG)))
+        if block_format is not None:
+            stored = block_format.dequantized(stored)
         config = _dtype_as_stored(_tied_as_stored(config, stored), raw, stored)
         weights_dtype = requested_dtype or np.dtype(config.dtype)
         empty = _without_weights(config, weights_dtype)
@@ -142,7 +144,7 @@ def _read_weights(
     """The parameters' arrays on the device; `advance` is told how many bytes were read."""
     weights = []
     for parameter, size in zip(parameters, sizes, strict=True):
-        value = parameter.tensors.join([stored[name].read(parameter.dtype) for name in parameter.shapes])
+        value = parameter.tensors.join(stored[name].read(parameter.dtype) for name in parameter.shapes)
         weights.append(jnp.asarray(value))
         advance(size)
     return tuple(weights)
@@ -331,6 +333,7 @@ def _checked_sizes(
                 f"{stored[name].file}: tensor {stored[name].name!r} has shape {stored[name].shape}; accepted: {shape}, "
                 "which follows from config.json"
             )
+        _ = stored[name].dtype  # which raises if it is not supported
     for name, tensor in stored.items():
         if name not in expected and not any(re.fullmatch(pattern, name) for pattern in skips):
             raise CheckpointError(

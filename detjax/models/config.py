@@ -17,6 +17,7 @@ from detjax.models.parts.experts import ExpertsOptions
 from detjax.models.parts.latent_attention import LatentOptions
 from detjax.models.parts.vision import VisionOptions
 from detjax.models.rope_config import write_rope
+from detjax.models.stored_formats import stored_format
 from detjax.ops.rotary import RotaryEmbedding
 from detjax.options import Activation
 
@@ -30,7 +31,6 @@ _ACTIVATIONS: Final[Mapping[str, Activation]] = {
 }
 
 _UNSUPPORTED: Final[Mapping[str, Any]] = {
-    "quantization_config": {},
     "partial_rotary_factor": 1.0,
     "pretraining_tp": 1,
     "num_experts": 0,
@@ -117,7 +117,8 @@ class DecoderConfig:
         """Returns the configuration that `config.json` with the contents `raw` describes.
 
         Reads the files of transformers 4 and 5; of multimodal models, what they say of the text model. The dtype is
-        float32 where the file names none. Errors call the file `source`.
+        float32 where the file names none. How weights are stored is checked, and is no part of the configuration.
+        Errors call the file `source`.
 
         Raises:
             CheckpointError: an unknown architecture, an unsupported option, a missing key, a value out of range.
@@ -128,6 +129,7 @@ class DecoderConfig:
         for key, neutral in _UNSUPPORTED.items():
             if key not in family.reads and file.get(key) not in (None, neutral):
                 raise file.error(key, f"{json.dumps(neutral)}, null; anything else is not supported")
+        stored_format(file)
         layers = file.integer("num_hidden_layers")
         max_positions = file.integer("max_position_embeddings", family.max_positions)
         heads = _read_heads(file, family)

@@ -13,7 +13,6 @@ from detjax.models.parts.experts import ExpertsOptions
 from detjax.models.parts.latent_attention import LatentOptions
 from detjax.models.parts.vision import VisionOptions
 from detjax.models.rope_config import read_rope
-from detjax.models.weight_files import StoredTensor
 from detjax.ops.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -125,8 +124,6 @@ class Family:
         skips: regular expressions of the names of tensors that published checkpoints hold and that this release does
             not need, such as those of layers that predict further tokens. Each matches a whole name; `{layers}` in it
             stands for the number of layers.
-        dequantized: returns the stored tensors of a checkpoint with a `quantization_config`, those that are quantized
-            being replaced by the plain ones they stand for. Only a family that reads this key needs it.
         decoder_of: returns the object of a `config.json` that describes the decoder: the file's own, or one in it.
         read_rope: reads the frequencies of the rotary embedding from a `config.json`, given the width of a head and
             `max_position_embeddings`.
@@ -154,7 +151,6 @@ class Family:
     scales_embedding: bool = False
     reads: tuple[str, ...] = ()
     skips: tuple[str, ...] = ()
-    dequantized: Callable[[dict[str, StoredTensor]], dict[str, StoredTensor]] = dict
     decoder_of: Callable[[JsonObject], JsonObject] = lambda file: file
     read_rope: Callable[[JsonObject, int, int], RotaryEmbedding] = read_rope
     read_options: Callable[[JsonObject, int], LayerOptions]

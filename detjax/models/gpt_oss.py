@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
 from detjax import ops
-from detjax.models import llama, mixture, mxfp4
+from detjax.models import llama, mixture
 from detjax.models.config import DecoderConfig
 from detjax.models.family import Family, LayerOptions
 from detjax.models.json_object import JsonObject
@@ -22,7 +22,6 @@ from detjax.models.windows import first_window, read_alternating_windows, write_
 from detjax.ops.rotary import RotaryEmbedding, YarnScaling
 from detjax.options import Clamp
 
-_QUANTIZATION: Final = "quantization_config"
 _THETA: Final = 150_000.0
 _SCALING: Final = YarnScaling(32.0, 4096, truncate=False)
 """The scaling of frequencies if `config.json` describes none."""
@@ -87,9 +86,6 @@ def _read_rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmb
 
 
 def _read_options(file: JsonObject, layers: int) -> LayerOptions:
-    quantization = file.object(_QUANTIZATION)
-    if quantization is not None and quantization.get("quant_method") != "mxfp4":
-        raise quantization.error("quant_method", "mxfp4; other quantizations are not supported")
     file.choice("hidden_act", "silu", ("silu",))
     chosen, experts = file.integer("num_experts_per_tok", 4), file.integer("num_local_experts", 128)
     if chosen > experts:
@@ -134,8 +130,7 @@ FAMILY: Final = Family(
     norm_eps=1e-5,
     head_dim=64,
     kv_heads=8,
-    reads=("num_local_experts", _QUANTIZATION),
-    dequantized=mxfp4.dequantized,
+    reads=("num_local_experts",),
     read_rope=_read_rope,
     read_options=_read_options,
     write_options=_write_options,

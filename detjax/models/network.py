@@ -47,12 +47,14 @@ class Network[M: nnx.Module]:
         graph: the module's static part.
         tree: the structure of its state.
         paths: the path of each weight.
+        trained: for each weight, whether it is an `nnx.Param`: gradients and optimizers leave the others as they are.
         order: the index of each weight among the leaves of the state.
     """
 
     graph: nnx.GraphDef[M]
     tree: Any
     paths: tuple[Path, ...]
+    trained: tuple[bool, ...]
     order: tuple[int, ...]
 
     def with_weights(self, weights: Weights) -> M:
@@ -76,8 +78,9 @@ def split[M: nnx.Module](module: M) -> tuple[Network[M], Weights]:
     The weights of a module from `abstract` are shapes and dtypes.
     """
     graph, state = nnx.split(module)
-    paths = tuple(nnx.to_flat_state(state).paths)
-    network = _network(graph, jax.tree.structure(state, is_leaf=_is_weight), paths)
+    flat = nnx.to_flat_state(state)
+    trained = tuple(isinstance(variable, nnx.Param) for variable in flat.leaves)
+    network = _network(graph, jax.tree.structure(state, is_leaf=_is_weight), tuple(flat.paths), trained)
     return network, network.weights(state)
 
 
@@ -86,9 +89,9 @@ def _is_weight(x: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _network(graph: nnx.GraphDef[Any], tree: Any, paths: tuple[Path, ...]) -> Network[Any]:
+def _network(graph: nnx.GraphDef[Any], tree: Any, paths: tuple[Path, ...], trained: tuple[bool, ...]) -> Network[Any]:
     order = tuple(sorted(range(len(paths)), key=lambda index: _named_levels(paths[index])))
-    return Network(graph, tree, tuple(paths[index] for index in order), order)
+    return Network(graph, tree, tuple(paths[index] for index in order), tuple(trained[index] for index in order), order)
 
 
 def abstract[T](make: Callable[[], T]) -> T:

@@ -132,8 +132,6 @@ def read_rope(
     if turning < 2 or turning % 2:
         raise file.error(TURNING, f"a share of head_dim, which is {head_dim}, that is an even number of columns")
     rope = rope_config.read_rope(JsonObject(raw, file.source, file.prefix), turning, max_positions)
-    if turning < head_dim and rope.embedding_scale != 1:
-        raise file.error("rope_scaling", f"a rope_type without a factor on the embedding, as {TURNING} is below 1")
     return dataclasses.replace(rope, head_dim=head_dim, rotary_dim=turning if turning < head_dim else None)
 
 

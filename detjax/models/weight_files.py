@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 import safetensors
 import safetensors.numpy
+from jaxtyping import UInt8
 
 from detjax.models.json_object import CheckpointError, parse_json_object, read_file
 
@@ -29,13 +29,16 @@ class StoredTensor:
         file: the file that holds it.
         shape: its shape.
         format: its dtype as safetensors calls it, such as BF16.
+        size: its bytes in the file.
     """
 
     name: str
     file: Path
     shape: tuple[int, ...]
     format: str
+    size: int
     _handle: Any
+    _begin: int
 
     @property
     def dtype(self) -> np.dtype:
@@ -50,10 +53,21 @@ class StoredTensor:
             )
         return np.dtype(_DTYPES[self.format])
 
-    @property
-    def size(self) -> int:
-        """The size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def read_bytes(self, first: int, count: int) -> UInt8[np.ndarray, "count"]:
+        """Returns `count` bytes of the tensor as they are stored, from byte `first` on.
+
+        For dtypes that NumPy does not have, and for tensors that are too large to be read at once.
+
+        Raises:
+            CheckpointError: the file has become unreadable.
+        """
+        try:
+            content = np.fromfile(self.file, np.uint8, count, offset=self._begin + first)
+        except OSError as error:
+            raise CheckpointError(f"{self.file}: tensor {self.name!r} cannot be read: {error}") from error
+        if len(content) != count:
+            raise CheckpointError(f"{self.file}: tensor {self.name!r} cannot be read: the file has become shorter")
+        return content
 
     def read(self, dtype: np.dtype | None = None) -> np.ndarray:
         """Returns the tensor in a dtype (default: as stored), rounded to nearest even.
@@ -153,6 +167,7 @@ def _open_file(file: Path, stack: contextlib.ExitStack) -> dict[str, StoredTenso
     try:
         handle = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
         headers = {name: handle.get_slice(name) for name in handle.keys()}
+        places = _places(file)
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing") from None
     except safetensors.SafetensorError as error:
@@ -160,6 +175,18 @@ def _open_file(file: Path, stack: contextlib.ExitStack) -> dict[str, StoredTenso
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     return {
-        name: StoredTensor(name, file, tuple(header.get_shape()), header.get_dtype(), handle)
+        name: StoredTensor(
+            name, file, tuple(header.get_shape()), header.get_dtype(), len(places[name]), handle, places[name].start
+        )
         for name, header in headers.items()
     }
+
+
+def _places(file: Path) -> dict[str, range]:
+    """The bytes of each tensor in a file, whose header safetensors has checked."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    data = 8 + length
+    return {name: range(*(data + offset for offset in entry["data_offsets"])) for name, entry in header.items()}

@@ -288,7 +288,7 @@ def _rotated_groups(
 
 
 def cos_and_sin(embedding: RotaryEmbedding, positions: Array, turn: float) -> tuple[Array, Array]:
-    """Returns float32 `[*B, T, K / 2]` each, times the embedding's scale: the factors of every backend under contract.
+    """Returns float32 `[*B, T, K / 2]` each, times the embedding's scales: the factors of every backend under contract.
 
     Args:
         embedding: the frequencies.
@@ -298,9 +298,11 @@ def cos_and_sin(embedding: RotaryEmbedding, positions: Array, turn: float) -> tu
     frequencies = jnp.asarray(np.float32(turn) * embedding.inverse_frequencies)
     positions = embedding.pair_positions(positions)
 
+    scales = jnp.asarray(embedding.pair_scales)[None]
+
     def factors(positions: Array, frequencies: Array) -> tuple[Array, Array]:
         angles = positions.astype(ACCUMULATOR) * frequencies[None]
-        return jnp.cos(angles) * embedding.embedding_scale, jnp.sin(angles) * embedding.embedding_scale
+        return jnp.cos(angles) * scales, jnp.sin(angles) * scales
 
     tokens = positions.shape[:-1]
     operands = positions.reshape(-1, positions.shape[-1]), frequencies

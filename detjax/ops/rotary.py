@@ -80,11 +80,6 @@ class RotaryEmbedding:
                     f"RotaryEmbedding: rotary_dim is {self.rotary_dim}; accepted: even numbers from 2 to below "
                     f"{self.head_dim}, the head_dim, or None if all columns turn"
                 )
-            if self.embedding_scale != 1:
-                raise ValueError(
-                    f"RotaryEmbedding: rotary_dim is {self.rotary_dim} and the scaling has a factor of "
-                    f"{self.embedding_scale}, which columns that do not turn would get too; accepted: a factor of 1"
-                )
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"RotaryEmbedding: head_dim is {self.head_dim}; accepted: even numbers >= 2")
         if not 0 < self.theta < math.inf:
@@ -163,7 +158,7 @@ class RotaryEmbedding:
 
     @property
     def embedding_scale(self) -> float:
-        """The factor on cosine and sine (1 except for YaRN)."""
+        """The factor on cosine and sine of columns that turn (1 except for YaRN)."""
         s = self.scaling
         if not isinstance(s, YarnScaling):
             return 1.0
@@ -172,6 +167,12 @@ class RotaryEmbedding:
         if s.mscale and s.mscale_all_dim:
             return _yarn_mscale(s.factor, s.mscale) / _yarn_mscale(s.factor, s.mscale_all_dim)
         return _yarn_mscale(s.factor, 1.0)
+
+    @property
+    def pair_scales(self) -> Float32[np.ndarray, "half"]:
+        """The factor on cosine and sine of each pair of columns: 1 for those that stay as they are."""
+        turns = np.arange(self.head_dim // 2) < self.turning // 2
+        return np.where(turns, self.embedding_scale, 1.0).astype(np.float32)
 
     @property
     def score_scale(self) -> float:

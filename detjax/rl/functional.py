@@ -49,7 +49,7 @@ class LossAndGradients(NamedTuple):
 
     Attributes:
         loss: the value of the loss, in float64 from the logprobs.
-        gradients: float32, a pytree like the params.
+        gradients: float32, a pytree like the params; zeros for weights that are not trained.
         logprobs: for each sample the logprobs of its completion.
     """
 
@@ -127,7 +127,8 @@ class Training:
     def init(self, params: Params) -> State:
         """Returns the state before the first step of training the params."""
         weights = self.network.weights(params)
-        return State(params, initial_state(weights, self._optimizer, Placement(self._shards)))
+        placement = Placement(self._shards)
+        return State(params, initial_state(weights, self._optimizer, placement, trained=self.network.trained))
 
     def loss_and_gradients(
         self, params: Params, batch: Sequence[Sample], *, microbatch: Layout, mesh: Mesh | None = None

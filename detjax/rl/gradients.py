@@ -50,7 +50,7 @@ type Sums = tuple[WeightSums, ...]
 
 
 def empty_sums(network: Network[Decoder], weights: Weights) -> Sums:
-    """Returns sums of zeros for each weight of a decoder."""
+    """Returns sums of zeros for each weight of a decoder. Those of weights that are not trained stay zeros."""
 
     def empty(path: tuple[object, ...], weight: Array) -> WeightSums:
         zeros = functools.partial(jnp.zeros, weight.shape, ACCUMULATOR)
@@ -103,8 +103,10 @@ def next_sums(
     products = sums[head].products
 
     def hidden_states(sums: Sums) -> Array:
-        pairs = zip(weights, sums, strict=True)
-        model = network.with_weights(tuple(AccumulatedWeight(weight, *total) for weight, total in pairs))
+        leaves = zip(weights, sums, network.trained, strict=True)
+        model = network.with_weights(
+            tuple(AccumulatedWeight(weight, *total) if trained else weight for weight, total, trained in leaves)
+        )
         return last_hidden_states(model, microbatch, rematerialized=rematerialized)
 
     # The head's part of both passes comes in between, so that logits are computed once.

@@ -29,17 +29,32 @@ class TrainState(NamedTuple):
 
     Attributes:
         masters: the weights in float32.
-        optimizer: the optimizer's state of each of them.
+        optimizer: the optimizer's state of each of them; None for those that are not trained, which stay as they are.
     """
 
     masters: tuple[Flat, ...]
     optimizer: tuple[Any, ...]
 
 
-def initial_state(weights: Weights, optimizer: optax.GradientTransformation, placement: Placement) -> TrainState:
-    """Returns the state before the first step of training the weights."""
+def initial_state(
+    weights: Weights,
+    optimizer: optax.GradientTransformation,
+    placement: Placement,
+    *,
+    trained: Sequence[bool] | None = None,
+) -> TrainState:
+    """Returns the state before the first step of training the weights.
+
+    Args:
+        weights: the weights.
+        optimizer: such as `detjax.rl.optimizers.adamw`.
+        placement: of the state.
+        trained: for each weight whether it is trained, as `Network.trained` says; None: all are.
+    """
     masters = tuple(placement.flat(jnp.asarray(weight, ACCUMULATOR)) for weight in weights)
-    return placement.placed(TrainState(masters, tuple(map(optimizer.init, masters))))
+    pairs = zip(masters, (True,) * len(masters) if trained is None else trained, strict=True)
+    states = tuple(optimizer.init(master) if is_trained else None for master, is_trained in pairs)
+    return placement.placed(TrainState(masters, states))
 
 
 def update(
@@ -51,7 +66,7 @@ def update(
     max_norm: float | None = None,
     donated: bool = True,
 ) -> tuple[TrainState, Float32[Array, ""]]:
-    """Returns the next state, and the norm of the gradients.
+    """Returns the next state, and the norm of the gradients of trained weights.
 
     Args:
         state: the state.
@@ -61,11 +76,12 @@ def update(
         max_norm: larger gradients are scaled down to this norm; None: they are not.
         donated: whether the next state takes the memory of this one, whose arrays must then not be used any more.
     """
-    rounds = leaf_rounds(gradients)
+    trained = [index for index, one in enumerate(state.optimizer) if one is not None]
+    rounds = [tuple(trained[i] for i in one) for one in leaf_rounds([gradients[index] for index in trained])]
     squares: dict[int, Array] = {}
     for indices in rounds:
         squares |= zip(indices, _squares_program(placement)(tuple(gradients[i] for i in indices)), strict=True)
-    norm, scale = _norm_program(max_norm)(tuple(squares[index] for index in range(len(gradients))))
+    norm, scale = _norm_program(max_norm)(tuple(squares[index] for index in trained))
     program = _update_program(optimizer, placement, donated)
     masters, optimizer_states = list(state.masters), list(state.optimizer)
     del state

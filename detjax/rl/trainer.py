@@ -94,7 +94,7 @@ class Trainer:
         self.optimizer, self.loss, self.plan, self.max_norm = optimizer, loss, plan, max_norm
         self.distribution = distribution
         self._shapes = tuple(jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in weights)
-        self.state = initial_state(weights, optimizer, plan.placement)
+        self.state = initial_state(weights, optimizer, plan.placement, trained=self.network.trained)
 
     @property
     def state(self) -> TrainState:

@@ -25,6 +25,7 @@ from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImport
 from detjax import ops
 from detjax.engine import Engine, SamplingParams
 from detjax.models import Decoder, Tokenizer
+from detjax.models.parts.parameters import FixedWeight
 from detjax.rl.rollouts import rollouts, seed_of
 
 
@@ -267,12 +268,14 @@ class TunixRollout(base_rollout.BaseRollout):
     def update_params(self, params: Any, filter_types: Any = None) -> None:
         """Gives the engine other weights, of which nothing is copied: all parameters of a `TunixModel`.
 
+        Weights that are not trained are no parameters, and stay the actor's.
+
         Raises:
             RuntimeError: rollouts are in flight.
         """
         del filter_types
         with self._lock:
-            self._synchronize(params)
+            self._synchronize(nnx.merge_state(nnx.state(self._actor, FixedWeight), params))
             self._synchronizations += 1
             self._occurrences.clear()
 

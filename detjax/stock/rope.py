@@ -14,10 +14,11 @@ DIFFERENTIATED_BY_JAX: Final = True
 
 def rope(x: Array, positions: Array, *, embedding: Any) -> Array:
     """See `detjax.ops.rope`."""
-    scale, inverse_frequencies = embedding.embedding_scale, jnp.asarray(embedding.inverse_frequencies)
     angles = embedding.pair_positions(positions).astype(ACCUMULATOR)[..., None, :]
-    angles = angles * inverse_frequencies.reshape((1,) * (angles.ndim - 1) + (-1,))
-    cos, sin = jnp.cos(angles) * scale, jnp.sin(angles) * scale
+    arrays = jnp.asarray(embedding.inverse_frequencies), jnp.asarray(embedding.pair_scales)
+    frequencies, scales = (array.reshape((1,) * (angles.ndim - 1) + (-1,)) for array in arrays)
+    angles = angles * frequencies
+    cos, sin = jnp.cos(angles) * scales, jnp.sin(angles) * scales
     first, second = jnp.split(x.astype(ACCUMULATOR), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 

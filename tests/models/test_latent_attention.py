@@ -135,7 +135,6 @@ def test_kimis_model_type_says_the_same() -> None:
         ({"qk_rope_head_dim": 31}, "qk_rope_head_dim is 31; accepted: an even number"),
         ({"q_lora_rank": 0}, "q_lora_rank is 0; accepted: an integer >= 1"),
         ({"layer_types": ["sliding_attention"] * 2}, "accepted: full_attention for every layer, as deepseek_v3"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {'quant_method': 'fp8'}"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}}, "mscale_all_dim is 1.0"),
     ],
 )

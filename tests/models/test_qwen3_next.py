@@ -17,7 +17,7 @@ from detjax.models import CheckpointError, Decoder, DecoderConfig, KVCache, load
 from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.gated_experts import GatedExpertsOptions
 from detjax.models.parts.state import StateSize
-from detjax.ops.rotary import LinearScaling, RotaryEmbedding
+from detjax.ops.rotary import LinearScaling, RotaryEmbedding, YarnScaling
 from detjax.request_state import DROPPABLE_TOKENS
 from tests.models.hugging_face import changed_tensors
 from tests.support.bits import assert_same_bits, same_bits
@@ -67,6 +67,9 @@ def test_the_share_of_columns_that_turn_stands_in_one_of_three_places() -> None:
     assert read(partial_rotary_factor=1.0).rope == RotaryEmbedding(256, 10_000.0)
     scaled = read(rope_scaling={"type": "linear", "factor": 2.0})
     assert scaled.rope == RotaryEmbedding(256, 10_000.0, LinearScaling(2.0), rotary_dim=64)
+    yarn = read(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096})
+    assert yarn.rope == RotaryEmbedding(256, 10_000.0, YarnScaling(4.0, 4096), rotary_dim=64)
+    assert DecoderConfig.from_hugging_face(yarn.to_hugging_face(), "config.json") == yarn
 
 
 def test_columns_that_do_not_turn_have_the_frequency_zero() -> None:
@@ -98,8 +101,6 @@ def test_what_is_written_says_the_same() -> None:
 
 def test_what_is_not_served_is_refused() -> None:
     assert "partial_rotary_factor is 0.001; accepted: a share of head_dim" in refusal(partial_rotary_factor=0.001)
-    yarn = {"rope_type": "yarn", "factor": 4.0}
-    assert "rope_scaling is {'rope_type': 'yarn'" in refusal(rope_scaling=yarn)
     assert "layer_types is ['sliding_attention'" in refusal(layer_types=["sliding_attention"] * 6)
     assert "linear_num_value_heads is 24; accepted: a multiple" in refusal(linear_num_value_heads=24)
     assert "mlp_only_layers is [True, 'x']" in refusal(mlp_only_layers=[True, "x"])

@@ -19,13 +19,17 @@ from detjax.models import Decoder
 from detjax.options import Distribution
 from detjax.rl.divergence import divergence
 from detjax.rl.microbatches import Layout, Packed, Rows, Sample
+from detjax.rl.placement import Placement
 from detjax.rl.policy_gradient import PolicyGradient
 from detjax.rl.rollouts import Rollout, rollouts, seed_of
 from detjax.rl.run import Run, RunConfig, trainer_for
 from detjax.rl.run_state import RunState
+from detjax.rl.train_state import initial_state
 from detjax.rl.trainer import Trainer
 from detjax.rl.training import Plan
 from tests.rl import policies
+from tests.rl.training_cases import ADAMW, network
+from tests.support.bits import assert_same_bits
 
 PROMPTS = ("1+2=", "34=", "7+9=", "5281=", "12=")
 
@@ -181,6 +185,19 @@ def test_a_state_of_another_run_is_refused_by_what_differs(tmp_path: Path) -> No
     with RunState(tmp_path, config.as_json()) as state:
         # Masters are float32 whatever the weights' dtype: the saved state serves, and the weights are rounded anew.
         assert not list(wider.steps(state))
+
+
+def test_a_state_with_a_weight_that_is_not_trained_is_found_again(tmp_path: Path) -> None:
+    net, weights = network("deepseek-v3", "float32")
+    state = initial_state(weights, ADAMW, Placement(2), trained=net.trained)
+    assert None in state.optimizer
+    with RunState(tmp_path, {}) as saved:
+        saved.save(3, state)
+    with RunState(tmp_path, {}) as saved:
+        found = saved.newest(state)
+    assert found is not None
+    assert found[0] == 3
+    assert_same_bits(found[1], state)
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:

@@ -160,6 +160,25 @@ def test_gradients_beyond_a_norm_are_scaled_down_to_it(max_norm: float | None) -
         np.testing.assert_allclose(moments.mean, leaf * (scale * 0.1), rtol=1e-5, atol=1e-12)
 
 
+def test_a_weight_that_is_not_trained_has_no_gradient_and_no_decay() -> None:
+    net, weights = network("deepseek-v3", "float32")
+    fixed = net.paths.index(("layers", 1, "mlp", "router", "correction"))
+    assert net.trained == tuple(index != fixed for index in range(len(weights)))
+    state = initial_state(weights, ADAMW, BASE.placement, trained=net.trained)
+    before = jax.tree.map(np.array, state)
+    leaves = batch_gradients(net, weights, BATCHES[0], LogLikelihood(), BASE).leaves
+    assert not leaves[fixed].any()
+    # Whatever a gradient it is given, it is not in the norm either.
+    leaves = tuple(jnp.ones_like(leaf) if index == fixed else leaf for index, leaf in enumerate(leaves))
+    after, norm = update(state, leaves, ADAMW, BASE.placement, max_norm=1.0)
+    squares = [np.square(np.asarray(leaf, np.float64)).sum() for leaf in leaves]
+    np.testing.assert_allclose(norm, np.sqrt(sum(squares) - squares[fixed]), rtol=1e-6)
+    assert after.optimizer[fixed] is None
+    for index, (one, other) in enumerate(zip(after.masters, before.masters, strict=True)):
+        assert same_bits(one, other) == (index == fixed)
+    assert_same_bits(weights_of(after, weights, BASE.placement)[fixed], weights[fixed])
+
+
 def test_a_state_that_is_not_donated_stays_as_it_is() -> None:
     _, weights = network("qwen3, tied", "float32")
     state, leaves = initial_state(weights, ADAMW, BASE.placement), gradients(2)

@@ -101,7 +101,7 @@ def two_steps(
     """
     (net, weights), given = model, []
     placement = (plan if update_plan is None else update_plan).placement
-    state = initial_state(weights, ADAMW, placement)
+    state = initial_state(weights, ADAMW, placement, trained=net.trained)
     for batch in batches:
         weights = weights_of(state, weights, placement)
         gradients = batch_gradients(net, weights, batch, loss, plan)

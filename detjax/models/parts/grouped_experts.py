@@ -8,10 +8,9 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
 from detjax import ops
-from detjax.accumulated_weight import value_and_sum
 from detjax.models.parts.experts import Experts, ExpertsOptions
 from detjax.models.parts.mlp import GatedMLP, MLPOptions
-from detjax.models.parts.parameters import Tensors, random_weight
+from detjax.models.parts.parameters import FixedWeight, Tensors, random_weight
 from detjax.options import Activation
 
 _EPS = 1e-20
@@ -39,19 +38,19 @@ class GroupLimitedRouter(nnx.Module):
     """Chooses among the best groups the experts of the highest corrected scores (DeepSeek-AI 2024, section 2.1.2).
 
     Scores are sigmoids of float32 logits that are not rounded. The correction, float32 in any model, decides which
-    experts are chosen; the weights are the scores without it. It has no gradient.
+    experts are chosen; the weights are the scores without it. No training changes it.
     """
 
     def __init__(self, width: int, options: GroupedExpertsOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.options = options
         self.weight = random_weight(rngs, (options.experts, width), dtype)
-        self.correction = nnx.Param(jnp.zeros(options.experts, jnp.float32))
+        self.correction = FixedWeight(jnp.zeros(options.experts, jnp.float32))
 
     def __call__(self, x: Float[Array, "N D"]) -> tuple[Int32[Array, "N k"], Float32[Array, "N k"]]:
         """Returns the experts of each token in ascending order, and their weights."""
-        options, correction = self.options, value_and_sum(self.correction[...])[0]
+        options = self.options
         scores = ops.sigmoid(ops.matmul(x, self.weight[...], layout="nk", out_dtype="float32"))
-        ranks = ops.group_limited_ranks(scores, correction, groups=options.groups, kept=options.kept_groups)
+        ranks = ops.group_limited_ranks(scores, self.correction[...], groups=options.groups, kept=options.kept_groups)
         choice: dict[str, Any] = {"normalized": options.normalized, "eps": _EPS}
         ids, weights = ops.choose_experts(scores, options.chosen, ranks=ranks, **choice)
         return ids, ops.scale(weights, options.factor)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 import jax
@@ -28,6 +28,13 @@ def _normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
 def zero_bias(is_present: bool, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[Array] | None:
     """Returns a bias of zeros, or None."""
     return nnx.Param(jnp.zeros(shape, dtype)) if is_present else None
+
+
+class FixedWeight(nnx.Variable[Array]):
+    """A weight that gradients do not reach and that no optimizer changes, decay included.
+
+    A part declares such a weight by this class in place of `nnx.Param`. Checkpoints and digests hold it as any other.
+    """
 
 
 def optional(parameter: nnx.Param[Array] | None) -> Weight | None:
@@ -74,19 +81,25 @@ class Tensors:
             return [shape[self._axes :]] * len(self.names)
         return [(rows, *shape[1:]) for rows in self.rows]
 
-    def join(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the parameter that the tensors make."""
+    def join(self, tensors: Iterable[np.ndarray]) -> np.ndarray:
+        """Returns the parameter that the tensors make. Several are copied one by one: not all are held twice."""
         if len(self.names) == 1:
-            x = np.swapaxes(tensors[0], -1, -2) if self.transposed else tensors[0]
+            (x,) = tensors
+            x = np.swapaxes(x, -1, -2) if self.transposed else x
             if self.pairs == "turns":
                 return x.reshape(len(x), -1, 2, *x.shape[2:]).swapaxes(1, 2)
             if self.pairs == "halves":
                 return x.reshape(len(x), 2, -1, *x.shape[2:])
             return x if self.groups is None else self._by_rows(x, self.groups)
-        if self.rows is not None:
-            return np.concatenate(tensors)
-        stack = np.stack(tensors)
-        return stack if self.stacked is None else stack.reshape(*self.stacked, *stack.shape[1:])
+        joined, begin = np.empty(0), 0
+        for index, tensor in enumerate(tensors):
+            rows = tensor if self.rows is not None else tensor[None]
+            if index == 0:
+                count = len(self.names) if self.rows is None else sum(self.rows)
+                joined = np.empty((count, *rows.shape[1:]), rows.dtype)
+            joined[begin : begin + len(rows)] = rows
+            begin += len(rows)
+        return joined if self.stacked is None else joined.reshape(*self.stacked, *joined.shape[1:])
 
     def cut(self, parameter: np.ndarray) -> list[np.ndarray]:
         """Returns the tensors of a parameter: the inverse of `join`."""
