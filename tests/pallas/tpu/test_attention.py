@@ -121,6 +121,8 @@ class ExactScores:
     length: int
     masking: Masking
     has_sinks: bool
+    span: int = 0
+    """Blocks that are merged among themselves before they are merged with others; 0: there are no spans."""
 
     @property
     def scores(self) -> np.ndarray:
@@ -156,9 +158,8 @@ class ExactScores:
         return o
 
     def _row(self, query: int, scores: np.ndarray) -> np.ndarray:
-        total = np.float32(1 if self.has_sinks else 0)
-        m = 0.0 if self.has_sinks else -1e30
-        accumulator = np.zeros(16, np.float32)
+        state = np.zeros(16, np.float32), np.float32(self.has_sinks), 0.0 if self.has_sinks else -1e30
+        empty, spans = (np.zeros(16, np.float32), np.float32(0), -1e30), {}
         for first in range(0, self.length, KV_BLOCK):
             keys = np.arange(first, min(first + KV_BLOCK, self.length))
             visible = keys <= query if self.masking.causal else keys >= 0
@@ -169,12 +170,35 @@ class ExactScores:
             s, v = scores[keys[visible]], self.values[keys[visible]]
             m_b = float(s.max())
             p = np.exp2(s - m_b)
-            m_new = max(m, m_b)
-            a, b = np.float32(np.exp2(m - m_new)), np.float32(np.exp2(m_b - m_new))
-            accumulator = accumulator * a + (p @ v).astype(np.float32) * b
-            total = total * a + np.float32(p.sum()) * b
-            m = m_new
+            block = (p @ v).astype(np.float32), np.float32(p.sum()), m_b
+            if self.span:
+                number = first // KV_BLOCK // self.span
+                spans[number] = _merged(spans.get(number, empty), block)
+            else:
+                state = _merged(state, block)
+        accumulator, total, _ = functools.reduce(_merged, spans.values(), state)
         return accumulator * (np.float32(1) / total)
+
+
+def _merged(state: Any, part: Any) -> Any:
+    m = max(state[2], part[2])
+    a, b = np.float32(np.exp2(state[2] - m)), np.float32(np.exp2(part[2] - m))
+    return state[0] * a + part[0] * b, state[1] * a + part[1] * b, m
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 140}], ids=str)
+def test_blocks_of_wide_values_are_merged_within_spans(
+    options: dict[str, Any], interpreter: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spans begin at absolute positions, like blocks; a window may begin within one."""
+    monkeypatch.setattr(tpu_kernel, "SPAN_WIDTH", 8)
+    monkeypatch.setattr(tpu_kernel, "SPAN_BLOCKS", 2)
+    monkeypatch.setattr(jnp, "exp2", exact_power)
+    request = ExactScores(470, Masking(scale=float(np.log(2)), **options), has_sinks=True, span=2)
+    o, _ = jax.jit(lambda *args: attention.forward(*args, masking=request.masking))(*request.operands())
+    assert_same_bits(o, request.expected())
+    without = dataclasses.replace(request, span=0)
+    assert options or not np.array_equal(without.expected(), request.expected())
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from detjax.contract import ACCUMULATOR, KV_BLOCK, TPU_ATTENTION_ROWS
+from detjax.contract import ACCUMULATOR, KV_BLOCK, SPAN_BLOCKS, SPAN_WIDTH, TPU_ATTENTION_ROWS
 from detjax.kv_pages import KeyColumns
 from detjax.numerics import round_up
 from detjax.options import Masking
@@ -185,6 +185,7 @@ def attend(
     steps = jnp.maximum(jnp.max(tiles.blocks), 1)
     operands = Operands(q, k, v, sinks, slopes, mask)
     value_width = operands.value_width
+    state = State.scratch(heads, schedule.rows, value_width)
     shapes = Results(
         jax.ShapeDtypeStruct((*q.shape[:3], value_width), q.dtype),
         jax.ShapeDtypeStruct((q.shape[0], kv_heads, 1, schedule.rows), ACCUMULATOR) if with_normalizers else None,
@@ -195,11 +196,13 @@ def attend(
         grid=(q.shape[0], kv_heads // heads, steps),
         in_specs=[in_specs],
         out_specs=[out_specs],
-        scratch_shapes=[State.scratch(heads, schedule.rows, value_width)],
+        scratch_shapes=[state, state if value_width > SPAN_WIDTH else None],
     )
 
-    def kernel(_page_table: Any, tiles: Tiles, operands: Operands, results: Results, state: State) -> None:
-        _Kernel(group, masking, tiles, operands, results, state).run()
+    def kernel(
+        _page_table: Any, tiles: Tiles, operands: Operands, results: Results, state: State, span: State | None
+    ) -> None:
+        _Kernel(group, masking, tiles, operands, results, state, span).run()
 
     (results,) = pl.pallas_call(
         kernel,
@@ -267,6 +270,8 @@ class _Kernel:
     operands: Operands
     results: Results
     state: State
+    span: State | None
+    """What is merged of the span that the block belongs to; None: blocks merge without spans."""
 
     def run(self) -> None:
         tile, step = pl.program_id(0), pl.program_id(2)
@@ -302,7 +307,20 @@ class _Kernel:
             s = jnp.where(visible if mask is None else visible & masks[head % len(masks)], s, -jnp.inf)
             p, m_b = exponentials(s, c)
             o_b = dot(rounded(p, v.dtype), present_values(v, block, self.tiles.kv_length[tile]), 0)
-            self.state.merge((head, rows), p, m_b, o_b)
+            self.merge((head, rows), tile, block, (p, m_b, o_b))
+
+    def merge(self, place: tuple[int, Any], tile: Array, block: Array, part: tuple[Array, Array, Array]) -> None:
+        """Merges a block into its span, and the span behind its last block; or the block at once, without spans."""
+        span = self.span
+        if span is None:
+            self.state.merge_block(place, *part)
+            return
+        first = self.tiles.first_block[tile]
+        begins = (block == first) | (lax.rem(block, SPAN_BLOCKS) == 0)
+        ends = (block == first + self.tiles.blocks[tile] - 1) | (lax.rem(block, SPAN_BLOCKS) == SPAN_BLOCKS - 1)
+        pl.when(begins)(lambda: span.clear_rows(place))
+        span.merge_block(place, *part)
+        pl.when(ends)(lambda: self.state.merge(place, span.total[place], span.maximum[place], span.accumulator[place]))
 
     def store(self) -> None:
         """Writes the results after the last block."""

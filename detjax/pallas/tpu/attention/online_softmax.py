@@ -55,20 +55,29 @@ class State(NamedTuple):
             m = jnp.maximum(sinks[0, :, head : head + 1] * log2_scale(1.0), LOWEST_MAXIMUM)
             self.maximum[head] = jnp.broadcast_to(m, self.maximum.shape[1:])
 
-    def merge(self, place: tuple[int, Any], p: Array, m_b: Array, o_b: Array) -> None:
-        """Merges one block into the rows at `place`, a head and rows.
+    def clear_rows(self, place: tuple[int, Any]) -> None:
+        """Sets the rows at `place`, a head and rows, before the first block of a span."""
+        for part, start in zip(self, (0.0, 0.0, LOWEST_MAXIMUM), strict=True):
+            part[place] = jnp.full_like(part[place], start)
+
+    def merge_block(self, place: tuple[int, Any], p: Array, m_b: Array, o_b: Array) -> None:
+        """Merges one block, of which p has the probabilities `[rows, S]` relative to `m_b`; see `merge`."""
+        self.merge(place, block_sum(p), m_b, o_b)
+
+    def merge(self, place: tuple[int, Any], total_b: Array, m_b: Array, o_b: Array) -> None:
+        """Merges one block or span into the rows at `place`, a head and rows.
 
         Args:
             place: the head and the rows.
-            p: probabilities `[rows, S]` of the block, relative to `m_b`.
-            m_b: the block's maxima `[rows, 1]`.
-            o_b: the block's weighted sums of values `[rows, V]`.
+            total_b: the sums of its probabilities relative to `m_b`, `[rows, S]` with a meaning in the first lane.
+            m_b: its maxima `[rows, 1]` or, in all lanes, `[rows, S]`.
+            o_b: its weighted sums of values `[rows, V]`.
         """
         m = self.maximum[place]
         m_new = jnp.maximum(m, m_b)
         a, b = jnp.exp2(m - m_new), jnp.exp2(m_b - m_new)
         self.accumulator[place] = self.accumulator[place] * _columns(a, o_b) + o_b * _columns(b, o_b)
-        self.total[place] = self.total[place] * a + block_sum(p) * b
+        self.total[place] = self.total[place] * a + total_b * b
         self.maximum[place] = m_new
 
     def store(self, head: int, o: Any, log2_normalizers: Any) -> None:
