@@ -55,13 +55,13 @@ class _Row(enum.IntEnum):
     MAXIMUM = 0
     """The maximum of a block's scores in the first half of its keys."""
     OTHER_MAXIMUM = 1
-    """That of the second half."""
+    """The maximum of those in the second half."""
     TOTAL = 2
     """A span's sum of probabilities."""
     RUNNING_MAXIMUM = 3
     """The maximum of all earlier spans of the segment."""
     RUNNING_TOTAL = 4
-    """Their sum of probabilities."""
+    """The sum of probabilities of all earlier spans of the segment."""
 
 
 class Operands(NamedTuple):

@@ -18,7 +18,7 @@ from detjax.pallas.hopper import attention as hopper_attention
 from detjax.pallas.hopper import warps
 from detjax.pallas.hopper.attention import decode
 from detjax.pallas.hopper.attention.decode import Schedule
-from tests.pallas.hopper.compiler import Program, attention, compile_programs, compiled
+from tests.pallas.hopper.compiler import Program, attention, compile_programs, compiled, latent_attention
 from tests.support.attention_requests import (
     OPTIONS,
     WIDTHS,
@@ -251,7 +251,10 @@ def programs() -> dict[str, Program]:
         f"{phase}, head size {width}{', everything' if options else ''}": attention(tokens, width, **options)
         for phase, tokens in (("prefill", 1024), ("decode", 1))
         for width, options in ((96, {}), (128, {}), (128, everything), (192, {}), (256, {}))
-    } | {f"decode, {kind}": attention(1, 128, kind=kind) for kind in KINDS}
+    } | {
+        **{f"decode, {kind}": attention(1, 128, kind=kind) for kind in KINDS},
+        "latents": latent_attention(16, 1, 128),
+    }
 
 
 def products_in_sums(ptx: str) -> list[str]:
@@ -289,7 +292,8 @@ def test_no_product_meets_a_sum_in_the_kernels(ptx: dict[str, str]) -> None:
     assert list(ptx) == list(programs())
     for name, text in ptx.items():
         kernels = re.findall(r"^\.visible \.entry attention_([a-z]+)", text, re.MULTILINE)
-        assert kernels == (["prefill"] if name.startswith("prefill") else ["decode", "merge"]), name
+        expected = {"prefill": ["prefill"], "latents": ["latent", "merge"]}
+        assert kernels == expected.get(name.split(",")[0], ["decode", "merge"]), name
         assert text.count("fma.rn.f32") > 50 * len(kernels) and "add.rn.f32" in text, name
         assert products_in_sums(text) == [], name
 
