@@ -8,11 +8,9 @@ from jaxtyping import Array, Float, Float32
 
 from detjax import backends, ops
 from detjax.models import Decoder
+from detjax.ops.token_logprobs import CHUNK
 from detjax.options import Distribution
 from detjax.portable.tiles import map_rows, row_sum
-
-_CHUNK = 1024
-"""The tokens whose logits exist at the same time."""
 
 
 def entropies(model: Decoder, hidden: Float[Array, "*B D"], distribution: Distribution) -> Float32[Array, "*B"]:
@@ -28,7 +26,7 @@ def entropies(model: Decoder, hidden: Float[Array, "*B D"], distribution: Distri
     flat = hidden.reshape(-1, hidden.shape[-1])
     if distribution.temperature == 0:
         return jnp.zeros(hidden.shape[:-1], jnp.float32)
-    size = min(_CHUNK, len(flat))
+    size = min(CHUNK, len(flat))
     chunks = jnp.pad(flat, ((0, -len(flat) % size), (0, 0))).reshape(-1, size, flat.shape[1])
 
     def entropy(rows: Array) -> Array:

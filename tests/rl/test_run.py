@@ -194,10 +194,10 @@ def test_a_state_with_a_weight_that_is_not_trained_is_found_again(tmp_path: Path
     with RunState(tmp_path, {}) as saved:
         saved.save(3, state)
     with RunState(tmp_path, {}) as saved:
-        found = saved.newest(state)
-    assert found is not None
-    assert found[0] == 3
-    assert_same_bits(found[1], state)
+        newest = saved.newest(state)
+    assert newest is not None
+    assert newest[0] == 3
+    assert_same_bits(newest[1], state)
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
 from detjax.numerics import ceil_div, flat_rows, round_up
 from detjax.pallas.hopper import device, norm_gradient
 from detjax.pallas.hopper.device import WARPGROUP
-from detjax.pallas.hopper.rows import broadcast, layout, rounded_squares, row_sums
+from detjax.pallas.hopper.rows import broadcast, layout, load_weight, rounded_squares, row_sums
 
 backward = norm_gradient.backward
 
@@ -284,8 +284,7 @@ class _Cta:
         """A piece of the weight plus its offset, repeated in every row."""
         _, columns = self.shape
         part = self.weight.at[pl.ds(piece * columns, columns)]
-        weight = plgpu.load(part, layout=self.layout.reduce(0), optimized=False).astype(ACCUMULATOR)
-        return broadcast(weight + self.formula.weight_offset, self.shape, 1, self.layout)
+        return load_weight(part, self.formula.weight_offset, self.shape, self.layout)
 
     def square(self, part: Array) -> Array:
         """The squares of a piece, float32."""

@@ -19,7 +19,7 @@ from jax import Array, lax
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, WEIGHT_GRADIENT_TOKENS
 from detjax.numerics import flat_rows, round_up
 from detjax.pallas.hopper.device import WARP, WARPGROUP
-from detjax.pallas.hopper.rows import broadcast, layout, rounded_squares, row_sums
+from detjax.pallas.hopper.rows import broadcast, layout, load_weight, rounded_squares, row_sums
 from detjax.pallas.hopper.token_sums import chain
 from detjax.portable import norm as portable
 from detjax.rounding import rounded
@@ -93,7 +93,7 @@ def _row_gradients(
     def body(*refs: Any) -> None:
         *inputs, weight_ref, out_ref, sums_ref = refs[: len(rows) + 3]
         step = lax.axis_index("step")
-        weights = [_factor(weight_ref, part, weight_offset, shape, pieces) for part in parts]
+        weights = [load_weight(weight_ref.at[part], weight_offset, shape, pieces) for part in parts]
 
         def take(group: Array, added: list[Array]) -> list[Array]:
             here = pl.ds(step * WEIGHT_GRADIENT_TOKENS + group * together, together)
@@ -181,9 +181,3 @@ def through_norm(
     mean = repeated(row_sums(lax.optimization_barrier(products)) / width)
     along = lax.optimization_barrier([piece * mean for piece in normalized])
     return lax.optimization_barrier([scale * (w - a) for w, a in zip(weighted, along, strict=True)]), factor
-
-
-def _factor(weight: Any, part: Any, offset: float, shape: tuple[int, int], pieces: Any) -> Array:
-    """A piece of the weight plus its offset, repeated in every row."""
-    vector = plgpu.load(weight.at[part], layout=pieces.reduce(0), optimized=False).astype(ACCUMULATOR)
-    return broadcast(vector + offset, shape, 1, pieces)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from detjax.contract import LANE_GROUP, LANES
+from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 
 
@@ -54,6 +54,12 @@ def _spread(dimensions: Sequence[tuple[int, int]], available: int) -> tuple[int 
 def broadcast(vector: jax.Array, shape: tuple[int, int], axis: int, layout: Any) -> jax.Array:
     """A piece of the shape given that has the vector along `axis` and repeats it along the other axis."""
     return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (axis,)), layout)
+
+
+def load_weight(ref: Any, offset: float, shape: tuple[int, int], layout: Any) -> jax.Array:
+    """A piece of the shape given that repeats the vector in a reference, plus the offset, in every row; float32."""
+    vector = plgpu.load(ref, layout=layout.reduce(0), optimized=False).astype(ACCUMULATOR)
+    return broadcast(vector + offset, shape, 1, layout)
 
 
 def rounded_squares(x: jax.Array) -> jax.Array:
