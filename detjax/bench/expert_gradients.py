@@ -44,15 +44,19 @@ def measure(models: dict[str, Widths], tokens: tuple[int, ...], calls: int = 8) 
 def _measured(widths: Widths, tokens: int, weights: tuple[Array, Array], calls: int) -> dict[str, Any]:
     ids = chosen_experts(widths, tokens)
     x, dy = random_array(2, tokens, widths.width), random_array(3, tokens, widths.width)
-    sorted_rows = compilation.jit(functools.partial(_sorted_rows, widths=widths, sequence=_sequence(tokens)))
-    given = sorted_rows(x, dy, ids)
+
+    @compilation.jit
+    def sorted_rows(x: Array, dy: Array, ids: Array) -> tuple[Any, ops.ExpertRows]:
+        rows = ops.expert_rows(ids, widths.experts)
+        return _operands(rows, x, dy, _sequence(tokens)), rows
+
+    given, rows = sorted_rows(x, dy, ids)
     with backends.use_backend("stock"):
-        plain = sorted_rows(x, dy, ids)
+        plain, _ = sorted_rows(x, dy, ids)
     even = tokens * widths.chosen // widths.experts
     balanced = [random_array(seed, widths.experts, max(1, even), widths.width) for seed in (4, 5)]
 
-    unit = ops.group_unit(ids.size, widths.experts)
-    contracted = functools.partial(_carried, functools.partial(_contracted, unit=unit))
+    contracted = functools.partial(_carried, functools.partial(_contracted, unit=rows.unit))
     runs: dict[str, Callable[[], float]] = {
         "detjax": _timed(compilation.jit(contracted, donate_argnums=0), weights, given, calls),
         "ragged dot": _timed(jax.jit(functools.partial(_added, _ragged), donate_argnums=0), weights, plain, calls),
@@ -75,10 +79,9 @@ def _sequence(tokens: int) -> int:
     return min(_SEQUENCE, tokens // 2)
 
 
-def _sorted_rows(x: Array, dy: Array, ids: Int32[Array, "N count"], *, widths: Widths, sequence: int) -> Any:
+def _operands(rows: ops.ExpertRows, x: Array, dy: Array, sequence: int) -> tuple[Array, ...]:
     """The rows of experts, the gradients of what these give, the rows of each expert, and the sequence of each row."""
-    rows = ops.expert_rows(ids, widths.experts)
-    sequences = jnp.where(rows.token < len(ids), rows.token // sequence, -1)
+    sequences = jnp.where(rows.token < len(x), rows.token // sequence, -1)
     return rows.gather(x), dy.at[rows.token].get(mode="fill", fill_value=0), rows.group_sizes, sequences
 
 
@@ -145,11 +148,10 @@ def _bits_hold(x: Array, dy: Array, ids: Int32[Array, "N count"], weights: _Sums
 
     @functools.partial(compilation.jit, donate_argnums=0)
     def added(sums: _Sums, weights: _Sums, x: Array, dy: Array, ids: Array) -> tuple[_Sums, Array]:
-        unit = ops.group_unit(ids.size, widths.experts)
-        rows = _sorted_rows(x, dy, ids, widths=widths, sequence=sequence)
-        place = ops.expert_rows(ids, widths.experts).place
-        sums, dx = _carried(functools.partial(_contracted, unit=unit), sums, weights, *rows)
-        return sums, dx.at[place].get(mode="fill", fill_value=0)
+        rows = ops.expert_rows(ids, widths.experts)
+        fn = functools.partial(_contracted, unit=rows.unit)
+        sums, dx = _carried(fn, sums, weights, *_operands(rows, x, dy, sequence))
+        return sums, dx.at[rows.place].get(mode="fill", fill_value=0)
 
     expected, together = added(_zeros(weights), weights, x, dy, ids)
     sums, parts = _zeros(weights), []

@@ -66,14 +66,14 @@ def _measured(
     widths: Widths, tokens: int, gate_up: Array, down: Array, turned: tuple[Array, Array], calls: int
 ) -> dict[str, Any]:
     ids = chosen_experts(widths, tokens)
-    x, unit = random_array(2, tokens, widths.width), ops.group_unit(ids.size, widths.experts)
+    x = random_array(2, tokens, widths.width)
     rows = compilation.jit(lambda ids: ops.expert_rows(ids, widths.experts))(ids)
     given = compilation.jit(lambda x, rows: rows.gather(x))(x, rows)
     with backends.use_backend("stock"):
         plain_rows = compilation.jit(lambda ids: ops.expert_rows(ids, widths.experts))(ids)
         plain = x[jnp.minimum(plain_rows.token, tokens - 1)]
 
-    ours = functools.partial(_contracted, unit=unit)
+    ours = functools.partial(_contracted, unit=rows.unit)
     runs: dict[str, Callable[[], float]] = {
         "detjax": _timed(compilation.jit(ours), (given, gate_up, down, rows.group_sizes), calls),
     }
@@ -127,8 +127,8 @@ def _alone(x: Array, ids: Array, gate_up: Array, down: Array, widths: Widths) ->
 
     @compilation.jit
     def results(x: Array, ids: Array, gate_up: Array, down: Array) -> Array:
-        rows, unit = ops.expert_rows(ids, widths.experts), ops.group_unit(ids.size, widths.experts)
-        y = _contracted(rows.gather(x), gate_up, down, rows.group_sizes, unit=unit)
+        rows = ops.expert_rows(ids, widths.experts)
+        y = _contracted(rows.gather(x), gate_up, down, rows.group_sizes, unit=rows.unit)
         return y.at[rows.place].get(mode="fill", fill_value=0)
 
     together = results(x, ids, gate_up, down)

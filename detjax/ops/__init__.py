@@ -24,7 +24,6 @@ from detjax.ops.experts import ExpertRows as ExpertRows
 from detjax.ops.experts import choose_experts as choose_experts
 from detjax.ops.experts import combine_experts as combine_experts
 from detjax.ops.experts import expert_rows as expert_rows
-from detjax.ops.grouped_matmul import group_unit as group_unit
 from detjax.ops.grouped_matmul import grouped_matmul as grouped_matmul
 from detjax.ops.matmul import matmul as matmul
 from detjax.ops.norm import rms_norm as rms_norm

@@ -2,12 +2,14 @@
 
 ids, weights = choose_experts(softmax(logits), 8)
 rows = expert_rows(ids, experts=128)
-y = grouped_matmul(rows.gather(x), w, rows.group_sizes)
+y = grouped_matmul(rows.gather(x), w, rows.group_sizes, unit=rows.unit)
 x = combine_experts(y, weights, rows, residual=x)
 """
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple, get_args
+from collections.abc import Iterable
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -79,18 +81,22 @@ def _choose_backward(
 _choose.defvjp(_choose_forward, _choose_backward)
 
 
-class ExpertRows(NamedTuple):
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class ExpertRows:
     """Rows of tokens by expert: each token has one with each expert that it chose.
 
     Attributes:
         group_sizes: how many rows each expert has, `[E]` int32, those included that fill up its group.
         token: the token of each row, `[M]`, ascending within an expert; N for rows without one.
         place: the row of each token with each of its experts, `[N, count]`; M for an absent token.
+        unit: a number of which M and all group sizes are multiples, for `grouped_matmul`.
     """
 
     group_sizes: Int32[Array, "E"]
     token: Int32[Array, "M"]
     place: Int32[Array, "N count"]
+    unit: int
 
     def gather(self, x: Float[Array, "N D"]) -> Float[Array, "M D"]:
         """Returns the rows of tokens, and zeros for rows without one.
@@ -98,6 +104,19 @@ class ExpertRows(NamedTuple):
         A token's gradient adds those of its rows in ascending order of experts.
         """
         return _gather(x, self)
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], int]:
+        """Returns the arrays, and the unit, which is known while programs are traced."""
+        return (self.group_sizes, self.token, self.place), self.unit
+
+    @classmethod
+    def tree_unflatten(cls, unit: int, arrays: Iterable[Any]) -> "ExpertRows":
+        """Returns the rows with these arrays."""
+        # JAX rebuilds pytrees with objects of its own in place of arrays, which a constructor's checks would refuse.
+        rows = object.__new__(cls)
+        for name, value in zip(("group_sizes", "token", "place", "unit"), (*arrays, unit), strict=True):
+            object.__setattr__(rows, name, value)
+        return rows
 
 
 def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array, "N"] | None = None) -> ExpertRows:
@@ -126,7 +145,7 @@ def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array,
     place = jnp.where(expert < experts, place, jnp.int32(rows))
     token = jnp.full(rows, tokens, jnp.int32).at[place].set(order // count, mode="drop", unique_indices=True)
     by_choice = jnp.zeros_like(place).at[order].set(place, unique_indices=True)
-    return ExpertRows(sizes, token, by_choice.reshape(tokens, count))
+    return ExpertRows(sizes, token, by_choice.reshape(tokens, count), unit)
 
 
 def _rows_at(x: Array, index: Array) -> Array:

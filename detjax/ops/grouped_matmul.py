@@ -32,7 +32,7 @@ def group_unit(rows: int, experts: int) -> int:
         rows: how many rows there are.
         experts: how many groups.
     """
-    return getattr(_GROUPED_MATMUL.module(), "group_unit", lambda *_: 1)(rows, experts)
+    return _GROUPED_MATMUL.module().group_unit(rows, experts)
 
 
 @compilation.jit(static_argnames=("layout", "activation", "gated", "clamp", "unit", "out_dtype"))
@@ -68,8 +68,8 @@ def grouped_matmul(
         sequences: the sequence that each row belongs to. The gradient of a weight adds an expert's rows in ascending
             order, `contract.WEIGHT_GRADIENT_TOKENS` in one step, and begins a new step where the sequence changes.
             Rows with a negative number fill up a group, and add nothing. Default: all rows belong to one.
-        unit: a number of which M and every group's size are multiples, as `expert_rows` makes them. It saves work on
-            some backends, and changes no bit.
+        unit: a number of which M and every group's size are multiples, such as `ExpertRows.unit`. It saves work on some
+            backends, and changes no bit.
         out_dtype: the dtype of the result; default: x's.
 
     Raises:

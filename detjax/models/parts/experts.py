@@ -93,14 +93,13 @@ class Experts(nnx.Module):
             queries: whose tokens these are. What fills up rows goes to no expert.
             residual: the residual stream.
         """
-        flat, experts = x.reshape(-1, x.shape[-1]), self.options.experts
+        flat = x.reshape(-1, x.shape[-1])
         request, present = requests_of_tokens(queries, x.shape[:-1])
         ids, weights = self.router(flat)
-        unit = ops.group_unit(ids.size, experts)
-        rows = ops.expert_rows(ids, experts, present)
+        rows = ops.expert_rows(ids, self.options.experts, present)
         # What fills up a group belongs to no sequence.
         sequences = request.at[rows.token].get(mode="fill", fill_value=-1)
-        options: dict[str, Any] = {"layout": "nk", "unit": unit, "sequences": sequences}
+        options: dict[str, Any] = {"layout": "nk", "unit": rows.unit, "sequences": sequences}
         gate: dict[str, Any] = {"activation": self.activation, "gated": True, "clamp": self.options.clamp}
         bias, down_bias = optional(self.gate_up_bias), optional(self.down_bias)
         y = ops.grouped_matmul(rows.gather(flat), self.gate_up[...], rows.group_sizes, bias=bias, **gate, **options)

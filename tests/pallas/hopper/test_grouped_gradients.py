@@ -259,9 +259,9 @@ def test_the_device_gives_the_bits_of_each_experts_matmul(
 
     @detjax.jit
     def grouped(x: jax.Array, ids: jax.Array, dy: jax.Array, sums: Any) -> Any:
-        rows, unit = ops.expert_rows(ids, experts), ops.group_unit(ids.size, experts)
+        rows = ops.expert_rows(ids, experts)
         sequences = (rows.token // sequence_length).astype(jnp.int32)
-        options: dict[str, Any] = {"sequences": sequences, "unit": unit}
+        options: dict[str, Any] = {"sequences": sequences, "unit": rows.unit}
 
         def fn(given: jax.Array, sums: Any) -> jax.Array:
             w, v, b, c = map(AccumulatedWeight, (*weights, *biases), sums)

@@ -112,9 +112,9 @@ def test_the_device_gives_the_bits_of_each_experts_matmul(tokens: int, experts: 
 
     @detjax.jit
     def mixture(x: jax.Array, w: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows, unit = ops.expert_rows(ids, experts), ops.group_unit(ids.size, experts)
+        rows = ops.expert_rows(ids, experts)
         y = ops.grouped_matmul(
-            rows.gather(x), w, rows.group_sizes, layout="nk", activation="silu", gated=True, unit=unit
+            rows.gather(x), w, rows.group_sizes, layout="nk", activation="silu", gated=True, unit=rows.unit
         )
         return y, rows.place
 
