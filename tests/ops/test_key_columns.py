@@ -231,8 +231,8 @@ def test_what_does_not_fit_is_refused(call: Any, error: type[Exception], message
         call(drawn(1, 1, HEADS, WIDTH), drawn(1, 1, KV_BLOCK, WIDTH))
 
 
-def test_kernels_that_do_not_serve_them_say_so() -> None:
+def test_kernels_that_do_not_serve_their_widths_say_so() -> None:
     q, k = drawn(1, 1, HEADS, 64).astype(jnp.bfloat16), drawn(1, 1, KV_BLOCK, 64).astype(jnp.bfloat16)
-    message = "values that are columns of their keys on .*; accepted by the backend 'hopper': values in pages"
+    message = "keys of 64 columns whose values are the first 32 on .*; accepted by the backend 'hopper': 128, 256, 384"
     with detjax.use_backend("hopper"), pytest.raises(NotImplementedError, match=message):
         ops.attention(q, ops.KVPages(k, ops.KeyColumns(32)), stand_of_one())
