@@ -66,8 +66,11 @@ class JsonObject:
     def error(self, key: str, accepted: str) -> CheckpointError:
         """Returns the error of a key whose value is not accepted, or that is missing."""
         state = f"is {self.raw[key]!r}" if key in self.raw else "is missing"
-        prefix = "" if key in self.beside else self.prefix
-        return CheckpointError(f"{self.source}: {prefix}{key} {state}; accepted: {accepted}")
+        return CheckpointError(f"{self.source}: {self._place(key)} {state}; accepted: {accepted}")
+
+    def _place(self, key: str) -> str:
+        """The key with what errors put before it."""
+        return key if key in self.beside else f"{self.prefix}{key}"
 
     def get(self, key: str) -> Any:
         """Returns the value of a key, or None if it is left out."""
@@ -139,4 +142,4 @@ class JsonObject:
             return None
         if not isinstance(value, Mapping):
             raise self.error(key, "an object")
-        return JsonObject(value, self.source, f"{self.prefix}{key}.")
+        return JsonObject(value, self.source, f"{self._place(key)}.")
