@@ -1,5 +1,9 @@
-"""Chooses the cases that run: all of them with `--all-cases`, otherwise a sample of each costly test's cases."""
+"""Chooses the cases that run: all of them with `--all-cases`, otherwise a sample of each costly test's cases.
 
+`--share I/N` adds the I-th of N parts of what the sample leaves out, so that N runs have every case.
+"""
+
+import argparse
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -8,6 +12,20 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="run every case, also of tests marked sampled")
+    text = "beside the sample, run part I of N, counted from 0, of the cases that it leaves out"
+    parser.addoption("--share", type=share, metavar="I/N", help=text)
+
+
+def share(text: str) -> tuple[int, int]:
+    """Returns the part and the number of parts that `I/N` stands for.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such part.
+    """
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: I/N, such as 0/12, with I below N")
+    return int(part), int(parts)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,14 +41,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # On a machine with the device, all tests that need it run.
         if item.get_closest_marker("sampled") and not item.get_closest_marker("hopper"):
             costly[item.nodeid.partition("[")[0]].append(item)
-    left_out: set[pytest.Item] = set()
+    left_out: list[pytest.Item] = []
     for cases in costly.values():
         mark = cases[0].get_closest_marker("sampled")
         assert mark is not None
         chosen = sample([_values(case) for case in cases], mark.args[0])
-        left_out |= {case for index, case in enumerate(cases) if index not in chosen}
+        left_out += [case for index, case in enumerate(cases) if index not in chosen]
+    if (given := config.getoption("--share")) is not None:
+        part, parts = given
+        left_out = [case for index, case in enumerate(left_out) if index % parts != part]
     config.hook.pytest_deselected(items=sorted(left_out, key=lambda item: item.nodeid))
-    items[:] = [item for item in items if item not in left_out]
+    unwanted = set(left_out)
+    items[:] = [item for item in items if item not in unwanted]
 
 
 def sample(cases: Sequence[Mapping[str, str]], count: int) -> set[int]:
