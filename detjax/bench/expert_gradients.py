@@ -12,7 +12,7 @@ from jaxtyping import Array, Int32
 from detjax import backends, compilation, ops
 from detjax.bench import timing
 from detjax.bench.bits import same_bits
-from detjax.bench.experts import Widths, chosen_experts, random_array
+from detjax.bench.experts import Widths, chosen_experts, ragged_products, random_array, turned_weights
 from detjax.ops import AccumulatedWeight
 
 TOKENS: Final = (1024, 8192, 32768)
@@ -110,9 +110,7 @@ def _added(fn: Any, sums: _Sums, weights: _Sums, x: Array, dy: Array, *rest: Arr
 
 def _ragged(x: Array, gate_up: Array, down: Array, sizes: Array, sequences: Array) -> Array:
     del sequences
-    joined = gate_up.reshape(gate_up.shape[0], -1, gate_up.shape[-1])
-    gate, up = jnp.split(jax.lax.ragged_dot(x, jnp.swapaxes(joined, 1, 2), sizes), 2, axis=1)
-    return jax.lax.ragged_dot(jax.nn.silu(gate) * up, jnp.swapaxes(down, 1, 2), sizes)
+    return ragged_products(jax.lax.ragged_dot, x, *turned_weights(gate_up, down), sizes)
 
 
 def _dense(x: Array, gate_up: Array, down: Array) -> Array:

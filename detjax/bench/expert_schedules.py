@@ -19,7 +19,7 @@ from jaxtyping import Array
 from detjax import compilation
 from detjax.bench import timing
 from detjax.bench.bits import same_bits
-from detjax.bench.experts import MODELS, Widths
+from detjax.bench.experts import MODELS, Widths, chosen_experts
 from detjax.options import Epilogue
 from detjax.pallas.hopper import grouped_matmul
 from detjax.pallas.hopper.matmul.plan import Schedule
@@ -122,8 +122,8 @@ def _program(job: Job, unit: int, schedule: Schedule) -> Any:
 
 def _operands(job: Job) -> tuple[Array, Array, np.ndarray]:
     """Weights, rows, and the expert of each row, ascending. Tokens choose experts at random."""
-    widths, random = job.widths, np.random.default_rng(job.tokens)
-    ids = np.argsort(random.random((job.tokens, widths.experts)), axis=1)[:, : widths.chosen]
+    widths = job.widths
+    ids = np.asarray(chosen_experts(widths, job.tokens))
     draw = compilation.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
     keys = jax.random.split(jax.random.key(0), widths.experts + 1)
     # An expert at a time: float32 draws of all would take twice the memory of the weights.

@@ -56,8 +56,7 @@ def measure(models: dict[str, Widths], tokens: tuple[int, ...], calls: int = 12)
     for name, widths in models.items():
         gate_up = random_array(0, widths.experts, 2, widths.inner, widths.width)
         down = random_array(1, widths.experts, widths.width, widths.inner)
-        # As ragged dots take weights: the other axis last, gate and up side by side.
-        turned = jax.jit(_turned)(gate_up, down)
+        turned = jax.jit(turned_weights)(gate_up, down)
         for count in tokens:
             yield {"model": name, "tokens": count} | _measured(widths, count, gate_up, down, turned, calls)
 
@@ -83,7 +82,7 @@ def _measured(
         "tokamax, triton": rivals.tokamax_ragged_dot("triton"),
     }
     for name, dot in ragged.items():
-        program = jax.jit(functools.partial(_ragged, dot))
+        program = jax.jit(functools.partial(ragged_products, dot))
         runs[name] = _timed(program, (plain, *turned, plain_rows.group_sizes), calls)
     if 4 * tokens * widths.experts * (2 * widths.inner + widths.width) <= _DENSE_BYTES:
         runs["dense"] = _timed(jax.jit(_dense), (x, gate_up, down), calls)
@@ -106,12 +105,14 @@ def _contracted(x: Array, gate_up: Array, down: Array, sizes: Array, *, unit: in
     return ops.grouped_matmul(y, down, sizes, **options)
 
 
-def _turned(gate_up: Array, down: Array) -> tuple[Array, Array]:
+def turned_weights(gate_up: Array, down: Array) -> tuple[Array, Array]:
+    """Returns the weights as ragged dots take them: the other axis last, gate and up side by side."""
     joined = gate_up.reshape(gate_up.shape[0], -1, gate_up.shape[-1])
     return jnp.swapaxes(joined, 1, 2), jnp.swapaxes(down, 1, 2)
 
 
-def _ragged(dot: Callable[..., Array], x: Array, gate_up: Array, down: Array, sizes: Array) -> Array:
+def ragged_products(dot: Callable[..., Array], x: Array, gate_up: Array, down: Array, sizes: Array) -> Array:
+    """Returns what experts give by a ragged dot, for `turned_weights`."""
     gate, up = jnp.split(dot(x, gate_up, sizes), 2, axis=1)
     return dot(jax.nn.silu(gate) * up, down, sizes)
 
