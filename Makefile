@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-tpu test-tunix test-all notebooks mutants soak lint format lock clean always
+.PHONY: help demo test test-tpu test-tunix test-models test-all notebooks mutants soak lint format lock clean always
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -8,6 +8,8 @@ LIBTPU := .libtpu
 # What the adapter to Tunix is tested with: the extra `tunix`, or what pip takes, such as the path of a checkout.
 TUNIX_SOURCE ?=
 TUNIX := $(if $(TUNIX_SOURCE),.tunix-source,.tunix)
+# Published models; the last transformers that has Flax models.
+MODELS := .models
 PYTEST_ARGS ?=
 LOCK_ARGS ?=
 
@@ -29,7 +31,7 @@ demo: $(READY) ## set up, then run the demonstration
 # One process more than CI has cores, since some tests wait for servers and other processes.
 PYTEST = DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # These tests check what XLA makes of an operation, so they run at XLA's full optimization.
-FULLY_OPTIMIZED := tests/contract tests/models tests/ops tests/portable
+FULLY_OPTIMIZED := tests/contract tests/invariant tests/models tests/ops tests/portable
 # The others check what happens around compiled programs, and XLA would take most of their time.
 QUICK_COMPILER := XLA_FLAGS=--xla_backend_optimization_level=0
 # Pytest's exit code is 5 where PYTEST_ARGS selects no test of a command.
@@ -44,6 +46,9 @@ test-tpu: $(LIBTPU)/.ready ## test the TPU kernels in the interpreter and with t
 
 test-tunix: $(TUNIX)/.ready ## test the adapter to Tunix in an environment of its own (TUNIX_SOURCE=PATH tests a checkout)
 	DETJAX_TUNIX=$(TUNIX) $(QUICK_COMPILER) $(BIN)/pytest tests/rl/test_tunix.py $(PYTEST_ARGS)
+
+test-models: $(MODELS)/.ready ## test batch_invariant with published models in an environment of their own
+	DETJAX_MODELS=$(MODELS) $(BIN)/pytest tests/invariant/test_published.py $(PYTEST_ARGS)
 
 test-all: ## run every case of every test, where the other targets run a sample of the slow ones
 	$(MAKE) test test-tpu PYTEST_ARGS="--all-cases $(PYTEST_ARGS)"
@@ -81,7 +86,7 @@ lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	"$$uv" pip compile --group libtpu --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-libtpu.lock
 
 clean: ## remove everything that was made here
-	rm -rf .venv $(PTXAS) $(LIBTPU) .tunix .tunix-source .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv $(PTXAS) $(LIBTPU) .tunix .tunix-source .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml requirements.lock tools/make-venv.sh
@@ -110,6 +115,14 @@ $(TUNIX)/.ready: $(READY) Makefile pyproject.toml $(if $(TUNIX_SOURCE),always)
 	printf 'jax==0.11.2\njaxlib==0.11.2\n' > $(TUNIX)/jax.txt && \
 	"$$uv" pip install --quiet --python $(TUNIX)/bin/python --requirements pyproject.toml --requirements $(TUNIX)/jax.txt \
 	  $(if $(TUNIX_SOURCE),--extra rl --overrides $(TUNIX)/jax.txt '$(TUNIX_SOURCE)',--extra tunix)
+	@touch $@
+
+# Neither these models nor what they need is in the lock, as with Tunix.
+$(MODELS)/.ready: $(READY) Makefile pyproject.toml
+	@rm -rf $(MODELS)
+	@uv=$$(tools/find-uv.sh) && "$$uv" venv --quiet --python $(BIN)/python $(MODELS) && \
+	"$$uv" pip install --quiet --python $(MODELS)/bin/python --requirements pyproject.toml \
+	  'jax==0.11.2' 'jaxlib==0.11.2' 'flax==0.12.12' 'transformers==4.57.6' 'equinox==0.13.8'
 	@touch $@
 
 always:

@@ -50,6 +50,8 @@ def main(
         results = body["results" if name == "projections" else name] = []
         for result in measure(chosen, tokens):
             results.append(result)
+            if out is not None:  # a lease may end before the last one
+                provenance.write(out, body)
             command_line.print_line(f"{name}, {result['model']}, {result['tokens']} tokens: {result}")
             if not result["same_bits_alone" if name == "projections" else "same_bits_in_microbatches"]:
                 different.append((name, result["model"], result["tokens"]))

@@ -1,4 +1,5 @@
-"""The command line: `detjax demo`, `detjax generate`, `detjax train`, `detjax serve`, `detjax fingerprint`."""
+"""The command line: `detjax demo`, `detjax generate`, `detjax train`, `detjax serve`, `detjax verify`,
+`detjax certify`, `detjax divergence`, `detjax trace`, `detjax bisect`, `detjax fingerprint`."""
 
 import contextlib
 import dataclasses
@@ -12,12 +13,17 @@ from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
 import jax
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from detjax import backends, cli_options, compilation, engine, fingerprints, models
+from detjax import audit, backends, cli_options, compilation, engine, fingerprints, models
+from detjax.audit import bisection, certificates, targets, traces
+from detjax.audit import comparison as comparisons
 from detjax.demo import CHECKPOINT, DEFAULT_MAX_TOKENS
+from detjax.models.image_files import read_pixels
+from detjax.models.json_object import read_file
 from detjax.options import KVQuantization
 from detjax.version import __version__
 
@@ -107,7 +113,7 @@ def demo(
             name = "the checkpoint that comes with detjax" if model == CHECKPOINT else str(model)
             setting = {"model": name, "dtype": decoder.dtype.name, "seed": seed}
             content = report.as_json(result, question, tokenizer, **setting)
-            json_part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            _write_json(json_part, content)
 
     console.print(f"Fingerprint {result.fingerprint.digest}. Histogram: {output}", markup=False, soft_wrap=True)
     if not result.detjax.reproduced:
@@ -120,6 +126,7 @@ def generate(
     model: cli_options.Model,
     prompt: cli_options.Prompts,
     chat: cli_options.Chat = False,
+    image: cli_options.Images = None,
     template_date: cli_options.TemplateDate = None,
     max_tokens: cli_options.MaxTokens = 128,
     temperature: cli_options.Temperature = None,
@@ -142,20 +149,23 @@ def generate(
     fields |= {name: value for name, value in overrides.items() if value is not None}
     engine.SamplingParams(**fields)  # refuses bad values before loading takes minutes
     quantization = _quantization(kv_cache_dtype)
-    texts = _with_standard_input(prompt)
+    texts, images = _with_standard_input(prompt), [_pixels(file) for file in image or ()]
     with backends.use_backend(backend):
         _check_device()
         fingerprint = fingerprints.fingerprint()
         decoder, tokenizer = _load(model, dtype, template_date)
         prompts = texts
         if chat:
-            conversations = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
+            shown = [{"type": "image"}] * len(images)
+            contents = [[*shown, {"type": "text", "text": text}] if images else text for text in texts]
+            conversations = [tokenizer.apply_chat_template([{"role": "user", "content": one}]) for one in contents]
             prompts = [tokenizer.encode(conversation, add_special_tokens=False) for conversation in conversations]
         sampling = engine.SamplingParams.recommended(decoder, **fields)
         generations = engine.generate(
             decoder,
             prompts,
             sampling,
+            images=[images] * len(texts),
             tokenizer=tokenizer,
             kv_cache_dtype=quantization,
             progress=sys.stderr.isatty(),
@@ -270,6 +280,7 @@ def serve(
     log_format: cli_options.LogFormat = "text",
     cache_dir: cli_options.CacheDir = None,
     compilation_cache: cli_options.CompilationCache = True,
+    certify: cli_options.Certify = False,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API; the page at / shows that answers repeat. Ctrl-C ends it.
 
@@ -330,6 +341,8 @@ def serve(
         if template is not None:
             tokenizer = tokenizer.with_chat_template(template)
         with engine.Engine(decoder, tokenizer, config) as running:
+            if certify:
+                _certify_programs(decoder, running)
             app = server.create_app(running, decoder, tokenizer, settings)
             with contextlib.closing(app.state.texts) as texts:
                 texts.start()  # they load the tokenizer while programs are compiled
@@ -343,10 +356,169 @@ def serve(
 
 @app.command()
 @_plain_errors()
+def verify(
+    file: cli_options.TranscriptsFile,
+    model: cli_options.Model,
+    dtype: cli_options.DType = None,
+    chat_template: cli_options.ChatTemplate = None,
+    template_date: cli_options.TemplateDate = None,
+    json_file: cli_options.VerdictsFile = None,
+    backend: cli_options.Backend = None,
+) -> None:
+    """Check whether answers are, bit for bit, what the model answers: by one forward pass over prompt and answer.
+
+    The exit code is 1 if an answer is refused.
+    """
+    template = None if chat_template is None else _chat_template(chat_template)
+    with contextlib.ExitStack() as files, backends.use_backend(backend):
+        _check_device()
+        json_part = json_file and files.enter_context(_file_written_at_the_end("--json", json_file))
+        decoder, tokenizer = _load(model, dtype, template_date)
+        if template is not None:
+            tokenizer = tokenizer.with_chat_template(template)
+        transcripts = audit.read_transcripts(file, tokenizer)
+        given = list(transcripts.values())
+        verdicts = audit.verify(decoder, given, tokenizer, progress=sys.stderr.isatty())
+        by_place = dict(zip(transcripts, verdicts, strict=True))
+        if json_part is not None:
+            content = [{"place": place, **dataclasses.asdict(verdict)} for place, verdict in by_place.items()]
+            _write_json(json_part, content)
+    refused = {place: verdict for place, verdict in by_place.items() if not verdict.is_verified}
+    for place, verdict in refused.items():
+        typer.echo(f"{place}: {verdict}")
+    typer.echo(f"{len(verdicts) - len(refused)} of {len(verdicts)} answers are verified")
+    if refused:
+        raise typer.Exit(1)
+
+
+@app.command()
+@_plain_errors()
+def certify(
+    function: cli_options.CertifiedFunction,
+    args: cli_options.CertifiedArguments,
+    batch_axes: cli_options.BatchAxes = "0",
+    out_axes: cli_options.OutAxes = "0",
+    batch_sizes: cli_options.BatchSizes = "1,2,3,8,17",
+    require: cli_options.Required = "observed",
+    json_file: cli_options.CertificateFile = None,
+    backend: cli_options.Backend = None,
+) -> None:
+    """Certify that the rows of a function do not depend on their batch: by reading its program, and by running it.
+
+    The exit code is 1 if the function is refuted, or if less is certified than --require asks for.
+    """
+    outcomes = {outcome.value: outcome for outcome in (audit.Outcome.PROVEN, audit.Outcome.OBSERVED)}
+    if require not in outcomes:
+        raise ValueError(f"--require is {require!r}; accepted: {', '.join(outcomes)}")
+    axes = targets.axes_of("--batch-axes", batch_axes), targets.axes_of("--out-axes", out_axes)
+    sizes = targets.sizes_of("--batch-sizes", batch_sizes)
+    with contextlib.ExitStack() as files, backends.use_backend(backend):
+        json_part = json_file and files.enter_context(_file_written_at_the_end("--json", json_file))
+        fn, arguments = targets.named_object("MODULE:FUNCTION", function), targets.named_object("--args", args)
+        if not callable(fn):
+            raise ValueError(f"MODULE:FUNCTION is {function!r}, which is {type(fn).__name__}; accepted: functions")
+        arguments = arguments() if callable(arguments) else arguments
+        if not isinstance(arguments, (tuple, list)):
+            raise ValueError(f"--args is {args!r}, which is {type(arguments).__name__}; accepted: a tuple of arguments")
+        certificate = audit.certify(fn, arguments, *axes, batch_sizes=sizes)
+        if json_part is not None:
+            _write_json(json_part, certificate.as_dict())
+    Console(highlight=False).print(certificates.report(certificate))
+    if not certificate.outcome.is_at_least(outcomes[require]):
+        raise typer.Exit(1)
+
+
+@app.command()
+@_plain_errors()
+def divergence(
+    first: cli_options.FirstLogprobs,
+    second: cli_options.SecondLogprobs,
+    as_json: cli_options.DivergenceAsJson = False,
+) -> None:
+    """Measure how far the logprobs of two engines are apart, beside the thresholds that practitioners use.
+
+    The exit code is 1 if a threshold is not kept.
+    """
+    comparison = audit.compare(audit.read_logprobs(first), audit.read_logprobs(second))
+    if as_json:
+        typer.echo(json.dumps(comparison.as_dict(), indent=2))
+    else:
+        Console(highlight=False).print(comparisons.table(comparison))
+    if comparison.beyond():
+        raise typer.Exit(1)
+
+
+@app.command()
+@_plain_errors()
+def trace(
+    function: cli_options.TracedFunction, out: cli_options.TraceFile, backend: cli_options.Backend = None
+) -> None:
+    """Run a function with a digest of what each of its equations gives, for detjax bisect."""
+    with backends.use_backend(backend), _file_written_at_the_end("--out", out) as part:
+        _check_device()
+        made = traces.traced(function)
+        made.save(part)
+    typer.echo(f"{len(made.entries)} arrays, {sum(x.nbytes for x in made.digests)} bytes of digests")
+
+
+@app.command()
+@_plain_errors()
+def bisect(
+    first: cli_options.FirstTrace,
+    second: cli_options.SecondTrace,
+    rows: cli_options.ComparedRows = None,
+    isolate: cli_options.Isolate = False,
+    json_file: cli_options.BisectionFile = None,
+    plot: cli_options.DriftPlot = None,
+    backend: cli_options.Backend = None,
+) -> None:
+    """Find the first equation whose results differ between two runs, and how the difference grows behind it.
+
+    The exit code is 1 if they differ.
+    """
+    with contextlib.ExitStack() as files, backends.use_backend(backend):
+        json_part = json_file and files.enter_context(_file_written_at_the_end("--json", json_file))
+        png = plot and files.enter_context(_file_written_at_the_end("--plot", plot))
+        runs = [
+            audit.Trace.load(Path(place)) if Path(place).is_file() else traces.traced(place)
+            for place in (first, second)
+        ]
+        result = audit.bisect(*runs, rows=rows, isolate=isolate)
+        if json_part is not None:
+            _write_json(json_part, result.as_dict())
+        if png is not None:
+            from detjax.audit import drift_plot  # matplotlib takes a second, which other commands do not need
+
+            drift_plot.draw(result, png)
+    typer.echo(result)
+    console = Console(highlight=False)
+    if result.first is not None:
+        console.print(bisection.drift_table(result))
+    if result.isolated is not None:
+        console.print(bisection.isolation_table(result.isolated))
+    if result.first is not None or result.hidden:
+        raise typer.Exit(1)
+
+
+@app.command()
+@_plain_errors()
 def fingerprint(backend: cli_options.Backend = None) -> None:
     """Print, as JSON, what bits depend on besides the request and the weights."""
     with backends.use_backend(backend):
         typer.echo(json.dumps(_fingerprint_json(fingerprints.fingerprint()), indent=2))
+
+
+def _certify_programs(decoder: models.Decoder, running: engine.Engine) -> None:
+    """Says on stderr that no program of an engine leaves a bit to the compiler, or ends the command with code 1."""
+    programs = running.programs()
+    console = Console(stderr=True, highlight=False)
+    risks = audit.engine_risks(decoder, programs)
+    for purpose, unproven in risks.items():
+        console.print(purpose, certificates.risk_table(unproven))
+    kept = len(programs) - len(risks)
+    console.print(f"certified: {kept} of {len(programs)} programs compute all numbers under contract")
+    if risks:
+        raise typer.Exit(1)
 
 
 @contextlib.contextmanager
@@ -447,6 +619,10 @@ def _check_device() -> None:
             )
 
 
+def _write_json(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 @contextlib.contextmanager
 def _file_written_at_the_end(option: str, path: Path) -> Iterator[Path]:
     """A temporary file that replaces `path` when the context ends without an error.
@@ -471,6 +647,11 @@ def _file_written_at_the_end(option: str, path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _pixels(file: Path) -> np.ndarray:
+    """The pixels of an image's file."""
+    return read_pixels(f"--image {str(file)!r}", read_file(file))
 
 
 def _with_standard_input(prompts: list[str]) -> list[str]:

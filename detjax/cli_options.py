@@ -106,6 +106,15 @@ Question = Annotated[
     typer.Option("--prompt", metavar="TEXT", help="The question.", show_default="a line of Shakespeare"),
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message: apply the chat template.")]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image",
+        metavar="FILE",
+        help="Show an image to a model with a vision tower; may be repeated. With --chat it stands before the prompt, "
+        "else the prompt has the tokens of images in their places.",
+    ),
+]
 TemplateDate = Annotated[
     datetime.date | None,
     typer.Option(
@@ -181,6 +190,71 @@ SaveEvery = Annotated[int, _count("Steps between two saved states.")]
 Asks = Annotated[int, _count("How often the question is asked.")]
 LoadSeed = Annotated[int, _count("Seed of the loads.")]
 HistogramFile = Annotated[Path, typer.Option("--output", metavar="FILE", help="Write the histogram to this PNG.")]
+TranscriptsFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE", help="Transcripts, or a server's responses with receipts: one in each line, or a list."
+    ),
+]
+VerdictsFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write all verdicts here.", show_default="nowhere")
+]
+FirstLogprobs = Annotated[
+    Path,
+    typer.Argument(
+        metavar="A", help="Logprobs of one engine: of detjax, vLLM, SGLang or OpenAI's API, one answer in each line."
+    ),
+]
+SecondLogprobs = Annotated[
+    Path, typer.Argument(metavar="B", help="Logprobs of another engine: of the same requests, in the same order.")
+]
+DivergenceAsJson = Annotated[bool, typer.Option("--json", help="Print JSON with all numbers.")]
+CertifiedFunction = Annotated[
+    str, typer.Argument(metavar="MODULE:FUNCTION", help="A function of a batch, or a module of Flax.")
+]
+CertifiedArguments = Annotated[
+    str, typer.Option("--args", metavar="MODULE:NAME", help="Its arguments: a tuple, or a function that returns one.")
+]
+BatchAxes = Annotated[
+    str,
+    typer.Option(metavar="JSON", help="The axis of rows in each argument, null where all rows share one: [null, 0]."),
+]
+OutAxes = Annotated[str, typer.Option(metavar="JSON", help="The axis of rows in the results.")]
+BatchSizes = Annotated[str, typer.Option(metavar="N,N", help="How many rows the batches have that are run.")]
+Required = Annotated[str, typer.Option(metavar="OUTCOME", help="What has to be certified: proven or observed.")]
+CertificateFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the certificate here.", show_default="nowhere")
+]
+TracedFunction = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:FUNCTION",
+        help="A function without parameters that returns (fn, args) or (fn, args, options of trace_digests).",
+    ),
+]
+TraceFile = Annotated[Path, typer.Option("--out", metavar="FILE", help="Write the trace to this file.")]
+FirstTrace = Annotated[
+    str, typer.Argument(metavar="A", help="A trace, or MODULE:FUNCTION as detjax trace takes it, which shows values.")
+]
+SecondTrace = Annotated[str, typer.Argument(metavar="B", help="Another one, to be compared with the first.")]
+ComparedRows = Annotated[
+    tuple[int, int] | None,
+    typer.Option(
+        metavar="I J",
+        help="Compare row I of the first run with row J of the second.",
+        show_default="all rows of batches of one size",
+    ),
+]
+Isolate = Annotated[
+    bool, typer.Option("--isolate", help="Also run each layer of B with the inputs that it had in A. Needs functions.")
+]
+BisectionFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the result here.", show_default="nowhere")
+]
+DriftPlot = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw how the difference grows, as PNG.", show_default="do not"),
+]
 JsonFile = Annotated[
     Path | None,
     typer.Option(
@@ -361,6 +435,14 @@ CacheDir = Annotated[
         metavar="DIR",
         help="Keep compiled programs here. Nobody else may be able to write to it.",
         show_default="detjax in the user's cache",
+        rich_help_panel=_PROGRAMS,
+    ),
+]
+Certify = Annotated[
+    bool,
+    typer.Option(
+        "--certify",
+        help="Before serving, check that no program leaves a bit to the compiler; the exit code is 1 if one does.",
         rich_help_panel=_PROGRAMS,
     ),
 ]

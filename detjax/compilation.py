@@ -124,11 +124,11 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
         # JAX takes compiler options at the outermost program alone, and refuses them below it.
         if not trace_state_clean():
             return nested(*args, **kwargs)
-        with _under_contract():
+        with under_contract():
             return program(jax.default_backend(), backends.backend())(*args, **kwargs)
 
     def compiled(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-        with _under_contract():
+        with under_contract():
             return program(jax.default_backend(), backends.backend()).lower(*args, **kwargs).compile()
 
     setattr(call, _COMPILED, compiled)
@@ -168,7 +168,7 @@ def loaded(content: bytes) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _under_contract() -> Iterator[None]:
+def under_contract() -> Iterator[None]:
     """Holds the conditions under which an outermost program is traced, compiled and called."""
     check_environment()
     # The backend is read here, so that DETJAX_BACKEND is part of the compilation cache's key as well.

@@ -27,8 +27,12 @@ See also `WEIGHT_GRADIENT_TOKENS`, `TPU_ROW_TILE` and `TPU_K_STEP`.
 Sums of rows
 ------------
 
-`rms_norm`, `softmax`, `log_softmax` and `logsumexp` add a row in the order of `LANES` and `LANE_GROUP`. The softmax
-family works on blocks of the row; `SOFTMAX_BLOCK` has its formulas.
+`rms_norm`, `layer_norm`, `softmax`, `log_softmax` and `logsumexp` add a row in the order of `LANES` and `LANE_GROUP`.
+The softmax family works on blocks of the row; `SOFTMAX_BLOCK` has its formulas.
+
+A layer norm is `rnd(rn(rn(rn(c * s) * w) + b))`, where `rnd` rounds to x's dtype, `c = rn(x - rn(sum(x) / D))`, and
+`s = rsqrt(rn(rn(sum(c^2) / D) + eps))`, both sums being row sums. A sum of rows with factors adds `rn(x * f)` in their
+order, and is rounded to x's dtype.
 
 Single elements
 ---------------

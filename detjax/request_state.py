@@ -7,8 +7,10 @@ The last tokens of a call can be dropped, `DROPPABLE_TOKENS` at most: the next c
 So a verify step of speculative decoding takes back the drafts that were refused.
 """
 
+import dataclasses
 from typing import Final, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
@@ -75,6 +77,20 @@ def empty_inputs(slots: int, taps: int, channels: int, dtype: DTypeLike) -> Floa
     return jnp.zeros((slots, taps - 1 + DROPPABLE_TOKENS, channels), dtype)
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class MostTokens:
+    """How many tokens requests may have in a call, as the shapes of its arrays tell. No bit depends on it.
+
+    Attributes:
+        decodes: the number of requests, the first ones, that have one token at most.
+        others: the most tokens of any other request.
+    """
+
+    decodes: int
+    others: int
+
+
 class RequestRows(NamedTuple):
     """Where the tokens of a call stand, for operations whose rows depend on one another.
 
@@ -85,12 +101,14 @@ class RequestRows(NamedTuple):
         start: the absolute position of that token.
         tokens: how many tokens the request has in this call; 0 for a request that has none.
         slot: the slot of each request's state.
+        most: how many tokens requests may have.
     """
 
     first: Int32[Array, "B"]
     start: Int32[Array, "B"]
     tokens: Int32[Array, "B"]
     slot: Int32[Array, "B"]
+    most: MostTokens
 
     @classmethod
     def from_queries(cls, shape: tuple[int, ...], queries: Queries) -> "RequestRows":
@@ -103,15 +121,21 @@ class RequestRows(NamedTuple):
         if queries.first_row is None:
             first = jnp.arange(requests, dtype=jnp.int32) * shape[1]
             count = jnp.full(requests, shape[1], jnp.int32) if queries.count is None else queries.count
+            most = MostTokens(requests if shape[1] == 1 else 0, shape[1])
         else:
             decodes = queries.num_decodes
             prefills = decodes + jnp.asarray(queries.first_row, jnp.int32)
             first = jnp.concatenate([jnp.arange(decodes, dtype=jnp.int32), prefills])
             assert queries.count is not None
-            count = queries.count
+            count, most = queries.count, MostTokens(decodes, shape[0] - decodes)
         count = jnp.clip(length - start, 0, jnp.asarray(count, jnp.int32))
         slots = jnp.arange(requests, dtype=jnp.int32) if queries.slots is None else queries.slots
-        return cls(first, start, count, jnp.asarray(slots, jnp.int32))
+        return cls(first, start, count, jnp.asarray(slots, jnp.int32), most)
+
+    def part(self, requests: slice) -> "RequestRows":
+        """Returns the rows of some of the requests."""
+        first, start, tokens, slot = (x[requests] for x in self[:4])
+        return RequestRows(first, start, tokens, slot, self.most)
 
     def by_row(self, rows: int) -> tuple[Int32[Array, "N"], Int32[Array, "N"], Int[Array, "N"]]:
         """Returns for each flat row its request, its offset in that request's tokens, and whether it is a token.

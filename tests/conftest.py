@@ -16,7 +16,7 @@ with jaxtyping.install_import_hook("detjax", "beartype.beartype"):
 import jax
 import pytest
 
-pytest_plugins = ("tests.support.case_sampling", "tests.support.hardware")
+pytest_plugins = ("tests.support.case_sampling", "tests.support.cpu_times", "tests.support.hardware")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -11,14 +11,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import PIL.Image
 import pytest
 from typer.testing import CliRunner, Result
 
 import detjax
-from detjax import SamplingParams, engine, fingerprints, models, server
+from detjax import SamplingParams, audit, engine, fingerprints, models, server
 from detjax.cli import app
 from detjax.demo import CHECKPOINT, experiment
 from detjax.server import logs as server_logs
+from tests.support import towers
 from tests.support.one_layer import one_layer
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -148,6 +150,40 @@ def test_generate_refuses_bad_input_in_one_line(checkpoint: Path, arguments: tup
     assert message in error(run("generate", "--model", checkpoint, "--prompt", "ROMEO:", *arguments, input="O"))
 
 
+@pytest.fixture(scope="module")
+def model_of_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("images") / "model"
+    models.save(towers.model("qwen2_5_vl-tiny"), path, tokenizer=towers.character_tokenizer())
+    PIL.Image.fromarray(towers.images("qwen2_5_vl-tiny")[1]).save(path / "image.png")
+    return path
+
+
+def test_generate_shows_images(model_of_images: Path) -> None:
+    file, options = model_of_images / "image.png", ("--max-tokens", 4, "--json")
+    shown = run("generate", "--model", model_of_images, "--prompt", "<vs><img><ve>Hi", "--image", file, *options)
+    chatted = run("generate", "--model", model_of_images, "--prompt", "Hi", "--image", file, "--chat", *options)
+    model, tokenizer = towers.model("qwen2_5_vl-tiny"), towers.character_tokenizer()
+    for result, text in ((shown, "<vs><img><ve>Hi"), (chatted, "user:<vs><img><ve>Hi;")):
+        params = SamplingParams.recommended(model, max_tokens=4)
+        images = [towers.images("qwen2_5_vl-tiny")[1:]]
+        (expected,) = detjax.generate(model, [text], params, images=images, tokenizer=tokenizer)
+        (given,) = json.loads(result.stdout)["generations"]
+        assert given["completions"][0]["tokens"] == list(expected.completions[0].tokens)
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ("nowhere.png", "nowhere.png is missing"),
+        (__file__, "is no image that can be read; accepted: PNG, JPEG"),
+        (None, "prompt 0 has 0 places for images, which are tokens 100 or 101"),
+    ],
+)
+def test_images_that_generate_cannot_show_are_refused(image: str | None, message: str, model_of_images: Path) -> None:
+    file = image or model_of_images / "image.png"
+    assert message in error(run("generate", "--model", model_of_images, "--prompt", "Hi", "--image", file))
+
+
 def test_an_unknown_backend_in_the_environment_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DETJAX_BACKEND", "cuda")
     assert "DETJAX_BACKEND: 'cuda' is no backend" in error(run("fingerprint"))
@@ -202,6 +238,9 @@ class Serving:
     def _log_to(self, log: server.LogSettings) -> contextlib.AbstractContextManager[None]:
         self.log = log
         return server_logs.logging_to_stderr(log)
+
+    def programs(self) -> list[object]:
+        return [SimpleNamespace(purpose="layers")]
 
     def warm_up(self, *, progress: bool, cache: Path | None, in_background: bool) -> None:
         self.cache = cache
@@ -334,6 +373,20 @@ def test_the_environments_key_is_one_key_or_an_error(
 def test_the_servers_exit_code_is_that_of_the_command(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Serving(monkeypatch).exit_code = 70
     assert run("serve", checkpoint, "--port", 0, "--no-compilation-cache").exit_code == 70
+
+
+def test_serve_certifies_the_engines_programs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Serving(monkeypatch)
+    arguments = ("serve", checkpoint, "--port", 0, "--no-compilation-cache", "--certify")
+    risk = audit.Risk(
+        audit.Role.CHOSEN, "dot_general", "adds products", "model.py:7", ((2, 3), (3, 4)), ("float32",) * 2
+    )
+    for unproven, code, says in (({}, 0, "certified: 1 of 1 programs"), ({"layers": (risk,)}, 1, "model.py:7")):
+        monkeypatch.setattr(audit, "engine_risks", lambda model, programs, unproven=unproven: unproven)
+        result = run(*arguments)
+        assert result.exit_code == code
+        assert says in result.stderr
+        assert ("fingerprint the-fingerprint" in result.stderr) == (code == 0)
 
 
 def test_serve_takes_a_chat_template(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_each_harmless_option_changes_no_bit(part: int, alone_and_all_changed: l
     assert different == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_processes_with_equal_fingerprints_have_equal_bits(
     name: str, alone_and_all_changed: list[Answer], tmp_path: Path

@@ -33,6 +33,7 @@ _BODIES: Final[dict[str, type[BaseModel]]] = {
     "items of type function_call": response_fields.InputCall,
     "items of type function_call_output": response_fields.InputResult,
     "parts of items": response_fields.InputPart,
+    "image parts of items": response_fields.InputImage,
     "text": response_fields.TextSettings,
     "text.format": response_fields.TextFormat,
     "reasoning": response_fields.Reasoning,

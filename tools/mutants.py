@@ -33,7 +33,7 @@ from typing import Final, Literal
 ROOT: Final = Path(__file__).resolve().parents[1]
 LISTS: Final = ROOT / "tests" / "mutants"
 
-FULLY_OPTIMIZED: Final = ("tests/contract", "tests/models", "tests/ops", "tests/portable")
+FULLY_OPTIMIZED: Final = ("tests/contract", "tests/invariant", "tests/models", "tests/ops", "tests/portable")
 """Tests of what XLA's compiler makes of an operation. The others run without its optimizations, as in the Makefile."""
 
 TESTS_FAILED: Final = 1

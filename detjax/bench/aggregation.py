@@ -10,11 +10,11 @@ import numpy as np
 from flax import nnx
 
 from detjax import compilation, ops
+from detjax.audit.divergence import divergence
 from detjax.bench import presets
 from detjax.models import Decoder, DecoderConfig, load
 from detjax.models.network import Weights, abstract, split
 from detjax.options import Aggregation
-from detjax.rl.divergence import divergence
 
 CONTRACT: Aggregation = get_args(Aggregation)[0]
 

@@ -17,7 +17,7 @@ from detjax import ops
 from detjax.bench import presets
 from detjax.bench.inputs import hashed, hashed_integers
 from detjax.bench.shapes import Widths
-from detjax.contract import KV_BLOCK
+from detjax.contract import DELTA_CHUNK, KV_BLOCK
 from detjax.kv_pages import KVPages, Queries
 from detjax.models import DecoderConfig
 from detjax.models.cache import KVCache, layers_in_slots
@@ -38,6 +38,8 @@ OPERATIONS: Final = (
     "logsumexp",
     "attention_prefill",
     "attention_decode",
+    "delta_rule_prefill",
+    "delta_rule_decode",
     "sample",
     "prefill_step",
     "decode_step",
@@ -60,8 +62,11 @@ class Sizes:
         rows: numbers of rows of norms and rotary embedding.
         vocabulary: the width of softmax and sampling.
         vocabulary_rows: numbers of rows of softmax and sampling.
-        prefill: (requests, tokens of each) of attention's prefills.
-        decode: (requests, tokens that each has in the cache) of attention's decodes.
+        prefill: (requests, tokens of each) of the prefills of attention and of the gated delta rule.
+        decode: (requests, tokens that each has in the cache) of attention's decodes, and of the delta rule's, whose
+            cost depends on the tokens of the open chunk alone.
+        delta_heads: the delta rule's heads of keys, its heads of values, and their columns: by default those of
+            Qwen3-Next-80B-A3B and Qwen3.5-35B-A3B.
         prefill_steps: (requests, tokens of each) of whole models' prefill steps.
         decode_steps: (requests, tokens that each has in the cache) of whole models' decode steps.
         calls: how many calls a round has.
@@ -76,6 +81,7 @@ class Sizes:
     vocabulary_rows: tuple[int, ...] = (1, 64)
     prefill: tuple[tuple[int, int], ...] = ((1, 1024), (1, 4096), (4, 1024))
     decode: tuple[tuple[int, int], ...] = ((1, 4096), (64, 1024), (64, 4096))
+    delta_heads: tuple[int, int, int] = (16, 32, 128)
     prefill_steps: tuple[tuple[int, int], ...] = ((1, 1024),)
     decode_steps: tuple[tuple[int, int], ...] = ((1, 1024), (64, 1024))
     calls: int = 20
@@ -91,6 +97,7 @@ SMALL: Final = Sizes(
     vocabulary_rows=(3,),
     prefill=((2, 150),),
     decode=((3, 300),),
+    delta_heads=(2, 4, 16),
     prefill_steps=((1, 40),),
     decode_steps=((3, 150),),
     calls=9,
@@ -190,6 +197,10 @@ def _all(sizes: Sizes) -> Iterator[Case]:
         yield _attention("attention_prefill", first, config, batch, tokens, tokens)
     for batch, context in sizes.decode:
         yield _attention("attention_decode", first, config, batch, context, 1)
+    for batch, tokens in sizes.prefill:
+        yield _delta_rule("delta_rule_prefill", sizes.delta_heads, batch, 0, tokens)
+    for batch, context in sizes.decode:
+        yield _delta_rule("delta_rule_decode", sizes.delta_heads, batch, context, 1)
     for temperature in (0.0, 1.0):
         for rows in sizes.vocabulary_rows:
             yield _sample(rows, sizes.vocabulary, temperature)
@@ -321,6 +332,45 @@ def _attention(operation: str, model: str, config: DecoderConfig, batch: int, co
     size = 2 * batch * (2 * tokens * H * K + 2 * context * h * K)
     what = f"{context} tokens" if operation == "attention_prefill" else f"{context} keys"
     return Case(f"{model}, {batch} × {what}", operation, run, draw, size, 4 * H * K * seen, exact)
+
+
+def _delta_rule(operation: str, heads: tuple[int, int, int], batch: int, start: int, tokens: int) -> Case:
+    """The gated delta rule for requests that have `start` tokens already, but none in the open chunk."""
+    h, H, K = heads
+    start = start // DELTA_CHUNK * DELTA_CHUNK
+
+    def run(state: ops.DeltaState, q: Array, k: Array, v: Array, g: Array, beta: Array, q_start: Array):
+        queries = Queries(jnp.zeros((batch, 1), jnp.int32), q_start, q_start + tokens)
+        return ops.gated_delta_rule(q, k, v, g, beta, state, queries)
+
+    def draw(seed: int) -> Arguments:
+        state = ops.DeltaState.empty(batch, h, H, K, K, jnp.bfloat16)
+        s = hashed(6 * seed, state.s.shape, "float32", _exponent(K))
+        state = state._replace(s=s, chunk=jnp.full(batch, start // DELTA_CHUNK, jnp.int32))
+        # Queries and keys are as long as those of a model, 1 on average.
+        q, k = (hashed(6 * seed + i, (batch, tokens, h, K), "bfloat16", _exponent(K)) for i in (1, 2))
+        v = hashed(6 * seed + 3, (batch, tokens, H, K), "bfloat16")
+        # Decays of a few percent, and rates between 0 and 1.
+        g = -jnp.abs(hashed(6 * seed + 4, (batch, tokens, H), "float32", -4))
+        beta = jnp.minimum(jnp.abs(hashed(6 * seed + 5, (batch, tokens, H), "float32", -1)), 1.0)
+        return state, q, k, v, g, beta, jnp.full(batch, start, jnp.int32)
+
+    def exact(arguments: Arguments, outputs: Sequence[Array]) -> Pairs:
+        state, *arrays, _ = arguments
+        q, k, v, g, beta = (_wide(x[-1, :, -1]) for x in arrays)
+        s, wanted = _wide(state.s[-1, -1]) if start else np.zeros((K, K)), np.zeros_like(v)
+        for t in range(tokens):
+            s = s * np.exp(g[t])
+            s = s + np.outer(k[t], beta[t] * (v[t] - k[t] @ s))
+            wanted[t] = q[t] @ s / math.sqrt(K)
+        return [(_wide(outputs[0][-1, :, -1]), wanted)]
+
+    # A decode reads the states; a prefill from the first token on writes them.
+    size = batch * (4 * H * K * K + tokens * (2 * (2 * h + 2 * H) * K + 8 * H))
+    # For a token two products with the state, and for a chunk's two of keys and two of updates, and the next state.
+    flops = 2 * batch * tokens * H * K * (3 * K + 2 * DELTA_CHUNK + (2 * DELTA_CHUNK * h) // H)
+    what = f"{tokens} tokens" if operation == "delta_rule_prefill" else f"token {start}"
+    return Case(f"{h}/{H} heads, {batch} × {what}", operation, run, draw, size, flops, exact, carried=1)
 
 
 def _sample(rows: int, vocabulary: int, temperature: float) -> Case:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
@@ -10,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from detjax import compilation
+from detjax import backends, compilation
+from detjax.audit.divergence import divergence
 from detjax.bench import presets
 from detjax.engine import Engine, EngineConfig, Generation, Request, SamplingParams
 from detjax.models.network import split
 from detjax.options import MODEL_DISTRIBUTION, Distribution
-from detjax.rl.divergence import divergence
 from detjax.rl.gradients import last_hidden_states
 from detjax.rl.microbatches import Microbatch, Packed, Rows, Sample, by_sequence
 
@@ -79,6 +80,8 @@ def compared(sizes: Sizes) -> dict[str, Any]:
     longest = sizes.longest_prompt + 20 + sizes.tokens
     options = {"max_samples": sizes.slots, "token_budget": sizes.budget, "max_length": longest, "prefix_cache": True}
     with Engine(decoder, None, EngineConfig(**options, top_logprobs=0)) as engine:
+        if backends.backend() != "portable":
+            engine.warm_up(in_background=True)  # compiles side by side; an interpreter's few steps do not need it
         answers = engine.generate(given)
     network, weights = split(decoder)
     hidden_states = compilation.jit(lambda weights, batch: last_hidden_states(network.with_weights(weights), batch))
@@ -112,10 +115,12 @@ def _distribution_of(params: SamplingParams) -> Distribution:
 
 def _samples(generation: Generation) -> list[Sample]:
     prompt = generation.prompt_tokens
-    return [
-        Sample(np.asarray([*prompt, *one.tokens], np.int32), *np.zeros((2, len(one.tokens)), np.float32))
-        for one in generation.completions
-    ]
+
+    def sample(tokens: Sequence[int]) -> Sample:
+        nothing = np.zeros(len(tokens), np.float32)
+        return Sample(np.asarray([*prompt, *tokens], np.int32), nothing, nothing)
+
+    return [sample(one.tokens) for one in generation.completions]
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import tokenizers
 from flax import nnx
 
-from detjax.bench import presets, provenance
+from detjax.bench import presets
 from detjax.bench.random_schemas import Schema, random_schema
 from detjax.bench.serve import digest
 from detjax.engine import Constraint, Engine, EngineConfig, Generation, Request, SamplingParams
@@ -184,18 +184,8 @@ def _seconds(engine: Engine, crowd: int, tokens: int, *, constrained: bool) -> f
     return seconds
 
 
-def measured(sizes: Sizes, command: str) -> dict[str, Any]:
-    """Returns the content of a result."""
-    return provenance.heading(command) | {
-        "sizes": dataclasses.asdict(sizes),
-        "answers": answers_to_schemas(sizes),
-        "speeds": speeds(sizes),
-    }
-
-
-def problems(result: dict[str, Any]) -> Sequence[str]:
-    """Returns what is wrong with the answers of a result."""
-    answers = result["answers"]
+def problems(answers: dict[str, Any]) -> Sequence[str]:
+    """Returns what is wrong with the answers to random schemas."""
     messages = []
     if answers["valid"] < answers["schemas"]:
         messages.append(f"{answers['schemas'] - answers['valid']} of {answers['schemas']} answers are not valid")

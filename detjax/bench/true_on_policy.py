@@ -326,7 +326,9 @@ def _run(
     steps: dict[str, list[float]] = {}
     for step, metrics in run.steps():
         for name, value in metrics.items():
-            steps.setdefault(name, []).append(_shortened(value))
+            # The place of the first difference is no number, so it has no curve.
+            if isinstance(value, int | float):
+                steps.setdefault(name, []).append(_shortened(value))
         done = step + 1
         if done == 1:
             # What compiling has left need not be looked through whenever Python collects garbage.

@@ -12,7 +12,7 @@ import functools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -194,8 +194,7 @@ class ConstraintCompiler:
             raise ValueError("constraints need a model with an end-of-sequence token, and this model has none")
         self._vocabulary = vocabulary
         self._library = llguidance
-        vocabulary_of_library: Any = _Vocabulary(tokenizer, vocabulary, end_tokens[0])
-        self._tokenizer = llguidance.LLTokenizer(vocabulary_of_library, eos_token=list(end_tokens), slices=_SLICES)
+        self._tokenizer = _library_tokenizer(tokenizer, vocabulary, end_tokens)
         self._executor = llguidance.LLExecutor()
         self._threads = ThreadPoolExecutor(thread_name_prefix="detjax-constraints")
         self._spares = SpareMatchers(self._threads)
@@ -256,6 +255,23 @@ class ConstraintCompiler:
             return Masks(jax.device_put(allowed), failures)
 
         return self._threads.submit(masks)
+
+    def masks_of(self, constraint: CompiledConstraint, tokens: Sequence[int]) -> Iterator[UInt32[np.ndarray, "W"]]:
+        """Yields the tokens that a text's constraint allows in the place of each of its tokens, on the host.
+
+        Args:
+            constraint: the constraint.
+            tokens: the text's tokens. Behind one that the constraint refuses there are no more masks.
+        """
+        state = constraint.start()
+        for token in tokens:
+            allowed = all_allowed(1, self._vocabulary)
+            self._library.numpy.fill_next_token_bitmask(state, allowed.view(np.int32))
+            if state.is_error():
+                return
+            yield allowed[0]
+            if not state.consume_token(token):
+                return
 
     def _start(self, matchers: Sequence[Matcher]) -> None:
         """Begins to make the library's matchers, as far as there are no spare ones."""
@@ -403,8 +419,29 @@ _JSON_OPTIONS: Final[Any] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 schema with options of its own, in `x-guidance`, gets none of these."""
 
 
-class _Vocabulary:
-    """The tokens of a model in the form that llguidance takes."""
+def _library_tokenizer(tokenizer: Tokenizer, vocabulary: int, end_tokens: Sequence[int]) -> "llguidance.LLTokenizer":
+    """Returns a model's tokens in llguidance's form.
+
+    Where a constraint leaves one way to go on, llguidance tokenizes it. It does so by itself if it reads the same
+    tokens in `tokenizer.json` as `Tokenizer` does. Otherwise it calls `Tokenizer`, and then the threads that compute
+    masks wait for the interpreter and for one another: on an H200's host with 16 processors, three of them did as much.
+    """
+    import llguidance
+
+    options: dict[str, Any] = {"eos_token": list(end_tokens), "slices": _SLICES}
+    called = _CalledTokenizer(tokenizer, vocabulary, end_tokens[0])
+    try:
+        native = llguidance.LLTokenizer(tokenizer.with_all_added_special(), n_vocab=vocabulary, **options)
+    except ValueError:  # a kind of tokenizer that it does not know
+        native = None
+    if native is not None and called.has_tokens_of(native):
+        return native
+    library_takes: Any = called
+    return llguidance.LLTokenizer(library_takes, **options)
+
+
+class _CalledTokenizer:
+    """A tokenizer in the form that llguidance calls."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -414,6 +451,16 @@ class _Vocabulary:
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocabulary)]
         self.special_token_ids = [token for token in tokenizer.added_tokens if token < vocabulary]
         self._tokenizer = tokenizer
+
+    def has_tokens_of(self, other: "llguidance.LLTokenizer") -> bool:
+        """Whether a tokenizer of the library has the same tokens, and the same special ones among them."""
+        # The library never allows a token without text, or one of the byte 255, by which it marks special tokens.
+        special = set(self.special_token_ids)
+        return all(
+            other.decode_bytes([token]) == text and other.is_special_token(token) == (token in special)
+            for token, text in enumerate(self.tokens)
+            if text and not text.startswith(b"\xff")
+        )
 
     def __call__(self, text: str | bytes) -> list[int]:
         text = text if isinstance(text, str) else text.decode(errors="replace")

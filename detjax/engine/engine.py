@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import gc
 import logging
-import math
 import queue
 import sys
 import threading
@@ -16,7 +15,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 from jaxtyping import Array, PyTree
 from rich.console import Console
 from rich.progress import track
@@ -25,7 +23,7 @@ from detjax import backends
 from detjax.engine import sequence as sequences
 from detjax.engine.config import EngineConfig, EngineStats
 from detjax.engine.constraints import Constraint, ModelConstraints
-from detjax.engine.images import PromptImages, image_patches_of, token_grid, with_image_tokens
+from detjax.engine.images import GivenImage, ImageReader, PromptImages, with_image_tokens
 from detjax.engine.launcher import LauncherThread
 from detjax.engine.page_pool import prefix_root
 from detjax.engine.program_compiler import ProgramCompiler
@@ -34,7 +32,7 @@ from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import StepProgram
 from detjax.engine.validation import check_arrays, encode_prompt, end_tokens
 from detjax.models import Decoder, Tokenizer
-from detjax.models.images import ImagePatches
+from detjax.models.images import Shown, token_grid
 
 _log: Final = logging.getLogger("detjax.engine")
 _SWITCH_INTERVAL: Final = 0.0005
@@ -135,7 +133,7 @@ class Engine:
         """
         self._config = dataclasses.replace(config or EngineConfig(), **options).resolved(model)
         self._model_config, self._defaults, self._tokenizer = model.config, model.generation_defaults, tokenizer
-        self._image_options = model.image_options
+        self._image_reader = ImageReader(model)
         self._constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
         self._loop = StepLoop.for_model(model, self._config.step_loop(), LauncherThread())
 
@@ -288,7 +286,7 @@ class Engine:
     def _job(self, name: str, request: Request, on_token: Callable[[Token], None] | None = None) -> _Job:
         """Returns a request, which error messages call `name`, ready to be started."""
         params, top = request.sampling, self._config.top_logprobs
-        images = image_patches_of(name, self._model_config, self._image_options, request.images)
+        images = self._image_reader.patches(name, request.images)
         prompt = encode_prompt(name, self._model_config, request.prompt, params, self._tokenizer, images)
         if len(prompt) + params.max_tokens > self.max_length:
             raise ValueError(
@@ -318,24 +316,24 @@ class Engine:
         """Whether the model has a vision tower."""
         return self._model_config.vision is not None
 
-    def image_patches(self, name: str, image: np.ndarray) -> ImagePatches:
-        """Returns the patches of an image, which a request takes in its place. That may take a second.
+    def image_patches(self, name: str, image: GivenImage) -> list[Shown]:
+        """Returns the patches of an image or a video, which a request takes in its place. That may take a second.
 
         Args:
-            name: what error messages call the image.
+            name: what error messages call it.
             image: see `Request.images`.
 
         Raises:
             ValueError: it is none that the model takes.
         """
-        (patches,) = image_patches_of(name, self._model_config, self._image_options, [image])
-        return patches
+        return self._image_reader.patches(name, [image])
 
-    def image_tokens(self, image: ImagePatches) -> int:
-        """Returns how many tokens stand for an image."""
-        return math.prod(token_grid(image, self._model_config))
+    def image_tokens(self, images: Sequence[Shown]) -> int:
+        """Returns how many tokens stand for images and videos."""
+        vision = self._model_config.vision
+        return 0 if vision is None else sum(token_grid(image, vision).size for image in images)
 
-    def with_image_tokens(self, name: str, prompt: Sequence[int], images: Sequence[ImagePatches]) -> list[int]:
+    def with_image_tokens(self, name: str, prompt: Sequence[int], images: Sequence[Shown]) -> list[int]:
         """Returns a prompt with as many image tokens as its images have.
 
         Args:

@@ -3,14 +3,13 @@
 from collections.abc import Sequence as Seq
 from typing import Final
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
 from detjax.contract import PORTABLE_ROWS
 from detjax.engine.batch import BatchShapes
 from detjax.engine.constraints import ModelConstraints
-from detjax.engine.images import PromptImages, image_patches_of
+from detjax.engine.images import GivenImage, ImageReader, PromptImages
 from detjax.engine.model_runner import bytes_of_page
 from detjax.engine.request import Generation
 from detjax.engine.sampling_params import SamplingParams
@@ -20,7 +19,6 @@ from detjax.engine.step_loop import StepLoop, StepLoopConfig
 from detjax.engine.step_programs import SamplingVariant
 from detjax.engine.validation import encode_prompt, end_tokens
 from detjax.models import Decoder, Tokenizer
-from detjax.models.images import ImagePatches
 from detjax.options import KVQuantization
 
 PREFILL_CHUNK: Final = 128
@@ -32,7 +30,7 @@ def generate(
     prompts: Seq[str | Seq[int]],
     sampling: SamplingParams | Seq[SamplingParams] | None = None,
     *,
-    images: Seq[Seq[np.ndarray | ImagePatches]] | None = None,
+    images: Seq[Seq[GivenImage]] | None = None,
     tokenizer: Tokenizer | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     kv_cache_dtype: KVQuantization | None = None,
@@ -44,7 +42,7 @@ def generate(
         model: the decoder.
         prompts: texts, or lists of token ids; of any lengths.
         sampling: parameters for all prompts, or for each prompt its own. Default: greedy.
-        images: the images of each prompt; see `Request.images`. Default: none.
+        images: the images and videos of each prompt; see `Request.images`. Default: none.
         tokenizer: needed for texts and stop strings.
         prefill_chunk: tokens of a prompt that one step computes at most. It changes no bits.
         kv_cache_dtype: "int8", "fp8_e4m3" or "q4_0" quantize keys and values in the cache (`ops.quantize_kv`), which
@@ -83,8 +81,9 @@ def generate(
             f"generate: {len(prompts)} prompts and images of {len(images)}; accepted: a list of images for each prompt"
         )
     constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
+    reader = ImageReader(model)
     requests = [
-        _sequences(f"generate: prompt {index}", model, prompt, row, shown, tokenizer, constraints)
+        _sequences(f"generate: prompt {index}", model, prompt, row, shown, tokenizer, constraints, reader)
         for index, (prompt, row, shown) in enumerate(zip(prompts, params, images or [()] * len(prompts), strict=True))
     ]
     _run(model, [sequence for request in requests for sequence in request], prefill_chunk, kv_cache_dtype, progress)
@@ -109,12 +108,13 @@ def _sequences(
     model: Decoder,
     prompt: str | Seq[int],
     params: SamplingParams,
-    images: Seq[np.ndarray | ImagePatches],
+    images: Seq[GivenImage],
     tokenizer: Tokenizer | None,
     constraints: ModelConstraints,
+    reader: ImageReader,
 ) -> list[Sequence]:
     """Returns the samples of a prompt, which error messages call `name`."""
-    patches = image_patches_of(name, model.config, model.image_options, images)
+    patches = reader.patches(name, images)
     tokens = encode_prompt(name, model.config, prompt, params, tokenizer, patches)
     context = RequestContext(
         end_tokens=end_tokens(model.generation_defaults, params),

@@ -1,35 +1,47 @@
-"""Images of prompts: the tokens that stand for them, their rows in a step, and what the prefix cache knows them by."""
+"""Images and videos of prompts: their tokens, their rows in a step, and what the prefix cache knows them by."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float, Int32
 
-from detjax.models import DecoderConfig
-from detjax.models.images import ImageOptions, ImagePatches, image_patches, image_runs, token_coordinates
+from detjax.models import Decoder, DecoderConfig
+from detjax.models.images import (
+    ImageOptions,
+    ImagePatches,
+    Shown,
+    VideoPatches,
+    image_patches,
+    image_runs,
+    token_coordinates,
+    token_grid,
+)
+from detjax.models.videos import Video, video_patches
 
 type ImageSpan = tuple[int, int, bytes]
 """The position of an image's first token, that of the token after its last, and the digest of its content."""
+type GivenImage = np.ndarray | ImagePatches | Video | VideoPatches
+"""What requests may have as an image or a video; see `Request.images`."""
 
 
 class PromptImages:
-    """The images of a prompt. The samples of a request share them.
+    """The images and videos of a prompt. The samples of a request share them.
 
     Attributes:
-        patches: the patches of each image.
-        spans: where each image's tokens are, and what the image is.
-        excess: by how much the coordinates of generated tokens exceed their positions; it is 0 or less.
-        rows: the rows that the vision tower made of each image; empty until it has.
+        patches: the patches of each.
+        spans: where the tokens of each are, and what it is.
+        excess: by how much the coordinates of generated tokens exceed their positions.
+        rows: the rows that the vision tower made of each; empty until it has.
     """
 
-    def __init__(self, patches: Sequence[ImagePatches], tokens: Sequence[int], config: DecoderConfig) -> None:
-        """The images of a prompt whose image tokens are those of the images."""
-        assert config.image_token is not None
-        runs = image_runs(tokens, config.image_token)
+    def __init__(self, patches: Sequence[Shown], tokens: Sequence[int], config: DecoderConfig) -> None:
+        """The images and videos of a prompt whose placeholders are those of them."""
+        assert config.vision is not None
+        runs = image_runs(tokens, config.placeholders)
         self.patches = tuple(patches)
         self.spans: list[ImageSpan] = [(*run, image.digest) for run, image in zip(runs, patches, strict=True)]
-        grids = [token_grid(image, config) for image in patches]
-        self._coordinates, self.excess = token_coordinates(tokens, config.image_token, grids)
+        grids = [token_grid(image, config.vision) for image in patches]
+        self._coordinates, self.excess = token_coordinates(tokens, config.placeholders, grids)
         self.rows: list[np.ndarray] = []
 
     def coordinates(self, start: int, count: int) -> Int32[np.ndarray, "n 3"]:
@@ -47,76 +59,98 @@ class PromptImages:
                 rows[begin - start : end - start] = image[begin - first : end - first]
 
 
-def image_patches_of(
-    name: str, config: DecoderConfig, options: ImageOptions | None, images: Sequence[np.ndarray | ImagePatches]
-) -> list[ImagePatches]:
-    """Returns the patches of a request's images.
+class ImageReader:
+    """Makes patches of images and videos as a model takes them.
 
-    Args:
-        name: what error messages call the request.
+    Attributes:
         config: the model's.
-        options: how images become patches; None: as usual.
-        images: uint8 `[height, width, 3]`, or the patches.
-
-    Raises:
-        ValueError: the model takes no images, or one is none that it takes.
     """
-    if not len(images):
-        return []
-    vision = config.vision
-    if vision is None:
-        raise ValueError(
-            f"{name} has {len(images)} images, and {config.architecture} reads text alone; accepted: no images, "
-            "or a model with a vision tower"
-        )
-    patches = []
-    for index, image in enumerate(images):
-        if isinstance(image, ImagePatches):
-            patches.append(image)
-            continue
-        try:
-            patches.append(image_patches(np.asarray(image), options or ImageOptions(), vision))
-        except ValueError as error:
-            raise ValueError(f"{name}, image {index}: {error}") from error
-    return patches
 
+    def __init__(self, model: Decoder) -> None:
+        """A reader for a model, which may take none."""
+        self.config = model.config
+        self._images = model.image_options or ImageOptions()
+        # transformers reads an old checkpoint's one file for both.
+        self._videos = model.video_options or self._images
 
-def token_grid(image: ImagePatches, config: DecoderConfig) -> tuple[int, int]:
-    """Returns how many rows and columns of tokens stand for an image."""
-    assert config.vision is not None
-    return image.rows // config.vision.merge_size, image.columns // config.vision.merge_size
+    def patches(self, name: str, given: Sequence[GivenImage]) -> list[Shown]:
+        """Returns the patches of a request's images and videos, those of single frames where these have own places.
+
+        Args:
+            name: what error messages call the request.
+            given: see `Request.images`.
+
+        Raises:
+            ValueError: the model takes no images, or one is none that it takes.
+        """
+        if not len(given):
+            return []
+        if self.config.vision is None:
+            raise ValueError(
+                f"{name} has {len(given)} images, and {self.config.architecture} reads text alone; accepted: no "
+                "images, or a model with a vision tower"
+            )
+        patches: list[Shown] = []
+        for index, image in enumerate(given):
+            try:
+                patches += self._patches_of(image)
+            except ValueError as error:
+                raise ValueError(f"{name}, image {index}: {error}") from error
+        return patches
+
+    def _patches_of(self, given: GivenImage) -> Sequence[Shown]:
+        vision = self.config.vision
+        assert vision is not None
+        if isinstance(given, ImagePatches):
+            return [given]
+        if isinstance(given, Video):
+            given = video_patches(given, self._videos, vision)
+        if not isinstance(given, VideoPatches):
+            return [image_patches(np.asarray(given), self._images, vision)]
+        if vision.tokens_per_second is not None:
+            return [given]
+        return [VideoPatches((frame,), given.seconds) for frame in given.frames]
 
 
 def with_image_tokens(
-    name: str, config: DecoderConfig, tokens: Sequence[int], images: Sequence[ImagePatches]
+    name: str, config: DecoderConfig, tokens: Sequence[int], images: Sequence[Shown]
 ) -> Sequence[int]:
-    """Returns a prompt's tokens with as many image tokens as its images have.
+    """Returns a prompt's tokens with as many placeholders as its images and videos have tokens.
 
     Args:
         name: what error messages call the prompt.
         config: the model's.
-        tokens: the prompt, in which one image token, or as many as the image has, stand for each image.
-        images: the images in the order of the prompt.
+        tokens: the prompt, in which one placeholder, or as many as it has tokens, stand for each image or video.
+        images: the images and videos in the order of the prompt.
 
     Raises:
-        ValueError: the prompt's image tokens are not those of the images.
+        ValueError: the prompt's placeholders are not those of the images and videos.
     """
-    if config.image_token is None:
+    vision = config.vision
+    if vision is None:
         return tokens
-    runs = image_runs(tokens, config.image_token)
+    runs = image_runs(tokens, config.placeholders)
     if len(runs) != len(images):
+        known = " or ".join(map(str, config.placeholders))
         raise ValueError(
-            f"{name} has {len(runs)} places for images, which are tokens {config.image_token} with others between "
-            f"them, and comes with {len(images)} images; accepted: one place for each image"
+            f"{name} has {len(runs)} places for images, which are tokens {known} with others between them, and comes "
+            f"with {len(images)} images; accepted: one place for each image"
         )
     expanded, end = [], 0
     for index, ((first, stop), image) in enumerate(zip(runs, images, strict=True)):
-        rows, columns = token_grid(image, config)
-        if stop - first not in (1, rows * columns):
+        expected = config.video_token if isinstance(image, VideoPatches) else config.image_token
+        if tokens[first] != expected:
+            kind = "a video" if isinstance(image, VideoPatches) else "an image"
             raise ValueError(
-                f"{name} has {stop - first} tokens {config.image_token} from token {first} on; accepted: 1 or "
-                f"{rows * columns}, as image {index} has {rows} rows of {columns} tokens"
+                f"{name} has token {tokens[first]} at {first}; accepted: {expected}, as image {index} is {kind}"
             )
-        expanded += [*tokens[end:first], *[config.image_token] * (rows * columns)]
+        grid = token_grid(image, vision)
+        if stop - first not in (1, grid.size):
+            frames = f"{len(grid.times)} frames of " if len(grid.times) > 1 else ""
+            raise ValueError(
+                f"{name} has {stop - first} tokens {expected} from token {first} on; accepted: 1 or {grid.size}, as "
+                f"image {index} has {frames}{grid.rows} rows of {grid.columns} tokens"
+            )
+        expanded += [*tokens[end:first], *[expected] * grid.size]
         end = stop
     return [*expanded, *tokens[end:]] if runs else tokens

@@ -26,8 +26,9 @@ from detjax.engine.step_programs import (
 )
 from detjax.models import Decoder
 from detjax.models.decoder import ImageRows
-from detjax.models.images import ImagePatches, image_rows
+from detjax.models.images import Shown, empty_pack, rows_by, window_counts
 from detjax.models.network import abstract, split
+from detjax.models.parts.vision import Patches
 from detjax.options import KVQuantization
 
 
@@ -61,6 +62,7 @@ class ModelRunner:
         slots: int,
         variants: Sequence[SamplingVariant],
         kv_cache_dtype: KVQuantization | None,
+        image_tokens: int = 0,
     ) -> None:
         """A runner with an empty cache.
 
@@ -70,6 +72,7 @@ class ModelRunner:
             slots: sequences that are computed at the same time.
             variants: sampling programs that steps may use, the fastest first.
             kv_cache_dtype: how keys and values are quantized in the cache.
+            image_tokens: tokens of the largest image for which a program is compiled ahead.
         """
         self._network, self._weights = split(model)
         self._vocabulary = model.config.vocab_size
@@ -83,7 +86,8 @@ class ModelRunner:
         adjusts = any(variant.adjusted for variant in variants)
         self._slots = SlotState(jnp.zeros(slots, jnp.int32), none_seen(slots, self._vocabulary) if adjusts else None)
         self._copies: dict[tuple[np.dtype, tuple[int, ...], bytes], Array] = {}
-        self._takes_images = model.vision is not None
+        self._vision = model.config.vision
+        self._windows = [] if self._vision is None or not image_tokens else window_counts(self._vision, image_tokens)
         self._without_images: dict[int, ImageRows] = {}
 
     def update_weights(self, params: PyTree[Array]) -> None:
@@ -98,11 +102,21 @@ class ModelRunner:
         _check_weights(self._network.state(self._weights), params)
         self._weights = self._network.weights(params)
 
-    def image_rows(self, images: Sequence[ImagePatches]) -> list[np.ndarray]:
+    def image_rows(self, images: Sequence[Shown]) -> list[np.ndarray]:
         """Returns the rows that the vision tower makes of each image, on the host."""
-        tower = self._network.with_weights(self._weights).vision
-        assert tower is not None, "the model takes no images"
-        return image_rows(tower, images)
+        assert self._vision is not None, "the model takes no images"
+        most = self._windows[-1] if self._windows else None
+        return rows_by(self._tower_rows, self._vision, images, windows=self._windows_for, most_windows=most)
+
+    def _tower_rows(self, patches: Patches) -> Array:
+        return self._run(step_programs.image_rows(patches))
+
+    def _windows_for(self, needed: int) -> int:
+        """How many windows a call of the tower has that needs so many: of sizes whose program is there."""
+        size = 1 << (needed - 1).bit_length()
+        while not self._is_ready(step_programs.image_rows_key(size)):
+            size *= 2
+        return size
 
     def forward(self, batch: StepBatch) -> tuple[Array, Array]:
         """Computes the hidden states of a step.
@@ -200,7 +214,7 @@ class ModelRunner:
     def _with_images(self, batch: StepBatch) -> StepBatch:
         """A batch with rows of images, none of which is present if it has none: one program serves all its prefills."""
         rows = batch.shape.rows
-        if not self._takes_images or not rows or batch.images is not None:
+        if self._vision is None or not rows or batch.images is not None:
             return batch
         if rows not in self._without_images:
             zeros = jnp.zeros((rows, *self._hidden.shape), self._hidden.dtype)
@@ -233,7 +247,12 @@ class ModelRunner:
             variants=self._variants,
             hidden=self._hidden,
             vocabulary=self._vocabulary,
+            images=tuple(shapes_of(patches) for patches in self._empty_packs()),
         )
+
+    def _empty_packs(self) -> list[Patches]:
+        """Patches of no image, of each size that is compiled ahead."""
+        return [] if self._vision is None else [empty_pack(self._vision, windows) for windows in self._windows]
 
     def warm_up(self, batches: Sequence[StepBatch], compiler: ProgramCompiler) -> None:
         """Compiles the programs that steps of the given shapes may need, and runs each of them once.
@@ -280,6 +299,9 @@ class ModelRunner:
             self.note_seen(0, (), ())
         if any(self._in_slots):
             self.put_slot(0, self.take_slot(0))
+        for patches in self._empty_packs():
+            if self._is_ready(step_programs.image_rows_key(len(patches.pixels))):
+                jax.block_until_ready(self._run(step_programs.image_rows(patches)))
         jax.block_until_ready(self._slots)
 
     def _run(self, program: StepProgram) -> Any:

@@ -3,10 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-
+from detjax.engine.images import GivenImage
 from detjax.engine.sampling_params import SamplingParams
-from detjax.models.images import ImagePatches
 
 
 class NotFinite(ArithmeticError):
@@ -20,9 +18,10 @@ class Request:
     Attributes:
         prompt: text, or token ids.
         sampling: how tokens are chosen, and when a sample ends. Default: greedy, 128 tokens.
-        images: for a model with a vision tower, the prompt's images in their order: red, green and blue of each pixel,
-            uint8 `[height, width, 3]`, or what `Engine.image_patches` makes of them. In the prompt, one image token
-            (`DecoderConfig.image_token`) stands for each, or as many as the image has.
+        images: for a model with a vision tower, the prompt's images and videos in their order: red, green and blue of
+            each pixel, uint8 `[height, width, 3]`; a `Video`; or what `Engine.image_patches` makes of them. In the
+            prompt, one token (`DecoderConfig.image_token` or `video_token`) stands for each, or as many as it has.
+            Where the prompt says the time of each frame, as for Qwen3.5, one stands for each frame that the tower sees.
         cache_salt: the request shares pages of the prefix cache with requests of the same salt alone. The time that an
             answer takes tells whether somebody sent the prompt's beginning before, so give different salts to clients
             who must not know of one another.
@@ -36,7 +35,7 @@ class Request:
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     cache_salt: str | None = None
     client: str | None = None
-    images: Sequence[np.ndarray | ImagePatches] = dataclasses.field(default=(), compare=False, repr=False)
+    images: Sequence[GivenImage] = dataclasses.field(default=(), compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

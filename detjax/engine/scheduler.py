@@ -305,9 +305,7 @@ class _StepChunks(dict[Sequence, ScheduledChunk]):
         count = min(remaining, self._free_tokens, self._limits.prefill_chunk)
         if sequence.snapshot_ends:
             count = min(count, sequence.snapshot_ends[0] - sequence.computed)
-        # Logprobs of a prompt are computed from the rows of prefills, and images have rows there alone.
-        needs_rows = sequence.params.prompt_logprobs or sequence.context.images is not None
-        is_decode = count == 1 and (sequence.is_held or not needs_rows)
+        is_decode = count == 1 and (sequence.is_held or not sequence.needs_rows)
         if not is_decode:
             count = min(count, self._free_rows) if self._free_prefills else 0
             self._free_rows -= padded_rows(count)

@@ -174,6 +174,11 @@ class Sequence:
         return len(self.prompt) + len(self.generated) + self.unread
 
     @property
+    def needs_rows(self) -> bool:
+        """Whether its prompt is computed in rows of prefills alone, for logprobs of the prompt and for images."""
+        return self.params.prompt_logprobs or self.context.images is not None
+
+    @property
     def has_all(self) -> bool:
         """Whether submitted steps sample every token that the sequence may have."""
         return len(self.generated) + self.unread == self.params.max_tokens

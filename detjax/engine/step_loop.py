@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from detjax.contract import KV_BLOCK
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraints import Masks, Matcher
 from detjax.engine.launcher import ImmediateLauncher, Launcher
@@ -24,7 +25,7 @@ from detjax.engine.sequence import Sequence
 from detjax.engine.snapshots import SlotCopies, SnapshotCache
 from detjax.engine.step_programs import SCORED_ROWS, SampledTokens, SamplingVariant, StepPrograms
 from detjax.models import Decoder
-from detjax.models.images import ImagePatches
+from detjax.models.images import ImageOptions, Shown
 from detjax.options import KVQuantization
 from detjax.sampling_arrays import Arrays
 
@@ -61,7 +62,7 @@ class Runner(Protocol):
 
     def update_weights(self, params: PyTree[Array]) -> None: ...
 
-    def image_rows(self, images: Seq[ImagePatches]) -> list[np.ndarray]: ...
+    def image_rows(self, images: Seq[Shown]) -> list[np.ndarray]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,6 +220,7 @@ class StepLoop:
             slots=slots,
             variants=config.variants,
             kv_cache_dtype=config.kv_cache_dtype,
+            image_tokens=_image_tokens(model, config.pages_per_sequence * KV_BLOCK),
         )
         # What a layer keeps of a request as a whole is not in the pages of its prefix, but it may be in a snapshot.
         snapshots = None
@@ -389,6 +391,15 @@ class StepLoop:
             if token.finish_reason is not None and sequence.matcher is not None:
                 sequence.matcher.end()
             yield sequence, token
+
+
+def _image_tokens(model: Decoder, most: int) -> int:
+    """The tokens of the largest image that sequences of up to so many tokens may have."""
+    vision = model.config.vision
+    if vision is None:
+        return 0
+    sizes = [options.max_pixels for options in (model.image_options or ImageOptions(), model.video_options) if options]
+    return max(min(most, max(sizes) // (vision.patch_size * vision.merge_size) ** 2), 1)
 
 
 def _unseen(sequence: Sequence) -> tuple[int, Seq[int], Seq[int]] | None:

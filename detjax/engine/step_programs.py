@@ -20,8 +20,9 @@ from detjax.engine.batch import BatchShape, StepBatch, no_adjustments
 from detjax.engine.constraints import all_allowed
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models.cache import State
-from detjax.models.decoder import ImageRows
+from detjax.models.decoder import Decoder, ImageRows
 from detjax.models.network import Network, Weights
+from detjax.models.parts.vision import Patches
 from detjax.ops.softmax import log_softmax_statistics
 from detjax.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
 
@@ -219,6 +220,12 @@ def sample(batch: StepBatch, hidden: Any, slots: SlotState, variant: SamplingVar
     elif adjustments is None:
         adjustments = no_adjustments(count)
     rows = SampledRows(batch.slot, batch.sampling, adjustments, allowed if variant.constrained else None)
+    return sample_rows(rows, hidden, slots, variant)
+
+
+def sample_rows(rows: SampledRows, hidden: Any, slots: SlotState, variant: SamplingVariant) -> StepProgram:
+    """Returns the program that samples a token for each row, after the hidden state of the same row."""
+    count = len(rows.slot)
     purpose = f"sampling: up to {count} samples {variant.description}"
     return StepProgram(_sample, count, (hidden, slots, rows), {"variant": variant}, purpose)
 
@@ -235,6 +242,17 @@ def note_seen(seen: SeenTokens, slot: int, entries: SeenEntries, *, is_first: bo
     """Returns the program that notes tokens of the sequence in a slot."""
     args = seen, np.int32(slot), np.bool_(is_first), entries
     return StepProgram(_note_seen, len(entries.token), args, {}, "tokens of a sample with penalties that gets a slot")
+
+
+def image_rows_key(windows: int) -> Hashable:
+    """Returns the key of what `image_rows` returns for patches with so many windows."""
+    return _image_rows.__name__, windows
+
+
+def image_rows(patches: Patches) -> StepProgram:
+    """Returns the program that makes rows of the patches of images."""
+    windows = len(patches.pixels)
+    return StepProgram(_image_rows, windows, (patches,), {}, f"images: up to {windows} windows or pieces of them")
 
 
 def take_slot(state: State, slot: int) -> StepProgram:
@@ -261,6 +279,7 @@ class StepPrograms:
         variants: the sampling programs that steps may use.
         hidden: one row of hidden states.
         vocabulary: the number of tokens.
+        images: patches of each size that the vision tower may be given.
     """
 
     network: Network
@@ -272,6 +291,7 @@ class StepPrograms:
     variants: tuple[SamplingVariant, ...]
     hidden: jax.ShapeDtypeStruct
     vocabulary: int
+    images: tuple[Patches, ...] = ()
 
     def by_key(self) -> dict[Hashable, StepProgram]:
         """Returns the programs: the essential ones first, and of these the longest to compile first."""
@@ -290,6 +310,11 @@ class StepPrograms:
             state = state_in_slots(self.state, self.in_slots)
             rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
             programs += [take_slot(state, 0), put_slot(state, 0, rows)]
+        # The largest serves smaller images, too.
+        largest = max((len(patches.pixels) for patches in self.images), default=0)
+        for patches in self.images:
+            program = image_rows(patches)
+            programs.append(program._replace(is_essential=program.size == largest))
         programs.sort(key=lambda program: not program.is_essential)
         return {program.key: program._replace(args=shapes_of(program.args)) for program in programs}
 
@@ -430,6 +455,14 @@ def _note_seen(
         return rows.at[slot].set(row.at[entries.token].set(values, mode="drop", unique_indices=True))
 
     return SeenTokens(written(seen.generated, entries.generated), written(seen.in_prompt, entries.in_prompt))
+
+
+@functools.partial(compilation.jit, static_argnums=0)
+def _image_rows(network: Network[Decoder], weights: Weights, patches: Patches) -> Float[Array, "W U D"]:
+    """Returns a row for each token of each window."""
+    tower = network.with_weights(weights).vision
+    assert tower is not None, "the model takes no images"
+    return tower(patches)
 
 
 @functools.partial(compilation.jit, static_argnums=0)

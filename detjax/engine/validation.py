@@ -6,7 +6,7 @@ from detjax.engine.batch import logit_adjustments, no_adjustments, sampling_arra
 from detjax.engine.images import with_image_tokens
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
-from detjax.models.images import ImagePatches
+from detjax.models.images import Shown
 
 
 def encode_prompt(
@@ -15,7 +15,7 @@ def encode_prompt(
     prompt: str | Sequence[int],
     params: SamplingParams,
     tokenizer: Tokenizer | None,
-    images: Sequence[ImagePatches] = (),
+    images: Sequence[Shown] = (),
 ) -> tuple[int, ...]:
     """Returns the token ids of a prompt that the model can serve.
 

@@ -9,3 +9,4 @@ from detjax.models.digest import digest as digest
 from detjax.models.generation_defaults import GenerationDefaults as GenerationDefaults
 from detjax.models.json_object import CheckpointError as CheckpointError
 from detjax.models.tokenizer import Tokenizer as Tokenizer
+from detjax.models.videos import Video as Video

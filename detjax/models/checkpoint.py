@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -22,10 +23,10 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import INPUT_DTYPES
 from detjax.models.config import DecoderConfig
 from detjax.models.decoder import Decoder
-from detjax.models.family import Multimodal, family_named, text_configuration
+from detjax.models.family import Description, Family, description, family_named
 from detjax.models.generation_defaults import GenerationDefaults
 from detjax.models.images import ImageOptions
-from detjax.models.json_object import CheckpointError, JsonObject, parse_json_object, read_file
+from detjax.models.json_object import CheckpointError, parse_json_object, read_file
 from detjax.models.network import Weights, abstract, split
 from detjax.models.network import parameters as parameters_of
 from detjax.models.parts.parameters import Tensors
@@ -36,6 +37,7 @@ from detjax.models.weight_files import StoredTensor, open_weights, write_weights
 _CONFIG: Final = "config.json"
 _GENERATION: Final = "generation_config.json"
 _IMAGES: Final = "preprocessor_config.json"
+_VIDEOS: Final = "video_preprocessor_config.json"
 
 _EMBEDDING: Final = f"{Decoder.CHECKPOINT_NAMES['embedding']}.weight"
 _LM_HEAD: Final = f"{Decoder.CHECKPOINT_NAMES['lm_head']}.weight"
@@ -49,13 +51,13 @@ def load(
     """Returns the model in the Hugging Face directory `path`, and its tokenizer or None.
 
     All files are checked before the first parameter is read. If `config.json` ties the embeddings but the files
-    hold another `lm_head.weight`, that one serves, with a warning, as in transformers. Of a checkpoint of Qwen3.5, the
-    text model is read, and what encodes images is passed over.
+    hold another `lm_head.weight`, that one serves, with a warning, as in transformers. Of a multimodal model whose
+    `config.json` describes no vision tower, the text model is read.
 
     Args:
         path: a directory with `config.json` and `model.safetensors`, or shards of it with their index; optionally
-            `generation_config.json`, `preprocessor_config.json` for images, `tokenizer.json`, `tokenizer_config.json`
-            and a chat template.
+            `generation_config.json`, `preprocessor_config.json` for images, `video_preprocessor_config.json` for
+            videos, `tokenizer.json`, `tokenizer_config.json` and a chat template.
         dtype: the dtype of the weights: float32, bfloat16 or float16, rounded to nearest even. Default: the one that
             `config.json` names, else the one that the embedding is stored in.
         progress: whether a progress bar is drawn on stderr. Default: if stderr is a terminal.
@@ -72,19 +74,18 @@ def load(
             "Nothing is downloaded here: fetch the checkpoint first, then pass its directory"
         )
     requested_dtype = None if dtype is None else _accepted_dtype(dtype)
-    raw, config, defaults = _read_configuration(directory)
-    image_options = _read_image_options(directory, config)
+    described, config, defaults = _read_configuration(directory)
+    image_options, video_options = _read_image_options(directory, config)
     tokenizer = Tokenizer.load(directory)
 
     with contextlib.ExitStack() as files:
-        family = family_named("load", config.architecture)
+        family = described.family
         listing, stored = open_weights(directory, files)
-        if family.multimodal is not None:
-            stored = _by_decoder_name(stored, family.multimodal)
-        block_format = stored_format(JsonObject(raw, str(directory / _CONFIG)))
+        stored = _by_decoder_name(stored, family)
+        block_format = stored_format(described.file)
         if block_format is not None:
             stored = block_format.dequantized(stored)
-        config = _dtype_as_stored(_tied_as_stored(config, stored), raw, stored)
+        config = _dtype_as_stored(_tied_as_stored(config, stored), described.file.raw, stored)
         weights_dtype = requested_dtype or np.dtype(config.dtype)
         empty = _without_weights(config, weights_dtype)
         parameters = _parameters(empty, stored)
@@ -93,32 +94,30 @@ def load(
         with _progress_bar(f"Loading {directory.resolve().name}", sum(sizes), progress) as advance:
             weights = _read_weights(parameters, sizes, stored, advance)
     model = split(empty)[0].with_weights(weights)
-    model.generation_defaults, model.image_options = defaults, image_options
+    model.generation_defaults, model.image_options, model.video_options = defaults, image_options, video_options
     return model, tokenizer
 
 
-def _read_configuration(directory: Path) -> tuple[dict[str, Any], DecoderConfig, GenerationDefaults]:
+def _read_configuration(directory: Path) -> tuple[Description, DecoderConfig, GenerationDefaults]:
     """What `config.json` holds of the decoder, and what it and `generation_config.json` say."""
     config_file, generation_file = directory / _CONFIG, directory / _GENERATION
-    raw = parse_json_object(read_file(config_file), str(config_file))
-    config = DecoderConfig.from_hugging_face(raw, str(config_file))
+    described = description(parse_json_object(read_file(config_file), str(config_file)), str(config_file))
+    config = DecoderConfig.from_description(described)
     raw_defaults = {}
     if generation_file.exists():
         raw_defaults = parse_json_object(read_file(generation_file), str(generation_file))
-    sources = str(generation_file), raw, str(config_file)
-    text = text_configuration(raw, str(config_file)).raw
-    return text, config, GenerationDefaults.from_hugging_face(raw_defaults, *sources)
+    return described, config, GenerationDefaults.from_hugging_face(raw_defaults, str(generation_file), described)
 
 
-def _by_decoder_name(stored: Mapping[str, StoredTensor], model: Multimodal) -> dict[str, StoredTensor]:
-    """The tensors by the names that they have in a checkpoint of the decoder alone.
+def _by_decoder_name(stored: Mapping[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
+    """The tensors by the names that they have in the decoder.
 
     Raises:
         CheckpointError: a tensor is there under both names.
     """
     by_name: dict[str, StoredTensor] = {}
     for tensor in stored.values():
-        other = by_name.setdefault(model.decoder_name(tensor.name), tensor)
+        other = by_name.setdefault(family.decoder_name(tensor.name), tensor)
         if other is not tensor:
             raise CheckpointError(
                 f"{tensor.file}: tensor {tensor.name!r} is the same parameter as {other.name!r}; accepted: one of them"
@@ -126,13 +125,15 @@ def _by_decoder_name(stored: Mapping[str, StoredTensor], model: Multimodal) -> d
     return by_name
 
 
-def _read_image_options(directory: Path, config: DecoderConfig) -> ImageOptions | None:
-    """What `preprocessor_config.json` says, if the model takes images."""
+def _read_image_options(directory: Path, config: DecoderConfig) -> tuple[ImageOptions | None, ImageOptions | None]:
+    """What the files for images and for videos say, if the model takes them; None for videos without a file."""
     if config.vision is None:
-        return None
-    file = directory / _IMAGES
-    raw = parse_json_object(read_file(file), str(file)) if file.exists() else {}
-    return ImageOptions.from_hugging_face(raw, str(file), config.vision)
+        return None, None
+    files = directory / _IMAGES, directory / _VIDEOS
+    images, videos = (parse_json_object(read_file(file), str(file)) if file.exists() else None for file in files)
+    read = functools.partial(ImageOptions.from_hugging_face, vision=config.vision)
+    for_videos = None if videos is None else read(videos, str(files[1]), is_for_videos=True)
+    return read(images or {}, str(files[0])), for_videos
 
 
 def _read_weights(
@@ -180,7 +181,9 @@ def save(
         raise ValueError(f"save: max_shard_bytes is {max_shard_bytes}; accepted: integers >= 1")
     _check_parameters(model)
     contents = _configuration_files(model, tokenizer)
-    groups = [_sized_tensors(*pair) for pair in zip(_parameters(model), split(model)[1], strict=True)]
+    family = family_named("save", model.config.architecture)
+    pairs = zip(_parameters(model), split(model)[1], strict=True)
+    groups = [_sized_tensors(family, *pair) for pair in pairs]
     with _new_directory(target) as directory:
         for name, content in contents.items():
             (directory / name).parent.mkdir(exist_ok=True)
@@ -226,15 +229,20 @@ def _configuration_files(model: Decoder, tokenizer: Tokenizer | None) -> dict[st
         files[_GENERATION] = defaults.to_hugging_face()
     if model.config.vision is not None:
         files[_IMAGES] = (model.image_options or ImageOptions()).to_hugging_face(model.config.vision)
+        if model.video_options is not None:
+            files[_VIDEOS] = model.video_options.to_hugging_face(model.config.vision)
     contents = {name: f"{json.dumps(raw, indent=2, sort_keys=True)}\n".encode() for name, raw in files.items()}
     return contents if tokenizer is None else contents | tokenizer.files
 
 
-def _sized_tensors(parameter: "_Parameter", value: Array) -> tuple[int, Callable[[], dict[str, np.ndarray]]]:
+def _sized_tensors(
+    family: Family, parameter: "_Parameter", value: Array
+) -> tuple[int, Callable[[], dict[str, np.ndarray]]]:
     """The bytes of a parameter, and a function that returns its tensors by name."""
 
     def tensors() -> dict[str, np.ndarray]:
-        return dict(zip(parameter.shapes, parameter.tensors.cut(np.asarray(value)), strict=True))
+        names = map(family.written_name, parameter.shapes)
+        return dict(zip(names, parameter.tensors.cut(np.asarray(value)), strict=True))
 
     return value.nbytes, tensors
 

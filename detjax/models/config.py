@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from detjax.contract import INPUT_DTYPES
-from detjax.models.family import Family, family_named, family_of, text_configuration
+from detjax.models.family import Description, Family, description, family_named
 from detjax.models.json_object import JsonObject
 from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.experts import ExpertsOptions
@@ -79,6 +79,7 @@ class DecoderConfig:
         delta: see there.
         vision: see there.
         image_token: see there.
+        video_token: see there.
     """
 
     architecture: str
@@ -111,21 +112,34 @@ class DecoderConfig:
     delta: DeltaNetOptions | None = None
     vision: VisionOptions | None = None
     image_token: int | None = None
+    video_token: int | None = None
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """The tokens that stand for parts of images and of videos."""
+        return tuple(token for token in (self.image_token, self.video_token) if token is not None)
 
     @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any], source: str) -> "DecoderConfig":
         """Returns the configuration that `config.json` with the contents `raw` describes.
 
-        Reads the files of transformers 4 and 5; of multimodal models, what they say of the text model. The dtype is
-        float32 where the file names none. How weights are stored is checked, and is no part of the configuration.
+        Reads the files of transformers 4 and 5; of a multimodal model without a vision tower, the text model. The dtype
+        is float32 where the file names none. How weights are stored is checked, and is no part of the configuration.
         Errors call the file `source`.
 
         Raises:
             CheckpointError: an unknown architecture, an unsupported option, a missing key, a value out of range.
         """
-        file = text_configuration(raw, source)
-        family = family_of(file)
-        file = family.decoder_of(file)
+        return cls.from_description(description(raw, source))
+
+    @classmethod
+    def from_description(cls, described: Description) -> "DecoderConfig":
+        """Returns what `from_hugging_face` returns, once it is known where the file describes the decoder.
+
+        Raises:
+            CheckpointError: an unsupported option, a missing key, a value out of range.
+        """
+        family, file = described
         for key, neutral in _UNSUPPORTED.items():
             if key not in family.reads and file.get(key) not in (None, neutral):
                 raise file.error(key, f"{json.dumps(neutral)}, null; anything else is not supported")
@@ -180,6 +194,8 @@ class DecoderConfig:
             **write_rope(self.rope),
             **family.write_options(self),
         }
+        if family.nested is not None:
+            raw = family.nested(raw)
         understood = dataclasses.asdict(DecoderConfig.from_hugging_face(raw, "config.json"))
         for name, value in dataclasses.asdict(self).items():
             if understood[name] != value:

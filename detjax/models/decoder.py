@@ -48,6 +48,7 @@ class Decoder(nnx.Module):
         config: shape and options.
         generation_defaults: what the checkpoint says of generation, or None.
         image_options: how images become patches; None for a model without a vision tower.
+        video_options: how frames of videos do; None: as images.
     """
 
     CHECKPOINT_NAMES: Final = {
@@ -81,6 +82,7 @@ class Decoder(nnx.Module):
         self.lm_head = None if config.tied_embeddings else table()
         self.vision = None if config.vision is None else VisionTower(config.vision, rngs=rngs, dtype=dtype)
         self.image_options: ImageOptions | None = None
+        self.video_options: ImageOptions | None = None
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -26,7 +26,7 @@ def digest(model: Decoder, tokenizer: Tokenizer | None = None) -> str:
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashlib and transfers let other threads run
         digests = list(pool.map(_array_digest, weights.values()))
     parts = [_description(model.config), repr(model.generation_defaults)]
-    parts += [] if model.image_options is None else [repr(model.image_options)]
+    parts += [repr(options) for options in (model.image_options, model.video_options) if options is not None]
     parts += [f"{name_of(path)}.value {digest}" for path, digest in zip(weights, digests, strict=True)]
     files = {} if tokenizer is None else tokenizer.files
     parts += [f"{name} {hashlib.sha256(files[name]).hexdigest()}" for name in sorted(files)]

@@ -5,7 +5,7 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from detjax.models.json_object import JsonObject
 from detjax.models.parts.delta_net import DeltaNetOptions
@@ -19,17 +19,10 @@ if TYPE_CHECKING:
     from detjax.models.config import DecoderConfig
 
 _TEXT: Final = "text_config"
-_BESIDE_TEXT: Final = (
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "pad_token_id",
-    "quantization_config",
-    "tie_word_embeddings",
-    "torch_dtype",
-)
-"""Keys that multimodal configurations have for the whole model. Those of the text model, if it has them, have
-precedence."""
+_OF_THE_WHOLE: Final = ("architectures", "model_type", "dtype", "torch_dtype")
+"""Keys of which those of the whole model have precedence over those of its decoder."""
+_TOWER: Final = "vision_config"
+_TIED: Final = "tie_word_embeddings"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +46,7 @@ class LayerOptions:
         delta: the shape of linear attention, and the layers that have it; None: no layer has.
         vision: the vision tower; None: prompts have no images.
         image_token: the token that stands for a part of an image; None: there is none.
+        video_token: the token that stands for a part of a video; None: there is none.
     """
 
     windows: tuple[int | None, ...]
@@ -71,27 +65,7 @@ class LayerOptions:
     delta: DeltaNetOptions | None = None
     vision: VisionOptions | None = None
     image_token: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Multimodal:
-    """How the checkpoints of a multimodal model hold a decoder, which is all that is read of them.
-
-    Their `config.json` describes the decoder in `text_config`.
-
-    Attributes:
-        architecture: the name of the multimodal model's class.
-        model_type: the `model_type` of its configurations.
-        prefix: what the names of the decoder's tensors begin with in place of `model.`.
-    """
-
-    architecture: str
-    model_type: str
-    prefix: str = "model.language_model."
-
-    def decoder_name(self, name: str) -> str:
-        """Returns the name of a tensor in a checkpoint of the decoder alone."""
-        return f"model.{name.removeprefix(self.prefix)}" if name.startswith(self.prefix) else name
+    video_token: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +76,8 @@ class Family:
         architecture: the name of that class.
         model_type: the `model_type` of its configurations.
         other_model_types: further ones that published checkpoints have, and that say the same.
-        multimodal: the multimodal model whose checkpoints hold such decoders too; None: there is none.
+        text_family: for models with a vision tower, the family of their text model, which is read of a checkpoint whose
+            `config.json` describes no tower; None: there is none.
         layer: the class of its layers: made by `layer(config, index, rngs=rngs, dtype=dtype)`, called with the residual
             stream, the queries and the layer's state, and with a static method `state(config, index)` that declares the
             state.
@@ -124,7 +99,9 @@ class Family:
         skips: regular expressions of the names of tensors that published checkpoints hold and that this release does
             not need, such as those of layers that predict further tokens. Each matches a whole name; `{layers}` in it
             stands for the number of layers.
-        decoder_of: returns the object of a `config.json` that describes the decoder: the file's own, or one in it.
+        prefixes: what the names of tensors begin with in the decoder, and what they may begin with in checkpoints.
+        nested: returns a `config.json` with the decoder's keys in `text_config`, given one in which they stand beside
+            the others. Checkpoints then have the names of `prefixes`. None: neither is so in what is written.
         read_rope: reads the frequencies of the rotary embedding from a `config.json`, given the width of a head and
             `max_position_embeddings`.
         read_options: reads the layers' options from a `config.json`, given the number of layers.
@@ -135,7 +112,7 @@ class Family:
     architecture: str
     model_type: str
     other_model_types: tuple[str, ...] = ()
-    multimodal: Multimodal | None = None
+    text_family: "Family | None" = None
     layer: Any
     max_positions: int
     norm_eps: float = 1e-6
@@ -151,18 +128,46 @@ class Family:
     scales_embedding: bool = False
     reads: tuple[str, ...] = ()
     skips: tuple[str, ...] = ()
-    decoder_of: Callable[[JsonObject], JsonObject] = lambda file: file
+    prefixes: tuple[tuple[str, str], ...] = ()
+    nested: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     read_rope: Callable[[JsonObject, int, int], RotaryEmbedding] = read_rope
     read_options: Callable[[JsonObject, int], LayerOptions]
     write_options: Callable[["DecoderConfig"], dict[str, Any]]
 
+    def decoder_name(self, name: str) -> str:
+        """Returns the name that a checkpoint's tensor has in the decoder."""
+        for inner, outer in self.prefixes:
+            if name.startswith(outer):
+                return inner + name.removeprefix(outer)
+        return name
+
+    def written_name(self, name: str) -> str:
+        """Returns the name under which a decoder's tensor is written."""
+        for inner, outer in self.prefixes if self.nested is not None else ():
+            if name.startswith(inner):
+                return outer + name.removeprefix(inner)
+        return name
+
+
+class Description(NamedTuple):
+    """What a `config.json` says of a decoder.
+
+    Attributes:
+        family: the decoder's family.
+        file: the keys that describe the decoder: all of the file, or the `text_config` in it and what stands beside it.
+    """
+
+    family: Family
+    file: JsonObject
+
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Returns the families by architecture: `FAMILY` of every module of `detjax.models` that has one."""
+    """Returns the families by architecture: those that the modules of `detjax.models` have."""
     package = importlib.import_module("detjax.models")
     modules = (importlib.import_module(f"detjax.models.{info.name}") for info in pkgutil.iter_modules(package.__path__))
-    return {module.FAMILY.architecture: module.FAMILY for module in modules if hasattr(module, "FAMILY")}
+    made = (value for module in modules for value in vars(module).values() if isinstance(value, Family))
+    return {family.architecture: family for family in made}
 
 
 def family_named(operation: str, architecture: str) -> Family:
@@ -180,40 +185,40 @@ def family_named(operation: str, architecture: str) -> Family:
     return families()[architecture]
 
 
-def text_configuration(raw: Mapping[str, Any], source: str) -> JsonObject:
+def description(raw: Mapping[str, Any], source: str) -> Description:
     """Returns what a `config.json` with the contents `raw` says of its decoder.
 
-    That is all of it, or the `text_config` of a multimodal model, with the name of the decoder's own class.
+    Where the decoder's keys are in `text_config`, a key that is missing there may stand beside it.
 
     Args:
         raw: the contents.
         source: the name of the file in errors.
 
     Raises:
-        CheckpointError: `text_config` is no object.
+        CheckpointError: it names no family of this release, or several; or `text_config` is no object.
     """
-    file, names = JsonObject(raw, source), raw.get("architectures")
-    for family in families().values():
-        kind = family.multimodal
-        if kind is None or (names != [kind.architecture] and (names or raw.get("model_type") != kind.model_type)):
-            continue
-        text, own_class = file.object(_TEXT), {"architectures": [family.architecture]}
-        if text is None:
-            return JsonObject({**raw, **own_class}, source)
-        beside = {key: raw[key] for key in _BESIDE_TEXT if key in raw}
-        return JsonObject({**text.raw, **own_class}, source, text.prefix, beside)
-    return file
+    file = JsonObject(raw, source)
+    family = _family_of(file)
+    if family.text_family is not None and file.get(_TOWER) is None:
+        family = family.text_family
+    text = file.object(_TEXT)
+    if text is None:
+        return Description(family, file)
+    beside = {key: value for key, value in raw.items() if key != _TEXT}
+    within = {key: value for key, value in text.raw.items() if key not in _OF_THE_WHOLE or beside.get(key) is None}
+    # transformers 4 wrote for some models that the embeddings are tied in one of the two places alone.
+    tied = {_TIED: True} if True in (beside.get(_TIED), within.get(_TIED)) else {}
+    return Description(family, JsonObject(within | tied, source, text.prefix, beside))
 
 
-def family_of(file: JsonObject) -> Family:
-    """Returns the family that a decoder's configuration names; see `text_configuration`.
+def _family_of(file: JsonObject) -> Family:
+    """The family that a file names.
 
     Raises:
         CheckpointError: it names no family of this release, or several.
     """
     by_architecture = families()
-    multimodal = [family.multimodal.architecture for family in by_architecture.values() if family.multimodal]
-    accepted = ", ".join([*by_architecture, *multimodal])
+    accepted = ", ".join(by_architecture)
     model_type, names = file.get("model_type"), file.get("architectures")
     if names is None:
         types = {name: (family.model_type, *family.other_model_types) for name, family in by_architecture.items()}

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from detjax.models.family import family_of, text_configuration
+from detjax.models.family import Description
 from detjax.models.json_object import JsonObject
 
 
@@ -28,24 +28,20 @@ class GenerationDefaults:
     Were it a field of its own, every model would get another digest."""
 
     @classmethod
-    def from_hugging_face(
-        cls, raw: Mapping[str, Any], source: str, config: Mapping[str, Any], config_source: str
-    ) -> "GenerationDefaults":
+    def from_hugging_face(cls, raw: Mapping[str, Any], source: str, described: Description) -> "GenerationDefaults":
         """Returns the defaults that a checkpoint states.
 
         Args:
             raw: the contents of `generation_config.json`; empty if there is no such file.
             source: the name of that file in errors.
-            config: the contents of `config.json`, whose token ids serve if the other file leaves them out.
-            config_source: the name of that file in errors.
+            described: what `config.json` says of the decoder, whose token ids serve if the other file leaves them out.
 
         Raises:
             CheckpointError: a value of the wrong type or out of range.
         """
-        text = text_configuration(config, config_source)
-        family, file = family_of(text), JsonObject(raw, source)
-        stated = {"bos_token_id": family.bos, "eos_token_id": family.eos} | dict(family.decoder_of(text).raw)
-        fallback = JsonObject(stated, config_source)
+        family, file = described.family, JsonObject(raw, source)
+        stated = {"bos_token_id": family.bos, "eos_token_id": family.eos} | dict(described.file.raw)
+        fallback = JsonObject(stated, described.file.source)
         bos, eos, pad = (
             file if file.get(key) is not None else fallback for key in ("bos_token_id", "eos_token_id", "pad_token_id")
         )

@@ -22,6 +22,8 @@ type Weights = tuple[Any, ...]
 type Path = tuple[Any, ...]
 """Attributes, and indices of lists, that lead to a parameter."""
 
+_NEVER_TRAINED: Final = "vision"
+"""The part of a decoder that gradients do not reach: rows of images are constants to them."""
 _UNNAMED: Final = ("attention", "mlp", "weight")
 """Levels of a path that names leave out.
 
@@ -47,7 +49,8 @@ class Network[M: nnx.Module]:
         graph: the module's static part.
         tree: the structure of its state.
         paths: the path of each weight.
-        trained: for each weight, whether it is an `nnx.Param`: gradients and optimizers leave the others as they are.
+        trained: for each weight, whether it is an `nnx.Param`, and not a vision tower's: gradients and optimizers leave
+            the others as they are.
         order: the index of each weight among the leaves of the state.
     """
 
@@ -79,7 +82,8 @@ def split[M: nnx.Module](module: M) -> tuple[Network[M], Weights]:
     """
     graph, state = nnx.split(module)
     flat = nnx.to_flat_state(state)
-    trained = tuple(isinstance(variable, nnx.Param) for variable in flat.leaves)
+    leaves = zip(flat.paths, flat.leaves, strict=True)
+    trained = tuple(isinstance(variable, nnx.Param) and path[0] != _NEVER_TRAINED for path, variable in leaves)
     network = _network(graph, jax.tree.structure(state, is_leaf=_is_weight), tuple(flat.paths), trained)
     return network, network.weights(state)
 

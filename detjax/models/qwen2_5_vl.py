@@ -11,54 +11,26 @@ from detjax.models.family import Family, LayerOptions
 from detjax.models.json_object import JsonObject
 from detjax.models.llama import Layer
 from detjax.models.parts.vision import VisionOptions
-from detjax.models.rope_config import read_rope, write_rope
+from detjax.models.rope_config import read_rope, read_sections, write_rope
 from detjax.models.windows import read_windows_of_some_layers, write_windows_of_some_layers
 from detjax.ops.rotary import RotaryEmbedding
 
 _THETA: Final = 1_000_000.0
 _SECTIONS: Final = (16, 24, 24)
 _IMAGE_TOKEN: Final = 151655
-_TEXT: Final = "text_config"
-
-
-def _decoder_of(file: JsonObject) -> JsonObject:
-    """The keys of the decoder, which published files have beside the tower's and transformers 5 in an object."""
-    text = file.object(_TEXT)
-    if text is None:
-        return file
-    raw = {key: value for key, value in file.raw.items() if key != _TEXT}
-    # The object has a model_type and a dtype of its own, and transformers 4 wrote tie_word_embeddings there alone.
-    tied = raw.get("tie_word_embeddings") or text.raw.get("tie_word_embeddings")
-    kept = {key: raw[key] for key in ("architectures", "model_type", "dtype", "torch_dtype") if key in raw}
-    return JsonObject({**raw, **text.raw, **kept, "tie_word_embeddings": tied}, file.source)
+_VIDEO_TOKEN: Final = 151656
 
 
 def _read_rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmbedding:
-    raw, sections = dict(file.raw), None
+    raw = dict(file.raw)
     for key in ("rope_parameters", "rope_scaling"):
         parameters = file.object(key)
-        if parameters is None:
-            continue
-        given = parameters.get("mrope_section")
-        if given is not None:
-            _check_sections(parameters, given, head_dim)
-            if sections not in (None, tuple(given)):
-                raise file.error("rope_scaling", "the mrope_section that rope_parameters has; remove the wrong one")
-            sections = tuple(given)
-        known = {name: value for name, value in parameters.raw.items() if name != "mrope_section"}
-        types = {name: "default" for name in ("type", "rope_type") if known.get(name) == "mrope"}
-        raw[key] = known | types
-    if sections is None:
-        sections = _SECTIONS
-        _check_sections(JsonObject({"mrope_section": list(sections)}, file.source, "rope_scaling."), sections, head_dim)
+        if parameters is not None:
+            known = {name: value for name, value in parameters.raw.items() if name != "mrope_section"}
+            types = {name: "default" for name in ("type", "rope_type") if known.get(name) == "mrope"}
+            raw[key] = known | types
     rope = read_rope(JsonObject(raw, file.source, file.prefix), head_dim, max_positions, theta=_THETA)
-    return dataclasses.replace(rope, sections=sections)
-
-
-def _check_sections(parameters: JsonObject, sections: Any, head_dim: int) -> None:
-    is_list = isinstance(sections, list | tuple) and all(type(size) is int and size > 0 for size in sections)
-    if not is_list or len(sections) != 3 or 2 * sum(sections) != head_dim:
-        raise parameters.error("mrope_section", f"3 numbers that add up to {head_dim // 2}, half of a head's width")
+    return dataclasses.replace(rope, sections=read_sections(file, _SECTIONS, head_dim // 2))
 
 
 def _read_options(file: JsonObject, layers: int) -> LayerOptions:
@@ -70,6 +42,7 @@ def _read_options(file: JsonObject, layers: int) -> LayerOptions:
         qkv_bias=True,
         vision=_read_vision(file.object("vision_config") or JsonObject({}, file.source, "vision_config."), hidden_size),
         image_token=file.integer("image_token_id", _IMAGE_TOKEN, minimum=0),
+        video_token=file.integer("video_token_id", _VIDEO_TOKEN, minimum=0),
     )
 
 
@@ -122,6 +95,7 @@ def _write_options(config: DecoderConfig) -> dict[str, Any]:
         "rope_parameters": described,
         "rope_scaling": scaling,
         "image_token_id": config.image_token,
+        "video_token_id": config.video_token,
         "vision_config": {
             "model_type": "qwen2_5_vl",
             "depth": vision.blocks,
@@ -153,7 +127,6 @@ FAMILY: Final = Family(
     max_positions=32768,
     bos=151643,
     eos=151645,
-    decoder_of=_decoder_of,
     read_rope=_read_rope,
     read_options=_read_options,
     write_options=_write_options,

@@ -6,7 +6,7 @@ Published checkpoints hold one tensor for all experts of a layer. They are saved
 from typing import Final
 
 from detjax.models import experts_config, qwen3_5, qwen3_next
-from detjax.models.family import Family, LayerOptions, Multimodal
+from detjax.models.family import Family, LayerOptions
 from detjax.models.json_object import JsonObject
 
 _SHARED_WIDTH: Final = "shared_expert_intermediate_size"
@@ -21,7 +21,6 @@ def _read_options(file: JsonObject, layers: int) -> LayerOptions:
 FAMILY: Final = Family(
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
-    multimodal=Multimodal(architecture="Qwen3_5MoeForConditionalGeneration", model_type="qwen3_5_moe"),
     layer=qwen3_5.Layer,
     max_positions=32768,
     head_dim=256,
@@ -31,7 +30,9 @@ FAMILY: Final = Family(
     norm_offset=qwen3_next.NORM_OFFSET,
     reads=(qwen3_next.TURNING, *experts_config.COUNTS),
     skips=qwen3_5.SKIPS,
+    prefixes=qwen3_5.PREFIXES,
     read_rope=qwen3_5.read_rope,
     read_options=_read_options,
     write_options=qwen3_next.write_layers,
 )
+WITH_TOWER: Final = qwen3_5.with_tower(FAMILY, "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe")

@@ -62,6 +62,37 @@ def read_rope_of_layer_types(
     return full, sliding
 
 
+def read_sections(file: JsonObject, default: tuple[int, ...], pairs: int) -> tuple[int, ...]:
+    """Returns how many pairs of columns turn by a token's time, row and column.
+
+    Args:
+        file: the `config.json`, which may say it as `mrope_section` of `rope_parameters` and of `rope_scaling`.
+        default: the sections if it does not.
+        pairs: the pairs of columns that turn.
+
+    Raises:
+        CheckpointError: these are no three numbers that add up to the pairs, or the two places disagree.
+    """
+    sections: dict[str, tuple[int, ...]] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        parameters = file.object(key)
+        if parameters is not None and parameters.get("mrope_section") is not None:
+            sections[key] = _sections(parameters, pairs)
+    if len(set(sections.values())) == 2:
+        raise file.error("rope_scaling", "the mrope_section that rope_parameters has; remove the wrong one")
+    if not sections:
+        sections["default"] = _sections(JsonObject({"mrope_section": default}, file.source, "rope_scaling."), pairs)
+    return next(iter(sections.values()))
+
+
+def _sections(parameters: JsonObject, pairs: int) -> tuple[int, ...]:
+    sections = parameters.get("mrope_section")
+    is_list = isinstance(sections, list | tuple) and all(type(size) is int and size > 0 for size in sections)
+    if not is_list or len(sections) != 3 or sum(sections) != pairs:
+        raise parameters.error("mrope_section", f"3 numbers that add up to {pairs}, the pairs of columns that turn")
+    return tuple(sections)
+
+
 def _one_of(file: JsonObject, described: list[RotaryEmbedding]) -> RotaryEmbedding:
     """The embedding that a file describes once or twice."""
     if len(set(described)) == 2:

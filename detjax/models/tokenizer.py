@@ -126,6 +126,12 @@ class Tokenizer:
         """The ids of tokens that stand beside the model's vocabulary, such as special tokens."""
         return tuple(self._added)
 
+    def with_all_added_special(self) -> str:
+        """Returns the content of a `tokenizer.json` that needs no other file. Every added token is special in it."""
+        copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        copy.add_special_tokens([token.content for token in self._added.values()])
+        return copy.to_str()
+
     def token_bytes(self, token: int) -> bytes:
         """Returns the bytes that a token adds to a text, special or not; b"" for an unknown id.
 

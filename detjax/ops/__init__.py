@@ -39,7 +39,9 @@ from detjax.ops.rotary import YarnScaling as YarnScaling
 from detjax.ops.row_functions import decay_and_rate as decay_and_rate
 from detjax.ops.row_functions import gated_rms_norm as gated_rms_norm
 from detjax.ops.row_functions import l2_norm as l2_norm
+from detjax.ops.row_functions import layer_norm as layer_norm
 from detjax.ops.row_functions import sigmoid_gated as sigmoid_gated
+from detjax.ops.row_functions import weighted_sum as weighted_sum
 from detjax.ops.sampling import adjust_logits as adjust_logits
 from detjax.ops.sampling import constrain_logits as constrain_logits
 from detjax.ops.sampling import filter_logits as filter_logits

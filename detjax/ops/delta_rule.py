@@ -17,8 +17,8 @@ _GATED_DELTA_RULE = Operation(
     "gated_delta_rule",
     {
         "portable": "detjax.portable.delta_rule",
-        "hopper": "detjax.portable.delta_rule",  # until there is a kernel
-        "tpu": "detjax.portable.delta_rule",
+        "hopper": "detjax.pallas.hopper.delta_rule",
+        "tpu": "detjax.pallas.tpu.delta_rule",
         "stock": "detjax.stock.delta_rule",
     },
 )

@@ -57,6 +57,8 @@ class RotaryEmbedding:
     With `sections`, a position has several coordinates, such as a time, a row and a column (Wang et al. 2024,
     Qwen2-VL): so many pairs of columns, from the first on, turn by the first coordinate, the next ones by the second,
     and so on. If they are also `axial`, each section has the frequencies of a head of its width, from the fastest on.
+    If they are `interleaved`, the coordinates take turns: with A of them, pair `i` turns by coordinate `i % A` if that
+    is not the first one and has not had as many pairs as its section says, and else by the first.
     """
 
     head_dim: int
@@ -65,13 +67,15 @@ class RotaryEmbedding:
     rotary_dim: int | None = None
     sections: tuple[int, ...] | None = None
     axial: bool = False
+    interleaved: bool = False
 
     def __repr__(self) -> str:
-        """Returns the fields, the last three only where they are in use: digests of models follow from this text."""
+        """Returns the fields, the last four only where they are in use: digests of models follow from this text."""
         used = f"head_dim={self.head_dim!r}, theta={self.theta!r}, scaling={self.scaling!r}"
         used += "" if self.rotary_dim is None else f", rotary_dim={self.rotary_dim!r}"
         used += "" if self.sections is None else f", sections={self.sections!r}"
-        return f"RotaryEmbedding({used}{', axial=True' if self.axial else ''})"
+        used += "".join(f", {name}=True" for name in ("axial", "interleaved") if getattr(self, name))
+        return f"RotaryEmbedding({used})"
 
     def __post_init__(self) -> None:
         if self.rotary_dim is not None:
@@ -93,6 +97,11 @@ class RotaryEmbedding:
             raise ValueError(
                 f"RotaryEmbedding: axial is True with sections {self.sections}, scaling {self.scaling} and rotary_dim "
                 f"{self.rotary_dim}; accepted: sections, without the other two"
+            )
+        if self.interleaved and (self.sections is None or self.axial):
+            raise ValueError(
+                f"RotaryEmbedding: interleaved is True with sections {self.sections} and axial {self.axial}; accepted: "
+                "sections, and not axial"
             )
 
     @property
@@ -151,10 +160,17 @@ class RotaryEmbedding:
         """
         if self.sections is None:
             return positions[..., None]
-        still = self.head_dim // 2 - sum(self.sections)
-        sizes = (*self.sections[:-1], self.sections[-1] + still)
-        parts = zip(jnp.split(positions, len(sizes), axis=-1), sizes, strict=True)
-        return jnp.concatenate([jnp.broadcast_to(x, (*x.shape[:-1], size)) for x, size in parts], axis=-1)
+        return positions[..., self._pair_axes]
+
+    @property
+    def _pair_axes(self) -> Int[np.ndarray, "half"]:
+        """The coordinate by which each pair of columns turns."""
+        assert self.sections is not None
+        pairs, axes = np.arange(self.head_dim // 2), len(self.sections)
+        if self.interleaved:
+            sections = np.array(self.sections)[pairs % axes]
+            return np.where(pairs // axes < sections, pairs % axes, 0).astype(np.int32)
+        return np.minimum(np.searchsorted(np.cumsum(self.sections), pairs, side="right"), axes - 1).astype(np.int32)
 
     @property
     def embedding_scale(self) -> float:

@@ -1,10 +1,11 @@
-"""What linear attention and gated attention make of single rows: norms, gates, decays and rates."""
+"""Functions of single rows that few families have: norms, gates, decays, rates and sums with factors."""
 
 import functools
 import math
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PyTree
 
 from detjax import compilation
@@ -23,6 +24,8 @@ _L2_NORM = Operation("l2_norm", _MODULES)
 _GATED_RMS_NORM = Operation("gated_rms_norm", _MODULES)
 _SIGMOID_GATED = Operation("sigmoid_gated", _MODULES)
 _DECAY_AND_RATE = Operation("decay_and_rate", _MODULES)
+_LAYER_NORM = Operation("layer_norm", _MODULES)
+_WEIGHTED_SUM = Operation("weighted_sum", _MODULES)
 
 
 @compilation.jit(static_argnames="eps")
@@ -108,6 +111,48 @@ def decay_and_rate(
         check_shape("decay_and_rate", name, value_and_sum(weight)[0], a.shape[-1:], f"a being {a.shape}")
     check_not_empty("decay_and_rate", a=a)
     return _by_row(_DECAY_AND_RATE, (a, b), (log_rate, bias), axes=1)
+
+
+@compilation.jit(static_argnames="eps")
+def layer_norm(x: Float[Array, "*B D"], weight: Weight, bias: Weight, *, eps: float) -> Float[Array, "*B D"]:
+    """Returns `(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias` (Ba et al. 2016), in float32, rounded once.
+
+    Args:
+        x: rows; bfloat16, float16 or float32.
+        weight: `[D]`, a factor for each column, in any of these dtypes. With an `AccumulatedWeight`, here or as bias,
+            the gradient continues a sum.
+        bias: `[D]`, what is added to each column.
+        eps: the number added to the variance.
+
+    Raises:
+        TypeError: a dtype is not under contract.
+        ValueError: shapes do not fit together.
+    """
+    for name, given in {"weight": weight, "bias": bias}.items():
+        check_dtype("layer_norm", x=x, **{name: value_and_sum(given)[0]})
+        check_shape("layer_norm", name, value_and_sum(given)[0], x.shape[-1:], f"x being {x.shape}")
+    check_not_empty("layer_norm", x=x)
+    return _by_row(_LAYER_NORM, (x,), (weight, bias), axes=1, eps=eps)
+
+
+@compilation.jit
+def weighted_sum(x: Float[Array, "*B n D"], factors: Float32[Array, "*B n"]) -> Float[Array, "*B D"]:
+    """Returns the sum of some rows, each times its factor, in float32 and in their order, rounded once.
+
+    Args:
+        x: rows; bfloat16, float16 or float32.
+        factors: a number for each of them, which no gradient reaches.
+
+    Raises:
+        TypeError: a dtype is not under contract, or the factors are not float32.
+        ValueError: the shapes do not fit together, or the arrays are empty.
+    """
+    check_dtype("weighted_sum", x=x)
+    if factors.dtype != jnp.float32:
+        raise TypeError(f"weighted_sum: factors has dtype {factors.dtype}; accepted: float32. Convert it first.")
+    check_shape("weighted_sum", "factors", factors, x.shape[:-1], f"x being {x.shape}")
+    check_not_empty("weighted_sum", x=x)
+    return _by_row(_WEIGHTED_SUM, (x, factors), (), axes=2)
 
 
 def _by_row(operation: Operation, rows: tuple[Array, ...], weights: tuple[Weight, ...], *, axes: int, **options: Any):

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from detjax.contract import ACCUMULATOR, PORTABLE_ROWS, WEIGHT_GRADIENT_TOKENS
-from detjax.portable.tiles import fold_rows, map_rows, row_sum, sum_of_rows
+from detjax.portable.tiles import each_row, fold_rows, map_rows, row_sum, sum_of_rows
 from detjax.rounding import rounded
 
 type Arrays = tuple[Array, ...]
@@ -32,9 +32,9 @@ def forward(rows: Arrays, weights: Arrays, *, function: str, **options: Any) -> 
     """
 
     def tile(rows: Arrays, weights: Arrays) -> PyTree[Array]:
-        return _FUNCTIONS[function](*rows, *_for_each_row(weights), **options)
+        return _FUNCTIONS[function](*rows, *_for_each_row(weights, len(rows[0])), **options)
 
-    return map_rows(tile, rows, weights)
+    return (each_row if function in _SEALED else map_rows)(tile, rows, weights)
 
 
 def backward(
@@ -62,7 +62,7 @@ def backward(
 
     def tile(operands: tuple[Arrays, PyTree[Array]], weights: Arrays) -> tuple[Arrays, Arrays]:
         rows, gradients = operands
-        wide = tuple(x.astype(ACCUMULATOR) for x in (*rows, *_for_each_row(weights)))
+        wide = tuple(x.astype(ACCUMULATOR) for x in (*rows, *_for_each_row(weights, PORTABLE_ROWS)))
 
         def exact(*wide: Array) -> PyTree[Array]:
             return jax.tree.map(lambda y: y.astype(ACCUMULATOR), _FUNCTIONS[function](*wide, **options))
@@ -90,8 +90,8 @@ def backward(
     return by_row, tuple(rounded_or_carried)
 
 
-def _for_each_row(weights: Arrays) -> Arrays:
-    return tuple(jnp.broadcast_to(x[None], (PORTABLE_ROWS, *x.shape)) for x in weights)
+def _for_each_row(weights: Arrays, count: int) -> Arrays:
+    return tuple(jnp.broadcast_to(x[None], (count, *x.shape)) for x in weights)
 
 
 def _l2_norm(x: Array, *, eps: float) -> Array:
@@ -126,6 +126,20 @@ def _decay_and_rate(a: Array, b: Array, log_rate: Array, bias: Array) -> tuple[A
     return g, jax.nn.sigmoid(_wide(b))
 
 
+def _layer_norm(x: Array, weight: Array, bias: Array, *, eps: float) -> Array:
+    wide = _wide(x)
+    # The quotients may be products with a reciprocal, which the barriers keep apart from what is added to them.
+    centered = wide - lax.optimization_barrier(row_sum(wide) / x.shape[-1])
+    variance = lax.optimization_barrier(row_sum(centered * centered) / x.shape[-1])
+    scaled = lax.optimization_barrier(centered * lax.rsqrt(variance + eps) * _wide(weight))
+    return rounded(scaled + _wide(bias), x.dtype)
+
+
+def _weighted_sum(x: Array, factors: Array) -> Array:
+    terms = lax.optimization_barrier(_wide(x) * lax.stop_gradient(factors)[..., None])
+    return rounded(functools.reduce(jnp.add, [terms[:, index] for index in range(terms.shape[1])]), x.dtype)
+
+
 def _activated_taps(taps: Array, weight: Array) -> Array:
     """The convolution of inputs `[R, n, C]`, the last of which is the token's, with weights `[R, C, 1, n]`."""
     total = jnp.zeros(taps.shape[::2], ACCUMULATOR)
@@ -144,4 +158,8 @@ _FUNCTIONS: Final[Mapping[str, Callable[..., PyTree[Array]]]] = {
     "sigmoid_gated": _sigmoid_gated,
     "decay_and_rate": _decay_and_rate,
     "causal_convolution": _activated_taps,
+    "layer_norm": _layer_norm,
+    "weighted_sum": _weighted_sum,
 }
+_SEALED: Final = frozenset({"layer_norm", "weighted_sum"})
+"""The functions whose own barriers say what is rounded, so that tiles need not."""

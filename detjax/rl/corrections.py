@@ -13,7 +13,7 @@ import math
 import numpy as np
 from jaxtyping import Float64
 
-from detjax.rl.logprobs import Logprobs, check_pairs
+from detjax.audit.logprobs import Logprobs, check_pairs
 
 type Weights = list[Float64[np.ndarray, "_"]]
 """Factors of the generated tokens' terms, an array a sequence."""

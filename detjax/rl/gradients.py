@@ -72,7 +72,9 @@ def completion_logprobs(
 def last_hidden_states(model: Decoder, microbatch: Microbatch, *, rematerialized: bool = False) -> Float[Array, "*N D"]:
     """Returns the normalized last hidden state of each token of a microbatch."""
     state = model.empty_state(microbatch.num_pages, slots=microbatch.queries.start.shape[0])
-    hidden, _ = model.hidden_states(microbatch.tokens, microbatch.queries, state, rematerialized=rematerialized)
+    hidden, _ = model.hidden_states(
+        microbatch.tokens, microbatch.queries, state, images=microbatch.images, rematerialized=rematerialized
+    )
     return hidden
 
 

@@ -13,8 +13,22 @@ from jaxtyping import Float32, Int32
 
 from detjax.contract import KV_BLOCK, WEIGHT_GRADIENT_TOKENS
 from detjax.kv_pages import Queries
+from detjax.models.decoder import ImageRows
+from detjax.models.images import Shown
 from detjax.numerics import ceil_div, round_up
 from detjax.sampling_arrays import Arrays
+
+
+class SampleImages(NamedTuple):
+    """What a model makes of a sample's images.
+
+    Attributes:
+        coordinates: the coordinates of each token.
+        images: the rows of images among them.
+    """
+
+    coordinates: Int32[np.ndarray, "T A"]
+    images: ImageRows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,11 +41,15 @@ class Sample:
             number of tokens of the batch; computed in float64 and rounded once.
         old_logprobs: for each token of the completion the logprob that the loss compares with, such as the sampler's.
             Zeros where the loss compares with nothing.
+        images: the patches of the prompt's images and videos, such as `Engine.image_patches` returns.
+        shown: what a model makes of them; trainers fill it in.
     """
 
     tokens: Int32[np.ndarray, "T"]
     weights: Float32[np.ndarray, "C"]
     old_logprobs: Float32[np.ndarray, "C"]
+    images: Sequence[Shown] = ()
+    shown: SampleImages | None = None
 
     def __post_init__(self) -> None:
         """Checks the lengths.
@@ -61,6 +79,7 @@ class Microbatch(NamedTuple):
         weights: the weight of each target; zeros where there is none.
         old_logprobs: the old logprob of each target.
         queries: where the tokens stand in their sequences.
+        images: the rows of images among the tokens; None if no sequence of the batch has any.
     """
 
     tokens: Int32[Arrays, "*N"]
@@ -68,6 +87,7 @@ class Microbatch(NamedTuple):
     weights: Float32[Arrays, "*N"]
     old_logprobs: Float32[Arrays, "*N"]
     queries: Queries
+    images: ImageRows | None = None
 
     @property
     def num_pages(self) -> int:
@@ -221,7 +241,24 @@ def _placed(arrays: Microbatch, samples: Sequence[Sample], rows: Sequence[int], 
         weights[target : target + count] = sample.weights
         old[target : target + count] = sample.old_logprobs
         places.append((target, count))
+    arrays = _with_images(arrays, samples, rows)
     return PlacedMicrobatch(arrays, first, tuple(place for place, _ in places), tuple(count for _, count in places))
+
+
+def _with_images(arrays: Microbatch, samples: Sequence[Sample], rows: Sequence[int]) -> Microbatch:
+    """The microbatch with coordinates and rows of images, if its sequences have them."""
+    given = [(sample.shown, row) for sample, row in zip(samples, rows, strict=True) if sample.shown is not None]
+    if not given:
+        return arrays
+    size, shape, like = arrays.tokens.size, arrays.tokens.shape, given[0][0]
+    coordinates = np.zeros((size, like.coordinates.shape[1]), np.int32)
+    images = ImageRows(np.zeros(size, bool), np.zeros((size, like.images.rows.shape[1]), like.images.rows.dtype))
+    for shown, row in given:
+        part = slice(row, row + len(shown.coordinates))
+        coordinates[part], images.present[part], images.rows[part] = shown.coordinates, *shown.images
+    queries = dataclasses.replace(arrays.queries, coordinates=coordinates.reshape(*shape, -1))
+    images = ImageRows(images.present.reshape(shape), images.rows.reshape(*shape, -1))
+    return arrays._replace(queries=queries, images=images)
 
 
 def _zeros(shape: tuple[int, ...], queries: Queries) -> Microbatch:

@@ -7,10 +7,10 @@ from typing import Final, Literal
 import numpy as np
 from jaxtyping import Float64
 
+from detjax.audit.logprobs import Logprobs
 from detjax.rl import advantages, corrections
 from detjax.rl.advantages import Normalization
 from detjax.rl.gradients import Loss
-from detjax.rl.logprobs import Logprobs
 from detjax.rl.losses import LogLikelihood
 from detjax.rl.microbatches import Sample
 from detjax.rl.rollouts import Rollout

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from detjax.audit.divergence import divergence
 from detjax.contract import GRADIENT_SHARDS
 from detjax.engine import Engine, SamplingParams
 from detjax.models import Decoder, Tokenizer
 from detjax.options import Distribution, KVQuantization
-from detjax.rl.divergence import divergence
 from detjax.rl.microbatches import Sample
 from detjax.rl.optimizers import adamw
 from detjax.rl.policy_gradient import PolicyGradient, supervised_samples

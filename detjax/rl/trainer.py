@@ -16,6 +16,7 @@ from detjax.options import MODEL_DISTRIBUTION, Distribution
 from detjax.rl.entropy import entropies
 from detjax.rl.gradients import Loss, completion_logprobs, last_hidden_states
 from detjax.rl.microbatches import Microbatch, Sample, by_sequence
+from detjax.rl.sample_images import with_rows
 from detjax.rl.train_state import TrainState, initial_state, update, weights_of
 from detjax.rl.training import Plan, batch_gradients
 
@@ -119,13 +120,13 @@ class Trainer:
     def logprobs(self, samples: Sequence[Sample]) -> list[Float32[np.ndarray, "C"]]:
         """Returns the logprobs of each sample's completion: the bits that an engine reports for these weights."""
         program = _logprobs_program(self.network, self.distribution)
-        placed = list(self.plan.layout.microbatches(samples))
+        placed = list(self.plan.layout.microbatches(with_rows(self.network, self.weights, samples)))
         return by_sequence(placed, [program(self.weights, one.arrays) for one in placed])
 
     def scores(self, samples: Sequence[Sample]) -> Scores:
         """Returns the logprobs of each sample's completion, and the entropies of the distributions."""
         program = _scores_program(self.network, self.distribution)
-        placed = list(self.plan.layout.microbatches(samples))
+        placed = list(self.plan.layout.microbatches(with_rows(self.network, self.weights, samples)))
         values = [program(self.weights, one.arrays) for one in placed]
         return Scores(*(by_sequence(placed, arrays) for arrays in zip(*values, strict=True)))
 

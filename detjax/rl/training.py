@@ -23,6 +23,7 @@ from detjax.rl.gradients import Loss, ShardTree, Sums, WeightSums, empty_sums, n
 from detjax.rl.leaf_rounds import leaf_rounds
 from detjax.rl.microbatches import Layout, Microbatch, PlacedMicrobatch, Sample, by_sequence
 from detjax.rl.placement import AXIS, Flat, Placement
+from detjax.rl.sample_images import with_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +100,11 @@ def batch_gradients(
         distribution: the distribution whose logprobs the loss takes: the one that samples were drawn from.
 
     Raises:
-        ValueError: there is no sample, or one is longer than a row.
+        ValueError: there is no sample, one is longer than a row, or one has images that are not its prompt's.
     """
     if not samples:
         raise ValueError("batch_gradients: no samples; accepted: at least one")
+    samples = with_rows(network, weights, samples)
     bounds = shard_bounds(len(samples), plan.shards)
     placed = [list(plan.layout.microbatches(samples[begin:end], begin)) for begin, end in bounds]
     placement = plan.placement

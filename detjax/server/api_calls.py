@@ -14,7 +14,9 @@ from typing import Final
 
 from starlette.concurrency import run_in_threadpool
 
-from detjax.engine import Constraint, Engine, Generation, Request, SamplingParams, Token
+from detjax.audit import Origin
+from detjax.audit.transcripts import transcript_of
+from detjax.engine import Completion, Constraint, Engine, Generation, Request, SamplingParams, Token
 from detjax.models import Tokenizer
 from detjax.server.errors import ApiError
 from detjax.server.request_fields import SamplingRequest
@@ -46,6 +48,7 @@ class ServedModel:
         token_texts: the texts of its tokens.
         tool_format: how it writes calls of tools; None: in no way that is known here.
         image_directory: where files of images may lie that requests name; None: nowhere.
+        origin: what receipts say of the fingerprint.
         created: when the server started, in seconds since 1970.
     """
 
@@ -58,6 +61,7 @@ class ServedModel:
     token_texts: TokenTexts
     tool_format: ToolFormat | None = None
     image_directory: Path | None = None
+    origin: Origin = dataclasses.field(default_factory=Origin)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 
@@ -108,6 +112,11 @@ class ApiCall(abc.ABC):
         self.requests: list[Request] = []
         self._id = f"{self._ID_PREFIX}-{uuid.uuid4().hex}"
         self._created = int(time.time())
+        self._returns_receipts = bool(body.receipt)
+        self._receipts: dict[tuple[int, int], Json] = {}
+        """By prompt and sample."""
+        self._heard: dict[tuple[int, int], list[Token]] = {}
+        """The tokens of streamed answers that are to have receipts."""
         self._caller, self._cache_salt = caller, caller.cache_salt(body.cache_salt)
         given = {name: getattr(body, name, None) for name in _SAMPLING_FIELDS}
         self._fields = model.defaults | {name: value for name, value in given.items() if value is not None}
@@ -125,13 +134,19 @@ class ApiCall(abc.ABC):
         """Makes the requests to the engine, and does for them what takes long.
 
         Raises:
-            ApiError: see `encode_prompts`.
+            ApiError: see `encode_prompts`; or receipts are asked for, which images have no place in.
             ValueError: the constraint is not valid.
         """
         if (constraint := await run_in_threadpool(self._constraint)) is not None:
             await run_in_threadpool(self._compile, constraint)
             self._params = dataclasses.replace(self._params, constraint=constraint)
         await self.encode_prompts()
+        if self._returns_receipts and any(request.images for request in self.requests):
+            raise ApiError(
+                400,
+                "receipt is true and there are images; accepted: one of them, since a receipt holds tokens alone",
+                param="receipt",
+            )
 
     def _compile(self, constraint: Constraint) -> None:
         """Compiles a constraint; see `Engine.compile_constraint`."""
@@ -158,7 +173,43 @@ class ApiCall(abc.ABC):
 
     async def read(self, generations: Sequence[Generation]) -> None:
         """Does what takes long before `full_response`."""
-        return None
+        if self._returns_receipts:
+            await run_in_threadpool(self._make_receipts, generations)
+
+    def _make_receipts(self, generations: Sequence[Generation]) -> None:
+        for prompt, generation in enumerate(generations):
+            for sample, completion in enumerate(generation.completions):
+                self._make_receipt(prompt, sample, completion)
+
+    def _make_receipt(self, prompt: int, sample: int, completion: Completion) -> None:
+        request = self.requests[prompt]
+        assert not isinstance(request.prompt, str)
+        transcript = transcript_of(request.prompt, completion, request.sampling, sample, self.model.origin)
+        self._receipts[prompt, sample] = transcript.sealed().as_json()
+
+    def _hear(self, prompt: int, token: Token) -> None:
+        """Notes a token of a stream, whose last one makes its answer's receipt."""
+        if not self._returns_receipts:
+            return
+        tokens = self._heard.setdefault((prompt, token.sample), [])
+        tokens.append(token)
+        if token.finish_reason is not None:
+            completion = Completion(
+                tokens=tuple(one.token for one in tokens),
+                logprobs=tuple(one.logprob for one in tokens),
+                top_logprobs=tuple(one.top_logprobs for one in tokens),
+                text="".join(one.text or "" for one in tokens),
+                finish_reason=token.finish_reason,
+            )
+            self._make_receipt(prompt, token.sample, completion)
+
+    def _receipt(self, prompt: int, sample: int, *, is_whole: bool = False) -> Json:
+        """The field of an answer's receipt, if the request asks for it. Those of whole responses have iterators."""
+        if (receipt := self._receipts.get((prompt, sample))) is None:
+            return {}
+        if is_whole:
+            receipt = {name: iter(value) if isinstance(value, list) else value for name, value in receipt.items()}
+        return {"receipt": receipt}
 
     @abc.abstractmethod
     def full_response(self, generations: Sequence[Generation]) -> Json:

@@ -19,7 +19,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from detjax import fingerprints, models
+from detjax.audit import Origin
 from detjax.contract import CONTRACT_VERSION
 from detjax.engine import Engine, EngineConfig, SamplingParams
 from detjax.models import Decoder, Tokenizer
@@ -64,9 +64,13 @@ def system_fingerprint(model: Decoder, tokenizer: Tokenizer, config: EngineConfi
     the checkpoint, which the model's digest holds, or OpenAI's.
     """
     config = config or EngineConfig()
-    settings = f"{config.kv_cache_dtype} {config.max_length or model.config.max_positions}"
-    digest = hashlib.sha256(f"{models.digest(model, tokenizer)} {settings}".encode()).hexdigest()
-    return f"detjax-{CONTRACT_VERSION}-{fingerprints.fingerprint().digest}-{digest[:16]}"
+    return _fingerprint(Origin.here(model, tokenizer, config.kv_cache_dtype), config, model)
+
+
+def _fingerprint(origin: Origin, config: EngineConfig, model: Decoder) -> str:
+    settings = f"{origin.kv_cache_dtype} {config.max_length or model.config.max_positions}"
+    digest = hashlib.sha256(f"{origin.model} {settings}".encode()).hexdigest()
+    return f"detjax-{CONTRACT_VERSION}-{origin.environment}-{digest[:16]}"
 
 
 def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: Settings) -> Starlette:
@@ -81,7 +85,8 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
         tokenizer: the engine's tokenizer.
         settings: how it treats clients.
     """
-    fingerprint = system_fingerprint(model, tokenizer, engine.config)
+    origin = Origin.here(model, tokenizer, engine.config.kv_cache_dtype)
+    fingerprint = _fingerprint(origin, engine.config, model)
     texts = Texts(tokenizer, settings.text_seconds)
     served = ServedModel(
         settings.name,
@@ -93,6 +98,7 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
         TokenTexts(tokenizer),
         tool_format(tokenizer),
         settings.image_directory,
+        origin,
     )
     api = _Api(served, settings)
     document = openapi.document(settings.name, needs_key=bool(settings.api_keys))

@@ -3,16 +3,11 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from starlette.concurrency import run_in_threadpool
-
 from detjax.engine import Completion, Constraint, Generation, PromptLogprobs, SamplingParams, Token
-from detjax.models.images import ImagePatches
-from detjax.server.api_calls import NOBODY, TOO_LONG, Caller, ServedModel
+from detjax.server.api_calls import NOBODY, Caller, ServedModel
 from detjax.server.call_readers import Arguments, CallBegins, Content, Part
 from detjax.server.choices import ChoicesCall
 from detjax.server.conversation import Conversation
-from detjax.server.errors import ApiError
-from detjax.server.images import read_images
 from detjax.server.schemas import ChatRequest
 from detjax.server.token_texts import Json, TopLogprobs
 from detjax.server.tool_answers import Answer, AnswerReader
@@ -26,7 +21,8 @@ class ChatCall(ChoicesCall):
     def __init__(self, body: ChatRequest, model: ServedModel, caller: Caller = NOBODY) -> None:
         super().__init__(body, model, caller)
         variables = body.chat_template_kwargs or {}
-        self._conversation = Conversation(model, body.messages, variables, body.tool_use(), "messages")
+        urls = [url for message in body.messages for url in message.image_urls]
+        self._conversation = Conversation(model, body.messages, variables, body.tool_use(), "messages", urls)
         self._body, self._logprobs = body, bool(body.logprobs)
         self._num_top_logprobs = body.top_logprobs or 0
         self._params = SamplingParams(
@@ -51,42 +47,14 @@ class ChatCall(ChoicesCall):
         self._conversation.compile(constraint)
 
     async def encode_prompts(self) -> None:
-        body, prompt = self._body, await self._conversation.encode()
-        images = await self._images()
-        prompt = self._with_images(prompt, images)
+        body = self._body
+        prompt, images = await self._conversation.encode()
         max_tokens = body.max_completion_tokens or body.max_tokens or self.model.engine.max_length - len(prompt)
         request = self._request(prompt, dataclasses.replace(self._params, max_tokens=max_tokens))
         self.requests = [dataclasses.replace(request, images=images)]
 
-    async def _images(self) -> list[ImagePatches]:
-        """The images of the messages."""
-        urls = [url for message in self._body.messages for url in message.image_urls]
-        if not urls:
-            return []
-        engine = self.model.engine
-        if not engine.takes_images:
-            raise ApiError(
-                400,
-                "messages have images, and the model reads text alone; accepted: parts of type text",
-                param="messages",
-            )
-        return await run_in_threadpool(read_images, urls, engine, self.model.image_directory)
-
-    def _with_images(self, prompt: list[int], images: Sequence[ImagePatches]) -> list[int]:
-        """The prompt with all tokens of its images."""
-        engine = self.model.engine
-        tokens = engine.with_image_tokens("the chat template's text", prompt, images)
-        if len(tokens) >= engine.max_length:
-            raise ApiError(
-                400,
-                f"messages have {len(tokens)} tokens, those of {len(images)} images among them; accepted: up to "
-                f"{engine.max_length - 1}, which leaves room for one more. Send fewer or smaller images.",
-                param="messages",
-                code=TOO_LONG,
-            )
-        return tokens
-
     async def read(self, generations: Sequence[Generation]) -> None:
+        await super().read(generations)
         if self._conversation.tools is not None:
             self._answers = await self._conversation.read(generations)
 

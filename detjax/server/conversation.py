@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from starlette.concurrency import run_in_threadpool
 
 from detjax.engine import Constraint, Generation
+from detjax.models.images import Shown
 from detjax.server.api_calls import TOO_LONG, ServedModel
 from detjax.server.errors import ApiError
+from detjax.server.images import read_images
 from detjax.server.texts import Message as Turn
 from detjax.server.texts import TextTooLong
 from detjax.server.token_texts import Json
@@ -23,7 +25,13 @@ class Conversation:
     """
 
     def __init__(
-        self, model: ServedModel, messages: Sequence[Turn], variables: Json, tools: ToolUse | None, field: str
+        self,
+        model: ServedModel,
+        messages: Sequence[Turn],
+        variables: Json,
+        tools: ToolUse | None,
+        field: str,
+        image_urls: Sequence[str] = (),
     ) -> None:
         """A conversation with a model.
 
@@ -33,6 +41,7 @@ class Conversation:
             variables: further variables of the chat template.
             tools: what the answer may call; None: nothing.
             field: the field of the body that holds the messages.
+            image_urls: those of the images in the messages, in their order.
 
         Raises:
             ValueError: the model has no chat template, or none with a known format of tool calls.
@@ -41,6 +50,7 @@ class Conversation:
             raise ValueError("the model has no chat template; accepted: /v1/completions")
         self.tools = tools
         self._model, self._messages, self._variables, self._field = model, messages, variables, field
+        self._image_urls = image_urls
         self._format: ToolFormat | None = None
         if tools is not None:
             self._format = model.tool_format
@@ -72,22 +82,58 @@ class Conversation:
                 f"the answer cannot be kept to the parameters of tools or to response_format: {error}"
             ) from None
 
-    async def encode(self) -> list[int]:
-        """Returns the token ids of the conversation.
+    async def encode(self) -> tuple[list[int], list[Shown]]:
+        """Returns the token ids of the conversation, and the patches of its images.
 
         Raises:
             ValueError: the chat template refuses the messages.
-            ApiError: they have more tokens than fit.
+            ApiError: they have more tokens than fit, or images that the model does not take.
         """
+        tokens, images = await self._encoded(), await self._images()
+        return self._with_images(tokens, images), images
+
+    async def _images(self) -> list[Shown]:
+        if not self._image_urls:
+            return []
+        engine = self._model.engine
+        if not engine.takes_images:
+            raise ApiError(
+                400,
+                f"{self._has} images, and the model reads text alone; accepted: parts of text",
+                param=self._field,
+            )
+        directory = self._model.image_directory
+        return await run_in_threadpool(read_images, self._image_urls, engine, directory, self._field)
+
+    def _with_images(self, tokens: list[int], images: Sequence[Shown]) -> list[int]:
+        """The prompt with all tokens of its images."""
+        engine = self._model.engine
+        tokens = engine.with_image_tokens("the chat template's text", tokens, images)
+        if len(tokens) >= engine.max_length:
+            raise ApiError(
+                400,
+                f"{self._has} {len(tokens)} tokens, those of {len(images)} images among them; accepted: up to "
+                f"{engine.max_length - 1}, which leaves room for one more. Send fewer or smaller images.",
+                param=self._field,
+                code=TOO_LONG,
+            )
+        return tokens
+
+    @property
+    def _has(self) -> str:
+        """The field as the subject of a sentence, with its verb."""
+        return f"{self._field} has" if self._field == "input" else f"{self._field} have"
+
+    async def _encoded(self) -> list[int]:
+        """The token ids with one token for each image."""
         most = self._model.engine.max_length - 1
         tools = {} if self.tools is None else {"tools": [tool.for_template() for tool in self.tools.tools]}
         try:
             return await self._model.texts.encode_chat(self._messages, self._variables | tools, limit=most)
         except TextTooLong as error:
-            named = f"{self._field} has" if self._field == "input" else f"{self._field} have"
             raise ApiError(
                 400,
-                f"{named} {error.size}; accepted: up to {most} tokens, which leaves room for one more. Shorten the "
+                f"{self._has} {error.size}; accepted: up to {most} tokens, which leaves room for one more. Shorten the "
                 "messages.",
                 param=self._field,
                 code=TOO_LONG,

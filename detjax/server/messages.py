@@ -1,7 +1,7 @@
 """The messages of a conversation."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
@@ -133,16 +133,10 @@ class Message(Body):
         return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
 
     def _content_for_template(self) -> str | list[dict[str, Any]]:
-        """The content as one text; with images, as parts, of which templates make the tokens that stand for images."""
+        """The content as chat templates expect it."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        texts = [part.text for part in self.content if isinstance(part, TextPart)]
-        if len(texts) == len(self.content):
-            return "\n".join(texts)
-        return [
-            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
-            for part in self.content
-        ]
+        return parts_for_template([part.text if isinstance(part, TextPart) else None for part in self.content])
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
@@ -153,6 +147,16 @@ class Message(Body):
             | {name: value for name, value in given.items() if value is not None}
             | calls
         )
+
+
+def parts_for_template(texts: Sequence[str | None]) -> str | list[dict[str, Any]]:
+    """Returns parts of a message as chat templates expect them; None is an image.
+
+    Texts are one text. With images, the parts stay apart: templates make the tokens that stand for images.
+    """
+    if None not in texts:
+        return "\n".join(text for text in texts if text is not None)
+    return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in texts]
 
 
 def _check_arguments(messages: list[Message]) -> list[Message]:

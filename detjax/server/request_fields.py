@@ -134,6 +134,10 @@ class SamplingRequest(_ClientFields):
     min_tokens: int | None = Field(
         default=None, ge=0, le=LARGEST, description="Tokens before which no token ends a sample. Default: 0."
     )
+    receipt: bool | None = Field(
+        default=None,
+        description="Add to each answer a receipt, which `detjax verify` checks: request, tokens and logprobs.",
+    )
     cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = Field(
         default=None, description="Share the prefix cache with requests of the same salt alone."
     )

@@ -25,7 +25,7 @@ class _Turn:
     """A message as the chat template gets it, made of one item of the input or of several."""
 
     role: str
-    content: str
+    content: str | list[dict[str, Any]]
     calls: list[EarlierCall] = dataclasses.field(default_factory=list)
     call_id: str | None = None
 
@@ -43,7 +43,7 @@ def turns(instructions: str | None, items: str | Sequence[InputItem]) -> list[_T
         return [*made, _Turn("user", items)]
     for item in items:
         if isinstance(item, InputMessage):
-            made.append(_Turn(item.role, item.text))
+            made.append(_Turn(item.role, item.content_for_template()))
         elif isinstance(item, InputCall):
             if not made or made[-1].role != "assistant":
                 made.append(_Turn("assistant", ""))
@@ -64,7 +64,7 @@ class ResponsesCall(ApiCall):
         super().__init__(body, model, caller)
         variables = body.chat_template_kwargs or {}
         self._conversation = Conversation(
-            model, turns(body.instructions, body.input), variables, body.tool_use(), "input"
+            model, turns(body.instructions, body.input), variables, body.tool_use(), "input", body.image_urls
         )
         self._body = body
         self._params = SamplingParams(
@@ -95,9 +95,10 @@ class ResponsesCall(ApiCall):
         self._conversation.compile(constraint)
 
     async def encode_prompts(self) -> None:
-        prompt = await self._conversation.encode()
+        prompt, images = await self._conversation.encode()
         max_tokens = self._body.max_output_tokens or self.model.engine.max_length - len(prompt)
-        self.requests = [self._request(prompt, dataclasses.replace(self._params, max_tokens=max_tokens))]
+        request = self._request(prompt, dataclasses.replace(self._params, max_tokens=max_tokens))
+        self.requests = [dataclasses.replace(request, images=images)]
         if self._body.stream:
             # Each of three events repeats what the request holds, so it becomes JSON once, where nobody waits.
             self._echo = await run_in_threadpool(lambda: _json(self._repeated(self._tools())).encode()[1:-1])
@@ -105,6 +106,7 @@ class ResponsesCall(ApiCall):
     # --- whole responses ----------------------------------------------------------------------------------------------
 
     async def read(self, generations: Sequence[Generation]) -> None:
+        await super().read(generations)
         (completion,) = generations[0].completions
         await run_in_threadpool(self._read, completion)
 
@@ -128,7 +130,8 @@ class ResponsesCall(ApiCall):
             part = items[0]["content"][0] | {"logprobs": entries}
             items = [items[0] | {"content": iter([part])}, *items[1:]]
         usage = self._usage(len(completion.tokens), generations[0].cached_tokens)
-        return self._state(self._status, iter(items), usage) | self._repeated(iter(self._tools()))
+        state = self._state(self._status, iter(items), usage)
+        return state | self._receipt(0, 0, is_whole=True) | self._repeated(iter(self._tools()))
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
@@ -138,6 +141,7 @@ class ResponsesCall(ApiCall):
 
     def token_chunks(self, prompt: int, token: Token) -> Iterator[Json]:
         self._cached = token.cached_tokens
+        self._hear(prompt, token)
         if self._body.has_logprobs:
             self._untold.append(self._token_json(token.token, token.logprob, token.top_logprobs))
         text = token.text or ""
@@ -158,7 +162,7 @@ class ResponsesCall(ApiCall):
         for one in self._output.finish(self._status):
             yield self._numbered(one)
         state = self._state(self._status, self._output.items, self._usage(generated, self._cached))
-        yield self._numbered({"type": f"response.{self._status}", "response": state})
+        yield self._numbered({"type": f"response.{self._status}", "response": state | self._receipt(0, 0)})
 
     def event(self, chunk: Json) -> bytes:
         content = _json(chunk).encode()

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator,
 from detjax.engine import Constraint
 from detjax.server.field_marks import Ignored, Unserved
 from detjax.server.field_types import LARGEST, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Body, Variables, text_or_list
-from detjax.server.messages import check_items
+from detjax.server.messages import check_items, parts_for_template
 from detjax.server.request_fields import SamplingRequest
 from detjax.server.tools import (
     CHOICE,
@@ -43,12 +43,44 @@ class InputPart(Body):
     def _check_type(cls, value: Any) -> Any:
         if value not in ("input_text", "output_text", "text"):
             raise ValueError(
-                "accepted: 'input_text' or 'output_text', because the model reads neither images, nor sound, nor files"
+                "accepted: 'input_text' or 'output_text', or 'input_image' in messages, because the model reads "
+                "neither sound nor files"
             )
         return value
 
 
-type InputContent = Annotated[
+class InputImage(Body):
+    type: Literal["input_image"] = Field(description="An image, for models with a vision tower.")
+    image_url: str = Field(
+        description="A data URL with the bytes of the image, or file: and a path, where the server has a directory of "
+        "images. Nothing is fetched."
+    )
+    detail: Annotated[Any, Unserved("auto", why="the checkpoint says to which size images are brought")] = None
+    file_id: Annotated[Any, Unserved(why="the server keeps no files")] = None
+    prompt_cache_breakpoint: Annotated[Any, Unserved(why="the server decides what it caches")] = None
+
+
+def _kind_of_part(value: Any) -> str:
+    """The tag of the type that a part of a message is checked as."""
+    is_image = isinstance(value, dict) and value.get("type") == "input_image"
+    return "<image>" if is_image else "<text>"
+
+
+type MessagePart = Annotated[
+    Annotated[InputPart, Tag("<text>")] | Annotated[InputImage, Tag("<image>")], Discriminator(_kind_of_part)
+]
+
+type MessageContent = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[MessagePart], Field(max_length=MOST_PARTS, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        text_or_list,
+        custom_error_type="content_type",
+        custom_error_message="accepted: a string, or a list of parts of type input_text, output_text or input_image",
+    ),
+]
+
+type ResultContent = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[InputPart], Field(max_length=MOST_PARTS, fail_fast=True), Tag("<list>")],
     Discriminator(
@@ -59,22 +91,25 @@ type InputContent = Annotated[
 ]
 
 
-def _text(content: str | list[InputPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
 class InputMessage(Body):
     type: Literal["message"] = Field(default="message", description="What an item without a type is.")
     role: Literal["system", "developer", "user", "assistant"] = Field(description="Whose message it is.")
-    content: InputContent = Field(description="Text, or parts of it.")
+    content: MessageContent = Field(description="Text, or parts: texts and images.")
     id: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
     status: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
     phase: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
 
     @property
-    def text(self) -> str:
-        """The content as one text."""
-        return _text(self.content)
+    def image_urls(self) -> list[str]:
+        """The URLs of the images in the content."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return [part.image_url for part in parts if isinstance(part, InputImage)]
+
+    def content_for_template(self) -> str | list[dict[str, Any]]:
+        """The content as chat templates expect it."""
+        if isinstance(self.content, str):
+            return self.content
+        return parts_for_template([part.text if isinstance(part, InputPart) else None for part in self.content])
 
 
 class InputCall(Body):
@@ -91,7 +126,7 @@ class InputCall(Body):
 class InputResult(Body):
     type: Literal["function_call_output"] = Field(description="What a call gave.")
     call_id: str = Field(description="The call's id.")
-    output: InputContent = Field(description="The result, as text.")
+    output: ResultContent = Field(description="The result, as text.")
     id: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
     status: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
     caller: Annotated[Any, Unserved({"type": "direct"}, why="answers call tools themselves")] = None
@@ -99,7 +134,7 @@ class InputResult(Body):
     @property
     def text(self) -> str:
         """The result as one text."""
-        return _text(self.output)
+        return self.output if isinstance(self.output, str) else "\n".join(part.text for part in self.output)
 
 
 type InputItem = InputMessage | InputCall | InputResult
@@ -282,6 +317,12 @@ class ResponsesRequest(SamplingRequest):
         calls = () if isinstance(self.input, str) else self.input
         check_items(item.arguments for item in calls if isinstance(item, InputCall))
         return self
+
+    @property
+    def image_urls(self) -> list[str]:
+        """The URLs of the images in the input."""
+        items = () if isinstance(self.input, str) else self.input
+        return [url for item in items if isinstance(item, InputMessage) for url in item.image_urls]
 
     @property
     def has_logprobs(self) -> bool:

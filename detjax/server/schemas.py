@@ -42,6 +42,8 @@ class CompletionRequest(GenerationRequest):
             raise ValueError(f"best_of is {self.best_of}; accepted: n, which is {self.n or 1}")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens is 0; accepted: at least 1, or 0 with echo")
+        if self.max_tokens == 0 and self.receipt:
+            raise ValueError("receipt is true and max_tokens is 0; accepted: at least 1, as receipts are for answers")
         if self.stream and self.echo and self.logprobs is not None:
             raise ValueError("stream, echo and logprobs are given; accepted: any two of them")
         return self

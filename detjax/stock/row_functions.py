@@ -1,4 +1,4 @@
-"""Norms, gates, decays and rates of rows by XLA."""
+"""Norms, gates, decays, rates and sums of rows by XLA."""
 
 from typing import Final
 
@@ -36,3 +36,18 @@ def decay_and_rate(rows: tuple[Array, Array], weights: tuple[Array, Array]) -> t
     """See `detjax.ops.decay_and_rate`."""
     (a, b), (log_rate, bias) = (tuple(x.astype(ACCUMULATOR) for x in arrays) for arrays in (rows, weights))
     return -jnp.exp(log_rate)[None] * jax.nn.softplus(a + bias[None]), jax.nn.sigmoid(b)
+
+
+def layer_norm(rows: tuple[Array], weights: tuple[Array, Array], *, eps: float) -> Array:
+    """See `detjax.ops.layer_norm`."""
+    (x,), (weight, bias) = rows, (weight.astype(ACCUMULATOR)[None] for weight in weights)
+    wide = x.astype(ACCUMULATOR)
+    centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(centered * centered, axis=-1, keepdims=True)
+    return (centered * jax.lax.rsqrt(variance + eps) * weight + bias).astype(x.dtype)
+
+
+def weighted_sum(rows: tuple[Array, Array], weights: tuple[()]) -> Array:
+    """See `detjax.ops.weighted_sum`."""
+    x, factors = rows
+    return jnp.sum(x.astype(ACCUMULATOR) * jax.lax.stop_gradient(factors)[..., None], axis=-2).astype(x.dtype)

@@ -8,12 +8,13 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import detjax
-from detjax.bench import deviceless, expert_schedules, experts, training, true_on_policy
+from detjax.bench import delta_rule, deviceless, expert_schedules, experts, training, true_on_policy
 from detjax.pallas.hopper.matmul.plan import Schedule
 
 BENCHMARKS = Path(detjax.__file__).parent.parent / "benchmarks"
@@ -21,8 +22,11 @@ SCRIPTS = (
     "aggregation",
     "attention",
     "decoder",
+    "delta_rule",
+    "digests",
     "expert_schedules",
     "experts",
+    "invariant",
     "matmul",
     "norms",
     "on_policy",
@@ -34,6 +38,7 @@ SCRIPTS = (
     "training",
     "true_on_policy",
     "tunix_learners",
+    "verify",
 )
 
 
@@ -65,6 +70,34 @@ def test_every_script_is_tested() -> None:
     assert sorted(file.stem for file in BENCHMARKS.glob("*.py")) == sorted(SCRIPTS)
 
 
+@pytest.mark.sampled(0)
+def test_delta_rule(tmp_path: Path) -> None:
+    content = run_small("delta_rule", tmp_path)
+    bits, *times = content["results"]
+    assert set(bits["same_bits"].values()) == {True} and bits["error"] < 4e-3
+    assert [(result["part"], result.get("requests", result.get("tokens"))) for result in times] == [
+        ("decode", 1),
+        ("decode", 3),
+        ("prefill", 100),
+    ]
+    assert all(len(result["seconds"]) == 2 and "missing" not in result for result in times)
+    # Chunks from the call's start have the bits of their cuts, and the script says so.
+    with detjax.use_backend("stock"):
+        output = run("delta_rule", "--small", "--limit", "0", exit_code=1)
+    assert "bits differ" in output and "the limit of 0.0 seconds has passed" in output
+
+
+def test_rivals_of_the_delta_rule_compute_the_rule() -> None:
+    widths = delta_rule.SMALL_MODELS["tiny"]
+    x = delta_rule.random_tokens(widths, (1, 150), 0)
+    s, o = delta_rule.chunked(widths.state(1).s, x)
+    assert delta_rule.error(widths, x, o) < 1e-2
+    by_token = delta_rule.Tokens(*(jnp.swapaxes(y, 0, 1) for y in x))
+    s_end, o_recurrent = jax.lax.scan(delta_rule.recurrence, widths.state(1).s, by_token)
+    assert delta_rule.error(widths, x, jnp.swapaxes(o_recurrent, 0, 1)) < 3e-3
+    np.testing.assert_allclose(s, s_end, atol=2e-2)
+
+
 def test_matmul(tmp_path: Path) -> None:
     content = run_small("matmul", tmp_path)
     assert [(cell["linears"], cell["m"]) for cell in content["cells"]] == [
@@ -78,6 +111,7 @@ def test_matmul(tmp_path: Path) -> None:
     assert names == {"matmul.json", "matmul-over-tokens.png", "matmul-cells.png"}
 
 
+@pytest.mark.sampled(0)
 def test_attention_times(tmp_path: Path) -> None:
     sections = ("prefill", "decode", "quantized", "backward", "accuracy")
     content = run_small("attention", tmp_path, *(word for name in sections for word in ("--only", name)))
@@ -90,12 +124,14 @@ def test_attention_times(tmp_path: Path) -> None:
     assert "bits" not in content
 
 
+@pytest.mark.sampled(0)
 def test_attention_bits(tmp_path: Path) -> None:
     bits = run_small("attention", tmp_path, "--only", "bits")["bits"]
     assert bits["differences"] == [] and not bits["failed"] and not bits["refused"]
     assert bits["options"] == 6 and bits["processes"] == 1
 
 
+@pytest.mark.sampled(0)
 def test_norms(tmp_path: Path) -> None:
     results = run_small("norms", tmp_path)["results"]
     assert len(results) == 18
@@ -108,6 +144,7 @@ def test_norms_sweeps_only_where_the_kernels_run() -> None:
     assert "accepted: an H100 or H200" in " ".join(run("norms", "--sweep", "--small", exit_code=2).split())
 
 
+@pytest.mark.sampled(0)
 def test_decoder(tmp_path: Path) -> None:
     content = run_small("decoder", tmp_path)
     assert content["batches"]["requests alone that differ"] == []
@@ -116,12 +153,14 @@ def test_decoder(tmp_path: Path) -> None:
     assert sum(content["kernels of a decode step"].values()) > 0
 
 
+@pytest.mark.sampled(0)
 def test_portable(tmp_path: Path) -> None:
     results = run_small("portable", tmp_path)["results"]
     assert len({result["case"] for result in results}) == 7
     assert all(result["other_bits"]["portable"] == 0 for result in results)
 
 
+@pytest.mark.sampled(0)
 def test_softmax_schedules(tmp_path: Path) -> None:
     content = run_small("softmax_schedules", tmp_path)
     assert "interpreter" in content["note"] and len(content["bits"]) == 3
@@ -145,6 +184,7 @@ def test_tpu_dots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "results" / "tpu_dots.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.sampled(0)
 def test_ready_names_every_program_and_starts_twice(tmp_path: Path) -> None:
     content = run_small("ready", tmp_path)
     for seconds in content["seconds"].values():
@@ -155,6 +195,16 @@ def test_ready_names_every_program_and_starts_twice(tmp_path: Path) -> None:
     assert {program["before_ready"] for program in content["programs"]} == {True, False}
 
 
+@pytest.mark.sampled(0)
+def test_verify_accepts_what_it_generated_and_refuses_what_was_altered(tmp_path: Path) -> None:
+    content = run_small("verify", tmp_path, "--kv-cache-dtype", "int8")
+    assert content["same_bits_of_all_runs"]
+    assert (content["verified"]["transcripts"], content["verified"]["refused"]) == (12, 0)
+    assert content["altered"] == {"refused": {"token": 12, "logprob bit": 12, "prompt": 12}, "accepted": {}}
+    assert set(content["generated"]) == {"4", "2"}
+
+
+@pytest.mark.sampled(0)
 def test_structured_output_is_valid_and_has_equal_bits(tmp_path: Path) -> None:
     content = run_small("structured", tmp_path)
     assert content["answers"]["valid"] == content["answers"]["schemas"] == 12
@@ -162,6 +212,16 @@ def test_structured_output_is_valid_and_has_equal_bits(tmp_path: Path) -> None:
     assert [speed["requests"] for speed in content["speeds"]] == [1, 4]
 
 
+@pytest.mark.sampled(0)
+def test_models_under_batch_invariant_keep_their_bits(tmp_path: Path) -> None:
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # Flax' layers promote
+        content = run_small("invariant", tmp_path)
+    assert content["results"]["tiny"]["batches_with_other_bits"]["invariant"] == []
+    assert [speed["batch"] for speed in content["results"]["tiny"]["speeds"]] == [1, 2]
+    assert set(content["tracing_seconds"]) == {"stock", "invariant"}
+
+
+@pytest.mark.sampled(0)
 def test_other_aggregations_of_experts_have_other_bits_than_the_contract(tmp_path: Path) -> None:
     content = run_small("aggregation", tmp_path)
     unequal = {one["aggregation"]: one["unequal_tokens"] for one in content["results"]}
@@ -169,6 +229,7 @@ def test_other_aggregations_of_experts_have_other_bits_than_the_contract(tmp_pat
     assert all(unequal[name] for name in ("hf_eager", "hf_eager_float32", "hf_grouped", "deepep"))
 
 
+@pytest.mark.sampled(0)
 def test_experts_give_tokens_by_themselves_the_bits_that_they_have_among_others(tmp_path: Path) -> None:
     content = run_small("experts", tmp_path)
     assert all(result["same_bits_alone"] for result in content["results"])
@@ -178,6 +239,7 @@ def test_experts_give_tokens_by_themselves_the_bits_that_they_have_among_others(
     assert {*content["gradients"][0]["seconds"]} == {"detjax", "ragged dot", "balanced dense"}
 
 
+@pytest.mark.sampled(0)
 def test_all_schedules_of_experts_have_the_same_bits(tmp_path: Path) -> None:
     content = run_small("expert_schedules", tmp_path)
     trials = content["trials"]
@@ -207,6 +269,7 @@ def test_the_fastest_unit_of_experts_is_that_of_least_time_for_both_projections(
     assert (row["model"], row["tokens"], row["unit"], row["seconds"]) == ("gpt-oss-20b", 64, 16, {8: 6.0, 16: 5.0})
 
 
+@pytest.mark.sampled(0)
 def test_true_on_policy_has_equal_bits_with_detjax_alone(tmp_path: Path) -> None:
     content = run_small("true_on_policy", tmp_path)
     assert [run["arm"] for run in content["runs"]] == [arm.name for arm in true_on_policy.ARMS]
@@ -256,6 +319,7 @@ def test_true_on_policy_gives_the_same_runs_in_any_number_of_processes(monkeypat
     assert one["runs"][0]["steps"] != one["runs"][1]["steps"]
 
 
+@pytest.mark.sampled(0)
 def test_true_on_policy_ends_after_the_seconds_with_the_steps_of_that_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,11 +338,13 @@ def test_true_on_policy_ends_after_the_seconds_with_the_steps_of_that_time(
     assert (tmp_path / "runs.png").is_file()
 
 
+@pytest.mark.sampled(0)
 def test_true_on_policy_ends_when_a_process_fails() -> None:
     with pytest.raises(ValueError, match="max_tokens"):
         true_on_policy.measured(true_on_policy.Sizes(max_tokens=1000), "", processes=5)
 
 
+@pytest.mark.sampled(0)
 def test_on_policy_sees_equal_bits_of_every_distribution(tmp_path: Path) -> None:
     content = run_small("on_policy", tmp_path)
     assert len(content["results"]) == 9  # 4 temperatures with and without filters, and the model's own logprobs
@@ -286,12 +352,14 @@ def test_on_policy_sees_equal_bits_of_every_distribution(tmp_path: Path) -> None
     assert content["results"]["model"]["tokens"] == 384
 
 
+@pytest.mark.sampled(0)
 def test_on_policy_sees_that_stock_numerics_differ() -> None:
     with detjax.use_backend("stock"):
         output = run("on_policy", "--small", exit_code=1)
     assert "sampler and trainer have unequal bits" in output
 
 
+@pytest.mark.sampled(0)
 def test_training_compares_steps_and_gradients(tmp_path: Path) -> None:
     with jax.numpy_dtype_promotion("standard"):  # JAX's own attention needs it
         content = run_small("training", tmp_path, "--part", "steps", "--part", "gradients", "--part", "carried")
@@ -301,6 +369,7 @@ def test_training_compares_steps_and_gradients(tmp_path: Path) -> None:
     assert all(case["missing"] == {} for case in content["gradients"])
 
 
+@pytest.mark.sampled(0)
 def test_training_tells_schedules_from_controls() -> None:
     names = "microbatches of 1", "packed into 128 tokens", training.ANOTHER_ORDER
     one, packed, reversed_order = (training.digest(training.SMALL, name) for name in names)

@@ -53,15 +53,16 @@ def dot(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def emulated(request: cases.Tokens, places: Places) -> np.ndarray:
     """The outputs `[T, H, V]` in float32 before their rounding."""
     q, k, v, g, beta = (np.asarray(x).astype(np.float32) for x in request)
-    group, scale = cases.HEADS // cases.KEY_HEADS, np.float32(cases.KEY_DIM**-0.5)
-    q, k = (np.repeat(x, group, axis=1) for x in (q, k))
-    s = np.zeros((cases.HEADS, cases.KEY_DIM, cases.VALUE_DIM), np.float32)
+    shape = cases.shape_of(request)
+    scale = np.float32(shape.key_dim**-0.5)
+    q, k = (np.repeat(x, shape.heads // shape.key_heads, axis=1) for x in (q, k))
+    s = np.zeros(shape[1:], np.float32)
     outputs = np.zeros(v.shape, np.float32)
     for first in range(0, len(v), places.chunk):
         held = places.state(s).swapaxes(1, 2)
-        u, decays = (np.zeros((places.chunk, *shape), np.float32) for shape in (v.shape[1:], g.shape[1:]))
+        u, decays = (np.zeros((places.chunk, *x.shape[1:]), np.float32) for x in (v, g))
         rows = range(first, min(first + places.chunk, len(v)))
-        total = np.zeros(cases.HEADS, np.float32)
+        total = np.zeros(shape.heads, np.float32)
         for t, row in enumerate(rows):
             total = total + g[row] * LOG2_E
             decays[t] = total

@@ -74,6 +74,7 @@ def rows(width: int, dtype: str, seed: int = 0) -> np.ndarray:
     return x.astype(DTYPES[dtype])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_rms_norm(dtype: str, with_residual: bool) -> None:
@@ -92,6 +93,7 @@ def test_rms_norm(dtype: str, with_residual: bool) -> None:
             assert_has_the_bits_of_one(result[row], scaled)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_softmax_family(dtype: str) -> None:
     for width in WIDTHS:
@@ -159,6 +161,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_attention(name: str, dtype: str) -> None:

@@ -119,6 +119,7 @@ PARAMS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PARAMS)
 def test_greedy_tokens_are_those_of_the_adjusted_logits(name: str) -> None:
     prompt = [5, 9, 9, 300, 12, 42]
@@ -169,6 +170,7 @@ def test_logprobs_are_those_of_the_model_before_the_adjustments() -> None:
     assert_same_bits(top, -np.sort(-rows, axis=1)[:, :3])
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     "options",
     [{}, {"token_budget": 1, "max_samples": 3}, {"token_budget": 512, "max_samples": 64}],
@@ -181,6 +183,7 @@ def test_adjusted_requests_alone_and_together_have_the_same_bits(options: dict[s
     assert_same_bits(bits_of(together), bits_of([alone()[i] for i in order]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("prefill_chunk", [1, 30])
 def test_the_bits_are_those_of_generate_in_chunks_of_any_size(prefill_chunk: int) -> None:
     some = requests()[:9]
@@ -196,6 +199,7 @@ def test_requests_without_adjustments_have_the_bits_of_a_program_without_them() 
     assert_same_bits(bits_of(generate(model(), prompts, params)), bits_of(expected))
 
 
+@pytest.mark.sampled(0)
 def test_preempted_requests_have_the_same_bits() -> None:
     # Each of these requests needs one more page for the tokens that it generates.
     params = dataclasses.replace(EVERYTHING, temperature=1.0, max_tokens=14)

@@ -81,6 +81,7 @@ def test_every_answer_is_what_its_constraint_asks_for(alone: list[Generation]) -
     assert all(text.endswith(".") and text[:2].isupper() for text in texts[10:12])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -96,6 +97,7 @@ def test_answers_have_the_same_bits_in_a_crowd(
         assert engine.generate(requests()) == alone
 
 
+@pytest.mark.sampled(0)
 def test_no_answer_depends_on_when_its_masks_are_there(
     loaded: tuple[Decoder, Tokenizer], alone: list[Generation], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 import detjax.demo
 from detjax.engine import constraints
 from detjax.engine.constraints import Constraint, ConstraintCompiler, Masks, Matcher
 from detjax.models import Tokenizer
+from tests.support.tokenizers import with_byte_fallback
 
 TOKENIZER = Tokenizer.load(Path(detjax.demo.CHECKPOINT))
 VOCABULARY, END = 1040, 0  # the model has more logits than the tokenizer has tokens
@@ -157,7 +159,7 @@ def begun(compiler: ConstraintCompiler, constraint: Constraint, count: int) -> t
 
 def number_of_spares(compiler: ConstraintCompiler) -> int:
     """The matchers that are kept for samples to come, once no more are made."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while compiler._spares._is_busy and time.monotonic() < deadline:
         time.sleep(0.01)
     return sum(map(len, compiler._spares._spares.values()))
@@ -208,23 +210,81 @@ def test_there_is_a_limit_to_the_matchers_that_are_made_in_advance(monkeypatch: 
         assert number_of_spares(compiler) == {a: 3, b: 5, c: 6}[constraint]
 
 
-def test_no_mask_depends_on_the_classes_of_tokens_that_make_it_faster(
-    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constraints, "_SLICES", [])
-    assert TOKENIZER is not None
-    plain, draw = ConstraintCompiler(TOKENIZER, VOCABULARY, [END]), random.Random(0)
+def check_same_masks(compiler: ConstraintCompiler, others: ConstraintCompiler) -> None:
+    draw = random.Random(0)
     for text in (SCHEMA, {"type": "string", "maxLength": 12}, {"type": "array", "items": {"type": "string"}}):
-        one, other = (started(library, Constraint.json_schema(text)) for library in (compiler, plain))
+        one, other = (started(library, Constraint.json_schema(text)) for library in (compiler, others))
         for _ in range(60):
             mask = masks(compiler, 1, {0: one})
-            np.testing.assert_array_equal(mask, masks(plain, 1, {0: other}))
+            np.testing.assert_array_equal(mask, masks(others, 1, {0: other}))
             choices = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
             token = draw.choice(choices)
             if token == END:
                 break
             accept(compiler, one, token)
-            accept(plain, other, token)
+            accept(others, other, token)
+
+
+def test_no_mask_depends_on_the_classes_of_tokens_that_make_it_faster(
+    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints, "_SLICES", [])
+    assert TOKENIZER is not None
+    check_same_masks(compiler, ConstraintCompiler(TOKENIZER, VOCABULARY, [END]))
+
+
+def test_no_mask_depends_on_who_tokenizes_what_is_certain(
+    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints._CalledTokenizer, "has_tokens_of", lambda *_: False)
+    calls, call = [], constraints._CalledTokenizer.__call__
+
+    def noted(tokenizer: object, text: str) -> list[int]:
+        calls.append(text)
+        return call(tokenizer, text)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(constraints._CalledTokenizer, "__call__", noted)
+    assert TOKENIZER is not None
+    check_same_masks(compiler, ConstraintCompiler(TOKENIZER, VOCABULARY, [END]))
+    assert calls
+
+
+def with_an_added_token(path: Path) -> Tokenizer:
+    """A tokenizer with a token beside its vocabulary that is not special."""
+    with_byte_fallback(path)
+    written = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    written.add_tokens(["aab"])
+    written.save(str(path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def test_threads_that_compute_masks_do_not_wait_for_the_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the tokenizer was called")
+
+    monkeypatch.setattr(constraints._CalledTokenizer, "__call__", refuse)
+    assert TOKENIZER is not None
+    for tokenizer in (TOKENIZER, with_byte_fallback(tmp_path), with_an_added_token(tmp_path)):
+        compiler = ConstraintCompiler(tokenizer, len(tokenizer), [END])
+        matcher = started(compiler, Constraint.json_schema(SCHEMA))
+        for _ in range(8):
+            row = masks(compiler, 1, {0: matcher})
+            token = int(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))[0])
+            assert not accept(compiler, matcher, token).failures
+
+
+def test_added_tokens_are_no_text_even_if_they_are_not_special(tmp_path: Path) -> None:
+    tokenizer = with_an_added_token(tmp_path)
+    (added,) = tokenizer.encode("aab", add_special_tokens=False)
+    compiler = ConstraintCompiler(tokenizer, len(tokenizer), [END])
+    row = masks(compiler, 1, {0: started(compiler, Constraint("regex", "[a-z]+"))})
+    bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+    assert bits.any()
+    assert not bits[added]
 
 
 def test_a_refused_token_is_a_failure_of_its_row(compiler: ConstraintCompiler) -> None:
@@ -284,6 +344,7 @@ def test_white_space_in_json_is_bounded(compiler: ConstraintCompiler) -> None:
     assert space not in allowed(compiler, matcher)
 
 
+@pytest.mark.sampled(0)
 def test_a_sample_does_not_fail_for_the_states_that_its_neighbours_have_reached(compiler: ConstraintCompiler) -> None:
     """The limits of a constraint count what one sample has reached. Together these samples go far beyond them."""
     assert TOKENIZER is not None

@@ -97,6 +97,7 @@ def shared() -> Iterator[Engine]:
         yield one
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "count"),
     [

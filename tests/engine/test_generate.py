@@ -87,12 +87,14 @@ def test_the_order_of_requests_does_not_matter(model: Decoder) -> None:
     assert_same_bits(bits_of(shuffled), bits_of([together[i] for i in order]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("prefill_chunk", [1, 7, 64, 1000])
 def test_the_size_of_prefill_chunks_does_not_matter(model: Decoder, prefill_chunk: int) -> None:
     some = requests()[2::3]
     assert_same_bits(bits_of(answers(model, some, prefill_chunk=prefill_chunk)), bits_of(answers(model, some)))
 
 
+@pytest.mark.sampled(0)
 def test_stock_xla_fails_the_test_of_requests_alone_and_together(model: Decoder) -> None:
     with detjax.use_backend("stock"):
         together = answers(model, requests())

@@ -1,7 +1,5 @@
 """Images of prompts: their tokens, chunks that cut them, pages that hold them, and requests that share a step."""
 
-import functools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,36 +9,38 @@ import detjax
 from detjax.engine import Completion, Engine, Request, SamplingParams
 from detjax.engine.images import PromptImages
 from detjax.engine.page_pool import digests
-from detjax.models import Decoder, load
+from detjax.models import Decoder, Video, load
 from detjax.models.images import ImagePatches
+from tests.support import towers
+from tests.support.compiled_programs import compiled_programs
+from tests.support.towers import IMAGE, NAMES, VIDEO_NAME, VIDEO_TOKEN, reference, with_one_token_each
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-IMAGE = 100
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"max_samples": 4, "token_budget": 48, "max_length": 256}
 
 
+@pytest.fixture(scope="module", params=NAMES[:2])
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def model() -> Decoder:
-    return load(FIXTURES / "qwen2_5_vl-tiny", dtype="float32", progress=False)[0]
+def model(name: str) -> Decoder:
+    return towers.model(name)
 
 
-@functools.cache
-def reference() -> dict[str, np.ndarray]:
-    return dict(np.load(FIXTURES / "qwen2_5_vl-tiny" / "reference.npz"))
+@pytest.fixture(scope="module")
+def any_model() -> Decoder:
+    """One of them, for what does not depend on the tower."""
+    return towers.model(NAMES[0])
 
 
-def images() -> list[np.ndarray]:
-    return [reference()["image_0"], reference()["image_1"]]
+def images(name: str = NAMES[0]) -> list[np.ndarray]:
+    return towers.images(name)
 
 
-def prompt() -> list[int]:
-    return reference()["prompt"].tolist()
-
-
-def with_one_token_each(tokens: list[int]) -> list[int]:
-    before = [None, *tokens]
-    return [token for token, last in zip(tokens, before, strict=False) if token != IMAGE or last != IMAGE]
+def prompt(name: str = NAMES[0]) -> list[int]:
+    return reference(name)["prompt"].tolist()
 
 
 def generated(model: Decoder, requests: list[Request], **options: Any) -> list[Completion]:
@@ -54,34 +54,35 @@ def generated(model: Decoder, requests: list[Request], **options: Any) -> list[C
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefill_chunk", [128, 13, 1])
-def test_greedy_continuations_are_those_of_transformers(prefill_chunk: int, model: Decoder) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("prefill_chunk", [1, 128, 13])
+def test_greedy_continuations_are_those_of_transformers(prefill_chunk: int, name: str, model: Decoder) -> None:
     """Alone, and cut into chunks beside a text and the same prompt with its images in the other order."""
-    continuation = tuple(reference()["continuation"].tolist())
+    continuation = tuple(reference(name)["continuation"].tolist())
     params = SamplingParams(max_tokens=len(continuation), ignore_eos=True)
-    request = Request(prompt(), params, images=images())
+    request = Request(prompt(name), params, images=images(name))
     if prefill_chunk == 128:
         (answer,) = generated(model, [request])
     else:
-        swapped = Request(with_one_token_each(prompt()), params, images=images()[::-1])
+        swapped = Request(with_one_token_each(prompt(name)), params, images=images(name)[::-1])
         requests = [swapped, request, Request([5, 6, 7], params)]
         other, answer, text = generated(model, requests, prefill_chunk=prefill_chunk)
         assert answer.tokens not in (other.tokens, text.tokens)
     assert answer.tokens == continuation
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("num_pages", [None, 3])
-def test_an_engine_gives_a_request_the_same_answer_in_a_crowd(num_pages: int | None, model: Decoder) -> None:
+def test_an_engine_gives_a_request_the_same_answer_in_a_crowd(num_pages: int | None, name: str, model: Decoder) -> None:
     """With 3 pages, sequences are preempted and computed again. Steps of 48 tokens cut the images."""
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True, top_logprobs=2)
-    other = [255 - images()[0], images()[1]]
+    other = [255 - images(name)[0], images(name)[1]]
     requests = [
-        Request(prompt(), params, images=images()),
-        Request(with_one_token_each(prompt()), params, images=other),
+        Request(prompt(name), params, images=images(name)),
+        Request(with_one_token_each(prompt(name)), params, images=other),
         Request([9, 8, 7, 6], params),
-        Request([5, IMAGE, 6], params, images=images()[1:]),
-        Request(prompt(), params, images=images()),
+        Request([5, IMAGE, 6], params, images=images(name)[1:]),
+        Request(prompt(name), params, images=images(name)),
     ]
     with Engine(model, None, num_pages=num_pages, **SETTINGS, top_logprobs=2) as engine:
         together = [generation.completions[0] for generation in engine.generate(requests)]
@@ -91,10 +92,11 @@ def test_an_engine_gives_a_request_the_same_answer_in_a_crowd(num_pages: int | N
     assert together[:4] == alone
 
 
-def test_prompts_with_other_images_share_no_pages_with_them(model: Decoder) -> None:
-    tokens = [7 + index % 50 for index in range(60)] + prompt()
-    first = Request(tokens, GREEDY, images=images())
-    other = Request(tokens, GREEDY, images=[255 - images()[0], images()[1]])
+@pytest.mark.sampled(1)
+def test_prompts_with_other_images_share_no_pages_with_them(name: str, model: Decoder) -> None:
+    tokens = [7 + index % 50 for index in range(60)] + prompt(name)
+    first = Request(tokens, GREEDY, images=images(name))
+    other = Request(tokens, GREEDY, images=[255 - images(name)[0], images(name)[1]])
     with Engine(model, None, **SETTINGS) as engine:
         answers = [engine.generate([request])[0] for request in (first, other, first, other)]
     assert [answer.cached_tokens for answer in answers] == [0, 0, 128, 128]
@@ -103,20 +105,105 @@ def test_prompts_with_other_images_share_no_pages_with_them(model: Decoder) -> N
     assert [answer.completions[0] for answer in answers[:2]] == generated(model, [first, other])
 
 
-def test_samples_of_a_request_share_its_images(model: Decoder) -> None:
+@pytest.mark.sampled(0)
+def test_samples_of_a_request_share_its_images(name: str, model: Decoder) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.9, seed=3, n=3, ignore_eos=True)
-    request = Request(prompt(), params, images=images())
-    (offline,) = detjax.generate(model, [prompt()], params, images=[images()])
+    request = Request(prompt(name), params, images=images(name))
+    (offline,) = detjax.generate(model, [prompt(name)], params, images=[images(name)])
     with Engine(model, None, **SETTINGS) as engine:
         (generation,) = engine.generate([request])
     assert generation == offline and len({completion.tokens for completion in generation.completions}) > 1
 
 
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("name", [NAMES[1], VIDEO_NAME])
+def test_no_image_waits_for_a_program_after_warming_up(name: str) -> None:
+    """Images of several sizes, a video, and several images of one request."""
+    model = towers.model(name)
+    given: list[list[Any]] = [[reference(name)["image_0"]], [random_image(40, 8), random_image(60, 60)]]
+    given += [[towers.video()]] if name == VIDEO_NAME else []
+    with Engine(model, None, max_samples=1, token_budget=32, max_length=128, top_logprobs=0) as engine:
+        engine.warm_up()
+        with compiled_programs() as compiled:
+            for shown in given:
+                tokens = [VIDEO_TOKEN if isinstance(image, Video) else IMAGE for image in shown]
+                placed = [token for one in tokens for token in (5, one)]
+                engine.generate([Request(placed, SamplingParams(max_tokens=2, ignore_eos=True), images=shown)])
+        assert compiled == []
+
+
+def random_image(height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3)).astype(np.uint8)
+
+
+# --- videos -----------------------------------------------------------------------------------------------------------
+
+
+def shown() -> list[Any]:
+    """The image and the video of the fixture's prompt."""
+    return [reference(VIDEO_NAME)["image_0"], towers.video()]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("prefill_chunk", [128, 13])
+def test_greedy_continuations_of_a_video_are_those_of_transformers(prefill_chunk: int) -> None:
+    """Alone, and cut into chunks beside a text and the same frames at another pace."""
+    continuation = tuple(reference(VIDEO_NAME)["continuation"].tolist())
+    params = SamplingParams(max_tokens=len(continuation), ignore_eos=True)
+    request = Request(prompt(VIDEO_NAME), params, images=shown())
+    slower = Request(prompt(VIDEO_NAME), params, images=[shown()[0], Video(towers.video().frames, 0.5)])
+    others = [] if prefill_chunk == 128 else [slower, Request([5, 6, 7], params)]
+    answer, *rest = generated(towers.model(VIDEO_NAME), [request, *others], prefill_chunk=prefill_chunk)
+    assert answer.tokens == continuation and all(other.tokens != answer.tokens for other in rest)
+
+
+@pytest.mark.sampled(0)
+def test_an_engine_gives_a_video_the_same_answer_in_a_crowd() -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
+    requests = [
+        Request(with_one_token_each(prompt(VIDEO_NAME)), params, images=shown()),
+        Request(prompt(VIDEO_NAME), params, images=[shown()[0], Video(towers.video().frames, 0.5)]),
+        Request([5, VIDEO_TOKEN, 6], params, images=shown()[1:]),
+    ]
+    model = towers.model(VIDEO_NAME)
+    with Engine(model, None, num_pages=3, **SETTINGS) as engine:
+        together = [generation.completions[0] for generation in engine.generate([*requests, requests[0]])]
+        assert engine.stats().preemptions > 0
+    assert together[:3] == [generated(model, [request])[0] for request in requests] and together[3] == together[0]
+
+
+@pytest.mark.sampled(0)
+def test_frames_have_places_of_their_own_where_the_prompt_says_their_times() -> None:
+    model, frames = towers.model("qwen3-5-vl"), reference(VIDEO_NAME)["video"][:4]
+    tokens = [5, VIDEO_TOKEN, 6, VIDEO_TOKEN, 7]
+    (alone,) = generated(model, [Request(tokens, GREEDY, images=[Video(frames, 2.0)])])
+    (swapped, again) = generated(
+        model,
+        [Request(tokens, GREEDY, images=[Video(part, 2.0)]) for part in (frames[[2, 3, 0, 1]], frames)],
+        prefill_chunk=5,
+    )
+    assert again == alone != swapped
+    with pytest.raises(ValueError, match=r"1 places for images.* and comes with 2 images"):
+        generated(model, [Request([5, VIDEO_TOKEN], GREEDY, images=[Video(frames, 2.0)])])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([5, IMAGE, 6], "token 100 at 1; accepted: 101, as image 0 is a video"),
+        ([VIDEO_TOKEN] * 2, "2 tokens 101 from token 0 on; accepted: 1 or 45, as image 0 has 3 frames of 3 rows of 5"),
+    ],
+)
+def test_prompts_that_do_not_fit_their_videos_are_refused(tokens: list[int], words: str) -> None:
+    with pytest.raises(ValueError, match=f"generate: prompt 0 has {words}"):
+        detjax.generate(towers.model(VIDEO_NAME), [tokens], GREEDY, images=[shown()[1:]])
+
+
 # --- tokens and digests -----------------------------------------------------------------------------------------------
 
 
-def test_one_token_stands_for_an_image(model: Decoder) -> None:
-    (short,) = detjax.generate(model, [with_one_token_each(prompt())], GREEDY, images=[images()])
+def test_one_token_stands_for_an_image(any_model: Decoder) -> None:
+    (short,) = detjax.generate(any_model, [with_one_token_each(prompt())], GREEDY, images=[images()])
     assert list(short.prompt_tokens) == prompt()
 
 
@@ -131,21 +218,21 @@ def test_one_token_stands_for_an_image(model: Decoder) -> None:
     ],
 )
 def test_prompts_that_do_not_fit_their_images_are_refused(
-    tokens: list[int], count: int, words: str, model: Decoder
+    tokens: list[int], count: int, words: str, any_model: Decoder
 ) -> None:
     with pytest.raises(ValueError, match=f"generate: prompt 0 has .*{words}"):
-        detjax.generate(model, [tokens], GREEDY, images=[images()[:count]])
+        detjax.generate(any_model, [tokens], GREEDY, images=[images()[:count]])
 
 
-def test_what_is_no_image_is_refused(model: Decoder) -> None:
+def test_what_is_no_image_is_refused(any_model: Decoder) -> None:
     with pytest.raises(ValueError, match="prompt 0, image 0: image_patches: the image has 3 rows and 900 columns"):
-        detjax.generate(model, [[IMAGE]], GREEDY, images=[[np.zeros((3, 900, 3), np.uint8)]])
+        detjax.generate(any_model, [[IMAGE]], GREEDY, images=[[np.zeros((3, 900, 3), np.uint8)]])
     with pytest.raises(ValueError, match="1 prompts and images of 2; accepted: a list of images for each prompt"):
-        detjax.generate(model, [[5]], GREEDY, images=[[], []])
+        detjax.generate(any_model, [[5]], GREEDY, images=[[], []])
 
 
 def test_a_model_that_reads_text_alone_refuses_images() -> None:
-    text_model = load(FIXTURES / "qwen3", progress=False)[0]
+    text_model = load(towers.FIXTURES / "qwen3", progress=False)[0]
     with pytest.raises(ValueError, match="has 2 images, and Qwen3ForCausalLM reads text alone; accepted: no images"):
         detjax.generate(text_model, [[5]], GREEDY, images=[images()])
 
@@ -166,8 +253,8 @@ def test_arrangements_of_an_image_have_digests_of_their_own() -> None:
     assert same[0] == same[2] != same[1]
 
 
-def test_generated_tokens_go_on_behind_the_images(model: Decoder) -> None:
+def test_generated_tokens_go_on_behind_the_images(any_model: Decoder) -> None:
     patches = [ImagePatches(np.zeros((24, 96), np.float32), 4, 6)]
-    shown = PromptImages(patches, [5, *[IMAGE] * 6, 7], model.config)
+    shown = PromptImages(patches, [5, *[IMAGE] * 6, 7], any_model.config)
     assert shown.coordinates(6, 4).tolist() == [[1, 2, 3], [4] * 3, [5] * 3, [6] * 3]
     assert shown.excess == -3 and shown.coordinates(200, 1).tolist() == [[197] * 3]

@@ -67,6 +67,7 @@ def compilers_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CompilerHer
     CompilerHere.before = staticmethod(lambda key: None)
 
 
+@pytest.mark.sampled(0)
 def test_programs_of_processes_have_the_same_bits_and_the_next_start_compiles_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +85,7 @@ def test_programs_of_processes_have_the_same_bits_and_the_next_start_compiles_no
         assert not [name for name in compiled if "_forward" in name or "_sample" in name or "_score" in name]
 
 
+@pytest.mark.sampled(0)
 def test_programs_of_threads_are_kept_too(tmp_path: Path) -> None:
     first, second = small_loop(VARIANTS[:1]), small_loop(VARIANTS[:1])
     first.warm_up(ProgramCompiler(tmp_path, processes=0))
@@ -122,6 +124,7 @@ def test_steps_take_larger_programs_until_theirs_are_there(compilers_here: type[
     loop.close()
 
 
+@pytest.mark.sampled(0)
 def test_where_a_process_fails_this_one_compiles_what_is_essential_and_nothing_else(
     compilers_here: type[CompilerHere], caplog: pytest.LogCaptureFixture
 ) -> None:

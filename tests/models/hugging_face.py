@@ -26,9 +26,8 @@ DTYPES = {
     "I64": np.int64,
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-LANGUAGE = "model.language_model."
-TEXT = LANGUAGE, "lm_head."
-"""What the names of the text model's tensors begin with in a multimodal checkpoint."""
+LANGUAGE, TOWER = "model.language_model.", "model.visual."
+"""What the names of the text model's tensors and of the tower's begin with in a multimodal checkpoint."""
 
 
 def copied(name: str, folder: Path) -> Path:
@@ -44,13 +43,16 @@ def tensors(directory: Path, files: str = "*.safetensors") -> dict[str, np.ndarr
 
 
 def plain_tensors(directory: Path) -> dict[str, np.ndarray]:
-    """The stored tensors of the text model, as they are saved: without MXFP4, and with tensors of single experts.
+    """The stored tensors of the decoder, by its names, and as they are saved: without MXFP4, with single experts.
 
     In place of blocks and scales there are the numbers [E, inputs, outputs].
     """
     stored = tensors(directory)
     if any(name.startswith(LANGUAGE) for name in stored):
-        stored = by_expert({name.replace(LANGUAGE, "model."): stored[name] for name in stored if name.startswith(TEXT)})
+        has_tower = "vision_config" in json.loads((directory / "config.json").read_text())
+        read = LANGUAGE, "lm_head.", *((TOWER,) if has_tower else ())
+        renamed = {name.replace(LANGUAGE, "model.").replace(TOWER, "visual."): name for name in stored}
+        stored = by_expert({new: stored[old] for new, old in renamed.items() if old.startswith(read)})
     for blocks in [name for name in stored if name.endswith("_blocks")]:
         name = blocks.removesuffix("_blocks")
         numbers = mxfp4_numbers(stored.pop(blocks), stored.pop(f"{name}_scales"))
@@ -63,6 +65,7 @@ def by_expert(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     read = {}
     for name, x in stored.items():
         prefix, _, tensor = name.rpartition(".experts.")
+        prefix = prefix if tensor in ("gate_up_proj", "down_proj") else ""
         for expert in range(len(x)) if prefix else ():
             parts = {tensor: x[expert]}
             if tensor == "gate_up_proj":

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from detjax.models import CheckpointError, DecoderConfig, GenerationDefaults
+from detjax.models.family import description
 from detjax.ops.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
 from tests.models.hugging_face import FIXTURES, NAMES
 
@@ -303,7 +304,7 @@ def test_a_configuration_that_transformers_does_not_have_is_not_written(raw, cha
 
 
 def defaults(raw: dict[str, Any], config: dict[str, Any]) -> GenerationDefaults:
-    return GenerationDefaults.from_hugging_face(raw, "generation_config.json", config, "config.json")
+    return GenerationDefaults.from_hugging_face(raw, "generation_config.json", description(config, "config.json"))
 
 
 @pytest.mark.parametrize(

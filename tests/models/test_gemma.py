@@ -1,6 +1,7 @@
 """Gemma 2 and 3: what their configurations say, and the bits of norms of branches, of bounds and of two rotations."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from flax import nnx
 import detjax
 from detjax import ops
 from detjax.models import CheckpointError, Decoder, DecoderConfig, GenerationDefaults, KVCache, digest, load, save
+from detjax.models.family import description
 from detjax.ops.rotary import LinearScaling, RotaryEmbedding
 from tests.support.bits import assert_same_bits, same_bits
 
@@ -54,6 +56,14 @@ def logits(model: Decoder, tokens: jax.Array) -> jax.Array:
     return detjax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens))(state, tokens)
 
 
+@functools.cache
+def own_logits(name: str) -> jax.Array:
+    """The logits of the fixture's first sequence, by XLA's own operations."""
+    model, tokens = fixture(name)
+    with detjax.use_backend("stock"):
+        return logits(model, tokens[:1])
+
+
 # --- configurations ---------------------------------------------------------------------------------------------------
 
 
@@ -74,10 +84,12 @@ def test_keys_that_are_left_out_have_the_values_of_transformers() -> None:
 
 def test_texts_begin_and_end_with_tokens_of_the_family_unless_the_checkpoint_says_otherwise() -> None:
     for raw in (GEMMA2, GEMMA3):
-        defaults = GenerationDefaults.from_hugging_face({}, "generation_config.json", raw, "config.json")
+        defaults = GenerationDefaults.from_hugging_face({}, "generation_config.json", description(raw, "config.json"))
         assert (defaults.bos_token_id, defaults.eos_token_ids) == (2, (1,))
         several = raw | {"eos_token_id": [1, 106]}
-        defaults = GenerationDefaults.from_hugging_face({}, "generation_config.json", several, "config.json")
+        defaults = GenerationDefaults.from_hugging_face(
+            {}, "generation_config.json", description(several, "config.json")
+        )
         assert defaults.eos_token_ids == (1, 106)
 
 
@@ -180,6 +192,7 @@ def test_rows_of_the_embedding_are_multiplied_by_a_rounded_root() -> None:
         assert_same_bits(detjax.jit(decoder.embedding)(tokens), (rows * root).astype(dtype))
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -195,12 +208,13 @@ def test_every_option_is_in_the_network(name: str, changes: dict[str, Any]) -> N
     model, tokens = fixture(name)
     other = Decoder(dataclasses.replace(model.config, **changes), rngs=nnx.Rngs(0), dtype=jnp.float32)
     nnx.update(other, nnx.state(model))
-    difference = np.abs(np.asarray(logits(other, tokens[:1]) - logits(model, tokens[:1]))).max()
+    with detjax.use_backend("stock"):  # whose programs compile fast
+        difference = np.abs(np.asarray(logits(other, tokens[:1]) - own_logits(name))).max()
     assert difference > 1e-2
     assert digest(other) != digest(model)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_request_is_the_same_in_every_batch_and_slot(name: str) -> None:
     model, tokens = fixture(name)
@@ -246,7 +260,7 @@ def test_logprobs_in_training_have_the_bits_of_logits(name: str) -> None:
     assert_same_bits(*detjax.jit(logprobs)(state, tokens))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_those_of_plain_jax(name: str) -> None:
     model, tokens = fixture(name)
@@ -260,7 +274,7 @@ def test_gradients_are_those_of_plain_jax(name: str) -> None:
         assert error < 2e-4, f"{jax.tree_util.keystr(path)}: relative error {error:.1e}"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_quantized_cache_gives_the_same_bits_in_chunks(name: str) -> None:
     model, tokens = fixture(name)
@@ -280,7 +294,7 @@ def test_a_quantized_cache_gives_the_same_bits_in_chunks(name: str) -> None:
     assert 0 < np.abs(whole - np.asarray(logits(model, tokens[:1]))).max() < 1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_engine_reuses_prefixes_and_takes_new_weights_with_the_same_bits(name: str) -> None:
     model, tokens = fixture(name)

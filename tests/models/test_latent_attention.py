@@ -267,6 +267,7 @@ def expanded(module: LatentAttention, weights: dict[str, Any], x: Any, residual:
     return o.reshape(len(x), -1) @ weights["output"].T + weights.get("output_bias", 0.0) + residual
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(("q_rank", "interleaved", "bias"), [(7, True, False), (None, False, True), (7, False, True)])
 def test_values_and_gradients_are_those_of_the_expanded_form(q_rank: int | None, interleaved: bool, bias: bool) -> None:
     module, tokens = part(q_rank, interleaved, bias), 140
@@ -357,6 +358,7 @@ def alone() -> list[Any]:
         return bits_of([one.generate([request])[0] for request in requests()])
 
 
+@pytest.mark.sampled(0)
 def test_requests_together_with_a_prefix_cache_have_the_bits_of_each_alone() -> None:
     with engine() as one:
         for _ in range(2):
@@ -365,12 +367,14 @@ def test_requests_together_with_a_prefix_cache_have_the_bits_of_each_alone() -> 
         assert max(answer.cached_tokens for answer in answers) == 128
 
 
+@pytest.mark.sampled(0)
 def test_preempted_requests_have_the_bits_of_each_alone() -> None:
     with engine(num_pages=3, prefix_cache=False) as one:
         assert_same_bits(bits_of(one.generate(list(requests()))), alone())
         assert one.stats().preemptions > 0
 
 
+@pytest.mark.sampled(0)
 def test_a_prompts_logprobs_are_those_of_the_training_forward() -> None:
     prompt = list(requests()[3].prompt)
     scored = Request(prompt, SamplingParams(max_tokens=1, prompt_logprobs=True))

@@ -112,6 +112,7 @@ def test_it_is_unknown_without_its_file() -> None:
         Decoder(config, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.sampled(0)
 def test_the_engine_serves_it(model: Decoder) -> None:
     (generation,) = detjax.generate(model, [[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))
     assert len(generation.completions[0].tokens) == 3

@@ -1,6 +1,5 @@
-"""Qwen2.5-VL: what its configurations say, its images' patches, rows and positions, and packs of images."""
+"""Qwen2.5-VL: what its configurations say, the patches of its images, and positions."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import detjax
 from detjax import ops
-from detjax.kv_pages import Queries
-from detjax.models import CheckpointError, Decoder, DecoderConfig, load, save
-from detjax.models.decoder import ImageRows
-from detjax.models.images import ImageOptions, ImagePatches, image_patches, image_rows, resized, token_coordinates
-from detjax.models.parts.vision import VisionOptions
+from detjax.models import CheckpointError, DecoderConfig, load, save
+from detjax.models.images import ImageOptions, TokenGrid, image_patches, image_rows, resized, token_coordinates
 from detjax.ops.rotary import LinearScaling, RotaryEmbedding
 from tests.models.hugging_face import changed_json, copied
-from tests.support.bits import assert_same_bits, same_bits
+from tests.support.bits import assert_same_bits
+from tests.support.towers import QWEN2_5_VL, model, random_patches, reference_patches
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen2_5_vl-tiny"
-TOLERANCE = 2e-4
+ROWS = TokenGrid((0,), 2, 3)
 RAW: dict[str, Any] = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
     "model_type": "qwen2_5_vl",
@@ -56,25 +52,10 @@ def vision_refusal(**changes: Any) -> str:
 
 def test_keys_that_are_left_out_have_the_values_of_transformers() -> None:
     config = read()
-    assert config.vision == VisionOptions(
-        width=1280,
-        inner_width=3420,
-        blocks=32,
-        heads=16,
-        activation="silu",
-        channels=3,
-        patch_size=14,
-        temporal_patch_size=2,
-        merge_size=2,
-        window_size=112,
-        full_blocks=(7, 15, 23, 31),
-        output_width=3584,
-        theta=10000.0,
-        tokens_per_second=4,
-    )
+    assert config.vision == QWEN2_5_VL
     assert config.rope == RotaryEmbedding(128, 1e6, sections=(16, 24, 24))
     assert (config.norm_eps, config.max_positions) == (1e-5, 32768)
-    assert (config.image_token, config.qkv_bias, config.tied_embeddings) == (151655, True, False)
+    assert (config.placeholders, config.qkv_bias, config.tied_embeddings) == ((151655, 151656), True, False)
     assert config.windows == (None, None)
 
 
@@ -146,43 +127,6 @@ def test_a_model_without_a_file_for_images_has_the_usual_options(tmp_path: Path)
 # --- patches ----------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def model(dtype: str = "float32") -> Decoder:
-    return load(FIXTURE, dtype=dtype, progress=False)[0]
-
-
-@functools.cache
-def reference() -> dict[str, np.ndarray]:
-    return dict(np.load(FIXTURE / "reference.npz"))
-
-
-def vision() -> VisionOptions:
-    options = model().config.vision
-    assert options is not None
-    return options
-
-
-def patches_of(image: np.ndarray) -> ImagePatches:
-    options = model().image_options
-    assert options is not None
-    return image_patches(image, options, vision())
-
-
-@functools.cache
-def reference_patches() -> tuple[ImagePatches, ...]:
-    return tuple(patches_of(reference()[f"image_{index}"]) for index in range(2))
-
-
-def random_patches(height: int, width: int, seed: int = 0) -> ImagePatches:
-    return patches_of(np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8))
-
-
-def test_patches_are_those_of_transformers() -> None:
-    patches = reference_patches()
-    assert [[image.rows, image.columns] for image in patches] == reference()["grids"].tolist()
-    assert_same_bits(np.concatenate([image.pixels for image in patches]), reference()["patches"])
-
-
 @pytest.mark.parametrize(
     ("height", "width", "expected"),
     [
@@ -201,63 +145,20 @@ def test_sizes_are_multiples_of_a_token_within_the_bounds(height: int, width: in
 
 def test_an_image_far_longer_than_wide_is_refused() -> None:
     with pytest.raises(ValueError, match="the image has 3 rows and 700 columns; accepted: a side at most 200 times"):
-        random_patches(3, 700)
+        random_patches(FIXTURE.name, 3, 700)
 
 
 @pytest.mark.parametrize("image", [np.zeros((4, 4), np.uint8), np.zeros((4, 4, 3)), np.zeros((0, 4, 3), np.uint8)])
 def test_what_is_no_image_is_refused(image: np.ndarray) -> None:
     with pytest.raises(ValueError, match=r"accepted: uint8 \(height, width, 3\), red, green and blue"):
-        image_patches.__wrapped__(image, ImageOptions(), vision())  # pyright: ignore[reportFunctionMemberAccess]
+        image_patches.__wrapped__(image, ImageOptions(), QWEN2_5_VL)  # pyright: ignore[reportFunctionMemberAccess]
 
 
-# --- the tower --------------------------------------------------------------------------------------------------------
-
-
-def rows_of(*images: ImagePatches, dtype: str = "float32") -> list[np.ndarray]:
-    tower = model(dtype).vision
-    assert tower is not None
-    return image_rows(tower, images)
-
-
-def test_rows_are_those_of_transformers() -> None:
-    rows = np.concatenate(rows_of(*reference_patches()))
-    np.testing.assert_allclose(rows, reference()["rows"], rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_image_has_the_same_rows_in_every_pack(dtype: str) -> None:
-    large, small = reference_patches()
-    alone = {id(image): rows_of(image, dtype=dtype)[0] for image in (large, small)}
-    for pack in ([large, small], [random_patches(30, 80), small, large, small]):
-        for image, rows in zip(pack, rows_of(*pack, dtype=dtype), strict=True):
-            if id(image) in alone:
-                assert_same_bits(rows, alone[id(image)])
-
-
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_what_the_neighbours_hold_does_not_matter(poison: float) -> None:
-    anchor, other = reference_patches()
-    (alone,) = rows_of(anchor)
-    poisoned = ImagePatches(np.full_like(other.pixels, poison), other.rows, other.columns)
-    together = rows_of(poisoned, anchor)
-    assert_same_bits(together[1], alone)
-    assert not np.isfinite(together[0]).any()
-
-
-def test_stock_xla_fails_the_test_of_packs() -> None:
-    other, anchor = reference_patches()
-    with detjax.use_backend("stock"):
-        (alone,) = rows_of(anchor)
-        together = [rows_of(anchor, anchor)[0], rows_of(other, anchor)[1]]
-    assert not any(same_bits(rows, alone) for rows in together)
-
-
-# --- positions and logits ---------------------------------------------------------------------------------------------
+# --- positions --------------------------------------------------------------------------------------------------------
 
 
 def test_an_image_has_one_time_and_the_text_goes_on_behind_it() -> None:
-    coordinates, excess = token_coordinates([5, 9, 9, 9, 9, 9, 9, 5, 5, 9, 6], 9, [(2, 3), (1, 1)])
+    coordinates, excess = token_coordinates([5, 9, 9, 9, 9, 9, 9, 5, 5, 9, 6], [9], [ROWS, TokenGrid((0,), 1, 1)])
     image = [[1, 1 + row, 1 + column] for row in range(2) for column in range(3)]
     text = [[position] * 3 for position in (4, 5, 6, 7)]
     assert coordinates.tolist() == [[0, 0, 0], *image, *text]
@@ -265,67 +166,10 @@ def test_an_image_has_one_time_and_the_text_goes_on_behind_it() -> None:
 
 
 def test_tokens_that_are_not_those_of_the_images_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 image tokens from token 1 on; accepted: 6, as the image has 2 rows of 3"):
-        token_coordinates([5, 9, 9, 5], 9, [(2, 3)])
+    with pytest.raises(ValueError, match="2 image tokens from token 1 on; accepted: 6, as the image has 1 frames of 2"):
+        token_coordinates([5, 9, 9, 5], [9], [ROWS])
     with pytest.raises(ValueError, match="0 runs of image tokens; accepted: 1"):
-        token_coordinates([5, 5], 9, [(2, 3)])
-
-
-def prompt_arrays(tokens: np.ndarray) -> tuple[np.ndarray, ImageRows]:
-    """The coordinates of the reference's tokens, and the rows of its images in their places."""
-    config = model().config
-    assert config.image_token is not None
-    grids = [(image.rows // 2, image.columns // 2) for image in reference_patches()]
-    coordinates, _ = token_coordinates(tokens.tolist(), config.image_token, grids)
-    present = tokens == config.image_token
-    rows = np.zeros((len(tokens), config.hidden_size), np.float32)
-    rows[present] = np.concatenate(rows_of(*reference_patches()))
-    return coordinates, ImageRows(present, rows)
-
-
-def logits_of(sizes: list[int], backend: str | None = None) -> np.ndarray:
-    """Logits of the reference's tokens, so many at a time."""
-    tokens = reference()["tokens"]
-    coordinates, images = prompt_arrays(tokens)
-    graphdef, state = nnx.split(model())
-
-    @detjax.jit
-    def program(state: Any, tokens: Any, queries: Queries, kept: Any, images: ImageRows) -> Any:
-        decoder = nnx.merge(graphdef, state)
-        hidden, kept = decoder.hidden_states(tokens, queries, kept, images=images)
-        return decoder.logits(hidden), kept
-
-    kept, logits, start = model().empty_state(2), [], 0
-    for size in sizes:
-        part = slice(start, start + size)
-        table, (first, length) = ops.contiguous_page_table(1, 256), (jnp.array([n]) for n in (start, start + size))
-        queries = Queries(table, first, length, jnp.array([size]), coordinates=jnp.asarray(coordinates[None, part]))
-        some = ImageRows(*(jnp.asarray(x[None, part]) for x in images))
-        out, kept = program(state, jnp.asarray(tokens[None, part]), queries, kept, some)
-        logits.append(np.asarray(out)[0])
-        start += size
-    return np.concatenate(logits)
-
-
-def test_logits_are_those_of_transformers() -> None:
-    logits = logits_of([len(reference()["tokens"])])
-    np.testing.assert_allclose(logits, reference()["logits"], rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.sampled(0)
-def test_chunks_that_cut_images_give_the_bits_of_prefill() -> None:
-    whole = logits_of([163])
-    assert_same_bits(logits_of([20] * 8 + [3]), whole)
-
-
-def test_texts_under_equal_coordinates_have_the_bits_of_plain_positions() -> None:
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 37, 3, 16)), jnp.bfloat16)
-    positions = jnp.asarray(np.random.default_rng(1).integers(0, 4000, (2, 37)), jnp.int32)
-    plain = detjax.jit(ops.rope, static_argnums=2)(x, positions, RotaryEmbedding(16, 500.0))
-    sections = RotaryEmbedding(16, 500.0, sections=(2, 1, 5))
-    equal = jnp.repeat(positions[..., None], 3, axis=-1)
-    for given in (positions, equal):
-        assert_same_bits(detjax.jit(ops.rope, static_argnums=2)(x, given, sections), plain)
+        token_coordinates([5, 5], [9], [ROWS])
 
 
 def test_coordinates_of_another_shape_are_refused() -> None:
@@ -338,13 +182,14 @@ def test_coordinates_of_another_shape_are_refused() -> None:
 
 
 def test_a_saved_directory_makes_the_same_patches_and_rows(tmp_path: Path) -> None:
-    save(model(), tmp_path / "saved")
+    original = model(FIXTURE.name)
+    save(original, tmp_path / "saved")
     again = load(tmp_path / "saved", progress=False)[0]
     assert (again.config, again.image_options) == (
-        DecoderConfig(**{**vars(model().config), "dtype": "float32"}),
-        model().image_options,
+        DecoderConfig(**{**vars(original.config), "dtype": "float32"}),
+        original.image_options,
     )
-    assert again.vision is not None
-    (rows,) = image_rows(again.vision, reference_patches()[1:])
-    assert_same_bits(rows, rows_of(*reference_patches())[1])
-    assert jax.tree.structure(nnx.state(again)) == jax.tree.structure(nnx.state(model()))
+    assert again.vision is not None and original.vision is not None
+    images = reference_patches(FIXTURE.name)[1:]
+    assert_same_bits(image_rows(again.vision, images), image_rows(original.vision, images))
+    assert jax.tree.structure(nnx.state(again)) == jax.tree.structure(nnx.state(original))

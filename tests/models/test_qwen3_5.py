@@ -11,12 +11,14 @@ import pytest
 
 from detjax.bench import cases, presets
 from detjax.models import CheckpointError, DecoderConfig, GenerationDefaults, digest, load, save
+from detjax.models.family import description
 from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.gated_experts import GatedExpertsOptions
 from detjax.models.parts.parameters import Tensors
 from detjax.ops.rotary import RotaryEmbedding
 from tests.models.hugging_face import FIXTURES, LANGUAGE, SINGLE, changed_json, changed_tensors, copied, tensors
 from tests.support.bits import assert_same_bits
+from tests.support.towers import QWEN3_5
 
 TEXT: dict[str, Any] = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -52,11 +54,11 @@ def read(raw: dict[str, Any], **changes: Any) -> DecoderConfig:
 
 
 def multimodal(raw: dict[str, Any], **beside: Any) -> dict[str, Any]:
-    """The configuration of a multimodal model with such a text model."""
+    """The configuration of a multimodal model with such a text model, which describes no tower."""
     kind = "qwen3_5_moe" if "Moe" in raw["architectures"][0] else "qwen3_5"
     text = {key: value for key, value in raw.items() if key != "architectures"} | {"model_type": f"{kind}_text"}
     name = raw["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
-    return {"architectures": [name], "model_type": kind, "text_config": text, "vision_config": {"depth": 1}} | beside
+    return {"architectures": [name], "model_type": kind, "text_config": text} | beside
 
 
 # --- configurations ---------------------------------------------------------------------------------------------------
@@ -92,14 +94,16 @@ def test_a_multimodal_model_has_the_text_model_that_its_file_describes(raw: dict
     assert read(whole) == read(whole, architectures=None) == expected
     # What the whole model's configuration says holds where the text model's says nothing.
     assert read(multimodal(raw, tie_word_embeddings=True, torch_dtype="bfloat16")) == expected
-    assert read(multimodal(raw | {"dtype": "float16"}, dtype="bfloat16")).dtype == "float16"
+    # But of dtypes, the whole model's is that of its weights.
+    assert read(multimodal(raw | {"dtype": "float16"}, dtype="bfloat16")).dtype == "bfloat16"
     # A text model's file that names the multimodal model's class.
     assert read(raw, architectures=whole["architectures"], tie_word_embeddings=True, dtype="bfloat16") == expected
 
 
 def test_token_ids_of_a_multimodal_model_are_those_of_its_text_model() -> None:
     whole = multimodal(TEXT | {"eos_token_id": 7}, eos_token_id=8, bos_token_id=9)
-    defaults = GenerationDefaults.from_hugging_face({}, "generation_config.json", whole, "config.json")
+    described = description(whole, "config.json")
+    defaults = GenerationDefaults.from_hugging_face({}, "generation_config.json", described)
     assert defaults == GenerationDefaults(eos_token_ids=(7,), bos_token_id=9)
 
 
@@ -143,6 +147,54 @@ def test_what_is_written_is_a_text_model_that_says_the_same(raw: dict[str, Any])
         dataclasses.replace(
             config, experts=read(TEXT | {"architectures": ["Qwen3NextForCausalLM"]}).experts if raw is TEXT else None
         ).to_hugging_face()
+
+
+# --- the tower --------------------------------------------------------------------------------------------------------
+
+
+def with_tower(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
+    """The configuration of a multimodal model with a tower."""
+    return multimodal(raw | PUBLISHED | {"hidden_size": 3584}, vision_config={"out_hidden_size": 3584} | vision)
+
+
+@pytest.mark.parametrize("raw", [TEXT, MOE])
+def test_a_description_of_a_tower_makes_a_model_of_images(raw: dict[str, Any]) -> None:
+    whole = with_tower(raw)
+    config, text = read(whole), read(raw | PUBLISHED | {"hidden_size": 3584})
+    assert (config.vision, config.placeholders) == (QWEN3_5, (248056, 248057))
+    assert config.rope == RotaryEmbedding(256, 1e7, rotary_dim=64, sections=(11, 11, 10), interleaved=True)
+    plain = {"rope": text.rope, "vision": None, "image_token": None, "video_token": None}
+    assert dataclasses.replace(config, **plain, architecture=text.architecture) == text
+    written = config.to_hugging_face()
+    assert read(written) == config and written["architectures"] == whole["architectures"]
+    assert written["text_config"]["model_type"].endswith("_text") and "image_token_id" not in written["text_config"]
+
+
+@pytest.mark.parametrize(
+    ("vision", "words"),
+    [
+        ({"out_hidden_size": 7}, "vision_config.out_hidden_size is 7; accepted: 3584"),
+        ({"hidden_size": 1153}, "vision_config.hidden_size is 1153; accepted: a multiple of 64"),
+        ({"hidden_act": "silu"}, "vision_config.hidden_act is 'silu'; accepted: gelu_pytorch_tanh"),
+        ({"num_position_embeddings": 24}, "vision_config.num_position_embeddings is 24; accepted: a square number"),
+        ({"deepstack_visual_indexes": [8]}, "vision_config.deepstack_visual_indexes is [8]; accepted: an empty list"),
+        ({"in_channels": 1}, "vision_config.in_channels is 1; accepted: 3"),
+    ],
+)
+def test_towers_that_are_not_served_are_refused(vision: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(f"some/config.json: {words}")):
+        read(with_tower(TEXT, **vision))
+
+
+def test_sections_of_images_that_are_not_served_are_refused() -> None:
+    for change, words in (
+        ({"mrope_section": [11, 11, 11]}, "mrope_section is [11, 11, 11]; accepted: 3 numbers that add up to 32"),
+        ({"mrope_interleaved": False}, "mrope_interleaved is False; accepted: true"),
+    ):
+        whole = with_tower(TEXT)
+        whole["text_config"]["rope_parameters"] = whole["text_config"]["rope_parameters"] | change
+        with pytest.raises(CheckpointError, match=re.escape(f"text_config.rope_parameters.{words}")):
+            read(whole)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

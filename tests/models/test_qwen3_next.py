@@ -136,7 +136,7 @@ def run(model: Decoder) -> Any:
     return lambda *args: program(state, *args)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("ends", [(60,), (63,), (120,), (126,)])
 def test_dropped_tokens_leave_no_trace(ends: tuple[int], run: Any, model: Decoder) -> None:
     """A verify step's drafts are refused, and the cache is given its former lengths."""
@@ -153,7 +153,7 @@ def test_dropped_tokens_leave_no_trace(ends: tuple[int], run: Any, model: Decode
     assert_same_bits(np.asarray(logits)[1, :20], whole[1, kept - 7 : kept + 13])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("batch", [5, 33])
 def test_a_request_is_the_same_in_every_batch_and_slot(batch: int, run: Any) -> None:
     given = tokens(batch, 70)
@@ -171,7 +171,7 @@ def test_a_state_without_slots_is_refused(model: Decoder) -> None:
     assert declaration.empty(StateSize(1, jnp.bfloat16, slots=3)).rule.s.shape == (3, 4, 16, 12)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("num_pages", [None, 3])
 def test_an_engine_gives_a_request_the_same_answer_in_a_crowd(num_pages: int | None, model: Decoder) -> None:
     """With 3 pages, sequences are preempted and computed again, in other slots. Prompts begin alike."""
@@ -201,7 +201,7 @@ def test_memory_for_less_than_one_snapshot_is_refused(model: Decoder) -> None:
         EngineConfig(max_length=256, **options).resolved(model)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("size", [50, 1])
 def test_stock_numerics_depend_on_how_a_request_is_cut(size: int) -> None:
     model, given = fixture("float32"), tokens(1, 100)

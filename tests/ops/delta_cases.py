@@ -12,6 +12,18 @@ from detjax import ops
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 4, 16, 24
 
 
+class Shape(NamedTuple):
+    """The shape of a layer."""
+
+    key_heads: int = KEY_HEADS
+    heads: int = HEADS
+    key_dim: int = KEY_DIM
+    value_dim: int = VALUE_DIM
+
+
+SHAPE = Shape()
+
+
 class Tokens(NamedTuple):
     """The arguments of `gated_delta_rule` for the tokens of one request, `[T, ...]`."""
 
@@ -25,20 +37,25 @@ class Tokens(NamedTuple):
         return Tokens(*(x[start:end] for x in self))
 
 
-def tokens(count: int, seed: int = 0, dtype: str = "bfloat16") -> Tokens:
+def tokens(count: int, seed: int = 0, dtype: str = "bfloat16", shape: Shape = SHAPE) -> Tokens:
     """Tokens whose keys resemble each other and the queries, with heads that forget slowly and fast."""
     random = np.random.default_rng([seed, count])
-    k = random.standard_normal((count, KEY_HEADS, KEY_DIM)) + 1
+    k = random.standard_normal((count, shape.key_heads, shape.key_dim)) + 1
     q = k / 2 + random.standard_normal(k.shape)
     unit = [x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k)]
-    v = random.standard_normal((count, HEADS, VALUE_DIM))
-    g = -random.random((count, HEADS)) * np.array([0.01, 0.1, 0.5, 3.0])
+    v = random.standard_normal((count, shape.heads, shape.value_dim))
+    g = -random.random((count, shape.heads)) * np.resize([0.01, 0.1, 0.5, 3.0], shape.heads)
     wide = [x.astype(jnp.dtype(dtype)) for x in (*unit, v)]
     return Tokens(*wide, g.astype(np.float32), random.random(g.shape).astype(np.float32))
 
 
-def empty_state(slots: int, dtype: str = "bfloat16") -> ops.DeltaState:
-    return ops.DeltaState.empty(slots, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, jnp.dtype(dtype))
+def empty_state(slots: int, dtype: str = "bfloat16", shape: Shape = SHAPE) -> ops.DeltaState:
+    return ops.DeltaState.empty(slots, *shape, jnp.dtype(dtype))
+
+
+def shape_of(request: Tokens) -> Shape:
+    """The shape of the layer that a request is for."""
+    return Shape(*request.k.shape[1:2], request.v.shape[1], request.k.shape[2], request.v.shape[2])
 
 
 def queries(starts: Sequence[int], counts: Sequence[int], slots: Sequence[int] | None = None) -> ops.Queries:
@@ -57,7 +74,7 @@ def call(request: Tokens, state: ops.DeltaState, start: int, end: int) -> tuple[
 
 def in_calls(request: Tokens, ends: Sequence[int]) -> np.ndarray:
     """The outputs of a request whose calls end at the positions given."""
-    state, outputs, start = empty_state(1, request.v.dtype.name), [], 0
+    state, outputs, start = empty_state(1, request.v.dtype.name, shape_of(request)), [], 0
     for end in ends:
         o, state = call(request, state, start, end)
         outputs.append(o)
@@ -68,8 +85,9 @@ def in_calls(request: Tokens, ends: Sequence[int]) -> np.ndarray:
 def recurrence(request: Tokens) -> np.ndarray:
     """The outputs by the recurrence in float64."""
     q, k, v, g, beta = (np.asarray(x).astype(np.float64) for x in request)
-    q, k = (np.repeat(x, HEADS // KEY_HEADS, axis=1) for x in (q * KEY_DIM**-0.5, k))
-    s, outputs = np.zeros((HEADS, KEY_DIM, VALUE_DIM)), []
+    shape = shape_of(request)
+    q, k = (np.repeat(x, shape.heads // shape.key_heads, axis=1) for x in (q * shape.key_dim**-0.5, k))
+    s, outputs = np.zeros(shape[1:]), []
     for t in range(len(v)):
         s = s * np.exp(g[t])[:, None, None]
         u = (v[t] - np.einsum("hkv,hk->hv", s, k[t])) * beta[t][:, None]

@@ -41,7 +41,7 @@ def in_padded_calls(request: cases.Tokens, ends: Sequence[int], state: ops.Delta
 
 
 def padded_call(
-    request: cases.Tokens, state: ops.DeltaState, start: int, end: int
+    request: cases.Tokens, state: ops.DeltaState, start: int, end: int, slot: int = 0
 ) -> tuple[np.ndarray, ops.DeltaState]:
     count = end - start
     padded = []
@@ -49,7 +49,7 @@ def padded_call(
         filled = np.full((1, ROOM, *x.shape[1:]), np.nan, x.dtype)
         filled[0, :count] = x
         padded.append(jnp.asarray(filled))
-    o, state = ops.gated_delta_rule(*padded, state, cases.queries([start], [count]))
+    o, state = ops.gated_delta_rule(*padded, state, cases.queries([start], [count], [slot]))
     return np.asarray(o[0, :count]), state
 
 
@@ -57,6 +57,7 @@ def error(y: np.ndarray, expected: np.ndarray) -> float:
     return float(np.sqrt(((y.astype(np.float64) - expected) ** 2).mean() / (expected**2).mean()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["portable", "stock"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_outputs_are_those_of_the_recurrence(dtype: str, backend: str) -> None:
@@ -66,6 +67,7 @@ def test_outputs_are_those_of_the_recurrence(dtype: str, backend: str) -> None:
     assert error(outputs, cases.recurrence(request)) < {"float32": 1e-6, "bfloat16": 4e-3}[dtype]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_gives_the_bits_of_prefill(dtype: str) -> None:
     request = cases.tokens(LENGTH, dtype=dtype)
@@ -81,7 +83,7 @@ def test_every_cut_of_a_chunk_gives_the_bits_of_one_call(dtype: str) -> None:
         assert_same_bits(in_padded_calls(request, [cut, ROOM]), whole)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_cuts_give_the_bits_of_one_call(seed: int) -> None:
     request = cases.tokens(LENGTH)
@@ -90,6 +92,7 @@ def test_random_cuts_give_the_bits_of_one_call(seed: int) -> None:
     assert_same_bits(in_padded_calls(request, [*cuts, LENGTH]), cases.in_calls(request, [LENGTH]))
 
 
+@pytest.mark.sampled(0)
 def test_calls_of_other_lengths_are_other_programs_with_the_same_bits() -> None:
     request = cases.tokens(LENGTH)
     whole = cases.in_calls(request, [LENGTH])
@@ -97,6 +100,7 @@ def test_calls_of_other_lengths_are_other_programs_with_the_same_bits() -> None:
     assert_same_bits(cases.in_calls(request, [63, 128, LENGTH]), whole)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ends", [[50, 300], [*range(1, 301)]], ids=["two calls", "decode"])
 def test_chunks_from_the_start_of_a_call_have_other_bits(ends: list[int]) -> None:
     request = cases.tokens(LENGTH)
@@ -104,7 +108,7 @@ def test_chunks_from_the_start_of_a_call_have_other_bits(ends: list[int]) -> Non
         assert not same_bits(cases.in_calls(request, ends), cases.in_calls(request, [LENGTH]))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kept", [60, 63, 64, 120, 127, 128])
 def test_dropped_tokens_leave_no_trace(kept: int) -> None:
     request, drafts = cases.tokens(ROOM), cases.tokens(ROOM, seed=1)
@@ -122,6 +126,7 @@ def test_dropped_tokens_leave_no_trace(kept: int) -> None:
     assert_same_bits(padded_call(request, state, kept, ROOM)[0], whole[kept:])
 
 
+@pytest.mark.sampled(0)
 def test_tokens_dropped_after_a_prefill_leave_no_trace() -> None:
     request = cases.tokens(ROOM)
     whole = cases.in_calls(request, [ROOM])
@@ -132,7 +137,7 @@ def test_tokens_dropped_after_a_prefill_leave_no_trace() -> None:
 
 def test_the_batch_slots_and_their_old_contents_change_no_bit() -> None:
     requests = [cases.tokens(count, seed) for seed, count in enumerate([70, 130, 1, 97])]
-    alone = [cases.in_calls(request, [len(request.v)]) for request in requests]
+    alone = [in_padded_calls(request, [len(request.v)]) for request in requests]
     old = jax.tree.map(
         lambda x: jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 7), cases.empty_state(6)
     )
@@ -162,17 +167,17 @@ def test_a_neighbour_of_nan_changes_no_bit() -> None:
     assert np.isnan(np.asarray(o[0], np.float32)).any() and not np.isnan(np.asarray(state.s[1])).any()
 
 
+@pytest.mark.sampled(0)
 def test_packed_requests_have_the_bits_of_rectangular_ones() -> None:
     """Two requests decode, three prefill, and one of these has no tokens in the call."""
     requests = [cases.tokens(count, seed) for seed, count in enumerate([101, 64, 97, 40, 20])]
     starts, counts = [100, 63, 41, 40, 0], [1, 1, 56, 0, 20]
     state, expected = cases.empty_state(5), []
     for slot, (request, start, count) in enumerate(zip(requests, starts, counts, strict=True)):
-        whole = cases.in_calls(request, [len(request.v)])
+        whole = in_padded_calls(request, [len(request.v)])
         expected.append(whole[start : start + count])
         if start:
-            some = [jnp.asarray(x)[None] for x in request.cut(0, start)]
-            _, state = ops.gated_delta_rule(*some, state, cases.queries([0], [start], [slot]))
+            _, state = padded_call(request, state, 0, start, slot)
     parts = [request.cut(start, start + count) for request, start, count in zip(requests, starts, counts, strict=True)]
     arrays, firsts = cases.packed(parts, decodes=2, rows=88)
     queries = ops.Queries.packed(
@@ -189,6 +194,7 @@ def test_packed_requests_have_the_bits_of_rectangular_ones() -> None:
     assert_same_bits(np.asarray(o[0]), cases.in_calls(more, [49])[40:])
 
 
+@pytest.mark.sampled(0)
 def test_vmap_gives_the_bits_of_single_calls() -> None:
     requests = [cases.tokens(20, seed) for seed in range(2)]
     arrays = [jnp.asarray(np.stack(x))[:, None] for x in zip(*requests, strict=True)]
@@ -252,7 +258,7 @@ def exact_gradients(request: cases.Tokens, do: np.ndarray) -> list[np.ndarray]:
     return [dq, dk, dv, dg, dbeta]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("backend", ["portable", "stock"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_are_those_of_the_recurrence(dtype: str, backend: str) -> None:
@@ -264,10 +270,11 @@ def test_gradients_are_those_of_the_recurrence(dtype: str, backend: str) -> None
         assert error(x, exact) < {"float32": 2e-6, "bfloat16": 1e-2}[dtype]
 
 
+@pytest.mark.sampled(0)
 def test_gradients_depend_on_neither_padding_nor_packing_nor_neighbours() -> None:
     requests = [cases.tokens(count, seed) for seed, count in enumerate([70, 130, 40])]
     dos = [output_gradient(request) for request in requests]
-    alone = [gradients(request, do) for request, do in zip(requests, dos, strict=True)]
+    alone = [gradients(request, do, room=130) for request, do in zip(requests, dos, strict=True)]
     for request, do, expected in zip(requests, dos, alone, strict=True):
         assert_same_bits(gradients(request, do, room=200), expected)
 
@@ -286,9 +293,9 @@ def test_gradients_depend_on_neither_padding_nor_packing_nor_neighbours() -> Non
         assert_same_bits([np.asarray(x[first : first + count]) for x in given], expected)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
-    ("dtype", "start"), [("bfloat16", 20), ("bfloat16", 128), ("float32", 63), ("float32", 64), ("bfloat16", 133)]
+    ("dtype", "start"), [("float32", 63), ("bfloat16", 20), ("bfloat16", 128), ("float32", 64), ("bfloat16", 133)]
 )
 def test_gradients_of_a_part_of_a_request_are_those_of_the_whole(dtype: str, start: int) -> None:
     """The loss sees later tokens alone, so earlier ones are a constant to them. The slot held another request."""

@@ -35,6 +35,7 @@ def operands(layout: str, gated: bool, dtype: str = "float32") -> tuple[jax.Arra
     return drawn(ROWS, K, dtype=dtype), w, drawn(EXPERTS, *stacked, N, dtype=dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize(
     ("layout", "gated", "dtype"), [("nk", True, "bfloat16"), ("kn", False, "float32"), ("nk", False, "float16")]
@@ -83,7 +84,8 @@ def gradients(x: Any, w: Any, bias: Any, sizes: Any, dy: Any, sums: Any, sequenc
     return jax.vjp(fn, x, sums)[1](dy)
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("gated", [True, False])
 def test_gradients_are_those_of_float64(gated: bool) -> None:
     x, w, bias = operands("nk", gated)
     sizes, dy = jnp.asarray((16, 17, 0, 1, 30), jnp.int32), drawn(ROWS, N, seed=1)
@@ -170,6 +172,7 @@ def clamped_operands() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     return x, w, bias, jnp.repeat(jnp.arange(EXPERTS), CLAMPED_SIZES, total_repeat_length=64)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("backend", ["portable", "stock"])
 def test_clamped_sums_and_their_gradients_are_those_of_float64(backend: str) -> None:
     x, w, bias, experts = clamped_operands()

@@ -40,7 +40,7 @@ def moved(
     return places
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(3)
 @every_op_and_dtype
 def test_a_row_is_the_same_at_every_batch_size_and_position(op: RowOp, dtype: str) -> None:
     few = {"bfloat16": (1, 17, 257, 1024), "float16": (33, 257)}
@@ -53,6 +53,7 @@ def test_a_row_of_any_width_is_the_same_at_every_batch_size(op: RowOp, width: in
     assert moved(op, "float32", width + width % 2 if op.even else width, batch_sizes=(1, 33)) == []
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 257), (3, 1), (80, 3), (257, 515), (4097, 1), (72, 4097)])
 @pytest.mark.parametrize("layout", ["kn", "nk"])
 def test_a_row_times_a_weight_of_any_shape_is_the_same_at_every_batch_size(

@@ -30,6 +30,7 @@ def both(k: jax.Array, width: int = VALUES) -> tuple[ops.KVPages, ops.KVPages]:
     return ops.KVPages(k, ops.KeyColumns(width)), ops.KVPages(k, k[..., :width])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["causal", "window", "everything"])
 def test_they_have_the_bits_of_pages_of_such_values(name: str, dtype: str) -> None:
@@ -43,6 +44,7 @@ def test_they_have_the_bits_of_pages_of_such_values(name: str, dtype: str) -> No
     assert_same_bits(columns, apart)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("heads", "width", "values", "dtype"),
     [(3, 576, 512, "bfloat16"), (HEADS, WIDTH, VALUES, "float32"), (2, 80, 80, "float32")],
@@ -85,6 +87,7 @@ def gradients(kv: ops.KVPages, q: jax.Array, stand: ops.Queries, dy: jax.Array) 
     return program(q, kv)
 
 
+@pytest.mark.sampled(0)
 def test_the_gradient_of_a_column_is_that_of_the_key_plus_that_of_the_value() -> None:
     requests, cached = pages("float32")
     q = jnp.asarray(np.stack([np.resize(request.q, (200, HEADS, WIDTH)) for request in requests]))
@@ -98,6 +101,7 @@ def test_the_gradient_of_a_column_is_that_of_the_key_plus_that_of_the_value() ->
     assert_same_bits((columns[0], columns[1].k), (apart[0], dk))
 
 
+@pytest.mark.sampled(0)
 def test_the_gradient_of_a_column_is_rounded_once() -> None:
     request = Request.random(128, "bfloat16", heads=(HEADS, 1), width=WIDTH)
     cached, dy = pool([request]), np.asarray(Request.random(128, "bfloat16", 1, (HEADS, 1), VALUES).q)
@@ -116,6 +120,7 @@ def test_the_gradient_of_a_column_is_rounded_once() -> None:
     assert not same_bits(dk, twice)
 
 
+@pytest.mark.sampled(0)
 def test_packed_queries_have_the_gradients_of_rectangular_ones() -> None:
     lengths = (16, 48, 130)
     requests, cached = pages("float32", lengths)

@@ -44,6 +44,7 @@ def first_rows() -> np.ndarray:
     return np.concatenate([np.arange(DECODES), DECODES + np.cumsum(prefills) - prefills])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_each_request_has_the_bits_it_has_alone(quantization: Any) -> None:
     kv = pages()

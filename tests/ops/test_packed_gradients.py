@@ -102,7 +102,7 @@ def whole_step(shape: Shape, queries: ops.Queries, qkv: Any, kv: ops.KVPages, su
     return y, pullback((dy, jax.tree.map(lambda x: jnp.ones_like(x) / 8, written)))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", SHAPES)
 def test_sequences_in_one_row_have_the_gradients_of_sequences_in_rows_of_their_own(name: str) -> None:
     shape, rows = SHAPES[name], sum(UNITS) + SPARE
@@ -125,6 +125,7 @@ def test_sequences_in_one_row_have_the_gradients_of_sequences_in_rows_of_their_o
     assert all((np.asarray(x) != 0).any() for x in jax.tree.leaves(others))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["groups of 4", "soft cap, sinks and slopes"])
 def test_attention_gives_the_gradients_of_each_request_whatever_stands_in_rows_of_nobody(name: str) -> None:
     shape, rows = SHAPES[name], sum(round_up(length, QUERY_UNIT) for length in LENGTHS) + SPARE

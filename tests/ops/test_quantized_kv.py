@@ -186,7 +186,7 @@ def attend_to(q: np.ndarray, cached: Pool, q_start: Any, kv_length: Any, **optio
     return np.asarray(ops.attention(jnp.asarray(q), cached.kv, cached.queries(q_start, kv_length), **options))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "kind", "dtype"),
     [(name, "int8", "bfloat16") for name in ("causal", "not causal", "window", "alibi", "everything")]
@@ -212,6 +212,7 @@ def test_attention_has_the_bits_of_what_the_pages_are_read_as(name: str, kind: s
         assert 1e-4 < error < {"int8": 0.02, "fp8_e4m3": 0.1, "q4_0": 0.3}[kind]
 
 
+@pytest.mark.sampled(1)
 @every_kind
 def test_ragged_queries_have_the_bits_of_what_the_pages_are_read_as(kind: str) -> None:
     requests = [Request.random(length, "bfloat16", width=WIDTH) for length in (150, 20)]
@@ -222,6 +223,7 @@ def test_ragged_queries_have_the_bits_of_what_the_pages_are_read_as(kind: str) -
     assert_same_bits(result, expected)
 
 
+@pytest.mark.sampled(1)
 @every_kind
 def test_a_key_that_is_nan_is_seen(kind: str) -> None:
     request = Request.random(140, "float32", width=WIDTH)
@@ -230,6 +232,7 @@ def test_a_key_that_is_nan_is_seen(kind: str) -> None:
     assert_same_bits(np.isnan(o).any(axis=-1), np.pad(np.tile([[1, 1, 0, 0]], (120, 1)), ((20, 0), (0, 0))) == 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mapped", [(0, 0), (0, None), (None, 0)])
 def test_vmap_over_codes_or_scales_gives_the_bits_of_each(mapped: tuple[int | None, int | None]) -> None:
     requests = [Request.random(40, "float32", seed=seed, width=WIDTH) for seed in range(2)]
@@ -259,6 +262,7 @@ def test_xlas_own_attention_takes_quantized_pages(kind: str) -> None:
     assert not same_bits(result, expected)
 
 
+@pytest.mark.sampled(2)
 @every_kind
 def test_tokens_are_written_as_whole_pages_are_quantized(kind: str) -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, KV_BLOCK, 64)), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Norms, gates, decays and the causal convolution: numbers against float64, and bits that no schedule changes."""
+"""Functions of single rows, and the causal convolution: numbers against float64, and bits that no schedule changes."""
 
 import functools
 import itertools
@@ -41,6 +41,11 @@ def normalized(x: Any, gate: Any, weight: Any) -> Any:
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight[None] * silu(gate)
 
 
+def centered(x: Any, weight: Any, bias: Any) -> Any:
+    difference = x - x.mean(-1, keepdims=True)
+    return difference / jnp.sqrt((difference**2).mean(-1, keepdims=True) + 1e-6) * weight[None] + bias[None]
+
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, ...], ...], int]] = {
     "l2_norm": (
         functools.partial(ops.l2_norm, eps=1e-6),
@@ -57,6 +62,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[i
         2,
     ),
     "decay_and_rate": (ops.decay_and_rate, decays, ((37, 8), (37, 8), (8,), (8,)), 2),
+    "layer_norm": (functools.partial(ops.layer_norm, eps=1e-6), centered, ((37, 80), (80,), (80,)), 1),
+    "weighted_sum": (
+        lambda x, factors: ops.weighted_sum(x, factors.astype(jnp.float32)),
+        lambda x, factors: (x * jax.lax.stop_gradient(factors)[..., None]).sum(1),
+        ((37, 4, 24), (37, 4)),
+        2,
+    ),
 }
 """Each with its reference, the shapes of its arguments, and how many of them are rows."""
 
@@ -74,6 +86,7 @@ def values_and_gradients(fn: Callable[..., Any], arrays: list[Any]) -> tuple[Any
     return results, pullback(jax.tree.unflatten(tree, cotangents))
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("backend", ["portable", "stock"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -90,6 +103,7 @@ def test_values_and_gradients_are_those_of_float64(name: str, dtype: str, backen
         assert np.abs(x - y).max() <= TOLERANCE[dtype] * max(1, np.abs(y).max())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_number_of_rows_and_their_neighbours_change_no_bit(name: str, dtype: str) -> None:
@@ -147,6 +161,7 @@ def convolution(x: Any, weight: Any) -> Any:
     return silu(sum(padded[tap : tap + len(x)] * weight[None, :, 0, tap] for tap in range(TAPS)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["portable", "stock"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_convolution_and_its_gradients_are_those_of_float64(dtype: str, backend: str) -> None:
@@ -166,6 +181,7 @@ def test_the_convolution_and_its_gradients_are_those_of_float64(dtype: str, back
         assert np.abs(x - y).max() <= TOLERANCE[dtype] * max(1, np.abs(y).max())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_a_part_of_a_request_are_those_of_the_whole(dtype: str) -> None:
     """The loss sees the later tokens alone, so the earlier ones are a constant to them."""
@@ -186,6 +202,7 @@ def test_gradients_of_a_part_of_a_request_are_those_of_the_whole(dtype: str) -> 
     assert_same_bits(gradients(_call(x, weight, nothing, 0, start)[1], start), [dx[start:], dweight])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_calls_of_any_length_give_the_bits_of_one(dtype: str) -> None:
     x, weight = inputs(60, dtype)

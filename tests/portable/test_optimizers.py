@@ -39,8 +39,9 @@ def schedule(count: jax.Array) -> jax.Array:
 OPTIONS = {"b1": 0.8, "b2": 0.95, "eps": 1e-5, "weight_decay": 0.1}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("rate", "options"), [(3e-2, {}), (schedule, OPTIONS), (optax.linear_schedule(1e-2, 1e-3, 4), OPTIONS)]
+    ("rate", "options"), [(schedule, OPTIONS), (3e-2, {}), (optax.linear_schedule(1e-2, 1e-3, 4), OPTIONS)]
 )
 def test_several_steps_are_those_of_optax(rate: Any, options: dict[str, float]) -> None:
     theirs = optax.adamw(rate, **{"weight_decay": 0.0, **options})
@@ -95,6 +96,7 @@ def test_slices_of_an_array_have_its_bits(parts: int) -> None:
     assert_same_bits(tuple(np.concatenate(x) for x in zip(*by_slice, strict=True)), STEP(*whole))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rate", [3e-2, schedule], ids=["constant", "schedule"])
 def test_no_program_around_a_step_changes_its_bits(rate: Any) -> None:
     optimizer, params, steps = adamw(rate, weight_decay=0.1), tree(0), 3

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from detjax.audit.logprobs import check_pairs
 from detjax.rl.corrections import none, sequence_masked, sequence_truncated, token_truncated
 from tests.support.bits import assert_same_bits
 from tests.support.unchecked import unchecked
@@ -157,7 +158,8 @@ def test_arrays_that_do_not_belong_together_are_refused() -> None:
         correction(arrays([-1.0], [-1.0]), arrays([-1.0]))
     with pytest.raises(ValueError, match=r"none: trainer\[1\] is float32\[2\]; accepted: float32\[1\]"):
         correction(arrays([-1.0], [-1.0]), arrays([-1.0], [-1.0, -2.0]))
+    check = functools.partial(unchecked(check_pairs), "none")
     with pytest.raises(ValueError, match=r"none: sampler\[0\] is float64\[1\]; accepted: float32\[1\]"):
-        correction([np.zeros(1)], arrays([-1.0]))
+        check([np.zeros(1)], arrays([-1.0]))
     with pytest.raises(ValueError, match=r"none: sampler\[0\] is float32\[1, 1\]; accepted: float32\[1\]"):
-        correction([np.zeros((1, 1), np.float32)], arrays([-1.0]))
+        check([np.zeros((1, 1), np.float32)], arrays([-1.0]))

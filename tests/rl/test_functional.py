@@ -112,6 +112,7 @@ def test_gradients_of_other_shapes_or_dtypes_are_refused() -> None:
         functions.update(state, params)
 
 
+@pytest.mark.sampled(0)
 def test_the_example_reaches_the_weights_of_the_command_on_two_devices(tmp_path: Path) -> None:
     tasks = "--task", "addition:2", "--task", "brackets:5"
     counts = "--prompts", "8", "--samples", "4", "--max-tokens", "16", "--steps", "3"

@@ -7,7 +7,7 @@ import pytest
 from tools import kill_training
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kills", [3, 20])
 def test_a_run_that_is_killed_in_rollouts_steps_and_saves_ends_with_the_same_bytes(kills: int, tmp_path: Path) -> None:
     reported: list[kill_training.Kill] = []

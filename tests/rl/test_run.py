@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import detjax
+from detjax.audit.divergence import divergence
 from detjax.engine import Engine, SamplingParams
 from detjax.models import Decoder
 from detjax.options import Distribution
-from detjax.rl.divergence import divergence
 from detjax.rl.microbatches import Layout, Packed, Rows, Sample
 from detjax.rl.placement import Placement
 from detjax.rl.policy_gradient import PolicyGradient
@@ -77,6 +77,7 @@ def test_the_trainer_sees_the_samplers_bits_after_every_step(engine: Engine, lay
         assert [x.tobytes() for x in report.logprobs] == [x.tobytes() for x in by_trainer]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "distribution",
     [Distribution(0.6), Distribution(1.5, top_k=5), Distribution(1.0, top_p=0.7, min_p=0.05), Distribution(0.0)],
@@ -97,6 +98,7 @@ def test_the_trainer_sees_the_bits_of_the_distribution_that_was_drawn_from(
     assert (report.gradient_norm == 0) == (distribution.temperature == 0)
 
 
+@pytest.mark.sampled(0)
 def test_stock_numerics_differ_between_sampler_and_trainer() -> None:
     with detjax.use_backend("stock"), engine_for(policies.policy()) as engine:
         trainer = policies.trainer(Rows(4, 32))
@@ -157,7 +159,15 @@ print(digest(run.trainer))
 """
 
 
-def test_a_run_that_is_killed_and_resumed_ends_with_the_same_bytes(tmp_path: Path) -> None:
+# The step that is killed may or may not have been saved. Each process lays its batches out in its own way.
+KILLS = ("Packed(48)", 2), ("Rows(3, 32)", 5), ("Packed(128)", 7)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kills", [KILLS[:1], KILLS], ids=["once", "three times"])
+def test_a_run_that_is_killed_and_resumed_ends_with_the_same_bytes(
+    tmp_path: Path, kills: tuple[tuple[str, int], ...]
+) -> None:
     def process(directory: str, layout: str, killed_after: int) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", KILLED, str(tmp_path / directory), layout, str(killed_after)]
         environment = os.environ | {"PYTHONPATH": os.getcwd()}
@@ -165,8 +175,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_bytes(tmp_path: Pat
 
     whole = process("whole", "Rows(8, 16)", 99)
     assert whole.returncode == 0, whole.stderr
-    # The step that is killed may or may not have been saved. Each process lays its batches out in its own way.
-    for layout, killed_after in (("Packed(48)", 2), ("Rows(3, 32)", 5), ("Packed(128)", 7)):
+    for layout, killed_after in kills:
         assert process("killed", layout, killed_after).returncode == -signal.SIGKILL
     resumed = process("killed", "Rows(2, 16)", 99)
     assert resumed.returncode == 0, resumed.stderr
@@ -246,6 +255,7 @@ ENTROPIES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ENTROPIES)
 def test_the_entropy_is_that_of_the_distribution_over_all_tokens(name: str) -> None:
     drawn = ENTROPIES[name]

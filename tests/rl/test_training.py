@@ -59,7 +59,7 @@ def gradients(shards: int, first: int = 0, end: int = 21) -> Any:
     return batch_gradients(net, weights, BATCHES[0][first:end], LogLikelihood(), plan).leaves
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("model", "dtype", "name"), CASES)
 def test_two_steps_have_the_same_bits_for_every_layout(model: str, dtype: str, name: str) -> None:
     result = two_steps(network(model, dtype), BATCHES, PLANS[name], update_plan=BASE)

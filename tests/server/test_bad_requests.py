@@ -150,7 +150,7 @@ def unharmed(server: Running) -> Iterator[None]:
         ),
         (
             CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages have images, and the model reads text alone; accepted: parts of type text",
+            "messages have images, and the model reads text alone; accepted: parts of text",
         ),
         (
             CHAT | {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},

@@ -1,4 +1,4 @@
-"""Images in chats: data URLs, files of a directory, and what is refused."""
+"""Images in chats and responses: data URLs, files of a directory, and what is refused."""
 
 import base64
 import io
@@ -13,37 +13,18 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
-import tokenizers
 
 from detjax.engine import Engine, Request, SamplingParams
 from detjax.models import Decoder, Tokenizer, load
 from tests.server.running_server import MODEL, Running, serving
+from tests.support.towers import character_tokenizer
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen2_5_vl-tiny"
-IMAGE = 100
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}:{% if message.content is string %}{{ message.content }}"
-    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<vs><img><ve>{% else %}{{ part.text }}"
-    "{% endif %}{% endfor %}{% endif %};{% endfor %}"
-)
-
-
-def tokenizer() -> Tokenizer:
-    """A token for each character, and those of images."""
-    characters = [*map(chr, range(32, 127)), "\n", "\t", "é", "ü", "<unk>"]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({token: index for index, token in enumerate(characters)}, unk_token="<unk>")
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
-    made.decoder = tokenizers.decoders.Fuse()
-    made.add_special_tokens(["<img>", "<video>", "<vs>", "<ve>"])
-    files = {"tokenizer.json": made.to_str(), "tokenizer_config.json": "{}", "chat_template.jinja": TEMPLATE}
-    return Tokenizer({name: content.encode() for name, content in files.items()}, "the test")
 
 
 @pytest.fixture(scope="module")
 def loaded() -> tuple[Decoder, Tokenizer]:
-    return load(FIXTURE, dtype="float32", progress=False)[0], tokenizer()
+    return load(FIXTURE, dtype="float32", progress=False)[0], character_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +65,19 @@ def data_url(contents: bytes) -> str:
 
 
 def chat(server: Running, content: Any, path: str = "v1/chat/completions") -> tuple[int, Any]:
-    messages = [{"role": "user", "content": content}]
-    body = {"model": MODEL, "messages": messages}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": content}]}
     if "chat" in path:
         body |= {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return post(server, path, body)
+
+
+def respond(server: Running, content: Any, **fields: Any) -> tuple[int, Any]:
+    sampling = {"max_output_tokens": 4, "temperature": 0, "ignore_eos": True}
+    return post(server, "v1/responses", {"input": [{"role": "user", "content": content}]} | sampling | fields)
+
+
+def post(server: Running, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    body = {"model": MODEL} | body
     request = urllib.request.Request(
         f"{server.url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -102,11 +92,15 @@ def part(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def input_part(url: str) -> dict[str, Any]:
+    return {"type": "input_image", "image_url": url}
+
+
 def test_an_image_in_a_chat_has_the_answer_that_the_engine_gives(server: Running, engine: Engine) -> None:
     text = {"type": "text", "text": "What is it?"}
     status, response = chat(server, [text, part(data_url(png())), part(data_url(png(1))), text])
     assert status == 200
-    tokens = tokenizer().encode("user:What is it?<vs><img><ve><vs><img><ve>What is it?;")
+    tokens = character_tokenizer().encode("user:What is it?<vs><img><ve><vs><img><ve>What is it?;")
     request = Request(tokens, SamplingParams(max_tokens=4, ignore_eos=True), images=[pixels(), pixels(1)])
     expected = engine.generate([request])[0]
     assert tuple(response["choices"][0]["token_ids"]) == expected.completions[0].tokens
@@ -119,6 +113,30 @@ def test_a_file_of_the_directory_is_the_same_image(server: Running, directory: P
     answers = [chat(server, [part(url)]) for url in urls]
     assert [status for status, _ in answers] == [200] * 3
     assert len({json.dumps(response["choices"]) for _, response in answers}) == 1
+
+
+def test_a_response_to_images_is_the_answer_of_the_chat(server: Running) -> None:
+    text, urls = {"type": "input_text", "text": "What is it?"}, [data_url(png()), "file:inside/a%20picture.png"]
+    status, response = respond(server, [text, *map(input_part, urls), text])
+    assert status == 200
+    chatted = chat(server, [text | {"type": "text"}, *map(part, urls), text | {"type": "text"}])[1]
+    assert response["output"][0]["content"][0]["text"] == chatted["choices"][0]["message"]["content"]
+    assert response["usage"]["input_tokens"] == chatted["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([input_part("https://a.b/c.png")], "image 0 of the input is 'https://a.b/c.png'; accepted: a data URL"),
+        ([input_part("file:../outside.png")], "accepted: a file in the server's directory of images"),
+        ([{"type": "input_image"}], "image_url is missing"),
+        ([input_part("data:,") | {"detail": "low"}], "detail is 'low'; accepted: \"auto\" or null"),
+        ([input_part(data_url(png()))] * 7, "the first 6 images of the input have 210 tokens"),
+    ],
+)
+def test_images_that_a_response_cannot_have_are_refused(content: Any, words: str, server: Running) -> None:
+    status, response = respond(server, content)
+    assert status == 400 and words in response["error"]["message"]
 
 
 def test_an_image_is_turned_as_its_file_says(server: Running) -> None:

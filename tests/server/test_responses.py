@@ -201,8 +201,8 @@ def test_responses_are_not_stored(client: openai.OpenAI) -> None:
         ({"input": []}, "input is []"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "accepted: items of type message, function_call or"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input.0.content.0.type is 'input_image'",
+            {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "input.0.content.0.type is 'input_audio'",
         ),
         ({"input": 3}, "input is 3; accepted: a string, or a list of items"),
         ({"input": "word " * 2000}, "input has"),

@@ -87,7 +87,7 @@ every_option = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("modelled_cudnn")
 @pytest.mark.parametrize("at_once", [1, 3, 100])
 @every_option

@@ -1,6 +1,7 @@
 """Chooses the cases that run: all of them with `--all-cases`, otherwise a sample of each costly test's cases.
 
-`--share I/N` adds the I-th of N parts of what the sample leaves out, so that N runs have every case.
+`--share I/N` adds the I-th of N parts of what the sample leaves out, and a case of every second test of which the
+sample has none. So N runs have every case, and two that follow each other have every test.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="run every case, also of tests marked sampled")
-    text = "beside the sample, run part I of N, counted from 0, of the cases that it leaves out"
+    text = "beside the sample, run a case of every second other test, and part I of N, counted from 0, of what is left"
     parser.addoption("--share", type=share, metavar="I/N", help=text)
 
 
@@ -29,7 +30,10 @@ def share(text: str) -> tuple[int, int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    text = "sampled(n): without --all-cases, n of the test's cases run, which cover as many values as possible"
+    text = (
+        "sampled(n): without --all-cases, n of the test's cases run, which cover as many values as possible; "
+        "with 0, the test runs with every second --share"
+    )
     config.addinivalue_line("markers", text)
 
 
@@ -42,14 +46,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("sampled") and not item.get_closest_marker("hopper"):
             costly[item.nodeid.partition("[")[0]].append(item)
     left_out: list[pytest.Item] = []
+    unseen: list[pytest.Item] = []
     for cases in costly.values():
         mark = cases[0].get_closest_marker("sampled")
         assert mark is not None
         chosen = sample([_values(case) for case in cases], mark.args[0])
         left_out += [case for index, case in enumerate(cases) if index not in chosen]
+        if not chosen:
+            unseen.append(cases[0])
     if (given := config.getoption("--share")) is not None:
         part, parts = given
-        left_out = [case for index, case in enumerate(left_out) if index % parts != part]
+        shared = {*left_out[part::parts], *unseen[part % 2 :: 2]}
+        left_out = [case for case in left_out if case not in shared]
     config.hook.pytest_deselected(items=sorted(left_out, key=lambda item: item.nodeid))
     unwanted = set(left_out)
     items[:] = [item for item in items if item not in unwanted]

@@ -22,6 +22,13 @@ def test_costly(x): pass
 @pytest.mark.parametrize("y", range(4))
 def test_costlier(y): pass
 
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("z", range(2))
+def test_costliest(z): pass
+
+@pytest.mark.sampled(0)
+def test_as_costly(): pass
+
 def test_cheap(): pass
 """
 
@@ -35,12 +42,17 @@ def collected(folder: Path, *options: str) -> set[str]:
     return {line.partition("::")[2] for line in result.stdout.splitlines() if "::" in line}
 
 
-def test_shares_have_every_case_once_beside_the_sample(tmp_path: Path) -> None:
+def test_shares_have_every_case_and_two_of_them_every_test(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     everything, sample = collected(tmp_path, "--all-cases"), collected(tmp_path)
-    assert len(everything) == 12 and len(sample) == 4
-    shares = [collected(tmp_path, "--share", f"{part}/3") - sample for part in range(3)]
-    assert sorted(map(len, shares)) == [2, 3, 3]
+    assert len(everything) == 15 and len(sample) == 4
+    shares = [collected(tmp_path, "--share", f"{part}/4") - sample for part in range(4)]
+    # Each of them has a case of one of the tests that the sample leaves out, and a part of the ten other cases.
+    assert [("test_costliest[0]" in one, "test_as_costly" in one) for one in shares[:2]] == [
+        (True, False),
+        (False, True),
+    ]
+    assert sum(map(len, shares)) >= 11
     assert sample.union(*shares) == everything
 
 

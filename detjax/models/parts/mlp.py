@@ -1,4 +1,4 @@
-"""The gated MLP of a layer."""
+"""The MLP of a layer, with a gate or without."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ class MLPOptions:
 
     Attributes:
         inner_width: the width between the projections.
-        activation: the activation function of the gate.
+        activation: the activation function, of the gate if there is one.
         bias: whether the projections have biases.
     """
 
@@ -45,7 +45,7 @@ class GatedMLP(nnx.Module):
         """Returns the MLP of `x`, added to the residual stream if it is given."""
         gate_up, bias = self.gate_up[...], optional(self.gate_up_bias)
         y = ops.matmul(x, gate_up, layout="nk", bias=bias, activation=self.options.activation, gated=True)
-        return ops.matmul(y, self.down[...], layout="nk", bias=optional(self.down_bias), residual=residual)
+        return _down(self, y, residual)
 
     @property
     def tensors(self) -> dict[str, Tensors]:
@@ -56,3 +56,38 @@ class GatedMLP(nnx.Module):
             "down": Tensors(("down_proj.weight",)),
             "down_bias": Tensors(("down_proj.bias",)),
         }
+
+
+class MLP(nnx.Module):
+    """Two linear maps with biases: `down(activation(up(x)))`. Weights are `[N, K]`, as checkpoints hold them."""
+
+    def __init__(self, width: int, options: MLPOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        inner = options.inner_width
+        self.options = options
+        self.up = random_weight(rngs, (inner, width), dtype)
+        self.up_bias = zero_bias(options.bias, (inner,), dtype)
+        self.down = random_weight(rngs, (width, inner), dtype)
+        self.down_bias = zero_bias(options.bias, (width,), dtype)
+
+    def __call__(
+        self, x: Float[Array, "*N D"], *, residual: Float[Array, "*N D"] | None = None
+    ) -> Float[Array, "*N D"]:
+        """Returns the MLP of `x`, added to the residual stream if it is given."""
+        bias, activation = optional(self.up_bias), self.options.activation
+        y = ops.matmul(x, self.up[...], layout="nk", bias=bias, activation=activation)
+        return _down(self, y, residual)
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        return {
+            "up": Tensors(("linear_fc1.weight",)),
+            "up_bias": Tensors(("linear_fc1.bias",)),
+            "down": Tensors(("linear_fc2.weight",)),
+            "down_bias": Tensors(("linear_fc2.bias",)),
+        }
+
+
+def _down(mlp: GatedMLP | MLP, y: Float[Array, "*N I"], residual: Float[Array, "*N D"] | None) -> Float[Array, "*N D"]:
+    """The second projection, added to the residual stream if it is given."""
+    return ops.matmul(y, mlp.down[...], layout="nk", bias=optional(mlp.down_bias), residual=residual)

@@ -1,4 +1,4 @@
-"""RMS norm."""
+"""RMS norm and layer norm."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -37,3 +37,22 @@ class RMSNorm(nnx.Module):
     def tensors(self) -> dict[str, Tensors]:
         """The checkpoint's tensors of each parameter."""
         return {"weight": Tensors(("weight",))}
+
+
+class LayerNorm(nnx.Module):
+    """Division by the standard deviation, and a weight and a bias for each column (Ba et al. 2016)."""
+
+    def __init__(self, width: int, *, eps: float, dtype: DTypeLike) -> None:
+        """Makes a norm that multiplies by 1 and adds 0; `eps` is added to the variance of so many columns."""
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones(width, dtype))
+        self.bias = nnx.Param(jnp.zeros(width, dtype))
+
+    def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+        """Returns `(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias`."""
+        return ops.layer_norm(x, self.weight[...], self.bias[...], eps=self.eps)
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        return {"weight": Tensors(("weight",)), "bias": Tensors(("bias",))}

@@ -1,19 +1,25 @@
-"""The vision tower: from the patches of images to rows that stand for tokens of a prompt."""
+"""The vision tower: from the patches of images to rows that stand for tokens of a prompt.
+
+There are two designs. Qwen2.5-VL's has RMS norms, gated MLPs, and windows that most blocks see (Bai et al. 2025).
+Qwen3.5's has layer norms, MLPs without a gate, and a table of learned positions (Qwen Team 2026).
+"""
 
 import dataclasses
 import functools
+import math
 from typing import Any, Final, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float, Int32
+from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
 from detjax import compilation, ops
+from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KVPages, Queries
 from detjax.models.network import Network, Weights, split
-from detjax.models.parts.mlp import GatedMLP, MLPOptions
-from detjax.models.parts.norm import RMSNorm
-from detjax.models.parts.parameters import Tensors, random_weight, zero_bias
+from detjax.models.parts.mlp import MLP, GatedMLP, MLPOptions
+from detjax.models.parts.norm import LayerNorm, RMSNorm
+from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.ops.rotary import RotaryEmbedding
 from detjax.options import Activation
 from detjax.rounding import rounded
@@ -21,6 +27,8 @@ from detjax.sampling_arrays import Arrays
 
 _EPS: Final = 1e-6
 """Epsilon of all norms of the tower, whatever the decoder's is."""
+_HEAD_UNIT: Final = 16
+"""Columns of which attention's kernels take a multiple."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,11 +45,13 @@ class VisionOptions:
         patch_size: rows and columns of pixels of a patch.
         temporal_patch_size: frames of a patch. An image stands in all of them.
         merge_size: rows and columns of patches that make one token.
-        window_size: rows and columns of pixels of a window.
+        window_size: rows and columns of pixels of a window; None: there are none, and all blocks see whole images.
         full_blocks: the blocks in which a patch sees its whole image, and not its window alone.
         output_width: the width of the rows that come out, which is the decoder's.
         theta: the base of the frequencies of the rotary embedding.
-        tokens_per_second: how fast time passes in videos, which are not served; it is kept for other readers.
+        tokens_per_second: how fast time passes in videos; None: each frame's time is written in the prompt.
+        positions: rows of the table of learned positions, a square number; None: there is none. With it, the tower has
+            Qwen3.5's design.
     """
 
     width: int
@@ -53,11 +63,18 @@ class VisionOptions:
     patch_size: int
     temporal_patch_size: int
     merge_size: int
-    window_size: int
+    window_size: int | None
     full_blocks: tuple[int, ...]
     output_width: int
     theta: float
-    tokens_per_second: int
+    tokens_per_second: int | None
+    positions: int | None = None
+
+    def __repr__(self) -> str:
+        """Returns the fields, the last only where it is in use: digests of models follow from this text."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        used = [f"{name}={value!r}" for name, value in fields.items() if name != "positions" or value is not None]
+        return f"VisionOptions({', '.join(used)})"
 
     @property
     def head_dim(self) -> int:
@@ -81,14 +98,20 @@ class VisionOptions:
         return self.merge_size**2
 
     @property
-    def window_side(self) -> int:
-        """Rows and columns of tokens of a whole window."""
-        return self.window_size // self.merge_size // self.patch_size
+    def has_learned_positions(self) -> bool:
+        """Whether the tower has Qwen3.5's design."""
+        return self.positions is not None
+
+    @property
+    def window_side(self) -> int | None:
+        """Rows and columns of tokens of a whole window; None: there are no windows."""
+        return None if self.window_size is None else self.window_size // self.merge_size // self.patch_size
 
     @property
     def window_patches(self) -> int:
-        """Patches of a whole window."""
-        return self.window_side**2 * self.merged
+        """Patches of a whole window, or of a piece of an image where there are no windows."""
+        side = self.window_side
+        return KV_BLOCK // self.merged * self.merged if side is None else side**2 * self.merged
 
 
 class Keys(NamedTuple):
@@ -105,40 +128,65 @@ class Keys(NamedTuple):
     length: Int32[Arrays, "W"]
 
 
+class Taps(NamedTuple):
+    """The learned positions between which each patch lies.
+
+    Attributes:
+        index: four rows of the table.
+        weight: the share of each.
+    """
+
+    index: Int32[Arrays, "W T 4"]
+    weight: Float32[Arrays, "W T 4"]
+
+
 class Patches(NamedTuple):
     """The patches of some images, window by window. What a window has room for and does not need may be anything.
 
     Attributes:
         pixels: the numbers of each patch.
         coordinates: its row and its column in its image.
+        taps: its place among the learned positions; None where there are none.
         window_keys: for blocks with windows, the patches of the window.
         image_keys: for the other blocks, those of the image, in the order of its windows.
     """
 
     pixels: Float[Arrays, "W T P"]
     coordinates: Int32[Arrays, "W T 2"]
+    taps: Taps | None
     window_keys: Keys
     image_keys: Keys
 
 
 class VisionTower(nnx.Module):
-    """Patches through blocks of attention, a few of which see whole images, and a merger (Bai et al. 2025, 2.1).
+    """Patches through blocks of attention, some or all of which see whole images, and a merger.
 
     Each image is a sequence of its own, and each window: its keys are cut into blocks of `contract.KV_BLOCK` from its
     first patch on. So no bit of an image's rows depends on the images beside it.
     """
 
-    CHECKPOINT_NAMES: Final = {"patches": "patch_embed", "blocks": "blocks", "merger": "merger"}
+    CHECKPOINT_NAMES: Final = {
+        "patches": "patch_embed",
+        "positions": "pos_embed",
+        "blocks": "blocks",
+        "merger": "merger",
+    }
 
     def __init__(self, options: VisionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.options = options
         self.patches = PatchEmbedding(options, rngs=rngs, dtype=dtype)
+        rows = options.positions
+        self.positions = None if rows is None else LearnedPositions(rows, options.width, rngs=rngs, dtype=dtype)
         self.blocks = nnx.List([VisionBlock(options, rngs=rngs, dtype=dtype) for _ in range(options.blocks)])
         self.merger = PatchMerger(options, rngs=rngs, dtype=dtype)
 
     def __call__(self, patches: Patches) -> Float[Array, "W U D"]:
         """Returns a row for each token of each window."""
-        x = self.patches(jnp.asarray(patches.pixels))
+        learned = None
+        if self.positions is not None:
+            assert patches.taps is not None
+            learned = self.positions(*map(jnp.asarray, patches.taps))
+        x = self.patches(jnp.asarray(patches.pixels), residual=learned)
         coordinates = jnp.asarray(patches.coordinates)
         for index, block in enumerate(self.blocks):
             keys = patches.image_keys if index in self.options.full_blocks else patches.window_keys
@@ -159,29 +207,55 @@ class PatchEmbedding(nnx.Module):
 
     def __init__(self, options: VisionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.weight = random_weight(rngs, (options.width, *options.patch_shape), dtype)
+        self.bias = zero_bias(options.has_learned_positions, (options.width,), dtype)
 
-    def __call__(self, pixels: Float[Array, "*N P"]) -> Float[Array, "*N D"]:
+    def __call__(
+        self, pixels: Float[Array, "*N P"], *, residual: Float[Array, "*N D"] | None = None
+    ) -> Float[Array, "*N D"]:
         """Returns the patches' hidden states, of the weight's dtype, to which the pixels are rounded."""
         weight = self.weight[...].reshape(self.weight.shape[0], -1)
-        return ops.matmul(rounded(pixels, weight.dtype), weight, layout="nk")
+        pixels = rounded(pixels, weight.dtype)
+        return ops.matmul(pixels, weight, layout="nk", bias=optional(self.bias), residual=residual)
 
     @property
     def tensors(self) -> dict[str, Tensors]:
         """The checkpoint's tensors of each parameter."""
-        return {"weight": Tensors(("proj.weight",))}
+        return {"weight": Tensors(("proj.weight",)), "bias": Tensors(("proj.bias",))}
+
+
+class LearnedPositions(nnx.Module):
+    """A square table of positions, between which patches lie."""
+
+    def __init__(self, rows: int, width: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        self.weight = random_weight(rngs, (rows, width), dtype)
+
+    def __call__(self, index: Int32[Array, "*N 4"], weight: Float32[Array, "*N 4"]) -> Float[Array, "*N D"]:
+        """Returns the sum of four rows, each times its weight."""
+        return ops.weighted_sum(ops.embed(index, self.weight[...]), weight)
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        return {"weight": Tensors(("weight",))}
+
+
+def _norm(options: VisionOptions, dtype: DTypeLike) -> RMSNorm | LayerNorm:
+    """A norm of the tower's kind."""
+    return (LayerNorm if options.has_learned_positions else RMSNorm)(options.width, eps=_EPS, dtype=dtype)
 
 
 class VisionBlock(nnx.Module):
-    """Attention in both directions and a gated MLP, each after an RMS norm and added to the residual stream."""
+    """Attention in both directions and an MLP, each after a norm and added to the residual stream."""
 
     CHECKPOINT_NAMES: Final = {"attention_norm": "norm1", "attention": "attn", "mlp_norm": "norm2", "mlp": "mlp"}
 
     def __init__(self, options: VisionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         mlp = MLPOptions(inner_width=options.inner_width, activation=options.activation, bias=True)
-        self.attention_norm = RMSNorm(options.width, eps=_EPS, dtype=dtype)
+        kind = MLP if options.has_learned_positions else GatedMLP
+        self.attention_norm = _norm(options, dtype)
         self.attention = VisionAttention(options, rngs=rngs, dtype=dtype)
-        self.mlp_norm = RMSNorm(options.width, eps=_EPS, dtype=dtype)
-        self.mlp = GatedMLP(options.width, mlp, rngs=rngs, dtype=dtype)
+        self.mlp_norm = _norm(options, dtype)
+        self.mlp = kind(options.width, mlp, rngs=rngs, dtype=dtype)
 
     def __call__(
         self, x: Float[Array, "W T D"], coordinates: Int32[Array, "W T 2"], keys: Keys
@@ -216,9 +290,13 @@ class VisionAttention(nnx.Module):
         qkv = ops.matmul(x, self.qkv[...], layout="nk", bias=self.qkv_bias[...])
         qkv = qkv.reshape(*x.shape[:-1], 3 * heads, head_dim)
         q, k = ops.qk_rope(qkv, coordinates, self.options.rope, heads=heads, kv_heads=heads)
-        kv = KVPages(*(_in_pages(y, keys) for y in (k, qkv[..., 2 * heads :, :])))
-        o = ops.attention(q, kv, Queries(keys.page_table, jnp.zeros_like(keys.length), keys.length), causal=False)
-        o = o.reshape(x.shape)
+        # Zeros behind a head change no score, and no kernel takes heads of any width.
+        filled = [(0, 0)] * x.ndim + [(0, -head_dim % _HEAD_UNIT)]
+        q, k, v = (jnp.pad(y, filled) for y in (q, k, qkv[..., 2 * heads :, :]))
+        kv = KVPages(*(_in_pages(y, keys) for y in (k, v)))
+        queries = Queries(keys.page_table, jnp.zeros_like(keys.length), keys.length)
+        o = ops.attention(q, kv, queries, scale=1 / math.sqrt(head_dim), causal=False)
+        o = o[..., :head_dim].reshape(x.shape)
         return ops.matmul(o, self.output[...], layout="nk", bias=self.output_bias[...], residual=residual)
 
     @property
@@ -240,12 +318,10 @@ def _in_pages(x: Float[Array, "W T H K"], keys: Keys) -> Float[Array, "P H S K"]
 class PatchMerger(nnx.Module):
     """An MLP of patches that are beside one another in rows and columns, which makes one row of them."""
 
-    CHECKPOINT_NAMES: Final = {"norm": "ln_q"}
-
     def __init__(self, options: VisionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         width = options.width * options.merged
         self.options = options
-        self.norm = RMSNorm(options.width, eps=_EPS, dtype=dtype)
+        self.norm = _norm(options, dtype)
         self.inner = random_weight(rngs, (width, width), dtype)
         self.inner_bias = zero_bias(True, (width,), dtype)
         self.output = random_weight(rngs, (options.output_width, width), dtype)
@@ -259,11 +335,17 @@ class PatchMerger(nnx.Module):
         return ops.matmul(x, self.output[...], layout="nk", bias=self.output_bias[...])
 
     @property
+    def CHECKPOINT_NAMES(self) -> dict[str, str]:
+        """The names of the parts in the checkpoint."""
+        return {"norm": "norm" if self.options.has_learned_positions else "ln_q"}
+
+    @property
     def tensors(self) -> dict[str, Tensors]:
         """The checkpoint's tensors of each parameter."""
+        inner, output = ("linear_fc1", "linear_fc2") if self.options.has_learned_positions else ("mlp.0", "mlp.2")
         return {
-            "inner": Tensors(("mlp.0.weight",)),
-            "inner_bias": Tensors(("mlp.0.bias",)),
-            "output": Tensors(("mlp.2.weight",)),
-            "output_bias": Tensors(("mlp.2.bias",)),
+            "inner": Tensors((f"{inner}.weight",)),
+            "inner_bias": Tensors((f"{inner}.bias",)),
+            "output": Tensors((f"{output}.weight",)),
+            "output_bias": Tensors((f"{output}.bias",)),
         }

@@ -30,8 +30,13 @@ _UNITS: Final = 128, 64, 32, 16, _FEWEST
 
 
 def group_unit(rows: int, experts: int) -> int:
-    """Returns the rows of a tile that suits groups of `rows / experts` rows."""
-    return next((unit for unit in _UNITS if rows >= 2 * unit * experts), _FEWEST)
+    """Returns the rows of a tile that suits groups of `rows / experts` rows.
+
+    Tiles are up to twice as long as the mean group. A group of two tiles would read its expert's weight twice, which
+    costs more than rows of padding: with 32 rows an expert, tiles of 8 take twice as long as tiles of 64 (measured on
+    an H200 by `benchmarks/expert_schedules.py`, as is `_schedule`).
+    """
+    return next((unit for unit in _UNITS if 2 * rows >= unit * experts), _FEWEST)
 
 
 def forward(
@@ -58,7 +63,7 @@ def forward(
     outputs = w.shape[-2 if layout == "nk" else -1]
 
     def multiply(x: Array, experts: Array, tile: int) -> Array:
-        chosen = schedule or _schedule(tile, outputs, layout, gated=epilogue.gated)
+        chosen = schedule or _schedule(tile, outputs, layout)
         options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
         return product(Operands(x, w, bias, experts=experts), schedule=chosen, **options)
 
@@ -80,7 +85,7 @@ def forward_keeping_sums(
     outputs = w.shape[-2 if layout == "nk" else -1]
 
     def multiply(x: Array, experts: Array, tile: int) -> tuple[Array, tuple[Array, ...]]:
-        schedule = _schedule(tile, outputs, layout, gated=epilogue.gated)
+        schedule = _schedule(tile, outputs, layout)
         operands = Operands(x, w, bias, experts=experts)
         return product_keeping_sums(operands, layout=layout, epilogue=epilogue, schedule=schedule)
 
@@ -124,7 +129,7 @@ def backward(
     turned: WeightLayout = "kn" if layout == "nk" else "nk"
 
     def multiply(dz: Array, experts: Array, tile: int) -> Array:
-        operands, schedule = Operands(dz, joined, experts=experts), _schedule(tile, x.shape[1], turned, gated=False)
+        operands, schedule = Operands(dz, joined, experts=experts), _schedule(tile, x.shape[1], turned)
         return product(operands, layout=turned, epilogue=Epilogue(), out_dtype=x.dtype, schedule=schedule)
 
     has_expert = jnp.arange(len(x), dtype=jnp.int32) < jnp.sum(group_sizes, dtype=jnp.int32)
@@ -168,13 +173,13 @@ def _next_sums(sums: _Sums, x: Array, dz: Array, steps: StagedSteps, layout: Wei
     return lax.fori_loop(0, steps.pieces, add_piece, sums)
 
 
-def _schedule(tile: int, outputs: int, layout: WeightLayout, *, gated: bool) -> Schedule:
+def _schedule(tile: int, outputs: int, layout: WeightLayout) -> Schedule:
     """The schedule of tiles of so many rows: narrow ones stream weights, wide ones keep the matrix unit busy."""
     if outputs <= 64:
         return Schedule(tile, 64 if layout == "kn" else round_up(outputs, 8), "weights")
     if tile == 128:
-        return Schedule(tile, 128 if gated else 256, "weights", warpgroups=2)
-    return Schedule(tile, 64 if gated or tile < 64 else 128, "weights", lines=2 if tile <= 16 else 1)
+        return Schedule(tile, 128, "weights", warpgroups=2)
+    return Schedule(tile, 64, "weights", lines=2)
 
 
 def _in_tiles[T: PyTree[Array]](
@@ -197,7 +202,9 @@ def _in_tiles[T: PyTree[Array]](
     tile = next(size for size in _UNITS if unit % size == 0)
     ends, tiles = jnp.cumsum(group_sizes, dtype=jnp.int32), len(x) // tile
     first = jnp.arange(tiles, dtype=jnp.int32) * tile
-    expert = jnp.minimum(jnp.searchsorted(ends, first, side="right").astype(jnp.int32), len(group_sizes) - 1)
+    # Unrolled, the search is one kernel; as a loop it is one for each of its steps.
+    expert = jnp.searchsorted(ends, first, side="right", method="scan_unrolled").astype(jnp.int32)
+    expert = jnp.minimum(expert, len(group_sizes) - 1)
     return multiply(x, jnp.append(expert, ends[-1] // tile), tile)
 
 

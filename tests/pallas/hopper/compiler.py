@@ -37,13 +37,14 @@ from detjax.numerics import round_up
 from detjax.ops import AccumulatedWeight
 from detjax.options import Clamp, Epilogue, KVQuantization, Masking
 from detjax.pallas.hopper import attention as hopper_attention
-from detjax.pallas.hopper import elements, embedding, grouped_matmul, norm_gradient, sampling, softmax
+from detjax.pallas.hopper import delta_rule, elements, embedding, grouped_matmul, norm_gradient, sampling, softmax
 from detjax.pallas.hopper import norm as hopper_norm
 from detjax.pallas.hopper import rope as hopper_rope
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule
 from detjax.quantized_pages import quantized_layout
+from detjax.request_state import DELTA_ROWS, DeltaState, MostTokens, RequestRows
 from detjax.rl.gradients import empty_sums, next_sums
 from detjax.rl.losses import LogLikelihood
 from detjax.rl.microbatches import Layout, Packed, Rows, Sample
@@ -51,6 +52,7 @@ from detjax.rl.optimizers import AdamState, adamw
 from detjax.rl.policy import small_policy
 from detjax.rl.train_state import next_leaf
 from detjax.sampling_arrays import SamplingArrays
+from tests.support.towers import QWEN2_5_VL, QWEN3_5
 
 FOLDER_VARIABLE = "DETJAX_PTXAS"
 WITHOUT_A_DEVICE = {**compilation.PINNED_OPTIONS["gpu"], "xla_gpu_enable_triton_gemm": False}
@@ -58,6 +60,8 @@ WITHOUT_A_DEVICE = {**compilation.PINNED_OPTIONS["gpu"], "xla_gpu_enable_triton_
 DONATED = {
     "adamw": range(3),
     "decode step": range(4),
+    "delta rule decode": range(5),
+    "delta rule prefill": range(5),
     "matmul of carried gradients": [2],
     "embedding gradient": [3],
     "head gradient": [2],
@@ -180,6 +184,28 @@ def latent_attention(batch: int, tokens: int, heads: int) -> Program:
     return fn, [array(batch, tokens, heads, 576), array(33 * batch, 1, KV_BLOCK, 576), *indices]
 
 
+def gated_delta_rule(requests: int, tokens: int, dtype: str = "bfloat16") -> Program:
+    """The delta rule of Qwen3-Next's layers. The first operands are the state."""
+    heads, width = (16, 32), 128
+    state = DeltaState(
+        array(requests, heads[1], width, width, dtype="float32"),
+        array(requests, DELTA_ROWS, heads[0], width, dtype=dtype),
+        array(requests, DELTA_ROWS, heads[1], width, dtype=dtype),
+        array(requests, DELTA_ROWS, heads[1], dtype="float32"),
+        array(requests, dtype="int32"),
+    )
+
+    def fn(*operands: jax.Array) -> Any:
+        state, x, integers = DeltaState(*operands[:5]), operands[5:10], operands[10:]
+        most = MostTokens(requests if tokens == 1 else 0, tokens)
+        return delta_rule.forward(*x, state, RequestRows(*integers, most))
+
+    count = requests * tokens
+    x = [array(count, heads[0], width, dtype=dtype)] * 2 + [array(count, heads[1], width, dtype=dtype)]
+    gates = [array(count, heads[1], dtype="float32")] * 2
+    return fn, [*state, *x, *gates, *[array(requests, dtype="int32")] * 4]
+
+
 def _config() -> DecoderConfig:
     """A decoder of two layers."""
     return DecoderConfig.from_hugging_face(
@@ -217,27 +243,13 @@ def decode_step(batch: int, config: DecoderConfig) -> Program:
     return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
 
 
-def vision_tower(rows: int, columns: int) -> Program:
-    """Two blocks of Qwen2.5-VL's tower, one of which sees whole images, and its merger: a row for each token."""
-    options = VisionOptions(
-        width=1280,
-        inner_width=3420,
-        blocks=2,
-        heads=16,
-        activation="silu",
-        channels=3,
-        patch_size=14,
-        temporal_patch_size=2,
-        merge_size=2,
-        window_size=112,
-        full_blocks=(1,),
-        output_width=2048,
-        theta=10000.0,
-        tokens_per_second=2,
-    )
+def vision_tower(tower: VisionOptions, rows: int, columns: int) -> Program:
+    """Two blocks of a tower, one of which sees whole images, and its merger: a row for each token."""
+    full_blocks = (1,) if tower.window_size else (0, 1)
+    options = dataclasses.replace(tower, blocks=2, full_blocks=full_blocks, output_width=2048)
     graph, state = nnx.split(nnx.eval_shape(lambda: VisionTower(options, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
     image = ImagePatches(np.zeros((rows * columns, math.prod(options.patch_shape)), np.float32), rows, columns)
-    patches, _ = packed([image, image], options)
+    patches, _ = packed([image, image], options, 128)
     leaves, tree = jax.tree.flatten((state, patches))
 
     def fn(*leaves: Any) -> Any:
@@ -439,8 +451,12 @@ def programs() -> dict[str, Program]:
         "latent attention decode": latent_attention(16, 1, 128),
         "latent attention decode of few heads": latent_attention(16, 4, 16),
         "latent attention prefill": latent_attention(1, 4096, 128),
+        "delta rule decode": gated_delta_rule(64, 1),
+        "delta rule prefill": gated_delta_rule(1, 8192),
+        "delta rule verify steps": gated_delta_rule(16, 5, "float16"),
         "decode step": decode_step(4, _config()),
-        "vision tower": vision_tower(36, 52),
+        "vision tower": vision_tower(QWEN2_5_VL, 36, 52),
+        "vision tower with learned positions": vision_tower(QWEN3_5, 36, 52),
         "decode step with experts": decode_step(4, presets.config("Qwen3-30B-A3B", 1)),
         "matmul of carried gradients": carried(6144, 1024, 8192),
         "matmul of a head's carried gradients": carried(151936, 1024, 1024),

@@ -89,7 +89,7 @@ def next_sums(dz: Any, x: Any, sums: Any, schedule: Schedule | None = None) -> n
     return interpreted(fn, dz, x, sums)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("matrix_unit")
 @pytest.mark.parametrize("schedule", [None, *CONTINUING], ids=str)
 def test_sums_of_products_continue(schedule: Schedule | None) -> None:
@@ -108,9 +108,9 @@ def test_schedules_that_would_read_beyond_the_sums_are_refused(schedule: Schedul
         next_sums(dz, x, sums, schedule)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("schedule", [None, Schedule(16, 24), Schedule(64, 24, "tokens")], ids=str)
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", [True, False])
 def test_the_sums_of_an_epilogue_are_kept(schedule: Schedule | None, gated: bool) -> None:
     parts = 2 if gated else 1
     x, w = normal(70, 64, dtype="bfloat16"), normal(parts, 40, 64, dtype="bfloat16")
@@ -151,7 +151,7 @@ def exact_norm_gradients(h: Any, weight: Any, dy: Any, dh: Any, total: Any) -> A
         return np.asarray(dx if dh is None else dx + dh), np.asarray(total + dweight)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("rows", "width", "dtype"),
     [(7, 80, "float16"), (40, 128, "bfloat16"), (33, 1024, "bfloat16"), (5, 1152, "float32"), (3, 4096, "bfloat16")],
@@ -176,7 +176,7 @@ def test_weights_of_norms_add_tokens_in_the_contracts_order(rows: int, width: in
     assert_same_bits(dweight, added_in_order(total, terms))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [80, 1024, 1536])
 def test_gradients_of_norms_depend_on_neither_neighbours_nor_microbatches(width: int) -> None:
     h, dy = normal(48, width, dtype="bfloat16"), normal(48, width, dtype="bfloat16", seed=1)
@@ -211,7 +211,7 @@ def heads_case(tokens: int, heads: int, kv_heads: int, width: int, dtype: str) -
     return qkv, gradients, np.arange(tokens)[None], weights, (normal(width), normal(width, seed=9))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "dtype", "offset"),
     [
@@ -236,6 +236,7 @@ def test_gradients_of_heads_are_those_of_the_separate_steps(
     close(in_one_step, in_steps, {"bfloat16": 4e-3, "float16": 1e-3, "float32": 1e-6}[dtype])
 
 
+@pytest.mark.sampled(0)
 def test_gradients_of_heads_continue_sums_over_microbatches() -> None:
     qkv, gradients, positions, weights, sums = heads_case(32, 4, 2, 64, "bfloat16")
     with detjax.use_backend("hopper"):
@@ -325,6 +326,7 @@ def test_heads_that_the_kernel_does_not_serve_are_told_apart() -> None:
     assert not serves(16, (16, 8), 96)  # threads hold powers of two
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.usefixtures("matrix_unit")
 def test_one_pass_has_the_bits_of_logprobs_and_their_gradients() -> None:
     hidden, head = normal(30, 64, dtype="bfloat16"), normal(130, 64, dtype="bfloat16") * jnp.bfloat16(0.25)

@@ -128,7 +128,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, dtype: str) -> None:
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("m", "n", "k", "schedule"),
     [
@@ -158,7 +158,7 @@ EPILOGUES: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", [Schedule(16, 24), Schedule(72, 24, "tokens")], ids=name_of)
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=lambda e: "-".join(map(str, e.values())) or "plain")
 def test_epilogues_have_the_values_of_float64(schedule: Schedule, epilogue: dict[str, Any]) -> None:

@@ -70,6 +70,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, dtype: str) -> None:
     np.testing.assert_allclose(actual.astype(np.float64) / scale, expected / scale, atol=TOLERANCE[dtype], rtol=0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("rows", "width", "dtype"),
     [
@@ -121,6 +122,7 @@ def test_rows_that_are_read_twice_have_the_same_bits() -> None:
     assert_same_bits(twice, once)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("width", "dtype"),
     [*((width, "float32") for width in (6, 64, 96, 256)), *((128, dtype) for dtype in TOLERANCE)],

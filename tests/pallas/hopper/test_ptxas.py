@@ -20,6 +20,8 @@ SOME = (
     "attention decode, head size 128",
     "attention decode of slices",
     "latent attention decode",
+    "delta rule decode",
+    "delta rule prefill",
     "decode step",
     "gradients of a decoder",
     "adamw",
@@ -42,6 +44,7 @@ def reports(request: pytest.FixtureRequest) -> dict[str, str]:
     return compiled(Path(compiler.__file__), names, dump="MOSAIC_GPU_DUMP_PTXAS")
 
 
+@pytest.mark.sampled(0)
 def test_kernels_compile_for_an_h200_and_nothing_spills(reports: dict[str, str]) -> None:
     assert {*reports} >= {*SOME}
     kernels = {name: list(reported_kernels(text)) for name, text in reports.items()}
@@ -98,6 +101,12 @@ def test_an_optimizer_writes_its_state_where_it_lies(reports: dict[str, str]) ->
 def test_a_decode_step_writes_its_cache_where_it_lies(reports: dict[str, str]) -> None:
     (copies,) = re.findall(r"^copied:(.*)$", reports["decode step"], re.MULTILINE)
     assert not {shape for shape in copies.split() if shape.startswith("bf16")}
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_the_delta_rule_writes_its_state_where_it_lies(reports: dict[str, str], phase: str) -> None:
+    (copies,) = re.findall(r"^copied:(.*)$", reports[f"delta rule {phase}"], re.MULTILINE)
+    assert copies.split() == []
 
 
 def test_kernels_are_given_copies_of_slices(reports: dict[str, str]) -> None:

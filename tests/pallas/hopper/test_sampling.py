@@ -63,8 +63,8 @@ def test_random_bits_are_those_of_jax_random(seed: int) -> None:
     np.testing.assert_allclose(noise, jax.random.gumbel(key, ids.shape, jnp.float32), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("width", "filtered"), [(1, False), (5, True), (128, True), (4097, False), (4097, True)])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("width", "filtered"), [(4097, True), (4097, False), (128, True), (5, True), (1, False)])
 def test_tokens_are_those_of_the_portable_backend(width: int, filtered: bool) -> None:
     arguments = requests(4, width, filters=filtered)
     tokens, logprobs = sample(arguments, filtered=filtered)
@@ -120,9 +120,9 @@ def sampling_logprobs(
     return interpreted(fn, arguments["logits"], jnp.asarray(tokens, jnp.int32), arguments["temperature"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("width", [1, 130, 1100, 4200])
+@pytest.mark.parametrize("width", [1100, 1, 130, 4200])
 def test_sampling_logprobs_have_the_bits_of_log_softmax(width: int, dtype: str) -> None:
     arguments = requests(4, width, temperature=np.float32([0.7, 1.0, 2.0, 1e-30]))
     arguments["logits"] = arguments["logits"].astype(dtype)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.experimental.pallas.tpu as pltpu
@@ -36,9 +36,16 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def interpreting(cores: int = 1) -> Any:
-    """A context in which TPU kernels run in the interpreter, where memory that nobody wrote is NaN."""
-    parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=cores)
+def interpreting(cores: int = 1, copies: Literal["on_wait", "eager"] = "on_wait") -> Any:
+    """A context in which TPU kernels run in the interpreter, where memory that nobody wrote is NaN.
+
+    Args:
+        cores: cores that share the grid.
+        copies: when a copy between memories is made: as late as it may be, or as soon.
+    """
+    parameters = pltpu.InterpretParams(
+        detect_races=True, uninitialized_memory="nan", num_cores_or_threads=cores, dma_execution_mode=copies
+    )
     return pltpu.force_tpu_interpret_mode(parameters)
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 CASES = [
     pytest.param(fn, args, id=f"{module.rpartition('.')[2].removesuffix('_cases')} {name}")
-    for module in ("tests.pallas.tpu.matmul_cases", "tests.pallas.tpu.rows_cases", "tests.pallas.tpu.attention_cases")
+    for module in map("tests.pallas.tpu.{}_cases".format, ("matmul", "rows", "attention", "delta"))
     for name, (fn, args) in importlib.import_module(module).cases().items()
 ]
 MEMORY = {"v5e": 16 << 30, "v5p": 95 << 30, "v6e": 32 << 30, "tpu7x": 96 << 30}

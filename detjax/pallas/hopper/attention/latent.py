@@ -33,6 +33,8 @@ from detjax.pallas.hopper.mosaic.layouts import ROWS
 
 VALUE_WIDTHS: Final = (128, 256, 384, 512)
 """Columns of values. Keys have `PART` columns more."""
+_COPIED_ROWS: Final = 8
+"""Rows of a swizzled group, which a copy into shared memory takes as a whole."""
 
 
 def serves_widths(width: int, value_width: int) -> bool:
@@ -122,8 +124,9 @@ class _Call:
         if self.with_normalizers:
             schedule = dataclasses.replace(schedule, cut=False)
         rows = q.reshape(tokens * heads, width)
-        if problem.rows < ROWS:
-            rows = jnp.pad(rows, ((0, ROWS - problem.rows), (0, 0)))
+        # The last tile is read whole, and the copies take rows in swizzled groups.
+        room = round_up(len(rows) + max(0, ROWS - problem.rows), _COPIED_ROWS)
+        rows = jnp.pad(rows, ((0, room - len(rows)), (0, 0)))
         operands = Operands(rows, self.kv.k, self.page_table, *(x.astype(jnp.int32) for x in places))
         out = [
             jax.ShapeDtypeStruct((tiles, problem.sequences, ROWS, problem.value_width), q.dtype),

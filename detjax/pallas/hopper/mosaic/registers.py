@@ -8,6 +8,8 @@ from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from detjax.pallas.hopper.device import WARPGROUP
+
 
 def int32(value: int) -> Any:
     """An int32 constant."""
@@ -56,6 +58,16 @@ def first_row_and_lane() -> tuple[Any, Any]:
     warp, lane = arith.divui(thread, constant(32)), arith.remui(thread, constant(32))
     row = arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
     return row, arith.remui(lane, constant(4))
+
+
+def unhoisted_thread() -> Any:
+    """The thread's number in its warpgroup, which the compiler takes for another one each time.
+
+    So addresses that are made of it do not stay in registers from one turn of a loop to the next.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    thread = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", asm_dialect=0, has_side_effects=True)
+    return arith.remui(thread, int32(WARPGROUP))
 
 
 def offset_address(pointer: Any, offset: Any, dtype: Any) -> Any:

@@ -27,6 +27,7 @@ from detjax.pallas.hopper.mosaic.registers import (
     first_row_and_lane,
     int32,
     packed,
+    unhoisted_thread,
 )
 from detjax.pallas.hopper.mosaic.registers import index as memory_index
 
@@ -420,10 +421,8 @@ def _place_in_lines(ref: Any) -> tuple[Any, Any, int, int, int]:
     """
     _, lines, _, _ = ref.type.shape
     (down, across, _, _), _ = ref.type.get_strides_and_offset()
-    i32 = int32(0).type
-    thread = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", asm_dialect=0, has_side_effects=True)
-    address = llvm.ptrtoint(i32, mgpu.memref_ptr(ref))
-    return arith.remui(thread, int32(WARPGROUP)), address, 2 * down, 2 * across, lines
+    address = llvm.ptrtoint(int32(0).type, mgpu.memref_ptr(ref))
+    return unhoisted_thread(), address, 2 * down, 2 * across, lines
 
 
 def _store(value: Any, address: Any) -> None:

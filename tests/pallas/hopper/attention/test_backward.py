@@ -14,6 +14,7 @@ from tests.support.attention_requests import (
 from tests.support.bits import assert_same_bits
 
 
+@pytest.mark.sampled(0)
 @in_the_interpreter
 @pytest.mark.parametrize("name", ["causal", "everything"])
 def test_small_gradients_are_those_of_the_portable_backend(name: str) -> None:

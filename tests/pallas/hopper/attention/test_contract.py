@@ -49,6 +49,7 @@ def expected(requests: Requests, request: int, token: int, head: int) -> tuple[n
     return o.astype(requests.q.dtype) + requests.q.dtype.type(0), normalizer
 
 
+@pytest.mark.sampled(2)
 @in_the_interpreter
 @pytest.mark.parametrize("name", ["causal", "window", "everything", "not causal"])
 def test_prefill_has_the_bits_of_the_contract(name: str) -> None:
@@ -66,6 +67,7 @@ def test_prefill_has_the_bits_of_the_contract(name: str) -> None:
                 np.testing.assert_allclose(normalizers[head, request, token], normalizer, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @in_the_interpreter
 @pytest.mark.parametrize("schedule", [Schedule(2, cut=False), Schedule(3, slack=0.0)], ids=["whole", "split"])
 @pytest.mark.parametrize("name", ["causal", "everything"])

@@ -88,6 +88,7 @@ def packed_grads(
     return [dq[row : row + count] for row, count in zip(first_row, counts, strict=True)], others
 
 
+@pytest.mark.sampled(0)
 @in_the_interpreter
 def test_packed_queries_have_the_gradients_of_rectangular_ones() -> None:
     requests, counts = Requests.random((150, 20, 9, 70), 2, 1, 16, dtype="bfloat16"), (140, 20, 0, 70)
@@ -168,6 +169,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spare", [0, 21])
 @pytest.mark.parametrize("name", COUNTS)
 def test_every_row_and_page_is_somebodys_work_once(name: str, spare: int) -> None:

@@ -64,7 +64,7 @@ def test_wide_rows_in_ragged_queries_have_the_bits_of_a_whole_prefill(width: int
     assert_same_bits(rows, [x[len(x) - count :] for x, count in zip(expected, counts, strict=True)])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @in_the_interpreter
 @pytest.mark.parametrize(("width", "value_width"), [(192, 64), (192, 128), (256, 128), (256, 192)])
 def test_a_column_of_the_result_does_not_depend_on_how_many_there_are(width: int, value_width: int) -> None:
@@ -75,7 +75,7 @@ def test_a_column_of_the_result_does_not_depend_on_how_many_there_are(width: int
     assert_same_bits(rows, [x[..., :value_width] for x in expected])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @in_the_interpreter
 @pytest.mark.parametrize("width", [64, 256])
 def test_a_causal_mask_has_the_bits_of_causal_attention(width: int) -> None:

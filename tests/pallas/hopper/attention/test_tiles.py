@@ -20,6 +20,7 @@ from tests.support.attention_requests import INTERPRETER, Requests, in_the_inter
 from tests.support.bits import assert_same_bits
 
 
+@pytest.mark.sampled(1)
 @in_the_interpreter
 @pytest.mark.parametrize("width", [16, 192])
 def test_rows_between_packed_requests_are_not_written(width: int) -> None:
@@ -104,6 +105,7 @@ def test_schedules_that_do_not_fit_are_refused() -> None:
         decode_schedule.Schedule(4, slack=0.5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [16, 80, 128, 192, 256])
 def test_gradients_lower(width: int) -> None:
     """The backward kernels are lowered for a GPU, both in one kernel and in two."""

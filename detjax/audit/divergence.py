@@ -1,4 +1,4 @@
-"""How much a sampler's and a trainer's logprobs of the same tokens differ, in float64 on the host."""
+"""How much two sets of logprobs of the same tokens differ, in float64 on the host."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from detjax.rl.logprobs import Logprobs, check_pairs
+from detjax.audit.logprobs import Logprobs, check_pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,10 @@ class Divergence:
         k3: the mean of r - 1 - d. It is unbiased, and no term is negative.
         effective_sample_size: (sum of r)^2 / (sum of r^2) over tokens (Kong 1992): the number of tokens if all bits are
             equal, at most this number otherwise.
+        largest_ulps: the largest distance in units in the last place of float32: how many steps from one number to the
+            next lie between two logprobs. 0.0 and -0.0 are a step apart, and whatever is NaN on one side counts as the
+            distance of two infinities.
+        first_unequal: sequence and token, counted from 0, of the first logprobs of unequal bits; None if all are equal.
     """
 
     tokens: int
@@ -40,6 +44,8 @@ class Divergence:
     k2: float
     k3: float
     effective_sample_size: float
+    largest_ulps: int = 0
+    first_unequal: tuple[int, int] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the fields by name, as numbers of Python."""
@@ -67,9 +73,13 @@ def divergence(sampler: Logprobs, trainer: Logprobs) -> Divergence:
     check_pairs("divergence", sampler, trainer)
     sampled, trained = (np.concatenate([np.empty(0, np.float32), *logprobs]) for logprobs in (sampler, trainer))
     unequal = sampled.view(np.uint32) != trained.view(np.uint32)
+    lengths = np.cumsum([0, *map(len, sampler)])
     # Only what differs is computed: in float64 the rest would be zeros, or NaN for two infinities.
     tokens, count = len(sampled), int(unequal.sum())
-    sampled, trained = (logprobs[unequal].astype(np.float64) for logprobs in (sampled, trained))
+    sampled, trained = sampled[unequal], trained[unequal]
+    largest_ulps = int(ulp_distances(sampled, trained).max(initial=0))
+    first = int(unequal.argmax()) if count else None
+    sampled, trained = (logprobs.astype(np.float64) for logprobs in (sampled, trained))
     with np.errstate(invalid="ignore"):
         differences = (trained - sampled).tolist()
 
@@ -86,7 +96,39 @@ def divergence(sampler: Logprobs, trainer: Logprobs) -> Divergence:
         k2=mean(lambda d: d * d / 2),
         k3=mean(_k3),
         effective_sample_size=_effective_sample_size(differences, tokens - count),
+        largest_ulps=largest_ulps,
+        first_unequal=None if first is None else _place(first, lengths),
     )
+
+
+def ulps(first: np.generic, second: np.generic) -> int:
+    """Returns how many steps from one number to the next lie between two of a dtype; see `Divergence.largest_ulps`."""
+    return int(ulp_distances(np.atleast_1d(first), np.atleast_1d(second))[0])
+
+
+def ulp_distances(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Returns `ulps` of every two numbers of two arrays `[...]` of one dtype, as uint64 `[...]`."""
+    words = np.dtype(f"uint{8 * first.dtype.itemsize}")
+    before, after = _ordinals(first), _ordinals(second)
+    low, high = np.minimum(before, after), np.maximum(before, after)
+    distances = high.astype(np.uint64) - low.astype(np.uint64)
+    ends = _ordinals(np.array([-np.inf, np.inf]).astype(first.dtype)).astype(np.uint64)
+    is_nan = np.isnan(first.astype(np.float64)) | np.isnan(second.astype(np.float64))
+    return np.where(
+        is_nan, np.where(first.view(words) == second.view(words), np.uint64(0), ends[1:] - ends[:1]), distances
+    )
+
+
+def _ordinals(numbers: np.ndarray) -> np.ndarray:
+    """Places of numbers in the order of all numbers of their dtype, in which -0.0 comes before 0.0."""
+    bits = numbers.view(np.dtype(f"int{8 * numbers.dtype.itemsize}")).astype(np.int64)
+    return np.where(bits >= 0, bits, -1 - (bits & np.iinfo(f"int{8 * numbers.dtype.itemsize}").max))
+
+
+def _place(index: int, ends: np.ndarray) -> tuple[int, int]:
+    """The sequence of a token and its number there, given where sequences end."""
+    sequence = int(np.searchsorted(ends, index, side="right")) - 1
+    return sequence, index - int(ends[sequence])
 
 
 def _k3(difference: float) -> float:

@@ -1,6 +1,7 @@
 """Divergence is exactly zero where bits are equal, exact where they are not, and honest about what is not finite."""
 
 import decimal
+import itertools
 import json
 import math
 from decimal import Decimal
@@ -8,7 +9,8 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from detjax.rl.divergence import Divergence, divergence
+from detjax.audit.divergence import Divergence, divergence, ulps
+from detjax.audit.logprobs import check_pairs
 from tests.support.unchecked import unchecked
 
 NONE = dict.fromkeys(("unequal_share", "mean_difference", "largest_difference", "k1", "k2", "k3"), 0.0)
@@ -66,7 +68,15 @@ def test_one_unequal_bit_in_one_logprob_shows_in_every_measure() -> None:
     assert (measured.pop("tokens"), measured.pop("unequal_tokens")) == (439, 1)
     assert measured.pop("effective_sample_size") <= 439
     assert measured.pop("k1") < 0
+    assert (measured.pop("first_unequal"), measured["largest_ulps"]) == ((3, 7), 1)
     assert min(measured.values()) > 0, measured
+
+
+def test_ulps_count_the_float32_numbers_between_two() -> None:
+    numbers = np.float32([-np.inf, -1.0, np.nextafter(np.float32(-1.0), np.float32(0)), -1e-45, -0.0, 0.0, 1e-45])
+    distances = [ulps(*pair) for pair in itertools.pairwise(numbers)]
+    assert distances[1:2] + distances[3:] == [1, 1, 1, 1]
+    assert ulps(numbers[0], numbers[-1]) == sum(distances) == ulps(numbers[-1], numbers[0])
 
 
 def test_the_order_of_tokens_and_their_sequences_does_not_change_a_bit() -> None:
@@ -114,6 +124,10 @@ def test_a_token_that_the_sampler_thought_impossible_leaves_no_effective_sample_
 def test_nan_shows_in_every_measure_but_the_counts() -> None:
     measured = divergence(arrays([-2.0, math.nan, -math.inf]), arrays([-2.5, -1.0, -1.0])).as_dict()
     assert (measured.pop("tokens"), measured.pop("unequal_tokens"), measured.pop("unequal_share")) == (3, 3, 1.0)
+    assert (measured.pop("largest_ulps"), measured.pop("first_unequal")) == (
+        ulps(*np.float32([np.inf, -np.inf])),
+        (0, 0),
+    )
     assert all(math.isnan(value) for value in measured.values()), measured
 
 
@@ -132,4 +146,4 @@ def test_arrays_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(ValueError, match=r"divergence: trainer\[0\] is float32\[2\]; accepted: float32\[1\]"):
         divergence(arrays([-1.0]), arrays([-1.0, -1.0]))
     with pytest.raises(ValueError, match=r"divergence: trainer\[0\] is float64\[1\]; accepted: float32\[1\]"):
-        unchecked(divergence)(arrays([-1.0]), [np.zeros(1)])
+        unchecked(check_pairs)("divergence", arrays([-1.0]), [np.zeros(1)])

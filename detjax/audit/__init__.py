@@ -1,0 +1,31 @@
+"""Audits: whether rows depend on their batch, whether answers are what a model gives, how far two sets of logprobs are
+apart, and where two runs part."""
+
+from detjax.audit.bisection import Bisection as Bisection
+from detjax.audit.bisection import Difference as Difference
+from detjax.audit.bisection import Drift as Drift
+from detjax.audit.bisection import bisect as bisect
+from detjax.audit.certificates import Certificate as Certificate
+from detjax.audit.certificates import Outcome as Outcome
+from detjax.audit.certificates import certify as certify
+from detjax.audit.certificates import risks as risks
+from detjax.audit.comparison import Comparison as Comparison
+from detjax.audit.comparison import compare as compare
+from detjax.audit.divergence import Divergence as Divergence
+from detjax.audit.divergence import divergence as divergence
+from detjax.audit.engine_programs import engine_risks as engine_risks
+from detjax.audit.isolation import IsolatedLayer as IsolatedLayer
+from detjax.audit.logprob_files import ScoredTokens as ScoredTokens
+from detjax.audit.logprob_files import read_logprobs as read_logprobs
+from detjax.audit.receipts import read_transcripts as read_transcripts
+from detjax.audit.roles import Risk as Risk
+from detjax.audit.roles import Role as Role
+from detjax.audit.traces import Trace as Trace
+from detjax.audit.traces import trace_digests as trace_digests
+from detjax.audit.transcripts import Origin as Origin
+from detjax.audit.transcripts import Transcript as Transcript
+from detjax.audit.transcripts import transcripts_of as transcripts_of
+from detjax.audit.trials import Counterexample as Counterexample
+from detjax.audit.verification import Verdict as Verdict
+from detjax.audit.verification import Verifier as Verifier
+from detjax.audit.verification import verify as verify

@@ -1,0 +1,88 @@
+"""Digests of arrays on the device: 32 bits a block, the same in whichever order they are computed.
+
+    digest(block) = sum of mix(bits[i] + i * GOLDEN) over its elements i, modulo 2^32
+
+Sums of integers that wrap are exact in every order, so a digest does not depend on the device, on fusion or on tiling.
+`mix` is a bijection of 32 bits: a block with one other element always has another digest, and one with several has with
+a probability of 1 - 2^-32. Digests find defects. They are no protection against somebody who makes two blocks alike.
+"""
+
+import math
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from detjax.invariant.batch_axis import Place, Rows
+
+_GOLDEN: Final = np.uint32(0x9E3779B9)
+_FACTOR: Final = np.uint32(0x7FEB352D)
+_MOST_BLOCKS: Final = 64
+_SMALLEST_BLOCK: Final = 256
+_LANES: Final = 128
+
+
+def block_size(elements: int) -> int:
+    """Returns the elements of a block where a row has so many: a power of two, so that there are 64 blocks at most."""
+    return max(_SMALLEST_BLOCK, 1 << max(0, math.ceil(elements / _MOST_BLOCKS) - 1).bit_length())
+
+
+def in_rows(x: Array, place: Place, batch: int | None) -> Array:
+    """Returns an array as `[B, ...]`, with one row if it is known to hold none.
+
+    A row's elements come in the order that they have in a batch of one.
+    """
+    if not isinstance(place, Rows) or batch is None:
+        return x[None]
+    before, after = x.shape[: place.axis], x.shape[place.axis + 1 :]
+    x = jnp.moveaxis(x.reshape(*before, place.outer, batch, place.inner, *after), place.axis + 1, 0)
+    parts = [size for size in (place.outer, place.inner) if size > 1]
+    return x.reshape(batch, *before, *parts, *after)
+
+
+def with_row(x: Array, place: Rows, batch: int, row: int, value: Array) -> Array:
+    """Returns an array in which a row has other elements, given in the order of `in_rows`."""
+    shape = x.shape
+    split = (*shape[: place.axis], place.outer, batch, place.inner, *shape[place.axis + 1 :])
+    rows = jnp.moveaxis(x.reshape(split), place.axis + 1, 0)
+    rows = rows.at[row].set(value.reshape(rows.shape[1:]))
+    return jnp.moveaxis(rows, 0, place.axis + 1).reshape(shape)
+
+
+def digest(rows: Array) -> Array:
+    """Returns the digests, uint32 `[B, blocks]`, of the blocks of each row of an array `[B, ...]` of any dtype."""
+    words = _words(rows)
+    batch, elements, parts = words.shape
+    size = block_size(elements)
+    blocks = max(1, math.ceil(elements / size))
+    words = jnp.pad(words, ((0, 0), (0, blocks * size - elements), (0, 0)))
+    words = words.reshape(batch, blocks, size * parts // _LANES, _LANES)
+    place = lax.broadcasted_iota(jnp.uint32, words.shape, 2) * np.uint32(_LANES)
+    mixed = words + (place + lax.broadcasted_iota(jnp.uint32, words.shape, 3)) * _GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint32(16))) * _FACTOR
+    mixed ^= mixed >> np.uint32(15)
+    # XLA's CPU compiler has vectors for sums of integers along any axis but the last.
+    return jnp.sum(jnp.sum(mixed, axis=2, dtype=jnp.uint32), axis=2, dtype=jnp.uint32)
+
+
+def plain(x: Any) -> Array:
+    """Returns an array that has bits: the data of a random key, or the array as it is."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.extended) else jnp.asarray(x)
+
+
+def _words(x: Array) -> Array:
+    """The bits of each element, uint32 `[B, elements, words]`."""
+    batch, elements = x.shape[0], math.prod(x.shape[1:])
+    x = x.reshape(batch, elements)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], axis=2)
+    if x.dtype == jnp.bool_:
+        bits = x.astype(jnp.uint32)
+    elif x.dtype.itemsize == 8:
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+    else:
+        width = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).bits
+        bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
+    return bits.reshape(batch, elements, -1) if elements else jnp.zeros((batch, 0, 1), jnp.uint32)

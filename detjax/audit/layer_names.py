@@ -1,0 +1,55 @@
+"""Names of layers: NNX modules give their equations none, so a module's path becomes one while it is traced."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+
+@contextlib.contextmanager
+def named_layers(arguments: Any) -> Iterator[None]:
+    """A context in which calls of the NNX modules among some arguments stand in scopes of their paths' names.
+
+    Within a module that is called itself, a scope has the rest of the path, so that names nest as modules do. The
+    modules' classes are changed for as long as the context lasts; Linen's modules name their layers themselves.
+    """
+    paths: dict[int, tuple[str, ...]] = {}
+    classes: set[type] = set()
+    for module in jax.tree.leaves(arguments, is_leaf=_is_module):
+        if _is_module(module):
+            for path, part in nnx.iter_modules(module):
+                paths[id(part)] = (type(module).__name__, *map(str, path))
+                classes.update(cls for cls in type(part).__mro__ if "__call__" in vars(cls))
+    around: list[tuple[str, ...]] = [()]
+
+    def named(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
+            path, outer = paths.get(id(self), ()), around[-1]
+            if not path or path == outer:  # not of these modules, or a call of the class it inherits from
+                return call(self, *args, **kwargs)
+            name = path[len(outer) :] if path[: len(outer)] == outer else path
+            around.append(path)
+            try:
+                with jax.named_scope(".".join(name)):
+                    return call(self, *args, **kwargs)
+            finally:
+                around.pop()
+
+        return inside
+
+    calls = {cls: vars(cls)["__call__"] for cls in classes if callable(vars(cls)["__call__"])}
+    try:
+        for cls, call in calls.items():
+            setattr(cls, "__call__", named(call))  # noqa: B010
+        yield
+    finally:
+        for cls, call in calls.items():
+            setattr(cls, "__call__", call)  # noqa: B010
+
+
+def _is_module(x: Any) -> bool:
+    return isinstance(x, nnx.Module)

@@ -1,0 +1,331 @@
+"""What each equation of a traced function means for the promise that rows do not depend on their batch."""
+
+import dataclasses
+import enum
+import math
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax._src import source_info_util  # JAX has no public way from an equation to the file that made it
+from jax.extend import core
+
+from detjax import backends, invariant, ops
+from detjax.invariant import equations
+from detjax.invariant.batch_axis import UNKNOWN, Follower, Mixing, Place, Rows, Shared
+from detjax.invariant.equations import Kind, aval
+
+
+class Role(enum.Enum):
+    """What an equation means for the rows of a batch. Later roles outweigh earlier ones."""
+
+    SHARED = "has no rows"
+    APART = "keeps rows apart by construction"
+    EXACT = "exact in any order"
+    CONTRACT = "under contract"
+    CHOSEN = "XLA may choose"
+    MIXES = "mixes rows"
+
+
+RISKS: Final = (Role.MIXES, Role.CHOSEN)
+"""Roles that leave a promise without a proof, the graver one first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Risk:
+    """An equation that may give a row other bits in another batch.
+
+    Attributes:
+        role: one of `RISKS`.
+        primitive: the equation's primitive.
+        why: why it is a risk.
+        line: the user's line, and the layer's name where the function names it.
+        shapes: the shapes of its operands, for the batch that was traced.
+        dtypes: their dtypes.
+    """
+
+    role: Role
+    primitive: str
+    why: str
+    line: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    @classmethod
+    def from_equation(cls, eqn: core.JaxprEqn, role: Role, why: str, line: str | None = None) -> "Risk":
+        """Returns the risk of an equation, by default with its own line."""
+        dtypes = tuple(str(getattr(aval(v), "dtype", "token")) for v in eqn.invars)
+        line = line or equations.line(eqn) or "an unknown line"
+        return cls(role, eqn.primitive.name, why, line, equations.shapes(eqn), dtypes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the fields by name, as JSON holds them."""
+        return dataclasses.asdict(self) | {"role": self.role.name.lower()}
+
+
+def contract_of(eqn: core.JaxprEqn) -> str | None:
+    """Returns the operation of detjax that an equation calls, or belongs to; None where no contract holds.
+
+    Operations are told by the file that defines them, so a function of the same name elsewhere is none.
+    """
+    if backends.backend() == backends.STOCK:
+        return None
+    name = eqn.primitive.name
+    if name in ("jit", "pjit"):
+        traced = equations.body(eqn).debug_info
+        defined = traced.func_filename if traced is not None else None
+        if defined is not None and _is_ours(pathlib.Path(defined)):
+            is_transformed = pathlib.Path(defined) == _TRANSFORM
+            return "batch_invariant" if is_transformed else str(eqn.params["name"])
+    frame = next(iter(source_info_util.user_frames(eqn.source_info.traceback)), None)
+    # Code of an operation that comes before its kernel, such as the order of tokens in a mixture of experts.
+    return _PREPARED if frame is not None and _OPERATIONS in pathlib.Path(frame.file_name).parents else None
+
+
+_PREPARED: Final = "detjax.ops"
+_OPERATIONS: Final = pathlib.Path(ops.__file__).parent
+_TRANSFORM: Final = pathlib.Path(invariant.__file__).with_name("transform.py")
+
+
+def _is_ours(path: pathlib.Path) -> bool:
+    return _OPERATIONS in path.parents or path == _TRANSFORM
+
+
+def risk_of_order(eqn: core.JaxprEqn, makers: dict[Any, core.JaxprEqn], is_pinned: bool) -> str | None:
+    """Returns why XLA may give an equation's results other bits at other shapes; None if it may not.
+
+    Args:
+        eqn: an equation that holds no others.
+        makers: for variables, the equations that give them.
+        is_pinned: whether the program is compiled with detjax' pinned options.
+    """
+    name, kind = eqn.primitive.name, equations.kind(eqn)
+    if kind is Kind.SUM:
+        return _why_sums(eqn)
+    if kind is Kind.OPAQUE and any(map(equations.is_inexact, eqn.outvars)):
+        return "computes in a way of its own, which nothing here knows"
+    if kind is Kind.APPROXIMATED and backends.target() == "cpu":
+        return "vector and scalar code of a CPU approximate it with other bits, and shapes say which computes a number"
+    if kind is not Kind.ROUNDED:
+        return None
+    if name in ("add", "sub", "add_any") and any(_is_product(v, makers) for v in eqn.invars):
+        return "a product before a sum may become a fused multiply-add, which rounds once: fusions decide"
+    if name == "div" and backends.target() == "cpu" and _maker(eqn.invars[1], makers, ()) == "broadcast_in_dim":
+        return "a division by what is broadcast may become a product with a reciprocal, which rounds twice"
+    if not is_pinned and any(_is_narrow(v) for v in (*eqn.invars, *eqn.outvars)):
+        return "XLA may keep more precision than the narrow type has within a fusion; detjax.jit forbids it"
+    return None
+
+
+_MOVES: Final = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
+_PRODUCTS: Final = ("mul", "square", "integer_pow")
+
+
+def _maker(atom: Any, makers: dict[Any, core.JaxprEqn], through: Sequence[str] = _MOVES) -> str | None:
+    """The primitive that gives a value, apart from the primitives `through` that move it."""
+    while not isinstance(atom, core.Literal) and atom in makers:
+        eqn = makers[atom]
+        if eqn.primitive.name not in through:
+            return eqn.primitive.name
+        atom = eqn.invars[0]
+    return None
+
+
+def _is_product(atom: Any, makers: dict[Any, core.JaxprEqn]) -> bool:
+    return _maker(atom, makers) in _PRODUCTS
+
+
+def _is_narrow(atom: Any) -> bool:
+    return equations.is_inexact(atom) and jnp.dtype(aval(atom).dtype).itemsize < 4
+
+
+def _why_sums(eqn: core.JaxprEqn) -> str:
+    name = eqn.primitive.name
+    if name.startswith("psum") or name == "reduce_scatter":
+        why = "adds over devices in the order of the collective's algorithm, which XLA chooses by size"
+    elif name.startswith("scatter"):
+        why = "adds numbers of equal indices in the order in which threads come"
+    elif name.startswith("cum"):
+        why = "accumulates by a tree of partial sums that XLA chooses by shape"
+    elif name.startswith("conv"):
+        why = "convolves by an algorithm that XLA chooses by shape, the batch's among them"
+    elif name.startswith(("dot", "ragged_dot")):
+        why = "adds products in blocks and splits that XLA chooses by shape, the batch's among them"
+    else:
+        why = "adds in an order that XLA chooses by shape and by fusion"
+    if any(_is_narrow(v) for v in eqn.outvars):
+        why += f"; the sums are {aval(eqn.outvars[0]).dtype}, so each order rounds otherwise"
+    return why
+
+
+class Roles(Follower):
+    """The place of the batch in a function's arrays, and the role of every equation.
+
+    Attributes:
+        risks: the equations that are risks, the graver ones first.
+        contracts: the operations under contract, and how often they are called.
+    """
+
+    def __init__(self, batch: int, is_pinned: bool) -> None:
+        """Args:
+        batch: how many rows the batch has: a prime number that divides no other axis of an array.
+        is_pinned: see `risk_of_order`.
+        """
+        super().__init__(batch)
+        self._is_pinned = is_pinned
+        self._makers: dict[Any, core.JaxprEqn] = {}
+        self._equations: dict[tuple[int, ...], tuple[Role, Risk | str | None]] = {}
+
+    @property
+    def risks(self) -> list[Risk]:
+        """See the class."""
+        risks = [detail for _, detail in self._equations.values() if isinstance(detail, Risk)]
+        return sorted(risks, key=lambda risk: RISKS.index(risk.role))
+
+    @property
+    def contracts(self) -> list[str]:
+        """The operations under contract that the function calls, one a call."""
+        return [str(detail) for role, detail in self._equations.values() if role is Role.CONTRACT]
+
+    def counts(self) -> dict[Role, int]:
+        """Returns how many equations have each role."""
+        roles = [role for role, _ in self._equations.values()]
+        return {role: roles.count(role) for role in Role}
+
+    def check_results(self, jaxpr: core.Jaxpr, places: Sequence[Place], axes: Sequence[int | None]) -> None:
+        """Notes a risk for every result whose rows are not where they are said to be, if nothing is noted yet."""
+        makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        for atom, place, axis in zip(jaxpr.outvars, places, axes, strict=True):
+            if axis is None or self.findings:
+                continue
+            axis %= aval(atom).ndim
+            is_apart = place == Rows(axis) or (isinstance(place, Shared) and axis in place.uniform)
+            if not is_apart and not isinstance(atom, core.Literal) and atom in makers:
+                self.mixes(makers[atom], Mixing.SLOT, "gives a result whose rows are not those of the arguments")
+
+    def mixes(self, eqn: core.JaxprEqn, mixing: Mixing, what: str) -> Any:
+        """Reports an equation that mixes rows; see `Follower.mixes`."""
+        self._note(eqn, Role.MIXES, Risk.from_equation(eqn, Role.MIXES, what, self.line(eqn)))
+        return super().mixes(eqn, mixing, what)
+
+    def equation(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
+        """Returns the places of an equation's results, and notes its role."""
+        contract = contract_of(eqn)
+        if contract is not None:
+            self._note(eqn, Role.CONTRACT, contract)
+            return self._under_contract(eqn, places, contract)
+        self._makers.update((v, eqn) for v in eqn.outvars)
+        kind = equations.kind(eqn)
+        if kind is not Kind.CALL:
+            self._classify(eqn, places)
+        is_routed = any(place is UNKNOWN for place in places) and not self.findings
+        if is_routed and kind is not Kind.CALL and not _keeps_order(eqn, places):
+            return [self.mixes(eqn, Mixing.OTHER, "works on rows in the order of an operation")] * len(eqn.outvars)
+        return super().equation(eqn, places)
+
+    def _classify(self, eqn: core.JaxprEqn, places: list[Place]) -> None:
+        why = risk_of_order(eqn, self._makers, self._is_pinned)
+        if why is not None:
+            self._note(eqn, Role.CHOSEN, Risk.from_equation(eqn, Role.CHOSEN, why, self.line(eqn)))
+        elif not any(not isinstance(place, Shared) for place in places):
+            self._note(eqn, Role.SHARED)
+        elif equations.kind(eqn) is Kind.EXACT and eqn.primitive.name not in equations.ELEMENTWISE:
+            self._note(eqn, Role.EXACT)
+        else:
+            self._note(eqn, Role.APART)
+
+    def _note(self, eqn: core.JaxprEqn, role: Role, detail: Risk | str | None = None) -> None:
+        """Notes an equation's role. Loops are gone through several times, and the gravest role counts."""
+        path = (*map(id, self.calls), id(eqn))
+        roles = list(Role)
+        known = self._equations.get(path)
+        if known is None or roles.index(role) >= roles.index(known[0]):
+            self._equations[path] = role, detail
+
+    def _under_contract(self, eqn: core.JaxprEqn, places: list[Place], contract: str) -> list[Place]:
+        """The places of the results of an operation of detjax, which keeps the rows of its leading axes apart.
+
+        An operation may put rows into an order of its own, such as that of experts: their place is unknown then, until
+        another operation puts them back.
+        """
+        if self.findings and any(place is UNKNOWN for place in places):
+            return [UNKNOWN] * len(eqn.outvars)
+        rows = [(v, place) for v, place in zip(eqn.invars, places, strict=True) if isinstance(place, Rows)]
+        if not rows and all(isinstance(place, Shared) for place in places):
+            return [Shared(frozenset(k for k, n in enumerate(aval(v).shape) if n == 1)) for v in eqn.outvars]
+        weight = _WEIGHTS.get(contract, len(places))
+        if any(not isinstance(place, Shared) for place in places[weight : weight + 1]):
+            return [self.mixes(eqn, Mixing.OTHER, f"has rows in the weight of {contract}")] * len(eqn.outvars)
+        if not rows or contract == _PREPARED:
+            return [UNKNOWN] * len(eqn.outvars)
+        first = places[0]
+        if contract in _ALONG_THE_LAST and isinstance(first, Rows) and first.axis == aval(eqn.invars[0]).ndim - 1:
+            return [self.mixes(eqn, Mixing.SUM, f"is {contract} along the batch")] * len(eqn.outvars)
+        return [self._place(v, rows) for v in eqn.outvars]
+
+    def _place(self, result: Any, rows: Sequence[tuple[Any, Rows]]) -> Place:
+        """The place of rows in a result, by the sizes of its axes: the batch's size divides no other."""
+        shape = aval(result).shape
+        for operand, place in rows:
+            if place.axis < len(shape) and shape[place.axis] == aval(operand).shape[place.axis]:
+                return place
+        axes = [axis for axis, size in enumerate(shape) if size and size % self.batch == 0]
+        return Rows(axes[0], 1, shape[axes[0]] // self.batch) if len(axes) == 1 else UNKNOWN
+
+
+def _keeps_order(eqn: core.JaxprEqn, places: Sequence[Place]) -> bool:
+    """Whether an equation leaves rows apart whose order an operation has changed, along their first axis."""
+    name = eqn.primitive.name
+    makes_inexact = any(map(equations.is_inexact, eqn.outvars))
+    if name == "gather":  # each looks up an integer, such as the number of its request, which operations take
+        return isinstance(places[0], Shared) and not makes_inexact
+    if name in equations.ELEMENTWISE:
+        met = [(place, v) for place, v in zip(places, eqn.invars, strict=True) if isinstance(place, Shared)]
+        is_numbered = any(aval(v).shape and 0 not in place.uniform for place, v in met)
+        return not is_numbered and (not makes_inexact or any(map(equations.is_inexact, eqn.invars)))
+    return name in _MOVES
+
+
+_WEIGHTS: Final = {"matmul": 1, "grouped_matmul": 1, "rms_norm": 1, "gated_rms_norm": 2, "embed": 1}
+"""Which argument of an operation all rows share."""
+
+_ALONG_THE_LAST: Final = (
+    "matmul rms_norm gated_rms_norm l2_norm softmax log_softmax logsumexp sample top_logprobs".split()
+)
+"""Operations that work along the last axis of their first argument."""
+
+
+def traced_batch(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Returns a number of rows that divides no other axis: the least such prime above 10."""
+    sizes = {size for shape in shapes for size in shape if size}
+    batch = 11
+    while any(batch % k == 0 for k in range(2, math.isqrt(batch) + 1)) or any(size % batch == 0 for size in sizes):
+        batch += 1
+    return batch
+
+
+def flattened(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """Yields the equations of a jaxpr and of all that it holds, without the inside of operations under contract."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if contract_of(eqn) is None:
+            for body in equations.bodies(eqn):
+                yield from flattened(body)
+
+
+def risks_of_order(jaxpr: core.Jaxpr) -> Iterator[Risk]:
+    """Yields the equations of a program of `detjax.jit` whose bits XLA may choose, wherever rows are in it."""
+    makers: dict[Any, core.JaxprEqn] = {}
+    for eqn in flattened(jaxpr):
+        if contract_of(eqn) is None and equations.kind(eqn) is not Kind.CALL:
+            makers.update((v, eqn) for v in eqn.outvars)
+            why = risk_of_order(eqn, makers, is_pinned=True)
+            if why is not None:
+                yield Risk.from_equation(eqn, Role.CHOSEN, why)
+
+
+def shapes_of(tree: Any) -> list[tuple[int, ...]]:
+    """Returns the shapes of a tree's arrays."""
+    return [tuple(x.shape) for x in jax.tree.leaves(tree)]

@@ -1,0 +1,42 @@
+"""What digests cost: a transformer as `jax.jit` runs it, and as `trace_digests` does."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from detjax.audit import trace_digests
+from detjax.bench import timing
+from detjax.bench.invariant import Shape, Transformer
+
+SMALL = Shape(4, 512, 8, 8, 64, 2048, 4096, False)
+
+
+def costs(shape: Shape, length: int, batches: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
+    """Yields, for each batch, milliseconds of a call without digests and with those of each level, in turns."""
+    model = Transformer(shape, length, nnx.Rngs(0))
+
+    def call(model: Transformer, tokens: Array) -> Array:
+        return model(tokens)
+
+    plain = jax.jit(call)
+    traced = {level: trace_digests(call, (None, 0), level=level) for level in ("layers", "equations")}
+    for batch in batches:
+        draw = np.random.default_rng(batch)
+        tokens = jnp.asarray(draw.integers(0, shape.vocabulary, (batch, length)), jnp.int32)
+        programs = {"plain": plain, **{level: lambda *a, fn=fn: fn(*a)[0] for level, fn in traced.items()}}
+        runs = {
+            name: lambda program=program, tokens=tokens: timing.step_time(program, [(model, tokens)], steps=5)
+            for name, program in programs.items()
+        }
+        medians = timing.in_turns(runs, rounds, required=tuple(runs)).medians
+        yield {
+            "batch": batch,
+            "length": length,
+            **{f"{name}_ms": seconds * 1e3 for name, seconds in medians.items()},
+            **{f"{level}_over_plain": medians[level] / medians["plain"] for level in traced},
+        }

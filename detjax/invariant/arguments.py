@@ -1,0 +1,110 @@
+"""The arguments of a function of a batch: along which axis of each array the rows lie, and how many there are."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+
+class Leaves(NamedTuple):
+    """What is known of a call's arguments before their arrays are: a program is made for this.
+
+    Attributes:
+        tree: the structure of the positional and the named arguments.
+        axes: the axis of the rows for each leaf.
+        is_array: whether each leaf is an array.
+        static: the other leaves; None in the places of arrays.
+    """
+
+    tree: Any
+    axes: tuple[int | None, ...]
+    is_array: tuple[bool, ...]
+    static: tuple[Any, ...]
+
+    @classmethod
+    def from_call(
+        cls, caller: str, batch_axes: Any, args: Sequence[Any], kwargs: dict[str, Any], shared: int = 0
+    ) -> tuple["Leaves", tuple[Any, ...]]:
+        """Returns the leaves of a call's arguments, and the arrays among them.
+
+        Args:
+            caller: the function whose errors these are.
+            batch_axes: the axes of the positional arguments behind the shared ones; see `spread`.
+            args: the positional arguments.
+            kwargs: the named ones, which all rows share.
+            shared: how many positional arguments all rows share.
+
+        Raises:
+            TypeError: a leaf with rows is no array.
+            ValueError: the axes do not fit the arguments.
+        """
+        leaves, tree = jax.tree.flatten((tuple(args), kwargs))
+        given = spread(caller, "batch_axes", batch_axes, args[shared:])
+        axes = (*[None] * len(jax.tree.leaves(args[:shared])), *given, *[None] * len(jax.tree.leaves(kwargs)))
+        is_array = tuple(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves)
+        for leaf, axis, array in zip(leaves, axes, is_array, strict=True):
+            if axis is not None and not array:
+                raise TypeError(
+                    f"{caller}: an argument with rows is {type(leaf).__name__}; accepted: arrays, or batch_axes that "
+                    "say None for it"
+                )
+        static = tuple(None if array else leaf for leaf, array in zip(leaves, is_array, strict=True))
+        return cls(tree, axes, is_array, static), tuple(
+            leaf for leaf, array in zip(leaves, is_array, strict=True) if array
+        )
+
+    @property
+    def array_axes(self) -> list[int | None]:
+        """The axis of the rows for each array."""
+        return [axis for axis, array in zip(self.axes, self.is_array, strict=True) if array]
+
+    def with_arrays(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns all leaves, with these arrays in their places."""
+        values = iter(arrays)
+        return [next(values) if array else leaf for array, leaf in zip(self.is_array, self.static, strict=True)]
+
+
+def spread(caller: str, name: str, axes: Any, values: Any) -> list[int | None]:
+    """Returns the axis of the rows for each leaf of a tree.
+
+    Args:
+        caller: the function whose errors these are.
+        name: what it calls the axes.
+        axes: integers or None, in a tree that `values` has as its beginning.
+        values: the tree.
+
+    Raises:
+        ValueError: the trees do not fit together.
+    """
+    is_none = lambda x: x is None  # noqa: E731
+    if isinstance(axes, list):
+        axes = tuple(axes)
+    try:
+        by_leaf = jax.tree.map(
+            lambda axis, part: jax.tree.map(lambda _: _Axis(axis), part), axes, values, is_leaf=is_none
+        )
+    except ValueError as error:
+        raise ValueError(f"{caller}: {name} does not fit the arguments: {error}") from None
+    return [axis.number for axis in jax.tree.leaves(by_leaf, is_leaf=lambda x: isinstance(x, _Axis))]
+
+
+class _Axis:
+    """An axis or None, which pytrees would drop."""
+
+    def __init__(self, number: int | None) -> None:
+        self.number = number
+
+
+def count_rows(caller: str, arrays: Sequence[Array], axes: Sequence[int | None]) -> int:
+    """Returns the number of rows of a batch.
+
+    Raises:
+        ValueError: arrays differ in it, or there are no rows.
+    """
+    counts = {x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None}
+    if len(counts) != 1 or counts == {0}:
+        given = "no argument has rows" if not counts else f"batches have {', '.join(map(str, sorted(counts)))} rows"
+        raise ValueError(f"{caller}: {given}; accepted: one number of rows, at least 1, along batch_axes")
+    return counts.pop()

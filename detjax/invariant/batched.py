@@ -1,0 +1,160 @@
+"""A program for one example, run for all of them at once, on devices where every element goes through the same code.
+
+The examples are the first axis of every array that depends on them. Three things could still give an example other
+bits among others, and none is left to the compiler:
+
+- *Sums.* Their order is written out: halves of an axis are added until one number is left. Products of activations are
+  products of groups of rows, under contract.
+- *Fused products.* Whether `x * y + z` is rounded once or twice depends on what a compiler fuses, and that on shapes.
+  What may end in a product is sealed by adding -0.0, which changes no number: a product that has been added to
+  something cannot be fused with a further addition. The compiler does not know that the number is -0.0.
+- *Anything else* whose code may depend on shapes, such as convolutions, runs in a loop over the examples.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend import core
+
+from detjax.invariant import equations, loops, products
+from detjax.invariant.control_flow import ControlFlow
+from detjax.invariant.dependence import Dependence
+from detjax.invariant.equations import Kind, Program, Values, aval
+from detjax.portable.tiles import fold_rows
+from detjax.rounding import rounded
+
+_FEWEST: Final = 2
+"""Examples that arrays hold: where an axis of one goes away, compilers simplify what they otherwise would not."""
+
+_NOT_SEALED: Final = frozenset(("add", "sub", "add_any", "convert_element_type", "sqrt"))
+"""What is rounded once and does not end in a product."""
+
+_SEALED_DTYPES: Final = ("float16", "float32", "float64")
+"""Types of products that hardware adds to without rounding them; bfloat16 ones are rounded from float32."""
+
+
+def run(program: Program, rows: Sequence[Array], shared: Sequence[Array], sums: int = 0) -> list[Array]:
+    """Returns what `loops.run` returns, up to the last bits, for all examples at once."""
+    count = rows[0].shape[0]
+    if count < _FEWEST:
+        rows = [jnp.concatenate([x] * _FEWEST) for x in rows]
+    shared = lax.optimization_barrier(list(shared))
+    batch = _Batch(max(count, _FEWEST))
+    mapped = [True] * len(rows) + [False] * len(shared)
+    results = batch.run(program, [*rows, *shared], mapped, [True] * len(program.results))
+    results = [x[:count] for x in results]
+    last = len(results) - sums
+    return [*results[:last], *map(_added_examples, results[last:])]
+
+
+class _Batch(ControlFlow):
+    """The run of one program and of those that it holds."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count, Dependence(lambda eqn, mapped: False))
+        zeros = [
+            jnp.asarray(-0.0, dtype) for dtype in _SEALED_DTYPES if dtype != "float64" or jax.config.jax_enable_x64
+        ]
+        self._negative_zeros = {str(x.dtype): x for x in lax.optimization_barrier(zeros)}
+
+    def run(self, program: Program, values: Sequence[Any], mapped: Sequence[bool], wanted: Sequence[bool]) -> list[Any]:
+        """Returns the results of a program; see `ControlFlow.run`."""
+        env, flags = Values(zip(program.inputs, values, strict=True)), dict(zip(program.inputs, mapped, strict=True))
+        env.update(program.constants)
+        flags.update((var, False) for var, _ in program.constants)
+
+        def depends(atom: Any) -> bool:
+            return not isinstance(atom, core.Literal) and flags[atom]
+
+        for eqn in program.eqns:
+            given = [depends(v) for v in eqn.invars]
+            made = self.dependence.results(eqn, given)
+            if any(made):
+                with equations.at_line(eqn):
+                    results = self._equation(eqn, env.read(eqn.invars), given, made)
+            else:
+                results = self._sealed(eqn, equations.bind(eqn, env.read(eqn.invars)))
+            env.update(zip(eqn.outvars, results, strict=True))
+            flags.update(zip(eqn.outvars, made, strict=True))
+        results = zip(env.read(program.results), map(depends, program.results), wanted, strict=True)
+        return [self.spread(x) if want and not flag else x for x, flag, want in results]
+
+    def _equation(self, eqn: core.JaxprEqn, values: list[Any], mapped: list[bool], made: list[bool]) -> list[Any]:
+        name, kind = eqn.primitive.name, equations.kind(eqn)
+        if name in equations.CALLS:
+            return self.run(Program.from_jaxpr(equations.body(eqn)), values, mapped, made)
+        if kind is Kind.CALL and (results := self.loop_or_branch(eqn, values, mapped)) is not None:
+            return results
+        if kind in (Kind.ROUNDED, Kind.APPROXIMATED):
+            return self._sealed(eqn, self._at_once(eqn, values, mapped))
+        if kind is Kind.EXACT or (name == "scatter" and eqn.params["unique_indices"]):
+            return self._at_once(eqn, values, mapped)
+        if name == "reduce_sum":
+            return [_added(values[0], [axis + 1 for axis in eqn.params["axes"]])]
+        if name == "cumsum":
+            axis = eqn.params["axis"] + 1
+            return [lax.associative_scan(lax.add, values[0], reverse=eqn.params["reverse"], axis=axis)]
+        if name == "dot_general" and products.is_under_contract(eqn) and products.takes(eqn):
+            x, y = (x if m else self.spread(x) for x, m in zip(values, mapped, strict=True))
+            dtype = aval(eqn.outvars[0]).dtype
+            return self._sealed(eqn, [products.activations(x, y, eqn.params["dimension_numbers"], dtype)])
+        return _one_by_one(eqn, values, mapped)
+
+    def _at_once(self, eqn: core.JaxprEqn, values: list[Any], mapped: list[bool]) -> list[Any]:
+        """The results of an equation whose elements do not depend on their place, by JAX's own batching rule."""
+        one = functools.partial(equations.bind, eqn)
+        axes = [0 if m else None for m in mapped]
+        return jax.vmap(lambda *values: one(values), in_axes=axes, axis_size=self.count)(*values)
+
+    def _sealed(self, eqn: core.JaxprEqn, results: list[Any]) -> list[Any]:
+        """Results that cannot be fused into a sum."""
+        if equations.kind(eqn) not in (Kind.ROUNDED, Kind.APPROXIMATED, Kind.SUM) or eqn.primitive.name in _NOT_SEALED:
+            return results
+        zeros = [self._negative_zeros.get(str(x.dtype)) for x in results]
+        return [
+            x if zero is None else lax.add(x, lax.broadcast(zero, x.shape))
+            for x, zero in zip(results, zeros, strict=True)
+        ]
+
+
+def _one_by_one(eqn: core.JaxprEqn, values: list[Any], mapped: list[bool]) -> list[Any]:
+    """The results of an equation for one example after the other."""
+    rows = [k for k, m in enumerate(mapped) if m]
+    shared = [k for k, m in enumerate(mapped) if not m]
+
+    def one(*given: Any) -> list[Any]:
+        places = dict(zip((*rows, *shared), given, strict=True))
+        return equations.bind(eqn, [places[k] for k in range(len(values))])
+
+    return loops.run(one, [values[k] for k in rows], [jnp.asarray(values[k]) for k in shared])
+
+
+def _added(x: Array, axes: Sequence[int]) -> Array:
+    """The sum over axes, one after the other: halves of an axis are added until one number is left.
+
+    Numbers narrower than float32 are added in float32, and rounded once.
+    """
+    total = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    for axis in axes:
+        size = 1 << (total.shape[axis] - 1).bit_length()
+        padding = [(0, size - total.shape[axis] if k == axis else 0) for k in range(total.ndim)]
+        total = jnp.pad(total, padding)
+        while size > 1:
+            size //= 2
+            low, high = (lax.slice_in_dim(total, start, start + size, axis=axis) for start in (0, size))
+            total = low + high
+    return rounded(total.reshape([n for k, n in enumerate(x.shape) if k not in axes]), x.dtype)
+
+
+def _added_examples(x: Array) -> Array:
+    """The sum over the examples in ascending order, in float32 at least."""
+    wide = lax.optimization_barrier(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+
+    def add(total: Array, rows: Array, _: None) -> Array:
+        return functools.reduce(jnp.add, [rows[row] for row in range(rows.shape[0])], total)
+
+    return fold_rows(add, jnp.zeros_like(wide[0]), wide, None)

@@ -1,0 +1,98 @@
+"""Which values of a program for one example depend on the example, and where examples meet weights."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend import core
+
+from detjax.invariant import equations
+
+
+class Dependence:
+    """The values of one traced function that depend on the example; it remembers what it was asked."""
+
+    def __init__(self, is_shared: Callable[[core.JaxprEqn, Sequence[bool]], bool]) -> None:
+        """Args:
+        is_shared: whether an equation, given which operands depend on the example, is computed for all at once.
+        """
+        self._is_shared = is_shared
+        self._known: dict[tuple[int, tuple[bool, ...]], tuple[core.Jaxpr, list[bool], bool]] = {}
+
+    def results(self, eqn: core.JaxprEqn, mapped: Sequence[bool]) -> list[bool]:
+        """Returns which results of an equation depend on the example, given which arguments do."""
+        if not any(mapped):
+            return [False] * len(eqn.outvars)
+        name = eqn.primitive.name
+        if name == "scan":
+            carries = self.scan_carries(eqn, mapped)
+            return [*carries, *self._jaxpr(eqn.params["jaxpr"], self._body(eqn, mapped))[0][len(carries) :]]
+        if name == "while":
+            return self.while_carries(eqn, mapped)
+        if name == "cond":
+            branches = [self._jaxpr(branch, mapped[1:])[0] for branch in eqn.params["branches"]]
+            return [mapped[0] or any(made) for made in zip(*branches, strict=True)]
+        if name in equations.CALLS and name not in equations.OWN_RULES:
+            return self._jaxpr(equations.body(eqn), mapped)[0]
+        return [True] * len(eqn.outvars)
+
+    def holds_shared(self, eqn: core.JaxprEqn, mapped: Sequence[bool]) -> bool:
+        """Returns whether an equation, or one that it holds, is computed for all examples at once."""
+        name = eqn.primitive.name
+        if name == "scan":
+            return self._jaxpr(eqn.params["jaxpr"], self._body(eqn, mapped))[1]
+        if name == "while":
+            _, consts, _ = equations.while_arguments(eqn, mapped)
+            return self._jaxpr(eqn.params["body_jaxpr"], [*consts, *self.while_carries(eqn, mapped)])[1]
+        if name == "cond":
+            return any(self._jaxpr(branch, mapped[1:])[1] for branch in eqn.params["branches"])
+        if name in equations.CALLS:
+            return self._jaxpr(equations.body(eqn), mapped)[1]
+        return self._is_shared(eqn, mapped)
+
+    def scan_carries(self, eqn: core.JaxprEqn, mapped: Sequence[bool]) -> list[bool]:
+        """Returns which carries of a scan depend on the example: those that anything becomes which does."""
+        consts, carries, xs = equations.scan_arguments(eqn, mapped)
+        return self._fixed(
+            carries, lambda carries: self._jaxpr(eqn.params["jaxpr"], [*consts, *carries, *xs])[0][: len(carries)]
+        )
+
+    def while_carries(self, eqn: core.JaxprEqn, mapped: Sequence[bool]) -> list[bool]:
+        """Returns which carries of a while loop depend on the example: all, if the number of trips does."""
+        _, consts, carries = equations.while_arguments(eqn, mapped)
+        carries = self._fixed(carries, lambda carries: self._jaxpr(eqn.params["body_jaxpr"], [*consts, *carries])[0])
+        return [True] * len(carries) if self.trips(eqn, mapped, carries) else carries
+
+    def trips(self, eqn: core.JaxprEqn, mapped: Sequence[bool], carries: Sequence[bool]) -> bool:
+        """Returns whether the number of trips of a while loop depends on the example."""
+        tested, _, _ = equations.while_arguments(eqn, mapped)
+        return self._jaxpr(eqn.params["cond_jaxpr"], [*tested, *carries])[0][0]
+
+    def _body(self, eqn: core.JaxprEqn, mapped: Sequence[bool]) -> list[bool]:
+        consts, _, xs = equations.scan_arguments(eqn, mapped)
+        return [*consts, *self.scan_carries(eqn, mapped), *xs]
+
+    @staticmethod
+    def _fixed(carries: list[bool], step: Callable[[list[bool]], list[bool]]) -> list[bool]:
+        while (joined := [x or y for x, y in zip(carries, step(carries), strict=True)]) != carries:
+            carries = joined
+        return carries
+
+    def _jaxpr(self, jaxpr: core.Jaxpr, mapped: Sequence[bool]) -> tuple[list[bool], bool]:
+        """Which results of a jaxpr depend on the example, and whether it holds what is computed for all at once."""
+        key = id(jaxpr), tuple(mapped)
+        if key not in self._known:  # the jaxpr itself is kept too, so that its id stays its own
+            self._known[key] = jaxpr, *self._walk(jaxpr, mapped)
+        return self._known[key][1:]
+
+    def _walk(self, jaxpr: core.Jaxpr, mapped: Sequence[bool]) -> tuple[list[bool], bool]:
+        env: dict[Any, bool] = dict(zip(jaxpr.all_invars, [*[False] * len(jaxpr.consts), *mapped], strict=True))
+
+        def read(atom: Any) -> bool:
+            return False if isinstance(atom, core.Literal) else env[atom]
+
+        holds = False
+        for eqn in jaxpr.eqns:
+            inputs = [read(v) for v in eqn.invars]
+            holds = holds or (any(inputs) and self.holds_shared(eqn, inputs))
+            env.update(zip(eqn.outvars, self.results(eqn, inputs), strict=True))
+        return [read(v) for v in jaxpr.outvars], holds

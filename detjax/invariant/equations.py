@@ -1,0 +1,217 @@
+"""Equations of a traced function: what decides the bits of each, and the lines that they come from."""
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import jax.numpy as jnp
+from jax._src import source_info_util  # JAX has no public way from an equation to a line of the user's
+from jax.extend import core
+
+from detjax import compilation
+
+
+class Kind(enum.Enum):
+    """What decides the bits of an equation's results."""
+
+    CALL = "contains other equations"
+    ROUNDED = "single elements, rounded once"
+    APPROXIMATED = "single elements, by the device's own approximation"
+    EXACT = "moves, selects or counts: every order of work gives the same bits"
+    SUM = "adds numbers in an order that the compiler chooses"
+    OPAQUE = "computed in a way of its own"
+
+
+CALLS: Final = frozenset(
+    "jit pjit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call custom_vmap_call".split()
+)
+"""Primitives that hold one function, whose arguments are theirs."""
+
+OWN_RULES: Final = frozenset(("custom_jvp_call", "custom_vjp_call", "custom_vmap_call"))
+"""Calls whose function has a derivative or a batching rule of its own."""
+
+_LOOPS: Final = frozenset(("scan", "while", "cond", "shard_map"))
+
+_ROUNDED: Final = frozenset("add sub mul div sqrt add_any integer_pow square convert_element_type".split())
+
+_APPROXIMATED: Final = frozenset(
+    (
+        "exp exp2 expm1 log log1p tanh logistic erf erfc erf_inv sin cos tan pow rsqrt cbrt sinh cosh asin acos atan "
+        "atan2 asinh acosh atanh lgamma digamma rem"
+    ).split()
+)
+
+_EXACT_ON_ELEMENTS: Final = frozenset(
+    (
+        "neg sign floor ceil round abs is_finite max min clamp select_n eq ne lt le gt ge and or xor not copy copy_p "
+        "reduce_precision nextafter real imag stop_gradient optimization_barrier bitcast_convert_type shift_left "
+        "shift_right_logical shift_right_arithmetic population_count clz sharding_constraint lt_to le_to pvary"
+    ).split()
+)
+
+_EXACT_MOVES: Final = frozenset(
+    (
+        "broadcast_in_dim reshape squeeze expand_dims transpose concatenate pad slice dynamic_slice rev iota "
+        "dynamic_update_slice gather split unstack stack tile argmax argmin reduce_max reduce_min reduce_and "
+        "reduce_or reduce_xor cummax cummin reduce_window_max reduce_window_min sort top_k random_bits random_fold_in "
+        "random_split random_seed scatter_min scatter_max scatter-min scatter-max"
+    ).split()
+)
+
+_SUMS: Final = frozenset(
+    (
+        "dot_general reduce_sum reduce_prod cumsum cumprod cumlogsumexp conv_general_dilated reduce_window_sum "
+        "reduce_window reduce ragged_dot_general ragged_dot scatter-add scatter_add scatter-mul scatter_mul psum psum2 "
+        "psum_invariant psum_scatter reduce_scatter fft select_and_scatter_add"
+    ).split()
+)
+
+ELEMENTWISE: Final = _ROUNDED | _APPROXIMATED | _EXACT_ON_ELEMENTS | frozenset(("random_wrap", "random_unwrap"))
+"""Primitives whose results have the shape of their arguments, element by element."""
+
+
+def kind(eqn: core.JaxprEqn) -> Kind:
+    """Returns what decides the bits of an equation's results. Sums of integers are exact."""
+    name = eqn.primitive.name
+    if name in CALLS or name in _LOOPS:
+        return Kind.CALL
+    if name in _EXACT_ON_ELEMENTS or name in _EXACT_MOVES:
+        return Kind.EXACT
+    if name in ELEMENTWISE or name in _SUMS:
+        if not any(is_inexact(v) for v in (*eqn.invars, *eqn.outvars)):
+            return Kind.EXACT
+        return Kind.SUM if name in _SUMS else Kind.ROUNDED if name in _ROUNDED else Kind.APPROXIMATED
+    return Kind.OPAQUE
+
+
+def aval(atom: Any) -> Any:
+    """Returns the abstract value of a variable or literal, which has a shape and a dtype if it is an array's."""
+    return atom.aval
+
+
+def is_inexact(atom: Any) -> bool:
+    """Returns whether a variable or literal of a jaxpr holds floating or complex numbers."""
+    return jnp.issubdtype(getattr(aval(atom), "dtype", jnp.int32), jnp.inexact)
+
+
+def shapes(eqn: core.JaxprEqn) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of an equation's operands."""
+    return tuple(tuple(getattr(aval(v), "shape", ())) for v in eqn.invars)
+
+
+def body(eqn: core.JaxprEqn) -> core.Jaxpr:
+    """Returns the function that an equation of `CALLS` holds."""
+    return eqn.params["call_jaxpr"] if "call_jaxpr" in eqn.params else eqn.params["jaxpr"]
+
+
+def bodies(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+    """Yields every function that an equation holds."""
+    for value in eqn.params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(part, core.Jaxpr):
+                yield part
+
+
+def line(eqn: core.JaxprEqn) -> str | None:
+    """Returns the user's line that an equation comes from, and the layer's name where the function names it."""
+    source, name = source_line(eqn), layer(eqn)
+    return None if source is None else source + (f" (in {name})" if name else "")
+
+
+def source_line(eqn: core.JaxprEqn) -> str | None:
+    """Returns the user's line that an equation comes from, as file and number."""
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    # A call of what `detjax.jit` made comes from the line that calls it.
+    frame = next((frame for frame in frames if frame.file_name != compilation.__file__), None)
+    return None if frame is None else f"{frame.file_name}:{frame.start_line}"
+
+
+def layer(eqn: core.JaxprEqn) -> str:
+    """Returns the names of the scopes that an equation stands in within its function, with slashes between them."""
+    return str(eqn.source_info.name_stack)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """Equations in their order, with the variables that they read and give.
+
+    Attributes:
+        inputs: the variables that somebody else gives.
+        eqns: the equations.
+        results: variables of them, or literals.
+        constants: values of further variables, which are part of the program.
+    """
+
+    inputs: tuple[core.Var, ...]
+    eqns: tuple[core.JaxprEqn, ...]
+    results: tuple[Any, ...]
+    constants: tuple[tuple[core.Var, Any], ...] = ()
+
+    @classmethod
+    def from_jaxpr(cls, jaxpr: core.Jaxpr) -> "Program":
+        """Returns the program of a jaxpr."""
+        constants = tuple(zip(jaxpr.constvars, jaxpr.consts, strict=True))
+        return cls(tuple(jaxpr.invars), tuple(jaxpr.eqns), tuple(jaxpr.outvars), constants)
+
+    def __call__(self, *values: Any) -> list[Any]:
+        """Returns the results for such inputs."""
+        env = Values(zip(self.inputs, values, strict=True))
+        env.update(self.constants)
+        for eqn in self.eqns:
+            env.update(zip(eqn.outvars, bind(eqn, env.read(eqn.invars)), strict=True))
+        return env.read(self.results)
+
+
+class Values(dict[core.Var, Any]):
+    """The values of variables."""
+
+    def read(self, atoms: Sequence[Any]) -> list[Any]:
+        """Returns the values of variables and literals."""
+        return [atom.val if isinstance(atom, core.Literal) else self[atom] for atom in atoms]
+
+
+def bind(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Returns an equation's results for such values, in the context in which it was traced."""
+    with at_line(eqn):
+        results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def at_line(eqn: core.JaxprEqn) -> Any:
+    """Returns a context whose equations name the line of this one, so that errors and profiles do."""
+    return _Line(eqn)
+
+
+class _Line:
+    """See `at_line`."""
+
+    def __init__(self, eqn: core.JaxprEqn) -> None:
+        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        self._contexts = (
+            source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+            eqn.ctx.manager,
+        )
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*error)
+
+
+def scan_arguments[T](eqn: core.JaxprEqn, arguments: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+    """Returns a scan's arguments: those that all steps share, the carry's, and those that are cut into steps."""
+    consts, carries, _ = (len(part) for part in eqn.params["ft_in"].unpack())
+    return _cut(arguments, consts, carries)
+
+
+def while_arguments[T](eqn: core.JaxprEqn, arguments: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+    """Returns a while loop's arguments: what its condition reads, what its body reads, and the carry."""
+    return _cut(arguments, eqn.params["cond_nconsts"], eqn.params["body_nconsts"])
+
+
+def _cut[T](arguments: Sequence[T], first: int, second: int) -> tuple[list[T], list[T], list[T]]:
+    return list(arguments[:first]), list(arguments[first : first + second]), list(arguments[first + second :])

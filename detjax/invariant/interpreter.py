@@ -1,0 +1,137 @@
+"""A program for one example, run for all of them: weights meet all examples at once, the rest keeps to its example."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from detjax.invariant import equations, products, segments
+from detjax.invariant.control_flow import ControlFlow
+from detjax.invariant.dependence import Dependence
+from detjax.invariant.equations import Kind, Program, Values
+
+
+def run(program: Program, values: Sequence[Any], mapped: Sequence[bool], count: int) -> tuple[list[Any], list[bool]]:
+    """Returns the results for all examples, and which of them depend on the example.
+
+    Args:
+        program: a function of one example.
+        values: its arguments: those that depend on the example with an axis of examples in front.
+        mapped: which do.
+        count: the number of examples.
+    """
+    return _Interpreter(count, Dependence(products.is_shared)).results(program, values, mapped)
+
+
+class _Interpreter(ControlFlow):
+    """The run of one function and of those that it holds."""
+
+    def run(self, program: Program, values: Sequence[Any], mapped: Sequence[bool], wanted: Sequence[bool]) -> list[Any]:
+        """Returns the results of a program; see `ControlFlow.run`."""
+        results, made = self.results(program, values, mapped)
+        return [self.spread(x) if w and not m else x for x, m, w in zip(results, made, wanted, strict=True)]
+
+    def results(self, program: Program, values: Sequence[Any], mapped: Sequence[bool]) -> tuple[list[Any], list[bool]]:
+        """Returns the results of a program, and which depend on the example."""
+        env, depends = Values(zip(program.inputs, values, strict=True)), Flags(zip(program.inputs, mapped, strict=True))
+        env.update(program.constants)
+        depends.update((var, False) for var, _ in program.constants)
+        last = _last_uses(program)
+        # Equations wait as long as no product needs them, so that pieces are large.
+        waiting: list[core.JaxprEqn] = []
+        pending: set[core.Var] = set()
+
+        def flush(now: int) -> None:
+            """Computes what waits, before the equation of this index."""
+            if waiting:
+                _run_piece(waiting, env, depends, lambda var: last.get(var, -1) >= now)
+                waiting.clear()
+                pending.clear()
+
+        for index, eqn in enumerate(program.eqns):
+            flags = depends.read(eqn.invars)
+            if not any(flags):
+                env.update(zip(eqn.outvars, equations.bind(eqn, env.read(eqn.invars)), strict=True))
+                depends.update((var, False) for var in eqn.outvars)
+            elif self._goes_through(eqn, flags):
+                if not pending.isdisjoint(v for v in eqn.invars if not isinstance(v, core.Literal)):
+                    flush(index)
+                with equations.at_line(eqn):
+                    results, made = self._equation(eqn, env.read(eqn.invars), flags)
+                env.update(zip(eqn.outvars, results, strict=True))
+                depends.update(zip(eqn.outvars, made, strict=True))
+            else:
+                waiting.append(eqn)
+                pending.update(eqn.outvars)
+                depends.update((var, True) for var in eqn.outvars)
+        flush(len(program.eqns))
+        return env.read(program.results), depends.read(program.results)
+
+    def _goes_through(self, eqn: core.JaxprEqn, mapped: Sequence[bool]) -> bool:
+        """Whether an equation is computed for all examples at once, or holds such equations that can be reached.
+
+        One that gives something that does not depend on the example is gone through as well. Functions with a
+        derivative of their own, and loops and branches of which every example has its own, are left whole: one example
+        runs after the other in them.
+        """
+        name = eqn.primitive.name
+        if name in equations.OWN_RULES:
+            return False
+        if name == "while" and self.dependence.trips(eqn, mapped, self.dependence.while_carries(eqn, mapped)):
+            return False
+        if name == "cond" and mapped[0]:
+            return False
+        return self.dependence.holds_shared(eqn, mapped) or not all(self.dependence.results(eqn, mapped))
+
+    def _equation(self, eqn: core.JaxprEqn, values: list[Any], mapped: list[bool]) -> tuple[list[Any], list[bool]]:
+        name = eqn.primitive.name
+        if name in ("remat2", "checkpoint"):
+            return self._checkpoint(eqn, values, mapped)
+        if name in equations.CALLS:
+            return self.results(Program.from_jaxpr(equations.body(eqn)), values, mapped)
+        if equations.kind(eqn) is Kind.CALL:
+            results = self.loop_or_branch(eqn, values, mapped)
+            assert results is not None
+            return results, self.dependence.results(eqn, mapped)
+        return [products.shared_product(eqn, values, mapped)], [True]
+
+    def _checkpoint(self, eqn: core.JaxprEqn, values: list[Any], mapped: list[bool]) -> tuple[list[Any], list[bool]]:
+        program = Program.from_jaxpr(equations.body(eqn))
+        results = self.dependence.results(eqn, mapped)
+        body = jax.checkpoint(
+            lambda *operands: self.run(program, operands, mapped, results),
+            policy=eqn.params["policy"],
+            prevent_cse=eqn.params["prevent_cse"],
+        )
+        return body(*values), results
+
+
+class Flags(dict[core.Var, bool]):
+    """Which variables depend on the example."""
+
+    def read(self, atoms: Sequence[Any]) -> list[bool]:
+        """Returns whether variables and literals do."""
+        return [not isinstance(atom, core.Literal) and self[atom] for atom in atoms]
+
+
+def _run_piece(eqns: Sequence[core.JaxprEqn], env: Values, depends: Flags, is_needed: Any) -> None:
+    """Computes equations that follow one another, and keeps what is needed later."""
+    made = [var for eqn in eqns for var in eqn.outvars]
+    results = tuple(var for var in made if is_needed(var))
+    inside = set(made)
+    read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if not isinstance(v, core.Literal) and v not in inside)
+    rows, shared = [v for v in read if depends[v]], [v for v in read if not depends[v]]
+    if not results:
+        return
+    program = Program((*rows, *shared), tuple(eqns), results)
+    env.update(zip(results, segments.run(program, env.read(rows), env.read(shared)), strict=True))
+
+
+def _last_uses(program: Program) -> dict[core.Var, int]:
+    """The index of the last equation that reads a variable; the number of equations for a result."""
+    last: dict[core.Var, int] = {}
+    for index, eqn in enumerate(program.eqns):
+        last.update((v, index) for v in eqn.invars if not isinstance(v, core.Literal))
+    last.update((v, len(program.eqns)) for v in program.results if not isinstance(v, core.Literal))
+    return last

@@ -1,0 +1,80 @@
+"""A program for one example in a loop over the examples: whatever the compiler makes of it, it makes for every one.
+
+XLA chooses fusions, vector widths and algorithms by shape. The loop's body has the shapes of one example, so XLA gives
+the same code to every number of examples. As in `detjax.portable.tiles`, operands and the trip count pass a barrier.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+_FEWEST: Final = 2
+"""Examples that arrays have room for. A slice that is a whole array goes away when XLA's CPU compiler simplifies, and
+what is left is fused in another way: the only example would have other bits than one of two."""
+
+
+def run(
+    program: Callable[..., Sequence[Array]], rows: Sequence[Array], shared: Sequence[Array], sums: int = 0
+) -> list[Array]:
+    """Returns the results `[B, ...]` of a program, the last of them added up.
+
+    Args:
+        program: a function of one example's values and of shared ones, in this order.
+        rows: arrays `[B, ...]`.
+        shared: arrays that all examples share.
+        sums: how many results, the last ones, are added over the examples in ascending order, in float32 at least.
+    """
+    count = rows[0].shape[0]
+    keys = [_key_kind(x) for x in rows]
+    data = list(map(_data, rows))
+    data = [x if count >= _FEWEST else jnp.concatenate([x] * _FEWEST) for x in data]
+    trips, data, shared = lax.optimization_barrier((jnp.int32(count), data, list(shared)))
+
+    def example(index: Array | int) -> tuple[list[Array], list[Array], list[str | None]]:
+        values = [lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in data]
+        values = map(_wrapped, values, keys)
+        results = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in program(*values, *shared)]
+        kinds = list(map(_key_kind, results))
+        results = lax.optimization_barrier(list(map(_data, results)))
+        last = len(results) - sums
+        return results[:last], results[last:], kinds[:last]
+
+    result_keys: list[str | None] = []
+
+    def shapes() -> tuple[list[Array], list[Array]]:
+        mapped, added, kinds = example(0)
+        result_keys[:] = kinds
+        return mapped, added
+
+    mapped, added = jax.eval_shape(shapes)
+    room = max(count, _FEWEST)
+    start = (
+        [jnp.zeros((room, *x.shape), x.dtype) for x in mapped],
+        [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in added],
+    )
+
+    def step(index: Array, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
+        mapped, added, _ = example(index)
+        out = [lax.dynamic_update_index_in_dim(o, x, index, 0) for o, x in zip(carry[0], mapped, strict=True)]
+        return out, [total + x.astype(total.dtype) for total, x in zip(carry[1], added, strict=True)]
+
+    out, totals = lax.fori_loop(0, trips, step, start)
+    out = [x[:count] for x in out]
+    return [*map(_wrapped, out, result_keys), *totals]
+
+
+def _data(x: Array) -> Array:
+    """The numbers of a key, or any other array as it is."""
+    return x if _key_kind(x) is None else jax.random.key_data(x)
+
+
+def _wrapped(data: Array, kind: str | None) -> Array:
+    return data if kind is None else jax.random.wrap_key_data(data, impl=kind)
+
+
+def _key_kind(x: Any) -> str | None:
+    """The implementation of a typed key of random numbers; None for any other array."""
+    return str(jax.random.key_impl(x)) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else None

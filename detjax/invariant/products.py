@@ -1,0 +1,188 @@
+"""Products and lookups in which examples meet weights: computed for all examples at once, by operations under contract.
+
+A value that depends on the example has the examples as its first axis here, before the axes that one example has.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend import core
+
+from detjax import backends, ops
+from detjax.contract import INPUT_DTYPES
+from detjax.invariant.equations import aval
+from detjax.numerics import round_up
+
+_UNITS: Final = 128, 64, 32, 16, 8
+"""Rows of a group of activations: kernels like multiples of these numbers."""
+
+_SHARED: Final = frozenset(("dot_general", "gather", "ragged_dot_general"))
+
+
+def is_shared(eqn: core.JaxprEqn, mapped: Sequence[bool]) -> bool:
+    """Returns whether `shared_product` computes an equation for all examples.
+
+    Args:
+        eqn: the equation.
+        mapped: which of its operands depend on the example.
+    """
+    name = eqn.primitive.name
+    if name not in _SHARED or not is_under_contract(eqn):
+        return False
+    if name == "dot_general":
+        (contracted, _), paired = eqn.params["dimension_numbers"]
+        if paired[0] and not takes(eqn):
+            return False
+        return mapped[0] != mapped[1] and math.prod(aval(eqn.invars[0]).shape[k] for k in contracted) > 1
+    if name == "ragged_dot_general":
+        return mapped[0] and not mapped[1] and takes(eqn) and _is_grouped(eqn)
+    return not mapped[0] and mapped[1] and _is_lookup(eqn)
+
+
+def shared_product(eqn: core.JaxprEqn, operands: Sequence[Array], mapped: Sequence[bool]) -> Array:
+    """Returns the result `[B, ...]` of an equation for which `is_shared` holds."""
+    name = eqn.primitive.name
+    if name == "gather":
+        return _lookup(eqn, *operands)
+    if name == "ragged_dot_general":
+        sizes = operands[2] if mapped[2] else jnp.broadcast_to(operands[2], (operands[0].shape[0], *operands[2].shape))
+        return _grouped(operands[0], operands[1], sizes, aval(eqn.outvars[0]).dtype)
+    return _dot(eqn, *operands, rows_first=mapped[0])
+
+
+def activations(x: Array, y: Array, dimensions: Any, out_dtype: Any) -> Array:
+    """Returns `dot_general` of two operands `[B, ...]` for each example, every product of matrices under contract."""
+    (x_contracted, y_contracted), (x_paired, y_paired) = dimensions
+    left, shape_left = _matrices(x, [0, *(k + 1 for k in x_paired)], [k + 1 for k in x_contracted])
+    right, shape_right = _matrices(y, [0, *(k + 1 for k in y_paired)], [k + 1 for k in y_contracted])
+    if left.shape[2] == 1:
+        made = lax.mul(left, jnp.swapaxes(right, 1, 2)).astype(out_dtype)
+    else:
+        made = _groups(left, right, out_dtype)
+    pairs = [x.shape[0], *(x.shape[k + 1] for k in x_paired)]
+    return made.reshape(*pairs, *shape_left, *shape_right)
+
+
+def is_under_contract(eqn: core.JaxprEqn) -> bool:
+    """Returns whether the operands and the result of a product or lookup have shapes and dtypes under contract."""
+    floats = [aval(v).dtype for v in (*eqn.invars[:1], *eqn.outvars)]
+    if eqn.primitive.name != "gather":
+        floats.append(aval(eqn.invars[1]).dtype)
+        if floats[0] != floats[2]:
+            return False
+    return all(str(dtype) in INPUT_DTYPES for dtype in floats) and all(
+        math.prod(aval(v).shape) for v in (*eqn.invars, *eqn.outvars)
+    )
+
+
+def takes(eqn: core.JaxprEqn) -> bool:
+    """Returns whether the backend multiplies matrices of an equation's dtype in groups."""
+    return backends.backend() != "hopper" or aval(eqn.invars[0]).dtype != jnp.float32
+
+
+def _groups(x: Array, w: Array, out_dtype: Any) -> Array:
+    """Products `[G, M, N]` of groups of rows `[G, M, K]`, each with its matrix `[N, K]`."""
+    groups, count, width = x.shape
+    rows = round_up(count, _UNITS[-1])
+    unit = next(unit for unit in _UNITS if rows % unit == 0)
+    flat = jnp.pad(x, ((0, 0), (0, rows - count), (0, 0))).reshape(-1, width)
+    sizes = jnp.full((groups,), rows, jnp.int32)
+    made = ops.grouped_matmul(flat, w, sizes, layout="nk", unit=unit, out_dtype=out_dtype)
+    return made.reshape(groups, rows, -1)[:, :count]
+
+
+def _plain(x: Array, w: Array, **options: Any) -> Array:
+    """`ops.matmul`, by plain JAX where the backend's matrix unit does not take the dtype."""
+    portable = backends.backend() == "hopper" and x.dtype == jnp.float32
+    with backends.use_backend("portable" if portable else None):
+        return ops.matmul(x, w, **options)
+
+
+def _matrices(x: Array, paired: Sequence[int], contracted: Sequence[int]) -> tuple[Array, list[int]]:
+    """An operand as `[groups, rows, K]`, and the sizes of the axes that are its rows."""
+    free = [k for k in range(x.ndim) if k not in (*paired, *contracted)]
+    sizes = [[x.shape[k] for k in axes] for axes in (paired, free, contracted)]
+    return x.transpose(*paired, *free, *contracted).reshape(*map(math.prod, sizes)), sizes[1]
+
+
+def _dot(eqn: core.JaxprEqn, x: Array, w: Array, *, rows_first: bool) -> Array:
+    """The dot of examples and a weight: the examples are one more free axis."""
+    contracted, paired = eqn.params["dimension_numbers"]
+    if not rows_first:
+        x, w, contracted, paired = w, x, contracted[::-1], paired[::-1]
+    x_paired = [k + 1 for k in paired[0]]
+    rows, free = _matrices(x, x_paired, [k + 1 for k in contracted[0]])
+    out_dtype = aval(eqn.outvars[0]).dtype
+    width = rows.shape[2]
+    w_free = [k for k in range(w.ndim) if k not in (*paired[1], *contracted[1])]
+    outputs = [w.shape[k] for k in w_free]
+    if x_paired:
+        made = _groups(rows, _matrices(w, paired[1], contracted[1])[0], out_dtype)
+    elif tuple(contracted[1]) == tuple(range(len(contracted[1]))):
+        made = _plain(rows[0], w.reshape(width, -1), out_dtype=out_dtype)
+    else:
+        made = ops.matmul(
+            rows[0], w.transpose(*w_free, *contracted[1]).reshape(-1, width), layout="nk", out_dtype=out_dtype
+        )
+    pairs = [x.shape[k] for k in x_paired]
+    made = made.reshape(*pairs, *free, *outputs)
+    made = jnp.moveaxis(made, len(pairs), 0)  # the examples, which are the first free axis
+    if not rows_first:  # the weight's free axes come before the example's
+        first = 1 + len(pairs)
+        after = len(free) - 1
+        made = jnp.moveaxis(made, range(first, first + after), range(made.ndim - after, made.ndim))
+    return made
+
+
+def _is_lookup(eqn: core.JaxprEqn) -> bool:
+    """Whether a gather takes whole rows of a table `[V, D]`."""
+    numbers, table = eqn.params["dimension_numbers"], aval(eqn.invars[0])
+    indices = aval(eqn.invars[1])
+    return (
+        table.ndim == 2
+        and tuple(numbers.start_index_map) == tuple(numbers.collapsed_slice_dims) == (0,)
+        and not numbers.operand_batching_dims
+        and tuple(eqn.params["slice_sizes"]) == (1, table.shape[1])
+        and tuple(numbers.offset_dims) == (indices.ndim - 1,)
+        and (eqn.params["fill_value"] is None or math.isnan(eqn.params["fill_value"]))
+    )
+
+
+def _lookup(eqn: core.JaxprEqn, table: Array, indices: Array) -> Array:
+    """The rows of a table; what lies outside of it is filled or clamped as the gather says."""
+    tokens = indices[..., 0]
+    inside = jnp.clip(tokens, 0, table.shape[0] - 1)
+    rows = ops.embed(inside.astype(jnp.int32), table)
+    if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
+        return rows
+    known = jnp.broadcast_to((inside == tokens)[..., None], rows.shape)
+    return jnp.where(known, rows, jnp.full(rows.shape, jnp.nan, rows.dtype))
+
+
+def _is_grouped(eqn: core.JaxprEqn) -> bool:
+    """Whether a ragged dot is `x[m] @ w[group of m]` with groups along x's first axis."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    return (
+        aval(eqn.invars[0]).ndim == 2
+        and aval(eqn.invars[1]).ndim == 3
+        and aval(eqn.invars[2]).ndim == 1
+        and tuple(map(tuple, numbers.dot_dimension_numbers[0])) == ((1,), (1,))
+        and not numbers.dot_dimension_numbers[1][0]
+        and tuple(numbers.lhs_ragged_dimensions) == tuple(numbers.rhs_group_dimensions) == (0,)
+    )
+
+
+def _grouped(x: Array, w: Array, sizes: Array, out_dtype: Any) -> Array:
+    """The ragged dots `[B, M, N]` of examples `[B, M, K]`, whose rows are sorted by group again for all of them."""
+    batch, count, width = x.shape
+    ends = jnp.cumsum(sizes, axis=1, dtype=jnp.int32)
+    group = jnp.sum(jnp.arange(count, dtype=jnp.int32)[None, :, None] >= ends[:, None, :], axis=2, dtype=jnp.int32)
+    order = jnp.argsort(group.reshape(-1), stable=True)
+    all_sizes = jnp.sum(sizes, axis=0, dtype=jnp.int32)
+    made = ops.grouped_matmul(x.reshape(-1, width)[order], w, all_sizes, out_dtype=out_dtype)
+    made = made[jnp.argsort(order)].reshape(batch, count, -1)
+    known = jnp.broadcast_to((group < w.shape[0])[..., None], made.shape)
+    return jnp.where(known, made, jnp.zeros_like(made))

@@ -1,0 +1,97 @@
+"""Pieces of a program between the products that all examples share, with their gradients.
+
+A piece has one program, for one example, and so has its gradient. Both are run for all examples in the same way.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import Array
+
+from detjax import backends
+from detjax.invariant import batched, loops
+from detjax.invariant.equations import Program, aval, is_inexact
+from detjax.ops.dispatch import with_vmap_rule
+from detjax.rounding import rounded
+
+
+def run(program: Program, rows: Sequence[Array], shared: Sequence[Array]) -> list[Array]:
+    """Returns the results `[B, ...]` of a program for one example.
+
+    The gradient of a shared array adds those of the examples in ascending order, in float32, and rounds once. The
+    gradient keeps the operands alone, and computes again what it needs.
+
+    Args:
+        program: a function of one example's values and of shared ones, in this order.
+        rows: arrays `[B, ...]`, at least one.
+        shared: arrays that all examples share.
+    """
+    forward = with_vmap_rule(
+        functools.partial(_forward, program, len(rows)), rows=(True,) * len(rows) + (False,) * len(shared)
+    )
+
+    @jax.custom_vjp
+    def call(*operands: Array) -> list[Array]:
+        return forward(*operands)
+
+    def keep(*operands: Array) -> tuple[list[Array], tuple[Array, ...]]:
+        return call(*operands), operands
+
+    def gradients(operands: tuple[Array, ...], cotangents: Sequence[Any]) -> tuple[Array | None, ...]:
+        wanted = [c for c, v in zip(cotangents, program.results, strict=True) if is_inexact(v)]
+        backward = functools.partial(_backward, program, len(rows), len(operands))
+        made = iter(with_vmap_rule(backward, rows=(False,) * (len(operands) + len(wanted)))(*operands, *wanted))
+        return tuple(next(made) if is_inexact(v) else None for v in program.inputs)
+
+    call.defvjp(keep, gradients)
+    return call(*rows, *shared)
+
+
+def _forward(program: Program, rows: int, *operands: Array) -> list[Array]:
+    """The results for rows that may have further axes in front, which `jax.vmap` adds."""
+    ndim = getattr(aval(program.inputs[0]), "ndim", 0)
+    leading = operands[0].shape[: operands[0].ndim - ndim]
+    flat = [x.reshape(math.prod(leading), *x.shape[len(leading) :]) for x in operands[:rows]]
+    return [x.reshape(*leading, *x.shape[1:]) for x in _schedule()(program, flat, operands[rows:])]
+
+
+def _backward(program: Program, rows: int, inputs: int, *operands: Array) -> list[Array]:
+    """The gradients of the inputs that have any, in their order."""
+    given, cotangents = operands[:inputs], operands[inputs:]
+    differentiable = [is_inexact(v) for v in program.inputs]
+    weights = sum(differentiable[rows:])
+
+    def pulled_back(*values: Array) -> list[Array]:
+        """One example's, from its rows, its cotangents, and what is shared."""
+        mapped, cotangents, shared = values[:rows], values[rows : rows + wanted], values[rows + wanted :]
+        primals = [*mapped, *shared]
+
+        def results(*numbers: Array) -> list[Array]:
+            given = iter(numbers)
+            full = [next(given) if d else x for x, d in zip(primals, differentiable, strict=True)]
+            return [y for y, v in zip(program(*full), program.results, strict=True) if is_inexact(v)]
+
+        given = [x for x, d in zip(primals, differentiable, strict=True) if d]
+        _, pull = jax.vjp(results, *given)
+        return list(pull(list(cotangents)))
+
+    wanted = len(cotangents)
+    examples = [*given[:rows], *cotangents]
+    shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in examples]
+    shapes += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[rows:]]
+    gradient = Program.from_jaxpr(jax.make_jaxpr(pulled_back)(*shapes))
+    made = _schedule()(gradient, examples, given[rows:], weights)
+    totals = [aval(v).dtype for v in gradient.results[len(made) - weights :]]
+    return [*made[: len(made) - weights], *map(rounded, made[len(made) - weights :], totals)]
+
+
+def _schedule() -> Any:
+    """How a program is run for all examples on this platform.
+
+    A CPU runs one example after the other. On accelerators, where every element of an array goes through the same
+    instructions, the examples are one more axis.
+    """
+    return loops.run if backends.target() == "cpu" else batched.run

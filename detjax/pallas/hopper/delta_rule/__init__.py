@@ -1,0 +1,120 @@
+"""The gated delta rule on Hopper (Pallas Mosaic GPU): one kernel for requests of one token, and one for all others.
+
+Each CTA has some columns of a head of values of one request: columns never meet. It needs of a chunk the state before
+it and the rows of its earlier tokens, as `detjax.portable.delta_rule` does. Nothing of a state is written but new rows,
+and the state itself where a call comes to a new chunk.
+"""
+
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from detjax import compilation
+from detjax.contract import ACCUMULATOR
+from detjax.pallas.hopper.attention.warpgroups import launch
+from detjax.pallas.hopper.delta_rule import decode, tiles
+from detjax.pallas.hopper.delta_rule.decode import Decode
+from detjax.pallas.hopper.delta_rule.problem import Operands, Problem, Request
+from detjax.pallas.hopper.delta_rule.substitution import COLUMNS
+from detjax.pallas.hopper.delta_rule.tiles import Results, Tiles
+from detjax.pallas.hopper.device import DTYPES
+from detjax.portable import delta_rule as portable
+from detjax.request_state import DELTA_ROWS, DeltaState, RequestRows
+
+KEY_WIDTHS: Final = (64, 128)
+"""Columns of keys for which there are kernels."""
+
+
+def serves(key_width: int, value_width: int, dtype: jnp.dtype) -> bool:
+    """Whether there are kernels for such heads. The portable program serves the others in all phases."""
+    return key_width in KEY_WIDTHS and value_width % COLUMNS == 0 and dtype.name in DTYPES
+
+
+def forward(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: DeltaState, rows: RequestRows
+) -> tuple[Array, DeltaState]:
+    """Returns the outputs `[N, H, V]` and the next state; see `detjax.portable.delta_rule.forward`.
+
+    Where the program may overwrite the state, because it was donated to it, it is written in place. Rows that are no
+    tokens may be anything.
+    """
+    if not serves(q.shape[2], v.shape[2], v.dtype):
+        compilation.require_pinned_program("gated_delta_rule")
+        return portable.forward(q, k, v, g, beta, state, rows)
+    requests, decodes = rows.first.shape[0], rows.most.decodes
+    references: Any = jax.tree.map(jax.new_ref, state)
+    call = _Call(Operands(q, k, v, g, beta, Request.all_of(rows, state.chunk), references))
+    o, decays = call.in_tiles(slice(decodes, requests)) if decodes < requests else (None, None)
+    if decodes:
+        o = call.one_by_one(slice(0, decodes), o)
+    assert o is not None
+    state = DeltaState(*(jax.freeze(x) for x in references))
+    return o, state if decays is None else _with_rows(state, k, decays, rows.part(slice(decodes, requests)))
+
+
+def backward(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: DeltaState, rows: RequestRows, do: Array
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Returns the gradients of the tokens; see `detjax.portable.delta_rule.backward`, which computes them."""
+    compilation.require_pinned_program("gated_delta_rule")
+    return portable.backward(q, k, v, g, beta, state, rows, do)
+
+
+class _Call:
+    """A call, whose kernels overwrite the state that they are given references to."""
+
+    def __init__(self, operands: Operands) -> None:
+        self.operands = operands
+
+    def selected(self, requests: slice) -> tuple[Problem, Operands]:
+        """The shapes and the operands of some of the requests."""
+        q, v, places = self.operands.q, self.operands.v, self.operands.requests[:, requests]
+        problem = Problem(places.shape[1], q.shape[1], v.shape[1], q.shape[2], v.shape[2], v.dtype)
+        return problem, self.operands._replace(requests=places)
+
+    def in_tiles(self, requests: slice) -> tuple[Array, Array]:
+        """The outputs of requests with any number of tokens, and the tokens' sums of decays."""
+        problem, operands = self.selected(requests)
+        v, g = operands.v, operands.g
+        out = [jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(g.shape, ACCUMULATOR)]
+
+        def body(operands: Operands, results: list[Any], scratch: dict[str, Any]) -> None:
+            Tiles(problem, operands, Results(*results), scratch).run()
+
+        scratch, warpgroups = tiles.scratch_types(problem), tiles.WARPGROUPS
+        o, decays = launch("delta_rule_tiles", body, operands, out, problem.ctas, scratch, warpgroups=warpgroups)
+        return o, decays
+
+    def one_by_one(self, requests: slice, o: Array | None) -> Array:
+        """The outputs of requests with one token each, beside those of the others, if there are any."""
+        problem, operands = self.selected(requests)
+        v, scratch = operands.v, decode.scratch_types(problem)
+        if o is None:
+
+            def body(operands: Operands, results: list[Any], scratch: dict[str, Any]) -> None:
+                Decode(problem, operands, results[0], scratch).run()
+
+            out = [jax.ShapeDtypeStruct(v.shape, v.dtype)]
+            return launch("delta_rule_decode", body, operands, out, problem.ctas, scratch, warpgroups=1)[0]
+
+        def body_beside(operands: tuple[Operands, Any], _: list[Any], scratch: dict[str, Any]) -> None:
+            Decode(problem, *operands, scratch).run()
+
+        result = jax.new_ref(o)
+        launch("delta_rule_decode", body_beside, (operands, result), (), problem.ctas, scratch, warpgroups=1)
+        return jax.freeze(result)
+
+
+def _with_rows(state: DeltaState, k: Array, decays: Array, rows: RequestRows) -> DeltaState:
+    """The state with the rows that CTAs share, which none of them may overwrite while another one reads them."""
+    # Earlier tokens' rows would be overwritten.
+    offset = rows.tokens[:, None] - 1 - jnp.arange(min(rows.most.others, DELTA_ROWS), dtype=jnp.int32)[None]
+    row = jnp.clip(rows.first[:, None] + offset, 0, k.shape[0] - 1)
+    # A slot that is not there takes none.
+    slot = jnp.where(offset >= 0, rows.slot[:, None], state.chunk.shape[0])
+    place = slot, (rows.start[:, None] + offset) % DELTA_ROWS
+    return state._replace(
+        keys=state.keys.at[place].set(k[row], mode="drop"), decays=state.decays.at[place].set(decays[row], mode="drop")
+    )

@@ -1,0 +1,125 @@
+"""The gated delta rule on TPUs: one kernel for prefill, decode and verify steps, and what it takes and gives."""
+
+from typing import Final
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from detjax.contract import DELTA_CHUNK, LOG2_E
+from detjax.numerics import round_up
+from detjax.pallas.tpu.delta_rule import kernel
+from detjax.pallas.tpu.delta_rule.copies import Arrays
+from detjax.pallas.tpu.delta_rule.problem import Problem, Schedule, default_schedule
+from detjax.pallas.tpu.delta_rule.visits import Visits, kept_chunks
+from detjax.pallas.tpu.device import LANES, check_dtypes
+from detjax.pallas.tpu.matmul import padded
+from detjax.portable import delta_rule as portable_delta_rule
+from detjax.request_state import DeltaState, RequestRows
+
+backward: Final = portable_delta_rule.backward
+
+
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    state: DeltaState,
+    rows: RequestRows,
+    schedule: Schedule | None = None,
+) -> tuple[Array, DeltaState]:
+    """Returns the outputs `[N, H, V]`, zeros for rows that are no tokens, and the next state.
+
+    The state is written in place where the program may overwrite it, because it was donated.
+
+    Args:
+        q: normalized queries of all tokens, `[N, h, K]`.
+        k: normalized keys, `[N, h, K]`.
+        v: values, `[N, H, V]`.
+        g: logarithms of decays, float32 `[N, H]`.
+        beta: rates, float32 `[N, H]`.
+        state: the state of all slots.
+        rows: where the tokens stand.
+        schedule: default: `default_schedule`'s.
+
+    Raises:
+        NotImplementedError: a dtype is not one of `device.DTYPES`, the heads don't fit into VMEM, or the call has too
+            many tokens.
+        ValueError: the schedule does not serve the problem.
+    """
+    check_dtypes("gated_delta_rule", q, k, v)
+    key_width, value_width = q.shape[2], v.shape[2]
+    problem = Problem(
+        q.shape[1],
+        v.shape[1],
+        round_up(key_width, LANES),
+        round_up(value_width, LANES),
+        np.float32(key_width**-0.5),
+        v.dtype,
+    )
+    schedule = schedule or default_schedule(problem)
+    schedule.check(problem)
+    visits, number = Visits.from_rows(rows, state.chunk[rows.slot], v.shape[0])
+    # Heads that don't fill registers are copied: zeros behind them add nothing. Those of published models fill them.
+    arrays = Arrays(
+        padded(q, 2, LANES),
+        padded(k, 2, LANES),
+        padded(v, 2, LANES),
+        padded(padded(state.s, 2, LANES), 3, LANES),
+        padded(state.keys, 3, LANES),
+        padded(state.updates, 3, LANES),
+    )
+    results, decays = kernel.run(problem, schedule, visits, number, _gates(g, beta, state, visits), arrays)
+    next_state = DeltaState(
+        results.s[:, :, :key_width, :value_width],
+        results.keys[..., :key_width],
+        results.updates[..., :value_width],
+        _with_decays(state.decays, decays, visits),
+        _at_slots(state.chunk, rows, kept_chunks(rows)),
+    )
+    return results.o[..., :value_width], next_state
+
+
+def _gates(g: Array, beta: Array, state: DeltaState, visits: Visits) -> Array:
+    """What the kernel takes of gates, float32 `[visits, tiles, DELTA_CHUNK, LANES]`, lanes being heads.
+
+    First the lanes of all heads have the sums `G` of tokens that have them, and of other tokens what they add to them;
+    the next lanes have rates.
+    """
+    heads = g.shape[1]
+    row = jnp.clip(visits.rows, 0, g.shape[0] - 1)
+    # The products are rounded before the kernel adds them.
+    steps = (g * LOG2_E)[row]
+    sums = state.decays.reshape(-1, heads)[visits.rows_of_slots]
+    earlier, present = visits.earlier[..., None], visits.present[..., None]
+    zeros = jnp.zeros_like(steps)
+    lanes = [
+        _selected(earlier, sums, _selected(present, steps, zeros)),
+        _selected(present, beta[row], zeros),
+    ]
+    gates = padded(jnp.concatenate(lanes, axis=2), 2, LANES)
+    return gates.reshape(*gates.shape[:2], -1, LANES).swapaxes(1, 2)
+
+
+def _with_decays(decays: Array, gates: Array, visits: Visits) -> Array:
+    """The decays of all slots with those of the kernel's gates in them."""
+    slots, rows, heads = decays.shape
+    new = gates.swapaxes(1, 2).reshape(-1, DELTA_CHUNK, gates.shape[1] * LANES)[..., :heads].reshape(-1, heads)
+    kept = (visits.present & (visits.keeps_rows > 0)[:, None]).reshape(-1)
+    # Rows that are not kept have places that do not exist, and all differ.
+    nowhere = slots * rows + jnp.arange(kept.shape[0], dtype=jnp.int32)
+    place = jnp.where(kept, visits.rows_of_slots.reshape(-1), nowhere)
+    flat = decays.reshape(-1, heads).at[place].set(new, mode="drop", unique_indices=True)
+    return flat.reshape(decays.shape)
+
+
+def _at_slots(x: Array, rows: RequestRows, new: Array) -> Array:
+    """An array with an entry for each slot, and the requests' new ones in it; requests without tokens have none."""
+    nowhere = x.shape[0] + jnp.arange(new.shape[0], dtype=jnp.int32)
+    return x.at[jnp.where(rows.tokens > 0, rows.slot, nowhere)].set(new, mode="drop", unique_indices=True)
+
+
+def _selected(rows: Array, x: Array, y: Array) -> Array:
+    return jnp.where(jnp.broadcast_to(rows, x.shape), x, y)

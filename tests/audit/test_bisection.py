@@ -1,0 +1,249 @@
+"""Bisections name the layer, the line and the numbers of planted defects, and find nothing where there is none."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from typer.testing import CliRunner
+
+import detjax
+from detjax.audit import Bisection, Trace, digests
+from detjax.cli import app
+from detjax.invariant.batch_axis import Rows, Shared
+from tests.audit import planted
+from tests.support.unchecked import unchecked
+
+ROWS, PLACE = 6, 5
+AXES = (None, 0)
+
+
+def trace(defect: str | None, tokens: jax.Array, **options: Any) -> Trace:
+    fn = functools.partial(planted.model, defect)
+    return detjax.trace_digests(fn, AXES, **options)(planted.weights(), tokens)[1]
+
+
+@functools.cache
+def sound() -> Trace:
+    return trace(None, planted.tokens(ROWS, 0))
+
+
+def from_file(trace: Trace, path: Path) -> Trace:
+    trace.save(path / "trace")
+    return Trace.load(path / "trace")
+
+
+def layers_that_differ(result: Bisection) -> set[str]:
+    assert result.isolated is not None
+    return {one.layer.split("/")[0] for one in result.isolated if one.unequal}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("defect", planted.IN_NUMBERS)
+def test_a_defect_is_found_in_its_layer(defect: str) -> None:
+    layer = planted.IN_NUMBERS[defect]
+    result = detjax.bisect(sound(), trace(defect, planted.tokens(ROWS, 0)))
+    assert result.first is not None
+    assert result.first.layer.split("/")[0] == layer, str(result)
+    assert result.first.primitive != "argument" and "planted.py:" in result.first.lines[0]
+    assert result.first.values is not None and result.first.values[0] != result.first.values[1]
+    assert result.first.ulps or defect == "a mask off by one"  # booleans have no ulps
+    before = planted.LAYERS[: planted.LAYERS.index(layer)]
+    drifts = {drift.layer: drift for drift in result.drifts}
+    assert all(drifts[name].blocks == 0 and drifts[name].ulps == 0 for name in before if name in drifts)
+    assert drifts["head"].relative or layer == "head"
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("defect", planted.IN_ROWS)
+def test_what_depends_on_the_batch_is_found_in_its_layer(defect: str) -> None:
+    first, second = (trace(defect, planted.tokens(ROWS, at, neighbours=1 + at)) for at in (0, PLACE))
+    result = detjax.bisect(first, second, (0, PLACE), isolate=True)
+    assert result.first is not None
+    assert result.first.layer.split("/")[0] == planted.IN_ROWS[defect], str(result)
+    assert layers_that_differ(result) == {planted.IN_ROWS[defect]}
+
+
+def test_a_sound_function_has_no_difference(tmp_path: Path) -> None:
+    other = trace(None, planted.tokens(ROWS, PLACE, neighbours=3))
+    result = detjax.bisect(sound(), other, (0, PLACE), isolate=True)
+    assert result.first is None and not result.hidden and not layers_that_differ(result), str(result)
+    assert result.compared > 50 and not result.environments
+    again = detjax.bisect(from_file(sound(), tmp_path), sound())
+    assert again.first is None and again.compared == len(sound().entries)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("defect", ["another epsilon", "weights of keys in bfloat16", "a step of a scan"])
+def test_isolation_tells_a_defect_from_what_it_causes(defect: str) -> None:
+    result = detjax.bisect(sound(), trace(defect, planted.tokens(ROWS, 0)), isolate=True)
+    assert layers_that_differ(result) == {planted.IN_NUMBERS[defect]}
+    after = planted.LAYERS[planted.LAYERS.index(planted.IN_NUMBERS[defect]) :]
+    assert {drift.layer for drift in result.drifts if drift.ulps} >= set(after) - {"experts"}
+
+
+def test_files_name_the_block_and_functions_the_element(tmp_path: Path) -> None:
+    broken = trace("a step of a scan", planted.tokens(ROWS, 0))
+    at_hand, kept = detjax.bisect(sound(), broken), detjax.bisect(sound(), from_file(broken, tmp_path))
+    assert at_hand.first is not None and kept.first is not None
+    assert at_hand.first.iterations == kept.first.iterations == (5,)
+    assert kept.first == dataclasses.replace(at_hand.first, index=None, values=None, ulps=None)
+    assert at_hand.first.index is not None and kept.first.elements == (0, planted.WIDTH - 1)
+    assert all(drift.relative is None for drift in kept.drifts)
+
+
+def test_a_scan_that_runs_backwards_differs_first_at_its_last_element() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, x: (c * 0.5 + x, c), jnp.float32(0), x, reverse=True)[1]
+
+    traced, x = detjax.trace_digests(fn), jnp.ones(9)
+    result = detjax.bisect(traced(x)[1], traced(x.at[jnp.array([2, 6])].set(3))[1])
+    assert result.first is not None and result.first.primitive == "argument"
+    assert result.first.index == (2,) and result.first.values == ("1.0", "3.0")
+    entries = [entry for entry in traced(x)[1].entries if entry.primitive == "add"]
+    assert entries[0].path[1] == -2
+    doubled = lambda x: fn(jax.lax.optimization_barrier(x * jnp.where(jnp.arange(9) == 6, 2.0, 1.0)))  # noqa: E731
+    late = lambda x: fn(jax.lax.optimization_barrier(x * jnp.where(jnp.arange(9) == 2, 2.0, 1.0)))  # noqa: E731
+    runs = [detjax.trace_digests(f)(x)[1] for f in (doubled, late)]
+    inside = [
+        dataclasses.replace(
+            run,
+            entries=tuple(e for e in run.entries if -2 in e.path),
+            digests=tuple(d for e, d in zip(run.entries, run.digests, strict=True) if -2 in e.path),
+            run=None,
+        )
+        for run in runs
+    ]
+    difference = detjax.bisect(*inside).first
+    assert difference is not None and difference.iterations == (6,)
+
+
+def test_rows_of_batches_of_any_size_are_compared() -> None:
+    alone = trace(None, planted.tokens(1, 0))
+    result = detjax.bisect(alone, sound(), (0, 0))
+    assert result.compared > 50
+    with pytest.raises(ValueError, match=r"1 and 6 rows; accepted: .* rows=\(i, j\)"):
+        detjax.bisect(alone, sound())
+    with pytest.raises(ValueError, match="row 6 is named; accepted: 0 to 5"):
+        detjax.bisect(alone, sound(), (0, 6))
+
+
+def test_layers_alone_have_digests_that_find_the_layer() -> None:
+    runs = [trace(defect, planted.tokens(ROWS, 0), level="layers") for defect in (None, "a split K")]
+    result = detjax.bisect(*runs)
+    assert len(runs[0].entries) < len(sound().entries) / 2
+    assert result.first is not None and result.first.layer.startswith("attention")
+
+
+def test_weights_of_other_bits_are_an_argument_s_difference() -> None:
+    weights = planted.weights()
+    changed = weights | {"up": weights["up"].at[3, 5].set(7)}
+    traced = detjax.trace_digests(functools.partial(planted.model, None), AXES)
+    result = detjax.bisect(*(traced(w, planted.tokens(2, 0))[1] for w in (weights, changed)))
+    assert result.first is not None
+    assert (result.first.primitive, result.first.layer) == ("argument", "[0][0]['up']")
+    assert result.first.index == (3, 5) and result.first.values is not None and result.first.values[1] == "7.0"
+
+
+def test_nnx_modules_name_their_layers_and_keep_their_classes() -> None:
+    class Block(nnx.Module):
+        def __init__(self) -> None:
+            self.parts = nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(k)) for k in range(2)])
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.parts[1](jnp.tanh(self.parts[0](x)))
+
+    before = Block.__call__, nnx.Linear.__call__
+    results, made = detjax.trace_digests(Block(), 0)(jnp.ones((3, 8)))
+    assert (Block.__call__, nnx.Linear.__call__) == before
+    assert results.shape == (3, 8) and made.batch == 3
+    names = [entry.layer for entry in made.entries if entry.primitive in ("dot_general", "tanh")]
+    assert names == ["Block/parts.0", "Block", "Block/parts.1"]
+
+
+def test_results_are_those_of_the_function() -> None:
+    tokens = planted.tokens(ROWS, 0)
+    results, _ = detjax.trace_digests(functools.partial(planted.model, None), AXES)(planted.weights(), tokens)
+    np.testing.assert_allclose(results, planted.model(None, planted.weights(), tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "uint32", "bool", "complex64", "int4"])
+def test_a_digest_has_no_order_and_sees_every_element(dtype: str) -> None:
+    draw = np.random.default_rng(0)
+    x = jnp.asarray(draw.integers(0, 2, (3, 700))).astype(dtype)
+    plain = np.asarray(digests.digest(x))
+    assert plain.shape == (3, 3)
+    assert np.array_equal(plain, np.asarray(jax.jit(digests.digest)(x)))
+    for element in (0, 255, 256, 699):
+        changed = np.asarray(
+            digests.digest(x.at[1, element].set((x[1, element] == jnp.zeros((), dtype)).astype(dtype)))
+        )
+        assert np.argwhere(changed != plain).tolist() == [[1, element // 256]]
+    swapped = x.at[0, 0].set(jnp.ones((), dtype)).at[0, 1].set(jnp.zeros((), dtype))
+    other = x.at[0, 0].set(jnp.zeros((), dtype)).at[0, 1].set(jnp.ones((), dtype))
+    assert digests.digest(swapped)[0, 0] != digests.digest(other)[0, 0]
+
+
+def test_two_signs_that_change_do_not_cancel() -> None:
+    x = jnp.ones((1, 256), jnp.float32)
+    all_pairs = [x.at[0, jnp.array([0, k])].set(-1.0) for k in range(1, 256)]
+    assert all(digests.digest(y)[0, 0] != digests.digest(x)[0, 0] for y in all_pairs)
+
+
+def test_a_row_has_the_digest_that_it_has_alone() -> None:
+    x = jnp.arange(2 * 3 * 4 * 5.0).reshape(2, 12, 5)
+    place = Rows(1, outer=2, inner=2)
+    rows = digests.in_rows(x, place, 3)
+    alone = x.reshape(2, 2, 3, 2, 5)[:, :, 1].reshape(2, 4, 5)
+    expected = digests.digest(digests.in_rows(alone, Shared(), 1))
+    assert np.array_equal(np.asarray(digests.digest(rows))[1], np.asarray(expected)[0])
+    moved = digests.with_row(x, place, 3, 1, rows[2])
+    assert np.array_equal(digests.in_rows(moved, place, 3), jnp.stack([rows[0], rows[2], rows[2]]))
+
+
+def test_bad_input_is_named(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("{}")
+    with pytest.raises(ValueError, match=r"text: no trace \(it is no NumPy archive\); accepted: what Trace.save"):
+        Trace.load(tmp_path / "text")
+    with pytest.raises(ValueError, match="level is 'all'; accepted: equations, layers"):
+        unchecked(detjax.trace_digests)(jnp.sin, level="all")
+    with pytest.raises(ValueError, match="batches have 2, 3 rows; accepted: one number"):
+        detjax.trace_digests(jnp.add, 0)(jnp.ones((2, 4)), jnp.ones((3, 4)))
+    with pytest.raises(TypeError, match="an argument with rows is float; accepted: arrays"):
+        detjax.trace_digests(jnp.add, 0)(jnp.ones(2), 1.0)
+    with pytest.raises(ValueError, match="isolate needs both functions"):
+        detjax.bisect(sound(), from_file(sound(), tmp_path), isolate=True)
+    with pytest.raises(ValueError, match="finds 'embed' in the first function where the second has ''"):
+        detjax.bisect(sound(), detjax.trace_digests(jnp.sin, 0)(jnp.ones((ROWS, 2)))[1], isolate=True)
+
+
+def test_commands_trace_and_bisect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "planted_cases.py").write_text(
+        "import functools\nfrom tests.audit import planted\n"
+        "def case(defect):\n"
+        "    fn = functools.partial(planted.model, defect)\n"
+        "    return fn, (planted.weights(), planted.tokens(2, 0)), {'batch_axes': (None, 0)}\n"
+        "sound, split = functools.partial(case, None), functools.partial(case, 'a split K')\n"
+    )
+    run = CliRunner().invoke
+    for name in ("sound", "split"):
+        made = run(app, ["trace", f"planted_cases:{name}", "--out", f"{name}.npz"])
+        assert made.exit_code == 0, made.output
+    same = run(app, ["bisect", "sound.npz", "sound.npz"])
+    assert same.exit_code == 0 and "All have the same bits" in same.output
+    files = run(app, ["bisect", "sound.npz", "split.npz", "--rows", "0", "0"])
+    assert files.exit_code == 1 and "in attention" in files.output and "among elements" in files.output
+    options = ["--isolate", "--json", "result.json", "--plot", "drift.png"]
+    both = run(app, ["bisect", "planted_cases:sound", "planted_cases:split", *options])
+    assert both.exit_code == 1 and "ulps apart" in both.output and "the same bits" in both.output
+    assert json.loads((tmp_path / "result.json").read_text())["first"]["layer"].startswith("attention")
+    assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
+    missing = run(app, ["bisect", "sound.npz", "nowhere:case"])
+    assert missing.exit_code == 2 and "accepted: module:function" in missing.output

@@ -1,0 +1,197 @@
+"""Logprobs of several engines' files are compared as far as their tokens are equal."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from detjax import cli
+from detjax.audit import Transcript, compare, read_logprobs
+from detjax.audit.comparison import THRESHOLDS
+from detjax.engine import SamplingParams
+
+LOGPROBS = [-0.5, -1.25, -3.0]
+IDS = [7, 8, 9]
+TEXTS = ["a", "b", "c"]
+FIRST = {"logprob": 0.0, "rank": 1}
+
+
+def chat(texts: list[str], logprobs: list[float], top: list[str]) -> dict[str, Any]:
+    content = [
+        {"token": text, "logprob": logprob, "bytes": [1], "top_logprobs": [{"token": best, "logprob": logprob + 0.1}]}
+        for text, logprob, best in zip(texts, logprobs, top, strict=True)
+    ]
+    return {"choices": [{"index": 0, "logprobs": {"content": content, "refusal": None}}]}
+
+
+FORMATS: dict[str, Any] = {
+    "transcript": Transcript((1,), SamplingParams(), tuple(IDS), tuple(LOGPROBS)).as_json(),
+    "plain ids": {"tokens": IDS, "logprobs": LOGPROBS},
+    "plain texts": {"tokens": TEXTS, "logprobs": LOGPROBS},
+    "no tokens": {"logprobs": LOGPROBS},
+    "generate": {
+        "generations": [{"completions": [{"tokens": IDS, "logprobs": LOGPROBS, "top_logprobs": [[], [], []]}]}]
+    },
+    "chat": chat(TEXTS, LOGPROBS, TEXTS),
+    "completions": {
+        "choices": [
+            {"token_ids": IDS, "logprobs": {"tokens": ["x", *TEXTS], "token_logprobs": [None, *LOGPROBS]}},
+        ]
+    },
+    "responses": {
+        "output": [
+            {"type": "reasoning"},
+            {"content": [{"logprobs": chat(TEXTS, LOGPROBS, TEXTS)["choices"][0]["logprobs"]["content"]}]},
+        ]
+    },
+    "vLLM": {
+        "outputs": [
+            {
+                "token_ids": IDS,
+                "logprobs": [
+                    {
+                        str(token): {"logprob": logprob, "rank": 2, "decoded_token": text},
+                        "3": {"logprob": 0.0, "rank": 1},
+                    }
+                    for token, logprob, text in zip(IDS, LOGPROBS, TEXTS, strict=True)
+                ],
+            }
+        ]
+    },
+    "SGLang": {
+        "text": "abc",
+        "meta_info": {
+            "output_token_logprobs": [[x, token, None] for x, token in zip(LOGPROBS, IDS, strict=True)],
+            "output_top_logprobs": [[[-0.1, 3, None], [x, 5, None]] for x in LOGPROBS],
+        },
+    },
+}
+
+
+def written(path: Path, *values: Any) -> Path:
+    path.write_text("\n".join(map(json.dumps, values)))
+    return path
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_logprobs(name: str, tmp_path: Path) -> None:
+    (sample,) = read_logprobs(written(tmp_path / "file.jsonl", FORMATS[name]))
+    assert sample.logprobs.tolist() == LOGPROBS
+    assert sample.ids in (None, IDS)
+    assert sample.texts in (None, TEXTS)
+    assert (sample.ids, sample.texts) != (None, None) or name == "no tokens"
+
+
+def test_the_likeliest_tokens_are_read_where_an_engine_says_them(tmp_path: Path) -> None:
+    engines = [read_logprobs(written(tmp_path / name, FORMATS[name]))[0] for name in ("vLLM", "SGLang", "chat")]
+    assert [list(one.likeliest_ids or one.likeliest_texts or ()) for one in engines] == [[3] * 3, [3] * 3, TEXTS]
+    assert compare(engines[:1], engines[1:2]).top1_agreement == 1.0
+
+
+def test_lines_and_lists_hold_the_same_samples(tmp_path: Path) -> None:
+    values = [FORMATS["transcript"], FORMATS["SGLang"]]
+    whole = tmp_path / "whole.json"
+    whole.write_text(json.dumps(values, indent=1))
+    lines = read_logprobs(written(tmp_path / "lines.jsonl", *values))
+    assert [one.ids for one in read_logprobs(whole)] == [one.ids for one in lines] == [IDS, IDS]
+
+
+def test_tokens_count_up_to_the_first_that_differs(tmp_path: Path) -> None:
+    first = read_logprobs(written(tmp_path / "a", chat(TEXTS, LOGPROBS, TEXTS), chat(TEXTS, LOGPROBS, TEXTS)))
+    other = [-0.5, -1.25 - 2**-22, -1.0]
+    second = read_logprobs(
+        written(tmp_path / "b", chat(TEXTS, LOGPROBS, TEXTS), chat(["a", "b", "z"], other, ["a", "q", "z"]))
+    )
+    measured = compare(first, second)
+    assert (measured.samples, measured.samples_of_equal_tokens, measured.first_other_token) == (2, 1, (1, 2))
+    assert (measured.divergence.tokens, measured.divergence.unequal_tokens) == (5, 1)
+    assert (measured.divergence.first_unequal, measured.divergence.largest_ulps) == ((1, 1), 2)
+    assert measured.top1_agreement == 4 / 6  # the context before "z" was the same
+    assert measured.divergence.k1 == 2**-22 / 5
+    assert measured.beyond() == []
+
+
+def test_an_answer_that_ends_earlier_differs_at_its_end(tmp_path: Path) -> None:
+    first = read_logprobs(written(tmp_path / "a", {"tokens": IDS, "logprobs": LOGPROBS}))
+    second = read_logprobs(written(tmp_path / "b", {"tokens": IDS[:2], "logprobs": LOGPROBS[:2]}))
+    assert compare(first, second).first_other_token == compare(second, first).first_other_token == (0, 2)
+
+
+def test_equal_sets_have_no_divergence_and_keep_every_threshold(tmp_path: Path) -> None:
+    samples = read_logprobs(written(tmp_path / "a", FORMATS["vLLM"]))
+    measured = compare(samples, samples)
+    assert (measured.divergence.unequal_tokens, measured.largest_ratio, measured.smallest_ratio) == (0, 1.0, 1.0)
+    assert (measured.effective_share, measured.top1_agreement, measured.beyond()) == (1.0, 1.0, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "beyond"),
+    [
+        ([0.02, 0.0, 0.03], {"k1"}),
+        ([0.3, -0.3, 0.0], {"k2", "k3"}),
+        ([-12.0, 0.0, 0.0], {"k1", "k2", "k3", "smallest_ratio"}),
+        ([5.0, 0.0, 0.0], {"k1", "k2", "k3"}),
+    ],
+)
+def test_each_threshold_is_told(change: list[float], beyond: set[str], tmp_path: Path) -> None:
+    moved = [x + y for x, y in zip(LOGPROBS, change, strict=True)]
+    files = [written(tmp_path / name, {"logprobs": values}) for name, values in (("a", LOGPROBS), ("b", moved))]
+    assert set(compare(*map(read_logprobs, files)).beyond()) == beyond <= set(THRESHOLDS)
+
+
+def test_few_tokens_that_carry_all_the_weight_are_beyond_the_threshold(tmp_path: Path) -> None:
+    before = written(tmp_path / "a", {"logprobs": [-9.0] * 10})
+    after = written(tmp_path / "b", {"logprobs": [-1.0] + [-9.0] * 9})
+    assert "effective_share" in compare(read_logprobs(before), read_logprobs(after)).beyond()
+
+
+def test_minus_infinity_is_read_in_every_way_it_is_written(tmp_path: Path) -> None:
+    (sample,) = read_logprobs(written(tmp_path / "a", {"logprobs": ["-inf", -9999.0, -1.0]}))
+    assert sample.logprobs.tolist() == [-math.inf, -math.inf, -1.0]
+    assert sample.logprobs.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ([], "compare: 1 and 0 samples; accepted: as many of both"),
+        (
+            [{"tokens": TEXTS, "logprobs": LOGPROBS}],
+            "compare: sample 0 has token ids on one side and texts on the other",
+        ),
+        ([{"logprobs": LOGPROBS[:2]}], "compare: sample 0 has 3 and 2 logprobs"),
+    ],
+)
+def test_sets_that_do_not_belong_together_are_refused(second: list[Any], message: str, tmp_path: Path) -> None:
+    first = read_logprobs(written(tmp_path / "a", {"tokens": IDS, "logprobs": LOGPROBS}))
+    other = read_logprobs(written(tmp_path / "b", *second)) if second else []
+    with pytest.raises(ValueError, match=message):
+        compare(first, other)
+
+
+@pytest.mark.parametrize("value", [3, {}, {"choices": [{"text": "x"}]}, {"logprobs": ["x"]}, {"meta_info": {}}])
+def test_a_value_without_logprobs_is_refused_with_its_place(value: Any, tmp_path: Path) -> None:
+    file = written(tmp_path / "a.jsonl", FORMATS["SGLang"], value)
+    with pytest.raises(ValueError, match=r"line 2 .*accepted: transcripts, responses of OpenAI's API"):
+        read_logprobs(file)
+
+
+def test_the_command_prints_every_measure_and_ends_with_1_beyond_a_threshold(tmp_path: Path) -> None:
+    near, far = ({"tokens": IDS, "logprobs": [x - d for x in LOGPROBS]} for d in (1e-6, 1.0))
+    files = {
+        name: str(written(tmp_path / name, value))
+        for name, value in (("a", FORMATS["SGLang"]), ("b", near), ("c", far))
+    }
+    shown = CliRunner().invoke(cli.app, ["divergence", files["a"], files["b"]], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0
+    for name in ("first token that differs", "k1", "k2", "k3", "same likeliest token", "ulps", "effective sample size"):
+        assert name in shown.output
+    failed = CliRunner().invoke(cli.app, ["divergence", files["a"], files["c"], "--json"])
+    assert failed.exit_code == 1
+    assert set(json.loads(failed.output)["beyond"]) == {"k1", "k2", "k3"}
+    absent = CliRunner().invoke(cli.app, ["divergence", files["a"], str(tmp_path / "absent")])
+    assert absent.exit_code == 2
