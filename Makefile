@@ -81,7 +81,7 @@ COMPILE := --universal --python-version 3.12 --generate-hashes --no-header --no-
 
 lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	@uv=$$(tools/find-uv.sh) && \
-	"$$uv" pip compile pyproject.toml --extra test --extra notebooks $(COMPILE) $(LOCK_ARGS) --output-file requirements.lock && \
+	"$$uv" pip compile pyproject.toml --extra test --extra notebooks --extra docs $(COMPILE) $(LOCK_ARGS) --output-file requirements.lock && \
 	"$$uv" pip compile --group ptxas --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-ptxas.lock && \
 	"$$uv" pip compile --group libtpu --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-libtpu.lock
 
