@@ -14,8 +14,8 @@ import detjax.demo
 from detjax.engine import Completion, Constraint, Engine, EngineConfig, Generation, Request, SamplingParams
 from detjax.engine.constraints import ConstraintCompiler, Masks, Matcher
 from detjax.models import Decoder, Tokenizer
+from tests.support.waits import HANGS_AFTER
 
-WAIT = 120
 SCHEMAS = [
     {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["n"]},
     {"type": "array", "items": {"enum": ["to be", "not to be"]}, "minItems": 1, "maxItems": 3},
@@ -127,7 +127,7 @@ def test_no_answer_depends_on_when_its_masks_are_there(
         time.sleep(0.1)
         for future in cancelled:
             future.cancel()
-        assert [future.result(WAIT) for future in futures] == alone
+        assert [future.result(HANGS_AFTER) for future in futures] == alone
         assert engine.stats().pages_in_use == 0
 
 

@@ -36,11 +36,10 @@ from detjax.models import Decoder, GenerationDefaults, Tokenizer, load
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.compiled_programs import compiled_programs
 from tests.support.memory import allocated
+from tests.support.waits import HANGS_AFTER
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 MAX_LENGTH = 400
-WAIT = 300
-"""Seconds after which a wait is taken for a hang. On a busy machine the first step, which compiles, takes minutes."""
 
 
 @functools.cache
@@ -236,8 +235,8 @@ def test_a_future_holds_the_generation_and_cancelling_it_ends_the_request(shared
     cancelled = shared.submit(long, lambda _: is_started.set())
     tokens: list[Token] = []
     future = shared.submit(requests()[1], tokens.append)
-    assert is_started.wait(WAIT) and cancelled.cancel()
-    assert future.result(WAIT) == expected
+    assert is_started.wait(HANGS_AFTER) and cancelled.cancel()
+    assert future.result(HANGS_AFTER) == expected
     assert_same_tokens(tokens, expected)
     # The next request is answered, and the cancelled one has left no page in use.
     assert shared.generate([requests()[2]]) == [alone()[2]]
@@ -251,7 +250,7 @@ def test_an_exception_of_a_listener_ends_its_request_alone(shared: Engine) -> No
     future = shared.submit(Request([1, 2], SamplingParams(max_tokens=300, ignore_eos=True)), listen)
     assert shared.generate([requests()[1]]) == [alone()[1]]
     with pytest.raises(ArithmeticError, match="token"):
-        future.result(WAIT)
+        future.result(HANGS_AFTER)
     assert shared.stats().pages_in_use == 0
 
 
@@ -276,7 +275,7 @@ def test_a_listener_that_waits_for_the_engine_is_refused(shared: Engine) -> None
         shared.generate([Request([3])])
 
     with pytest.raises(RuntimeError, match="accepted in on_token: submit"):
-        shared.submit(Request([1, 2]), listen).result(WAIT)
+        shared.submit(Request([1, 2]), listen).result(HANGS_AFTER)
 
 
 def test_the_streamed_text_is_that_of_the_completion(shared: Engine) -> None:
@@ -349,9 +348,9 @@ def test_closing_an_engine_ends_streams_with_an_error() -> None:
 
     listener = threading.Thread(target=listen_on)
     listener.start()
-    assert started.wait(WAIT)
+    assert started.wait(HANGS_AFTER)
     one.close()
-    listener.join(WAIT)
+    listener.join(HANGS_AFTER)
     assert len(errors) == 1
     with pytest.raises(EngineClosed, match="it was closed"):
         one.generate([Request([1])])
@@ -377,10 +376,10 @@ def test_a_failure_in_the_thread_is_logged_once_and_ends_every_request_without_i
 
         monkeypatch.setattr(one._loop, "step", broken)
         futures = [one.submit(Request([index], SamplingParams(max_tokens=300))) for index in range(3)]
-        errors = [future.exception(WAIT) for future in futures]
+        errors = [future.exception(HANGS_AFTER) for future in futures]
         with pytest.raises(EngineClosed) as late:
             one.generate([Request([1])])
-        assert one.closed.exception(WAIT) is failure
+        assert one.closed.exception(HANGS_AFTER) is failure
     for error in (*errors, late.value):
         assert isinstance(error, EngineClosed)
         assert "it has failed" in str(error) and "memory" not in str(error)
@@ -397,15 +396,15 @@ def test_requests_that_a_failing_engine_has_not_taken_yet_end_with_it(monkeypatc
 
         def broken() -> None:
             is_stepping.set()
-            assert fails.wait(WAIT)
+            assert fails.wait(HANGS_AFTER)
             raise MemoryError
 
         monkeypatch.setattr(one._loop, "step", broken)
         futures = [one.submit(Request([1]))]
-        assert is_stepping.wait(WAIT)
+        assert is_stepping.wait(HANGS_AFTER)
         futures.append(one.submit(Request([2])))
         fails.set()
-        assert isinstance(one.closed.exception(WAIT), MemoryError)
+        assert isinstance(one.closed.exception(HANGS_AFTER), MemoryError)
         assert all(future.done() for future in futures)
         assert [type(future.exception()) for future in futures] == [EngineClosed, EngineClosed]
 
@@ -413,7 +412,7 @@ def test_requests_that_a_failing_engine_has_not_taken_yet_end_with_it(monkeypatc
 def test_a_closed_engine_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
     one = engine()
     one.close()
-    assert (one.closed.result(WAIT), one.failure, one.is_open) == (None, None, False)
+    assert (one.closed.result(HANGS_AFTER), one.failure, one.is_open) == (None, None, False)
     assert not caplog.records
 
 
@@ -457,7 +456,7 @@ def test_a_failure_of_one_sample_ends_its_request_alone(
     future = shared.submit(Request([1, 2, 3], victim))
     assert_same_bits(bits_of(shared.generate(requests()[:4])), bits_of(expected))
     with pytest.raises(Panic, match="the fault of one sample"):
-        future.result(WAIT)
+        future.result(HANGS_AFTER)
     assert shared.stats()[:4] == (0, 0, shared.stats().num_pages, 0)
     assert not shared._jobs
     assert shared.is_open
@@ -472,7 +471,7 @@ def test_weights_that_give_nan_are_an_error_and_leave_nothing_behind() -> None:
         one.update_weights(broken)
         for listener in (None, lambda _: None):
             with pytest.raises(NotFinite, match="logits for position 130 hold NaN or infinity; accepted: finite"):
-                one.submit(request, listener).result(WAIT)
+                one.submit(request, listener).result(HANGS_AFTER)
         assert one.stats()[:4] == (0, 0, one.config.num_pages, 0)
         one.update_weights(state)
         assert_same_bits(bits_of(one.generate(some)), bits_of(alone()[:2]))

@@ -21,8 +21,7 @@ from detjax.engine.sequence import RequestContext, Sequence
 from detjax.engine.step_loop import StepLoop
 from tests.engine import schedules
 from tests.engine.schedules import END, RememberingCompiler, RememberingRunner, expected_tokens
-
-WAIT = 60
+from tests.support.waits import HANGS_AFTER
 
 
 @pytest.fixture
@@ -34,13 +33,13 @@ def launcher() -> Iterator[LauncherThread]:
 
 def test_functions_are_called_in_their_order_in_one_other_thread(launcher: LauncherThread) -> None:
     calls, may_begin = list[tuple[int, int]](), threading.Event()
-    launcher.submit(lambda: may_begin.wait(WAIT))
+    launcher.submit(lambda: may_begin.wait(HANGS_AFTER))
     futures = [
         launcher.submit(lambda number=number: calls.append((number, threading.get_ident()))) for number in range(50)
     ]
     assert calls == []
     may_begin.set()
-    assert [future.result(WAIT) for future in futures] == [None] * 50
+    assert [future.result(HANGS_AFTER) for future in futures] == [None] * 50
     assert [number for number, _ in calls] == [*range(50)]
     assert len({thread for _, thread in calls} | {threading.get_ident()}) == 2
 
@@ -51,19 +50,19 @@ def test_nothing_is_called_after_a_failure(launcher: LauncherThread) -> None:
     def fail() -> None:
         raise failure
 
-    assert launcher.submit(lambda: 1).result(WAIT) == 1
+    assert launcher.submit(lambda: 1).result(HANGS_AFTER) == 1
     futures = [
         launcher.submit(fail),
         launcher.submit(lambda: calls.append(1)),
         launcher.submit(lambda: calls.append(2)),
     ]
-    assert [future.exception(WAIT) for future in futures] == [failure] * 3
+    assert [future.exception(HANGS_AFTER) for future in futures] == [failure] * 3
     assert calls == []
 
 
 def test_close_waits_for_what_was_submitted_and_ends_the_thread() -> None:
     launcher, calls, may_go_on = LauncherThread(), list[int](), threading.Event()
-    launcher.submit(lambda: may_go_on.wait(WAIT))
+    launcher.submit(lambda: may_go_on.wait(HANGS_AFTER))
     launcher.submit(lambda: calls.append(1))
     threading.Timer(0.1, may_go_on.set).start()
     launcher.close()
@@ -74,7 +73,7 @@ def test_close_waits_for_what_was_submitted_and_ends_the_thread() -> None:
 def test_the_thread_has_the_backend_that_its_maker_chose() -> None:
     with backends.use_backend(backends.STOCK):
         launcher = LauncherThread()
-    assert launcher.submit(backends.backend).result(WAIT) == backends.STOCK
+    assert launcher.submit(backends.backend).result(HANGS_AFTER) == backends.STOCK
     assert backends.backend() != backends.STOCK
     launcher.close()
 
@@ -106,7 +105,7 @@ class HeldBackCompiler(RememberingCompiler):
         fails, self._count = self._count >= self.failing_from, self._count + 1
 
         def compute() -> None:
-            self.may_begin.wait(WAIT)
+            self.may_begin.wait(HANGS_AFTER)
             failures = dict.fromkeys(matchers, "it is too complex") if fails else {}
             future.set_result(Masks(late.result().allowed, failures))
 
@@ -162,7 +161,7 @@ def test_two_steps_are_planned_while_masks_are_computed(launcher: LauncherThread
     compiler = HeldBackCompiler()
     with schedules.small_pages():
         loop, sequence = loop_and_sequence(compiler, 6, launcher)
-        rescue = threading.Timer(WAIT / 4, compiler.may_begin.set)
+        rescue = threading.Timer(HANGS_AFTER / 4, compiler.may_begin.set)
         rescue.start()
         assert loop.step() == loop.step() == []
         assert not compiler.may_begin.is_set()
@@ -207,10 +206,10 @@ def test_an_exception_while_a_step_is_launched_ends_the_engine_with_its_tracebac
     monkeypatch.setattr(ModelRunner, "sample", broken_sample)
     with Engine(model, tokenizer, max_samples=2, token_budget=16, max_length=64) as engine:
         params = SamplingParams(max_tokens=20, constraint=constraint)
-        error = engine.submit(Request("ROMEO:", params)).exception(WAIT)
+        error = engine.submit(Request("ROMEO:", params)).exception(HANGS_AFTER)
         assert isinstance(error, EngineClosed)
         assert engine.failure is failure
-        assert engine.closed.exception(WAIT) is failure
+        assert engine.closed.exception(HANGS_AFTER) is failure
         assert samples == 3
     (record,) = (record for record in caplog.records if record.name == "detjax.engine")
     assert record.exc_info and record.exc_info[1] is failure
@@ -233,8 +232,8 @@ def test_masks_that_cannot_be_computed_end_the_engine(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ConstraintCompiler, "start_masks", fail_later)
     params = SamplingParams(max_tokens=20, constraint=Constraint("regex", "[a-z]{15}"))
     with Engine(model, tokenizer, max_samples=2, token_budget=16, max_length=64) as engine:
-        assert isinstance(engine.submit(Request("ROMEO:", params)).exception(WAIT), EngineClosed)
-        assert engine.closed.exception(WAIT) is failure
+        assert isinstance(engine.submit(Request("ROMEO:", params)).exception(HANGS_AFTER), EngineClosed)
+        assert engine.closed.exception(HANGS_AFTER) is failure
 
 
 def test_closing_an_engine_ends_its_threads() -> None:
@@ -244,7 +243,7 @@ def test_closing_an_engine_ends_its_threads() -> None:
         future = engine.submit(Request("ROMEO:", SamplingParams(max_tokens=50)))
         names = {thread.name for thread in {*threading.enumerate()} - before}
         assert {"detjax-engine", "detjax-launcher"} <= names
-    assert isinstance(future.exception(WAIT), EngineClosed | None)
+    assert isinstance(future.exception(HANGS_AFTER), EngineClosed | None)
     assert not any(thread.name.startswith("detjax-") for thread in {*threading.enumerate()} - before)
 
 

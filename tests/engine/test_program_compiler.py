@@ -17,9 +17,7 @@ from detjax.engine.program_compiler import Compilation, ProgramCompiler
 from detjax.engine.step_programs import StepPrograms
 from tests.support.compiled_programs import compiled_programs
 from tests.support.small_loops import VARIANTS, answers, small_loop
-
-WAIT = 300
-"""Seconds after which a wait is taken for a hang."""
+from tests.support.waits import HANGS_AFTER
 
 
 @functools.cache
@@ -107,7 +105,7 @@ def test_steps_take_larger_programs_until_theirs_are_there(compilers_here: type[
     rare = {key for key, program in keys.items() if not program.is_essential}
 
     def wait_if_rare(key: Hashable) -> None:
-        assert key not in rare or go_on.wait(WAIT)
+        assert key not in rare or go_on.wait(HANGS_AFTER)
 
     compilers_here.before = staticmethod(wait_if_rare)
     with compiled_programs() as compiled:
@@ -149,14 +147,14 @@ def test_closing_a_loop_ends_what_is_still_compiled(compilers_here: type[Compile
     closing, programs = threading.Event(), programs_of(loop).by_key()
 
     def wait(key: Hashable) -> None:
-        assert programs[key].is_essential or closing.wait(WAIT)
+        assert programs[key].is_essential or closing.wait(HANGS_AFTER)
 
     compilers_here.before = staticmethod(wait)
     loop.warm_up(ProgramCompiler(processes=2, in_background=True))
     thread = threading.Thread(target=loop.close)
     thread.start()
     closing.set()
-    thread.join(WAIT)
+    thread.join(HANGS_AFTER)
     assert not thread.is_alive()
     assert compilation_of(loop).pending
 

@@ -8,7 +8,7 @@ import time
 import unittest.mock
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import openai
 from starlette.applications import Starlette
@@ -16,11 +16,10 @@ from starlette.applications import Starlette
 from detjax.engine import Engine, Request, Token
 from detjax.models import Decoder, Tokenizer
 from detjax.server import ConnectionSettings, Server, Settings, bound_socket, create_app
+from tests.support.waits import HANGS_AFTER
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen3"
 MODEL = "little"
-HANGS_AFTER: Final = 300
-"""Seconds after which a test that waits is taken to hang."""
 
 
 @dataclasses.dataclass

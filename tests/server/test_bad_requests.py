@@ -23,7 +23,8 @@ from schemathesis.specs.openapi.checks import (
 
 from detjax.engine import Engine, Request, SamplingParams
 from detjax.models import Decoder, Tokenizer
-from tests.server.running_server import HANGS_AFTER, MODEL, Running, serving, streams_held, wait_until
+from tests.server.running_server import MODEL, Running, serving, streams_held, wait_until
+from tests.support.waits import HANGS_AFTER
 
 COMPLETION = {"model": MODEL, "prompt": "x", "max_tokens": 1}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}

@@ -17,8 +17,8 @@ import pytest
 from detjax.server import ConnectionSettings, tls_context
 from detjax.server.connections import Connection
 from detjax.server.guard import Guard
-from tests.server.running_server import HANGS_AFTER
 from tests.server.stub_server import EVENT, stub_serving, wait_until
+from tests.support.waits import HANGS_AFTER
 
 SOON = 0.2
 """Seconds of a time limit that a test waits for."""

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 
 from detjax.server.guard import Guard
 from detjax.server.json_pieces import TURN_BYTES, JsonPieces, parts
-from tests.server.running_server import HANGS_AFTER
+from tests.support.waits import HANGS_AFTER
 
 TEXT = 'é你 "quoted" \\ \n \x01 \U0001f600 '
 

@@ -16,7 +16,8 @@ from detjax.engine import Engine
 from detjax.models import Decoder, Tokenizer
 from detjax.server import LogSettings, Settings, logging_to_stderr
 from detjax.server.hosts import is_loopback
-from tests.server.running_server import HANGS_AFTER, MODEL, Running, serving, streams_held, wait_until
+from tests.server.running_server import MODEL, Running, serving, streams_held, wait_until
+from tests.support.waits import HANGS_AFTER
 
 ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 2}
 

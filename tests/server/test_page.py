@@ -14,7 +14,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-from tests.server.running_server import HANGS_AFTER, Running, streams_held
+from tests.server.running_server import Running, streams_held
+from tests.support.waits import HANGS_AFTER
 
 QUIET = ("disable-background-networking", "disable-component-update", "disable-sync", "no-first-run", "disable-quic")
 

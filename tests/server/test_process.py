@@ -14,7 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from detjax.cli import app
-from tests.server.running_server import HANGS_AFTER, MODEL, wait_until
+from tests.server.running_server import MODEL, wait_until
+from tests.support.waits import HANGS_AFTER
 
 SMALL = ("--max-samples", "1", "--token-budget", "8", "--max-length", "64", "--top-logprobs", "0")
 ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 5, "logprobs": 0}

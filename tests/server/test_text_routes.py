@@ -12,7 +12,8 @@ from detjax.engine import Engine
 from detjax.models import Decoder, Tokenizer
 from detjax.server.field_types import MOST_TOKENS
 from detjax.version import __version__
-from tests.server.running_server import HANGS_AFTER, MODEL, Running, serving
+from tests.server.running_server import MODEL, Running, serving
+from tests.support.waits import HANGS_AFTER
 
 TEXT = "Some é你 words <|im_end|> more"
 MESSAGES = [{"role": "user", "content": "Who?"}]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.running_server import HANGS_AFTER
+from tests.support.waits import HANGS_AFTER
 from tools.soak.http_client import written
 from tools.soak.mutated_requests import BODIES, mutated
 from tools.soak.probes import COMPLETIONS, Probe, all_probes, alone, differences, first_difference, merged
