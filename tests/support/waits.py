@@ -1,0 +1,6 @@
+"""How long tests wait for what has to happen."""
+
+from typing import Final
+
+HANGS_AFTER: Final = 600
+"""Seconds after which a test that waits is taken to hang: a first step, which compiles, may take minutes."""
