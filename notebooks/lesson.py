@@ -88,10 +88,11 @@ def _png(figure: Figure) -> str:
 
 
 def _page(content: dict[str, Any], png: str, alt: str) -> str:
-    """The piece of HTML with the image, and with the program that puts the plot in its place where there is plotly.js."""
+    """A piece of HTML with the image, and a script that puts the plot in its place where there is plotly.js."""
     text = json.dumps({key: content[key] for key in ("data", "layout")}, separators=(",", ":")).replace("</", "<\\/")
     name = "plot-" + hashlib.sha256(text.encode()).hexdigest()[:12]
-    return f"""<div id="{name}"><img alt="{html.escape(alt)}" src="data:image/png;base64,{png}" style="max-width:100%"></div>
+    image = f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{png}" style="max-width:100%">'
+    return f"""<div id="{name}">{image}</div>
 <script>
 (() => {{
   const content = {text};
@@ -99,7 +100,7 @@ def _page(content: dict[str, Any], png: str, alt: str) -> str:
     const place = document.getElementById("{name}");
     if (!place || !window.Plotly) return;
     place.replaceChildren();
-    window.Plotly.newPlot(place, content.data, content.layout, {{responsive: true, displaylogo: false}});
+    window.Plotly.newPlot(place, content.data, content.layout, {{responsive: true, displayModeBar: false}});
   }};
   if (document.readyState === "complete") draw(); else window.addEventListener("load", draw);
 }})();
