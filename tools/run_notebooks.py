@@ -20,8 +20,6 @@ import nbclient
 import nbformat
 from nbclient.exceptions import CellExecutionError
 
-from detjax.fingerprints import fingerprint
-
 SECONDS: Final = 600
 """The longest that a cell may take."""
 
@@ -41,6 +39,15 @@ def unexecuted(notebook: nbformat.NotebookNode) -> list[int]:
     return [number for number, cell in enumerate(cells, 1) if cell.execution_count != number]
 
 
+def environment_of(notebook: nbformat.NotebookNode) -> str | None:
+    """Returns the digest of this environment, or None for a notebook whose texts do not depend on it."""
+    if not any(MACHINE in cell.metadata.get("tags", ()) for cell in notebook.cells):
+        return None
+    from detjax.fingerprints import fingerprint  # with JAX, which takes seconds
+
+    return fingerprint().digest
+
+
 def printed(cell: nbformat.NotebookNode) -> str:
     """Returns the text that a cell prints and displays, without images, plots and pages."""
     texts = []
@@ -50,13 +57,13 @@ def printed(cell: nbformat.NotebookNode) -> str:
     return "".join(text if text.endswith("\n") else f"{text}\n" for text in texts if text)
 
 
-def differences(kept: nbformat.NotebookNode, run: nbformat.NotebookNode, environment: str) -> list[str]:
+def differences(kept: nbformat.NotebookNode, run: nbformat.NotebookNode, environment: str | None) -> list[str]:
     """Returns the differences between what cells printed and what is kept of them, one text for each cell.
 
     Args:
         kept: the notebook as its file has it.
         run: the same notebook after it has run.
-        environment: the digest of the environment in which it ran.
+        environment: the digest of the environment in which it ran; see `environment_of`.
     """
     ignored = {TIMING} if kept.metadata.get(ENVIRONMENT) == environment else {TIMING, MACHINE}
     pairs = [pair for pair in zip(kept.cells, run.cells, strict=True) if pair[0].cell_type == "code"]
@@ -96,9 +103,11 @@ def execute(file: Path, *, write: bool = False) -> None:
         manager = client.create_kernel_manager()
         manager.transport, manager.ip = "ipc", str(Path(folder) / "kernel")
         client.execute()
-    environment = fingerprint().digest
+    environment = environment_of(notebook)
     if write:
-        notebook.metadata[ENVIRONMENT] = environment
+        notebook.metadata.pop(ENVIRONMENT, None)
+        if environment is not None:
+            notebook.metadata[ENVIRONMENT] = environment
         nbformat.write(notebook, file)
     elif found := differences(kept, notebook, environment):
         raise ValueError("\n".join([f"{file}: other outputs; --write keeps them if they are right", *found]))
