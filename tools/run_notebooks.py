@@ -67,13 +67,13 @@ def differences(kept: nbformat.NotebookNode, run: nbformat.NotebookNode, environ
     """
     ignored = {TIMING} if kept.metadata.get(ENVIRONMENT) == environment else {TIMING, MACHINE}
     pairs = [pair for pair in zip(kept.cells, run.cells, strict=True) if pair[0].cell_type == "code"]
-    found = []
+    messages = []
     for number, (before, after) in enumerate(pairs, 1):
         if ignored.isdisjoint(before.metadata.get("tags", ())) and printed(before) != printed(after):
-            texts = (printed(cell).splitlines() for cell in (before, after))
-            lines = difflib.unified_diff(*texts, "kept", "printed", lineterm="")
-            found.append("\n".join([f"cell {number} prints something else than what is kept:", *lines]))
-    return found
+            texts = printed(before).splitlines(), printed(after).splitlines()
+            lines = difflib.unified_diff(texts[0], texts[1], "kept", "printed", lineterm="")
+            messages.append("\n".join([f"cell {number} prints something else than what is kept:", *lines]))
+    return messages
 
 
 def execute(file: Path, *, write: bool = False) -> None:
@@ -109,8 +109,8 @@ def execute(file: Path, *, write: bool = False) -> None:
         if environment is not None:
             notebook.metadata[ENVIRONMENT] = environment
         nbformat.write(notebook, file)
-    elif found := differences(kept, notebook, environment):
-        raise ValueError("\n".join([f"{file}: other outputs; --write keeps them if they are right", *found]))
+    elif messages := differences(kept, notebook, environment):
+        raise ValueError("\n".join([f"{file}: other outputs; --write keeps them if they are right", *messages]))
 
 
 def main(arguments: list[str]) -> int:

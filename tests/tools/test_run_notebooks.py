@@ -85,11 +85,11 @@ def outputs(*texts: str, tags: list[str], environment: str | None = None) -> nbf
 def test_tags_say_which_texts_are_compared(tags: list[str], environment: str | None, compared: bool) -> None:
     kept = outputs("1\n", "2\n", tags=tags, environment=environment)
     assert differences(kept, outputs("1\n", "2\n", tags=tags), "here") == []
-    found = differences(kept, outputs("1\n", "3\n", tags=tags), "here")
-    assert [text.splitlines()[0] for text in found] == (
+    messages = differences(kept, outputs("1\n", "3\n", tags=tags), "here")
+    assert [text.splitlines()[0] for text in messages] == (
         ["cell 2 prints something else than what is kept:"] if compared else []
     )
-    assert not compared or {"-2", "+3"} <= set(found[0].splitlines())
+    assert not compared or {"-2", "+3"} <= set(messages[0].splitlines())
 
 
 def test_an_output_that_is_missing_is_a_difference() -> None:
