@@ -53,10 +53,11 @@ test-models: $(MODELS)/.ready ## test batch_invariant with published models in a
 test-all: ## run every case of every test, where the other targets run a sample of the slow ones
 	$(MAKE) test test-tpu PYTEST_ARGS="--all-cases $(PYTEST_ARGS)"
 
-NOTEBOOKS ?=
+# What the runner is given: files, and options before them. `--pick NUMBER` runs one of the files, as CI does.
+NOTEBOOKS ?= notebooks/*.ipynb
 
-notebooks: $(READY) ## run the notebooks from the first cell to the last (NOTEBOOKS=--write keeps what they print)
-	$(QUICK_COMPILER) $(BIN)/python tools/run_notebooks.py $(NOTEBOOKS) notebooks/*.ipynb
+notebooks: $(READY) ## run the notebooks and compare what they print (NOTEBOOKS="--write FILE" keeps it)
+	PYTHONPATH=. $(BIN)/python tools/run_notebooks.py $(NOTEBOOKS)
 
 mutants: $(PTXAS)/.ready $(LIBTPU)/.ready ## plant faults in copies of the code; fail if the tests miss one
 	$(BIN)/python tools/mutants.py $(MUTANTS)

@@ -1,5 +1,6 @@
-"""Notebooks run from the first cell to the last, and those that are kept have been run so."""
+"""Notebooks run from the first cell to the last, and print what is kept of them."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tools.run_notebooks import unexecuted
+from tools.run_notebooks import ENVIRONMENT, differences, main, printed, unexecuted
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -23,7 +24,8 @@ def notebook(*sources: str, counts: list[int | None] | None = None) -> nbformat.
 
 def run(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, ROOT / "tools" / "run_notebooks.py", *options, file]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
 
 
 @pytest.mark.parametrize(("counts", "numbers"), [([1, 2, 3], []), ([1, 3, 2], [2, 3]), ([None, 2, 3], [1])])
@@ -57,6 +59,79 @@ def test_a_cell_that_fails_fails_the_command(tmp_path: Path) -> None:
     assert "AssertionError" in result.stdout
 
 
+def outputs(*texts: str, tags: list[str], environment: str | None = None) -> nbformat.NotebookNode:
+    """A notebook whose cells have printed these texts and have these tags."""
+    kept = notebook(*("pass" for _ in texts))
+    for cell, text in zip(kept.cells[1:], texts, strict=True):
+        cell.metadata["tags"] = tags
+        cell.outputs = [nbformat.v4.new_output("stream", text=text)]
+    if environment is not None:
+        kept.metadata[ENVIRONMENT] = environment
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("tags", "environment", "compared"),
+    [
+        ([], None, True),
+        ([], "here", True),
+        (["timing"], "here", False),
+        (["machine"], "here", True),
+        (["machine"], "elsewhere", False),
+        (["machine"], None, False),
+        (["machine", "timing"], "here", False),
+    ],
+)
+def test_tags_say_which_texts_are_compared(tags: list[str], environment: str | None, compared: bool) -> None:
+    kept = outputs("1\n", "2\n", tags=tags, environment=environment)
+    assert differences(kept, outputs("1\n", "2\n", tags=tags), "here") == []
+    messages = differences(kept, outputs("1\n", "3\n", tags=tags), "here")
+    assert [text.splitlines()[0] for text in messages] == (
+        ["cell 2 prints something else than what is kept:"] if compared else []
+    )
+    assert not compared or {"-2", "+3"} <= set(messages[0].splitlines())
+
+
+def test_an_output_that_is_missing_is_a_difference() -> None:
+    assert differences(outputs("1\n", tags=[]), notebook("pass"), "here") != []
+
+
+def test_texts_are_compared_and_images_are_not() -> None:
+    def displayed(**data: str) -> str:
+        cell = nbformat.v4.new_code_cell()
+        cell.outputs = [
+            nbformat.v4.new_output("display_data", data={name.replace("_", "/"): text for name, text in data.items()})
+        ]
+        return printed(cell)
+
+    assert displayed(text_plain="a plot", image_png="QQ==") == displayed(text_plain="a plot", image_png="Qg==")
+    assert displayed(text_plain="<Markdown object>", text_markdown="| 1 |") == "| 1 |\n"
+    assert displayed(text_plain="1") != displayed(text_plain="2")
+
+
+def test_a_notebook_that_prints_something_else_fails_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "path.ipynb"
+    nbformat.write(notebook("import beside", "print(beside.NUMBER)"), file)
+    beside = tmp_path / "beside.py"
+    beside.write_text("NUMBER = 42\n")
+    written = run(file, "--write")
+    assert written.returncode == 0, written.stderr
+    beside.write_text("NUMBER = 4242\n")
+    before = file.read_bytes()
+    result = run(file)
+    assert result.returncode == 1
+    assert {"-42", "+4242"} <= set(result.stdout.splitlines())
+    assert file.read_bytes() == before
+
+
+def test_a_number_picks_one_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    files: list[str] = []
+    monkeypatch.setattr("tools.run_notebooks.execute", lambda file, write: files.append(file.name))
+    for number in range(5):
+        assert main(["--pick", str(number), "a.ipynb", "b.ipynb", "c.ipynb"]) == 0
+    assert files == ["a.ipynb", "b.ipynb", "c.ipynb", "a.ipynb", "b.ipynb"]
+
+
 def test_there_are_notebooks() -> None:
     assert NOTEBOOKS
 
@@ -66,7 +141,8 @@ def test_kept_notebooks_have_run_without_a_failure(file: Path) -> None:
     kept = nbformat.read(file, as_version=4)
     nbformat.validate(kept)
     assert unexecuted(kept) == []
-    outputs = [output for cell in kept.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert outputs
-    assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
-    assert {output.name for output in outputs if output.output_type == "stream"} <= {"stdout"}
+    shown = [output for cell in kept.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert shown
+    assert {output.output_type for output in shown} <= {"stream", "display_data", "execute_result"}
+    assert {output.name for output in shown if output.output_type == "stream"} <= {"stdout"}
+    assert file.stat().st_size < 2_000_000
