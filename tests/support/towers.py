@@ -8,6 +8,7 @@ import numpy as np
 import tokenizers
 
 from detjax.models import Decoder, Tokenizer, Video, load
+from detjax.models.frame_sampling import FrameSampling
 from detjax.models.images import ImagePatches, image_patches
 from detjax.models.parts.vision import VisionOptions
 
@@ -20,8 +21,8 @@ IMAGE, VIDEO_TOKEN = 100, 101
 """The tokens of images and of videos of these."""
 _TEMPLATE: Final = (
     "{% for message in messages %}{{ message.role }}:{% if message.content is string %}{{ message.content }}"
-    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<vs><img><ve>{% else %}{{ part.text }}"
-    "{% endif %}{% endfor %}{% endif %};{% endfor %}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<vs><img><ve>"
+    "{% elif part.type == 'video' %}<vs><video><ve>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %};{% endfor %}"
 )
 QWEN2_5_VL: Final = VisionOptions(
     width=1280,
@@ -91,6 +92,15 @@ def reference_patches(name: str) -> tuple[ImagePatches, ...]:
 def video() -> Video:
     """The video of the fixture with one."""
     return Video(reference(VIDEO_NAME)["video"], float(reference(VIDEO_NAME)["fps"]))
+
+
+def clip() -> Video:
+    """The video whose times the prompt says, of `qwen3-5-vl`, as its processor chooses frames of it."""
+    given = reference("qwen3-5-vl")
+    fps = float(given["clip_fps"])
+    indices = FrameSampling().indices(len(given["clip"]), fps)
+    times = [index / fps for index in indices]
+    return Video(given["clip"][list(indices)], len(indices) / len(given["clip"]) * fps, times)
 
 
 def random_patches(name: str, height: int, width: int, seed: int = 0) -> ImagePatches:
