@@ -1594,7 +1594,7 @@ def clip_processor(fixture: Fixture) -> transformers.Qwen3VLProcessor:
 
 
 def clip_reference(fixture: Fixture, model: transformers.PreTrainedModel, image: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns what the processor and the network make of a conversation with a video, whose seed is the first that fits.
+    """Returns what the processor and the network make of a conversation with a video, of the first seed that fits.
 
     Raises:
         RuntimeError: none of the seeds fits.

@@ -80,7 +80,7 @@ class ImageReader:
         # transformers reads an old checkpoint's one file for both.
         self._videos = model.video_options or self._images
         vision = model.config.vision
-        self.sampling = FrameSampling() if vision is None else FrameSampling.of_checkpoint(self._videos, vision)
+        self.sampling = FrameSampling() if vision is None else FrameSampling.from_options(self._videos, vision)
 
     def patches(self, name: str, given: Sequence[GivenImage]) -> list[Shown]:
         """Returns the patches of a request's images and videos.

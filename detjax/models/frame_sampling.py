@@ -28,7 +28,7 @@ class FrameSampling:
     group: int | None = None
 
     @classmethod
-    def of_checkpoint(cls, options: ImageOptions, vision: VisionOptions) -> "FrameSampling":
+    def from_options(cls, options: ImageOptions, vision: VisionOptions) -> "FrameSampling":
         """Returns what `video_preprocessor_config.json` says.
 
         Args:

@@ -116,11 +116,9 @@ def _video(name: str, part: ShownVideo, engine: Engine, directory: Path | None) 
             raise _Refused(
                 f"{name} has {len(pieces)} frames; accepted: up to {sampling.max_frames}, which is max_frames"
             )
-        frames = (f"{header},{piece}" for piece in pieces)
-        files = [
-            _data(f"frame {number} of {name}", frame, f"data:{_FRAMES[0]};base64,...")
-            for number, frame in enumerate(frames)
-        ]
+        kinds = f"data:{_FRAMES[0]};base64, and frames with a comma between two of them"
+        named = ((f"frame {number} of {name}", f"{header},{piece}") for number, piece in enumerate(pieces))
+        files = [_data(frame, rest, kinds) for frame, rest in named]
         return read_frames(name, files, sampling)
     return read_video(name, _contents(name, part.url, directory, "image/webp"), sampling)
 

@@ -1,6 +1,5 @@
 """The messages of a conversation."""
 
-import functools
 import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal
@@ -82,9 +81,14 @@ def kind_of_part(value: Any, image: str, video: str) -> str:
     return "<image>" if given == image else "<video>" if given == video else "<text>"
 
 
+def _kind_of_part(value: Any) -> str:
+    """The tag of the type that a part of a message is checked as."""
+    return kind_of_part(value, "image_url", "video_url")
+
+
 type Part = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image>")] | Annotated[VideoPart, Tag("<video>")],
-    Discriminator(functools.partial(kind_of_part, image="image_url", video="video_url")),
+    Discriminator(_kind_of_part),
 ]
 
 

@@ -3,7 +3,6 @@
 The items of the input are messages, earlier calls and their results, and items that an earlier answer had.
 """
 
-import functools
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
@@ -68,9 +67,14 @@ class InputVideo(VideoFields):
     prompt_cache_breakpoint: Annotated[Any, Unserved(why="the server decides what it caches")] = None
 
 
+def _kind_of_part(value: Any) -> str:
+    """The tag of the type that a part of a message is checked as."""
+    return kind_of_part(value, "input_image", "input_video")
+
+
 type MessagePart = Annotated[
     Annotated[InputPart, Tag("<text>")] | Annotated[InputImage, Tag("<image>")] | Annotated[InputVideo, Tag("<video>")],
-    Discriminator(functools.partial(kind_of_part, image="input_image", video="input_video")),
+    Discriminator(_kind_of_part),
 ]
 
 type MessageContent = Annotated[

@@ -99,11 +99,11 @@ def test_a_list_of_frames_is_taken_whole() -> None:
     [
         (
             b"\0\0\0\x18ftypmp42",
-            "it is an MP4, QuickTime or AVIF file, which is not decoded; accepted: animations in GIF",
+            "it is an MP4, QuickTime or AVIF file, which is not decoded; accepted: animations in",
         ),
         (
             b"\x1aE\xdf\xa3" + b"\0" * 40,
-            "it is a Matroska or WebM file, which is not decoded.*Decode it where it comes",
+            "it is a Matroska or WebM file, which is not decoded.*Decode it where it",
         ),
         (b"RIFF\0\0\0\0AVI LIST", "it is an AVI file"),
         (b"OggS\0", "it is an Ogg file"),

@@ -19,10 +19,13 @@ VIDEO_NAME: Final = "qwen2_5_vl-video"
 """The fixture with a video behind an image."""
 IMAGE, VIDEO_TOKEN = 100, 101
 """The tokens of images and of videos of these."""
+CHARACTERS: Final = (*map(chr, range(32, 127)), "\n", "\t", "é", "ü", "<unk>")
+"""The texts of the first tokens of the fixtures with a tower."""
 _TEMPLATE: Final = (
     "{% for message in messages %}{{ message.role }}:{% if message.content is string %}{{ message.content }}"
     "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<vs><img><ve>"
-    "{% elif part.type == 'video' %}<vs><video><ve>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %};{% endfor %}"
+    "{% elif part.type == 'video' %}<vs><video><ve>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %};{% endfor %}"
 )
 QWEN2_5_VL: Final = VisionOptions(
     width=1280,
@@ -117,9 +120,8 @@ def with_one_token_each(tokens: list[int]) -> list[int]:
 
 def character_tokenizer() -> Tokenizer:
     """A token for each character, and those of images."""
-    characters = [*map(chr, range(32, 127)), "\n", "\t", "é", "ü", "<unk>"]
     made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({token: index for index, token in enumerate(characters)}, unk_token="<unk>")
+        tokenizers.models.WordLevel({token: index for index, token in enumerate(CHARACTERS)}, unk_token="<unk>")
     )
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     made.decoder = tokenizers.decoders.Fuse()
