@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import PIL.Image
 import pytest
 from typer.testing import CliRunner, Result
@@ -173,7 +174,7 @@ def test_generate_shows_images(model_of_images: Path) -> None:
 
 @pytest.mark.sampled(0)
 def test_generate_shows_videos(model_of_images: Path, tmp_path: Path) -> None:
-    """Of an animation of ten frames a second, two in a second; all images of a directory."""
+    """The frames are some of an animation, and all images of a directory."""
     frames = np.repeat(np.arange(0, 240, 24, dtype=np.uint8), 16 * 24 * 3).reshape(10, 16, 24, 3)
     pictures = [PIL.Image.fromarray(frame) for frame in frames]
     file, folder = tmp_path / "video.webp", tmp_path / "frames"
