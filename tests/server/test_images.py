@@ -281,7 +281,7 @@ def test_fields_of_videos_out_of_range_are_refused(fields: dict[str, Any], serve
 
 
 def test_more_frames_than_fit_are_refused(server: Running) -> None:
-    status, response = chat(server, [video_part(frame_list(np.repeat(clip(), 4, axis=0)))])
+    status, response = chat(server, [video_part(frame_list(np.repeat(clip(), 8, axis=0)))])
     assert status == 400
     assert "the first 1 images and videos of the messages have" in response["error"]["message"]
     assert response["error"]["message"].endswith("Send fewer or smaller images, or fewer frames.")
