@@ -57,7 +57,7 @@ def write_vision(vision: VisionOptions) -> dict[str, Any]:
     }
 
 
-def read_tokens(file: JsonObject, *, image: int, video: int) -> dict[str, int]:
+def read_tokens(file: JsonObject, *, image: int, video: int) -> dict[str, Any]:
     """Returns the tokens that stand for parts of images and of videos.
 
     Args:
