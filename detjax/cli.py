@@ -22,8 +22,11 @@ from detjax import audit, backends, cli_options, compilation, engine, fingerprin
 from detjax.audit import bisection, certificates, targets, traces
 from detjax.audit import comparison as comparisons
 from detjax.demo import CHECKPOINT, DEFAULT_MAX_TOKENS
+from detjax.engine.images import ImageReader
+from detjax.models.frame_sampling import FrameSampling
 from detjax.models.image_files import read_pixels
 from detjax.models.json_object import read_file
+from detjax.models.video_files import read_frames, read_video
 from detjax.options import KVQuantization
 from detjax.version import __version__
 
@@ -127,6 +130,8 @@ def generate(
     prompt: cli_options.Prompts,
     chat: cli_options.Chat = False,
     image: cli_options.Images = None,
+    video: cli_options.Videos = None,
+    fps: cli_options.FramesPerSecond = None,
     template_date: cli_options.TemplateDate = None,
     max_tokens: cli_options.MaxTokens = 128,
     temperature: cli_options.Temperature = None,
@@ -150,14 +155,18 @@ def generate(
     engine.SamplingParams(**fields)  # refuses bad values before loading takes minutes
     quantization = _quantization(kv_cache_dtype)
     texts, images = _with_standard_input(prompt), [_pixels(file) for file in image or ()]
+    if fps is not None and not video:
+        raise ValueError(f"--fps is {fps} and there is no --video; accepted: --fps with --video")
     with backends.use_backend(backend):
         _check_device()
         fingerprint = fingerprints.fingerprint()
         decoder, tokenizer = _load(model, dtype, template_date)
+        sampling_of_frames = ImageReader(decoder).sampling.changed(fps)
+        videos = [_video(path, sampling_of_frames) for path in video or ()]
         prompts = texts
         if chat:
-            shown = [{"type": "image"}] * len(images)
-            contents = [[*shown, {"type": "text", "text": text}] if images else text for text in texts]
+            shown = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
+            contents = [[*shown, {"type": "text", "text": text}] if shown else text for text in texts]
             conversations = [tokenizer.apply_chat_template([{"role": "user", "content": one}]) for one in contents]
             prompts = [tokenizer.encode(conversation, add_special_tokens=False) for conversation in conversations]
         sampling = engine.SamplingParams.recommended(decoder, **fields)
@@ -165,7 +174,7 @@ def generate(
             decoder,
             prompts,
             sampling,
-            images=[images] * len(texts),
+            images=[[*images, *videos]] * len(texts),
             tokenizer=tokenizer,
             kv_cache_dtype=quantization,
             progress=sys.stderr.isatty(),
@@ -652,6 +661,14 @@ def _file_written_at_the_end(option: str, path: Path) -> Iterator[Path]:
 def _pixels(file: Path) -> np.ndarray:
     """The pixels of an image's file."""
     return read_pixels(f"--image {str(file)!r}", read_file(file))
+
+
+def _video(path: Path, sampling: FrameSampling) -> models.Video:
+    """The frames of a video that the model is to see: of an animation, or the images of a directory by their names."""
+    name = f"--video {str(path)!r}"
+    if path.is_dir():
+        return read_frames(name, [read_file(file) for file in sorted(path.iterdir()) if file.is_file()], sampling)
+    return read_video(name, read_file(path), sampling)
 
 
 def _with_standard_input(prompts: list[str]) -> list[str]:

@@ -115,6 +115,25 @@ Images = Annotated[
         "else the prompt has the tokens of images in their places.",
     ),
 ]
+Videos = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--video",
+        metavar="FILE",
+        help="Show a video to a model with a vision tower; may be repeated. FILE is an animation (WEBP, PNG or GIF) or "
+        "a directory with images, which are the frames in the order of their names. Videos stand behind images.",
+    ),
+]
+FramesPerSecond = Annotated[
+    float | None,
+    typer.Option(
+        "--fps",
+        metavar="X",
+        parser=_real,
+        help="Frames of a second of videos that the model sees; of a directory, those that it has.",
+        show_default="the checkpoint's, else 2",
+    ),
+]
 TemplateDate = Annotated[
     datetime.date | None,
     typer.Option(
@@ -388,7 +407,7 @@ ImageDirectory = Annotated[
     typer.Option(
         "--image-directory",
         metavar="DIRECTORY",
-        help="Requests may name the files of this directory as images.",
+        help="Requests may name the files of this directory as images and videos.",
         show_default="images come with requests alone",
         rich_help_panel=_CLIENTS,
     ),

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import PIL.Image
 import pytest
 from typer.testing import CliRunner, Result
@@ -169,6 +170,32 @@ def test_generate_shows_images(model_of_images: Path) -> None:
         (expected,) = detjax.generate(model, [text], params, images=images, tokenizer=tokenizer)
         (given,) = json.loads(result.stdout)["generations"]
         assert given["completions"][0]["tokens"] == list(expected.completions[0].tokens)
+
+
+@pytest.mark.sampled(0)
+def test_generate_shows_videos(model_of_images: Path, tmp_path: Path) -> None:
+    """The frames are some of an animation, and all images of a directory."""
+    frames = np.repeat(np.arange(0, 240, 24, dtype=np.uint8), 16 * 24 * 3).reshape(10, 16, 24, 3)
+    pictures = [PIL.Image.fromarray(frame) for frame in frames]
+    file, folder = tmp_path / "video.webp", tmp_path / "frames"
+    folder.mkdir()
+    pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=100, lossless=True)
+    for number in (0, 2, 5, 7):
+        pictures[number].save(folder / f"{number}.png")
+    options = ("--model", model_of_images, "--prompt", "Hi", "--chat", "--max-tokens", 4, "--json")
+    results = [run("generate", *options, "--video", file), run("generate", *options, "--video", folder, "--fps", 4)]
+    model, tokenizer = towers.model("qwen2_5_vl-tiny"), towers.character_tokenizer()
+    params = SamplingParams.recommended(model, max_tokens=4)
+    video = models.Video(frames[[0, 2, 5, 7]], 4.0)
+    (expected,) = detjax.generate(model, ["user:<vs><video><ve>Hi;"], params, images=[[video]], tokenizer=tokenizer)
+    for result in results:
+        (given,) = json.loads(result.stdout)["generations"]
+        assert given["completions"][0]["tokens"] == list(expected.completions[0].tokens)
+
+
+def test_frames_of_a_second_are_those_of_a_video(model_of_images: Path) -> None:
+    printed = error(run("generate", "--model", model_of_images, "--prompt", "Hi", "--fps", 2))
+    assert "--fps is 2.0 and there is no --video; accepted: --fps with --video" in printed
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,19 @@ Where the model takes images, `tokens` and `prompt` hold them, and `reference.np
 Where it takes a video, `video` is uint8 [F, h, w, 3], and `video_patches`, `video_grid`, int32 [3], and `video_rows`
 are what these are for images; `fps` is the number of frames of a second.
 
+Where the prompt says the times of a video's frames, `reference.npz` has what the processor and the network make of a
+conversation with a video and an image:
+
+    clip               uint8 [F, h, w, 3]  the video before frames of it are chosen
+    clip_fps           float64 []          frames of a second of it
+    clip_text          str                 the conversation, with one token for the video and one for the image
+    clip_prompt        int32 [t]           its tokens, as the processor writes them
+    clip_patches       str                 the SHA-256 of the video's patches, float32 [N, P]
+    clip_grid          int32 [3]           frames of the tower, and rows and columns of patches of each
+    clip_rows          float32 [n, D]      what the vision tower made of them
+    clip_logits        float32 [., V]      of every fourth token of the prompt, from the first one on
+    clip_continuation  int32 [n]           the greedy one of the prompt
+
 A seed is accepted if every setting in the fixture's `matters` changes the logits, no greedy choice is close to a tie,
 and the continuation does not repeat itself. On one kind of CPU, with the versions above,
 the files come out the same byte for byte.
@@ -29,6 +42,7 @@ the files come out the same byte for byte.
 
 import argparse
 import copy
+import hashlib
 import json
 import math
 import os
@@ -419,6 +433,8 @@ class Fixture:
     pixels: tuple[int, int] = (0, 0)
     # Frames, height and width of a video, where its tokens begin, and its frames per second.
     video: tuple[int, int, int, int, float] | None = None
+    # Frames, height and width of a video whose times the prompt says, and its frames per second.
+    clip: tuple[int, int, int, float] | None = None
 
 
 ALL = (
@@ -1249,7 +1265,8 @@ ALL = (
         name="qwen3-5-vl",
         about="two images in the prompt of a model with gated delta nets and gated attention; 2 blocks of a tower with "
         "layer norms and 7 x 7 learned positions, whole images of 140 patches (a block of keys and part of one); "
-        "positions of three coordinates that take turns among 8 of 16 pairs of columns",
+        "positions of three coordinates that take turns among 8 of 16 pairs of columns; beside it, a conversation with "
+        "a video, of whose 8 frames 5 are chosen at unequal distances, and whose times the prompt says",
         config=transformers.Qwen3_5Config(
             text_config={
                 "vocab_size": 113,
@@ -1300,6 +1317,7 @@ ALL = (
         embedding_std=0.25,
         images=((75, 112, 9), (9, 13, 52)),
         pixels=(256, 2400),
+        clip=(8, 20, 28, 3.0),
     ),
     Fixture(
         name="qwen3-5-moe-vl",
@@ -1544,6 +1562,96 @@ def video_processor(fixture: Fixture) -> transformers.BaseVideoProcessor:
     )
 
 
+CLIP_TEXT = "user:See this. <vs><video><ve>And <vs><img><ve>?;"
+
+
+def clip_video_processor(fixture: Fixture) -> transformers.BaseVideoProcessor:
+    """Returns the processor of a fixture's video whose times the prompt says."""
+    vision = fixture.config.vision_config
+    return transformers.Qwen3VLVideoProcessor(
+        size={"shortest_edge": 2600, "longest_edge": 3000},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+        patch_size=vision.patch_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        merge_size=vision.spatial_merge_size,
+        cap_pixels_per_frame=False,
+    )
+
+
+def clip_processor(fixture: Fixture) -> transformers.Qwen3VLProcessor:
+    """Returns the processor of whole conversations, whose tokenizer has a token for each character."""
+    characters = [*map(chr, range(32, 127)), "\n", "\t", "é", "ü", "<unk>"]
+    words = {character: index for index, character in enumerate(characters)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    made.add_special_tokens(["<img>", "<video>", "<vs>", "<ve>"])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+    for name, text in (("image", "<img>"), ("video", "<video>"), ("vision_start", "<vs>"), ("vision_end", "<ve>")):
+        setattr(tokenizer, f"{name}_token", text)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(text))
+    return transformers.Qwen3VLProcessor(image_processor(fixture), tokenizer, clip_video_processor(fixture))
+
+
+def clip_reference(fixture: Fixture, model: transformers.PreTrainedModel, image: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns what the processor and the network make of a conversation with a video, of the first seed that fits.
+
+    Raises:
+        RuntimeError: none of the seeds fits.
+    """
+    assert fixture.clip is not None
+    frames, height, width, fps = fixture.clip
+    for seed in range(MAX_SEED):
+        random = np.random.default_rng(seed)
+        row, column = np.mgrid[:height, :width] / 9.0
+        waves = [
+            np.sin(row + column * phase + time)[..., None] for time, phase in enumerate(random.uniform(0, 2, frames))
+        ]
+        clip = np.clip(127 + 90 * (np.stack(waves) + random.uniform(-0.6, 0.6, (frames, height, width, 3))), 0, 255)
+        clip = clip.astype(np.uint8)
+        given = clip_processor(fixture)(
+            text=[CLIP_TEXT],
+            images=[image],
+            videos=[torch.from_numpy(clip).permute(0, 3, 1, 2)],
+            video_metadata=[{"fps": fps, "total_num_frames": frames}],
+            return_tensors="pt",
+        )
+        prompt = given.pop("input_ids")
+        arguments = {name: given[name] for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids")}
+        arguments |= {name: given[name] for name in ("pixel_values_videos", "video_grid_thw")}
+        logits = model(prompt, use_cache=False, **arguments).logits[0]
+        model.generation_config = transformers.GenerationConfig(
+            do_sample=False, max_new_tokens=CONTINUATION, eos_token_id=None, pad_token_id=0
+        )
+        output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **arguments)
+        continuation = output[0, prompt.shape[1] :]
+        kinds = torch.nn.functional.pad(arguments.pop("mm_token_type_ids"), (0, len(continuation)))
+        whole = model(output, use_cache=False, mm_token_type_ids=kinds, **arguments).logits[
+            0, -len(continuation) - 1 : -1
+        ]
+        best = whole.topk(2, dim=-1)
+        gap = (best.values[:, 0] - best.values[:, 1]).min().item()
+        fits = len(set(continuation.tolist())) >= MIN_DISTINCT and set(continuation.tolist()).isdisjoint(
+            range(100, 104)
+        )
+        if fits and gap > MIN_GREEDY_GAP and torch.equal(best.indices[:, 0], continuation):
+            patches = arguments["pixel_values_videos"]
+            rows = model.model.visual(patches, grid_thw=arguments["video_grid_thw"]).pooler_output
+            return {
+                "clip": clip,
+                "clip_fps": np.float64(fps),
+                "clip_text": np.array(CLIP_TEXT),
+                "clip_prompt": prompt[0].numpy().astype(np.int32),
+                "clip_patches": np.array(hashlib.sha256(patches.numpy().astype(np.float32).tobytes()).hexdigest()),
+                "clip_grid": arguments["video_grid_thw"][0].numpy().astype(np.int32),
+                "clip_rows": rows.numpy(),
+                "clip_logits": logits[::4].numpy(),
+                "clip_continuation": continuation.numpy().astype(np.int32),
+            }
+        print(f"{fixture.name}: seed {seed} of the video does not fit", file=sys.stderr)
+    raise RuntimeError(f"{fixture.name}: no seed of the video below {MAX_SEED} is fit; change its size")
+
+
 def put_images(fixture: Fixture, tokens: torch.Tensor, images: dict[str, np.ndarray]) -> None:
     """Puts the tokens of the fixture's images into `tokens`, and no others of the kind."""
     if not images:
@@ -1648,6 +1756,8 @@ def draw(fixture: Fixture, seed: int, ends: set[int]) -> tuple[transformers.PreT
         if fixture.video is not None:
             patches, grids = arguments["pixel_values_videos"], arguments["video_grid_thw"]
             images["video_rows"] = model.model.visual(patches, grid_thw=grids).pooler_output.numpy()
+    if fixture.clip is not None:
+        images |= clip_reference(fixture, model, images["image_1"])
     return model, images | {
         "tokens": tokens.numpy().astype(np.int32),
         "logits": logits.numpy(),
@@ -1833,6 +1943,8 @@ def save(fixture: Fixture, model: transformers.PreTrainedModel, arrays: dict[str
         image_processor(fixture).save_pretrained(folder)
         if fixture.video is not None:
             video_processor(fixture).save_pretrained(folder)
+        if fixture.clip is not None:
+            clip_video_processor(fixture).save_pretrained(folder)
     if fixture.mxfp4:
         store_in_mxfp4(folder / "model.safetensors", fixture)
     if fixture.multimodal is not None:
@@ -1840,7 +1952,7 @@ def save(fixture: Fixture, model: transformers.PreTrainedModel, arrays: dict[str
     if fixture.transformers_4_config:
         (folder / "generation_config.json").unlink()
     rewrite_config(folder / "config.json", fixture)
-    (np.savez_compressed if fixture.images else np.savez)(folder / "reference.npz", **arrays)
+    np.savez_compressed(folder / "reference.npz", **arrays)
 
 
 def verify(fixture: Fixture, folder: Path) -> str:

@@ -32,7 +32,8 @@ from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import StepProgram
 from detjax.engine.validation import check_arrays, encode_prompt, end_tokens
 from detjax.models import Decoder, Tokenizer
-from detjax.models.images import Shown, token_grid
+from detjax.models.frame_sampling import FrameSampling
+from detjax.models.images import Shown, places, token_grid
 
 _log: Final = logging.getLogger("detjax.engine")
 _SWITCH_INTERVAL: Final = 0.0005
@@ -316,6 +317,11 @@ class Engine:
         """Whether the model has a vision tower."""
         return self._model_config.vision is not None
 
+    @property
+    def frame_sampling(self) -> FrameSampling:
+        """Which frames of a file with a video the model sees, as the checkpoint says it."""
+        return self._image_reader.sampling
+
     def image_patches(self, name: str, image: GivenImage) -> list[Shown]:
         """Returns the patches of an image or a video, which a request takes in its place. That may take a second.
 
@@ -331,10 +337,10 @@ class Engine:
     def image_tokens(self, images: Sequence[Shown]) -> int:
         """Returns how many tokens stand for images and videos."""
         vision = self._model_config.vision
-        return 0 if vision is None else sum(token_grid(image, vision).size for image in images)
+        return 0 if vision is None else sum(token_grid(image, vision).size for image in places(images))
 
     def with_image_tokens(self, name: str, prompt: Sequence[int], images: Sequence[Shown]) -> list[int]:
-        """Returns a prompt with as many image tokens as its images have.
+        """Returns a prompt with as many image tokens as its images have, and the times of frames if prompts say them.
 
         Args:
             name: what error messages call the prompt.
@@ -344,7 +350,7 @@ class Engine:
         Raises:
             ValueError: the prompt has other places for images.
         """
-        return list(with_image_tokens(name, self._model_config, prompt, images))
+        return list(with_image_tokens(name, self._model_config, prompt, images, self._tokenizer))
 
     def compile_constraint(self, constraint: Constraint) -> None:
         """Compiles a constraint, so that requests with it are taken at once. That may take a second.

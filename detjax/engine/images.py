@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int32
 
-from detjax.models import Decoder, DecoderConfig
+from detjax.models import Decoder, DecoderConfig, Tokenizer
+from detjax.models.frame_sampling import FrameSampling
 from detjax.models.images import (
     ImageOptions,
     ImagePatches,
@@ -13,6 +14,7 @@ from detjax.models.images import (
     VideoPatches,
     image_patches,
     image_runs,
+    places,
     token_coordinates,
     token_grid,
 )
@@ -28,7 +30,7 @@ class PromptImages:
     """The images and videos of a prompt. The samples of a request share them.
 
     Attributes:
-        patches: the patches of each.
+        patches: the patches of each, and of each frame that has a place of its own.
         spans: where the tokens of each are, and what it is.
         excess: by how much the coordinates of generated tokens exceed their positions.
         rows: the rows that the vision tower made of each; empty until it has.
@@ -38,9 +40,9 @@ class PromptImages:
         """The images and videos of a prompt whose placeholders are those of them."""
         assert config.vision is not None
         runs = image_runs(tokens, config.placeholders)
-        self.patches = tuple(patches)
-        self.spans: list[ImageSpan] = [(*run, image.digest) for run, image in zip(runs, patches, strict=True)]
-        grids = [token_grid(image, config.vision) for image in patches]
+        self.patches = tuple(places(patches))
+        self.spans: list[ImageSpan] = [(*run, image.digest) for run, image in zip(runs, self.patches, strict=True)]
+        grids = [token_grid(image, config.vision) for image in self.patches]
         self._coordinates, self.excess = token_coordinates(tokens, config.placeholders, grids)
         self.rows: list[np.ndarray] = []
 
@@ -64,17 +66,24 @@ class ImageReader:
 
     Attributes:
         config: the model's.
+        sampling: which frames of a file with a video the model sees.
     """
 
     def __init__(self, model: Decoder) -> None:
-        """A reader for a model, which may take none."""
+        """A reader for a model, which may take none.
+
+        Raises:
+            CheckpointError: the checkpoint's file for videos says of frames what is not served.
+        """
         self.config = model.config
         self._images = model.image_options or ImageOptions()
         # transformers reads an old checkpoint's one file for both.
         self._videos = model.video_options or self._images
+        vision = model.config.vision
+        self.sampling = FrameSampling() if vision is None else FrameSampling.from_options(self._videos, vision)
 
     def patches(self, name: str, given: Sequence[GivenImage]) -> list[Shown]:
-        """Returns the patches of a request's images and videos, those of single frames where these have own places.
+        """Returns the patches of a request's images and videos.
 
         Args:
             name: what error messages call the request.
@@ -93,48 +102,92 @@ class ImageReader:
         patches: list[Shown] = []
         for index, image in enumerate(given):
             try:
-                patches += self._patches_of(image)
+                patches.append(self._patches_of(image))
             except ValueError as error:
                 raise ValueError(f"{name}, image {index}: {error}") from error
         return patches
 
-    def _patches_of(self, given: GivenImage) -> Sequence[Shown]:
+    def _patches_of(self, given: GivenImage) -> Shown:
         vision = self.config.vision
         assert vision is not None
-        if isinstance(given, ImagePatches):
-            return [given]
+        if isinstance(given, ImagePatches | VideoPatches):
+            return given
         if isinstance(given, Video):
-            given = video_patches(given, self._videos, vision)
-        if not isinstance(given, VideoPatches):
-            return [image_patches(np.asarray(given), self._images, vision)]
-        if vision.tokens_per_second is not None:
-            return [given]
-        return [VideoPatches((frame,), given.seconds) for frame in given.frames]
+            return video_patches(given, self._videos, vision)
+        return image_patches(np.asarray(given), self._images, vision)
 
 
 def with_image_tokens(
-    name: str, config: DecoderConfig, tokens: Sequence[int], images: Sequence[Shown]
+    name: str,
+    config: DecoderConfig,
+    tokens: Sequence[int],
+    images: Sequence[Shown],
+    tokenizer: Tokenizer | None = None,
 ) -> Sequence[int]:
     """Returns a prompt's tokens with as many placeholders as its images and videos have tokens.
+
+    Where prompts say the times of a video's frames, and one placeholder stands for the whole video, the times and a
+    place for each frame are written in its stead: `<0.3 seconds>`, the token that begins an image, the frame, and the
+    token that ends it. That is what transformers' processor writes.
 
     Args:
         name: what error messages call the prompt.
         config: the model's.
         tokens: the prompt, in which one placeholder, or as many as it has tokens, stand for each image or video.
         images: the images and videos in the order of the prompt.
+        tokenizer: writes the times of frames. Without it, the prompt has them.
 
     Raises:
         ValueError: the prompt's placeholders are not those of the images and videos.
     """
-    vision = config.vision
-    if vision is None:
+    if config.vision is None:
         return tokens
+    tokens = _with_times(config, tokens, images, tokenizer)
+    return _with_all_tokens(name, config, tokens, places(images))
+
+
+def _with_times(
+    config: DecoderConfig, tokens: Sequence[int], images: Sequence[Shown], tokenizer: Tokenizer | None
+) -> Sequence[int]:
+    """The prompt with a place for each frame that has its own, if it has one for each video so far."""
+    runs = image_runs(tokens, config.placeholders)
+    has_times = any(isinstance(image, VideoPatches) and image.times is not None for image in images)
+    if tokenizer is None or not has_times or len(runs) != len(images):
+        return tokens
+    begin, video, end = config.vision_start_token, config.video_token, config.vision_end_token
+    assert begin is not None and video is not None and end is not None
+    written: list[int] = []
+    copied = 0
+    for (first, stop), image in zip(runs, images, strict=True):
+        if not isinstance(image, VideoPatches) or image.times is None or tokens[first] != video:
+            continue
+        times = [tokenizer.encode(f"<{time:.1f} seconds>", add_special_tokens=False) for time in image.times]
+        before = [*times[0], begin]
+        if len(times) == 1 and list(tokens[max(first - len(before), 0) : first]) == before:
+            continue  # one place, and its time stands before it
+        written += tokens[copied:first]
+        for time in times:
+            written += [*time, begin, video, end]
+        copied = stop
+    return [*written, *tokens[copied:]]
+
+
+def _with_all_tokens(name: str, config: DecoderConfig, tokens: Sequence[int], images: Sequence[Shown]) -> Sequence[int]:
+    """The prompt with all placeholders of images, videos and frames, each of which has a place in it."""
+    vision = config.vision
+    assert vision is not None
     runs = image_runs(tokens, config.placeholders)
     if len(runs) != len(images):
         known = " or ".join(map(str, config.placeholders))
+        has_frames = any(isinstance(image, VideoPatches) and image.times is not None for image in images)
+        frames = (
+            ", and one for each two frames of a video; with a tokenizer, one place for the whole video is enough"
+            if has_frames
+            else ""
+        )
         raise ValueError(
             f"{name} has {len(runs)} places for images, which are tokens {known} with others between them, and comes "
-            f"with {len(images)} images; accepted: one place for each image"
+            f"with {len(images)} images; accepted: one place for each image{frames}"
         )
     expanded, end = [], 0
     for index, ((first, stop), image) in enumerate(zip(runs, images, strict=True)):

@@ -44,7 +44,7 @@ def encode_prompt(
         raise ValueError(f"{name} is empty; accepted: at least one token")
     assert not isinstance(prompt, str)
     if len(prompt) <= config.max_positions:
-        prompt = with_image_tokens(name, config, prompt, images)
+        prompt = with_image_tokens(name, config, prompt, images, tokenizer)
     if len(prompt) + params.max_tokens > config.max_positions:  # such a list may be too long to look at its items
         raise ValueError(
             f"{name} has {len(prompt)} tokens and asks for {params.max_tokens} more; accepted: "

@@ -80,6 +80,8 @@ class DecoderConfig:
         vision: see there.
         image_token: see there.
         video_token: see there.
+        vision_start_token: see there.
+        vision_end_token: see there.
     """
 
     architecture: str
@@ -113,6 +115,8 @@ class DecoderConfig:
     vision: VisionOptions | None = None
     image_token: int | None = None
     video_token: int | None = None
+    vision_start_token: int | None = None
+    vision_end_token: int | None = None
 
     @property
     def placeholders(self) -> tuple[int, ...]:

@@ -47,6 +47,8 @@ class LayerOptions:
         vision: the vision tower; None: prompts have no images.
         image_token: the token that stands for a part of an image; None: there is none.
         video_token: the token that stands for a part of a video; None: there is none.
+        vision_start_token: the token before each frame of a video whose times prompts say; None: prompts say none.
+        vision_end_token: the token behind it.
     """
 
     windows: tuple[int | None, ...]
@@ -66,6 +68,8 @@ class LayerOptions:
     vision: VisionOptions | None = None
     image_token: int | None = None
     video_token: int | None = None
+    vision_start_token: int | None = None
+    vision_end_token: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

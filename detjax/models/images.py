@@ -152,10 +152,12 @@ class VideoPatches:
     Attributes:
         frames: the patches of as many frames as a patch has, and of the next ones, and so on.
         seconds: the time from one of these to the next.
+        times: the time of each in seconds, where prompts say it; None where positions of tokens do.
     """
 
     frames: tuple[ImagePatches, ...]
     seconds: float
+    times: tuple[float, ...] | None = None
 
     @property
     def rows(self) -> int:
@@ -171,12 +173,26 @@ class VideoPatches:
     def digest(self) -> bytes:
         """A cryptographic digest of the patches, of their arrangement and of their times."""
         contents = b"".join(frame.digest for frame in self.frames)
-        seconds = np.float64(self.seconds).tobytes()
+        # A time that the prompt says is in its tokens.
+        seconds = np.float64(self.seconds if self.times is None else 0).tobytes()
         return hashlib.blake2b(seconds + contents, digest_size=32, person=b"video").digest()
+
+    @property
+    def places(self) -> "tuple[VideoPatches, ...]":
+        """The parts of the video that have places of their own in a prompt."""
+        if self.times is None:
+            return (self,)
+        pairs = zip(self.frames, self.times, strict=True)
+        return tuple(VideoPatches((frame,), self.seconds, (time,)) for frame, time in pairs)
 
 
 type Shown = ImagePatches | VideoPatches
 """What tokens of a prompt stand for."""
+
+
+def places(shown: Iterable[Shown]) -> list[Shown]:
+    """Returns what has places of its own in a prompt: images, videos, and frames of videos whose times prompts say."""
+    return [part for one in shown for part in (one.places if isinstance(one, VideoPatches) else (one,))]
 
 
 class TokenGrid(NamedTuple):
@@ -249,11 +265,7 @@ def resized(height: int, width: int, unit: int, min_pixels: int, max_pixels: int
     Raises:
         ValueError: one side is more than 200 times as long as the other.
     """
-    if max(height, width) > _MOST_RATIO * min(height, width):
-        raise ValueError(
-            f"image_patches: the image has {height} rows and {width} columns; accepted: a side at most {_MOST_RATIO} "
-            "times as long as the other"
-        )
+    check_sides(height, width)
     sides = height, width
     # Halves are rounded to even numbers, as the image processors do it.
     rounded = [round(side / unit) * unit for side in sides]
@@ -264,6 +276,19 @@ def resized(height: int, width: int, unit: int, min_pixels: int, max_pixels: int
         factor = math.sqrt(min_pixels / (height * width))
         rounded = [math.ceil(side * factor / unit) * unit for side in sides]
     return rounded[0], rounded[1]
+
+
+def check_sides(height: int, width: int) -> None:
+    """Refuses images that are too long.
+
+    Raises:
+        ValueError: one side is more than 200 times as long as the other.
+    """
+    if max(height, width) > _MOST_RATIO * min(height, width):
+        raise ValueError(
+            f"image_patches: the image has {height} rows and {width} columns; accepted: a side at most {_MOST_RATIO} "
+            "times as long as the other"
+        )
 
 
 # --- the tower --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from detjax.models.json_object import JsonObject
 from detjax.models.llama import Layer
 from detjax.models.parts.vision import VisionOptions
 from detjax.models.rope_config import read_rope, read_sections, write_rope
+from detjax.models.vision_config import read_tokens, read_vision, write_vision
 from detjax.models.windows import read_windows_of_some_layers, write_windows_of_some_layers
 from detjax.ops.rotary import RotaryEmbedding
 
@@ -41,44 +42,26 @@ def _read_options(file: JsonObject, layers: int) -> LayerOptions:
         windows=read_windows_of_some_layers(file, layers, first=80),
         qkv_bias=True,
         vision=_read_vision(file.object("vision_config") or JsonObject({}, file.source, "vision_config."), hidden_size),
-        image_token=file.integer("image_token_id", _IMAGE_TOKEN, minimum=0),
-        video_token=file.integer("video_token_id", _VIDEO_TOKEN, minimum=0),
+        **read_tokens(file, image=_IMAGE_TOKEN, video=_VIDEO_TOKEN),
     )
 
 
 def _read_vision(file: JsonObject, hidden_size: int) -> VisionOptions:
-    blocks, width, heads = file.integer("depth", 32), file.integer("hidden_size", 3584), file.integer("num_heads", 16)
-    if width % heads or width // heads % 4:
-        raise file.error("hidden_size", f"a multiple of {4 * heads}, 4 times num_heads")
-    patch, merge = file.integer("patch_size", 14), file.integer("spatial_merge_size", 2)
-    window = file.integer("window_size", 112)
-    if window < patch * merge:
-        raise file.error("window_size", f"at least {patch * merge}, the pixels of a token")
-    if file.integer("in_channels", file.integer("in_chans", 3)) != 3:
-        raise file.error("in_channels", "3")
-    if file.integer("out_hidden_size", 3584) != hidden_size:
-        raise file.error("out_hidden_size", f"{hidden_size}, the hidden_size of the decoder")
+    shared = read_vision(file, hidden_size, width=3584, blocks=32, patch_size=14)
+    window, side = file.integer("window_size", 112), shared["patch_size"] * shared["merge_size"]
+    if window < side:
+        raise file.error("window_size", f"at least {side}, the pixels of a token")
     full = file.get("fullatt_block_indexes")
     full = [7, 15, 23, 31] if full is None else full
     if not isinstance(full, list) or any(type(index) is not int or not 0 <= index for index in full):
         raise file.error("fullatt_block_indexes", "a list of integers >= 0")
     file.choice("hidden_act", "silu", ("silu",))
-    rope = file.object("rope_parameters") or JsonObject({}, file.source, "vision_config.rope_parameters.")
-    rope.choice("rope_type", "axial", ("axial", "default"))
     return VisionOptions(
-        width=width,
+        **shared,
         inner_width=file.integer("intermediate_size", 3420),
-        blocks=blocks,
-        heads=heads,
         activation="silu",
-        channels=3,
-        patch_size=patch,
-        temporal_patch_size=file.integer("temporal_patch_size", 2),
-        merge_size=merge,
         window_size=window,
-        full_blocks=tuple(sorted({index for index in full if index < blocks})),
-        output_width=hidden_size,
-        theta=rope.number("rope_theta", 10000.0),
+        full_blocks=tuple(sorted({index for index in full if index < shared["blocks"]})),
         tokens_per_second=file.integer("tokens_per_second", 4),
     )
 
@@ -97,22 +80,13 @@ def _write_options(config: DecoderConfig) -> dict[str, Any]:
         "image_token_id": config.image_token,
         "video_token_id": config.video_token,
         "vision_config": {
+            **write_vision(vision),
             "model_type": "qwen2_5_vl",
-            "depth": vision.blocks,
-            "hidden_size": vision.width,
-            "intermediate_size": vision.inner_width,
-            "num_heads": vision.heads,
             "hidden_act": vision.activation,
-            "in_channels": vision.channels,
             "in_chans": vision.channels,
-            "patch_size": vision.patch_size,
             "spatial_patch_size": vision.patch_size,
-            "temporal_patch_size": vision.temporal_patch_size,
-            "spatial_merge_size": vision.merge_size,
             "window_size": vision.window_size,
             "fullatt_block_indexes": list(vision.full_blocks),
-            "out_hidden_size": vision.output_width,
-            "rope_parameters": {"rope_type": "axial", "rope_theta": vision.theta},
             "tokens_per_second": vision.tokens_per_second,
         },
     }

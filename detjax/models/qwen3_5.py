@@ -17,6 +17,7 @@ from detjax.models.parts.delta_net import DeltaNet
 from detjax.models.parts.gated_experts import GatedExpertsOptions
 from detjax.models.parts.vision import VisionOptions
 from detjax.models.rope_config import read_sections
+from detjax.models.vision_config import read_tokens, read_vision, write_vision
 from detjax.ops.rotary import RotaryEmbedding
 
 PREFIXES: Final = (("model.", "model.language_model."), ("visual.", "model.visual."))
@@ -26,8 +27,19 @@ SKIPS: Final = (r"mtp\..*", r"visual\..*")
 _SECTIONS: Final = (11, 11, 10)
 _IMAGE_TOKEN: Final = 248056
 _VIDEO_TOKEN: Final = 248057
+_VISION_START_TOKEN: Final = 248053
+_VISION_END_TOKEN: Final = 248054
 _OF_THE_TEXT: Final = "text_config"
-_OF_THE_WHOLE: Final = ("architectures", "model_type", "dtype", "image_token_id", "video_token_id", "vision_config")
+_OF_THE_WHOLE: Final = (
+    "architectures",
+    "model_type",
+    "dtype",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "vision_config",
+)
 """Keys of the whole model's configuration that its text model's does not have, or has with another value."""
 
 
@@ -71,8 +83,9 @@ def with_tower(text: Family, architecture: str, model_type: str) -> Family:
         return dataclasses.replace(
             text.read_options(file, layers),
             vision=_read_vision(vision, file.integer("hidden_size")),
-            image_token=file.integer("image_token_id", _IMAGE_TOKEN, minimum=0),
-            video_token=file.integer("video_token_id", _VIDEO_TOKEN, minimum=0),
+            **read_tokens(file, image=_IMAGE_TOKEN, video=_VIDEO_TOKEN),
+            vision_start_token=file.integer("vision_start_token_id", _VISION_START_TOKEN, minimum=0),
+            vision_end_token=file.integer("vision_end_token_id", _VISION_END_TOKEN, minimum=0),
         )
 
     def write_options(config: DecoderConfig) -> dict[str, Any]:
@@ -85,6 +98,8 @@ def with_tower(text: Family, architecture: str, model_type: str) -> Family:
             "rope_parameters": written["rope_parameters"] | sections,
             "image_token_id": config.image_token,
             "video_token_id": config.video_token,
+            "vision_start_token_id": config.vision_start_token,
+            "vision_end_token_id": config.vision_end_token,
             "vision_config": vision,
         }
 
@@ -116,35 +131,19 @@ def _read_rope_of_images(file: JsonObject, head_dim: int, max_positions: int) ->
 
 
 def _read_vision(file: JsonObject, hidden_size: int) -> VisionOptions:
-    width, heads = file.integer("hidden_size", 1152), file.integer("num_heads", 16)
-    if width % heads or width // heads % 4:
-        raise file.error("hidden_size", f"a multiple of {4 * heads}, 4 times num_heads")
-    if file.integer("in_channels", 3) != 3:
-        raise file.error("in_channels", "3")
-    if file.integer("out_hidden_size", 3584) != hidden_size:
-        raise file.error("out_hidden_size", f"{hidden_size}, the hidden_size of the decoder")
     if file.get("deepstack_visual_indexes") not in (None, []):
         raise file.error("deepstack_visual_indexes", "an empty list: rows of inner blocks are not supported")
     file.choice("hidden_act", "gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
-    rope = file.object("rope_parameters") or JsonObject({}, file.source, "vision_config.rope_parameters.")
-    rope.choice("rope_type", "axial", ("axial", "default"))
-    blocks, positions = file.integer("depth", 27), file.integer("num_position_embeddings", 2304)
+    positions = file.integer("num_position_embeddings", 2304)
     if math.isqrt(positions) ** 2 != positions:
         raise file.error("num_position_embeddings", "a square number")
+    shared = read_vision(file, hidden_size, width=1152, blocks=27, patch_size=16)
     return VisionOptions(
-        width=width,
+        **shared,
         inner_width=file.integer("intermediate_size", 4304),
-        blocks=blocks,
-        heads=heads,
         activation="gelu_tanh",
-        channels=3,
-        patch_size=file.integer("patch_size", 16),
-        temporal_patch_size=file.integer("temporal_patch_size", 2),
-        merge_size=file.integer("spatial_merge_size", 2),
         window_size=None,
-        full_blocks=tuple(range(blocks)),
-        output_width=hidden_size,
-        theta=rope.number("rope_theta", 10000.0),
+        full_blocks=tuple(range(shared["blocks"])),
         tokens_per_second=None,
         positions=positions,
     )
@@ -152,19 +151,10 @@ def _read_vision(file: JsonObject, hidden_size: int) -> VisionOptions:
 
 def _write_vision(vision: VisionOptions, model_type: str) -> dict[str, Any]:
     return {
+        **write_vision(vision),
         "model_type": f"{model_type}_vision",
-        "depth": vision.blocks,
-        "hidden_size": vision.width,
-        "intermediate_size": vision.inner_width,
-        "num_heads": vision.heads,
         "hidden_act": "gelu_pytorch_tanh",
-        "in_channels": vision.channels,
-        "patch_size": vision.patch_size,
-        "temporal_patch_size": vision.temporal_patch_size,
-        "spatial_merge_size": vision.merge_size,
-        "out_hidden_size": vision.output_width,
         "num_position_embeddings": vision.positions,
-        "rope_parameters": {"rope_type": "axial", "rope_theta": vision.theta},
     }
 
 

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from jaxtyping import Float64, Int32, UInt8
 
-from detjax.models.images import ImageOptions, VideoPatches, patches_of_frames, resized
+from detjax.models.images import ImageOptions, VideoPatches, check_sides, patches_of_frames, resized
 from detjax.models.parts.vision import VisionOptions
 
 _MOST_PRECISION: Final = 22
@@ -21,15 +21,18 @@ _MOST_PRECISION: Final = 22
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Video:
-    """Frames of a video, at equal distances in time.
+    """Frames of a video, those that a model is to see.
 
     Attributes:
         frames: red, green and blue of each pixel, uint8 `[frames, height, width, 3]`, or a list of such frames.
         fps: how many of these frames a second has.
+        times: when each frame is shown, in seconds from the video's beginning, for models whose prompts say it, as
+            Qwen3.5's do. Qwen2.5-VL's know `fps` alone. Default: frames are at equal distances, the first one at 0.
     """
 
     frames: np.ndarray | Sequence[np.ndarray]
     fps: float
+    times: Sequence[float] | None = None
 
 
 def video_patches(video: Video, options: ImageOptions, vision: VisionOptions) -> VideoPatches:
@@ -42,7 +45,7 @@ def video_patches(video: Video, options: ImageOptions, vision: VisionOptions) ->
 
     Raises:
         ValueError: there is no frame, frames are empty, differ in size or have other axes, a frame is too long for its
-            width, or the frames of a second are no positive number.
+            width, the frames of a second are no positive number, or there is not a time for each frame.
     """
     if not 0 < video.fps < math.inf:
         raise ValueError(f"video_patches: fps is {video.fps}; accepted: a finite number > 0, of the frames of a second")
@@ -58,6 +61,12 @@ def video_patches(video: Video, options: ImageOptions, vision: VisionOptions) ->
             f"video_patches: a frame is {dtype}{shape}; accepted: uint8 (height, width, 3), red, green and blue of "
             "each pixel"
         )
+    times = [index / video.fps for index in range(len(video.frames))] if video.times is None else list(video.times)
+    if len(times) != len(video.frames) or not all(0 <= time < math.inf for time in times) or sorted(times) != times:
+        raise ValueError(
+            f"video_patches: the video has {len(video.frames)} frames and the times {_quoted(times)}; accepted: a time "
+            ">= 0 for each frame, in seconds and in ascending order"
+        )
     frames = np.stack([np.asarray(frame) for frame in video.frames])
     unit = vision.patch_size * vision.merge_size
     if vision.tokens_per_second is None:  # the bounds are those of all frames together
@@ -72,8 +81,20 @@ def video_patches(video: Video, options: ImageOptions, vision: VisionOptions) ->
     pixels = np.concatenate([pixels, np.repeat(pixels[-1:], missing, axis=0)])
     groups = np.split(pixels, len(pixels) // vision.temporal_patch_size)
     return VideoPatches(
-        tuple(patches_of_frames(group, vision) for group in groups), vision.temporal_patch_size / video.fps
+        tuple(patches_of_frames(group, vision) for group in groups),
+        vision.temporal_patch_size / video.fps,
+        None if vision.tokens_per_second is not None else _times_of_groups(times, vision.temporal_patch_size),
     )
+
+
+def _times_of_groups(times: Sequence[float], size: int) -> tuple[float, ...]:
+    """The middle between the first and the last frame of each group, of which the last group may need more frames."""
+    lasts = [times[min(first + size, len(times)) - 1] for first in range(0, len(times), size)]
+    return tuple((first + last) / 2 for first, last in zip(times[::size], lasts, strict=True))
+
+
+def _quoted(times: Sequence[float]) -> str:
+    return f"[{', '.join(map(str, times[:4]))}{', ...' if len(times) > 4 else ''}]"
 
 
 def _resized_together(shape: tuple[int, ...], unit: int, temporal: int, options: ImageOptions) -> tuple[int, int]:
@@ -82,6 +103,7 @@ def _resized_together(shape: tuple[int, ...], unit: int, temporal: int, options:
     if min(height, width) < unit:
         scale = max(unit / height, unit / width)
         height, width = int(height * scale), int(width * scale)
+    check_sides(height, width)
     # As many frames as the patches have; the last one is repeated if there is one too few.
     counted = max(round(frames / temporal) * temporal, 1)
     exact = frames * height * width

@@ -21,8 +21,8 @@ class ChatCall(ChoicesCall):
     def __init__(self, body: ChatRequest, model: ServedModel, caller: Caller = NOBODY) -> None:
         super().__init__(body, model, caller)
         variables = body.chat_template_kwargs or {}
-        urls = [url for message in body.messages for url in message.image_urls]
-        self._conversation = Conversation(model, body.messages, variables, body.tool_use(), "messages", urls)
+        shown = [part for message in body.messages for part in message.shown]
+        self._conversation = Conversation(model, body.messages, variables, body.tool_use(), "messages", shown)
         self._body, self._logprobs = body, bool(body.logprobs)
         self._num_top_logprobs = body.top_logprobs or 0
         self._params = SamplingParams(

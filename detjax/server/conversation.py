@@ -8,7 +8,7 @@ from detjax.engine import Constraint, Generation
 from detjax.models.images import Shown
 from detjax.server.api_calls import TOO_LONG, ServedModel
 from detjax.server.errors import ApiError
-from detjax.server.images import read_images
+from detjax.server.images import ShownPart, read_images
 from detjax.server.texts import Message as Turn
 from detjax.server.texts import TextTooLong
 from detjax.server.token_texts import Json
@@ -31,7 +31,7 @@ class Conversation:
         variables: Json,
         tools: ToolUse | None,
         field: str,
-        image_urls: Sequence[str] = (),
+        shown: Sequence[ShownPart] = (),
     ) -> None:
         """A conversation with a model.
 
@@ -41,7 +41,7 @@ class Conversation:
             variables: further variables of the chat template.
             tools: what the answer may call; None: nothing.
             field: the field of the body that holds the messages.
-            image_urls: those of the images in the messages, in their order.
+            shown: the images and videos in the messages, in their order.
 
         Raises:
             ValueError: the model has no chat template, or none with a known format of tool calls.
@@ -50,7 +50,7 @@ class Conversation:
             raise ValueError("the model has no chat template; accepted: /v1/completions")
         self.tools = tools
         self._model, self._messages, self._variables, self._field = model, messages, variables, field
-        self._image_urls = image_urls
+        self._shown = shown
         self._format: ToolFormat | None = None
         if tools is not None:
             self._format = model.tool_format
@@ -93,7 +93,7 @@ class Conversation:
         return self._with_images(tokens, images), images
 
     async def _images(self) -> list[Shown]:
-        if not self._image_urls:
+        if not self._shown:
             return []
         engine = self._model.engine
         if not engine.takes_images:
@@ -103,7 +103,7 @@ class Conversation:
                 param=self._field,
             )
         directory = self._model.image_directory
-        return await run_in_threadpool(read_images, self._image_urls, engine, directory, self._field)
+        return await run_in_threadpool(read_images, self._shown, engine, directory, self._field)
 
     def _with_images(self, tokens: list[int], images: Sequence[Shown]) -> list[int]:
         """The prompt with all tokens of its images."""

@@ -1,66 +1,131 @@
-"""Images of messages: data URLs, and files of one directory. Nothing is fetched."""
+"""Images and videos of messages: data URLs, and files of one directory. Nothing is fetched."""
 
 import base64
 import binascii
+import dataclasses
 import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from detjax.engine import Engine
+from detjax.models import Video
 from detjax.models.image_files import read_pixels
 from detjax.models.images import Shown
+from detjax.models.video_files import read_frames, read_video
 from detjax.server.errors import ApiError
 
 MOST_IMAGES: Final = 256
-"""The most images of a conversation."""
+"""The most images and videos of a conversation."""
 _MOST_BYTES: Final = 64 << 20
 """The most bytes of a file."""
 _QUOTED: Final = 60
 """Characters of a URL that an error quotes."""
+_FRAMES: Final = ("video/jpeg", "video/png")
+"""The media types of data URLs that hold the frames of a video, with commas between them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownImage:
+    """A part of a message that is an image.
+
+    Attributes:
+        url: names it.
+    """
+
+    url: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownVideo:
+    """A part of a message that is a video.
+
+    Attributes:
+        url: names it.
+        fps: frames of a second that the model is to see; of a list of frames, those that it has. None: as the
+            checkpoint says, as for the next two.
+        min_frames: frames at least that are chosen of a file.
+        max_frames: frames at most.
+    """
+
+    url: str
+    fps: float | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+
+
+type ShownPart = ShownImage | ShownVideo
 
 
 class _Refused(Exception):
     """Why an image is not read; no library raises it."""
 
 
-def read_images(urls: Sequence[str], engine: Engine, directory: Path | None, field: str) -> list[Shown]:
-    """Returns the patches of the images that URLs name, which takes a while.
+def read_images(parts: Sequence[ShownPart], engine: Engine, directory: Path | None, field: str) -> list[Shown]:
+    """Returns the patches of images and videos, which takes a while.
 
     Args:
-        urls: of the images of a conversation.
+        parts: the images and videos of a conversation.
         engine: makes the patches.
         directory: where files may lie; None: nowhere.
         field: the field of the body that holds the conversation.
 
     Raises:
-        ApiError: a URL is of another kind, what it names is no image, or there are more images than fit.
+        ApiError: a URL is of another kind, what it names is no image or no video, or there are more than fit.
     """
     try:
-        return _read(urls, engine, directory, field)
+        return _read(parts, engine, directory, field)
     except (ValueError, _Refused) as error:
         raise ApiError(400, str(error), param=field) from error
 
 
-def _read(urls: Sequence[str], engine: Engine, directory: Path | None, field: str) -> list[Shown]:
-    if len(urls) > MOST_IMAGES:
-        raise _Refused(f"{field}: {len(urls)} images; accepted: up to {MOST_IMAGES}")
+def _read(parts: Sequence[ShownPart], engine: Engine, directory: Path | None, field: str) -> list[Shown]:
+    if len(parts) > MOST_IMAGES:
+        raise _Refused(f"{field}: {len(parts)} images; accepted: up to {MOST_IMAGES}")
     patches: list[Shown] = []
-    for number, url in enumerate(urls):
-        name = f"image {number} of the {field}"
-        patches += engine.image_patches(name, read_pixels(name, _contents(name, url, directory)))
+    for number, part in enumerate(parts):
+        if isinstance(part, ShownVideo):
+            name = f"video {sum(isinstance(one, ShownVideo) for one in parts[:number])} of the {field}"
+            given = _video(name, part, engine, directory)
+        else:
+            name = f"image {sum(isinstance(one, ShownImage) for one in parts[:number])} of the {field}"
+            given = read_pixels(name, _contents(name, part.url, directory, "image/png"))
+        patches += engine.image_patches(name, given)
         tokens = engine.image_tokens(patches)
         if tokens >= engine.max_length:  # before the next one takes time and memory
+            has_videos = any(isinstance(one, ShownVideo) for one in parts[: number + 1])
             raise _Refused(
-                f"the first {number + 1} images of the {field} have {tokens} tokens; accepted: fewer than "
-                f"{engine.max_length} in all. Send fewer or smaller images."
+                f"the first {number + 1} images{' and videos' if has_videos else ''} of the {field} have {tokens} "
+                f"tokens; accepted: fewer than {engine.max_length} in all. Send fewer or smaller images"
+                f"{', or fewer frames' if has_videos else ''}."
             )
     return patches
 
 
-def _contents(name: str, url: str, directory: Path | None) -> bytes:
-    """The bytes of an image's file."""
-    kinds = "a data URL with base64, such as data:image/png;base64,..."
+def _video(name: str, part: ShownVideo, engine: Engine, directory: Path | None) -> Video:
+    """The frames of a video that the model is to see."""
+    try:
+        sampling = engine.frame_sampling.changed(part.fps, part.min_frames, part.max_frames)
+    except ValueError as error:
+        raise _Refused(f"{name}: {error}") from error
+    scheme, _, rest = part.url.partition(":")
+    header, _, data = rest.partition(",")
+    if scheme.lower() == "data" and header.partition(";")[0].lower() in _FRAMES:
+        pieces = data.split(",")
+        if len(pieces) > sampling.max_frames:  # before they take time and memory
+            raise _Refused(
+                f"{name} has {len(pieces)} frames; accepted: up to {sampling.max_frames}, which is max_frames"
+            )
+        kinds = f"data:{_FRAMES[0]};base64, and frames with a comma between two of them"
+        named = ((f"frame {number} of {name}", f"{header},{piece}") for number, piece in enumerate(pieces))
+        files = [_data(frame, rest, kinds) for frame, rest in named]
+        return read_frames(name, files, sampling)
+    return read_video(name, _contents(name, part.url, directory, "image/webp"), sampling)
+
+
+def _contents(name: str, url: str, directory: Path | None, example: str) -> bytes:
+    """The bytes of a file, `example` being the media type of an accepted one."""
+    kinds = f"a data URL with base64, such as data:{example};base64,..."
     if directory is not None:
         kinds += ", or file: and the path of a file in the server's directory of images"
     scheme, _, rest = url.partition(":")

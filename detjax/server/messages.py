@@ -1,13 +1,14 @@
 """The messages of a conversation."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from detjax.server.field_marks import Ignored, Unserved
-from detjax.server.field_types import MOST_CALLS, MOST_MESSAGES, MOST_PARTS, Body, text_or_list
+from detjax.server.field_types import LARGEST, MOST_CALLS, MOST_MESSAGES, MOST_PARTS, Body, text_or_list
+from detjax.server.images import ShownImage, ShownPart, ShownVideo
 
 _MOST_ITEMS: Final = 1 << 17
 """The most items of JSON in the arguments of all calls of a conversation together."""
@@ -24,7 +25,7 @@ class TextPart(Body):
     @classmethod
     def _check_type(cls, value: Any) -> Any:
         if value != "text":
-            raise ValueError("accepted: 'text' or 'image_url', because no model reads sound or files")
+            raise ValueError("accepted: 'text', 'image_url' or 'video_url', because no model reads sound or files")
         return value
 
 
@@ -42,14 +43,52 @@ class ImagePart(Body):
     cache_control: Annotated[Any, Unserved({"type": "ephemeral"}, why="the server decides what it caches")] = None
 
 
+class VideoURL(Body):
+    url: str = Field(
+        description="A data URL with an animation (WEBP, PNG or GIF), or data:video/jpeg;base64, and the frames with a "
+        "comma between two of them; or file: and a path, where the server has a directory of images. Nothing is "
+        "fetched."
+    )
+
+
+class VideoFields(Body):
+    fps: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="Frames of a second that the model sees; of a list of frames, those that it has. Default: the "
+        "checkpoint's, else 2.",
+    )
+    min_frames: Annotated[int, Field(ge=1, le=LARGEST)] | None = Field(
+        default=None, description="Frames that are chosen of a file at least. Default: the checkpoint's, else 4."
+    )
+    max_frames: Annotated[int, Field(ge=1, le=LARGEST)] | None = Field(
+        default=None, description="Frames of a video at most. Default: the checkpoint's, else 768."
+    )
+
+    def shown(self, url: str) -> ShownVideo:
+        """The video that a URL names."""
+        return ShownVideo(url, self.fps, self.min_frames, self.max_frames)
+
+
+class VideoPart(VideoFields):
+    type: Literal["video_url"] = Field(description="A video, for models with a vision tower.")
+    video_url: VideoURL = Field(description="The video.")
+    cache_control: Annotated[Any, Unserved({"type": "ephemeral"}, why="the server decides what it caches")] = None
+
+
+def kind_of_part(value: Any, image: str, video: str) -> str:
+    """The tag of the type that a part is checked as: "<image>" or "<video>" if it has one of these types."""
+    given = value.get("type") if isinstance(value, dict) else None
+    return "<image>" if given == image else "<video>" if given == video else "<text>"
+
+
 def _kind_of_part(value: Any) -> str:
-    """The tag of the type that a part is checked as."""
-    is_image = isinstance(value, dict) and value.get("type") == "image_url"
-    return "<image>" if is_image else "<text>"
+    """The tag of the type that a part of a message is checked as."""
+    return kind_of_part(value, "image_url", "video_url")
 
 
 type Part = Annotated[
-    Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image>")], Discriminator(_kind_of_part)
+    Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image>")] | Annotated[VideoPart, Tag("<video>")],
+    Discriminator(_kind_of_part),
 ]
 
 
@@ -87,11 +126,13 @@ class Message(Body):
             Discriminator(
                 text_or_list,
                 custom_error_type="content_type",
-                custom_error_message="accepted: a string, or a list of parts of type text or image_url",
+                custom_error_message="accepted: a string, or a list of parts of type text, image_url or video_url",
             ),
         ]
         | None
-    ) = Field(default=None, description="Text, or parts: texts and images. A message with tool_calls may do without.")
+    ) = Field(
+        default=None, description="Text, or parts: texts, images and videos. A message with tool_calls may do without."
+    )
     name: str | None = Field(default=None, description="A name for the chat template.")
     tool_calls: Annotated[list[EarlierCall], Field(max_length=MOST_CALLS, fail_fast=True)] | None = Field(
         default=None, description="What an earlier answer called."
@@ -122,21 +163,27 @@ class Message(Body):
             raise ValueError(f"tool_call_id is given with role {self.role!r}; accepted: with role 'tool'")
         if self.content is None and not self.tool_calls:
             raise ValueError(
-                "content is missing or null; accepted: a string, or a list of parts of type text or image_url"
+                "content is missing or null; accepted: a string, or a list of parts of type text, image_url or "
+                "video_url"
             )
         return self
 
     @property
-    def image_urls(self) -> list[str]:
-        """The URLs of the images in the content."""
-        parts = self.content if isinstance(self.content, list) else ()
-        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+    def shown(self) -> list[ShownPart]:
+        """The images and videos in the content."""
+        shown: list[ShownPart] = []
+        for part in self.content if isinstance(self.content, list) else ():
+            if isinstance(part, ImagePart):
+                shown.append(ShownImage(part.image_url.url))
+            elif isinstance(part, VideoPart):
+                shown.append(part.shown(part.video_url.url))
+        return shown
 
-    def _content_for_template(self) -> str | list[dict[str, Any]]:
+    def _content_for_template(self) -> str | list[dict[str, str]]:
         """The content as chat templates expect it."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        return parts_for_template([part.text if isinstance(part, TextPart) else None for part in self.content])
+        return parts_for_template([_for_template(part) for part in self.content])
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
@@ -149,14 +196,21 @@ class Message(Body):
         )
 
 
-def parts_for_template(texts: Sequence[str | None]) -> str | list[dict[str, Any]]:
-    """Returns parts of a message as chat templates expect them; None is an image.
+def _for_template(part: "TextPart | ImagePart | VideoPart") -> dict[str, str]:
+    """A part as chat templates expect it."""
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    return {"type": "image" if isinstance(part, ImagePart) else "video"}
+
+
+def parts_for_template(parts: list[dict[str, str]]) -> str | list[dict[str, str]]:
+    """Returns parts of a message as chat templates expect them together.
 
     Texts are one text. With images, the parts stay apart: templates make the tokens that stand for images.
     """
-    if None not in texts:
-        return "\n".join(text for text in texts if text is not None)
-    return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in texts]
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
 
 
 def _check_arguments(messages: list[Message]) -> list[Message]:

@@ -64,7 +64,7 @@ class ResponsesCall(ApiCall):
         super().__init__(body, model, caller)
         variables = body.chat_template_kwargs or {}
         self._conversation = Conversation(
-            model, turns(body.instructions, body.input), variables, body.tool_use(), "input", body.image_urls
+            model, turns(body.instructions, body.input), variables, body.tool_use(), "input", body.shown
         )
         self._body = body
         self._params = SamplingParams(

@@ -10,7 +10,8 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator,
 from detjax.engine import Constraint
 from detjax.server.field_marks import Ignored, Unserved
 from detjax.server.field_types import LARGEST, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Body, Variables, text_or_list
-from detjax.server.messages import check_items, parts_for_template
+from detjax.server.images import ShownImage, ShownPart
+from detjax.server.messages import VideoFields, check_items, kind_of_part, parts_for_template
 from detjax.server.request_fields import SamplingRequest
 from detjax.server.tools import (
     CHOICE,
@@ -43,8 +44,8 @@ class InputPart(Body):
     def _check_type(cls, value: Any) -> Any:
         if value not in ("input_text", "output_text", "text"):
             raise ValueError(
-                "accepted: 'input_text' or 'output_text', or 'input_image' in messages, because the model reads "
-                "neither sound nor files"
+                "accepted: 'input_text' or 'output_text', or 'input_image' and 'input_video' in messages, because the "
+                "model reads neither sound nor files"
             )
         return value
 
@@ -60,14 +61,20 @@ class InputImage(Body):
     prompt_cache_breakpoint: Annotated[Any, Unserved(why="the server decides what it caches")] = None
 
 
+class InputVideo(VideoFields):
+    type: Literal["input_video"] = Field(description="A video, for models with a vision tower.")
+    video_url: str = Field(description="What video_url.url of chats is.")
+    prompt_cache_breakpoint: Annotated[Any, Unserved(why="the server decides what it caches")] = None
+
+
 def _kind_of_part(value: Any) -> str:
     """The tag of the type that a part of a message is checked as."""
-    is_image = isinstance(value, dict) and value.get("type") == "input_image"
-    return "<image>" if is_image else "<text>"
+    return kind_of_part(value, "input_image", "input_video")
 
 
 type MessagePart = Annotated[
-    Annotated[InputPart, Tag("<text>")] | Annotated[InputImage, Tag("<image>")], Discriminator(_kind_of_part)
+    Annotated[InputPart, Tag("<text>")] | Annotated[InputImage, Tag("<image>")] | Annotated[InputVideo, Tag("<video>")],
+    Discriminator(_kind_of_part),
 ]
 
 type MessageContent = Annotated[
@@ -76,7 +83,8 @@ type MessageContent = Annotated[
     Discriminator(
         text_or_list,
         custom_error_type="content_type",
-        custom_error_message="accepted: a string, or a list of parts of type input_text, output_text or input_image",
+        custom_error_message="accepted: a string, or a list of parts of type input_text, output_text, input_image or "
+        "input_video",
     ),
 ]
 
@@ -94,22 +102,34 @@ type ResultContent = Annotated[
 class InputMessage(Body):
     type: Literal["message"] = Field(default="message", description="What an item without a type is.")
     role: Literal["system", "developer", "user", "assistant"] = Field(description="Whose message it is.")
-    content: MessageContent = Field(description="Text, or parts: texts and images.")
+    content: MessageContent = Field(description="Text, or parts: texts, images and videos.")
     id: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
     status: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
     phase: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
 
     @property
-    def image_urls(self) -> list[str]:
-        """The URLs of the images in the content."""
-        parts = self.content if isinstance(self.content, list) else ()
-        return [part.image_url for part in parts if isinstance(part, InputImage)]
+    def shown(self) -> list[ShownPart]:
+        """The images and videos in the content."""
+        shown: list[ShownPart] = []
+        for part in self.content if isinstance(self.content, list) else ():
+            if isinstance(part, InputImage):
+                shown.append(ShownImage(part.image_url))
+            elif isinstance(part, InputVideo):
+                shown.append(part.shown(part.video_url))
+        return shown
 
-    def content_for_template(self) -> str | list[dict[str, Any]]:
+    def content_for_template(self) -> str | list[dict[str, str]]:
         """The content as chat templates expect it."""
         if isinstance(self.content, str):
             return self.content
-        return parts_for_template([part.text if isinstance(part, InputPart) else None for part in self.content])
+        return parts_for_template([_for_template(part) for part in self.content])
+
+
+def _for_template(part: InputPart | InputImage | InputVideo) -> dict[str, str]:
+    """A part as chat templates expect it."""
+    if isinstance(part, InputPart):
+        return {"type": "text", "text": part.text}
+    return {"type": "image" if isinstance(part, InputImage) else "video"}
 
 
 class InputCall(Body):
@@ -319,10 +339,10 @@ class ResponsesRequest(SamplingRequest):
         return self
 
     @property
-    def image_urls(self) -> list[str]:
-        """The URLs of the images in the input."""
+    def shown(self) -> list[ShownPart]:
+        """The images and videos in the input."""
         items = () if isinstance(self.input, str) else self.input
-        return [url for item in items if isinstance(item, InputMessage) for url in item.image_urls]
+        return [part for item in items if isinstance(item, InputMessage) for part in item.shown]
 
     @property
     def has_logprobs(self) -> bool:

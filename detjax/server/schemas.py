@@ -97,8 +97,8 @@ class ChatRequest(GenerationRequest):
     add_special_tokens: Annotated[Any, Unserved(False, why="the chat template writes all special tokens")] = None
     chat_template: Annotated[Any, Unserved(why="the chat template is the checkpoint's")] = None
     documents: Annotated[Any, Unserved([], why="messages are all that the chat template is given")] = None
-    mm_processor_kwargs: Annotated[Any, Unserved({}, why="the model reads text only")] = None
-    media_io_kwargs: Annotated[Any, Unserved({}, why="the model reads text only")] = None
+    mm_processor_kwargs: Annotated[Any, Unserved({}, why="parts of videos have fps, min_frames and max_frames")] = None
+    media_io_kwargs: Annotated[Any, Unserved({}, why="parts of videos have fps, min_frames and max_frames")] = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "ChatRequest":

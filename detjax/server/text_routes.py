@@ -62,7 +62,7 @@ async def tokenized(body: TokenizeRequest, model: ServedModel) -> Json:
             (tokens,) = await model.texts.encode([body.prompt or ""], limit=limit, add_special_tokens=adds)
         elif not model.tokenizer.has_chat_template:
             raise ValueError("the model has no chat template; accepted: a prompt")
-        elif any(message.image_urls for message in body.messages):
+        elif any(message.shown for message in body.messages):
             raise ValueError("messages have images; accepted: parts of type text. /v1/chat/completions reads images.")
         else:
             tokens = await model.texts.encode_chat(

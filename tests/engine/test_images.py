@@ -7,7 +7,7 @@ import pytest
 
 import detjax
 from detjax.engine import Completion, Engine, Request, SamplingParams
-from detjax.engine.images import PromptImages
+from detjax.engine.images import ImageReader, PromptImages, with_image_tokens
 from detjax.engine.page_pool import digests
 from detjax.models import Decoder, Video, load
 from detjax.models.images import ImagePatches
@@ -185,6 +185,92 @@ def test_frames_have_places_of_their_own_where_the_prompt_says_their_times() -> 
     assert again == alone != swapped
     with pytest.raises(ValueError, match=r"1 places for images.* and comes with 2 images"):
         generated(model, [Request([5, VIDEO_TOKEN], GREEDY, images=[Video(frames, 2.0)])])
+
+
+def conversation(pace: float = 1.0, is_text: bool = True, params: SamplingParams = GREEDY) -> Request:
+    """The conversation of the fixture whose prompt says the times of a video's frames, which may pass more slowly."""
+    given, clip = reference("qwen3-5-vl"), towers.clip()
+    assert clip.times is not None
+    slower = Video(clip.frames, clip.fps / pace, [time * pace for time in clip.times])
+    prompt = str(given["clip_text"]) if is_text else given["clip_prompt"].tolist()
+    return Request(prompt, params, images=[slower, given["image_1"]])
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("prefill_chunk", [13, 128])
+def test_the_times_of_frames_are_written_as_by_transformers(prefill_chunk: int) -> None:
+    """The whole prompt and the greedy continuation, the video alone and cut into chunks beside slower ones."""
+    given, model = reference("qwen3-5-vl"), towers.model("qwen3-5-vl")
+    params = SamplingParams(max_tokens=len(given["clip_continuation"]), ignore_eos=True)
+    requests = [
+        conversation(params=params),
+        conversation(3.0, params=params),
+        conversation(is_text=False, params=params),
+    ]
+    requests = requests[: 1 if prefill_chunk == 128 else 3]
+    answers = detjax.generate(
+        model,
+        [request.prompt for request in requests],
+        params,
+        images=[request.images for request in requests],
+        tokenizer=towers.character_tokenizer(),
+        prefill_chunk=prefill_chunk,
+    )
+    tokens = [answer.completions[0].tokens for answer in answers]
+    assert answers[0].prompt_tokens == tuple(given["clip_prompt"].tolist())
+    assert tokens[0] == tuple(given["clip_continuation"].tolist())
+    if len(answers) == 3:
+        assert answers[2] == answers[0] and answers[1].prompt_tokens != answers[0].prompt_tokens
+        assert tokens[1] != tokens[0]
+
+
+@pytest.mark.sampled(0)
+def test_an_engine_gives_a_conversation_with_times_the_same_answer_in_a_crowd() -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
+    requests = [conversation(params=params), conversation(3.0, params=params), Request([9, 8, 7, 6], params)]
+    model, tokenizer = towers.model("qwen3-5-vl"), towers.character_tokenizer()
+    alone = [
+        detjax.generate(model, [one.prompt], one.sampling, images=[one.images], tokenizer=tokenizer)[0]
+        for one in requests
+    ]
+    with Engine(model, tokenizer, num_pages=3, **SETTINGS) as engine:
+        together = engine.generate([*requests, requests[0]])
+        assert engine.stats().preemptions > 0
+    assert together[:3] == alone and together[3] == together[0]
+
+
+@pytest.mark.parametrize("name", [VIDEO_NAME, "qwen3-5-vl"])
+def test_videos_of_equal_frames_share_no_pages_with_slower_ones(name: str) -> None:
+    """A page's digest depends on the pace where positions do, and on the tokens of times where prompts say them."""
+    model, tokenizer = towers.model(name), towers.character_tokenizer()
+    before, params = "x" * (100 if name == VIDEO_NAME else 90), SamplingParams(max_tokens=2, ignore_eos=True)
+    frames = towers.clip().frames
+    requests = [
+        Request(f"{before}<vs><video><ve>{'y' * 60}", params, images=[Video(frames, fps)]) for fps in (2.0, 0.5)
+    ]
+    with Engine(model, tokenizer, **SETTINGS) as engine:
+        answers = [engine.generate([request])[0] for request in (*requests, *requests)]
+    assert [answer.cached_tokens for answer in answers] == [0, 0, 128, 128]
+    assert answers[0] == answers[2] and answers[1] == answers[3]
+    assert answers[0].completions != answers[1].completions
+
+
+def test_times_that_a_prompt_has_are_not_written_again() -> None:
+    model, tokenizer = towers.model("qwen3-5-vl"), towers.character_tokenizer()
+    one = Video(towers.clip().frames[:2], 2.0)
+    (patches,) = ImageReader(model).patches("the test", [one])
+    tokens = tokenizer.encode("A <vs><video><ve>")
+    written = with_image_tokens("it", model.config, tokens, [patches], tokenizer)
+    place = [102, *[VIDEO_TOKEN] * 12, 103]
+    assert list(written) == [*tokens[:-2], *tokenizer.encode("<0.2 seconds>"), *place, 103]
+    assert list(with_image_tokens("it", model.config, written, [patches], tokenizer)) == list(written)
+    (grid,) = PromptImages([patches], written, model.config).spans
+    assert grid[:2] == (len(written) - 14, len(written) - 2)
+
+
+def test_a_prompt_without_places_for_frames_is_refused_without_a_tokenizer() -> None:
+    with pytest.raises(ValueError, match=r"1 places for .* with 3 images; accepted: .* with a tokenizer, one place"):
+        generated(towers.model("qwen3-5-vl"), [Request([5, VIDEO_TOKEN, 6], GREEDY, images=[towers.clip()])])
 
 
 @pytest.mark.parametrize(

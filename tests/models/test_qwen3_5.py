@@ -163,7 +163,9 @@ def test_a_description_of_a_tower_makes_a_model_of_images(raw: dict[str, Any]) -
     config, text = read(whole), read(raw | PUBLISHED | {"hidden_size": 3584})
     assert (config.vision, config.placeholders) == (QWEN3_5, (248056, 248057))
     assert config.rope == RotaryEmbedding(256, 1e7, rotary_dim=64, sections=(11, 11, 10), interleaved=True)
+    assert (config.vision_start_token, config.vision_end_token) == (248053, 248054)
     plain = {"rope": text.rope, "vision": None, "image_token": None, "video_token": None}
+    plain |= {"vision_start_token": None, "vision_end_token": None}
     assert dataclasses.replace(config, **plain, architecture=text.architecture) == text
     written = config.to_hugging_face()
     assert read(written) == config and written["architectures"] == whole["architectures"]

@@ -1,14 +1,16 @@
 """Videos: their patches, their rows in every pack, and positions of time."""
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import numpy as np
 import pytest
 
 from detjax.models import CheckpointError, Video
-from detjax.models.images import ImageOptions, TokenGrid, image_rows, token_coordinates, token_grid
+from detjax.models.images import ImageOptions, TokenGrid, image_rows, places, token_coordinates, token_grid
 from detjax.models.videos import video_patches
+from tests.support import towers
 from tests.support.bits import assert_same_bits
 from tests.support.towers import QWEN2_5_VL, QWEN3_5, VIDEO_NAME, model, random_patches, reference, video
 
@@ -42,6 +44,19 @@ def test_rows_are_those_of_transformers_alone_and_in_a_pack() -> None:
     assert_same_bits(together[1], alone)
 
 
+def test_a_video_whose_times_the_prompt_says_has_the_rows_of_transformers() -> None:
+    given, decoder = reference("qwen3-5-vl"), model("qwen3-5-vl")
+    assert decoder.video_options is not None and decoder.config.vision is not None and decoder.vision is not None
+    patches = video_patches(towers.clip(), decoder.video_options, decoder.config.vision)
+    pixels = np.concatenate([frame.pixels for frame in patches.frames])
+    assert [len(patches.frames), patches.rows, patches.columns] == given["clip_grid"].tolist()
+    assert hashlib.sha256(pixels.tobytes()).hexdigest() == str(given["clip_patches"])
+    together, alone = image_rows(decoder.vision, [patches]), image_rows(decoder.vision, places([patches]))
+    np.testing.assert_allclose(together[0], given["clip_rows"], rtol=0, atol=TOLERANCE)
+    assert_same_bits(np.concatenate(alone), together[0])
+    assert patches.times == (1 / 3, 1.5, 7 / 3)
+
+
 def test_the_times_of_frames_are_positions_that_text_does_not_wait_for() -> None:
     vision = dataclasses.replace(QWEN2_5_VL, tokens_per_second=4)
     patches = video_patches(Video(np.zeros((5, 56, 84, 3), np.uint8), 1.7), ImageOptions(), vision)
@@ -72,6 +87,9 @@ def test_bounds_of_pixels_hold_for_all_frames_where_each_has_its_own_place() -> 
         (Video([np.zeros((4, 4, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)], 2.0), "2 frames of 2 shapes"),
         (Video(np.zeros((2, 4, 4, 3)), 2.0), r"a frame is float64\(4, 4, 3\); accepted: uint8"),
         (Video(np.zeros((2, 4, 4, 3), np.uint8), 0.0), "fps is 0.0; accepted: a finite number > 0"),
+        (Video(np.zeros((2, 4, 4, 3), np.uint8), 1.0, [0.0]), r"2 frames and the times \[0.0\]; accepted: a time >= 0"),
+        (Video(np.zeros((2, 4, 4, 3), np.uint8), 1.0, [1.0, 0.0]), "in ascending order"),
+        (Video(np.zeros((2, 4, 4, 3), np.uint8), 1.0, [0.0, np.nan]), "2 frames and the times"),
         (Video(np.zeros((2, 3, 700, 3), np.uint8), 1.0), "3 rows and 700 columns; accepted: a side at most 200 times"),
     ],
 )

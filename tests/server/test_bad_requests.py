@@ -155,7 +155,7 @@ def unharmed(server: Running) -> Iterator[None]:
         ),
         (
             CHAT | {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
-            "messages.0.content.0.type is 'input_audio'; accepted: 'text' or 'image_url', because no model reads sound",
+            "messages.0.content.0.type is 'input_audio'; accepted: 'text', 'image_url' or 'video_url', because",
         ),
         (
             CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},

@@ -15,8 +15,9 @@ import PIL.Image
 import pytest
 
 from detjax.engine import Engine, Request, SamplingParams
-from detjax.models import Decoder, Tokenizer, load
+from detjax.models import Decoder, Tokenizer, Video, load
 from tests.server.running_server import MODEL, Running, serving
+from tests.support import towers
 from tests.support.towers import character_tokenizer
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen2_5_vl-tiny"
@@ -179,6 +180,111 @@ def test_what_is_no_image_is_refused(url: str, words: str, server: Running) -> N
     assert (status, response["error"]["param"]) == (400, "messages")
 
     assert re.search(words, response["error"]["message"])
+
+
+# --- videos -----------------------------------------------------------------------------------------------------------
+
+
+def animation(frames: np.ndarray, duration: int) -> bytes:
+    images = [PIL.Image.fromarray(frame) for frame in frames]
+    file = io.BytesIO()
+    images[0].save(file, "WEBP", save_all=True, append_images=images[1:], duration=duration, lossless=True)
+    return file.getvalue()
+
+
+def frame_list(frames: np.ndarray) -> str:
+    files = []
+    for frame in frames:
+        file = io.BytesIO()
+        PIL.Image.fromarray(frame).save(file, "PNG")
+        files.append(base64.b64encode(file.getvalue()).decode())
+    return f"data:video/jpeg;base64,{','.join(files)}"
+
+
+def clip() -> np.ndarray:
+    """Frames of less pixels than the checkpoint asks for."""
+    return towers.reference("qwen3-5-vl")["clip"]
+
+
+def video_part(url: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": url}} | fields
+
+
+def test_a_video_in_a_chat_has_the_answer_that_the_engine_gives(server: Running, engine: Engine) -> None:
+    text = {"type": "text", "text": "What is it?"}
+    file = data_url(animation(clip(), 250))
+    status, response = chat(server, [part(data_url(png(1))), text, video_part(file), text])
+    assert status == 200, response
+    tokens = character_tokenizer().encode("user:<vs><img><ve>What is it?<vs><video><ve>What is it?;")
+    # Four of eight frames, at two in a second.
+    video = Video(clip()[::2], 2.0)
+    request = Request(tokens, SamplingParams(max_tokens=4, ignore_eos=True), images=[pixels(1), video])
+    expected = engine.generate([request])[0]
+    assert tuple(response["prompt_token_ids"]) == expected.prompt_tokens
+    assert tuple(response["choices"][0]["token_ids"]) == expected.completions[0].tokens
+
+
+def test_forms_of_a_video_have_the_same_answer(server: Running, directory: Path) -> None:
+    (directory / "inside" / "video.webp").write_bytes(animation(clip(), 500))
+    urls = [data_url(animation(clip(), 500)), "file:inside/video.webp", frame_list(clip())]
+    answers = [chat(server, [video_part(url)]) for url in urls]
+    assert [status for status, _ in answers] == [200] * 3, answers
+    assert len({json.dumps(response["choices"]) for _, response in answers}) == 1
+    video = {"type": "input_video", "video_url": urls[0], "fps": 2.0}
+    status, response = respond(server, [video])
+    assert status == 200, response
+    assert response["output"][0]["content"][0]["text"] == answers[0][1]["choices"][0]["message"]["content"]
+    slower = chat(server, [video_part(urls[2], fps=0.25)])[1]
+    assert slower["usage"] == answers[0][1]["usage"] and slower["choices"] != answers[0][1]["choices"]
+    fewer = chat(server, [video_part(urls[0], fps=1, min_frames=2, max_frames=2)])[1]
+    assert fewer["usage"]["prompt_tokens"] < slower["usage"]["prompt_tokens"]
+
+
+def test_a_chat_has_the_times_that_the_prompt_says() -> None:
+    """The prompts of this model say them. All frames of the list are taken."""
+    given = towers.reference("qwen3-5-vl")
+    loaded = towers.model("qwen3-5-vl"), character_tokenizer()
+    file = io.BytesIO()
+    PIL.Image.fromarray(given["image_1"]).save(file, "PNG")
+    texts = [{"type": "text", "text": text} for text in ("See this. ", "And ", "?")]
+    parts = [texts[0], video_part(frame_list(clip()), fps=3), texts[1], part(data_url(file.getvalue())), texts[2]]
+    with Engine(*loaded, max_samples=2, token_budget=64, max_length=256) as engine, serving(engine, loaded) as running:
+        status, response = chat(running, parts)
+    assert status == 200, response
+    prompt = "".join(towers.CHARACTERS[token] for token in response["prompt_token_ids"] if token < 100)
+    written = "<0.2 seconds><0.8 seconds><1.5 seconds><2.2 seconds>"
+    assert prompt == f"user:See this. {written}And ?;"
+
+
+@pytest.mark.parametrize(
+    ("url", "fields", "words"),
+    [
+        ("https://a.b/c.mp4", {}, "video 0 of the messages is 'https://a.b/c.mp4'; accepted: a data URL"),
+        ("data:video/mp4;base64,AAAAGGZ0eXBtcDQy", {}, "is an MP4, QuickTime or AVIF file, which is not decoded"),
+        ("data:video/jpeg;base64,AAAA", {}, "frame 0 of video 0 of the messages is no image that can be read"),
+        ("data:video/jpeg;base64,*,*", {}, "frame 0 of video 0 of the messages: its base64 is not valid"),
+        ("file:missing.webp", {}, "accepted: a file in the server's directory of images"),
+        ("data:video/jpeg;base64,A,A,A", {"max_frames": 2}, "has 3 frames; accepted: up to 2, which is max_frames"),
+        ("file:text.txt", {"max_frames": 4000}, "video 0 of the messages: max_frames is 4000; accepted: 2 to 768"),
+    ],
+)
+def test_what_is_no_video_is_refused(url: str, fields: dict[str, Any], words: str, server: Running) -> None:
+    status, response = chat(server, [video_part(url, **fields)])
+    assert (status, response["error"]["param"]) == (400, "messages")
+    assert words in response["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [{"fps": 0}, {"fps": "2"}, {"min_frames": 0}, {"total_pixels": 3}])
+def test_fields_of_videos_out_of_range_are_refused(fields: dict[str, Any], server: Running) -> None:
+    status, response = chat(server, [video_part("file:text.txt", **fields)])
+    assert status == 400 and next(iter(fields)) in str(response["error"])
+
+
+def test_more_frames_than_fit_are_refused(server: Running) -> None:
+    status, response = chat(server, [video_part(frame_list(np.repeat(clip(), 8, axis=0)))])
+    assert status == 400
+    assert "the first 1 images and videos of the messages have" in response["error"]["message"]
+    assert response["error"]["message"].endswith("Send fewer or smaller images, or fewer frames.")
 
 
 def test_files_are_refused_without_a_directory(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:

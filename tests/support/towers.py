@@ -8,6 +8,7 @@ import numpy as np
 import tokenizers
 
 from detjax.models import Decoder, Tokenizer, Video, load
+from detjax.models.frame_sampling import FrameSampling
 from detjax.models.images import ImagePatches, image_patches
 from detjax.models.parts.vision import VisionOptions
 
@@ -18,10 +19,13 @@ VIDEO_NAME: Final = "qwen2_5_vl-video"
 """The fixture with a video behind an image."""
 IMAGE, VIDEO_TOKEN = 100, 101
 """The tokens of images and of videos of these."""
+CHARACTERS: Final = (*map(chr, range(32, 127)), "\n", "\t", "é", "ü", "<unk>")
+"""The texts of the first tokens of the fixtures with a tower."""
 _TEMPLATE: Final = (
     "{% for message in messages %}{{ message.role }}:{% if message.content is string %}{{ message.content }}"
-    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<vs><img><ve>{% else %}{{ part.text }}"
-    "{% endif %}{% endfor %}{% endif %};{% endfor %}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<vs><img><ve>"
+    "{% elif part.type == 'video' %}<vs><video><ve>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %};{% endfor %}"
 )
 QWEN2_5_VL: Final = VisionOptions(
     width=1280,
@@ -93,6 +97,15 @@ def video() -> Video:
     return Video(reference(VIDEO_NAME)["video"], float(reference(VIDEO_NAME)["fps"]))
 
 
+def clip() -> Video:
+    """The video whose times the prompt says, of `qwen3-5-vl`, as its processor chooses frames of it."""
+    given = reference("qwen3-5-vl")
+    fps = float(given["clip_fps"])
+    indices = FrameSampling().indices(len(given["clip"]), fps)
+    times = [index / fps for index in indices]
+    return Video(given["clip"][list(indices)], len(indices) / len(given["clip"]) * fps, times)
+
+
 def random_patches(name: str, height: int, width: int, seed: int = 0) -> ImagePatches:
     """The patches of an image of noise."""
     return patches_of(name, np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8))
@@ -107,9 +120,8 @@ def with_one_token_each(tokens: list[int]) -> list[int]:
 
 def character_tokenizer() -> Tokenizer:
     """A token for each character, and those of images."""
-    characters = [*map(chr, range(32, 127)), "\n", "\t", "é", "ü", "<unk>"]
     made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({token: index for index, token in enumerate(characters)}, unk_token="<unk>")
+        tokenizers.models.WordLevel({token: index for index, token in enumerate(CHARACTERS)}, unk_token="<unk>")
     )
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     made.decoder = tokenizers.decoders.Fuse()
