@@ -1,8 +1,9 @@
 """Models that others published, tiny and random: `python -m tests.invariant.published NAME [--dtype bfloat16]`.
 
 It runs in an environment of its own, which `make test-models` makes, and prints a line of JSON: the batches among which
-a row has other bits than alone, under stock XLA and under `batch_invariant`, what `detjax.certify` says of both, how far
-numbers are from the original, and the versions of the packages. `--table` prints the lines of such a file as Markdown.
+a row has other bits than alone, under stock XLA and under `batch_invariant`, what `detjax.certify` says of both, how
+far numbers are from the original, and the versions of the packages. `--table` prints the lines of such a file as
+Markdown.
 `--source FOLDER`, repeatable, makes packages importable that are not in an index, such as bonsai's.
 """
 
@@ -237,7 +238,9 @@ def _versions() -> dict[str, str]:
 
 def table(lines: Sequence[str]) -> str:
     """Results, each a line of JSON, as a table in Markdown."""
-    rows = ["| model | dtype | stock: batches that change bits | `certify` | `batch_invariant` | `certify` | distance |"]
+    rows = [
+        "| model | dtype | stock: batches that change bits | `certify` | `batch_invariant` | `certify` | distance |"
+    ]
     rows.append("|---|---|---|---|---|---|---|")
     for one in map(json.loads, lines):
         batches = [", ".join(map(str, one[name])) or "none" for name in ("stock", "invariant")]

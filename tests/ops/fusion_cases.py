@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,13 @@ from tests.ops import delta_cases
 from tests.support.append_cases import Append
 from tests.support.attention_requests import Requests
 
-type Case = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function of arrays and its arguments. All its results and gradients are compared."""
+
+class Case(NamedTuple):
+    """A function of arrays, its arguments, and what gives its results and its gradients, if it has any."""
+
+    fn: Callable[..., Any]
+    arrays: tuple[Any, ...]
+    with_gradients: Callable[..., Any] | None = None
 
 
 def normal(*shape: int, dtype: str = "bfloat16", seed: int = 0) -> jax.Array:
@@ -31,7 +36,7 @@ def with_gradients(fn: Callable[..., Any], *arrays: jax.Array) -> Case:
         given = jax.tree.map(lambda y: normal(*y.shape, dtype=str(y.dtype), seed=9), results)
         return results, pullback(given)
 
-    return both, arrays
+    return Case(fn, arrays, both)
 
 
 def _matmul(dtype: str, **options: Any) -> Case:
@@ -88,7 +93,7 @@ def _append(dtype: str) -> Case:
         gradients = pullback((normal(*q.shape, dtype=dtype), jnp.ones_like(k), jnp.ones_like(v)))
         return q, k, v, gradients
 
-    return both, tuple(arrays[name] for name in ("qkv", "q_norm", "k_norm"))
+    return Case(fn, tuple(arrays[name] for name in ("qkv", "q_norm", "k_norm")), both)
 
 
 def _attention(kind: str | None, dtype: str) -> Case:
@@ -98,7 +103,7 @@ def _attention(kind: str | None, dtype: str) -> Case:
     last = requests.last(1)
     queries = ops.Queries(requests.page_table, jnp.asarray(last, jnp.int32), jnp.asarray(requests.lengths, jnp.int32))
     q = jnp.asarray(requests.q[np.arange(len(last)), last][:, None])
-    return lambda q, kv: ops.attention(q, kv, queries), (q, kv)
+    return Case(lambda q, kv: ops.attention(q, kv, queries), (q, kv))
 
 
 def _packed_attention(dtype: str) -> Case:
@@ -109,7 +114,7 @@ def _packed_attention(dtype: str) -> Case:
     queries = ops.Queries.packed(np.asarray(requests.page_table), starts, counts, decodes=1, rows=64)
     q = jnp.asarray(np.concatenate([requests.q[0, 129:130], requests.q[1, :33], np.zeros_like(requests.q[1, :31])]))
     present = np.asarray(queries.rows.present)[:, None, None] > 0  # pyright: ignore[reportOptionalMemberAccess]
-    return lambda q, kv: jnp.where(present, ops.attention(q, kv, queries), 0), (q, kv)
+    return Case(lambda q, kv: jnp.where(present, ops.attention(q, kv, queries), 0), (q, kv))
 
 
 def _delta_rule(dtype: str) -> Case:
@@ -118,7 +123,7 @@ def _delta_rule(dtype: str) -> Case:
     state = delta_cases.empty_state(1, dtype, shape)
     queries = delta_cases.queries([0], [70])
     arrays = tuple(jnp.asarray(x)[None] for x in tokens)
-    return lambda *arrays: ops.gated_delta_rule(*arrays, state, queries), arrays
+    return Case(lambda *arrays: ops.gated_delta_rule(*arrays, state, queries), arrays)
 
 
 def _sampling(temperature: tuple[float, ...] = (0.7, 0.0, 1.0)) -> tuple[jax.Array, ops.SamplingArrays]:
@@ -137,14 +142,14 @@ def _sampling(temperature: tuple[float, ...] = (0.7, 0.0, 1.0)) -> tuple[jax.Arr
 
 def _sample() -> Case:
     logits, arrays = _sampling()
-    return lambda logits: ops.sample(logits, arrays, filtered=False), (logits,)
+    return Case(lambda logits: ops.sample(logits, arrays, filtered=False), (logits,))
 
 
 def _sampling_logprobs() -> Case:
     logits, arrays = _sampling()
     logits = logits.at[:, 3].set(-jnp.inf)
     tokens = jnp.asarray([3, 40, 999], jnp.int32)
-    return lambda logits: ops.sampling_logprobs(logits, tokens, arrays, filtered=False), (logits,)
+    return Case(lambda logits: ops.sampling_logprobs(logits, tokens, arrays, filtered=False), (logits,))
 
 
 def _softmax(dtype: str) -> Case:
@@ -172,7 +177,7 @@ def _token_logprobs_and_gradients(dtype: str) -> Case:
         derivative = lambda logprobs, factors: factors * jnp.maximum(logprobs, -9.0)  # noqa: E731
         return ops.token_logprobs_and_gradients(hidden, weight, tokens, derivative, factors, chunk=16)
 
-    return fn, (normal(40, 96, dtype=dtype), normal(300, 96, dtype=dtype) / 10)
+    return Case(fn, (normal(40, 96, dtype=dtype), normal(300, 96, dtype=dtype) / 10))
 
 
 _EVERYTHING: dict[str, Any] = {"bias": True, "residual": True}

@@ -14,11 +14,12 @@ def test_every_fusion_has_a_case_and_an_operation() -> None:
     assert all(fusion.operations for fusion in FUSIONS.values())
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("name", "case"), PAIRS)
 def test_no_bit_of_results_and_gradients_changes(name: str, case: str, dtype: str) -> None:
-    fn, arrays = CASES[name][case](dtype)
+    fn, arrays, with_gradients = CASES[name][case](dtype)
+    fn = with_gradients or fn
     expected = detjax.jit(fn)(*arrays)
     with detjax.without_fusions(name):
         actual = detjax.jit(fn)(*arrays)
@@ -28,7 +29,7 @@ def test_no_bit_of_results_and_gradients_changes(name: str, case: str, dtype: st
 
 @pytest.mark.parametrize("name", FUSIONS)
 def test_another_program_runs_where_the_portable_backend_fuses(name: str) -> None:
-    fn, arrays = next(iter(CASES[name].values()))("bfloat16")
+    fn, arrays, _ = next(iter(CASES[name].values()))("bfloat16")
     fused = str(jax.make_jaxpr(fn)(*arrays))
     with detjax.without_fusions(name):
         separated = str(jax.make_jaxpr(fn)(*arrays))

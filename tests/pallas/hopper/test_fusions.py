@@ -26,9 +26,10 @@ def hopper_in_the_interpreter(matrix_unit_in_steps: None, attention_in_the_inter
         yield
 
 
-def results(name: str, case: str) -> tuple[list[Any], list[Any]]:
+def results(name: str, case: str, *, gradients: bool = False) -> tuple[list[Any], list[Any]]:
     """What a case gives with its fusion and without it."""
-    fn, arrays = CASES[name][case]("bfloat16")
+    fn, arrays, with_gradients = CASES[name][case]("bfloat16")
+    fn = with_gradients if gradients and with_gradients is not None else fn
     fused = jax.jit(fn)(*arrays)
     with detjax.without_fusions(name):
         separated = jax.jit(fn)(*arrays)
@@ -40,6 +41,14 @@ def results(name: str, case: str) -> tuple[list[Any], list[Any]]:
 @pytest.mark.parametrize(("name", "case"), KEPT)
 def test_no_bit_changes_where_other_kernels_take_the_steps(name: str, case: str) -> None:
     for one, other in zip(*results(name, case), strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.usefixtures("hopper_in_the_interpreter")
+@pytest.mark.parametrize(("name", "case"), KEPT)
+def test_no_bit_of_gradients_changes(name: str, case: str) -> None:
+    for one, other in zip(*results(name, case, gradients=True), strict=True):
         assert_same_bits(one, other)
 
 
@@ -59,7 +68,7 @@ def test_bits_of_attention_change_in_plain_jax() -> None:
 
 @pytest.mark.parametrize("name", FUSIONS)
 def test_other_kernels_run_or_none(name: str) -> None:
-    fn, arrays = next(iter(CASES[name].values()))("bfloat16")
+    fn, arrays, _ = next(iter(CASES[name].values()))("bfloat16")
     with detjax.use_backend("hopper"):
         fused = str(jax.make_jaxpr(fn)(*arrays))
         with detjax.without_fusions(name):
@@ -71,7 +80,8 @@ def test_other_kernels_run_or_none(name: str) -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize(("name", "case"), KEPT)
 def test_no_bit_changes_on_the_device(name: str, case: str) -> None:
-    fn, arrays = CASES[name][case]("bfloat16")
+    fn, arrays, with_gradients = CASES[name][case]("bfloat16")
+    fn = with_gradients or fn
     fused = detjax.jit(fn)(*arrays)
     with detjax.without_fusions(name):
         separated = detjax.jit(fn)(*arrays)
