@@ -19,10 +19,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from detjax import audit, backends, cli_options, compilation, engine, fingerprints, models
-from detjax.audit import bisection, certificates, targets, traces
+from detjax.audit import bisection, certificates, fusion_table, targets, traces
 from detjax.audit import comparison as comparisons
 from detjax.demo import CHECKPOINT, DEFAULT_MAX_TOKENS
 from detjax.engine.images import ImageReader
+from detjax.invariant.arguments import NoArray
 from detjax.models.frame_sampling import FrameSampling
 from detjax.models.image_files import read_pixels
 from detjax.models.json_object import read_file
@@ -30,7 +31,7 @@ from detjax.models.video_files import read_frames, read_video
 from detjax.options import KVQuantization
 from detjax.version import __version__
 
-_EXPECTED_ERRORS = (ValueError, NotImplementedError, OSError, compilation.EnvironmentContradiction)
+_EXPECTED_ERRORS = (ValueError, NotImplementedError, OSError, compilation.EnvironmentContradiction, NoArray)
 """Errors that a user can cause. They end in one line; all others are defects and end in a traceback."""
 
 _TRANSFER_GUARDS = (
@@ -97,7 +98,7 @@ def demo(
     contender = experiment.contender(backend)
     with contextlib.ExitStack() as files:
         png = files.enter_context(_file_written_at_the_end("--output", output))
-        json_part = json_file and files.enter_context(_file_written_at_the_end("--json", json_file))
+        json_part = _opened(files, "--json", json_file)
         decoder, tokenizer = models.load(model, dtype=dtype)
         question = experiment.pose(decoder, tokenizer, prompt, max_tokens, seed)
         loads = experiment.draw_loads(decoder, tokenizer, question, asks, seed)
@@ -381,7 +382,7 @@ def verify(
     template = None if chat_template is None else _chat_template(chat_template)
     with contextlib.ExitStack() as files, backends.use_backend(backend):
         _check_device()
-        json_part = json_file and files.enter_context(_file_written_at_the_end("--json", json_file))
+        json_part = _opened(files, "--json", json_file)
         decoder, tokenizer = _load(model, dtype, template_date)
         if template is not None:
             tokenizer = tokenizer.with_chat_template(template)
@@ -400,6 +401,13 @@ def verify(
         raise typer.Exit(1)
 
 
+def _print_fusions(wanted: bool) -> None:
+    if wanted:
+        # As wide as its cells where nobody looks at a terminal, so that no program has to join lines.
+        Console(highlight=False, width=None if sys.stdout.isatty() else 300).print(fusion_table.table())
+        raise typer.Exit
+
+
 @app.command()
 @_plain_errors()
 def certify(
@@ -411,6 +419,15 @@ def certify(
     require: cli_options.Required = "observed",
     json_file: cli_options.CertificateFile = None,
     backend: cli_options.Backend = None,
+    fusions: Annotated[
+        bool,
+        typer.Option(
+            "--fusions",
+            help="Print which kernels take several steps, how to switch that off, and whether bits change; then end.",
+            callback=_print_fusions,
+            is_eager=True,
+        ),
+    ] = False,
 ) -> None:
     """Certify that the rows of a function do not depend on their batch: by reading its program, and by running it.
 
@@ -422,7 +439,7 @@ def certify(
     axes = targets.axes_of("--batch-axes", batch_axes), targets.axes_of("--out-axes", out_axes)
     sizes = targets.sizes_of("--batch-sizes", batch_sizes)
     with contextlib.ExitStack() as files, backends.use_backend(backend):
-        json_part = json_file and files.enter_context(_file_written_at_the_end("--json", json_file))
+        json_part = _opened(files, "--json", json_file)
         fn, arguments = targets.named_object("MODULE:FUNCTION", function), targets.named_object("--args", args)
         if not callable(fn):
             raise ValueError(f"MODULE:FUNCTION is {function!r}, which is {type(fn).__name__}; accepted: functions")
@@ -486,8 +503,8 @@ def bisect(
     The exit code is 1 if they differ.
     """
     with contextlib.ExitStack() as files, backends.use_backend(backend):
-        json_part = json_file and files.enter_context(_file_written_at_the_end("--json", json_file))
-        png = plot and files.enter_context(_file_written_at_the_end("--plot", plot))
+        json_part = _opened(files, "--json", json_file)
+        png = _opened(files, "--plot", plot)
         runs = [
             audit.Trace.load(Path(place)) if Path(place).is_file() else traces.traced(place)
             for place in (first, second)
@@ -656,6 +673,11 @@ def _file_written_at_the_end(option: str, path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _opened(files: contextlib.ExitStack, option: str, path: Path | None) -> Path | None:
+    """The temporary file of an option that may be left out; see `_file_written_at_the_end`."""
+    return None if path is None else files.enter_context(_file_written_at_the_end(option, path))
 
 
 def _pixels(file: Path) -> np.ndarray:

@@ -1,6 +1,7 @@
 """The compiler options of every program under contract, and `jit`, which compiles programs with them."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax._src.core import trace_state_clean  # JAX has no public name for "nothing is being traced"
 from jax.experimental import serialize_executable
 
-from detjax import backends, environment, jax_options
+from detjax import backends, environment, fusions, jax_options
 from detjax.environment import EnvironmentContradiction as EnvironmentContradiction
 
 _pinned = jax.make_user_context(False)
@@ -167,12 +168,36 @@ def loaded(content: bytes) -> Callable[..., Any]:
     return serialize_executable.deserialize_and_load(*pickle.loads(content), execution_devices=devices)
 
 
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """What a thread has chosen, for another thread or process to have chosen, too.
+
+    Attributes:
+        backend: the backend that serves.
+        separated: the fusions that are switched off, by name.
+    """
+
+    backend: str
+    separated: tuple[str, ...]
+
+    @classmethod
+    def here(cls) -> "Choices":
+        """Returns the choices of this thread."""
+        return cls(backends.backend(), fusions.separated())
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Makes these the choices within the context."""
+        with backends.chosen_backend(self.backend), fusions.chosen_fusions(self.separated):
+            yield
+
+
 @contextlib.contextmanager
 def under_contract() -> Iterator[None]:
     """Holds the conditions under which an outermost program is traced, compiled and called."""
     check_environment()
-    # The backend is read here, so that DETJAX_BACKEND is part of the compilation cache's key as well.
-    with backends.chosen_backend(backends.backend()), _pinned(True), _explaining_missing_devices():
+    # The choices are read here, so that environment variables are part of the compilation cache's key as well.
+    with Choices.here().held(), _pinned(True), _explaining_missing_devices():
         yield
 
 

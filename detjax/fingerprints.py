@@ -15,7 +15,7 @@ from typing import Any, Final
 import jax
 from jaxlib import xla_client
 
-from detjax import backends, compilation, environment, jax_options
+from detjax import backends, compilation, environment, fusions, jax_options
 from detjax.contract import CONTRACT_VERSION
 from detjax.version import __version__
 
@@ -53,6 +53,7 @@ class Fingerprint:
         jax_options: the options of JAX that bits may depend on and that are not JAX's defaults, as JSON.
         xla_options: a digest of XLA's own options in this process, however they were set.
         libraries: the versions of Python and of further libraries that bits depend on, as JSON.
+        separated_fusions: the fusions that are switched off and whose bits may change thereby, as JSON.
     """
 
     contract_version: int
@@ -68,6 +69,7 @@ class Fingerprint:
     jax_options: str = _NOT_RECORDED
     xla_options: str = _NOT_RECORDED
     libraries: str = _NOT_RECORDED
+    separated_fusions: str = _NOT_RECORDED
 
     @property
     def digest(self) -> str:
@@ -79,8 +81,8 @@ class Fingerprint:
 def fingerprint(device: Any = None) -> Fingerprint:
     """Returns the fingerprint of a JAX device, by default of the first one, with the backend that would serve.
 
-    It holds for programs that are called in the same place: within the same contexts of `use_backend` and of JAX's
-    options, such as `jax.enable_x64`.
+    It holds for programs that are called in the same place: within the same contexts of `use_backend`, of
+    `without_fusions` and of JAX's options, such as `jax.enable_x64`.
 
     Raises:
         EnvironmentContradiction: `XLA_FLAGS` names a file that cannot be read.
@@ -100,6 +102,7 @@ def fingerprint(device: Any = None) -> Fingerprint:
         jax_options=json.dumps(jax_options.values(), sort_keys=True),
         xla_options=_xla_options(),
         libraries=json.dumps(_libraries(device.platform), sort_keys=True),
+        separated_fusions=json.dumps(fusions.separated_with_other_bits()),
     )
 
 

@@ -115,8 +115,9 @@ def certify(
         batch_sizes: how many rows the batches have that are run.
 
     Raises:
-        ValueError: an argument that has rows is not an array, axes do not fit the arguments or results, there are no
-            rows or no batches, or the function cannot be traced for such batches.
+        TypeError: an argument that has rows is not an array.
+        ValueError: axes do not fit the arguments or results, there are no rows or no batches, or the function cannot be
+            traced for such batches.
     """
     sizes = sorted(set(batch_sizes))
     if not sizes or sizes[0] < 1:
@@ -158,10 +159,7 @@ class _Function:
     """A function of the arrays among its arguments."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], batch_axes: Any, out_axes: Any) -> None:
-        try:
-            leaves, arrays = arguments.Leaves.from_call("certify", batch_axes, args, {})
-        except TypeError as error:
-            raise ValueError(str(error)) from None
+        leaves, arrays = arguments.Leaves.from_call("certify", batch_axes, args, {})
         self.name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
         self.is_compiled = hasattr(fn, "lower")
         self.arrays, self.axes = [jax.numpy.asarray(x) for x in arrays], leaves.array_axes

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Final
 
-from detjax import backends, compilation, fingerprints
+from detjax import compilation, fingerprints
 from detjax.engine.step_programs import StepPrograms
 
 _SHARED_MEMORY: Final = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -31,18 +31,18 @@ class Task:
 
     Attributes:
         programs: the programs.
-        backend: the backend that serves.
+        choices: the backend that serves, and the fusions that are switched off.
         fingerprint: the digest of the fingerprint that the process must have too.
     """
 
     programs: StepPrograms
-    backend: str
+    choices: compilation.Choices
     fingerprint: str
 
     @classmethod
     def for_programs(cls, programs: StepPrograms) -> "Task":
         """Returns the task of compiling programs as this thread would."""
-        return cls(programs, backends.backend(), fingerprints.fingerprint().digest)
+        return cls(programs, compilation.Choices.here(), fingerprints.fingerprint().digest)
 
 
 class CompilerProcess:
@@ -94,7 +94,7 @@ class CompilerProcess:
 def _serve(connection: Connection) -> None:
     """Compiles what is asked for until the other side closes the connection. Answers failures with their texts."""
     task: Task = connection.recv()
-    with backends.use_backend(task.backend), contextlib.suppress(EOFError):
+    with task.choices.held(), contextlib.suppress(EOFError):
         digest = fingerprints.fingerprint().digest
         by_key = task.programs.by_key()
         while True:

@@ -19,7 +19,7 @@ from jaxtyping import Array, PyTree
 from rich.console import Console
 from rich.progress import track
 
-from detjax import backends
+from detjax.compilation import Choices
 from detjax.engine import sequence as sequences
 from detjax.engine.config import EngineConfig, EngineStats
 from detjax.engine.constraints import Constraint, ModelConstraints
@@ -145,7 +145,7 @@ class Engine:
         self._open = threading.Lock()
         self.closed: Future[None] = Future()
         self.closed.set_running_or_notify_cancel()
-        self._backend = backends.backend()
+        self._choices = Choices.here()
         self._thread = threading.Thread(target=self._work, name="detjax-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a program that ends while the device computes may crash
@@ -489,8 +489,8 @@ class Engine:
 
     def _work(self) -> None:
         try:
-            # The backend that was chosen where the engine was made: every thread chooses its own.
-            with backends.use_backend(self._backend):
+            # The choices that were made where the engine was: every thread makes its own.
+            with self._choices.held():
                 while self._empty_inbox():
                     for sample, token in self._loop.step():
                         job = self._jobs.get(sample)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
-from detjax import backends
+from detjax.compilation import Choices
 
 
 @runtime_checkable
@@ -46,8 +46,8 @@ class LauncherThread:
     """
 
     def __init__(self) -> None:
-        """Starts the thread, for which the backend is chosen that is chosen here."""
-        self._backend = backends.backend()
+        """Starts the thread, whose choices of backend and fusions are those made here."""
+        self._choices = Choices.here()
         self._failure: BaseException | None = None
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="detjax-launcher", daemon=True)
@@ -65,7 +65,7 @@ class LauncherThread:
         self._thread.join()
 
     def _work(self) -> None:
-        with backends.use_backend(self._backend):  # every thread chooses its own
+        with self._choices.held():  # every thread makes its own
             while self._call_next():
                 pass
 

@@ -20,7 +20,7 @@ from typing import Final
 import jax
 from flax import nnx
 
-from detjax import fingerprints
+from detjax import fingerprints, fusions
 from detjax.engine.step_programs import StepPrograms
 
 _UNPUBLISHED: Final = ".unpublished-"
@@ -148,7 +148,9 @@ def _names(programs: StepPrograms) -> dict[Hashable, str]:
     if not modules <= _OWN_PACKAGES:
         return {}
     network, weights = programs.network, jax.tree.leaves(programs.weights)
-    common = repr((_sources(), network.graph, network.tree, network.paths, network.order, weights))
+    # Fusions that change no bit are in no fingerprint.
+    separated = fusions.separated()
+    common = repr((_sources(), separated, network.graph, network.tree, network.paths, network.order, weights))
     names = {}
     for key, program in programs.by_key().items():
         leaves, tree = jax.tree.flatten(program.args)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import jax
 
-from detjax import backends, compilation
+from detjax import compilation
 from detjax.engine.compiler_process import CompilerFailed, CompilerProcess, Task
 from detjax.engine.program_cache import ProgramCache
 from detjax.engine.step_programs import StepPrograms
@@ -96,7 +96,7 @@ class Compilation:
         """A compilation that has not begun; arguments as in `ProgramCompiler.start`."""
         self._programs, self._by_key, self._cache, self._add = programs, programs.by_key(), cache, add
         self.pending = set(self._by_key)
-        self._backend = backends.backend()
+        self._choices = compilation.Choices.here()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="detjax-compiler")
         self._processes: list[CompilerProcess] = []
         self._idle: queue.SimpleQueue[CompilerProcess | None] = queue.SimpleQueue()
@@ -181,7 +181,7 @@ class Compilation:
         elif key in self._rare:
             return
         else:
-            with backends.use_backend(self._backend):  # every thread chooses its own backend
+            with self._choices.held():  # every thread makes its own
                 compiled = compilation.compiled(
                     program.fn, self._programs.network, self._programs.weights, *program.args, **program.static
                 )

@@ -8,6 +8,10 @@ import numpy as np
 from jax import Array
 
 
+class NoArray(TypeError):
+    """An argument has rows and is no array."""
+
+
 class Leaves(NamedTuple):
     """What is known of a call's arguments before their arrays are: a program is made for this.
 
@@ -37,7 +41,7 @@ class Leaves(NamedTuple):
             shared: how many positional arguments all rows share.
 
         Raises:
-            TypeError: a leaf with rows is no array.
+            NoArray: a leaf with rows is no array.
             ValueError: the axes do not fit the arguments.
         """
         leaves, tree = jax.tree.flatten((tuple(args), kwargs))
@@ -46,7 +50,7 @@ class Leaves(NamedTuple):
         is_array = tuple(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves)
         for leaf, axis, array in zip(leaves, axes, is_array, strict=True):
             if axis is not None and not array:
-                raise TypeError(
+                raise NoArray(
                     f"{caller}: an argument with rows is {type(leaf).__name__}; accepted: arrays, or batch_axes that "
                     "say None for it"
                 )

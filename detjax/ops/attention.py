@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from detjax import compilation
+from detjax import compilation, fusions
 from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KeyColumns, KVPages, Queries
@@ -16,6 +16,7 @@ from detjax.numerics import ceil_div
 from detjax.ops.checks import check_booleans, check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation
 from detjax.ops.paged import check_kv, check_queries, one_by_one
+from detjax.ops.quantized_kv import dequantize_kv
 from detjax.options import Masking
 
 _MODULES = {
@@ -229,7 +230,15 @@ def _attention(
     masking: Masking,
 ) -> Array:
     del sinks_sum  # the backward pass alone adds to it
-    return _output_and_normalizers((q, kv, queries, sinks, mask), masking, with_normalizers=False)[0]
+    operands = q, _dequantized_first(kv, q), queries, sinks, mask
+    return _output_and_normalizers(operands, masking, with_normalizers=False)[0]
+
+
+def _dequantized_first(kv: KVPages, q: Array) -> KVPages:
+    """The pages as attention's kernels get them: in numbers, if quantized pages are not for the kernels to read."""
+    if not kv.quantized or not fusions.is_separated("attention_dequantize"):
+        return kv
+    return KVPages(*(dequantize_kv(pages, q.dtype) for pages in kv.quantized))
 
 
 def _forward(
@@ -273,7 +282,8 @@ def _ragged_attention(
     q: Array, kv: KVPages, queries: Queries, sinks: Array | None, sinks_sum: Array | None, masking: Masking
 ) -> Array:
     del sinks_sum
-    return one_by_one(functools.partial(_RAGGED_ATTENTION.kernels().ragged, masking=masking), (q, kv, queries, sinks))
+    operands = q, _dequantized_first(kv, q), queries, sinks
+    return one_by_one(functools.partial(_RAGGED_ATTENTION.kernels().ragged, masking=masking), operands)
 
 
 def _ragged_forward(

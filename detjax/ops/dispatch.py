@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from detjax import backends, compilation
+from detjax import backends, compilation, fusions
 from detjax.accumulated_weight import with_fresh_sum
 
 
@@ -34,12 +34,12 @@ class Operation:
     modules: Mapping[str, str]
 
     def module(self) -> ModuleType:
-        """Returns the module of the backend that serves.
+        """Returns the module of the backend that serves, or the portable one where the operation's fusion is off.
 
         Raises:
             NotImplementedError: the backend has no module for this operation.
         """
-        backend = backends.backend()
+        backend = fusions.serving_backend(self.name)
         if backend not in self.modules:
             raise NotImplementedError(
                 f"{self.name}: no kernels for backend {backend!r} on {backends.device_name()}; accepted: "
@@ -57,7 +57,7 @@ class Operation:
             RuntimeError: see `compilation.require_pinned_program`.
         """
         module = self.module()
-        if self.modules[backends.backend()] == self.modules["portable"]:
+        if self.modules[fusions.serving_backend(self.name)] == self.modules["portable"]:
             compilation.require_pinned_program(self.name)
         return module
 

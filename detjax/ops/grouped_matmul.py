@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from detjax import compilation
+from detjax import compilation, fusions
 from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
-from detjax.contract import INPUT_DTYPES
+from detjax.contract import ACCUMULATOR, INPUT_DTYPES
 from detjax.ops.checks import check_clamp, check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation
 from detjax.options import Activation, Clamp, Epilogue, WeightLayout
@@ -133,7 +133,33 @@ def _grouped_matmul(
 ) -> Array:
     del sequences, sums  # the backward pass alone has a use for them
     options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype, "unit": unit}
-    return _GROUPED_MATMUL.kernels().forward(x, w, bias, group_sizes, **options)
+    separated = fusions.is_separated("grouped_matmul_epilogue")
+    return (_in_separate_steps if separated else _GROUPED_MATMUL.kernels().forward)(x, w, bias, group_sizes, **options)
+
+
+def _in_separate_steps(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    group_sizes: Array,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: jnp.dtype,
+    unit: int,
+) -> Array:
+    """By a product for each of an expert's weights, and a pass over the float32 sums."""
+    kernels = _GROUPED_MATMUL.kernels()
+    options: dict[str, Any] = {"layout": layout, "epilogue": Epilogue(), "out_dtype": ACCUMULATOR, "unit": unit}
+    halves = (w[:, 0], w[:, 1]) if epilogue.gated else (w,)
+    sums = [kernels.forward(x, half, None, group_sizes, **options) for half in halves]
+    biases = None
+    if bias is not None:
+        ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+        expert = jnp.searchsorted(ends, jnp.arange(len(x), dtype=jnp.int32), side="right")
+        rows = bias[jnp.minimum(expert, len(bias) - 1)]
+        biases = [rows[:, 0], rows[:, 1]] if epilogue.gated else [rows]
+    return kernels.apply_epilogue(sums, biases, None, epilogue=epilogue, out_dtype=out_dtype)
 
 
 def _forward(
@@ -149,6 +175,9 @@ def _forward(
     unit: int,
 ) -> tuple[Array, tuple[Any, ...]]:
     kernels, operands = _GROUPED_MATMUL.kernels(), (x, w, bias, group_sizes)
+    if fusions.is_separated("grouped_matmul_epilogue"):
+        y = _in_separate_steps(*operands, layout=layout, epilogue=epilogue, out_dtype=out_dtype, unit=unit)
+        return y, (*operands, sequences, sums, ())
     options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "unit": unit}
     # As in `matmul`: a backend that can keep the biased sums does not compute them twice.
     if epilogue != Epilogue() and out_dtype == x.dtype and hasattr(kernels, "forward_keeping_sums"):

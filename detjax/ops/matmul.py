@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
-from detjax import compilation
+from detjax import compilation, fusions
 from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
-from detjax.contract import INPUT_DTYPES
+from detjax.contract import ACCUMULATOR, INPUT_DTYPES
 from detjax.ops.checks import check_clamp, check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
 from detjax.options import Activation, Clamp, Epilogue, WeightLayout
@@ -107,8 +107,27 @@ def _matmul(
 ) -> Array:
     del sums  # of the gradients, which the backward pass alone adds to
     options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
-    forward = functools.partial(_MATMUL.kernels().forward, **options)
+    forward = _in_separate_steps if fusions.is_separated("matmul_epilogue") else _MATMUL.kernels().forward
+    forward = functools.partial(forward, **options)
     return with_vmap_rule(forward, rows=(True, False, False, True))(x, w, bias, residual)
+
+
+def _in_separate_steps(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    residual: Array | None,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: jnp.dtype,
+) -> Array:
+    """By a product for each weight, and a pass over the float32 sums."""
+    kernels = _MATMUL.kernels()
+    product = functools.partial(kernels.forward, layout=layout, epilogue=Epilogue(), out_dtype=ACCUMULATOR)
+    sums = [product(x, one, None, None) for one in (w if epilogue.gated else (w,))]
+    biases = None if bias is None else list(bias if epilogue.gated else (bias,))
+    return kernels.apply_epilogue(sums, biases, residual, epilogue=epilogue, out_dtype=out_dtype)
 
 
 def _forward(
@@ -123,7 +142,8 @@ def _forward(
 ) -> tuple[Array, tuple[Any, ...]]:
     kernels = _MATMUL.kernels()
     # The gradient of an epilogue needs the biased sums. A backend that can keep them does not compute them twice.
-    if epilogue != Epilogue() and out_dtype == x.dtype and hasattr(kernels, "forward_keeping_sums"):
+    fused = epilogue != Epilogue() and not fusions.is_separated("matmul_epilogue")
+    if fused and out_dtype == x.dtype and hasattr(kernels, "forward_keeping_sums"):
         forward = functools.partial(kernels.forward_keeping_sums, layout=layout, epilogue=epilogue)
         y, z = with_vmap_rule(forward, rows=(True, False, False, True))(x, w, bias, residual)
     else:

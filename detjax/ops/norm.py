@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from detjax import compilation
+from detjax import compilation, fusions
 from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
+from detjax.ops.elements import add
 
 _RMS_NORM = Operation(
     "rms_norm",
@@ -84,7 +85,11 @@ def _norm_by_kernel(
 ) -> tuple[Array, Array | None]:
     del weight_sum  # the backward pass alone adds to it
     forward = functools.partial(_RMS_NORM.kernels().forward, eps=eps, weight_offset=weight_offset)
-    return with_vmap_rule(forward, rows=(True, False, True))(x, weight, residual)
+    norm = with_vmap_rule(forward, rows=(True, False, True))
+    if residual is not None and fusions.is_separated("rms_norm_residual"):
+        h = add(x, residual)
+        return norm(h, weight, None)[0], h
+    return norm(x, weight, residual)
 
 
 _rms_norm = jax.custom_vjp(_norm_by_kernel, nondiff_argnums=(4, 5))

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from detjax import backends, compilation
+from detjax import backends, compilation, fusions
 from detjax.accumulated_weight import AccumulatedWeight, Weight, value_and_sum
 from detjax.contract import ACCUMULATOR
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
@@ -202,7 +202,9 @@ _rope.defvjp(_forward, _backward)
 def norm_and_rotate(
     qkv: Array, positions: Array, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, Array]:
-    """Returns `qk_rope` of checked arguments, by a backend's kernel."""
+    """Returns `qk_rope` of checked arguments, by a backend's kernel unless the fusion is off."""
+    if fusions.is_separated("qk_rope"):
+        return _in_separate_steps(qkv, positions, weights, rotation)
     q, k = _rotated_groups(rotation, qkv, positions, weights, turn=1.0)
     return q, k
 
@@ -227,7 +229,8 @@ def _qk_forward(qkv: Array, positions: Array, weights: tuple[Weight, ...], rotat
 def _qk_backward(rotation: Rotation, saved, gradients):
     qkv, positions, weights = saved
     kernels = _QK_ROPE.kernels()
-    if weights and hasattr(kernels, "gradients") and kernels.serves_gradients(qkv, rotation.heads):
+    fused = weights and not fusions.is_separated("qk_rope")
+    if fused and hasattr(kernels, "gradients") and kernels.serves_gradients(qkv, rotation.heads):
         return _gradients_in_one_step(rotation, saved, gradients)
 
     def steps(qkv: Array, weights: tuple[Weight, ...]) -> tuple[Array, Array]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from detjax import compilation
+from detjax import compilation, fusions
 from detjax.accumulated_weight import Weight, value_and_sum
 from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KeyColumns, KVPages, Queries, append
@@ -131,6 +131,8 @@ def _append_quantized(
 def _qk_rope_append_kv(
     qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, KVPages]:
+    if fusions.is_separated("qk_rope_append_kv"):
+        return one_by_one(functools.partial(_in_separate_steps, rotation=rotation), (qkv, kv, queries, weights))
     options = {"eps": rotation.norm_eps, "norm_offset": rotation.norm_offset}
     append_kv = functools.partial(_QK_ROPE_APPEND_KV.kernels().append_kv, **options)
 

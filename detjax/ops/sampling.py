@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
-from detjax import compilation
+from detjax import compilation, fusions
 from detjax.contract import ACCUMULATOR
 from detjax.numerics import ceil_div
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
+from detjax.ops.elements import map_elements
 from detjax.ops.softmax import log_softmax
-from detjax.portable.sampling import adjusted, constrained, likeliest, masked
+from detjax.portable.sampling import adjusted, constrained, likeliest, masked, reciprocal, sampling_exponents
 from detjax.sampling_arrays import LogitAdjustments, SamplingArrays, SeenTokens
 
 _MODULES = {
@@ -99,7 +100,9 @@ def _sampling_logprobs(logits: Array, tokens: Array, arrays: SamplingArrays, *, 
 
     def kernel(logits: Array, tokens: Array, temperature: Array) -> Array:
         is_token = (tokens >= 0) & (tokens < logits.shape[-1])
-        logprobs = kernels.sampling_logprobs(logits, jnp.where(is_token, tokens, 0), temperature)
+        by_steps = fusions.is_separated("sampling_logprobs")
+        logprobs_of = _logprobs_in_separate_steps if by_steps else kernels.sampling_logprobs
+        logprobs = logprobs_of(logits, jnp.where(is_token, tokens, 0), temperature)
         # A choice adds nothing, so every backend can share this one.
         likeliest = jnp.argmax(logits, axis=-1)
         logprobs = jnp.where(temperature == 0, jnp.where(tokens == likeliest, 0.0, -jnp.inf), logprobs)
@@ -107,6 +110,12 @@ def _sampling_logprobs(logits: Array, tokens: Array, arrays: SamplingArrays, *, 
 
     kept = _filter_logits(logits, arrays) if filtered else logits
     return _for_each_example(kernel, kept, tokens, arrays.temperature)
+
+
+def _logprobs_in_separate_steps(logits: Array, tokens: Array, temperature: Array) -> Array:
+    factors = jnp.broadcast_to(reciprocal(temperature)[:, None], logits.shape)
+    exponents = map_elements(sampling_exponents, logits.astype(ACCUMULATOR), factors)
+    return jnp.take_along_axis(log_softmax(exponents), tokens[:, None], axis=1)[:, 0]
 
 
 @compilation.jit

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
-from detjax import backends, compilation
+from detjax import backends, compilation, fusions
 from detjax.accumulated_weight import AccumulatedWeight, Weight, value_and_sum
 from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
 from detjax.numerics import LOWEST, ceil_div, flat_rows, round_up
@@ -63,6 +63,8 @@ def token_logprobs(
     """
     _check("token_logprobs", hidden, head, tokens, soft_cap, chunk)
     flat, ids = flat_rows(hidden), tokens.reshape(-1)
+    if fusions.is_separated("token_logprobs"):
+        return _logprobs(_logits(flat, head, soft_cap), ids, distribution).reshape(tokens.shape)
     size = _chunk_size(flat, chunk)
     flat, ids = _filled_up(size, flat, ids)
     logprobs: Array = _token_logprobs(flat, head, ids, size, _Outputs(distribution, soft_cap))
@@ -109,6 +111,10 @@ def token_logprobs_and_gradients(
         raise ValueError(f"{name}: head.products is None; accepted: a sum, float32 {head.shape}")
     for number, row in enumerate(rows):
         check_shape(name, f"rows[{number}]", row, tokens.shape, f"tokens being {tokens.shape}")
+    if fusions.is_separated("token_logprobs"):
+        return _and_gradients_in_separate_steps(
+            hidden, head, tokens, derivative, rows, _Outputs(distribution, soft_cap)
+        )
     flat = flat_rows(hidden)
     size = _chunk_size(flat, chunk)
     arrays = _filled_up(size, flat, tokens.reshape(-1), *(row.reshape(-1) for row in rows))
@@ -123,6 +129,24 @@ def token_logprobs_and_gradients(
     count = tokens.size
     dhidden = dhidden.reshape(-1, hidden.shape[-1])[:count].reshape(hidden.shape)
     return logprobs.reshape(-1)[:count].reshape(tokens.shape), dhidden, total
+
+
+def _and_gradients_in_separate_steps(
+    hidden: Array,
+    head: AccumulatedWeight,
+    tokens: Array,
+    derivative: Callable[..., Array],
+    rows: tuple[Array, ...],
+    outputs: "_Outputs",
+) -> tuple[Array, Array, Array]:
+    options: Any = outputs._asdict()
+
+    def logprobs_of(hidden: Array, products: Array | None) -> Array:
+        return token_logprobs(hidden, AccumulatedWeight(head.value, products), tokens, **options)
+
+    logprobs, pullback = jax.vjp(logprobs_of, hidden, head.products)
+    flat = derivative(logprobs.reshape(-1), *(row.reshape(-1) for row in rows))
+    return logprobs, *pullback(flat.reshape(tokens.shape))
 
 
 class _Outputs(NamedTuple):

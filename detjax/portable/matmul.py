@@ -1,5 +1,7 @@
 """Matmul in plain JAX: a tile of rows against the whole weight, epilogue on the float32 accumulator."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
@@ -33,6 +35,46 @@ def forward(
     flat_residual = None if residual is None else flat_rows(residual)
     y = map_rows(tile, (flat_rows(x), flat_residual), (w, bias))
     return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def apply_epilogue(
+    sums: Sequence[Array],
+    biases: Sequence[Array] | None,
+    residual: Array | None,
+    *,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+) -> Array:
+    """Returns rows `[*B, N]` in the bits of `forward`, given its sums.
+
+    Args:
+        sums: float32 `[*B, N]`, the sums of the weight, or of gate and up.
+        biases: for each of them what is added, `[*B, N]` or `[N]`.
+        residual: see `forward`.
+        epilogue: see `forward`.
+        out_dtype: see `forward`.
+    """
+
+    def tile(rows: tuple[Array, Array | None, Array | None], _: None) -> Array:
+        z, biases, residual = rows
+        y = activated(parts(z if biases is None else z + biases), epilogue)
+        if residual is not None:
+            y = y + residual.astype(ACCUMULATOR)
+        return rounded(y, out_dtype)
+
+    added = None if biases is None else stacked_rows([full_rows(bias, sums[0]) for bias in biases])
+    rows = stacked_rows(sums), added, None if residual is None else flat_rows(residual)
+    return map_rows(tile, rows, None).reshape(sums[0].shape)
+
+
+def full_rows(x: Array, like: Array) -> Array:
+    """Returns what is added to sums, in float32 and in their shape."""
+    return jnp.broadcast_to(x.astype(ACCUMULATOR), like.shape)
+
+
+def stacked_rows(x: Sequence[Array]) -> Array:
+    """Returns arrays `[*B, N]` as `[rows, parts, N]`."""
+    return jnp.stack([flat_rows(part) for part in x], axis=1)
 
 
 def backward(

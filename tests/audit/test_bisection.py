@@ -188,6 +188,23 @@ def test_a_digest_has_no_order_and_sees_every_element(dtype: str) -> None:
     swapped = x.at[0, 0].set(jnp.ones((), dtype)).at[0, 1].set(jnp.zeros((), dtype))
     other = x.at[0, 0].set(jnp.zeros((), dtype)).at[0, 1].set(jnp.ones((), dtype))
     assert digests.digest(swapped)[0, 0] != digests.digest(other)[0, 0]
+    # Elements of one sum of row and column numbers, in the array of 128 columns that a block is added as.
+    empty = x.at[0, :256].set(jnp.zeros((), dtype))
+    distant = [empty.at[0, place].set(jnp.ones((), dtype)) for place in (1, 128)]
+    assert digests.digest(distant[0])[0, 0] != digests.digest(distant[1])[0, 0]
+
+
+def test_a_row_has_64_blocks_at_most() -> None:
+    sizes = {0: 256, 1: 256, 64 * 256: 256, 64 * 256 + 1: 512, 64 * 512: 512, 10**6: 16384}
+    assert {elements: digests.block_size(elements) for elements in sizes} == sizes
+
+
+def test_digests_of_arguments_are_kept_for_arrays_that_cannot_change() -> None:
+    x, traced = np.ones((2, 8), np.float32), detjax.trace_digests(jnp.sin, 0)
+    before = traced(x)[1]
+    x[1, 3] = 2.0
+    result = detjax.bisect(before, traced(x)[1])
+    assert result.first is not None and result.first.primitive == "argument" and result.first.row == 1
 
 
 def test_two_signs_that_change_do_not_cancel() -> None:

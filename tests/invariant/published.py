@@ -1,7 +1,9 @@
 """Models that others published, tiny and random: `python -m tests.invariant.published NAME [--dtype bfloat16]`.
 
 It runs in an environment of its own, which `make test-models` makes, and prints a line of JSON: the batches among which
-a row has other bits than alone, under stock XLA and under `batch_invariant`, and how far numbers are from the original.
+a row has other bits than alone, under stock XLA and under `batch_invariant`, what `detjax.certify` says of both, how
+far numbers are from the original, and the versions of the packages. `--table` prints the lines of such a file as
+Markdown.
 `--source FOLDER`, repeatable, makes packages importable that are not in an index, such as bonsai's.
 """
 
@@ -9,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import json
 import sys
 import warnings
@@ -22,6 +25,9 @@ import numpy as np
 import detjax
 
 BATCHES = (2, 3, 8, 17, 64)
+CERTIFIED = (1, 2, 3, 8, 17)
+"""The batches that certificates run, at most."""
+PACKAGES = ("jax", "flax", "transformers", "equinox")
 
 type Inputs = Callable[[int, int], tuple[Any, ...]]
 type Built = tuple[Callable[..., Any], Any, Inputs]
@@ -163,6 +169,10 @@ class Result:
         invariant: likewise under `batch_invariant`.
         distance: the largest difference from the original, over its largest result.
         gradients: whether the gradient of the weights is finite; None if it was not asked for.
+        stock_outcome: what `detjax.certify` says of the model under `jax.jit`.
+        stock_risks: the primitives that it names there.
+        invariant_outcome: what it says under `batch_invariant`.
+        versions: of the packages that are installed.
     """
 
     model: str
@@ -171,6 +181,10 @@ class Result:
     invariant: list[int]
     distance: float
     gradients: bool | None
+    stock_outcome: str
+    stock_risks: list[str]
+    invariant_outcome: str
+    versions: dict[str, str]
 
 
 def changed(fn: Callable[..., Any], weights: Any, inputs: Inputs, batches: Sequence[int]) -> list[int]:
@@ -199,7 +213,40 @@ def result(name: str, dtype: str, batches: Sequence[int], with_gradients: bool) 
         made = jax.jit(jax.grad(total, allow_int=True))(weights, *inputs(2, 0))
         gradients = all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(made) if x.dtype != jax.dtypes.float0)
     among = changed(stock, weights, inputs, batches), changed(invariant, weights, inputs, batches)
-    return Result(name, dtype, *among, float(distance / np.abs(original).max()), gradients)
+    # No larger batches than those that were compared above, so that both ought to see the same.
+    sizes = [size for size in CERTIFIED if size <= max(batches)]
+    arguments, axes = (weights, *inputs(2, 0)), (None, *[0] * len(inputs(1, 0)))
+    certificates = [detjax.certify(f, arguments, axes, batch_sizes=sizes) for f in (stock, invariant)]
+    return Result(
+        model=name,
+        dtype=dtype,
+        stock=among[0],
+        invariant=among[1],
+        distance=float(distance / np.abs(original).max()),
+        gradients=gradients,
+        stock_outcome=certificates[0].outcome.value,
+        stock_risks=sorted({risk.primitive for risk in certificates[0].risks}),
+        invariant_outcome=certificates[1].outcome.value,
+        versions=_versions(),
+    )
+
+
+def _versions() -> dict[str, str]:
+    installed = {one.name: one.version for one in importlib.metadata.distributions()}
+    return {name: installed[name] for name in PACKAGES if name in installed}
+
+
+def table(lines: Sequence[str]) -> str:
+    """Results, each a line of JSON, as a table in Markdown."""
+    rows = [
+        "| model | dtype | stock: batches that change bits | `certify` | `batch_invariant` | `certify` | distance |"
+    ]
+    rows.append("|---|---|---|---|---|---|---|")
+    for one in map(json.loads, lines):
+        batches = [", ".join(map(str, one[name])) or "none" for name in ("stock", "invariant")]
+        cells = one["model"], one["dtype"], batches[0], one["stock_outcome"], batches[1], one["invariant_outcome"]
+        rows.append(f"| {' | '.join(cells)} | {one['distance']:.1e} |")
+    return "\n".join(rows)
 
 
 def main() -> None:
@@ -210,7 +257,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, action="append", default=[])
     parser.add_argument("--source", action="append", default=[])
     parser.add_argument("--gradients", action="store_true")
+    parser.add_argument("--table", type=argparse.FileType(), help="a file of what this program printed")
     given = parser.parse_args()
+    if given.table is not None:
+        print(table(given.table.readlines()))
+        return
     sys.path[:0] = given.source
     warnings.filterwarnings("ignore")
     for name in given.models:

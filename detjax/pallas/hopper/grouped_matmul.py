@@ -18,6 +18,7 @@ from detjax.numerics import parts, round_up
 from detjax.options import Epilogue, WeightLayout
 from detjax.pallas.hopper.group_stages import StagedSteps
 from detjax.pallas.hopper.group_sums import product_sums, row_sums
+from detjax.pallas.hopper.matmul import apply_epilogue as apply_epilogue
 from detjax.pallas.hopper.matmul import gradient_of_sums
 from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
 from detjax.pallas.hopper.matmul.plan import Schedule

@@ -22,6 +22,7 @@ from detjax.pallas.tpu import matmul
 from detjax.pallas.tpu.device import LANES, SUBLANES, VMEM_LIMIT, check_dtypes
 from detjax.pallas.tpu.matmul import ACTIVATIONS, EPILOGUE_ROWS, TOKEN_STEP, Contraction, Problem, padded
 from detjax.portable import grouped_matmul as portable_grouped_matmul
+from detjax.portable.matmul import apply_epilogue as apply_epilogue
 
 ROWS: Final = TOKEN_STEP.rows
 """Rows of a tile."""

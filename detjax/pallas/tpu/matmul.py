@@ -26,6 +26,7 @@ from detjax.contract import ACCUMULATOR, TPU_K_STEP, TPU_ROW_TILE, WEIGHT_GRADIE
 from detjax.numerics import activated, ceil_div, flat_rows, round_up
 from detjax.options import Activation, Epilogue, WeightLayout
 from detjax.pallas.tpu.device import LANES, SUBLANES, VMEM_LIMIT, check_dtypes
+from detjax.portable.matmul import apply_epilogue as apply_epilogue
 from detjax.rounding import rounded
 
 EPILOGUE_ROWS: Final = 32

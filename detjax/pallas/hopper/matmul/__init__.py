@@ -3,6 +3,8 @@
 `kernel.py` has the kernel, `plan.py` its schedules and `tuning.py` the choice of a schedule.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,8 +13,11 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import ACCUMULATOR
 from detjax.numerics import activated, flat_rows
 from detjax.options import Epilogue, WeightLayout
+from detjax.pallas.hopper.elements import map_elements
+from detjax.pallas.hopper.matmul.activations import ACTIVATIONS
 from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
 from detjax.pallas.hopper.token_sums import token_sums
+from detjax.portable.matmul import full_rows
 from detjax.rounding import rounded
 
 
@@ -46,6 +51,27 @@ def forward_keeping_sums(
     y, z = product_keeping_sums(operands, layout=layout, epilogue=epilogue)
     shape = *x.shape[:-1], y.shape[-1]
     return y.reshape(shape), tuple(part.reshape(shape) for part in z)
+
+
+def apply_epilogue(
+    sums: Sequence[Array],
+    biases: Sequence[Array] | None,
+    residual: Array | None,
+    *,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+) -> Array:
+    """Rows `[*B, N]` in the bits of `forward`, given its sums; see `detjax.portable.matmul.apply_epilogue`."""
+    added = [] if biases is None else [full_rows(bias, sums[0]) for bias in biases]
+    last = [] if residual is None else [residual.astype(ACCUMULATOR)]
+
+    def apply(*elements: Array) -> Array:
+        z, elements = elements[: len(sums)], elements[len(sums) :]
+        biased = [part + bias for part, bias in zip(z, elements, strict=False)] if added else list(z)
+        y = activated(biased, epilogue, ACTIVATIONS)
+        return (y + elements[-1] if last else y).astype(out_dtype)
+
+    return map_elements(apply, *sums, *added, *last)
 
 
 def backward(

@@ -1,0 +1,36 @@
+"""Fusions that are switched off, on the portable backend: the same bits by other programs."""
+
+import jax
+import pytest
+
+import detjax
+from detjax.fusions import FUSIONS
+from tests.ops.fusion_cases import CASES, PAIRS
+from tests.support.bits import assert_same_bits
+
+
+def test_every_fusion_has_a_case_and_an_operation() -> None:
+    assert set(CASES) == set(FUSIONS)
+    assert all(fusion.operations for fusion in FUSIONS.values())
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("name", "case"), PAIRS)
+def test_no_bit_of_results_and_gradients_changes(name: str, case: str, dtype: str) -> None:
+    fn, arrays, with_gradients = CASES[name][case](dtype)
+    fn = with_gradients or fn
+    expected = detjax.jit(fn)(*arrays)
+    with detjax.without_fusions(name):
+        actual = detjax.jit(fn)(*arrays)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("name", FUSIONS)
+def test_another_program_runs_where_the_portable_backend_fuses(name: str) -> None:
+    fn, arrays, _ = next(iter(CASES[name].values()))("bfloat16")
+    fused = str(jax.make_jaxpr(fn)(*arrays))
+    with detjax.without_fusions(name):
+        separated = str(jax.make_jaxpr(fn)(*arrays))
+    assert (fused == separated) == FUSIONS[name].in_plain_jax
