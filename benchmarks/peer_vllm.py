@@ -128,7 +128,8 @@ def main(
         "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
     }
     Console().print(
-        f"{result['requests']} requests, {result['prompt_tokens']:,} prompt tokens, {result['generated_tokens']:,} to generate"
+        f"{result['requests']} requests, {result['prompt_tokens']:,} prompt tokens, "
+        f"{result['generated_tokens']:,} to generate"
     )
     if not small:
         if model is None:

@@ -29,7 +29,7 @@ LINE: Final = 16
 ROW_GAP: Final = 34
 
 STYLE: Final = """
-.diagram rect { fill: var(--md-code-bg-color, #f5f5f5); stroke: var(--md-primary-fg-color, #2a7f8e); stroke-width: 1.2; }
+.diagram rect { fill: var(--md-code-bg-color, #f5f5f5); stroke: var(--md-primary-fg-color, #2a7f8e); }
 .diagram text { fill: var(--md-default-fg-color, #222); font: 12px sans-serif; text-anchor: middle; }
 .diagram .head { font-weight: bold; }
 .diagram .label { font-size: 11px; font-style: italic; text-anchor: start; }
@@ -98,11 +98,10 @@ def _boxes(rows: list[str]) -> tuple[dict[str, Box], float]:
 def _box(box: Box) -> str:
     middle = box.x + box.width / 2
     top = box.y + (box.height - LINE * len(box.lines)) / 2 + 12
-    texts = [
-        f'<text x="{middle:.1f}" y="{top + LINE * index:.1f}"{" class=" + chr(34) + "head" + chr(34) if not index and len(box.lines) > 1 else ""}>'
-        f"{html.escape(line)}</text>"
-        for index, line in enumerate(box.lines)
-    ]
+    texts = []
+    for index, line in enumerate(box.lines):
+        head = ' class="head"' if index == 0 and len(box.lines) > 1 else ""
+        texts.append(f'<text x="{middle:.1f}" y="{top + LINE * index:.1f}"{head}>{html.escape(line)}</text>')
     return (
         f'<rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" rx="6"/>'
         + "".join(texts)
@@ -125,7 +124,8 @@ def _arrow(start: Box, end: Box, label: str) -> str:
     dx, dy = x2 - x1, y2 - y1
     length = (dx * dx + dy * dy) ** 0.5
     ux, uy = dx / length, dy / length
-    tip = f"{x2:.1f},{y2:.1f} {x2 - 8 * ux - 4 * uy:.1f},{y2 - 8 * uy + 4 * ux:.1f} {x2 - 8 * ux + 4 * uy:.1f},{y2 - 8 * uy - 4 * ux:.1f}"
+    corners = [(x2, y2), *((x2 - 8 * ux - side * uy, y2 - 8 * uy + side * ux) for side in (4, -4))]
+    tip = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
     text = f'<text class="label" x="{(x1 + x2) / 2 + 7:.1f}" y="{(y1 + y2) / 2 + 4:.1f}">{html.escape(label)}</text>'
     return (
         f'<path d="M{x1:.1f},{y1:.1f} L{x2 - 6 * ux:.1f},{y2 - 6 * uy:.1f}"/><polygon class="tip" points="{tip}"/>'

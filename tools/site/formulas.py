@@ -27,6 +27,7 @@ def svg(formula: str) -> str:
     source = " ".join(formula.split())
     for name, known in _OTHER_NAMES.items():
         source = re.sub(re.escape(name) + r"(?![a-zA-Z])", lambda _, known=known: known, source)
+    source = re.sub(r"\\sqrt\s+(\w)", r"\\sqrt{\1}", source)  # LaTeX takes one letter without braces, too
     source = f"${source}$"
     width, height, depth, _, _ = MathTextParser("path").parse(source, dpi=72, prop=_FONT)
     outline = TextPath((0, 0), source, prop=_FONT)
@@ -41,7 +42,8 @@ def svg(formula: str) -> str:
     return (
         f'<svg class="formula" role="img" aria-label="{label}" fill="currentColor" '
         f'viewBox="-0.3 {-height + depth - 0.3:.2f} {width + 0.6:.2f} {height + 0.6:.2f}" '
-        f'style="width:{(width + 0.6) / 10:.3f}em;height:{(height + 0.6) / 10:.3f}em;vertical-align:{-depth / 10:.3f}em">'
+        f'style="width:{(width + 0.6) / 10:.3f}em;height:{(height + 0.6) / 10:.3f}em;'
+        f'vertical-align:{-depth / 10:.3f}em">'
         f'<path d="{"".join(parts)}"/></svg>'
     )
 

@@ -1,4 +1,4 @@
-"""MkDocs' hooks: files of the repository that the site shows, generated pages, formulas, diagrams, and checks at the end."""
+"""MkDocs' hooks: files of the repository, generated pages, formulas, diagrams, and checks of the finished site."""
 
 import re
 import sys
@@ -19,6 +19,7 @@ from tools.site import api, benchmarks, checks, diagrams, formulas, links  # noq
 PLOTLY: Final = "assets/plotly.min.js"
 """Where pages with interactive plots load plotly.js from: the site itself."""
 
+_MATHJAX = re.compile(r"<script[^>]*\bsrc=[\"'][^\"']*mathjax[^>]*>\s*</script>", re.IGNORECASE)
 _DIAGRAM = re.compile(r"!\[(?P<alt>[^\]]+)\]\((?P<file>[^()\s]*diagrams/[\w-]+\.txt)\)")
 
 
@@ -90,7 +91,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Puts images in place of formulas. A notebook may have some that matplotlib cannot read; a page of docs may not."""
+    """Puts images in place of formulas. Notebooks may have some that matplotlib cannot read; docs may not."""
     try:
         content = formulas.with_images(content, strict=not page.file.src_uri.startswith("lesson/"))
     except ValueError as error:
@@ -99,7 +100,8 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Loads plotly.js on pages that draw with it."""
+    """Loads plotly.js on pages that draw with it, and no MathJax, which notebooks' templates load from a network."""
+    output = _MATHJAX.sub("", output)
     if page.file.src_uri.startswith("lesson/") and "Plotly" in output:
         depth = "../" * page.url.rstrip("/").count("/") + "../"
         output = output.replace("<head>", f'<head><script src="{depth}{PLOTLY}"></script>', 1)
