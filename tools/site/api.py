@@ -1,6 +1,7 @@
 """Which names the API reference has an entry for: every public name of the modules below."""
 
 import importlib
+import importlib.util
 import inspect
 import types
 from typing import Final
@@ -49,6 +50,14 @@ def public_names(module: str) -> list[str]:
     return sorted(names, key=str.lower)
 
 
+def path_of(module: str, name: str) -> str:
+    """Returns the path of an entry: the module's, or where the name is defined if a submodule has the same name."""
+    is_package = hasattr(importlib.import_module(module), "__path__")
+    if is_package and importlib.util.find_spec(f"{module}.{name}") is not None:
+        return f"{getattr(importlib.import_module(module), name).__module__}.{name}"
+    return f"{module}.{name}"
+
+
 def expanded(text: str, page: str) -> str:
     """Returns a page of the reference with an entry for each public name in place of the placeholder."""
     entries = []
@@ -59,13 +68,13 @@ def expanded(text: str, page: str) -> str:
                 entries.append(summary.split("\n\n")[0] + "\n")
         level = 3 if len(MODULES[page]) > 1 else 2
         for name in public_names(module):
-            entries.append(f"::: {module}.{name}\n    options:\n      heading_level: {level}\n")
+            entries.append(f"::: {path_of(module, name)}\n    options:\n      heading_level: {level}\n")
     return text.replace(PLACEHOLDER, "\n".join(entries))
 
 
 def expected_anchors() -> dict[str, set[str]]:
     """Returns the anchors that each page of the reference has to have."""
     return {
-        page: {f"{module}.{name}" for module in modules for name in public_names(module)}
+        page: {path_of(module, name) for module in modules for name in public_names(module)}
         for page, modules in MODULES.items()
     }
