@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-tpu test-tunix test-models test-all notebooks mutants soak lint format lock clean always
+.PHONY: help demo docs test test-tpu test-tunix test-models test-all notebooks mutants soak lint format lock clean always
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -59,6 +59,9 @@ NOTEBOOKS ?= notebooks/*.ipynb
 notebooks: $(READY) ## run the notebooks and compare what they print (NOTEBOOKS="--write FILE" keeps it)
 	PYTHONPATH=. $(BIN)/python tools/run_notebooks.py $(NOTEBOOKS)
 
+docs: $(READY) ## build the documentation into site/; any warning, dead link or missing entry of the API fails
+	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/mkdocs build --strict
+
 mutants: $(PTXAS)/.ready $(LIBTPU)/.ready ## plant faults in copies of the code; fail if the tests miss one
 	$(BIN)/python tools/mutants.py $(MUTANTS)
 
@@ -87,7 +90,7 @@ lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	"$$uv" pip compile --group libtpu --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-libtpu.lock
 
 clean: ## remove everything that was made here
-	rm -rf .venv $(PTXAS) $(LIBTPU) .tunix .tunix-source .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv site $(PTXAS) $(LIBTPU) .tunix .tunix-source .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml requirements.lock tools/make-venv.sh

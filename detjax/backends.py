@@ -39,6 +39,12 @@ def backend() -> str:
 
     Raises:
         ValueError: `DETJAX_BACKEND` names no backend.
+
+    Example:
+        >>> with detjax.use_backend("portable"):
+        ...     detjax.backend()
+        ...
+        'portable'
     """
     chosen = chosen_backend.value
     if chosen is not None:
@@ -66,6 +72,12 @@ def use_backend(name: str | None) -> Iterator[None]:
 
     Raises:
         ValueError: no backend has this name.
+
+    Example:
+        >>> with detjax.use_backend("stock"):
+        ...     detjax.backend()
+        ...
+        'stock'
     """
     if name is None:
         yield

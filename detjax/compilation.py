@@ -110,6 +110,10 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
     Raises:
         EnvironmentContradiction: see `check_environment`; when called.
         RuntimeError: the backend that was chosen has no kernels for this device; when called.
+
+    Example:
+        >>> detjax.jit(lambda x: 2 * x)(jnp.arange(3))
+        Array([0, 2, 4], dtype=int32)
     """
     if fn is None:
         return functools.partial(jit, **jit_arguments)

@@ -86,6 +86,10 @@ def fingerprint(device: Any = None) -> Fingerprint:
 
     Raises:
         EnvironmentContradiction: `XLA_FLAGS` names a file that cannot be read.
+
+    Example:
+        >>> detjax.fingerprint().contract_version == detjax.CONTRACT_VERSION
+        True
     """
     device = device or jax.devices()[0]
     return Fingerprint(

@@ -36,6 +36,10 @@ class KeyColumns:
 
     Attributes:
         width: how many columns.
+
+    Example:
+        >>> ops.KVPages(jnp.zeros((4, 1, 128, 24)), ops.KeyColumns(16)).v.width
+        16
     """
 
     width: int
@@ -50,6 +54,11 @@ class KVPages(NamedTuple):
     Attributes:
         k: pages of keys, of the queries' dtype or quantized.
         v: values in the same pages, of the same dtype or kind; or how many columns of the keys are the values.
+
+    Example:
+        >>> pages = jnp.zeros((4, 2, 128, 8))  # 4 pages, 2 heads, 128 tokens
+        >>> ops.KVPages(pages, pages).k.shape
+        (4, 2, 128, 8)
     """
 
     k: Float[Array, "P h S K"] | QuantizedPages
@@ -177,6 +186,11 @@ class Queries:
             slot `b`. See `detjax.request_state`.
         coordinates: what each query turns by under a rotary embedding with sections, `[B, T, A]` or packed `[N, A]`, as
             in prompts with images; None: its absolute position, in all sections.
+
+    Example:
+        >>> queries = ops.Queries(ops.contiguous_page_table(1, 5), start=jnp.array([0]), length=jnp.array([5]))
+        >>> queries.page_table.shape
+        (1, 1)
     """
 
     page_table: Int[Arrays, "B p"]

@@ -25,6 +25,11 @@ class QuantizedPages:
         codes: int8 or float8_e4m3fn `[P, h, S, K]`; for "q4_0", uint8 `[P, h, S, K / 2]`, two codes to a byte.
         scales: float32 `[P, h, S]`, one for each token and head; for "q4_0", float16 `[P, h, K / 32, S]`.
         kind: "int8", "fp8_e4m3" or "q4_0"; `detjax.contract` says what they mean.
+
+    Example:
+        >>> pages = ops.quantize_kv(jnp.ones((1, 1, 128, 32)), "q4_0")
+        >>> pages.codes.shape, pages.scales.dtype
+        ((1, 1, 128, 16), dtype('float16'))
     """
 
     codes: Num[Array, "P h S c"]

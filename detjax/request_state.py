@@ -73,6 +73,10 @@ def empty_inputs(slots: int, taps: int, channels: int, dtype: DTypeLike) -> Floa
     """Returns the last inputs of a causal convolution for requests without tokens.
 
     The input at position `i` lies at `i % rows`; there are `taps - 1 + DROPPABLE_TOKENS` rows.
+
+    Example:
+        >>> ops.empty_inputs(slots=2, taps=4, channels=8, dtype="float32").shape[2]
+        8
     """
     return jnp.zeros((slots, taps - 1 + DROPPABLE_TOKENS, channels), dtype)
 

@@ -24,6 +24,19 @@ class SamplingArrays(NamedTuple):
         top_p: the probability at which the likeliest tokens together are enough, so that no further one is kept; 1: all
             are kept.
         min_p: the share of the likeliest token's probability that a token needs to be kept; 0: all are kept.
+
+    Example:
+        >>> arrays = ops.SamplingArrays(
+        ...     seed=jnp.array([ops.seed_words(7)], jnp.uint32),
+        ...     position=jnp.array([5]),
+        ...     sample_index=jnp.array([0]),
+        ...     temperature=jnp.array([1.0]),
+        ...     top_k=jnp.array([2]),
+        ...     top_p=jnp.array([1.0]),
+        ...     min_p=jnp.array([0.0]),
+        ... )
+        >>> arrays.seed.shape
+        (1, 2)
     """
 
     seed: UInt32[Arrays, "B 2"]

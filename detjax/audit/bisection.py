@@ -150,6 +150,13 @@ def bisect(first: Trace, second: Trace, rows: Rows | None = None, *, isolate: bo
     Raises:
         ValueError: the batches have different sizes and no rows are named, a row does not exist, or functions that have
             to be isolated are not at hand or have different layers.
+
+    Example:
+        >>> traced = detjax.trace_digests(lambda x: jnp.sin(x) + 1, batch_axes=0)
+        >>> _, alone = traced(jnp.arange(1.0))
+        >>> _, among = traced(jnp.arange(4.0))
+        >>> print(detjax.bisect(alone, among, rows=(0, 0)).first)
+        None
     """
     _check_rows(first, second, rows)
     pairs = _pairs(first, second)

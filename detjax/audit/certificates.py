@@ -118,6 +118,11 @@ def certify(
         TypeError: an argument that has rows is not an array.
         ValueError: axes do not fit the arguments or results, there are no rows or no batches, or the function cannot be
             traced for such batches.
+
+    Example:
+        >>> certificate = detjax.certify(lambda x: x / jnp.max(x), (jnp.arange(1.0, 9.0).reshape(4, 2),))
+        >>> certificate.outcome.value
+        'refuted'
     """
     sizes = sorted(set(batch_sizes))
     if not sizes or sizes[0] < 1:

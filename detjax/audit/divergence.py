@@ -69,6 +69,10 @@ def divergence(sampler: Logprobs, trainer: Logprobs) -> Divergence:
 
     Raises:
         ValueError: the arrays are not float32 or not of the same lengths.
+
+    Example:
+        >>> detjax.divergence([np.float32([-1.0, -2.0])], [np.float32([-1.0, -2.0])]).k3
+        0.0
     """
     check_pairs("divergence", sampler, trainer)
     sampled, trained = (np.concatenate([np.empty(0, np.float32), *logprobs]) for logprobs in (sampler, trainer))

@@ -222,6 +222,12 @@ def trace_digests(
         ValueError: batches have different sizes or no rows, `batch_axes` does not fit, or the level is unknown; at once
             or when called.
         TypeError: an argument that has rows is not an array; when called.
+
+    Example:
+        >>> traced = detjax.trace_digests(lambda x: jnp.sin(x) + 1, batch_axes=0)
+        >>> result, trace = traced(jnp.arange(4.0))
+        >>> result.shape
+        (4,)
     """
     if level not in get_args(Level.__value__):
         raise ValueError(f"trace_digests: level is {level!r}; accepted: {', '.join(get_args(Level.__value__))}")

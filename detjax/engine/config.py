@@ -41,6 +41,10 @@ class EngineConfig:
         kv_cache_dtype: "int8", "fp8_e4m3" or "q4_0" quantize keys and values in the cache (`ops.quantize_kv`), which
             gives different numbers, as independent of everything else. Default: the model's dtype.
         top_logprobs: the most of the likeliest tokens that a request may ask for.
+
+    Example:
+        >>> detjax.EngineConfig(max_samples=8, token_budget=128).prefix_cache
+        True
     """
 
     max_samples: int = 64

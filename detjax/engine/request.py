@@ -29,6 +29,10 @@ class Request:
             all that another client has asked for. All requests without one are one client's.
 
     No bit of the answer depends on `cache_salt` and `client`.
+
+    Example:
+        >>> detjax.Request([3, 1, 4]).sampling.max_tokens
+        128
     """
 
     prompt: str | Sequence[int]
@@ -84,6 +88,10 @@ class Completion:
         sampling_logprobs: each token's logprob under the distribution that it was drawn from, after penalties, biases,
             masks, temperature and filters; float32 numbers, held exactly. Empty unless the request asks for them.
             `ops.sampling_logprobs` computes the same bits.
+
+    Example:
+        >>> detjax.Completion((5,), (-0.5,), (), " a", "length").finish_reason
+        'length'
     """
 
     tokens: tuple[int, ...]
@@ -117,6 +125,10 @@ class Generation:
         prompt: logprobs of the prompt, if the request asks for them.
         cached_tokens: tokens of the prompt whose keys and values the prefix cache had when the first sample got its
             slot. This number alone depends on other requests, so answers are compared without it.
+
+    Example:
+        >>> detjax.Generation((3, 1), (detjax.Completion((5,), (-0.5,), (), " a", "length"),)).completions[0].text
+        ' a'
     """
 
     prompt_tokens: tuple[int, ...]

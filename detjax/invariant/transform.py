@@ -38,7 +38,16 @@ _tracing = jax.make_user_context(False)
 
 
 class UnsafeFunction(ValueError):
-    """A function whose rows cannot be kept apart. Its message names the operations and their lines."""
+    """A function whose rows cannot be kept apart. Its message names the operations and their lines.
+
+    Example:
+        >>> try:
+        ...     detjax.batch_invariant(lambda x: x - jnp.mean(x, axis=0, keepdims=True))(jnp.ones((2, 3)))
+        ... except detjax.UnsafeFunction:
+        ...     print("rows would meet")
+        ...
+        rows would meet
+    """
 
 
 class UnsafeFunctionWarning(UserWarning):
@@ -77,6 +86,13 @@ def batch_invariant(
         TypeError: an argument that has rows is not an array, or fn is a class other than of NNX modules.
         UnsafeFunction: see `on_unsafe`; when called. A result has no axis of rows; when called.
         ValueError: batches have different sizes or no rows, or an option is unknown.
+
+    Example:
+        >>> w = jnp.ones((64, 8))
+        >>> fn = detjax.batch_invariant(lambda x: jnp.tanh(x @ w))
+        >>> x = jax.random.normal(jax.random.key(0), (5, 64))
+        >>> bool((fn(x)[3] == fn(x[3:4])[0]).all())
+        True
     """
     if on_unsafe not in get_args(OnUnsafe.__value__):
         accepted = ", ".join(get_args(OnUnsafe.__value__))

@@ -24,6 +24,12 @@ def append_keys(k: Float[Array, "*T h K"], kv: KVPages, queries: Queries) -> KVP
     Raises:
         TypeError: a dtype is not under contract, the pages' dtype is not k's, or there are pages of values.
         ValueError: shapes do not fit together.
+
+    Example:
+        >>> pages = jnp.zeros((1, 1, 128, 24))
+        >>> queries = ops.Queries(ops.contiguous_page_table(1, 5), start=jnp.array([0]), length=jnp.array([5]))
+        >>> ops.append_keys(jnp.ones((1, 5, 1, 24)), ops.KVPages(pages, ops.KeyColumns(16)), queries).k.sum()
+        Array(120., dtype=float32)
     """
     check_dtype("append_keys", k=k)
     check_kv("append_keys", k, kv)

@@ -75,6 +75,13 @@ def attention(
             or the mask does not hold booleans.
         ValueError: shapes do not fit together, an option is out of range, or packed queries are given with a mask.
         NotImplementedError: gradients are taken through quantized pages, or sinks with a sum meet rows that decode.
+
+    Example:
+        >>> x = jax.random.normal(jax.random.key(0), (1, 5, 2, 8))
+        >>> kv = ops.KVPages(ops.in_pages(x), ops.in_pages(x))
+        >>> queries = ops.Queries(ops.contiguous_page_table(1, 5), start=jnp.array([0]), length=jnp.array([5]))
+        >>> ops.attention(x, kv, queries).shape
+        (1, 5, 2, 8)
     """
     sinks, sinks_sum = value_and_sum(_ATTENTION.taking(sinks))
     _check_arrays(q, kv, queries, sinks)
@@ -189,6 +196,11 @@ def dot_product_attention(
     Raises:
         TypeError: see `attention`.
         ValueError: see `attention`.
+
+    Example:
+        >>> x = jax.random.normal(jax.random.key(0), (1, 5, 2, 8))
+        >>> ops.dot_product_attention(x, x, x).shape
+        (1, 5, 2, 8)
     """
     _check_mask("dot_product_attention", mask, q, k.shape[1], f"k being {k.shape}")
     kv, page_table = KVPages(in_pages(k), in_pages(v)), contiguous_page_table(*k.shape[:2])
@@ -203,6 +215,10 @@ def in_pages(x: Float[Array, "B t h K"]) -> Float[Array, "P h S K"]:
     """Returns keys or values as the pages that `contiguous_page_table` points to.
 
     The last page of a request ends in zeros.
+
+    Example:
+        >>> ops.in_pages(jnp.ones((1, 130, 2, 8))).shape  # two pages of 128 tokens
+        (2, 2, 128, 8)
     """
     kv_heads, width = x.shape[2:]
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % KV_BLOCK), (0, 0), (0, 0)))
@@ -210,7 +226,13 @@ def in_pages(x: Float[Array, "B t h K"]) -> Float[Array, "P h S K"]:
 
 
 def contiguous_page_table(batch: int, tokens: int) -> Int[Array, "B p"]:
-    """Returns the page table of requests whose pages follow one another, `ceil(tokens / contract.KV_BLOCK)` each."""
+    """Returns the page table of requests whose pages follow one another, `ceil(tokens / contract.KV_BLOCK)` each.
+
+    Example:
+        >>> ops.contiguous_page_table(2, 130)
+        Array([[0, 1],
+               [2, 3]], dtype=int32)
+    """
     pages = ceil_div(tokens, KV_BLOCK)
     return jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
 

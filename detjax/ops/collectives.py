@@ -38,6 +38,13 @@ def psum(x: PyTree[Array], axis_name: AxisName) -> Any:
     Raises:
         TypeError: a leaf has a different dtype.
         NameError: the mesh has no such axis; raised by JAX.
+
+    Example:
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("devices",))
+        >>> rows, all_of_it = jax.P("devices"), jax.P()
+        >>> add = jax.shard_map(lambda x: ops.psum(x, "devices"), mesh=mesh, in_specs=rows, out_specs=all_of_it)
+        >>> add(jnp.ones(3))
+        Array([1., 1., 1.], dtype=float32)
     """
 
     def sum_of_leaf(term: Array) -> Array:
@@ -60,6 +67,13 @@ def psum_scatter(x: PyTree[Array], axis_name: AxisName) -> Any:
         TypeError: a leaf has a different dtype.
         ValueError: the number of devices does not divide a leaf's first axis.
         NameError: the mesh has no such axis; raised by JAX.
+
+    Example:
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("devices",))
+        >>> rows = jax.P("devices")
+        >>> add = jax.shard_map(lambda x: ops.psum_scatter(x, "devices"), mesh=mesh, in_specs=rows, out_specs=rows)
+        >>> add(jnp.ones((3, 3))).shape
+        (3, 3)
     """
     devices = lax.axis_size(axis_name)
 

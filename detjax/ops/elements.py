@@ -75,6 +75,10 @@ def add(x: Float[Array, "*B"], y: Float[Array, "*B"]) -> Float[Array, "*B"]:
     Raises:
         TypeError: a dtype is not under contract, or y's is not x's.
         ValueError: the shapes differ, or the arrays are empty.
+
+    Example:
+        >>> ops.add(jnp.arange(3.0), jnp.ones(3))
+        Array([1., 2., 3.], dtype=float32)
     """
     check_dtype("add", x=x)
     check_dtype("add", like=x, y=y)
@@ -94,6 +98,10 @@ def scale(x: Float[Array, "*B"], factor: float) -> Float[Array, "*B"]:
     Raises:
         TypeError: x's dtype is not under contract.
         ValueError: the factor is not finite, or x is empty.
+
+    Example:
+        >>> ops.scale(jnp.arange(3.0), 0.5)
+        Array([0. , 0.5, 1. ], dtype=float32)
     """
     check_dtype("scale", x=x)
     check_not_empty("scale", x=x)
@@ -112,6 +120,10 @@ def sigmoid(x: Float32[Array, "*B"]) -> Float32[Array, "*B"]:
     Raises:
         TypeError: x is not float32.
         ValueError: x is empty.
+
+    Example:
+        >>> ops.sigmoid(jnp.zeros(2))
+        Array([0.5, 0.5], dtype=float32)
     """
     if x.dtype != jnp.float32:
         raise TypeError(f"sigmoid: x has dtype {x.dtype}; accepted: float32. Convert it first.")

@@ -32,6 +32,11 @@ def embed(tokens: Int[Array, "*B"], table: Weight) -> Float[Array, "*B D"]:
     Raises:
         TypeError: the table's dtype is not under contract, or tokens are not integers.
         ValueError: an array is empty.
+
+    Example:
+        >>> ops.embed(jnp.array([2, 0]), jnp.arange(6.0).reshape(3, 2))
+        Array([[4., 5.],
+               [0., 1.]], dtype=float32)
     """
     if isinstance(table, AccumulatedWeight):
         table = AccumulatedWeight(table.value, table.lookups)

@@ -28,6 +28,11 @@ def group_limited_ranks(
     Raises:
         TypeError: a dtype is not float32.
         ValueError: shapes do not fit together, groups have fewer than 2 experts, or there are fewer than are kept.
+
+    Example:
+        >>> scores = jnp.array([[0.1, 0.2, 0.8, 0.9]])
+        >>> ops.group_limited_ranks(scores, jnp.zeros(4), groups=2, kept=1).shape
+        (1, 4)
     """
     name, experts = "group_limited_ranks", scores.shape[1]
     for argument, array in {"scores": scores, "correction": correction}.items():

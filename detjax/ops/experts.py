@@ -48,6 +48,11 @@ def choose_experts(
     Raises:
         TypeError: a dtype is not float32.
         ValueError: shapes do not fit together, or there are fewer experts than a token chooses.
+
+    Example:
+        >>> ids, weights = ops.choose_experts(jnp.array([[0.1, 0.6, 0.3]]), 2, normalized=True)
+        >>> ids
+        Array([[1, 2]], dtype=int32)
     """
     for name, array in {"scores": scores, "ranks": ranks}.items():
         if array is not None and array.dtype != jnp.float32:
@@ -91,6 +96,11 @@ class ExpertRows:
         token: the token of each row, `[M]`, ascending within an expert; N for rows without one.
         place: the row of each token with each of its experts, `[N, count]`; M for an absent token.
         unit: a number of which M and all group sizes are multiples, for `grouped_matmul`.
+
+    Example:
+        >>> rows = ops.expert_rows(jnp.array([[1, 0], [1, 2]], jnp.int32), experts=3)
+        >>> rows.gather(jnp.array([[10.0], [20.0]]))[:, 0]
+        Array([10., 10., 20., 20.], dtype=float32)
     """
 
     group_sizes: Int32[Array, "E"]
@@ -128,6 +138,10 @@ def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array,
         ids: the experts of each token, none of them twice.
         experts: how many experts there are.
         present: whether a token is one; others belong to no expert. Default: all are.
+
+    Example:
+        >>> ops.expert_rows(jnp.array([[1, 0], [1, 2]], jnp.int32), experts=3).group_sizes
+        Array([1, 2, 1], dtype=int32)
     """
     check_integers("expert_rows", ids=ids)
     tokens, count = ids.shape
@@ -205,6 +219,12 @@ def combine_experts(
     Raises:
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together, or the aggregation is unknown.
+
+    Example:
+        >>> rows = ops.expert_rows(jnp.array([[1, 0]], jnp.int32), experts=2)
+        >>> y = rows.gather(jnp.array([[2.0]]))
+        >>> ops.combine_experts(y, jnp.array([[0.25, 0.75]]), rows)
+        Array([[2.]], dtype=float32)
     """
     if aggregation not in get_args(Aggregation):
         accepted = ", ".join(get_args(Aggregation))

@@ -76,6 +76,11 @@ def grouped_matmul(
         NotImplementedError: the backend has no kernels for it.
         TypeError: a dtype is not under contract, or w's dtype is not x's.
         ValueError: shapes do not fit together, or an option is unknown.
+
+    Example:
+        >>> x, w = jnp.ones((3, 2)), jnp.array([1.0, 10.0])[:, None, None] * jnp.ones((2, 2, 4))
+        >>> ops.grouped_matmul(x, w, jnp.array([1, 2]))[:, 0]
+        Array([ 2., 20., 20.], dtype=float32)
     """
     name = "grouped_matmul"
     (w, w_sum), (bias, bias_sum) = (

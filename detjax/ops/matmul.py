@@ -59,6 +59,11 @@ def matmul(
     Raises:
         TypeError: a dtype is not under contract, or w's dtype is not x's.
         ValueError: shapes do not fit together, or an option is unknown.
+
+    Example:
+        >>> x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
+        >>> ops.matmul(x, w, bias=jnp.ones(4), activation="relu")[0]
+        Array([4., 4., 4., 4.], dtype=float32)
     """
     (w, w_sum), (bias, bias_sum) = value_and_sum(_MATMUL.taking(w)), value_and_sum(_MATMUL.taking(bias))
     check_dtype("matmul", x=x, bias=bias, residual=residual)

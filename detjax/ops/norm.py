@@ -62,6 +62,10 @@ def rms_norm(
     Raises:
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together.
+
+    Example:
+        >>> ops.rms_norm(jnp.array([[3.0, 3.0]]), jnp.ones(2), eps=0.0)
+        Array([[1., 1.]], dtype=float32)
     """
     weight, weight_sum = value_and_sum(_RMS_NORM.taking(weight))
     check_dtype("rms_norm", x=x, weight=weight)

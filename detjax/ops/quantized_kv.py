@@ -30,6 +30,10 @@ def quantize_kv(x: Float[Array, "P h S K"], kind: KVQuantization) -> QuantizedPa
         TypeError: x's dtype is not under contract.
         ValueError: the kind is none of these, a page has another number of tokens, or "q4_0" is asked for and K is not
             a multiple of 32.
+
+    Example:
+        >>> ops.quantize_kv(jnp.ones((1, 1, 128, 32)), "int8").codes.dtype
+        dtype('int8')
     """
     check_dtype("quantize_kv", x=x)
     check_not_empty("quantize_kv", x=x)
@@ -49,6 +53,10 @@ def dequantize_kv(pages: QuantizedPages, dtype: DTypeLike) -> Float[Array, "P h 
     Raises:
         TypeError: the dtype is not under contract, or those of the pages do not belong to their kind.
         ValueError: the pages' shapes do not fit together.
+
+    Example:
+        >>> ops.dequantize_kv(ops.quantize_kv(jnp.ones((1, 1, 128, 32)), "q4_0"), "bfloat16").shape
+        (1, 1, 128, 32)
     """
     check_quantized("dequantize_kv", "pages", pages)
     dtype = jnp.dtype(dtype)

@@ -64,6 +64,11 @@ def rope(
     Raises:
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together.
+
+    Example:
+        >>> x = jnp.ones((1, 2, 1, 4))
+        >>> ops.rope(x, jnp.array([[0, 1]]), ops.RotaryEmbedding(4, 10000.0))[0, 0, 0]
+        Array([1., 1., 1., 1.], dtype=float32)
     """
     positions = _checked("rope", "x", x, positions, embedding)
     return _ROPE.call(_rope, x, positions, embedding=embedding)
@@ -103,6 +108,12 @@ def qk_rope(
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together, one of q_norm, k_norm and norm_eps is given without the others, or
             norm_offset is given without them.
+
+    Example:
+        >>> qkv = jnp.ones((1, 2, 4, 8))  # 2 query heads, 1 of keys, 1 of values
+        >>> q, k = ops.qk_rope(qkv, jnp.array([[0, 1]]), ops.RotaryEmbedding(8, 10000.0), heads=2, kv_heads=1)
+        >>> q.shape, k.shape
+        ((1, 2, 2, 8), (1, 2, 1, 8))
     """
     positions = _checked("qk_rope", "qkv", qkv, positions, embedding)
     if heads < 1 or kv_heads < 1 or heads + kv_heads > qkv.shape[-2]:

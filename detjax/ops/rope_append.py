@@ -72,6 +72,13 @@ def qk_rope_append_kv(
         TypeError: a dtype is not under contract, or the pages' dtype is not qkv's.
         ValueError: shapes do not fit together, one of q_norm, k_norm and norm_eps is given without the others, or
             norm_offset is given without them.
+
+    Example:
+        >>> qkv, pages = jnp.ones((1, 5, 4, 8)), jnp.zeros((1, 1, 128, 8))
+        >>> queries = ops.Queries(ops.contiguous_page_table(1, 5), start=jnp.array([0]), length=jnp.array([5]))
+        >>> q, kv = ops.qk_rope_append_kv(qkv, ops.KVPages(pages, pages), queries, ops.RotaryEmbedding(8, 10000.0))
+        >>> q.shape, kv.k.shape
+        ((1, 5, 2, 8), (1, 1, 128, 8))
     """
     _check_arrays(qkv, kv, queries, embedding)
     weights = norm_weights("qk_rope_append_kv", qkv, q_norm, k_norm, norm_eps, norm_offset)

@@ -15,14 +15,24 @@ from detjax.kv_pages import Queries
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation (Chen et al. 2023): every frequency divided by `factor`."""
+    """Position interpolation (Chen et al. 2023): every frequency divided by `factor`.
+
+    Example:
+        >>> ops.RotaryEmbedding(64, 10000.0, scaling=ops.LinearScaling(factor=2.0)).scaling.factor
+        2.0
+    """
 
     factor: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling: long wavelengths are slowed by `factor`, short ones kept, with a ramp between."""
+    """Llama 3.1's scaling: long wavelengths are slowed by `factor`, short ones kept, with a ramp between.
+
+    Example:
+        >>> ops.Llama3Scaling(8.0, 1.0, 4.0, 8192).original_max_position_embeddings
+        8192
+    """
 
     factor: float
     low_freq_factor: float
@@ -35,6 +45,10 @@ class YarnScaling:
     """YaRN (Peng et al. 2023): interpolation by parts, and a factor on the embedding that sharpens attention.
 
     `attention_factor` None means `0.1 * ln(factor) + 1`, with DeepSeek's two multipliers where both are given.
+
+    Example:
+        >>> ops.YarnScaling(4.0, 32768).beta_fast
+        32.0
     """
 
     factor: float
@@ -59,6 +73,10 @@ class RotaryEmbedding:
     and so on. If they are also `axial`, each section has the frequencies of a head of its width, from the fastest on.
     If they are `interleaved`, the coordinates take turns: with A of them, pair `i` turns by coordinate `i % A` if that
     is not the first one and has not had as many pairs as its section says, and else by the first.
+
+    Example:
+        >>> ops.RotaryEmbedding(head_dim=64, theta=10000.0).head_dim
+        64
     """
 
     head_dim: int

@@ -38,6 +38,10 @@ def l2_norm(x: Float[Array, "*B K"], *, eps: float) -> Float[Array, "*B K"]:
 
     Raises:
         TypeError: the dtype is not under contract.
+
+    Example:
+        >>> ops.l2_norm(jnp.array([[0.0, 2.0]]), eps=0.0)
+        Array([[0., 1.]], dtype=float32)
     """
     check_dtype("l2_norm", x=x)
     check_not_empty("l2_norm", x=x)
@@ -59,6 +63,10 @@ def gated_rms_norm(
     Raises:
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together.
+
+    Example:
+        >>> ops.gated_rms_norm(jnp.ones((1, 2)), jnp.zeros((1, 2)), jnp.ones(2), eps=1e-6)
+        Array([[0., 0.]], dtype=float32)
     """
     check_dtype("gated_rms_norm", x=x, weight=value_and_sum(weight)[0])
     check_dtype("gated_rms_norm", like=x, gate=gate)
@@ -79,6 +87,10 @@ def sigmoid_gated(x: Float[Array, "*B K"], gate: Float[Array, "*B #K"]) -> Float
     Raises:
         TypeError: a dtype is not under contract.
         ValueError: the shapes do not fit together.
+
+    Example:
+        >>> ops.sigmoid_gated(jnp.full((1, 2), 4.0), jnp.zeros((1, 2)))
+        Array([[2., 2.]], dtype=float32)
     """
     check_dtype("sigmoid_gated", x=x, gate=gate)
     if gate.shape != (*x.shape[:-1], 1):
@@ -103,6 +115,11 @@ def decay_and_rate(
     Raises:
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together.
+
+    Example:
+        >>> decay, rate = ops.decay_and_rate(jnp.zeros((1, 2)), jnp.zeros((1, 2)), jnp.zeros(2), jnp.zeros(2))
+        >>> rate
+        Array([[0.5, 0.5]], dtype=float32)
     """
     check_dtype("decay_and_rate", a=a, log_rate=value_and_sum(log_rate)[0], bias=value_and_sum(bias)[0])
     check_dtype("decay_and_rate", like=a, b=b)
@@ -127,6 +144,10 @@ def layer_norm(x: Float[Array, "*B D"], weight: Weight, bias: Weight, *, eps: fl
     Raises:
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together.
+
+    Example:
+        >>> ops.layer_norm(jnp.array([[1.0, 3.0]]), jnp.ones(2), jnp.zeros(2), eps=0.0)
+        Array([[-1.,  1.]], dtype=float32)
     """
     for name, given in {"weight": weight, "bias": bias}.items():
         check_dtype("layer_norm", x=x, **{name: value_and_sum(given)[0]})
@@ -146,6 +167,10 @@ def weighted_sum(x: Float[Array, "*B n D"], factors: Float32[Array, "*B n"]) -> 
     Raises:
         TypeError: a dtype is not under contract, or the factors are not float32.
         ValueError: the shapes do not fit together, or the arrays are empty.
+
+    Example:
+        >>> ops.weighted_sum(jnp.ones((1, 3, 2)), jnp.array([[1.0, 2.0, 3.0]]))
+        Array([[6., 6.]], dtype=float32)
     """
     check_dtype("weighted_sum", x=x)
     if factors.dtype != jnp.float32:

@@ -44,6 +44,21 @@ def sample(
     Raises:
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together.
+
+    Example:
+        >>> logits = jnp.array([[0.0, 2.0, 1.0]])
+        >>> arrays = ops.SamplingArrays(
+        ...     seed=jnp.array([ops.seed_words(7)], jnp.uint32),
+        ...     position=jnp.array([5]),
+        ...     sample_index=jnp.array([0]),
+        ...     temperature=jnp.array([1.0]),
+        ...     top_k=jnp.array([2]),
+        ...     top_p=jnp.array([1.0]),
+        ...     min_p=jnp.array([0.0]),
+        ... )
+        >>> token, logprob = ops.sample(logits, arrays)
+        >>> token.shape, logprob.dtype
+        ((1,), dtype('float32'))
     """
     _check("sample", logits, arrays)
     return _SAMPLE.call(_sample, logits, arrays, filtered=filtered)
@@ -87,6 +102,20 @@ def sampling_logprobs(
     Raises:
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together.
+
+    Example:
+        >>> logits = jnp.array([[0.0, 2.0, 1.0]])
+        >>> arrays = ops.SamplingArrays(
+        ...     seed=jnp.array([ops.seed_words(7)], jnp.uint32),
+        ...     position=jnp.array([5]),
+        ...     sample_index=jnp.array([0]),
+        ...     temperature=jnp.array([1.0]),
+        ...     top_k=jnp.array([2]),
+        ...     top_p=jnp.array([1.0]),
+        ...     min_p=jnp.array([0.0]),
+        ... )
+        >>> ops.sampling_logprobs(logits, jnp.array([1]), arrays).shape
+        (1,)
     """
     name = "sampling_logprobs"
     _check(name, logits, arrays)
@@ -132,6 +161,20 @@ def filter_logits(logits: Float[Array, "B V"], arrays: SamplingArrays) -> Float3
     Raises:
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together.
+
+    Example:
+        >>> logits = jnp.array([[0.0, 2.0, 1.0]])
+        >>> arrays = ops.SamplingArrays(
+        ...     seed=jnp.array([ops.seed_words(7)], jnp.uint32),
+        ...     position=jnp.array([5]),
+        ...     sample_index=jnp.array([0]),
+        ...     temperature=jnp.array([1.0]),
+        ...     top_k=jnp.array([2]),
+        ...     top_p=jnp.array([1.0]),
+        ...     min_p=jnp.array([0.0]),
+        ... )
+        >>> ops.filter_logits(logits, arrays)
+        Array([[-inf,   2.,   1.]], dtype=float32)
     """
     _check("filter_logits", logits, arrays)
     return _FILTER_LOGITS.call(_filter_logits, logits, arrays)
@@ -203,6 +246,10 @@ def constrain_logits(logits: Float[Array, "B V"], allowed: UInt32[Array, "B W"])
     Raises:
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together.
+
+    Example:
+        >>> ops.constrain_logits(jnp.zeros((1, 3)), jnp.array([[0b101]], jnp.uint32))
+        Array([[  0., -inf,   0.]], dtype=float32)
     """
     name = "constrain_logits"
     check_dtype(name, logits=logits)
@@ -224,6 +271,11 @@ def top_logprobs(logits: Float[Array, "B V"], count: int) -> tuple[Int32[Array, 
     Raises:
         TypeError: logits' dtype is not bfloat16, float16 or float32.
         ValueError: logits are empty, or count is not within the vocabulary.
+
+    Example:
+        >>> ids, logprobs = ops.top_logprobs(jnp.array([[0.0, 2.0, 1.0]]), 2)
+        >>> ids
+        Array([[1, 2]], dtype=int32)
     """
     check_dtype("top_logprobs", logits=logits)
     check_not_empty("top_logprobs", logits=logits)
@@ -242,6 +294,10 @@ def seed_words(seed: int) -> tuple[int, int]:
 
     Raises:
         ValueError: the seed is not within 0 to 2^64 - 1.
+
+    Example:
+        >>> ops.seed_words(7)
+        (0, 7)
     """
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed is {seed}; accepted: 0 to 2^64 - 1")

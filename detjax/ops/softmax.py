@@ -26,6 +26,10 @@ def softmax(x: Float[Array, "*B V"]) -> Float32[Array, "*B V"]:
     Raises:
         TypeError: x's dtype is not bfloat16, float16 or float32.
         ValueError: x is empty.
+
+    Example:
+        >>> ops.softmax(jnp.zeros((1, 4)))
+        Array([[0.25, 0.25, 0.25, 0.25]], dtype=float32)
     """
     _check("softmax", x)
     return _SOFTMAX.call(_softmax, x)
@@ -38,6 +42,10 @@ def log_softmax(x: Float[Array, "*B V"]) -> Float32[Array, "*B V"]:
     Raises:
         TypeError: x's dtype is not bfloat16, float16 or float32.
         ValueError: x is empty.
+
+    Example:
+        >>> ops.log_softmax(jnp.zeros((1, 2))).round(3)
+        Array([[-0.693, -0.693]], dtype=float32)
     """
     _check("log_softmax", x)
     return _LOG_SOFTMAX.call(_log_softmax, x)
@@ -60,6 +68,10 @@ def logsumexp(x: Float[Array, "*B V"]) -> Float32[Array, "*B"]:
     Raises:
         TypeError: x's dtype is not bfloat16, float16 or float32.
         ValueError: x is empty.
+
+    Example:
+        >>> ops.logsumexp(jnp.zeros((2, 4))).round(3)
+        Array([1.386, 1.386], dtype=float32)
     """
     _check("logsumexp", x)
     return _LOGSUMEXP.call(_logsumexp, x)

@@ -60,6 +60,11 @@ def token_logprobs(
         TypeError: a dtype is not under contract, or tokens are not integers.
         ValueError: shapes do not fit together, or the chunk is not a positive multiple of
             `contract.WEIGHT_GRADIENT_TOKENS`.
+
+    Example:
+        >>> hidden, head = jnp.ones((2, 4)), jnp.ones((8, 4))
+        >>> ops.token_logprobs(hidden, head, jnp.array([3, 5])).round(3)
+        Array([-2.079, -2.079], dtype=float32)
     """
     _check("token_logprobs", hidden, head, tokens, soft_cap, chunk)
     flat, ids = flat_rows(hidden), tokens.reshape(-1)
@@ -245,7 +250,13 @@ def _drawn_backward(distribution: Distribution, saved: tuple[Array, Array], grad
 
 
 def drawn_logits(logits: Float32[Array, "N V"], distribution: Distribution) -> Float32[Array, "N V"]:
-    """Returns logits after a distribution's temperature, which is not 0, with -inf for what cannot be drawn."""
+    """Returns logits after a distribution's temperature, which is not 0, with -inf for what cannot be drawn.
+
+    Example:
+        >>> from detjax.options import Distribution
+        >>> ops.drawn_logits(jnp.array([[0.0, 2.0, 1.0]]), Distribution(temperature=0.5))
+        Array([[0., 4., 2.]], dtype=float32)
+    """
     kept = filter_logits(logits, _arrays(len(logits), distribution)) if distribution.filtered else logits
     scaled = jnp.maximum(logits * (1 / jnp.float32(distribution.temperature)), LOWEST)
     return jnp.where(kept > -jnp.inf, scaled, -jnp.inf)

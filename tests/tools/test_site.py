@@ -1,0 +1,123 @@
+"""What makes the site: links between files, diagrams, formulas, entries of the API, and checks of the finished site."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.figures import ROOT
+from tools.site import api, benchmarks, checks, diagrams, formulas, links
+
+
+@pytest.mark.parametrize(
+    ("path", "address"),
+    [
+        ("docs/train.md", "train.md"),
+        ("CONTRIBUTING.md", "develop/contributing.md"),
+        ("notebooks/true_on_policy.ipynb", "lesson/true_on_policy.ipynb"),
+        ("benchmarks/results/demo-cpu.json", "files/benchmarks/results/demo-cpu.json"),
+        ("detjax/contract.py", "files/detjax/contract.py.txt"),
+    ],
+)
+def test_every_file_of_the_repository_has_an_address_on_the_site(path: str, address: str) -> None:
+    assert links.address(path) == address
+
+
+def test_links_to_files_lead_to_where_the_site_has_them() -> None:
+    text = (
+        "[7 s](../../benchmarks/results/demo-cpu.json#median(/runs/*/seconds)), [notes](../train.md#tunix), "
+        "[web](https://example.org/a.md), [none](../none.md), `[code](../../Makefile)`"
+    )
+    assert links.on_the_site(text, "docs/guide/engine.md") == (
+        "[7 s](../files/benchmarks/results/demo-cpu.json#median(/runs/*/seconds)), [notes](../train.md#tunix), "
+        "[web](https://example.org/a.md), [none](../none.md), `[code](../../Makefile)`"
+    )
+    assert links.linked_files(text, "docs/guide/engine.md") == {"benchmarks/results/demo-cpu.json"}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "docs" / "diagrams").glob("*.txt")), ids=lambda file: file.stem)
+def test_diagrams_are_drawn_with_every_box_and_their_text(file: Path) -> None:
+    image = diagrams.drawn(file.read_text(), "what it shows")
+    boxes = [line for line in file.read_text().splitlines() if "->" not in line and not line.startswith("#")]
+    assert image.count("<rect") == sum(line.count("|") + 1 for line in boxes)
+    assert 'aria-label="what it shows"' in image
+
+
+@pytest.mark.parametrize("source", ["a: A\nb: B\na -> c", "no box", "a: A\na => b"])
+def test_a_line_that_is_neither_a_row_nor_an_arrow_is_refused(source: str) -> None:
+    with pytest.raises(ValueError, match="is no"):
+        diagrams.drawn(source, "")
+
+
+def test_formulas_become_images_with_their_latex_as_text() -> None:
+    page = formulas.with_images(r'<p><span class="arithmatex">\(\frac{a}{\sqrt K} &lt; 1\)</span></p>')
+    assert 'aria-label="\\frac{a}{\\sqrt K} &lt; 1"' in page
+    assert "<path d=" in page and "arithmatex" not in page
+
+
+def test_a_formula_that_cannot_be_read_is_an_error_in_docs_and_shown_in_notebooks() -> None:
+    page = r'<div class="arithmatex">\[\nonsense{x}\]</div>'
+    with pytest.raises(ValueError, match="nonsense"):
+        formulas.with_images(page)
+    assert r"<code>\nonsense{x}</code>" in formulas.with_images(page, strict=False)
+
+
+def test_every_public_name_gets_an_entry() -> None:
+    from detjax import ops
+
+    index = api.expanded(api.PLACEHOLDER, "api/index.md")
+    assert all(
+        f"::: detjax.{name}\n" in index for name in ("generate", "Engine", "batch_invariant", "jit", "fingerprint")
+    )
+    assert "::: detjax.ops\n" not in index  # a module has a page of its own
+    entries = api.expanded(api.PLACEHOLDER, "api/ops.md")
+    public = [name for name in vars(ops) if not name.startswith("_") and callable(getattr(ops, name))]
+    assert len(public) > 50 and all(f"::: {api.path_of('detjax.ops', name)}\n" in entries for name in public)
+    assert all((ROOT / "docs" / page).read_text().count(api.PLACEHOLDER) == 1 for page in api.MODULES)
+    # A submodule that is named as its function is not what the entry shows.
+    assert api.path_of("detjax.ops", "matmul") == "detjax.ops.matmul.matmul"
+    assert api.path_of("detjax.ops", "rms_norm") == "detjax.ops.rms_norm"
+
+
+def test_benchmark_pages_show_what_the_result_files_have() -> None:
+    pages = benchmarks.pages()
+    assert benchmarks.seconds(benchmarks.result("serve-h200")["runs"]["order 1"]["seconds"]) == "7.66 s"
+    assert "| detjax | order 1 | 7.66 s | 100,203 |" in pages["benchmarks/serving.md"]
+    assert all(f"{file.name}]" in pages["benchmarks/index.md"] for file in benchmarks.RESULTS.glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(7.6604, "7.66 s"), (0.00435, "4.35 ms"), (1.2e-5, "12.0 µs"), (345.6, "346 s"), (None, "")]
+)
+def test_durations_have_the_unit_that_suits_them(value: float | None, text: str) -> None:
+    assert benchmarks.seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("page", "fault"),
+    [
+        ('<a href="none.html">a</a>', "leads nowhere"),
+        ('<a href="../other/#none">a</a>', "no place of its page"),
+        ('<a href="#none">a</a>', "no place of its page"),
+        ('<img src="../other/a.png">', "no alternative text"),
+        ('<script src="https://example.org/a.js"></script>', "from a network"),
+        ('<link rel="stylesheet" href="//fonts.example.org/a.css">', "from a network"),
+    ],
+)
+def test_a_fault_of_a_page_is_reported(page: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "expected_anchors", dict)
+    for name, content in (("page", page), ("other", '<h1 id="there">a</h1><a href="../page/">b</a>')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.html").write_text(content)
+    (tmp_path / "other" / "a.png").touch()
+    assert [line for line in checks.faults(tmp_path) if line.startswith("page/index.html") and fault in line]
+
+
+def test_a_site_without_faults_and_one_without_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "api" / "ops").mkdir(parents=True)
+    (tmp_path / "api" / "ops" / "index.html").write_text(
+        '<h2 id="detjax.ops.matmul">a</h2><a href="#detjax.ops.matmul">b</a><a href="https://example.org">c</a>'
+    )
+    monkeypatch.setattr(api, "expected_anchors", lambda: {"api/ops.md": {"detjax.ops.matmul"}})
+    assert not checks.faults(tmp_path)
+    monkeypatch.setattr(api, "expected_anchors", lambda: {"api/ops.md": {"detjax.ops.matmul", "detjax.ops.rope"}})
+    assert checks.faults(tmp_path) == ["api/ops.md: there is no entry for detjax.ops.rope"]
