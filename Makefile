@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-tpu test-tunix test-models test-all notebooks mutants soak lint format lock clean always
+.PHONY: help demo docs test test-tpu test-tunix test-models test-all notebooks mutants soak lint format lock clean always
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -58,6 +58,9 @@ NOTEBOOKS ?=
 notebooks: $(READY) ## run the notebooks from the first cell to the last (NOTEBOOKS=--write keeps what they print)
 	$(QUICK_COMPILER) $(BIN)/python tools/run_notebooks.py $(NOTEBOOKS) notebooks/*.ipynb
 
+docs: $(READY) ## build the documentation into site/; any warning, dead link or missing entry of the API fails
+	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/mkdocs build --strict
+
 mutants: $(PTXAS)/.ready $(LIBTPU)/.ready ## plant faults in copies of the code; fail if the tests miss one
 	$(BIN)/python tools/mutants.py $(MUTANTS)
 
@@ -92,7 +95,7 @@ lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	done
 
 clean: ## remove everything that was made here
-	rm -rf .venv $(PTXAS) $(LIBTPU) .tunix .tunix-source .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv site $(PTXAS) $(LIBTPU) .tunix .tunix-source .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml requirements.lock tools/make-venv.sh

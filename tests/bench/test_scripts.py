@@ -30,6 +30,7 @@ SCRIPTS = (
     "matmul",
     "norms",
     "on_policy",
+    "peer_vllm",
     "portable",
     "ready",
     "softmax_schedules",
@@ -68,6 +69,12 @@ def run_small(name: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 def test_every_script_is_tested() -> None:
     assert sorted(file.stem for file in BENCHMARKS.glob("*.py")) == sorted(SCRIPTS)
+
+
+def test_peer_vllm_draws_the_requests_of_the_engine(tmp_path: Path) -> None:
+    """vLLM is not installed here, so `--small` only draws requests: those of the recorded measurement."""
+    content = run_small("peer_vllm", tmp_path)
+    assert (content["requests"], content["prompt_tokens"], content["generated_tokens"]) == (1000, 132351, 100203)
 
 
 @pytest.mark.sampled(0)

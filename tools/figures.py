@@ -1,0 +1,327 @@
+"""Keeps the figures of README.md and docs/ equal to the results that were measured: nobody types a figure.
+
+    python tools/figures.py --check [FILE ...]
+    python tools/figures.py --write [FILE ...]
+
+A figure is a Markdown link. Its label is the number that people read, its target is a result file, and the fragment
+says where the number stands in the file:
+
+    [7.66 s](benchmarks/results/serve-h200.json#/runs/order%201/seconds)
+
+The fragment is an expression:
+
+| expression | value |
+|---|---|
+| `/runs/0/seconds` | the number at this JSON pointer (RFC 6901) |
+| `/rows/name=rope&tokens=8/seconds` | likewise; `key=value` stands for the item of a list whose key has this value |
+| `/a/seconds:/b/seconds` | the first number divided by the second |
+| `median(/runs/*/seconds)` | a reduction of all numbers that match; `*` stands for all items of a list or an object |
+| `mean(/reward/0..9)` | likewise; `first..last` stands for these items of a list, both included |
+| `geomean(/runs/*/a:/runs/*/b)` | a reduction of ratios |
+
+The reductions are `count`, `geomean`, `max`, `mean`, `median`, `min` and `sum`; `key=value` may match several items
+there. Spaces, parentheses, colons and percent signs within a key are percent-encoded, as in any URL.
+
+Results are in SI units without prefixes. A unit in the label scales the value: `4.35 ms` shows 0.00435. Where a file
+holds another unit, the unit stands behind the link. A label has to be the value rounded to the label's precision: to
+its decimals, or to its digits where a fraction's integer label ends in zeros (three digits at least). `--write` rounds
+again.
+
+A number with a unit of time, speed or share that is no such link is reported too, and so is a table's cell, other than
+the first of its row, that holds a bare number. `tools/typed_numbers.toml` lists those that nobody measured: limits,
+defaults, examples.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import statistics
+import sys
+import tomllib
+import urllib.parse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from decimal import ROUND_HALF_EVEN, Decimal
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+TYPED_NUMBERS: Final = ROOT / "tools" / "typed_numbers.toml"
+
+UNITS: Final[dict[str, Decimal]] = {
+    "": Decimal(1),
+    "h": Decimal(1) / 3600,
+    "minutes": Decimal(1) / 60,
+    "s": Decimal(1),
+    "seconds": Decimal(1),
+    "ms": Decimal("1e3"),
+    "us": Decimal("1e6"),
+    "µs": Decimal("1e6"),
+    "ns": Decimal("1e9"),
+    "%": Decimal(100),
+    "×": Decimal(1),
+    "times": Decimal(1),
+    "MB": Decimal("1e-6"),
+    "GB": Decimal("1e-9"),
+    "MiB": Decimal(1) / 2**20,
+    "GiB": Decimal(1) / 2**30,
+    "GB/s": Decimal("1e-9"),
+    "TB/s": Decimal("1e-12"),
+    "TFLOP/s": Decimal("1e-12"),
+    "tokens/s": Decimal(1),
+    "tokens a second": Decimal(1),
+}
+"""What the value is multiplied by where a label has the unit."""
+
+REDUCTIONS: Final[dict[str, Callable[[list[Decimal]], Decimal]]] = {
+    "count": lambda values: Decimal(len(values)),
+    "geomean": lambda values: Decimal(math.exp(statistics.fmean(math.log(value) for value in values))),
+    "max": max,
+    "mean": statistics.mean,
+    "median": statistics.median,
+    "min": min,
+    "sum": lambda values: sum(values, Decimal(0)),
+}
+
+_LINK = re.compile(
+    r"(?<!!)\[(?P<label>[^\[\]]+)\]\((?P<file>[^()\s#]+\.json)#(?P<expression>(?:[^()\s]|\([^()\s]*\))+)\)"
+)
+_LABEL = re.compile(r"(?P<sign>[-+−]?)(?P<digits>\d[\d,]*(?:\.\d+)?)(?P<exponent>e-?\d+)?\s?(?P<unit>\D.*)?")
+_NUMBER = r"(?<![\w.,-])\d(?:[\d,]*\d)?(?:\.\d+)?(?:e-?\d+)?"
+_MEASURED = re.compile(
+    rf"{_NUMBER}\s?(?:%|×(?!\s*\d)|(?:m|µ|u|n)?s\b|seconds?\b|minutes?\b|hours?\b|[kMGT]i?B/s|[GT]?FLOP/s"
+    rf"|tokens(?:/s| a second)\b|microseconds\b)|(?<![\w.,-])\d+\.\d+\s?times\b"
+)
+_BARE_CELL = re.compile(rf"{_NUMBER}")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A place where a page says something else than a result file, or where its source cannot be found."""
+
+    file: Path
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{os.path.relpath(self.file, ROOT)}:{self.line}: {self.message}"
+
+
+def without_code(text: str) -> str:
+    """Returns Markdown with blanks in place of all code and comments, so that offsets and lines stay as they are."""
+
+    def blank(match: re.Match[str]) -> str:
+        return re.sub(r"[^\n]", " ", match[0])
+
+    text = re.sub(r"<!--.*?-->", blank, text, flags=re.DOTALL)
+    text = re.sub(r"^( *)(```+|~~~+).*?^ *\2 *$", blank, text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"(?<=\n\n)(?: {4}.*\n)+", blank, text)
+    return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", blank, text, flags=re.DOTALL)
+
+
+def select(document: Any, pointer: str) -> list[Any]:
+    """Returns the values that a JSON pointer, with `*` and `key=value`, selects.
+
+    Raises:
+        LookupError: the pointer leads nowhere. The message names the segment and what there is in its place.
+    """
+    if not pointer.startswith("/"):
+        raise LookupError(f"{pointer!r} is no JSON pointer; accepted: a text that begins with '/'")
+    values = [document]
+    for segment in pointer[1:].split("/"):
+        name = urllib.parse.unquote(segment).replace("~1", "/").replace("~0", "~")
+        values = [item for value in values for item in _children(value, name)]
+    return values
+
+
+def _children(value: Any, name: str) -> list[Any]:
+    match value:
+        case dict() if name in value:
+            return [value[name]]
+        case dict() if name == "*":
+            return list(value.values())
+        case list() if name == "*":
+            return value
+        case list() if name.isdecimal() and int(name) < len(value):
+            return [value[int(name)]]
+        case list() if match := re.fullmatch(r"(\d+)\.\.(\d+)", name):
+            first, last = int(match[1]), int(match[2])
+            if not first <= last < len(value):
+                raise LookupError(f"there are no items {name!r}; there are {len(value)}")
+            return value[first : last + 1]
+        case list() if "=" in name:
+            wanted = dict(condition.split("=", 1) for condition in name.split("&"))
+            if items := [item for item in value if all(str(item.get(key)) == wanted[key] for key in wanted)]:
+                return items
+            there_are = [{key: item.get(key) for key in wanted} for item in value][:20]
+            raise LookupError(f"no item has {name!r}; there are {there_are}")
+        case dict():
+            raise LookupError(f"there is no {name!r}; there are {list(value)[:20]}")
+        case list():
+            raise LookupError(f"there is no {name!r}; there are {len(value)} items")
+        case _:
+            raise LookupError(f"there is no {name!r} in {value!r}")
+
+
+def evaluate(document: Any, expression: str) -> Decimal:
+    """Returns the number that an expression gives in a result file. The module's documentation lists the expressions.
+
+    Raises:
+        LookupError: the expression leads nowhere, or to several numbers, or to something that is no number.
+    """
+    terms = re.split(r":(?![^()]*\))", expression)
+    if len(terms) > 2:
+        raise LookupError(f"{expression!r} has {len(terms)} terms; accepted: one, or two with a colon between them")
+    values = [_term(document, term) for term in terms]
+    return values[0] / values[1] if len(values) == 2 else values[0]
+
+
+def _term(document: Any, term: str) -> Decimal:
+    if match := re.fullmatch(r"(\w+)\((.*)\)", term):
+        if match[1] not in REDUCTIONS:
+            raise LookupError(f"{match[1]!r} is no reduction; accepted: {', '.join(REDUCTIONS)}")
+        if match[1] == "count":
+            return Decimal(len(select(document, match[2])))
+        columns = [[_number(value) for value in select(document, pointer)] for pointer in match[2].split(":")]
+        counts = [len(column) for column in columns]
+        if len(set(counts)) > 1 or not counts[0]:
+            raise LookupError(f"{term!r} selects {counts} numbers; accepted: at least one, and as many of each")
+        return REDUCTIONS[match[1]]([row[0] / math.prod(row[1:]) for row in zip(*columns, strict=True)])
+    values = select(document, term)
+    if len(values) != 1:
+        raise LookupError(f"{term!r} selects {len(values)} values; accepted: one, or a reduction, as in median({term})")
+    return _number(values[0])
+
+
+def _number(value: Any) -> Decimal:
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        raise LookupError(f"{value!r} is no number")
+    return Decimal(value)
+
+
+def label_of(value: Decimal, label: str) -> str:
+    """Returns the label that shows a value as another label shows one: in its unit and with its precision.
+
+    Raises:
+        ValueError: the label is no number with a known unit.
+    """
+    match = _LABEL.fullmatch(label)
+    if match is None or (match["unit"] or "").strip() not in UNITS:
+        accepted = ", ".join(unit for unit in UNITS if unit)
+        raise ValueError(f"the label {label!r} is no number with one of the units {accepted}")
+    scaled = value * UNITS[(match["unit"] or "").strip()]
+    digits, exponent = match["digits"].replace(",", ""), match["exponent"]
+    decimals = len(digits.partition(".")[2])
+    if exponent:
+        mantissa, _, power = f"{scaled:.{decimals}e}".partition("e")
+        text = f"{mantissa}e{int(power)}"
+    elif "." not in digits and not _is_whole(value):
+        significant = max(3, len(digits.rstrip("0")))
+        text = str(_rounded(scaled, max(0, len(digits) - significant)))
+    else:
+        text = str(scaled.quantize(Decimal(1).scaleb(-decimals), ROUND_HALF_EVEN))
+    if "," in match["digits"] or (not exponent and abs(scaled) >= 100_000):
+        text = f"{Decimal(text):,}"
+    if text.startswith("-"):
+        text = ("−" if match["sign"] == "−" else "-") + text[1:]
+    elif match["sign"] == "+":
+        text = "+" + text
+    return text + label[len(match["sign"] + match["digits"] + (exponent or "")) :]
+
+
+def _is_whole(value: Decimal) -> bool:
+    return value == value.to_integral_value()
+
+
+def _rounded(value: Decimal, zeros: int) -> Decimal:
+    return Decimal(int((value / 10**zeros).quantize(Decimal(1), ROUND_HALF_EVEN)) * 10**zeros)
+
+
+def figures(text: str) -> Iterator[re.Match[str]]:
+    """Yields the links of a page to values in result files, with the groups `label`, `file` and `expression`."""
+    yield from _LINK.finditer(without_code(text))
+
+
+def checked(file: Path, text: str) -> tuple[str, list[Fault]]:
+    """Returns a page with the labels that its figures should have, and what is wrong with those that it has."""
+    faults, pieces, end, documents = [], [], 0, {}
+    for figure in figures(text):
+        line = text.count("\n", 0, figure.start()) + 1
+        label, source = figure["label"], (file.parent / figure["file"]).resolve()
+        pieces.append(text[end : figure.start("label")])
+        end = figure.end("label")
+        shown = label
+        try:
+            if source not in documents:
+                documents[source] = json.loads(source.read_text())
+            value = evaluate(documents[source], figure["expression"])
+            shown = label_of(value, label)
+            if shown != label:
+                faults.append(
+                    Fault(file, line, f"the label is {label!r}, and {figure['file']} has {float(value)!r}: {shown}")
+                )
+        except (LookupError, OSError, ValueError, ArithmeticError) as error:
+            faults.append(Fault(file, line, f"{label!r}: {figure['file']}#{figure['expression']}: {error}"))
+        pieces.append(shown)
+    return "".join([*pieces, text[end:]]), faults
+
+
+def typed(text: str) -> Iterator[tuple[int, str]]:
+    """Yields the line and the text of each number of a page that looks measured and is no link to a result."""
+    # A link's target is no prose, but the label of a link to anything else than a value is.
+    prose = _LINK.sub(lambda match: re.sub(r"[^\n]", "_", match[0]), without_code(text))
+    prose = re.sub(r"(?<=\])\([^()\s]*\)", lambda match: " " * len(match[0]), prose)
+    for number, line in enumerate(prose.split("\n"), 1):
+        yield from ((number, match[0]) for match in _MEASURED.finditer(line))
+        if line.lstrip().startswith("|"):
+            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+            yield from ((number, cell) for cell in cells[1:] if _BARE_CELL.fullmatch(cell))
+
+
+def allowed() -> dict[str, list[str]]:
+    """Returns the numbers that nobody measured, by the page that has them."""
+    return {page: entry["numbers"] for page, entry in tomllib.loads(TYPED_NUMBERS.read_text()).items()}
+
+
+def pages() -> list[Path]:
+    """Returns README.md and every page of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def faults_of(file: Path) -> list[Fault]:
+    """Returns what is wrong with a page: labels that are not their values, and numbers that somebody typed."""
+    text = file.read_text()
+    exceptions = allowed().get(os.path.relpath(file, ROOT), [])
+    if exceptions == ["*"]:
+        return checked(file, text)[1]
+    return checked(file, text)[1] + [
+        Fault(file, line, f"{number!r} is typed; accepted: a link to a value, or a line of tools/typed_numbers.toml")
+        for line, number in typed(text)
+        if number not in exceptions
+    ]
+
+
+def main() -> None:
+    """Checks or rewrites pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--check", action="store_true", help="say what is wrong; exit code 1 if anything is")
+    mode.add_argument("--write", action="store_true", help="write the labels that the results ask for")
+    parser.add_argument("files", nargs="*", type=Path, help="pages (default: README.md and docs)")
+    arguments = parser.parse_args()
+    faults = []
+    for file in [file.resolve() for file in arguments.files] or pages():
+        if arguments.write:
+            text = file.read_text()
+            if (shown := checked(file, text)[0]) != text:
+                file.write_text(shown)
+        faults += faults_of(file)
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Which names the API reference has an entry for: every public name of the modules below."""
+
+import importlib
+import inspect
+import types
+from typing import Final
+
+MODULES: Final = {
+    "api/index.md": ("detjax",),
+    "api/ops.md": ("detjax.ops",),
+    "api/models.md": ("detjax.models",),
+    "api/engine.md": ("detjax.engine",),
+    "api/audit.md": ("detjax.audit",),
+    "api/layers.md": ("detjax.nnx", "detjax.linen"),
+    "api/rl.md": (
+        "detjax.rl.functional",
+        "detjax.rl.trainer",
+        "detjax.rl.training",
+        "detjax.rl.rollouts",
+        "detjax.rl.losses",
+        "detjax.rl.advantages",
+        "detjax.rl.microbatches",
+        "detjax.rl.optimizers",
+    ),
+    "api/server.md": ("detjax.server",),
+    "api/contract.md": ("detjax.contract", "detjax.options"),
+}
+"""The modules of each page of the reference."""
+
+PLACEHOLDER: Final = "<!-- public names -->"
+
+
+def public_names(module: str) -> list[str]:
+    """Returns the names of functions and classes that a module offers: its own, and those that it passes on."""
+    loaded = importlib.import_module(module)
+    names = []
+    for name, value in vars(loaded).items():
+        if name.startswith("_") or isinstance(value, types.ModuleType):
+            continue
+        origin = getattr(value, "__module__", None)
+        # A package passes on what its modules define; a module's imports are its own affair.
+        is_package = hasattr(loaded, "__path__")
+        if (
+            callable(value)
+            and isinstance(origin, str)
+            and (origin.startswith("detjax") if is_package else origin == module)
+        ):
+            names.append(name)
+    return sorted(names, key=str.lower)
+
+
+def expanded(text: str, page: str) -> str:
+    """Returns a page of the reference with an entry for each public name in place of the placeholder."""
+    entries = []
+    for module in MODULES[page]:
+        if len(MODULES[page]) > 1:
+            entries.append(f"## {module}\n")
+            if summary := inspect.getdoc(importlib.import_module(module)):
+                entries.append(summary.split("\n\n")[0] + "\n")
+        level = 3 if len(MODULES[page]) > 1 else 2
+        for name in public_names(module):
+            entries.append(f"::: {module}.{name}\n    options:\n      heading_level: {level}\n")
+    return text.replace(PLACEHOLDER, "\n".join(entries))
+
+
+def expected_anchors() -> dict[str, set[str]]:
+    """Returns the anchors that each page of the reference has to have."""
+    return {
+        page: {f"{module}.{name}" for module in modules for name in public_names(module)}
+        for page, modules in MODULES.items()
+    }

@@ -1,0 +1,117 @@
+"""MkDocs' hooks: files of the repository that the site shows, generated pages, formulas, diagrams, and checks at the end."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Final
+
+import mkdocs.plugins
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.site import api, benchmarks, checks, diagrams, formulas, links  # noqa: E402
+
+PLOTLY: Final = "assets/plotly.min.js"
+"""Where pages with interactive plots load plotly.js from: the site itself."""
+
+_DIAGRAM = re.compile(r"!\[(?P<alt>[^\]]+)\]\((?P<file>[^()\s]*diagrams/[\w-]+\.txt)\)")
+
+
+def _copied(path: str, config: MkDocsConfig) -> File:
+    """Returns a file of the repository as a file of the site."""
+    return File.generated(
+        config, links.address(path), abs_src_path=str(ROOT / path), inclusion=InclusionLevel.NOT_IN_NAV
+    )
+
+
+@mkdocs.plugins.event_priority(100)
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds what lies outside of docs/, before mkdocs-jupyter looks for notebooks."""
+    for file in list(files):
+        if file.src_uri.startswith("diagrams/"):
+            files.remove(file)
+    pages = {file.src_uri: f"docs/{file.src_uri}" for file in files.documentation_pages()}
+    for path, page in links.PAGES.items():
+        if page not in pages and (ROOT / path).is_file() and path != "README.md":
+            files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
+            pages[page] = path
+    for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        path = f"notebooks/{notebook.name}"
+        files.append(File.generated(config, links.address(path), abs_src_path=str(notebook)))
+        pages[links.address(path)] = path
+    for page, text in benchmarks.pages().items():
+        files.append(File.generated(config, page, content=text))
+        pages[page] = f"docs/{page}"
+    copied = {f"benchmarks/results/{file.name}" for file in (ROOT / "benchmarks" / "results").iterdir()}
+    for page, source in pages.items():
+        if source == f"docs/{page}" and not (ROOT / source).is_file():
+            text = benchmarks.pages()[page]
+        else:
+            text = (ROOT / source).read_text()
+        copied |= links.linked_files(text, source)
+    for path in sorted(copied):
+        files.append(_copied(path, config))
+    for name, content in benchmarks.plots().items():
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Puts the notebooks that there are, and the benchmarks' pages, into the navigation."""
+    chapters = [links.address(f"notebooks/{path.name}") for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+    if (ROOT / "notebooks" / "README.md").is_file():
+        chapters.insert(0, "lesson/index.md")
+    for section in config.nav or []:
+        if "Lesson" in section:
+            section["Lesson"] = chapters
+        if "Benchmarks" in section:
+            section["Benchmarks"] = list(benchmarks.pages())
+    return config
+
+
+@mkdocs.plugins.event_priority(50)
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Makes entries of the API, diagrams, and links to files of the repository."""
+    source = links.source_of(page.file.src_uri)
+    if page.file.src_uri in api.MODULES:
+        markdown = api.expanded(markdown, page.file.src_uri)
+
+    def diagram(match: re.Match[str]) -> str:
+        file = (ROOT / source).parent / match["file"]
+        return f'<figure class="diagram-frame">{diagrams.drawn(file.read_text(), match["alt"])}</figure>'
+
+    markdown = _DIAGRAM.sub(diagram, markdown)
+    return links.on_the_site(markdown, source)
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Puts images in place of formulas. A notebook may have some that matplotlib cannot read; a page of docs may not."""
+    try:
+        content = formulas.with_images(content, strict=not page.file.src_uri.startswith("lesson/"))
+    except ValueError as error:
+        raise PluginError(f"{page.file.src_uri}: {error}") from error
+    return content
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Loads plotly.js on pages that draw with it."""
+    if page.file.src_uri.startswith("lesson/") and "Plotly" in output:
+        depth = "../" * page.url.rstrip("/").count("/") + "../"
+        output = output.replace("<head>", f'<head><script src="{depth}{PLOTLY}"></script>', 1)
+    return output
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Checks the finished site: entries of the API, links, alternative texts, and that nothing comes from a network."""
+    site = Path(config.site_dir)
+    if any("plotly.min.js" in file.read_text(errors="ignore") for file in (site / "lesson").rglob("*.html")):
+        import plotly.offline
+
+        (site / PLOTLY).write_text(plotly.offline.get_plotlyjs())
+    if faults := checks.faults(site):
+        raise PluginError("the site has faults:\n" + "\n".join(faults))
