@@ -1,6 +1,6 @@
 """A Flax model that knows nothing of detjax, and rows of it that do not depend on the batch.
 
-    python examples/flax_model.py
+python examples/flax_model.py
 """
 
 import jax

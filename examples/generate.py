@@ -1,6 +1,6 @@
 """Completions, and the bits that they have alone and in a batch.
 
-    python examples/generate.py [CHECKPOINT]
+python examples/generate.py [CHECKPOINT]
 """
 
 import sys

@@ -1,7 +1,7 @@
 """OpenAI's client against `detjax serve`, with one answer streamed and asked for again.
 
-    detjax serve detjax/demo/checkpoint --port 8000
-    python examples/openai_client.py http://localhost:8000/v1
+detjax serve detjax/demo/checkpoint --port 8000
+python examples/openai_client.py http://localhost:8000/v1
 """
 
 import sys
@@ -23,9 +23,7 @@ def main() -> None:
         print(chunk.choices[0].text, end="", flush=True)
         if (reported := chunk.choices[0].logprobs) is not None:
             logprobs += reported.token_logprobs or []
-    again = client.completions.create(
-        model=model, prompt=PROMPT, max_tokens=16, temperature=0.8, seed=7, logprobs=0
-    )
+    again = client.completions.create(model=model, prompt=PROMPT, max_tokens=16, temperature=0.8, seed=7, logprobs=0)
     reported = again.choices[0].logprobs
     print("\nthe second answer has the same bits:", reported is not None and reported.token_logprobs == logprobs)
     print("fingerprint:", again.system_fingerprint)

@@ -1,6 +1,6 @@
 """An engine that streams tokens to several tasks at once, while one of them leaves early.
 
-    python examples/stream.py [CHECKPOINT]
+python examples/stream.py [CHECKPOINT]
 """
 
 import asyncio

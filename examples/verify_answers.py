@@ -1,6 +1,6 @@
 """Whether answers are what the model answers: one forward pass over each, and no second generation.
 
-    python examples/verify_answers.py [CHECKPOINT]
+python examples/verify_answers.py [CHECKPOINT]
 """
 
 import dataclasses

@@ -60,7 +60,9 @@ def test_the_package_is_the_command() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "detjax 0.1.0\n", "")
 
 
-@pytest.mark.parametrize(("typed", "completed"), [("detjax gen", "generate"), ("detjax generate --kv", "--kv-cache-dtype")])
+@pytest.mark.parametrize(
+    ("typed", "completed"), [("detjax gen", "generate"), ("detjax generate --kv", "--kv-cache-dtype")]
+)
 def test_shells_complete_commands_and_options(typed: str, completed: str) -> None:
     words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     result = run(env={"_DETJAX_COMPLETE": "complete_bash"} | words, prog_name="detjax")

@@ -47,7 +47,9 @@ def test_a_container_copies_what_there_is_and_runs_without_privileges() -> None:
     lines = (ROOT / "Dockerfile").read_text().replace("\\\n", "").splitlines()
     steps = [line.split() for line in lines if line and not line.startswith("#")]
     sources = [name for step in steps if step[0] == "COPY" and "=" not in step[1] for name in step[1:-1]]
-    assert {name.replace("${ACCELERATOR}", of) for name in sources for of in ("cpu", "cuda13")} >= set(LOCKS)
+    assert {
+        name.replace("${ACCELERATOR}", accelerator) for name in sources for accelerator in ("cpu", "cuda13")
+    } >= set(LOCKS)
     sent = (ROOT / ".dockerignore").read_text()
     for name in sources:
         assert f"!{name.replace('${ACCELERATOR}', '*')}\n" in sent

@@ -2,11 +2,11 @@
 
     python -m tests.support.page_blocks README.md
 
-Blocks of Python share one namespace, and blocks of bash run in the working directory, in the order of the page. A block of
-`text` right after one is its output. Blocks without a language are output or forms to fill in, and are not run.
+Blocks of Python share one namespace, and blocks of bash run in the working directory, in the order of the page. A block
+of `text` right after one is its output. Blocks without a language are output or forms to fill in, and are not run.
 
-A block is not run if its first line ends in `test="skip: REASON"`, or if the comment `<!-- not run: REASON -->` stands before
-it. `<!-- runs until: URL -->` is for a server: it runs beside the blocks that follow, which wait until URL answers.
+A block is not run if its first line ends in `test="skip: REASON"`, or if the comment `<!-- not run: REASON -->` stands
+before it. `<!-- runs until: URL -->` is for a server: it runs beside those that follow, which wait for it.
 """
 
 import contextlib
