@@ -4,7 +4,6 @@ python examples/stream.py [CHECKPOINT]
 """
 
 import asyncio
-import contextlib
 import sys
 
 import detjax
@@ -17,11 +16,10 @@ async def text_of(engine: detjax.Engine, prompt: str, most: int) -> str:
     """Returns the text of an answer, of which `most` tokens are read; to leave the loop cancels the rest."""
     params = detjax.SamplingParams(max_tokens=16, temperature=0.8, seed=7)
     pieces = []
-    async with contextlib.aclosing(engine.stream(detjax.Request(prompt, params))) as tokens:
-        async for token in tokens:
-            pieces.append(token.text or "")
-            if len(pieces) == most:
-                break
+    async for token in engine.stream(detjax.Request(prompt, params)):
+        pieces.append(token.text or "")
+        if len(pieces) == most:
+            break
     return "".join(pieces)
 
 
