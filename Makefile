@@ -70,12 +70,13 @@ SOAK ?= load
 soak: $(READY) ## attack real servers for minutes (SOAK="kills --times 4" picks an attack; --help lists them)
 	$(BIN)/python -m tools.soak $(SOAK)
 
-lint: $(READY) ## check style, formatting, types, the direction of imports and the rules of language
+lint: $(READY) ## check style, formatting, types, the direction of imports, the rules of language and spelling
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/lint_language.py detjax benchmarks examples tests tools
+	$(BIN)/codespell README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md CODE_OF_CONDUCT.md docs notebooks detjax examples benchmarks tools
 
 format: $(READY) ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix
@@ -87,7 +88,12 @@ lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	@uv=$$(tools/find-uv.sh) && \
 	"$$uv" pip compile pyproject.toml --extra test --extra notebooks --extra docs $(COMPILE) $(LOCK_ARGS) --output-file requirements.lock && \
 	"$$uv" pip compile --group ptxas --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-ptxas.lock && \
-	"$$uv" pip compile --group libtpu --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-libtpu.lock
+	"$$uv" pip compile --group libtpu --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-libtpu.lock && \
+	for of in cpu cuda13; do \
+	  echo hatchling | "$$uv" pip compile pyproject.toml - --extra server --extra structured $$([ $$of = cpu ] || echo --extra $$of) \
+	    --constraint requirements.lock --constraint requirements-ptxas.lock --no-annotate $(COMPILE) $(LOCK_ARGS) \
+	    --output-file requirements-serve-$$of.lock || exit; \
+	done
 
 clean: ## remove everything that was made here
 	rm -rf .venv site $(PTXAS) $(LIBTPU) .tunix .tunix-source .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

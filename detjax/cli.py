@@ -42,7 +42,7 @@ _TRANSFER_GUARDS = (
 )
 """JAX's options that can forbid transfers of arrays."""
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @contextlib.contextmanager

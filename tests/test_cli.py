@@ -5,6 +5,8 @@ import dataclasses
 import json
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +53,21 @@ def error(result: Result) -> str:
 def test_version() -> None:
     result = run("--version")
     assert (result.exit_code, result.stdout) == (0, "detjax 0.1.0\n")
+
+
+def test_the_package_is_the_command() -> None:
+    command = [sys.executable, "-m", "detjax", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=FIXTURES.parents[1], check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "detjax 0.1.0\n", "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"), [("detjax gen", "generate"), ("detjax generate --kv", "--kv-cache-dtype")]
+)
+def test_shells_complete_commands_and_options(typed: str, completed: str) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    result = run(env={"_DETJAX_COMPLETE": "complete_bash"} | words, prog_name="detjax")
+    assert (result.exit_code, result.stdout.split()) == (0, [completed])
 
 
 def test_help_names_the_commands() -> None:
