@@ -1,0 +1,317 @@
+"""The causal convolution on Hopper GPUs (Mosaic GPU), with the L2 norm of heads behind it.
+
+A CTA has some columns of some tokens. It reads each input once: the inputs before a token are those of the rows before
+it, in registers, or, at a request's first tokens, those that its slot holds. Where a call is so short that no token
+overwrites what another one reads, the same CTA also writes the token's input to the slot, so that a decode step is a
+single kernel.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from detjax import compilation
+from detjax.contract import ACCUMULATOR, LANE_GROUP
+from detjax.numerics import ceil_div
+from detjax.pallas.hopper import device
+from detjax.pallas.hopper.device import WARPGROUP
+from detjax.pallas.hopper.mosaic.tiles import fma
+from detjax.pallas.hopper.mosaic.vectors import split_vectors
+from detjax.pallas.hopper.rows import broadcast, layout, logistic, rounded_squares, row_sums
+from detjax.portable import convolution as portable
+from detjax.request_state import RequestRows, with_last_inputs
+
+TAPS: Final = 4
+"""The inputs that a token meets, its own among them: as many as every published model has."""
+
+HEAD_WIDTHS: Final = (64, 128, 256)
+"""Columns of a head that may be normalized."""
+
+COLUMNS: Final = LANE_GROUP * WARPGROUP
+"""Columns of a token that a warpgroup has at once."""
+
+_TOKENS: Final = (8, 4, 2, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A convolution whose columns are heads of one width."""
+
+    tokens: int
+    """Number of tokens."""
+    heads: tuple[int, ...]
+    """Heads of each array that is returned, which follow one another in the inputs."""
+    width: int
+    """Columns of a head."""
+    dtype: jnp.dtype
+    """Dtype of inputs, weights and results."""
+
+    @property
+    def heads_at_once(self) -> int:
+        """Heads of a CTA, which are those of one result."""
+        return math.gcd(*self.heads, COLUMNS // self.width)
+
+    @property
+    def blocks(self) -> int:
+        """CTAs that share a token."""
+        return sum(self.heads) // self.heads_at_once
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How tokens are spread over CTAs; no bit depends on it."""
+
+    tokens: int
+    """Tokens of a CTA."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if no problem could be computed by this schedule."""
+        if self.tokens not in _TOKENS:
+            raise ValueError(f"Schedule: tokens is {self.tokens}; accepted: {', '.join(map(str, reversed(_TOKENS)))}")
+
+    def check(self, problem: Problem) -> None:
+        """Returns if a kernel of this schedule can compute the problem.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if problem.tokens < self.tokens:
+            raise ValueError(
+                f"Schedule: {self.tokens} tokens of a CTA; accepted: at most the {problem.tokens} tokens of the problem"
+            )
+
+
+def default_schedule(problem: Problem) -> Schedule:
+    """The schedule that serves the problem: the most tokens for each CTA with which all multiprocessors are busy."""
+    busy = 8 * device.multiprocessors()
+    fitting = (n for n in _TOKENS if n == 1 or ceil_div(problem.tokens, n) * problem.blocks >= busy)
+    return Schedule(next(n for n in fitting if n <= problem.tokens))
+
+
+def serves(channels: int, taps: int) -> bool:
+    """Whether there is a kernel for such a convolution. The portable program serves the others in all phases."""
+    return taps == TAPS and channels % HEAD_WIDTHS[0] == 0
+
+
+def forward(
+    x: Array, weight: Array, inputs: Array, rows: RequestRows, *, schedule: Schedule | None = None
+) -> tuple[Array, Array]:
+    """Returns the activated convolution `[N, C]` and the next inputs; see `detjax.portable.convolution.forward`.
+
+    Where the program may overwrite the last inputs, because they were donated to it, they are written in place. Rows
+    that are no tokens may be anything.
+    """
+    if not serves(weight.shape[0], weight.shape[2]):
+        compilation.require_pinned_program("causal_convolution")
+        return portable.forward(x, weight, inputs, rows)
+    width = next(width for width in reversed(HEAD_WIDTHS) if x.shape[1] % width == 0)
+    (y,), inputs = convolved_heads(x, weight, inputs, rows, heads=(x.shape[1] // width,), eps=(None,), schedule=schedule)
+    return y.reshape(x.shape), inputs
+
+
+def backward(
+    x: Array, weight: Array, inputs: Array, rows: RequestRows, weight_sum: Array | None, dy: Array
+) -> tuple[Array, Array]:
+    """Returns the gradients; see `detjax.portable.convolution.backward`, which computes them."""
+    compilation.require_pinned_program("causal_convolution")
+    return portable.backward(x, weight, inputs, rows, weight_sum, dy)
+
+
+def convolved_heads(
+    x: Array,
+    weight: Array,
+    inputs: Array,
+    rows: RequestRows,
+    *,
+    heads: tuple[int, ...],
+    eps: tuple[float | None, ...],
+    schedule: Schedule | None = None,
+) -> tuple[tuple[Array, ...], Array]:
+    """Returns heads `[N, heads[i], K]` of the activated convolution, and the next inputs.
+
+    Args:
+        x: rows `[N, W]` whose first columns are the convolution's inputs; further ones are not read.
+        weight: `[C, 1, TAPS]`, C being the columns of all heads.
+        inputs: the last inputs of each slot `[R, rows, C]`.
+        rows: where the tokens stand in their requests.
+        heads: the number of heads of each result.
+        eps: for each result what is added to the sum of a head's squares, by whose root the head is divided after it
+            was rounded; None: its heads are not normalized.
+        schedule: default: `default_schedule`'s.
+    """
+    width = weight.shape[0] // sum(heads)
+    problem = Problem(x.shape[0], heads, width, x.dtype)
+    schedule = schedule or default_schedule(problem)
+    schedule.check(problem)
+    slots, room = inputs.shape[:2]
+    operands = _Operands(
+        x.reshape(x.shape[0], -1, width),
+        weight.reshape(-1, width * TAPS),
+        inputs.reshape(slots, room, -1, width),
+        _Token.all_of(rows, x.shape[0], slots, room),
+    )
+    # The slot's oldest input that a token reads lies `room` before the first one that takes its place.
+    most = max(rows.most.others, 1)
+    if most > room - (TAPS - 1):
+        return _kernel(problem, schedule, eps, operands, writes=False), with_last_inputs(
+            inputs, x[:, : weight.shape[0]], rows
+        )
+    operands = operands._replace(inputs=jax.new_ref(operands.inputs))
+    results = _kernel(problem, schedule, eps, operands, writes=True)
+    return results, jax.freeze(operands.inputs).reshape(inputs.shape)
+
+
+class _Operands(NamedTuple):
+    """The arrays of a call, or references to them in the kernel."""
+
+    x: Any
+    """`[N, heads, K]`."""
+    weight: Any
+    """`[heads, K * TAPS]`."""
+    inputs: Any
+    """`[R, rows, heads, K]`, which the kernel may write."""
+    tokens: Any
+    """`[len(_Token._fields), N]`."""
+
+
+class _Token(NamedTuple):
+    """Where a row stands in its request. Rows that are no tokens stand at position 0 of a request that keeps none."""
+
+    slot: Array
+    """The slot of its request, or the nearest one that is there."""
+    position: Array
+    """Its absolute position."""
+    offset: Array
+    """How many tokens of its request stand before it in the call."""
+    kept: Array
+    """1 if its input is one of the last that the slot has room for, and the slot is there; 0 if not."""
+
+    @classmethod
+    def all_of(cls, rows: RequestRows, count: int, slots: int, room: int) -> Array:
+        """Returns what `at` reads of all rows. It follows from the queries alone, so layers share it."""
+        request, offset, present = rows.by_row(count)
+        slot, offset = rows.slot[request], offset * present
+        kept = (present > 0) & (offset >= rows.tokens[request] - room) & (slot >= 0) & (slot < slots)
+        position = (rows.start[request] + offset) * present
+        return jnp.stack(cls(jnp.clip(slot, 0, slots - 1), position, offset, kept.astype(jnp.int32)))
+
+    @classmethod
+    def at(cls, tokens: Any, row: Array) -> "_Token":
+        """Returns the token of a row, by a kernel."""
+        return cls(*(tokens[field, row] for field in range(len(cls._fields))))
+
+
+def _kernel(
+    problem: Problem, schedule: Schedule, eps: tuple[float | None, ...], operands: _Operands, *, writes: bool
+) -> tuple[Array, ...]:
+    """The results; with `writes`, tokens are written to their slots."""
+
+    def body(*refs: Any) -> None:
+        operands, results = _Operands(*refs[: len(_Operands._fields)]), refs[len(_Operands._fields) :]
+        _Cta(problem, schedule, operands, writes=writes).run(results, eps)
+
+    out = [jax.ShapeDtypeStruct((problem.tokens, count, problem.width), problem.dtype) for count in problem.heads]
+    return tuple(
+        plgpu.kernel(
+            body,
+            out_type=out,
+            grid=(ceil_div(problem.tokens, schedule.tokens), problem.blocks),
+            grid_names=("token", "block"),
+            kernel_name="causal_convolution",
+            compiler_params=plgpu.CompilerParams(
+                lowering_semantics=plgpu.LoweringSemantics.Lane,
+                # No input that is read is written, and the tokens that the last two CTAs share are written with equal
+                # bits.
+                unsafe_no_auto_barriers=True,
+            ),
+        )(*operands)
+    )
+
+
+class _Cta:
+    """One CTA: `heads_at_once` heads of `schedule.tokens` tokens."""
+
+    def __init__(self, problem: Problem, schedule: Schedule, operands: _Operands, *, writes: bool) -> None:
+        self.problem, self.schedule, self.operands, self.writes = problem, schedule, operands, writes
+        self.count, self.threads = problem.heads_at_once, problem.width // LANE_GROUP
+        self.shape = self.count, problem.width
+        self.layout = layout(self.count, self.threads)
+        self.block = lax.axis_index("block")
+        self.heads = pl.ds(self.block * self.count, self.count)
+        # The last CTA moves up to whole tokens: two CTAs then write the same bits to some.
+        self.first = jnp.minimum(lax.axis_index("token") * schedule.tokens, problem.tokens - schedule.tokens)
+
+    def run(self, results: Sequence[Any], eps: Sequence[float | None]) -> None:
+        """Computes the heads of the result to which they belong."""
+        ends = [*accumulate(self.problem.heads)]
+        for result, result_eps, end, count in zip(results, eps, ends, self.problem.heads, strict=True):
+            first = self.block * self.count
+            pl.when((first >= end - count) & (first < end))(
+                functools.partial(self.convolve, result, first - (end - count), result_eps)
+            )
+
+    def convolve(self, result: Any, first_head: Array, eps: float | None) -> None:
+        """Computes the heads, which are those of a result from `first_head` on."""
+        inputs = [self.load_input(token) for token in range(1 - TAPS, self.schedule.tokens)]
+        in_vectors = layout(self.count, self.threads, TAPS)
+        vectors = plgpu.load(self.operands.weight.at[self.heads], layout=in_vectors, optimized=False)
+        taps = split_vectors(vectors, layout=in_vectors, rows_layout=self.layout, parts=TAPS)
+        weights = [tap.astype(ACCUMULATOR) for tap in taps]
+        for index in range(self.schedule.tokens):
+            row = self.first + index
+            token = _Token.at(self.operands.tokens, row)
+            *earlier, own = inputs[index : index + TAPS]
+            earlier = lax.cond(
+                token.offset >= TAPS - 1, lambda: tuple(earlier), functools.partial(self.from_slot, token, earlier)
+            )
+            head = self.activated([*earlier, own], weights)
+            result[row, pl.ds(first_head, self.count)] = head if eps is None else self.normalized(head, eps)
+            if self.writes:
+                pl.when(token.kept > 0)(functools.partial(self.keep, token, own))
+
+    def load_input(self, token: int) -> Array:
+        """The input of a token, counted from the CTA's first one on; of an earlier row, or of row 0 before that."""
+        row = self.first + token
+        return self.load(self.operands.x.at[row if token >= 0 else jnp.maximum(row, 0), self.heads])
+
+    def from_slot(self, token: _Token, earlier: list[Array]) -> tuple[Array, ...]:
+        """The inputs before one of a request's first tokens in the call: of rows before it, of its slot, or zeros."""
+        room = self.operands.inputs.shape[1]
+        taken = []
+        for back, held in zip(range(TAPS - 1, 0, -1), earlier, strict=True):
+            place = lax.rem(token.position + (room - back), jnp.int32(room))
+            stored = self.load(self.operands.inputs.at[token.slot, place, self.heads])
+            stored = jnp.where(token.position >= back, stored, jnp.zeros_like(stored))
+            taken.append(jnp.where(token.offset >= back, held, stored))
+        return tuple(taken)
+
+    def keep(self, token: _Token, own: Array) -> None:
+        """Writes a token's input to its slot."""
+        place = lax.rem(token.position, jnp.int32(self.operands.inputs.shape[1]))
+        self.operands.inputs[token.slot, place, self.heads] = own
+
+    def load(self, ref: Any) -> Array:
+        return plgpu.load(ref, layout=self.layout, optimized=False)
+
+    def activated(self, inputs: Sequence[Array], weights: Sequence[Array]) -> Array:
+        """The activated sum of products, rounded: the first product is added to the second one, fused."""
+        wide = [x.astype(ACCUMULATOR) for x in inputs]
+        total = fma(wide[0], weights[0], wide[1] * weights[1], layout=self.layout)
+        for x, weight in zip(wide[2:], weights[2:], strict=True):
+            total = fma(x, weight, total, layout=self.layout)
+        return (total * logistic(total)).astype(self.problem.dtype)
+
+    def normalized(self, head: Array, eps: float) -> Array:
+        """Heads divided by their lengths."""
+        wide = head.astype(ACCUMULATOR)
+        scale = lax.rsqrt(row_sums([rounded_squares(wide)]) + eps)
+        return (wide * broadcast(scale, self.shape, 0, self.layout)).astype(self.problem.dtype)
