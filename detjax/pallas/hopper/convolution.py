@@ -1,4 +1,4 @@
-"""The causal convolution on Hopper GPUs (Mosaic GPU), with the L2 norm of heads behind it.
+"""The causal convolution on Hopper GPUs (Mosaic GPU).
 
 A CTA has some columns of some tokens. It reads each input once: the inputs before a token are those of the rows before
 it, in registers, or, at a request's first tokens, those that its slot holds. Where a call is so short that no token
@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -26,44 +25,42 @@ from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.mosaic.tiles import fma
 from detjax.pallas.hopper.mosaic.vectors import split_vectors
-from detjax.pallas.hopper.rows import broadcast, layout, logistic, rounded_squares, row_sums
+from detjax.pallas.hopper.rows import layout, logistic
 from detjax.portable import convolution as portable
 from detjax.request_state import RequestRows, with_last_inputs
 
 TAPS: Final = 4
 """The inputs that a token meets, its own among them: as many as every published model has."""
 
-HEAD_WIDTHS: Final = (64, 128, 256)
-"""Columns of a head that may be normalized."""
+WIDTH_UNIT: Final = 64
+"""Channels are a multiple of this number: a line of 128 bytes of bfloat16."""
 
 COLUMNS: Final = LANE_GROUP * WARPGROUP
-"""Columns of a token that a warpgroup has at once."""
+"""Columns of a token that a warpgroup has at once, at most."""
 
 _TOKENS: Final = (8, 4, 2, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A convolution whose columns are heads of one width."""
+    """Tokens and channels of a convolution."""
 
     tokens: int
     """Number of tokens."""
-    heads: tuple[int, ...]
-    """Heads of each array that is returned, which follow one another in the inputs."""
-    width: int
-    """Columns of a head."""
+    channels: int
+    """Columns of a token."""
     dtype: jnp.dtype
     """Dtype of inputs, weights and results."""
 
     @property
-    def heads_at_once(self) -> int:
-        """Heads of a CTA, which are those of one result."""
-        return math.gcd(*self.heads, COLUMNS // self.width)
+    def columns(self) -> int:
+        """Columns of a CTA."""
+        return math.gcd(self.channels, COLUMNS)
 
     @property
     def blocks(self) -> int:
         """CTAs that share a token."""
-        return sum(self.heads) // self.heads_at_once
+        return self.channels // self.columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +96,7 @@ def default_schedule(problem: Problem) -> Schedule:
 
 def serves(channels: int, taps: int) -> bool:
     """Whether there is a kernel for such a convolution. The portable program serves the others in all phases."""
-    return taps == TAPS and channels % HEAD_WIDTHS[0] == 0
+    return taps == TAPS and channels % WIDTH_UNIT == 0
 
 
 def forward(
@@ -113,9 +110,21 @@ def forward(
     if not serves(weight.shape[0], weight.shape[2]):
         compilation.require_pinned_program("causal_convolution")
         return portable.forward(x, weight, inputs, rows)
-    width = next(width for width in reversed(HEAD_WIDTHS) if x.shape[1] % width == 0)
-    (y,), inputs = convolved_heads(x, weight, inputs, rows, heads=(x.shape[1] // width,), eps=(None,), schedule=schedule)
-    return y.reshape(x.shape), inputs
+    problem = Problem(*x.shape, x.dtype)
+    schedule = schedule or default_schedule(problem)
+    schedule.check(problem)
+    slots, room = inputs.shape[:2]
+    tokens = _Token.all_of(rows, x.shape[0], slots, room)
+    by_block = (-1, problem.blocks, problem.columns)
+    vectors = weight.reshape(problem.blocks, problem.columns * TAPS)
+    operands = _Operands(x.reshape(by_block), vectors, inputs.reshape(slots, room, *by_block[1:]), tokens)
+    # The slot's oldest input that a token reads lies `room` before the first one that takes its place.
+    if max(rows.most.others, 1) > room - (TAPS - 1):
+        y = _kernel(problem, schedule, operands, writes=False)
+        return y.reshape(x.shape), with_last_inputs(inputs, x, rows)
+    operands = operands._replace(inputs=jax.new_ref(operands.inputs))
+    y = _kernel(problem, schedule, operands, writes=True)
+    return y.reshape(x.shape), jax.freeze(operands.inputs).reshape(inputs.shape)
 
 
 def backward(
@@ -126,59 +135,15 @@ def backward(
     return portable.backward(x, weight, inputs, rows, weight_sum, dy)
 
 
-def convolved_heads(
-    x: Array,
-    weight: Array,
-    inputs: Array,
-    rows: RequestRows,
-    *,
-    heads: tuple[int, ...],
-    eps: tuple[float | None, ...],
-    schedule: Schedule | None = None,
-) -> tuple[tuple[Array, ...], Array]:
-    """Returns heads `[N, heads[i], K]` of the activated convolution, and the next inputs.
-
-    Args:
-        x: rows `[N, W]` whose first columns are the convolution's inputs; further ones are not read.
-        weight: `[C, 1, TAPS]`, C being the columns of all heads.
-        inputs: the last inputs of each slot `[R, rows, C]`.
-        rows: where the tokens stand in their requests.
-        heads: the number of heads of each result.
-        eps: for each result what is added to the sum of a head's squares, by whose root the head is divided after it
-            was rounded; None: its heads are not normalized.
-        schedule: default: `default_schedule`'s.
-    """
-    width = weight.shape[0] // sum(heads)
-    problem = Problem(x.shape[0], heads, width, x.dtype)
-    schedule = schedule or default_schedule(problem)
-    schedule.check(problem)
-    slots, room = inputs.shape[:2]
-    operands = _Operands(
-        x.reshape(x.shape[0], -1, width),
-        weight.reshape(-1, width * TAPS),
-        inputs.reshape(slots, room, -1, width),
-        _Token.all_of(rows, x.shape[0], slots, room),
-    )
-    # The slot's oldest input that a token reads lies `room` before the first one that takes its place.
-    most = max(rows.most.others, 1)
-    if most > room - (TAPS - 1):
-        return _kernel(problem, schedule, eps, operands, writes=False), with_last_inputs(
-            inputs, x[:, : weight.shape[0]], rows
-        )
-    operands = operands._replace(inputs=jax.new_ref(operands.inputs))
-    results = _kernel(problem, schedule, eps, operands, writes=True)
-    return results, jax.freeze(operands.inputs).reshape(inputs.shape)
-
-
 class _Operands(NamedTuple):
     """The arrays of a call, or references to them in the kernel."""
 
     x: Any
-    """`[N, heads, K]`."""
+    """Inputs `[N, blocks, columns]`."""
     weight: Any
-    """`[heads, K * TAPS]`."""
+    """`[blocks, columns * TAPS]`."""
     inputs: Any
-    """`[R, rows, heads, K]`, which the kernel may write."""
+    """The last inputs of each slot `[R, rows, blocks, columns]`, which the kernel may write."""
     tokens: Any
     """`[len(_Token._fields), N]`."""
 
@@ -210,78 +175,59 @@ class _Token(NamedTuple):
         return cls(*(tokens[field, row] for field in range(len(cls._fields))))
 
 
-def _kernel(
-    problem: Problem, schedule: Schedule, eps: tuple[float | None, ...], operands: _Operands, *, writes: bool
-) -> tuple[Array, ...]:
-    """The results; with `writes`, tokens are written to their slots."""
+def _kernel(problem: Problem, schedule: Schedule, operands: _Operands, *, writes: bool) -> Array:
+    """The activated convolution; with `writes`, tokens are written to their slots."""
 
     def body(*refs: Any) -> None:
-        operands, results = _Operands(*refs[: len(_Operands._fields)]), refs[len(_Operands._fields) :]
-        _Cta(problem, schedule, operands, writes=writes).run(results, eps)
+        *references, result = refs
+        _Cta(problem, schedule, _Operands(*references), result, writes=writes).run()
 
-    out = [jax.ShapeDtypeStruct((problem.tokens, count, problem.width), problem.dtype) for count in problem.heads]
-    return tuple(
-        plgpu.kernel(
-            body,
-            out_type=out,
-            grid=(ceil_div(problem.tokens, schedule.tokens), problem.blocks),
-            grid_names=("token", "block"),
-            kernel_name="causal_convolution",
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Lane,
-                # No input that is read is written, and the tokens that the last two CTAs share are written with equal
-                # bits.
-                unsafe_no_auto_barriers=True,
-            ),
-        )(*operands)
-    )
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((problem.tokens, problem.blocks, problem.columns), problem.dtype),
+        grid=(ceil_div(problem.tokens, schedule.tokens), problem.blocks),
+        grid_names=("token", "block"),
+        kernel_name="causal_convolution",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            # No input that is read is written, and the tokens that the last two CTAs share are written with equal bits.
+            unsafe_no_auto_barriers=True,
+        ),
+    )(*operands)
 
 
 class _Cta:
-    """One CTA: `heads_at_once` heads of `schedule.tokens` tokens."""
+    """One CTA: a block of columns of `schedule.tokens` tokens."""
 
-    def __init__(self, problem: Problem, schedule: Schedule, operands: _Operands, *, writes: bool) -> None:
-        self.problem, self.schedule, self.operands, self.writes = problem, schedule, operands, writes
-        self.count, self.threads = problem.heads_at_once, problem.width // LANE_GROUP
-        self.shape = self.count, problem.width
-        self.layout = layout(self.count, self.threads)
-        self.block = lax.axis_index("block")
-        self.heads = pl.ds(self.block * self.count, self.count)
+    def __init__(self, problem: Problem, schedule: Schedule, operands: _Operands, result: Any, *, writes: bool) -> None:
+        self.schedule, self.operands, self.result, self.writes = schedule, operands, result, writes
+        self.threads, self.dtype = problem.columns // LANE_GROUP, problem.dtype
+        self.layout = layout(1, self.threads)
+        self.block = pl.ds(lax.axis_index("block"), 1)
         # The last CTA moves up to whole tokens: two CTAs then write the same bits to some.
         self.first = jnp.minimum(lax.axis_index("token") * schedule.tokens, problem.tokens - schedule.tokens)
 
-    def run(self, results: Sequence[Any], eps: Sequence[float | None]) -> None:
-        """Computes the heads of the result to which they belong."""
-        ends = [*accumulate(self.problem.heads)]
-        for result, result_eps, end, count in zip(results, eps, ends, self.problem.heads, strict=True):
-            first = self.block * self.count
-            pl.when((first >= end - count) & (first < end))(
-                functools.partial(self.convolve, result, first - (end - count), result_eps)
-            )
-
-    def convolve(self, result: Any, first_head: Array, eps: float | None) -> None:
-        """Computes the heads, which are those of a result from `first_head` on."""
+    def run(self) -> None:
+        """Loads all inputs, then computes one token after the other."""
         inputs = [self.load_input(token) for token in range(1 - TAPS, self.schedule.tokens)]
-        in_vectors = layout(self.count, self.threads, TAPS)
-        vectors = plgpu.load(self.operands.weight.at[self.heads], layout=in_vectors, optimized=False)
+        in_vectors = layout(1, self.threads, TAPS)
+        vectors = plgpu.load(self.operands.weight.at[self.block], layout=in_vectors, optimized=False)
         taps = split_vectors(vectors, layout=in_vectors, rows_layout=self.layout, parts=TAPS)
         weights = [tap.astype(ACCUMULATOR) for tap in taps]
         for index in range(self.schedule.tokens):
             row = self.first + index
             token = _Token.at(self.operands.tokens, row)
             *earlier, own = inputs[index : index + TAPS]
-            earlier = lax.cond(
-                token.offset >= TAPS - 1, lambda: tuple(earlier), functools.partial(self.from_slot, token, earlier)
-            )
-            head = self.activated([*earlier, own], weights)
-            result[row, pl.ds(first_head, self.count)] = head if eps is None else self.normalized(head, eps)
+            from_slot = functools.partial(self.from_slot, token, earlier)
+            earlier = lax.cond(token.offset >= TAPS - 1, functools.partial(tuple, earlier), from_slot)
+            self.result[row, self.block] = self.activated([*earlier, own], weights)
             if self.writes:
                 pl.when(token.kept > 0)(functools.partial(self.keep, token, own))
 
     def load_input(self, token: int) -> Array:
         """The input of a token, counted from the CTA's first one on; of an earlier row, or of row 0 before that."""
         row = self.first + token
-        return self.load(self.operands.x.at[row if token >= 0 else jnp.maximum(row, 0), self.heads])
+        return self.load(self.operands.x.at[row if token >= 0 else jnp.maximum(row, 0), self.block])
 
     def from_slot(self, token: _Token, earlier: list[Array]) -> tuple[Array, ...]:
         """The inputs before one of a request's first tokens in the call: of rows before it, of its slot, or zeros."""
@@ -289,7 +235,7 @@ class _Cta:
         taken = []
         for back, held in zip(range(TAPS - 1, 0, -1), earlier, strict=True):
             place = lax.rem(token.position + (room - back), jnp.int32(room))
-            stored = self.load(self.operands.inputs.at[token.slot, place, self.heads])
+            stored = self.load(self.operands.inputs.at[token.slot, place, self.block])
             stored = jnp.where(token.position >= back, stored, jnp.zeros_like(stored))
             taken.append(jnp.where(token.offset >= back, held, stored))
         return tuple(taken)
@@ -297,7 +243,7 @@ class _Cta:
     def keep(self, token: _Token, own: Array) -> None:
         """Writes a token's input to its slot."""
         place = lax.rem(token.position, jnp.int32(self.operands.inputs.shape[1]))
-        self.operands.inputs[token.slot, place, self.heads] = own
+        self.operands.inputs[token.slot, place, self.block] = own
 
     def load(self, ref: Any) -> Array:
         return plgpu.load(ref, layout=self.layout, optimized=False)
@@ -308,10 +254,4 @@ class _Cta:
         total = fma(wide[0], weights[0], wide[1] * weights[1], layout=self.layout)
         for x, weight in zip(wide[2:], weights[2:], strict=True):
             total = fma(x, weight, total, layout=self.layout)
-        return (total * logistic(total)).astype(self.problem.dtype)
-
-    def normalized(self, head: Array, eps: float) -> Array:
-        """Heads divided by their lengths."""
-        wide = head.astype(ACCUMULATOR)
-        scale = lax.rsqrt(row_sums([rounded_squares(wide)]) + eps)
-        return (wide * broadcast(scale, self.shape, 0, self.layout)).astype(self.problem.dtype)
+        return (total * logistic(total)).astype(self.dtype)

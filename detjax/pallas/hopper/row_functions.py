@@ -176,9 +176,7 @@ def _kernel(
 
     def body(*refs: Any) -> None:
         operands, results = refs[: -len(dtypes)], refs[-len(dtypes) :]
-        first = jnp.minimum(
-            lax.axis_index("tile") * schedule.rows(problem), problem.rows - schedule.rows(problem)
-        )
+        first = jnp.minimum(lax.axis_index("tile") * schedule.rows(problem), problem.rows - schedule.rows(problem))
         at_once = schedule.rows_at_once(problem)
         turns = [_Rows(problem, at_once, first + turn * at_once) for turn in range(schedule.turns)]
         held = [turn.load_all(operands[: len(rows)]) for turn in turns]

@@ -22,8 +22,8 @@ from detjax.pallas.hopper.device import WARP, WARPGROUP
 def layout(rows: int, threads: int, numbers: int = 1) -> Any:
     """The layout of pieces `[rows, LANE_GROUP * threads * numbers]`, in which `threads` threads hold each row.
 
-    A column is a vector of so many numbers. If the warpgroup has room for more than `rows` rows, it holds several copies of them. `rows` is a power of two up to
-    `128 / threads`.
+    A column is a vector of so many numbers. If the warpgroup has room for more than `rows` rows, it holds several
+    copies of them. `rows` is a power of two up to `128 / threads`.
     """
     columns = LANE_GROUP * threads * numbers
     rows_in_warp = max(1, min(WARP // threads, rows))

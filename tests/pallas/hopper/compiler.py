@@ -231,7 +231,9 @@ def causal_convolution(requests: int, tokens: int, dtype: str = "bfloat16") -> P
     return fn, [inputs, x, weight, *[array(requests, dtype="int32")] * 4]
 
 
-def row_function(name: str, rows: int, *widths: int, weights: int = 0, dtype: str = "bfloat16", **options: Any) -> Program:
+def row_function(
+    name: str, rows: int, *widths: int, weights: int = 0, dtype: str = "bfloat16", **options: Any
+) -> Program:
     """A function of arrays of rows of these widths, and of vectors of the first width."""
 
     def fn(*operands: jax.Array) -> Any:

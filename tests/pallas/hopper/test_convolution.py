@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -22,7 +21,7 @@ from tests.support.bits import assert_same_bits
 
 in_the_interpreter = pytest.mark.usefixtures("hopper_in_the_interpreter")
 
-CHANNELS, TAPS, LENGTH, ROOM = 64, convolution.TAPS, 60, 40
+CHANNELS, TAPS, LENGTH, ROOM = 64, convolution.TAPS, 42, 24
 """`ROOM` is the rows of a call of several tokens, most of which may be padding: one program serves all lengths."""
 
 
@@ -71,28 +70,25 @@ def on_portable(x: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, jax.Arra
 @in_the_interpreter
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-def test_calls_cut_anywhere_have_the_bits_of_the_portable_program(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_cut_anywhere_have_the_bits_of_the_portable_program(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = arrays(dtype)
     x[5:9] = 0  # Zeros have signs, too.
     whole, last = on_portable(x, weight)
     monkeypatch.setattr(convolution.portable, "forward", None)
-    for ends in ([ROOM, LENGTH], [1, 2, 3, 4, 5, 8, 25, 26, LENGTH]):
+    for ends in ([ROOM, LENGTH], [1, 2, 3, 4, 8, 9, 31, 32, LENGTH]):
         y, kept = in_calls(x, weight, ends)
         assert_same_bits(y, whole)
         assert_same_bits(kept, last)
-    assert_same_bits(in_calls(x, weight, range(1, LENGTH + 1))[0], whole)
 
 
 @in_the_interpreter
-def test_a_call_cut_at_any_position_has_the_bits_of_one() -> None:
+@pytest.mark.sampled(0)
+def test_calls_cut_at_every_position_have_the_bits_of_one() -> None:
     x, weight = arrays()
-    whole, last = on_portable(x, weight)
-    for cut in (*range(1, 10), 17, 20, 39, 40):
-        y, kept = in_calls(x, weight, [cut, cut + 20, LENGTH] if cut + 20 < LENGTH else [cut, LENGTH])
-        assert_same_bits(y, whole)
-        assert_same_bits(kept, last)
+    whole, _ = on_portable(x, weight)
+    assert_same_bits(in_calls(x, weight, range(1, LENGTH + 1))[0], whole)
+    for cut in range(1, 24):
+        assert_same_bits(in_calls(x, weight, [cut, cut + 18 if cut < 18 else cut + 1, LENGTH])[0], whole)
 
 
 @in_the_interpreter
@@ -103,16 +99,16 @@ def test_verify_steps_write_their_inputs_and_leave_no_trace_of_refused_drafts() 
     room = DROPPABLE_TOKENS
     _, kept = in_calls(x, weight, [16, 21], room)
     for accepted in (0, 3, room):
-        mixed = np.concatenate([x[: 21 + accepted], other[21 + accepted :]])
+        position = 21 + accepted
+        mixed = np.concatenate([x[:position], other[position:]])
         y, after = call(mixed, weight, kept, 21, 21 + room, room)
-        assert_same_bits(y[:accepted], whole[21 : 21 + accepted])
-        y, after = call(x, weight, after, 21 + accepted, 22 + accepted)
-        assert_same_bits(y, whole[21 + accepted : 22 + accepted])
-        assert_same_bits(call(x, weight, after, 22 + accepted, LENGTH)[0], whole[22 + accepted :])
+        assert_same_bits(y[:accepted], whole[21:position])
+        assert_same_bits(call(x, weight, after, position, position + 4, room)[0], whole[position : position + 4])
 
 
 @in_the_interpreter
-@pytest.mark.parametrize("rows", [40, DROPPABLE_TOKENS])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("rows", [DROPPABLE_TOKENS, 40])
 def test_packed_requests_slots_and_their_old_contents_change_no_bit(rows: int) -> None:
     """One request decodes, two have several tokens and one none; slots held NaN, and NaN stands between requests."""
     counts = [1, rows // 2, 0, 4]
@@ -141,26 +137,17 @@ def test_packed_requests_slots_and_their_old_contents_change_no_bit(rows: int) -
 
 
 @in_the_interpreter
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("heads", "width"), [((4, 8), 128), ((8, 16), 64)])
-def test_every_schedule_gives_the_bits_of_convolution_and_norm(heads: tuple[int, int], width: int) -> None:
-    """Queries and keys are normalized, values are not; columns behind them are not read."""
-    x, weight = arrays(channels=sum(heads) * width, length=12)
-    rows = RequestRows(*(jnp.array([n], jnp.int32) for n in (0, 0, 12, 0)), MostTokens(0, 12))
-    with detjax.use_backend("portable"):
-        y, last = call(x, weight, empty(x), 0, 12, 12)
-        parts = [y[:, : heads[0] * width].reshape(12, -1, width), y[:, heads[0] * width :].reshape(12, -1, width)]
-        expected = np.asarray(ops.l2_norm(jnp.asarray(parts[0]), eps=1e-6)), parts[1]
-    wide = jnp.concatenate([jnp.asarray(x), jnp.full((12, 2 * width), jnp.nan, x.dtype)], axis=1)
-    for tokens in (1, 4, 8):
-        options: dict[str, Any] = {"heads": heads, "eps": (1e-6, None), "schedule": Schedule(tokens)}
-        results, kept = convolution.convolved_heads(wide, jnp.asarray(weight), empty(x), rows, **options)
-        assert_same_bits([np.asarray(part, np.float32) for part in results[1:]], [expected[1].astype(np.float32)])
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("channels", [192, 1024])
+def test_every_schedule_gives_the_same_bits(channels: int) -> None:
+    x, weight = arrays(channels=channels, length=13)
+    rows = RequestRows(*(jnp.array([n], jnp.int32) for n in (0, 0, 13, 0)), MostTokens(0, 13))
+    whole, last = on_portable(x, weight)
+    for tokens in (2, 4, 8):
+        operands = jnp.asarray(x), jnp.asarray(weight), empty(x), rows
+        y, kept = convolution.forward(*operands, schedule=Schedule(tokens))
+        assert_same_bits(np.asarray(y), whole)
         assert_same_bits(kept, last)
-        # The interpreter adds squares in an order of its own: the norms may differ by an ulp.
-        given, wanted = (np.asarray(part, np.float32) for part in (results[0], expected[0]))
-        assert np.mean(given != wanted) < 0.01
-        np.testing.assert_allclose(given, wanted, rtol=2**-7)
 
 
 @in_the_interpreter
@@ -189,8 +176,8 @@ def test_gradients_are_those_of_the_portable_program() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 8192])
 def test_there_is_a_schedule_for_every_number_of_tokens(tokens: int) -> None:
-    for heads, width in (((64,), 128), ((1,), 64), ((16, 16, 32), 128)):
-        problem = Problem(tokens, heads, width, jnp.dtype("bfloat16"))
+    for channels in (64, 192, 8192, 10240):
+        problem = Problem(tokens, channels, jnp.dtype("bfloat16"))
         convolution.default_schedule(problem).check(problem)
 
 
@@ -198,7 +185,7 @@ def test_schedules_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="tokens is 3; accepted: 1, 2, 4, 8"):
         Schedule(3)
     with pytest.raises(ValueError, match="4 tokens of a CTA; accepted: at most the 3 tokens"):
-        Schedule(4).check(Problem(3, (1,), 128, jnp.dtype("bfloat16")))
+        Schedule(4).check(Problem(3, 128, jnp.dtype("bfloat16")))
 
 
 @pytest.mark.sampled(1)
@@ -221,7 +208,9 @@ def test_convolutions_lower_for_cuda(channels: int, tokens: int) -> None:
 @pytest.mark.parametrize("channels", [8192, 64])
 def test_every_phase_has_the_same_bits_on_the_device(channels: int, dtype: str) -> None:
     random = np.random.default_rng(0)
-    x, weight = (random.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in ((300, channels), (channels, 1, 4)))
+    x, weight = (
+        random.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in ((300, channels), (channels, 1, 4))
+    )
     with detjax.use_backend("hopper"):
         whole, last = in_calls(x, weight, [300], 300)
         for step in (1, 2, 5, 16, 17, 64, 100):

@@ -67,7 +67,9 @@ def on_portable(fn: Callable[..., Any], arrays: list[jax.Array]) -> Any:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_functions_have_the_bits_of_the_portable_program(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_have_the_bits_of_the_portable_program(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fn, arrays = SHAPES[name][0], arguments(name, dtype)
     expected = on_portable(fn, arrays)
     monkeypatch.setattr(row_functions.portable, "forward", None)
@@ -123,7 +125,12 @@ def test_the_portable_program_serves_what_has_no_kernel(monkeypatch: pytest.Monk
     def served(function: str, *shapes: tuple[int, ...]) -> bool:
         return row_functions.problem_of(tuple(jnp.zeros(shape) for shape in shapes), function) is not None
 
-    assert [served("l2_norm", (5, width)) for width in (1, 24, 80, 128, 6144, 8192)] == [False, False, *[True] * 3, False]
+    assert [served("l2_norm", (5, width)) for width in (1, 24, 80, 128, 6144, 8192)] == [
+        False,
+        False,
+        *[True] * 3,
+        False,
+    ]
     # The mean of 80 numbers is a product that XLA may fuse.
     assert [served("gated_rms_norm", *[(5, width)] * 2) for width in (80, 128)] == [False, True]
     assert served("weighted_sum", (5, 4, 1152), (5, 4)) and served("sigmoid_gated", (5, 4096), (5, 1))

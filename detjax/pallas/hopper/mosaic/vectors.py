@@ -22,9 +22,7 @@ def _parts(x: Any, *, layout: Any, rows_layout: Any, parts: int) -> Any:
     return (plgpu.ShapeDtypeStruct(shape, x.dtype, layout=rows_layout),) * parts
 
 
-@primitive(
-    twin=_plain_split_vectors, args=lambda x, *, layout, rows_layout, parts: (layout,), out=_parts
-)
+@primitive(twin=_plain_split_vectors, args=lambda x, *, layout, rows_layout, parts: (layout,), out=_parts)
 def split_vectors(x: Any, *, layout: Any, rows_layout: Any, parts: int) -> Any:
     """The parts of vectors of so many numbers, `[rows, columns * parts]`, as arrays `[rows, columns]`.
 
