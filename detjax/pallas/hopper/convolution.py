@@ -30,7 +30,7 @@ from detjax.portable import convolution as portable
 from detjax.request_state import RequestRows, with_last_inputs
 
 TAPS: Final = 4
-"""The inputs that a token meets, its own among them: as many as every published model has."""
+"""The inputs that a token meets, its present one among them: as many as every published model has."""
 
 WIDTH_UNIT: Final = 64
 """Channels are a multiple of this number: a line of 128 bytes of bfloat16."""
@@ -217,12 +217,12 @@ class _Cta:
         for index in range(self.schedule.tokens):
             row = self.first + index
             token = _Token.at(self.operands.tokens, row)
-            *earlier, own = inputs[index : index + TAPS]
+            *earlier, present = inputs[index : index + TAPS]
             from_slot = functools.partial(self.from_slot, token, earlier)
             earlier = lax.cond(token.offset >= TAPS - 1, functools.partial(tuple, earlier), from_slot)
-            self.result[row, self.block] = self.activated([*earlier, own], weights)
+            self.result[row, self.block] = self.activated([*earlier, present], weights)
             if self.writes:
-                pl.when(token.kept > 0)(functools.partial(self.keep, token, own))
+                pl.when(token.kept > 0)(functools.partial(self.keep, token, present))
 
     def load_input(self, token: int) -> Array:
         """The input of a token, counted from the CTA's first one on; of an earlier row, or of row 0 before that."""
@@ -240,10 +240,10 @@ class _Cta:
             taken.append(jnp.where(token.offset >= back, held, stored))
         return tuple(taken)
 
-    def keep(self, token: _Token, own: Array) -> None:
+    def keep(self, token: _Token, present: Array) -> None:
         """Writes a token's input to its slot."""
         place = lax.rem(token.position, jnp.int32(self.operands.inputs.shape[1]))
-        self.operands.inputs[token.slot, place, self.block] = own
+        self.operands.inputs[token.slot, place, self.block] = present
 
     def load(self, ref: Any) -> Array:
         return plgpu.load(ref, layout=self.layout, optimized=False)
