@@ -110,7 +110,7 @@ def forward(
     if not serves(weight.shape[0], weight.shape[2]):
         compilation.require_pinned_program("causal_convolution")
         return portable.forward(x, weight, inputs, rows)
-    problem = Problem(*x.shape, x.dtype)
+    problem = Problem(x.shape[0], x.shape[1], x.dtype)
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
     slots, room = inputs.shape[:2]

@@ -146,7 +146,8 @@ def forward(
     schedule.check(problem)
     dtypes = (ACCUMULATOR, ACCUMULATOR) if function == "decay_and_rate" else (rows[0].dtype,)
     results = _kernel(problem, schedule, functools.partial(_FUNCTIONS[function], **options), rows, weights, dtypes)
-    return results if len(results) > 1 else results[0]
+    first, *others = results
+    return results if others else first
 
 
 def backward(
