@@ -150,6 +150,24 @@ def test_every_schedule_gives_the_same_bits(channels: int) -> None:
         assert_same_bits(kept, last)
 
 
+def test_only_calls_in_which_no_token_overwrites_what_another_one_reads_write_in_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The interpreter runs CTAs in their order, so it does not show such a conflict."""
+    written = []
+
+    def kernel(problem: Problem, *_: object, writes: bool) -> jax.Array:
+        written.append(writes)
+        return jnp.zeros((problem.tokens, problem.blocks, problem.columns), problem.dtype)
+
+    monkeypatch.setattr(convolution, "_kernel", kernel)
+    for tokens in (1, DROPPABLE_TOKENS, DROPPABLE_TOKENS + 1, 100):
+        x, weight = arrays(length=tokens)
+        rows = RequestRows(*(jnp.array([n], jnp.int32) for n in (0, 0, tokens, 0)), most=MostTokens(0, tokens))
+        convolution.forward(jnp.asarray(x), jnp.asarray(weight), empty(x), rows)
+    assert written == [True, True, False, False]
+
+
 @in_the_interpreter
 def test_the_portable_program_serves_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(8192, 4), (64, 4), (24, 4), (8192, 3), (96, 4)]
