@@ -150,3 +150,22 @@ class RequestRows(NamedTuple):
         inside = (row[:, None] >= self.first[None]) & (row[:, None] < (self.first + self.tokens)[None])
         request = jnp.argmax(inside, axis=1).astype(jnp.int32)
         return request, row - self.first[request], jnp.any(inside, axis=1).astype(jnp.int32)
+
+
+def with_last_inputs(inputs: Array, x: Array, rows: RequestRows) -> Float[Array, "R rows C"]:
+    """Returns the last inputs with those of a call in them: the last of each request, as many as there is room for.
+
+    Args:
+        inputs: those before the call; see `empty_inputs`.
+        x: the call's inputs `[N, C]`.
+        rows: where they stand in their requests.
+    """
+    slots, room = inputs.shape[:2]
+    request, offset, present = rows.by_row(x.shape[0])
+    kept = (present > 0) & (offset >= rows.tokens[request] - room)
+    place = rows.slot[request] * room + (rows.start[request] + offset) % room
+    # Rows that are not kept have places that do not exist, and all differ.
+    nowhere = slots * room + jnp.arange(x.shape[0], dtype=jnp.int32)
+    flat = inputs.reshape(slots * room, -1)
+    flat = flat.at[jnp.where(kept, place, nowhere)].set(x, mode="drop", unique_indices=True)
+    return flat.reshape(inputs.shape)

@@ -1,26 +1,25 @@
 """The causal convolution before linear attention, with the inputs that it keeps of each request."""
 
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from detjax import compilation
-from detjax.accumulated_weight import Weight, value_and_sum
+from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.kv_pages import Queries
 from detjax.ops.checks import check_dtype, check_not_empty
 from detjax.ops.dispatch import Operation
-from detjax.ops.paged import check_requests
-from detjax.ops.row_functions import rows_by_kernel
+from detjax.ops.paged import check_requests, one_by_one
 from detjax.request_state import DROPPABLE_TOKENS, RequestRows
 
 _CAUSAL_CONVOLUTION = Operation(
     "causal_convolution",
     {
-        "portable": "detjax.portable.row_functions",
-        "hopper": "detjax.portable.row_functions",  # until there is a kernel
-        "tpu": "detjax.portable.row_functions",
+        "portable": "detjax.portable.convolution",
+        "hopper": "detjax.pallas.hopper.convolution",
+        "tpu": "detjax.portable.convolution",
         "stock": "detjax.stock.convolution",
     },
 )
@@ -67,60 +66,32 @@ def causal_convolution(
     check_requests(operation, "x", x, queries, axes=1)
     rows = RequestRows.from_queries(x.shape[:-1], queries)
     flat = x.reshape(-1, x.shape[-1])
-    under_contract = functools.partial(_causal_convolution, total=total)
-    y = _CAUSAL_CONVOLUTION.call(under_contract, flat, value, inputs, rows)
-    return y.reshape(x.shape), _with_inputs(jax.lax.stop_gradient(flat), inputs, rows)
+    y, inputs = _CAUSAL_CONVOLUTION.call(
+        lambda *operands: _causal_convolution(*operands, total), flat, value, inputs, rows
+    )
+    return y.reshape(x.shape), inputs
 
 
-def _causal_convolution(x: Array, weight: Array, inputs: Array, rows: RequestRows, *, total: Array | None) -> Array:
-    taps = _taps(x, jax.lax.stop_gradient(inputs), rows, weight.shape[2])
-    return rows_by_kernel((taps,), (weight,), (total,), _CAUSAL_CONVOLUTION, (("function", "causal_convolution"),))
+@jax.custom_vjp
+def _causal_convolution(
+    x: Array, weight: Array, inputs: Array, rows: RequestRows, total: Array | None
+) -> tuple[Array, Array]:
+    del total  # the backward pass alone adds to it
+    return one_by_one(_CAUSAL_CONVOLUTION.kernels().forward, (x, weight, inputs, rows))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _taps(x: Array, inputs: Array, rows: RequestRows, taps: int) -> Array:
-    """For each flat row the inputs that its convolution meets, `[N, taps, C]`."""
-    request, offset, _ = rows.by_row(x.shape[0])
-    row = jnp.arange(x.shape[0], dtype=jnp.int32)
-
-    def tap(back: int) -> Array:
-        position = rows.start[request] + offset - back
-        earlier = inputs[rows.slot[request], position % inputs.shape[1]]
-        earlier = jnp.where((position >= 0)[:, None], earlier, jnp.zeros_like(earlier))
-        return jnp.where((offset >= back)[:, None], x[jnp.maximum(row - back, 0)], earlier)
-
-    return jnp.stack([tap(back) for back in reversed(range(taps))], axis=1)
+def _forward(
+    x: Array, weight: Array, inputs: Array, rows: RequestRows, total: Array | None
+) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
+    return _causal_convolution(x, weight, inputs, rows, total), (x, weight, inputs, rows, total)
 
 
-def _taps_forward(x: Array, inputs: Array, rows: RequestRows, taps: int) -> tuple[Array, tuple[Array, RequestRows]]:
-    return _taps(x, inputs, rows, taps), (inputs, rows)
+def _backward(saved: tuple[Any, ...], gradients: tuple[Array, Array]) -> tuple[Any, ...]:
+    x, weight, inputs, rows, total = saved
+    operands = x, weight, inputs, rows, total, gradients[0]
+    dx, dweight = one_by_one(_CAUSAL_CONVOLUTION.kernels().backward, operands)
+    fresh, carried = fresh_and_carried([dweight], [total])
+    return dx, *fresh, jnp.zeros_like(inputs), None, *carried
 
 
-def _taps_backward(taps: int, saved: tuple[Array, RequestRows], gradient: Array) -> tuple[Array, Array, None]:
-    """Adds what an input gives to the tokens after it, the nearest first: each addition of a row is one number's."""
-    inputs, rows = saved
-    count = gradient.shape[0]
-    request, offset, present = rows.by_row(count)
-    row = jnp.arange(count, dtype=jnp.int32)
-    total = jnp.zeros((count, gradient.shape[2]), jnp.float32)
-    for ahead in range(taps):
-        inside = (present > 0) & (offset + ahead < rows.tokens[request])
-        part = gradient[jnp.minimum(row + ahead, count - 1), taps - 1 - ahead].astype(jnp.float32)
-        total = total + jnp.where(inside[:, None], part, jnp.zeros_like(part))
-    return total.astype(gradient.dtype), jnp.zeros_like(inputs), None
-
-
-_taps.defvjp(_taps_forward, _taps_backward)
-
-
-def _with_inputs(x: Array, inputs: Array, rows: RequestRows) -> Array:
-    """The last inputs with those of a call in them: the last of each request, as many as there is room for."""
-    slots, room = inputs.shape[:2]
-    request, offset, present = rows.by_row(x.shape[0])
-    kept = (present > 0) & (offset >= rows.tokens[request] - room)
-    place = rows.slot[request] * room + (rows.start[request] + offset) % room
-    # Rows that are not kept have places that do not exist, and all differ.
-    nowhere = slots * room + jnp.arange(x.shape[0], dtype=jnp.int32)
-    flat = inputs.reshape(slots * room, -1)
-    flat = flat.at[jnp.where(kept, place, nowhere)].set(x, mode="drop", unique_indices=True)
-    return flat.reshape(inputs.shape)
+_causal_convolution.defvjp(_forward, _backward)

@@ -16,8 +16,8 @@ from detjax.ops.paged import one_by_one
 
 _MODULES: Final = {
     "portable": "detjax.portable.row_functions",
-    "hopper": "detjax.portable.row_functions",  # until there is a kernel, as on TPUs
-    "tpu": "detjax.portable.row_functions",
+    "hopper": "detjax.pallas.hopper.row_functions",
+    "tpu": "detjax.portable.row_functions",  # until there is a kernel
     "stock": "detjax.stock.row_functions",
 }
 _L2_NORM = Operation("l2_norm", _MODULES)

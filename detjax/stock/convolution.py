@@ -7,13 +7,14 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.request_state import RequestRows
+from detjax.request_state import RequestRows, with_last_inputs
 
 DIFFERENTIATED_BY_JAX: Final = True
 
 
-def causal_convolution(x: Array, weight: Array, inputs: Array, rows: RequestRows) -> Array:
+def causal_convolution(x: Array, weight: Array, inputs: Array, rows: RequestRows) -> tuple[Array, Array]:
     """See `detjax.ops.causal_convolution`."""
+    inputs = jax.lax.stop_gradient(inputs)
     request, offset, _ = rows.by_row(x.shape[0])
     row: Any = jnp.arange(x.shape[0], dtype=jnp.int32)
     total = jnp.zeros(x.shape, ACCUMULATOR)
@@ -24,4 +25,5 @@ def causal_convolution(x: Array, weight: Array, inputs: Array, rows: RequestRows
         earlier = jnp.where((position >= 0)[:, None], earlier, jnp.zeros_like(earlier))
         taken = jnp.where((offset >= back)[:, None], x[jnp.maximum(row - back, 0)], earlier)
         total = total + taken.astype(ACCUMULATOR) * weight[:, 0, tap].astype(ACCUMULATOR)[None]
-    return jax.nn.silu(total).astype(x.dtype)
+    y = jax.nn.silu(total).astype(x.dtype)
+    return y, with_last_inputs(inputs, jax.lax.stop_gradient(x), rows)

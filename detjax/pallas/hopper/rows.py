@@ -19,18 +19,18 @@ from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 
 
-def layout(rows: int, threads: int) -> Any:
-    """The layout of pieces `[rows, LANE_GROUP * threads]`, in which `threads` threads hold each row.
+def layout(rows: int, threads: int, numbers: int = 1) -> Any:
+    """The layout of pieces `[rows, LANE_GROUP * threads * numbers]`, in which `threads` threads hold each row.
 
-    If the warpgroup has room for more than `rows` rows, it holds several copies of them. `rows` is a power of two up to
-    `128 / threads`.
+    A column is a vector of so many numbers. If the warpgroup has room for more than `rows` rows, it holds several
+    copies of them. `rows` is a power of two up to `128 / threads`.
     """
-    columns = LANE_GROUP * threads
+    columns = LANE_GROUP * threads * numbers
     rows_in_warp = max(1, min(WARP // threads, rows))
     warps_in_row = max(1, threads // WARP)
     # The tiling appends these dimensions: row tiles, warps of a row, rows of a warp, threads that a warp has for a row,
     # 1, columns of a thread.
-    tiling = plgpu.Tiling(((rows, columns), (rows_in_warp, columns // warps_in_row), (1, LANE_GROUP)))
+    tiling = plgpu.Tiling(((rows, columns), (rows_in_warp, columns // warps_in_row), (1, LANE_GROUP * numbers)))
     warps = _spread(((-6, rows // rows_in_warp), (-5, warps_in_row)), WARPGROUP // WARP)
     lanes = _spread(((-4, rows_in_warp), (-3, min(threads, WARP))), WARP)
     tiled = mgpu.TiledLayout(tiling, warps, lanes, -1, _check_canonical=False).canonicalize()
@@ -69,6 +69,11 @@ def rounded_squares(x: jax.Array) -> jax.Array:
     between the two.
     """
     return jnp.maximum(x * x, 0.0)
+
+
+def logistic(x: jax.Array) -> jax.Array:
+    """`1 / (1 + exp(-x))`, each step rounded to float32."""
+    return 1.0 / (1.0 + jnp.exp(-x))
 
 
 def row_sums(pieces: Sequence[jax.Array]) -> jax.Array:

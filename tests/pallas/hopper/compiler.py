@@ -37,14 +37,24 @@ from detjax.numerics import round_up
 from detjax.ops import AccumulatedWeight
 from detjax.options import Clamp, Epilogue, KVQuantization, Masking
 from detjax.pallas.hopper import attention as hopper_attention
-from detjax.pallas.hopper import delta_rule, elements, embedding, grouped_matmul, norm_gradient, sampling, softmax
+from detjax.pallas.hopper import (
+    convolution,
+    delta_rule,
+    elements,
+    embedding,
+    grouped_matmul,
+    norm_gradient,
+    row_functions,
+    sampling,
+    softmax,
+)
 from detjax.pallas.hopper import norm as hopper_norm
 from detjax.pallas.hopper import rope as hopper_rope
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule
 from detjax.quantized_pages import quantized_layout
-from detjax.request_state import DELTA_ROWS, DeltaState, MostTokens, RequestRows
+from detjax.request_state import DELTA_ROWS, DeltaState, MostTokens, RequestRows, empty_inputs
 from detjax.rl.gradients import empty_sums, next_sums
 from detjax.rl.losses import LogLikelihood
 from detjax.rl.microbatches import Layout, Packed, Rows, Sample
@@ -62,6 +72,8 @@ DONATED = {
     "decode step": range(4),
     "delta rule decode": range(5),
     "delta rule prefill": range(5),
+    "convolution decode": [0],
+    "convolution prefill": [0],
     "matmul of carried gradients": [2],
     "embedding gradient": [3],
     "head gradient": [2],
@@ -204,6 +216,30 @@ def gated_delta_rule(requests: int, tokens: int, dtype: str = "bfloat16") -> Pro
     x = [array(count, heads[0], width, dtype=dtype)] * 2 + [array(count, heads[1], width, dtype=dtype)]
     gates = [array(count, heads[1], dtype="float32")] * 2
     return fn, [*state, *x, *gates, *[array(requests, dtype="int32")] * 4]
+
+
+def causal_convolution(requests: int, tokens: int, dtype: str = "bfloat16") -> Program:
+    """The convolution of Qwen3-Next's layers. The first operand is the last inputs."""
+    channels = 8192
+
+    def fn(inputs: jax.Array, x: jax.Array, weight: jax.Array, *integers: jax.Array) -> Any:
+        most = MostTokens(requests if tokens == 1 else 0, tokens)
+        return convolution.forward(x, weight, inputs, RequestRows(*integers, most))
+
+    inputs = jax.eval_shape(lambda: empty_inputs(requests, convolution.TAPS, channels, dtype))
+    x, weight = (array(*shape, dtype=dtype) for shape in ((requests * tokens, channels), (channels, 1, 4)))
+    return fn, [inputs, x, weight, *[array(requests, dtype="int32")] * 4]
+
+
+def row_function(
+    name: str, rows: int, *widths: int, weights: int = 0, dtype: str = "bfloat16", **options: Any
+) -> Program:
+    """A function of arrays of rows of these widths, and of vectors of the first width."""
+
+    def fn(*operands: jax.Array) -> Any:
+        return row_functions.forward(operands[: len(widths)], operands[len(widths) :], function=name, **options)
+
+    return fn, [*(array(rows, width, dtype=dtype) for width in widths), *[array(widths[0])] * weights]
 
 
 def _config() -> DecoderConfig:
@@ -454,6 +490,21 @@ def programs() -> dict[str, Program]:
         "delta rule decode": gated_delta_rule(64, 1),
         "delta rule prefill": gated_delta_rule(1, 8192),
         "delta rule verify steps": gated_delta_rule(16, 5, "float16"),
+        "convolution decode": causal_convolution(64, 1),
+        "convolution prefill": causal_convolution(1, 8192),
+        "convolution verify steps": causal_convolution(16, 5, "float32"),
+        "l2 norm": row_function("l2_norm", 64 * 32, 128, eps=1e-6),
+        "l2 norm of many rows": row_function("l2_norm", 8192 * 32, 128, eps=1e-6),
+        "gated norm": row_function("gated_rms_norm", 64 * 32, 128, 128, weights=1, eps=1e-6),
+        "gated norm of many rows": row_function("gated_rms_norm", 8192 * 32, 128, 128, weights=1, eps=1e-6),
+        "decays and rates": row_function("decay_and_rate", 64, 32, 32, weights=2, dtype="float32"),
+        "sigmoid gate": row_function("sigmoid_gated", 64, 4096, 4096),
+        "sigmoid gate of one column": row_function("sigmoid_gated", 64, 2048, 1),
+        "layer norm": row_function("layer_norm", 4096, 1152, weights=2, eps=1e-6),
+        "weighted sum": (
+            lambda x, factors: row_functions.forward((x, factors), (), function="weighted_sum"),
+            [array(4096, 4, 1152), array(4096, 4, dtype="float32")],
+        ),
         "decode step": decode_step(4, _config()),
         "vision tower": vision_tower(QWEN2_5_VL, 36, 52),
         "vision tower with learned positions": vision_tower(QWEN3_5, 36, 52),

@@ -22,6 +22,11 @@ SOME = (
     "latent attention decode",
     "delta rule decode",
     "delta rule prefill",
+    "convolution decode",
+    "convolution prefill",
+    "gated norm of many rows",
+    "decays and rates",
+    "layer norm",
     "decode step",
     "gradients of a decoder",
     "adamw",
@@ -106,6 +111,12 @@ def test_a_decode_step_writes_its_cache_where_it_lies(reports: dict[str, str]) -
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_the_delta_rule_writes_its_state_where_it_lies(reports: dict[str, str], phase: str) -> None:
     (copies,) = re.findall(r"^copied:(.*)$", reports[f"delta rule {phase}"], re.MULTILINE)
+    assert copies.split() == []
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_the_convolution_writes_its_last_inputs_where_they_lie(reports: dict[str, str], phase: str) -> None:
+    (copies,) = re.findall(r"^copied:(.*)$", reports[f"convolution {phase}"], re.MULTILINE)
     assert copies.split() == []
 
 

@@ -1,0 +1,257 @@
+"""The causal convolution on Hopper GPUs (Mosaic GPU).
+
+A CTA has some columns of some tokens. It reads each input once: the inputs before a token are those of the rows before
+it, in registers, or, at a request's first tokens, those that its slot holds. Where a call is so short that no token
+overwrites what another one reads, the same CTA also writes the token's input to the slot, so that a decode step is a
+single kernel.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from detjax import compilation
+from detjax.contract import ACCUMULATOR, LANE_GROUP
+from detjax.numerics import ceil_div
+from detjax.pallas.hopper import device
+from detjax.pallas.hopper.device import WARPGROUP
+from detjax.pallas.hopper.mosaic.tiles import fma
+from detjax.pallas.hopper.mosaic.vectors import split_vectors
+from detjax.pallas.hopper.rows import layout, logistic
+from detjax.portable import convolution as portable
+from detjax.request_state import RequestRows, with_last_inputs
+
+TAPS: Final = 4
+"""The inputs that a token meets, its present one among them: as many as every published model has."""
+
+WIDTH_UNIT: Final = 64
+"""Channels are a multiple of this number: a line of 128 bytes of bfloat16."""
+
+COLUMNS: Final = LANE_GROUP * WARPGROUP
+"""Columns of a token that a warpgroup has at once, at most."""
+
+_TOKENS: Final = (8, 4, 2, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Tokens and channels of a convolution."""
+
+    tokens: int
+    """Number of tokens."""
+    channels: int
+    """Columns of a token."""
+    dtype: jnp.dtype
+    """Dtype of inputs, weights and results."""
+
+    @property
+    def columns(self) -> int:
+        """Columns of a CTA."""
+        return math.gcd(self.channels, COLUMNS)
+
+    @property
+    def blocks(self) -> int:
+        """CTAs that share a token."""
+        return self.channels // self.columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How tokens are spread over CTAs; no bit depends on it."""
+
+    tokens: int
+    """Tokens of a CTA."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if no problem could be computed by this schedule."""
+        if self.tokens not in _TOKENS:
+            raise ValueError(f"Schedule: tokens is {self.tokens}; accepted: {', '.join(map(str, reversed(_TOKENS)))}")
+
+    def check(self, problem: Problem) -> None:
+        """Returns if a kernel of this schedule can compute the problem.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if problem.tokens < self.tokens:
+            raise ValueError(
+                f"Schedule: {self.tokens} tokens of a CTA; accepted: at most the {problem.tokens} tokens of the problem"
+            )
+
+
+def default_schedule(problem: Problem) -> Schedule:
+    """The schedule that serves the problem: the most tokens for each CTA with which all multiprocessors are busy."""
+    busy = 8 * device.multiprocessors()
+    fitting = (n for n in _TOKENS if n == 1 or ceil_div(problem.tokens, n) * problem.blocks >= busy)
+    return Schedule(next(n for n in fitting if n <= problem.tokens))
+
+
+def serves(channels: int, taps: int) -> bool:
+    """Whether there is a kernel for such a convolution. The portable program serves the others in all phases."""
+    return taps == TAPS and channels % WIDTH_UNIT == 0
+
+
+def forward(
+    x: Array, weight: Array, inputs: Array, rows: RequestRows, *, schedule: Schedule | None = None
+) -> tuple[Array, Array]:
+    """Returns the activated convolution `[N, C]` and the next inputs; see `detjax.portable.convolution.forward`.
+
+    Where the program may overwrite the last inputs, because they were donated to it, they are written in place. Rows
+    that are no tokens may be anything.
+    """
+    if not serves(weight.shape[0], weight.shape[2]):
+        compilation.require_pinned_program("causal_convolution")
+        return portable.forward(x, weight, inputs, rows)
+    problem = Problem(x.shape[0], x.shape[1], x.dtype)
+    schedule = schedule or default_schedule(problem)
+    schedule.check(problem)
+    slots, room = inputs.shape[:2]
+    tokens = _Token.all_of(rows, x.shape[0], slots, room)
+    by_block = (-1, problem.blocks, problem.columns)
+    vectors = weight.reshape(problem.blocks, problem.columns * TAPS)
+    operands = _Operands(x.reshape(by_block), vectors, inputs.reshape(slots, room, *by_block[1:]), tokens)
+    # The slot's oldest input that a token reads lies `room` before the first one that takes its place.
+    if max(rows.most.others, 1) > room - (TAPS - 1):
+        y = _kernel(problem, schedule, operands, writes=False)
+        return y.reshape(x.shape), with_last_inputs(inputs, x, rows)
+    operands = operands._replace(inputs=jax.new_ref(operands.inputs))
+    y = _kernel(problem, schedule, operands, writes=True)
+    return y.reshape(x.shape), jax.freeze(operands.inputs).reshape(inputs.shape)
+
+
+def backward(
+    x: Array, weight: Array, inputs: Array, rows: RequestRows, weight_sum: Array | None, dy: Array
+) -> tuple[Array, Array]:
+    """Returns the gradients; see `detjax.portable.convolution.backward`, which computes them."""
+    compilation.require_pinned_program("causal_convolution")
+    return portable.backward(x, weight, inputs, rows, weight_sum, dy)
+
+
+class _Operands(NamedTuple):
+    """The arrays of a call, or references to them in the kernel."""
+
+    x: Any
+    """Inputs `[N, blocks, columns]`."""
+    weight: Any
+    """`[blocks, columns * TAPS]`."""
+    inputs: Any
+    """The last inputs of each slot `[R, rows, blocks, columns]`, which the kernel may write."""
+    tokens: Any
+    """`[len(_Token._fields), N]`."""
+
+
+class _Token(NamedTuple):
+    """Where a row stands in its request. Rows that are no tokens stand at position 0 of a request that keeps none."""
+
+    slot: Array
+    """The slot of its request, or the nearest one that is there."""
+    position: Array
+    """Its absolute position."""
+    offset: Array
+    """How many tokens of its request stand before it in the call."""
+    kept: Array
+    """1 if its input is one of the last that the slot has room for, and the slot is there; 0 if not."""
+
+    @classmethod
+    def all_of(cls, rows: RequestRows, count: int, slots: int, room: int) -> Array:
+        """Returns what `at` reads of all rows. It follows from the queries alone, so layers share it."""
+        request, offset, present = rows.by_row(count)
+        slot, offset = rows.slot[request], offset * present
+        kept = (present > 0) & (offset >= rows.tokens[request] - room) & (slot >= 0) & (slot < slots)
+        position = (rows.start[request] + offset) * present
+        return jnp.stack(cls(jnp.clip(slot, 0, slots - 1), position, offset, kept.astype(jnp.int32)))
+
+    @classmethod
+    def at(cls, tokens: Any, row: Array) -> "_Token":
+        """Returns the token of a row, by a kernel."""
+        return cls(*(tokens[field, row] for field in range(len(cls._fields))))
+
+
+def _kernel(problem: Problem, schedule: Schedule, operands: _Operands, *, writes: bool) -> Array:
+    """The activated convolution; with `writes`, tokens are written to their slots."""
+
+    def body(*refs: Any) -> None:
+        *references, result = refs
+        _Cta(problem, schedule, _Operands(*references), result, writes=writes).run()
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((problem.tokens, problem.blocks, problem.columns), problem.dtype),
+        grid=(ceil_div(problem.tokens, schedule.tokens), problem.blocks),
+        grid_names=("token", "block"),
+        kernel_name="causal_convolution",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            # No input that is read is written, and the tokens that the last two CTAs share are written with equal bits.
+            unsafe_no_auto_barriers=True,
+        ),
+    )(*operands)
+
+
+class _Cta:
+    """One CTA: a block of columns of `schedule.tokens` tokens."""
+
+    def __init__(self, problem: Problem, schedule: Schedule, operands: _Operands, result: Any, *, writes: bool) -> None:
+        self.schedule, self.operands, self.result, self.writes = schedule, operands, result, writes
+        self.threads, self.dtype = problem.columns // LANE_GROUP, problem.dtype
+        self.layout = layout(1, self.threads)
+        self.block = pl.ds(lax.axis_index("block"), 1)
+        # The last CTA moves up to whole tokens: two CTAs then write the same bits to some.
+        self.first = jnp.minimum(lax.axis_index("token") * schedule.tokens, problem.tokens - schedule.tokens)
+
+    def run(self) -> None:
+        """Loads all inputs, then computes one token after the other."""
+        inputs = [self.load_input(token) for token in range(1 - TAPS, self.schedule.tokens)]
+        in_vectors = layout(1, self.threads, TAPS)
+        vectors = plgpu.load(self.operands.weight.at[self.block], layout=in_vectors, optimized=False)
+        taps = split_vectors(vectors, layout=in_vectors, rows_layout=self.layout, parts=TAPS)
+        weights = [tap.astype(ACCUMULATOR) for tap in taps]
+        for index in range(self.schedule.tokens):
+            row = self.first + index
+            token = _Token.at(self.operands.tokens, row)
+            *earlier, present = inputs[index : index + TAPS]
+            from_slot = functools.partial(self.from_slot, token, earlier)
+            earlier = lax.cond(token.offset >= TAPS - 1, functools.partial(tuple, earlier), from_slot)
+            self.result[row, self.block] = self.activated([*earlier, present], weights)
+            if self.writes:
+                pl.when(token.kept > 0)(functools.partial(self.keep, token, present))
+
+    def load_input(self, token: int) -> Array:
+        """The input of a token, counted from the CTA's first one on; of an earlier row, or of row 0 before that."""
+        row = self.first + token
+        return self.load(self.operands.x.at[row if token >= 0 else jnp.maximum(row, 0), self.block])
+
+    def from_slot(self, token: _Token, earlier: list[Array]) -> tuple[Array, ...]:
+        """The inputs before one of a request's first tokens in the call: of rows before it, of its slot, or zeros."""
+        room = self.operands.inputs.shape[1]
+        taken = []
+        for back, held in zip(range(TAPS - 1, 0, -1), earlier, strict=True):
+            place = lax.rem(token.position + (room - back), jnp.int32(room))
+            stored = self.load(self.operands.inputs.at[token.slot, place, self.block])
+            stored = jnp.where(token.position >= back, stored, jnp.zeros_like(stored))
+            taken.append(jnp.where(token.offset >= back, held, stored))
+        return tuple(taken)
+
+    def keep(self, token: _Token, present: Array) -> None:
+        """Writes a token's input to its slot."""
+        place = lax.rem(token.position, jnp.int32(self.operands.inputs.shape[1]))
+        self.operands.inputs[token.slot, place, self.block] = present
+
+    def load(self, ref: Any) -> Array:
+        return plgpu.load(ref, layout=self.layout, optimized=False)
+
+    def activated(self, inputs: Sequence[Array], weights: Sequence[Array]) -> Array:
+        """The activated sum of products, rounded: the first product is added to the second one, fused."""
+        wide = [x.astype(ACCUMULATOR) for x in inputs]
+        total = fma(wide[0], weights[0], wide[1] * weights[1], layout=self.layout)
+        for x, weight in zip(wide[2:], weights[2:], strict=True):
+            total = fma(x, weight, total, layout=self.layout)
+        return (total * logistic(total)).astype(self.dtype)

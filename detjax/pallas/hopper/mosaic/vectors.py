@@ -1,0 +1,57 @@
+"""Primitives on arrays of any layout: parts of small vectors, and a function that Pallas lacks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import Array, lax
+from jaxlib.mlir.dialects import math
+
+from detjax.contract import LANE_GROUP
+from detjax.pallas.hopper.mosaic import primitive
+from detjax.pallas.hopper.mosaic.registers import array, element, empty_registers, packed
+
+
+def _plain_split_vectors(x: Array, *, layout: Any, rows_layout: Any, parts: int) -> Sequence[Array]:
+    vectors = x.reshape(x.shape[0], -1, parts)
+    return tuple(vectors[:, :, part] for part in range(parts))
+
+
+def _parts(x: Any, *, layout: Any, rows_layout: Any, parts: int) -> Any:
+    shape = x.shape[0], x.shape[1] // parts
+    return (plgpu.ShapeDtypeStruct(shape, x.dtype, layout=rows_layout),) * parts
+
+
+@primitive(twin=_plain_split_vectors, args=lambda x, *, layout, rows_layout, parts: (layout,), out=_parts)
+def split_vectors(x: Any, *, layout: Any, rows_layout: Any, parts: int) -> Any:
+    """The parts of vectors of so many numbers, `[rows, columns * parts]`, as arrays `[rows, columns]`.
+
+    Args:
+        x: the vectors; a thread has those of `LANE_GROUP` neighbouring columns.
+        layout: the layout of `x`.
+        rows_layout: that of the parts.
+        parts: the numbers of a vector.
+    """
+    results = []
+    registers = x.registers.ravel()
+    for part in range(parts):
+        out = empty_registers(rows_layout, (x.shape[0], x.shape[1] // parts))
+        out.flat[:] = [
+            packed([element(register, column * parts + part) for column in range(LANE_GROUP)]) for register in registers
+        ]
+        results.append(array(out, rows_layout))
+    return tuple(results)
+
+
+def _plain_log1p(x: Array, *, layout: Any) -> Array:
+    return lax.log1p(x)
+
+
+@primitive(
+    twin=_plain_log1p,
+    args=lambda x, *, layout: (layout,),
+    out=lambda x, *, layout: plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
+)
+def log1p(x: Any, *, layout: Any) -> Any:
+    """`log(1 + x)` by CUDA's function, which XLA takes as well; Pallas has none."""
+    return x._pointwise(math.log1p)

@@ -1,0 +1,315 @@
+"""Norms, gates, decays and rates of single rows on Hopper GPUs (Mosaic GPU).
+
+A CTA is one warpgroup that loads its rows into registers, as `norm` does, and computes a function of them there: each
+array is read once and written once. The steps of a function, and their roundings, are those of
+`detjax.portable.row_functions`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import PyTree
+
+from detjax import compilation
+from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
+from detjax.numerics import LOWEST, ceil_div
+from detjax.pallas.hopper import device
+from detjax.pallas.hopper.device import WARPGROUP
+from detjax.pallas.hopper.mosaic.tiles import fma
+from detjax.pallas.hopper.mosaic.vectors import log1p
+from detjax.pallas.hopper.rows import broadcast, layout, load_weight, logistic, rounded_squares, row_sums
+from detjax.portable import row_functions as portable
+
+type Arrays = tuple[Array, ...]
+
+FEWEST_COLUMNS: Final = 16
+"""The least power of two that divides the widths for which there are kernels."""
+
+HELD: Final = 48
+"""Elements of rows that a thread holds at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Rows of which a function is computed."""
+
+    rows: int
+    """Number of rows."""
+    width: int
+    """Columns of a row."""
+    arrays: int
+    """Arrays of such rows that are read."""
+    cut: bool = False
+    """Whether columns do not meet, so that each CTA takes one piece of its rows."""
+
+    @property
+    def columns(self) -> int:
+        """Columns of a piece: the largest power of two that divides the width, up to those of a warpgroup."""
+        return min(LANES, self.width & -self.width)
+
+    @property
+    def threads(self) -> int:
+        """Threads that share a row."""
+        return self.columns // LANE_GROUP
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a row."""
+        return self.width // self.columns
+
+    @property
+    def held(self) -> int:
+        """Elements that a thread holds of the rows on which the warpgroup works at the same time."""
+        return self.arrays * LANE_GROUP * (1 if self.cut else self.pieces)
+
+    @property
+    def served(self) -> bool:
+        """Whether there is a kernel."""
+        return self.columns >= FEWEST_COLUMNS and self.held <= HELD
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How rows are spread over CTAs; no bit depends on it."""
+
+    turns: int
+    """How many times a CTA has as many rows as its warpgroup works on at the same time."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if no problem could be computed by this schedule."""
+        if self.turns < 1:
+            raise ValueError(f"Schedule: turns is {self.turns}; accepted: 1 or more")
+
+    def rows_at_once(self, problem: Problem) -> int:
+        """Rows that the warpgroup works on at the same time."""
+        return min(WARPGROUP // problem.threads, 1 << (problem.rows.bit_length() - 1))
+
+    def rows(self, problem: Problem) -> int:
+        """Rows of a CTA."""
+        return self.turns * self.rows_at_once(problem)
+
+    def check(self, problem: Problem) -> None:
+        """Returns if a kernel of this schedule can compute the problem.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if problem.rows < self.rows(problem):
+            raise ValueError(
+                f"Schedule: {self.rows(problem)} rows of a CTA; accepted: at most the {problem.rows} rows of the "
+                "problem. Take fewer turns"
+            )
+        if self.turns * problem.held > HELD:
+            raise ValueError(
+                f"Schedule: {self.turns * problem.held} elements of rows in the registers of a thread; accepted: at "
+                f"most {HELD}. Take fewer turns"
+            )
+
+
+def default_schedule(problem: Problem) -> Schedule:
+    """The schedule that serves the problem: with many rows, a CTA loads several before it computes."""
+    turns = max(1, HELD // problem.held)
+    while turns > 1 and problem.rows < 8 * device.multiprocessors() * Schedule(turns).rows(problem):
+        turns //= 2
+    return Schedule(turns)
+
+
+def problem_of(rows: Arrays, function: str) -> Problem | None:
+    """The problem that a kernel of the function would have; None if the portable program serves it.
+
+    No number of rows decides, so a row meets the same program in every phase.
+    """
+    arrays = rows[0].shape[1] if function == "weighted_sum" else sum(x.shape == rows[0].shape for x in rows)
+    problem = Problem(rows[0].shape[0], rows[0].shape[-1], arrays, function in _OF_ELEMENTS)
+    # The mean of other widths is a product with a reciprocal that XLA may fuse with the epsilon.
+    exact = function != "gated_rms_norm" or problem.width & (problem.width - 1) == 0
+    return problem if function in _FUNCTIONS and exact and problem.served else None
+
+
+def forward(
+    rows: Arrays, weights: Arrays, *, function: str, schedule: Schedule | None = None, **options: Any
+) -> PyTree[Array]:
+    """Returns the results `[M, ...]` of a function for rows `[M, ...]`; see `detjax.portable.row_functions.forward`."""
+    problem = problem_of(rows, function)
+    if problem is None:
+        compilation.require_pinned_program(function)
+        return portable.forward(rows, weights, function=function, **options)
+    schedule = schedule or default_schedule(problem)
+    schedule.check(problem)
+    dtypes = (ACCUMULATOR, ACCUMULATOR) if function == "decay_and_rate" else (rows[0].dtype,)
+    results = _kernel(problem, schedule, functools.partial(_FUNCTIONS[function], **options), rows, weights, dtypes)
+    first, *others = results
+    return results if others else first
+
+
+def backward(
+    rows: Arrays,
+    weights: Arrays,
+    sums: tuple[Array | None, ...],
+    gradients: PyTree[Array],
+    *,
+    function: str,
+    **options: Any,
+) -> tuple[Arrays, Arrays]:
+    """Returns the gradients; see `detjax.portable.row_functions.backward`, which computes them."""
+    compilation.require_pinned_program(function)
+    return portable.backward(rows, weights, sums, gradients, function=function, **options)
+
+
+def _kernel(
+    problem: Problem,
+    schedule: Schedule,
+    function: Callable[..., Sequence[list[Array]]],
+    rows: Arrays,
+    weights: Arrays,
+    dtypes: Sequence[Any],
+) -> tuple[Array, ...]:
+    """The results `[M, width]` of the function, of these dtypes."""
+    name: str = function.func.__name__.strip("_")  # pyright: ignore
+
+    def body(*refs: Any) -> None:
+        operands, results = refs[: -len(dtypes)], refs[-len(dtypes) :]
+        first = jnp.minimum(lax.axis_index("tile") * schedule.rows(problem), problem.rows - schedule.rows(problem))
+        at_once = schedule.rows_at_once(problem)
+        turns = [_Rows(problem, at_once, first + turn * at_once) for turn in range(schedule.turns)]
+        held = [turn.load_all(operands[: len(rows)]) for turn in turns]
+        for turn, arrays in zip(turns, held, strict=True):
+            shared = [turn.load_weight(ref) for ref in operands[len(rows) :]]
+            for ref, result in zip(results, function(turn, *arrays, *shared), strict=True):
+                turn.store(ref, result)
+
+    return tuple(
+        plgpu.kernel(
+            body,
+            out_type=[jax.ShapeDtypeStruct((problem.rows, problem.width), dtype) for dtype in dtypes],
+            grid=(ceil_div(problem.rows, schedule.rows(problem)), problem.pieces if problem.cut else 1),
+            grid_names=("tile", "piece"),
+            kernel_name=name,
+            compiler_params=plgpu.CompilerParams(
+                lowering_semantics=plgpu.LoweringSemantics.Lane,
+                # No memory is both read and written, and the rows that the last two CTAs share are written with equal
+                # bits.
+                unsafe_no_auto_barriers=True,
+            ),
+        )(*rows, *weights)
+    )
+
+
+class _Rows:
+    """Rows that a warpgroup works on at the same time, in pieces of `problem.columns` columns; all float32."""
+
+    def __init__(self, problem: Problem, count: int, first: Array) -> None:
+        self.width = problem.width
+        self.shape = count, problem.columns
+        self.layout = layout(count, problem.threads)
+        self.here = pl.ds(first, count)
+        starts = [lax.axis_index("piece")] if problem.cut else range(problem.pieces)
+        self.pieces = [pl.ds(start * problem.columns, problem.columns) for start in starts]
+
+    def load_all(self, refs: Sequence[Any]) -> list[Any]:
+        """The pieces of arrays of rows `[M, width]`. Of `[M, n, width]` and `[M, n]`, the pieces of each of the n rows,
+        and a piece that repeats each of the n numbers."""
+        first, *others = refs
+        if len(first.shape) == 3:
+            (factors,) = others
+            return [[self.load(first, index) for index in range(first.shape[1])], self.load_columns(factors)]
+        return [self.load(ref) if ref.shape[1] == self.width else self.load_columns(ref) for ref in refs]
+
+    def load(self, ref: Any, *index: int) -> list[Array]:
+        places = (ref.at[(self.here, *index, piece)] for piece in self.pieces)
+        return [plgpu.load(place, layout=self.layout, optimized=False).astype(ACCUMULATOR) for place in places]
+
+    def load_columns(self, ref: Any) -> list[Array]:
+        """For each column of `[M, n]`, a piece that repeats it."""
+        columns = [
+            plgpu.load(ref.at[self.here, index], layout=self.layout.reduce(1), optimized=False)
+            for index in range(ref.shape[1])
+        ]
+        return [self.spread(column.astype(ACCUMULATOR)) for column in columns]
+
+    def load_weight(self, ref: Any) -> list[Array]:
+        """The pieces of a vector, repeated in every row."""
+        return [load_weight(ref.at[piece], 0.0, self.shape, self.layout) for piece in self.pieces]
+
+    def store(self, ref: Any, result: list[Array]) -> None:
+        """Writes rows, rounded to the result's dtype."""
+        for piece, part in zip(self.pieces, result, strict=True):
+            ref[self.here, piece] = part.astype(ref.dtype)
+
+    def spread(self, numbers: Array) -> Array:
+        """A piece that repeats a number for each row in every column."""
+        return broadcast(numbers, self.shape, 0, self.layout)
+
+    def squares(self, x: list[Array]) -> Array:
+        """The sums of the squares of rows."""
+        return row_sums([rounded_squares(part) for part in x])
+
+    def mean(self, total: Array) -> Array:
+        """`total / width` as XLA divides by a constant, rounded before anything is added to it."""
+        number = self.layout.reduce(1)
+        reciprocal, zero = (plgpu.layout_cast(jnp.full_like(total, c), number) for c in (1 / np.float32(self.width), 0))
+        # An addend of +0 alone would turn a zero's sign.
+        return jnp.where(total == 0, total, fma(total, reciprocal, zero, layout=number))
+
+
+def _l2_norm(rows: _Rows, x: list[Array], *, eps: float) -> Sequence[list[Array]]:
+    scale = rows.spread(lax.rsqrt(rows.squares(x) + eps))
+    return ([part * scale for part in x],)
+
+
+def _gated_rms_norm(
+    rows: _Rows, x: list[Array], gate: list[Array], weight: list[Array], *, eps: float
+) -> Sequence[list[Array]]:
+    scale = rows.spread(lax.rsqrt(rows.squares(x) / rows.width + eps))
+    normalized = [part * scale * w for part, w in zip(x, weight, strict=True)]
+    return ([part * (g * logistic(g)) for part, g in zip(normalized, gate, strict=True)],)
+
+
+def _sigmoid_gated(rows: _Rows, x: list[Array], gate: list[Array]) -> Sequence[list[Array]]:
+    gate = [logistic(part) for part in gate]
+    return ([part * g for part, g in zip(x, gate if len(gate) == len(x) else gate * len(x), strict=True)],)
+
+
+def _decay_and_rate(
+    rows: _Rows, a: list[Array], b: list[Array], log_rate: list[Array], bias: list[Array]
+) -> Sequence[list[Array]]:
+    def softplus(x: Array) -> Array:
+        return jnp.maximum(x, 0.0) + log1p(jnp.exp(-jnp.abs(x)), layout=rows.layout)
+
+    pieces = zip(a, log_rate, bias, strict=True)
+    return [-jnp.exp(log) * softplus(part + bias) for part, log, bias in pieces], [logistic(part) for part in b]
+
+
+def _layer_norm(
+    rows: _Rows, x: list[Array], weight: list[Array], bias: list[Array], *, eps: float
+) -> Sequence[list[Array]]:
+    mean = rows.spread(rows.mean(row_sums(x)))
+    centered = [part - mean for part in x]
+    scale = rows.spread(lax.rsqrt(rows.mean(rows.squares(centered)) + eps))
+    pieces = zip(centered, weight, bias, strict=True)
+    return ([jnp.maximum(part * scale * w, LOWEST) + b for part, w, b in pieces],)
+
+
+def _weighted_sum(rows: _Rows, x: list[list[Array]], factors: list[Array]) -> Sequence[list[Array]]:
+    terms = [[jnp.maximum(part * f, LOWEST) for part in parts] for parts, f in zip(x, factors, strict=True)]
+    return ([functools.reduce(jnp.add, parts) for parts in zip(*terms, strict=True)],)
+
+
+_FUNCTIONS: Final[Mapping[str, Callable[..., Sequence[list[Array]]]]] = {
+    "l2_norm": _l2_norm,
+    "gated_rms_norm": _gated_rms_norm,
+    "sigmoid_gated": _sigmoid_gated,
+    "decay_and_rate": _decay_and_rate,
+    "layer_norm": _layer_norm,
+    "weighted_sum": _weighted_sum,
+}
+_OF_ELEMENTS: Final = frozenset({"sigmoid_gated", "decay_and_rate", "weighted_sum"})
+"""The functions in which no column meets another one."""

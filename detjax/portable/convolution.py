@@ -1,0 +1,68 @@
+"""The causal convolution in plain JAX, with its gradients: each token's inputs are gathered, and become a row."""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from detjax.portable import row_functions
+from detjax.request_state import RequestRows, with_last_inputs
+
+_FUNCTION = "causal_convolution"
+
+
+def forward(x: Array, weight: Array, inputs: Array, rows: RequestRows) -> tuple[Array, Array]:
+    """Returns the activated convolution `[N, C]` and the next inputs; see `detjax.ops.causal_convolution`.
+
+    Args:
+        x: inputs `[N, C]`.
+        weight: `[C, 1, n]`.
+        inputs: the last inputs of each slot `[R, rows, C]`.
+        rows: where the tokens stand in their requests.
+    """
+    taps = _taps(x, inputs, rows, weight.shape[2])
+    y = row_functions.forward((taps,), (weight,), function=_FUNCTION)
+    return y, with_last_inputs(inputs, x, rows)
+
+
+def backward(
+    x: Array, weight: Array, inputs: Array, rows: RequestRows, weight_sum: Array | None, dy: Array
+) -> tuple[Array, Array]:
+    """Returns the gradients of the inputs of this call and of the weight, or the weight's next sum if it has a sum.
+
+    Args:
+        x: see `forward`.
+        weight: see `forward`.
+        inputs: see `forward`.
+        rows: see `forward`.
+        weight_sum: the float32 sum that the weight's gradient is added to, or None.
+        dy: the gradient of the result.
+    """
+    taps = _taps(x, inputs, rows, weight.shape[2])
+    (dtaps,), (dweight,) = row_functions.backward((taps,), (weight,), (weight_sum,), dy, function=_FUNCTION)
+    return _gradient_of_inputs(dtaps, rows), dweight
+
+
+def _taps(x: Array, inputs: Array, rows: RequestRows, taps: int) -> Array:
+    """For each flat row the inputs that its convolution meets, `[N, taps, C]`."""
+    request, offset, _ = rows.by_row(x.shape[0])
+    row = jnp.arange(x.shape[0], dtype=jnp.int32)
+
+    def tap(back: int) -> Array:
+        position = rows.start[request] + offset - back
+        earlier = inputs[rows.slot[request], position % inputs.shape[1]]
+        earlier = jnp.where((position >= 0)[:, None], earlier, jnp.zeros_like(earlier))
+        return jnp.where((offset >= back)[:, None], x[jnp.maximum(row - back, 0)], earlier)
+
+    return jnp.stack([tap(back) for back in reversed(range(taps))], axis=1)
+
+
+def _gradient_of_inputs(gradient: Array, rows: RequestRows) -> Array:
+    """Adds what an input gives to the tokens after it, the nearest first: each addition of a row is one number's."""
+    count, taps = gradient.shape[:2]
+    request, offset, present = rows.by_row(count)
+    row = jnp.arange(count, dtype=jnp.int32)
+    total = jnp.zeros((count, gradient.shape[2]), jnp.float32)
+    for ahead in range(taps):
+        inside = (present > 0) & (offset + ahead < rows.tokens[request])
+        part = gradient[jnp.minimum(row + ahead, count - 1), taps - 1 - ahead].astype(jnp.float32)
+        total = total + jnp.where(inside[:, None], part, jnp.zeros_like(part))
+    return total.astype(gradient.dtype)
