@@ -21,6 +21,7 @@ from detjax.engine import Request as Request
 from detjax.engine import SamplingParams as SamplingParams
 from detjax.engine import generate as generate
 from detjax.fingerprints import fingerprint as fingerprint
+from detjax.invariant import TracedForBatchWarning as TracedForBatchWarning
 from detjax.invariant import UnsafeFunction as UnsafeFunction
 from detjax.invariant import UnsafeFunctionWarning as UnsafeFunctionWarning
 from detjax.invariant import batch_invariant as batch_invariant
