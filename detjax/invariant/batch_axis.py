@@ -11,6 +11,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from detjax.invariant import equations
@@ -106,6 +109,8 @@ _ALONG: Final[Mapping[str, str]] = {
     "sort": "dimension",
     "rev": "dimensions",
 }
+_LARGEST_CONSTANT: Final = 1 << 20
+"""Elements of a constant that is looked at: those that a function fills for a batch are small."""
 _MOST_ROUNDS: Final = 5
 """In which the places of a loop's carries are found: a carry goes from shared to rows to unknown."""
 
@@ -121,7 +126,8 @@ class Follower:
     def jaxpr(self, jaxpr: core.Jaxpr, places: Sequence[Place | None]) -> list[Place]:
         """Returns the places of a jaxpr's results."""
         env: dict[core.Var, Place] = {}
-        for var, place in zip(jaxpr.all_invars, [*[None] * len(jaxpr.consts), *places], strict=True):
+        constants = map(constant_place, jaxpr.consts)
+        for var, place in zip(jaxpr.all_invars, [*constants, *places], strict=True):
             env[var] = _whole(var) if place is None else place
 
         def read(atom: Any) -> Place:
@@ -516,6 +522,17 @@ class Follower:
 def _whole(atom: Any) -> Shared:
     """The place of an array without rows of which nothing else is known."""
     return Shared(_single(atom))
+
+
+def constant_place(value: Any) -> Shared | None:
+    """Returns the place of a constant of a function: along which axes its elements are equal; None if it is large."""
+    is_concrete = isinstance(value, (np.ndarray, jax.Array)) and not isinstance(value, jax.core.Tracer)
+    if not is_concrete or not 0 < value.size <= _LARGEST_CONSTANT or value.dtype.itemsize not in (1, 2, 4, 8):
+        return None
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return None
+    bits = np.ascontiguousarray(np.asarray(value)).view(f"u{value.dtype.itemsize}").reshape(value.shape)
+    return Shared(frozenset(k for k in range(bits.ndim) if (bits == bits.take([0], axis=k)).all()))
 
 
 def _is_uniform(place: Shared, var: Any, axis: int) -> bool:

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.extend import core
 
 from detjax.invariant import equations
-from detjax.invariant.batch_axis import Follower, Place, Rows, Shared
+from detjax.invariant.batch_axis import Follower, Place, Rows, Shared, constant_place
 from detjax.invariant.equations import Kind, aval
 from detjax.invariant.refusals import UnsafeFunction, lines
 
@@ -73,7 +73,8 @@ class _Cutter:
     def run(self, jaxpr: core.Jaxpr, values: Sequence[Any], places: Sequence[Place]) -> tuple[list[Any], list[Place]]:
         """Returns one row's results of a jaxpr, and where the rows are in them."""
         env: dict[Any, Any] = dict(zip(jaxpr.all_invars, [*jaxpr.consts, *values], strict=True))
-        known: dict[Any, Place] = dict(zip(jaxpr.all_invars, [*[Shared()] * len(jaxpr.consts), *places], strict=True))
+        constants = [constant_place(x) or Shared() for x in jaxpr.consts]
+        known: dict[Any, Place] = dict(zip(jaxpr.all_invars, [*constants, *places], strict=True))
         known.update((v, _known_single(known[v], v)) for v in jaxpr.all_invars)
 
         def value(atom: Any) -> Any:

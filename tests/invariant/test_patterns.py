@@ -1,15 +1,19 @@
 """Equations that are an operation of `detjax.ops` on accelerators, and those that look like one."""
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import Array, lax
 
 import detjax
-from detjax import backends, ops
+from detjax import backends, compilation, ops
+from detjax.bench import invariant
 from detjax.invariant import batched, patterns
 from detjax.invariant.equations import Program
 from tests.support.bits import assert_same_bits
@@ -136,3 +140,32 @@ def test_a_row_has_the_bits_that_it_has_alone() -> None:
     (alone,) = batched.run(program, [X[1:2]], [])
     for rows in (2, 8, 17, 64):
         assert_same_bits(batched.run(program, [jnp.tile(X, (22, 1, 1))[1 : 1 + rows]], [])[0][0], alone[0])
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["like GPT-2", "like Qwen3"])
+def test_no_part_of_a_transformer_runs_in_a_loop_over_rows(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_loops: list[str] = []
+    known: list[int] = []
+    found = patterns.softmaxes
+    one_by_one = batched._one_by_one
+
+    def counted(program: Program) -> list[patterns.Softmax]:
+        known.append(len(found(program)))
+        return found(program)
+
+    def looped(eqn: Any, *arguments: Any) -> Any:
+        in_loops.append(eqn.primitive.name)
+        return one_by_one(eqn, *arguments)
+
+    monkeypatch.setattr(patterns, "softmaxes", counted)
+    monkeypatch.setattr(batched, "_one_by_one", looped)
+    model = invariant.Transformer(dataclasses.replace(invariant.TINY, layers=2, gated=gated), 8, nnx.Rngs(0))
+    with (
+        backends.tracing_for("gpu"),
+        compilation.under_contract(),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
+        jax.eval_shape(detjax.batch_invariant(model), jnp.ones((3, 8), jnp.int32))
+    assert not in_loops
+    assert sum(known) == 2, "softmax of each layer"
