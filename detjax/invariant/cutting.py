@@ -105,8 +105,8 @@ class _Cutter:
         follower = self._follower()
         made = follower.equation(eqn, list(places))
         if follower.findings:
-            found = "\n".join(lines(follower.findings))
-            raise UnsafeFunction(f"batch_invariant: rows of the batch meet.\n{found}")
+            reports = "\n".join(lines(follower.findings))
+            raise UnsafeFunction(f"batch_invariant: rows of the batch meet.\n{reports}")
         return made
 
     def _refuse(self, eqn: core.JaxprEqn, why: str) -> UnsafeFunction:

@@ -248,10 +248,10 @@ def _one_row(
             reason = error
     why = "" if reason is None else f" cannot be traced for one row ({type(reason).__name__}: {reason}), and it"
     if whole.findings:
-        found = "\n".join(refusals.lines(whole.findings))
+        reports = "\n".join(refusals.lines(whole.findings))
         raise UnsafeFunction(
             f"batch_invariant: the function{why} mixes rows in a batch of {whole.batch}, so that no row can be cut "
-            f"out of it:\n{found}"
+            f"out of it:\n{reports}"
         ) from reason
     if reason is not None:
         message = (

@@ -27,7 +27,7 @@ def lenient_promotion() -> Any:
         yield
 
 
-def _of_two_at_least(fn: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+def _refusing_one(fn: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
     def checked(w: Array, x: Array) -> Array:
         if x.shape[0] < 2:
             raise ValueError("one row is no batch")
@@ -42,7 +42,7 @@ def test_a_row_has_the_bits_of_the_function_traced_for_one(fn: Callable[..., Arr
     expected = detjax.batch_invariant(fn, (None, 0))(W, x)
     assert_same_bits(detjax.batch_invariant(fn, (None, 0), traced_for="batch")(W, x), expected)
     with pytest.warns(detjax.TracedForBatchWarning, match=r"one row \(ValueError: one row is no batch\)"):
-        cut = detjax.batch_invariant(_of_two_at_least(fn), (None, 0))(W, x[3:4])
+        cut = detjax.batch_invariant(_refusing_one(fn), (None, 0))(W, x[3:4])
     assert_same_bits(cut[0], expected[3])
 
 
@@ -204,12 +204,12 @@ def _numbered_lookup(w: Array, x: Array) -> Array:
 )
 def test_what_mixes_rows_stays_refused(fn: Callable[..., Array], message: str) -> None:
     with pytest.raises(detjax.UnsafeFunction, match=rf"(?s)({message}).*test_cutting\.py:"):
-        detjax.batch_invariant(_of_two_at_least(fn), (None, 0))(W, inputs(6))
+        detjax.batch_invariant(_refusing_one(fn), (None, 0))(W, inputs(6))
 
 
 def test_a_choice_is_kept() -> None:
     with pytest.raises(ValueError, match="one row is no batch"):
-        detjax.batch_invariant(_of_two_at_least(functions.moves), (None, 0), traced_for="row")(W, inputs(4))
+        detjax.batch_invariant(_refusing_one(functions.moves), (None, 0), traced_for="row")(W, inputs(4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        detjax.batch_invariant(_of_two_at_least(functions.moves), (None, 0), traced_for="batch")(W, inputs(4))
+        detjax.batch_invariant(_refusing_one(functions.moves), (None, 0), traced_for="batch")(W, inputs(4))

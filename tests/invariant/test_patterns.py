@@ -80,8 +80,8 @@ def _upside_down(x: Array) -> Array:
 
 def test_softmax_is_that_of_ops_on_accelerators() -> None:
     program = _program(_softmax, X[0])
-    (found,) = patterns.softmaxes(program)
-    assert [program.eqns[k].primitive.name for k in found.equations] == [
+    (pattern,) = patterns.softmaxes(program)
+    assert [program.eqns[k].primitive.name for k in pattern.equations] == [
         "reduce_max",
         "max",
         "broadcast_in_dim",
@@ -146,12 +146,12 @@ def test_a_row_has_the_bits_that_it_has_alone() -> None:
 def test_no_part_of_a_transformer_runs_in_a_loop_over_rows(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     in_loops: list[str] = []
     known: list[int] = []
-    found = patterns.softmaxes
+    search = patterns.softmaxes
     one_by_one = batched._one_by_one
 
     def counted(program: Program) -> list[patterns.Softmax]:
-        known.append(len(found(program)))
-        return found(program)
+        known.append(len(search(program)))
+        return search(program)
 
     def looped(eqn: Any, *arguments: Any) -> Any:
         in_loops.append(eqn.primitive.name)
