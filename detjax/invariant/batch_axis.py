@@ -14,6 +14,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 
 from detjax.invariant import equations
@@ -526,7 +527,7 @@ def _whole(atom: Any) -> Shared:
 
 def constant_place(value: Any) -> Shared | None:
     """Returns the place of a constant of a function: along which axes its elements are equal; None if it is large."""
-    is_concrete = isinstance(value, (np.ndarray, jax.Array)) and not isinstance(value, jax.core.Tracer)
+    is_concrete = isinstance(value, (np.ndarray, jax.Array)) and not isinstance(value, Tracer)
     if not is_concrete or not 0 < value.size <= _LARGEST_CONSTANT or value.dtype.itemsize not in (1, 2, 4, 8):
         return None
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):

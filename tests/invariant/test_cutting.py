@@ -108,7 +108,7 @@ def _flattened(w: Array, x: Array) -> Array:
 
 def _last(w: Array, x: Array) -> Array:
     """A loop that starts from zeros of the batch's size, and an update in place."""
-    start = np.zeros((x.shape[0], 24), x.dtype)
+    start: Any = np.zeros((x.shape[0], 24), x.dtype)
     states = lax.scan(lambda s, x: (jnp.tanh(s @ w + x), s), start, jnp.swapaxes(x, 0, 1))
     out = jnp.zeros((x.shape[0], 6, 24), x.dtype).at[:, 1:].set(jnp.swapaxes(states[1], 0, 1))
     return out.at[:, 0].set(states[0])
