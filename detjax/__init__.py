@@ -22,6 +22,7 @@ from detjax.engine import SamplingParams as SamplingParams
 from detjax.engine import generate as generate
 from detjax.fingerprints import fingerprint as fingerprint
 from detjax.fusions import without_fusions as without_fusions
+from detjax.invariant import TracedForBatchWarning as TracedForBatchWarning
 from detjax.invariant import UnsafeFunction as UnsafeFunction
 from detjax.invariant import UnsafeFunctionWarning as UnsafeFunctionWarning
 from detjax.invariant import batch_invariant as batch_invariant

@@ -11,6 +11,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 
 from detjax.invariant import equations
@@ -106,6 +110,8 @@ _ALONG: Final[Mapping[str, str]] = {
     "sort": "dimension",
     "rev": "dimensions",
 }
+_LARGEST_CONSTANT: Final = 1 << 20
+"""Elements of a constant that is looked at: those that a function fills for a batch are small."""
 _MOST_ROUNDS: Final = 5
 """In which the places of a loop's carries are found: a carry goes from shared to rows to unknown."""
 
@@ -121,7 +127,8 @@ class Follower:
     def jaxpr(self, jaxpr: core.Jaxpr, places: Sequence[Place | None]) -> list[Place]:
         """Returns the places of a jaxpr's results."""
         env: dict[core.Var, Place] = {}
-        for var, place in zip(jaxpr.all_invars, [*[None] * len(jaxpr.consts), *places], strict=True):
+        constants = map(constant_place, jaxpr.consts)
+        for var, place in zip(jaxpr.all_invars, [*constants, *places], strict=True):
             env[var] = _whole(var) if place is None else place
 
         def read(atom: Any) -> Place:
@@ -151,6 +158,8 @@ class Follower:
             made = self._call(eqn, places)
             self.calls.pop()
             return made
+        if name == "optimization_barrier":
+            return places
         if any(place is UNKNOWN for place in places):
             return [UNKNOWN] * len(eqn.outvars)
         if not any(isinstance(place, Rows) for place in places):
@@ -192,8 +201,12 @@ class Follower:
         """Returns the places of a scan's results, and of the arguments of its body."""
         consts, carries, xs = equations.scan_arguments(eqn, places)
         over_rows = [isinstance(place, Rows) and place.axis == 0 for place in xs]
-        if any(over_rows) and not carries and all(place == Rows(0) for place in xs if isinstance(place, Rows)):
+        is_apart = not carries and not any(isinstance(place, Rows) for place in consts)
+        if any(over_rows) and is_apart and all(place == Rows(0) for place in xs if isinstance(place, Rows)):
             # A step sees one row, without an axis of rows, and leaves nothing to the next.
+            if any(isinstance(place, Shared) and 0 not in place.uniform for place in xs):
+                unknown = self.mixes(eqn, Mixing.SLOT, Mixing.SLOT.value)
+                return [unknown] * len(eqn.outvars), [unknown] * len(places)
             steps = [Shared() if over else _shifted(place, -1) for place, over in zip(xs, over_rows, strict=True)]
             ys = self.jaxpr(eqn.params["jaxpr"], [*consts, *steps])
             return [place if place is UNKNOWN else Rows(0) for place in ys], [UNKNOWN] * len(places)
@@ -243,9 +256,14 @@ class Follower:
         for other in others:
             if isinstance(first, Shared) and isinstance(other, Shared):
                 first = Shared(first.uniform & other.uniform)
-            elif isinstance(first, Shared) or other is UNKNOWN:
-                first = other
-            elif isinstance(first, Rows) and isinstance(other, Rows) and first != other:
+            elif first is UNKNOWN or other is UNKNOWN:
+                first = UNKNOWN
+            elif isinstance(first, Shared) or isinstance(other, Shared):
+                rows, shared = (other, first) if isinstance(first, Shared) else (first, other)
+                assert isinstance(rows, Rows) and isinstance(shared, Shared)
+                is_uniform = rows.axis in shared.uniform
+                first = rows if is_uniform else self.mixes(eqn, Mixing.SLOT, Mixing.SLOT.value)
+            elif first != other:
                 first = self.mixes(eqn, Mixing.MOVE, "has rows now on one axis, now on another")
         return first
 
@@ -389,15 +407,29 @@ class Follower:
         axis = operand.axis
         if axis in numbers.operand_batching_dims:
             paired = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
+            if isinstance(indices, Shared) and not _is_uniform(indices, eqn.invars[1], paired):
+                return self.mixes(eqn, Mixing.SLOT, Mixing.SLOT.value)
             if isinstance(indices, Shared) or indices == operand.on(paired):
                 return operand.on(batch_axes[paired])
-        elif isinstance(indices, Shared) and axis not in (*numbers.start_index_map, *numbers.collapsed_slice_dims):
+        elif (
+            isinstance(indices, Shared)
+            and axis not in (*numbers.start_index_map, *numbers.collapsed_slice_dims)
+            and eqn.params["slice_sizes"][axis] == shape[axis]
+        ):
             removed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
             offset = [k for k in range(len(shape)) if k not in removed]
             return operand.on(numbers.offset_dims[offset.index(axis)])
         return self.mixes(eqn, Mixing.MOVE, "reads rows that it is told")
 
     def _scatter(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
+        axes = self.scattered_rows(eqn, places)
+        if axes is None:
+            # Mixtures of experts collect their tokens so.
+            return self.mixes(eqn, Mixing.MOVE, "writes numbers of different rows into one array")
+        return next(place for place in places if isinstance(place, Rows)).on(axes[0])
+
+    def scattered_rows(self, eqn: core.JaxprEqn, places: Sequence[Place]) -> tuple[int, int | None, int] | None:
+        """Returns the axes on which a scatter's operand, indices and updates have their rows; None if it mixes them."""
         indices, numbers = places[1], eqn.params["dimension_numbers"]
         shapes = [aval(v).shape for v in eqn.invars]
         removed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
@@ -405,7 +437,7 @@ class Follower:
         scattered = [k for k in range(len(shapes[2])) if k not in numbers.update_window_dims]
         rows = [place for place in places if isinstance(place, Rows)]
         # Rows that are paired one to one in operand, indices and updates:
-        pairs = [
+        pairs: list[tuple[int, int | None, int]] = [
             (axis, paired, scattered[paired])
             for axis, paired in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
         ]
@@ -417,9 +449,8 @@ class Follower:
             met = list(zip(places, eqn.invars, axes, strict=True))
             is_apart = all(k is None or _has(place, k) or _is_uniform_along(place, v, k) for place, v, k in met)
             if is_apart and all(place.on(axes[0]) == rows[0].on(axes[0]) for place in rows):
-                return rows[0].on(axes[0])
-        # Mixtures of experts collect their tokens so.
-        return self.mixes(eqn, Mixing.MOVE, "writes numbers of different rows into one array")
+                return axes
+        return None
 
     _scatter_add = _scatter_mul = _scatter_min = _scatter_max = _scatter
 
@@ -459,8 +490,15 @@ class Follower:
 
     def _conv_general_dilated(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         numbers, rows = eqn.params["dimension_numbers"], places[0]
-        if not isinstance(rows, Rows) or isinstance(places[1], Rows) or rows.axis != numbers.lhs_spec[0]:
+        is_batch = isinstance(rows, Rows) and rows.axis == numbers.lhs_spec[0]
+        if (
+            not isinstance(rows, Rows)
+            or not is_batch
+            or isinstance(places[1], Rows)
+            or eqn.params["batch_group_count"] > 1
+        ):
             return self.mixes(eqn, Mixing.OTHER, "has the batch on an axis that is not the convolution's batch")
+        assert isinstance(rows, Rows)
         return rows.on(numbers.out_spec[0])
 
     def _psum(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
@@ -473,7 +511,8 @@ class Follower:
         rows = places[0]
         if not isinstance(rows, Rows):
             return self.mixes(eqn, Mixing.OTHER, Mixing.OTHER.value)
-        if eqn.params["window_dimensions"][rows.axis] != 1:
+        moves = eqn.params["window_strides"][rows.axis] != 1 or tuple(eqn.params["padding"][rows.axis]) != (0, 0)
+        if moves or eqn.params["window_dimensions"][rows.axis] != 1:
             mixing = Mixing.SUM if equations.kind(eqn) is Kind.SUM else Mixing.MOVE
             return self.mixes(eqn, mixing, "has windows over the batch")
         return rows
@@ -484,6 +523,17 @@ class Follower:
 def _whole(atom: Any) -> Shared:
     """The place of an array without rows of which nothing else is known."""
     return Shared(_single(atom))
+
+
+def constant_place(value: Any) -> Shared | None:
+    """Returns the place of a constant of a function: along which axes its elements are equal; None if it is large."""
+    is_concrete = isinstance(value, (np.ndarray, jax.Array)) and not isinstance(value, Tracer)
+    if not is_concrete or not 0 < value.size <= _LARGEST_CONSTANT or value.dtype.itemsize not in (1, 2, 4, 8):
+        return None
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return None
+    bits = np.ascontiguousarray(np.asarray(value)).view(f"u{value.dtype.itemsize}").reshape(value.shape)
+    return Shared(frozenset(k for k in range(bits.ndim) if (bits == bits.take([0], axis=k)).all()))
 
 
 def _is_uniform(place: Shared, var: Any, axis: int) -> bool:

@@ -4,7 +4,7 @@ The examples are the first axis of every array that depends on them. Three thing
 bits among others, and none is left to the compiler:
 
 - *Sums.* Their order is written out: halves of an axis are added until one number is left. Products of activations are
-  products of groups of rows, under contract.
+  products of groups of rows, under contract, and so is softmax where `jax.nn.softmax` wrote it.
 - *Fused products.* Whether `x * y + z` is rounded once or twice depends on what a compiler fuses, and that on shapes.
   What may end in a product is sealed by adding -0.0, which changes no number: a product that has been added to
   something cannot be fused with a further addition. The compiler does not know that the number is -0.0.
@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
-from detjax.invariant import equations, loops, products
+from detjax import ops
+from detjax.invariant import equations, loops, patterns, products
 from detjax.invariant.control_flow import ControlFlow
 from detjax.invariant.dependence import Dependence
 from detjax.invariant.equations import Kind, Program, Values, aval
@@ -70,7 +71,16 @@ class _Batch(ControlFlow):
         def depends(atom: Any) -> bool:
             return not isinstance(atom, core.Literal) and flags[atom]
 
-        for eqn in program.eqns:
+        softmaxes = {pattern.equations[-1]: pattern for pattern in patterns.softmaxes(program)}
+        inside = {index for pattern in softmaxes.values() for index in pattern.equations[:-1]}
+        for index, eqn in enumerate(program.eqns):
+            if index in inside:
+                continue
+            if (pattern := softmaxes.get(index)) is not None:
+                # The rows of all examples in one launch.
+                env[pattern.result] = self._sealed(eqn, [ops.softmax(env[pattern.x])])[0]
+                flags[pattern.result] = flags[pattern.x]
+                continue
             given = [depends(v) for v in eqn.invars]
             made = self.dependence.results(eqn, given)
             if any(made):

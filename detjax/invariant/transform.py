@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,44 +14,18 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from detjax import backends, compilation
-from detjax.invariant import arguments, interpreter
+from detjax.invariant import arguments, cutting, interpreter, refusals
 from detjax.invariant.arguments import Leaves
-from detjax.invariant.batch_axis import Mixing, Rows, follow
+from detjax.invariant.batch_axis import Finding, Place, Rows, follow
 from detjax.invariant.equations import Program
+from detjax.invariant.refusals import TracedForBatchWarning, UnsafeFunction, UnsafeFunctionWarning
 
 type OnUnsafe = Literal["refuse", "warn"]
 
-_ADVICE: Final = {
-    Mixing.SUM: (
-        "A row would depend on the others. Compute it for each row (batch norm: use its running averages; a loss: "
-        "return one number a row and average outside)"
-    ),
-    Mixing.SLOT: (
-        "A row would depend on its place in the batch. Make the value from the row (random numbers: pass a key a row, "
-        "with a batch axis)"
-    ),
-}
-
+type TracedFor = Literal["row", "batch"]
 
 _tracing = jax.make_user_context(False)
 """Whether a function is being traced for rows already, so that a layer of it need not keep them apart itself."""
-
-
-class UnsafeFunction(ValueError):
-    """A function whose rows cannot be kept apart. Its message names the operations and their lines.
-
-    Example:
-        >>> try:
-        ...     detjax.batch_invariant(lambda x: x - jnp.mean(x, axis=0, keepdims=True))(jnp.ones((2, 3)))
-        ... except detjax.UnsafeFunction:
-        ...     print("rows would meet")
-        ...
-        rows would meet
-    """
-
-
-class UnsafeFunctionWarning(UserWarning):
-    """What `UnsafeFunction` says, as a warning."""
 
 
 def batch_invariant(
@@ -60,6 +34,7 @@ def batch_invariant(
     out_axes: Any = 0,
     *,
     on_unsafe: OnUnsafe = "refuse",
+    traced_for: TracedFor | None = None,
 ) -> Callable[..., Any]:
     """Returns `fn` with rows that do not depend on the batch: row i of the result is `fn` of row i alone, in every bit.
 
@@ -81,10 +56,14 @@ def batch_invariant(
         out_axes: the axis of the rows in the results, likewise.
         on_unsafe: what happens where `fn` adds numbers of different rows, or gives a row numbers that depend on its
             place: "refuse" raises, "warn" warns and returns what `fn` gives for each row alone.
+        traced_for: "row" traces `fn` for a batch of one. "batch" traces it for the batch and cuts the program of one
+            row out of that, which has the same bits; whatever mixes rows is refused then. By default it is "row", and
+            "batch", with a `TracedForBatchWarning`, where tracing for one row raises. If `fn` computes with the
+            number of rows, a row of the second kind depends on that number.
 
     Raises:
         TypeError: an argument that has rows is not an array, or fn is a class other than of NNX modules.
-        UnsafeFunction: see `on_unsafe`; when called. A result has no axis of rows; when called.
+        UnsafeFunction: see `on_unsafe` and `traced_for`; when called. A result has no axis of rows; when called.
         ValueError: batches have different sizes or no rows, or an option is unknown.
 
     Example:
@@ -97,7 +76,11 @@ def batch_invariant(
     if on_unsafe not in get_args(OnUnsafe.__value__):
         accepted = ", ".join(get_args(OnUnsafe.__value__))
         raise ValueError(f"batch_invariant: on_unsafe is {on_unsafe!r}; accepted: {accepted}")
-    make = functools.partial(_invariant, batch_axes=batch_axes, out_axes=out_axes, on_unsafe=on_unsafe)
+    if traced_for not in (None, *get_args(TracedFor.__value__)):
+        accepted = ", ".join(get_args(TracedFor.__value__))
+        raise ValueError(f"batch_invariant: traced_for is {traced_for!r}; accepted: None, {accepted}")
+    options = _Options(out_axes, on_unsafe, traced_for)
+    make = functools.partial(_invariant, batch_axes=batch_axes, options=options)
     if isinstance(fn, nn.Module):
         return make(fn.apply, shared=1)
     if isinstance(fn, nnx.Module):
@@ -111,9 +94,15 @@ def batch_invariant(
     return make(fn, shared=0)
 
 
-def _invariant(
-    fn: Callable[..., Any], *, batch_axes: Any, out_axes: Any, on_unsafe: OnUnsafe, shared: int
-) -> Callable[..., Any]:
+class _Options(NamedTuple):
+    """Arguments of `batch_invariant`."""
+
+    out_axes: Any
+    on_unsafe: OnUnsafe
+    traced_for: TracedFor | None
+
+
+def _invariant(fn: Callable[..., Any], *, batch_axes: Any, options: _Options, shared: int) -> Callable[..., Any]:
     """See `batch_invariant`; so many arguments before those of `batch_axes` are shared by all rows."""
     programs: dict[Any, Callable[..., Any]] = {}
 
@@ -123,13 +112,13 @@ def _invariant(
             return fn(*args, **kwargs)
         given, arrays = Leaves.from_call("batch_invariant", batch_axes, args, kwargs, shared)
         if given not in programs:
-            programs[given] = _program(fn, given, out_axes, on_unsafe)
+            programs[given] = _program(fn, given, options)
         return programs[given](*arrays)
 
     return call
 
 
-def _program(fn: Callable[..., Any], given: Leaves, out_axes: Any, on_unsafe: OnUnsafe) -> Callable[..., Any]:
+def _program(fn: Callable[..., Any], given: Leaves, options: _Options) -> Callable[..., Any]:
     """The invariant function of the arrays among the arguments."""
     array_axes = given.array_axes
 
@@ -146,13 +135,13 @@ def _program(fn: Callable[..., Any], given: Leaves, out_axes: Any, on_unsafe: On
             return function(*arrays)
         compilation.require_pinned_program("batch_invariant")
         count = arguments.count_rows("batch_invariant", arrays, array_axes)
-        checked = max(2, count)
-        whole = _checked(function, arrays, array_axes, checked, on_unsafe)
-        jaxpr, one = _traced(function, arrays, array_axes, 1)
+        whole = _Whole.traced(function, arrays, array_axes, max(2, count))
+        whole.check(options.on_unsafe)
+        jaxpr, one = _one_row(function, arrays, array_axes, whole, options.traced_for)
         flags = [axis is not None for axis in array_axes]
         values = [x if axis is None else _as_examples(x, axis) for x, axis in zip(arrays, array_axes, strict=True)]
         results, made = interpreter.run(Program.from_jaxpr(jaxpr), values, flags, count)
-        return _as_batch(results, made, one, whole, out_axes, count, checked)
+        return _as_batch(results, made, one, whole, options.out_axes, count)
 
     return invariant
 
@@ -184,10 +173,8 @@ def _as_examples(x: Array, axis: int) -> Array:
     return jnp.expand_dims(jnp.moveaxis(x, axis, 0), axis % x.ndim + 1)
 
 
-def _traced(
-    fn: Callable[..., Any], arrays: Sequence[Array], axes: Sequence[int | None], rows: int
-) -> tuple[core.Jaxpr, Any]:
-    """The jaxpr of a function for a batch of so many rows, and the shapes of its results."""
+def _shapes(arrays: Sequence[Array], axes: Sequence[int | None], rows: int) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of arrays for a batch of so many rows."""
 
     def shape(x: Array, axis: int | None) -> jax.ShapeDtypeStruct:
         sizes = list(x.shape)
@@ -195,62 +182,135 @@ def _traced(
             sizes[axis] = rows
         return jax.ShapeDtypeStruct(tuple(sizes), x.dtype, weak_type=jax.typeof(x).weak_type)
 
+    return list(map(shape, arrays, axes))
+
+
+def _traced(
+    fn: Callable[..., Any], arrays: Sequence[Array], axes: Sequence[int | None], rows: int
+) -> tuple[core.Jaxpr, Any]:
+    """The jaxpr of a function for a batch of so many rows, and the shapes of its results."""
     with _tracing(True):
-        jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*map(shape, arrays, axes))
+        jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*_shapes(arrays, axes, rows))
     return partial_eval.dce_jaxpr_consts(jaxpr, [True] * len(jaxpr.outvars), True)[0], shapes
 
 
-def _checked(
-    fn: Callable[..., Any], arrays: Sequence[Array], axes: Sequence[int | None], batch: int, on_unsafe: OnUnsafe
-) -> Any:
-    """Returns the shapes of a function's results, and raises or warns if it mixes the rows of a batch."""
-    jaxpr, shapes = _traced(fn, arrays, axes, batch)
-    places = [None if axis is None else Rows(axis % x.ndim) for x, axis in zip(arrays, axes, strict=True)]
-    _, findings = follow(jaxpr, batch, places)
-    unsafe = [finding for finding in findings if finding.changes_numbers]
-    if unsafe:
-        lines = [f"  {finding}. {_ADVICE[finding.mixing]}." for finding in dict.fromkeys(unsafe)]
-        message = "\n".join(("batch_invariant: rows of the batch meet.", *lines))
+class _Whole(NamedTuple):
+    """A function as it is traced for a batch.
+
+    Attributes:
+        batch: the number of rows, at least 2.
+        jaxpr: the function.
+        shapes: of its results, as the pytree that it returns.
+        given: the place of the rows in each argument; None for an argument without rows.
+        made: their places in the results.
+        findings: the equations that mix rows.
+    """
+
+    batch: int
+    jaxpr: core.Jaxpr
+    shapes: Any
+    given: list[Place | None]
+    made: list[Place]
+    findings: list[Finding]
+
+    @classmethod
+    def traced(
+        cls, fn: Callable[..., Any], arrays: Sequence[Array], axes: Sequence[int | None], batch: int
+    ) -> "_Whole":
+        """Returns a function as it is traced for so many rows."""
+        jaxpr, shapes = _traced(fn, arrays, axes, batch)
+        given: list[Place | None] = [
+            None if axis is None else Rows(axis % x.ndim) for x, axis in zip(arrays, axes, strict=True)
+        ]
+        return cls(batch, jaxpr, shapes, given, *follow(jaxpr, batch, given))
+
+    def check(self, on_unsafe: OnUnsafe) -> None:
+        """Raises or warns if a row's numbers depend on other rows or on its place."""
+        unsafe = [finding for finding in self.findings if finding.changes_numbers]
+        if not unsafe:
+            return
+        message = "\n".join(("batch_invariant: rows of the batch meet.", *refusals.lines(unsafe)))
         if on_unsafe == "refuse":
             raise UnsafeFunction(f"{message}\non_unsafe='warn' computes what the function gives for each row alone.")
         warnings.warn(UnsafeFunctionWarning(message), stacklevel=2)
-    return shapes
 
 
-def _as_batch(
-    results: Sequence[Any], made: Sequence[bool], one: Any, whole: Any, out_axes: Any, count: int, checked: int
-) -> Any:
+def _one_row(
+    fn: Callable[..., Any],
+    arrays: Sequence[Array],
+    axes: Sequence[int | None],
+    whole: _Whole,
+    traced_for: TracedFor | None,
+) -> tuple[core.Jaxpr, Any]:
+    """The jaxpr of a function for a batch of one, and the shapes of its results."""
+    reason: Exception | None = None
+    if traced_for != "batch":
+        try:
+            return _traced(fn, arrays, axes, 1)
+        except UnsafeFunction:
+            raise
+        except Exception as error:  # whatever a function raises that does not take one row
+            if traced_for == "row":
+                raise
+            reason = error
+    why = "" if reason is None else f" cannot be traced for one row ({type(reason).__name__}: {reason}), and it"
+    if whole.findings:
+        reports = "\n".join(refusals.lines(whole.findings))
+        raise UnsafeFunction(
+            f"batch_invariant: the function{why} mixes rows in a batch of {whole.batch}, so that no row can be cut "
+            f"out of it:\n{reports}"
+        ) from reason
+    if reason is not None:
+        message = (
+            f"batch_invariant: the function{why} is traced for {whole.batch} rows instead, of which one is cut out. A "
+            "row depends on the number of rows where the function computes with it. Write the function so that it "
+            "takes one row, or choose traced_for='batch'."
+        )
+        warnings.warn(TracedForBatchWarning(message), stacklevel=2)
+    leaves, tree = jax.tree.flatten(whole.shapes)
+    cut = cutting.cut(whole.jaxpr, whole.batch, whole.given)
+    with _tracing(True):
+        jaxpr, made = jax.make_jaxpr(cut, return_shape=True)(*_shapes(arrays, axes, 1))
+    assert len(made) == len(leaves)
+    return partial_eval.dce_jaxpr_consts(jaxpr, [True] * len(jaxpr.outvars), True)[0], jax.tree.unflatten(tree, made)
+
+
+def _as_batch(results: Sequence[Any], made: Sequence[bool], one: Any, whole: _Whole, out_axes: Any, count: int) -> Any:
     """The results `[B, ...]` with their rows where the function has them, as the pytree that it returns.
 
     Args:
         results: of the program for one example.
         made: which depend on the example.
         one: the shapes for a batch of one.
-        whole: the shapes for a batch of `checked` rows.
+        whole: the function as it is traced for a batch.
         out_axes: see `batch_invariant`.
         count: the number of rows.
-        checked: see `whole`.
     """
     paths = [tree_util.keystr(path) for path, _ in tree_util.tree_leaves_with_path(one)]
     out = []
     axes = arguments.spread("batch_invariant", "out_axes", out_axes, one)
-    for x, is_mapped, path, alone, among, axis in zip(
-        results, made, paths, jax.tree.leaves(one), jax.tree.leaves(whole), axes, strict=True
+    for x, is_mapped, path, alone, among, place, axis in zip(
+        results, made, paths, jax.tree.leaves(one), jax.tree.leaves(whole.shapes), whole.made, axes, strict=True
     ):
         if axis is None and not is_mapped:
             out.append(jnp.asarray(x))
             continue
         expected = list(alone.shape)
-        has_rows = axis is not None and -alone.ndim <= axis < alone.ndim and alone.shape[axis] == 1
-        if axis is not None and has_rows:
-            expected[axis] = checked
-        if axis is None or not has_rows or tuple(expected) != among.shape:
+        rows = Rows(0)
+        if has_axis := axis is not None and -alone.ndim <= axis < alone.ndim:
+            rows = Rows(axis % alone.ndim)
+            if isinstance(place, Rows) and place.axis == rows.axis:
+                rows = place  # which may have several elements of a row
+            expected[rows.axis] = rows.outer * whole.batch * rows.inner
+        if not has_axis or alone.shape[rows.axis] != rows.outer * rows.inner or tuple(expected) != among.shape:
             raise UnsafeFunction(
                 f"batch_invariant: result{path} has shape {alone.shape} for a batch of 1 and {among.shape} for one "
-                f"of {checked}, and out_axes says {axis}; accepted: results whose axis of rows out_axes names. A "
+                f"of {whole.batch}, and out_axes says {axis}; accepted: results whose axis of rows out_axes names. A "
                 "number of the whole batch, such as a mean loss, is for the caller to add up."
             )
         x = x if is_mapped else jnp.broadcast_to(jnp.asarray(x)[None], (count, *alone.shape))
-        axis = axis % alone.ndim
-        out.append(jnp.moveaxis(jnp.squeeze(x, axis + 1), 0, axis))
+        before, after = alone.shape[: rows.axis], alone.shape[rows.axis + 1 :]
+        x = x.reshape(count, *before, rows.outer, rows.inner, *after)
+        x = jnp.moveaxis(x, 0, rows.axis + 1)
+        out.append(x.reshape(*before, rows.outer * count * rows.inner, *after))
     return jax.tree.unflatten(jax.tree.structure(one), out)

@@ -13,121 +13,26 @@ import detjax
 from detjax import backends
 from detjax.invariant import batched, loops
 from detjax.invariant.equations import Program
+from tests.invariant import functions
+from tests.invariant.functions import W, inputs
 from tests.support.bits import assert_same_bits, same_bits
 
-W = jnp.asarray(np.random.default_rng(1).standard_normal((24, 24)) / 5, jnp.float32)
+_FEW = [functions.own_gradient, functions.transposed, functions.attention, functions.moves]
 
 
-def _x(rows: int) -> Array:
-    return jnp.asarray(np.random.default_rng(2).standard_normal((rows, 5, 24)), jnp.float32)
-
-
-def _own_trips(w: Array, x: Array) -> Array:
-    """Each row has its own number of trips, and a product with a weight in each trip."""
-
-    def row(x: Array) -> Array:
-        goes_on = lambda state: (state[0] < 9) & (jnp.max(jnp.abs(state[1])) > 0.5)  # noqa: E731
-        return lax.while_loop(goes_on, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w) * jnp.float32(0.8)), (0, x))[1]
-
-    return jnp.stack([row(x[k]) for k in range(x.shape[0])])
-
-
-def _shared_trips(w: Array, x: Array) -> Array:
-    body = lambda state: (state[0] + 1, jnp.tanh(state[1] @ w))  # noqa: E731
-    return lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
-
-
-def _layers_by_number(w: Array, x: Array) -> Array:
-    """A loop that takes its weight by the loop's counter, which no row may change."""
-    stack = jnp.stack([w, w * 2])
-    return lax.fori_loop(0, 2, lambda k, x: jnp.tanh(x @ lax.dynamic_index_in_dim(stack, k, keepdims=False)), x)
-
-
-def _shared_branch(w: Array, x: Array) -> Array:
-    return lax.cond(w[0, 0] > 0, lambda x: x @ w, lambda x: x - jnp.float32(1), x)
-
-
-def _own_branch(w: Array, x: Array) -> Array:
-    rows = [lax.cond(x[k, 0, 0] > 0, lambda y: y @ w, lambda y: jnp.sin(y), x[k]) for k in range(x.shape[0])]
-    return jnp.stack(rows)
-
-
-@jax.custom_vjp
-def _straight_through(x: Array) -> Array:
-    return jnp.round(x)
-
-
-_straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g * 3,))
-
-
-def _own_gradient(w: Array, x: Array) -> Array:
-    return _straight_through(x @ w)
-
-
-@jax.custom_vjp
-def _product_and_gradient(x: Array, w: Array) -> Array:
-    return jnp.exp(x @ w)
-
-
-_product_and_gradient.defvjp(
-    lambda x, w: ((y := jnp.exp(x @ w)), (x, w, y)),
-    lambda saved, g: ((g * saved[2]) @ saved[1].T, jnp.einsum("...ti,...to->io", saved[0], g * saved[2])),
-)
-
-
-def _own_gradient_of_a_product(w: Array, x: Array) -> Array:
-    return _product_and_gradient(x, w)
-
-
-def _transposed(w: Array, x: Array) -> Array:
-    """Weights on the left, with several contracted axes, and with paired ones."""
-    heads = w.reshape(24, 6, 4)
-    y = jnp.einsum("io,bti->obt", w, x)
-    z = jnp.einsum("obt,ohk->bthk", y, heads)
-    z = jnp.einsum("bthk,hkj->bthj", z, w.reshape(6, 4, 24))
-    return jnp.einsum("bthj,jhk->btk", z, heads)
-
-
-def _attention(w: Array, x: Array) -> Array:
-    scores = jax.nn.softmax(jnp.einsum("bti,bsi->bts", x @ w, x) / 5)
-    return jnp.einsum("bts,bsi->bti", scores, x)
-
-
-def _moves(w: Array, x: Array) -> Array:
-    top, places = lax.top_k(x @ w, 6)
-    taken = jnp.take_along_axis(x, places, axis=2)
-    return jnp.concatenate([jnp.sort(taken), top, jnp.flip(jnp.cumsum(top, axis=1), 1)], axis=2)
-
-
-FUNCTIONS: tuple[Callable[[Array, Array], Array], ...] = (
-    _own_trips,
-    _shared_trips,
-    _layers_by_number,
-    _shared_branch,
-    _own_branch,
-    _own_gradient,
-    _own_gradient_of_a_product,
-    _transposed,
-    _attention,
-    _moves,
-)
-_NAMES = [fn.__name__[1:] for fn in FUNCTIONS]
-_DIFFERENTIABLE = [fn for fn in FUNCTIONS if fn not in (_own_trips, _shared_trips)]
-
-
-@pytest.mark.parametrize("fn", FUNCTIONS, ids=_NAMES)
+@pytest.mark.parametrize("fn", functions.ALL, ids=lambda fn: fn.__name__)
 def test_a_row_has_the_bits_that_it_has_alone(fn: Callable[..., Array]) -> None:
     invariant = detjax.batch_invariant(fn, (None, 0))
-    x = _x(5)
+    x = inputs(5)
     y = invariant(W, x)
     np.testing.assert_allclose(y, fn(W, x), rtol=0, atol=2e-5)
     assert_same_bits(invariant(W, x[3:4])[0], y[3])
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("fn", _DIFFERENTIABLE, ids=[fn.__name__[1:] for fn in _DIFFERENTIABLE])
+@pytest.mark.parametrize("fn", functions.DIFFERENTIABLE, ids=lambda fn: fn.__name__)
 def test_gradients_are_the_functions(fn: Callable[..., Array]) -> None:
-    x = _x(3)
+    x = inputs(3)
 
     def gradients(fn: Callable[..., Array], x: Array) -> Any:
         return jax.jit(jax.grad(lambda w, x: jnp.sum(jnp.sin(fn(w, x))), argnums=(0, 1)))(W, x)
@@ -140,9 +45,9 @@ def test_gradients_are_the_functions(fn: Callable[..., Array]) -> None:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("fn", FUNCTIONS, ids=_NAMES)
+@pytest.mark.parametrize("fn", functions.ALL, ids=lambda fn: fn.__name__)
 def test_accelerators_get_the_functions_numbers(fn: Callable[..., Array]) -> None:
-    x = _x(3)
+    x = inputs(3)
     with backends.tracing_for("gpu"):
         y = detjax.batch_invariant(fn, (None, 0))(W, x)
         np.testing.assert_allclose(y, fn(W, x), rtol=0, atol=2e-5)
@@ -151,10 +56,10 @@ def test_accelerators_get_the_functions_numbers(fn: Callable[..., Array]) -> Non
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("fn", [_own_gradient, _transposed, _attention, _moves])
+@pytest.mark.parametrize("fn", _FEW, ids=lambda fn: fn.__name__)
 def test_accelerators_get_the_functions_gradients(fn: Callable[..., Array]) -> None:
     def gradients(fn: Callable[..., Array]) -> Any:
-        return detjax.jit(jax.grad(lambda w, x: jnp.sum(jnp.sin(fn(w, x))), argnums=(0, 1)))(W, _x(3))
+        return detjax.jit(jax.grad(lambda w, x: jnp.sum(jnp.sin(fn(w, x))), argnums=(0, 1)))(W, inputs(3))
 
     with backends.tracing_for("gpu"):
         actual = gradients(detjax.batch_invariant(fn, (None, 0)))
@@ -207,14 +112,14 @@ def test_random_numbers_come_from_the_key_of_a_row() -> None:
 
     keys = jax.random.split(jax.random.key(3), 4)
     invariant = detjax.batch_invariant(fn)
-    y = invariant(keys, _x(4))
-    assert_same_bits(invariant(keys[2:3], _x(4)[2:3])[0], y[2])
-    np.testing.assert_allclose(y, fn(keys, _x(4)), rtol=0, atol=1e-5)
+    y = invariant(keys, inputs(4))
+    assert_same_bits(invariant(keys[2:3], inputs(4)[2:3])[0], y[2])
+    np.testing.assert_allclose(y, fn(keys, inputs(4)), rtol=0, atol=1e-5)
 
 
 def test_it_works_under_jit_vmap_and_scan() -> None:
-    invariant = detjax.batch_invariant(_attention, (None, 0))
-    x = _x(6)
+    invariant = detjax.batch_invariant(functions.attention, (None, 0))
+    x = inputs(6)
     expected = invariant(W, x)
     assert_same_bits(jax.jit(invariant)(W, x), expected)
     assert_same_bits(jax.jit(jax.vmap(invariant, (None, 0)))(W, x.reshape(2, 3, 5, 24)).reshape(x.shape), expected)
@@ -227,7 +132,7 @@ def test_weights_get_the_rows_gradients_in_ascending_order() -> None:
         return jax.jit(jax.grad(lambda w: jnp.sum(fn(w, x))))(W[0])
 
     invariant = detjax.batch_invariant(lambda w, x: jnp.sin(x * w[None, None]), (None, 0))
-    x = _x(4)
+    x = inputs(4)
     parts = [gradient(invariant, x[k : k + 1]) for k in range(4)]
     assert_same_bits(gradient(invariant, x), parts[0] + parts[1] + parts[2] + parts[3])
 
@@ -236,7 +141,7 @@ def test_rows_may_lie_on_other_axes_and_results_in_trees() -> None:
     def fn(tree: dict[str, Array], scale: float) -> dict[str, Array]:
         return {"y": (tree["x"].swapaxes(0, 1) @ tree["w"]).swapaxes(0, 1) * scale, "w": tree["w"][None] * 2}
 
-    x = _x(3).swapaxes(0, 1)
+    x = inputs(3).swapaxes(0, 1)
     axes = {"x": 1, "w": None}
     invariant = detjax.batch_invariant(fn, (axes, None), {"y": 1, "w": None})
     made, expected = invariant({"x": x, "w": W}, 2.0), fn({"x": x, "w": W}, 2.0)
@@ -246,5 +151,7 @@ def test_rows_may_lie_on_other_axes_and_results_in_trees() -> None:
 
 
 def test_stock_numerics_serve_where_they_are_chosen() -> None:
+    x = inputs(3)
     with detjax.use_backend("stock"):
-        assert_same_bits(detjax.batch_invariant(_attention, (None, 0))(W, _x(3)), jax.jit(_attention)(W, _x(3)))
+        made = detjax.batch_invariant(functions.attention, (None, 0))(W, x)
+        assert_same_bits(made, jax.jit(functions.attention)(W, x))

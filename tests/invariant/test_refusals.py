@@ -87,7 +87,7 @@ def test_what_a_call_writes_into_a_module_is_refused() -> None:
     ("fn", "message"),
     [
         (lambda x: jnp.float32(1), "shape \\(\\) for a batch of 1"),
-        (lambda x: {"loss": jnp.sum(x, axis=(1, 2)), "all": x.reshape(-1, 8)}, r"result\['all'\]"),
+        (lambda x: {"loss": jnp.sum(x, axis=(1, 2)), "all": x.reshape(6, -1)}, r"result\['all'\]"),
         (lambda x: x.swapaxes(0, 1), "out_axes says 0"),
     ],
 )
@@ -109,6 +109,8 @@ def test_bad_arguments_are_refused() -> None:
     identity: Callable[..., Any] = lambda x: x  # noqa: E731
     with pytest.raises(ValueError, match="on_unsafe is 'ignore'"):
         unchecked(detjax.batch_invariant)(identity, on_unsafe="ignore")
+    with pytest.raises(ValueError, match="traced_for is 'two'"):
+        unchecked(detjax.batch_invariant)(identity, traced_for="two")
     with pytest.raises(ValueError, match="batches have 2, 4 rows"):
         detjax.batch_invariant(lambda x, y: x)(X, X[:2])
     with pytest.raises(ValueError, match="no argument has rows"):

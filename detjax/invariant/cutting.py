@@ -1,0 +1,409 @@
+"""The program of one row, cut out of the program of a whole batch.
+
+A function that cannot be traced for one row, because it asks for a size of the batch, is traced for the batch. Where
+the rows lie in every array is followed through that program (`detjax.invariant.batch_axis`). If no equation mixes
+rows, each of them works on the rows of its operands alike and independently, so the same equations with the batch
+taken out of their shapes compute one row: the program that tracing for one row would have given.
+
+Values that hold no rows may have an axis of the batch's size too, such as positions that are repeated for every row.
+Numbers computed from these are computed once, and not for every row, so that their bits do not know the batch either.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend import core
+
+from detjax.invariant import equations
+from detjax.invariant.batch_axis import Follower, Place, Rows, Shared, constant_place
+from detjax.invariant.equations import Kind, aval
+from detjax.invariant.refusals import UnsafeFunction, lines
+
+_SIZES: Final = {
+    "broadcast_in_dim": "shape",
+    "reshape": "new_sizes",
+    "slice": "limit_indices",
+    "dynamic_slice": "slice_sizes",
+}
+"""The parameter that holds the size of the axis of rows."""
+
+_PAIRED: Final = frozenset(
+    "concatenate dynamic_update_slice sort random_bits random_fold_in random_split random_seed".split()
+)
+"""Whose operands have their rows on one axis."""
+
+_ALIKE: Final = frozenset(
+    (
+        "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin cumsum cumprod "
+        "cummax cummin cumlogsumexp top_k rev transpose squeeze expand_dims pad tile split unstack "
+        "conv_general_dilated reduce_window_max reduce_window_min reduce_window_sum reduce_window"
+    ).split()
+)
+"""Whose parameters say nothing of the axis of rows."""
+
+
+def cut(jaxpr: core.Jaxpr, batch: int, places: Sequence[Place | None]) -> Callable[..., list[Array]]:
+    """Returns the function of one row whose rows a function of a batch computes.
+
+    An array that has rows keeps its axis of rows, with the elements of one of them.
+
+    Args:
+        jaxpr: a function of a whole batch in which `batch_axis.follow` finds no equation that mixes rows.
+        batch: how many rows the batch has, at least 2.
+        places: for each argument its place, or None for an array without rows.
+
+    Raises:
+        UnsafeFunction: an equation cannot be cut; when the function is traced.
+    """
+    given = [Shared() if place is None else place for place in places]
+    return lambda *values: _Cutter(batch).run(jaxpr, values, given)[0]
+
+
+class _Cutter:
+    """The equations of one row. Values without rows may have one element along axes on which they are uniform."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._calls: list[core.JaxprEqn] = []
+
+    def run(self, jaxpr: core.Jaxpr, values: Sequence[Any], places: Sequence[Place]) -> tuple[list[Any], list[Place]]:
+        """Returns one row's results of a jaxpr, and where the rows are in them."""
+        env: dict[Any, Any] = dict(zip(jaxpr.all_invars, [*jaxpr.consts, *values], strict=True))
+        constants = [constant_place(x) or Shared() for x in jaxpr.consts]
+        known: dict[Any, Place] = dict(zip(jaxpr.all_invars, [*constants, *places], strict=True))
+        known.update((v, _known_single(known[v], v)) for v in jaxpr.all_invars)
+
+        def value(atom: Any) -> Any:
+            return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+        def place(atom: Any) -> Place:
+            return _known_single(Shared(), atom) if isinstance(atom, core.Literal) else known[atom]
+
+        for eqn in jaxpr.eqns:
+            with equations.at_line(eqn):
+                results, made = self._equation(eqn, [value(v) for v in eqn.invars], [place(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, results, strict=True))
+            known.update(zip(eqn.outvars, made, strict=True))
+        made = [place(v) for v in jaxpr.outvars]
+        return [self._whole(value(v), v, p) for v, p in zip(jaxpr.outvars, made, strict=True)], made
+
+    def _follower(self) -> Follower:
+        follower = Follower(self._batch)
+        follower.calls.extend(self._calls)
+        return follower
+
+    def _places(self, eqn: core.JaxprEqn, places: Sequence[Place]) -> list[Place]:
+        """The places of an equation's results.
+
+        Raises:
+            UnsafeFunction: the equation mixes rows, which happens here in derivatives alone.
+        """
+        follower = self._follower()
+        made = follower.equation(eqn, list(places))
+        if follower.findings:
+            reports = "\n".join(lines(follower.findings))
+            raise UnsafeFunction(f"batch_invariant: rows of the batch meet.\n{reports}")
+        return made
+
+    def _refuse(self, eqn: core.JaxprEqn, why: str) -> UnsafeFunction:
+        return UnsafeFunction(
+            f"batch_invariant: the function cannot be traced for one row, and its program for {self._batch} rows "
+            f"cannot be cut into rows: {eqn.primitive.name} of {', '.join(map(str, equations.shapes(eqn)))} {why}, at "
+            f"{self._follower().line(eqn)}. Write the function so that it can be traced for a batch of one."
+        )
+
+    # Shapes ---------------------------------------------------------------------------------------------------------
+
+    def _one(self, shape: Sequence[int], axis: int) -> tuple[int, ...]:
+        """The shape of one row of an array."""
+        return tuple(size // self._batch if k == axis else size for k, size in enumerate(shape))
+
+    def _whole(self, x: Any, var: Any, place: Place) -> Any:
+        """A value in its whole shape, that of one row if it has any."""
+        return x if isinstance(place, Rows) else _shaped(x, getattr(aval(var), "shape", ()))
+
+    def _fitted(self, x: Any, var: Any, place: Place, wanted: Place) -> Any:
+        """A value that meets rows, at the shape of one row."""
+        shape = getattr(aval(var), "shape", ())
+        if isinstance(place, Rows) or not isinstance(wanted, Rows) or not shape or shape[wanted.axis] == 1:
+            return self._whole(x, var, place)
+        return _shaped(x, self._one(shape, wanted.axis))
+
+    # Equations ------------------------------------------------------------------------------------------------------
+
+    def _equation(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place]) -> tuple[list[Any], list[Place]]:
+        if equations.kind(eqn) is Kind.CALL:
+            values = [self._whole(x, v, p) for x, v, p in zip(values, eqn.invars, places, strict=True)]
+            self._calls.append(eqn)
+            results = self._call(eqn, values, places)
+            self._calls.pop()
+            return results
+        made = self._places(eqn, places)
+        if any(isinstance(place, Rows) for place in places):
+            return self._rows(eqn, values, places, made), made
+        return self._without_rows(eqn, values, places, made), made
+
+    def _rows(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], made: list[Place]) -> list[Any]:
+        """One row's results of an equation whose operands have rows."""
+        name, params = eqn.primitive.name, dict(eqn.params)
+        given = next(place for place in places if isinstance(place, Rows))
+        wanted: list[Place] = [place if isinstance(place, Rows) else Shared() for place in places]
+        result = made[0]
+        assert isinstance(result, Rows)
+        if name == "sharding_constraint":
+            return values  # of the batch's axis, which a row has not
+        if name == "optimization_barrier":
+            pass
+        elif name in equations.ELEMENTWISE:
+            wanted = [given] * len(values)
+        elif name in _PAIRED:
+            arrays = 2 if name == "dynamic_update_slice" else len(values)
+            wanted = [given] * arrays + wanted[arrays:]
+        elif name in _SIZES:
+            params[_SIZES[name]] = self._one(params[_SIZES[name]], result.axis)
+        elif name == "gather":
+            wanted = self._gather(eqn, params, places)
+        elif name in (
+            "scatter",
+            "scatter-add",
+            "scatter_add",
+            "scatter-mul",
+            "scatter_mul",
+            "scatter_min",
+            "scatter-min",
+            "scatter_max",
+            "scatter-max",
+        ):
+            axes = self._follower().scattered_rows(eqn, places)
+            assert axes is not None
+            wanted = [Shared() if axis is None else Rows(axis) for axis in axes]
+        elif name == "dot_general":
+            wanted = _paired_operands(eqn, places)
+        elif name not in _ALIKE:
+            raise self._refuse(eqn, "has no rule for one row")
+        operands = [self._fitted(*given) for given in zip(values, eqn.invars, places, wanted, strict=True)]
+        return _bind(eqn, operands, params)
+
+    def _gather(self, eqn: core.JaxprEqn, params: dict[str, Any], places: list[Place]) -> list[Place]:
+        """The places in which operands meet; changes the sizes that a gather takes."""
+        numbers, operand = params["dimension_numbers"], places[0]
+        wanted: list[Place] = list(places)
+        if isinstance(operand, Rows):
+            if operand.axis in numbers.operand_batching_dims:
+                at = numbers.operand_batching_dims.index(operand.axis)
+                wanted[1] = operand.on(numbers.start_indices_batching_dims[at])
+            else:
+                params["slice_sizes"] = self._one(params["slice_sizes"], operand.axis)
+        return wanted
+
+    def _without_rows(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], made: list[Place]) -> list[Any]:
+        """The results of an equation without rows, computed once along axes on which they are uniform."""
+        name, shapes = eqn.primitive.name, list(equations.shapes(eqn))
+        uniform = [place.uniform if isinstance(place, Shared) else frozenset() for place in (*places, *made[:1])]
+        inexact = any(map(equations.is_inexact, eqn.outvars))
+        params = dict(eqn.params)
+        if name == "broadcast_in_dim":
+            params["shape"] = _ones(params["shape"], uniform[-1])
+            shapes[0] = _ones(shapes[0], uniform[0])
+        elif name == "sharding_constraint":
+            pass
+        elif name in equations.ELEMENTWISE and name != "optimization_barrier":
+            shapes = [_ones(shape, uniform[-1]) for shape in shapes]
+        elif name in ("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp"):
+            axes = {int(k) for k in params["axes"]} if "axes" in params else {params["axis"]}
+            shapes[0] = _ones(shapes[0], uniform[0] - axes)
+        elif name == "dot_general":
+            shapes = _dot_shapes(eqn, shapes, uniform)
+        elif inexact and equations.kind(eqn) in (Kind.SUM, Kind.OPAQUE):
+            repeated = [
+                k
+                for shape, axes in zip(shapes, uniform, strict=False)
+                for k in axes
+                if shape[k] > 1 and shape[k] % self._batch == 0
+            ]
+            if repeated:
+                raise self._refuse(eqn, "computes with numbers that may be repeated for every row")
+        return _bind(eqn, [_shaped(x, shape) for x, shape in zip(values, shapes, strict=True)], params)
+
+    # Calls ----------------------------------------------------------------------------------------------------------
+
+    def _call(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place]) -> tuple[list[Any], list[Place]]:
+        name = eqn.primitive.name
+        if name in ("remat2", "checkpoint"):
+            made = self._places(eqn, places)
+            body = jax.checkpoint(
+                lambda *operands: self.run(equations.body(eqn), operands, places)[0],
+                policy=eqn.params["policy"],
+                prevent_cse=eqn.params["prevent_cse"],
+            )
+            return body(*values), made
+        if name == "custom_jvp_call":
+            return self._with_jvp(eqn, places)(*values), self._places(eqn, places)
+        if name == "custom_vjp_call":
+            return self._with_vjp(eqn, places)(*values), self._places(eqn, places)
+        if name in equations.CALLS:
+            return self.run(equations.body(eqn), values, places)
+        if name == "shard_map":
+            raise self._refuse(eqn, "divides the batch among devices, or holds what they do")
+        made = self._places(eqn, places)
+        rule = {"scan": self._scan, "while": self._while, "cond": self._cond}[name]
+        return rule(eqn, values, places, made), made
+
+    def _scan(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], made: list[Place]) -> list[Any]:
+        params, body = eqn.params, eqn.params["jaxpr"]
+        consts, carry, xs = equations.scan_arguments(eqn, values)
+        const_places, _, x_places = equations.scan_arguments(eqn, places)
+        length = params["length"]
+        _, carry_vars, x_vars = equations.scan_arguments(eqn, eqn.invars)
+        if any(isinstance(place, Rows) and place.axis == 0 for place in x_places):
+            # A step of the whole program's takes a row: here there is one.
+            length = next(p.outer * p.inner for p in x_places if isinstance(p, Rows))
+            fitted = zip(xs, x_vars, x_places, strict=True)
+            xs = [self._fitted(x, v, place, Rows(0)) for x, v, place in fitted]
+            inside: list[Place] = [*const_places, *[Shared()] * len(xs)]
+        else:
+            inside = self._follower().scan(eqn, places)[1]
+            carried = zip(carry, carry_vars, equations.scan_arguments(eqn, places)[1], made, strict=False)
+            carry = [self._fitted(*given) for given in carried]
+        wanted = inside[len(consts) : len(consts) + len(carry)]
+
+        def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = self._results(body, [*consts, *carry, *xs], inside, wanted)
+            return results[: len(carry)], results[len(carry) :]
+
+        carry, ys = lax.scan(step, carry, xs, length, params["reverse"], params["unroll"])
+        return [*carry, *ys]
+
+    def _while(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], made: list[Place]) -> list[Any]:
+        tests, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+        tested, consts, carry = equations.while_arguments(eqn, values)
+        tested_places, const_places, carry_places = equations.while_arguments(eqn, places)
+        variables = equations.while_arguments(eqn, eqn.invars)[2]
+        carry = [self._fitted(*given) for given in zip(carry, variables, carry_places, made, strict=True)]
+
+        def goes_on(carry: list[Any]) -> Any:
+            return self.run(tests, [*tested, *carry], [*tested_places, *made])[0][0]
+
+        def step(carry: list[Any]) -> list[Any]:
+            return self._results(body, [*consts, *carry], [*const_places, *made], made)
+
+        return lax.while_loop(goes_on, step, carry)
+
+    def _cond(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], made: list[Place]) -> list[Any]:
+        def branch(jaxpr: core.Jaxpr) -> Callable[..., list[Any]]:
+            return lambda *operands: self._results(jaxpr, operands, places[1:], made)
+
+        branches = list(map(branch, eqn.params["branches"]))
+        return lax.switch(jnp.asarray(values[0]).astype(jnp.int32), branches, *values[1:])
+
+    def _results(
+        self, jaxpr: core.Jaxpr, values: Sequence[Any], places: Sequence[Place], wanted: Sequence[Place]
+    ) -> list[Any]:
+        """One row's results of a jaxpr, the first of them in the places where others of their kind have their rows."""
+        results, made = self.run(jaxpr, values, places)
+        count = len(wanted)
+        first = zip(results[:count], jaxpr.outvars[:count], made[:count], wanted, strict=True)
+        return [jnp.asarray(x) for x in (*(self._fitted(*given) for given in first), *results[count:])]
+
+    def _with_jvp(self, eqn: core.JaxprEqn, places: list[Place]) -> Callable[..., list[Any]]:
+        """The function of a `custom_jvp_call`, with its own derivative for one row."""
+        consts = eqn.params["num_consts"]
+        calls = list(self._calls)
+
+        @jax.custom_jvp
+        def call(*values: Any) -> list[Any]:
+            return [jnp.asarray(x) for x in self.run(equations.body(eqn), values, places)[0]]
+
+        @call.defjvp
+        def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            inexact = [equations.is_inexact(v) for v in eqn.invars[consts:]]
+            rule, closed, zeros = eqn.params["jvp_jaxpr_fun"].call_wrapped(*(not x for x in inexact))
+            rule = core.Jaxpr(rule, closed) if closed else rule
+            given = zip(tangents[consts:], places[consts:], inexact, strict=True)
+            varied = [(jnp.asarray(t), place) for t, place, has_tangent in given if has_tangent]
+            cutter = _Cutter(self._batch)
+            cutter._calls.extend(calls)
+            results, _ = cutter.run(
+                rule, [*primals[consts:], *(t for t, _ in varied)], [*places[consts:], *(p for _, p in varied)]
+            )
+            out, slopes = results[: len(zeros)], iter(results[len(zeros) :])
+            return [jnp.asarray(x) for x in out], [
+                _zero_tangent(x) if zero else next(slopes) for x, zero in zip(out, zeros, strict=True)
+            ]
+
+        return call
+
+    def _with_vjp(self, eqn: core.JaxprEqn, places: list[Place]) -> Callable[..., list[Any]]:
+        """The function of a `custom_vjp_call`, whose own derivative is one of a whole batch."""
+
+        @jax.custom_vjp
+        def call(*values: Any) -> list[Any]:
+            return [jnp.asarray(x) for x in self.run(equations.body(eqn), values, places)[0]]
+
+        refusal = self._refuse(eqn, "has a gradient of its own (custom_vjp), which is one of the whole batch")
+
+        def keep(*values: Any) -> Any:
+            raise refusal
+
+        call.defvjp(keep, lambda *_: ())
+        return call
+
+
+def _zero_tangent(x: Any) -> Any:
+    """The tangent of a result that does not change."""
+    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(jnp.shape(x), jax.dtypes.float0)
+
+
+def _bind(eqn: core.JaxprEqn, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _known_single(place: Place, atom: Any) -> Place:
+    """A place, where axes of one element are known to be uniform."""
+    if not isinstance(place, Shared):
+        return place
+    shape = getattr(aval(atom), "shape", ())
+    return Shared(place.uniform | {axis for axis, size in enumerate(shape) if size == 1})
+
+
+def _ones(shape: Sequence[int], axes: frozenset[int] | set[int]) -> tuple[int, ...]:
+    return tuple(1 if k in axes else size for k, size in enumerate(shape))
+
+
+def _shaped(x: Any, shape: Sequence[int]) -> Any:
+    """A value with more or fewer elements along axes on which all are equal."""
+    given = jnp.shape(x)
+    if given == tuple(shape):
+        return x
+    for axis, (old, new) in enumerate(zip(given, shape, strict=True)):
+        if new < old:
+            x = lax.slice_in_dim(x, 0, new, axis=axis)
+    return jnp.broadcast_to(x, shape)
+
+
+def _paired_operands(eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
+    """The places in which the operands of a dot meet."""
+    pairs = eqn.params["dimension_numbers"][1]
+    wanted = list(places)
+    for side, place in enumerate(places):
+        if isinstance(place, Rows) and place.axis in pairs[side]:
+            wanted[1 - side] = place.on(pairs[1 - side][list(pairs[side]).index(place.axis)])
+    return wanted
+
+
+def _dot_shapes(
+    eqn: core.JaxprEqn, shapes: Sequence[tuple[int, ...]], uniform: Sequence[frozenset[int]]
+) -> list[tuple[int, ...]]:
+    """The shapes of a dot's operands without what is repeated along axes that are not added over."""
+    contracted, paired = eqn.params["dimension_numbers"]
+    ones = [set(u) - set(c) - set(p) for u, c, p in zip(uniform, contracted, paired, strict=False)]
+    for left, right in zip(*paired, strict=True):
+        if left in uniform[0] and right in uniform[1]:
+            ones[0].add(left)
+            ones[1].add(right)
+    return [_ones(shape, axes) for shape, axes in zip(shapes, ones, strict=True)]

@@ -1,0 +1,133 @@
+"""Equations of a traced function that together are an operation of `detjax.ops`.
+
+A pattern is recognized equation by equation: each has the primitive, the axes, the shapes and the operands that it must
+have, and nobody else reads what lies between. Anything else is left as it is.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from detjax.invariant.equations import Program, aval
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Softmax:
+    """Softmax over the last axis of a float32 array.
+
+    Attributes:
+        x: the array.
+        result: what softmax gives.
+        equations: their indices in the program, the last of which gives the result.
+    """
+
+    x: core.Var
+    result: core.Var
+    equations: tuple[int, ...]
+
+
+_MOST_BETWEEN: Final = 3
+"""Equations between the maximum and the subtraction: one with -inf, one that keeps the axis, and `stop_gradient`."""
+
+
+def softmaxes(program: Program) -> list[Softmax]:
+    """Returns the softmaxes of a program, as `jax.nn.softmax` writes them.
+
+    That is `exp(x - stop_gradient(max(x)))` over its own sum: every sum and maximum is over the last axis, and no
+    equation outside reads the shifted values, their exponentials or their sums.
+    """
+    makers = {var: index for index, eqn in enumerate(program.eqns) for var in eqn.outvars}
+    uses: dict[Any, int] = {}
+    for atom in (*(v for eqn in program.eqns for v in eqn.invars), *program.results):
+        if not isinstance(atom, core.Literal):
+            uses[atom] = uses.get(atom, 0) + 1
+    quotients = (index for index, eqn in enumerate(program.eqns) if eqn.primitive.name == "div")
+    matches = (_Match(program.eqns, makers, uses).softmax(index) for index in quotients)
+    return [match for match in matches if match is not None]
+
+
+class _Match:
+    """The equations that end in one quotient, from the last to the first."""
+
+    def __init__(self, eqns: Sequence[core.JaxprEqn], makers: dict[Any, int], uses: dict[Any, int]) -> None:
+        self._eqns, self._makers, self._uses = eqns, makers, uses
+        self._taken: list[int] = []
+
+    def softmax(self, quotient: int) -> Softmax | None:
+        """Returns the softmax that a division ends, if it ends one."""
+        eqn = self._eqns[quotient]
+        above, below = eqn.invars
+        exponential = self._made(above, "exp", readers=2)
+        spread = self._made(below, "broadcast_in_dim")
+        if exponential is None or exponential.params["accuracy"] is not None or spread is None:
+            return None
+        total = self._made(spread.invars[0], "reduce_sum")
+        if total is None or total.invars[0] is not above or not _keeps_last_axis(total, spread):
+            return None
+        shifted = self._made(exponential.invars[0], "sub")
+        if shifted is None:
+            return None
+        x, largest = shifted.invars
+        if isinstance(x, core.Literal) or not _is_softmax_of(x, eqn.outvars[0]):
+            return None
+        if not self._is_largest(largest, x):
+            return None
+        return Softmax(x, eqn.outvars[0], (*sorted(self._taken), quotient))
+
+    def _made(self, atom: Any, primitive: str, readers: int = 1) -> core.JaxprEqn | None:
+        """Returns the equation that gives a value, if it is of this primitive and so many equations read the value."""
+        if isinstance(atom, core.Literal) or atom not in self._makers or self._uses[atom] != readers:
+            return None
+        index = self._makers[atom]
+        eqn = self._eqns[index]
+        if eqn.primitive.name != primitive:
+            return None
+        self._taken.append(index)
+        return eqn
+
+    def _is_largest(self, atom: Any, x: core.Var) -> bool:
+        """Whether a value is the maximum over x's last axis, with that axis kept, as a constant of derivatives."""
+        spread: core.JaxprEqn | None = None
+        is_constant = False
+        for _ in range(_MOST_BETWEEN + 1):
+            if (eqn := self._made(atom, "reduce_max")) is not None:
+                return is_constant and spread is not None and eqn.invars[0] is x and _keeps_last_axis(eqn, spread)
+            if (eqn := self._made(atom, "stop_gradient")) is not None and not is_constant:
+                is_constant = True
+                atom = eqn.invars[0]
+            elif (eqn := self._made(atom, "broadcast_in_dim")) is not None and spread is None:
+                spread = eqn
+                atom = eqn.invars[0]
+            elif (eqn := self._made(atom, "max")) is not None:
+                others = [v for v in eqn.invars if not _is_lowest(v)]
+                if len(others) != 1:
+                    return False
+                (atom,) = others
+            else:
+                return False
+        return False
+
+
+def _keeps_last_axis(reduction: core.JaxprEqn, spread: core.JaxprEqn) -> bool:
+    """Whether an equation reduces over the last axis, and another puts an axis of one element into its place."""
+    shape = aval(reduction.invars[0]).shape
+    return (
+        tuple(reduction.params["axes"]) == (len(shape) - 1,)
+        and tuple(spread.params["broadcast_dimensions"]) == tuple(range(len(shape) - 1))
+        and tuple(spread.params["shape"]) == (*shape[:-1], 1)
+    )
+
+
+def _is_softmax_of(x: core.Var, result: core.Var) -> bool:
+    """Whether two arrays are float32, of one shape, and not empty."""
+    given, made = aval(x), aval(result)
+    is_float32 = given.dtype == made.dtype == jnp.float32
+    return is_float32 and given.shape == made.shape and len(given.shape) > 0 and 0 not in given.shape
+
+
+def _is_lowest(atom: Any) -> bool:
+    return isinstance(atom, core.Literal) and np.ndim(atom.val) == 0 and bool(np.isneginf(atom.val))

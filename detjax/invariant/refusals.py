@@ -1,0 +1,45 @@
+"""What `batch_invariant` says of functions whose rows it cannot keep apart."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from detjax.invariant.batch_axis import Finding, Mixing
+
+_ADVICE: Final = {
+    Mixing.SUM: (
+        "A row would depend on the others. Compute it for each row (batch norm: use its running averages; a loss: "
+        "return one number a row and average outside)"
+    ),
+    Mixing.SLOT: (
+        "A row would depend on its place in the batch. Make the value from the row (random numbers: pass a key a row, "
+        "with a batch axis)"
+    ),
+    Mixing.MOVE: "Which numbers are whose is not known from here on. Move each row's within the row",
+    Mixing.OTHER: "Compute it for each row, or with operations that keep to their row",
+}
+
+
+class UnsafeFunction(ValueError):
+    """A function whose rows cannot be kept apart. Its message names the operations and their lines.
+
+    Example:
+        >>> try:
+        ...     detjax.batch_invariant(lambda x: x - jnp.mean(x, axis=0, keepdims=True))(jnp.ones((2, 3)))
+        ... except detjax.UnsafeFunction:
+        ...     print("rows would meet")
+        ...
+        rows would meet
+    """
+
+
+class UnsafeFunctionWarning(UserWarning):
+    """What `UnsafeFunction` says, as a warning."""
+
+
+class TracedForBatchWarning(UserWarning):
+    """A function cannot be traced for one row, so its program for the whole batch is cut into rows."""
+
+
+def lines(findings: Sequence[Finding]) -> list[str]:
+    """Returns a line for each finding, with what to do."""
+    return [f"  {finding}. {_ADVICE[finding.mixing]}." for finding in dict.fromkeys(findings)]
