@@ -26,6 +26,7 @@ NAMES = sorted(path.name for path in FIXTURES.iterdir() if (path / "config.json"
 QUICK = (1, 2, 5)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("fn", [*defects.MIXES, *defects.CHOSEN], ids=lambda fn: fn.__name__)
 def test_a_planted_defect_is_named_with_its_line(fn: Callable[[Array], Array]) -> None:
     role, why = (Role.MIXES, defects.MIXES[fn]) if fn in defects.MIXES else (Role.CHOSEN, defects.CHOSEN[fn])
@@ -234,7 +235,7 @@ def _tokens(model: models.Decoder) -> Array:
     return jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (3, 5)), jnp.int32)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_models_of_detjax_are_proven_by_construction(name: str) -> None:
     model = _model(name)

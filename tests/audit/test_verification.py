@@ -185,7 +185,7 @@ def reporting(transcript: Transcript) -> SamplingParams:
 
 
 @batches
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 def test_another_weight_is_refused_by_its_digest_and_by_its_bits(batch: int) -> None:
     graph, state = nnx.split(loaded()[0])
     weights = jax.tree.leaves(state)

@@ -62,6 +62,7 @@ def test_checksums_tell_inputs_apart() -> None:
     assert int(checksum((a, b))) == int(checksum((jnp.copy(a), b)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if not name.endswith(("_step", "_prefill"))])
 def test_operations_are_near_what_they_are_in_float64(operation: str) -> None:
     case = small(operation)

@@ -105,6 +105,7 @@ def test_rivals_of_the_delta_rule_compute_the_rule() -> None:
     np.testing.assert_allclose(s, s_end, atol=2e-2)
 
 
+@pytest.mark.sampled(0)
 def test_matmul(tmp_path: Path) -> None:
     content = run_small("matmul", tmp_path)
     assert [(cell["linears"], cell["m"]) for cell in content["cells"]] == [

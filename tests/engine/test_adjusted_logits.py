@@ -119,7 +119,7 @@ PARAMS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", PARAMS)
 def test_greedy_tokens_are_those_of_the_adjusted_logits(name: str) -> None:
     prompt = [5, 9, 9, 300, 12, 42]
@@ -142,6 +142,7 @@ def test_no_token_ends_a_sample_before_it_has_min_tokens() -> None:
         assert len(completion.tokens) > min_tokens or min_tokens == 0
 
 
+@pytest.mark.sampled(0)
 def test_the_models_end_tokens_are_held_back_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = [5, 9, 9, 300, 12]
     free = _completion(prompt, SamplingParams(max_tokens=6, ignore_eos=True))
@@ -183,7 +184,7 @@ def test_adjusted_requests_alone_and_together_have_the_same_bits(options: dict[s
     assert_same_bits(bits_of(together), bits_of([alone()[i] for i in order]))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("prefill_chunk", [1, 30])
 def test_the_bits_are_those_of_generate_in_chunks_of_any_size(prefill_chunk: int) -> None:
     some = requests()[:9]
@@ -192,6 +193,7 @@ def test_the_bits_are_those_of_generate_in_chunks_of_any_size(prefill_chunk: int
     assert_same_bits(bits_of(made), bits_of(alone()[:9]))
 
 
+@pytest.mark.sampled(0)
 def test_requests_without_adjustments_have_the_bits_of_a_program_without_them() -> None:
     plain = [request for request in requests() if not request.sampling.adjusted]
     prompts, params = [request.prompt for request in plain], [request.sampling for request in plain]
@@ -212,6 +214,7 @@ def test_preempted_requests_have_the_same_bits() -> None:
     assert_same_bits(bits_of(crowded), bits_of([*expected, *alone()[:8]]))
 
 
+@pytest.mark.sampled(0)
 def test_samples_of_one_request_count_their_own_tokens() -> None:
     params = dataclasses.replace(EVERYTHING, temperature=1.0, n=3, max_tokens=10, seed=5)
     prompt = list(range(150))

@@ -66,6 +66,7 @@ def text_of(completion: Completion) -> str:
     return completion.text
 
 
+@pytest.mark.sampled(0)
 def test_every_answer_is_what_its_constraint_asks_for(alone: list[Generation]) -> None:
     texts = [text_of(generation.completions[0]) for generation in alone]
     assert all(generation.completions[0].finish_reason == "stop" for generation in alone[:12])
@@ -81,7 +82,7 @@ def test_every_answer_is_what_its_constraint_asks_for(alone: list[Generation]) -
     assert all(text.endswith(".") and text[:2].isupper() for text in texts[10:12])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     "config",
     [
@@ -131,6 +132,7 @@ def test_no_answer_depends_on_when_its_masks_are_there(
         assert engine.stats().pages_in_use == 0
 
 
+@pytest.mark.sampled(0)
 def test_generate_answers_as_the_engine_does(loaded: tuple[Decoder, Tokenizer], alone: list[Generation]) -> None:
     model, tokenizer = loaded
     some = requests()[:4]
@@ -152,6 +154,7 @@ def test_logprobs_are_those_that_the_model_gives_the_text(
             assert scored.logprobs[len(prompt) - 1 :] == completion.logprobs
 
 
+@pytest.mark.sampled(0)
 def test_samples_of_one_request_are_constrained_each_by_itself(loaded: tuple[Decoder, Tokenizer]) -> None:
     params = SamplingParams(max_tokens=40, temperature=1.5, seed=1, n=6, constraint=CONSTRAINTS[1])
     with Engine(*loaded, max_samples=4, token_budget=64, max_length=128) as engine:

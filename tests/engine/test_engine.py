@@ -120,6 +120,7 @@ def test_order_and_a_warm_prefix_cache_do_not_matter(shared: Engine) -> None:
         assert_same_bits(bits_of(shuffled), bits_of([alone()[i] for i in order]))
 
 
+@pytest.mark.sampled(0)
 def test_answers_and_streams_say_how_many_tokens_of_the_prompt_were_in_the_cache() -> None:
     params = SamplingParams(max_tokens=3, n=2, temperature=1.0, ignore_eos=True)
     first, longer = Request([5] * 256, params), Request([5] * 256 + [6] * 10, params)
@@ -137,6 +138,7 @@ def test_answers_and_streams_say_how_many_tokens_of_the_prompt_were_in_the_cache
         assert [one.generate([longer])[0].cached_tokens for _ in range(2)] == [0, 0]
 
 
+@pytest.mark.sampled(0)
 def test_preempted_requests_have_the_same_bits() -> None:
     # Each of these requests needs one more page for the tokens that it generates.
     params = SamplingParams(temperature=1.0, max_tokens=14, ignore_eos=True)
@@ -292,6 +294,7 @@ def test_the_streamed_text_is_that_of_the_completion(shared: Engine) -> None:
     assert (expected.text, expected.finish_reason) == (free.text[: free.text.index(stop)], "stop")
 
 
+@pytest.mark.sampled(0)
 def test_new_weights_give_new_answers_and_forget_cached_pages() -> None:
     model = loaded()[0]
     prompt, params = list(range(300)), SamplingParams(max_tokens=5, ignore_eos=True)
@@ -462,6 +465,7 @@ def test_a_failure_of_one_sample_ends_its_request_alone(
     assert shared.is_open
 
 
+@pytest.mark.sampled(0)
 def test_weights_that_give_nan_are_an_error_and_leave_nothing_behind() -> None:
     model = loaded()[0]
     state = nnx.split(model)[1]

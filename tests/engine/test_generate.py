@@ -80,6 +80,7 @@ def test_requests_alone_and_together_have_the_same_bits(model: Decoder) -> None:
         assert_same_bits(bits_of([alone]), bits_of([together[index]]))
 
 
+@pytest.mark.sampled(0)
 def test_the_order_of_requests_does_not_matter(model: Decoder) -> None:
     together = answers(model, requests())
     order = random.Random(1).sample(range(len(together)), len(together))
@@ -102,6 +103,7 @@ def test_stock_xla_fails_the_test_of_requests_alone_and_together(model: Decoder)
     assert not same_bits([c[1] for c in bits_of(together[3:4])], [c[1] for c in bits_of(alone)])
 
 
+@pytest.mark.sampled(0)
 def test_logprobs_are_those_of_the_training_forward(model: Decoder) -> None:
     training_forward = detjax.jit(lambda tokens: ops.log_softmax(model(tokens)))
     for generation, (_, params) in zip(answers(model, requests()), requests(), strict=True):
@@ -117,6 +119,7 @@ def test_logprobs_are_those_of_the_training_forward(model: Decoder) -> None:
             assert_same_bits(top[..., 1].astype(np.float32), expected)
 
 
+@pytest.mark.sampled(0)
 def test_a_sample_depends_on_seed_and_index(model: Decoder) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=16, n=3, ignore_eos=True)
     prompt = [5, 6, 7]
@@ -125,6 +128,7 @@ def test_a_sample_depends_on_seed_and_index(model: Decoder) -> None:
     assert len({c.tokens for c in (*first.completions, *other.completions)}) == 6
 
 
+@pytest.mark.sampled(0)
 def test_samples_of_one_request_are_the_first_samples_of_a_larger_one(model: Decoder) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
     (one,) = generate(model, [[9, 8]], params)
@@ -147,6 +151,7 @@ def test_a_stop_token_ends_the_sample_and_stays_in_it(model: Decoder) -> None:
     assert stopped.logprobs == free.logprobs[:length]
 
 
+@pytest.mark.sampled(0)
 def test_the_models_own_end_tokens_end_a_sample(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     end = greedy(model).tokens[3]
     monkeypatch.setattr(
@@ -166,6 +171,7 @@ def test_a_stop_string_cuts_the_text_before_it(model: Decoder, tokenizer: Tokeni
     assert stopped.tokens == free.tokens[: len(stopped.tokens)]
 
 
+@pytest.mark.sampled(0)
 def test_text_prompts_are_encoded(model: Decoder, tokenizer: Tokenizer) -> None:
     params = SamplingParams(max_tokens=4)
     from_text, from_ids = generate(model, ["Hello", tokenizer.encode("Hello")], params, tokenizer=tokenizer)
@@ -263,6 +269,7 @@ def test_sampling_parameters_out_of_range_are_refused(field: str, value: object)
         SamplingParams(**{field: value})
 
 
+@pytest.mark.sampled(0)
 def test_prompt_logprobs_are_those_of_the_training_forward_in_chunks_of_any_size(model: Decoder) -> None:
     prompt = [3 * index % 515 for index in range(70)]
     params = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=True, top_logprobs=2, n=2)
@@ -278,6 +285,7 @@ def test_prompt_logprobs_are_those_of_the_training_forward_in_chunks_of_any_size
     assert_same_bits(bits_of([unscored]), bits_of([generation]))
 
 
+@pytest.mark.sampled(0)
 def test_calls_of_one_size_compile_two_programs_of_the_layers_and_one_that_samples(model: Decoder) -> None:
     jax.clear_caches()
     with compiled_programs() as compiled:

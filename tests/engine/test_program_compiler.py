@@ -98,6 +98,7 @@ def test_programs_of_threads_are_kept_too(tmp_path: Path) -> None:
     assert seen == [0]
 
 
+@pytest.mark.sampled(0)
 def test_steps_take_larger_programs_until_theirs_are_there(compilers_here: type[CompilerHere]) -> None:
     bits, go_on = expected(), threading.Event()
     loop = small_loop()
@@ -142,6 +143,7 @@ def test_where_a_process_fails_this_one_compiles_what_is_essential_and_nothing_e
     assert not compilation_of(other).pending
 
 
+@pytest.mark.sampled(0)
 def test_closing_a_loop_ends_what_is_still_compiled(compilers_here: type[CompilerHere]) -> None:
     loop = small_loop()
     closing, programs = threading.Event(), programs_of(loop).by_key()

@@ -39,6 +39,7 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], Array]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_is_flax_layer_with_rows_of_their_own(name: str) -> None:
     arguments, options, x = CASES[name]
@@ -57,6 +58,7 @@ def test_attention_takes_a_mask_of_each_row_or_of_all() -> None:
         np.testing.assert_allclose(layer(x, mask=mask), original(x, mask=mask), rtol=0, atol=2e-5)
 
 
+@pytest.mark.sampled(0)
 def test_layers_are_replaced_in_place() -> None:
     model, original = (Transformer(jnp.float32, nnx.Rngs(0)) for _ in range(2))
     assert detjax.nnx.replace_layers(model) == 11
@@ -90,6 +92,7 @@ def test_a_linen_layer_is_flax_layer_with_rows_of_their_own(name: str) -> None:
     assert_same_bits(layer.apply(variables, x[1:2])[0], y[1])
 
 
+@pytest.mark.sampled(0)
 def test_linen_layers_work_within_a_model_that_trains() -> None:
     class Model(nn.Module):
         layers: Any

@@ -17,6 +17,7 @@ from detjax import ops
 DEVICES = 8
 
 
+@pytest.mark.sampled(0)
 def test_sums_over_devices_are_those_of_the_axis_as_tree() -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}

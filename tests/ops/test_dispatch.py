@@ -46,7 +46,7 @@ def loaded_modules(imports: str) -> set[str]:
     return set(answer.stdout.rpartition("modules:")[2].split())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("backend", ["portable", "stock"])
 def test_operations_on_a_cpu_load_no_kernel_of_a_chip(backend: str) -> None:
     loaded = loaded_modules(USE_EVERY_KIND_OF_OPERATION.format(backend=backend))

@@ -159,6 +159,7 @@ def test_absent_tokens_have_no_rows() -> None:
     assert rows.place.tolist() == [[0, 1], [6, 6], [2, 3]]
 
 
+@pytest.mark.sampled(0)
 def test_aggregations_of_transformers_have_the_bits_of_torch() -> None:
     stored = dict(np.load(Path(__file__).parents[1] / "fixtures" / "aggregation.npz"))
     bfloat16 = {name: array.view(jnp.bfloat16) for name, array in stored.items() if array.dtype == np.uint16}

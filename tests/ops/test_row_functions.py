@@ -86,7 +86,7 @@ def values_and_gradients(fn: Callable[..., Any], arrays: list[Any]) -> tuple[Any
     return results, pullback(jax.tree.unflatten(tree, cotangents))
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", ["portable", "stock"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -103,7 +103,7 @@ def test_values_and_gradients_are_those_of_float64(name: str, dtype: str, backen
         assert np.abs(x - y).max() <= TOLERANCE[dtype] * max(1, np.abs(y).max())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_number_of_rows_and_their_neighbours_change_no_bit(name: str, dtype: str) -> None:

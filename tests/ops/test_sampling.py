@@ -226,7 +226,7 @@ def test_sampling_logprobs_are_those_of_the_kept_tokens_in_float64(name: str, te
     np.testing.assert_allclose(result[left], np.log(p[left] / p.sum()), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("size", "name"), [(80, "all of them"), (5000, "none"), (5000, "top-k"), (5000, "top-p")])
 def test_sampling_logprobs_have_the_bits_of_log_softmax(dtype: str, size: int, name: str) -> None:
@@ -295,6 +295,7 @@ def test_an_id_outside_of_the_vocabulary_has_no_logprob() -> None:
         assert np.isnan(result).tolist() == [True, False, True, True]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FILTERS)
 def test_filtered_logits_are_sampled_without_filters_as_logits_are_with_them(name: str) -> None:
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((60, 300)) * 3, "bfloat16")

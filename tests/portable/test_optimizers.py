@@ -39,7 +39,7 @@ def schedule(count: jax.Array) -> jax.Array:
 OPTIONS = {"b1": 0.8, "b2": 0.95, "eps": 1e-5, "weight_decay": 0.1}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("rate", "options"), [(schedule, OPTIONS), (3e-2, {}), (optax.linear_schedule(1e-2, 1e-3, 4), OPTIONS)]
 )

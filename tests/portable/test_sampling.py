@@ -25,6 +25,7 @@ EQUAL = [0.0] * 4
 """Logits of four tokens whose probabilities are exactly a quarter."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("filters", "ids"),
     [
