@@ -10,7 +10,8 @@ from jax import lax
 from jax.extend import core
 
 from detjax.invariant import equations
-from detjax.invariant.batch_axis import UNKNOWN, Follower, Place, Rows, Shared
+from detjax.invariant.batch_axis import UNKNOWN, Follower, Place, Rows, Shared, operation_places
+from detjax.invariant.equations import Kind
 
 FORWARD: Final = -1
 BACKWARD: Final = -2
@@ -50,8 +51,8 @@ class Step:
 
     @property
     def primitive(self) -> str:
-        """The primitive's name."""
-        return self.eqn.primitive.name
+        """The primitive's name, or that of the operation of detjax."""
+        return equations.operation(self.eqn) or self.eqn.primitive.name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -178,7 +179,7 @@ class _Flattening:
             arguments = list(map(read, eqn.invars))
             inner = "/".join(filter(None, (layer, equations.layer(eqn))))
             here = equations.source_line(eqn) or line
-            if eqn.primitive.name in equations.CALLS:
+            if equations.is_call(eqn):
                 body = equations.body(eqn)
                 made = self._inline(body, arguments, inner, here, path, steps, constants)
                 env.update(zip(eqn.outvars, made, strict=True))
@@ -203,6 +204,8 @@ class _Flattening:
         """
         if self._follower is None:
             return [Shared()] * len(eqn.outvars), [Shared()] * len(eqn.invars)
+        if equations.kind(eqn) is Kind.OPERATION:
+            return operation_places(eqn, given, self._follower.batch), []
         alike: list[Place] = [
             place if isinstance(place, Rows) else Shared(frozenset(range(getattr(equations.aval(v), "ndim", 0))))
             for place, v in zip(given, eqn.invars, strict=True)

@@ -14,7 +14,7 @@ from jax.extend import core
 
 from detjax import backends, invariant, ops
 from detjax.invariant import equations
-from detjax.invariant.batch_axis import UNKNOWN, Follower, Mixing, Place, Rows, Shared
+from detjax.invariant.batch_axis import UNKNOWN, Follower, Mixing, Place, Rows, Shared, operation_places
 from detjax.invariant.equations import Kind, aval
 
 
@@ -66,19 +66,15 @@ class Risk:
 
 
 def contract_of(eqn: core.JaxprEqn) -> str | None:
-    """Returns the operation of detjax that an equation calls, or belongs to; None where no contract holds.
-
-    Operations are told by the file that defines them, so a function of the same name elsewhere is none.
-    """
+    """Returns the operation of detjax that an equation calls, or belongs to; None where no contract holds."""
     if backends.backend() == backends.STOCK:
         return None
-    name = eqn.primitive.name
-    if name in ("jit", "pjit"):
+    if eqn.primitive.name in ("jit", "pjit"):
+        if (operation := equations.operation(eqn)) is not None:
+            return operation
         traced = equations.body(eqn).debug_info
-        defined = traced.func_filename if traced is not None else None
-        if defined is not None and _is_ours(pathlib.Path(defined)):
-            is_transformed = pathlib.Path(defined) == _TRANSFORM
-            return "batch_invariant" if is_transformed else str(eqn.params["name"])
+        if traced is not None and traced.func_filename == _TRANSFORM:
+            return "batch_invariant"
     frame = next(iter(source_info_util.user_frames(eqn.source_info.traceback)), None)
     # Code of an operation that comes before its kernel, such as the order of tokens in a mixture of experts.
     return _PREPARED if frame is not None and _OPERATIONS in pathlib.Path(frame.file_name).parents else None
@@ -86,11 +82,7 @@ def contract_of(eqn: core.JaxprEqn) -> str | None:
 
 _PREPARED: Final = "detjax.ops"
 _OPERATIONS: Final = pathlib.Path(ops.__file__).parent
-_TRANSFORM: Final = pathlib.Path(invariant.__file__).with_name("transform.py")
-
-
-def _is_ours(path: pathlib.Path) -> bool:
-    return _OPERATIONS in path.parents or path == _TRANSFORM
+_TRANSFORM: Final = str(pathlib.Path(invariant.__file__).with_name("transform.py"))
 
 
 def risk_of_order(eqn: core.JaxprEqn, makers: dict[Any, core.JaxprEqn], is_pinned: bool) -> str | None:
@@ -252,9 +244,9 @@ class Roles(Follower):
         """
         if self.findings and any(place is UNKNOWN for place in places):
             return [UNKNOWN] * len(eqn.outvars)
-        rows = [(v, place) for v, place in zip(eqn.invars, places, strict=True) if isinstance(place, Rows)]
+        rows = [place for place in places if isinstance(place, Rows)]
         if not rows and all(isinstance(place, Shared) for place in places):
-            return [Shared(frozenset(k for k, n in enumerate(aval(v).shape) if n == 1)) for v in eqn.outvars]
+            return operation_places(eqn, places, self.batch)
         weight = _WEIGHTS.get(contract, len(places))
         if any(not isinstance(place, Shared) for place in places[weight : weight + 1]):
             return [self.mixes(eqn, Mixing.OTHER, f"has rows in the weight of {contract}")] * len(eqn.outvars)
@@ -263,16 +255,7 @@ class Roles(Follower):
         first = places[0]
         if contract in _ALONG_THE_LAST and isinstance(first, Rows) and first.axis == aval(eqn.invars[0]).ndim - 1:
             return [self.mixes(eqn, Mixing.SUM, f"is {contract} along the batch")] * len(eqn.outvars)
-        return [self._place(v, rows) for v in eqn.outvars]
-
-    def _place(self, result: Any, rows: Sequence[tuple[Any, Rows]]) -> Place:
-        """The place of rows in a result, by the sizes of its axes: the batch's size divides no other."""
-        shape = aval(result).shape
-        for operand, place in rows:
-            if place.axis < len(shape) and shape[place.axis] == aval(operand).shape[place.axis]:
-                return place
-        axes = [axis for axis, size in enumerate(shape) if size and size % self.batch == 0]
-        return Rows(axes[0], 1, shape[axes[0]] // self.batch) if len(axes) == 1 else UNKNOWN
+        return operation_places(eqn, places, self.batch)
 
 
 def _keeps_order(eqn: core.JaxprEqn, places: Sequence[Place]) -> bool:

@@ -116,6 +116,28 @@ _MOST_ROUNDS: Final = 5
 """In which the places of a loop's carries are found: a carry goes from shared to rows to unknown."""
 
 
+def operation_places(eqn: core.JaxprEqn, places: Sequence[Place], batch: int) -> list[Place]:
+    """Returns the places of the results of an operation of detjax, which keeps the rows of its operands apart.
+
+    Rows are found by the sizes of axes, so the batch's size is to divide no other axis.
+    """
+    if any(place is UNKNOWN for place in places) and not any(isinstance(place, Rows) for place in places):
+        return [UNKNOWN] * len(eqn.outvars)
+    rows = [(v, place) for v, place in zip(eqn.invars, places, strict=True) if isinstance(place, Rows)]
+    if not rows:
+        return [_whole(v) for v in eqn.outvars]
+
+    def place_of(result: Any) -> Place:
+        shape = aval(result).shape
+        for operand, place in rows:
+            if place.axis < len(shape) and shape[place.axis] == aval(operand).shape[place.axis]:
+                return place
+        axes = [axis for axis, size in enumerate(shape) if size and size % batch == 0]
+        return Rows(axes[0], 1, shape[axes[0]] // batch) if len(axes) == 1 else UNKNOWN
+
+    return [place_of(v) for v in eqn.outvars]
+
+
 class Follower:
     """The places of one function's arrays, equation by equation."""
 
@@ -160,6 +182,9 @@ class Follower:
             return made
         if name == "optimization_barrier":
             return places
+        if (operation := equations.operation(eqn)) is not None and any(isinstance(place, Rows) for place in places):
+            what = f"calls {operation} of detjax.ops for the whole batch"
+            return [self.mixes(eqn, Mixing.OTHER, what)] * len(eqn.outvars)
         if any(place is UNKNOWN for place in places):
             return [UNKNOWN] * len(eqn.outvars)
         if not any(isinstance(place, Rows) for place in places):
@@ -176,7 +201,7 @@ class Follower:
 
     def _call(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
         name = eqn.primitive.name
-        if name in equations.CALLS:
+        if equations.is_call(eqn):
             return self.jaxpr(equations.body(eqn), places)
         rules = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
         return rules[name](eqn, places)

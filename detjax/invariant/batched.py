@@ -95,13 +95,13 @@ class _Batch(ControlFlow):
 
     def _equation(self, eqn: core.JaxprEqn, values: list[Any], mapped: list[bool], made: list[bool]) -> list[Any]:
         name, kind = eqn.primitive.name, equations.kind(eqn)
-        if name in equations.CALLS:
+        if equations.is_call(eqn):
             return self.run(Program.from_jaxpr(equations.body(eqn)), values, mapped, made)
         if kind is Kind.CALL and (results := self.loop_or_branch(eqn, values, mapped)) is not None:
             return results
         if kind in (Kind.ROUNDED, Kind.APPROXIMATED):
             return self._sealed(eqn, self._at_once(eqn, values, mapped))
-        if kind is Kind.EXACT or (name == "scatter" and eqn.params["unique_indices"]):
+        if kind in (Kind.EXACT, Kind.OPERATION) or (name == "scatter" and eqn.params["unique_indices"]):
             return self._at_once(eqn, values, mapped)
         if name == "reduce_sum":
             return [_added(values[0], [axis + 1 for axis in eqn.params["axes"]])]

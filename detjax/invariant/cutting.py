@@ -245,7 +245,7 @@ class _Cutter:
             return self._with_jvp(eqn, places)(*values), self._places(eqn, places)
         if name == "custom_vjp_call":
             return self._with_vjp(eqn, places)(*values), self._places(eqn, places)
-        if name in equations.CALLS:
+        if equations.is_call(eqn):
             return self.run(equations.body(eqn), values, places)
         if name == "shard_map":
             raise self._refuse(eqn, "divides the batch among devices, or holds what they do")

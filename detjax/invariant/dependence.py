@@ -31,7 +31,7 @@ class Dependence:
         if name == "cond":
             branches = [self._jaxpr(branch, mapped[1:])[0] for branch in eqn.params["branches"]]
             return [mapped[0] or any(made) for made in zip(*branches, strict=True)]
-        if name in equations.CALLS and name not in equations.OWN_RULES:
+        if equations.is_call(eqn) and name not in equations.OWN_RULES:
             return self._jaxpr(equations.body(eqn), mapped)[0]
         return [True] * len(eqn.outvars)
 
@@ -45,7 +45,7 @@ class Dependence:
             return self._jaxpr(eqn.params["body_jaxpr"], [*consts, *self.while_carries(eqn, mapped)])[1]
         if name == "cond":
             return any(self._jaxpr(branch, mapped[1:])[1] for branch in eqn.params["branches"])
-        if name in equations.CALLS:
+        if equations.is_call(eqn):
             return self._jaxpr(equations.body(eqn), mapped)[1]
         return self._is_shared(eqn, mapped)
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import enum
+import functools
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 from jax._src import source_info_util  # JAX has no public way from an equation to a line of the user's
 from jax.extend import core
 
-from detjax import compilation
+from detjax import backends, compilation, ops
 
 
 class Kind(enum.Enum):
@@ -20,6 +22,7 @@ class Kind(enum.Enum):
     APPROXIMATED = "single elements, by the device's own approximation"
     EXACT = "moves, selects or counts: every order of work gives the same bits"
     SUM = "adds numbers in an order that the compiler chooses"
+    OPERATION = "an operation of detjax: under contract, with a batching rule that keeps the bits of rows"
     OPAQUE = "computed in a way of its own"
 
 
@@ -74,6 +77,8 @@ ELEMENTWISE: Final = _ROUNDED | _APPROXIMATED | _EXACT_ON_ELEMENTS | frozenset((
 def kind(eqn: core.JaxprEqn) -> Kind:
     """Returns what decides the bits of an equation's results. Sums of integers are exact."""
     name = eqn.primitive.name
+    if operation(eqn) is not None:
+        return Kind.OPERATION
     if name in CALLS or name in _LOOPS:
         return Kind.CALL
     if name in _EXACT_ON_ELEMENTS or name in _EXACT_MOVES:
@@ -100,9 +105,42 @@ def shapes(eqn: core.JaxprEqn) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(getattr(aval(v), "shape", ())) for v in eqn.invars)
 
 
+def operation(eqn: core.JaxprEqn) -> str | None:
+    """Returns the name of the operation of detjax that an equation calls; None if it calls none, or one of `stock`.
+
+    Operations are told by the file that defines them, so a function of the same name elsewhere is none. What has a
+    batching rule of its own within one, such as its gradient, is one as well.
+    """
+    name = eqn.primitive.name
+    if name not in ("jit", "pjit", "custom_vmap_call") or backends.backend() == backends.STOCK:
+        return None
+    traced = body(eqn).debug_info
+    defined = traced.func_filename if traced is not None else None
+    if defined is None or not _is_of_operations(defined):
+        return None
+    return str(eqn.params["name"]) if "name" in eqn.params else str(traced.func_name)
+
+
+_OPERATIONS: Final = pathlib.Path(ops.__file__).parent
+
+
+@functools.cache
+def _is_of_operations(file: str) -> bool:
+    return _OPERATIONS in pathlib.Path(file).parents
+
+
+def is_call(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an equation holds one function, whose arguments are its own, and that can be looked into."""
+    return eqn.primitive.name in CALLS and operation(eqn) is None
+
+
+_BODIES: Final = ("call_jaxpr", "jaxpr", "call")
+"""How primitives of `CALLS` name what they hold."""
+
+
 def body(eqn: core.JaxprEqn) -> core.Jaxpr:
     """Returns the function that an equation of `CALLS` holds."""
-    return eqn.params["call_jaxpr"] if "call_jaxpr" in eqn.params else eqn.params["jaxpr"]
+    return next(eqn.params[name] for name in _BODIES if name in eqn.params)
 
 
 def bodies(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:

@@ -88,7 +88,7 @@ class _Interpreter(ControlFlow):
         name = eqn.primitive.name
         if name in ("remat2", "checkpoint"):
             return self._checkpoint(eqn, values, mapped)
-        if name in equations.CALLS:
+        if equations.is_call(eqn):
             return self.results(Program.from_jaxpr(equations.body(eqn)), values, mapped)
         if equations.kind(eqn) is Kind.CALL:
             results = self.loop_or_branch(eqn, values, mapped)
