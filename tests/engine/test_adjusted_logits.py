@@ -129,6 +129,7 @@ def test_greedy_tokens_are_those_of_the_adjusted_logits(name: str) -> None:
     assert adjusted.tokens != likely.tokens
 
 
+@pytest.mark.sampled(0)
 def test_no_token_ends_a_sample_before_it_has_min_tokens() -> None:
     prompt = [5, 9, 9, 300, 12]
     (free,) = generate(model(), [prompt], SamplingParams(max_tokens=1, ignore_eos=True))

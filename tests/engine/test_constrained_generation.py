@@ -142,6 +142,7 @@ def test_generate_answers_as_the_engine_does(loaded: tuple[Decoder, Tokenizer], 
     assert [answer.completions for answer in answers] == [generation.completions for generation in alone[:4]]
 
 
+@pytest.mark.sampled(0)
 def test_logprobs_are_those_that_the_model_gives_the_text(
     loaded: tuple[Decoder, Tokenizer], alone: list[Generation]
 ) -> None:
@@ -163,6 +164,7 @@ def test_samples_of_one_request_are_constrained_each_by_itself(loaded: tuple[Dec
     assert len(set(lists)) > 1
 
 
+@pytest.mark.sampled(0)
 def test_a_constraint_that_becomes_too_complex_ends_its_own_request(loaded: tuple[Decoder, Tokenizer]) -> None:
     costly = SamplingParams(max_tokens=20, constraint=Constraint("regex", "(a{1000}){1000}"))
     with Engine(*loaded, max_samples=4, token_budget=64, max_length=128) as engine:

@@ -196,7 +196,7 @@ def conversation(pace: float = 1.0, is_text: bool = True, params: SamplingParams
     return Request(prompt, params, images=[slower, given["image_1"]])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("prefill_chunk", [13, 128])
 def test_the_times_of_frames_are_written_as_by_transformers(prefill_chunk: int) -> None:
     """The whole prompt and the greedy continuation, the video alone and cut into chunks beside slower ones."""
@@ -239,6 +239,7 @@ def test_an_engine_gives_a_conversation_with_times_the_same_answer_in_a_crowd() 
     assert together[:3] == alone and together[3] == together[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [VIDEO_NAME, "qwen3-5-vl"])
 def test_videos_of_equal_frames_share_no_pages_with_slower_ones(name: str) -> None:
     """A page's digest depends on the pace where positions do, and on the tokens of times where prompts say them."""

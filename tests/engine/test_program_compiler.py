@@ -161,6 +161,7 @@ def test_closing_a_loop_ends_what_is_still_compiled(compilers_here: type[Compile
     assert compilation_of(loop).pending
 
 
+@pytest.mark.sampled(0)
 def test_without_processes_nothing_is_left_for_later() -> None:
     loop = small_loop(VARIANTS[:2])
     loop.warm_up(ProgramCompiler(processes=0, in_background=True))

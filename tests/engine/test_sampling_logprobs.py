@@ -188,6 +188,7 @@ def test_a_program_of_one_request_gives_the_same_bits(index: int) -> None:
     assert made.completions == alone()[index].completions
 
 
+@pytest.mark.sampled(0)
 def test_nothing_else_depends_on_asking() -> None:
     silent = [dataclasses.replace(one.sampling, sampling_logprobs=False) for one in requests()]
     with engine() as one:

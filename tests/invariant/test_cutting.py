@@ -36,6 +36,7 @@ def _refusing_one(fn: Callable[[Array, Array], Array]) -> Callable[[Array, Array
     return checked
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fn", _APART, ids=lambda fn: fn.__name__)
 def test_a_row_has_the_bits_of_the_function_traced_for_one(fn: Callable[..., Array]) -> None:
     x = inputs(5)
@@ -46,7 +47,7 @@ def test_a_row_has_the_bits_of_the_function_traced_for_one(fn: Callable[..., Arr
     assert_same_bits(cut[0], expected[3])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(0)
 @pytest.mark.usefixtures("lenient_promotion")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["nnx transformer", "linen convolution", "scanned layers"])
@@ -124,6 +125,7 @@ def _constrained(w: Array, x: Array) -> Array:
     return jnp.sort(x @ w, axis=2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fn", [_repeated, _flattened, _last, _mapped, _constrained], ids=lambda fn: fn.__name__)
 def test_rows_do_not_depend_on_the_batch(fn: Callable[..., Array]) -> None:
     cut = detjax.batch_invariant(fn, (None, 0), traced_for="batch")

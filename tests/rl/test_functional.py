@@ -39,6 +39,7 @@ def training(loss: Any = LogLikelihood()) -> functional.Training:  # noqa: B008
     return functional.Training(policies.policy(), adamw(policies.LEARNING_RATE), loss)
 
 
+@pytest.mark.sampled(0)
 def test_steps_are_those_of_the_trainer_whatever_the_microbatches_are() -> None:
     functions, trainer = training(), policies.trainer(Rows(4, 32))
     state = functions.init(nnx.state(policies.policy()))

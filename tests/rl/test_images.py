@@ -55,6 +55,7 @@ def trainer(name: str, layout: Layout, **options: Any) -> Trainer:
     return Trainer(towers.model(name, "bfloat16"), adamw(1e-2), LogLikelihood(), Plan(layout, shards=2, **options))
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_trainer_has_the_logprobs_of_the_sampler(name: str) -> None:
     samples, logprobs = sampled(name)

@@ -161,6 +161,7 @@ def test_microbatches_and_padding_are_schedules() -> None:
     assert_same_bits((np.concatenate([first[:33], second[33:]]), actual), (dx, expected))
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.usefixtures("two_multiprocessors")
 def test_gradients_are_those_of_float64() -> None:
     sizes = (16, 17, 0, 30)
