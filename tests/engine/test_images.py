@@ -262,11 +262,12 @@ def test_times_that_a_prompt_has_are_not_written_again() -> None:
     (patches,) = ImageReader(model).patches("the test", [one])
     tokens = tokenizer.encode("A <vs><video><ve>")
     written = with_image_tokens("it", model.config, tokens, [patches], tokenizer)
-    place = [102, *[VIDEO_TOKEN] * 12, 103]
+    # Of 8 by 12 patches, each four make a token.
+    place = [102, *[VIDEO_TOKEN] * 24, 103]
     assert list(written) == [*tokens[:-2], *tokenizer.encode("<0.2 seconds>"), *place, 103]
     assert list(with_image_tokens("it", model.config, written, [patches], tokenizer)) == list(written)
     (grid,) = PromptImages([patches], written, model.config).spans
-    assert grid[:2] == (len(written) - 14, len(written) - 2)
+    assert grid[:2] == (len(written) - 26, len(written) - 2)
 
 
 def test_a_prompt_without_places_for_frames_is_refused_without_a_tokenizer() -> None:
