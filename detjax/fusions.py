@@ -191,6 +191,15 @@ def without_fusions(*names: str) -> Iterator[None]:
 
     Raises:
         ValueError: no fusion has one of these names.
+
+    Example:
+        >>> x = jnp.linspace(-1.0, 1.0, 8)[None]
+        >>> together = ops.softmax(x)
+        >>> with detjax.without_fusions("softmax"):
+        ...     apart = ops.softmax(x)
+        ...
+        >>> bool(jnp.allclose(together, apart))
+        True
     """
     with chosen_fusions(_sorted((*separated(), *names), "without_fusions")):
         yield

@@ -37,7 +37,22 @@ class UnsafeFunctionWarning(UserWarning):
 
 
 class TracedForBatchWarning(UserWarning):
-    """A function cannot be traced for one row, so its program for the whole batch is cut into rows."""
+    """A function cannot be traced for one row, so its program for the whole batch is cut into rows.
+
+    Example:
+        >>> import warnings
+        >>> def doubled(x):
+        ...     if len(x) < 2:
+        ...         raise ValueError("a batch has rows")
+        ...     return 2 * x
+        ...
+        >>> with warnings.catch_warnings(record=True) as seen:
+        ...     warnings.simplefilter("always")
+        ...     doubled_rows = detjax.batch_invariant(doubled)(jnp.ones((3, 2)))
+        ...
+        >>> [warning.category.__name__ for warning in seen]
+        ['TracedForBatchWarning']
+    """
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
