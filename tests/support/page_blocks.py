@@ -23,9 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from tests.support.waits import HANGS_AFTER
+
 PORT: Final = "8000"
 """The port that pages name. Blocks get a free one in its place."""
-_HANGS_AFTER: Final = 300
 _BLOCK: Final = re.compile(
     r"(?:^<!-- (?P<mark>not run|runs until): (?P<value>.+?) -->\n+)?"
     r"^(?P<indent> *)```(?P<language>\w*)(?P<options>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```$"
@@ -111,12 +112,12 @@ def _python(name: str, code: str, namespace: dict[str, Any]) -> str:
 def _server(code: str, ready: str) -> Iterator[None]:
     process = subprocess.Popen(["bash", "-c", f"exec {code}"])
     try:
-        end = time.monotonic() + _HANGS_AFTER
+        end = time.monotonic() + HANGS_AFTER
         while True:
             with contextlib.suppress(urllib.error.URLError, ConnectionError), urllib.request.urlopen(ready):
                 break
             assert process.poll() is None, f"the server ended with code {process.returncode}"
-            assert time.monotonic() < end, f"waited for {_HANGS_AFTER} s"
+            assert time.monotonic() < end, f"waited for {HANGS_AFTER} s"
             time.sleep(0.1)
         yield
     finally:
