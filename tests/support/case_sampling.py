@@ -1,7 +1,7 @@
 """Chooses the cases that run: all of them with `--all-cases`, otherwise a sample of each costly test's cases.
 
-`--share I/N` adds the I-th of N parts of what the sample leaves out, and a case of every second test of which the
-sample has none. So N runs have every case, and two that follow each other have every test.
+`--share I/N` adds the I-th of N parts of what the sample leaves out, and a case of every tenth test of which the sample
+has none. So N runs have every case, and ten that follow each other have every test.
 """
 
 import argparse
@@ -10,10 +10,14 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+_UNSEEN = 10
+"""Of so many tests without a case in the sample, each share has one: they are the most costly, and take longer than all
+others together."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="run every case, also of tests marked sampled")
-    text = "beside the sample, run a case of every second other test, and part I of N, counted from 0, of what is left"
+    text = "beside the sample, run a case of every tenth other test, and part I of N, counted from 0, of what is left"
     parser.addoption("--share", type=share, metavar="I/N", help=text)
 
 
@@ -32,7 +36,7 @@ def share(text: str) -> tuple[int, int]:
 def pytest_configure(config: pytest.Config) -> None:
     text = (
         "sampled(n): without --all-cases, n of the test's cases run, which cover as many values as possible; "
-        "with 0, the test runs with every second --share"
+        "with 0, the test runs with every tenth --share"
     )
     config.addinivalue_line("markers", text)
 
@@ -56,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             unseen.append(cases[0])
     if (given := config.getoption("--share")) is not None:
         part, parts = given
-        shared = {*left_out[part::parts], *unseen[part % 2 :: 2]}
+        shared = {*left_out[part::parts], *unseen[part % _UNSEEN :: _UNSEEN]}
         left_out = [case for case in left_out if case not in shared]
     config.hook.pytest_deselected(items=sorted(left_out, key=lambda item: item.nodeid))
     unwanted = set(left_out)

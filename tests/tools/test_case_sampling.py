@@ -42,7 +42,7 @@ def collected(folder: Path, *options: str) -> set[str]:
     return {line.partition("::")[2] for line in result.stdout.splitlines() if "::" in line}
 
 
-def test_shares_have_every_case_and_two_of_them_every_test(tmp_path: Path) -> None:
+def test_shares_have_every_case_and_those_that_follow_each_other_have_every_test(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     everything, sample = collected(tmp_path, "--all-cases"), collected(tmp_path)
     assert len(everything) == 15 and len(sample) == 4
