@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 _UNSEEN = 10
-"""Of so many tests without a case in the sample, each share has one: they are the most costly, and take longer than all
-others together."""
+"""The tests without a case in the sample, of which each share has one: they are the most costly, and all of them take
+longer than the others."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
