@@ -12,7 +12,7 @@ from detjax.contract import KV_BLOCK
 from detjax.kv_pages import Queries
 from detjax.models.config import DecoderConfig
 from detjax.models.family import family_named
-from detjax.models.parts.state import InSlots, StateSize
+from detjax.models.parts.state import InSlots, StateDeclaration, StateSize
 from detjax.options import KVQuantization
 
 type State = tuple[Any, ...]
@@ -78,8 +78,13 @@ def empty_state(config: DecoderConfig, size: StateSize) -> State:
     Raises:
         ValueError: a layer cannot have a state like this.
     """
+    return tuple(declaration.empty(size) for declaration in declarations(config))
+
+
+def declarations(config: DecoderConfig) -> tuple[StateDeclaration, ...]:
+    """Returns what each layer declares of its state."""
     layer = family_named("Decoder", config.architecture).layer
-    return tuple(layer.state(config, index).empty(size) for index in range(config.layers))
+    return tuple(layer.state(config, index) for index in range(config.layers))
 
 
 def layers_in_slots(config: DecoderConfig) -> tuple[bool, ...]:
@@ -87,5 +92,4 @@ def layers_in_slots(config: DecoderConfig) -> tuple[bool, ...]:
 
     The first axis of every array of such a state is that of slots.
     """
-    layer = family_named("Decoder", config.architecture).layer
-    return tuple(isinstance(layer.state(config, index), InSlots) for index in range(config.layers))
+    return tuple(isinstance(declaration, InSlots) for declaration in declarations(config))

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Int
 
-from detjax import compilation
+from detjax import compilation, ops
 from detjax.kv_pages import Queries
-from detjax.models.cache import KVCache, State, empty_state, layers_in_slots
+from detjax.models.cache import KVCache, State, declarations, empty_state, layers_in_slots
 from detjax.models.config import DecoderConfig
 from detjax.models.family import family_named
+from detjax.models.mesh import Call, run, specs_of, state_on
 from detjax.models.network import Network, Weights, split
 from detjax.models.parts.embedding import Embedding
 from detjax.models.parts.norm import RMSNorm
@@ -49,6 +52,8 @@ class Decoder(nnx.Module):
         generation_defaults: what the checkpoint says of generation, or None.
         image_options: how images become patches; None for a model without a vision tower.
         video_options: how frames of videos do; None: as images.
+        mesh: the devices that share the model, with one axis, "tensor"; None: it is on one device, or every device has
+            all of it. See `detjax.models.sharded`.
     """
 
     CHECKPOINT_NAMES: Final = {
@@ -83,6 +88,7 @@ class Decoder(nnx.Module):
         self.vision = None if config.vision is None else VisionTower(config.vision, rngs=rngs, dtype=dtype)
         self.image_options: ImageOptions | None = None
         self.video_options: ImageOptions | None = None
+        self.mesh: Mesh | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -113,7 +119,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         """Returns the normalized last hidden states, and the cache with the tokens in it; see `__call__`."""
         batch, length = tokens.shape
-        cache = KVCache.empty(self.config, batch, length, self.dtype) if cache is None else cache
+        cache = self.empty_cache(batch, length) if cache is None else cache
         counts = jnp.full(batch, length, jnp.int32) if counts is None else counts.astype(jnp.int32)
         queries = cache.next_queries(counts)
         x, state = self.hidden_states(tokens, queries, cache.state)
@@ -138,6 +144,23 @@ class Decoder(nnx.Module):
             rematerialized: whether gradients compute each layer again in place of keeping its activations. No bit
                 depends on it.
         """
+        if self.mesh is None:
+            return self._hidden_states(tokens, queries, state, images, rematerialized=rematerialized)
+        specs = specs_of(self.mesh, declarations(self.config))
+        inputs, options = (P(), P(), specs, P()), (("rematerialized", rematerialized),)
+        call = Call("_hidden_states", inputs, (P(), specs), options)
+        return run(self, call, tokens, queries, state, images)
+
+    def _hidden_states(
+        self,
+        tokens: Int[Array, "*N"],
+        queries: Queries,
+        state: State,
+        images: ImageRows | None,
+        *,
+        rematerialized: bool,
+    ) -> tuple[Float[Array, "*N D"], State]:
+        """What `hidden_states` returns, with the weights and the state that this device has."""
         run = jax.checkpoint(_layer, static_argnums=0) if rematerialized else _layer
         x = self.embedding(tokens)
         if images is not None:
@@ -171,10 +194,21 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: a layer cannot have a state like this, such as quantized keys of its head size.
         """
-        return empty_state(self.config, StateSize(num_pages, self.dtype, kv_quantization, slots))
+        size = StateSize(num_pages, self.dtype, kv_quantization, slots)
+        if self.mesh is None:
+            return empty_state(self.config, size)
+        return state_on(self.mesh, declarations(self.config), size)
+
+    def empty_cache(self, batch: int, capacity: int, quantized: KVQuantization | None = None) -> KVCache:
+        """Returns a cache for `batch` requests of up to `capacity` tokens each; see `KVCache.empty`."""
+        page_table = ops.contiguous_page_table(batch, capacity)
+        return KVCache(self.empty_state(page_table.size, quantized, batch), page_table, jnp.zeros(batch, jnp.int32))
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
         """Returns the logits of hidden states."""
+        return self._logits(hidden) if self.mesh is None else run(self, Call("_logits", (P(),), P()), hidden)
+
+    def _logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
         return self.head.logits(hidden)
 
     def logprobs(
@@ -187,6 +221,13 @@ class Decoder(nnx.Module):
             tokens: ids within the vocabulary.
             distribution: the distribution that tokens are drawn from; default: the model's own.
         """
+        if self.mesh is None:
+            return self._logprobs(hidden, tokens, distribution)
+        return run(self, Call("_logprobs", (P(), P()), P(), (("distribution", distribution),)), hidden, tokens)
+
+    def _logprobs(
+        self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"], distribution: Distribution
+    ) -> Float32[Array, "*B"]:
         return self.head.logprobs(hidden, tokens, distribution)
 
     @property

@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from detjax.models.config import DecoderConfig
 from detjax.models.decoder import Decoder
+from detjax.models.mesh import whole_weights
 from detjax.models.network import name_of, parameters
 from detjax.models.tokenizer import Tokenizer
 
@@ -24,7 +25,7 @@ def digest(model: Decoder, tokenizer: Tokenizer | None = None) -> str:
     """
     weights = parameters(model)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashlib and transfers let other threads run
-        digests = list(pool.map(_array_digest, weights.values()))
+        digests = list(pool.map(_array_digest, whole_weights(model)))
     parts = [_description(model.config), repr(model.generation_defaults)]
     parts += [repr(options) for options in (model.image_options, model.video_options) if options is not None]
     parts += [f"{name_of(path)}.value {digest}" for path, digest in zip(weights, digests, strict=True)]

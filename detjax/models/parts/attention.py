@@ -9,6 +9,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
 from detjax.kv_pages import KVPages, Queries
+from detjax.models.parts.cuts import Cut, Group, devices, gathered, head_pieces, outputs, own, product
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.models.parts.state import PagedKeysAndValues
 from detjax.ops.rotary import RotaryEmbedding
@@ -60,10 +61,18 @@ class AttentionOptions:
         """The width of all heads of keys together, and of all heads of values."""
         return self.kv_heads * self.head_dim
 
+    def pieces(self, devices: int) -> tuple[int, int]:
+        """Returns into how many pieces heads of queries are cut, and those of keys."""
+        return head_pieces(self.heads, self.kv_heads, devices)
+
+    def attended(self, devices: int) -> Cut:
+        """Returns the cut of what all heads give together."""
+        return Cut((Group(self.q_width, self.pieces(devices)[0]),), -1)
+
     @property
     def state(self) -> PagedKeysAndValues:
         """The declaration of the state: keys and values of every token."""
-        return PagedKeysAndValues(self.kv_heads, self.head_dim)
+        return PagedKeysAndValues(self.kv_heads, self.head_dim, self.heads)
 
 
 class Attention(nnx.Module):
@@ -77,6 +86,7 @@ class Attention(nnx.Module):
         widths = (options.q_width, options.kv_width) if options.wide_qk_norm else (options.head_dim,) * 2
         q_norm, k_norm = (jnp.full(width, 1 - options.qk_norm_offset, dtype) for width in widths)
         self.options = options
+        self.width = width
         self.qkv = random_weight(rngs, (rows, width), dtype)
         self.qkv_bias = zero_bias(options.qkv_bias, (rows,), dtype)
         self.q_norm = nnx.Param(q_norm) if has_norms else None
@@ -96,23 +106,23 @@ class Attention(nnx.Module):
             kv: the layer's pages.
             residual: what the attention is added to; None: it is returned alone.
         """
-        options = self.options
-        qkv = ops.matmul(x, self.qkv[...], layout="nk", bias=optional(self.qkv_bias))
+        options, cuts = self.options, self.cuts(devices())
+        qkv = product(ops.matmul, x, self.qkv[...], layout="nk", cut=cuts["qkv"], bias=optional(self.qkv_bias))
         norms: dict[str, Any] = {}
         if options.wide_qk_norm:
-            qkv = self._normalized(qkv)
+            qkv = own(self._normalized(gathered(qkv, cuts["qkv"])), cuts["qkv"])
         elif options.qk_norm_eps is not None:
             norms = {"q_norm": optional(self.q_norm), "k_norm": optional(self.k_norm)}
             norms |= {"norm_eps": options.qk_norm_eps, "norm_offset": options.qk_norm_offset}
         if options.qkv_bound is not None:
             qkv = jnp.clip(qkv, -options.qkv_bound, options.qkv_bound)
-        qkv = qkv.reshape(*x.shape[:-1], options.heads + 2 * options.kv_heads, options.head_dim)
+        qkv = qkv.reshape(*x.shape[:-1], -1, options.head_dim)
         q, kv = ops.qk_rope_append_kv(qkv, kv, queries, options.rope, **norms)
         masking: dict[str, Any] = {"scale": options.scale, "window": options.window, "soft_cap": options.soft_cap}
         o = ops.attention(q, kv, queries, sinks=optional(self.sinks), **masking)
-        o = o.reshape(*x.shape[:-1], options.q_width)
-        bias = optional(self.output_bias)
-        return ops.matmul(o, self.output[...], layout="nk", bias=bias, residual=residual), kv
+        o = gathered(o.reshape(*x.shape[:-1], -1), options.attended(devices()))
+        out: dict[str, Any] = {"cut": cuts["output"], "bias": optional(self.output_bias), "residual": residual}
+        return gathered(product(ops.matmul, o, self.output[...], layout="nk", **out), cuts["output"]), kv
 
     def _normalized(self, qkv: Float[Array, "*N R"]) -> Float[Array, "*N R"]:
         """Projections after the norms of all queries and of all keys of a token."""
@@ -122,6 +132,20 @@ class Attention(nnx.Module):
         pairs = (q, q_norm), (k, k_norm)
         q, k = (ops.rms_norm(x, w, eps=options.qk_norm_eps, weight_offset=options.qk_norm_offset) for x, w in pairs)
         return jnp.concatenate([q, k, v], axis=-1)
+
+    def cuts(self, devices: int) -> dict[str, Cut]:
+        """Returns how parameters are cut: queries, keys and values by heads."""
+        options, output = self.options, outputs(self.width, devices)
+        queries, shared = options.pieces(devices)
+        keys = Group(options.kv_width, shared)
+        qkv = Cut((Group(options.q_width, queries), keys, keys))
+        return {
+            "qkv": qkv,
+            "qkv_bias": qkv.at(-1),
+            "output": output,
+            "output_bias": output.at(-1),
+            "sinks": Cut((Group(options.heads, queries),), -1),
+        }
 
     @property
     def tensors(self) -> dict[str, Tensors]:

@@ -8,6 +8,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
 from detjax.kv_pages import Queries
+from detjax.models.parts.cuts import Cut, Group, devices, gathered, head_pieces, outputs, product
 from detjax.models.parts.parameters import Tensors, random_weight
 from detjax.models.parts.state import DeltaNetInSlots
 from detjax.request_state import DeltaNetState
@@ -54,6 +55,7 @@ class DeltaNet(nnx.Module):
         heads = options.value_heads
         self.options = options
         self.eps = eps
+        self.width = width
         self.qkvz = random_weight(rngs, (2 * keys + 2 * values, width), dtype)
         self.ba = random_weight(rngs, (2 * heads, width), dtype)
         self.convolution = random_weight(rngs, (options.state.channels, 1, options.taps), dtype)
@@ -74,21 +76,43 @@ class DeltaNet(nnx.Module):
             state: what the layer keeps of each request.
             residual: the residual stream.
         """
-        options, leading = self.options, x.shape[:-1]
-        heads, key_dim, value_dim = options.key_heads, options.key_dim, options.value_dim
-        keys, values = heads * key_dim, options.value_heads * value_dim
-        qkv, gate = jnp.split(ops.matmul(x, self.qkvz[...], layout="nk"), (2 * keys + values,), axis=-1)
+        options, leading, cuts = self.options, x.shape[:-1], self.cuts(devices())
+        # Here and below, heads are those of this device.
+        key_group, _, value_group, _ = cuts["qkvz"].groups
+        keys, values = key_group.length, value_group.length
+        heads = keys // options.key_dim
+        qkvz = product(ops.matmul, x, self.qkvz[...], layout="nk", cut=cuts["qkvz"])
+        qkv, gate = jnp.split(qkvz, (2 * keys + values,), axis=-1)
         # The gates decide for good what a token leaves behind: like logits, they are not rounded in between.
-        b, a = jnp.split(ops.matmul(x, self.ba[...], layout="nk", out_dtype="float32"), 2, axis=-1)
+        ba = product(ops.matmul, x, self.ba[...], layout="nk", cut=cuts["ba"], out_dtype="float32")
+        b, a = jnp.split(ba, 2, axis=-1)
         g, beta = ops.decay_and_rate(a, b, self.log_rate[...], self.time_bias[...])
 
         qkv, inputs = ops.causal_convolution(qkv, self.convolution[...], state.inputs, queries)
-        qk = ops.l2_norm(qkv[..., : 2 * keys].reshape(*leading, 2 * heads, key_dim), eps=_LENGTH_EPS)
-        v = qkv[..., 2 * keys :].reshape(*leading, options.value_heads, value_dim)
+        qk = ops.l2_norm(qkv[..., : 2 * keys].reshape(*leading, 2 * heads, options.key_dim), eps=_LENGTH_EPS)
+        v = qkv[..., 2 * keys :].reshape(*leading, -1, options.value_dim)
         q, k = qk[..., :heads, :], qk[..., heads:, :]
         o, rule = ops.gated_delta_rule(q, k, v, g, beta, state.rule, queries)
         o = ops.gated_rms_norm(o, gate.reshape(o.shape), self.norm[...], eps=self.eps).reshape(*leading, values)
-        return ops.matmul(o, self.output[...], layout="nk", residual=residual), DeltaNetState(inputs, rule)
+        o, output = gathered(o, Cut((value_group,), -1)), cuts["output"]
+        y = product(ops.matmul, o, self.output[...], layout="nk", cut=output, residual=residual)
+        return gathered(y, output), DeltaNetState(inputs, rule)
+
+    def cuts(self, devices: int) -> dict[str, Cut]:
+        """Returns how parameters are cut: by heads of values, and the heads of keys that they share."""
+        options = self.options
+        values, shared = head_pieces(options.value_heads, options.key_heads, devices)
+        key_group = Group(options.key_heads * options.key_dim, shared)
+        value_group = Group(options.value_heads * options.value_dim, values)
+        heads = Group(options.value_heads, values)
+        return {
+            "qkvz": Cut((key_group, key_group, value_group, value_group)),
+            "ba": Cut((heads, heads)),
+            "convolution": Cut((key_group, key_group, value_group), -3),
+            "log_rate": Cut((heads,), -1),
+            "time_bias": Cut((heads,), -1),
+            "output": outputs(self.width, devices),
+        }
 
     @property
     def tensors(self) -> dict[str, Tensors]:

@@ -9,6 +9,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
 from detjax import ops
 from detjax.kv_pages import Queries, requests_of_tokens
+from detjax.models.parts.cuts import Cut, devices, gathered, outputs, own, product
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.options import Activation, Aggregation, Clamp
 
@@ -76,6 +77,7 @@ class Experts(nnx.Module):
     ) -> None:
         experts, inner = options.experts, options.inner_width
         self.options = options
+        self.width = width
         self.activation: Activation = activation
         self.router = self.ROUTER(width, options, rngs=rngs, dtype=dtype)
         self.gate_up = random_weight(rngs, (experts, 2, inner, width), dtype)
@@ -101,12 +103,21 @@ class Experts(nnx.Module):
         sequences = request.at[rows.token].get(mode="fill", fill_value=-1)
         options: dict[str, Any] = {"layout": "nk", "unit": rows.unit, "sequences": sequences}
         gate: dict[str, Any] = {"activation": self.activation, "gated": True, "clamp": self.options.clamp}
-        bias, down_bias = optional(self.gate_up_bias), optional(self.down_bias)
-        y = ops.grouped_matmul(rows.gather(flat), self.gate_up[...], rows.group_sizes, bias=bias, **gate, **options)
-        y = ops.grouped_matmul(y, self.down[...], rows.group_sizes, bias=down_bias, **options)
-        addends = {"shared": self.shared(flat), "residual": residual.reshape(flat.shape)}
-        aggregation = self.options.aggregation
-        return ops.combine_experts(y, weights, rows, **addends, aggregation=aggregation).reshape(x.shape)
+        cuts, given, sizes = self.cuts(devices()), rows.gather(flat), rows.group_sizes
+        inner: dict[str, Any] = {"cut": cuts["gate_up"], "bias": optional(self.gate_up_bias), **gate, **options}
+        outer: dict[str, Any] = {"cut": cuts["down"], "bias": optional(self.down_bias), **options}
+        y = gathered(product(ops.grouped_matmul, given, self.gate_up[...], sizes, **inner), cuts["gate_up"])
+        y = product(ops.grouped_matmul, y, self.down[...], sizes, **outer)
+        # A token's results are added column by column, so each device adds its own columns.
+        shared, residual = self.shared(flat), own(residual.reshape(flat.shape), cuts["down"])
+        addends = {"shared": None if shared is None else own(shared, cuts["down"]), "residual": residual}
+        y = ops.combine_experts(y, weights, rows, **addends, aggregation=self.options.aggregation)
+        return gathered(y, cuts["down"]).reshape(x.shape)
+
+    def cuts(self, devices: int) -> dict[str, Cut]:
+        """Returns how parameters are cut: every expert by its outputs."""
+        inner, outer = outputs(self.options.inner_width, devices), outputs(self.width, devices)
+        return {"gate_up": inner, "gate_up_bias": inner.at(-1), "down": outer, "down_bias": outer.at(-1)}
 
     def shared(self, x: Float[Array, "N D"]) -> Float[Array, "N D"] | None:
         """Returns the result of experts that every token goes through; None: there are none."""

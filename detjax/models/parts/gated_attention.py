@@ -1,5 +1,7 @@
 """Grouped-query attention whose outputs a gate multiplies, with heads of which a part turns."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
@@ -7,6 +9,7 @@ from jaxtyping import Array, DTypeLike, Float
 from detjax import ops
 from detjax.kv_pages import KVPages, Queries
 from detjax.models.parts.attention import AttentionOptions
+from detjax.models.parts.cuts import Cut, Group, devices, gathered, outputs, product
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 
 
@@ -21,6 +24,7 @@ class GatedAttention(nnx.Module):
         rows = 2 * options.q_width + 2 * options.kv_width
         ones = jnp.full(options.head_dim, 1 - options.qk_norm_offset, dtype)
         self.options = options
+        self.width = width
         self.qkv = random_weight(rngs, (rows, width), dtype)
         self.qkv_bias = zero_bias(options.qkv_bias, (rows,), dtype)
         self.q_norm = nnx.Param(ones)
@@ -39,19 +43,20 @@ class GatedAttention(nnx.Module):
             kv: the layer's pages.
             residual: what the attention is added to.
         """
-        options, leading = self.options, x.shape[:-1]
-        qkv = ops.matmul(x, self.qkv[...], layout="nk", bias=optional(self.qkv_bias))
-        q, kv_rows = jnp.split(qkv, (2 * options.q_width,), axis=-1)
-        q, gate = jnp.split(q.reshape(*leading, options.heads, -1), 2, axis=-1)
-        k, v = jnp.split(kv_rows.reshape(*leading, 2 * options.kv_heads, -1), 2, axis=-2)
+        options, leading, cuts = self.options, x.shape[:-1], self.cuts(devices())
+        qkv = product(ops.matmul, x, self.qkv[...], layout="nk", cut=cuts["qkv"], bias=optional(self.qkv_bias))
+        q, kv_rows = jnp.split(qkv, (cuts["qkv"].groups[0].length,), axis=-1)
+        q, gate = jnp.split(q.reshape(*leading, -1, 2 * options.head_dim), 2, axis=-1)
+        k, v = jnp.split(kv_rows.reshape(*leading, -1, options.head_dim), 2, axis=-2)
         assert options.qk_norm_eps is not None
         pairs = (q, self.q_norm[...]), (k, self.k_norm[...])
         q, k = (ops.rms_norm(y, w, eps=options.qk_norm_eps, weight_offset=options.qk_norm_offset) for y, w in pairs)
         turning = [self._turning_first(y) for y in (q, k)]
         q, kv = ops.qk_rope_append_kv(jnp.concatenate([*turning, v], axis=-2), kv, queries, options.rope)
         o = ops.sigmoid_gated(ops.attention(q, kv, queries), gate)
-        o = o.reshape(*leading, options.q_width)
-        return ops.matmul(o, self.output[...], layout="nk", bias=optional(self.output_bias), residual=residual), kv
+        o = gathered(o.reshape(*leading, -1), options.attended(devices()))
+        out: dict[str, Any] = {"cut": cuts["output"], "bias": optional(self.output_bias), "residual": residual}
+        return gathered(product(ops.matmul, o, self.output[...], layout="nk", **out), cuts["output"]), kv
 
     def _turning_first(self, x: Float[Array, "*N H K"]) -> Float[Array, "*N H K"]:
         """Heads whose columns are in the order of `RotaryEmbedding`: those that turn come first in both halves.
@@ -64,6 +69,14 @@ class GatedAttention(nnx.Module):
         first, second, rest = jnp.split(x, (turning // 2, turning), axis=-1)
         front, back = jnp.split(rest, 2, axis=-1)
         return jnp.concatenate([first, front, second, back], axis=-1)
+
+    def cuts(self, devices: int) -> dict[str, Cut]:
+        """Returns how parameters are cut: queries, their gates, keys and values by heads."""
+        options, output = self.options, outputs(self.width, devices)
+        queries, shared = options.pieces(devices)
+        keys = Group(options.kv_width, shared)
+        qkv = Cut((Group(2 * options.q_width, queries), keys, keys))
+        return {"qkv": qkv, "qkv_bias": qkv.at(-1), "output": output, "output_bias": output.at(-1)}
 
     @property
     def tensors(self) -> dict[str, Tensors]:

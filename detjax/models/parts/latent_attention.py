@@ -13,6 +13,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from detjax import ops
 from detjax.accumulated_weight import Weight
 from detjax.kv_pages import KVPages, Queries
+from detjax.models.parts.cuts import Cut, Group, devices, gathered, head_pieces, outputs, product
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.models.parts.state import PagedLatents
 from detjax.ops.rotary import RotaryEmbedding
@@ -89,6 +90,7 @@ class LatentAttention(nnx.Module):
         latent, heads = options.latent, options.heads
         rows = (latent.q_rank or 0) + options.key_width
         self.options = options
+        self.width = width
         self.latents = random_weight(rngs, (rows, width), dtype)
         self.latents_bias = zero_bias(options.bias, (rows,), dtype)
         self.q_norm = None if latent.q_rank is None else nnx.Param(jnp.ones(latent.q_rank, dtype))
@@ -111,7 +113,7 @@ class LatentAttention(nnx.Module):
             kv: the layer's pages.
             residual: what the attention is added to.
         """
-        options, latent = self.options, self.options.latent
+        options, latent, cuts = self.options, self.options.latent, self.cuts(devices())
         latents = ops.matmul(x, self.latents[...], layout="nk", bias=optional(self.latents_bias))
         widths = (latent.q_rank or 0, latent.kv_rank, options.rope.head_dim)
         q_latent, kv_latent, k_rope = jnp.split(latents, (widths[0], widths[0] + widths[1]), axis=-1)
@@ -121,8 +123,8 @@ class LatentAttention(nnx.Module):
             q_latent = ops.rms_norm(q_latent, self.q_norm[...], eps=LATENT_NORM_EPS)
         kv_latent = ops.rms_norm(kv_latent, self.kv_norm[...], eps=LATENT_NORM_EPS)
 
-        q = ops.matmul(q_latent, self.q_up[...], layout="nk")
-        q = q.reshape(*x.shape[:-1], options.heads, latent.nope_dim + options.rope.head_dim)
+        q = product(ops.matmul, q_latent, self.q_up[...], layout="nk", cut=cuts["q_up"])
+        q = q.reshape(*x.shape[:-1], -1, latent.nope_dim + options.rope.head_dim)
         q_nope, q_rope = q[..., : latent.nope_dim], q[..., latent.nope_dim :]
         q_rope, k_rope = self._rotated(q_rope, k_rope, queries)
         keys_up, values_up = self._up_projections()
@@ -130,8 +132,10 @@ class LatentAttention(nnx.Module):
         kv = ops.append_keys(jnp.concatenate([kv_latent[..., None, :], k_rope], axis=-1), kv, queries)
 
         o = _by_head(ops.attention(q, kv, queries, scale=options.scale), values_up, layout="nk")
-        o, bias = o.reshape(*x.shape[:-1], options.heads * latent.value_dim), optional(self.output_bias)
-        return ops.matmul(o, self.output[...], layout="nk", bias=bias, residual=residual), kv
+        values = Cut((Group(options.heads * latent.value_dim, cuts["q_up"].groups[0].pieces),), -1)
+        o = gathered(o.reshape(*x.shape[:-1], -1), values)
+        out: dict[str, Any] = {"cut": cuts["output"], "bias": optional(self.output_bias), "residual": residual}
+        return gathered(product(ops.matmul, o, self.output[...], layout="nk", **out), cuts["output"]), kv
 
     def _rotated(
         self, q: Float[Array, "*N H R"], k: Float[Array, "*N R"], queries: Queries
@@ -140,19 +144,28 @@ class LatentAttention(nnx.Module):
         qk = jnp.concatenate([q, k[..., None, :]], axis=-2)
         if self.options.latent.interleaved:
             qk = jnp.concatenate([qk[..., 0::2], qk[..., 1::2]], axis=-1)
-        positions, heads = _positions(queries, q.shape[-3]), self.options.heads
+        positions, heads = _positions(queries, q.shape[-3]), q.shape[-2]
         q, k = ops.qk_rope(qk, positions, self.options.rope, heads=heads, kv_heads=1)
         return q, k
 
     def _up_projections(self) -> tuple[Weight, Weight]:
         """Each head's rows of `kv_up` for keys, `[H, nope_dim, kv_rank]`, and for values, `[H, value_dim, kv_rank]`."""
-        latent, heads = self.options.latent, self.options.heads
+        latent = self.options.latent
+        width = latent.nope_dim + latent.value_dim
 
         def rows(part: slice) -> Any:
             # An accumulated weight is cut with its sum, whose gradient adds exact zeros for the other rows.
-            return jax.tree.map(lambda x: x.reshape(heads, -1, latent.kv_rank)[:, part], self.kv_up[...])
+            return jax.tree.map(lambda x: x.reshape(-1, width, latent.kv_rank)[:, part], self.kv_up[...])
 
         return rows(slice(latent.nope_dim)), rows(slice(latent.nope_dim, None))
+
+    def cuts(self, devices: int) -> dict[str, Cut]:
+        """Returns how parameters are cut: what belongs to heads by heads. Every device has all latents."""
+        options, latent, output = self.options, self.options.latent, outputs(self.width, devices)
+        pieces, _ = head_pieces(options.heads, options.heads, devices)
+        widths = {"q_up": latent.nope_dim + options.rope.head_dim, "kv_up": latent.nope_dim + latent.value_dim}
+        by_head = {name: Cut((Group(options.heads * width, pieces),)) for name, width in widths.items()}
+        return by_head | {"output": output, "output_bias": output.at(-1)}
 
     @property
     def tensors(self) -> dict[str, Tensors]:

@@ -1,11 +1,13 @@
 """The MLP of a layer, with a gate or without."""
 
 import dataclasses
+from typing import Any
 
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
+from detjax.models.parts.cuts import Cut, devices, gathered, outputs, product
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.options import Activation
 
@@ -34,6 +36,7 @@ class GatedMLP(nnx.Module):
     def __init__(self, width: int, options: MLPOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         inner = options.inner_width
         self.options = options
+        self.width = width
         self.gate_up = random_weight(rngs, (2, inner, width), dtype)
         self.gate_up_bias = zero_bias(options.bias, (2, inner), dtype)
         self.down = random_weight(rngs, (width, inner), dtype)
@@ -43,9 +46,16 @@ class GatedMLP(nnx.Module):
         self, x: Float[Array, "*N D"], *, residual: Float[Array, "*N D"] | None = None
     ) -> Float[Array, "*N D"]:
         """Returns the MLP of `x`, added to the residual stream if it is given."""
-        gate_up, bias = self.gate_up[...], optional(self.gate_up_bias)
-        y = ops.matmul(x, gate_up, layout="nk", bias=bias, activation=self.options.activation, gated=True)
-        return _down(self, y, residual)
+        cuts, options = self.cuts(devices()), {"activation": self.options.activation, "gated": True}
+        inner: dict[str, Any] = {"cut": cuts["gate_up"], "bias": optional(self.gate_up_bias), **options}
+        y = gathered(product(ops.matmul, x, self.gate_up[...], layout="nk", **inner), cuts["gate_up"])
+        outer: dict[str, Any] = {"cut": cuts["down"], "bias": optional(self.down_bias), "residual": residual}
+        return gathered(product(ops.matmul, y, self.down[...], layout="nk", **outer), cuts["down"])
+
+    def cuts(self, devices: int) -> dict[str, Cut]:
+        """Returns how parameters are cut."""
+        inner, outer = outputs(self.options.inner_width, devices), outputs(self.width, devices)
+        return {"gate_up": inner, "gate_up_bias": inner.at(-1), "down": outer, "down_bias": outer.at(-1)}
 
     @property
     def tensors(self) -> dict[str, Tensors]:
@@ -75,7 +85,7 @@ class MLP(nnx.Module):
         """Returns the MLP of `x`, added to the residual stream if it is given."""
         bias, activation = optional(self.up_bias), self.options.activation
         y = ops.matmul(x, self.up[...], layout="nk", bias=bias, activation=activation)
-        return _down(self, y, residual)
+        return ops.matmul(y, self.down[...], layout="nk", bias=optional(self.down_bias), residual=residual)
 
     @property
     def tensors(self) -> dict[str, Tensors]:
@@ -86,8 +96,3 @@ class MLP(nnx.Module):
             "down": Tensors(("linear_fc2.weight",)),
             "down_bias": Tensors(("linear_fc2.bias",)),
         }
-
-
-def _down(mlp: GatedMLP | MLP, y: Float[Array, "*N I"], residual: Float[Array, "*N D"] | None) -> Float[Array, "*N D"]:
-    """The second projection, added to the residual stream if it is given."""
-    return ops.matmul(y, mlp.down[...], layout="nk", bias=optional(mlp.down_bias), residual=residual)

@@ -1,13 +1,15 @@
 """Declarations of the state that parts need: what a layer keeps of the tokens that it has seen."""
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import DTypeLike
 
 from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KeyColumns, KVPages
+from detjax.models.parts.cuts import TENSOR, head_pieces
 from detjax.ops.quantized_kv import check_kind
 from detjax.options import KVQuantization
 from detjax.request_state import DeltaNetState, DeltaState, empty_inputs
@@ -41,6 +43,14 @@ class StateDeclaration(Protocol):
         """
         ...
 
+    def shared_by(self, devices: int) -> Self:
+        """Returns the declaration of what each device has where so many share the part."""
+        ...
+
+    def spec(self, devices: int) -> Any:
+        """Returns how the state lies on a mesh of so many devices: a tree of specs, or the beginning of one."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class PagedKeysAndValues:
@@ -49,10 +59,12 @@ class PagedKeysAndValues:
     Attributes:
         kv_heads: heads of keys, and of values.
         head_dim: columns of a head.
+        heads: heads of queries, which decide how many devices have keys of their own.
     """
 
     kv_heads: int
     head_dim: int
+    heads: int
 
     def empty(self, size: StateSize) -> KVPages:
         """Returns pages of zeros.
@@ -63,6 +75,15 @@ class PagedKeysAndValues:
         if size.kv_quantization is not None:
             check_kind("KVCache", size.kv_quantization, self.head_dim)
         return KVPages.empty(size.num_pages, self.kv_heads, self.head_dim, size.dtype, size.kv_quantization)
+
+    def shared_by(self, devices: int) -> "PagedKeysAndValues":
+        """Returns the declaration of a device's heads."""
+        queries, keys = head_pieces(self.heads, self.kv_heads, devices)
+        return dataclasses.replace(self, kv_heads=self.kv_heads // keys, heads=self.heads // queries)
+
+    def spec(self, devices: int) -> P:
+        """Returns how pages lie on a mesh: by heads."""
+        return P(None, TENSOR) if head_pieces(self.heads, self.kv_heads, devices)[1] > 1 else P()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +111,16 @@ class PagedLatents:
             )
         shape = (size.num_pages, 1, KV_BLOCK, self.key_width)
         return KVPages(jnp.zeros(shape, size.dtype), KeyColumns(self.value_width))
+
+    def shared_by(self, devices: int) -> "PagedLatents":
+        """Returns this declaration: every device has all latents."""
+        del devices
+        return self
+
+    def spec(self, devices: int) -> P:
+        """Returns that every device has all latents."""
+        del devices
+        return P()
 
 
 class InSlots:
@@ -137,3 +168,17 @@ class DeltaNetInSlots(InSlots):
         shape = self.key_heads, self.value_heads, self.key_dim, self.value_dim
         rule = DeltaState.empty(size.slots, *shape, size.dtype)
         return DeltaNetState(empty_inputs(size.slots, self.taps, self.channels, size.dtype), rule)
+
+    def shared_by(self, devices: int) -> "DeltaNetInSlots":
+        """Returns the declaration of a device's heads."""
+        values, keys = head_pieces(self.value_heads, self.key_heads, devices)
+        return dataclasses.replace(self, key_heads=self.key_heads // keys, value_heads=self.value_heads // values)
+
+    def spec(self, devices: int) -> Any:
+        """Returns how the state lies on a mesh: by heads."""
+        values, keys = head_pieces(self.value_heads, self.key_heads, devices)
+        by_value = TENSOR if values > 1 else None
+        by_key = TENSOR if keys > 1 else None
+        third = P(None, None, by_value)
+        rule = DeltaState(P(None, by_value), P(None, None, by_key), third, third, P())  # pyright: ignore
+        return DeltaNetState(third, rule)  # pyright: ignore

@@ -1,0 +1,186 @@
+"""Models that the devices of a mesh share: where each device has its part of weights and state, and how calls run."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, PyTree
+
+from detjax import compilation
+from detjax.models.network import Network, Path, Weights, parameters, split
+from detjax.models.parts.cuts import TENSOR, Cut, CutPart
+
+_TOWER = "vision"
+"""The part of a decoder that runs on every device as a whole."""
+
+
+def checked(operation: str, mesh: Mesh) -> Mesh:
+    """Returns a mesh whose devices can share a model, with an axis that the compiler need not be told of.
+
+    Args:
+        operation: what the error begins with.
+        mesh: the mesh.
+
+    Raises:
+        ValueError: it has another axis than "tensor".
+    """
+    if mesh.axis_names != (TENSOR,):
+        raise ValueError(
+            f"{operation}: the mesh has the axes {mesh.axis_names}; accepted: one axis, {TENSOR!r}, as "
+            f"jax.make_mesh((2,), ({TENSOR!r},)) makes it for two devices"
+        )
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,))
+
+
+def sharded[M: Any](model: M, mesh: Mesh) -> M:
+    """Returns a decoder whose weights the devices of a mesh share.
+
+    Every answer has the bits that it has on one device: weights are cut along their outputs, so no number is added
+    across devices. What does not divide into as many pieces as there are devices is cut into fewer, or every device has
+    all of it.
+
+    Args:
+        model: a `Decoder` on one device, or on the host. It stays as it is.
+        mesh: devices with one axis, "tensor".
+
+    Raises:
+        ValueError: the mesh has another axis, or the model is shared already.
+
+    Example:
+        >>> import jax, detjax.demo
+        >>> model, tokenizer = detjax.models.load(detjax.demo.CHECKPOINT, progress=False)
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("tensor",))
+        >>> shared = detjax.models.sharded(model, mesh)
+        >>> detjax.generate(shared, ["ROMEO:"], tokenizer=tokenizer) == detjax.generate(
+        ...     model, ["ROMEO:"], tokenizer=tokenizer
+        ... )
+        True
+    """
+    mesh = checked("sharded", mesh)
+    if model.mesh is not None:
+        raise ValueError(f"sharded: the model is shared by {model.mesh.size} devices; accepted: one that is not shared")
+    weights = split(model)[1]
+    placed = [place(x, cut, mesh) for x, cut in zip(weights, cuts_of(model, mesh), strict=True)]
+    return with_mesh(model, tuple(placed), mesh)
+
+
+def with_mesh[M: Any](model: M, weights: Weights, mesh: Mesh) -> M:
+    """Returns a decoder with weights that lie on a mesh; of `model` nothing but the static part is looked at."""
+    shared: M = split(model)[0].with_weights(weights)
+    shared.mesh = mesh
+    return shared
+
+
+def cuts_of(model: Any, mesh: Mesh) -> list[Cut | None]:
+    """Returns how each weight of a decoder is cut, in the order of `network.split`; None: devices have all of it."""
+    return [_cut_of(model, path, mesh.size) for path in parameters(model)]
+
+
+def _cut_of(model: Any, path: Path, devices: int) -> Cut | None:
+    *levels, name = path
+    if levels[0] == _TOWER:
+        return None
+    part: Any = model
+    for level in levels:
+        part = part[level] if isinstance(level, int) else getattr(part, level)
+    cut = part.cuts(devices).get(name) if hasattr(part, CutPart.cuts.__name__) else None
+    return cut if cut is not None and cut.is_cut else None
+
+
+def place(x: Any, cut: Cut | None, mesh: Mesh) -> Array:
+    """Returns an array on the devices of a mesh, each of which gets its part alone."""
+    if cut is None:
+        return jax.device_put(x, NamedSharding(mesh, P()))
+    sharding, devices = NamedSharding(mesh, _spec(x.ndim, cut)), mesh.size
+    axis = x.ndim + cut.axis
+    shape = (*x.shape[:axis], cut.length * devices, *x.shape[axis + 1 :])
+
+    def part(index: tuple[slice, ...]) -> Any:
+        begin = index[axis].start or 0
+        return np.asarray(cut.pieces(x, begin // cut.length, devices))
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def whole(x: Any, cut: Cut | None, mesh: Mesh | None) -> Any:
+    """Returns the whole of a weight that lies on a mesh, on the host; others as they are."""
+    if mesh is None:
+        return x
+    shards: list[Any] = sorted(x.addressable_shards, key=lambda shard: list(mesh.devices).index(shard.device))
+    if cut is None:
+        return np.asarray(shards[0].data)
+    return cut.whole([np.asarray(shard.data) for shard in shards])
+
+
+def whole_weights(model: Any) -> list[Any]:
+    """Returns a decoder's weights in the order of `network.split`, as a model on one device has them."""
+    weights = split(model)[1]
+    if model.mesh is None:
+        return list(weights)
+    return [whole(x, cut, model.mesh) for x, cut in zip(weights, cuts_of(model, model.mesh), strict=True)]
+
+
+def _spec(ndim: int, cut: Cut | None) -> P:
+    return P() if cut is None else P(*[None] * (ndim + cut.axis), TENSOR)
+
+
+def state_on(mesh: Mesh, declarations: Sequence[Any], size: Any) -> Any:
+    """Returns the state that layers declare, without any tokens, of which each device has what its weights need."""
+    local = [declaration.shared_by(mesh.size) for declaration in declarations]
+    make = jax.shard_map(
+        lambda: tuple(declaration.empty(size) for declaration in local),
+        mesh=mesh,
+        in_specs=(),
+        out_specs=specs_of(mesh, declarations),
+        check_vma=False,
+    )
+    return jax.jit(make)()
+
+
+def specs_of(mesh: Mesh, declarations: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns how the state of each layer lies on a mesh."""
+    return tuple(declaration.spec(mesh.size) for declaration in declarations)
+
+
+class Call(NamedTuple):
+    """A call that every device of a mesh makes with its own weights.
+
+    Attributes:
+        method: the name of a method of the decoder.
+        inputs: how its arguments lie on the mesh, each a tree of specs or the beginning of one.
+        outputs: how its results lie there.
+        options: further arguments by name.
+    """
+
+    method: str
+    inputs: tuple[Any, ...]
+    outputs: Any
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def run(model: Any, call: Call, *args: PyTree[Array]) -> Any:
+    """Returns what a method of a decoder that devices share returns; see `Call`."""
+    network, weights = split(model)
+    return _run(network, call, weights, args)
+
+
+@functools.partial(compilation.jit, static_argnums=(0, 1))
+def _run(network: Network[nnx.Module], call: Call, weights: Weights, args: tuple[Any, ...]) -> Any:
+    model: Any = network.with_weights(weights)
+    mesh = model.mesh
+    pairs = zip(weights, cuts_of(model, mesh), strict=True)
+    specs = tuple(_spec(len(x.shape), cut) for x, cut in pairs)
+
+    def on_device(weights: Weights, args: tuple[Any, ...]) -> Any:
+        return getattr(network.with_weights(weights), call.method)(*args, **dict(call.options))
+
+    # Loops of the operations begin with zeros that every device has, and go on with what differs between devices.
+    shared = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(specs, call.inputs), out_specs=call.outputs, check_vma=False
+    )
+    return shared(weights, args)

@@ -1,0 +1,246 @@
+"""How weights are cut over the devices of a mesh: along their outputs, so that no number is ever added across devices.
+
+An element of a product then has one accumulator on one device, exactly as on a single device, and devices exchange
+results alone. So the number of devices is a schedule: it changes no bit.
+
+Code of parts is the same on one device and on many. Within `jax.shard_map` over a mesh with the axis `TENSOR`, a part
+sees its device's weights, and calls `product`, `gathered` and `own`; elsewhere these do nothing but compute.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from detjax import backends
+
+TENSOR: Final = "tensor"
+"""The axis of a mesh whose devices share a model."""
+
+_UNIT: Final = 8
+"""The outputs of a piece are a multiple of this number, which lets kernels load them 16 bytes at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Consecutive outputs of a weight that are cut into pieces of equal size, such as the queries of all heads.
+
+    Attributes:
+        size: how many outputs there are.
+        pieces: how many pieces: a divisor of the devices. Where there are fewer pieces than devices, neighbours have
+            the same one.
+    """
+
+    size: int
+    pieces: int
+
+    @property
+    def length(self) -> int:
+        """The outputs of a piece."""
+        return self.size // self.pieces
+
+    def piece_of(self, device: Any, devices: int) -> Any:
+        """Returns the number of a device's piece."""
+        return device * self.pieces // devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a parameter is cut over devices: each has a piece of every group, one group behind the other.
+
+    Attributes:
+        groups: the outputs.
+        axis: their axis in the parameter, counted from the end.
+    """
+
+    groups: tuple[Group, ...]
+    axis: int = -2
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether devices differ in what they have."""
+        return any(group.pieces > 1 for group in self.groups)
+
+    @property
+    def length(self) -> int:
+        """The outputs that a device has."""
+        return sum(group.length for group in self.groups)
+
+    def at(self, axis: int) -> "Cut":
+        """Returns the cut of a parameter that has these outputs in another axis, such as that of biases."""
+        return dataclasses.replace(self, axis=axis)
+
+    def pieces(self, x: Any, device: int, devices: int) -> Any:
+        """Returns a device's part of a whole array of NumPy or JAX."""
+        parts, begin = [], 0
+        for group in self.groups:
+            first = begin + group.piece_of(device, devices) * group.length
+            parts.append(x[(..., slice(first, first + group.length), *[slice(None)] * (-1 - self.axis))])
+            begin += group.size
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts, self.axis) if isinstance(x, np.ndarray) else jnp.concatenate(parts, self.axis)
+
+    def whole(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the whole array of the parts that all devices have, in their order: the inverse of `pieces`."""
+        joined, begin = [], 0
+        for group in self.groups:
+            end = begin + group.length
+            some = parts[:: len(parts) // group.pieces]
+            joined += [part[(..., slice(begin, end), *[slice(None)] * (-1 - self.axis))] for part in some]
+            begin = end
+        return np.concatenate(joined, self.axis)
+
+
+class CutPart(Protocol):
+    """A part that says how its parameters are cut."""
+
+    def cuts(self, devices: int) -> Mapping[str, Cut]:
+        """Returns the cuts of parameters by their names. Every device has the whole of those that are not named."""
+        ...
+
+
+def outputs(size: int, devices: int, axis: int = -2) -> Cut:
+    """Returns the cut of so many outputs that do not belong together, into as many pieces as they divide into."""
+    return Cut((Group(size, math.gcd(size // _UNIT, devices) if size % _UNIT == 0 else 1),), axis)
+
+
+def head_pieces(heads: int, shared_heads: int, devices: int) -> tuple[int, int]:
+    """Returns into how many pieces heads are cut, and the heads that several of them share, such as those of keys.
+
+    A device has whole heads, and those that they share. Where several devices need one shared head, each has it.
+    """
+    fitting = [
+        count
+        for count in range(1, devices + 1)
+        if devices % count == 0 and heads % count == 0 and (shared_heads % count == 0 or count % shared_heads == 0)
+    ]
+    count = fitting[-1]
+    return count, min(count, shared_heads)
+
+
+def devices() -> int:
+    """Returns how many devices share the model that is being traced; 1 outside of a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[TENSOR] if TENSOR in mesh.manual_axes else 1
+
+
+def product(
+    operation: Callable[..., Array],
+    x: Float[Array, "*N K"],
+    weight: Any,
+    *operands: Any,
+    cut: Cut,
+    bias: Float[Array, "..."] | None = None,
+    residual: Float[Array, "*N D"] | None = None,
+    **options: Any,
+) -> Float[Array, "*N n"]:
+    """Returns this device's outputs of a product: all of them outside of a mesh.
+
+    Args:
+        operation: `ops.matmul` or `ops.grouped_matmul`.
+        x: all columns.
+        weight: this device's, with the layout "nk".
+        operands: further operands of the operation.
+        cut: how the weight is cut.
+        bias: this device's.
+        residual: all columns of what the product is added to.
+        options: further options of the operation.
+    """
+    extra = {} if residual is None else {"residual": residual}
+    if devices() == 1 or not cut.is_cut:
+        return operation(x, weight, *operands, bias=bias, **extra, **options)
+    if backends.backend() == "portable":
+        # The bits of XLA's own products depend on the shape of the weight, so it is the whole one, with zeros in the
+        # place of what other devices have. That costs what a single device takes, and no kernel needs it.
+        whole_bias = None if bias is None else _at_its_place(bias, cut.at(-1))
+        y = operation(x, _at_its_place(weight, cut.at(-2)), *operands, bias=whole_bias, **extra, **options)
+        return own(y, cut)
+    if residual is not None:
+        extra = {"residual": own(residual, cut)}
+    return operation(x, weight, *operands, bias=bias, **extra, **options)
+
+
+def own(x: Float[Array, "*N D"], cut: Cut) -> Float[Array, "*N n"]:
+    """Returns this device's columns of an array that has all of them."""
+    if devices() == 1 or not cut.is_cut:
+        return x
+    count, device = devices(), lax.axis_index(TENSOR)
+    parts, begin = [], 0
+    for group in cut.groups:
+        first = begin + group.piece_of(device, count) * group.length
+        parts.append(lax.dynamic_slice_in_dim(x, first, group.length, x.ndim - 1))
+        begin += group.size
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def gathered(x: Float[Array, "*N n"], cut: Cut) -> Float[Array, "*N D"]:
+    """Returns all columns of an array of which this device has its own."""
+    if devices() == 1 or not cut.is_cut:
+        return x
+    everything = _all_gathered(x)
+    parts, begin = [], 0
+    for group in cut.groups:
+        some = everything[:: devices() // group.pieces, ..., begin : begin + group.length]
+        parts.append(jnp.moveaxis(some, 0, -2).reshape(*x.shape[:-1], group.size))
+        begin += group.length
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def all_rows(weight: Any, cut: Cut) -> Any:
+    """Returns a whole weight `[N, K]` of which this device has its own rows."""
+    if devices() == 1 or not cut.is_cut:
+        return weight
+    return gathered(weight.swapaxes(-1, -2), cut).swapaxes(-1, -2)
+
+
+def of_owners(x: Float[Array, "*N D"], owner: Array, cut: Cut) -> Float[Array, "*N D"]:
+    """Returns rows that one device has each: those of the device whose piece has the number `owner`.
+
+    Args:
+        x: rows, of which those of other owners may be anything.
+        owner: the piece that each row belongs to, `[*N]`.
+        cut: the cut of the table that rows are read from, of one group.
+    """
+    everything = _all_gathered(x)[:: devices() // cut.groups[0].pieces]
+    return jnp.take_along_axis(everything, owner[None, ..., None], axis=0, mode="clip")[0]
+
+
+@jax.custom_vjp
+def _all_gathered(x: Array) -> Array:
+    """What all devices have, in their order: an axis more, the first."""
+    return lax.all_gather(x, TENSOR)
+
+
+def _forward(x: Array) -> tuple[Array, None]:
+    return _all_gathered(x), None
+
+
+def _backward(_: None, gradient: Array) -> tuple[Array]:
+    raise NotImplementedError(
+        f"the gradient {gradient.shape} of a model that devices share would be added across devices; accepted: a model "
+        "that each device has as a whole. Train with detjax.rl.Placement, whose devices share the batch."
+    )
+
+
+_all_gathered.defvjp(_forward, _backward)
+
+
+def _at_its_place(x: Array, cut: Cut) -> Array:
+    """An array of the whole shape with this device's part in its place, and zeros elsewhere."""
+    count, device, axis = devices(), lax.axis_index(TENSOR), x.ndim + cut.axis
+    size = sum(group.size for group in cut.groups)
+    whole = jnp.zeros((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
+    begin = taken = 0
+    for group in cut.groups:
+        piece = lax.slice_in_dim(x, taken, taken + group.length, axis=axis)
+        first = begin + group.piece_of(device, count) * group.length
+        whole = lax.dynamic_update_slice_in_dim(whole, piece, first, axis)
+        begin, taken = begin + group.size, taken + group.length
+    return whole
