@@ -71,6 +71,9 @@ DType = Annotated[
         show_default="the checkpoint's dtype",
     ),
 ]
+TensorParallel = Annotated[
+    int, typer.Option(metavar="N", help="Share the model among N devices. No bit depends on their number.")
+]
 KVCacheDType = Annotated[
     str | None,
     typer.Option(

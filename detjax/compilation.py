@@ -6,7 +6,7 @@ import functools
 import importlib
 import itertools
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, overload
 
 import jax
@@ -163,12 +163,16 @@ def serialized(program: Any) -> bytes:
     return pickle.dumps(serialize_executable.serialize(program))
 
 
-def loaded(content: bytes) -> Callable[..., Any]:
-    """Returns a program from its bytes. They can run any code here, so they must come from somebody trusted."""
+def loaded(content: bytes, devices: Sequence[Any] | None = None) -> Callable[..., Any]:
+    """Returns a program from its bytes. They can run any code here, so they must come from somebody trusted.
+
+    Args:
+        content: what `serialized` returned.
+        devices: the devices of the mesh that the program is for. Default: JAX's default device, as for `compiled`.
+    """
     if backends.target() == "gpu":
         importlib.import_module("jax.experimental.mosaic.gpu")  # it says where the library is that kernels call
-    # The program is one of JAX's default device, as those of `compiled` are.
-    devices = [next(iter(jnp.zeros(()).devices()))]
+    devices = [next(iter(jnp.zeros(()).devices()))] if devices is None else list(devices)
     return serialize_executable.deserialize_and_load(*pickle.loads(content), execution_devices=devices)
 
 

@@ -7,7 +7,7 @@ import jax
 
 from detjax.contract import KV_BLOCK
 from detjax.engine.batch import BatchShapes
-from detjax.engine.model_runner import bytes_of_page, bytes_of_slot
+from detjax.engine.model_runner import bytes_of_page, bytes_of_slot, bytes_of_snapshot
 from detjax.engine.snapshots import SLOTS_IN_TRANSIT
 from detjax.engine.step_loop import StepLoopConfig
 from detjax.engine.step_programs import SamplingVariant
@@ -80,10 +80,11 @@ class EngineConfig:
         except ValueError as error:
             raise ValueError(f"Engine: {error}") from error
         slot, takes_snapshots = bytes_of_slot(model), model.has_slots and self.prefix_cache and self.snapshot_bytes > 0
-        if takes_snapshots and self.snapshot_bytes < slot:
+        snapshot = bytes_of_snapshot(model)
+        if takes_snapshots and self.snapshot_bytes < snapshot:
             raise ValueError(
-                f"Engine: snapshot_bytes is {self.snapshot_bytes}; accepted: at least {slot}, for one snapshot of this "
-                "model, or 0, which leaves it without a prefix cache"
+                f"Engine: snapshot_bytes is {self.snapshot_bytes}; accepted: at least {snapshot}, for one snapshot of "
+                "this model, or 0, which leaves it without a prefix cache"
             )
         # The last token of a sample is not computed.
         needed = -(-(length - 1) // KV_BLOCK)

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
+from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 from rich.console import Console
 from rich.progress import track
@@ -31,7 +32,7 @@ from detjax.engine.request import Generation, Request, Token
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import StepProgram
 from detjax.engine.validation import check_arrays, encode_prompt, end_tokens
-from detjax.models import Decoder, Tokenizer
+from detjax.models import Decoder, Tokenizer, sharded
 from detjax.models.frame_sampling import FrameSampling
 from detjax.models.images import Shown, places, token_grid
 
@@ -116,6 +117,8 @@ class Engine:
         model: Decoder,
         tokenizer: Tokenizer | None = None,
         config: EngineConfig | None = None,
+        *,
+        mesh: Mesh | None = None,
         **options: Any,
     ) -> None:
         """Starts an engine that takes requests.
@@ -126,12 +129,16 @@ class Engine:
             model: the decoder.
             tokenizer: needed for texts and stop strings.
             config: the engine's settings.
+            mesh: devices that share the model, with one axis, "tensor"; see `detjax.models.sharded`. No bit depends on
+                them. Default: those of the model.
             options: fields of `EngineConfig`, in place of those of `config`.
 
         Raises:
             TypeError: an option is no field of `EngineConfig`.
-            ValueError: a setting is out of range; see `EngineConfig.resolved`.
+            ValueError: a setting is out of range, see `EngineConfig.resolved`; or the mesh has another axis, or devices
+                of a mesh share the model already.
         """
+        model = model if mesh is None else sharded(model, mesh)
         self._config = dataclasses.replace(config or EngineConfig(), **options).resolved(model)
         self._model_config, self._defaults, self._tokenizer = model.config, model.generation_defaults, tokenizer
         self._image_reader = ImageReader(model)

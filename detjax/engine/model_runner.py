@@ -27,13 +27,14 @@ from detjax.engine.step_programs import (
 from detjax.models import Decoder
 from detjax.models.decoder import ImageRows
 from detjax.models.images import Shown, empty_pack, rows_by, window_counts
+from detjax.models.mesh import everywhere, placement, whole_shapes
 from detjax.models.network import abstract, split
 from detjax.models.parts.vision import Patches
 from detjax.options import KVQuantization
 
 
 def bytes_of_page(model: Decoder, quantization: KVQuantization | None) -> int:
-    """Returns the bytes that one page takes in the state of a model.
+    """Returns the bytes that one page takes on each device, in the state of a model.
 
     Raises:
         ValueError: the model's keys and values cannot be quantized like this.
@@ -42,13 +43,25 @@ def bytes_of_page(model: Decoder, quantization: KVQuantization | None) -> int:
 
 
 def bytes_of_slot(model: Decoder) -> int:
-    """Returns the bytes that a slot takes in the state of a model; 0 where all layers keep pages."""
+    """Returns the bytes that a slot takes on each device, in the state of a model; 0 where all layers keep pages."""
     return _bytes_of_state(model, 1, 2, None) - _bytes_of_state(model, 1, 1, None)
 
 
+def bytes_of_snapshot(model: Decoder) -> int:
+    """Returns the bytes that a copy of a slot takes on the host: those of all devices that share the model."""
+
+    def size(slots: int) -> int:
+        return _bytes(abstract(lambda: model.empty_state(1, None, slots)))
+
+    return size(2) - size(1)
+
+
 def _bytes_of_state(model: Decoder, num_pages: int, slots: int, quantization: KVQuantization | None) -> int:
-    arrays = abstract(lambda: jax.tree.leaves(model.empty_state(num_pages, quantization, slots)))
-    return sum(array.size * array.dtype.itemsize for array in arrays)
+    return _bytes(abstract(lambda: model.empty_state_of_a_device(num_pages, quantization, slots)))
+
+
+def _bytes(arrays: PyTree[jax.ShapeDtypeStruct]) -> int:
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays))
 
 
 class ModelRunner:
@@ -75,6 +88,8 @@ class ModelRunner:
             image_tokens: tokens of the largest image for which a program is compiled ahead.
         """
         self._network, self._weights = split(model)
+        self._everywhere = everywhere(model.mesh)
+        self._given = placement(model, model.mesh)
         self._vocabulary = model.config.vocab_size
         self._hidden = jax.ShapeDtypeStruct((model.config.hidden_size,), model.dtype)
         self._variants = tuple(variants)
@@ -84,7 +99,9 @@ class ModelRunner:
         self._state = model.empty_state(num_pages, kv_cache_dtype, slots)
         self._in_slots = model.layers_in_slots
         adjusts = any(variant.adjusted for variant in variants)
-        self._slots = SlotState(jnp.zeros(slots, jnp.int32), none_seen(slots, self._vocabulary) if adjusts else None)
+        empty = SlotState(jnp.zeros(slots, jnp.int32), none_seen(slots, self._vocabulary) if adjusts else None)
+        self._slots = empty if self._everywhere is None else jax.device_put(empty, self._everywhere)
+        self._shapes = whole_shapes(model)
         self._copies: dict[tuple[np.dtype, tuple[int, ...], bytes], Array] = {}
         self._vision = model.config.vision
         self._windows = [] if self._vision is None or not image_tokens else window_counts(self._vision, image_tokens)
@@ -99,8 +116,12 @@ class ModelRunner:
         Raises:
             ValueError: the weights do not fit the model.
         """
-        _check_weights(self._network.state(self._weights), params)
-        self._weights = self._network.weights(params)
+        expected = [jax.ShapeDtypeStruct(*x) for x in zip(self._shapes, (w.dtype for w in self._weights), strict=True)]
+        _check_weights(self._network.state(tuple(expected)), params)
+        weights = self._network.weights(params)
+        if self._everywhere is not None:
+            weights = tuple(put(x) for put, x in zip(self._given, weights, strict=True))
+        self._weights = weights
 
     def image_rows(self, images: Sequence[Shown]) -> list[np.ndarray]:
         """Returns the rows that the vision tower makes of each image, on the host."""
@@ -159,7 +180,7 @@ class ModelRunner:
     def _all_allowed(self, count: int) -> Array:
         """Returns masks on the device that allow every token; they are copied there once."""
         if count not in self._free:
-            self._free[count] = jax.device_put(all_allowed(count, self._vocabulary))
+            self._free[count] = jax.device_put(all_allowed(count, self._vocabulary), self._everywhere)
         return self._free[count]
 
     def note_seen(self, slot: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
@@ -206,10 +227,12 @@ class ModelRunner:
         contents = [(x.dtype, x.shape, x.tobytes()) for x in arrays]
         new = {content: x for content, x in zip(contents, arrays, strict=True) if content not in self._copies}
         # All at once: a program takes five times as long to copy its arguments itself.
-        copies = self._copies | dict(zip(new, jax.device_put(list(new.values())), strict=True))
+        copies = self._copies | dict(zip(new, jax.device_put(list(new.values()), self._everywhere), strict=True))
         self._copies = {content: copies[content] for content in contents}
         copied = jax.tree.unflatten(tree, [copies[content] for content in contents])
-        return self._with_images(copied if images is None else copied._replace(images=jax.device_put(images)))
+        return self._with_images(
+            copied if images is None else copied._replace(images=jax.device_put(images, self._everywhere))
+        )
 
     def _with_images(self, batch: StepBatch) -> StepBatch:
         """A batch with rows of images, none of which is present if it has none: one program serves all its prefills."""
@@ -239,8 +262,8 @@ class ModelRunner:
         """
         return StepPrograms(
             network=self._network,
-            weights=shapes_of(self._weights),
-            state=shapes_of(self._state),
+            weights=shapes_of(self._weights, self._everywhere),
+            state=shapes_of(self._state, self._everywhere),
             in_slots=self._in_slots,
             slots=shapes_of(self._slots),
             batches=tuple(shapes_of(self._with_images(batch)) for batch in batches),
@@ -248,6 +271,7 @@ class ModelRunner:
             hidden=self._hidden,
             vocabulary=self._vocabulary,
             images=tuple(shapes_of(patches) for patches in self._empty_packs()),
+            everywhere=self._everywhere,
         )
 
     def _empty_packs(self) -> list[Patches]:

@@ -67,7 +67,9 @@ class ProgramCompiler:
         started = Compilation(programs, cache, add, max(self._threads, self._processes))
         try:
             started.load()
-            first = started.compile(self._processes, in_background=self._in_background)
+            # Devices of a mesh cannot be named to another process, so this one compiles their programs.
+            processes = self._processes if programs.everywhere is None else 0
+            first = started.compile(processes, in_background=self._in_background and processes > 0)
             for future in self._track(as_completed(first), len(first)):
                 future.result()
         except BaseException:
@@ -97,6 +99,7 @@ class Compilation:
         self._programs, self._by_key, self._cache, self._add = programs, programs.by_key(), cache, add
         self.pending = set(self._by_key)
         self._choices = compilation.Choices.here()
+        self._devices = None if programs.everywhere is None else list(programs.everywhere.addressable_devices)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="detjax-compiler")
         self._processes: list[CompilerProcess] = []
         self._idle: queue.SimpleQueue[CompilerProcess | None] = queue.SimpleQueue()
@@ -165,7 +168,7 @@ class Compilation:
         if content is None:
             return
         try:
-            program = compilation.loaded(content)
+            program = compilation.loaded(content, self._devices)
         except Exception as error:  # JAX has none of its own for this
             _log.warning("a compiled program in the cache cannot be loaded, and is compiled again: %s", error)
             self._cache.remove(key)
@@ -177,7 +180,7 @@ class Compilation:
         if self._is_closed:
             return
         if content is not None:
-            compiled = compilation.loaded(content)
+            compiled = compilation.loaded(content, self._devices)
         elif key in self._rare:
             return
         else:

@@ -16,7 +16,7 @@ from detjax.contract import KV_BLOCK
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraints import Masks, Matcher
 from detjax.engine.launcher import ImmediateLauncher, Launcher
-from detjax.engine.model_runner import ModelRunner, bytes_of_slot
+from detjax.engine.model_runner import ModelRunner, bytes_of_snapshot
 from detjax.engine.page_pool import PagePool
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request import Token
@@ -225,7 +225,7 @@ class StepLoop:
         # What a layer keeps of a request as a whole is not in the pages of its prefix, but it may be in a snapshot.
         snapshots = None
         if config.prefix_cache and model.has_slots:
-            size = bytes_of_slot(model)
+            size = bytes_of_snapshot(model)
             snapshots = SnapshotCache(config.snapshot_bytes // size, size) if config.snapshot_bytes >= size else None
         keeps_prefixes = config.prefix_cache and (snapshots is not None or not model.has_slots)
         pool = PagePool(config.num_pages, keeps_prefixes=keeps_prefixes, snapshots=snapshots)

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, UInt16, UInt32
 
 from detjax import compilation, ops
@@ -280,6 +281,7 @@ class StepPrograms:
         hidden: one row of hidden states.
         vocabulary: the number of tokens.
         images: patches of each size that the vision tower may be given.
+        everywhere: the sharding of what every device has that shares the model; None: there is one device.
     """
 
     network: Network
@@ -292,6 +294,7 @@ class StepPrograms:
     hidden: jax.ShapeDtypeStruct
     vocabulary: int
     images: tuple[Patches, ...] = ()
+    everywhere: NamedSharding | None = None
 
     def by_key(self) -> dict[Hashable, StepProgram]:
         """Returns the programs: the essential ones first, and of these the longest to compile first."""
@@ -316,7 +319,7 @@ class StepPrograms:
             program = image_rows(patches)
             programs.append(program._replace(is_essential=program.size == largest))
         programs.sort(key=lambda program: not program.is_essential)
-        return {program.key: program._replace(args=shapes_of(program.args)) for program in programs}
+        return {program.key: program._replace(args=shapes_of(program.args, self.everywhere)) for program in programs}
 
     def _layers(self, batch: StepBatch) -> StepProgram:
         shape = batch.shape
@@ -344,9 +347,23 @@ def state_in_slots(state: State, in_slots: Sequence[bool]) -> State:
     return tuple(layer for layer, is_in_slots in zip(state, in_slots, strict=True) if is_in_slots)
 
 
-def shapes_of[T](tree: T) -> T:
-    """Returns shapes and dtypes in place of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+def shapes_of[T](tree: T, everywhere: NamedSharding | None = None) -> T:
+    """Returns shapes and dtypes in place of arrays.
+
+    Args:
+        tree: arrays, or shapes and dtypes.
+        everywhere: the sharding of arrays that say none, where several devices share a model; None: there is one.
+    """
+
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        if everywhere is None:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        given = getattr(x, "sharding", None)
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=given if isinstance(given, NamedSharding) else everywhere
+        )
+
+    return jax.tree.map(shape_of, tree)
 
 
 def most_likeliest(variants: Sequence[SamplingVariant]) -> int:

@@ -8,6 +8,7 @@ from detjax.models.decoder import Decoder as Decoder
 from detjax.models.digest import digest as digest
 from detjax.models.generation_defaults import GenerationDefaults as GenerationDefaults
 from detjax.models.json_object import CheckpointError as CheckpointError
+from detjax.models.mesh import mesh_of as mesh_of
 from detjax.models.mesh import sharded as sharded
 from detjax.models.tokenizer import Tokenizer as Tokenizer
 from detjax.models.videos import Video as Video

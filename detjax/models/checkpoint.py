@@ -18,6 +18,7 @@ import rich.console
 import rich.markup
 import rich.progress
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
 from detjax.contract import INPUT_DTYPES
@@ -27,6 +28,7 @@ from detjax.models.family import Description, Family, description, family_named
 from detjax.models.generation_defaults import GenerationDefaults
 from detjax.models.images import ImageOptions
 from detjax.models.json_object import CheckpointError, parse_json_object, read_file
+from detjax.models.mesh import checked, placement, whole_shapes, whole_weights, with_mesh
 from detjax.models.network import Weights, abstract, split
 from detjax.models.network import parameters as parameters_of
 from detjax.models.parts.parameters import Tensors
@@ -46,7 +48,11 @@ _COMPUTED: Final = r".*\.rotary_emb\.inv_freq"
 
 
 def load(
-    path: str | os.PathLike[str], *, dtype: DTypeLike | None = None, progress: bool | None = None
+    path: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    progress: bool | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Decoder, Tokenizer | None]:
     """Returns the model in the Hugging Face directory `path`, and its tokenizer or None.
 
@@ -61,13 +67,15 @@ def load(
         dtype: the dtype of the weights: float32, bfloat16 or float16, rounded to nearest even. Default: the one that
             `config.json` names, else the one that the embedding is stored in.
         progress: whether a progress bar is drawn on stderr. Default: if stderr is a terminal.
+        mesh: devices that share the model, with one axis, "tensor"; see `sharded`. Each parameter goes from the file
+            to the devices by itself, so no device and no process holds the whole model. Default: one device has it.
 
     Raises:
         CheckpointError: `path` is no directory; a file is missing or damaged; the architecture or an option is not
             supported; a tensor is missing, surplus, misshapen, of another dtype, or beyond the range of `dtype`.
-        ValueError: `dtype` is none of these.
+        ValueError: `dtype` is none of these, or the mesh has another axis.
     """
-    directory = Path(path)
+    directory, mesh = Path(path), None if mesh is None else checked("load", mesh)
     if not directory.is_dir():
         raise CheckpointError(
             f"load: {os.fspath(path)!r} is not a directory; accepted: a directory with a Hugging Face checkpoint. "
@@ -92,8 +100,8 @@ def load(
         skips = (_COMPUTED, *(pattern.replace("{layers}", str(config.layers)) for pattern in family.skips))
         sizes = _checked_sizes(parameters, stored, listing, skips)
         with _progress_bar(f"Loading {directory.resolve().name}", sum(sizes), progress) as advance:
-            weights = _read_weights(parameters, sizes, stored, advance)
-    model = split(empty)[0].with_weights(weights)
+            weights = _read_weights(parameters, sizes, stored, advance, placement(empty, mesh))
+    model = split(empty)[0].with_weights(weights) if mesh is None else with_mesh(empty, weights, mesh)
     model.generation_defaults, model.image_options, model.video_options = defaults, image_options, video_options
     return model, tokenizer
 
@@ -141,12 +149,12 @@ def _read_weights(
     sizes: Sequence[int],
     stored: Mapping[str, StoredTensor],
     advance: Callable[[int], None],
+    placed: Sequence[Callable[[np.ndarray], Array]],
 ) -> Weights:
-    """The parameters' arrays on the device; `advance` is told how many bytes were read."""
+    """The parameters' arrays where `placed` puts them; `advance` is told how many bytes were read."""
     weights = []
-    for parameter, size in zip(parameters, sizes, strict=True):
-        value = parameter.tensors.join(stored[name].read(parameter.dtype) for name in parameter.shapes)
-        weights.append(jnp.asarray(value))
+    for parameter, size, put in zip(parameters, sizes, placed, strict=True):
+        weights.append(put(parameter.tensors.join(stored[name].read(parameter.dtype) for name in parameter.shapes)))
         advance(size)
     return tuple(weights)
 
@@ -182,7 +190,7 @@ def save(
     _check_parameters(model)
     contents = _configuration_files(model, tokenizer)
     family = family_named("save", model.config.architecture)
-    pairs = zip(_parameters(model), split(model)[1], strict=True)
+    pairs = zip(_parameters(_without_weights(model.config, model.dtype)), whole_weights(model), strict=True)
     groups = [_sized_tensors(family, *pair) for pair in pairs]
     with _new_directory(target) as directory:
         for name, content in contents.items():
@@ -209,7 +217,10 @@ def _new_directory(target: Path) -> Iterator[Path]:
 def _check_parameters(model: Decoder) -> None:
     """Raises unless the parameters have the names and shapes that the model's config asks for."""
     shapes, expected = (
-        {".".join(map(str, path)): x.shape for path, x in parameters_of(decoder).items()}
+        {
+            ".".join(map(str, path)): shape
+            for path, shape in zip(parameters_of(decoder), whole_shapes(decoder), strict=True)
+        }
         for decoder in (model, _without_weights(model.config, model.dtype))
     )
     for name in [*expected, *shapes]:

@@ -199,6 +199,14 @@ class Decoder(nnx.Module):
             return empty_state(self.config, size)
         return state_on(self.mesh, declarations(self.config), size)
 
+    def empty_state_of_a_device(
+        self, num_pages: int, kv_quantization: KVQuantization | None = None, slots: int | None = None
+    ) -> State:
+        """Returns what one of the devices that share the model keeps; see `empty_state`."""
+        devices = 1 if self.mesh is None else self.mesh.size
+        size = StateSize(num_pages, self.dtype, kv_quantization, slots)
+        return tuple(declaration.shared_by(devices).empty(size) for declaration in declarations(self.config))
+
     def empty_cache(self, batch: int, capacity: int, quantized: KVQuantization | None = None) -> KVCache:
         """Returns a cache for `batch` requests of up to `capacity` tokens each; see `KVCache.empty`."""
         page_table = ops.contiguous_page_table(batch, capacity)

@@ -1,10 +1,11 @@
 """Models that the devices of a mesh share: where each device has its part of weights and state, and how calls run."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -13,9 +14,9 @@ from jaxtyping import Array, PyTree
 
 from detjax import compilation
 from detjax.models.network import Network, Path, Weights, parameters, split
-from detjax.models.parts.cuts import TENSOR, Cut, CutPart
+from detjax.models.parts.cuts import TENSOR, Cut
 
-_TOWER = "vision"
+_TOWER: Final = "vision"
 """The part of a decoder that runs on every device as a whole."""
 
 
@@ -35,6 +36,26 @@ def checked(operation: str, mesh: Mesh) -> Mesh:
             f"jax.make_mesh((2,), ({TENSOR!r},)) makes it for two devices"
         )
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,))
+
+
+def mesh_of(devices: int) -> Mesh | None:
+    """Returns the first so many of JAX's devices as a mesh that can share a model; None for one device.
+
+    Raises:
+        ValueError: JAX has fewer devices.
+
+    Example:
+        >>> detjax.models.mesh_of(1) is None
+        True
+    """
+    if not 1 <= devices <= jax.device_count():
+        raise ValueError(
+            f"mesh_of: devices is {devices}; accepted: 1 to {jax.device_count()}, which JAX has. On a CPU the "
+            "environment variable XLA_FLAGS=--xla_force_host_platform_device_count=8 simulates 8."
+        )
+    if devices == 1:
+        return None
+    return Mesh(np.array(jax.devices()[:devices]), (TENSOR,), axis_types=(AxisType.Auto,))
 
 
 def sharded[M: Any](model: M, mesh: Mesh) -> M:
@@ -64,8 +85,7 @@ def sharded[M: Any](model: M, mesh: Mesh) -> M:
     mesh = checked("sharded", mesh)
     if model.mesh is not None:
         raise ValueError(f"sharded: the model is shared by {model.mesh.size} devices; accepted: one that is not shared")
-    weights = split(model)[1]
-    placed = [place(x, cut, mesh) for x, cut in zip(weights, cuts_of(model, mesh), strict=True)]
+    placed = [put(x) for put, x in zip(placement(model, mesh), split(model)[1], strict=True)]
     return with_mesh(model, tuple(placed), mesh)
 
 
@@ -88,23 +108,35 @@ def _cut_of(model: Any, path: Path, devices: int) -> Cut | None:
     part: Any = model
     for level in levels:
         part = part[level] if isinstance(level, int) else getattr(part, level)
-    cut = part.cuts(devices).get(name) if hasattr(part, CutPart.cuts.__name__) else None
+    cut = part.cuts(devices).get(name) if hasattr(part, "cuts") else None
     return cut if cut is not None and cut.is_cut else None
 
 
 def place(x: Any, cut: Cut | None, mesh: Mesh) -> Array:
     """Returns an array on the devices of a mesh, each of which gets its part alone."""
     if cut is None:
-        return jax.device_put(x, NamedSharding(mesh, P()))
+        return jax.device_put(x, everywhere(mesh))
     sharding, devices = NamedSharding(mesh, _spec(x.ndim, cut)), mesh.size
     axis = x.ndim + cut.axis
     shape = (*x.shape[:axis], cut.length * devices, *x.shape[axis + 1 :])
 
-    def part(index: tuple[slice, ...]) -> Any:
+    def part(index: Any) -> np.ndarray:
         begin = index[axis].start or 0
         return np.asarray(cut.pieces(x, begin // cut.length, devices))
 
     return jax.make_array_from_callback(shape, sharding, part)
+
+
+def placement(model: Any, mesh: Mesh | None) -> list[Callable[[Any], Array]]:
+    """Returns what puts each weight of a decoder on the devices of a mesh, or on the default device without one."""
+    if mesh is None:
+        return [jnp.asarray for _ in parameters(model)]
+    return [functools.partial(place, cut=cut, mesh=mesh) for cut in cuts_of(model, mesh)]
+
+
+def everywhere(mesh: Mesh | None) -> NamedSharding | None:
+    """Returns the sharding of arrays that every device has, or None, which is that of the default device."""
+    return None if mesh is None else NamedSharding(mesh, P())
 
 
 def whole(x: Any, cut: Cut | None, mesh: Mesh | None) -> Any:
@@ -115,6 +147,15 @@ def whole(x: Any, cut: Cut | None, mesh: Mesh | None) -> Any:
     if cut is None:
         return np.asarray(shards[0].data)
     return cut.whole([np.asarray(shard.data) for shard in shards])
+
+
+def whole_shapes(model: Any) -> list[tuple[int, ...]]:
+    """Returns the shapes of a decoder's weights in the order of `network.split`, as a model on one device has them."""
+    shapes = [x.shape for x in split(model)[1]]
+    if model.mesh is None:
+        return shapes
+    cuts = cuts_of(model, model.mesh)
+    return [shape if cut is None else cut.whole_shape(shape) for shape, cut in zip(shapes, cuts, strict=True)]
 
 
 def whole_weights(model: Any) -> list[Any]:
@@ -177,10 +218,10 @@ def _run(network: Network[nnx.Module], call: Call, weights: Weights, args: tuple
     specs = tuple(_spec(len(x.shape), cut) for x, cut in pairs)
 
     def on_device(weights: Weights, args: tuple[Any, ...]) -> Any:
+        # XLA's partitioner crashes on arguments without elements, such as those of batches without prefills.
+        args = jax.tree.map(lambda x: x if x.size else jnp.zeros(x.shape, x.dtype), args)
         return getattr(network.with_weights(weights), call.method)(*args, **dict(call.options))
 
     # Loops of the operations begin with zeros that every device has, and go on with what differs between devices.
-    shared = jax.shard_map(
-        on_device, mesh=mesh, in_specs=(specs, call.inputs), out_specs=call.outputs, check_vma=False
-    )
+    shared = jax.shard_map(on_device, mesh=mesh, in_specs=(specs, call.inputs), out_specs=call.outputs, check_vma=False)
     return shared(weights, args)

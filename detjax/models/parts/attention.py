@@ -9,7 +9,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
 from detjax.kv_pages import KVPages, Queries
-from detjax.models.parts.cuts import Cut, Group, devices, gathered, head_pieces, outputs, own, product
+from detjax.models.parts.cuts import Cut, Group, devices, gathered, head_pieces, local_columns, outputs, product
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.models.parts.state import PagedKeysAndValues
 from detjax.ops.rotary import RotaryEmbedding
@@ -110,7 +110,7 @@ class Attention(nnx.Module):
         qkv = product(ops.matmul, x, self.qkv[...], layout="nk", cut=cuts["qkv"], bias=optional(self.qkv_bias))
         norms: dict[str, Any] = {}
         if options.wide_qk_norm:
-            qkv = own(self._normalized(gathered(qkv, cuts["qkv"])), cuts["qkv"])
+            qkv = local_columns(self._normalized(gathered(qkv, cuts["qkv"])), cuts["qkv"])
         elif options.qk_norm_eps is not None:
             norms = {"q_norm": optional(self.q_norm), "k_norm": optional(self.k_norm)}
             norms |= {"norm_eps": options.qk_norm_eps, "norm_offset": options.qk_norm_offset}

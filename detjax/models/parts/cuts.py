@@ -4,13 +4,14 @@ An element of a product then has one accumulator on one device, exactly as on a 
 results alone. So the number of devices is a schedule: it changes no bit.
 
 Code of parts is the same on one device and on many. Within `jax.shard_map` over a mesh with the axis `TENSOR`, a part
-sees its device's weights, and calls `product`, `gathered` and `own`; elsewhere these do nothing but compute.
+sees its device's weights, and calls `product`, `gathered` and `local_columns`; elsewhere these do nothing but compute.
+Its method `cuts(devices)` says by name how its parameters are cut; every device has the whole of all others.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,14 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from detjax import backends
+from detjax.accumulated_weight import AccumulatedWeight, Weight
 
 TENSOR: Final = "tensor"
 """The axis of a mesh whose devices share a model."""
 
 _UNIT: Final = 8
-"""The outputs of a piece are a multiple of this number, which lets kernels load them 16 bytes at a time."""
+"""The outputs of a piece are a multiple of this number where all of them are, which lets kernels load 16 bytes at a
+time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,16 @@ class Cut:
         """The outputs that a device has."""
         return sum(group.length for group in self.groups)
 
+    @property
+    def size(self) -> int:
+        """The outputs that all devices have together."""
+        return sum(group.size for group in self.groups)
+
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the whole array, given that of a part, or of one that holds the parts of all devices."""
+        axis = len(shape) + self.axis
+        return *shape[:axis], self.size, *shape[axis + 1 :]
+
     def at(self, axis: int) -> "Cut":
         """Returns the cut of a parameter that has these outputs in another axis, such as that of biases."""
         return dataclasses.replace(self, axis=axis)
@@ -98,17 +111,10 @@ class Cut:
         return np.concatenate(joined, self.axis)
 
 
-class CutPart(Protocol):
-    """A part that says how its parameters are cut."""
-
-    def cuts(self, devices: int) -> Mapping[str, Cut]:
-        """Returns the cuts of parameters by their names. Every device has the whole of those that are not named."""
-        ...
-
-
 def outputs(size: int, devices: int, axis: int = -2) -> Cut:
     """Returns the cut of so many outputs that do not belong together, into as many pieces as they divide into."""
-    return Cut((Group(size, math.gcd(size // _UNIT, devices) if size % _UNIT == 0 else 1),), axis)
+    pieces = math.gcd(size if size % _UNIT else size // _UNIT, devices)
+    return Cut((Group(size, pieces),), axis)
 
 
 def head_pieces(heads: int, shared_heads: int, devices: int) -> tuple[int, int]:
@@ -134,10 +140,10 @@ def devices() -> int:
 def product(
     operation: Callable[..., Array],
     x: Float[Array, "*N K"],
-    weight: Any,
+    weight: Weight,
     *operands: Any,
     cut: Cut,
-    bias: Float[Array, "..."] | None = None,
+    bias: Weight | None = None,
     residual: Float[Array, "*N D"] | None = None,
     **options: Any,
 ) -> Float[Array, "*N n"]:
@@ -159,15 +165,15 @@ def product(
     if backends.backend() == "portable":
         # The bits of XLA's own products depend on the shape of the weight, so it is the whole one, with zeros in the
         # place of what other devices have. That costs what a single device takes, and no kernel needs it.
-        whole_bias = None if bias is None else _at_its_place(bias, cut.at(-1))
-        y = operation(x, _at_its_place(weight, cut.at(-2)), *operands, bias=whole_bias, **extra, **options)
-        return own(y, cut)
+        whole_bias = None if bias is None else _at_its_place(_plain(bias), cut.at(-1))
+        y = operation(x, _at_its_place(_plain(weight), cut.at(-2)), *operands, bias=whole_bias, **extra, **options)
+        return local_columns(y, cut)
     if residual is not None:
-        extra = {"residual": own(residual, cut)}
+        extra = {"residual": local_columns(residual, cut)}
     return operation(x, weight, *operands, bias=bias, **extra, **options)
 
 
-def own(x: Float[Array, "*N D"], cut: Cut) -> Float[Array, "*N n"]:
+def local_columns(x: Float[Array, "*N D"], cut: Cut) -> Float[Array, "*N n"]:
     """Returns this device's columns of an array that has all of them."""
     if devices() == 1 or not cut.is_cut:
         return x
@@ -193,14 +199,14 @@ def gathered(x: Float[Array, "*N n"], cut: Cut) -> Float[Array, "*N D"]:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
-def all_rows(weight: Any, cut: Cut) -> Any:
+def all_rows(weight: Weight, cut: Cut) -> Weight:
     """Returns a whole weight `[N, K]` of which this device has its own rows."""
     if devices() == 1 or not cut.is_cut:
         return weight
-    return gathered(weight.swapaxes(-1, -2), cut).swapaxes(-1, -2)
+    return gathered(_plain(weight).swapaxes(-1, -2), cut).swapaxes(-1, -2)
 
 
-def of_owners(x: Float[Array, "*N D"], owner: Array, cut: Cut) -> Float[Array, "*N D"]:
+def owned_rows(x: Float[Array, "*N D"], owner: Array, cut: Cut) -> Float[Array, "*N D"]:
     """Returns rows that one device has each: those of the device whose piece has the number `owner`.
 
     Args:
@@ -232,11 +238,15 @@ def _backward(_: None, gradient: Array) -> tuple[Array]:
 _all_gathered.defvjp(_forward, _backward)
 
 
+def _plain(weight: Weight) -> Array:
+    assert not isinstance(weight, AccumulatedWeight), "devices that share a model train none of it"
+    return weight
+
+
 def _at_its_place(x: Array, cut: Cut) -> Array:
     """An array of the whole shape with this device's part in its place, and zeros elsewhere."""
     count, device, axis = devices(), lax.axis_index(TENSOR), x.ndim + cut.axis
-    size = sum(group.size for group in cut.groups)
-    whole = jnp.zeros((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
+    whole = jnp.zeros(cut.whole_shape(x.shape), x.dtype)
     begin = taken = 0
     for group in cut.groups:
         piece = lax.slice_in_dim(x, taken, taken + group.length, axis=axis)

@@ -5,7 +5,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int
 
 from detjax import ops
-from detjax.models.parts.cuts import Cut, all_rows, devices, gathered, of_owners, outputs, product
+from detjax.models.parts.cuts import Cut, all_rows, devices, gathered, outputs, owned_rows, product
 from detjax.models.parts.parameters import Tensors, random_weight
 from detjax.options import Distribution
 
@@ -42,7 +42,7 @@ class Embedding(nnx.Module):
         cut, table = self.cuts(devices())["weight"], self.weight[...]
         if cut.is_cut:
             owner, row = jnp.divmod(tokens, cut.length)
-            rows = of_owners(ops.embed(row, table), owner, cut)
+            rows = owned_rows(ops.embed(row, table), owner, cut)
         else:
             rows = ops.embed(tokens, table)
         return rows if self.factor is None else ops.scale(rows, self.factor)

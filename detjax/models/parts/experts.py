@@ -9,7 +9,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
 from detjax import ops
 from detjax.kv_pages import Queries, requests_of_tokens
-from detjax.models.parts.cuts import Cut, devices, gathered, outputs, own, product
+from detjax.models.parts.cuts import Cut, devices, gathered, local_columns, outputs, product
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.options import Activation, Aggregation, Clamp
 
@@ -109,8 +109,8 @@ class Experts(nnx.Module):
         y = gathered(product(ops.grouped_matmul, given, self.gate_up[...], sizes, **inner), cuts["gate_up"])
         y = product(ops.grouped_matmul, y, self.down[...], sizes, **outer)
         # A token's results are added column by column, so each device adds its own columns.
-        shared, residual = self.shared(flat), own(residual.reshape(flat.shape), cuts["down"])
-        addends = {"shared": None if shared is None else own(shared, cuts["down"]), "residual": residual}
+        shared, residual = self.shared(flat), local_columns(residual.reshape(flat.shape), cuts["down"])
+        addends = {"shared": None if shared is None else local_columns(shared, cuts["down"]), "residual": residual}
         y = ops.combine_experts(y, weights, rows, **addends, aggregation=self.options.aggregation)
         return gathered(y, cuts["down"]).reshape(x.shape)
 
