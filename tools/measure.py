@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-GRACE = 20
+GRACE = 30
 """Seconds that an interrupted measurement has to end."""
 
 

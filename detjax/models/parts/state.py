@@ -1,7 +1,7 @@
 """Declarations of the state that parts need: what a layer keeps of the tokens that it has seen."""
 
 import dataclasses
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -32,6 +32,7 @@ class StateSize:
     slots: int | None = None
 
 
+@runtime_checkable
 class StateDeclaration(Protocol):
     """What a part says of its state. Whoever runs a model allocates the state, and does not look into it."""
 
@@ -43,7 +44,7 @@ class StateDeclaration(Protocol):
         """
         ...
 
-    def shared_by(self, devices: int) -> Self:
+    def shared_by(self, devices: int) -> "StateDeclaration":
         """Returns the declaration of what each device has where so many share the part."""
         ...
 

@@ -1,0 +1,232 @@
+"""Models that the devices of a mesh share: every number of devices gives the bits of one."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import detjax
+import detjax.demo
+from detjax import models, ops
+from detjax.models.mesh import cuts_of
+from detjax.models.parts.cuts import Cut, Group, head_pieces, outputs
+from tests.support.bits import assert_same_bits
+from tests.support.waits import HANGS_AFTER
+
+ROOT = Path(__file__).parents[2]
+FIXTURES = ROOT / "tests" / "fixtures"
+FAMILIES = (
+    "deepseek-v3",
+    "qwen3-next",
+    "gpt-oss",
+    "olmoe",
+    "llama3",
+    "gemma2",
+    "gemma3",
+    "kimi-k2",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_5_vl-tiny",
+    "qwen3",
+    "qwen3-5",
+    "qwen3-5-moe",
+    "qwen3-5-moe-vl",
+    "qwen3-moe",
+)
+
+
+# What every device has.
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.sampled_from([1, 2, 4, 8]), st.integers(1, 3))
+def test_the_pieces_of_all_devices_make_the_whole(groups: int, length: int, devices: int, rest: int) -> None:
+    pieces = [[1, 2, 4, 8][index % (devices.bit_length())] for index in range(groups)]
+    cut = Cut(tuple(Group(length * count, count) for count in pieces))
+    x = np.arange(2 * cut.size * rest).reshape(2, cut.size, rest)
+    parts = [cut.pieces(x, device, devices) for device in range(devices)]
+    assert {part.shape for part in parts} == {(2, cut.length, rest)}
+    assert_same_bits(cut.whole(parts), x)
+
+
+@given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 16))
+def test_heads_lie_with_the_heads_that_they_share(shared: int, each: int, devices: int) -> None:
+    heads = shared * each
+    pieces, shared_pieces = head_pieces(heads, shared, devices)
+    q, k = Group(heads, pieces), Group(shared, shared_pieces)
+    assert devices % pieces == 0 and heads % pieces == 0 and shared % shared_pieces == 0
+    for device in range(devices):
+        first, first_shared = q.piece_of(device, devices) * q.length, k.piece_of(device, devices) * k.length
+        mine = {(first + head) // each for head in range(q.length)}
+        assert mine <= set(range(first_shared, first_shared + k.length))
+        # Attention takes its heads in order, so many for each of the heads that they share.
+        local = q.length // k.length
+        assert [(first + head) // each - first_shared for head in range(q.length)] == [
+            head // local for head in range(q.length)
+        ]
+
+
+def test_outputs_are_cut_into_multiples_of_what_kernels_load() -> None:
+    pieces = [outputs(size, 8).groups[0].pieces for size in (4096, 24, 16, 44, 151936, 509)]
+    assert pieces == [8, 1, 2, 4, 8, 1]
+
+
+# Bits.
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_number_of_devices_gives_the_bits_of_one(family: str) -> None:
+    run_on_devices(family)
+
+
+@pytest.mark.sampled(0)
+def test_an_engine_and_a_checkpoint_are_shared() -> None:
+    run_on_devices("engine")
+
+
+def run_on_devices(case: str) -> None:
+    """Runs `main` with eight simulated devices."""
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.models.test_mesh", case]
+    run = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANGS_AFTER
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.split("\n")[-2] == "all hold"
+
+
+def main(case: str) -> None:
+    """Compares a model on one device and on more of eight."""
+    assert jax.device_count() == 8
+    if case == "engine":
+        compare_engines()
+    else:
+        compare_family(FIXTURES / case)
+        compare_with_the_usual_cut()
+    print("all hold")
+
+
+def compare_family(folder: Path) -> None:
+    """A whole sequence, and its prefill in two pieces and a decode."""
+    model, _ = models.load(folder, dtype="float32", progress=False)
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 11))
+    expected, pieces = outputs_of(model, tokens)
+    assert_same_bits(pieces, expected)
+    cut = set[int]()
+    for devices in (2, 8):
+        mesh = models.mesh_of(devices)
+        assert mesh is not None
+        shared = models.sharded(model, mesh)
+        assert models.digest(shared) == models.digest(model)
+        cut |= {index for index, one in enumerate(cuts_of(shared, mesh)) if one is not None}
+        for result in outputs_of(shared, tokens):
+            assert_same_bits(result, expected)
+    assert len(cut) > len(cuts_of(model, jax.make_mesh((8,), ("tensor",)))) / 4
+
+
+def outputs_of(model: models.Decoder, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Logits of all tokens in one call, and in three."""
+    whole = model(jnp.asarray(tokens))
+    cache, pieces = model.empty_cache(len(tokens), tokens.shape[1]), []
+    for piece in np.split(tokens, (4, 10), axis=1):
+        logits, cache = model(jnp.asarray(piece), cache)
+        pieces.append(logits)
+    return np.asarray(whole), np.concatenate(pieces, axis=1)
+
+
+def compare_with_the_usual_cut() -> None:
+    """The cut by inputs, whose products are added across devices, has other bits for every number of devices."""
+    rng = np.random.default_rng(1)
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((5, 256), (64, 256)))
+    expected = ops.matmul(x, w, layout="nk")
+    for devices in (2, 4, 8):
+        mesh = Mesh(np.array(jax.devices()[:devices]), ("tensor",), axis_types=(AxisType.Auto,))
+
+        def added(x: jax.Array, w: jax.Array) -> jax.Array:
+            return jax.lax.psum(ops.matmul(x, w, layout="nk"), "tensor")
+
+        specs = P(None, "tensor"), P(None, "tensor")
+        usual = jax.shard_map(added, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+        assert (np.asarray(detjax.jit(usual)(x, w)) != np.asarray(expected)).mean() > 0.2
+
+
+def compare_engines() -> None:
+    """Answers of an engine with warm programs, of its cache of programs, and after new weights."""
+    model, tokenizer = models.load(detjax.demo.CHECKPOINT, progress=False)
+    mesh = models.mesh_of(4)
+    assert mesh is not None
+    shared, _ = models.load(detjax.demo.CHECKPOINT, progress=False, mesh=mesh)
+    assert models.digest(shared) == models.digest(model)
+    rng, vocabulary = np.random.default_rng(0), model.config.vocab_size
+    options = [{"temperature": 0.0}, {"top_p": 0.9, "top_logprobs": 2}, {"temperature": 0.7, "frequency_penalty": 0.5}]
+    params = [detjax.SamplingParams(max_tokens=8, seed=seed, **some) for seed, some in enumerate(options)]
+    prompts = [rng.integers(0, vocabulary, size).tolist() for size in (3, 150, 20)]
+    expected = [answer.completions for answer in detjax.generate(model, prompts, params)]
+    requests = [detjax.Request(*pair) for pair in zip(prompts, params, strict=True)]
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2):  # the second one finds its programs
+            with detjax.Engine(shared, max_samples=2, token_budget=32, max_length=256) as engine:
+                engine.warm_up(cache=Path(folder) / "programs")
+                assert [answer.completions for answer in engine.generate(requests)] == expected
+                other = jax.tree.map(lambda x: 2 * x, nnx.state(model))
+                engine.update_weights(other)
+                changed = [answer.completions for answer in engine.generate(requests)]
+                assert changed != expected
+                engine.update_weights(nnx.state(model))
+                assert [answer.completions for answer in engine.generate(requests)] == expected
+        models.save(shared, Path(folder) / "saved", tokenizer=tokenizer)
+        again, _ = models.load(Path(folder) / "saved", progress=False)
+        assert models.digest(again) == models.digest(model)
+    with detjax.Engine(model, max_samples=2, token_budget=32, max_length=256, mesh=models.mesh_of(2)) as engine:
+        assert [answer.completions for answer in engine.generate(requests)] == expected
+    hidden, _ = model.hidden(jnp.ones((1, 3), jnp.int32))
+    assert_same_bits(
+        np.asarray(shared.logprobs(hidden, jnp.ones((1, 3), jnp.int32))),
+        np.asarray(model.logprobs(hidden, jnp.ones((1, 3), jnp.int32))),
+    )
+    with pytest.raises(NotImplementedError, match="would be added across devices; accepted: a model that each device"):
+        graph, state = nnx.split(shared)
+        jax.grad(lambda state: nnx.merge(graph, state)(jnp.ones((1, 3), jnp.int32)).sum())(state)
+
+
+# What is refused.
+
+
+def test_a_mesh_of_other_axes_is_refused() -> None:
+    model = models.Decoder(small_config(), rngs=nnx.Rngs(0))
+    mesh = jax.make_mesh((1,), ("data",))
+    with pytest.raises(ValueError, match=r"sharded: the mesh has the axes \('data',\); accepted: one axis, 'tensor'"):
+        models.sharded(model, mesh)
+    with pytest.raises(ValueError, match=r"load: the mesh has the axes \('data',\); accepted: one axis, 'tensor'"):
+        models.load(detjax.demo.CHECKPOINT, mesh=mesh)
+    shared = models.sharded(model, jax.make_mesh((1,), ("tensor",)))
+    with pytest.raises(ValueError, match="the model is shared by 1 devices; accepted: one that is not shared"):
+        models.sharded(shared, jax.make_mesh((1,), ("tensor",)))
+
+
+@pytest.mark.parametrize("devices", [0, 1000])
+def test_devices_that_are_not_there_are_refused(devices: int) -> None:
+    with pytest.raises(ValueError, match=rf"mesh_of: devices is {devices}; accepted: 1 to "):
+        models.mesh_of(devices)
+
+
+def small_config() -> models.DecoderConfig:
+    model, _ = models.load(FIXTURES / "qwen3", progress=False)
+    return model.config
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
