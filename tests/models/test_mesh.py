@@ -61,18 +61,18 @@ def test_the_pieces_of_all_devices_make_the_whole(groups: int, length: int, devi
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 16))
-def test_heads_lie_with_the_heads_that_they_share(shared: int, each: int, devices: int) -> None:
-    heads = shared * each
+def test_heads_lie_with_the_heads_that_they_share(shared: int, sharing: int, devices: int) -> None:
+    heads = shared * sharing
     pieces, shared_pieces = head_pieces(heads, shared, devices)
     q, k = Group(heads, pieces), Group(shared, shared_pieces)
     assert devices % pieces == 0 and heads % pieces == 0 and shared % shared_pieces == 0
     for device in range(devices):
         first, first_shared = q.piece_of(device, devices) * q.length, k.piece_of(device, devices) * k.length
-        mine = {(first + head) // each for head in range(q.length)}
-        assert mine <= set(range(first_shared, first_shared + k.length))
+        needed = {(first + head) // sharing for head in range(q.length)}
+        assert needed <= set(range(first_shared, first_shared + k.length))
         # Attention takes its heads in order, so many for each of the heads that they share.
         local = q.length // k.length
-        assert [(first + head) // each - first_shared for head in range(q.length)] == [
+        assert [(first + head) // sharing - first_shared for head in range(q.length)] == [
             head // local for head in range(q.length)
         ]
 
