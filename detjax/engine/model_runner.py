@@ -335,7 +335,7 @@ class ModelRunner:
         return compiled(self._weights, *program.args)
 
 
-def _check_weights(current: PyTree[Array], new: PyTree[Array]) -> None:
+def _check_weights(current: PyTree, new: PyTree[Array]) -> None:
     expected, given = (
         {jax.tree_util.keystr(path): (leaf.shape, leaf.dtype) for path, leaf in jax.tree.leaves_with_path(tree)}
         for tree in (current, new)

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from detjax import compilation
 from detjax.models.network import Network, Path, Weights, parameters, split
@@ -204,7 +204,7 @@ class Call(NamedTuple):
     options: tuple[tuple[str, Any], ...] = ()
 
 
-def run(model: Any, call: Call, *args: PyTree[Array]) -> Any:
+def run(model: Any, call: Call, *args: Any) -> Any:
     """Returns what a method of a decoder that devices share returns; see `Call`."""
     network, weights = split(model)
     return _run(network, call, weights, args)
