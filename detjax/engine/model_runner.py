@@ -51,17 +51,18 @@ def bytes_of_snapshot(model: Decoder) -> int:
     """Returns the bytes that a copy of a slot takes on the host: those of all devices that share the model."""
 
     def size(slots: int) -> int:
-        return _bytes(abstract(lambda: model.empty_state(1, None, slots)))
+        return _bytes(lambda: model.empty_state(1, None, slots))
 
     return size(2) - size(1)
 
 
 def _bytes_of_state(model: Decoder, num_pages: int, slots: int, quantization: KVQuantization | None) -> int:
-    return _bytes(abstract(lambda: model.empty_state_of_a_device(num_pages, quantization, slots)))
+    return _bytes(lambda: model.empty_state_of_a_device(num_pages, quantization, slots))
 
 
-def _bytes(arrays: PyTree[jax.ShapeDtypeStruct]) -> int:
-    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays))
+def _bytes(make: Callable[[], Any]) -> int:
+    arrays = abstract(lambda: jax.tree.leaves(make()))
+    return sum(array.size * array.dtype.itemsize for array in arrays)
 
 
 class ModelRunner:
