@@ -99,7 +99,9 @@ class Compilation:
         self._programs, self._by_key, self._cache, self._add = programs, programs.by_key(), cache, add
         self.pending = set(self._by_key)
         self._choices = compilation.Choices.here()
-        self._devices = None if programs.everywhere is None else list(programs.everywhere.addressable_devices)
+        mesh: Any = None if programs.everywhere is None else programs.everywhere.mesh
+        # In the mesh's order: a program takes its first device's part from the first of them.
+        self._devices = None if mesh is None else list(mesh.devices.flat)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="detjax-compiler")
         self._processes: list[CompilerProcess] = []
         self._idle: queue.SimpleQueue[CompilerProcess | None] = queue.SimpleQueue()
