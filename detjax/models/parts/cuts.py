@@ -111,10 +111,10 @@ class Cut:
         return np.concatenate(joined, self.axis)
 
 
-def outputs(size: int, devices: int, axis: int = -2) -> Cut:
+def outputs(size: int, devices: int) -> Cut:
     """Returns the cut of so many outputs that do not belong together, into as many pieces as they divide into."""
     pieces = math.gcd(size if size % _UNIT else size // _UNIT, devices)
-    return Cut((Group(size, pieces),), axis)
+    return Cut((Group(size, pieces),))
 
 
 def head_pieces(heads: int, shared_heads: int, devices: int) -> tuple[int, int]:
