@@ -31,6 +31,30 @@ MAX_CLUSTER: Final = 8
 
 _H200_MULTIPROCESSORS: Final = 132
 
+_REGISTERS: Final = 64 * 1024
+"""Registers of a multiprocessor, of 4 bytes."""
+
+_REGISTER_UNIT: Final = 8
+"""A thread's registers are a multiple of this number."""
+
+
+def shared_registers(*counts: int) -> tuple[int, ...]:
+    """Returns `counts`, which the warpgroups of a CTA can have at the same time: registers of a thread of each.
+
+    A CTA has what its threads were given when it began, the same number each. A warpgroup that asks for more than the
+    others have left waits forever, which neither the interpreter nor the compiler tells.
+
+    Raises:
+        ValueError: they are more than a CTA of so many warpgroups has.
+    """
+    given = _REGISTERS // (len(counts) * WARPGROUP) // _REGISTER_UNIT * _REGISTER_UNIT
+    if sum(counts) > len(counts) * given:
+        raise ValueError(
+            f"shared_registers: {counts} are {sum(counts)} for the {len(counts)} warpgroups of a CTA; accepted: "
+            f"{len(counts) * given} or fewer, since a thread begins with {given}"
+        )
+    return counts
+
 
 def multiprocessors() -> int:
     """The number of multiprocessors of the device that a kernel is traced for; an H200's if that is not a GPU."""

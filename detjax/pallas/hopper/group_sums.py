@@ -22,7 +22,7 @@ from jax import Array, lax
 from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
 from detjax.numerics import ceil_div, round_up
 from detjax.pallas.hopper import device
-from detjax.pallas.hopper.device import SWIZZLE_BYTES, WARPGROUP
+from detjax.pallas.hopper.device import SWIZZLE_BYTES, WARPGROUP, shared_registers
 from detjax.pallas.hopper.group_stages import STAGE_TOKENS, Stages
 
 _WIDTH_UNIT: Final = 64
@@ -31,8 +31,7 @@ _WIDTH_UNIT: Final = 64
 _WORKERS: Final = 2
 """Workers of a CTA."""
 
-_PRODUCER_REGISTERS: Final = 40
-_CONSUMER_REGISTERS: Final = 232
+_CONSUMER_REGISTERS, _, _PRODUCER_REGISTERS = shared_registers(232, 232, 40)
 _MAX_ACCUMULATORS: Final = 128
 """Registers of a thread that hold sums."""
 

@@ -28,7 +28,7 @@ from detjax.pallas.hopper.attention.online_softmax import (
 from detjax.pallas.hopper.attention.queries_on_columns import along_columns, column_indices
 from detjax.pallas.hopper.attention.queries_on_rows import clear_tail, splat
 from detjax.pallas.hopper.attention.warpgroups import MULTIPLYING_REGISTERS
-from detjax.pallas.hopper.device import WARPGROUP
+from detjax.pallas.hopper.device import WARPGROUP, shared_registers
 from detjax.pallas.hopper.mosaic.barriers import prefetch
 from detjax.pallas.hopper.mosaic.columns import (
     column_maxima,
@@ -49,8 +49,7 @@ _PREFETCHING: Final = 2 * WARPGROUP
 """Threads that ask for the page table."""
 _REGISTERS: Final = 512
 """Registers of four threads, one of each warpgroup."""
-_LOADING_REGISTERS: Final = 40
-_DEQUANTIZING_REGISTERS: Final = 112
+_, _LOADING_REGISTERS, _DEQUANTIZING_REGISTERS, _ = shared_registers(MULTIPLYING_REGISTERS, 40, 112, 112)
 
 
 def scratch_types(problem: Problem) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from detjax.pallas.hopper.attention.queries_on_rows import along_rows, row_indic
 from detjax.pallas.hopper.attention.warpgroups import (
     CONSUMERS,
     FIRST_BARRIER,
+    LOADING_REGISTERS,
     MULTIPLYING_REGISTERS,
     WARPGROUPS,
 )
@@ -45,8 +46,6 @@ from detjax.pallas.hopper.mosaic.tiles import (
 
 _MEETING: Final = FIRST_BARRIER
 """The named barrier at which both multiplying warpgroups meet."""
-_LOADING_REGISTERS: Final = 32
-"""Registers of a thread that loads: those that the others leave. It finds its way along the line of blocks."""
 
 
 class _Row(enum.IntEnum):
@@ -176,7 +175,7 @@ class Kernel:
 
     def load(self) -> None:
         """Loads queries and pages of the share with one warp."""
-        plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
+        plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
 
         @plgpu.warp_map
         def _(warp: Array) -> None:

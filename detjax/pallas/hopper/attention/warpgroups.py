@@ -7,7 +7,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array
 
-from detjax.pallas.hopper.device import WARP, WARPGROUP
+from detjax.pallas.hopper.device import WARP, WARPGROUP, shared_registers
 from detjax.pallas.hopper.mosaic.barriers import arrive, sync
 from detjax.pallas.hopper.mosaic.layouts import ROWS
 
@@ -18,10 +18,8 @@ TILE: Final = WARPGROUPS * ROWS
 CONSUMERS: Final = WARPGROUP * WARPGROUPS
 """Threads that multiply."""
 
-MULTIPLYING_REGISTERS: Final = 240
-"""Registers of a thread that multiplies."""
-LOADING_REGISTERS: Final = 24
-"""Registers of a thread that loads: enough for addresses, so that those that multiply may have more."""
+MULTIPLYING_REGISTERS, _, LOADING_REGISTERS = shared_registers(240, 240, 24)
+"""Registers of a thread that multiplies, and of one that loads: enough for addresses, so that the others have more."""
 
 _TURN: Final = 4
 FIRST_BARRIER: Final = _TURN + WARPGROUPS

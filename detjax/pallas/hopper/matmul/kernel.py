@@ -15,7 +15,7 @@ reaches the bits. A schedule decides how few bytes have to be sent to each multi
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,12 @@ from detjax import backends
 from detjax.contract import ACCUMULATOR
 from detjax.numerics import activated
 from detjax.options import Epilogue, WeightLayout
-from detjax.pallas.hopper.device import DTYPES
+from detjax.pallas.hopper.device import DTYPES, shared_registers
 from detjax.pallas.hopper.matmul.activations import ACTIVATIONS
 from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule, TokenLayout
 from detjax.pallas.hopper.matmul.tuning import default_schedule
 
-_PRODUCER_REGISTERS: Final = 40
-_CONSUMER_REGISTERS: Final = 232
+_CONSUMER_REGISTERS, _, _PRODUCER_REGISTERS = shared_registers(232, 232, 40)
 
 
 class Operands(NamedTuple):

@@ -1,0 +1,18 @@
+"""What the kernels take for granted of the chip."""
+
+import pytest
+
+from detjax.pallas.hopper.device import shared_registers
+
+
+@pytest.mark.parametrize(
+    ("fitting", "too_many"),
+    [((256, 256), (256, 264)), ((240, 240, 24), (240, 240, 32)), ((240, 40, 112, 120), (240, 48, 112, 120))],
+)
+def test_warpgroups_take_no_more_registers_than_their_cta_has(
+    fitting: tuple[int, ...], too_many: tuple[int, ...]
+) -> None:
+    # One that asks for more waits forever for the others, on the device alone.
+    assert shared_registers(*fitting) == fitting
+    with pytest.raises(ValueError, match=rf"accepted: {sum(fitting)} or fewer"):
+        shared_registers(*too_many)
