@@ -1,14 +1,14 @@
 """Gradients of RMS norm on Hopper GPUs (Mosaic GPU).
 
-A CTA takes the rows of one step of the weight, `WEIGHT_GRADIENT_TOKENS` of them. A row stays in the registers of its
-threads, as in the forward pass, and its two sums have the forward pass's order. What the step adds to the weight is
+A warpgroup takes the rows of one step of the weight, `WEIGHT_GRADIENT_TOKENS` of them. A row stays in the registers of
+its threads, as in the forward pass, and its two sums have the forward pass's order. What the step adds to the weight is
 added in the same pass; see `token_sums` for the sum over steps.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, WEIGHT_GRADIENT_TOKENS
-from detjax.numerics import flat_rows, round_up
+from detjax.numerics import ceil_div, flat_rows, round_up
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.rows import broadcast, layout, load_weight, rounded_squares, row_sums
 from detjax.pallas.hopper.token_sums import chain
@@ -26,6 +26,10 @@ from detjax.rounding import rounded
 
 WARP_COLUMNS: Final = 1024
 """The widest row that a warp holds; wider ones have a warpgroup."""
+
+WARPGROUPS: Final = 4
+"""Warpgroups of a CTA. They limit a thread to 128 registers, which it has enough of, and which let all steps of 8192
+rows be computed at the same time."""
 
 RESIDENT_BYTES: Final = 96
 """Bytes of a row that fit into a thread's registers, beside its gradient and the temporaries."""
@@ -82,6 +86,8 @@ def _row_gradients(
     count, columns = rows[0].shape
     threads = columns // LANE_GROUP if columns <= WARPGROUP else WARP if columns <= WARP_COLUMNS else WARPGROUP
     together = min(WARPGROUP // threads, WEIGHT_GRADIENT_TOKENS)
+    # Warpgroups of one CTA share no memory by which the warps of a row could exchange sums.
+    steps, warpgroups = count // WEIGHT_GRADIENT_TOKENS, WARPGROUPS if threads <= WARP else 1
     pieces, shape = layout(together, threads), (together, LANE_GROUP * threads)
     repeated = functools.partial(broadcast, shape=shape, axis=0, layout=pieces)
     # What rows add lies in the registers of the threads that have these columns. Where several rows are worked on at
@@ -92,23 +98,37 @@ def _row_gradients(
 
     def body(*refs: Any) -> None:
         *inputs, weight_ref, out_ref, sums_ref = refs[: len(rows) + 3]
-        step = lax.axis_index("step")
-        weights = [load_weight(weight_ref.at[part], weight_offset, shape, pieces) for part in parts]
+        warpgroup = lax.axis_index("warpgroup")
+        # Warpgroups behind the last step take it once more, and write the same bits.
+        step = lax.min(lax.axis_index("cta") * warpgroups + warpgroup, steps - 1)
 
         def take(group: Array, added: list[Array]) -> list[Array]:
             here = pl.ds(step * WEIGHT_GRADIENT_TOKENS + group * together, together)
             held = [[ref.at[here, part] for part in parts] for ref in inputs]
-            held = [[plgpu.load(piece, layout=pieces, optimized=False) for piece in row] for row in held]
-            h, dy, *rest = [[piece.astype(ACCUMULATOR) for piece in row] for row in held]
-            total, factor = through_norm(h, dy, weights, width, eps, repeated)
+            h, dy, *rest = [[plgpu.load(piece, layout=pieces, optimized=False) for piece in row] for row in held]
+            # Registers have no room for the weight.
+            weights = [functools.partial(load_weight, weight_ref.at[p], weight_offset, shape, pieces) for p in parts]
+            row = [*map(Piece, h, dy, weights)]
+            factor, mean = means(row, width, eps, repeated)
+            scale, mean = repeated(factor), repeated(mean)
+            if together > 1:  # All threads have read the rows of terms before.
+                plgpu.commit_smem()
             for index, part in enumerate(parts):
-                past = [row[index] for row in rest]
-                out_ref[here, part] = functools.reduce(jnp.add, past, total[index]).astype(out_ref.dtype)
-            scale = repeated(factor)
-            # The barrier has products rounded before they are added.
-            terms = lax.optimization_barrier([a * (b * scale) for a, b in zip(dy, h, strict=True)])
-            for row in [terms] if together == 1 else _rows_of_terms(terms, refs[-1], parts, lines, line_layout):
-                added = [a + b for a, b in zip(added, row, strict=True)]
+                past = [wide(other[index]) for other in rest]
+                total = functools.reduce(jnp.add, past, through_norm(row[index], scale, mean))
+                out_ref[here, part] = total.astype(out_ref.dtype)
+                # The barrier has products rounded before they are added.
+                term = lax.optimization_barrier(wide(dy[index]) * (wide(h[index]) * scale))
+                if together == 1:
+                    added[index] = added[index] + term
+                else:
+                    refs[-1].at[warpgroup][:, part] = term
+            if together > 1:
+                plgpu.commit_smem()
+                for index in range(together):
+                    terms = [refs[-1].at[warpgroup, pl.ds(index, 1), part] for part in lines]
+                    terms = [plgpu.load(term, layout=line_layout, optimized=False) for term in terms]
+                    added = [a + b for a, b in zip(added, terms, strict=True)]
             return added
 
         # -0.0 plus a number is this number, whatever its sign.
@@ -123,9 +143,11 @@ def _row_gradients(
             jax.ShapeDtypeStruct((count, columns), rows[0].dtype),
             jax.ShapeDtypeStruct((count // WEIGHT_GRADIENT_TOKENS, columns), ACCUMULATOR),
         ),
-        scratch_types=[] if together == 1 else [plgpu.SMEM((together, columns), ACCUMULATOR)],
-        grid=(count // WEIGHT_GRADIENT_TOKENS,),
-        grid_names=("step",),
+        scratch_types=[] if together == 1 else [plgpu.SMEM((warpgroups, together, columns), ACCUMULATOR)],
+        grid=(ceil_div(steps, warpgroups),),
+        grid_names=("cta",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
         kernel_name="rms_norm_gradient",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -133,51 +155,49 @@ def _row_gradients(
     )(*rows, weight)
 
 
-def _rows_of_terms(
-    terms: Sequence[Array], shared: Any, parts: Sequence[Any], lines: Sequence[Any], line_layout: Any
-) -> list[list[Array]]:
-    """Rows that lie in pieces over the threads of a row each, as rows that all threads of the warpgroup share.
+class Piece(NamedTuple):
+    """Some columns of rows.
 
-    Args:
-        terms: the pieces `[rows, columns]`.
-        shared: room for the rows in shared memory.
-        parts: the columns of each piece.
-        lines: the columns of the pieces of the result.
-        line_layout: their layout.
-    """
-    # All threads have read the rows before.
-    plgpu.commit_smem()
-    for part, piece in zip(parts, terms, strict=True):
-        shared[:, part] = piece
-    plgpu.commit_smem()
-    places = [[shared.at[pl.ds(row, 1), part] for part in lines] for row in range(shared.shape[0])]
-    return [[plgpu.load(place, layout=line_layout, optimized=False) for place in row] for row in places]
-
-
-def through_norm(
-    h: Sequence[Array],
-    dy: Sequence[Array],
-    weight: Sequence[Array],
-    width: int,
-    eps: float,
-    repeated: Callable[[Array], Array],
-) -> tuple[list[Array], Array]:
-    """The gradients of rows, float32 and rounded before anything is added to them, and the rows' factors `[rows]`.
-
-    Args:
-        h: the pieces of the rows that were normalized, float32, in ascending order.
+    Attributes:
+        h: the rows that were normalized, as they are stored: float32 is made of them where it is needed, since
+            registers hold twice as many numbers of 2 bytes.
         dy: the gradients of the result, likewise.
-        weight: the weight plus its offset, repeated in every row.
+        weight: returns the weight plus its offset, float32, repeated in every row.
+    """
+
+    h: Array
+    dy: Array
+    weight: Callable[[], Array]
+
+
+def wide(x: Array) -> Array:
+    """A piece in float32. The barrier keeps the compiler from converting it once for all."""
+    return lax.optimization_barrier(x).astype(ACCUMULATOR)
+
+
+def means(pieces: Sequence[Piece], width: int, eps: float, repeated: Callable[[Array], Array]) -> tuple[Array, Array]:
+    """The factors of rows, and the means of the products of their gradients and what they are normalized to, `[rows]`.
+
+    Args:
+        pieces: the rows, in ascending order.
         width: elements of a row, over which means are taken.
         eps: what is added to the mean square.
         repeated: makes a piece of a vector `[rows]`, which it repeats in every column.
     """
-    factor = lax.rsqrt(row_sums([rounded_squares(piece) for piece in h]) / width + eps)
+    factor = lax.rsqrt(row_sums([rounded_squares(wide(piece.h)) for piece in pieces]) / width + eps)
     scale = repeated(factor)
-    normalized = [piece * scale for piece in h]
-    weighted = [piece * w for piece, w in zip(dy, weight, strict=True)]
-    products = [a * b for a, b in zip(weighted, normalized, strict=True)]
     # The barriers have products rounded before anything is added to them.
-    mean = repeated(row_sums(lax.optimization_barrier(products)) / width)
-    along = lax.optimization_barrier([piece * mean for piece in normalized])
-    return lax.optimization_barrier([scale * (w - a) for w, a in zip(weighted, along, strict=True)]), factor
+    products = [lax.optimization_barrier(wide(piece.dy) * piece.weight() * (wide(piece.h) * scale)) for piece in pieces]
+    return factor, row_sums(products) / width
+
+
+def through_norm(piece: Piece, scale: Array, mean: Array) -> Array:
+    """The gradients of some columns of rows, float32 and rounded before anything is added to them.
+
+    Args:
+        piece: the columns.
+        scale: the factors of the rows, repeated in every column.
+        mean: the means of `means`, likewise.
+    """
+    along = lax.optimization_barrier(wide(piece.h) * scale * mean)
+    return lax.optimization_barrier(scale * (wide(piece.dy) * piece.weight() - along))

@@ -16,7 +16,7 @@ from jax import Array, lax
 from detjax.contract import ACCUMULATOR, LANE_GROUP, WEIGHT_GRADIENT_TOKENS
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.head_rows import HeadRows
-from detjax.pallas.hopper.norm_gradient import through_norm
+from detjax.pallas.hopper.norm_gradient import Piece, means, through_norm
 from detjax.pallas.hopper.rows import layout
 from detjax.pallas.hopper.token_sums import chains
 
@@ -90,9 +90,12 @@ def _kernel(
                 cos, sin = ([rows.spread(part) for part in rows.load_vector(ref, token)] for ref in (cos_ref, sin_ref))
                 dy = [piece.astype(ACCUMULATOR) for piece in rows.rotate(dy, cos, sin)]
                 h = [piece.astype(ACCUMULATOR) for piece in h]
-                dx, factor = through_norm(h, dy, weight, width, eps, functools.partial(rows.spread, axis=0))
-                rows.store([piece.astype(x.dtype) for piece in dx], out_refs[group], token, pl.ds(head, together))
-                scale = rows.spread(factor, axis=0)
+                pieces = [Piece(a, b, lambda w=w: w) for a, b, w in zip(h, dy, weight, strict=True)]
+                scale, mean = (
+                    rows.spread(y, axis=0) for y in means(pieces, width, eps, functools.partial(rows.spread, axis=0))
+                )
+                dx = [through_norm(piece, scale, mean).astype(x.dtype) for piece in pieces]
+                rows.store(dx, out_refs[group], token, pl.ds(head, together))
                 products = [piece * (along * scale) for piece, along in zip(dy, h, strict=True)]
                 rows.store(products, terms, pl.ds(first, together))
             lines = [terms.at[pl.ds(row, 1)] for row in range(WEIGHT_GRADIENT_TOKENS)]
