@@ -5,12 +5,14 @@ import functools
 import io
 import json
 import math
+import operator
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import nnx
@@ -75,7 +77,7 @@ class Trace:
     """
 
     entries: tuple[Entry, ...]
-    digests: tuple[np.ndarray, ...]
+    digests: Sequence[np.ndarray]
     batch: int | None
     level: str
     fingerprint: Mapping[str, Any]
@@ -258,7 +260,7 @@ class _Traced:
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Trace]:
         given, arrays = Leaves.from_call("trace_digests", self._batch_axes, args, kwargs, self._shared)
-        key = given, tuple((x.shape, str(x.dtype)) for x in arrays)
+        key = given, tuple((x.shape, x.dtype) for x in arrays)
         if key not in self._compiled:
             names = [tree_util.keystr(path) for path, _ in tree_util.tree_leaves_with_path((args, kwargs))]
             named = [name for name, array in zip(names, given.is_array, strict=True) if array]
@@ -300,27 +302,43 @@ class _Compiled:
         self._entries = (*map(self._argument, arrays, arguments, self._places), *entries)
         self._run = jit(self._with_digests)
         self._fingerprint = dataclasses.asdict(fingerprints.fingerprint())
-        self._seen: tuple[tuple[Any, ...], list[np.ndarray]] = ((), [])
+        self._seen: tuple[tuple[Any, ...], list[Array | None]] = ((), [])
+        self._shapes: list[tuple[int, ...]] = []
 
     def __call__(self, arrays: tuple[Any, ...]) -> tuple[Any, Trace]:
         run = Run(self.program, arrays, self._places, self._batch, self._jit, self._keys)
-        results, seen = self._run(arrays)
-        seen = jax.device_get(seen)
-        made = (*self._argument_digests(arrays), *(seen[key] for key in self._keys))
-        trace = Trace(self._entries, made, self._batch, self._level, self._fingerprint, run)
+        shared = self._shared_digests(arrays)
+        results, others = self._run(arrays)
+        others.copy_to_host_async()
+        digests = _Digests(shared, others, self._shapes)
+        trace = Trace(self._entries, digests, self._batch, self._level, self._fingerprint, run)
         return jax.tree.unflatten(self._tree, results), trace
 
-    def _argument_digests(self, arrays: tuple[Any, ...]) -> list[np.ndarray]:
-        """Digests of arguments. Those of weights, which are the same arrays again and again, are kept."""
+    def _shared_digests(self, arrays: tuple[Any, ...]) -> list[Array | None]:
+        """Digests of arguments without rows; None for others. Weights are the same arrays again and again."""
+        shared = tuple(None if isinstance(p, Rows) else x for x, p in zip(arrays, self._places, strict=True))
+        if len(shared) == len(self._seen[0]) and all(map(operator.is_, shared, self._seen[0])):
+            return self._seen[1]
         before = dict(zip(map(id, self._seen[0]), self._seen[1], strict=True))
-        made = [
-            before[id(x)] if isinstance(x, Array) and id(x) in before else np.asarray(_digest(x, place, self._batch))
-            for x, place in zip(arrays, self._places, strict=True)
-        ]
-        self._seen = arrays, made
-        return made
 
-    def _with_digests(self, arrays: tuple[Any, ...]) -> tuple[list[Any], dict[Key, Any]]:
+        def made(x: Any) -> Array:
+            kept = before.get(id(x))
+            return _digest(x, Shared(), self._batch) if kept is None else kept
+
+        digests = [None if x is None else made(x) for x in shared]
+        # NumPy's arrays may have other contents the next time.
+        self._seen = ((), []) if any(isinstance(x, np.ndarray) for x in shared) else (shared, digests)
+        return digests
+
+    def _with_digests(self, arrays: tuple[Any, ...]) -> tuple[list[Any], Array]:
+        """The results, and all digests but those of arguments without rows: one array, which is fetched at once."""
+        results, seen = self._observed(arrays)
+        rows = [_digest(x, p, self._batch) for x, p in zip(arrays, self._places, strict=True) if isinstance(p, Rows)]
+        digests = [*rows, *(seen[key] for key in self._keys)]
+        self._shapes = [digest.shape for digest in digests]
+        return results, jnp.concatenate([jnp.empty(0, jnp.uint32), *(digest.reshape(-1) for digest in digests)])
+
+    def _observed(self, arrays: tuple[Any, ...]) -> tuple[list[Any], dict[Key, Any]]:
         run = Run(self.program, arrays, self._places, self._batch, self._jit, self._keys)
 
         seals = frozenset(self._keys)
@@ -336,6 +354,33 @@ class _Compiled:
     def _argument(self, x: Any, argument: tuple[str, int | None], place: Place) -> Entry:
         shape = jax.eval_shape(lambda x: digests.in_rows(digests.plain(x), place, self._batch), x)
         return Entry(ARGUMENT, argument[0], "", (), 0, shape.shape[1:], str(shape.dtype), False, False)
+
+
+class _Digests(Sequence[np.ndarray]):
+    """The digests of a trace, which wait on the device until somebody asks for one.
+
+    Args:
+        shared: those of arguments without rows; None in the places of other arguments.
+        others: the numbers of all others: arguments with rows, then what equations give.
+        shapes: the shapes of the others.
+    """
+
+    def __init__(self, shared: Sequence[Array | None], others: Array, shapes: Sequence[tuple[int, ...]]) -> None:
+        self._shared, self._others, self._shapes = shared, others, shapes
+
+    @functools.cached_property
+    def _fetched(self) -> tuple[np.ndarray, ...]:
+        cuts = np.cumsum([math.prod(shape) for shape in self._shapes])
+        parts = np.split(np.asarray(self._others), cuts)[: len(self._shapes)]
+        others = iter([part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True)])
+        arguments = [next(others) if x is None else np.asarray(x) for x in self._shared]
+        return *arguments, *others
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._fetched[index]
+
+    def __len__(self) -> int:
+        return len(self._fetched)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
+from jax import Array, tree_util
 
 
 class NoArray(TypeError):
@@ -44,9 +44,13 @@ class Leaves(NamedTuple):
             NoArray: a leaf with rows is no array.
             ValueError: the axes do not fit the arguments.
         """
-        leaves, tree = jax.tree.flatten((tuple(args), kwargs))
-        given = spread(caller, "batch_axes", batch_axes, args[shared:])
-        axes = (*[None] * len(jax.tree.leaves(args[:shared])), *given, *[None] * len(jax.tree.leaves(kwargs)))
+        # Each argument is flattened once: to flatten a module costs more than to compute with a small one.
+        parts, options = [jax.tree.flatten(argument) for argument in args], jax.tree.flatten(kwargs)
+        tree = tree_util.treedef_tuple((tree_util.treedef_tuple(part[1] for part in parts), options[1]))
+        leaves = [leaf for part in (*parts, options) for leaf in part[0]]
+        given = spread_flat(caller, "batch_axes", batch_axes, args[shared:], parts[shared:])
+        fixed = sum(len(part[0]) for part in parts[:shared])
+        axes = (*[None] * fixed, *given, *[None] * len(options[0]))
         is_array = tuple(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves)
         for leaf, axis, array in zip(leaves, axes, is_array, strict=True):
             if axis is not None and not array:
@@ -92,6 +96,32 @@ def spread(caller: str, name: str, axes: Any, values: Any) -> list[int | None]:
     except ValueError as error:
         raise ValueError(f"{caller}: {name} does not fit the arguments: {error}") from None
     return [axis.number for axis in jax.tree.leaves(by_leaf, is_leaf=lambda x: isinstance(x, _Axis))]
+
+
+def spread_flat(
+    caller: str, name: str, axes: Any, values: Sequence[Any], parts: Sequence[tuple[list[Any], Any]]
+) -> list[int | None]:
+    """Returns what `spread` does for values that are flattened already, each by itself.
+
+    Args:
+        caller: the function whose errors these are.
+        name: what it calls the axes.
+        axes: integers or None, in a tree that `values` has as its beginning.
+        values: the values.
+        parts: the leaves and the structure of each.
+
+    Raises:
+        ValueError: the trees do not fit together.
+    """
+    if axes is None or isinstance(axes, int):
+        axes = [axes] * len(parts)
+    if not isinstance(axes, list | tuple) or len(axes) != len(parts):
+        return spread(caller, name, axes, tuple(values))
+    by_value = [
+        [axis] * len(leaves) if axis is None or isinstance(axis, int) else spread(caller, name, axis, value)
+        for axis, value, (leaves, _) in zip(axes, values, parts, strict=True)
+    ]
+    return [axis for some in by_value for axis in some]
 
 
 class _Axis:

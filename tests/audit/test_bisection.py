@@ -144,6 +144,15 @@ def test_layers_alone_have_digests_that_find_the_layer() -> None:
     assert result.first is not None and result.first.layer.startswith("attention")
 
 
+def test_arrays_of_numpy_may_have_other_contents_in_the_next_run() -> None:
+    x = np.ones(3, np.float32)
+    traced = detjax.trace_digests(lambda x: x + 1)
+    first = [digest.copy() for digest in traced(x)[1].digests]
+    x[1] = 2
+    second = traced(x)[1].digests
+    assert [bool((a == b).all()) for a, b in zip(first, second, strict=True)] == [False, False]
+
+
 @pytest.mark.sampled(0)
 def test_weights_of_other_bits_are_an_argument_s_difference() -> None:
     weights = planted.weights()

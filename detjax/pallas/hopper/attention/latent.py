@@ -25,6 +25,7 @@ from detjax.pallas.hopper.attention.latent_schedule import (
     PART,
     Problem,
     default_schedule,
+    filled_heads,
     partial_results,
     tokens_of_a_tile,
 )
@@ -33,8 +34,6 @@ from detjax.pallas.hopper.mosaic.layouts import ROWS
 
 VALUE_WIDTHS: Final = (128, 256, 384, 512)
 """Columns of values. Keys have `PART` columns more."""
-_COPIED_ROWS: Final = 8
-"""Rows of a swizzled group, which a copy into shared memory takes as a whole."""
 
 
 def serves_widths(width: int, value_width: int) -> bool:
@@ -62,7 +61,7 @@ def forward(
         schedule: default: `default_schedule`.
     """
     batch, tokens, heads, _ = q.shape
-    size = tokens_of_a_tile(tokens, heads)
+    size = tokens_of_a_tile(tokens, filled_heads(heads))
     padded = round_up(tokens, size)
     q = jnp.pad(q, ((0, 0), (0, padded - tokens), (0, 0), (0, 0)))
     first = jnp.tile(jnp.arange(0, padded, size, dtype=jnp.int32), batch)
@@ -91,7 +90,7 @@ def ragged(
     rows, heads, _ = q.shape
     padded = round_up(rows, QUERY_UNIT)
     q = jnp.pad(q, ((0, padded - rows), (0, 0), (0, 0)))
-    size = tokens_of_a_tile(padded, heads)
+    size = tokens_of_a_tile(padded, filled_heads(heads))
     # Requests begin at multiples of QUERY_UNIT, so no tile has rows of two.
     request, index = (x[::size] for x in request_of_rows(padded, jnp.asarray(queries.first_row)))
     is_present = (index >= 0) & (index < jnp.asarray(queries.count)[request])
@@ -119,14 +118,14 @@ class _Call:
             places: for each tile its request, the position of its first token, and the number of the request's keys.
         """
         (tokens, heads, width), tiles, blocks = q.shape, places[0].shape[0], self.page_table.shape[1]
-        problem = Problem(tiles, tokens // tiles, heads, width, self.kv.value_width, blocks, q.dtype)
+        filled = filled_heads(heads)
+        problem = Problem(tiles, tokens // tiles, filled, width, self.kv.value_width, blocks, q.dtype)
         schedule = self.schedule or default_schedule(problem)
         if self.with_normalizers:
             schedule = dataclasses.replace(schedule, cut=False)
-        rows = q.reshape(tokens * heads, width)
-        # The last tile is read whole, and the copies take rows in swizzled groups.
-        room = round_up(len(rows) + max(0, ROWS - problem.rows), _COPIED_ROWS)
-        rows = jnp.pad(rows, ((0, room - len(rows)), (0, 0)))
+        rows = jnp.pad(q, ((0, 0), (0, filled - heads), (0, 0))).reshape(tokens * filled, width)
+        # The last tile is read whole.
+        rows = jnp.pad(rows, ((0, ROWS - problem.rows), (0, 0)))
         operands = Operands(rows, self.kv.k, self.page_table, *(x.astype(jnp.int32) for x in places))
         out = [
             jax.ShapeDtypeStruct((tiles, problem.sequences, ROWS, problem.value_width), q.dtype),
@@ -143,6 +142,6 @@ class _Call:
             o = merge(problem, o, *partials)
         # A tile has several tokens, or several sequences, but not both.
         return (
-            o[:, :, : problem.rows].reshape(tokens, heads, problem.value_width),
-            normalizers[:, :, : problem.rows].reshape(tokens, heads),
+            o[:, :, : problem.rows].reshape(tokens, filled, problem.value_width)[:, :heads],
+            normalizers[:, :, : problem.rows].reshape(tokens, filled)[:, :heads],
         )

@@ -4,11 +4,13 @@ import dataclasses
 from typing import Any, Final
 
 from detjax.contract import QUERY_UNIT, SPAN_BLOCKS, SPAN_WIDTH
-from detjax.numerics import ceil_div
+from detjax.numerics import ceil_div, round_up
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.attention.decode_schedule import Schedule
 from detjax.pallas.hopper.mosaic.layouts import ROWS
 
+SWIZZLED_ROWS: Final = 8
+"""Rows of a swizzled group, which a copy into shared memory takes as a whole."""
 PART: Final = 64
 """Columns of a page that are loaded, and freed, at once."""
 _MOST_PARTIALS: Final = 1 << 30
@@ -25,7 +27,7 @@ class Problem:
     Attributes:
         batch: tiles, of all requests.
         tokens: query tokens of a tile.
-        heads: query heads.
+        heads: query heads, as many as `filled_heads` returns.
         width: columns of queries and keys.
         value_width: columns of values, the first ones of the keys.
         most_blocks: the most blocks of keys that a request may have.
@@ -39,6 +41,10 @@ class Problem:
     value_width: int
     most_blocks: int
     dtype: Any
+
+    def __post_init__(self) -> None:
+        if self.heads != filled_heads(self.heads):
+            raise ValueError(f"heads is {self.heads}; accepted: {filled_heads(self.heads)}, see filled_heads")
 
     @property
     def group(self) -> int:
@@ -76,9 +82,19 @@ class Problem:
         return ceil_div(self.most_blocks, self.cut_unit)
 
 
+def filled_heads(heads: int) -> int:
+    """The heads of queries in memory: those that there are, and others that fill sequences up to whole swizzled groups.
+
+    The copy engine finds rows in such groups: a sequence that began within one would be read wrongly, on the device
+    alone.
+    """
+    sequences = ceil_div(heads, ROWS)
+    return sequences * round_up(ceil_div(heads, sequences), SWIZZLED_ROWS)
+
+
 def heads_of_a_sequence(heads: int) -> int:
-    """The query heads that are rows of the same sequence: as many as fit, each sequence having the same number."""
-    return next(group for group in range(min(heads, ROWS), 0, -1) if heads % group == 0)
+    """The query heads, of `filled_heads`, that are rows of the same sequence: each sequence has the same number."""
+    return heads // ceil_div(heads, ROWS)
 
 
 def tokens_of_a_tile(tokens: int, heads: int) -> int:
@@ -86,7 +102,7 @@ def tokens_of_a_tile(tokens: int, heads: int) -> int:
 
     Args:
         tokens: consecutive query tokens of a request.
-        heads: query heads.
+        heads: query heads, as many as `filled_heads` returns.
     """
     most = min(QUERY_UNIT, max(1, ROWS // heads))
     return next(size for size in (1, 2, 4, QUERY_UNIT) if 2 * size > most or size >= tokens)

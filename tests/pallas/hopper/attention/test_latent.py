@@ -17,7 +17,7 @@ from detjax.kv_pages import KVPages
 from detjax.pallas.hopper import mosaic
 from detjax.pallas.hopper.attention import latent, latent_schedule
 from detjax.pallas.hopper.attention.decode import Schedule
-from detjax.pallas.hopper.attention.latent_schedule import Problem, default_schedule, tokens_of_a_tile
+from detjax.pallas.hopper.attention.latent_schedule import Problem, default_schedule, filled_heads, tokens_of_a_tile
 from detjax.pallas.hopper.mosaic.tiles import LANE_SUMS, block_sums, row_sums_of_halves, store_lane_sums
 from tests.contract import emulation
 from tests.contract.emulation import AttentionOptions
@@ -112,6 +112,7 @@ def test_halves_of_a_block_are_added_in_the_contracts_order() -> None:
 
 def test_tiles_have_rows_for_as_many_heads_and_tokens_as_fit() -> None:
     def problem(tokens: int, heads: int, batch: int = 1) -> Problem:
+        heads = filled_heads(heads)
         return Problem(batch, tokens_of_a_tile(tokens, heads), heads, 576, 512, 33, jnp.dtype("bfloat16"))
 
     sizes = [(1, 128), (1, 16), (2, 16), (3, 16), (100, 16), (100, 66), (100, 1), (100, 67)]
@@ -122,9 +123,9 @@ def test_tiles_have_rows_for_as_many_heads_and_tokens_as_fit() -> None:
         (2, 16, 1),
         (4, 16, 1),
         (4, 16, 1),
-        (1, 33, 2),
-        (8, 1, 1),
-        (1, 1, 67),
+        (1, 40, 2),
+        (8, 8, 1),
+        (1, 40, 2),
     ]
     assert [default_schedule(problem(1, 128, batch)).cut for batch in (1, 16, 64, 256)] == [True, True, True, False]
     assert not default_schedule(dataclasses.replace(problem(1, 128), value_width=256, width=320)).cut
@@ -170,6 +171,17 @@ def test_what_no_kernel_serves_is_refused(changes: dict[str, Any], options: dict
     queries = ops.Queries(jnp.zeros((1, 1), jnp.int32), jnp.array([0]), jnp.array([3]))
     with detjax.use_backend("hopper"), pytest.raises(NotImplementedError, match=f"attention: {words}"):
         ops.attention(q, KVPages(pages, ops.KeyColumns(case["values"])), queries, **options)
+
+
+def test_sequences_begin_at_whole_groups_of_rows() -> None:
+    """The device reads what begins within one wrongly, and the interpreter does not."""
+    for heads in range(1, 200):
+        filled = filled_heads(heads)
+        problem = Problem(1, 1, filled, 576, 512, 33, jnp.dtype("bfloat16"))
+        assert filled >= heads and problem.group % 8 == 0 and problem.group * problem.sequences == filled
+        assert problem.group <= 64
+    with pytest.raises(ValueError, match="heads is 66; accepted: 80"):
+        Problem(1, 1, 66, 576, 512, 33, jnp.dtype("bfloat16"))
 
 
 @pytest.mark.parametrize(("heads", "values"), [(66, 384), (3, 128)])
