@@ -63,7 +63,16 @@ def digest(rows: Array) -> Array:
     mixed = words + (place + lax.broadcasted_iota(jnp.uint32, words.shape, 3)) * _GOLDEN
     mixed = (mixed ^ (mixed >> np.uint32(16))) * _FACTOR
     mixed ^= mixed >> np.uint32(15)
-    # XLA's CPU compiler has vectors for sums of integers along any axis but the last.
+    return lax.platform_dependent(mixed, cpu=_sums_by_lanes, default=_sums)
+
+
+def _sums(mixed: Array) -> Array:
+    """The sums over the last two axes."""
+    return jnp.sum(mixed, axis=(2, 3), dtype=jnp.uint32)
+
+
+def _sums_by_lanes(mixed: Array) -> Array:
+    """The same: XLA's CPU compiler has vectors for sums of integers along any axis but the last."""
     return jnp.sum(jnp.sum(mixed, axis=2, dtype=jnp.uint32), axis=2, dtype=jnp.uint32)
 
 

@@ -256,18 +256,19 @@ class _Traced:
         self._shared = shared
         self._level = level
         self._jit = jit
-        self._compiled: dict[Any, _Compiled] = {}
+        self._compiled: list[_Compiled] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Trace]:
         given, arrays = Leaves.from_call("trace_digests", self._batch_axes, args, kwargs, self._shared)
-        key = given, tuple((x.shape, x.dtype) for x in arrays)
-        if key not in self._compiled:
+        compiled = next((one for one in self._compiled if one.serves(given, arrays)), None)
+        if compiled is None:
             names = [tree_util.keystr(path) for path, _ in tree_util.tree_leaves_with_path((args, kwargs))]
             named = [name for name, array in zip(names, given.is_array, strict=True) if array]
             kept = list(zip(named, given.array_axes, strict=True))
             function = functools.partial(_call, self._fn, given)
-            self._compiled[key] = _Compiled(function, arrays, kept, self._level, self._jit)
-        return self._compiled[key](arrays)
+            compiled = _Compiled(function, given, arrays, kept, self._level, self._jit)
+            self._compiled.append(compiled)
+        return compiled(arrays)
 
 
 def _call(fn: Callable[..., Any], given: Leaves, *arrays: Any) -> Any:
@@ -282,11 +283,14 @@ class _Compiled:
     def __init__(
         self,
         fn: Callable[..., Any],
+        given: Leaves,
         arrays: Sequence[Any],
         arguments: Sequence[tuple[str, int | None]],
         level: str,
         jit: Callable[..., Any],
     ) -> None:
+        self._given = given
+        self._types = [(x.shape, x.dtype) for x in arrays]
         self._batch = _batch(arrays, [axis for _, axis in arguments])
         self._level = level
         self._jit = jit
@@ -304,6 +308,14 @@ class _Compiled:
         self._fingerprint = dataclasses.asdict(fingerprints.fingerprint())
         self._seen: tuple[tuple[Any, ...], list[Array | None]] = ((), [])
         self._shapes: list[tuple[int, ...]] = []
+
+    def serves(self, given: Leaves, arrays: Sequence[Any]) -> bool:
+        """Whether a call has arguments of this kind."""
+        # Weights, of which there are many, are the same arrays again and again.
+        kept = self._seen[0] or [None] * len(arrays)
+        return given == self._given and all(
+            x is before or (x.shape, x.dtype) == kind for x, before, kind in zip(arrays, kept, self._types, strict=True)
+        )
 
     def __call__(self, arrays: tuple[Any, ...]) -> tuple[Any, Trace]:
         run = Run(self.program, arrays, self._places, self._batch, self._jit, self._keys)

@@ -1,11 +1,13 @@
 """The arguments of a function of a batch: along which axis of each array the rows lie, and how many there are."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array, tree_util
+from jax.core import Tracer
 
 
 class NoArray(TypeError):
@@ -51,17 +53,15 @@ class Leaves(NamedTuple):
         given = spread_flat(caller, "batch_axes", batch_axes, args[shared:], parts[shared:])
         fixed = sum(len(part[0]) for part in parts[:shared])
         axes = (*[None] * fixed, *given, *[None] * len(options[0]))
-        is_array = tuple(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves)
+        is_array = _are_arrays(leaves)
         for leaf, axis, array in zip(leaves, axes, is_array, strict=True):
-            if axis is not None and not array:
+            if not array and axis is not None:
                 raise NoArray(
                     f"{caller}: an argument with rows is {type(leaf).__name__}; accepted: arrays, or batch_axes that "
                     "say None for it"
                 )
         static = tuple(None if array else leaf for leaf, array in zip(leaves, is_array, strict=True))
-        return cls(tree, axes, is_array, static), tuple(
-            leaf for leaf, array in zip(leaves, is_array, strict=True) if array
-        )
+        return cls(tree, axes, is_array, static), tuple(itertools.compress(leaves, is_array))
 
     @property
     def array_axes(self) -> list[int | None]:
@@ -72,6 +72,24 @@ class Leaves(NamedTuple):
         """Returns all leaves, with these arrays in their places."""
         values = iter(arrays)
         return [next(values) if array else leaf for array, leaf in zip(self.is_array, self.static, strict=True)]
+
+
+def _are_arrays(leaves: Sequence[Any]) -> tuple[bool, ...]:
+    """Whether each leaf is an array.
+
+    To ask whether something is a `jax.Array` takes a microsecond, and a module has hundreds of weights of one type.
+    Tracers of one type may be arrays or not.
+    """
+    by_type: dict[type, bool] = {}
+    answers = []
+    for leaf in leaves:
+        answer = by_type.get(type(leaf))
+        if answer is None:
+            answer = isinstance(leaf, (Array, np.ndarray))
+            if not isinstance(leaf, Tracer):
+                by_type[type(leaf)] = answer
+        answers.append(answer)
+    return tuple(answers)
 
 
 def spread(caller: str, name: str, axes: Any, values: Any) -> list[int | None]:
