@@ -38,6 +38,7 @@ class _Interpreter(ControlFlow):
         env.update(program.constants)
         depends.update((var, False) for var, _ in program.constants)
         last = _last_uses(program)
+        transposed: dict[core.Var, core.JaxprEqn] = {}
         # Equations wait as long as no product needs them, so that pieces are large.
         waiting: list[core.JaxprEqn] = []
         pending: set[core.Var] = set()
@@ -54,9 +55,12 @@ class _Interpreter(ControlFlow):
             if not any(flags):
                 env.update(zip(eqn.outvars, equations.bind(eqn, env.read(eqn.invars)), strict=True))
                 depends.update((var, False) for var in eqn.outvars)
+                if eqn.primitive.name == "transpose":
+                    transposed[eqn.outvars[0]] = eqn
             elif self._goes_through(eqn, flags):
                 if not pending.isdisjoint(v for v in eqn.invars if not isinstance(v, core.Literal)):
                     flush(index)
+                eqn = products.with_weight_as_stored(eqn, transposed)
                 with equations.at_line(eqn):
                     results, made = self._equation(eqn, env.read(eqn.invars), flags)
                 env.update(zip(eqn.outvars, results, strict=True))

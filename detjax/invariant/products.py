@@ -4,7 +4,7 @@ A value that depends on the example has the examples as its first axis here, bef
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jax.numpy as jnp
@@ -40,6 +40,33 @@ def is_shared(eqn: core.JaxprEqn, mapped: Sequence[bool]) -> bool:
     if name == "ragged_dot_general":
         return mapped[0] and not mapped[1] and takes(eqn) and _is_grouped(eqn)
     return not mapped[0] and mapped[1] and _is_lookup(eqn)
+
+
+def with_weight_as_stored(eqn: core.JaxprEqn, transposed: Mapping[core.Var, core.JaxprEqn]) -> core.JaxprEqn:
+    """Returns a dot that reads a weight as it is stored, in place of a transposed copy of it, as far as that is one.
+
+    A head that shares its weight with the embedding has `x @ w.T`: kernels take either layout, and a copy would cost as
+    much as a small batch's product.
+
+    Args:
+        eqn: the equation.
+        transposed: the transpositions of what all examples share, by their results.
+    """
+    if eqn.primitive.name != "dot_general":
+        return eqn
+    contracted, paired = map(list, eqn.params["dimension_numbers"])
+    invars = list(eqn.invars)
+    for side, atom in enumerate(eqn.invars):
+        made = None if isinstance(atom, core.Literal) else transposed.get(atom)
+        if made is None:
+            continue
+        order = made.params["permutation"]
+        free = [order[k] for k in range(len(order)) if k not in (*contracted[side], *paired[side])]
+        if free == sorted(free):  # else the result would have its axes in another order
+            invars[side] = made.invars[0]
+            contracted[side], paired[side] = (tuple(order[k] for k in axes[side]) for axes in (contracted, paired))
+    numbers = tuple(contracted), tuple(paired)
+    return eqn.replace(invars=invars, params=eqn.params | {"dimension_numbers": numbers})
 
 
 def shared_product(eqn: core.JaxprEqn, operands: Sequence[Array], mapped: Sequence[bool]) -> Array:

@@ -81,6 +81,14 @@ def transposed(w: Array, x: Array) -> Array:
     return jnp.einsum("bthj,jhk->btk", z, heads)
 
 
+def transposed_weights(w: Array, x: Array) -> Array:
+    """Products with transposed weights, of which the second one's outputs would come in another order."""
+    heads = w.reshape(24, 6, 4)
+    y = jnp.tanh(x @ w.T)
+    z = lax.dot_general(y, heads.transpose(0, 2, 1), (((2,), (0,)), ((), ())))
+    return jnp.einsum("btkh,hok->bto", z, heads.transpose(1, 0, 2))
+
+
 def attention(w: Array, x: Array) -> Array:
     scores = jax.nn.softmax(jnp.einsum("bti,bsi->bts", x @ w, x) / 5)
     return jnp.einsum("bts,bsi->bti", scores, x)
@@ -101,6 +109,7 @@ ALL: tuple[Callable[[Array, Array], Array], ...] = (
     own_gradient,
     own_gradient_of_a_product,
     transposed,
+    transposed_weights,
     attention,
     moves,
 )

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 import detjax
 from detjax import backends
-from detjax.invariant import batched, loops
+from detjax.invariant import batched, loops, products
 from detjax.invariant.equations import Program
 from tests.invariant import functions
 from tests.invariant.functions import W, inputs
@@ -66,6 +66,21 @@ def test_accelerators_get_the_functions_gradients(fn: Callable[..., Array]) -> N
         actual = gradients(detjax.batch_invariant(fn, (None, 0)))
     for a, e in zip(actual, gradients(fn), strict=True):
         np.testing.assert_allclose(a, e, rtol=0, atol=3e-5 * max(1.0, float(jnp.abs(e).max())))
+
+
+def test_a_transposed_weight_is_read_as_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def recorded(x: Array, w: Array, **options: Any) -> Array:
+        given.append((w.shape, options["layout"]))
+        return original(x, w, **options)
+
+    original = products.ops.matmul
+    monkeypatch.setattr(products.ops, "matmul", recorded)
+    table = jnp.asarray(np.random.default_rng(3).standard_normal((7, 24)), jnp.float32)
+    logits = detjax.batch_invariant(lambda table, x: x @ table.T, (None, 0))(table, inputs(3))
+    assert given == [((7, 24), "nk")]
+    np.testing.assert_allclose(logits, inputs(3) @ table.T, rtol=0, atol=2e-5)
 
 
 def _equations(jaxpr: Any) -> list[Any]:
