@@ -4,8 +4,9 @@ An element of a product then has one accumulator on one device, exactly as on a 
 results alone. So the number of devices is a schedule: it changes no bit.
 
 Code of parts is the same on one device and on many. Within `jax.shard_map` over a mesh with the axis `TENSOR`, a part
-sees its device's weights, and calls `product`, `gathered` and `local_columns`; elsewhere these do nothing but compute.
-Its method `cuts(devices)` says by name how its parameters are cut; every device has the whole of all others.
+sees its device's weights, and calls `product`, `whole_product`, `gathered` and `local_columns`; elsewhere these do
+nothing but compute. Its method `cuts(devices)` says by name how its parameters are cut; every device has the whole of
+all others.
 """
 
 import dataclasses
@@ -159,6 +160,7 @@ def product(
         residual: all columns of what the product is added to.
         options: further options of the operation.
     """
+    options |= {"layout": "nk"}
     extra = {} if residual is None else {"residual": residual}
     if devices() == 1 or not cut.is_cut:
         return operation(x, weight, *operands, bias=bias, **extra, **options)
@@ -171,6 +173,13 @@ def product(
     if residual is not None:
         extra = {"residual": local_columns(residual, cut)}
     return operation(x, weight, *operands, bias=bias, **extra, **options)
+
+
+def whole_product(
+    operation: Callable[..., Array], x: Float[Array, "*N K"], weight: Weight, *operands: Any, cut: Cut, **options: Any
+) -> Float[Array, "*N D"]:
+    """Returns all outputs of a product, of which each device computes its own; see `product`."""
+    return gathered(product(operation, x, weight, *operands, cut=cut, **options), cut)
 
 
 def local_columns(x: Float[Array, "*N D"], cut: Cut) -> Float[Array, "*N n"]:
