@@ -170,17 +170,19 @@ def _spec(ndim: int, cut: Cut | None) -> P:
     return P() if cut is None else P(*[None] * (ndim + cut.axis), TENSOR)
 
 
-def state_on(mesh: Mesh, declarations: Sequence[Any], size: Any) -> Any:
+def empty_state(mesh: Mesh | None, declarations: Sequence[Any], size: Any) -> Any:
     """Returns the state that layers declare, without any tokens, of which each device has what its weights need."""
-    local = [declaration.shared_by(mesh.size) for declaration in declarations]
-    make = jax.shard_map(
-        lambda: tuple(declaration.empty(size) for declaration in local),
-        mesh=mesh,
-        in_specs=(),
-        out_specs=specs_of(mesh, declarations),
-        check_vma=False,
-    )
-    return jax.jit(make)()
+    make = functools.partial(empty_state_of_a_device, mesh, declarations, size)
+    if mesh is None:
+        return make()
+    shared = jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=specs_of(mesh, declarations), check_vma=False)
+    return jax.jit(shared)()
+
+
+def empty_state_of_a_device(mesh: Mesh | None, declarations: Sequence[Any], size: Any) -> Any:
+    """Returns what one of the devices has of the state that layers declare; see `empty_state`."""
+    devices = 1 if mesh is None else mesh.size
+    return tuple(declaration.shared_by(devices).empty(size) for declaration in declarations)
 
 
 def specs_of(mesh: Mesh, declarations: Sequence[Any]) -> tuple[Any, ...]:
