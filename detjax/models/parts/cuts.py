@@ -10,6 +10,7 @@ all others.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -143,12 +144,14 @@ class Cut:
         return x[(..., outputs, *[slice(None)] * (-1 - self.axis))]
 
 
+@functools.cache
 def outputs(size: int, devices: int) -> Cut:
     """Returns the cut of so many outputs that do not belong together, into as many pieces as they divide into."""
     pieces = math.gcd(size if size % _UNIT else size // _UNIT, devices)
     return Cut((Group(size, pieces),))
 
 
+@functools.cache
 def head_pieces(heads: int, shared_heads: int, devices: int) -> tuple[int, int]:
     """Returns into how many pieces heads are cut, and the heads that several of them share, such as those of keys.
 
