@@ -1,6 +1,7 @@
 """Models that the devices of a mesh share: where each device has its part of weights and state, and how calls run."""
 
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -113,18 +114,24 @@ def _cut_of(model: Any, path: Path, devices: int) -> Cut | None:
 
 
 def place(x: Any, cut: Cut | None, mesh: Mesh) -> Array:
-    """Returns an array on the devices of a mesh, each of which gets its part alone."""
+    """Returns an array on the devices of a mesh, each of which gets its part alone.
+
+    No more of `x` is asked for than one device's part at a time, and each is there before the next one is asked for.
+    """
     if cut is None:
-        return jax.device_put(x, everywhere(mesh))
+        return jax.device_put(x if isinstance(x, jax.Array) else np.asarray(x), everywhere(mesh))
     sharding, devices = NamedSharding(mesh, _spec(x.ndim, cut)), mesh.size
     axis = x.ndim + cut.axis
     shape = (*x.shape[:axis], cut.length * devices, *x.shape[axis + 1 :])
-
-    def part(index: Any) -> np.ndarray:
-        begin = index[axis].start or 0
-        return np.asarray(cut.pieces(x, begin // cut.length, devices))
-
-    return jax.make_array_from_callback(shape, sharding, part)
+    parts = []
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        part = np.asarray(cut.pieces(x, (index[axis].start or 0) // cut.length, devices))
+        parts.append(jax.block_until_ready(jax.device_put(part, device)))
+        # JAX forgets what it has copied when garbage is collected, and not before.
+        del part
+        gc.collect(0)
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 def placement(model: Any, mesh: Mesh | None) -> list[Callable[[Any], Array]]:

@@ -122,14 +122,14 @@ class Cut:
         return dataclasses.replace(self, axis=axis)
 
     def pieces(self, x: Any, device: int, devices: int) -> Any:
-        """Returns a device's part of a whole array of NumPy or JAX."""
+        """Returns a device's part of a whole array of NumPy or JAX, or of what is indexed like one."""
         parts = []
         for place in self.places():
             first = place.begin_of(device, devices)
             parts.append(self._taken(x, slice(first, first + place.group.length)))
         if len(parts) == 1:
             return parts[0]
-        return np.concatenate(parts, self.axis) if isinstance(x, np.ndarray) else jnp.concatenate(parts, self.axis)
+        return jnp.concatenate(parts, self.axis) if isinstance(x, jax.Array) else np.concatenate(parts, self.axis)
 
     def whole(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the whole array of the parts that all devices have, in their order: the inverse of `pieces`."""
