@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -97,7 +97,7 @@ def with_mesh[M: Any](model: M, weights: Weights, mesh: Mesh) -> M:
     return shared
 
 
-def cuts_of(model: Any, mesh: Mesh) -> list[Cut | None]:
+def cuts_of(model: Any, mesh: Mesh | AbstractMesh) -> list[Cut | None]:
     """Returns how each weight of a decoder is cut, in the order of `network.split`; None: devices have all of it."""
     return [_cut_of(model, path, mesh.size) for path in parameters(model)]
 
@@ -186,7 +186,7 @@ def empty_state(mesh: Mesh | None, declarations: Sequence[Any], size: Any) -> An
     return jax.jit(shared)()
 
 
-def empty_state_of_a_device(mesh: Mesh | None, declarations: Sequence[Any], size: Any) -> Any:
+def empty_state_of_a_device(mesh: Mesh | AbstractMesh | None, declarations: Sequence[Any], size: Any) -> Any:
     """Returns what one of the devices has of the state that layers declare; see `empty_state`."""
     devices = 1 if mesh is None else mesh.size
     return tuple(declaration.shared_by(devices).empty(size) for declaration in declarations)

@@ -22,6 +22,7 @@ BENCHMARKS = Path(detjax.__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     "aggregation",
     "attention",
+    "cost",
     "decoder",
     "delta_rule",
     "digests",
@@ -179,6 +180,14 @@ def test_a_sparse_checkpoint_is_one_of_zeros_that_takes_no_space(tmp_path: Path)
     with safetensors.safe_open(file, framework="numpy") as tensors:
         assert tensors.get_slice("model.layers.0.mlp.down_proj.weight").get_shape() == [4096, 12288]
         assert not tensors.get_slice("lm_head.weight")[151_935:151_936].any()
+
+
+@pytest.mark.sampled(0)
+def test_cost_predicts_what_was_measured_within_a_fifth(tmp_path: Path) -> None:
+    content = run_small("cost", tmp_path)
+    assert len(content["errors"]) == 18 and max(row["size"] for row in content["errors"]) < 0.2
+    assert {row["devices"] for row in content["predictions"]} == {1, 2, 4}
+    assert [row["model"] for row in content["fastest"]] == ["tiny"] * 5
 
 
 @pytest.mark.sampled(0)
