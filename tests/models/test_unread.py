@@ -26,6 +26,9 @@ from tests.support.bits import assert_same_bits
 from tests.support.waits import HANGS_AFTER
 
 ROOT = Path(__file__).parents[2]
+FIXTURES = ROOT / "tests" / "fixtures"
+STORED_OTHERWISE = ("gpt-oss-mxfp4", "qwen3-next")
+"""Checkpoints with blocks of codes, and with tensors in another order than parameters."""
 FORMS = {
     "one": (Tensors(("a",)), (6, 5)),
     "one of three axes": (Tensors(("a",)), (3, 6, 4)),
@@ -111,7 +114,7 @@ def test_a_host_holds_less_than_a_layer_beyond_the_devices_weights(tmp_path: Pat
 
 
 def small_config(layers: int, vocab: int, width: int, *, tied: bool = False) -> models.DecoderConfig:
-    model, _ = models.load(ROOT / "tests" / "fixtures" / "qwen3", progress=False)
+    model, _ = models.load(FIXTURES / "qwen3", progress=False)
     return dataclasses.replace(
         model.config,
         layers=layers,
@@ -131,8 +134,9 @@ def main(folder: Path) -> None:
     layer = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model.layers[0])))
     assert model.embedding.weight[...].nbytes > 2 * layer
     mesh = models.mesh_of(4)
-    shared, _ = models.load(folder / "model", mesh=mesh, progress=False)
-    assert models.digest(shared) == models.digest(models.load(folder / "model", progress=False)[0])
+    for path in (folder / "model", *(FIXTURES / name for name in STORED_OTHERWISE)):
+        shared, _ = models.load(path, mesh=mesh, progress=False)
+        assert models.digest(shared) == models.digest(models.load(path, progress=False)[0]), path
     # What lies on a device is not the host's. A simulated one may take the host's array as its own, so it gets zeros.
     jax.device_put = lambda x, device=None: jnp.zeros(x.shape, x.dtype)
     jax.make_array_from_single_device_arrays = lambda shape, sharding, parts: parts
