@@ -575,8 +575,6 @@ def _load(
     Raises:
         ValueError: the checkpoint has no tokenizer, or there are fewer devices.
     """
-    if not 1 <= devices <= jax.device_count():
-        raise ValueError(f"--tensor-parallel is {devices}; accepted: 1 to {jax.device_count()}, the devices of JAX")
     decoder, tokenizer = models.load(model, dtype=dtype, mesh=models.mesh_of(devices))
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer.json; accepted: a checkpoint with one, because prompts are text")

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from detjax import backends, models
+from detjax import backends, cli_options, models
 from detjax.bench import cases, command_line, deviceless, presets, provenance, results, serve, shapes
 from detjax.bench import compare as comparing
 from detjax.bench import compile as compiling
@@ -118,6 +118,7 @@ def serve_command(
     max_samples: Annotated[int, typer.Option(min=1, help="Samples that are computed at the same time.")] = 256,
     token_budget: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 2048,
     max_length: Annotated[int, typer.Option(min=2, help="Tokens of a request, its prompt included.")] = 2048,
+    tensor_parallel: cli_options.TensorParallel = 1,
     out: command_line.Out = None,
     chart: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the times as PNG.")] = None,
 ) -> None:
@@ -130,10 +131,11 @@ def serve_command(
         engine = EngineConfig(max_samples=max_samples, token_budget=token_budget, max_length=max_length, top_logprobs=0)
         workload = serve.Workload(requests, prompt, output, rate, temperature, seed)
         experiment = serve.Experiment(workload, engine, orders, beside, numerics)
+        mesh = models.mesh_of(tensor_parallel)
         if preset is not None:
-            result = experiment.run(functools.partial(presets.decoder, preset, layers), preset)
+            result = experiment.run(functools.partial(presets.decoder, preset, layers, mesh), preset)
         else:
-            result = experiment.run(lambda: models.load(str(model))[0], str(model))
+            result = experiment.run(lambda: models.load(str(model), mesh=mesh)[0], str(model))
     console = Console()
     console.print(serve.table(result))
     verdict = "the same bits" if result["same_bits"] else "DIFFERENT BITS"

@@ -4,8 +4,9 @@ from typing import Any, Final
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
-from detjax.models import Decoder, DecoderConfig
+from detjax.models import Decoder, DecoderConfig, sharded
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -227,11 +228,13 @@ def config(name: str, layers: int | None = None) -> DecoderConfig:
     return DecoderConfig.from_hugging_face(raw, name)
 
 
-def decoder(name: str, layers: int | None = None) -> Decoder:
+def decoder(name: str, layers: int | None = None, mesh: Mesh | None = None) -> Decoder:
     """A decoder of a preset's shape with random bfloat16 weights, made on the device.
 
     Args:
         name: one of `MODELS`.
         layers: the number of layers; default: the model's own.
+        mesh: devices that share the model, whose weights are made on the default device first; default: it has all.
     """
-    return Decoder(config(name, layers), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    model = Decoder(config(name, layers), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    return model if mesh is None else sharded(model, mesh)

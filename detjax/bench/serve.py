@@ -177,6 +177,7 @@ class Experiment:
         return heading | {
             "model": name,
             "layers": decoder.config.layers,
+            "devices": 1 if decoder.mesh is None else decoder.mesh.size,
             "numerics": self.numerics,
             "engine": dataclasses.asdict(self.engine),
             "workload": dataclasses.asdict(self.workload),

@@ -101,7 +101,7 @@ class ModelRunner:
         self._in_slots = model.layers_in_slots
         adjusts = any(variant.adjusted for variant in variants)
         empty = SlotState(jnp.zeros(slots, jnp.int32), none_seen(slots, self._vocabulary) if adjusts else None)
-        self._slots = empty if self._everywhere is None else jax.device_put(empty, self._everywhere)
+        self._slots = jax.device_put(empty, self._everywhere)
         self._shapes = whole_shapes(model)
         self._copies: dict[tuple[np.dtype, tuple[int, ...], bytes], Array] = {}
         self._vision = model.config.vision
@@ -120,9 +120,7 @@ class ModelRunner:
         expected = [jax.ShapeDtypeStruct(*x) for x in zip(self._shapes, (w.dtype for w in self._weights), strict=True)]
         _check_weights(self._network.state(tuple(expected)), params)
         weights = self._network.weights(params)
-        if self._everywhere is not None:
-            weights = tuple(put(x) for put, x in zip(self._given, weights, strict=True))
-        self._weights = weights
+        self._weights = tuple(put(x) for put, x in zip(self._given, weights, strict=True))
 
     def image_rows(self, images: Sequence[Shown]) -> list[np.ndarray]:
         """Returns the rows that the vision tower makes of each image, on the host."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike, Int, Int32
 
 from detjax import ops
@@ -12,6 +13,7 @@ from detjax.contract import KV_BLOCK
 from detjax.kv_pages import Queries
 from detjax.models.config import DecoderConfig
 from detjax.models.family import family_named
+from detjax.models.mesh import empty_state
 from detjax.models.parts.state import InSlots, StateDeclaration, StateSize
 from detjax.options import KVQuantization
 
@@ -44,6 +46,7 @@ class KVCache:
         capacity: int,
         dtype: DTypeLike,
         quantized: KVQuantization | None = None,
+        mesh: Mesh | None = None,
     ) -> "KVCache":
         """Returns a cache for `batch` requests of up to `capacity` tokens each, whose pages follow one another.
 
@@ -53,12 +56,13 @@ class KVCache:
             capacity: tokens of a request.
             dtype: the dtype of keys and values, which is the decoder's.
             quantized: hold codes and scales instead of numbers, as `ops.quantize_kv` makes them.
+            mesh: the devices that share the decoder; None: it is on one device.
 
         Raises:
             ValueError: the quantization does not exist, or does not take the decoder's head size.
         """
         page_table = ops.contiguous_page_table(batch, capacity)
-        state = empty_state(config, StateSize(page_table.size, dtype, quantized, batch))
+        state = empty_state(mesh, declarations(config), StateSize(page_table.size, dtype, quantized, batch))
         return cls(state, page_table, jnp.zeros(batch, jnp.int32))
 
     @property
@@ -70,15 +74,6 @@ class KVCache:
         """Returns where the next tokens stand, so many of each request, the rest being padding on the right."""
         length = jnp.minimum(self.lengths + counts, self.capacity)
         return Queries(self.page_table, self.lengths, length, counts)
-
-
-def empty_state(config: DecoderConfig, size: StateSize) -> State:
-    """Returns the state of all layers without any tokens, as the layers declare it.
-
-    Raises:
-        ValueError: a layer cannot have a state like this.
-    """
-    return tuple(declaration.empty(size) for declaration in declarations(config))
 
 
 def declarations(config: DecoderConfig) -> tuple[StateDeclaration, ...]:

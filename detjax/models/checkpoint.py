@@ -34,6 +34,7 @@ from detjax.models.network import parameters as parameters_of
 from detjax.models.parts.parameters import Tensors
 from detjax.models.stored_formats import stored_format
 from detjax.models.tokenizer import Tokenizer
+from detjax.models.unread import UnreadParameter
 from detjax.models.weight_files import StoredTensor, open_weights, write_weights
 
 _CONFIG: Final = "config.json"
@@ -45,6 +46,8 @@ _EMBEDDING: Final = f"{Decoder.CHECKPOINT_NAMES['embedding']}.weight"
 _LM_HEAD: Final = f"{Decoder.CHECKPOINT_NAMES['lm_head']}.weight"
 _COMPUTED: Final = r".*\.rotary_emb\.inv_freq"
 """The names of tensors that old checkpoints hold although they follow from config.json."""
+_COMPARED_AT_ONCE: Final = 1 << 24
+"""The bytes of a tensor that are compared at once."""
 
 
 def load(
@@ -149,12 +152,12 @@ def _read_weights(
     sizes: Sequence[int],
     stored: Mapping[str, StoredTensor],
     advance: Callable[[int], None],
-    placed: Sequence[Callable[[np.ndarray], Array]],
+    placed: Sequence[Callable[[UnreadParameter], Array]],
 ) -> Weights:
     """The parameters' arrays where `placed` puts them; `advance` is told how many bytes were read."""
     weights = []
     for parameter, size, put in zip(parameters, sizes, placed, strict=True):
-        weights.append(put(parameter.tensors.join(stored[name].read(parameter.dtype) for name in parameter.shapes)))
+        weights.append(put(parameter.unread(stored)))
         advance(size)
     return tuple(weights)
 
@@ -265,12 +268,18 @@ class _Parameter:
     Attributes:
         tensors: what it is made of, as its part says.
         shapes: the shapes of these tensors by their names in the checkpoint, in order.
-        dtype: the dtype that it has in the decoder.
+        shape: the shape that it has in the decoder.
+        dtype: the dtype that it has there.
     """
 
     tensors: Tensors
     shapes: Mapping[str, tuple[int, ...]]
+    shape: tuple[int, ...]
     dtype: np.dtype
+
+    def unread(self, stored: Mapping[str, StoredTensor]) -> UnreadParameter:
+        """What stands for its array, given the stored tensors."""
+        return UnreadParameter(self.tensors, [stored[name] for name in self.shapes], self.shape, self.dtype)
 
 
 def _parameters(model: Decoder, stored: Collection[str] = ()) -> list[_Parameter]:
@@ -290,8 +299,15 @@ def _parameters(model: Decoder, stored: Collection[str] = ()) -> list[_Parameter
             tensors = tensors.other_form
         names = [prefix + tensor for tensor in tensors.names]
         shapes = dict(zip(names, tensors.shapes(value.shape), strict=True))
-        parameters.append(_Parameter(tensors, shapes, np.dtype(value.dtype)))
+        parameters.append(_Parameter(tensors, shapes, value.shape, np.dtype(value.dtype)))
     return parameters
+
+
+def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes by name of the tensors that `save` writes for a model of this configuration."""
+    family = family_named("tensor_shapes", config.architecture)
+    parameters = _parameters(_without_weights(config, np.dtype(config.dtype)))
+    return {family.written_name(name): shape for one in parameters for name, shape in one.shapes.items()}
 
 
 def _without_weights(config: DecoderConfig, dtype: np.dtype) -> Decoder:
@@ -322,7 +338,7 @@ def _tied_as_stored(config: DecoderConfig, stored: dict[str, StoredTensor]) -> D
     head = stored[_LM_HEAD]
     embedding = stored.setdefault(_EMBEDDING, head)
     if (head.shape, head.dtype) == (embedding.shape, embedding.dtype):
-        if head is embedding or np.array_equal(head.read().view(np.uint8), embedding.read().view(np.uint8)):
+        if head is embedding or _have_same_bytes(head, embedding):
             del stored[_LM_HEAD]
             return config
     warnings.warn(
@@ -331,6 +347,13 @@ def _tied_as_stored(config: DecoderConfig, stored: dict[str, StoredTensor]) -> D
         stacklevel=3,
     )
     return dataclasses.replace(config, tied_embeddings=False)
+
+
+def _have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors of one size are equal; of both, little is held at once."""
+    begins = range(0, one.size, _COMPARED_AT_ONCE)
+    parts = ((begin, min(_COMPARED_AT_ONCE, one.size - begin)) for begin in begins)
+    return all(np.array_equal(one.read_bytes(*part), other.read_bytes(*part)) for part in parts)
 
 
 def _checked_sizes(

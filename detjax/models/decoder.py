@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Int
 
-from detjax import compilation, ops
+from detjax import compilation
 from detjax.kv_pages import Queries
-from detjax.models.cache import KVCache, State, declarations, empty_state, layers_in_slots
+from detjax.models.cache import KVCache, State, declarations, layers_in_slots
 from detjax.models.config import DecoderConfig
 from detjax.models.family import family_named
-from detjax.models.mesh import Call, run, specs_of, state_on
+from detjax.models.mesh import Call, empty_state, empty_state_of_a_device, run, specs_of
 from detjax.models.network import Network, Weights, split
 from detjax.models.parts.embedding import Embedding
 from detjax.models.parts.norm import RMSNorm
@@ -195,22 +195,18 @@ class Decoder(nnx.Module):
             ValueError: a layer cannot have a state like this, such as quantized keys of its head size.
         """
         size = StateSize(num_pages, self.dtype, kv_quantization, slots)
-        if self.mesh is None:
-            return empty_state(self.config, size)
-        return state_on(self.mesh, declarations(self.config), size)
+        return empty_state(self.mesh, declarations(self.config), size)
 
     def empty_state_of_a_device(
         self, num_pages: int, kv_quantization: KVQuantization | None = None, slots: int | None = None
     ) -> State:
         """Returns what one of the devices that share the model keeps; see `empty_state`."""
-        devices = 1 if self.mesh is None else self.mesh.size
         size = StateSize(num_pages, self.dtype, kv_quantization, slots)
-        return tuple(declaration.shared_by(devices).empty(size) for declaration in declarations(self.config))
+        return empty_state_of_a_device(self.mesh, declarations(self.config), size)
 
     def empty_cache(self, batch: int, capacity: int, quantized: KVQuantization | None = None) -> KVCache:
         """Returns a cache for `batch` requests of up to `capacity` tokens each; see `KVCache.empty`."""
-        page_table = ops.contiguous_page_table(batch, capacity)
-        return KVCache(self.empty_state(page_table.size, quantized, batch), page_table, jnp.zeros(batch, jnp.int32))
+        return KVCache.empty(self.config, batch, capacity, self.dtype, quantized, self.mesh)
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
         """Returns the logits of hidden states."""

@@ -1,6 +1,7 @@
 """Models that the devices of a mesh share: where each device has its part of weights and state, and how calls run."""
 
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -96,7 +97,7 @@ def with_mesh[M: Any](model: M, weights: Weights, mesh: Mesh) -> M:
     return shared
 
 
-def cuts_of(model: Any, mesh: Mesh) -> list[Cut | None]:
+def cuts_of(model: Any, mesh: Mesh | AbstractMesh) -> list[Cut | None]:
     """Returns how each weight of a decoder is cut, in the order of `network.split`; None: devices have all of it."""
     return [_cut_of(model, path, mesh.size) for path in parameters(model)]
 
@@ -113,18 +114,24 @@ def _cut_of(model: Any, path: Path, devices: int) -> Cut | None:
 
 
 def place(x: Any, cut: Cut | None, mesh: Mesh) -> Array:
-    """Returns an array on the devices of a mesh, each of which gets its part alone."""
+    """Returns an array on the devices of a mesh, each of which gets its part alone.
+
+    No more of `x` is asked for than one device's part at a time, and each is there before the next one is asked for.
+    """
     if cut is None:
-        return jax.device_put(x, everywhere(mesh))
+        return jax.device_put(x if isinstance(x, jax.Array) else np.asarray(x), everywhere(mesh))
     sharding, devices = NamedSharding(mesh, _spec(x.ndim, cut)), mesh.size
     axis = x.ndim + cut.axis
     shape = (*x.shape[:axis], cut.length * devices, *x.shape[axis + 1 :])
-
-    def part(index: Any) -> np.ndarray:
-        begin = index[axis].start or 0
-        return np.asarray(cut.pieces(x, begin // cut.length, devices))
-
-    return jax.make_array_from_callback(shape, sharding, part)
+    parts = []
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        part = np.asarray(cut.pieces(x, (index[axis].start or 0) // cut.length, devices))
+        parts.append(jax.block_until_ready(jax.device_put(part, device)))
+        # JAX forgets what it has copied when garbage is collected, and not before.
+        del part
+        gc.collect(0)
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 def placement(model: Any, mesh: Mesh | None) -> list[Callable[[Any], Array]]:
@@ -170,17 +177,19 @@ def _spec(ndim: int, cut: Cut | None) -> P:
     return P() if cut is None else P(*[None] * (ndim + cut.axis), TENSOR)
 
 
-def state_on(mesh: Mesh, declarations: Sequence[Any], size: Any) -> Any:
+def empty_state(mesh: Mesh | None, declarations: Sequence[Any], size: Any) -> Any:
     """Returns the state that layers declare, without any tokens, of which each device has what its weights need."""
-    local = [declaration.shared_by(mesh.size) for declaration in declarations]
-    make = jax.shard_map(
-        lambda: tuple(declaration.empty(size) for declaration in local),
-        mesh=mesh,
-        in_specs=(),
-        out_specs=specs_of(mesh, declarations),
-        check_vma=False,
-    )
-    return jax.jit(make)()
+    make = functools.partial(empty_state_of_a_device, mesh, declarations, size)
+    if mesh is None:
+        return make()
+    shared = jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=specs_of(mesh, declarations), check_vma=False)
+    return jax.jit(shared)()
+
+
+def empty_state_of_a_device(mesh: Mesh | AbstractMesh | None, declarations: Sequence[Any], size: Any) -> Any:
+    """Returns what one of the devices has of the state that layers declare; see `empty_state`."""
+    devices = 1 if mesh is None else mesh.size
+    return tuple(declaration.shared_by(devices).empty(size) for declaration in declarations)
 
 
 def specs_of(mesh: Mesh, declarations: Sequence[Any]) -> tuple[Any, ...]:

@@ -160,6 +160,11 @@ class _Plain(StoredTensor):
         """The dtype of the products."""
         return np.dtype(np.float32)
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether a part of the tensor is read without the rest; blocks are multiplied as a whole."""
+        return False
+
     def read(self, dtype: np.dtype | None = None) -> np.ndarray:
         """Returns the values in a dtype (default: float32), rounded to nearest even.
 

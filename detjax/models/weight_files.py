@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -69,6 +70,11 @@ class StoredTensor:
             raise CheckpointError(f"{self.file}: tensor {self.name!r} cannot be read: the file has become shorter")
         return content
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether a part of the tensor is read without the rest."""
+        return True
+
     def read(self, dtype: np.dtype | None = None) -> np.ndarray:
         """Returns the tensor in a dtype (default: as stored), rounded to nearest even.
 
@@ -79,6 +85,29 @@ class StoredTensor:
             value = self._handle.get_tensor(self.name)
         except (safetensors.SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.file}: tensor {self.name!r} cannot be read: {error}") from error
+        return self._rounded(value, dtype)
+
+    def read_part(self, axis: int, outputs: slice, dtype: np.dtype | None = None) -> np.ndarray:
+        """Returns a part of the tensor as `read` returns all of it, and reads no more.
+
+        Args:
+            axis: an axis, counted from the end.
+            outputs: what to read of it, from a start to a stop.
+            dtype: default: as stored.
+
+        Raises:
+            CheckpointError: the file has become unreadable, or a finite value would overflow.
+        """
+        position, count = len(self.shape) + axis, outputs.stop - outputs.start
+        row = math.prod(self.shape[position + 1 :]) * self.dtype.itemsize
+        begins = [index * self.shape[position] + outputs.start for index in range(math.prod(self.shape[:position]))]
+        contents = [self.read_bytes(begin * row, count * row) for begin in begins]
+        content = contents[0] if len(contents) == 1 else np.concatenate(contents)
+        shape = (*self.shape[:position], count, *self.shape[position + 1 :])
+        return self._rounded(content.view(self.dtype).reshape(shape), dtype)
+
+    def _rounded(self, value: np.ndarray, dtype: np.dtype | None) -> np.ndarray:
+        """The values in a dtype, rounded to nearest even."""
         if dtype is None or dtype == value.dtype:
             return value
         with np.errstate(over="ignore"):

@@ -11,22 +11,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
 from typer.testing import CliRunner
 
 import detjax
-from detjax.bench import delta_rule, deviceless, expert_schedules, experts, training, true_on_policy
+from detjax.bench import delta_rule, deviceless, expert_schedules, experts, loading, training, true_on_policy
 from detjax.pallas.hopper.matmul.plan import Schedule
 
 BENCHMARKS = Path(detjax.__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     "aggregation",
     "attention",
+    "cost",
     "decoder",
     "delta_rule",
     "digests",
     "expert_schedules",
     "experts",
     "invariant",
+    "loading",
     "matmul",
     "norms",
     "on_policy",
@@ -159,6 +162,32 @@ def test_decoder(tmp_path: Path) -> None:
     assert content["batches"]["requests compared"] == [0, 2]
     assert all(seconds > 0 for seconds in content["step seconds"].values())
     assert sum(content["kernels of a decode step"].values()) > 0
+
+
+@pytest.mark.sampled(0)
+def test_loading_counts_what_a_host_holds_beyond_the_shards(tmp_path: Path) -> None:
+    rows = run_small("loading", tmp_path)["rows"]
+    assert [row["kept"] for row in rows] == [True, False]
+    for row in rows:
+        assert 0 < row["bytes"]["layer"] < row["bytes"]["checkpoint"]
+        assert 0 <= row["peak"]["beyond_shards"] and 0 <= row["peak"]["mapped_files"]
+
+
+def test_a_sparse_checkpoint_is_one_of_zeros_that_takes_no_space(tmp_path: Path) -> None:
+    sizes = loading.write_sparse(tmp_path, "Qwen3-8B", 1)
+    file = tmp_path / "model.safetensors"
+    assert file.stat().st_size > sum(sizes.values()) > 2e9 and 512 * file.stat().st_blocks < 1e6
+    with safetensors.safe_open(file, framework="numpy") as tensors:
+        assert tensors.get_slice("model.layers.0.mlp.down_proj.weight").get_shape() == [4096, 12288]
+        assert not tensors.get_slice("lm_head.weight")[151_935:151_936].any()
+
+
+@pytest.mark.sampled(0)
+def test_cost_predicts_what_was_measured_within_a_fifth(tmp_path: Path) -> None:
+    content = run_small("cost", tmp_path)
+    assert len(content["errors"]) == 18 and max(row["size"] for row in content["errors"]) < 0.2
+    assert {row["devices"] for row in content["predictions"]} == {1, 2, 4}
+    assert [row["model"] for row in content["fastest"]] == ["tiny"] * 5
 
 
 @pytest.mark.sampled(0)

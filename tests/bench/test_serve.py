@@ -1,6 +1,9 @@
 """The engine under load: what is asked, what is measured, and that answers do not depend on their order."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ from typer.testing import CliRunner
 from detjax.bench.__main__ import app
 from detjax.bench.serve import Workload, digest, percentiles
 from detjax.engine import Completion, Generation
+from tests.support.waits import HANGS_AFTER
 
 LOAD = ["--requests", "9", "--prompt", "3", "70", "--output", "2", "5", "--orders", "2", "--beside", "12"]
 SMALL = ["--preset", "tiny", "--max-samples", "4", "--token-budget", "64", "--max-length", "128"]
@@ -31,6 +35,29 @@ def test_requests_in_another_order_are_answered_with_the_same_bits(tmp_path: Pat
         times = run_result["percentiles"]
         assert 0 < times["time_to_first_token"]["p50"] <= times["latency"]["p50"] <= run_result["seconds"]
     assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.sampled(0)
+def test_devices_that_share_the_model_give_the_answers_of_one(tmp_path: Path) -> None:
+    load = ["--requests", "3", "--prompt", "3", "20", "--output", "2", "4", "--max-samples", "2", "--layers", "1"]
+    size = ["--preset", "tiny", "--token-budget", "16", "--max-length", "64"]
+    simulated = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    results = []
+    for devices in (1, 2):
+        out = tmp_path / f"{devices}.json"
+        options = ["--tensor-parallel", str(devices), "--out", str(out)]
+        run = subprocess.run(
+            [sys.executable, "-m", "detjax.bench", "serve", *size, *load, *options],
+            env={**os.environ, "XLA_FLAGS": simulated},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=HANGS_AFTER,
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+        results.append(json.loads(out.read_text()))
+    assert [result["devices"] for result in results] == [1, 2]
+    assert results[1]["runs"]["order 1"]["digest"] == results[0]["runs"]["order 1"]["digest"]
 
 
 def test_a_workload_is_what_it_says() -> None:
@@ -71,6 +98,7 @@ def test_percentiles_of_nothing_are_none() -> None:
         (["--preset", "tiny", "--numerics", "other"], "--numerics is 'other'; accepted: detjax, stock"),
         (["--preset", "tiny", "--prompt", "9", "3"], r"prompt is (9, 3); accepted: two numbers from 1 on"),
         (["--preset", "tiny", "--rate", "0"], "rate is 0.0; accepted: above 0, or none"),
+        (["--preset", "tiny", "--tensor-parallel", "1000"], "devices is 1000; accepted: 1 to "),
     ],
 )
 def test_a_load_that_cannot_be_is_refused(arguments: list[str], message: str) -> None:

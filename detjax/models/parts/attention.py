@@ -9,7 +9,17 @@ from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
 from detjax.kv_pages import KVPages, Queries
-from detjax.models.parts.cuts import Cut, Group, devices, gathered, head_pieces, local_columns, outputs, product
+from detjax.models.parts.cuts import (
+    Cut,
+    Group,
+    devices,
+    gathered,
+    head_pieces,
+    local_columns,
+    outputs,
+    product,
+    whole_product,
+)
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.models.parts.state import PagedKeysAndValues
 from detjax.ops.rotary import RotaryEmbedding
@@ -107,7 +117,7 @@ class Attention(nnx.Module):
             residual: what the attention is added to; None: it is returned alone.
         """
         options, cuts = self.options, self.cuts(devices())
-        qkv = product(ops.matmul, x, self.qkv[...], layout="nk", cut=cuts["qkv"], bias=optional(self.qkv_bias))
+        qkv = product(ops.matmul, x, self.qkv[...], cut=cuts["qkv"], bias=optional(self.qkv_bias))
         norms: dict[str, Any] = {}
         if options.wide_qk_norm:
             qkv = local_columns(self._normalized(gathered(qkv, cuts["qkv"])), cuts["qkv"])
@@ -121,8 +131,8 @@ class Attention(nnx.Module):
         masking: dict[str, Any] = {"scale": options.scale, "window": options.window, "soft_cap": options.soft_cap}
         o = ops.attention(q, kv, queries, sinks=optional(self.sinks), **masking)
         o = gathered(o.reshape(*x.shape[:-1], -1), options.attended(devices()))
-        out: dict[str, Any] = {"cut": cuts["output"], "bias": optional(self.output_bias), "residual": residual}
-        return gathered(product(ops.matmul, o, self.output[...], layout="nk", **out), cuts["output"]), kv
+        weight, bias = self.output[...], optional(self.output_bias)
+        return whole_product(ops.matmul, o, weight, cut=cuts["output"], bias=bias, residual=residual), kv
 
     def _normalized(self, qkv: Float[Array, "*N R"]) -> Float[Array, "*N R"]:
         """Projections after the norms of all queries and of all keys of a token."""

@@ -4,14 +4,16 @@ An element of a product then has one accumulator on one device, exactly as on a 
 results alone. So the number of devices is a schedule: it changes no bit.
 
 Code of parts is the same on one device and on many. Within `jax.shard_map` over a mesh with the axis `TENSOR`, a part
-sees its device's weights, and calls `product`, `gathered` and `local_columns`; elsewhere these do nothing but compute.
-Its method `cuts(devices)` says by name how its parameters are cut; every device has the whole of all others.
+sees its device's weights, and calls `product`, `whole_product`, `gathered` and `local_columns`; elsewhere these do
+nothing but compute. Its method `cuts(devices)` says by name how its parameters are cut; every device has the whole of
+all others.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +55,29 @@ class Group:
         return device * self.pieces // devices
 
 
+class Place(NamedTuple):
+    """Where a group lies in a parameter.
+
+    Attributes:
+        group: the group.
+        begin: its first output in the whole parameter.
+        begin_in_part: its first output in the part that a device has.
+    """
+
+    group: Group
+    begin: int
+    begin_in_part: int
+
+    @property
+    def in_part(self) -> slice:
+        """The outputs of a device's piece in the part that it has."""
+        return slice(self.begin_in_part, self.begin_in_part + self.group.length)
+
+    def begin_of(self, device: Any, devices: int) -> Any:
+        """Returns the first output of a device's piece in the whole parameter."""
+        return self.begin + self.group.piece_of(device, devices) * self.group.length
+
+
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """How a parameter is cut over devices: each has a piece of every group, one group behind the other.
@@ -85,38 +110,48 @@ class Cut:
         axis = len(shape) + self.axis
         return *shape[:axis], self.size, *shape[axis + 1 :]
 
+    def places(self) -> Iterator[Place]:
+        """Yields where each group lies."""
+        begin = begin_in_part = 0
+        for group in self.groups:
+            yield Place(group, begin, begin_in_part)
+            begin, begin_in_part = begin + group.size, begin_in_part + group.length
+
     def at(self, axis: int) -> "Cut":
         """Returns the cut of a parameter that has these outputs in another axis, such as that of biases."""
         return dataclasses.replace(self, axis=axis)
 
     def pieces(self, x: Any, device: int, devices: int) -> Any:
-        """Returns a device's part of a whole array of NumPy or JAX."""
-        parts, begin = [], 0
-        for group in self.groups:
-            first = begin + group.piece_of(device, devices) * group.length
-            parts.append(x[(..., slice(first, first + group.length), *[slice(None)] * (-1 - self.axis))])
-            begin += group.size
+        """Returns a device's part of a whole array of NumPy or JAX, or of what is indexed like one."""
+        parts = []
+        for place in self.places():
+            first = place.begin_of(device, devices)
+            parts.append(self._taken(x, slice(first, first + place.group.length)))
         if len(parts) == 1:
             return parts[0]
-        return np.concatenate(parts, self.axis) if isinstance(x, np.ndarray) else jnp.concatenate(parts, self.axis)
+        return jnp.concatenate(parts, self.axis) if isinstance(x, jax.Array) else np.concatenate(parts, self.axis)
 
     def whole(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the whole array of the parts that all devices have, in their order: the inverse of `pieces`."""
-        joined, begin = [], 0
-        for group in self.groups:
-            end = begin + group.length
-            some = parts[:: len(parts) // group.pieces]
-            joined += [part[(..., slice(begin, end), *[slice(None)] * (-1 - self.axis))] for part in some]
-            begin = end
+        joined = []
+        for place in self.places():
+            some = parts[:: len(parts) // place.group.pieces]
+            joined += [self._taken(part, place.in_part) for part in some]
         return np.concatenate(joined, self.axis)
 
+    def _taken(self, x: Any, outputs: slice) -> Any:
+        """Some outputs of an array."""
+        return x[(..., outputs, *[slice(None)] * (-1 - self.axis))]
 
+
+@functools.cache
 def outputs(size: int, devices: int) -> Cut:
     """Returns the cut of so many outputs that do not belong together, into as many pieces as they divide into."""
     pieces = math.gcd(size if size % _UNIT else size // _UNIT, devices)
     return Cut((Group(size, pieces),))
 
 
+@functools.cache
 def head_pieces(heads: int, shared_heads: int, devices: int) -> tuple[int, int]:
     """Returns into how many pieces heads are cut, and the heads that several of them share, such as those of keys.
 
@@ -159,6 +194,7 @@ def product(
         residual: all columns of what the product is added to.
         options: further options of the operation.
     """
+    options |= {"layout": "nk"}
     extra = {} if residual is None else {"residual": residual}
     if devices() == 1 or not cut.is_cut:
         return operation(x, weight, *operands, bias=bias, **extra, **options)
@@ -173,16 +209,22 @@ def product(
     return operation(x, weight, *operands, bias=bias, **extra, **options)
 
 
+def whole_product(
+    operation: Callable[..., Array], x: Float[Array, "*N K"], weight: Weight, *operands: Any, cut: Cut, **options: Any
+) -> Float[Array, "*N D"]:
+    """Returns all outputs of a product, of which each device computes its own; see `product`."""
+    return gathered(product(operation, x, weight, *operands, cut=cut, **options), cut)
+
+
 def local_columns(x: Float[Array, "*N D"], cut: Cut) -> Float[Array, "*N n"]:
     """Returns this device's columns of an array that has all of them."""
     if devices() == 1 or not cut.is_cut:
         return x
     count, device = devices(), lax.axis_index(TENSOR)
-    parts, begin = [], 0
-    for group in cut.groups:
-        first = begin + group.piece_of(device, count) * group.length
-        parts.append(lax.dynamic_slice_in_dim(x, first, group.length, x.ndim - 1))
-        begin += group.size
+    parts = [
+        lax.dynamic_slice_in_dim(x, place.begin_of(device, count), place.group.length, x.ndim - 1)
+        for place in cut.places()
+    ]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
@@ -190,12 +232,10 @@ def gathered(x: Float[Array, "*N n"], cut: Cut) -> Float[Array, "*N D"]:
     """Returns all columns of an array of which this device has its own."""
     if devices() == 1 or not cut.is_cut:
         return x
-    everything = _all_gathered(x)
-    parts, begin = [], 0
-    for group in cut.groups:
-        some = everything[:: devices() // group.pieces, ..., begin : begin + group.length]
-        parts.append(jnp.moveaxis(some, 0, -2).reshape(*x.shape[:-1], group.size))
-        begin += group.length
+    everything, parts = _all_gathered(x), []
+    for place in cut.places():
+        some = everything[:: devices() // place.group.pieces, ..., place.in_part]
+        parts.append(jnp.moveaxis(some, 0, -2).reshape(*x.shape[:-1], place.group.size))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
@@ -247,10 +287,7 @@ def _at_its_place(x: Array, cut: Cut) -> Array:
     """An array of the whole shape with this device's part in its place, and zeros elsewhere."""
     count, device, axis = devices(), lax.axis_index(TENSOR), x.ndim + cut.axis
     whole = jnp.zeros(cut.whole_shape(x.shape), x.dtype)
-    begin = taken = 0
-    for group in cut.groups:
-        piece = lax.slice_in_dim(x, taken, taken + group.length, axis=axis)
-        first = begin + group.piece_of(device, count) * group.length
-        whole = lax.dynamic_update_slice_in_dim(whole, piece, first, axis)
-        begin, taken = begin + group.size, taken + group.length
+    for place in cut.places():
+        piece = lax.slice_in_dim(x, place.in_part.start, place.in_part.stop, axis=axis)
+        whole = lax.dynamic_update_slice_in_dim(whole, piece, place.begin_of(device, count), axis)
     return whole

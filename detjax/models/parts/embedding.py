@@ -5,7 +5,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int
 
 from detjax import ops
-from detjax.models.parts.cuts import Cut, all_rows, devices, gathered, outputs, owned_rows, product
+from detjax.models.parts.cuts import Cut, all_rows, devices, outputs, owned_rows, whole_product
 from detjax.models.parts.parameters import Tensors, random_weight
 from detjax.options import Distribution
 
@@ -50,7 +50,7 @@ class Embedding(nnx.Module):
     def logits(self, hidden: Float[Array, "*N D"]) -> Float32[Array, "*N V"]:
         """Returns the logit of each token for each hidden state."""
         cut, options = self.cuts(devices())["weight"], {"soft_cap": self.soft_cap, "out_dtype": jnp.float32}
-        return gathered(product(ops.matmul, hidden, self.weight[...], layout="nk", cut=cut, **options), cut)
+        return whole_product(ops.matmul, hidden, self.weight[...], cut=cut, **options)
 
     def logprobs(
         self, hidden: Float[Array, "*N D"], tokens: Int[Array, "*N"], distribution: Distribution

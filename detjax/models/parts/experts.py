@@ -9,7 +9,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
 from detjax import ops
 from detjax.kv_pages import Queries, requests_of_tokens
-from detjax.models.parts.cuts import Cut, devices, gathered, local_columns, outputs, product
+from detjax.models.parts.cuts import Cut, devices, gathered, local_columns, outputs, product, whole_product
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.options import Activation, Aggregation, Clamp
 
@@ -101,12 +101,12 @@ class Experts(nnx.Module):
         rows = ops.expert_rows(ids, self.options.experts, present)
         # What fills up a group belongs to no sequence.
         sequences = request.at[rows.token].get(mode="fill", fill_value=-1)
-        options: dict[str, Any] = {"layout": "nk", "unit": rows.unit, "sequences": sequences}
+        options: dict[str, Any] = {"unit": rows.unit, "sequences": sequences}
         gate: dict[str, Any] = {"activation": self.activation, "gated": True, "clamp": self.options.clamp}
         cuts, given, sizes = self.cuts(devices()), rows.gather(flat), rows.group_sizes
         inner: dict[str, Any] = {"cut": cuts["gate_up"], "bias": optional(self.gate_up_bias), **gate, **options}
         outer: dict[str, Any] = {"cut": cuts["down"], "bias": optional(self.down_bias), **options}
-        y = gathered(product(ops.grouped_matmul, given, self.gate_up[...], sizes, **inner), cuts["gate_up"])
+        y = whole_product(ops.grouped_matmul, given, self.gate_up[...], sizes, **inner)
         y = product(ops.grouped_matmul, y, self.down[...], sizes, **outer)
         # A token's results are added column by column, so each device adds its own columns.
         shared, residual = self.shared(flat), local_columns(residual.reshape(flat.shape), cuts["down"])

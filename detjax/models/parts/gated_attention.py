@@ -1,7 +1,5 @@
 """Grouped-query attention whose outputs a gate multiplies, with heads of which a part turns."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
@@ -9,7 +7,7 @@ from jaxtyping import Array, DTypeLike, Float
 from detjax import ops
 from detjax.kv_pages import KVPages, Queries
 from detjax.models.parts.attention import AttentionOptions
-from detjax.models.parts.cuts import Cut, Group, devices, gathered, outputs, product
+from detjax.models.parts.cuts import Cut, Group, devices, gathered, outputs, product, whole_product
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 
 
@@ -44,7 +42,7 @@ class GatedAttention(nnx.Module):
             residual: what the attention is added to.
         """
         options, leading, cuts = self.options, x.shape[:-1], self.cuts(devices())
-        qkv = product(ops.matmul, x, self.qkv[...], layout="nk", cut=cuts["qkv"], bias=optional(self.qkv_bias))
+        qkv = product(ops.matmul, x, self.qkv[...], cut=cuts["qkv"], bias=optional(self.qkv_bias))
         q, kv_rows = jnp.split(qkv, (cuts["qkv"].groups[0].length,), axis=-1)
         q, gate = jnp.split(q.reshape(*leading, -1, 2 * options.head_dim), 2, axis=-1)
         k, v = jnp.split(kv_rows.reshape(*leading, -1, options.head_dim), 2, axis=-2)
@@ -55,8 +53,8 @@ class GatedAttention(nnx.Module):
         q, kv = ops.qk_rope_append_kv(jnp.concatenate([*turning, v], axis=-2), kv, queries, options.rope)
         o = ops.sigmoid_gated(ops.attention(q, kv, queries), gate)
         o = gathered(o.reshape(*leading, -1), options.attended(devices()))
-        out: dict[str, Any] = {"cut": cuts["output"], "bias": optional(self.output_bias), "residual": residual}
-        return gathered(product(ops.matmul, o, self.output[...], layout="nk", **out), cuts["output"]), kv
+        weight, bias = self.output[...], optional(self.output_bias)
+        return whole_product(ops.matmul, o, weight, cut=cuts["output"], bias=bias, residual=residual), kv
 
     def _turning_first(self, x: Float[Array, "*N H K"]) -> Float[Array, "*N H K"]:
         """Heads whose columns are in the order of `RotaryEmbedding`: those that turn come first in both halves.

@@ -81,6 +81,42 @@ class Tensors:
             return [shape[self._axes :]] * len(self.names)
         return [(rows, *shape[1:]) for rows in self.rows]
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether the parameter has its tensors' numbers in their order, so that parts of them make a part of it."""
+        return self.groups is None and not self.transposed and self.pairs is None
+
+    def part(
+        self, shape: tuple[int, ...], axis: int, outputs: slice
+    ) -> tuple["Tensors", list[tuple[int, slice | None]]]:
+        """Returns what joins a part of a parameter that `keeps_order`, and of which tensors' parts it is made.
+
+        Args:
+            shape: the parameter's shape.
+            axis: the axis of outputs, counted from the end.
+            outputs: which of them, from a start to a stop.
+
+        Returns:
+            The tensors, and for each of them its index in `names` and which of its outputs are needed; None: all.
+        """
+        position = len(shape) + axis
+        if len(self.names) == 1 or position >= (1 if self.rows is not None else self._axes):
+            return self, [(index, outputs) for index in range(len(self.names))]
+        if self.rows is None:
+            grid = np.arange(len(self.names)).reshape(shape[: self._axes])[(slice(None),) * position + (outputs,)]
+            chosen = [int(index) for index in grid.flat]
+            names = tuple(self.names[index] for index in chosen)
+            return dataclasses.replace(self, names=names, stacked=grid.shape), [(index, None) for index in chosen]
+        parts, begin = dict[int, slice](), 0
+        for index, rows in enumerate(self.rows):
+            first, last = max(outputs.start - begin, 0), min(outputs.stop - begin, rows)
+            if first < last:
+                parts[index] = slice(first, last)
+            begin += rows
+        names = tuple(self.names[index] for index in parts)
+        counts = tuple(part.stop - part.start for part in parts.values())
+        return dataclasses.replace(self, names=names, rows=counts), list(parts.items())
+
     def join(self, tensors: Iterable[np.ndarray]) -> np.ndarray:
         """Returns the parameter that the tensors make. Several are copied one by one: not all are held twice."""
         if len(self.names) == 1:
