@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-FLAX_EXAMPLES = Path(sys.prefix) / "flax-examples"
+FLAX_EXAMPLES = Path(sys.prefix) / "flax" / "examples"
 """The folder `examples` of Flax' source archive; its wheel has none."""
 
 type Inputs = Callable[[int, int], tuple[Any, ...]]
