@@ -12,7 +12,7 @@ import dataclasses
 import importlib.metadata
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,26 +192,48 @@ def _order(one: dict[str, Any]) -> tuple[int, int]:
     return list(MODELS).index(one["model"]), DTYPES.index(one["dtype"])
 
 
-def table(results: Iterable[dict[str, Any]], file: str) -> str:
-    """Results as a table in Markdown, whose distances are links into their file."""
+def table(results: Sequence[dict[str, Any]], file: str) -> str:
+    """Results as a table in Markdown, whose distances in float32 are links into their file."""
     rows = [
-        "| model | dtype | stock: batches that change bits | `certify` | `batch_invariant` | `certify` | distance |"
-        " gradients: stock | `batch_invariant` | distance |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | stock: batches that change a row's bits | those of gradients | `certify` | `batch_invariant` |"
+        " `certify` | distance | of gradients |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for one in results:
-        batches = [
-            ", ".join(map(str, one[name])) or "none"
-            for name in ("stock", "invariant", "stock_gradients", "invariant_gradients")
-        ]
-        links = [
-            f"[{one[name]:.1e}]({file}#/results/model={one['model']}&dtype={one['dtype']}/{name})"
-            for name in ("distance", "gradient_distance")
-        ]
-        model = f"{one['title']} ({one['package']})"
-        cells = model, one["dtype"], batches[0], one["stock_outcome"], batches[1], one["invariant_outcome"], links[0]
-        rows.append(f"| {' | '.join((*cells, *batches[2:], links[1]))} |")
+    for name in dict.fromkeys(one["model"] for one in results):
+        seen = {one["dtype"]: one for one in results if one["model"] == name}
+        first = next(iter(seen.values()))
+        kept = (
+            "other bits" if one["invariant"] or one["invariant_gradients"] else "same bits" for one in seen.values()
+        )
+        links = (
+            f"[{seen['float32'][key]:.1e}]({file}#/results/model={name}&dtype=float32/{key})"
+            if "float32" in seen
+            else "not measured"
+            for key in ("distance", "gradient_distance")
+        )
+        cells = (
+            f"{first['title']} ({first['package']} {first['version'][:8]})",
+            _by_dtype(seen, lambda one: _batches(one["stock"], BATCHES)),
+            _by_dtype(seen, lambda one: _batches(one["stock_gradients"], GRADIENT_BATCHES)),
+            _by_dtype(seen, lambda one: one["stock_outcome"]),
+            ", ".join(dict.fromkeys(kept)),
+            _by_dtype(seen, lambda one: one["invariant_outcome"]),
+        )
+        rows.append(f"| {' | '.join((*cells, *links))} |")
     return "\n".join(rows)
+
+
+def _by_dtype(seen: dict[str, dict[str, Any]], text: Callable[[dict[str, Any]], str]) -> str:
+    texts = {dtype: text(one) for dtype, one in seen.items()}
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{dtype}: {text}" for dtype, text in texts.items())
+
+
+def _batches(changed: Sequence[int], compared: Sequence[int]) -> str:
+    if list(changed) == list(compared):
+        return "all"
+    return f"of {', '.join(map(str, changed))}" if changed else "none"
 
 
 def _results(models: Sequence[str], dtypes: Sequence[str], batches: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -231,7 +253,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="a file that --out wrote")
     given = parser.parse_args()
     if given.table is not None:
-        print(table(json.loads(given.table.read_text())["results"], f"../{given.table}"))
+        print(table(json.loads(given.table.read_text())["results"], f"../{given.table.as_posix()}"))
         return
     warnings.filterwarnings("ignore")
     for one in _results(given.models or list(MODELS), given.dtype or DTYPES, given.batch or BATCHES):
