@@ -8,8 +8,10 @@ LIBTPU := .libtpu
 # What the adapter to Tunix is tested with: the extra `tunix`, or what pip takes, such as the path of a checkout.
 TUNIX_SOURCE ?=
 TUNIX := $(if $(TUNIX_SOURCE),.tunix-source,.tunix)
-# Published models; the last transformers that has Flax models.
 MODELS := .models
+# Bonsai's models are in no package index: what pip takes, such as a checkout's path or
+# git+https://github.com/jax-ml/bonsai@36284254cf738d99c1c5d1e3a292d27656a0a365.
+BONSAI_SOURCE ?=
 PYTEST_ARGS ?=
 LOCK_ARGS ?=
 
@@ -47,7 +49,7 @@ test-tpu: $(LIBTPU)/.ready ## test the TPU kernels in the interpreter and with t
 test-tunix: $(TUNIX)/.ready ## test the adapter to Tunix in an environment of its own (TUNIX_SOURCE=PATH tests a checkout)
 	DETJAX_TUNIX=$(TUNIX) $(QUICK_COMPILER) $(BIN)/pytest tests/rl/test_tunix.py $(PYTEST_ARGS)
 
-test-models: $(MODELS)/.ready ## test batch_invariant with published models in an environment of their own
+test-models: $(MODELS)/.ready ## test batch_invariant with published models in an environment of their own (BONSAI_SOURCE adds six)
 	DETJAX_MODELS=$(MODELS) $(BIN)/pytest tests/invariant/test_published.py $(PYTEST_ARGS)
 
 test-all: ## run every case of every test, where the other targets run a sample of the slow ones
@@ -127,12 +129,17 @@ $(TUNIX)/.ready: $(READY) Makefile pyproject.toml $(if $(TUNIX_SOURCE),always)
 	  $(if $(TUNIX_SOURCE),--extra rl --overrides $(TUNIX)/jax.txt '$(TUNIX_SOURCE)',--extra tunix)
 	@touch $@
 
-# Neither these models nor what they need is in the lock, as with Tunix.
-$(MODELS)/.ready: $(READY) Makefile pyproject.toml
+# Neither these models nor what they need is in the lock, as with Tunix. This transformers is the last one with Flax
+# models. Bonsai asks for an older jax, and what else it needs is here. The archive of Flax has its examples.
+$(MODELS)/.ready: $(READY) Makefile pyproject.toml $(if $(BONSAI_SOURCE),always)
 	@rm -rf $(MODELS)
 	@uv=$$(tools/find-uv.sh) && "$$uv" venv --quiet --python $(BIN)/python $(MODELS) && \
-	"$$uv" pip install --quiet --python $(MODELS)/bin/python --requirements pyproject.toml \
-	  'jax==0.11.2' 'jaxlib==0.11.2' 'flax==0.12.12' 'transformers==4.57.6' 'equinox==0.13.8'
+	printf 'jax==0.11.2\njaxlib==0.11.2\nflax==0.12.12\n' > $(MODELS)/versions.txt && \
+	"$$uv" pip install --quiet --python $(MODELS)/bin/python --requirements pyproject.toml --overrides $(MODELS)/versions.txt \
+	  'transformers==4.57.6' 'equinox==0.13.8' 'google-tunix==0.1.7' 'gemma==4.0.1' pip && \
+	$(MODELS)/bin/python -m pip download --quiet --no-deps --no-binary flax --dest $(MODELS)/flax 'flax==0.12.12' && \
+	tar -xzf $(MODELS)/flax/flax-0.12.12.tar.gz -C $(MODELS)/flax --strip-components 1 flax-0.12.12/examples \
+	  $(if $(BONSAI_SOURCE),&& "$$uv" pip install --quiet --python $(MODELS)/bin/python --no-deps '$(BONSAI_SOURCE)')
 	@touch $@
 
 always:

@@ -170,3 +170,14 @@ IN_ROWS: Final[Mapping[str, str]] = {
     "a maximum over the batch": "head",
 }
 """Defects that let a row depend on the others, or on its place."""
+
+LINES: Final[Mapping[str, str]] = {
+    "neighbours add to a table": ".at[tokens].add(1e-3)",
+    "batch norm": "axis=(0, 2)",
+    "a mask by place in the batch": "slot % 3 == 2",
+    "a quantization scale of the batch": "h / jnp.max(jnp.abs(h))",
+    "a dropout key by slot": "jax.random.bernoulli(",
+    "a capacity of experts": "jnp.cumsum(chosen",
+    "a maximum over the batch": "logits - jnp.max(logits) - total",
+}
+"""What stands in the line that lets a row depend on the others, or on its place."""

@@ -18,11 +18,17 @@ import detjax
 from detjax import audit, models, ops
 from detjax.audit import Outcome, Role
 from detjax.audit.trials import Rows, Trial
-from tests.audit import defects
+from tests.audit import defects, planted
 from tests.audit.defects import W, X
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-NAMES = sorted(path.name for path in FIXTURES.iterdir() if (path / "config.json").is_file())
+ARCHITECTURES = {
+    path.parent.name: json.loads(path.read_text())["architectures"][0]
+    for path in sorted(FIXTURES.glob("*/config.json"))
+}
+# One of each family stands first, so that the sample has them all.
+FAMILIES = list({architecture: name for name, architecture in reversed(ARCHITECTURES.items())}.values())
+NAMES = [*FAMILIES, *(name for name in ARCHITECTURES if name not in FAMILIES)]
 QUICK = (1, 2, 5)
 
 
@@ -65,6 +71,19 @@ def test_rows_that_meet_are_refuted_by_the_smallest_batch(fn: Callable[[Array], 
         == counterexample.expected
     )
     assert counterexample.ulps > 0
+
+
+@pytest.mark.parametrize("defect", planted.IN_ROWS)
+def test_a_defect_that_bisections_find_is_named_with_its_line(defect: str) -> None:
+    arguments = (planted.weights(), planted.tokens(3, 0)), (None, 0)
+    sound = set(audit.risks(functools.partial(planted.model, None), *arguments))
+    named = set(audit.risks(functools.partial(planted.model, defect), *arguments)) - sound
+    lines = Path(planted.__file__).read_text().splitlines()
+    texts = [
+        lines[int(risk.line.split(" (in ")[0].rpartition(":")[2]) - 1] for risk in named if risk.role is Role.MIXES
+    ]
+    assert not any(risk.role is Role.MIXES for risk in sound)
+    assert any(planted.LINES[defect] in text for text in texts), texts
 
 
 def test_batch_norm_is_named_with_the_layer() -> None:
@@ -235,7 +254,7 @@ def _tokens(model: models.Decoder) -> Array:
     return jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (3, 5)), jnp.int32)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(len(FAMILIES))
 @pytest.mark.parametrize("name", NAMES)
 def test_models_of_detjax_are_proven_by_construction(name: str) -> None:
     model = _model(name)

@@ -1,21 +1,19 @@
-"""Models that others published, tiny and random: `python -m tests.invariant.published NAME [--dtype bfloat16]`.
+"""What is seen of models that others published: `python -m tests.invariant.published [MODEL ...] [--out FILE]`.
 
-It runs in an environment of its own, which `make test-models` makes, and prints a line of JSON: the batches among which
-a row has other bits than alone, under stock XLA and under `batch_invariant`, what `detjax.certify` says of both, how
-far numbers are from the original, and the versions of the packages. `--table` prints the lines of such a file as
-Markdown.
-`--source FOLDER`, repeatable, makes packages importable that are not in an index, such as bonsai's.
+It runs in an environment of its own, which `make test-models` makes. For each model, tiny and random, and each dtype it
+prints a line of JSON: the batches among which a row has other bits than alone, under stock XLA and under
+`batch_invariant`, those among which gradients have, what `detjax.certify` says of both, how far numbers are from the
+original, and the version of the model's package. `--out` writes a result file, and keeps what it has of other models;
+each model has the commit at which it was seen. `--table FILE` prints such a file as Markdown.
 """
 
 import argparse
 import dataclasses
-import functools
-import importlib
 import importlib.metadata
 import json
-import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,139 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import detjax
+from detjax.bench import provenance
+from tests.invariant.published_models import MODELS, Inputs
 
 BATCHES = (2, 3, 8, 17, 64)
-CERTIFIED = (1, 2, 3, 8, 17)
-"""The batches that certificates run, at most."""
-PACKAGES = ("jax", "flax", "transformers", "equinox")
-
-type Inputs = Callable[[int, int], tuple[Any, ...]]
-type Built = tuple[Callable[..., Any], Any, Inputs]
-"""A function of weights and inputs, its weights, and its inputs by the number of rows and a seed."""
-
-
-def _tokens(length: int = 24, vocabulary: int = 500) -> Inputs:
-    return lambda rows, seed: (
-        jnp.asarray(np.random.default_rng(seed).integers(1, vocabulary, (rows, length)), jnp.int32),
-    )
-
-
-def _images(*shape: int) -> Inputs:
-    return lambda rows, seed: (jnp.asarray(np.random.default_rng(seed).standard_normal((rows, *shape)), jnp.float32),)
-
-
-def _in_dtype(tree: Any, dtype: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
-
-
-def _hugging_face(name: str, config: str, result: str, inputs: Inputs, dtype: Any, **sizes: Any) -> Built:
-    transformers: Any = importlib.import_module("transformers")
-    model = getattr(transformers, name)(getattr(transformers, config)(**sizes), seed=0, dtype=dtype)
-    return lambda params, x: getattr(model(x, params=params), result), _in_dtype(model.params, dtype), inputs
-
-
-_SMALL = {"vocab_size": 500, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-_GPT2 = {"vocab_size": 500, "n_positions": 64, "n_embd": 128, "n_layer": 2, "n_head": 4}
-_LLAMA = _SMALL | {"intermediate_size": 352, "num_key_value_heads": 2, "max_position_embeddings": 64}
-_VIT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
-
-
-def _t5(dtype: Any) -> Built:
-    transformers: Any = importlib.import_module("transformers")
-    clip = jnp.clip  # transformers names an argument of clip that JAX has no more
-    setattr(jnp, "clip", lambda x, *a, a_max=None, **k: clip(x, *a, **(k if a_max is None else k | {"max": a_max})))  # noqa: B010
-    sizes = {"vocab_size": 500, "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4}
-    config = transformers.T5Config(**sizes, feed_forward_proj="gated-gelu")
-    model = transformers.FlaxT5ForConditionalGeneration(config, seed=0, dtype=dtype)
-
-    def inputs(rows: int, seed: int) -> tuple[Any, ...]:
-        return *_tokens()(rows, seed), *_tokens(12)(rows, seed + 1)
-
-    return lambda p, x, y: model(x, decoder_input_ids=y, params=p).logits, _in_dtype(model.params, dtype), inputs
-
-
-def _equinox(dtype: Any) -> Built:
-    """One example a call, under `jax.vmap`, as equinox' programs are written."""
-    eqx: Any = importlib.import_module("equinox")
-    keys = jax.random.split(jax.random.key(0), 6)
-    model = (
-        eqx.nn.Embedding(500, 128, key=keys[0]),
-        eqx.nn.MultiheadAttention(4, 128, key=keys[1]),
-        eqx.nn.MLP(128, 128, 256, 1, jax.nn.gelu, key=keys[2]),
-        (eqx.nn.LayerNorm(128), eqx.nn.RMSNorm(128)),
-        eqx.nn.Linear(128, 500, key=keys[3]),
-    )
-    arrays, static = eqx.partition(model, eqx.is_array)
-
-    def fn(arrays: Any, tokens: Any) -> Any:
-        embed, attention, mlp, norms, head = eqx.combine(arrays, static)
-
-        def example(tokens: Any) -> Any:
-            x = jax.vmap(embed)(tokens)
-            h = jax.vmap(norms[0])(x)
-            x = x + attention(h, h, h, mask=jnp.tril(jnp.ones((len(x), len(x)), bool)))
-            return jax.vmap(head)(x + jax.vmap(mlp)(jax.vmap(norms[1])(x)))
-
-        return jax.vmap(example)(tokens)
-
-    return fn, _in_dtype(arrays, dtype), _tokens()
-
-
-def _bonsai(folder: str, build: Callable[[Any], Any], call: Callable[..., Any], inputs: Inputs, dtype: Any) -> Built:
-    nnx: Any = importlib.import_module("flax.nnx")
-    modeling = importlib.import_module(f"bonsai.models.{folder}.modeling")
-    graph, state = nnx.split(build(modeling))
-    return lambda s, x: call(modeling, nnx.merge(graph, s), x, dtype), _in_dtype(state, dtype), inputs
-
-
-def _rngs() -> Any:
-    return importlib.import_module("flax.nnx").Rngs(0)
-
-
-def _qwen3_config(modeling: Any) -> Any:
-    sizes = {"num_layers": 2, "vocab_size": 500, "emb_dim": 128, "mlp_dim": 352, "num_heads": 4, "head_dim": 32}
-    rope = {"rope_theta": 10000, "rope_scaling_factor": 1.0, "local_rope_theta": 1e4}
-    return modeling.ModelConfig(**sizes, **rope, num_kv_heads=2, norm_eps=1e-6, tie_word_embeddings=True)
-
-
-def _call_qwen3(modeling: Any, model: Any, tokens: Any, dtype: Any) -> Any:
-    config = _qwen3_config(modeling)
-    cache = [modeling.LayerCache(config, tokens.shape[0], 32, dtype) for _ in range(config.num_layers)]
-    return model(tokens, cache=cache, segment_ids=jnp.ones_like(tokens))
-
-
-MODELS: dict[str, Callable[[Any], Built]] = {
-    "gpt2": lambda d: _hugging_face("FlaxGPT2LMHeadModel", "GPT2Config", "logits", _tokens(), d, **_GPT2),
-    "llama": lambda d: _hugging_face("FlaxLlamaForCausalLM", "LlamaConfig", "logits", _tokens(), d, **_LLAMA),
-    "bert": lambda d: _hugging_face(
-        "FlaxBertModel", "BertConfig", "last_hidden_state", _tokens(), d, **_SMALL, intermediate_size=512
-    ),
-    "vit": lambda d: _hugging_face(
-        "FlaxViTModel", "ViTConfig", "last_hidden_state", _images(3, 48, 48), d, **_VIT, image_size=48, patch_size=8
-    ),
-    "t5": _t5,
-    "equinox": _equinox,
-}
-BONSAI: dict[str, Callable[[Any], Built]] = {
-    "bonsai-qwen3": lambda d: _bonsai(
-        "qwen3", lambda m: m.Qwen3(_qwen3_config(m), rngs=_rngs()), _call_qwen3, _tokens(), d
-    ),
-    "bonsai-resnet": lambda d: _bonsai(
-        "resnet",
-        lambda m: m.ResNet(m.ModelConfig([1, 1, 1, 1], 100), rngs=_rngs()),
-        lambda m, model, x, dtype: model(x.astype(dtype)),
-        _images(64, 64, 3),
-        d,
-    ),
-    "bonsai-mamba2": lambda d: _bonsai(
-        "mamba2",
-        lambda m: m.Mamba2ForCausalLM(m.ModelConfig.tiny(), rngs=_rngs()),
-        lambda m, model, x, dtype: model(x)["logits"],
-        _tokens(40, 1000),
-        d,
-    ),
-}
-"""Models that `--source` makes importable."""
+GRADIENT_BATCHES = (2, 17)
+"""A program of gradients takes long to compile, so there are fewer of them."""
+CERTIFIED = (1, 2, 17)
+"""The batches of `batch_invariant`'s certificates, which compile all programs again."""
+DTYPES = ("float32", "bfloat16")
+COMMAND = "python -m tests.invariant.published --out {out}"
 
 
 @dataclasses.dataclass
@@ -163,28 +38,38 @@ class Result:
     """What was seen of a model.
 
     Attributes:
-        model: its name.
+        model: its name in `MODELS`.
+        title: what it is called in tables.
+        package: the distribution that it comes with.
+        version: that of the distribution; the commit of one that was installed from a repository.
         dtype: that of its weights.
         stock: the batches among which a row has other bits than alone under stock XLA.
         invariant: likewise under `batch_invariant`.
+        stock_gradients: the batches among which gradients have other bits than those of the row alone under stock XLA.
+        invariant_gradients: likewise under `batch_invariant`.
         distance: the largest difference from the original, over its largest result.
-        gradients: whether the gradient of the weights is finite; None if it was not asked for.
+        gradient_distance: likewise of the gradients of weights.
         stock_outcome: what `detjax.certify` says of the model under `jax.jit`.
         stock_risks: the primitives that it names there.
+        stock_batch: the smallest batch that refutes it there; None if none does.
         invariant_outcome: what it says under `batch_invariant`.
-        versions: of the packages that are installed.
     """
 
     model: str
+    title: str
+    package: str
+    version: str
     dtype: str
     stock: list[int]
     invariant: list[int]
+    stock_gradients: list[int]
+    invariant_gradients: list[int]
     distance: float
-    gradients: bool | None
+    gradient_distance: float
     stock_outcome: str
     stock_risks: list[str]
+    stock_batch: int | None
     invariant_outcome: str
-    versions: dict[str, str]
 
 
 def changed(fn: Callable[..., Any], weights: Any, inputs: Inputs, batches: Sequence[int]) -> list[int]:
@@ -193,82 +78,188 @@ def changed(fn: Callable[..., Any], weights: Any, inputs: Inputs, batches: Seque
     expected = np.asarray(fn(weights, *alone))[0].tobytes()
     for batch in batches:
         others = inputs(batch, 100 + batch)
-        for place in sorted({0, batch - 1}):
+        for place in sorted({0, batch // 2, batch - 1}):
             rows = tuple(x.at[place].set(y[0]) for x, y in zip(others, alone, strict=True))
             if np.asarray(fn(weights, *rows))[place].tobytes() != expected:
                 among.append(batch)
     return sorted(set(among))
 
 
-def result(name: str, dtype: str, batches: Sequence[int], with_gradients: bool) -> Result:
+def gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of cotangents, weights and inputs that gives the gradients of all floating-point arrays, as a list."""
+
+    def made(cotangents: Any, weights: Any, *inputs: Any) -> list[Any]:
+        def loss(weights: Any, inputs: Any) -> Any:
+            return jnp.sum(fn(weights, *inputs).astype(jnp.float32) * cotangents)
+
+        leaves = jax.tree.leaves(jax.grad(loss, argnums=(0, 1), allow_int=True)(weights, inputs))
+        return [x for x in leaves if x.dtype != jax.dtypes.float0]
+
+    return made
+
+
+def changed_gradients(
+    made: Callable[..., Any], weights: Any, inputs: Inputs, shape: Sequence[int], batches: Sequence[int]
+) -> list[int]:
+    """The batches among which gradients have other bits than those of a row alone.
+
+    The first row alone has a cotangent, since weights' gradients are sums over rows. The others have to add nothing to
+    them, whatever they hold, and the first row's gradient of its inputs has to be what it is alone.
+    """
+    alone, among = inputs(1, 0), []
+    has_rows = sum(jnp.issubdtype(x.dtype, jnp.floating) for x in alone)
+    cotangents = jax.random.normal(jax.random.key(2), (1, *shape))
+
+    def bits(batch: int) -> list[bytes]:
+        rows = tuple(x.at[0].set(y[0]) for x, y in zip(inputs(batch, 100 + batch), alone, strict=True))
+        padded = jnp.concatenate([cotangents, jnp.zeros((batch - 1, *shape))])
+        leaves = [np.asarray(x) for x in made(padded, weights, *rows)]
+        shared, of_rows = leaves[: len(leaves) - has_rows], leaves[len(leaves) - has_rows :]
+        # Zeros of either sign are one number, which sums of nothing end as.
+        return [(x + 0).tobytes() for x in (*shared, *(x[0] for x in of_rows))]
+
+    expected = bits(1)
+    for batch in batches:
+        if bits(batch) != expected:
+            among.append(batch)
+    return among
+
+
+def distance(actual: Sequence[Any], expected: Sequence[Any]) -> float:
+    """The largest difference between arrays, over the largest number that is expected."""
+    wanted = [np.asarray(x, np.float64) for x in expected]
+    largest = max(np.abs(x).max(initial=0) for x in wanted)
+    differences = [np.abs(np.asarray(x, np.float64) - y).max(initial=0) for x, y in zip(actual, wanted, strict=True)]
+    # `max` would pass over what is not a number.
+    return float(np.max(differences) / largest)
+
+
+def result(name: str, dtype: str, batches: Sequence[int]) -> Result:
     """What is seen of a model."""
-    fn, weights, inputs = (MODELS | BONSAI)[name](jnp.dtype(dtype))
-    stock = jax.jit(fn)
-    invariant = detjax.batch_invariant(fn, (None, *[0] * len(inputs(1, 0))))
-    original = np.asarray(stock(weights, *inputs(3, 0)), np.float64)
-    distance = np.abs(np.asarray(invariant(weights, *inputs(3, 0)), np.float64) - original).max()
-    gradients = None
-    if with_gradients:
-        total = functools.partial(lambda w, *x: jnp.sum(jnp.square(invariant(w, *x).astype(jnp.float32))))
-        made = jax.jit(jax.grad(total, allow_int=True))(weights, *inputs(2, 0))
-        gradients = all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(made) if x.dtype != jax.dtypes.float0)
-    among = changed(stock, weights, inputs, batches), changed(invariant, weights, inputs, batches)
-    # No larger batches than those that were compared above, so that both ought to see the same.
-    sizes = [size for size in CERTIFIED if size <= max(batches)]
-    arguments, axes = (weights, *inputs(2, 0)), (None, *[0] * len(inputs(1, 0)))
-    certificates = [detjax.certify(f, arguments, axes, batch_sizes=sizes) for f in (stock, invariant)]
+    model = MODELS[name]
+    fn, weights, inputs = model.build(jnp.dtype(dtype))
+    axes = (None, *[0] * len(inputs(1, 0)))
+    stock, invariant = jax.jit(fn), detjax.batch_invariant(fn, axes)
+    rows = inputs(3, 0)
+    original = np.asarray(stock(weights, *rows))
+    if all((row == original[0]).all() for row in original):
+        raise ValueError(f"{name}: rows of different inputs have the same results, so comparing them says nothing")
+    given = 2, *original.shape[1:]
+    cotangents, few = jax.random.normal(jax.random.key(3), given), inputs(2, 0)
+    of_stock, of_invariant = jax.jit(gradients(fn)), detjax.jit(gradients(invariant))
+    certificates = [
+        detjax.certify(f, (weights, *few), axes, batch_sizes=sizes)
+        for f, sizes in ((stock, [1, *batches]), (invariant, CERTIFIED))
+    ]
+    refutation = certificates[0].counterexample
+    fewer = [batch for batch in batches if batch in GRADIENT_BATCHES]
     return Result(
         model=name,
+        title=model.title,
+        package=model.package,
+        version=_version(model.package),
         dtype=dtype,
-        stock=among[0],
-        invariant=among[1],
-        distance=float(distance / np.abs(original).max()),
-        gradients=gradients,
+        stock=changed(stock, weights, inputs, batches),
+        invariant=changed(invariant, weights, inputs, batches),
+        stock_gradients=changed_gradients(of_stock, weights, inputs, given[1:], fewer),
+        invariant_gradients=changed_gradients(of_invariant, weights, inputs, given[1:], fewer),
+        distance=distance([invariant(weights, *rows)], [original]),
+        gradient_distance=distance(of_invariant(cotangents, weights, *few), of_stock(cotangents, weights, *few)),
         stock_outcome=certificates[0].outcome.value,
         stock_risks=sorted({risk.primitive for risk in certificates[0].risks}),
+        stock_batch=None if refutation is None else refutation.batch,
         invariant_outcome=certificates[1].outcome.value,
-        versions=_versions(),
     )
 
 
-def _versions() -> dict[str, str]:
-    installed = {one.name: one.version for one in importlib.metadata.distributions()}
-    return {name: installed[name] for name in PACKAGES if name in installed}
+def _version(package: str) -> str:
+    distribution = importlib.metadata.distribution(package)
+    source = json.loads(distribution.read_text("direct_url.json") or "{}")
+    return source.get("vcs_info", {}).get("commit_id", distribution.version)
 
 
-def table(lines: Sequence[str]) -> str:
-    """Results, each a line of JSON, as a table in Markdown."""
+def _write(file: Path, new: dict[str, Any]) -> None:
+    """Adds what was seen of a model to a file, and keeps what the file has of others under the same versions."""
+    heading = provenance.heading(COMMAND.format(out=file))
+    old = json.loads(file.read_text()) if file.exists() else {}
+    is_kept = old.get("versions") == heading["versions"]
+    results = [one for one in (old["results"] if is_kept else []) if _order(one) != _order(new)]
+    results = sorted([*results, new | {"commit": heading["commit"]}], key=_order)
+    provenance.write(file, heading | {"batches": [1, *BATCHES], "results": results})
+
+
+def _order(one: dict[str, Any]) -> tuple[int, int]:
+    return list(MODELS).index(one["model"]), DTYPES.index(one["dtype"])
+
+
+def table(results: Sequence[dict[str, Any]], file: str) -> str:
+    """Results as a table in Markdown, whose distances in float32 are links into their file."""
     rows = [
-        "| model | dtype | stock: batches that change bits | `certify` | `batch_invariant` | `certify` | distance |"
+        "| model | stock: batches that change a row's bits | those of gradients | `certify` | `batch_invariant` |"
+        " `certify` | distance | of gradients |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    rows.append("|---|---|---|---|---|---|---|")
-    for one in map(json.loads, lines):
-        batches = [", ".join(map(str, one[name])) or "none" for name in ("stock", "invariant")]
-        cells = one["model"], one["dtype"], batches[0], one["stock_outcome"], batches[1], one["invariant_outcome"]
-        rows.append(f"| {' | '.join(cells)} | {one['distance']:.1e} |")
+    for name in dict.fromkeys(one["model"] for one in results):
+        seen = {one["dtype"]: one for one in results if one["model"] == name}
+        first = next(iter(seen.values()))
+        kept = (
+            "other bits" if one["invariant"] or one["invariant_gradients"] else "same bits" for one in seen.values()
+        )
+        links = (
+            f"[{seen['float32'][key]:.1e}]({file}#/results/model={name}&dtype=float32/{key})"
+            if "float32" in seen
+            else "not measured"
+            for key in ("distance", "gradient_distance")
+        )
+        cells = (
+            f"{first['title']} ({first['package']} {first['version'][:8]})",
+            _by_dtype(seen, lambda one: _batches(one["stock"], BATCHES)),
+            _by_dtype(seen, lambda one: _batches(one["stock_gradients"], GRADIENT_BATCHES)),
+            _by_dtype(seen, lambda one: one["stock_outcome"]),
+            ", ".join(dict.fromkeys(kept)),
+            _by_dtype(seen, lambda one: one["invariant_outcome"]),
+        )
+        rows.append(f"| {' | '.join((*cells, *links))} |")
     return "\n".join(rows)
+
+
+def _by_dtype(seen: dict[str, dict[str, Any]], text: Callable[[dict[str, Any]], str]) -> str:
+    texts = {dtype: text(one) for dtype, one in seen.items()}
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{dtype}: {text}" for dtype, text in texts.items())
+
+
+def _batches(changed: Sequence[int], compared: Sequence[int]) -> str:
+    if list(changed) == list(compared):
+        return "all"
+    return f"of {', '.join(map(str, changed))}" if changed else "none"
+
+
+def _results(models: Sequence[str], dtypes: Sequence[str], batches: Sequence[int]) -> Iterator[dict[str, Any]]:
+    for dtype in dtypes:
+        for name in models:
+            yield dataclasses.asdict(result(name, dtype, batches))
+            jax.clear_caches()
 
 
 def main() -> None:
     """Prints what is seen of the models that are named."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=list(MODELS))
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--batch", type=int, action="append", default=[])
-    parser.add_argument("--source", action="append", default=[])
-    parser.add_argument("--gradients", action="store_true")
-    parser.add_argument("--table", type=argparse.FileType(), help="a file of what this program printed")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help=f"default: all of {', '.join(MODELS)}")
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help="repeatable; default: both")
+    parser.add_argument("--batch", type=int, action="append", help=f"repeatable; default: {BATCHES}")
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    parser.add_argument("--table", type=Path, help="a file that --out wrote")
     given = parser.parse_args()
     if given.table is not None:
-        print(table(given.table.readlines()))
+        print(table(json.loads(given.table.read_text())["results"], f"../{given.table.as_posix()}"))
         return
-    sys.path[:0] = given.source
     warnings.filterwarnings("ignore")
-    for name in given.models:
-        print(
-            json.dumps(dataclasses.asdict(result(name, given.dtype, given.batch or BATCHES, given.gradients))),
-            flush=True,
-        )
+    for one in _results(given.models or list(MODELS), given.dtype or DTYPES, given.batch or BATCHES):
+        print(json.dumps(one), flush=True)
+        if given.out is not None:
+            _write(given.out, one)
 
 
 if __name__ == "__main__":
