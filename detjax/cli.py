@@ -147,6 +147,7 @@ def generate(
     kv_cache_dtype: cli_options.KVCacheDType = None,
     backend: cli_options.Backend = None,
     tensor_parallel: cli_options.TensorParallel = 1,
+    expert_parallel: cli_options.ExpertParallel = 1,
     as_json: cli_options.AsJson = False,
 ) -> None:
     """Print completions of the prompts. The same prompt and seed give the same bits whatever else is computed."""
@@ -162,7 +163,7 @@ def generate(
     with backends.use_backend(backend):
         _check_device()
         fingerprint = fingerprints.fingerprint()
-        decoder, tokenizer = _load(model, dtype, template_date, tensor_parallel)
+        decoder, tokenizer = _load(model, dtype, template_date, tensor_parallel, expert_parallel)
         sampling_of_frames = ImageReader(decoder).sampling.changed(fps)
         videos = [_video(path, sampling_of_frames) for path in video or ()]
         prompts = texts
@@ -257,6 +258,7 @@ def serve(
     dtype: cli_options.DType = None,
     backend: cli_options.Backend = None,
     tensor_parallel: cli_options.TensorParallel = 1,
+    expert_parallel: cli_options.ExpertParallel = 1,
     host: cli_options.Host = "127.0.0.1",
     port: cli_options.Port = 8000,
     name: cli_options.Names = None,
@@ -349,7 +351,7 @@ def serve(
     ):
         _check_device()
         settings = server.protected(settings, bound)
-        decoder, tokenizer = _load(model, dtype, template_date, tensor_parallel)
+        decoder, tokenizer = _load(model, dtype, template_date, tensor_parallel, expert_parallel)
         if template is not None:
             tokenizer = tokenizer.with_chat_template(template)
         with engine.Engine(decoder, tokenizer, config) as running:
@@ -377,6 +379,7 @@ def verify(
     json_file: cli_options.VerdictsFile = None,
     backend: cli_options.Backend = None,
     tensor_parallel: cli_options.TensorParallel = 1,
+    expert_parallel: cli_options.ExpertParallel = 1,
 ) -> None:
     """Check whether answers are, bit for bit, what the model answers: by one forward pass over prompt and answer.
 
@@ -386,7 +389,7 @@ def verify(
     with contextlib.ExitStack() as files, backends.use_backend(backend):
         _check_device()
         json_part = _opened(files, "--json", json_file)
-        decoder, tokenizer = _load(model, dtype, template_date, tensor_parallel)
+        decoder, tokenizer = _load(model, dtype, template_date, tensor_parallel, expert_parallel)
         if template is not None:
             tokenizer = tokenizer.with_chat_template(template)
         transcripts = audit.read_transcripts(file, tokenizer)
@@ -566,16 +569,16 @@ def _demo_progress(names: dict[str, str], asks: int) -> Iterator[Callable[[str, 
 
 
 def _load(
-    model: Path, dtype: str | None, template_date: datetime.date | None, devices: int
+    model: Path, dtype: str | None, template_date: datetime.date | None, tensor: int, expert: int
 ) -> tuple[models.Decoder, models.Tokenizer]:
-    """The model, shared by so many devices, and its tokenizer.
+    """The model, shared by `tensor * expert` devices, and its tokenizer.
 
     Its chat templates are told that today is `template_date`, if one is given.
 
     Raises:
         ValueError: the checkpoint has no tokenizer, or there are fewer devices.
     """
-    decoder, tokenizer = models.load(model, dtype=dtype, mesh=models.mesh_of(devices))
+    decoder, tokenizer = models.load(model, dtype=dtype, mesh=models.mesh_of(tensor, expert))
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer.json; accepted: a checkpoint with one, because prompts are text")
     return decoder, tokenizer if template_date is None else tokenizer.with_template_date(template_date)

@@ -74,6 +74,14 @@ DType = Annotated[
 TensorParallel = Annotated[
     int, typer.Option(metavar="N", help="Share the model among N devices. No bit depends on their number.")
 ]
+ExpertParallel = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        help="Share the experts of each layer among N groups of devices, --tensor-parallel devices each. No bit "
+        "depends on their number.",
+    ),
+]
 KVCacheDType = Annotated[
     str | None,
     typer.Option(

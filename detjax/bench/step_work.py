@@ -24,7 +24,7 @@ from detjax.models import Decoder, DecoderConfig
 from detjax.models.cache import declarations
 from detjax.models.mesh import cuts_of, empty_state_of_a_device
 from detjax.models.network import abstract, parameters, split
-from detjax.models.parts.cuts import TENSOR
+from detjax.models.parts.cuts import AXES
 from detjax.models.parts.experts import Experts
 from detjax.models.parts.latent_attention import LatentAttention
 from detjax.models.parts.state import StateSize
@@ -100,7 +100,7 @@ class Work:
 
 def work(config: DecoderConfig, devices: int) -> Work:
     """Returns what one of the devices does that share a model in bfloat16."""
-    mesh = AbstractMesh((devices,), (TENSOR,), axis_types=(AxisType.Auto,))
+    mesh = AbstractMesh((devices, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     model = _abstract_model(config)
     weights = _weights_of_a_device(model, mesh)
     attention = [layer.attention for layer in model.layers]

@@ -129,8 +129,8 @@ class Engine:
             model: the decoder.
             tokenizer: needed for texts and stop strings.
             config: the engine's settings.
-            mesh: devices that share the model, with one axis, "tensor"; see `detjax.models.sharded`. No bit depends on
-                them. Default: those of the model.
+            mesh: devices that share the model, with the axes "tensor" and "expert" or one of them; see
+                `detjax.models.sharded`. No bit depends on them. Default: those of the model.
             options: fields of `EngineConfig`, in place of those of `config`.
 
         Raises:

@@ -15,16 +15,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, UInt16, UInt32
 
-from detjax import compilation, ops
-from detjax.contract import ACCUMULATOR
+from detjax import compilation
 from detjax.engine.batch import BatchShape, StepBatch, no_adjustments
 from detjax.engine.constraints import all_allowed
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models.cache import State
 from detjax.models.decoder import Decoder, ImageRows
 from detjax.models.network import Network, Weights
+from detjax.models.parts.logits import Logits
 from detjax.models.parts.vision import Patches
-from detjax.ops.softmax import log_softmax_statistics
 from detjax.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
 
 SCORED_ROWS: Final = 64
@@ -398,17 +397,35 @@ def _sample(
     variant: SamplingVariant,
 ) -> tuple[SlotState, SampledTokens]:
     """Returns the state of the slots, and the tokens that are sampled after the given hidden states."""
-    logits = network.with_weights(weights).logits(hidden)
+    seen_by_row, slot = None, jnp.asarray(rows.slot)
     if variant.adjusted:
-        seen, choice = _sample_adjusted(logits, slots.seen, rows, variant)
-    else:
-        seen, choices = None, logits if rows.allowed is None else ops.constrain_logits(logits, rows.allowed)
-        choice = _choice(choices, rows.sampling, variant)
-        if rows.allowed is not None or choice.logprob is None:
-            choice = choice._replace(logprob=_logprobs_of(logits, choice.token))
-    likeliest = _likeliest(logits, variant.top_logprobs)
-    sampled = SampledTokens(choice.token, choice.logprob, *likeliest, choice.sampling_logprob)
-    return SlotState(slots.last.at[rows.slot].set(choice.token, mode="drop"), seen), sampled
+        assert slots.seen is not None
+        # Rows whose token belongs to no slot get slots of their own beyond the last, so that the scatter may rely on
+        # every index being there once.
+        row, count = jnp.arange(len(hidden), dtype=jnp.int32), len(slots.seen.generated)
+        slot = jnp.where(slot < count, slot, count + row)
+        seen_by_row = SeenTokens(*(x.at[slot].get(mode="fill", fill_value=0) for x in slots.seen))
+    sampled = network.with_weights(weights).with_logits(_sampled, hidden, rows, seen_by_row, variant=variant)
+    seen = None
+    if slots.seen is not None and seen_by_row is not None:
+        seen = _with_tokens(slots.seen, seen_by_row, slot, sampled.token)
+    return SlotState(slots.last.at[rows.slot].set(sampled.token, mode="drop"), seen), sampled
+
+
+def _sampled(logits: Logits, rows: SampledRows, seen: SeenTokens | None, *, variant: SamplingVariant) -> SampledTokens:
+    """Returns the tokens that are sampled by logits, given what is seen in the rows' slots where they are adjusted."""
+    choices = logits
+    if variant.adjusted:
+        assert seen is not None and rows.adjustments is not None
+        choices = logits.adjusted(seen, rows.adjustments, rows.allowed)
+    elif rows.allowed is not None:
+        choices = logits.constrained(rows.allowed)
+    choice = _choice(choices, rows.sampling, variant)
+    logprob = choice.logprob
+    if choices is not logits or logprob is None:
+        logprob = logits.logprobs(choice.token)
+    top = logits.top_logprobs(variant.top_logprobs)
+    return SampledTokens(choice.token, logprob, *top, choice.sampling_logprob)
 
 
 class _Choice(NamedTuple):
@@ -425,35 +442,21 @@ class _Choice(NamedTuple):
     sampling_logprob: Float32[Array, "R"] | None
 
 
-def _choice(choices: Float[Array, "R V"], sampling: SamplingArrays, variant: SamplingVariant) -> _Choice:
+def _choice(choices: Logits, sampling: SamplingArrays, variant: SamplingVariant) -> _Choice:
     """Returns tokens sampled by the given logits."""
     if not variant.distribution:
-        return _Choice(*ops.sample(choices, sampling, filtered=variant.filtered), None)
+        return _Choice(*choices.sample(sampling, filtered=variant.filtered), None)
     # Filters sort the logits, which takes longer than all the rest: they are applied once for both.
-    kept = ops.filter_logits(choices, sampling) if variant.filtered else choices
-    token, logprob = ops.sample(kept, sampling, filtered=False)
-    sampling_logprob = ops.sampling_logprobs(kept, token, sampling, filtered=False)
-    return _Choice(token, None if variant.filtered else logprob, sampling_logprob)
+    kept = choices.filtered(sampling) if variant.filtered else choices
+    token, logprob = kept.sample(sampling, filtered=False)
+    return _Choice(token, None if variant.filtered else logprob, kept.sampling_logprobs(token, sampling))
 
 
-def _sample_adjusted(
-    logits: Float32[Array, "R V"], seen: SeenTokens | None, rows: SampledRows, variant: SamplingVariant
-) -> tuple[SeenTokens, _Choice]:
-    """Returns what is seen in the slots, and tokens chosen by adjusted logits, with logprobs by the model's own."""
-    assert seen is not None
-    assert rows.adjustments is not None
-    # Rows whose token belongs to no slot get slots of their own beyond the last, so that the scatter may rely on every
-    # index being there once.
-    row, slots = jnp.arange(len(logits), dtype=jnp.int32), len(seen.generated)
-    slot = jnp.where(rows.slot < slots, rows.slot, slots + row)
-    seen_by_row = SeenTokens(*(x.at[slot].get(mode="fill", fill_value=0) for x in seen))
-    adjusted = ops.adjust_logits(logits, seen_by_row, rows.adjustments, rows.allowed)
-    choice = _choice(adjusted, rows.sampling, variant)
-    token = choice.token
-    count = seen_by_row.generated[row, token]
+def _with_tokens(seen: SeenTokens, by_row: SeenTokens, slot: Int32[Array, "R"], token: Int32[Array, "R"]) -> SeenTokens:
+    """Returns what is seen in the slots, with a further token of each row."""
+    count = by_row.generated[jnp.arange(len(token), dtype=jnp.int32), token]
     count += (count < np.iinfo(_COUNT).max).astype(_COUNT)
-    seen = seen._replace(generated=seen.generated.at[slot, token].set(count, mode="drop", unique_indices=True))
-    return seen, choice._replace(logprob=_logprobs_of(logits, token))
+    return seen._replace(generated=seen.generated.at[slot, token].set(count, mode="drop", unique_indices=True))
 
 
 @functools.partial(compilation.jit, static_argnums=0, donate_argnums=2)
@@ -526,24 +529,9 @@ def _score(
 ) -> SampledTokens:
     """Returns logprobs of given tokens, each after the hidden state in a row of its own."""
     index = jnp.minimum(first + jnp.arange(tokens.shape[0], dtype=jnp.int32), rows.shape[0] - 1)
-    logits = network.with_weights(weights).logits(rows[index])
-    return SampledTokens(jnp.asarray(tokens), _logprobs_of(logits, tokens), *_likeliest(logits, top))
+    return network.with_weights(weights).with_logits(_scored, rows[index], jnp.asarray(tokens), top=top)
 
 
-def _logprobs_of(logits: Float[Array, "R V"], tokens: Int32[Arrays, "R"]) -> Float32[Array, "R"]:
-    """Returns the logprob of a given token in each row."""
-    tokens = jnp.asarray(tokens)[:, None]
-    statistics = log_softmax_statistics(logits)
-    if statistics is None:
-        return jnp.take_along_axis(ops.log_softmax(logits), tokens, axis=1)[:, 0]
-    # The same bits, and logits are read once while no logprobs are written.
-    first, second = statistics
-    return jnp.take_along_axis(logits.astype(ACCUMULATOR), tokens, axis=1)[:, 0] - first - second
-
-
-def _likeliest(logits: Float[Array, "R V"], count: int) -> tuple[Int32[Array, "R n"], Float32[Array, "R n"]]:
-    """Returns the likeliest tokens with their logprobs; arrays without columns for a count of 0."""
-    if count:
-        return ops.top_logprobs(logits, count)
-    none = jnp.zeros((logits.shape[0], 0))
-    return none.astype(jnp.int32), none
+def _scored(logits: Logits, tokens: Int32[Array, "n"], *, top: int) -> SampledTokens:
+    """Returns given tokens with their logprobs, and the likeliest tokens in their places."""
+    return SampledTokens(tokens, logits.logprobs(tokens), *logits.top_logprobs(top))

@@ -70,8 +70,9 @@ def load(
         dtype: the dtype of the weights: float32, bfloat16 or float16, rounded to nearest even. Default: the one that
             `config.json` names, else the one that the embedding is stored in.
         progress: whether a progress bar is drawn on stderr. Default: if stderr is a terminal.
-        mesh: devices that share the model, with one axis, "tensor"; see `sharded`. Each parameter goes from the file
-            to the devices by itself, so no device and no process holds the whole model. Default: one device has it.
+        mesh: devices that share the model, with the axes "tensor" and "expert" or one of them; see `sharded`. Each
+            parameter goes from the file to the devices by itself, so no device and no process holds the whole model.
+            Default: one device has it.
 
     Raises:
         CheckpointError: `path` is no directory; a file is missing or damaged; the architecture or an option is not

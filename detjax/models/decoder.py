@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
 import jax
@@ -52,8 +53,8 @@ class Decoder(nnx.Module):
         generation_defaults: what the checkpoint says of generation, or None.
         image_options: how images become patches; None for a model without a vision tower.
         video_options: how frames of videos do; None: as images.
-        mesh: the devices that share the model, with one axis, "tensor"; None: it is on one device, or every device has
-            all of it. See `detjax.models.sharded`.
+        mesh: the devices that share the model, with the axes "tensor" and "expert"; None: it is on one device,
+            or every device has all of it. See `detjax.models.sharded`.
     """
 
     CHECKPOINT_NAMES: Final = {
@@ -214,6 +215,31 @@ class Decoder(nnx.Module):
 
     def _logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
         return self.head.logits(hidden)
+
+    def with_logits[R](
+        self, function: Callable[..., R], hidden: Float[Array, "R D"], *args: Any, **options: Hashable
+    ) -> R:
+        """Returns what a function of the logits of rows returns, without gathering logits of devices that share them.
+
+        Args:
+            function: a function of `Logits` and of `args` and `options`, as `jax.jit` takes one. Every device calls it.
+            hidden: hidden states of the rows.
+            args: further arguments, of which every device is given all.
+            options: further arguments that the program depends on.
+        """
+        if self.mesh is None:
+            return function(self.head.shared_logits(hidden), *args, **options)
+        static = ("function", function), ("options", tuple(options.items()))
+        return run(self, Call("_with_logits", (P(),) * (1 + len(args)), P(), static), hidden, *args)
+
+    def _with_logits[R](
+        self,
+        hidden: Float[Array, "R D"],
+        *args: Any,
+        function: Callable[..., R],
+        options: tuple[tuple[str, Hashable], ...],
+    ) -> R:
+        return function(self.head.shared_logits(hidden), *args, **dict(options))
 
     def logprobs(
         self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"], distribution: Distribution = MODEL_DISTRIBUTION

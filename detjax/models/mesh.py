@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -15,48 +16,58 @@ from jaxtyping import Array
 
 from detjax import compilation
 from detjax.models.network import Network, Path, Weights, parameters, split
-from detjax.models.parts.cuts import TENSOR, Cut
+from detjax.models.parts.cuts import AXES, EXPERT, TENSOR, Cut, Group, taken_and_filled
 
 _TOWER: Final = "vision"
 """The part of a decoder that runs on every device as a whole."""
 
 
 def checked(operation: str, mesh: Mesh) -> Mesh:
-    """Returns a mesh whose devices can share a model, with an axis that the compiler need not be told of.
+    """Returns a mesh whose devices can share a model, with both of `AXES`, that the compiler need not be told of.
 
     Args:
         operation: what the error begins with.
         mesh: the mesh.
 
     Raises:
-        ValueError: it has another axis than "tensor".
+        ValueError: it has another axis than "tensor" and "expert".
     """
-    if mesh.axis_names != (TENSOR,):
+    names = mesh.axis_names
+    if not names or not set(names) <= set(AXES):
+        advice = " For the axis 'data' run an engine for each replica, behind one endpoint." if "data" in names else ""
         raise ValueError(
-            f"{operation}: the mesh has the axes {mesh.axis_names}; accepted: one axis, {TENSOR!r}, as "
-            f"jax.make_mesh((2,), ({TENSOR!r},)) makes it for two devices"
+            f"{operation}: the mesh has the axes {names}; accepted: {TENSOR!r}, {EXPERT!r} or both, as "
+            f"jax.make_mesh((2, 1), {AXES}) makes them for two devices.{advice}"
         )
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,))
+    order = [names.index(axis) for axis in AXES if axis in names]
+    shape = [mesh.shape.get(axis, 1) for axis in AXES]
+    return Mesh(mesh.devices.transpose(order).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def mesh_of(devices: int) -> Mesh | None:
-    """Returns the first so many of JAX's devices as a mesh that can share a model; None for one device.
+def mesh_of(tensor: int = 1, expert: int = 1) -> Mesh | None:
+    """Returns the first of JAX's devices as a mesh that can share a model; None for one device.
+
+    Args:
+        tensor: how many devices share each expert, and all that is no expert.
+        expert: how many times so many devices there are; each of them has some of the experts of a layer.
 
     Raises:
         ValueError: JAX has fewer devices.
 
     Example:
-        >>> detjax.models.mesh_of(1) is None
+        >>> detjax.models.mesh_of(tensor=1, expert=1) is None
         True
     """
-    if not 1 <= devices <= jax.device_count():
+    if min(tensor, expert) < 1 or tensor * expert > jax.device_count():
         raise ValueError(
-            f"mesh_of: devices is {devices}; accepted: 1 to {jax.device_count()}, which JAX has. On a CPU the "
-            "environment variable XLA_FLAGS=--xla_force_host_platform_device_count=8 simulates 8."
+            f"mesh_of: tensor is {tensor} and expert is {expert}; accepted: positive numbers whose product is at most "
+            f"{jax.device_count()}, the devices of JAX. On a CPU the environment variable "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=8 simulates 8."
         )
-    if devices == 1:
+    if tensor * expert == 1:
         return None
-    return Mesh(np.array(jax.devices()[:devices]), (TENSOR,), axis_types=(AxisType.Auto,))
+    devices = np.array(jax.devices()[: tensor * expert]).reshape(tensor, expert)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def sharded[M: Any](model: M, mesh: Mesh) -> M:
@@ -68,7 +79,7 @@ def sharded[M: Any](model: M, mesh: Mesh) -> M:
 
     Args:
         model: a `Decoder` on one device, or on the host. It stays as it is.
-        mesh: devices with one axis, "tensor".
+        mesh: devices with the axes "tensor" and "expert", or with one of them.
 
     Raises:
         ValueError: the mesh has another axis, or the model is shared already.
@@ -99,17 +110,22 @@ def with_mesh[M: Any](model: M, weights: Weights, mesh: Mesh) -> M:
 
 def cuts_of(model: Any, mesh: Mesh | AbstractMesh) -> list[Cut | None]:
     """Returns how each weight of a decoder is cut, in the order of `network.split`; None: devices have all of it."""
-    return [_cut_of(model, path, mesh.size) for path in parameters(model)]
+    return [_cut_of(model, path, mesh) for path in parameters(model)]
 
 
-def _cut_of(model: Any, path: Path, devices: int) -> Cut | None:
+def _cut_of(model: Any, path: Path, mesh: Mesh | AbstractMesh) -> Cut | None:
     *levels, name = path
     if levels[0] == _TOWER:
         return None
     part: Any = model
     for level in levels:
         part = part[level] if isinstance(level, int) else getattr(part, level)
-    cut = part.cuts(devices).get(name) if hasattr(part, "cuts") else None
+    cuts: dict[str, Cut] = {}
+    if hasattr(part, "cuts"):
+        cuts = part.cuts(mesh.size)
+    elif hasattr(part, "expert_cuts"):
+        cuts = part.expert_cuts(*(mesh.shape[axis] for axis in AXES))
+    cut = cuts.get(name)
     return cut if cut is not None and cut.is_cut else None
 
 
@@ -120,18 +136,29 @@ def place(x: Any, cut: Cut | None, mesh: Mesh) -> Array:
     """
     if cut is None:
         return jax.device_put(x if isinstance(x, jax.Array) else np.asarray(x), everywhere(mesh))
-    sharding, devices = NamedSharding(mesh, _spec(x.ndim, cut)), mesh.size
-    axis = x.ndim + cut.axis
-    shape = (*x.shape[:axis], cut.length * devices, *x.shape[axis + 1 :])
+    sharding, axis = NamedSharding(mesh, _spec(x.ndim, cut)), x.ndim + cut.axis
+    devices = math.prod(mesh.shape[name] for name in cut.over)
+    shape = [*x.shape[:axis], cut.length * devices, *x.shape[axis + 1 :]]
+    if cut.experts is not None:
+        shape[0] = cut.experts.length * mesh.shape[EXPERT]
     parts = []
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
+    for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
         assert index is not None
-        part = np.asarray(cut.pieces(x, (index[axis].start or 0) // cut.length, devices))
+        some = x if cut.experts is None else _some_experts(x, cut.experts, index[0].start or 0, mesh)
+        part = np.asarray(cut.pieces(some, (index[axis].start or 0) // cut.length, devices))
         parts.append(jax.block_until_ready(jax.device_put(part, device)))
         # JAX forgets what it has copied when garbage is collected, and not before.
-        del part
+        del some, part
         gc.collect(0)
-    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
+
+
+def _some_experts(x: Any, experts: Group, begin: int, mesh: Mesh) -> Any:
+    """The experts of a parameter that begin at a place of the array on a mesh, with zeros for those that miss."""
+    if experts.pieces == 1:
+        return x
+    first = experts.piece_of(begin // experts.length, mesh.shape[EXPERT]) * experts.length
+    return taken_and_filled(x, first, min(first + experts.length, experts.size), experts.length, 0)
 
 
 def placement(model: Any, mesh: Mesh | None) -> list[Callable[[Any], Array]]:
@@ -150,10 +177,16 @@ def whole(x: Any, cut: Cut | None, mesh: Mesh | None) -> Any:
     """Returns the whole of a weight that lies on a mesh, on the host; others as they are."""
     if mesh is None:
         return x
-    shards: list[Any] = sorted(x.addressable_shards, key=lambda shard: list(mesh.devices).index(shard.device))
+    order = list(mesh.devices.flat)
+    shards: list[Any] = sorted(x.addressable_shards, key=lambda shard: order.index(shard.device))
     if cut is None:
         return np.asarray(shards[0].data)
-    return cut.whole([np.asarray(shard.data) for shard in shards])
+    parts = [np.asarray(shard.data) for shard in shards]
+    if cut.experts is None:
+        return cut.whole(parts)
+    sharing = mesh.shape[EXPERT]
+    firsts = range(0, sharing, sharing // cut.experts.pieces)
+    return np.concatenate([cut.whole(parts[first::sharing]) for first in firsts])[: cut.experts.size]
 
 
 def whole_shapes(model: Any) -> list[tuple[int, ...]]:
@@ -174,7 +207,12 @@ def whole_weights(model: Any) -> list[Any]:
 
 
 def _spec(ndim: int, cut: Cut | None) -> P:
-    return P() if cut is None else P(*[None] * (ndim + cut.axis), TENSOR)
+    if cut is None:
+        return P()
+    axes: list[Any] = [*[None] * (ndim + cut.axis), cut.over]
+    if cut.experts is not None:
+        axes[0] = EXPERT
+    return P(*axes)
 
 
 def empty_state(mesh: Mesh | None, declarations: Sequence[Any], size: Any) -> Any:

@@ -115,6 +115,10 @@ class ExpertRows:
         """
         return _gather(x, self)
 
+    def results(self, y: Float[Array, "M D"]) -> Float[Array, "N count D"]:
+        """Returns the results of each token in the order of its experts, given those of all rows; zeros for none."""
+        return _rows_at(y, self.place)
+
     def tree_flatten(self) -> tuple[tuple[Any, ...], int]:
         """Returns the arrays, and the unit, which is known while programs are traced."""
         return (self.group_sizes, self.token, self.place), self.unit
@@ -135,7 +139,8 @@ def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array,
     Every group begins at a row that suits the backend's kernels, so there may be more rows than choices.
 
     Args:
-        ids: the experts of each token, none of them twice.
+        ids: the experts of each token, none of them twice. A token may choose the number `experts` any number of times,
+            and has no row for it: this is how experts of other devices are named.
         experts: how many experts there are.
         present: whether a token is one; others belong to no expert. Default: all are.
 
@@ -185,9 +190,9 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 @compilation.jit(static_argnames="aggregation")
 def combine_experts(
-    y: Float[Array, "M D"],
+    y: Float[Array, "M D"] | Float[Array, "N count D"],
     weights: Float32[Array, "N count"],
-    rows: ExpertRows,
+    rows: ExpertRows | None,
     *,
     shared: Float[Array, "N D"] | None = None,
     residual: Float[Array, "N D"] | None = None,
@@ -201,7 +206,7 @@ def combine_experts(
     Args:
         y: the experts' results, in the order of the rows; bfloat16, float16 or float32.
         weights: of each token's experts, in ascending order of these.
-        rows: where each result is.
+        rows: where each result is; None: `y` has the results of each token, as `ExpertRows.results` returns them.
         shared: the result of experts that all tokens share.
         residual: rows of y's dtype that are added last.
         aggregation: where sums are rounded and in which order they are added. "contract" is what is said above. The
@@ -231,22 +236,29 @@ def combine_experts(
         raise ValueError(f"combine_experts: aggregation is {aggregation!r}; accepted: {accepted}")
     check_dtype("combine_experts", y=y)
     check_dtype("combine_experts", like=y, shared=shared, residual=residual)
-    check_shape("combine_experts", "weights", weights, rows.place.shape, f"rows.place being {rows.place.shape}")
+    if rows is None:
+        check_shape("combine_experts", "y", y, (*weights.shape, y.shape[-1]), f"weights being {weights.shape}")
+    else:
+        check_shape("combine_experts", "weights", weights, rows.place.shape, f"rows.place being {rows.place.shape}")
     for name, array in {"shared": shared, "residual": residual}.items():
-        check_shape("combine_experts", name, array, (len(weights), y.shape[1]), f"y being {y.shape}")
+        check_shape("combine_experts", name, array, (len(weights), y.shape[-1]), f"y being {y.shape}")
     return _combine(y, weights, rows, (shared, residual), aggregation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _combine(
-    y: Array, weights: Array, rows: ExpertRows, addends: tuple[Array | None, ...], aggregation: Aggregation
+    y: Array, weights: Array, rows: ExpertRows | None, addends: tuple[Array | None, ...], aggregation: Aggregation
 ) -> Array:
     given = [x for x in addends if x is not None]
-    return portable.combine(_rows_at(y, rows.place), weights, given, aggregation)
+    return portable.combine(_by_token(y, rows), weights, given, aggregation)
+
+
+def _by_token(y: Array, rows: ExpertRows | None) -> Array:
+    return y if rows is None else rows.results(y)
 
 
 def _combine_forward(
-    y: Array, weights: Array, rows: ExpertRows, addends: tuple[Array | None, ...], aggregation: Aggregation
+    y: Array, weights: Array, rows: ExpertRows | None, addends: tuple[Array | None, ...], aggregation: Aggregation
 ) -> tuple[Array, tuple[Any, ...]]:
     saved = y, weights, rows, tuple(x is not None for x in addends)
     return _combine(y, weights, rows, addends, aggregation), saved
@@ -254,10 +266,13 @@ def _combine_forward(
 
 def _combine_backward(aggregation: Aggregation, saved: tuple[Any, ...], dout: Array) -> tuple[Any, ...]:
     y, weights, rows, has_addend = saved
-    dy, dweights = portable.combine_backward(_rows_at(y, rows.place), weights, dout)
+    dy, dweights = portable.combine_backward(_by_token(y, rows), weights, dout)
+    daddends = tuple(dout if flag else None for flag in has_addend)
+    if rows is None:
+        return dy, dweights, None, daddends
     flat = dy.reshape(-1, y.shape[1])
     by_row = jnp.zeros_like(y).at[rows.place.reshape(-1)].set(flat, mode="drop", unique_indices=True)
-    return by_row, dweights, None, tuple(dout if flag else None for flag in has_addend)
+    return by_row, dweights, None, daddends
 
 
 _combine.defvjp(_combine_forward, _combine_backward)

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.random import threefry2x32_p
 from jaxtyping import Array
 
-from detjax.contract import ACCUMULATOR
+from detjax.contract import ACCUMULATOR, SOFTMAX_BLOCK
 from detjax.numerics import LOWEST, sample_key
 from detjax.portable.softmax import log_softmax_tile, softmax_tile
 from detjax.portable.tiles import map_rows
@@ -19,17 +20,50 @@ def sample(logits: Array, arrays: SamplingArrays, *, filtered: bool) -> tuple[Ar
         logits, (seed, position, sample_index, temperature, top_k, top_p, min_p) = rows
         logits = logits.astype(ACCUMULATOR)
         greedy = temperature == 0
-        scaled = _scaled(logits, temperature)
+        scaled = scaled_logits(logits, temperature)
         if filtered:
             scaled = jnp.where(_kept(scaled, top_k, top_p, min_p), scaled, -jnp.inf)
-        noise = jax.vmap(_gumbel, in_axes=(0, 0, 0, None))(seed, position, sample_index, logits.shape[-1])
-        # The barrier has the product rounded before the noise is added, whatever instructions the processor has.
-        noisy = lax.optimization_barrier(scaled) + noise
-        token = jnp.argmax(jnp.where(greedy[:, None], logits, noisy), axis=-1).astype(jnp.int32)
+        keys = jax.random.key_data(jax.vmap(sample_key)(seed, position, sample_index))
+        values = jnp.where(greedy[:, None], logits, scaled)
+        token = best_candidate(*best_of_blocks(values, keys, greedy, jnp.int32(0), logits.shape[-1]))
         logprob = jnp.take_along_axis(log_softmax_tile(logits), token[:, None], axis=-1)[:, 0]
         return token, logprob
 
     return map_rows(tile, (logits, arrays), None)
+
+
+def best_of_blocks(values: Array, keys: Array, greedy: Array, first: Array, vocabulary: int) -> tuple[Array, Array]:
+    """Returns the largest value of each block of a tile, noise included, and its token, both `[rows, blocks]`.
+
+    Args:
+        values: consecutive tokens' logits after temperature and filters, or as they are where a row is greedy, float32
+            `[rows, v]`.
+        keys: the keys of the rows' noise, uint32 `[rows, 2]`.
+        greedy: whether a row has no noise, `[rows]`.
+        first: the first of the tokens, a multiple of the block's size.
+        vocabulary: the number of tokens that there are. No token beyond it is chosen.
+    """
+    size = min(values.shape[-1], SOFTMAX_BLOCK)
+    values = jnp.pad(values, ((0, 0), (0, -values.shape[-1] % size)), constant_values=-jnp.inf)
+    starts = jnp.arange(0, values.shape[-1], size, dtype=jnp.int32)
+
+    def best(start: Array) -> tuple[Array, Array]:
+        block = lax.dynamic_slice_in_dim(values, start, size, axis=1)
+        token = first + start + jnp.arange(size, dtype=jnp.int32)
+        # The barrier has the product rounded before the noise is added, whatever instructions the processor has.
+        noisy = lax.optimization_barrier(block) + _gumbel(keys, token)
+        value = jnp.where(greedy[:, None], block, noisy)
+        value = jnp.where(token < vocabulary, value, -jnp.inf)
+        index = jnp.argmax(value, axis=1).astype(jnp.int32)
+        return jnp.take_along_axis(value, index[:, None], axis=1)[:, 0], first + start + index
+
+    value, token = lax.map(best, starts)
+    return value.T, token.T
+
+
+def best_candidate(values: Array, tokens: Array) -> Array:
+    """Returns the token of the largest value in each row `[rows, blocks]`, the first of several; a NaN is largest."""
+    return jnp.take_along_axis(tokens, jnp.argmax(values, axis=1)[:, None], axis=1)[:, 0]
 
 
 def sampling_logprobs(logits: Array, tokens: Array, temperature: Array) -> Array:
@@ -66,7 +100,7 @@ def masked(logits: Array, arrays: SamplingArrays) -> Array:
     def tile(rows: tuple[Array, ...], _: None) -> Array:
         logits, temperature, *filters = rows
         logits = logits.astype(ACCUMULATOR)
-        return jnp.where(_kept(_scaled(logits, temperature), *filters), logits, -jnp.inf)
+        return jnp.where(_kept(scaled_logits(logits, temperature), *filters), logits, -jnp.inf)
 
     return map_rows(tile, (logits, arrays.temperature, arrays.top_k, arrays.top_p, arrays.min_p), None)
 
@@ -124,11 +158,18 @@ def likeliest(logprobs: Array, *, count: int) -> tuple[Array, Array]:
     return map_rows(tile, logprobs, None)
 
 
-def _gumbel(seed: Array, position: Array, sample_index: Array, size: int) -> Array:
-    return jax.random.gumbel(sample_key(seed, position, sample_index), (size,), ACCUMULATOR, mode="low")
+def _gumbel(keys: Array, tokens: Array) -> Array:
+    """The noise `[rows, n]` of tokens `[n]`: what `jax.random.gumbel` gives for them among all of a vocabulary."""
+    counters = jnp.broadcast_to(tokens.astype(jnp.uint32), (len(keys), len(tokens)))
+    key = [jnp.broadcast_to(word[:, None], counters.shape) for word in (keys[:, 0], keys[:, 1])]
+    first, second = threefry2x32_p.bind(*key, jnp.zeros_like(counters), counters)
+    bits = ((first ^ second) >> jnp.uint32(9)) | jnp.uint32(0x3F800000)
+    uniform = lax.bitcast_convert_type(bits, ACCUMULATOR) - 1.0
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
 
 
-def _scaled(logits: Array, temperature: Array) -> Array:
+def scaled_logits(logits: Array, temperature: Array) -> Array:
+    """Returns logits `[rows, n]` over the rows' temperatures, which noise is added to; see `contract`."""
     return jnp.maximum(logits * reciprocal(temperature)[:, None], LOWEST)
 
 

@@ -14,11 +14,21 @@ from detjax.portable.tiles import map_rows, row_sum
 def log_normalizer(x: Array) -> tuple[Array, Array]:
     """Returns the maximum `m` and the sum of `exp(x - m)` of a tile's rows `[rows, V]`, each float32 `[rows, 1]`."""
 
-    def normalizer_of_block(block: Array) -> tuple[Array, Array]:
+    return merged(*normalizers_of_blocks(x))
+
+
+def normalizers_of_blocks(x: Array) -> tuple[Array, Array]:
+    """Returns the contract's `m_b` and `l_b` of a tile's rows `[rows, V]`, each float32 `[blocks, rows, 1]`."""
+
+    def normalizer(block: Array) -> tuple[Array, Array]:
         m = jnp.maximum(jnp.max(block, axis=-1, keepdims=True), LOWEST)
         return m, row_sum(exp_difference(block, m))
 
-    m_b, l_b = _map_blocks(normalizer_of_block, x.astype(ACCUMULATOR), fill=-jnp.inf)
+    return _map_blocks(normalizer, x.astype(ACCUMULATOR), fill=-jnp.inf)
+
+
+def merged(m_b: Array, l_b: Array) -> tuple[Array, Array]:
+    """Returns `m` and `l` of a tile's rows, each `[rows, 1]`, from those of their blocks, `[blocks, rows, 1]`."""
     m = jnp.max(m_b, axis=0)
     return m, _left_to_right(lambda block: l_b[block] * exp_difference(m_b[block], m), len(m_b))
 
@@ -52,7 +62,8 @@ def exp_difference(x: Array, m: Array) -> Array:
 def log_softmax_tile(x: Array) -> Array:
     """Returns log-softmax, float32 `[rows, V]`, of a tile `[rows, V]`."""
     m, total = log_normalizer(x)
-    return (x.astype(ACCUMULATOR) - m) - jnp.log(total)
+    # Behind the barrier the logarithm is taken of single numbers, whatever the width of the rows.
+    return (x.astype(ACCUMULATOR) - m) - lax.optimization_barrier(jnp.log(total))
 
 
 def softmax_tile(x: Array) -> Array:

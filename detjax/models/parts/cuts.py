@@ -3,7 +3,7 @@
 An element of a product then has one accumulator on one device, exactly as on a single device, and devices exchange
 results alone. So the number of devices is a schedule: it changes no bit.
 
-Code of parts is the same on one device and on many. Within `jax.shard_map` over a mesh with the axis `TENSOR`, a part
+Code of parts is the same on one device and on many. Within `jax.shard_map` over a mesh with the axes `AXES`, a part
 sees its device's weights, and calls `product`, `whole_product`, `gathered` and `local_columns`; elsewhere these do
 nothing but compute. Its method `cuts(devices)` says by name how its parameters are cut; every device has the whole of
 all others.
@@ -19,13 +19,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from detjax import backends
 from detjax.accumulated_weight import AccumulatedWeight, Weight
+from detjax.numerics import ceil_div, round_up
 
 TENSOR: Final = "tensor"
-"""The axis of a mesh whose devices share a model."""
+"""The axis of a mesh whose devices share every expert, each having some of its outputs."""
+
+EXPERT: Final = "expert"
+"""The axis of a mesh whose devices share the experts of a layer, each having whole ones."""
+
+AXES: Final = (TENSOR, EXPERT)
+"""The axes of a mesh whose devices share a model. What is no expert is cut over the devices of both."""
 
 _UNIT: Final = 8
 """The outputs of a piece are a multiple of this number where all of them are, which lets kernels load 16 bytes at a
@@ -40,15 +47,23 @@ class Group:
         size: how many outputs there are.
         pieces: how many pieces: a divisor of the devices. Where there are fewer pieces than devices, neighbours have
             the same one.
+        unit: a piece has a multiple of this number of outputs. Where the pieces are longer than all outputs together,
+            the last ones end with zeros.
     """
 
     size: int
     pieces: int
+    unit: int = 1
 
     @property
     def length(self) -> int:
         """The outputs of a piece."""
-        return self.size // self.pieces
+        return round_up(ceil_div(self.size, self.pieces), self.unit)
+
+    @property
+    def filled_size(self) -> int:
+        """The outputs of all pieces together, zeros included."""
+        return self.length * self.pieces
 
     def piece_of(self, device: Any, devices: int) -> Any:
         """Returns the number of a device's piece."""
@@ -85,15 +100,26 @@ class Cut:
     Attributes:
         groups: the outputs.
         axis: their axis in the parameter, counted from the end.
+        over: the axes of the mesh whose devices have the pieces.
+        experts: the experts, which are the first axis of the parameter, cut over the devices of `EXPERT`; None: the
+            parameter is none of experts, or every device has all of them.
     """
 
     groups: tuple[Group, ...]
     axis: int = -2
+    over: tuple[str, ...] = AXES
+    experts: Group | None = None
 
     @property
     def is_cut(self) -> bool:
         """Whether devices differ in what they have."""
-        return any(group.pieces > 1 for group in self.groups)
+        groups = self.groups if self.experts is None else (self.experts, *self.groups)
+        return any(group.pieces > 1 for group in groups)
+
+    @property
+    def output_cut(self) -> "Cut":
+        """The cut of the experts that a device has."""
+        return dataclasses.replace(self, experts=None)
 
     @property
     def length(self) -> int:
@@ -108,7 +134,8 @@ class Cut:
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the whole array, given that of a part, or of one that holds the parts of all devices."""
         axis = len(shape) + self.axis
-        return *shape[:axis], self.size, *shape[axis + 1 :]
+        first = shape[:axis] if self.experts is None else (self.experts.size, *shape[1:axis])
+        return *first, self.size, *shape[axis + 1 :]
 
     def places(self) -> Iterator[Place]:
         """Yields where each group lies."""
@@ -122,21 +149,23 @@ class Cut:
         return dataclasses.replace(self, axis=axis)
 
     def pieces(self, x: Any, device: int, devices: int) -> Any:
-        """Returns a device's part of a whole array of NumPy or JAX, or of what is indexed like one."""
+        """Returns a device's outputs of a whole array of NumPy or JAX, or of what is indexed like one."""
         parts = []
         for place in self.places():
-            first = place.begin_of(device, devices)
-            parts.append(self._taken(x, slice(first, first + place.group.length)))
+            first, end = place.begin_of(device, devices), place.begin + place.group.size
+            length = place.group.length
+            parts.append(taken_and_filled(x, first, min(first + length, end), length, x.ndim + self.axis))
         if len(parts) == 1:
             return parts[0]
         return jnp.concatenate(parts, self.axis) if isinstance(x, jax.Array) else np.concatenate(parts, self.axis)
 
     def whole(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the whole array of the parts that all devices have, in their order: the inverse of `pieces`."""
+        """Returns the whole array of the outputs that all devices have, in their order: the inverse of `pieces`."""
         joined = []
         for place in self.places():
             some = parts[:: len(parts) // place.group.pieces]
-            joined += [self._taken(part, place.in_part) for part in some]
+            pieces = np.concatenate([self._taken(part, place.in_part) for part in some], self.axis)
+            joined.append(self._taken(pieces, slice(place.group.size)))
         return np.concatenate(joined, self.axis)
 
     def _taken(self, x: Any, outputs: slice) -> Any:
@@ -144,11 +173,45 @@ class Cut:
         return x[(..., outputs, *[slice(None)] * (-1 - self.axis))]
 
 
+def taken_and_filled(x: Any, first: int, end: int, length: int, axis: int) -> Any:
+    """Returns a part of an array of NumPy or JAX, or of what is indexed like one, with zeros behind it up to a length.
+
+    Args:
+        x: the array.
+        first: where the part begins.
+        end: where it ends; it may be empty.
+        length: the length of the result.
+        axis: its axis.
+    """
+    if first >= end:
+        return np.zeros((*x.shape[:axis], length, *x.shape[axis + 1 :]), x.dtype)
+    return filled(x[(..., slice(first, end), *[slice(None)] * (x.ndim - 1 - axis))], length, axis)
+
+
+def filled(x: Any, length: int, axis: int) -> Any:
+    """Returns an array of NumPy or JAX with zeros behind an axis, up to a length."""
+    if x.shape[axis] == length:
+        return x
+    zeros = np if isinstance(x, np.ndarray) else jnp
+    missing = zeros.zeros((*x.shape[:axis], length - x.shape[axis], *x.shape[axis + 1 :]), x.dtype)
+    return zeros.concatenate([x, missing], axis)
+
+
 @functools.cache
 def outputs(size: int, devices: int) -> Cut:
     """Returns the cut of so many outputs that do not belong together, into as many pieces as they divide into."""
     pieces = math.gcd(size if size % _UNIT else size // _UNIT, devices)
     return Cut((Group(size, pieces),))
+
+
+@functools.cache
+def whole_ones(count: int, devices: int) -> int:
+    """Returns into how many pieces things are cut that stay whole, such as experts.
+
+    The longest piece is as short as it can be, and then there are as few pieces as can be. So one thing is not cut.
+    """
+    divisors = [pieces for pieces in range(1, devices + 1) if devices % pieces == 0]
+    return min(divisors, key=lambda pieces: (ceil_div(count, pieces), pieces))
 
 
 @functools.cache
@@ -166,10 +229,14 @@ def head_pieces(heads: int, shared_heads: int, devices: int) -> tuple[int, int]:
     return count, min(count, shared_heads)
 
 
-def devices() -> int:
-    """Returns how many devices share the model that is being traced; 1 outside of a mesh."""
+def devices(over: Sequence[str] = AXES) -> int:
+    """Returns how many devices share the model that is being traced; 1 outside of a mesh.
+
+    Args:
+        over: the axes of the mesh that are counted.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh.shape[TENSOR] if TENSOR in mesh.manual_axes else 1
+    return math.prod(mesh.shape[axis] for axis in over) if TENSOR in mesh.manual_axes else 1
 
 
 def product(
@@ -196,7 +263,7 @@ def product(
     """
     options |= {"layout": "nk"}
     extra = {} if residual is None else {"residual": residual}
-    if devices() == 1 or not cut.is_cut:
+    if devices(cut.over) == 1 or not cut.is_cut:
         return operation(x, weight, *operands, bias=bias, **extra, **options)
     if backends.backend() == "portable":
         # The bits of XLA's own products depend on the shape of the weight, so it is the whole one, with zeros in the
@@ -216,37 +283,46 @@ def whole_product(
     return gathered(product(operation, x, weight, *operands, cut=cut, **options), cut)
 
 
-def local_columns(x: Float[Array, "*N D"], cut: Cut) -> Float[Array, "*N n"]:
+def local_columns(x: Shaped[Array, "*N D"], cut: Cut) -> Shaped[Array, "*N n"]:
     """Returns this device's columns of an array that has all of them."""
-    if devices() == 1 or not cut.is_cut:
+    if devices(cut.over) == 1 or not cut.is_cut:
         return x
-    count, device = devices(), lax.axis_index(TENSOR)
-    parts = [
-        lax.dynamic_slice_in_dim(x, place.begin_of(device, count), place.group.length, x.ndim - 1)
-        for place in cut.places()
-    ]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
-
-
-def gathered(x: Float[Array, "*N n"], cut: Cut) -> Float[Array, "*N D"]:
-    """Returns all columns of an array of which this device has its own."""
-    if devices() == 1 or not cut.is_cut:
-        return x
-    everything, parts = _all_gathered(x), []
+    count, device = devices(cut.over), lax.axis_index(cut.over)
+    parts = []
     for place in cut.places():
-        some = everything[:: devices() // place.group.pieces, ..., place.in_part]
-        parts.append(jnp.moveaxis(some, 0, -2).reshape(*x.shape[:-1], place.group.size))
+        group = place.group
+        some = filled(x[..., place.begin : place.begin + group.size], group.filled_size, x.ndim - 1)
+        first = group.piece_of(device, count) * group.length
+        parts.append(lax.dynamic_slice_in_dim(some, first, group.length, x.ndim - 1))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def gathered(x: Shaped[Array, "*N n"], cut: Cut) -> Shaped[Array, "*N D"]:
+    """Returns all columns of an array of which this device has its own."""
+    if devices(cut.over) == 1 or not cut.is_cut:
+        return x
+    everything, parts = all_gathered(x, cut.over), []
+    for place in cut.places():
+        some = everything[:: devices(cut.over) // place.group.pieces, ..., place.in_part]
+        rows = jnp.moveaxis(some, 0, -2).reshape(*x.shape[:-1], place.group.filled_size)
+        parts.append(rows[..., : place.group.size])
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def first_output(cut: Cut) -> Any:
+    """Returns the number of this device's first output, given a cut of one group."""
+    (group,) = cut.groups
+    return 0 if not cut.is_cut else group.piece_of(lax.axis_index(cut.over), devices(cut.over)) * group.length
 
 
 def all_rows(weight: Weight, cut: Cut) -> Weight:
     """Returns a whole weight `[N, K]` of which this device has its own rows."""
-    if devices() == 1 or not cut.is_cut:
+    if devices(cut.over) == 1 or not cut.is_cut:
         return weight
     return gathered(_plain(weight).swapaxes(-1, -2), cut).swapaxes(-1, -2)
 
 
-def owned_rows(x: Float[Array, "*N D"], owner: Array, cut: Cut) -> Float[Array, "*N D"]:
+def owned_rows(x: Shaped[Array, "*N D"], owner: Array, cut: Cut) -> Shaped[Array, "*N D"]:
     """Returns rows that one device has each: those of the device whose piece has the number `owner`.
 
     Args:
@@ -254,28 +330,27 @@ def owned_rows(x: Float[Array, "*N D"], owner: Array, cut: Cut) -> Float[Array, 
         owner: the piece that each row belongs to, `[*N]`.
         cut: the cut of the table that rows are read from, of one group.
     """
-    everything = _all_gathered(x)[:: devices() // cut.groups[0].pieces]
+    everything = all_gathered(x, cut.over)[:: devices(cut.over) // cut.groups[0].pieces]
     return jnp.take_along_axis(everything, owner[None, ..., None], axis=0, mode="clip")[0]
 
 
-@jax.custom_vjp
-def _all_gathered(x: Array) -> Array:
-    """What all devices have, in their order: an axis more, the first."""
-    return lax.all_gather(x, TENSOR)
+def refusing_gradients(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Returns a function of arrays that has no gradient, because it would be added across devices."""
+    refusing = jax.custom_vjp(function)
+    refusing.defvjp(lambda *args: (function(*args), None), _refuse)
+    return refusing
 
 
-def _forward(x: Array) -> tuple[Array, None]:
-    return _all_gathered(x), None
-
-
-def _backward(_: None, gradient: Array) -> tuple[Array]:
+def _refuse(_: None, gradient: Array) -> tuple[Array]:
     raise NotImplementedError(
         f"the gradient {gradient.shape} of a model that devices share would be added across devices; accepted: a model "
         "that each device has as a whole. Train with detjax.rl.Placement, whose devices share the batch."
     )
 
 
-_all_gathered.defvjp(_forward, _backward)
+def all_gathered(x: Array, over: Sequence[str]) -> Array:
+    """Returns what all devices of some axes have, in their order: an axis more, the first."""
+    return refusing_gradients(lambda x: lax.all_gather(x, over))(x)
 
 
 def _plain(weight: Weight) -> Array:
@@ -285,9 +360,12 @@ def _plain(weight: Weight) -> Array:
 
 def _at_its_place(x: Array, cut: Cut) -> Array:
     """An array of the whole shape with this device's part in its place, and zeros elsewhere."""
-    count, device, axis = devices(), lax.axis_index(TENSOR), x.ndim + cut.axis
-    whole = jnp.zeros(cut.whole_shape(x.shape), x.dtype)
+    count, device, axis = devices(cut.over), lax.axis_index(cut.over), x.ndim + cut.axis
+    parts = []
     for place in cut.places():
+        group = place.group
         piece = lax.slice_in_dim(x, place.in_part.start, place.in_part.stop, axis=axis)
-        whole = lax.dynamic_update_slice_in_dim(whole, piece, place.begin_of(device, count), axis)
-    return whole
+        zeros = jnp.zeros((*x.shape[:axis], group.filled_size, *x.shape[axis + 1 :]), x.dtype)
+        whole = lax.dynamic_update_slice_in_dim(zeros, piece, group.piece_of(device, count) * group.length, axis)
+        parts.append(lax.slice_in_dim(whole, 0, group.size, axis=axis))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)

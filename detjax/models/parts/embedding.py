@@ -5,9 +5,15 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int
 
 from detjax import ops
-from detjax.models.parts.cuts import Cut, all_rows, devices, outputs, owned_rows, whole_product
+from detjax.accumulated_weight import Weight
+from detjax.models.parts.cuts import Cut, all_rows, devices, gathered, owned_rows, product, refusing_gradients
+from detjax.models.parts.logits import Logits, cut_by_blocks
 from detjax.models.parts.parameters import Tensors, random_weight
+from detjax.numerics import flat_rows
+from detjax.ops import vocabulary_blocks
+from detjax.ops.token_logprobs import CHUNK
 from detjax.options import Distribution
+from detjax.portable.tiles import map_rows
 
 
 class Embedding(nnx.Module):
@@ -49,19 +55,43 @@ class Embedding(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*N D"]) -> Float32[Array, "*N V"]:
         """Returns the logit of each token for each hidden state."""
+        return gathered(self._local_logits(hidden, self.weight[...]), self.cuts(devices())["weight"])
+
+    def shared_logits(self, hidden: Float[Array, "R D"]) -> Logits:
+        """Returns the logits of rows, of which this device may have a part."""
+        return Logits.from_part(self._local_logits(hidden, self.weight[...]), self.cuts(devices())["weight"])
+
+    def _local_logits(self, hidden: Float[Array, "*N D"], weight: Weight) -> Float32[Array, "*N v"]:
         cut, options = self.cuts(devices())["weight"], {"soft_cap": self.soft_cap, "out_dtype": jnp.float32}
-        return whole_product(ops.matmul, hidden, self.weight[...], cut=cut, **options)
+        return product(ops.matmul, hidden, weight, cut=cut, **options)
 
     def logprobs(
         self, hidden: Float[Array, "*N D"], tokens: Int[Array, "*N"], distribution: Distribution
     ) -> Float32[Array, "*N"]:
         """Returns the logprob of a given token after each hidden state, under a distribution."""
+        cut = self.cuts(devices())["weight"]
+        if cut.is_cut and distribution.is_model and vocabulary_blocks.are_served():
+            return refusing_gradients(self._logprobs_by_blocks)(hidden, self.weight[...], tokens)
         options = {"distribution": distribution, "soft_cap": self.soft_cap}
-        return ops.token_logprobs(hidden, all_rows(self.weight[...], self.cuts(devices())["weight"]), tokens, **options)
+        return ops.token_logprobs(hidden, all_rows(self.weight[...], cut), tokens, **options)
+
+    def _logprobs_by_blocks(
+        self, hidden: Float[Array, "*N D"], weight: Weight, tokens: Int[Array, "*N"]
+    ) -> Float32[Array, "*N"]:
+        """The logprobs under the model's own distribution; devices exchange numbers of blocks of the vocabulary."""
+
+        def logprobs(rows: tuple[Array, Array], weight: Weight) -> Array:
+            hidden, tokens = rows
+            part = self._local_logits(hidden, weight)
+            return Logits.from_part(part, self.cuts(devices())["weight"]).logprobs(tokens)
+
+        # As in `ops.token_logprobs`, logits exist for some of the rows alone.
+        rows = flat_rows(hidden), tokens.reshape(-1).astype(jnp.int32)
+        return map_rows(logprobs, rows, weight, min(CHUNK, tokens.size)).reshape(tokens.shape)
 
     def cuts(self, devices: int) -> dict[str, Cut]:
-        """Returns how the table is cut: by tokens."""
-        return {"weight": outputs(self.vocab_size, devices)}
+        """Returns how the table is cut: by blocks of tokens."""
+        return {"weight": cut_by_blocks(self.vocab_size, devices)}
 
     @property
     def tensors(self) -> dict[str, Tensors]:

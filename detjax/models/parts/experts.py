@@ -1,6 +1,7 @@
 """Mixtures of experts in place of a layer's MLP."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -9,7 +10,18 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
 from detjax import ops
 from detjax.kv_pages import Queries, requests_of_tokens
-from detjax.models.parts.cuts import Cut, devices, gathered, local_columns, outputs, product, whole_product
+from detjax.models.parts.cuts import (
+    EXPERT,
+    TENSOR,
+    Cut,
+    devices,
+    gathered,
+    local_columns,
+    outputs,
+    product,
+    whole_product,
+)
+from detjax.models.parts.expert_exchange import at_home, from_homes, local_ids, results_at_home, whole_experts
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.options import Activation, Aggregation, Clamp
 
@@ -98,25 +110,48 @@ class Experts(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         request, present = requests_of_tokens(queries, x.shape[:-1])
         ids, weights = self.router(flat)
-        rows = ops.expert_rows(ids, self.options.experts, present)
+        cuts = self.expert_cuts(devices((TENSOR,)), devices((EXPERT,)))
+        experts = whole_experts(self.options.experts, devices((EXPERT,)))
+        rows = ops.expert_rows(local_ids(ids, experts), experts.length, present)
         # What fills up a group belongs to no sequence.
         sequences = request.at[rows.token].get(mode="fill", fill_value=-1)
         options: dict[str, Any] = {"unit": rows.unit, "sequences": sequences}
         gate: dict[str, Any] = {"activation": self.activation, "gated": True, "clamp": self.options.clamp}
-        cuts, given, sizes = self.cuts(devices()), rows.gather(flat), rows.group_sizes
-        inner: dict[str, Any] = {"cut": cuts["gate_up"], "bias": optional(self.gate_up_bias), **gate, **options}
-        outer: dict[str, Any] = {"cut": cuts["down"], "bias": optional(self.down_bias), **options}
+        given, sizes = rows.gather(flat), rows.group_sizes
+        gate_up, down = cuts["gate_up"].output_cut, cuts["down"].output_cut
+        inner: dict[str, Any] = {"cut": gate_up, "bias": optional(self.gate_up_bias), **gate, **options}
+        outer: dict[str, Any] = {"cut": down, "bias": optional(self.down_bias), **options}
         y = whole_product(ops.grouped_matmul, given, self.gate_up[...], sizes, **inner)
         y = product(ops.grouped_matmul, y, self.down[...], sizes, **outer)
         # A token's results are added column by column, so each device adds its own columns.
-        shared, residual = self.shared(flat), local_columns(residual.reshape(flat.shape), cuts["down"])
-        addends = {"shared": None if shared is None else local_columns(shared, cuts["down"]), "residual": residual}
-        y = ops.combine_experts(y, weights, rows, **addends, aggregation=self.options.aggregation)
-        return gathered(y, cuts["down"]).reshape(x.shape)
+        columns = functools.partial(local_columns, cut=down)
+        shared, residual = self.shared(flat), columns(residual.reshape(flat.shape))
+        shared = None if shared is None else columns(shared)
+        if experts.pieces == 1:
+            combined = self._combined(y, weights, rows, shared, residual)
+        else:
+            y = results_at_home(rows.results(y), ids, experts)
+            shared = None if shared is None else at_home(shared)
+            combined = self._combined(y, at_home(weights), None, shared, at_home(residual))
+            combined = from_homes(combined, len(flat))
+        return gathered(combined, down).reshape(x.shape)
 
-    def cuts(self, devices: int) -> dict[str, Cut]:
-        """Returns how parameters are cut: every expert by its outputs."""
-        inner, outer = outputs(self.options.inner_width, devices), outputs(self.width, devices)
+    def _combined(
+        self, y: Array, weights: Array, rows: ops.ExpertRows | None, shared: Array | None, residual: Array
+    ) -> Array:
+        addends = {"shared": shared, "residual": residual}
+        return ops.combine_experts(y, weights, rows, **addends, aggregation=self.options.aggregation)
+
+    def expert_cuts(self, tensor: int, expert: int) -> dict[str, Cut]:
+        """Returns how parameters are cut: whole experts over one axis of a mesh, each by its outputs over the other.
+
+        Args:
+            tensor: the devices of the axis `TENSOR`.
+            expert: the devices of the axis `EXPERT`.
+        """
+        cut = {"over": (TENSOR,), "experts": whole_experts(self.options.experts, expert)}
+        inner = dataclasses.replace(outputs(self.options.inner_width, tensor), **cut)
+        outer = dataclasses.replace(outputs(self.width, tensor), **cut)
         return {"gate_up": inner, "gate_up_bias": inner.at(-1), "down": outer, "down_bias": outer.at(-1)}
 
     def shared(self, x: Float[Array, "N D"]) -> Float[Array, "N D"] | None:

@@ -9,7 +9,7 @@ from jaxtyping import DTypeLike
 
 from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KeyColumns, KVPages
-from detjax.models.parts.cuts import TENSOR, head_pieces
+from detjax.models.parts.cuts import AXES, head_pieces
 from detjax.ops.quantized_kv import check_kind
 from detjax.options import KVQuantization
 from detjax.request_state import DeltaNetState, DeltaState, empty_inputs
@@ -84,7 +84,7 @@ class PagedKeysAndValues:
 
     def spec(self, devices: int) -> P:
         """Returns how pages lie on a mesh: by heads."""
-        return P(None, TENSOR) if head_pieces(self.heads, self.kv_heads, devices)[1] > 1 else P()
+        return P(None, AXES) if head_pieces(self.heads, self.kv_heads, devices)[1] > 1 else P()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,8 +178,8 @@ class DeltaNetInSlots(InSlots):
     def spec(self, devices: int) -> Any:
         """Returns how the state lies on a mesh: by heads."""
         values, keys = head_pieces(self.value_heads, self.key_heads, devices)
-        by_value = TENSOR if values > 1 else None
-        by_key = TENSOR if keys > 1 else None
+        by_value = AXES if values > 1 else None
+        by_key = AXES if keys > 1 else None
         third = P(None, None, by_value)
         rule = DeltaState(P(None, by_value), P(None, None, by_key), third, third, P())  # pyright: ignore
         return DeltaNetState(third, rule)  # pyright: ignore

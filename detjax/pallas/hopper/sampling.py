@@ -80,8 +80,24 @@ def sampling_logprobs(logits: Array, tokens: Array, temperature: Array, *, sched
     return for_each_row("sampling_logprobs", rows, finish_row, out, logits, tokens, reciprocal, statistics)
 
 
-def _candidates(logits: Array, keys: Array, temperature: Array, schedule: Schedule) -> tuple[Array, Array, Array]:
-    """The statistics of every block of rows `[B, V]`, its best value, float32, and the token id of that, int32."""
+def block_candidates(
+    logits: Array, arrays: SamplingArrays, first: Array, schedule: Schedule | None = None
+) -> tuple[Array, Array]:
+    """The best value of every block of logits `[B, v]`, and its token id; these begin at `first`. See `detjax.ops`."""
+    keys = jax.random.key_data(jax.vmap(sample_key)(arrays.seed, arrays.position, arrays.sample_index))
+    logits = padded(logits)
+    schedule = schedule or default_schedule(Problem.for_rows(logits, rewritten=False))
+    _, values, tokens = _candidates(logits, keys, arrays.temperature, schedule, first)
+    return values, tokens
+
+
+def _candidates(
+    logits: Array, keys: Array, temperature: Array, schedule: Schedule, first: Array | None = None
+) -> tuple[Array, Array, Array]:
+    """The statistics of every block of rows `[B, V]`, its best value, float32, and the token id of that, int32.
+
+    Token ids begin at `first`; by default at 0, for which the kernel has no operand.
+    """
     rows, width = logits.shape
     blocks = blocks_per_row(width)
     out = [
@@ -90,17 +106,31 @@ def _candidates(logits: Array, keys: Array, temperature: Array, schedule: Schedu
         jax.ShapeDtypeStruct((rows, blocks), jnp.int32),
     ]
     grid = {"slots": schedule.slots, "grid": schedule.grid}
-    return tuple(for_each_block("sample_blocks", _reduce_block, out, logits, keys, temperature, **grid))
+    if first is None:
+        return tuple(for_each_block("sample_blocks", _reduce_block, out, logits, keys, temperature, **grid))
+
+    def reduce_later_block(block: StreamedBlock, keys: Any, temperatures: Any, firsts: Any, *results: Any) -> None:
+        _reduce_block(block, keys, temperatures, *results, offset=firsts[block.row])
+
+    operands = keys, temperature, jnp.broadcast_to(first, (rows,))
+    return tuple(for_each_block("sample_later_blocks", reduce_later_block, out, logits, *operands, **grid))
 
 
 def _reduce_block(
-    block: StreamedBlock, keys: Any, temperatures: Any, statistics: Any, best_values: Any, best_tokens: Any
+    block: StreamedBlock,
+    keys: Any,
+    temperatures: Any,
+    statistics: Any,
+    best_values: Any,
+    best_tokens: Any,
+    offset: Any = None,
 ) -> None:
-    """Stores a block's statistics and its best candidate."""
+    """Stores a block's statistics and its best candidate. Token ids begin at an offset, or at 0."""
 
     def reduce(size: int) -> tuple[Array, ...]:
         m, total = softmax.block_statistics(block.load_all(size))
         first = block.index * SOFTMAX_BLOCK
+        first = first if offset is None else first + offset
         temperature = temperatures[block.row]
 
         def greedy() -> tuple[Array, Array]:

@@ -434,7 +434,11 @@ def blocks_statistics(x: Array, schedule: Schedule) -> Array:
 
 def row_statistics(x: Array, schedule: Schedule) -> tuple[Array, Array, Array, Array]:
     """Maximum, sum, the sum's logarithm and logsumexp of rows `[M, V]`: float32 `[M]` each."""
-    statistics = blocks_statistics(x, schedule)
+    return merged_rows(blocks_statistics(x, schedule))
+
+
+def merged_rows(statistics: Array) -> tuple[Array, Array, Array, Array]:
+    """What `row_statistics` returns, from maximum and sum of every block of the rows: float32 `[M, blocks, 2]`."""
     rows, blocks, _ = statistics.shape
 
     def body(row: Any, statistics: Any, m_gmem: Any, total_gmem: Any, log_gmem: Any, logsumexp_gmem: Any) -> None:

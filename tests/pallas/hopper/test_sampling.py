@@ -10,7 +10,8 @@ import pytest
 
 import detjax
 from detjax import ops
-from detjax.engine import step_programs
+from detjax.models.parts.logits import Logits, cut_by_blocks
+from detjax.ops import vocabulary_blocks
 from detjax.pallas.gumbel import gumbel, threefry
 from detjax.pallas.hopper import sampling, softmax
 from detjax.pallas.hopper.softmax import Schedule
@@ -182,8 +183,31 @@ def test_engines_give_the_logprobs_of_given_tokens_that_the_sampler_gives() -> N
     logits = requests(6, 4700)["logits"].at[3, 4500].set(jnp.nan).at[4, 7].set(jnp.inf).at[5, :100].set(-jnp.inf)
     tokens = jnp.asarray([0, 4699, 4096, 1, 7, 5], jnp.int32)
     with plgpu.force_gpu_interpret_mode(), detjax.use_backend("hopper"):
-        logprobs = jax.jit(step_programs._logprobs_of)(logits, tokens)
+        logprobs = jax.jit(lambda x: Logits(x, cut_by_blocks(4700, 1)).logprobs(tokens))(logits)
     assert_same_bits(logprobs, log_softmax(logits)[np.arange(6), tokens])
+
+
+def test_blocks_of_a_vocabulary_that_devices_share_give_the_token_and_its_logprob() -> None:
+    arguments = requests(2, 4096 + 100)
+    # Row 1 is greedy, and has equal tokens in both blocks.
+    arguments["logits"] = arguments["logits"].at[1, jnp.asarray([4095, 4097])].set(50.0)
+    logits, arrays = nouns(arguments)
+    whole = jnp.pad(logits, ((0, 0), (0, 2 * 4096 - logits.shape[1])), constant_values=-jnp.inf)
+
+    def merged(whole: jax.Array) -> tuple[jax.Array, jax.Array]:
+        parts = [(whole[:, begin : begin + 4096], jnp.int32(begin)) for begin in (0, 4096)]
+        found = [vocabulary_blocks.block_candidates(x, arrays, begin, vocabulary=4196) for x, begin in parts]
+        statistics = [vocabulary_blocks.block_statistics(x) for x, _ in parts]
+        values, tokens, maxima, sums = (
+            jnp.concatenate(x, axis=1) for pairs in (found, statistics) for x in zip(*pairs, strict=True)
+        )
+        token = vocabulary_blocks.best_candidate(values, tokens)
+        first, second = vocabulary_blocks.merged_statistics(maxima, sums)
+        return token, jnp.take_along_axis(whole, token[:, None], axis=1)[:, 0] - first - second
+
+    with plgpu.force_gpu_interpret_mode(), detjax.use_backend("hopper"):
+        result = jax.jit(merged)(whole)
+    assert_same_bits(result, tuple(sample(arguments)))
 
 
 def test_the_public_operation_runs_on_these_kernels() -> None:
@@ -220,6 +244,15 @@ def test_samplers_lower_for_cuda(width: int, filtered: bool) -> None:
         shapes = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in one}
         shapes["logits"] = jax.ShapeDtypeStruct((rows, width), jnp.dtype(dtype))
         lowered(fn, shapes)
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_candidates_of_later_blocks_lower_for_cuda(rows: int) -> None:
+    def fn(arguments: dict[str, jax.Array], first: jax.Array) -> Any:
+        return sampling.block_candidates(*nouns(arguments), first)
+
+    shapes = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in requests(1, 5 * 4096).items()}
+    lowered(fn, shapes, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 @pytest.mark.parametrize("width", [128256, 1, 50257])

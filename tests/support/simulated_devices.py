@@ -1,0 +1,35 @@
+"""Tests that need several devices run a module of theirs in a process that simulates eight."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from tests.support.waits import HANGS_AFTER
+
+ROOT: Final = Path(__file__).parents[2]
+ALL_HOLD: Final = "all hold"
+"""What a module prints last, when all that it compares is equal."""
+
+
+def run_on_devices(module: str, *arguments: str) -> None:
+    """Runs a module as a program with eight simulated devices, and fails if it does.
+
+    Args:
+        module: its name, such as `__name__` of a test file that compares if it is called as a program.
+        arguments: what the program is given.
+    """
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANGS_AFTER,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.split("\n")[-2] == ALL_HOLD
