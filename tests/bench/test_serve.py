@@ -15,6 +15,8 @@ from detjax.engine import Completion, Generation
 from tests.support.waits import HANGS_AFTER
 
 LOAD = ["--requests", "9", "--prompt", "3", "70", "--output", "2", "5", "--orders", "2", "--beside", "12"]
+TINY = ["--preset", "tiny", "--layers", "1", "--max-samples", "1", "--token-budget", "16", "--max-length", "64"]
+TINY += ["--requests", "1", "--prompt", "1", "2", "--output", "1", "1"]
 SMALL = ["--preset", "tiny", "--max-samples", "4", "--token-budget", "64", "--max-length", "128"]
 
 
@@ -98,7 +100,7 @@ def test_percentiles_of_nothing_are_none() -> None:
         (["--preset", "tiny", "--numerics", "other"], "--numerics is 'other'; accepted: detjax, stock"),
         (["--preset", "tiny", "--prompt", "9", "3"], r"prompt is (9, 3); accepted: two numbers from 1 on"),
         (["--preset", "tiny", "--rate", "0"], "rate is 0.0; accepted: above 0, or none"),
-        (["--preset", "tiny", "--tensor-parallel", "1000"], "devices is 1000; accepted: 1 to "),
+        ([*TINY, "--tensor-parallel", "1000"], "devices is 1000; accepted: 1 to "),
     ],
 )
 def test_a_load_that_cannot_be_is_refused(arguments: list[str], message: str) -> None:
