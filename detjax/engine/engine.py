@@ -31,7 +31,7 @@ from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request import Generation, Request, Token
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import StepProgram
-from detjax.engine.validation import check_arrays, encode_prompt, end_tokens
+from detjax.engine.validation import check_arrays, encode_prompt, end_tokens, given_tokens
 from detjax.models import Decoder, Tokenizer, sharded
 from detjax.models.frame_sampling import FrameSampling
 from detjax.models.images import Shown, places, token_grid
@@ -56,7 +56,7 @@ class _Job:
         self.samples = samples
         self.future: Future[Generation] = Future()
         self._on_token = on_token
-        self._unfinished = len(samples)
+        self._unfinished = sum(sample.finish_reason is None for sample in samples)
 
     def deliver(self, token: Token) -> None:
         """Passes on a token. The last token of the request settles its future.
@@ -69,6 +69,10 @@ class _Job:
         if self._on_token is not None:
             self._on_token(token)
         self._unfinished -= token.finish_reason is not None
+        self.settle_if_done()
+
+    def settle_if_done(self) -> None:
+        """Sets the future's result if every sample has ended."""
         if not self._unfinished:
             first = self.samples[0]
             completions = tuple(sample.completion() for sample in self.samples)
@@ -308,6 +312,7 @@ class Engine:
             )
         ends = end_tokens(self._defaults, params)
         check_arrays(name, params, ends)
+        generated = given_tokens(name, self._model_config, params, request.generated)
         context = sequences.RequestContext(
             end_tokens=ends,
             tokenizer=self._tokenizer,
@@ -317,7 +322,11 @@ class Engine:
             constraint=self._constraints.compile(params.constraint),
             images=PromptImages(images, prompt, self._model_config) if images else None,
         )
-        return _Job(sequences.samples(prompt, params, context), on_token)
+        try:
+            samples = sequences.samples(prompt, params, context, generated)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        return _Job(samples, on_token)
 
     @property
     def takes_images(self) -> bool:
@@ -514,8 +523,10 @@ class Engine:
     def _submit(self, job: _Job) -> None:
         try:
             for sample in job.samples:
-                self._loop.submit(sample)
-                self._jobs[sample] = job
+                if sample.finish_reason is None:
+                    self._loop.submit(sample)
+                    self._jobs[sample] = job
+            job.settle_if_done()
         except BaseException as error:
             self._fail(job, error)
 

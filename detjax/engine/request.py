@@ -27,12 +27,25 @@ class Request:
             who must not know of one another.
         client: whose turn the request takes. While samples wait, clients get slots in turn, so that nobody waits for
             all that another client has asked for. All requests without one are one client's.
+        generated: the tokens that each sample has already, in the order of the samples, for a request that another
+            engine has begun; samples behind the last one given have none. They count as generated: for `max_tokens`,
+            penalties, constraints and all else the sample goes on as if it had never been interrupted. The answer holds
+            what comes after them, and its text is what a stream had not told after them.
 
     No bit of the answer depends on `cache_salt` and `client`.
 
     Example:
         >>> detjax.Request([3, 1, 4]).sampling.max_tokens
         128
+        >>> import detjax.demo
+        >>> model, tokenizer = detjax.models.load(detjax.demo.CHECKPOINT, progress=False)
+        >>> params = detjax.SamplingParams(max_tokens=6)
+        >>> with detjax.Engine(model, tokenizer, max_samples=2, token_budget=16, max_length=64) as engine:
+        ...     (whole,) = engine.generate([detjax.Request("ROMEO:", params)])
+        ...     first = whole.completions[0].tokens[:2]
+        ...     (rest,) = engine.generate([detjax.Request("ROMEO:", params, generated=[first])])
+        >>> first + rest.completions[0].tokens == whole.completions[0].tokens
+        True
     """
 
     prompt: str | Sequence[int]
@@ -40,6 +53,7 @@ class Request:
     cache_salt: str | None = None
     client: str | None = None
     images: Sequence[GivenImage] = dataclasses.field(default=(), compare=False, repr=False)
+    generated: Sequence[Sequence[int]] = ()
 
 
 @dataclasses.dataclass(frozen=True)
