@@ -23,18 +23,13 @@ from rich.progress import track
 from detjax.compilation import Choices
 from detjax.engine import sequence as sequences
 from detjax.engine.config import EngineConfig, EngineStats
-from detjax.engine.constraints import Constraint, ModelConstraints
-from detjax.engine.images import GivenImage, ImageReader, PromptImages, with_image_tokens
 from detjax.engine.launcher import LauncherThread
-from detjax.engine.page_pool import prefix_root
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request import Generation, Request, Token
+from detjax.engine.request_reader import RequestReader
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import StepProgram
-from detjax.engine.validation import check_arrays, encode_prompt, end_tokens, given_tokens
 from detjax.models import Decoder, Tokenizer, sharded
-from detjax.models.frame_sampling import FrameSampling
-from detjax.models.images import Shown, places, token_grid
 
 _log: Final = logging.getLogger("detjax.engine")
 _SWITCH_INTERVAL: Final = 0.0005
@@ -87,7 +82,7 @@ class _Job:
                 self.future.set_result(outcome)
 
 
-class Engine:
+class Engine(RequestReader):
     """Generates for any number of requests at the same time, in a thread of its own, until it is closed.
 
     No bit of a request's tokens and logprobs depends on the other requests, on the order in which requests arrive, on
@@ -143,10 +138,8 @@ class Engine:
                 of a mesh share the model already.
         """
         model = model if mesh is None else sharded(model, mesh)
-        self._config = dataclasses.replace(config or EngineConfig(), **options).resolved(model)
-        self._model_config, self._defaults, self._tokenizer = model.config, model.generation_defaults, tokenizer
-        self._image_reader = ImageReader(model)
-        self._constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
+        resolved = dataclasses.replace(config or EngineConfig(), **options).resolved(model)
+        super().__init__(model, tokenizer, resolved)
         self._loop = StepLoop.for_model(model, self._config.step_loop(), LauncherThread())
 
         # Everything below belongs to the engine's thread, to which other threads send functions through the inbox.
@@ -260,6 +253,18 @@ class Engine:
             ValueError: a request cannot be served. Then none of them is started.
             EngineClosed: the engine was closed meanwhile, or it failed.
         """
+        async with contextlib.aclosing(self.stream_events(requests)) as events:
+            async for number, event in events:
+                if isinstance(event, Token):
+                    yield number, event
+
+    async def stream_events(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Token | Generation]]:
+        """Yields what `stream_all` yields, and behind the last token of each request its generation.
+
+        Raises:
+            ValueError: a request cannot be served. Then none of them is started.
+            EngineClosed: the engine was closed meanwhile, or it failed.
+        """
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
 
@@ -276,7 +281,7 @@ class Engine:
                 if token is not None:
                     yield number, token
                     continue
-                jobs[number].future.result()
+                yield number, jobs[number].future.result()
                 unanswered -= 1
 
     @contextlib.contextmanager
@@ -297,84 +302,7 @@ class Engine:
 
     def _job(self, name: str, request: Request, on_token: Callable[[Token], None] | None = None) -> _Job:
         """Returns a request, which error messages call `name`, ready to be started."""
-        params, top = request.sampling, self._config.top_logprobs
-        images = self._image_reader.patches(name, request.images)
-        prompt = encode_prompt(name, self._model_config, request.prompt, params, self._tokenizer, images)
-        if len(prompt) + params.max_tokens > self.max_length:
-            raise ValueError(
-                f"{name} has {len(prompt)} tokens and asks for {params.max_tokens} more; accepted: {self.max_length} "
-                "in all, the engine's max_length. Lower the request's max_tokens, cut the prompt, or raise the "
-                "engine's max_length."
-            )
-        if params.top_logprobs > top:
-            raise ValueError(
-                f"{name}: top_logprobs is {params.top_logprobs}; accepted: up to {top}, the engine's top_logprobs"
-            )
-        ends = end_tokens(self._defaults, params)
-        check_arrays(name, params, ends)
-        generated = given_tokens(name, self._model_config, params, request.generated)
-        context = sequences.RequestContext(
-            end_tokens=ends,
-            tokenizer=self._tokenizer,
-            is_streamed=on_token is not None,
-            prefix_root=prefix_root(request.cache_salt),
-            client=request.client,
-            constraint=self._constraints.compile(params.constraint),
-            images=PromptImages(images, prompt, self._model_config) if images else None,
-        )
-        try:
-            samples = sequences.samples(prompt, params, context, generated)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        return _Job(samples, on_token)
-
-    @property
-    def takes_images(self) -> bool:
-        """Whether the model has a vision tower."""
-        return self._model_config.vision is not None
-
-    @property
-    def frame_sampling(self) -> FrameSampling:
-        """Which frames of a file with a video the model sees, as the checkpoint says it."""
-        return self._image_reader.sampling
-
-    def image_patches(self, name: str, image: GivenImage) -> list[Shown]:
-        """Returns the patches of an image or a video, which a request takes in its place. That may take a second.
-
-        Args:
-            name: what error messages call it.
-            image: see `Request.images`.
-
-        Raises:
-            ValueError: it is none that the model takes.
-        """
-        return self._image_reader.patches(name, [image])
-
-    def image_tokens(self, images: Sequence[Shown]) -> int:
-        """Returns how many tokens stand for images and videos."""
-        vision = self._model_config.vision
-        return 0 if vision is None else sum(token_grid(image, vision).size for image in places(images))
-
-    def with_image_tokens(self, name: str, prompt: Sequence[int], images: Sequence[Shown]) -> list[int]:
-        """Returns a prompt with as many image tokens as its images have, and the times of frames if prompts say them.
-
-        Args:
-            name: what error messages call the prompt.
-            prompt: token ids.
-            images: the images in the order of the prompt.
-
-        Raises:
-            ValueError: the prompt has other places for images.
-        """
-        return list(with_image_tokens(name, self._model_config, prompt, images, self._tokenizer))
-
-    def compile_constraint(self, constraint: Constraint) -> None:
-        """Compiles a constraint, so that requests with it are taken at once. That may take a second.
-
-        Raises:
-            ValueError: the constraint is not valid, or the model can have none.
-        """
-        self._constraints.compile(constraint)
+        return _Job(self.samples_of(name, request, is_streamed=on_token is not None), on_token)
 
     def _start(self, jobs: list[_Job]) -> None:
         def submit() -> None:
@@ -448,17 +376,6 @@ class Engine:
     def failure(self) -> BaseException | None:
         """The exception that ended the engine; None while it is open, and after it was closed."""
         return None if self._end_reason is None else self._end_reason.__cause__
-
-    @property
-    def config(self) -> EngineConfig:
-        """The engine's settings, with every default filled in."""
-        return self._config
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of a sample at most, its prompt included."""
-        assert self._config.max_length is not None
-        return self._config.max_length
 
     def stats(self) -> EngineStats:
         """Returns what the engine is doing. It may be called from any thread and at any time."""

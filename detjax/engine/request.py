@@ -37,15 +37,6 @@ class Request:
     Example:
         >>> detjax.Request([3, 1, 4]).sampling.max_tokens
         128
-        >>> import detjax.demo
-        >>> model, tokenizer = detjax.models.load(detjax.demo.CHECKPOINT, progress=False)
-        >>> params = detjax.SamplingParams(max_tokens=6)
-        >>> with detjax.Engine(model, tokenizer, max_samples=2, token_budget=16, max_length=64) as engine:
-        ...     (whole,) = engine.generate([detjax.Request("ROMEO:", params)])
-        ...     first = whole.completions[0].tokens[:2]
-        ...     (rest,) = engine.generate([detjax.Request("ROMEO:", params, generated=[first])])
-        >>> first + rest.completions[0].tokens == whole.completions[0].tokens
-        True
     """
 
     prompt: str | Sequence[int]
