@@ -30,6 +30,7 @@ from detjax.engine.request_reader import RequestReader
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import StepProgram
 from detjax.models import Decoder, Tokenizer, sharded
+from detjax.models.mesh import spans_processes
 
 _log: Final = logging.getLogger("detjax.engine")
 _SWITCH_INTERVAL: Final = 0.0005
@@ -93,6 +94,10 @@ class Engine(RequestReader):
     exception in the engine's thread ends the engine: it is logged with its traceback (logger "detjax.engine"), requests
     in flight and later ones get `EngineClosed`, `failure` is the exception, and `closed` ends with it.
 
+    Where devices of several processes share the model, each process has an engine, and all of them must get the same
+    calls in the same order, from one thread: their devices compute every step together. Such an engine takes a call
+    when all calls before it are answered, so that no step depends on when a call comes.
+
     Attributes:
         closed: a future that ends with the engine, for those who want to be told: its result is None after `close`, its
             exception is what made the engine fail. Its callbacks are called in the engine's thread, after every request
@@ -140,6 +145,7 @@ class Engine(RequestReader):
         model = model if mesh is None else sharded(model, mesh)
         resolved = dataclasses.replace(config or EngineConfig(), **options).resolved(model)
         super().__init__(model, tokenizer, resolved)
+        self._in_lockstep = spans_processes(model.mesh)
         self._loop = StepLoop.for_model(model, self._config.step_loop(), LauncherThread())
 
         # Everything below belongs to the engine's thread, to which other threads send functions through the inbox.
@@ -465,7 +471,7 @@ class Engine(RequestReader):
 
     def _empty_inbox(self) -> bool:
         """Calls every function in the inbox, and waits for one if the loop is idle. Returns False at the end."""
-        while True:
+        while not self._in_lockstep or self._loop.is_idle:
             try:
                 item = self._inbox.get(block=self._loop.is_idle)
             except queue.Empty:
@@ -473,6 +479,7 @@ class Engine(RequestReader):
             if item is None:
                 return False
             _run(*item)
+        return True
 
     def _end(self, failure: BaseException | None) -> None:
         state = "it was closed" if failure is None else "it has failed; its log says why"

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from detjax import compilation
 from detjax.models.network import Network, Path, Weights, parameters, split
@@ -28,18 +29,26 @@ def checked(operation: str, mesh: Mesh) -> Mesh:
         mesh: the mesh.
 
     Raises:
-        ValueError: it has another axis than "tensor".
+        ValueError: it has another axis than "tensor", or no device of this process.
     """
     if mesh.axis_names != (TENSOR,):
         raise ValueError(
             f"{operation}: the mesh has the axes {mesh.axis_names}; accepted: one axis, {TENSOR!r}, as "
             f"jax.make_mesh((2,), ({TENSOR!r},)) makes it for two devices"
         )
+    if all(device.process_index != jax.process_index() for device in mesh.devices.flat):
+        raise ValueError(
+            f"{operation}: the mesh has no device of this process, which is number {jax.process_index()} of "
+            f"{jax.process_count()}; accepted: a mesh that has devices of every process that calls {operation}, as "
+            f"mesh_of({jax.device_count()}) makes it of all devices"
+        )
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,))
 
 
 def mesh_of(devices: int) -> Mesh | None:
     """Returns the first so many of JAX's devices as a mesh that can share a model; None for one device.
+
+    After `jax.distributed.initialize`, JAX's devices are those of all processes.
 
     Raises:
         ValueError: JAX has fewer devices.
@@ -70,7 +79,7 @@ def sharded[M: Any](model: M, mesh: Mesh) -> M:
         mesh: devices with one axis, "tensor".
 
     Raises:
-        ValueError: the mesh has another axis, or the model is shared already.
+        ValueError: the mesh has another axis or no device of this process, or the model is shared already.
 
     Example:
         >>> import jax, detjax.demo
@@ -115,7 +124,7 @@ def _cut_of(model: Any, path: Path, devices: int) -> Cut | None:
 def place(x: Any, cut: Cut | None, mesh: Mesh) -> Array:
     """Returns an array on the devices of a mesh, each of which gets its part alone."""
     if cut is None:
-        return jax.device_put(x, everywhere(mesh))
+        return put_everywhere(x, everywhere(mesh))
     sharding, devices = NamedSharding(mesh, _spec(x.ndim, cut)), mesh.size
     axis = x.ndim + cut.axis
     shape = (*x.shape[:axis], cut.length * devices, *x.shape[axis + 1 :])
@@ -134,15 +143,42 @@ def placement(model: Any, mesh: Mesh | None) -> list[Callable[[Any], Array]]:
     return [functools.partial(place, cut=cut, mesh=mesh) for cut in cuts_of(model, mesh)]
 
 
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Returns whether some of a mesh's devices belong to other processes."""
+    return mesh is not None and any(device.process_index != jax.process_index() for device in mesh.devices.flat)
+
+
 def everywhere(mesh: Mesh | None) -> NamedSharding | None:
     """Returns the sharding of arrays that every device has, or None, which is that of the default device."""
     return None if mesh is None else NamedSharding(mesh, P())
 
 
+def put_everywhere(tree: PyTree, sharding: NamedSharding | None) -> Any:
+    """Returns arrays that every device of a sharding has; with None, the default device.
+
+    Where the devices are those of several processes, each process puts its copy on its own devices. `jax.device_put`
+    would first compare the copies of all processes, which takes a program of its own each time.
+    """
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+
+    def put(x: Any) -> Array:
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(put, tree)
+
+
 def whole(x: Any, cut: Cut | None, mesh: Mesh | None) -> Any:
-    """Returns the whole of a weight that lies on a mesh, on the host; others as they are."""
+    """Returns the whole of a weight that lies on a mesh, on the host; others as they are.
+
+    Where the mesh has devices of several processes, all of them must ask for it.
+    """
     if mesh is None:
         return x
+    if not x.is_fully_addressable:
+        gathered = np.asarray(_gather(x, everywhere(mesh)))
+        return gathered if cut is None else cut.whole(np.split(gathered, mesh.size, axis=x.ndim + cut.axis))
     shards: list[Any] = sorted(x.addressable_shards, key=lambda shard: list(mesh.devices).index(shard.device))
     if cut is None:
         return np.asarray(shards[0].data)
@@ -207,7 +243,19 @@ class Call(NamedTuple):
 def run(model: Any, call: Call, *args: Any) -> Any:
     """Returns what a method of a decoder that devices share returns; see `Call`."""
     network, weights = split(model)
+    if spans_processes(model.mesh):  # its programs cannot have what lies on a device of one process
+        sharding = everywhere(model.mesh)
+        args = jax.tree.map(lambda x: put_everywhere(x, sharding) if _is_here(x) else x, args)
     return _run(network, call, weights, args)
+
+
+def _is_here(x: Any) -> bool:
+    return not isinstance(x, Tracer) and not (isinstance(x, Array) and not x.is_fully_addressable)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _gather(x: Array, sharding: NamedSharding) -> Array:
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 @functools.partial(compilation.jit, static_argnums=(0, 1))

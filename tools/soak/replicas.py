@@ -79,7 +79,9 @@ def _streams() -> list[Probe]:
         for name in ("max_tokens", "max_completion_tokens"):
             if probe.body.get(name):
                 more[name] = 120
-        if "prompt_logprobs" not in probe.body:
+        # What the server does not stream: logprobs of a prompt.
+        echoes_logprobs = probe.body.get("echo") and probe.body.get("logprobs") is not None
+        if not echoes_logprobs and "prompt_logprobs" not in probe.body:
             streams.append(dataclasses.replace(probe, body={**probe.body, **more}))
     return streams
 
