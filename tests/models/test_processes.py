@@ -1,0 +1,154 @@
+"""Models that devices of several processes share: every number of processes gives the bits of one device."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import detjax
+from detjax import models, ops
+from detjax.models.mesh import put_everywhere
+from detjax.rl.placement import Placement
+from tests.support.bits import assert_same_bits
+from tests.support.one_layer import one_layer
+from tests.support.waits import HANGS_AFTER
+
+ROOT = Path(__file__).parents[2]
+PROCESSES, DEVICES = 2, 4
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("case", ["whole sequences and generate", "an engine"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-next"])
+def test_devices_of_two_processes_give_the_bits_of_one_device(family: str, case: str, tmp_path: Path) -> None:
+    model, tokenizer = one_layer(ROOT / "tests" / "fixtures" / family, seed=1)
+    models.save(model, tmp_path / "model", tokenizer=tokenizer)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.models.test_processes", str(port), str(tmp_path), case]
+    running = [
+        subprocess.Popen(
+            [*command, str(process)],
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process in range(PROCESSES)
+    ]
+    try:
+        for process in running:
+            output = process.communicate(timeout=HANGS_AFTER)[0]
+            assert process.returncode == 0, output
+            assert "all hold" in output.split("\n"), output
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def main(port: str, folder: Path, case: str, process: int) -> None:
+    """Compares a model on a device of this process and on all devices of all processes."""
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}",
+        PROCESSES,
+        process,
+        initialization_timeout=HANGS_AFTER,
+        heartbeat_timeout_seconds=HANGS_AFTER,
+    )
+    assert (jax.device_count(), jax.local_device_count()) == (PROCESSES * DEVICES, DEVICES)
+    mesh = models.mesh_of(jax.device_count())
+    assert mesh is not None
+    model, _ = models.load(folder / "model", progress=False)
+    shared, _ = models.load(folder / "model", progress=False, mesh=mesh)
+    assert models.digest(shared) == models.digest(model)
+    if case == "an engine":
+        compare_engines(model, shared)
+    else:
+        compare_sequences(model, shared)
+        compare_with_the_usual_cut(mesh)
+        compare_what_is_saved(model, shared, folder / "saved")
+        check_refusals(model, shared)
+    print("all hold")
+    jax.distributed.shutdown()
+
+
+def compare_sequences(model: models.Decoder, shared: models.Decoder) -> None:
+    """Logits and logprobs of the training forward, and tokens of `generate`."""
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 7)))
+    for one, other in zip(scores(shared, tokens), scores(model, tokens), strict=True):
+        assert_same_bits(one, other)
+    params = detjax.SamplingParams(max_tokens=4, temperature=1.0, top_logprobs=2)
+    prompts = [[5, 6, 7], [*range(30)]]
+    assert detjax.generate(shared, prompts, params) == detjax.generate(model, prompts, params)
+
+
+def scores(model: models.Decoder, tokens: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    hidden, _ = model.hidden(tokens)
+    return np.asarray(model.logits(hidden)), np.asarray(model.logprobs(hidden, tokens))
+
+
+def compare_engines(model: models.Decoder, shared: models.Decoder) -> None:
+    """Answers of an engine in lockstep, to calls that come while others are computed."""
+    params = [detjax.SamplingParams(max_tokens=4, temperature=1.0, seed=seed, top_logprobs=1) for seed in range(4)]
+    prompts = [[5, 6, 7], [*range(150)], [*range(150)], [1]]
+    requests = [detjax.Request(*pair) for pair in zip(prompts, params, strict=True)]
+    expected = [answer.completions for answer in detjax.generate(model, prompts, params)]
+    options = {"max_samples": 2, "token_budget": 16, "max_length": 256}
+    with pytest.raises(
+        ValueError, match="num_pages is None, and devices of several processes share the model; accepted"
+    ):
+        detjax.Engine(shared, **options)
+    with detjax.Engine(shared, **options, num_pages=3) as engine:
+        assert [answer.completions for answer in engine.generate(requests)] == expected
+        futures = [engine.submit(request) for request in requests]
+        futures[3].cancel()
+        assert [future.result().completions for future in futures[:3]] == expected[:3]
+        assert engine.stats().snapshots == 0
+
+
+def compare_with_the_usual_cut(mesh: Mesh) -> None:
+    """The negative control: products that are added across devices have other bits."""
+    rng = np.random.default_rng(1)
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((5, 256), (64, 256)))
+
+    def added(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.psum(ops.matmul(x, w, layout="nk"), "tensor")
+
+    specs = P(None, "tensor"), P(None, "tensor")
+    usual = jax.shard_map(added, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    sharding = jax.sharding.NamedSharding(mesh, P())
+    seen = np.asarray(detjax.jit(usual)(*put_everywhere((x, w), sharding)))
+    assert (seen != np.asarray(ops.matmul(jnp.asarray(x), jnp.asarray(w), layout="nk"))).mean() > 0.2
+
+
+def compare_what_is_saved(model: models.Decoder, shared: models.Decoder, folder: Path) -> None:
+    models.save(shared, folder)
+    assert models.digest(models.load(folder, progress=False)[0]) == models.digest(model)
+    assert not [path for path in folder.parent.iterdir() if path.name not in ("model", "saved")]
+    multihost_utils.sync_global_devices("read")
+
+
+def check_refusals(model: models.Decoder, shared: models.Decoder) -> None:
+    others = [device for device in jax.devices() if device.process_index != jax.process_index()]
+    with pytest.raises(ValueError, match="sharded: the mesh has no device of this process, which is number"):
+        models.sharded(model, Mesh(np.array(others), ("tensor",)))
+    with pytest.raises(NotImplementedError, match="accepted: devices of this process, which is number"):
+        _ = Placement(PROCESSES * DEVICES, PROCESSES * DEVICES).mesh
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
