@@ -191,8 +191,8 @@ class Scheduler:
                 return
             self._has_pages(chunks[sequence])
             if sequence.turn is None:
-                of_prompt = min(sequence.computed, len(sequence.prompt))
-                sequence.cached_tokens = of_prompt if sequence.leader is None else sequence.leader.cached_tokens
+                cached = min(sequence.computed, len(sequence.prompt))
+                sequence.cached_tokens = cached if sequence.leader is None else sequence.leader.cached_tokens
             sequence.slot = self._slots.pop()
             self.waiting.take(sequence)
             self.running.append(sequence)

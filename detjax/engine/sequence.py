@@ -169,7 +169,7 @@ class Sequence:
         tokenizer = self.context.tokenizer
         self._text_stream = TextStream(tokenizer, self._stop) if tokenizer is not None and needs_text else None
         self.given = len(generated)
-        self._told = self._take(generated)
+        self._streamed_length = self._take(generated)
         """Characters that a stream told with the given tokens."""
 
     def _take(self, generated: Seq[int]) -> int:
@@ -227,7 +227,7 @@ class Sequence:
             tokens=tuple(self.generated[self.given :]),
             logprobs=tuple(self.output.logprobs),
             top_logprobs=tuple(self.output.top_logprobs),
-            text=None if text is None else text[self._told :],
+            text=None if text is None else text[self._streamed_length :],
             finish_reason=self.finish_reason,
             sampling_logprobs=tuple(self.output.sampling_logprobs),
         )

@@ -27,6 +27,6 @@ class ModelOutline:
     video_options: ImageOptions | None = None
 
     @classmethod
-    def of(cls, model: Decoder) -> "ModelOutline":
+    def from_model(cls, model: Decoder) -> "ModelOutline":
         """Returns the outline of a model."""
         return cls(model.config, model.generation_defaults, model.image_options, model.video_options)

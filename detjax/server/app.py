@@ -65,7 +65,7 @@ def system_fingerprint(model: Decoder, tokenizer: Tokenizer, config: EngineConfi
     the checkpoint, which the model's digest holds, or OpenAI's.
     """
     config = config or EngineConfig()
-    return fingerprint_of(Origin.here(model, tokenizer, config.kv_cache_dtype), config, ModelOutline.of(model))
+    return fingerprint_of(Origin.here(model, tokenizer, config.kv_cache_dtype), config, ModelOutline.from_model(model))
 
 
 def fingerprint_of(origin: Origin, config: EngineConfig, outline: ModelOutline) -> str:
@@ -88,7 +88,7 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
         settings: how it treats clients.
     """
     origin = Origin.here(model, tokenizer, engine.config.kv_cache_dtype)
-    return app_of(engine, ModelOutline.of(model), tokenizer, settings, origin)
+    return app_of(engine, ModelOutline.from_model(model), tokenizer, settings, origin)
 
 
 def app_of(

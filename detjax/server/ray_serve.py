@@ -113,7 +113,7 @@ class EngineReplica:
         self._engine.warm_up(cache=arguments.cache, in_background=True)
         # Memory that is free differs between machines, and with it how many pages there are, on which no bit depends.
         origin = Origin.here(model, tokenizer, config.kv_cache_dtype)
-        self._facts = ReplicaFacts(ModelOutline.of(model), tokenizer.files, self._engine.config, origin)
+        self._facts = ReplicaFacts(ModelOutline.from_model(model), tokenizer.files, self._engine.config, origin)
 
     def facts(self) -> ReplicaFacts:
         """Returns what the front has to know."""

@@ -94,8 +94,8 @@ def test_the_rest_has_the_bits_of_an_unbroken_run(engine: Engine, name: str) -> 
             assert_same_bits(np.float32(got.sampling_logprobs), np.float32(expected.sampling_logprobs[known:]))
             assert got.top_logprobs == expected.top_logprobs[known:]
             assert got.finish_reason == expected.finish_reason
-            told = "".join(token.text or "" for token in whole.streams[index][:known])
-            assert expected.text is not None and told + (got.text or "") == expected.text
+            streamed_text = "".join(token.text or "" for token in whole.streams[index][:known])
+            assert expected.text is not None and streamed_text + (got.text or "") == expected.text
             # The stream goes on piece by piece, not only in all.
             assert [token.text for token in rest.streams[index]] == [
                 token.text for token in whole.streams[index][known:]

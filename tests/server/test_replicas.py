@@ -66,7 +66,7 @@ class OtherReplicas:
 
 
 def replicated(replicas: Any, engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> ReplicatedEngine:
-    return ReplicatedEngine(replicas, ModelOutline.of(loaded[0]), loaded[1], engine.config)
+    return ReplicatedEngine(replicas, ModelOutline.from_model(loaded[0]), loaded[1], engine.config)
 
 
 async def streamed(engine: Engine | ReplicatedEngine, requests: Sequence[Request]) -> list[tuple[int, Token]]:
@@ -187,7 +187,7 @@ def test_clients_get_the_same_responses_from_replicas_that_die(
     whole = create_app(engine, *loaded, settings)
     origin = Origin.here(*loaded)
     replicas = replicated(MortalReplicas(engine, [3, 9, 5, 2, 8, 1, 4]), engine, loaded)
-    broken = app_of(replicas, ModelOutline.of(loaded[0]), loaded[1], settings, origin)
+    broken = app_of(replicas, ModelOutline.from_model(loaded[0]), loaded[1], settings, origin)
     with contextlib.closing(whole.state.texts), contextlib.closing(broken.state.texts):
         assert whole.state.fingerprint == broken.state.fingerprint
         assert responses(broken) == responses(whole)

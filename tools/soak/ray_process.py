@@ -49,7 +49,8 @@ class RayCluster:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"},
+                # Ray gives its processes a low priority, with which they starve on a machine that has other work.
+                env=os.environ | {"JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"},
             )
 
     def __enter__(self) -> Self:
@@ -110,9 +111,9 @@ def _descendants(pid: int) -> list[int]:
                 children[int((entry / "stat").read_text().rpartition(")")[2].split()[1])].append(int(entry.name))
             except OSError:
                 continue
-    found, waiting = [], [pid]
+    processes, waiting = [], [pid]
     while waiting:
         new = children[waiting.pop()]
-        found += new
+        processes += new
         waiting += new
-    return found
+    return processes

@@ -22,9 +22,7 @@ from tools.soak.ray_process import RayCluster
 from tools.soak.report import Report
 from tools.soak.server_process import MODEL, TEMPLATE, ServerProcess
 
-_ENGINE: Final = {"max_samples": 64, "token_budget": 64, "max_length": 384, "num_pages": 192}
-_OPTIONS: Final = ("--max-samples", 4, "--token-budget", 64, "--max-length", 384)
-"""Options of the server that answers one request after the other; answers depend on the length alone."""
+_ENGINE: Final = {"max_samples": 32, "token_budget": 64, "max_length": 384, "num_pages": 96}
 _SMALL_ENGINE: Final = {"max_samples": 4, "token_budget": 64, "max_length": 384, "num_pages": 12}
 _RESTARTS_WITHIN: Final = 300
 """Seconds after which Ray is taken not to restart a replica."""
@@ -57,12 +55,15 @@ def run(report: Report, folder: Path, cache: Path, sizes: Sizes, seed: int) -> N
     shutil.copytree(CHECKPOINT, checkpoint)
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     probes = _streams()[:: 6 if sizes.is_small else 1]
-    with ServerProcess(folder, _OPTIONS, cache=cache, checkpoint=checkpoint) as server:
+    engine = _SMALL_ENGINE if sizes.is_small else _ENGINE
+    # Of the same size, so that the replicas find its programs in the cache.
+    options = [part for name, value in engine.items() for part in (f"--{name.replace('_', '-')}", value)]
+    with ServerProcess(folder, options, cache=cache, checkpoint=checkpoint) as server:
         expected = asyncio.run(alone(server.ready().port, probes))
     arguments = {
         "model": str(checkpoint),
         "replicas": sizes.replicas,
-        "engine": _SMALL_ENGINE if sizes.is_small else _ENGINE,
+        "engine": engine,
         "cache": str(cache),
     }
     with RayCluster(folder, arguments) as cluster:
@@ -98,9 +99,9 @@ async def _attack(
     differing, times = list[str](), list[float]()
 
     async def client(number: int) -> None:
-        own = random.Random(draw.random())
+        choices = random.Random(draw.random())
         while time.monotonic() < start + sizes.seconds:
-            probe = own.choice(probes)
+            probe = choices.choice(probes)
             try:
                 answer = await probe.ask(cluster.port)
                 times.append(answer.seconds)
