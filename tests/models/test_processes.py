@@ -1,5 +1,6 @@
 """Models that devices of several processes share: every number of processes gives the bits of one device."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -48,26 +49,17 @@ def test_devices_of_two_processes_give_the_bits_of_one_device(family: str, case:
         str(tmp_path / "saved"),
         case,
     ]
-    running = [
-        subprocess.Popen(
-            [*command, str(process)],
-            env=environment,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for process in range(PROCESSES)
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        running = []
+        for number in range(PROCESSES):
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            process = subprocess.Popen([*command, str(number)], env=environment, cwd=ROOT, **pipes)
+            running.append(stack.enter_context(process))
+            stack.callback(process.kill)
         for process in running:
             output = process.communicate(timeout=HANGS_AFTER)[0]
             assert process.returncode == 0, output
             assert "all hold" in output.split("\n"), output
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
 
 
 def main(port: str, checkpoint: Path, saved: Path, case: str, process: int) -> None:
@@ -119,7 +111,8 @@ def scores(model: models.Decoder, tokens: jax.Array) -> tuple[np.ndarray, np.nda
 def compare_engines(model: models.Decoder, shared: models.Decoder) -> None:
     """Answers of an engine in lockstep, to calls that come while others are computed."""
     params = [detjax.SamplingParams(max_tokens=4, temperature=1.0, seed=seed, top_logprobs=1) for seed in range(4)]
-    prompts = [[5, 6, 7], [*range(150)], [*range(150)], [1]]
+    long = [index % 100 for index in range(150)]
+    prompts = [[5, 6, 7], long, long, [1]]
     requests = [detjax.Request(*pair) for pair in zip(prompts, params, strict=True)]
     expected = [answer.completions for answer in detjax.generate(model, prompts, params)]
     options = {"max_samples": 2, "token_budget": 16, "max_length": 256}
