@@ -28,7 +28,7 @@ def test_no_client_notices_that_replicas_are_killed(tmp_path: Path) -> None:
     report = json.loads(out.read_text())
     assert len(report["bars"]) == 4 and not report["missed"]
     figures = report["figures"]
-    assert figures["streams"] >= 8 and figures["streams that went on"] > 0 and len(figures["kills"]) == 2
+    assert figures["streams"] >= 8 and figures["moves"] > 0 and len(figures["kills"]) == 2
 
 
 @pytest.mark.parametrize(
