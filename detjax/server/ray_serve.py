@@ -29,6 +29,13 @@ from detjax.server.settings import Settings
 
 _HEALTH_SECONDS = 2.0
 """Seconds between two questions of Ray whether a replica lives. A dead one is replaced after as many at most."""
+_LOST = (
+    exceptions.RayActorError,
+    exceptions.NodeDiedError,
+    exceptions.ObjectLostError,
+    exceptions.WorkerCrashedError,
+)
+"""What a call raises whose replica, or whose machine, is gone."""
 _OTHER_REQUESTS = 64
 """Requests to the front at once that generate nothing, such as those for its health and its metrics."""
 
@@ -151,7 +158,7 @@ class _RayReplicas:
                 if batch is None:
                     raise ReplicaLost(f"it has another fingerprint than {self._fingerprint}")
                 yield batch
-        except (exceptions.RayActorError, exceptions.ObjectLostError, exceptions.WorkerCrashedError) as error:
+        except _LOST as error:
             raise ReplicaLost("its process has ended or cannot be reached") from error
         finally:
             response.cancel()
