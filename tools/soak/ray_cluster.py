@@ -14,10 +14,27 @@ from detjax.server.ray_serve import Arguments, application
 
 READY = "the cluster serves"
 
+_TOO_SLOW = "timed out during startup"
+"""What Ray says where its processes take more than 30 seconds to start, which no setting changes."""
+
+
+def start_ray() -> None:
+    """Starts Ray's processes, again and again where the machine has so much other work that Ray gives up."""
+    while True:
+        try:
+            # Ray gives out processors that it counts itself. This machine has few, and the replicas share them.
+            ray.init(num_cpus=64, include_dashboard=False, logging_level="error", log_to_driver=False)
+            return
+        except Exception as error:
+            if _TOO_SLOW not in str(error):
+                raise
+            print(error, flush=True)
+            ray.shutdown()
+
+
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])
-    # Ray gives out processors that it counts itself. This machine has few, and the replicas share them.
-    ray.init(num_cpus=64, include_dashboard=False, logging_level="error", log_to_driver=False)
+    start_ray()
     serve.start(http_options={"host": "127.0.0.1", "port": options["port"]})
     serve.run(application(Arguments(**options["arguments"])))
     print(READY, flush=True)
