@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-tpu test-tunix test-models test-all notebooks mutants soak lint format lock clean always
+.PHONY: help demo docs test test-tpu test-tunix test-ray test-models test-all notebooks mutants soak lint format lock clean always
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -8,6 +8,9 @@ LIBTPU := .libtpu
 # What the adapter to Tunix is tested with: the extra `tunix`, or what pip takes, such as the path of a checkout.
 TUNIX_SOURCE ?=
 TUNIX := $(if $(TUNIX_SOURCE),.tunix-source,.tunix)
+# Replicas on Ray Serve.
+RAY := .ray
+# Published models.
 MODELS := .models
 # Bonsai's models are in no package index: what pip takes, such as a checkout's path or
 # git+https://github.com/jax-ml/bonsai@36284254cf738d99c1c5d1e3a292d27656a0a365.
@@ -49,6 +52,9 @@ test-tpu: $(LIBTPU)/.ready ## test the TPU kernels in the interpreter and with t
 test-tunix: $(TUNIX)/.ready ## test the adapter to Tunix in an environment of its own (TUNIX_SOURCE=PATH tests a checkout)
 	DETJAX_TUNIX=$(TUNIX) $(QUICK_COMPILER) $(BIN)/pytest tests/rl/test_tunix.py $(PYTEST_ARGS)
 
+test-ray: $(RAY)/.ready ## test replicas on Ray Serve in an environment of their own
+	DETJAX_RAY=$(RAY) $(QUICK_COMPILER) $(BIN)/pytest tests/server/test_ray_serve.py $(PYTEST_ARGS)
+
 test-models: $(MODELS)/.ready ## test batch_invariant with published models in an environment of their own (BONSAI_SOURCE adds six)
 	DETJAX_MODELS=$(MODELS) $(BIN)/pytest tests/invariant/test_published.py $(PYTEST_ARGS)
 
@@ -68,9 +74,11 @@ mutants: $(PTXAS)/.ready $(LIBTPU)/.ready ## plant faults in copies of the code;
 	$(BIN)/python tools/mutants.py $(MUTANTS)
 
 SOAK ?= load
+# The attack on replicas needs Ray, which the others do not.
+SOAK_HOME = $(if $(filter replicas,$(SOAK)),$(RAY),.venv)
 
-soak: $(READY) ## attack real servers for minutes (SOAK="kills --times 4" picks an attack; --help lists them)
-	$(BIN)/python -m tools.soak $(SOAK)
+soak: $(READY) $(if $(filter replicas,$(SOAK)),$(RAY)/.ready) ## attack real servers for minutes (SOAK="kills --times 4" picks an attack; --help lists them)
+	PYTHONPATH=. $(SOAK_HOME)/bin/python -m tools.soak $(SOAK)
 
 lint: $(READY) ## check style, formatting, types, the direction of imports, the rules of language and spelling
 	$(BIN)/ruff check
@@ -98,7 +106,7 @@ lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	done
 
 clean: ## remove everything that was made here
-	rm -rf .venv site $(PTXAS) $(LIBTPU) .tunix .tunix-source .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv site $(PTXAS) $(LIBTPU) .tunix .tunix-source .ray .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml requirements.lock tools/make-venv.sh
@@ -127,6 +135,14 @@ $(TUNIX)/.ready: $(READY) Makefile pyproject.toml $(if $(TUNIX_SOURCE),always)
 	printf 'jax==0.11.2\njaxlib==0.11.2\n' > $(TUNIX)/jax.txt && \
 	"$$uv" pip install --quiet --python $(TUNIX)/bin/python --requirements pyproject.toml --requirements $(TUNIX)/jax.txt \
 	  $(if $(TUNIX_SOURCE),--extra rl --overrides $(TUNIX)/jax.txt '$(TUNIX_SOURCE)',--extra tunix)
+	@touch $@
+
+# Neither is Ray in the lock. What bits depend on is: the attack compares its replicas with a server beside them.
+$(RAY)/.ready: $(READY) Makefile pyproject.toml
+	@rm -rf $(RAY)
+	@uv=$$(tools/find-uv.sh) && "$$uv" venv --quiet --python $(BIN)/python $(RAY) && \
+	"$$uv" pip install --quiet --python $(RAY)/bin/python --requirements pyproject.toml --extra ray --extra structured \
+	  'jax==0.11.2' 'jaxlib==0.11.2'
 	@touch $@
 
 # Neither these models nor what they need is in the lock, as with Tunix. This transformers is the last one with Flax

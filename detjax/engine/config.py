@@ -12,6 +12,7 @@ from detjax.engine.snapshots import SLOTS_IN_TRANSIT
 from detjax.engine.step_loop import StepLoopConfig
 from detjax.engine.step_programs import SamplingVariant
 from detjax.models import Decoder
+from detjax.models.mesh import spans_processes
 from detjax.options import KVQuantization
 
 _SHARE_OF_FREE_MEMORY: Final = 0.9
@@ -31,13 +32,14 @@ class EngineConfig:
         token_budget: tokens of a step at most, prompts and decodes together.
         max_length: tokens of a sample at most, its prompt included. Default: the model's max_position_embeddings.
         num_pages: pages of the KV cache, of `contract.KV_BLOCK` tokens each. Default: as many as all samples could
-            need, or as fit into 90% of the device's free memory.
+            need, or as fit into 90% of the device's free memory. Where devices of several processes share the model,
+            each process must give the same number.
         prefix_cache: keep pages for requests that begin with the same tokens.
         snapshot_bytes: bytes of the host's memory at most for snapshots, which models need for their prefix cache that
             keep a state of each request, such as those with linear attention. A snapshot is such a state at the end of
             a page. It is taken at the end of a prompt, and where a prompt leaves the pages of another one. A request
             goes on from the last one that it has in common with others. 0: such models have no prefix cache. Other
-            models need no snapshots.
+            models need no snapshots. Where devices of several processes share the model, there are none.
         kv_cache_dtype: "int8", "fp8_e4m3" or "q4_0" quantize keys and values in the cache (`ops.quantize_kv`), which
             gives different numbers, as independent of everything else. Default: the model's dtype.
         top_logprobs: the most of the likeliest tokens that a request may ask for.
@@ -89,6 +91,11 @@ class EngineConfig:
         # The last token of a sample is not computed.
         needed = -(-(length - 1) // KV_BLOCK)
         num_pages = self.num_pages
+        if num_pages is None and spans_processes(model.mesh):
+            raise ValueError(
+                "Engine: num_pages is None, and devices of several processes share the model; accepted: a number, the "
+                "same in every process, because what is free of their memory differs"
+            )
         if num_pages is None:
             free = _free_memory() - (self.max_samples + takes_snapshots * SLOTS_IN_TRANSIT) * slot
             num_pages = max(needed, min(self.max_samples * needed, max(1, free // max(1, page))))
@@ -97,7 +104,9 @@ class EngineConfig:
                 f"Engine: num_pages is {num_pages}; accepted: at least {needed}, for one request of {length} tokens. "
                 "Give more pages, or a lower max_length."
             )
-        return dataclasses.replace(self, max_length=length, num_pages=num_pages)
+        # The host of one process cannot hold a copy of what lies on the devices of another one.
+        snapshot_bytes = 0 if spans_processes(model.mesh) else self.snapshot_bytes
+        return dataclasses.replace(self, max_length=length, num_pages=num_pages, snapshot_bytes=snapshot_bytes)
 
     def step_loop(self) -> StepLoopConfig:
         """Returns the sizes of the engine's step loop. The settings must be resolved."""

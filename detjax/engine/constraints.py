@@ -115,9 +115,9 @@ class CompiledConstraint:
     compiler: "ConstraintCompiler"
     start: "Callable[[], llguidance.LLMatcher]"
 
-    def matcher(self) -> "Matcher":
-        """Returns a matcher at the beginning of a text."""
-        return Matcher(self)
+    def matcher(self, begun: Sequence[int] = ()) -> "Matcher":
+        """Returns a matcher behind the tokens that a text has already."""
+        return Matcher(self, begun)
 
 
 _DONE: Final[Future[None]] = Future()
@@ -136,18 +136,24 @@ class Matcher:
         starting: done as soon as the library's matcher is there; None before `ConstraintCompiler.start_masks`.
     """
 
-    def __init__(self, constraint: CompiledConstraint) -> None:
+    def __init__(self, constraint: CompiledConstraint, begun: Sequence[int] = ()) -> None:
         self.constraint = constraint
         self.starting: Future[None] | None = None
+        self._begun = tuple(begun)
 
     @functools.cached_property
     def state(self) -> "llguidance.LLMatcher":
         """The library's matcher. The first use makes it, which takes up to 50 ms, most of them without the GIL."""
-        return self.constraint.start()
+        return self._behind_begun(self.constraint.start())
 
     def begin_with(self, spare: "llguidance.LLMatcher") -> None:
         """Takes a new matcher of the library, which no other sample has."""
-        self.state, self.starting = spare, _DONE
+        self.state, self.starting = self._behind_begun(spare), _DONE
+
+    def _behind_begun(self, new: "llguidance.LLMatcher") -> "llguidance.LLMatcher":
+        for token in self._begun:  # a matcher that refuses one says so of the sample's next mask
+            new.consume_token(token)
+        return new
 
     def end(self) -> None:
         """Has the library's matcher freed behind the steps, as soon as nothing else needs it."""

@@ -23,18 +23,14 @@ from rich.progress import track
 from detjax.compilation import Choices
 from detjax.engine import sequence as sequences
 from detjax.engine.config import EngineConfig, EngineStats
-from detjax.engine.constraints import Constraint, ModelConstraints
-from detjax.engine.images import GivenImage, ImageReader, PromptImages, with_image_tokens
 from detjax.engine.launcher import LauncherThread
-from detjax.engine.page_pool import prefix_root
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request import Generation, Request, Token
+from detjax.engine.request_reader import RequestReader
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import StepProgram
-from detjax.engine.validation import check_arrays, encode_prompt, end_tokens
 from detjax.models import Decoder, Tokenizer, sharded
-from detjax.models.frame_sampling import FrameSampling
-from detjax.models.images import Shown, places, token_grid
+from detjax.models.mesh import spans_processes
 
 _log: Final = logging.getLogger("detjax.engine")
 _SWITCH_INTERVAL: Final = 0.0005
@@ -56,7 +52,7 @@ class _Job:
         self.samples = samples
         self.future: Future[Generation] = Future()
         self._on_token = on_token
-        self._unfinished = len(samples)
+        self._unfinished = sum(sample.finish_reason is None for sample in samples)
 
     def deliver(self, token: Token) -> None:
         """Passes on a token. The last token of the request settles its future.
@@ -69,6 +65,10 @@ class _Job:
         if self._on_token is not None:
             self._on_token(token)
         self._unfinished -= token.finish_reason is not None
+        self.settle_if_done()
+
+    def settle_if_done(self) -> None:
+        """Sets the future's result if every sample has ended."""
         if not self._unfinished:
             first = self.samples[0]
             completions = tuple(sample.completion() for sample in self.samples)
@@ -83,7 +83,7 @@ class _Job:
                 self.future.set_result(outcome)
 
 
-class Engine:
+class Engine(RequestReader):
     """Generates for any number of requests at the same time, in a thread of its own, until it is closed.
 
     No bit of a request's tokens and logprobs depends on the other requests, on the order in which requests arrive, on
@@ -93,6 +93,10 @@ class Engine:
     A failure that belongs to one request, such as an exception of its listener, ends that request alone. Any other
     exception in the engine's thread ends the engine: it is logged with its traceback (logger "detjax.engine"), requests
     in flight and later ones get `EngineClosed`, `failure` is the exception, and `closed` ends with it.
+
+    Where devices of several processes share the model, each process has an engine, and all of them must get the same
+    calls in the same order, from one thread: their devices compute every step together. Such an engine takes a call
+    when all calls before it are answered, so that no step depends on when a call comes.
 
     Attributes:
         closed: a future that ends with the engine, for those who want to be told: its result is None after `close`, its
@@ -139,10 +143,9 @@ class Engine:
                 of a mesh share the model already.
         """
         model = model if mesh is None else sharded(model, mesh)
-        self._config = dataclasses.replace(config or EngineConfig(), **options).resolved(model)
-        self._model_config, self._defaults, self._tokenizer = model.config, model.generation_defaults, tokenizer
-        self._image_reader = ImageReader(model)
-        self._constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
+        resolved = dataclasses.replace(config or EngineConfig(), **options).resolved(model)
+        super().__init__(model, tokenizer, resolved)
+        self._in_lockstep = spans_processes(model.mesh)
         self._loop = StepLoop.for_model(model, self._config.step_loop(), LauncherThread())
 
         # Everything below belongs to the engine's thread, to which other threads send functions through the inbox.
@@ -256,6 +259,18 @@ class Engine:
             ValueError: a request cannot be served. Then none of them is started.
             EngineClosed: the engine was closed meanwhile, or it failed.
         """
+        async with contextlib.aclosing(self.stream_events(requests)) as events:
+            async for number, event in events:
+                if isinstance(event, Token):
+                    yield number, event
+
+    async def stream_events(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Token | Generation]]:
+        """Yields what `stream_all` yields, and behind the last token of each request its generation.
+
+        Raises:
+            ValueError: a request cannot be served. Then none of them is started.
+            EngineClosed: the engine was closed meanwhile, or it failed.
+        """
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
 
@@ -272,7 +287,7 @@ class Engine:
                 if token is not None:
                     yield number, token
                     continue
-                jobs[number].future.result()
+                yield number, jobs[number].future.result()
                 unanswered -= 1
 
     @contextlib.contextmanager
@@ -293,79 +308,7 @@ class Engine:
 
     def _job(self, name: str, request: Request, on_token: Callable[[Token], None] | None = None) -> _Job:
         """Returns a request, which error messages call `name`, ready to be started."""
-        params, top = request.sampling, self._config.top_logprobs
-        images = self._image_reader.patches(name, request.images)
-        prompt = encode_prompt(name, self._model_config, request.prompt, params, self._tokenizer, images)
-        if len(prompt) + params.max_tokens > self.max_length:
-            raise ValueError(
-                f"{name} has {len(prompt)} tokens and asks for {params.max_tokens} more; accepted: {self.max_length} "
-                "in all, the engine's max_length. Lower the request's max_tokens, cut the prompt, or raise the "
-                "engine's max_length."
-            )
-        if params.top_logprobs > top:
-            raise ValueError(
-                f"{name}: top_logprobs is {params.top_logprobs}; accepted: up to {top}, the engine's top_logprobs"
-            )
-        ends = end_tokens(self._defaults, params)
-        check_arrays(name, params, ends)
-        context = sequences.RequestContext(
-            end_tokens=ends,
-            tokenizer=self._tokenizer,
-            is_streamed=on_token is not None,
-            prefix_root=prefix_root(request.cache_salt),
-            client=request.client,
-            constraint=self._constraints.compile(params.constraint),
-            images=PromptImages(images, prompt, self._model_config) if images else None,
-        )
-        return _Job(sequences.samples(prompt, params, context), on_token)
-
-    @property
-    def takes_images(self) -> bool:
-        """Whether the model has a vision tower."""
-        return self._model_config.vision is not None
-
-    @property
-    def frame_sampling(self) -> FrameSampling:
-        """Which frames of a file with a video the model sees, as the checkpoint says it."""
-        return self._image_reader.sampling
-
-    def image_patches(self, name: str, image: GivenImage) -> list[Shown]:
-        """Returns the patches of an image or a video, which a request takes in its place. That may take a second.
-
-        Args:
-            name: what error messages call it.
-            image: see `Request.images`.
-
-        Raises:
-            ValueError: it is none that the model takes.
-        """
-        return self._image_reader.patches(name, [image])
-
-    def image_tokens(self, images: Sequence[Shown]) -> int:
-        """Returns how many tokens stand for images and videos."""
-        vision = self._model_config.vision
-        return 0 if vision is None else sum(token_grid(image, vision).size for image in places(images))
-
-    def with_image_tokens(self, name: str, prompt: Sequence[int], images: Sequence[Shown]) -> list[int]:
-        """Returns a prompt with as many image tokens as its images have, and the times of frames if prompts say them.
-
-        Args:
-            name: what error messages call the prompt.
-            prompt: token ids.
-            images: the images in the order of the prompt.
-
-        Raises:
-            ValueError: the prompt has other places for images.
-        """
-        return list(with_image_tokens(name, self._model_config, prompt, images, self._tokenizer))
-
-    def compile_constraint(self, constraint: Constraint) -> None:
-        """Compiles a constraint, so that requests with it are taken at once. That may take a second.
-
-        Raises:
-            ValueError: the constraint is not valid, or the model can have none.
-        """
-        self._constraints.compile(constraint)
+        return _Job(self.samples_of(name, request, is_streamed=on_token is not None), on_token)
 
     def _start(self, jobs: list[_Job]) -> None:
         def submit() -> None:
@@ -440,17 +383,6 @@ class Engine:
         """The exception that ended the engine; None while it is open, and after it was closed."""
         return None if self._end_reason is None else self._end_reason.__cause__
 
-    @property
-    def config(self) -> EngineConfig:
-        """The engine's settings, with every default filled in."""
-        return self._config
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of a sample at most, its prompt included."""
-        assert self._config.max_length is not None
-        return self._config.max_length
-
     def stats(self) -> EngineStats:
         """Returns what the engine is doing. It may be called from any thread and at any time."""
         scheduler = self._loop.scheduler
@@ -514,8 +446,10 @@ class Engine:
     def _submit(self, job: _Job) -> None:
         try:
             for sample in job.samples:
-                self._loop.submit(sample)
-                self._jobs[sample] = job
+                if sample.finish_reason is None:
+                    self._loop.submit(sample)
+                    self._jobs[sample] = job
+            job.settle_if_done()
         except BaseException as error:
             self._fail(job, error)
 
@@ -537,7 +471,7 @@ class Engine:
 
     def _empty_inbox(self) -> bool:
         """Calls every function in the inbox, and waits for one if the loop is idle. Returns False at the end."""
-        while True:
+        while not self._in_lockstep or self._loop.is_idle:
             try:
                 item = self._inbox.get(block=self._loop.is_idle)
             except queue.Empty:
@@ -545,6 +479,7 @@ class Engine:
             if item is None:
                 return False
             _run(*item)
+        return True
 
     def _end(self, failure: BaseException | None) -> None:
         state = "it was closed" if failure is None else "it has failed; its log says why"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int32
 
-from detjax.models import Decoder, DecoderConfig, Tokenizer
+from detjax.models import Decoder, DecoderConfig, ModelOutline, Tokenizer
 from detjax.models.frame_sampling import FrameSampling
 from detjax.models.images import (
     ImageOptions,
@@ -69,7 +69,7 @@ class ImageReader:
         sampling: which frames of a file with a video the model sees.
     """
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder | ModelOutline) -> None:
         """A reader for a model, which may take none.
 
         Raises:

@@ -27,7 +27,7 @@ from detjax.engine.step_programs import (
 from detjax.models import Decoder
 from detjax.models.decoder import ImageRows
 from detjax.models.images import Shown, empty_pack, rows_by, window_counts
-from detjax.models.mesh import everywhere, placement, whole_shapes
+from detjax.models.mesh import everywhere, placement, put_everywhere, spans_processes, whole_shapes
 from detjax.models.network import abstract, split
 from detjax.models.parts.vision import Patches
 from detjax.options import KVQuantization
@@ -90,6 +90,7 @@ class ModelRunner:
         """
         self._network, self._weights = split(model)
         self._everywhere = everywhere(model.mesh)
+        self._spans_processes = spans_processes(model.mesh)
         self._given = placement(model, model.mesh)
         self._vocabulary = model.config.vocab_size
         self._hidden = jax.ShapeDtypeStruct((model.config.hidden_size,), model.dtype)
@@ -101,7 +102,7 @@ class ModelRunner:
         self._in_slots = model.layers_in_slots
         adjusts = any(variant.adjusted for variant in variants)
         empty = SlotState(jnp.zeros(slots, jnp.int32), none_seen(slots, self._vocabulary) if adjusts else None)
-        self._slots = jax.device_put(empty, self._everywhere)
+        self._slots = put_everywhere(empty, self._everywhere)
         self._shapes = whole_shapes(model)
         self._copies: dict[tuple[np.dtype, tuple[int, ...], bytes], Array] = {}
         self._vision = model.config.vision
@@ -171,7 +172,7 @@ class ModelRunner:
     ) -> SampledTokens:
         masks = None
         if variant.constrained:
-            masks = self._all_allowed(batch.shape.sampled) if allowed is None else allowed
+            masks = self._all_allowed(batch.shape.sampled) if allowed is None else self._reachable(allowed)
         slots, sampled = self._run(step_programs.sample(batch, hidden, self._slots, variant, masks))
         self._slots = slots if variant.adjusted else self._slots._replace(last=slots.last)
         return sampled
@@ -179,8 +180,12 @@ class ModelRunner:
     def _all_allowed(self, count: int) -> Array:
         """Returns masks on the device that allow every token; they are copied there once."""
         if count not in self._free:
-            self._free[count] = jax.device_put(all_allowed(count, self._vocabulary), self._everywhere)
+            self._free[count] = put_everywhere(all_allowed(count, self._vocabulary), self._everywhere)
         return self._free[count]
+
+    def _reachable(self, tree: PyTree) -> Any:
+        """Returns arrays of this process where the programs of all processes that share the model can have them."""
+        return put_everywhere(tree, self._everywhere) if self._spans_processes else tree
 
     def note_seen(self, slot: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
         """Tells the device all tokens of the sequence in a slot. From then on it counts what it samples for the slot.
@@ -226,11 +231,11 @@ class ModelRunner:
         contents = [(x.dtype, x.shape, x.tobytes()) for x in arrays]
         new = {content: x for content, x in zip(contents, arrays, strict=True) if content not in self._copies}
         # All at once: a program takes five times as long to copy its arguments itself.
-        copies = self._copies | dict(zip(new, jax.device_put(list(new.values()), self._everywhere), strict=True))
+        copies = self._copies | dict(zip(new, put_everywhere(list(new.values()), self._everywhere), strict=True))
         self._copies = {content: copies[content] for content in contents}
         copied = jax.tree.unflatten(tree, [copies[content] for content in contents])
         return self._with_images(
-            copied if images is None else copied._replace(images=jax.device_put(images, self._everywhere))
+            copied if images is None else copied._replace(images=put_everywhere(images, self._everywhere))
         )
 
     def _with_images(self, batch: StepBatch) -> StepBatch:
@@ -240,7 +245,7 @@ class ModelRunner:
             return batch
         if rows not in self._without_images:
             zeros = jnp.zeros((rows, *self._hidden.shape), self._hidden.dtype)
-            self._without_images[rows] = ImageRows(jnp.zeros(rows, bool), zeros)
+            self._without_images[rows] = self._reachable(ImageRows(jnp.zeros(rows, bool), zeros))
         return batch._replace(images=self._without_images[rows])
 
     def score(self, rows: Array, first: int, tokens: np.ndarray) -> SampledTokens:
@@ -320,7 +325,7 @@ class ModelRunner:
             sizes |= {("sampled", shape.sampled), ("rows", shape.rows)}
         if self._slots.seen is not None:
             self.note_seen(0, (), ())
-        if any(self._in_slots):
+        if any(self._in_slots) and not self._spans_processes:  # then there are no snapshots
             self.put_slot(0, self.take_slot(0))
         for patches in self._empty_packs():
             if self._is_ready(step_programs.image_rows_key(len(patches.pixels))):

@@ -27,6 +27,10 @@ class Request:
             who must not know of one another.
         client: whose turn the request takes. While samples wait, clients get slots in turn, so that nobody waits for
             all that another client has asked for. All requests without one are one client's.
+        generated: the tokens that each sample has already, in the order of the samples, for a request that another
+            engine has begun; samples behind the last one given have none. They count as generated: for `max_tokens`,
+            penalties, constraints and all else the sample goes on as if it had never been interrupted. The answer holds
+            what comes after them, and its text is what a stream had not told after them.
 
     No bit of the answer depends on `cache_salt` and `client`.
 
@@ -40,6 +44,7 @@ class Request:
     cache_salt: str | None = None
     client: str | None = None
     images: Sequence[GivenImage] = dataclasses.field(default=(), compare=False, repr=False)
+    generated: Sequence[Sequence[int]] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from detjax import ops
 from detjax.engine.constraints import Constraint
-from detjax.models import Decoder
+from detjax.models import Decoder, ModelOutline
 
 MOST_BIASES: Final = 300
 """Tokens that a request may give a bias, as in OpenAI's API."""
@@ -117,11 +117,11 @@ class SamplingParams:
             )
 
     @classmethod
-    def recommended(cls, model: Decoder, **fields: Any) -> "SamplingParams":
+    def recommended(cls, model: Decoder | ModelOutline, **fields: Any) -> "SamplingParams":
         """Returns the settings that the model's checkpoint recommends in `generation_config.json`.
 
         Args:
-            model: the decoder.
+            model: the decoder, or its outline.
             fields: settings that replace the recommended ones.
 
         Warns:

@@ -191,7 +191,8 @@ class Scheduler:
                 return
             self._has_pages(chunks[sequence])
             if sequence.turn is None:
-                sequence.cached_tokens = sequence.computed if sequence.leader is None else sequence.leader.cached_tokens
+                cached = min(sequence.computed, len(sequence.prompt))
+                sequence.cached_tokens = cached if sequence.leader is None else sequence.leader.cached_tokens
             sequence.slot = self._slots.pop()
             self.waiting.take(sequence)
             self.running.append(sequence)

@@ -101,7 +101,8 @@ class Sequence:
         leader: the request's first sample, whose prompt pages this sequence waits for and shares; None for the first.
         context: what else the request's samples share.
         tokens: the prompt and the generated tokens that have been read.
-        generated: the generated tokens that have been read.
+        generated: the generated tokens that have been read, those that the request came with included.
+        given: how many of them the request came with.
         output: logprobs of the generated tokens and of the prompt.
         finish_reason: "stop", "length", "cancelled" or "failed" after the end; None before it.
         failure: the exception that ended a sequence that failed.
@@ -125,8 +126,9 @@ class Sequence:
         index: int = 0,
         leader: "Sequence | None" = None,
         context: RequestContext | None = None,
+        generated: Seq[int] = (),
     ) -> None:
-        """A sequence that waits.
+        """A sequence that waits, unless its given tokens are all that it may have.
 
         Args:
             prompt: token ids.
@@ -134,6 +136,10 @@ class Sequence:
             index: the sample's number in its request.
             leader: the request's first sample.
             context: what else the request's samples share. Default: no end tokens, no text.
+            generated: tokens that were generated for the sample elsewhere.
+
+        Raises:
+            ValueError: one of `generated` before the last one ends the sample.
         """
         self.prompt = prompt
         self.index = index
@@ -159,14 +165,31 @@ class Sequence:
         self._digests: list[Digest] = []
         self._stop: StopStrings = StopStrings(params.stop) if leader is None else leader._stop
         # Decoding text takes longer than everything else here, so it is done at every token only where it is needed.
-        needs_text = self.context.is_streamed or bool(params.stop)
+        needs_text = self.context.is_streamed or bool(params.stop) or len(generated) > 0
         tokenizer = self.context.tokenizer
         self._text_stream = TextStream(tokenizer, self._stop) if tokenizer is not None and needs_text else None
+        self.given = len(generated)
+        self._streamed_length = self._take(generated)
+        """Characters that a stream told with the given tokens."""
+
+    def _take(self, generated: Seq[int]) -> int:
+        """Appends the tokens that the request came with. Returns the length of the text that a stream has told."""
+        for number, token in enumerate(generated):
+            if self.finish_reason is not None:
+                raise ValueError(
+                    f"generated has {len(generated)} tokens for sample {self.index}, which ends after {number} of them "
+                    f"({self.finish_reason}); accepted: tokens of one sample, none after its end"
+                )
+            self.generated.append(token)
+            self._note_end()
+        if not generated or self._text_stream is None:
+            return 0
+        return len(self._text_stream.take_new(is_last=self.finish_reason is not None))
 
     @functools.cached_property
     def matcher(self) -> Matcher | None:
         """How far the sample has come in its constraint, if it has one. Samples that wait have none."""
-        return None if self.context.constraint is None else self.context.constraint.matcher()
+        return None if self.context.constraint is None else self.context.constraint.matcher(self.generated)
 
     @property
     def length(self) -> int:
@@ -199,11 +222,12 @@ class Sequence:
         if self.failure is not None:
             raise self.failure
         assert self.finish_reason is not None
+        text = self.text
         return Completion(
-            tokens=tuple(self.generated),
+            tokens=tuple(self.generated[self.given :]),
             logprobs=tuple(self.output.logprobs),
             top_logprobs=tuple(self.output.top_logprobs),
-            text=self.text,
+            text=None if text is None else text[self._streamed_length :],
             finish_reason=self.finish_reason,
             sampling_logprobs=tuple(self.output.sampling_logprobs),
         )
@@ -245,11 +269,7 @@ class Sequence:
                 raise self._not_finite()
             if self.failure is not None:
                 raise self.failure
-            is_stopped = self._text_stream is not None and self._text_stream.add(token)
-            if is_stopped or token in self.context.end_tokens:
-                self.finish_reason = "stop"
-            elif len(self.generated) == self.params.max_tokens:
-                self.finish_reason = "length"
+            self._note_end()
             if self._text_stream is not None and self.context.is_streamed:
                 text = self._text_stream.take_new(is_last=self.finish_reason is not None)
         except (KeyboardInterrupt, SystemExit):
@@ -260,6 +280,15 @@ class Sequence:
             self.index, token, logprob, top, text, self.finish_reason, batch, self.cached_tokens, sampling_logprob
         )
 
+    def _note_end(self) -> None:
+        """Adds the last token's text, and ends the sequence if the token does."""
+        token = self.generated[-1]
+        is_stopped = self._text_stream is not None and self._text_stream.add(token)
+        if is_stopped or token in self.context.end_tokens:
+            self.finish_reason = "stop"
+        elif len(self.generated) == self.params.max_tokens:
+            self.finish_reason = "length"
+
     def _not_finite(self) -> NotFinite:
         # A logprob of minus infinity is no such error: a token may be forced that the model itself never chooses.
         return NotFinite(
@@ -268,14 +297,29 @@ class Sequence:
         )
 
 
-def samples(prompt: tuple[int, ...], params: SamplingParams, context: RequestContext) -> list[Sequence]:
+def samples(
+    prompt: tuple[int, ...], params: SamplingParams, context: RequestContext, generated: Seq[Seq[int]] = ()
+) -> list[Sequence]:
     """Returns a sequence for each sample of a request.
 
     The first sample leads: the others can share its prompt pages, and it alone computes the prompt's logprobs.
+
+    Args:
+        prompt: token ids.
+        params: sampling parameters.
+        context: what else the samples share.
+        generated: tokens that the samples have already; see `Request.generated`.
+
+    Raises:
+        ValueError: a sample has tokens after its end.
     """
-    first = Sequence(prompt, params, context=context)
+    given = [*generated, *[()] * (params.n - len(generated))]
+    first = Sequence(prompt, params, context=context, generated=given[0])
     others = dataclasses.replace(params, prompt_logprobs=False)
     return [
         first,
-        *(Sequence(prompt, others, index=index, leader=first, context=context) for index in range(1, params.n)),
+        *(
+            Sequence(prompt, others, index=index, leader=first, context=context, generated=given[index])
+            for index in range(1, params.n)
+        ),
     ]

@@ -92,3 +92,41 @@ def end_tokens(defaults: GenerationDefaults | None, params: SamplingParams) -> f
     """Returns the tokens that end a sample: the model's end-of-sequence tokens and the request's stop tokens."""
     eos = () if params.ignore_eos or defaults is None else defaults.eos_token_ids
     return frozenset(eos) | frozenset(params.stop_token_ids)
+
+
+def given_tokens(
+    name: str, config: DecoderConfig, params: SamplingParams, generated: Sequence[Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """Returns the tokens that the samples of a request have already.
+
+    Args:
+        name: what error messages call the request.
+        config: the model's.
+        params: the request's sampling parameters.
+        generated: see `Request.generated`.
+
+    Raises:
+        ValueError: there are more lists than samples, more tokens than `max_tokens`, or ids outside the vocabulary; or
+            the request asks for logprobs of its prompt.
+    """
+    given = [tuple(map(int, tokens)) for tokens in generated]
+    if len(given) > params.n:
+        raise ValueError(f"{name} has generated tokens of {len(given)} samples; accepted: up to n, which is {params.n}")
+    if any(given) and params.prompt_logprobs:
+        raise ValueError(
+            f"{name} has generated tokens and asks for prompt_logprobs; accepted: one of them. Ask for the prompt's "
+            "logprobs where the request begins."
+        )
+    for sample, tokens in enumerate(given):
+        if len(tokens) > params.max_tokens:
+            raise ValueError(
+                f"{name} has {len(tokens)} generated tokens for sample {sample}; accepted: up to {params.max_tokens}, "
+                "its max_tokens"
+            )
+        unknown = next((token for token in tokens if not 0 <= token < config.vocab_size), None)
+        if unknown is not None:
+            raise ValueError(
+                f"{name} has the generated token {unknown} for sample {sample}; accepted: ids 0 to "
+                f"{config.vocab_size - 1}"
+            )
+    return given

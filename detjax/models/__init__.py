@@ -10,5 +10,6 @@ from detjax.models.generation_defaults import GenerationDefaults as GenerationDe
 from detjax.models.json_object import CheckpointError as CheckpointError
 from detjax.models.mesh import mesh_of as mesh_of
 from detjax.models.mesh import sharded as sharded
+from detjax.models.outline import ModelOutline as ModelOutline
 from detjax.models.tokenizer import Tokenizer as Tokenizer
 from detjax.models.videos import Video as Video

@@ -12,12 +12,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.console
 import rich.markup
 import rich.progress
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
@@ -28,7 +30,7 @@ from detjax.models.family import Description, Family, description, family_named
 from detjax.models.generation_defaults import GenerationDefaults
 from detjax.models.images import ImageOptions
 from detjax.models.json_object import CheckpointError, parse_json_object, read_file
-from detjax.models.mesh import checked, placement, whole_shapes, whole_weights, with_mesh
+from detjax.models.mesh import checked, placement, spans_processes, whole_shapes, whole_weights, with_mesh
 from detjax.models.network import Weights, abstract, split
 from detjax.models.network import parameters as parameters_of
 from detjax.models.parts.parameters import Tensors
@@ -77,7 +79,7 @@ def load(
     Raises:
         CheckpointError: `path` is no directory; a file is missing or damaged; the architecture or an option is not
             supported; a tensor is missing, surplus, misshapen, of another dtype, or beyond the range of `dtype`.
-        ValueError: `dtype` is none of these, or the mesh has another axis.
+        ValueError: `dtype` is none of these, or the mesh has another axis or no device of this process.
     """
     directory, mesh = Path(path), None if mesh is None else checked("load", mesh)
     if not directory.is_dir():
@@ -173,7 +175,8 @@ def save(
     """Writes a directory that `load` and transformers read, in the dtype that the weights have.
 
     The directory is written under another name beside `path` and renamed at the end, so that `path` never holds half a
-    checkpoint.
+    checkpoint. Where the devices of several processes share the model, each of them must call this: the first one
+    writes, and the others wait for it.
 
     Args:
         model: the decoder.
@@ -196,11 +199,26 @@ def save(
     family = family_named("save", model.config.architecture)
     pairs = zip(_parameters(_without_weights(model.config, model.dtype)), whole_weights(model), strict=True)
     groups = [_sized_tensors(family, *pair) for pair in pairs]
-    with _new_directory(target) as directory:
-        for name, content in contents.items():
-            (directory / name).parent.mkdir(exist_ok=True)
-            (directory / name).write_bytes(content)
-        write_weights(directory, groups, max_shard_bytes)
+    with _one_writer(model.mesh) as writes:
+        if writes:
+            with _new_directory(target) as directory:
+                for name, content in contents.items():
+                    (directory / name).parent.mkdir(exist_ok=True)
+                    (directory / name).write_bytes(content)
+                write_weights(directory, groups, max_shard_bytes)
+
+
+@contextlib.contextmanager
+def _one_writer(mesh: Mesh | None) -> Iterator[bool]:
+    """Yields whether this process writes, of all that share a model. The others wait at the end, even if it fails."""
+    if not spans_processes(mesh):
+        yield True
+        return
+    assert mesh is not None
+    try:
+        yield jax.process_index() == mesh.devices.flat[0].process_index
+    finally:
+        multihost_utils.sync_global_devices("detjax.models.save")
 
 
 @contextlib.contextmanager

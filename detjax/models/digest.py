@@ -21,7 +21,8 @@ def digest(model: Decoder, tokenizer: Tokenizer | None = None) -> str:
     """Returns the SHA-256 of the model's weights, its configuration and its tokenizer's files, in hexadecimal digits.
 
     Models with one digest are one function of a request, whichever files they were read from. To compute it, the
-    weights are copied to the host, a few at a time: a model of 16 GB takes some seconds.
+    weights are copied to the host, a few at a time: a model of 16 GB takes some seconds. Where the devices of several
+    processes share the model, each of them must call this.
     """
     weights = parameters(model)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashlib and transfers let other threads run

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from detjax import compilation
 from detjax.models.network import Network, Path, Weights, parameters, split
@@ -30,7 +31,7 @@ def checked(operation: str, mesh: Mesh) -> Mesh:
         mesh: the mesh.
 
     Raises:
-        ValueError: it has another axis than "tensor" and "expert".
+        ValueError: it has another axis than "tensor" and "expert", or no device of this process.
     """
     names = mesh.axis_names
     if not names or not set(names) <= set(AXES):
@@ -38,6 +39,12 @@ def checked(operation: str, mesh: Mesh) -> Mesh:
         raise ValueError(
             f"{operation}: the mesh has the axes {names}; accepted: {TENSOR!r}, {EXPERT!r} or both, as "
             f"jax.make_mesh((2, 1), {AXES}) makes them for two devices.{advice}"
+        )
+    if all(device.process_index != jax.process_index() for device in mesh.devices.flat):
+        raise ValueError(
+            f"{operation}: the mesh has no device of this process, which is number {jax.process_index()} of "
+            f"{jax.process_count()}; accepted: a mesh that has devices of every process that calls {operation}, as "
+            f"mesh_of({jax.device_count()}) makes it of all devices"
         )
     order = [names.index(axis) for axis in AXES if axis in names]
     shape = [mesh.shape.get(axis, 1) for axis in AXES]
@@ -50,6 +57,8 @@ def mesh_of(tensor: int = 1, expert: int = 1) -> Mesh | None:
     Args:
         tensor: how many devices share each expert, and all that is no expert.
         expert: how many times so many devices there are; each of them has some of the experts of a layer.
+
+    After `jax.distributed.initialize`, JAX's devices are those of all processes.
 
     Raises:
         ValueError: JAX has fewer devices.
@@ -82,7 +91,7 @@ def sharded[M: Any](model: M, mesh: Mesh) -> M:
         mesh: devices with the axes "tensor" and "expert", or with one of them.
 
     Raises:
-        ValueError: the mesh has another axis, or the model is shared already.
+        ValueError: the mesh has another axis or no device of this process, or the model is shared already.
 
     Example:
         >>> import jax, detjax.demo
@@ -135,7 +144,7 @@ def place(x: Any, cut: Cut | None, mesh: Mesh) -> Array:
     No more of `x` is asked for than one device's part at a time, and each is there before the next one is asked for.
     """
     if cut is None:
-        return jax.device_put(x if isinstance(x, jax.Array) else np.asarray(x), everywhere(mesh))
+        return put_everywhere(x if isinstance(x, jax.Array) else np.asarray(x), everywhere(mesh))
     sharding, axis = NamedSharding(mesh, _spec(x.ndim, cut)), x.ndim + cut.axis
     devices = math.prod(mesh.shape[name] for name in cut.over)
     shape = [*x.shape[:axis], cut.length * devices, *x.shape[axis + 1 :]]
@@ -168,20 +177,48 @@ def placement(model: Any, mesh: Mesh | None) -> list[Callable[[Any], Array]]:
     return [functools.partial(place, cut=cut, mesh=mesh) for cut in cuts_of(model, mesh)]
 
 
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Returns whether some of a mesh's devices belong to other processes."""
+    return mesh is not None and any(device.process_index != jax.process_index() for device in mesh.devices.flat)
+
+
 def everywhere(mesh: Mesh | None) -> NamedSharding | None:
     """Returns the sharding of arrays that every device has, or None, which is that of the default device."""
     return None if mesh is None else NamedSharding(mesh, P())
 
 
+def put_everywhere(tree: PyTree, sharding: NamedSharding | None) -> Any:
+    """Returns arrays that every device of a sharding has; with None, the default device.
+
+    Where the devices are those of several processes, each process puts its copy on its own devices. `jax.device_put`
+    would first compare the copies of all processes, which takes a program of its own each time.
+    """
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+
+    def put(x: Any) -> Array:
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(put, tree)
+
+
 def whole(x: Any, cut: Cut | None, mesh: Mesh | None) -> Any:
-    """Returns the whole of a weight that lies on a mesh, on the host; others as they are."""
+    """Returns the whole of a weight that lies on a mesh, on the host; others as they are.
+
+    Where the mesh has devices of several processes, all of them must ask for it.
+    """
     if mesh is None:
         return x
     order = list(mesh.devices.flat)
-    shards: list[Any] = sorted(x.addressable_shards, key=lambda shard: order.index(shard.device))
+    if x.is_fully_addressable:
+        by_device = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
+    else:
+        gathered = np.asarray(_gather(x, everywhere(mesh)))
+        by_device = {device: gathered[index] for device, index in x.sharding.devices_indices_map(x.shape).items()}
+    parts = [by_device[device] for device in order]
     if cut is None:
-        return np.asarray(shards[0].data)
-    parts = [np.asarray(shard.data) for shard in shards]
+        return parts[0]
     if cut.experts is None:
         return cut.whole(parts)
     sharing = mesh.shape[EXPERT]
@@ -254,7 +291,19 @@ class Call(NamedTuple):
 def run(model: Any, call: Call, *args: Any) -> Any:
     """Returns what a method of a decoder that devices share returns; see `Call`."""
     network, weights = split(model)
+    if spans_processes(model.mesh):  # its programs cannot have what lies on a device of one process
+        sharding = everywhere(model.mesh)
+        args = jax.tree.map(lambda x: put_everywhere(x, sharding) if _is_here(x) else x, args)
     return _run(network, call, weights, args)
+
+
+def _is_here(x: Any) -> bool:
+    return not isinstance(x, Tracer) and not (isinstance(x, Array) and not x.is_fully_addressable)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _gather(x: Array, sharding: NamedSharding) -> Array:
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 @functools.partial(compilation.jit, static_argnums=(0, 1))

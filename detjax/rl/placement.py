@@ -110,4 +110,11 @@ def _mesh(devices: int | tuple[Any, ...]) -> Mesh:
         if jax.device_count() < devices:
             raise ValueError(f"Placement: devices is {devices}; accepted: up to {jax.device_count()}, which JAX has")
         devices = tuple(jax.devices()[:devices])
+    others = {device.process_index for device in devices} - {jax.process_index()}
+    if others:
+        raise NotImplementedError(
+            f"Placement: devices of the processes {sorted(others)} are among the {len(devices)} devices; accepted: "
+            f"devices of this process, which is number {jax.process_index()} of {jax.process_count()}. Training takes "
+            "the devices of one process."
+        )
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))

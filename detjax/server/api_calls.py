@@ -19,6 +19,7 @@ from detjax.audit.transcripts import transcript_of
 from detjax.engine import Completion, Constraint, Engine, Generation, Request, SamplingParams, Token
 from detjax.models import Tokenizer
 from detjax.server.errors import ApiError
+from detjax.server.replicas import ReplicatedEngine
 from detjax.server.request_fields import SamplingRequest
 from detjax.server.streaming import event
 from detjax.server.texts import Texts
@@ -53,7 +54,7 @@ class ServedModel:
     """
 
     name: str
-    engine: Engine
+    engine: Engine | ReplicatedEngine
     tokenizer: Tokenizer
     texts: Texts
     defaults: Json

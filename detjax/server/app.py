@@ -22,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 from detjax.audit import Origin
 from detjax.contract import CONTRACT_VERSION
 from detjax.engine import Engine, EngineConfig, SamplingParams
-from detjax.models import Decoder, Tokenizer
+from detjax.models import Decoder, ModelOutline, Tokenizer
 from detjax.server import bodies, openapi
 from detjax.server.api_calls import ApiCall, Caller, ServedModel
 from detjax.server.chat_calls import ChatCall
@@ -32,6 +32,7 @@ from detjax.server.guard import Admission, ClientGone, Guard
 from detjax.server.hosts import HostCheck
 from detjax.server.json_pieces import TURN_BYTES, JsonPieces
 from detjax.server.metrics import Metrics, RequestMetrics
+from detjax.server.replicas import ReplicatedEngine
 from detjax.server.request_fields import SamplingRequest
 from detjax.server.requests import RequestLog, RequestRecord, record_of
 from detjax.server.response_calls import ResponsesCall
@@ -64,11 +65,12 @@ def system_fingerprint(model: Decoder, tokenizer: Tokenizer, config: EngineConfi
     the checkpoint, which the model's digest holds, or OpenAI's.
     """
     config = config or EngineConfig()
-    return _fingerprint(Origin.here(model, tokenizer, config.kv_cache_dtype), config, model)
+    return fingerprint_of(Origin.here(model, tokenizer, config.kv_cache_dtype), config, ModelOutline.from_model(model))
 
 
-def _fingerprint(origin: Origin, config: EngineConfig, model: Decoder) -> str:
-    settings = f"{origin.kv_cache_dtype} {config.max_length or model.config.max_positions}"
+def fingerprint_of(origin: Origin, config: EngineConfig, outline: ModelOutline) -> str:
+    """Returns what `system_fingerprint` returns, of a model whose weights have been read."""
+    settings = f"{origin.kv_cache_dtype} {config.max_length or outline.config.max_positions}"
     digest = hashlib.sha256(f"{origin.model} {settings}".encode()).hexdigest()
     return f"detjax-{CONTRACT_VERSION}-{origin.environment}-{digest[:16]}"
 
@@ -86,14 +88,29 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
         settings: how it treats clients.
     """
     origin = Origin.here(model, tokenizer, engine.config.kv_cache_dtype)
-    fingerprint = _fingerprint(origin, engine.config, model)
+    return app_of(engine, ModelOutline.from_model(model), tokenizer, settings, origin)
+
+
+def app_of(
+    engine: Engine | ReplicatedEngine, outline: ModelOutline, tokenizer: Tokenizer, settings: Settings, origin: Origin
+) -> Starlette:
+    """Returns the server that `create_app` returns, of a model that may be in other processes.
+
+    Args:
+        engine: generates the answers.
+        outline: that of the engine's model.
+        tokenizer: the engine's tokenizer.
+        settings: how it treats clients.
+        origin: what answers depend on besides requests.
+    """
+    fingerprint = fingerprint_of(origin, engine.config, outline)
     texts = Texts(tokenizer, settings.text_seconds)
     served = ServedModel(
         settings.name,
         engine,
         tokenizer,
         texts,
-        _sampling_defaults(model),
+        _sampling_defaults(outline),
         fingerprint,
         TokenTexts(tokenizer),
         tool_format(tokenizer),
@@ -136,9 +153,9 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
     return app
 
 
-def _sampling_defaults(model: Decoder) -> dict[str, Any]:
+def _sampling_defaults(outline: ModelOutline) -> dict[str, Any]:
     """Sampling parameters of requests that give none: the checkpoint's recommendation, else OpenAI's default."""
-    recommended, params = model.generation_defaults, SamplingParams.recommended(model)
+    recommended, params = outline.generation_defaults, SamplingParams.recommended(outline)
     if recommended is None or not recommended.do_sample:
         return {"temperature": 1.0, "repetition_penalty": params.repetition_penalty}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

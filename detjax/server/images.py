@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from detjax.engine import Engine
+from detjax.engine.request_reader import RequestReader
 from detjax.models import Video
 from detjax.models.image_files import read_pixels
 from detjax.models.images import Shown
@@ -61,7 +61,7 @@ class _Refused(Exception):
     """Why an image is not read; no library raises it."""
 
 
-def read_images(parts: Sequence[ShownPart], engine: Engine, directory: Path | None, field: str) -> list[Shown]:
+def read_images(parts: Sequence[ShownPart], engine: RequestReader, directory: Path | None, field: str) -> list[Shown]:
     """Returns the patches of images and videos, which takes a while.
 
     Args:
@@ -79,7 +79,7 @@ def read_images(parts: Sequence[ShownPart], engine: Engine, directory: Path | No
         raise ApiError(400, str(error), param=field) from error
 
 
-def _read(parts: Sequence[ShownPart], engine: Engine, directory: Path | None, field: str) -> list[Shown]:
+def _read(parts: Sequence[ShownPart], engine: RequestReader, directory: Path | None, field: str) -> list[Shown]:
     if len(parts) > MOST_IMAGES:
         raise _Refused(f"{field}: {len(parts)} images; accepted: up to {MOST_IMAGES}")
     patches: list[Shown] = []
@@ -102,7 +102,7 @@ def _read(parts: Sequence[ShownPart], engine: Engine, directory: Path | None, fi
     return patches
 
 
-def _video(name: str, part: ShownVideo, engine: Engine, directory: Path | None) -> Video:
+def _video(name: str, part: ShownVideo, engine: RequestReader, directory: Path | None) -> Video:
     """The frames of a video that the model is to see."""
     try:
         sampling = engine.frame_sampling.changed(part.fps, part.min_frames, part.max_frames)

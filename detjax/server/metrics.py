@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from detjax.engine import Engine
+from detjax.server.replicas import ReplicatedEngine
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 """Upper bounds of the histograms' buckets, in seconds."""
@@ -19,10 +20,12 @@ _CLIENT_CLOSED_REQUEST = 499
 class Metrics:
     """The metrics of a server."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Metrics that include the engine's own."""
+    def __init__(self, engine: Engine | ReplicatedEngine) -> None:
+        """Metrics that include the engine's own; of replicas, how often requests have lost one."""
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(engine))
+        self.registry.register(
+            _ReplicaCollector(engine) if isinstance(engine, ReplicatedEngine) else _EngineCollector(engine)
+        )
         self.requests = self._counter("requests", "HTTP requests.", "path", "status")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.generated_tokens = self._counter("generated_tokens", "Generated tokens.")
@@ -59,6 +62,16 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(
             "detjax_snapshot_hits", "Samples that went on from a snapshot of a slot.", stats.snapshot_hits
         )
+
+
+class _ReplicaCollector(Collector):
+    """Reads what is known of replicas whenever Prometheus asks for it."""
+
+    def __init__(self, engine: ReplicatedEngine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily("detjax_lost_replicas", "Calls that went on at another replica.", self._engine.losses)
 
 
 class RequestMetrics:

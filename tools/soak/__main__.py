@@ -5,7 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tools.soak import full_disk, kills, load, mutations, reproductions
+from tools.soak import full_disk, kills, load, mutations, replicas, reproductions
 from tools.soak.report import Report
 
 
@@ -32,6 +32,13 @@ def main() -> int:
     commands.add_parser("disk", parents=[shared], help="a cache of compiled programs on a full disk")
     mutated = commands.add_parser("mutations", parents=[shared], help="requests that are damaged in any way")
     mutated.add_argument("--requests", type=int, default=50_000)
+    killed = commands.add_parser(
+        "replicas", parents=[shared], help="SIGKILL of replicas of Ray Serve while clients stream"
+    )
+    killed.add_argument("--clients", type=int, default=200)
+    killed.add_argument("--replicas", type=int, default=3)
+    killed.add_argument("--seconds", type=float, default=120)
+    killed.add_argument("--every", type=float, default=10, help="seconds from one kill to the next")
     commands.add_parser("reproductions", parents=[shared], help="attacks that once succeeded")
 
     options = parser.parse_args()
@@ -53,6 +60,10 @@ def main() -> int:
             case "mutations":
                 requests = min(200, options.requests) if options.small else options.requests
                 mutations.run(report, folder, cache, requests, options.seed, options.small, **limits)
+            case "replicas":
+                sizes = replicas.Sizes(options.clients, options.replicas, options.seconds, options.every)
+                sizes = replicas.Sizes(8, 2, 30, 15, is_small=True) if options.small else sizes
+                replicas.run(report, folder, cache, sizes, options.seed)
             case "reproductions":
                 reproductions.run(report, folder, cache, options.small, **limits)
     return report.write(options.out)

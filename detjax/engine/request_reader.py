@@ -1,0 +1,131 @@
+"""How requests are read: their prompts, images and constraints, and what an engine refuses."""
+
+from collections.abc import Sequence
+
+from detjax.engine import sequence as sequences
+from detjax.engine.config import EngineConfig
+from detjax.engine.constraints import Constraint, ModelConstraints
+from detjax.engine.images import GivenImage, ImageReader, PromptImages, with_image_tokens
+from detjax.engine.page_pool import prefix_root
+from detjax.engine.request import Request
+from detjax.engine.validation import check_arrays, encode_prompt, end_tokens, given_tokens
+from detjax.models import Decoder, ModelOutline, Tokenizer
+from detjax.models.frame_sampling import FrameSampling
+from detjax.models.images import Shown, places, token_grid
+
+
+class RequestReader:
+    """What reads the requests of an engine. It needs no weights, so a process without the model can do it too."""
+
+    def __init__(self, model: Decoder | ModelOutline, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
+        """A reader.
+
+        Args:
+            model: the engine's model, or its outline.
+            tokenizer: needed for texts, stop strings and constraints.
+            config: the engine's settings, resolved.
+        """
+        self._config = config
+        self._model_config, self._defaults, self._tokenizer = model.config, model.generation_defaults, tokenizer
+        self._image_reader = ImageReader(model)
+        self._constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's settings, with every default filled in."""
+        return self._config
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a sample at most, its prompt included."""
+        assert self._config.max_length is not None
+        return self._config.max_length
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model has a vision tower."""
+        return self._model_config.vision is not None
+
+    @property
+    def frame_sampling(self) -> FrameSampling:
+        """Which frames of a file with a video the model sees, as the checkpoint says it."""
+        return self._image_reader.sampling
+
+    def image_patches(self, name: str, image: GivenImage) -> list[Shown]:
+        """Returns the patches of an image or a video, which a request takes in its place. That may take a second.
+
+        Args:
+            name: what error messages call it.
+            image: see `Request.images`.
+
+        Raises:
+            ValueError: it is none that the model takes.
+        """
+        return self._image_reader.patches(name, [image])
+
+    def image_tokens(self, images: Sequence[Shown]) -> int:
+        """Returns how many tokens stand for images and videos."""
+        vision = self._model_config.vision
+        return 0 if vision is None else sum(token_grid(image, vision).size for image in places(images))
+
+    def with_image_tokens(self, name: str, prompt: Sequence[int], images: Sequence[Shown]) -> list[int]:
+        """Returns a prompt with as many image tokens as its images have, and the times of frames if prompts say them.
+
+        Args:
+            name: what error messages call the prompt.
+            prompt: token ids.
+            images: the images in the order of the prompt.
+
+        Raises:
+            ValueError: the prompt has other places for images.
+        """
+        return list(with_image_tokens(name, self._model_config, prompt, images, self._tokenizer))
+
+    def compile_constraint(self, constraint: Constraint) -> None:
+        """Compiles a constraint, so that requests with it are taken at once. That may take a second.
+
+        Raises:
+            ValueError: the constraint is not valid, or the model can have none.
+        """
+        self._constraints.compile(constraint)
+
+    def samples_of(self, name: str, request: Request, *, is_streamed: bool) -> list[sequences.Sequence]:
+        """Returns the samples of a request, before they are scheduled.
+
+        Args:
+            name: what error messages call the request.
+            request: the request.
+            is_streamed: make the text at every token.
+
+        Raises:
+            ValueError: the engine cannot serve it.
+        """
+        params, top = request.sampling, self._config.top_logprobs
+        images = self._image_reader.patches(name, request.images)
+        prompt = encode_prompt(name, self._model_config, request.prompt, params, self._tokenizer, images)
+        if len(prompt) + params.max_tokens > self.max_length:
+            raise ValueError(
+                f"{name} has {len(prompt)} tokens and asks for {params.max_tokens} more; accepted: {self.max_length} "
+                "in all, the engine's max_length. Lower the request's max_tokens, cut the prompt, or raise the "
+                "engine's max_length."
+            )
+        if params.top_logprobs > top:
+            raise ValueError(
+                f"{name}: top_logprobs is {params.top_logprobs}; accepted: up to {top}, the engine's top_logprobs"
+            )
+        ends = end_tokens(self._defaults, params)
+        check_arrays(name, params, ends)
+        generated = given_tokens(name, self._model_config, params, request.generated)
+        context = sequences.RequestContext(
+            end_tokens=ends,
+            tokenizer=self._tokenizer,
+            is_streamed=is_streamed,
+            prefix_root=prefix_root(request.cache_salt),
+            client=request.client,
+            constraint=self._constraints.compile(params.constraint),
+            images=PromptImages(images, prompt, self._model_config) if images else None,
+        )
+        try:
+            return sequences.samples(prompt, params, context, generated)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None

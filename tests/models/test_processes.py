@@ -1,0 +1,162 @@
+"""Models that devices of several processes share: every number of processes gives the bits of one device."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import detjax
+from detjax import models, ops
+from detjax.models.mesh import put_everywhere
+from detjax.rl.placement import Placement
+from tests.support.bits import assert_same_bits
+from tests.support.one_layer import one_layer
+from tests.support.waits import HANGS_AFTER
+
+ROOT = Path(__file__).parents[2]
+PROCESSES, DEVICES = 2, 4
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-next"])
+@pytest.mark.parametrize("case", ["tokens", "logprobs and files", "an engine"])
+def test_devices_of_two_processes_give_the_bits_of_one_device(family: str, case: str, tmp_path: Path) -> None:
+    checkpoint = ROOT / "tests" / "fixtures" / family
+    if family == "qwen3":  # one layer of it tells as much as all, and compiles faster
+        checkpoint = tmp_path / "model"
+        models.save(one_layer(ROOT / "tests" / "fixtures" / family, seed=1)[0], checkpoint)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable,
+        "-m",
+        "tests.models.test_processes",
+        str(port),
+        str(checkpoint),
+        str(tmp_path / "saved"),
+        case,
+    ]
+    with contextlib.ExitStack() as stack:
+        running = []
+        for number in range(PROCESSES):
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            process = subprocess.Popen([*command, str(number)], env=environment, cwd=ROOT, **pipes)
+            running.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        for process in running:
+            output = process.communicate(timeout=3 * HANGS_AFTER)[0]  # each compiles for one device and for all
+            assert process.returncode == 0, output
+            assert "all hold" in output.split("\n"), output
+
+
+def main(port: str, checkpoint: Path, saved: Path, case: str, process: int) -> None:
+    """Compares a model on a device of this process and on all devices of all processes."""
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}",
+        PROCESSES,
+        process,
+        initialization_timeout=HANGS_AFTER,
+        heartbeat_timeout_seconds=HANGS_AFTER,
+    )
+    assert (jax.device_count(), jax.local_device_count()) == (PROCESSES * DEVICES, DEVICES)
+    mesh = models.mesh_of(jax.device_count())
+    assert mesh is not None
+    model, _ = models.load(checkpoint, progress=False)
+    shared, _ = models.load(checkpoint, progress=False, mesh=mesh)
+    assert models.digest(shared) == models.digest(model)
+    if case == "tokens":
+        compare_tokens(model, shared)
+        compare_with_the_usual_cut(mesh)
+    elif case == "an engine":
+        compare_engines(model, shared)
+    else:
+        compare_logprobs(model, shared)
+        compare_what_is_saved(model, shared, saved)
+        check_refusals(model)
+    print("all hold")
+    jax.distributed.shutdown()
+
+
+def compare_tokens(model: models.Decoder, shared: models.Decoder) -> None:
+    params = detjax.SamplingParams(max_tokens=4, temperature=1.0)
+    prompts = [[5, 6, 7], [*range(12)]]
+    assert detjax.generate(shared, prompts, params) == detjax.generate(model, prompts, params)
+
+
+def compare_logprobs(model: models.Decoder, shared: models.Decoder) -> None:
+    """What the training forward gives."""
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 7)))
+    for one, other in zip(scores(shared, tokens), scores(model, tokens), strict=True):
+        assert_same_bits(one, other)
+
+
+def scores(model: models.Decoder, tokens: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    hidden, _ = model.hidden(tokens)
+    return np.asarray(hidden), np.asarray(model.logits(hidden)), np.asarray(model.logprobs(hidden, tokens))
+
+
+def compare_engines(model: models.Decoder, shared: models.Decoder) -> None:
+    """Answers of an engine in lockstep, to calls that come while others are computed."""
+    params = [detjax.SamplingParams(max_tokens=4, temperature=1.0, seed=seed, top_logprobs=1) for seed in range(4)]
+    long = [index % 100 for index in range(150)]
+    prompts = [[5, 6, 7], long, long, [1]]
+    requests = [detjax.Request(*pair) for pair in zip(prompts, params, strict=True)]
+    expected = [answer.completions for answer in detjax.generate(model, prompts, params)]
+    options = {"max_samples": 2, "token_budget": 16, "max_length": 256}
+    with pytest.raises(
+        ValueError, match="num_pages is None, and devices of several processes share the model; accepted"
+    ):
+        detjax.Engine(shared, **options)
+    with detjax.Engine(shared, **options, num_pages=3) as engine:
+        assert [answer.completions for answer in engine.generate(requests)] == expected
+        futures = [engine.submit(request) for request in requests]
+        futures[3].cancel()
+        assert [future.result().completions for future in futures[:3]] == expected[:3]
+        assert engine.stats().snapshots == 0
+
+
+def compare_with_the_usual_cut(mesh: Mesh) -> None:
+    """The negative control: products that are added across devices have other bits."""
+    rng = np.random.default_rng(1)
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((5, 256), (64, 256)))
+
+    def added(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.psum(ops.matmul(x, w, layout="nk"), "tensor")
+
+    specs = P(None, "tensor"), P(None, "tensor")
+    usual = jax.shard_map(added, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    sharding = jax.sharding.NamedSharding(mesh, P())
+    seen = np.asarray(detjax.jit(usual)(*put_everywhere((x, w), sharding)))
+    assert (seen != np.asarray(ops.matmul(jnp.asarray(x), jnp.asarray(w), layout="nk"))).mean() > 0.2
+
+
+def compare_what_is_saved(model: models.Decoder, shared: models.Decoder, folder: Path) -> None:
+    models.save(shared, folder)
+    assert models.digest(models.load(folder, progress=False)[0]) == models.digest(model)
+    assert {path.name for path in folder.parent.iterdir()} <= {"model", folder.name}
+    multihost_utils.sync_global_devices("read")
+
+
+def check_refusals(model: models.Decoder) -> None:
+    others = [device for device in jax.devices() if device.process_index != jax.process_index()]
+    with pytest.raises(ValueError, match="sharded: the mesh has no device of this process, which is number"):
+        models.sharded(model, Mesh(np.array(others), ("tensor",)))
+    with pytest.raises(NotImplementedError, match="accepted: devices of this process, which is number"):
+        _ = Placement(PROCESSES * DEVICES, PROCESSES * DEVICES).mesh
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]))

@@ -1,0 +1,43 @@
+"""A cluster of Ray on this machine that serves a checkpoint, until its standard input ends.
+
+`python -m tools.soak.ray_cluster '{"port": 8000, "arguments": {...}}'`, with the arguments of
+`detjax.server.ray_serve.application`, prints a line as soon as it serves.
+"""
+
+import json
+import sys
+
+import ray  # pyright: ignore[reportMissingImports]
+from ray import serve  # pyright: ignore[reportMissingImports]
+
+from detjax.server.ray_serve import Arguments, application
+
+READY = "the cluster serves"
+
+_TOO_SLOW = "timed out during startup"
+"""What Ray says where its processes take more than 30 seconds to start, which no setting changes."""
+
+
+def start_ray() -> None:
+    """Starts Ray's processes, again and again where the machine has so much other work that Ray gives up."""
+    while True:
+        try:
+            # Ray gives out processors that it counts itself. This machine has few, and the replicas share them.
+            ray.init(num_cpus=64, include_dashboard=False, logging_level="error", log_to_driver=False)
+            return
+        except Exception as error:
+            if _TOO_SLOW not in str(error):
+                raise
+            print(error, flush=True)
+            ray.shutdown()
+
+
+if __name__ == "__main__":
+    options = json.loads(sys.argv[1])
+    start_ray()
+    serve.start(http_options={"host": "127.0.0.1", "port": options["port"]})
+    serve.run(application(Arguments(**options["arguments"])))
+    print(READY, flush=True)
+    sys.stdin.read()
+    serve.shutdown()
+    ray.shutdown()
