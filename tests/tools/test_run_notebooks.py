@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tools.run_notebooks import ENVIRONMENT, differences, main, printed, unexecuted
+from tools.run_notebooks import ENVIRONMENT, differences, main, printed, unexecuted, with_whole_streams
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -107,6 +107,16 @@ def test_texts_are_compared_and_images_are_not() -> None:
     assert displayed(text_plain="a plot", image_png="QQ==") == displayed(text_plain="a plot", image_png="Qg==")
     assert displayed(text_plain="<Markdown object>", text_markdown="| 1 |") == "| 1 |\n"
     assert displayed(text_plain="1") != displayed(text_plain="2")
+
+
+def test_streams_that_follow_one_another_are_kept_as_one() -> None:
+    def stream(text: str, name: str = "stdout") -> nbformat.NotebookNode:
+        return nbformat.v4.new_output("stream", text=text, name=name)
+
+    plot = nbformat.v4.new_output("display_data", data={"image/png": "QQ=="})
+    pieces = [stream("1\n"), stream("2"), stream("\n"), plot, stream("3\n"), stream("4\n", "stderr"), stream("5\n")]
+    whole = [stream("1\n2\n"), plot, stream("3\n"), stream("4\n", "stderr"), stream("5\n")]
+    assert with_whole_streams(pieces) == whole
 
 
 def test_a_notebook_that_prints_something_else_fails_the_command(tmp_path: Path) -> None:
