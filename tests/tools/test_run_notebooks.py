@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tools.run_notebooks import ENVIRONMENT, differences, main, printed, unexecuted, with_whole_streams
+from tools.run_notebooks import ENVIRONMENT, MACHINE, differences, main, printed, unexecuted, with_whole_streams
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -156,3 +156,7 @@ def test_kept_notebooks_have_run_without_a_failure(file: Path) -> None:
     assert {output.output_type for output in shown} <= {"stream", "display_data", "execute_result"}
     assert {output.name for output in shown if output.output_type == "stream"} <= {"stdout"}
     assert file.stat().st_size < 2_000_000
+    cells = [cell for cell in kept.cells if cell.cell_type == "code"]
+    assert all(with_whole_streams(cell.outputs) == cell.outputs for cell in cells)
+    # Without its environment, a notebook's cells of one machine would never be compared.
+    assert ENVIRONMENT in kept.metadata or not any(MACHINE in cell.metadata.get("tags", []) for cell in cells)
