@@ -19,8 +19,10 @@ The fragment is an expression:
 | `mean(/reward/0..9)` | likewise; `first..last` stands for these items of a list, both included |
 | `geomean(/runs/*/a:/runs/*/b)` | a reduction of ratios |
 
-The reductions are `count`, `geomean`, `max`, `mean`, `median`, `min` and `sum`; `key=value` may match several items
-there. Spaces, parentheses, colons and percent signs within a key are percent-encoded, as in any URL.
+The reductions are `count`, `distinct`, `geomean`, `max`, `mean`, `median`, `min` and `sum`; `key=value` may match
+several items there. `count` and `distinct` take values of any kind, and say how many there are, and how many
+different ones.
+Spaces, parentheses, colons and percent signs within a key are percent-encoded, as in any URL.
 
 Results are in SI units without prefixes. A unit in the label scales the value: `4.35 ms` shows 0.00435. Where a file
 holds another unit, the unit stands behind the link. A label has to be the value rounded to the label's precision: to
@@ -76,8 +78,9 @@ UNITS: Final[dict[str, Decimal]] = {
 }
 """What the value is multiplied by where a label has the unit."""
 
-REDUCTIONS: Final[dict[str, Callable[[list[Decimal]], Decimal]]] = {
+REDUCTIONS: Final[dict[str, Callable[[list[Any]], Decimal]]] = {
     "count": lambda values: Decimal(len(values)),
+    "distinct": lambda values: Decimal(len(set(map(json.dumps, values)))),
     "geomean": lambda values: Decimal(math.exp(statistics.fmean(math.log(value) for value in values))),
     "max": max,
     "mean": statistics.mean,
@@ -186,8 +189,8 @@ def _term(document: Any, term: str) -> Decimal:
     if match := re.fullmatch(r"(\w+)\((.*)\)", term):
         if match[1] not in REDUCTIONS:
             raise LookupError(f"{match[1]!r} is no reduction; accepted: {', '.join(REDUCTIONS)}")
-        if match[1] == "count":
-            return Decimal(len(select(document, match[2])))
+        if match[1] in ("count", "distinct"):
+            return REDUCTIONS[match[1]](select(document, match[2]))
         columns = [[_number(value) for value in select(document, pointer)] for pointer in match[2].split(":")]
         counts = [len(column) for column in columns]
         if len(set(counts)) > 1 or not counts[0]:

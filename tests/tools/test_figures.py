@@ -47,6 +47,8 @@ def test_every_exception_is_needed() -> None:
         ("max(/runs/*/loss/*):min(/runs/*/loss/*)", 8),
         ("sum(/runs/*/loss/0)", 12),
         ("count(/differing/*)", 0),
+        ("distinct(/runs/*/kind)", 1),
+        ("distinct(/runs/*/name)", 2),
     ],
 )
 def test_an_expression_selects_and_reduces(expression: str, value: float) -> None:

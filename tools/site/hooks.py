@@ -14,7 +14,7 @@ from mkdocs.structure.pages import Page
 ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.site import api, benchmarks, checks, diagrams, formulas, links  # noqa: E402
+from tools.site import api, benchmarks, checks, diagrams, formulas, line_breaks, links  # noqa: E402
 
 PLOTLY: Final = "assets/plotly.min.js"
 """Where pages with interactive plots load plotly.js from: the site itself."""
@@ -91,12 +91,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Puts images in place of formulas. Notebooks may have some that matplotlib cannot read; docs may not."""
+    """Puts images in place of formulas, and says where lines may break.
+
+    Notebooks may have formulas that matplotlib cannot read; docs may not. What cells print stays as it is.
+    """
+    is_notebook = page.file.src_uri.startswith("lesson/")
     try:
-        content = formulas.with_images(content, strict=not page.file.src_uri.startswith("lesson/"))
+        content = formulas.with_images(content, strict=not is_notebook)
     except ValueError as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from error
-    return content
+    return content if is_notebook else line_breaks.with_breaks(content)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
