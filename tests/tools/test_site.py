@@ -119,6 +119,8 @@ def test_durations_have_the_unit_that_suits_them(value: float | None, text: str)
         ('<a href="#none">a</a>', "no place of its page"),
         ('<img src="../other/a.png">', "no alternative text"),
         ('<script src="https://example.org/a.js"></script>', "from a network"),
+        ("<p>j&lt;n} where=&quot;&quot; the=&quot;&quot; text=&quot;&quot; goes</p>", "words as attributes"),
+        ("<pre><code>  &lt;style&gt;</code></pre>", "styles of a notebook"),
         ('<link rel="stylesheet" href="//fonts.example.org/a.css">', "from a network"),
     ],
 )
