@@ -48,8 +48,9 @@ def test_a_line_that_is_neither_a_row_nor_an_arrow_is_refused(source: str) -> No
         diagrams.drawn(source, "")
 
 
-def test_formulas_become_images_with_their_latex_as_text() -> None:
-    page = formulas.with_images(r'<p><span class="arithmatex">\(\frac{a}{\sqrt K} &lt; 1\)</span></p>')
+@pytest.mark.parametrize("less", ["&lt;", "&amp;lt;"])
+def test_formulas_become_images_with_their_latex_as_text(less: str) -> None:
+    page = formulas.with_images(rf'<p><span class="arithmatex">\(\frac{{a}}{{\sqrt K}} {less} 1\)</span></p>')
     assert 'aria-label="\\frac{a}{\\sqrt K} &lt; 1"' in page
     assert "<path d=" in page and "arithmatex" not in page
 
@@ -67,6 +68,7 @@ def test_a_formula_that_cannot_be_read_is_an_error_in_docs_and_shown_in_notebook
         ("<td>7.66 s</td><td>at 4.2 TB/s, 2 samples</td>", "<td>7.66~s</td><td>at 4.2~TB/s, 2 samples</td>"),
         ("<p>2 × 4096, 1.5 × as fast</p>", "<p>2~×~4096, 1.5~× as fast</p>"),
         ('<a href="2026-11-23">2026-11-23</a>', '<a href="2026-11-23"><span class="whole">2026-11-23</span></a>'),
+        ("<td>4.9e-4</td>", '<td><span class="whole">4.9e-4</span></td>'),
         ("<code>--json FILE</code>", '<code class="whole">--json FILE</code>'),
         (
             "<code>tests/test_a_row_is_alone.py</code>",
