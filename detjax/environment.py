@@ -12,7 +12,17 @@ import jax
 
 
 class EnvironmentContradiction(RuntimeError):
-    """The process environment asks for something that a contract forbids."""
+    """The process environment asks for something that a contract forbids. The message says what to change.
+
+    Example:
+        >>> with jax.disable_jit():
+        ...     try:
+        ...         ops.softmax(jnp.ones(3))
+        ...     except detjax.EnvironmentContradiction as error:
+        ...         print(error)
+        ...
+        the JAX option jax_disable_jit is True; accepted: False, because operations would run uncompiled ...
+    """
 
 
 FLAG_VARIABLES: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")

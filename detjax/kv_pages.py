@@ -157,6 +157,13 @@ class PackedRows:
         request: the row's request, as a row of the page table; any for a row that belongs to no request.
         position: the row's absolute position in its request.
         present: 1 for a query of a request, 0 for a row that only fills up.
+
+    Example:
+        >>> page_table = np.array([[0], [1]])  # request 0 decodes at position 5, request 1 prefills two tokens
+        >>> start, count = np.array([5, 0]), np.array([1, 2])
+        >>> rows = ops.Queries.packed(page_table, start, count, decodes=1, rows=4).rows
+        >>> rows.request.tolist(), rows.position.tolist(), rows.present.tolist()
+        ([0, 1, 1, 0, 0], [5, 0, 1, 0, 0], [1, 1, 1, 0, 0])
     """
 
     request: Int[Arrays, "N"]

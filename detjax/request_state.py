@@ -35,6 +35,13 @@ class DeltaState(NamedTuple):
         updates: their updates `u`.
         decays: their sums `G` within their chunks.
         chunk: the chunk before which `s` stands.
+
+    Example:
+        >>> state = ops.DeltaState.empty(
+        ...     slots=4, key_heads=1, value_heads=2, key_dim=16, value_dim=8, dtype="bfloat16"
+        ... )
+        >>> state.s.shape, state.s.dtype, state.keys.dtype
+        ((4, 2, 16, 8), dtype('float32'), dtype(bfloat16))
     """
 
     s: Float32[Array, "R H K V"]

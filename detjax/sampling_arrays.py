@@ -54,6 +54,15 @@ class SeenTokens(NamedTuple):
     Attributes:
         generated: how often each token was generated.
         in_prompt: whether each token is in the prompt.
+
+    Example:
+        >>> prompt, generated = jnp.array([[0, 1]]), jnp.array([[0, 0, 2]])
+        >>> seen = ops.SeenTokens(
+        ...     generated=jax.nn.one_hot(generated, 4, dtype=jnp.int32).sum(axis=1),
+        ...     in_prompt=jax.nn.one_hot(prompt, 4, dtype=jnp.bool_).any(axis=1),
+        ... )
+        >>> seen.generated.tolist(), seen.in_prompt.tolist()
+        ([[2, 0, 1, 0]], [[True, True, False, False]])
     """
 
     generated: Int[Arrays, "B V"]
@@ -70,6 +79,19 @@ class LogitAdjustments(NamedTuple):
         presence: the penalty of tokens that were generated; 0: none.
         biased: ids of tokens that have a bias, each at most once in a row. An id outside of the vocabulary is padding.
         bias: what is added to their logits; -inf: the token is not chosen.
+
+    Example:
+        >>> repetition = np.array([1.3, 1.0], np.float32)
+        >>> adjustments = ops.LogitAdjustments(
+        ...     repetition=repetition,
+        ...     reciprocal=1 / repetition,
+        ...     frequency=np.zeros(2, np.float32),
+        ...     presence=np.zeros(2, np.float32),
+        ...     biased=np.array([[3], [32000]], np.int32),  # the second row has no bias: 32000 is no token
+        ...     bias=np.array([[-np.inf], [0]], np.float32),
+        ... )
+        >>> adjustments.biased.shape
+        (2, 1)
     """
 
     repetition: Float32[Arrays, "B"]

@@ -19,17 +19,20 @@ The fragment is an expression:
 | `mean(/reward/0..9)` | likewise; `first..last` stands for these items of a list, both included |
 | `geomean(/runs/*/a:/runs/*/b)` | a reduction of ratios |
 
-The reductions are `count`, `geomean`, `max`, `mean`, `median`, `min` and `sum`; `key=value` may match several items
-there. Spaces, parentheses, colons and percent signs within a key are percent-encoded, as in any URL.
+The reductions are `count`, `distinct`, `geomean`, `max`, `mean`, `median`, `min` and `sum`; `key=value` may match
+several items there. `count` and `distinct` take values of any kind, and say how many there are, and how many
+different ones.
+Spaces, parentheses, colons and percent signs within a key are percent-encoded, as in any URL.
 
 Results are in SI units without prefixes. A unit in the label scales the value: `4.35 ms` shows 0.00435. Where a file
 holds another unit, the unit stands behind the link. A label has to be the value rounded to the label's precision: to
 its decimals, or to its digits where a fraction's integer label ends in zeros (three digits at least). `--write` rounds
 again.
 
-A number with a unit of time, speed or share that is no such link is reported too, and so is a table's cell, other than
-the first of its row, that holds a bare number. `tools/typed_numbers.toml` lists those that nobody measured: limits,
-defaults, examples.
+A number that is no such link is reported too if it looks measured: one with a unit of time, size, speed or share, a
+fraction, a power of ten, one with a comma between thousands, and a table's cell, other than the first of its row, that
+holds a bare number. `tools/typed_numbers.toml` lists those that nobody measured: limits, defaults, examples, versions.
+Code and formulas are not read.
 """
 
 import argparse
@@ -75,8 +78,9 @@ UNITS: Final[dict[str, Decimal]] = {
 }
 """What the value is multiplied by where a label has the unit."""
 
-REDUCTIONS: Final[dict[str, Callable[[list[Decimal]], Decimal]]] = {
+REDUCTIONS: Final[dict[str, Callable[[list[Any]], Decimal]]] = {
     "count": lambda values: Decimal(len(values)),
+    "distinct": lambda values: Decimal(len(set(map(json.dumps, values)))),
     "geomean": lambda values: Decimal(math.exp(statistics.fmean(math.log(value) for value in values))),
     "max": max,
     "mean": statistics.mean,
@@ -90,10 +94,13 @@ _LINK = re.compile(
 )
 _LABEL = re.compile(r"(?P<sign>[-+−]?)(?P<digits>\d[\d,]*(?:\.\d+)?)(?P<exponent>e-?\d+)?\s?(?P<unit>\D.*)?")
 _NUMBER = r"(?<![\w.,-])\d(?:[\d,]*\d)?(?:\.\d+)?(?:e-?\d+)?"
-_MEASURED = re.compile(
-    rf"{_NUMBER}\s?(?:%|×(?!\s*\d)|(?:m|µ|u|n)?s\b|seconds?\b|minutes?\b|hours?\b|[kMGT]i?B/s|[GT]?FLOP/s"
-    rf"|tokens(?:/s| a second)\b|microseconds\b)|(?<![\w.,-])\d+\.\d+\s?times\b"
+_WITH_UNIT = (
+    rf"{_NUMBER}\s?(?:%|×(?!\s*\d)|(?:m|µ|u|n)?s\b|seconds?\b|minutes?\b|hours?\b|[kKMGT]i?B(?:/s|\b)|[GT]?FLOP/s"
+    r"|tokens(?:/s| a second)\b|microseconds\b)"
 )
+# A fraction, a power of ten, thousands with a comma. A version such as 0.11.2 is none of them.
+_WITHOUT_UNIT = r"(?<![\w.,-])(?:\d+\.\d+(?:e-?\d+)?|\d+e-?\d+|\d{1,3}(?:,\d{3})+)(?![\w.,]*\d)"
+_MEASURED = re.compile(f"{_WITH_UNIT}|{_WITHOUT_UNIT}")
 _BARE_CELL = re.compile(rf"{_NUMBER}")
 
 
@@ -182,8 +189,8 @@ def _term(document: Any, term: str) -> Decimal:
     if match := re.fullmatch(r"(\w+)\((.*)\)", term):
         if match[1] not in REDUCTIONS:
             raise LookupError(f"{match[1]!r} is no reduction; accepted: {', '.join(REDUCTIONS)}")
-        if match[1] == "count":
-            return Decimal(len(select(document, match[2])))
+        if match[1] in ("count", "distinct"):
+            return REDUCTIONS[match[1]](select(document, match[2]))
         columns = [[_number(value) for value in select(document, pointer)] for pointer in match[2].split(":")]
         counts = [len(column) for column in columns]
         if len(set(counts)) > 1 or not counts[0]:
@@ -272,6 +279,7 @@ def typed(text: str) -> Iterator[tuple[int, str]]:
     """Yields the line and the text of each number of a page that looks measured and is no link to a result."""
     # A link's target is no prose, but the label of a link to anything else than a value is.
     prose = _LINK.sub(lambda match: re.sub(r"[^\n]", "_", match[0]), without_code(text))
+    prose = re.sub(r"\$\$.+?\$\$|\$[^$\n]+\$", lambda match: re.sub(r"[^\n]", " ", match[0]), prose, flags=re.DOTALL)
     prose = re.sub(r"(?<=\])\([^()\s]*\)", lambda match: " " * len(match[0]), prose)
     for number, line in enumerate(prose.split("\n"), 1):
         yield from ((number, match[0]) for match in _MEASURED.finditer(line))

@@ -13,6 +13,7 @@ import argparse
 import difflib
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -55,6 +56,22 @@ def printed(cell: nbformat.NotebookNode) -> str:
         data = output.get("data", {})
         texts.append(output.get("text") or data.get("text/markdown") or data.get("text/plain") or "")
     return "".join(text if text.endswith("\n") else f"{text}\n" for text in texts if text)
+
+
+def with_whole_streams(outputs: Iterable[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Returns a cell's outputs with one stream in place of streams that follow one another.
+
+    A kernel sends what a cell prints in pieces, and the machine's speed decides where they end. A file that is written
+    again is to change only where a cell prints something else.
+    """
+    whole: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        last = whole[-1] if whole else None
+        if last is not None and last.output_type == output.output_type == "stream" and last.name == output.name:
+            last.text += output.text
+        else:
+            whole.append(output)
+    return whole
 
 
 def differences(kept: nbformat.NotebookNode, run: nbformat.NotebookNode, environment: str | None) -> list[str]:
@@ -104,6 +121,9 @@ def execute(file: Path, *, write: bool = False) -> None:
         manager.transport, manager.ip = "ipc", str(Path(folder) / "kernel")
         client.execute()
     environment = environment_of(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = with_whole_streams(cell.outputs)
     if write:
         notebook.metadata.pop(ENVIRONMENT, None)
         if environment is not None:

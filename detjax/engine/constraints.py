@@ -74,6 +74,7 @@ class Constraint:
         text: the schema as JSON, the expression, the grammar, or the texts as a list in JSON.
 
     Example:
+        >>> from detjax.engine import Constraint
         >>> Constraint.choice(["yes", "no"])
         Constraint(kind='choice', text='["yes","no"]')
         >>> Constraint.json_schema({"type": "integer"}).text

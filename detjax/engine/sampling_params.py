@@ -44,7 +44,7 @@ class SamplingParams:
             `max_tokens` may have an unfinished text.
 
     Example:
-        >>> SamplingParams(max_tokens=64, temperature=0.8, top_p=0.95, seed=7).filtered
+        >>> detjax.SamplingParams(max_tokens=64, temperature=0.8, top_p=0.95, seed=7).filtered
         True
     """
 

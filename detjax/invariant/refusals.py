@@ -33,7 +33,22 @@ class UnsafeFunction(ValueError):
 
 
 class UnsafeFunctionWarning(UserWarning):
-    """What `UnsafeFunction` says, as a warning."""
+    """What `UnsafeFunction` says, as a warning: `batch_invariant` gives it with `on_unsafe="warn"`.
+
+    Example:
+        >>> import warnings
+        >>> def centered(x):
+        ...     return x - jnp.mean(x, axis=0, keepdims=True)
+        ...
+        >>> with warnings.catch_warnings(record=True) as seen:
+        ...     warnings.simplefilter("always")
+        ...     rows = detjax.batch_invariant(centered, on_unsafe="warn")(jnp.array([[1.0], [3.0]]))
+        ...
+        >>> [warning.category.__name__ for warning in seen]
+        ['UnsafeFunctionWarning']
+        >>> rows.tolist()  # each row is its own mean
+        [[0.0], [0.0]]
+    """
 
 
 class TracedForBatchWarning(UserWarning):

@@ -49,6 +49,21 @@ def causal_convolution(
     Raises:
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together.
+
+    Example:
+        >>> def queries(start, length):  # of one request
+        ...     page_table = ops.contiguous_page_table(1, length)
+        ...     return ops.Queries(page_table, start=jnp.array([start]), length=jnp.array([length]))
+        ...
+        >>> x, weight = jnp.array([[[1.0], [2.0], [3.0]]]), jnp.array([[[1.0, 10.0]]])
+        >>> inputs = ops.empty_inputs(slots=1, taps=2, channels=1, dtype="float32")
+        >>> whole, _ = ops.causal_convolution(x, weight, inputs, queries(0, 3))
+        >>> whole.ravel().round(2)  # silu of 10, 1 + 20 and 2 + 30
+        Array([10., 21., 32.], dtype=float32)
+        >>> first, inputs = ops.causal_convolution(x[:, :2], weight, inputs, queries(0, 2))
+        >>> last, inputs = ops.causal_convolution(x[:, 2:], weight, inputs, queries(2, 3))
+        >>> bool((last == whole[:, 2:]).all())
+        True
     """
     operation = "causal_convolution"
     value, total = value_and_sum(_CAUSAL_CONVOLUTION.taking(weight))

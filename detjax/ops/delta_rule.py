@@ -64,6 +64,28 @@ def gated_delta_rule(
     Raises:
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together.
+
+    Example:
+        >>> def queries(start, length):  # of one request
+        ...     page_table = ops.contiguous_page_table(1, length)
+        ...     return ops.Queries(page_table, start=jnp.array([start]), length=jnp.array([length]))
+        ...
+        >>> q = k = ops.l2_norm(jax.random.normal(jax.random.key(0), (1, 3, 1, 16)), eps=1e-6)
+        >>> v = jax.random.normal(jax.random.key(1), (1, 3, 2, 8))
+        >>> tokens = q, k, v, jnp.full((1, 3, 2), -0.1), jnp.full((1, 3, 2), 0.5)
+        >>> empty = ops.DeltaState.empty(
+        ...     slots=1, key_heads=1, value_heads=2, key_dim=16, value_dim=8, dtype="float32"
+        ... )
+        >>> prefill, _ = ops.gated_delta_rule(*tokens, empty, queries(0, 3))
+        >>> prefill.shape
+        (1, 3, 2, 8)
+        >>> state = empty
+        >>> for t in range(3):
+        ...     token = [x[:, t : t + 1] for x in tokens]
+        ...     decode, state = ops.gated_delta_rule(*token, state, queries(t, t + 1))
+        ...
+        >>> bool((decode == prefill[:, 2:]).all())
+        True
     """
     operation = "gated_delta_rule"
     check_dtype(operation, q=q)

@@ -211,6 +211,21 @@ def adjust_logits(
     Raises:
         TypeError: a dtype is not under contract.
         ValueError: shapes do not fit together.
+
+    Example:
+        >>> seen = ops.SeenTokens(  # the prompt has the tokens 0 and 1, and 0 was generated twice
+        ...     generated=jnp.array([[2, 0, 0, 0]]), in_prompt=jnp.array([[True, True, False, False]])
+        ... )
+        >>> adjustments = ops.LogitAdjustments(
+        ...     repetition=jnp.array([2.0]),
+        ...     reciprocal=jnp.array([0.5]),
+        ...     frequency=jnp.array([0.25]),
+        ...     presence=jnp.array([0.5]),
+        ...     biased=jnp.array([[3]]),
+        ...     bias=jnp.array([[-jnp.inf]]),
+        ... )
+        >>> ops.adjust_logits(jnp.array([[4.0, 3.0, 2.0, 1.0]]), seen, adjustments)
+        Array([[ 1. ,  1.5,  2. , -inf]], dtype=float32)
     """
     name = "adjust_logits"
     check_dtype(name, logits=logits)

@@ -109,6 +109,23 @@ def token_logprobs_and_gradients(
     Raises:
         TypeError: see `token_logprobs`.
         ValueError: see `token_logprobs`, or the head has no sum.
+
+    Example:
+        >>> hidden = jnp.ones((2, 4))
+        >>> head = ops.AccumulatedWeight(jnp.ones((8, 4)), jnp.zeros((8, 4)))
+        >>> def derivative(logprobs, weights):  # of the loss -sum(weights * logprobs)
+        ...     return -weights
+        ...
+        >>> logprobs, dhidden, products = ops.token_logprobs_and_gradients(
+        ...     hidden, head, jnp.array([3, 5]), derivative, jnp.array([1.0, 0.5])
+        ... )
+        >>> logprobs.round(3)
+        Array([-2.079, -2.079], dtype=float32)
+        >>> dhidden.shape
+        (2, 4)
+        >>> products[:, 0].round(4)  # descent raises the logits of tokens 3 and 5
+        Array([ 0.1875,  0.1875,  0.1875, -0.8125,  0.1875, -0.3125,  0.1875,
+                0.1875], dtype=float32)
     """
     name = "token_logprobs_and_gradients"
     _check(name, hidden, head, tokens, soft_cap, chunk)

@@ -25,8 +25,14 @@ class RunLog:
     terminal, within a `with` block, the console shows a table; otherwise it shows a line for every step.
 
     Example:
+        >>> from pathlib import Path
+        >>> from detjax.rl.log import RunLog
         >>> with RunLog(Path("run.jsonl"), columns=("reward", "k3")) as log:
         ...     log.write(0, {"reward": 0.25, "k3": 0.0, "seconds": 1.5})
+        ...
+        step 0  reward 0.25  k3 0
+        >>> print(Path("run.jsonl").read_text(), end="")
+        {"step": 0, "reward": 0.25, "k3": 0.0, "seconds": 1.5}
     """
 
     def __init__(

@@ -24,7 +24,18 @@ class Unserved:
         why: what the server does, as a sentence without its full stop.
 
     Example:
-        >>> min_tokens: Annotated[Any, Unserved(0, why="the server ends samples where the model ends them")] = None
+        >>> from typing import Annotated, Any
+        >>> from pydantic import BaseModel
+        >>> from detjax.server.field_marks import Unserved
+        >>> class Part(BaseModel):
+        ...     detail: Annotated[Any, Unserved("auto", why="the checkpoint says how large images are")] = None
+        ...
+        >>> Part(detail="auto").detail
+        'auto'
+        >>> Part(detail="low")
+        Traceback (most recent call last):
+        pydantic_core._pydantic_core.ValidationError: 1 validation error for Part
+        ...
     """
 
     def __init__(self, *values: Any, why: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tools.run_notebooks import ENVIRONMENT, differences, main, printed, unexecuted
+from tools.run_notebooks import ENVIRONMENT, MACHINE, differences, main, printed, unexecuted, with_whole_streams
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -109,6 +109,16 @@ def test_texts_are_compared_and_images_are_not() -> None:
     assert displayed(text_plain="1") != displayed(text_plain="2")
 
 
+def test_streams_that_follow_one_another_are_kept_as_one() -> None:
+    def stream(text: str, name: str = "stdout") -> nbformat.NotebookNode:
+        return nbformat.v4.new_output("stream", text=text, name=name)
+
+    plot = nbformat.v4.new_output("display_data", data={"image/png": "QQ=="})
+    pieces = [stream("1\n"), stream("2"), stream("\n"), plot, stream("3\n"), stream("4\n", "stderr"), stream("5\n")]
+    whole = [stream("1\n2\n"), plot, stream("3\n"), stream("4\n", "stderr"), stream("5\n")]
+    assert with_whole_streams(pieces) == whole
+
+
 def test_a_notebook_that_prints_something_else_fails_the_command(tmp_path: Path) -> None:
     file = tmp_path / "path.ipynb"
     nbformat.write(notebook("import beside", "print(beside.NUMBER)"), file)
@@ -146,3 +156,7 @@ def test_kept_notebooks_have_run_without_a_failure(file: Path) -> None:
     assert {output.output_type for output in shown} <= {"stream", "display_data", "execute_result"}
     assert {output.name for output in shown if output.output_type == "stream"} <= {"stdout"}
     assert file.stat().st_size < 2_000_000
+    cells = [cell for cell in kept.cells if cell.cell_type == "code"]
+    assert all(with_whole_streams(cell.outputs) == cell.outputs for cell in cells)
+    # Without its environment, a notebook's cells of one machine would never be compared.
+    assert ENVIRONMENT in kept.metadata or not any(MACHINE in cell.metadata.get("tags", []) for cell in cells)

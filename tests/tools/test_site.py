@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tools.figures import ROOT
-from tools.site import api, benchmarks, checks, diagrams, formulas, links
+from tools.site import api, benchmarks, checks, diagrams, formulas, line_breaks, links
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,9 @@ def test_a_line_that_is_neither_a_row_nor_an_arrow_is_refused(source: str) -> No
         diagrams.drawn(source, "")
 
 
-def test_formulas_become_images_with_their_latex_as_text() -> None:
-    page = formulas.with_images(r'<p><span class="arithmatex">\(\frac{a}{\sqrt K} &lt; 1\)</span></p>')
+@pytest.mark.parametrize("less", ["&lt;", "&amp;lt;"])
+def test_formulas_become_images_with_their_latex_as_text(less: str) -> None:
+    page = formulas.with_images(rf'<p><span class="arithmatex">\(\frac{{a}}{{\sqrt K}} {less} 1\)</span></p>')
     assert 'aria-label="\\frac{a}{\\sqrt K} &lt; 1"' in page
     assert "<path d=" in page and "arithmatex" not in page
 
@@ -59,6 +60,26 @@ def test_a_formula_that_cannot_be_read_is_an_error_in_docs_and_shown_in_notebook
     with pytest.raises(ValueError, match="nonsense"):
         formulas.with_images(page)
     assert r"<code>\nonsense{x}</code>" in formulas.with_images(page, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ("<td>7.66 s</td><td>at 4.2 TB/s, 2 samples</td>", "<td>7.66~s</td><td>at 4.2~TB/s, 2 samples</td>"),
+        ("<p>2 × 4096, 1.5 × as fast</p>", "<p>2~×~4096, 1.5~× as fast</p>"),
+        ('<a href="2026-11-23">2026-11-23</a>', '<a href="2026-11-23"><span class="whole">2026-11-23</span></a>'),
+        ("<td>4.9e-4</td>", '<td><span class="whole">4.9e-4</span></td>'),
+        ("<code>--json FILE</code>", '<code class="whole">--json FILE</code>'),
+        (
+            "<code>tests/test_a_row_is_alone.py</code>",
+            "<code>tests/<wbr>test_<wbr>a_<wbr>row_<wbr>is_<wbr>alone.<wbr>py</code>",
+        ),
+        ("<pre><code>7 s</code></pre>", "<pre><code>7 s</code></pre>"),
+        ("<script>a = '7 s'</script>", "<script>a = '7 s'</script>"),
+    ],
+)
+def test_lines_break_at_joints_of_names_and_not_before_units(content: str, shown: str) -> None:
+    assert line_breaks.with_breaks(content) == shown.replace("~", "\u00a0")
 
 
 def test_every_public_name_gets_an_entry() -> None:
@@ -100,6 +121,8 @@ def test_durations_have_the_unit_that_suits_them(value: float | None, text: str)
         ('<a href="#none">a</a>', "no place of its page"),
         ('<img src="../other/a.png">', "no alternative text"),
         ('<script src="https://example.org/a.js"></script>', "from a network"),
+        ("<p>j&lt;n} where=&quot;&quot; the=&quot;&quot; text=&quot;&quot; goes</p>", "words as attributes"),
+        ("<pre><code>  &lt;style&gt;</code></pre>", "styles of a notebook"),
         ('<link rel="stylesheet" href="//fonts.example.org/a.css">', "from a network"),
     ],
 )

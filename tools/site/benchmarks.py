@@ -15,6 +15,10 @@ from matplotlib.figure import Figure
 from tools.figures import ROOT
 
 RESULTS: Final = ROOT / "benchmarks" / "results"
+ON_POLICY: Final = tuple(
+    f"on-policy{name}-h200" for name in ("", "-8b", "-experts", "-sinks", "-latents", "-hybrid", "-stock")
+)
+"""The results that compare the trainer's logprobs with the sampler's; the last one is the negative control."""
 COLORS: Final = ("#2a7f8e", "#d1603d", "#e0a83e", "#8a79b5", "#8c8c8c")
 
 Row = list[Any]
@@ -332,10 +336,24 @@ def _attention() -> str:
                     for row in quantized["quantized"]
                 ),
             ),
+            "## Latents\n",
+            "Latent attention with the shape of DeepSeek-V3. Cases are requests × cached tokens, and queries of each. A copy of the "
+            "cache reads it once and writes it once.\n",
+            table(
+                ("case", "detjax", "a copy", "TFLOP/s"),
+                (
+                    [
+                        row["case"],
+                        *(seconds(row["seconds"]["kernels"][key]) for key in ("detjax", "copy")),
+                        row["teraflops"]["detjax"],
+                    ]
+                    for row in result("attention-latents-h200")["latents"]
+                ),
+            ),
             "## Bits\n",
             f"{sum(bits['tokens'].values()):,} tokens were compared in {len(bits['tokens'])} ways, with {bits['repeats']:,} repeated runs and "
             f"{bits['options']} combinations of options; {len(bits['differences'])} differed.\n",
-            source("attention-h200", "attention-quantized-h200", "attention-bits-h200"),
+            source("attention-h200", "attention-quantized-h200", "attention-latents-h200", "attention-bits-h200"),
         )
     )
 
@@ -343,7 +361,9 @@ def _attention() -> str:
 def _experts() -> str:
     content = result("experts-h200")
     rivals = ("tokamax, mosaic", "ragged dot", "dense")
-    delta = result("delta-rule-h200")["results"][0]
+    delta, *times = result("delta-rule-h200")["results"]
+    aggregations = {name: result(f"aggregation-{name}")["results"] for name in ("tiny-cpu", "h200")}
+    sizes = result("aggregation-h200")["sizes"]
     return "\n".join(
         (
             "# Experts and the delta rule",
@@ -368,7 +388,51 @@ def _experts() -> str:
                 ("compared", "same bits"),
                 ((name, "yes" if same else "no") for name, same in delta["same_bits"].items()),
             ),
-            source("experts-h200", "expert-schedules-h200", "delta-rule-h200", "aggregation-tiny-cpu"),
+            "Device time against plain XLA. Its decode reads and writes the state at every token; its prefill cuts chunks where a call begins.\n",
+            table(
+                ("part", "size", "detjax", "XLA", "detjax over XLA"),
+                (
+                    (
+                        row["part"],
+                        f"{row['requests']} in a step" if "requests" in row else f"{row['tokens']} tokens",
+                        seconds(row["seconds"]["detjax"]),
+                        seconds(row["seconds"].get("recurrence", row["seconds"].get("chunked"))),
+                        ratio(row["seconds_over_the_rival"]),
+                    )
+                    for row in times
+                ),
+            ),
+            f"## Other aggregations\n\nHow far other ways to add experts are from the contract: with a tiny checkpoint on a CPU, and with {sizes['layers']} "
+            f"layers of the shape of {sizes['preset']} on an H200.\n",
+            table(
+                (
+                    "aggregation",
+                    "CPU: k3",
+                    "unequal tokens",
+                    "same likeliest token",
+                    "H200: k3",
+                    "unequal tokens ",
+                    "same likeliest token ",
+                ),
+                (
+                    (
+                        f"`{rows[0]['aggregation']}`",
+                        *(
+                            cell
+                            for row in rows
+                            for cell in (
+                                f"{row['k3']:.1e}" if row["k3"] else "0",
+                                share(row["unequal_share"]),
+                                share(row["top_1_agreement"]),
+                            )
+                        ),
+                    )
+                    for rows in zip(*aggregations.values(), strict=True)
+                ),
+            ),
+            source(
+                "experts-h200", "expert-schedules-h200", "delta-rule-h200", "aggregation-tiny-cpu", "aggregation-h200"
+            ),
         )
     )
 
@@ -376,12 +440,13 @@ def _experts() -> str:
 def _training() -> str:
     content = result("training-h200")
     policies = []
-    for name in ("on-policy-h200", "on-policy-8b-h200", "on-policy-experts-h200", "on-policy-stock-h200"):
+    for name in ON_POLICY:
         measured = result(name)["results"]["model"]
         policies.append(
             (
                 name.removesuffix("-h200"),
                 result(name)["sizes"]["preset"],
+                result(name)["sizes"]["layers"] or "all",
                 f"{measured['tokens']:,}",
                 f"{measured['unequal_tokens']:,}",
             )
@@ -407,7 +472,7 @@ def _training() -> str:
                 ),
             ),
             "## The sampler's logprobs and the trainer's\n",
-            table(("run", "shape", "tokens", "with other bits"), policies),
+            table(("run", "shape", "layers", "tokens", "with other bits"), policies),
             "## Whole runs of reinforcement learning\n",
             "![Reward, greedy score, k3, gradient norm and entropy](../../benchmarks/results/true-on-policy-h200.png)\n",
             "## Tunix' learners\n",
@@ -427,10 +492,7 @@ def _training() -> str:
             ),
             source(
                 "training-h200",
-                "on-policy-h200",
-                "on-policy-8b-h200",
-                "on-policy-experts-h200",
-                "on-policy-stock-h200",
+                *ON_POLICY,
                 "true-on-policy-h200",
                 "true-on-policy-cpu",
                 "tunix-cpu",

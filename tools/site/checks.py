@@ -1,6 +1,7 @@
 """What a finished site has to have: entries of the API, links that lead somewhere, alternative texts, no network."""
 
 import posixpath
+import re
 import urllib.parse
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -15,6 +16,10 @@ LOADED: Final = {"script": "src", "img": "src", "iframe": "src", "source": "src"
 RELATIONS_NOT_LOADED: Final = frozenset(("canonical", "prev", "next", "alternate", "edit"))
 
 
+_ATTRIBUTES: Final = re.compile(r"(?:\S+=&quot;&quot; ){3}")
+_STYLES: Final = re.compile(r"<code>\s*&lt;style&gt;")
+
+
 class _Page(HTMLParser):
     """The anchors and the targets of a page."""
 
@@ -24,6 +29,8 @@ class _Page(HTMLParser):
         self.links: list[str] = []
         self.loaded: list[str] = []
         self.images_without_text: list[str] = []
+        self.shows_attributes = _ATTRIBUTES.search(text) is not None
+        self.shows_styles = _STYLES.search(text) is not None
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -61,6 +68,11 @@ def _faults(site: Path, name: str, page: _Page, pages: dict[str, _Page]) -> Iter
             yield f"the browser would load {target} from a network"
     for source in page.images_without_text:
         yield f"the image {source} has no alternative text"
+    # A formula such as `j<n` begins a tag, which takes the words behind it for attributes.
+    if page.shows_attributes:
+        yield "the text shows words as attributes of a tag; accepted in formulas: < with a space behind it"
+    if page.shows_styles:
+        yield "the text shows the styles of a notebook"
     # The page of errors is shown at any address, so its links are absolute.
     if name == "404.html" or name.startswith("files/"):
         return

@@ -56,7 +56,8 @@ def with_images(page: str, *, strict: bool = True) -> str:
     """
 
     def replaced(match: re.Match[str]) -> str:
-        formula = html.unescape(match["formula"]).strip()
+        # What is made of a notebook's text is escaped twice.
+        formula = html.unescape(html.unescape(match["formula"])).strip()
         try:
             image = svg(formula)
         except ValueError:

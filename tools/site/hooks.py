@@ -14,12 +14,16 @@ from mkdocs.structure.pages import Page
 ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.site import api, benchmarks, checks, diagrams, formulas, links  # noqa: E402
+from tools.site import api, benchmarks, checks, diagrams, formulas, line_breaks, links  # noqa: E402
 
 PLOTLY: Final = "assets/plotly.min.js"
 """Where pages with interactive plots load plotly.js from: the site itself."""
 
 _MATHJAX = re.compile(r"<script[^>]*\bsrc=[\"'][^\"']*mathjax[^>]*>\s*</script>", re.IGNORECASE)
+# mkdocs-jupyter's template ends with styles that Markdown takes for code.
+_STYLES_AS_CODE = re.compile(
+    r'<div class="highlight"><pre><span></span><code>\s*&lt;style&gt;.*?&lt;/style&gt;\s*</code></pre></div>', re.DOTALL
+)
 _DIAGRAM = re.compile(r"!\[(?P<alt>[^\]]+)\]\((?P<file>[^()\s]*diagrams/[\w-]+\.txt)\)")
 
 
@@ -91,12 +95,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Puts images in place of formulas. Notebooks may have some that matplotlib cannot read; docs may not."""
+    """Puts images in place of formulas, and says where lines may break.
+
+    Notebooks may have formulas that matplotlib cannot read; docs may not.
+    """
+    is_notebook = page.file.src_uri.startswith("lesson/")
     try:
-        content = formulas.with_images(content, strict=not page.file.src_uri.startswith("lesson/"))
+        content = formulas.with_images(content, strict=not is_notebook)
     except ValueError as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from error
-    return content
+    return line_breaks.with_breaks(_STYLES_AS_CODE.sub("", content))
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

@@ -12,6 +12,7 @@ class Draw:
     and of `n`, modulo the limit.
 
     Example:
+        >>> from detjax.rl.tasks.draw import Draw
         >>> Draw("sorting/seed 0").below(10) == Draw("sorting/seed 0").below(10)
         True
     """
