@@ -196,10 +196,10 @@ def test_blocks_of_a_vocabulary_that_devices_share_give_the_token_and_its_logpro
 
     def merged(whole: jax.Array) -> tuple[jax.Array, jax.Array]:
         parts = [(whole[:, begin : begin + 4096], jnp.int32(begin)) for begin in (0, 4096)]
-        found = [vocabulary_blocks.block_candidates(x, arrays, begin, vocabulary=4196) for x, begin in parts]
+        candidates = [vocabulary_blocks.block_candidates(x, arrays, begin, vocabulary=4196) for x, begin in parts]
         statistics = [vocabulary_blocks.block_statistics(x) for x, _ in parts]
         values, tokens, maxima, sums = (
-            jnp.concatenate(x, axis=1) for pairs in (found, statistics) for x in zip(*pairs, strict=True)
+            jnp.concatenate(x, axis=1) for pairs in (candidates, statistics) for x in zip(*pairs, strict=True)
         )
         token = vocabulary_blocks.best_candidate(values, tokens)
         first, second = vocabulary_blocks.merged_statistics(maxima, sums)
