@@ -6,11 +6,12 @@ An engine of Qwen3-8B's shape answers 1000 requests, greedy, sampled, filtered a
 time and 4 at a time. `detjax.verify` checks the transcripts by one forward pass over prompts and answers, and refuses
 each of them with another token, another bit of a logprob, or another prompt. Times of generation include prefills.
 
-`--small` takes a CPU seconds. The exit code is 1 if a verdict is wrong, or if runs have other bits.
+`--small` takes a CPU seconds, and minutes with `--requests 1000`. The exit code is 1 if a verdict is wrong, or if runs
+have other bits.
 """
 
 import dataclasses
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -30,7 +31,14 @@ def main(
     layers: Annotated[
         int | None, typer.Option(min=1, help="The number of layers.", show_default="the preset's own")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="The number of requests.")] = _DEFAULT.requests,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="The number of requests.",
+            show_default=f"{_DEFAULT.requests}; {verify.SMALL.requests} with --small",
+        ),
+    ] = None,
     prompt: Annotated[
         tuple[int, int], typer.Option(min=1, help="Tokens of the shortest and of the longest prompt.")
     ] = _DEFAULT.prompt,
@@ -49,8 +57,9 @@ def main(
     with command_line.bad_parameters():
         command_line.check_names("--preset", [preset], presets.MODELS)
         cache = cast(KVQuantization | None, kv_cache_dtype)
-        sizes = verify.SMALL if small else verify.Sizes(preset, layers, requests, prompt, output)
-        chosen = {} if at_once is None else {"at_once": tuple(at_once)}
+        sizes = verify.SMALL if small else verify.Sizes(preset, layers, prompt=prompt, output=output)
+        given = {"requests": requests, "at_once": None if at_once is None else tuple(at_once)}
+        chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         sizes = dataclasses.replace(sizes, mixed=sizes.mixed and not greedy, kv_cache_dtype=cache, **chosen)
         result = verify.measured(sizes, "python benchmarks/verify.py")
     verified = result["verified"]
