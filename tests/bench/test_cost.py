@@ -10,6 +10,7 @@ import pytest
 from detjax.bench import cost, presets
 from detjax.bench.shapes import Widths
 from detjax.bench.step_work import Gather, Product, Work, preset_work, work
+from detjax.contract import SOFTMAX_BLOCK
 
 MACHINE = cost.Machine(
     start=3e-6,
@@ -19,7 +20,8 @@ MACHINE = cost.Machine(
     attention_flops=5e14,
     latency={"logarithm": (8e-6, 11e-6), "number": (13e-6, 5e-6)},
 )
-ONE_LAYER = dataclasses.replace(presets.config("Qwen3-8B", 1))
+ONE_LAYER = dataclasses.replace(presets.config("Qwen3-8B", 1), vocab_size=36 * SOFTMAX_BLOCK)
+"""Four devices have as many blocks of the vocabulary each."""
 
 
 # What is counted.
