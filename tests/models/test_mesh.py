@@ -1,5 +1,6 @@
 """Models that the devices of a mesh share: every number of devices gives the bits of one."""
 
+import dataclasses
 import sys
 import tempfile
 from pathlib import Path
@@ -215,14 +216,22 @@ def test_devices_that_are_not_there_are_refused(tensor: int, expert: int) -> Non
         models.mesh_of(tensor, expert)
 
 
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device as far as a mesh looks at it before it is used."""
+
+    id: int
+    process_index: int = 0
+
+
 def test_axes_may_come_in_any_order_and_one_may_be_missing() -> None:
-    devices = np.arange(6).reshape(2, 3)
+    devices = np.array([Device(number) for number in range(6)]).reshape(2, 3)
     for placed, axes in ((devices, ("tensor", "expert")), (devices.T, ("expert", "tensor"))):
         mesh = checked("sharded", Mesh(placed, axes))
         assert mesh.axis_names == ("tensor", "expert")
         assert mesh.devices.tolist() == devices.tolist()
-    assert checked("sharded", Mesh(np.arange(3), ("expert",))).devices.tolist() == [[0, 1, 2]]
-    assert checked("sharded", Mesh(np.arange(3), ("tensor",))).devices.tolist() == [[0], [1], [2]]
+    assert checked("sharded", Mesh(devices[0], ("expert",))).devices.tolist() == [[*devices[0]]]
+    assert checked("sharded", Mesh(devices[0], ("tensor",))).devices.tolist() == [[device] for device in devices[0]]
 
 
 def small_config() -> models.DecoderConfig:
