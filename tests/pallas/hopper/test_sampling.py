@@ -189,8 +189,8 @@ def test_engines_give_the_logprobs_of_given_tokens_that_the_sampler_gives() -> N
 
 def test_blocks_of_a_vocabulary_that_devices_share_give_the_token_and_its_logprob() -> None:
     arguments = requests(2, 4096 + 100)
-    # Row 1 is greedy, and has equal tokens in both blocks.
-    arguments["logits"] = arguments["logits"].at[1, jnp.asarray([4095, 4097])].set(50.0)
+    # Noise decides among the tokens of row 0 in the second block. Row 1 is greedy, and has equal tokens in both blocks.
+    arguments["logits"] = arguments["logits"].at[0, 4096:].add(30.0).at[1, jnp.asarray([4095, 4097])].set(50.0)
     logits, arrays = nouns(arguments)
     whole = jnp.pad(logits, ((0, 0), (0, 2 * 4096 - logits.shape[1])), constant_values=-jnp.inf)
 
@@ -207,6 +207,7 @@ def test_blocks_of_a_vocabulary_that_devices_share_give_the_token_and_its_logpro
 
     with plgpu.force_gpu_interpret_mode(), detjax.use_backend("hopper"):
         result = jax.jit(merged)(whole)
+    assert result[0][0] >= 4096 and result[0][1] == 4095
     assert_same_bits(result, tuple(sample(arguments)))
 
 
