@@ -100,7 +100,7 @@ def test_percentiles_of_nothing_are_none() -> None:
         (["--preset", "tiny", "--numerics", "other"], "--numerics is 'other'; accepted: detjax, stock"),
         (["--preset", "tiny", "--prompt", "9", "3"], r"prompt is (9, 3); accepted: two numbers from 1 on"),
         (["--preset", "tiny", "--rate", "0"], "rate is 0.0; accepted: above 0, or none"),
-        ([*TINY, "--tensor-parallel", "1000"], "devices is 1000; accepted: 1 to "),
+        ([*TINY, "--tensor-parallel", "1000"], "tensor is 1000"),
     ],
 )
 def test_a_load_that_cannot_be_is_refused(arguments: list[str], message: str) -> None:

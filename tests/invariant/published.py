@@ -114,9 +114,9 @@ def changed_gradients(
         rows = tuple(x.at[0].set(y[0]) for x, y in zip(inputs(batch, 100 + batch), alone, strict=True))
         padded = jnp.concatenate([cotangents, jnp.zeros((batch - 1, *shape))])
         leaves = [np.asarray(x) for x in made(padded, weights, *rows)]
-        shared, rowwise = leaves[: len(leaves) - has_rows], leaves[len(leaves) - has_rows :]
+        shared, mapped = leaves[: len(leaves) - has_rows], leaves[len(leaves) - has_rows :]
         # Zeros of either sign are one number, which sums of nothing end as.
-        return [(x + 0).tobytes() for x in (*shared, *(x[0] for x in rowwise))]
+        return [(x + 0).tobytes() for x in (*shared, *(x[0] for x in mapped))]
 
     expected = bits(1)
     for batch in batches:
@@ -146,7 +146,7 @@ def result(name: str, dtype: str, batches: Sequence[int]) -> Result:
         raise ValueError(f"{name}: rows of different inputs have the same results, so comparing them says nothing")
     given = 2, *original.shape[1:]
     cotangents, few = jax.random.normal(jax.random.key(3), given), inputs(2, 0)
-    stock_pullback, invariant_pullback = jax.jit(gradients(fn)), detjax.jit(gradients(invariant))
+    stock_gradients, invariant_gradients = jax.jit(gradients(fn)), detjax.jit(gradients(invariant))
     certificates = [
         detjax.certify(f, (weights, *few), axes, batch_sizes=sizes)
         for f, sizes in ((stock, [1, *batches]), (invariant, CERTIFIED))
@@ -161,11 +161,11 @@ def result(name: str, dtype: str, batches: Sequence[int]) -> Result:
         dtype=dtype,
         stock=changed(stock, weights, inputs, batches),
         invariant=changed(invariant, weights, inputs, batches),
-        stock_gradients=changed_gradients(stock_pullback, weights, inputs, given[1:], fewer),
-        invariant_gradients=changed_gradients(invariant_pullback, weights, inputs, given[1:], fewer),
+        stock_gradients=changed_gradients(stock_gradients, weights, inputs, given[1:], fewer),
+        invariant_gradients=changed_gradients(invariant_gradients, weights, inputs, given[1:], fewer),
         distance=distance([invariant(weights, *rows)], [original]),
         gradient_distance=distance(
-            invariant_pullback(cotangents, weights, *few), stock_pullback(cotangents, weights, *few)
+            invariant_gradients(cotangents, weights, *few), stock_gradients(cotangents, weights, *few)
         ),
         stock_outcome=certificates[0].outcome.value,
         stock_risks=sorted({risk.primitive for risk in certificates[0].risks}),
@@ -208,7 +208,7 @@ def table(results: Sequence[dict[str, Any]], file: str) -> str:
             "other bits" if one["invariant"] or one["invariant_gradients"] else "same bits" for one in seen.values()
         )
         links = (
-            f"[{seen['float32'][key]:.1e}]({file}#/results/model={name}&dtype=float32/{key})"
+            f"[{_short(seen['float32'][key])}]({file}#/results/model={name}&dtype=float32/{key})"
             if "float32" in seen
             else "not measured"
             for key in ("distance", "gradient_distance")
@@ -223,6 +223,11 @@ def table(results: Sequence[dict[str, Any]], file: str) -> str:
         )
         rows.append(f"| {' | '.join((*cells, *links))} |")
     return "\n".join(rows)
+
+
+def _short(number: float) -> str:
+    digits, _, exponent = f"{number:.1e}".partition("e")
+    return f"{digits}e{int(exponent)}" if number else "0"
 
 
 def _by_dtype(seen: dict[str, dict[str, Any]], text: Callable[[dict[str, Any]], str]) -> str:
