@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,13 @@ def test_a_digest_has_no_order_and_sees_every_element(dtype: str) -> None:
     empty = x.at[0, :256].set(jnp.zeros((), dtype))
     distant = [empty.at[0, place].set(jnp.ones((), dtype)) for place in (1, 128)]
     assert digests.digest(distant[0])[0, 0] != digests.digest(distant[1])[0, 0]
+
+
+def test_digests_are_added_along_lanes_before_across_them_on_a_cpu() -> None:
+    program = jax.jit(digests.digest).lower(jnp.zeros((2, 4096))).compile().as_text()
+    assert program is not None
+    sums = re.findall(r"u32(\[[\d,]+\])\S* reduce\(", program)
+    assert sums == ["[2,16,128]", "[2,16]"], program
 
 
 def test_a_row_has_64_blocks_at_most() -> None:
