@@ -37,9 +37,11 @@ from detjax.pallas.hopper.mosaic.tiles import (
     LANE_SUMS,
     clear_rows,
     joined,
+    load_by_thread,
     mask_columns,
     row_sums_of_halves,
     start_product,
+    store_by_thread,
     store_lane_sums,
     store_lines,
 )
@@ -89,7 +91,7 @@ class Results(NamedTuple):
     Attributes:
         o: the output `[tile, sequence, 64, V]`, but for that of split sequences.
         normalizers: log2 of each row's normalizer, `[tile, sequence, 64]`; likewise.
-        sums: merged values of spans, `[place, 64, V]`; see `partial_results`.
+        sums: merged values of spans, `[place, part]` and a tile of 64 columns by thread; see `partial_results`.
         statistics: their maxima and sums of probabilities, `[place, 2, 64]`.
         splits: for each sequence the first span that its first CTA has not merged, and the end of its spans, or zeros
             if it is not split; `[tile * sequence, 2]`.
@@ -368,17 +370,16 @@ class Kernel:
         is_last = (segment.visits == segment.blocks) & ((span + 1) * self.problem.cut_unit >= segment.visits)
         is_result = ~is_unmerged & is_last
 
-        def merge(x: Array, columns: Any) -> Array:
-            before = _load(place_sums.at[:, columns], MATRIX)
+        def merge(piece: int, x: Array) -> Array:
+            before = load_by_thread(place_sums.at[self.value_part(piece)])
             return merged(before, along_rows(a, x.shape), x, along_rows(b, x.shape))
 
         for piece, x in enumerate(sums.o):
-            columns = pl.ds(self.value_part(piece) * PART, PART)
-            x = lax.cond(is_first, lambda x=x: x, lambda x=x, columns=columns: merge(x, columns))
+            x = lax.cond(is_first, lambda x=x: x, lambda piece=piece, x=x: merge(piece, x))
             lax.cond(
                 is_result,
-                lambda x=x, columns=columns: self.store(segment, x, columns, total),
-                lambda x=x, columns=columns: _store(x, place_sums.at[:, columns]),
+                lambda piece=piece, x=x: self.store(segment, x, pl.ds(self.value_part(piece) * PART, PART), total),
+                lambda piece=piece, x=x: store_by_thread(x, place_sums.at[self.value_part(piece)]),
             )
 
         @pl.when(self.warpgroup == 0)
