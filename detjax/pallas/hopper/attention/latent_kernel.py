@@ -31,15 +31,17 @@ from detjax.pallas.hopper.attention.warpgroups import (
     MULTIPLYING_REGISTERS,
     WARPGROUPS,
 )
-from detjax.pallas.hopper.mosaic.barriers import sync
+from detjax.pallas.hopper.mosaic.barriers import prefetch_tile, sync
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_ROW, ROWS, swizzled
 from detjax.pallas.hopper.mosaic.tiles import (
     LANE_SUMS,
     clear_rows,
     joined,
+    load_by_thread,
     mask_columns,
     row_sums_of_halves,
     start_product,
+    store_by_thread,
     store_lane_sums,
     store_lines,
 )
@@ -89,7 +91,7 @@ class Results(NamedTuple):
     Attributes:
         o: the output `[tile, sequence, 64, V]`, but for that of split sequences.
         normalizers: log2 of each row's normalizer, `[tile, sequence, 64]`; likewise.
-        sums: merged values of spans, `[place, 64, V]`; see `partial_results`.
+        sums: merged values of spans, `[place, part]` and a tile of 64 columns by thread; see `partial_results`.
         statistics: their maxima and sums of probabilities, `[place, 2, 64]`.
         splits: for each sequence the first span that its first CTA has not merged, and the end of its spans, or zeros
             if it is not split; `[tile * sequence, 2]`.
@@ -202,16 +204,24 @@ class Kernel:
         plgpu.copy_gmem_to_smem(self.operands.q.at[pl.ds(first, ROWS)], scratch["q"], scratch["q_loaded"])
         request = self.operands.request[segment.request]
 
-        def load_block(i: Array, step: Array) -> Array:
-            page = self.operands.page_table[request, segment.skipped + i]
+        def page_of(i: Array) -> Array:
+            return self.operands.page_table[request, segment.skipped + i]
+
+        def load_block(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            step, page = carry
+            following = page_of(lax.min(i + 1, segment.visits - 1))
             # In the order in which they are released.
             for part in (*range(problem.value_parts, problem.parts), *range(problem.value_parts)):
                 pl.when(step > 0)(lambda part=part: self.await_release(part))
-                source = self.operands.pages.at[page, 0, :, pl.ds(part * PART, PART)]
+                source, next_source = (
+                    self.operands.pages.at[page, 0, :, pl.ds(part * PART, PART)] for page in (page, following)
+                )
                 plgpu.copy_gmem_to_smem(source, scratch["page"].at[part], scratch["loaded"].at[part])
-            return step + 1
+                if self.schedule.prefetches:
+                    pl.when(i + 1 < segment.visits)(lambda source=next_source: prefetch_tile(source))
+            return step + 1, following
 
-        return lax.fori_loop(0, segment.visits, load_block, step)
+        return lax.fori_loop(0, segment.visits, load_block, (step, page_of(jnp.int32(0))))[0]
 
     # --- the multiplying warpgroups -----------------------------------------------------------------------------------
     # In every block both warpgroups meet twice: when maxima are in shared memory, and when probabilities are. So what
@@ -368,17 +378,16 @@ class Kernel:
         is_last = (segment.visits == segment.blocks) & ((span + 1) * self.problem.cut_unit >= segment.visits)
         is_result = ~is_unmerged & is_last
 
-        def merge(x: Array, columns: Any) -> Array:
-            before = _load(place_sums.at[:, columns], MATRIX)
+        def merge(piece: int, x: Array) -> Array:
+            before = load_by_thread(place_sums.at[self.value_part(piece)])
             return merged(before, along_rows(a, x.shape), x, along_rows(b, x.shape))
 
         for piece, x in enumerate(sums.o):
-            columns = pl.ds(self.value_part(piece) * PART, PART)
-            x = lax.cond(is_first, lambda x=x: x, lambda x=x, columns=columns: merge(x, columns))
+            x = lax.cond(is_first, lambda x=x: x, lambda piece=piece, x=x: merge(piece, x))
             lax.cond(
                 is_result,
-                lambda x=x, columns=columns: self.store(segment, x, columns, total),
-                lambda x=x, columns=columns: _store(x, place_sums.at[:, columns]),
+                lambda piece=piece, x=x: self.store(segment, x, pl.ds(self.value_part(piece) * PART, PART), total),
+                lambda piece=piece, x=x: store_by_thread(x, place_sums.at[self.value_part(piece)]),
             )
 
         @pl.when(self.warpgroup == 0)

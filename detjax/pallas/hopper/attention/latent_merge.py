@@ -9,62 +9,54 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR
-from detjax.pallas.hopper.attention.latent_schedule import Problem
+from detjax.pallas.hopper.attention.latent_schedule import PART, Problem
 from detjax.pallas.hopper.attention.online_softmax import merged, normalized, rescaling
+from detjax.pallas.hopper.attention.queries_on_rows import along_rows
 from detjax.pallas.hopper.attention.warpgroups import COMPILER_PARAMS
-from detjax.pallas.hopper.device import WARPGROUP
-from detjax.pallas.hopper.mosaic.layouts import ROWS
+from detjax.pallas.hopper.mosaic.layouts import PER_ROW, ROWS, UNIT
+from detjax.pallas.hopper.mosaic.tiles import by_thread, load_by_thread
 
-_ROWS_AT_ONCE: Final = 4
-"""Rows that a CTA merges."""
+_COLUMNS: Final = 16
+"""Columns that a CTA merges, of all rows: few, so that many CTAs merge even a single sequence."""
+_SPANS_AHEAD: Final = 4
+"""Spans that are on their way while one is merged: memory takes longer to answer than it takes to merge a span."""
 
 
 def merge(problem: Problem, o: Array, sums: Array, statistics: Array, splits: Array) -> Array:
     """The output, with the split sequences written into it; see `latent_kernel.Results`."""
-    width = problem.value_width
-    layout = plgpu.Layout.WG_STRIDED(shape=(width,), vec_size=width // WARPGROUP)
-
-    def spread(x: Array) -> Array:
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, (width,), ()), layout)
+    groups = _COLUMNS // UNIT
 
     def body(o_gmem: Any, sums: Any, statistics: Any, splits: Any) -> None:
-        record, first_row = lax.axis_index("record"), lax.axis_index("rows") * _ROWS_AT_ONCE
+        record, columns = lax.axis_index("record"), lax.axis_index("columns")
         first, end, place = splits[record, 0], splits[record, 1], record * problem.most_spans
+        part, in_part = (f(columns, jnp.int32(PART // _COLUMNS)) for f in (lax.div, lax.rem))
 
-        def load(span: Array) -> list[tuple[Array, Array, Array]]:
-            """Values, maxima and sums of the rows of a span."""
-            rows = []
-            for row in range(_ROWS_AT_ONCE):
-                x = plgpu.load(sums.at[place + span, first_row + row], layout=layout, optimized=False)
-                m, total = (statistics[place + span, index, first_row + row] for index in range(2))
-                rows.append((x, spread(m), spread(total)))
-            return rows
+        def load(span: Array) -> tuple[Array, ...]:
+            """Values, maxima and sums of a span; those of the last one after it."""
+            of_span = place + lax.min(span, end - 1)
+            numbers = (plgpu.load(statistics.at[of_span, index], layout=PER_ROW, optimized=False) for index in range(2))
+            return load_by_thread(sums.at[of_span, part, pl.ds(in_part * groups, groups)]), *numbers
 
         def merge_span(span: Array, carry: Any) -> Any:
-            rows, parts = carry
-            # The next span is on its way while this one is merged.
-            following = load(lax.min(span + 1, end - 1))
-            merged_rows = []
-            for (x, m, total), (x_b, m_b, total_b) in zip(rows, parts, strict=True):
-                m_new, a, b = rescaling(m, m_b)
-                x, total = merged(x, a, x_b, b, layout), merged(total, a, total_b, b, layout)
-                merged_rows.append((x, m_new, total))
-            return merged_rows, following
+            (x, m, total), ((x_b, m_b, total_b), *ahead) = carry
+            ahead.append(load(span + _SPANS_AHEAD))
+            m_new, a, b = rescaling(m, m_b)
+            x = merged(x, along_rows(a, x.shape), x_b, along_rows(b, x.shape))
+            return (x, m_new, merged(total, a, total_b, b)), tuple(ahead)
 
         @pl.when(end > first)
         def _() -> None:
-            rows, _ = lax.fori_loop(first, end, merge_span, (load(jnp.int32(0)), load(first)))
+            ahead = tuple(load(first + i) for i in range(_SPANS_AHEAD))
+            (x, _, total), _ = lax.fori_loop(first, end, merge_span, (load(jnp.int32(0)), ahead))
             sequence = lax.rem(record, jnp.int32(problem.sequences))
             target = o_gmem.at[lax.div(record, jnp.int32(problem.sequences)), sequence]
-            for row, (x, _, total) in enumerate(rows):
-                y = normalized(x, total, problem.dtype, spread=lambda x, _: x)
-                target.at[first_row + row][...] = y
+            target.at[:, pl.ds(columns * _COLUMNS, _COLUMNS)][...] = normalized(x, total, problem.dtype)
 
     kernel = plgpu.kernel(
         body,
         out_type=(),
-        grid=(problem.batch * problem.sequences, ROWS // _ROWS_AT_ONCE),
-        grid_names=("record", "rows"),
+        grid=(problem.batch * problem.sequences, problem.value_width // _COLUMNS),
+        grid_names=("record", "columns"),
         compiler_params=COMPILER_PARAMS,
         kernel_name="attention_merge_latent",
     )
@@ -76,7 +68,7 @@ def merge(problem: Problem, o: Array, sums: Array, statistics: Array, splits: Ar
 def out_types(problem: Problem, places: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shapes and dtypes of sums, statistics and splits; see `latent_kernel.Results`."""
     return (
-        jax.ShapeDtypeStruct((places, ROWS, problem.value_width), ACCUMULATOR),
+        jax.ShapeDtypeStruct((places, problem.value_parts, *by_thread(PART)), ACCUMULATOR),
         jax.ShapeDtypeStruct((places, 2, ROWS), ACCUMULATOR),
         jax.ShapeDtypeStruct((problem.batch * problem.sequences, 2), jnp.int32),
     )

@@ -26,6 +26,7 @@ from detjax.pallas.hopper.mosaic.registers import (
     empty_registers,
     first_row_and_lane,
     int32,
+    offset_address,
     packed,
     unhoisted_thread,
 )
@@ -352,6 +353,66 @@ def column_distances(first: Any) -> Any:
         columns = [arith.constant(float32, ir.FloatAttr.get(float32, 8.0 * group + i)) for i in range(2)]
         registers[place] = packed([arith.addf(bases[half], column) for column in columns])
     return array(registers, MATRIX)
+
+
+# --- memory, thread by thread -----------------------------------------------------------------------------------------
+
+NUMBERS_OF_A_GROUP: Final = 4
+"""The numbers that a thread has of 8 columns of a tile: two of its first row, and two of the row 8 below."""
+
+
+def by_thread(columns: int) -> tuple[int, int, int]:
+    """The shape of a tile in memory as `store_by_thread` leaves it: groups of 8 columns, threads, and their numbers."""
+    return columns // 8, WARPGROUP, NUMBERS_OF_A_GROUP
+
+
+def _plain_store_by_thread(x: Array, ref: Any) -> None:
+    # The axes of rows are warp, half and row of 8; those of columns are group, lane, and one of two columns.
+    x = x.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5)
+    ref[...] = x.reshape(-1, WARPGROUP, NUMBERS_OF_A_GROUP)
+
+
+@primitive(twin=_plain_store_by_thread, args=(MATRIX, plgpu.RefType()))
+def store_by_thread(x: Any, ref: Any) -> None:
+    """Stores a float32 tile of `ROWS` rows to memory in an order in which the threads of a warp write side by side.
+
+    Args:
+        x: the tile.
+        ref: memory of the shape `by_thread`.
+    """
+    registers = x.registers.flatten()  # of 8 columns two: the thread's first row, and the one 8 below
+    for group, pair in enumerate(zip(registers[::2], registers[1::2], strict=True)):
+        llvm.store(packed([element(register, i) for register in pair for i in range(2)]), _group_address(ref, group))
+
+
+def _plain_load_by_thread(ref: Any) -> Array:
+    groups = ref.shape[0]
+    x = ref[...].reshape(groups, 4, 8, 4, 2, 2).transpose(1, 4, 2, 0, 3, 5)
+    return x.reshape(ROWS, 8 * groups)
+
+
+@primitive(
+    twin=_plain_load_by_thread,
+    args=(plgpu.RefType(),),
+    out=lambda ref: plgpu.ShapeDtypeStruct((ROWS, 8 * ref.shape[0]), ACCUMULATOR, layout=MATRIX),
+)
+def load_by_thread(ref: Any) -> Any:
+    """The tile that `store_by_thread` stored, or some of its groups of 8 columns."""
+    groups = ref.type.shape[0]
+    four = ir.VectorType.get((NUMBERS_OF_A_GROUP,), ir.F32Type.get())
+    registers = empty_registers(MATRIX, (ROWS, 8 * groups))
+    numbers = [llvm.load(four, _group_address(ref, group)) for group in range(groups)]
+    for index, place in enumerate(np.ndindex(registers.shape)):
+        group, half = divmod(index, 2)
+        registers[place] = packed([element(numbers[group], 2 * half + i) for i in range(2)])
+    return array(registers, MATRIX)
+
+
+def _group_address(ref: Any, group: int) -> Any:
+    """Where the thread's numbers of a group of 8 columns are."""
+    first = arith.muli(unhoisted_thread(), int32(NUMBERS_OF_A_GROUP))
+    offset = arith.addi(first, int32(group * WARPGROUP * NUMBERS_OF_A_GROUP))
+    return offset_address(mgpu.memref_ptr(ref), offset, ir.F32Type.get())
 
 
 # --- shared memory ----------------------------------------------------------------------------------------------------
