@@ -281,6 +281,7 @@ def serve(
     kv_cache_dtype: cli_options.KVCacheDType = None,
     prefix_cache: cli_options.PrefixCache = True,
     snapshot_bytes: cli_options.SnapshotBytes = 4 << 30,
+    snapshot_tokens: cli_options.SnapshotTokens = 512,
     separate_prefixes: cli_options.SeparatePrefixes = False,
     top_logprobs: cli_options.TopLogprobs = 20,
     max_connections: cli_options.MaxConnections = 4096,
@@ -328,6 +329,7 @@ def serve(
         num_pages=num_pages,
         prefix_cache=prefix_cache,
         snapshot_bytes=snapshot_bytes,
+        snapshot_tokens=snapshot_tokens,
         kv_cache_dtype=_quantization(kv_cache_dtype),
         top_logprobs=top_logprobs,
     )

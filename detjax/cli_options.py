@@ -402,6 +402,15 @@ SnapshotBytes = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+SnapshotTokens = Annotated[
+    int,
+    typer.Option(
+        "--snapshot-tokens",
+        metavar="N",
+        help="How many tokens a snapshot must spare those who go on from it. Fewer are sooner computed than copied.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 SeparatePrefixes = Annotated[
     bool,
     typer.Option(

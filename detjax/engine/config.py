@@ -40,6 +40,8 @@ class EngineConfig:
             a page. It is taken at the end of a prompt, and where a prompt leaves the pages of another one. A request
             goes on from the last one that it has in common with others. 0: such models have no prefix cache. Other
             models need no snapshots. Where devices of several processes share the model, there are none.
+        snapshot_tokens: how many tokens a snapshot must spare those who go on from it, over the snapshot before it, to
+            be taken. Fewer are sooner computed again than such a state is copied to the host and back.
         kv_cache_dtype: "int8", "fp8_e4m3" or "q4_0" quantize keys and values in the cache (`ops.quantize_kv`), which
             gives different numbers, as independent of everything else. Default: the model's dtype.
         top_logprobs: the most of the likeliest tokens that a request may ask for.
@@ -55,6 +57,7 @@ class EngineConfig:
     num_pages: int | None = None
     prefix_cache: bool = True
     snapshot_bytes: int = 4 << 30
+    snapshot_tokens: int = 512
     kv_cache_dtype: KVQuantization | None = None
     top_logprobs: int = 20
 
@@ -72,6 +75,7 @@ class EngineConfig:
             "token_budget": (self.token_budget, self.token_budget >= 1, "at least 1"),
             "max_length": (length, 2 <= length <= positions, f"2 to {positions}, the model's"),
             "snapshot_bytes": (self.snapshot_bytes, self.snapshot_bytes >= 0, "0 and more"),
+            "snapshot_tokens": (self.snapshot_tokens, self.snapshot_tokens >= 1, "at least 1"),
             "top_logprobs": (self.top_logprobs, 0 <= self.top_logprobs <= vocabulary, f"0 to {vocabulary}"),
         }
         for name, (value, is_accepted, description) in accepted.items():
@@ -119,6 +123,7 @@ class EngineConfig:
             variants=SamplingVariant.for_serving(self.top_logprobs),
             prefix_cache=self.prefix_cache,
             snapshot_bytes=self.snapshot_bytes,
+            snapshot_tokens=self.snapshot_tokens,
             kv_cache_dtype=self.kv_cache_dtype,
         )
 

@@ -8,6 +8,7 @@ from detjax.engine.page_pool import Digest, PagePool
 from detjax.engine.sequence import Sequence
 from detjax.engine.snapshots import MOST_PER_STEP, SlotCopies
 from detjax.engine.waiting_queue import WaitingQueue
+from detjax.numerics import ceil_div
 
 _TURN = operator.attrgetter("turn")
 
@@ -218,7 +219,7 @@ class Scheduler:
         """Returns the part of a prefix that the sequence can go on from, and decides which snapshots it takes.
 
         These are one at the end of its prompt, for those who go on from there, and one where it leaves the pages of
-        another sequence: where two have parted, a third is likely to.
+        another sequence: where two have parted, a third is likely to. Few tokens are sooner computed than copied.
         """
         snapshots = self.pool.snapshots
         if snapshots is None:
@@ -226,9 +227,9 @@ class Scheduler:
         known = self.pool.known(prefix)
         pages, sequence.restored = snapshots.newest(prefix[:known])
         ends = {known, len(sequence.prompt) // KV_BLOCK} if self._uses_prefix_cache(sequence) else set()
-        digests = sequence.digests()
+        digests, first = sequence.digests(), pages + ceil_div(snapshots.fewest_tokens, KV_BLOCK)
         sequence.snapshot_ends = [
-            end * KV_BLOCK for end in sorted(ends) if end > pages and digests[end - 1] not in snapshots
+            end * KV_BLOCK for end in sorted(ends) if end >= first and digests[end - 1] not in snapshots
         ]
         return prefix[:pages]
 

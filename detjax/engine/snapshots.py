@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any, Final, NamedTuple
 
+from detjax.contract import KV_BLOCK
+
 MOST_PER_STEP: Final = 2
 """Snapshots that a step takes at most, and restores at most: each needs as much of the device's memory as a slot."""
 SLOTS_IN_TRANSIT: Final = 8
@@ -34,14 +36,16 @@ class SnapshotCache:
     Attributes:
         capacity: how many snapshots there may be.
         bytes_of_snapshot: the bytes of one of them.
+        fewest_tokens: how many tokens a snapshot must spare those who go on from it, over the snapshot before it.
         hits: how often a sequence has gone on from one.
     """
 
-    def __init__(self, capacity: int, bytes_of_snapshot: int = 0) -> None:
+    def __init__(self, capacity: int, bytes_of_snapshot: int = 0, fewest_tokens: int = KV_BLOCK) -> None:
         if capacity < 1:
             raise ValueError(f"SnapshotCache: capacity is {capacity}; accepted: at least 1")
         self.capacity = capacity
         self.bytes_of_snapshot = bytes_of_snapshot
+        self.fewest_tokens = fewest_tokens
         self.hits = 0
         self._kept: OrderedDict[Hashable, Snapshot] = OrderedDict()  # the one unused the longest comes first
 

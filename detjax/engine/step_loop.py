@@ -77,6 +77,7 @@ class StepLoopConfig:
         prefix_cache: keep pages for sequences that begin with the same tokens.
         snapshot_bytes: bytes of the host's memory at most for snapshots of slots. Models that keep a state of each
             request have no prefix cache without.
+        snapshot_tokens: how many tokens a snapshot must spare those who go on from it.
         kv_cache_dtype: how keys and values are quantized in the cache. Among these fields it alone changes bits.
     """
 
@@ -86,6 +87,7 @@ class StepLoopConfig:
     variants: tuple[SamplingVariant, ...]
     prefix_cache: bool = False
     snapshot_bytes: int = 0
+    snapshot_tokens: int = KV_BLOCK
     kv_cache_dtype: KVQuantization | None = None
 
 
@@ -226,7 +228,8 @@ class StepLoop:
         snapshots = None
         if config.prefix_cache and model.has_slots:
             size = bytes_of_snapshot(model)
-            snapshots = SnapshotCache(config.snapshot_bytes // size, size) if config.snapshot_bytes >= size else None
+            if (count := config.snapshot_bytes // size) > 0:
+                snapshots = SnapshotCache(count, size, config.snapshot_tokens)
         keeps_prefixes = config.prefix_cache and (snapshots is not None or not model.has_slots)
         pool = PagePool(config.num_pages, keeps_prefixes=keeps_prefixes, snapshots=snapshots)
         scheduler = Scheduler(pool, config.shapes.limits)

@@ -576,6 +576,7 @@ def test_more_tokens_than_a_step_can_hold_back_are_refused(shared: Engine, monke
         ({"max_length": 1}, "max_length is 1; accepted: 2 to"),
         ({"num_pages": 3}, "num_pages is 3; accepted: at least 4, for one request of 400 tokens"),
         ({"snapshot_bytes": -1}, "snapshot_bytes is -1; accepted: 0 and more"),
+        ({"snapshot_tokens": 0}, "snapshot_tokens is 0; accepted: at least 1"),
         ({"top_logprobs": 516}, "top_logprobs is 516; accepted: 0 to 515"),
         ({"kv_cache_dtype": "q4_0"}, r"Engine: .*q4_0 of 80 numbers; accepted: multiples of 32"),
     ],

@@ -180,7 +180,7 @@ def test_an_engine_gives_a_request_the_same_answer_in_a_crowd(num_pages: int | N
     prompts = [beginning + random.integers(0, 113, count).tolist() for count in (1, 9, 40)] + [[7], [8, 9, 10]]
     params = SamplingParams(max_tokens=16, temperature=0.8, seed=5, ignore_eos=True)
     requests = [Request(prompt, params) for prompt in prompts]
-    settings: dict[str, Any] = {"max_samples": 4, "token_budget": 48, "max_length": 256}
+    settings: dict[str, Any] = {"max_samples": 4, "token_budget": 48, "max_length": 256, "snapshot_tokens": 1}
     with Engine(model, None, num_pages=num_pages, **settings) as engine:
         together = [generation.completions[0] for generation in engine.generate(requests)]
         alone = [engine.generate([request])[0].completions[0] for request in requests]

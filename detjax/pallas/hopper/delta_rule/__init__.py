@@ -112,9 +112,11 @@ def _with_rows(state: DeltaState, k: Array, decays: Array, rows: RequestRows) ->
     # Earlier tokens' rows would be overwritten.
     offset = rows.tokens[:, None] - 1 - jnp.arange(min(rows.most.others, DELTA_ROWS), dtype=jnp.int32)[None]
     row = jnp.clip(rows.first[:, None] + offset, 0, k.shape[0] - 1)
-    # A slot that is not there takes none.
-    slot = jnp.where(offset >= 0, rows.slot[:, None], state.chunk.shape[0])
-    place = slot, (rows.start[:, None] + offset) % DELTA_ROWS
-    return state._replace(
-        keys=state.keys.at[place].set(k[row], mode="drop"), decays=state.decays.at[place].set(decays[row], mode="drop")
-    )
+    # Slots that are not there take none. All of them differ, so that nothing has to be sorted.
+    nowhere = state.chunk.shape[0] + jnp.arange(offset.size, dtype=jnp.int32).reshape(offset.shape)
+    place = jnp.where(offset >= 0, rows.slot[:, None], nowhere), (rows.start[:, None] + offset) % DELTA_ROWS
+
+    def written(x: Array, new: Array) -> Array:
+        return x.at[place].set(new, mode="drop", unique_indices=True)
+
+    return state._replace(keys=written(state.keys, k[row]), decays=written(state.decays, decays[row]))
