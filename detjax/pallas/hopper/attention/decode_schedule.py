@@ -146,14 +146,11 @@ class Schedule:
         cut: whether a share may begin within a sequence.
         slack: a cut that lies within this part of a share from a sequence's beginning moves there: what is not split
             needs no merging.
-        prefetches: whether attention over latents has each page brought to the L2 cache while the one before it is
-            multiplied.
     """
 
     ctas: int
     cut: bool = True
     slack: float = 0.15
-    prefetches: bool = True
 
     def __post_init__(self) -> None:
         if self.ctas < 1:

@@ -31,7 +31,7 @@ from detjax.pallas.hopper.attention.warpgroups import (
     MULTIPLYING_REGISTERS,
     WARPGROUPS,
 )
-from detjax.pallas.hopper.mosaic.barriers import prefetch_tile, sync
+from detjax.pallas.hopper.mosaic.barriers import sync
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_ROW, ROWS, swizzled
 from detjax.pallas.hopper.mosaic.tiles import (
     LANE_SUMS,
@@ -204,24 +204,16 @@ class Kernel:
         plgpu.copy_gmem_to_smem(self.operands.q.at[pl.ds(first, ROWS)], scratch["q"], scratch["q_loaded"])
         request = self.operands.request[segment.request]
 
-        def page_of(i: Array) -> Array:
-            return self.operands.page_table[request, segment.skipped + i]
-
-        def load_block(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            step, page = carry
-            following = page_of(lax.min(i + 1, segment.visits - 1))
+        def load_block(i: Array, step: Array) -> Array:
+            page = self.operands.page_table[request, segment.skipped + i]
             # In the order in which they are released.
             for part in (*range(problem.value_parts, problem.parts), *range(problem.value_parts)):
                 pl.when(step > 0)(lambda part=part: self.await_release(part))
-                source, next_source = (
-                    self.operands.pages.at[page, 0, :, pl.ds(part * PART, PART)] for page in (page, following)
-                )
+                source = self.operands.pages.at[page, 0, :, pl.ds(part * PART, PART)]
                 plgpu.copy_gmem_to_smem(source, scratch["page"].at[part], scratch["loaded"].at[part])
-                if self.schedule.prefetches:
-                    pl.when(i + 1 < segment.visits)(lambda source=next_source: prefetch_tile(source))
-            return step + 1, following
+            return step + 1
 
-        return lax.fori_loop(0, segment.visits, load_block, (step, page_of(jnp.int32(0))))[0]
+        return lax.fori_loop(0, segment.visits, load_block, step)
 
     # --- the multiplying warpgroups -----------------------------------------------------------------------------------
     # In every block both warpgroups meet twice: when maxima are in shared memory, and when probabilities are. So what

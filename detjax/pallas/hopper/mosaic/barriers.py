@@ -60,16 +60,6 @@ def meet() -> None:
     mgpu.warpgroup_barrier()
 
 
-def _plain_prefetch_tile(ref: Any) -> None:
-    """The interpreter has no cache."""
-
-
-@with_twin(_plain_prefetch_tile)
-def prefetch_tile(ref: Any) -> None:
-    """Asks the copy engine to bring a tile of an array in memory to the L2 cache."""
-    plgpu.async_prefetch(ref)
-
-
 def _plain_prefetch(ref: Any, part: Array, *, parts: int, threads: int) -> None:
     """The interpreter has no cache."""
 
