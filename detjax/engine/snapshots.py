@@ -8,8 +8,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any, Final, NamedTuple
 
-from detjax.contract import KV_BLOCK
-
 MOST_PER_STEP: Final = 2
 """Snapshots that a step takes at most, and restores at most: each needs as much of the device's memory as a slot."""
 SLOTS_IN_TRANSIT: Final = 8
@@ -40,7 +38,7 @@ class SnapshotCache:
         hits: how often a sequence has gone on from one.
     """
 
-    def __init__(self, capacity: int, bytes_of_snapshot: int = 0, fewest_tokens: int = KV_BLOCK) -> None:
+    def __init__(self, capacity: int, bytes_of_snapshot: int = 0, fewest_tokens: int = 1) -> None:
         if capacity < 1:
             raise ValueError(f"SnapshotCache: capacity is {capacity}; accepted: at least 1")
         self.capacity = capacity

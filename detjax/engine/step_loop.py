@@ -87,7 +87,7 @@ class StepLoopConfig:
     variants: tuple[SamplingVariant, ...]
     prefix_cache: bool = False
     snapshot_bytes: int = 0
-    snapshot_tokens: int = KV_BLOCK
+    snapshot_tokens: int = 1
     kv_cache_dtype: KVQuantization | None = None
 
 

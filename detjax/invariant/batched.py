@@ -4,7 +4,7 @@ The examples are the first axis of every array that depends on them. Three thing
 bits among others, and none is left to the compiler:
 
 - *Sums.* Their order is written out: halves of an axis are added until one number is left. Products of activations are
-  products of groups of rows, under contract, and so is softmax where `jax.nn.softmax` wrote it.
+  products of groups of rows, under contract, and so are softmax where `jax.nn.softmax` wrote it, and attention.
 - *Fused products.* Whether `x * y + z` is rounded once or twice depends on what a compiler fuses, and that on shapes.
   What may end in a product is sealed by adding -0.0, which changes no number: a product that has been added to
   something cannot be fused with a further addition. The compiler does not know that the number is -0.0.
@@ -21,10 +21,12 @@ from jax import Array, lax
 from jax.extend import core
 
 from detjax import ops
-from detjax.invariant import equations, loops, patterns, products
+from detjax.invariant import attention_patterns, equations, loops, patterns, products
+from detjax.invariant.attention_patterns import Attention
 from detjax.invariant.control_flow import ControlFlow
 from detjax.invariant.dependence import Dependence
 from detjax.invariant.equations import Kind, Program, Values, aval
+from detjax.invariant.patterns import Softmax
 from detjax.portable.tiles import fold_rows
 from detjax.rounding import rounded
 
@@ -71,15 +73,18 @@ class _Batch(ControlFlow):
         def depends(atom: Any) -> bool:
             return not isinstance(atom, core.Literal) and flags[atom]
 
-        softmaxes = {pattern.equations[-1]: pattern for pattern in patterns.softmaxes(program)}
-        inside = {index for pattern in softmaxes.values() for index in pattern.equations[:-1]}
+        uses = patterns.Uses.of(program)
+        softmaxes = patterns.softmaxes(uses)
+        attentions = [one for one in attention_patterns.attentions(uses, softmaxes) if one.is_served(self.count)]
+        operations = {pattern.equations[-1]: pattern for pattern in (*softmaxes, *attentions)}
+        # The softmax of an attention is inside of it.
+        inside = {index for pattern in operations.values() for index in pattern.equations[:-1]}
         for index, eqn in enumerate(program.eqns):
             if index in inside:
                 continue
-            if (pattern := softmaxes.get(index)) is not None:
-                # The rows of all examples in one launch.
-                env[pattern.result] = self._sealed(eqn, [ops.softmax(env[pattern.x])])[0]
-                flags[pattern.result] = flags[pattern.x]
+            if (pattern := operations.get(index)) is not None:
+                result, flags[pattern.result] = self._operation(pattern, env, flags)
+                env[pattern.result] = self._sealed(eqn, [result])[0]
                 continue
             given = [depends(v) for v in eqn.invars]
             made = self.dependence.results(eqn, given)
@@ -92,6 +97,20 @@ class _Batch(ControlFlow):
             flags.update(zip(eqn.outvars, made, strict=True))
         results = zip(env.read(program.results), map(depends, program.results), wanted, strict=True)
         return [self.spread(x) if want and not flag else x for x, flag, want in results]
+
+    def _operation(self, pattern: Softmax | Attention, env: Values, flags: dict[Any, bool]) -> tuple[Array, bool]:
+        """The result of equations that together are an operation, and whether it depends on the example.
+
+        The rows of all examples are computed in one launch.
+        """
+        if isinstance(pattern, Softmax):
+            return ops.softmax(env[pattern.x]), flags[pattern.x]
+        given = {"q": pattern.q, "k": pattern.k, "v": pattern.v}
+        values = {name: env[var] if flags[var] else self.spread(env[var]) for name, var in given.items()}
+        if pattern.mask is not None:
+            seen = pattern.mask.seen
+            values["mask"] = env[seen] if flags[seen] else env[seen][None]
+        return pattern(values), True
 
     def _equation(self, eqn: core.JaxprEqn, values: list[Any], mapped: list[bool], made: list[bool]) -> list[Any]:
         name, kind = eqn.primitive.name, equations.kind(eqn)

@@ -4,6 +4,7 @@ A pattern is recognized equation by equation: each has the primitive, the axes, 
 have, and nobody else reads what lies between. Anything else is left as it is.
 """
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
@@ -30,36 +31,66 @@ class Softmax:
     equations: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Uses:
+    """Who gives and who reads the values of a program.
+
+    Attributes:
+        eqns: its equations.
+        makers: the index of the equation that gives a variable.
+        readers: the indices of the equations that read one, as often as they read it.
+        count: how often a variable is read, by equations and as a result.
+    """
+
+    eqns: Sequence[core.JaxprEqn]
+    makers: dict[Any, int]
+    readers: dict[Any, list[int]]
+    count: collections.Counter[Any]
+
+    @classmethod
+    def of(cls, program: Program) -> "Uses":
+        """Returns those of a program."""
+        readers: dict[Any, list[int]] = {}
+        for index, eqn in enumerate(program.eqns):
+            for atom in eqn.invars:
+                if not isinstance(atom, core.Literal):
+                    readers.setdefault(atom, []).append(index)
+        count = collections.Counter({atom: len(indices) for atom, indices in readers.items()})
+        count.update(atom for atom in program.results if not isinstance(atom, core.Literal))
+        makers = {var: index for index, eqn in enumerate(program.eqns) for var in eqn.outvars}
+        return cls(program.eqns, makers, readers, count)
+
+    def maker(self, atom: Any) -> core.JaxprEqn | None:
+        """Returns the equation that gives a value; None for a literal and for what the program is given."""
+        index = None if isinstance(atom, core.Literal) else self.makers.get(atom)
+        return None if index is None else self.eqns[index]
+
+
 _MOST_BETWEEN: Final = 3
 """Equations between the maximum and the subtraction: one with -inf, one that keeps the axis, and `stop_gradient`."""
 
 
-def softmaxes(program: Program) -> list[Softmax]:
+def softmaxes(uses: Uses) -> list[Softmax]:
     """Returns the softmaxes of a program, as `jax.nn.softmax` writes them.
 
     That is `exp(x - stop_gradient(max(x)))` over its own sum: every sum and maximum is over the last axis, and no
     equation outside reads the shifted values, their exponentials or their sums.
     """
-    makers = {var: index for index, eqn in enumerate(program.eqns) for var in eqn.outvars}
-    uses: dict[Any, int] = {}
-    for atom in (*(v for eqn in program.eqns for v in eqn.invars), *program.results):
-        if not isinstance(atom, core.Literal):
-            uses[atom] = uses.get(atom, 0) + 1
-    quotients = (index for index, eqn in enumerate(program.eqns) if eqn.primitive.name == "div")
-    matches = (_Match(program.eqns, makers, uses).softmax(index) for index in quotients)
+    quotients = (index for index, eqn in enumerate(uses.eqns) if eqn.primitive.name == "div")
+    matches = (_Match(uses).softmax(index) for index in quotients)
     return [match for match in matches if match is not None]
 
 
 class _Match:
     """The equations that end in one quotient, from the last to the first."""
 
-    def __init__(self, eqns: Sequence[core.JaxprEqn], makers: dict[Any, int], uses: dict[Any, int]) -> None:
-        self._eqns, self._makers, self._uses = eqns, makers, uses
+    def __init__(self, uses: Uses) -> None:
+        self._uses = uses
         self._taken: list[int] = []
 
     def softmax(self, quotient: int) -> Softmax | None:
         """Returns the softmax that a division ends, if it ends one."""
-        eqn = self._eqns[quotient]
+        eqn = self._uses.eqns[quotient]
         above, below = eqn.invars
         exponential = self._made(above, "exp", readers=2)
         spread = self._made(below, "broadcast_in_dim")
@@ -80,13 +111,10 @@ class _Match:
 
     def _made(self, atom: Any, primitive: str, readers: int = 1) -> core.JaxprEqn | None:
         """Returns the equation that gives a value, if it is of this primitive and so many equations read the value."""
-        if isinstance(atom, core.Literal) or atom not in self._makers or self._uses[atom] != readers:
+        eqn = self._uses.maker(atom)
+        if eqn is None or eqn.primitive.name != primitive or self._uses.count[atom] != readers:
             return None
-        index = self._makers[atom]
-        eqn = self._eqns[index]
-        if eqn.primitive.name != primitive:
-            return None
-        self._taken.append(index)
+        self._taken.append(self._uses.makers[atom])
         return eqn
 
     def _is_largest(self, atom: Any, x: core.Var) -> bool:

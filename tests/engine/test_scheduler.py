@@ -317,9 +317,12 @@ def test_a_pool_of_no_pages_is_refused() -> None:
 # --- snapshots of models with state in slots --------------------------------------------------------------------------
 
 
-def loop_with_snapshots(slots: int = 1, tokens: int = 64, num_pages: int = 40, capacity: int = 10) -> StepLoop:
+def loop_with_snapshots(
+    slots: int = 1, tokens: int = 64, num_pages: int = 40, capacity: int = 10, fewest_tokens: int = 1
+) -> StepLoop:
     shapes = BatchShapes.for_serving(slots, tokens)
-    scheduler = Scheduler(PagePool(num_pages, snapshots=SnapshotCache(capacity)), shapes.limits)
+    snapshots = SnapshotCache(capacity, fewest_tokens=fewest_tokens)
+    scheduler = Scheduler(PagePool(num_pages, snapshots=snapshots), shapes.limits)
     table = SlotTable(slots, num_pages, named_in_queries=True)
     return StepLoop(scheduler, shapes, table, RememberingRunner(slots))
 
@@ -351,6 +354,17 @@ def test_a_snapshot_is_taken_where_a_prompt_leaves_the_pages_of_another() -> Non
     assert computed_by(loop, first) == [(0, 5 * PAGE)]
     assert computed_by(loop, second) == [(0, 3 * PAGE), (3 * PAGE, 2 * PAGE)]
     assert computed_by(loop, third) == [(3 * PAGE, 2 * PAGE)]
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_no_snapshot_is_taken_that_spares_few_tokens() -> None:
+    loop, prompt = loop_with_snapshots(fewest_tokens=2 * PAGE), tuple(range(5 * PAGE + 1))
+    for pages in (1, 1, 2):
+        assert computed_by(loop, prompt[: pages * PAGE + 1])[0] == (0, pages * PAGE + (pages == 1))
+    # The second page has a snapshot; the third would spare one page more, and the fourth two.
+    assert computed_by(loop, prompt[: 3 * PAGE + 1]) == [(2 * PAGE, PAGE + 1)]
+    assert computed_by(loop, prompt[: 4 * PAGE + 1]) == [(2 * PAGE, 2 * PAGE), (4 * PAGE, 1)]
+    assert computed_by(loop, prompt) == [(4 * PAGE, PAGE + 1)]
 
 
 @pytest.mark.usefixtures("small_pages")

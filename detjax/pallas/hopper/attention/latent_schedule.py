@@ -13,6 +13,8 @@ SWIZZLED_ROWS: Final = 8
 """Rows of a swizzled group, which a copy into shared memory takes as a whole."""
 PART: Final = 64
 """Columns of a page that are loaded, and freed, at once."""
+_BUSY: Final = 0.9
+"""The share of the chip's CTAs that whole sequences keep busy, from which on splitting them is slower."""
 _MOST_PARTIALS: Final = 1 << 30
 """Bytes of partial results above which sequences are not split, unless they are very few."""
 
@@ -118,9 +120,13 @@ def partial_results(problem: Problem, schedule: Schedule) -> int:
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule that serves a problem where none is given: sequences are split if they are too few for the chip."""
+    """The schedule that serves a problem where none is given: sequences are split if they are too few for the chip.
+
+    They are not where whole ones keep nearly all of the chip busy, because what is split has to be merged.
+    """
     ctas = device.multiprocessors()
     split, sequences = Schedule(ctas), problem.batch * problem.sequences
     is_small = partial_results(problem, split) * ROWS * problem.value_width * 4 <= _MOST_PARTIALS
-    cut = problem.most_spans > 1 and (2 * sequences < ctas or (sequences < 2 * ctas and is_small))
+    is_busy = sequences >= _BUSY * ctas * ceil_div(sequences, ctas)
+    cut = problem.most_spans > 1 and not is_busy and (2 * sequences < ctas or (sequences < 2 * ctas and is_small))
     return Schedule(ctas, cut=cut)

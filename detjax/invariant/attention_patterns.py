@@ -1,0 +1,402 @@
+"""Equations of a traced function that together are attention: two products, with scale, mask and softmax in between."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend import core
+
+from detjax import backends, ops
+from detjax.contract import INPUT_DTYPES
+from detjax.invariant import equations
+from detjax.invariant.equations import Program, aval
+from detjax.invariant.patterns import Softmax, Uses
+
+_LOWEST_FILL: Final = -1e30
+"""The largest number that stands for a score that is not seen: `exp` of it is 0 beside every other score."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Which scores are seen.
+
+    Attributes:
+        seen: booleans of some of the axes of the scores.
+        axes: for each of its axes, the one of the scores.
+        is_negated: whether they say what is not seen.
+        fill: the score of what is not seen.
+    """
+
+    seen: core.Var
+    axes: tuple[int, ...]
+    is_negated: bool
+    fill: float
+
+
+class Axes(NamedTuple):
+    """What the axes of scores are, but for the last one, which is that of keys.
+
+    An axis that keys and values have too is one of requests, or of their heads; the others are those of queries alone.
+    No axis of the queries moves if theirs come in this order.
+
+    Attributes:
+        requests: axes that keys and values have.
+        tokens: axes of queries alone.
+        heads: further axes that keys and values have.
+        shared: further axes of queries alone, all of which share a head of keys.
+    """
+
+    requests: tuple[int, ...]
+    tokens: tuple[int, ...]
+    heads: tuple[int, ...]
+    shared: tuple[int, ...]
+
+    @classmethod
+    def of(cls, places: Mapping[int, int], paired: Collection[int]) -> "Axes":
+        """Returns them for queries.
+
+        Args:
+            places: for each axis of the scores that queries have, where they have it.
+            paired: those that keys and values have too.
+        """
+        order = sorted(places, key=places.__getitem__)
+        runs = [tuple(run) for _, run in itertools.groupby(order, key=lambda axis: axis in paired)]
+        if order and order[0] not in paired:
+            runs.insert(0, ())
+        if len(runs) > len(cls._fields):
+            requests, tokens = (tuple(x for x in order if (x in paired) == kind) for kind in (True, False))
+            return cls(requests, tokens, (), ())
+        return cls(*runs, *[()] * (len(cls._fields) - len(runs)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Attention:
+    """`softmax(q k^T * scale) v`.
+
+    Attributes:
+        q: the queries.
+        k: the keys.
+        v: the values.
+        axes: what the axes of the scores are.
+        q_axes: the axes of the queries: those of `axes`, and that of columns.
+        k_axes: the axes of the keys: requests, their own, heads, and columns.
+        v_axes: likewise of the values.
+        scale: what the products are multiplied by.
+        mask: which scores are seen; None: all.
+        out_axes: for each axis of the result, its place among those of `axes` and that of columns.
+        result: what the last equation gives.
+        equations: their indices in the program, the last of which gives the result.
+    """
+
+    q: core.Var
+    k: core.Var
+    v: core.Var
+    axes: Axes
+    q_axes: tuple[int, ...]
+    k_axes: tuple[int, ...]
+    v_axes: tuple[int, ...]
+    scale: float
+    mask: Mask | None
+    out_axes: tuple[int, ...]
+    result: core.Var
+    equations: tuple[int, ...]
+
+    def is_served(self, count: int) -> bool:
+        """Returns whether the backend has attention for such arrays of so many examples."""
+        operands = {"q": self.q, "k": self.k, "v": self.v}
+        if self.mask is not None:
+            operands["mask"] = self.mask.seen
+        shapes = {name: jax.ShapeDtypeStruct((count, *aval(x).shape), aval(x).dtype) for name, x in operands.items()}
+        if backends.backend() == "hopper" and shapes["q"].dtype == jnp.float32:
+            return False
+        try:
+            jax.eval_shape(self, shapes)
+        except NotImplementedError:
+            return False
+        return True
+
+    def __call__(self, values: Mapping[str, Array]) -> Array:
+        """Returns the result `[B, ...]`.
+
+        Args:
+            values: q, k and v of all examples, `[B, ...]`, and the mask, `[B or 1, ...]`, if there is one.
+        """
+        q, k, v = (
+            values[name].transpose(0, *(axis + 1 for axis in axes))
+            for name, axes in (("q", self.q_axes), ("k", self.k_axes), ("v", self.v_axes))
+        )
+        sizes = iter(q.shape[1:])
+        requests, tokens, heads, shared = ([next(sizes) for _ in axes] for axes in self.axes)
+        requests = [q.shape[0], *requests]
+        q = q.reshape(math.prod(requests), math.prod(tokens), math.prod((*heads, *shared)), -1)
+        k, v = (x.reshape(math.prod(requests), x.shape[len(requests)], math.prod(heads), -1) for x in (k, v))
+        seen = None
+        if self.mask is not None:
+            seen = _spread(self._seen(values["mask"]), (requests, (*heads, *shared), tokens, k.shape[1:2]))
+        start = jnp.zeros(q.shape[0], jnp.int32)
+        o = ops.dot_product_attention(q, k, v, q_start=start, mask=seen, causal=False, scale=self.scale)
+        if seen is not None:
+            sees_any = jnp.any(seen, axis=-1).swapaxes(1, 2)[..., None]
+            o = jnp.where(sees_any, o, self._of_nothing(v, q.shape[2] // k.shape[2]))
+        o = o.reshape(*requests, *tokens, *heads, *shared, -1)
+        return o.transpose(0, *(axis + 1 for axis in self.out_axes))
+
+    def _seen(self, seen: Array) -> Array:
+        """The mask, an axis for each axis of requests, heads, tokens and keys; of size 1 where it has none."""
+        assert self.mask is not None
+        sizes = [1] * (sum(map(len, self.axes)) + 1)
+        for size, axis in zip(seen.shape[1:], self.mask.axes, strict=True):
+            sizes[axis] = size
+        order = (*self.axes.requests, *self.axes.heads, *self.axes.shared, *self.axes.tokens, len(sizes) - 1)
+        seen = seen.reshape(seen.shape[0], *sizes).transpose(0, *(axis + 1 for axis in order))
+        return ~seen if self.mask.is_negated else seen
+
+    def _of_nothing(self, v: Array, shared: int) -> Array:
+        """What a query has that sees no key: the mean of all values, as all scores are the same, or NaN."""
+        assert self.mask is not None
+        if math.isinf(self.mask.fill):
+            return jnp.asarray(jnp.nan, v.dtype)
+        mean = ops.dot_product_attention(jnp.zeros_like(v[:, :1]), jnp.zeros_like(v), v, causal=False)
+        return jnp.repeat(mean, shared, axis=2)
+
+
+def _spread(seen: Array, sizes: Sequence[Sequence[int]]) -> Array:
+    """A mask with one axis for all axes of requests, for those of heads, of tokens, and of keys.
+
+    The first two stay of size 1 where the mask says nothing of them.
+    """
+    shape, axis = [], 0
+    for number, group in enumerate(sizes):
+        given = seen.shape[axis : axis + len(group)]
+        shape.append(tuple(given) if number < 2 and math.prod(given) == 1 else tuple(group))
+        axis += len(group)
+    seen = jnp.broadcast_to(seen, tuple(size for group in shape for size in group))
+    return seen.reshape([math.prod(group) for group in shape])
+
+
+def attentions(uses: Uses, softmaxes: Sequence[Softmax]) -> list[Attention]:
+    """Returns the attentions of a program.
+
+    Each is a product of two arrays whose float32 result is scaled by a number, masked by a `where` with -inf or a
+    number near the lowest, given to softmax, rounded, and multiplied by a third array, with transpositions in between.
+    Nobody else reads what lies between.
+
+    Args:
+        uses: those of the program.
+        softmaxes: what `patterns.softmaxes` finds in it.
+    """
+    found = (_Match(uses, softmax).attention() for softmax in softmaxes)
+    return [attention for attention in found if attention is not None]
+
+
+class _NoMatch(Exception):
+    """The equations are something else."""
+
+
+class _Match:
+    """The equations around one softmax."""
+
+    def __init__(self, uses: Uses, softmax: Softmax) -> None:
+        self._uses, self._softmax = uses, softmax
+        self._taken = set(softmax.equations)
+
+    def attention(self) -> Attention | None:
+        """Returns the attention that the softmax belongs to, if it belongs to one."""
+        try:
+            return self._attention()
+        except _NoMatch:
+            return None
+
+    def _attention(self) -> Attention:
+        mask, scores = self._mask(self._softmax.x)
+        scale, order, product = self._product(scores)
+        (contracted, paired_axes) = product.params["dimension_numbers"]
+        free = [_free_axes(product, side) for side in (0, 1)]
+        # What each axis of the product is, then what each axis of the scores is.
+        kinds = [("paired", k) for k in range(len(paired_axes[0]))]
+        kinds += [(side, axis) for side in (0, 1) for axis in free[side]]
+        kinds = [kinds[axis] for axis in order]
+        side = kinds[-1][0]
+        _require(side != "paired" and len(free[side]) == 1 and len(contracted[0]) == 1)
+        q, k = product.invars[1 - side], product.invars[side]
+        paired = [axis for axis, (kind, _) in enumerate(kinds) if kind == "paired"]
+        # Where each axis of the scores is in the queries, and in the keys.
+        of_q = {axis: n if kind == 1 - side else paired_axes[1 - side][n] for axis, (kind, n) in enumerate(kinds[:-1])}
+        of_k = {axis: paired_axes[side][kinds[axis][1]] for axis in paired}
+        axes = Axes.of(of_q, paired)
+
+        last, v, of_v, v_axis, out = self._values(paired, len(kinds))
+        v_free = [axis for axis in range(aval(v).ndim) if axis not in (*of_v.values(), v_axis)]
+        _require(len(v_free) == 1 and _have_one_dtype(q, k, v, last.outvars[0]))
+        order = (*axes.requests, *axes.tokens, *axes.heads, *axes.shared)
+
+        def of_pages(places: Mapping[int, int], keys: int, columns: int) -> tuple[int, ...]:
+            requests, heads = ([places[axis] for axis in some] for some in (axes.requests, axes.heads))
+            return (*requests, keys, *heads, columns)
+
+        return Attention(
+            q=q,
+            k=k,
+            v=v,
+            axes=axes,
+            q_axes=(*(of_q[axis] for axis in order), contracted[1 - side][0]),
+            k_axes=of_pages(of_k, free[side][0], contracted[side][0]),
+            v_axes=of_pages(of_v, v_axis, v_free[0]),
+            scale=scale,
+            mask=mask,
+            out_axes=tuple(len(order) if axis is None else order.index(axis) for axis in out),
+            result=last.outvars[0],
+            equations=(*sorted(self._taken), self._uses.makers[last.outvars[0]]),
+        )
+
+    # --- before the softmax -------------------------------------------------------------------------------------------
+
+    def _mask(self, x: core.Var) -> tuple[Mask | None, Any]:
+        """The mask of the scores, if they have one, and the scores without it."""
+        eqn = self._uses.maker(x)
+        _require(eqn is not None and self._uses.count[x] == 2)
+        assert eqn is not None
+        selection = _Selection.of(eqn, self._uses)
+        if selection is None:
+            return None, x
+        self._taken.add(self._uses.makers[x])
+        return selection.mask, selection.scores
+
+    def _product(self, x: Any) -> tuple[float, list[int], core.JaxprEqn]:
+        """The product that scores are, what it is multiplied by, and which of its axes each axis of the scores is."""
+        scale, order, readers = 1.0, list(range(aval(x).ndim)), 2 if x is self._softmax.x else 1
+        while True:
+            eqn = self._uses.maker(x)
+            _require(eqn is not None and self._uses.count[x] == readers)
+            assert eqn is not None
+            self._taken.add(self._uses.makers[x])
+            readers, name = 1, eqn.primitive.name
+            if name == "dot_general":
+                return scale, order, eqn
+            if name == "transpose":
+                order = [eqn.params["permutation"][axis] for axis in order]
+                (x,) = eqn.invars
+            elif name in ("mul", "div"):
+                numbers = [v for v in eqn.invars if _is_number(v)]
+                others = [v for v in eqn.invars if not _is_number(v)]
+                _require(len(numbers) == len(others) == 1 and (name == "mul" or others[0] is eqn.invars[0]))
+                factor = float(numbers[0].val)
+                _require(factor > 0 and math.isfinite(factor))
+                scale = scale * factor if name == "mul" else scale / factor
+                (x,) = others
+            else:
+                raise _NoMatch
+
+    # --- after the softmax --------------------------------------------------------------------------------------------
+
+    def _values(
+        self, paired: Sequence[int], ndim: int
+    ) -> tuple[core.JaxprEqn, Any, dict[int, int], int, list[int | None]]:
+        """The product with the values.
+
+        Returns it, the values, where each paired axis is in them, their axis of keys, and which axis of the scores each
+        axis of the product is; None for the columns.
+        """
+        p = self._softmax.result
+        eqn = self._only_reader(p)
+        if eqn.primitive.name == "convert_element_type":
+            self._taken.add(self._uses.makers[eqn.outvars[0]])
+            p = eqn.outvars[0]
+            eqn = self._only_reader(p)
+        _require(eqn.primitive.name == "dot_general")
+        side = 0 if eqn.invars[0] is p else 1
+        contracted, paired_axes = eqn.params["dimension_numbers"]
+        _require(tuple(contracted[side]) == (ndim - 1,) and sorted(paired_axes[side]) == list(paired))
+        v = eqn.invars[1 - side]
+        free: list[list[int | None]] = [[axis for axis in range(ndim - 1) if axis not in paired], [None]]
+        out = [*paired_axes[side], *free[side], *free[1 - side]]
+        return eqn, v, dict(zip(paired_axes[side], paired_axes[1 - side], strict=True)), contracted[1 - side][0], out
+
+    def _only_reader(self, x: Any) -> core.JaxprEqn:
+        _require(self._uses.count[x] == 1 and len(self._uses.readers.get(x, ())) == 1)
+        return self._uses.eqns[self._uses.readers[x][0]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Selection:
+    """`where(mask, scores, fill)`."""
+
+    mask: Mask
+    scores: Any
+
+    @classmethod
+    def of(cls, eqn: core.JaxprEqn, uses: Uses) -> "_Selection | None":
+        """Returns what an equation selects, if it selects scores by a mask: `select_n`, or a call that holds one."""
+        atoms: dict[Any, Any] = {}
+        if equations.is_call(eqn):
+            body = Program.from_jaxpr(equations.body(eqn))
+            if body.constants or len(body.results) != 1:
+                return None
+            atoms = dict(zip(body.inputs, eqn.invars, strict=True))
+            inner = Uses.of(body)
+            if not {one.primitive.name for one in body.eqns} <= {
+                "broadcast_in_dim",
+                "select_n",
+                "convert_element_type",
+            }:
+                return None
+            made = inner.maker(body.results[0])
+            if made is None:
+                return None
+            eqn, uses = made, inner
+        if eqn.primitive.name != "select_n" or len(eqn.invars) != 3:
+            return None
+
+        def origin(atom: Any) -> tuple[Any, tuple[int, ...]]:
+            """What an operand is made of by broadcasting, and the axes that its axes are."""
+            axes = tuple(range(aval(atom).ndim))
+            while (maker := uses.maker(atom)) is not None:
+                if maker.primitive.name == "broadcast_in_dim":
+                    axes = tuple(axes[k] for k in maker.params["broadcast_dimensions"])
+                elif maker.primitive.name != "convert_element_type" or axes:  # a number's type
+                    break
+                atom = maker.invars[0]
+            return (atom if isinstance(atom, core.Literal) else atoms.get(atom, atom)), axes
+
+        (seen, axes), *cases = map(origin, eqn.invars)
+        fills = [index for index, (atom, _) in enumerate(cases) if _is_fill(atom)]
+        if isinstance(seen, core.Literal) or aval(seen).dtype != jnp.bool_ or len(fills) != 1:
+            return None
+        (fill,) = fills
+        scores, scores_axes = cases[1 - fill]
+        if isinstance(scores, core.Literal) or scores_axes != tuple(range(aval(eqn.outvars[0]).ndim)):
+            return None
+        mask = Mask(seen, axes, is_negated=fill == 1, fill=float(cases[fill][0].val))
+        return cls(mask, scores)
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise _NoMatch
+
+
+def _free_axes(eqn: core.JaxprEqn, side: int) -> list[int]:
+    contracted, paired = eqn.params["dimension_numbers"]
+    return [axis for axis in range(aval(eqn.invars[side]).ndim) if axis not in (*contracted[side], *paired[side])]
+
+
+def _is_number(atom: Any) -> bool:
+    return isinstance(atom, core.Literal) and np.ndim(atom.val) == 0
+
+
+def _is_fill(atom: Any) -> bool:
+    return _is_number(atom) and float(atom.val) <= _LOWEST_FILL
+
+
+def _have_one_dtype(*atoms: Any) -> bool:
+    """Whether values are arrays of one dtype under contract, with an element at least."""
+    first = aval(atoms[0]).dtype
+    return str(first) in INPUT_DTYPES and all(
+        isinstance(atom, core.Var) and aval(atom).dtype == first and math.prod(aval(atom).shape) for atom in atoms
+    )
