@@ -41,11 +41,13 @@ _SEALED_DTYPES: Final = ("float16", "float32", "float64")
 
 
 def run(program: Program, rows: Sequence[Array], shared: Sequence[Array], sums: int = 0) -> list[Array]:
-    """Returns what `loops.run` returns, up to the last bits, for all examples at once."""
+    """Returns what `loops.run` returns, up to the last bits, for all examples at once.
+
+    What is shared must be nothing that a compiler could fuse with the program; see `interpreter`.
+    """
     count = rows[0].shape[0]
     if count < _FEWEST:
         rows = [jnp.concatenate([x] * _FEWEST) for x in rows]
-    shared = lax.optimization_barrier(list(shared))
     batch = _Batch(max(count, _FEWEST))
     mapped = [True] * len(rows) + [False] * len(shared)
     results = batch.run(program, [*rows, *shared], mapped, [True] * len(program.results))

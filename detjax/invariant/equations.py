@@ -90,6 +90,17 @@ def kind(eqn: core.JaxprEqn) -> Kind:
     return Kind.OPAQUE
 
 
+def is_exact(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an equation gives the same bits however it is computed: it moves, selects or widens numbers."""
+    if eqn.primitive.name != "convert_element_type":
+        return kind(eqn) is Kind.EXACT
+    given, made = (aval(v).dtype for v in (*eqn.invars, *eqn.outvars))
+    if not (jnp.issubdtype(given, jnp.floating) and jnp.issubdtype(made, jnp.floating)):
+        return False
+    given, made = jnp.finfo(given), jnp.finfo(made)
+    return given.nmant <= made.nmant and given.nexp <= made.nexp
+
+
 def aval(atom: Any) -> Any:
     """Returns the abstract value of a variable or literal, which has a shape and a dtype if it is an array's."""
     return atom.aval

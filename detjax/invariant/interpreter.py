@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend import core
 
 from detjax.invariant import equations, products, segments
@@ -39,6 +40,7 @@ class _Interpreter(ControlFlow):
         depends.update((var, False) for var, _ in program.constants)
         last = _last_uses(program)
         transposed: dict[core.Var, core.JaxprEqn] = {}
+        shared = _Shared(env)
         # Equations wait as long as no product needs them, so that pieces are large.
         waiting: list[core.JaxprEqn] = []
         pending: set[core.Var] = set()
@@ -46,14 +48,14 @@ class _Interpreter(ControlFlow):
         def flush(now: int) -> None:
             """Computes what waits, before the equation of this index."""
             if waiting:
-                _run_piece(waiting, env, depends, lambda var: last.get(var, -1) >= now)
+                _run_piece(waiting, env, depends, shared, lambda var: last.get(var, -1) >= now)
                 waiting.clear()
                 pending.clear()
 
         for index, eqn in enumerate(program.eqns):
             flags = depends.read(eqn.invars)
             if not any(flags):
-                env.update(zip(eqn.outvars, equations.bind(eqn, env.read(eqn.invars)), strict=True))
+                env.update(zip(eqn.outvars, shared.results(eqn), strict=True))
                 depends.update((var, False) for var in eqn.outvars)
                 if eqn.primitive.name == "transpose":
                     transposed[eqn.outvars[0]] = eqn
@@ -111,6 +113,34 @@ class _Interpreter(ControlFlow):
         return body(*values), results
 
 
+class _Shared:
+    """What all examples share, as pieces of a program may read it: no compiler fuses into a piece how it was computed.
+
+    Numbers that were moved or widened are the exception. They are the same however that is compiled, and a kernel for
+    each would take longer than to do it where they are read.
+    """
+
+    def __init__(self, env: Values) -> None:
+        self._env, self._given, self._sealed = env, frozenset(env), Values()
+
+    def read(self, atoms: Sequence[Any]) -> list[Any]:
+        """Returns the values of variables and literals."""
+        return [atom.val if isinstance(atom, core.Literal) else self._value(atom) for atom in atoms]
+
+    def _value(self, var: core.Var) -> Any:
+        if var not in self._given:
+            return self._env[var]
+        if var not in self._sealed:
+            self._sealed[var] = lax.optimization_barrier(self._env[var])
+        return self._sealed[var]
+
+    def results(self, eqn: core.JaxprEqn) -> list[Any]:
+        """Returns the results of an equation that no example has a part in."""
+        if equations.is_exact(eqn):
+            return equations.bind(eqn, self.read(eqn.invars))
+        return lax.optimization_barrier(equations.bind(eqn, self._env.read(eqn.invars)))
+
+
 class Flags(dict[core.Var, bool]):
     """Which variables depend on the example."""
 
@@ -119,7 +149,9 @@ class Flags(dict[core.Var, bool]):
         return [not isinstance(atom, core.Literal) and self[atom] for atom in atoms]
 
 
-def _run_piece(eqns: Sequence[core.JaxprEqn], env: Values, depends: Flags, is_needed: Any) -> None:
+def _run_piece(
+    eqns: Sequence[core.JaxprEqn], env: Values, depends: Flags, shared_values: _Shared, is_needed: Any
+) -> None:
     """Computes equations that follow one another, and keeps what is needed later."""
     made = [var for eqn in eqns for var in eqn.outvars]
     results = tuple(var for var in made if is_needed(var))
@@ -129,7 +161,7 @@ def _run_piece(eqns: Sequence[core.JaxprEqn], env: Values, depends: Flags, is_ne
     if not results:
         return
     program = Program((*rows, *shared), tuple(eqns), results)
-    env.update(zip(results, segments.run(program, env.read(rows), env.read(shared)), strict=True))
+    env.update(zip(results, segments.run(program, env.read(rows), shared_values.read(shared)), strict=True))
 
 
 def _last_uses(program: Program) -> dict[core.Var, int]:

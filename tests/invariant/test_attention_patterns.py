@@ -121,6 +121,16 @@ def _scores_kept(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     return jnp.einsum("hts,shd->thd", jax.nn.softmax(s), v), s
 
 
+def _products_kept(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    s = jnp.einsum("thd,shd->hts", q, k)
+    return jnp.einsum("hts,shd->thd", jax.nn.softmax(2 * s), v), s
+
+
+def _masked_scores_kept(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    s = jnp.einsum("thd,shd->hts", q, k)
+    return jnp.einsum("hts,shd->thd", jax.nn.softmax(jnp.where(jnp.arange(7) < 4, s, -jnp.inf)), v), s
+
+
 def _probabilities_kept(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     p = jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k))
     return jnp.einsum("hts,shd->thd", p, v), p
@@ -155,6 +165,8 @@ def _divided(q: Array, k: Array, v: Array) -> Array:
     "fn",
     [
         _scores_kept,
+        _products_kept,
+        _masked_scores_kept,
         _probabilities_kept,
         _biased,
         _masked_with_a_score,
