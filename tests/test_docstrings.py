@@ -63,7 +63,7 @@ def test_examples_of_public_names_are_true(place: str) -> None:
     check(place)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", sorted(EXAMPLES.keys() - PUBLIC))
 def test_other_examples_are_true(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # one writes a file

@@ -28,10 +28,13 @@ class Operation:
         name: the operation's name, as errors give it.
         modules: for each backend, the path of its module. A module is imported when a call first needs it, so a
             machine without a GPU never loads Mosaic GPU.
+        part_of: the names of the operations that this one is a part of. A part has no module on a backend that computes
+            these operations as a whole.
     """
 
     name: str
     modules: Mapping[str, str]
+    part_of: Sequence[str] = ()
 
     def module(self) -> ModuleType:
         """Returns the module of the backend that serves, or the portable one where the operation's fusion is off.
@@ -48,6 +51,11 @@ class Operation:
         # The first call may come while a program is traced: constants of the module must not become part of its trace.
         with jax.ensure_compile_time_eval():
             return importlib.import_module(self.modules[backend])
+
+    def is_served(self) -> bool:
+        """Returns whether one backend serves the operation and all that it is a part of."""
+        serving = {fusions.serving_backend(name) for name in (self.name, *self.part_of)}
+        return len(serving) == 1 and serving <= self.modules.keys()
 
     def kernels(self) -> ModuleType:
         """Returns the module of the backend that serves, for a call of its kernels.

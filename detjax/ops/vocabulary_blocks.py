@@ -9,7 +9,7 @@ from typing import Final
 
 from jaxtyping import Array, Float, Float32, Int32
 
-from detjax import compilation, fusions
+from detjax import compilation
 from detjax.ops.dispatch import Operation
 from detjax.portable.sampling import best_candidate as best_candidate
 from detjax.sampling_arrays import SamplingArrays
@@ -17,13 +17,13 @@ from detjax.sampling_arrays import SamplingArrays
 _OPERATION: Final = Operation(
     "vocabulary_blocks",
     {"portable": "detjax.portable.vocabulary_blocks", "hopper": "detjax.pallas.hopper.vocabulary_blocks"},
+    part_of=("sample", "log_softmax"),
 )
 
 
 def are_served() -> bool:
     """Returns whether the backend that serves `sample` and `log_softmax` computes single blocks as well."""
-    backends = {fusions.serving_backend(name) for name in ("sample", "log_softmax", _OPERATION.name)}
-    return len(backends) == 1 and backends <= _OPERATION.modules.keys()
+    return _OPERATION.is_served()
 
 
 @compilation.jit

@@ -25,8 +25,6 @@ from detjax.bench import provenance
 from tests.invariant.published_models import MODELS, Inputs
 
 BATCHES = (2, 3, 8, 17, 64)
-GRADIENT_BATCHES = (2, 17)
-"""A program of gradients takes long to compile, so there are fewer of them."""
 CERTIFIED = (1, 2, 17)
 """The batches of `batch_invariant`'s certificates, which compile all programs again."""
 DTYPES = ("float32", "bfloat16")
@@ -152,7 +150,6 @@ def result(name: str, dtype: str, batches: Sequence[int]) -> Result:
         for f, sizes in ((stock, [1, *batches]), (invariant, CERTIFIED))
     ]
     refutation = certificates[0].counterexample
-    fewer = [batch for batch in batches if batch in GRADIENT_BATCHES]
     return Result(
         model=name,
         title=model.title,
@@ -161,8 +158,8 @@ def result(name: str, dtype: str, batches: Sequence[int]) -> Result:
         dtype=dtype,
         stock=changed(stock, weights, inputs, batches),
         invariant=changed(invariant, weights, inputs, batches),
-        stock_gradients=changed_gradients(stock_gradients, weights, inputs, given[1:], fewer),
-        invariant_gradients=changed_gradients(invariant_gradients, weights, inputs, given[1:], fewer),
+        stock_gradients=changed_gradients(stock_gradients, weights, inputs, given[1:], batches),
+        invariant_gradients=changed_gradients(invariant_gradients, weights, inputs, given[1:], batches),
         distance=distance([invariant(weights, *rows)], [original]),
         gradient_distance=distance(
             invariant_gradients(cotangents, weights, *few), stock_gradients(cotangents, weights, *few)
@@ -216,7 +213,7 @@ def table(results: Sequence[dict[str, Any]], file: str) -> str:
         cells = (
             f"{first['title']} ({first['package']} {first['version'][:8]})",
             _by_dtype(seen, lambda one: _batches(one["stock"], BATCHES)),
-            _by_dtype(seen, lambda one: _batches(one["stock_gradients"], GRADIENT_BATCHES)),
+            _by_dtype(seen, lambda one: _batches(one["stock_gradients"], BATCHES)),
             _by_dtype(seen, lambda one: one["stock_outcome"]),
             ", ".join(dict.fromkeys(kept)),
             _by_dtype(seen, lambda one: one["invariant_outcome"]),

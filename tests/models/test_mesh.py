@@ -87,9 +87,14 @@ def test_outputs_are_cut_into_multiples_of_what_kernels_load() -> None:
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("devices", [8, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_number_of_devices_gives_the_bits_of_one(family: str) -> None:
-    run_on_devices(__name__, family)
+def test_every_number_of_devices_gives_the_bits_of_one(family: str, devices: int) -> None:
+    run_on_devices(__name__, family, str(devices))
+
+
+def test_the_usual_cut_fails_the_test_of_devices() -> None:
+    run_on_devices(__name__, "usual cut")
 
 
 @pytest.mark.sampled(0)
@@ -97,33 +102,32 @@ def test_an_engine_and_a_checkpoint_are_shared() -> None:
     run_on_devices(__name__, "engine")
 
 
-def main(case: str) -> None:
+def main(case: str, devices: str = "") -> None:
     """Compares a model on one device and on more of eight."""
     assert jax.device_count() == 8
     if case == "engine":
         compare_engines()
-    else:
-        compare_family(FIXTURES / case)
+    elif case == "usual cut":
         compare_with_the_usual_cut()
+    else:
+        compare_family(FIXTURES / case, int(devices))
     print(ALL_HOLD)
 
 
-def compare_family(folder: Path) -> None:
+def compare_family(folder: Path, devices: int) -> None:
     """A whole sequence, and its prefill in two pieces and a decode."""
     model, _ = models.load(folder, dtype="float32", progress=False)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 11))
     expected, pieces = outputs_of(model, tokens)
     assert_same_bits(pieces, expected)
-    cut = set[int]()
-    for devices in (2, 8):
-        mesh = models.mesh_of(devices)
-        assert mesh is not None
-        shared = models.sharded(model, mesh)
-        assert models.digest(shared) == models.digest(model)
-        cut |= {index for index, one in enumerate(cuts_of(shared, mesh)) if one is not None}
-        for result in outputs_of(shared, tokens):
-            assert_same_bits(result, expected)
-    assert (len(cut) > len(parameters(model)) / 4) == (folder.name not in HARDLY_CUT)
+    mesh = models.mesh_of(devices)
+    assert mesh is not None
+    shared = models.sharded(model, mesh)
+    assert models.digest(shared) == models.digest(model)
+    for result in outputs_of(shared, tokens):
+        assert_same_bits(result, expected)
+    cut = sum(one is not None for one in cuts_of(shared, mesh))
+    assert (cut > len(parameters(model)) / 4) == (folder.name not in HARDLY_CUT)
 
 
 def outputs_of(model: models.Decoder, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -240,4 +244,4 @@ def small_config() -> models.DecoderConfig:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import os
-import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
@@ -23,9 +21,8 @@ from detjax.models.parts.parameters import Tensors
 from detjax.models.unread import UnreadParameter
 from detjax.models.weight_files import StoredTensor, open_weights
 from tests.support.bits import assert_same_bits
-from tests.support.waits import HANGS_AFTER
+from tests.support.simulated_devices import ALL_HOLD, ROOT, run_on_devices
 
-ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
 STORED_OTHERWISE = ("gpt-oss-mxfp4", "qwen3-next")
 """Checkpoints with blocks of codes, and with tensors in another order than parameters."""
@@ -99,18 +96,7 @@ def test_a_tied_head_is_compared_to_its_end(
 
 
 def test_a_host_holds_less_than_a_layer_beyond_the_devices_weights(tmp_path: Path) -> None:
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.models.test_unread", str(tmp_path)],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANGS_AFTER,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout == "all hold\n"
+    assert run_on_devices(__name__, str(tmp_path), devices=4) == f"{ALL_HOLD}\n"
 
 
 def small_config(layers: int, vocab: int, width: int, *, tied: bool = False) -> models.DecoderConfig:
@@ -143,7 +129,7 @@ def main(folder: Path) -> None:
     assert peak(folder, mesh) < layer
     # The control: a device that has all of the model gets whole parameters.
     assert peak(folder, None) > 2 * layer
-    print("all hold")
+    print(ALL_HOLD)
 
 
 def peak(folder: Path, mesh: jax.sharding.Mesh | None) -> int:

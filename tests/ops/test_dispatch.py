@@ -20,10 +20,7 @@ OPERATIONS = {
     if isinstance(value, Operation)
 }
 
-PARTS = ["vocabulary_blocks"]
-"""Parts of operations, which some backends can compute alone; others compute the whole operation."""
-
-WHOLE = {name: operation for name, operation in OPERATIONS.items() if name not in PARTS}
+WHOLE = {name: operation for name, operation in OPERATIONS.items() if not operation.part_of}
 
 LOADED_MODULES = """
 import sys
@@ -65,8 +62,26 @@ def test_every_operation_has_a_module_on_every_backend() -> None:
     assert {"matmul", "rms_norm", "softmax", "attention", "sample", "embed", "psum"} <= set(WHOLE)
     for operation in WHOLE.values():
         assert set(operation.modules) == {*backends.BACKENDS, backends.STOCK}, operation.name
-    for name in PARTS:
-        assert "portable" in OPERATIONS[name].modules and backends.STOCK not in OPERATIONS[name].modules
+
+
+def test_a_part_is_served_where_its_backend_serves_what_it_is_a_part_of() -> None:
+    parts = {name: operation for name, operation in OPERATIONS.items() if operation.part_of}
+    assert "vocabulary_blocks" in parts
+    for part in parts.values():
+        assert WHOLE.keys() >= set(part.part_of), part.name
+        assert "portable" in part.modules and backends.STOCK not in part.modules, part.name
+        for backend in ("portable", "stock"):
+            with detjax.use_backend(backend):
+                assert part.is_served() == (backend == "portable"), part.name
+
+
+def test_a_part_is_not_served_where_another_backend_serves_what_it_is_a_part_of() -> None:
+    modules = dict.fromkeys(("portable", "hopper"), "detjax.portable.vocabulary_blocks")
+    part = Operation("vocabulary_blocks", modules, part_of=("sample", "log_softmax"))
+    with detjax.use_backend("hopper"):
+        assert part.is_served()
+        with detjax.without_fusions("sample"):
+            assert not part.is_served()
 
 
 @pytest.mark.parametrize("operation", WHOLE.values(), ids=WHOLE)

@@ -1,6 +1,5 @@
 """Samples with images: the sampler's logprobs in the trainer, and towers that no step changes."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -86,10 +85,11 @@ def test_a_step_has_the_same_bits_in_every_layout_and_leaves_the_tower(name: str
 
 
 def test_images_that_are_not_those_of_the_prompt_are_refused() -> None:
-    samples, _ = sampled(NAMES[1])
-    one = trainer(NAMES[1], Rows(2, 160))
+    one, request = trainer(NAMES[1], Rows(2, 160)), requests(NAMES[1])[0]
+    images = ImageReader(towers.model(NAMES[1], "bfloat16")).patches("the test", request.images)
+    whole = np.array([*request.prompt, 5, 6], np.int32)
     with pytest.raises(ValueError, match=r"sample 0 has 2 places for images.* and comes with 1 images"):
-        one.logprobs([dataclasses.replace(samples[0], images=samples[0].images[:1])])
+        one.logprobs([Sample(whole, *np.zeros((2, 2), np.float32), images=images[:1])])
     short = np.array([100, 5, 6], np.int32)
     with pytest.raises(ValueError, match="sample 0 has one token for an image; accepted: all of its tokens"):
-        one.logprobs([Sample(short, *np.zeros((2, 1), np.float32), images=samples[0].images[:1])])
+        one.logprobs([Sample(short, *np.zeros((2, 1), np.float32), images=images[:1])])

@@ -21,6 +21,7 @@ def test_the_policy_that_ships_is_one_of_the_recipes_and_is_small() -> None:
     assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) < 3_000_000
 
 
+@pytest.mark.sampled(0)
 def test_the_policy_that_ships_solves_some_examples_of_every_task_and_fails_at_others() -> None:
     model, tokenizer = models.load(CHECKPOINT, progress=False)
     assert tokenizer is not None
@@ -34,6 +35,7 @@ def test_the_recipe_has_every_task_at_its_difficulty() -> None:
     assert set(recipe.RECIPE.tasks) == set(DIFFICULTIES.items())
 
 
+@pytest.mark.sampled(0)
 def test_a_shortened_recipe_that_is_cut_up_differently_gives_the_same_file(tmp_path: Path) -> None:
     plans = {"one": Plan(Rows(4, 32)), "two": Plan(Packed(96), rematerialized=True)}
     digests = {

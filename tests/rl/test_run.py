@@ -77,11 +77,11 @@ def test_the_trainer_sees_the_samplers_bits_after_every_step(engine: Engine, lay
         assert [x.tobytes() for x in report.logprobs] == [x.tobytes() for x in by_trainer]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "distribution",
-    [Distribution(0.6), Distribution(1.5, top_k=5), Distribution(1.0, top_p=0.7, min_p=0.05), Distribution(0.0)],
-    ids=["cool", "top-k", "top-p", "greedy"],
+    [Distribution(1.5, top_k=5), Distribution(0.6), Distribution(1.0, top_p=0.7, min_p=0.05), Distribution(0.0)],
+    ids=["top-k", "cool", "top-p", "greedy"],
 )
 def test_the_trainer_sees_the_bits_of_the_distribution_that_was_drawn_from(
     engine: Engine, distribution: Distribution

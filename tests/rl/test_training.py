@@ -41,10 +41,11 @@ PLANS = {
     "packed in 256, rematerialized": Plan(Packed(256), shards=2, rematerialized=True),
     "packed in 1024": Plan(Packed(1024), shards=2),
 }
-CASES = [("qwen3, tied", "float32", name) for name in PLANS]
-CASES += [("qwen2", "bfloat16", name) for name in PLANS if "rows of 2" in name or "packed in 64" in name]
-CASES += [("gemma3", "bfloat16", name) for name in PLANS if "rows of 2" in name or "packed in 64" in name]
+CASES = [("qwen2", "bfloat16", name) for name in PLANS if "rows of 2" in name or "packed in 64" in name]
 CASES += [("deepseek-v3", "float32", name) for name in PLANS if "rows of 2" in name or "packed in 256" in name]
+CASES += [("gemma3", "bfloat16", name) for name in PLANS if "rows of 2" in name or "packed in 64" in name]
+# The test of devices compares layouts of this model, too.
+CASES += [("qwen3, tied", "float32", name) for name in PLANS]
 
 
 @functools.cache
@@ -59,7 +60,7 @@ def gradients(shards: int, first: int = 0, end: int = 21) -> Any:
     return batch_gradients(net, weights, BATCHES[0][first:end], LogLikelihood(), plan).leaves
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "dtype", "name"), CASES)
 def test_two_steps_have_the_same_bits_for_every_layout(model: str, dtype: str, name: str) -> None:
     result = two_steps(network(model, dtype), BATCHES, PLANS[name], update_plan=BASE)

@@ -48,7 +48,7 @@ def test_a_policy_learns_from_its_rollouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("numerics", [("--backend", "stock"), ("--kv-cache-dtype", "q4_0")], ids=["stock", "q4_0"])
+@pytest.mark.parametrize("numerics", [("--kv-cache-dtype", "q4_0"), ("--backend", "stock")], ids=["q4_0", "stock"])
 def test_samplers_of_other_numerics_are_seen_by_the_trainer(tmp_path: Path, numerics: tuple[str, ...]) -> None:
     tasks = "--task", "addition:2", "--prompts", "4", "--samples", "2", "--max-tokens", "6", "--steps", "1"
     learn = "--kind", "reinforcement", "--model", str(CHECKPOINT), *tasks

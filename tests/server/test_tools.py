@@ -95,6 +95,7 @@ def check_weather(arguments: str) -> None:
     assert 0 <= value["days"] <= 9
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_required_call_follows_its_schema_in_every_format(running: Running, seed: int) -> None:
     asked = ASKED | {"tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
@@ -112,6 +113,7 @@ def test_a_required_call_follows_its_schema_in_every_format(running: Running, se
     assert len(ids) == 1
 
 
+@pytest.mark.sampled(3)
 def test_a_named_tool_is_called_in_every_format(running: Running) -> None:
     asked = ASKED | {"tool_choice": NAMED, "n": 3}
     with running.client() as client:
@@ -123,6 +125,7 @@ def test_a_named_tool_is_called_in_every_format(running: Running) -> None:
     assert len({choice.message.tool_calls[0].id for choice in choices}) == 3
 
 
+@pytest.mark.sampled(3)
 def test_strict_tools_and_content_of_a_form_are_kept_where_the_answer_is_free(running: Running) -> None:
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
     with running.client() as client:

@@ -1,4 +1,4 @@
-"""Tests that need several devices run a module of theirs in a process that simulates eight."""
+"""Tests that need several devices run a module of theirs in a process that simulates them."""
 
 import os
 import subprocess
@@ -13,14 +13,15 @@ ALL_HOLD: Final = "all hold"
 """What a module prints last, when all that it compares is equal."""
 
 
-def run_on_devices(module: str, *arguments: str) -> None:
-    """Runs a module as a program with eight simulated devices, and fails if it does.
+def run_on_devices(module: str, *arguments: str, devices: int = 8) -> str:
+    """Runs a module as a program with simulated devices, fails if it does, and returns what it prints.
 
     Args:
         module: its name, such as `__name__` of a test file that compares if it is called as a program.
         arguments: what the program is given.
+        devices: how many it sees.
     """
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         [sys.executable, "-m", module, *arguments],
@@ -33,3 +34,4 @@ def run_on_devices(module: str, *arguments: str) -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.split("\n")[-2] == ALL_HOLD
+    return run.stdout

@@ -3,6 +3,10 @@
 A warpgroup takes the rows of one step of the weight, `WEIGHT_GRADIENT_TOKENS` of them. A row stays in the registers of
 its threads, as in the forward pass, and its two sums have the forward pass's order. What the step adds to the weight is
 added in the same pass; see `token_sums` for the sum over steps.
+
+Barriers keep LLVM from fusing products with the additions behind them, but not ptxas. It fuses those to which a
+residual's gradient is added, and those of the first pair of a row sum. It does so in every schedule alike, so no bit
+depends on the schedule.
 """
 
 import functools
@@ -117,7 +121,7 @@ def _row_gradients(
                 past = [wide(other[index]) for other in rest]
                 total = functools.reduce(jnp.add, past, through_norm(row[index], scale, mean))
                 out_ref[here, part] = total.astype(out_ref.dtype)
-                # The barrier has products rounded before they are added.
+                # LLVM is not to fuse the product with the sum.
                 term = lax.optimization_barrier(wide(dy[index]) * (wide(h[index]) * scale))
                 if together == 1:
                     added[index] = added[index] + term
@@ -186,13 +190,13 @@ def means(pieces: Sequence[Piece], width: int, eps: float, repeated: Callable[[A
     """
     factor = lax.rsqrt(row_sums([rounded_squares(wide(piece.h)) for piece in pieces]) / width + eps)
     scale = repeated(factor)
-    # The barriers have products rounded before anything is added to them.
+    # LLVM is not to fuse products with their sums; ptxas fuses those of the first pair.
     products = [lax.optimization_barrier(wide(piece.dy) * piece.weight() * (wide(piece.h) * scale)) for piece in pieces]
     return factor, row_sums(products) / width
 
 
 def through_norm(piece: Piece, scale: Array, mean: Array) -> Array:
-    """The gradients of some columns of rows, float32 and rounded before anything is added to them.
+    """The gradients of some columns of rows, float32. ptxas may fuse their last product with what is added to them.
 
     Args:
         piece: the columns.
