@@ -58,7 +58,7 @@ class Axes(NamedTuple):
     shared: tuple[int, ...]
 
     @classmethod
-    def of(cls, places: Mapping[int, int], paired: Collection[int]) -> "Axes":
+    def from_queries(cls, places: Mapping[int, int], paired: Collection[int]) -> "Axes":
         """Returns them for queries.
 
         Args:
@@ -143,7 +143,7 @@ class Attention:
         o = ops.dot_product_attention(q, k, v, q_start=start, mask=seen, causal=False, scale=self.scale)
         if seen is not None:
             sees_any = jnp.any(seen, axis=-1).swapaxes(1, 2)[..., None]
-            o = jnp.where(sees_any, o, self._of_nothing(v, q.shape[2] // k.shape[2]))
+            o = jnp.where(sees_any, o, self._unseen_value(v, q.shape[2] // k.shape[2]))
         o = o.reshape(*requests, *tokens, *heads, *shared, -1)
         return o.transpose(0, *(axis + 1 for axis in self.out_axes))
 
@@ -157,7 +157,7 @@ class Attention:
         seen = seen.reshape(seen.shape[0], *sizes).transpose(0, *(axis + 1 for axis in order))
         return ~seen if self.mask.is_negated else seen
 
-    def _of_nothing(self, v: Array, shared: int) -> Array:
+    def _unseen_value(self, v: Array, shared: int) -> Array:
         """What a query has that sees no key: the mean of all values, as all scores are the same, or NaN."""
         assert self.mask is not None
         if math.isinf(self.mask.fill):
@@ -191,8 +191,8 @@ def attentions(uses: Uses, softmaxes: Sequence[Softmax]) -> list[Attention]:
         uses: those of the program.
         softmaxes: what `patterns.softmaxes` finds in it.
     """
-    found = (_Match(uses, softmax).attention() for softmax in softmaxes)
-    return [attention for attention in found if attention is not None]
+    matches = (_Match(uses, softmax).attention() for softmax in softmaxes)
+    return [attention for attention in matches if attention is not None]
 
 
 class _NoMatch(Exception):
@@ -218,26 +218,28 @@ class _Match:
         scale, order, product = self._product(scores)
         (contracted, paired_axes) = product.params["dimension_numbers"]
         free = [_free_axes(product, side) for side in (0, 1)]
-        # What each axis of the product is, then what each axis of the scores is.
-        kinds = [("paired", k) for k in range(len(paired_axes[0]))]
-        kinds += [(side, axis) for side in (0, 1) for axis in free[side]]
-        kinds = [kinds[axis] for axis in order]
-        side = kinds[-1][0]
-        _require(side != "paired" and len(free[side]) == 1 and len(contracted[0]) == 1)
-        q, k = product.invars[1 - side], product.invars[side]
-        paired = [axis for axis, (kind, _) in enumerate(kinds) if kind == "paired"]
-        # Where each axis of the scores is in the queries, and in the keys.
-        of_q = {axis: n if kind == 1 - side else paired_axes[1 - side][n] for axis, (kind, n) in enumerate(kinds[:-1])}
-        of_k = {axis: paired_axes[side][kinds[axis][1]] for axis in paired}
-        axes = Axes.of(of_q, paired)
+        # Where each axis of the product is in its operands, then where each axis of the scores is.
+        places: list[tuple[int | None, int | None]] = [*zip(*paired_axes, strict=True)]
+        places += [(axis, None) for axis in free[0]] + [(None, axis) for axis in free[1]]
+        *places, keys = [places[axis] for axis in order]
+        _require(None in keys)
+        side = 1 - keys.index(None)
+        _require(len(free[side]) == 1 and len(contracted[0]) == 1)
+        operands: list[Any] = product.invars
+        q, k = operands[1 - side], operands[side]
+        query_axes, key_axes = (
+            {axis: n for axis, place in enumerate(places) if (n := place[one]) is not None} for one in (1 - side, side)
+        )
+        paired = list(key_axes)
+        axes = Axes.from_queries(query_axes, paired)
 
-        last, v, of_v, v_axis, out = self._values(paired, len(kinds))
-        v_free = [axis for axis in range(aval(v).ndim) if axis not in (*of_v.values(), v_axis)]
+        last, v, value_axes, v_axis, out = self._values(paired, len(places) + 1)
+        v_free = [axis for axis in range(aval(v).ndim) if axis not in (*value_axes.values(), v_axis)]
         _require(len(v_free) == 1 and _have_one_dtype(q, k, v, last.outvars[0]))
         order = (*axes.requests, *axes.tokens, *axes.heads, *axes.shared)
 
-        def of_pages(places: Mapping[int, int], keys: int, columns: int) -> tuple[int, ...]:
-            requests, heads = ([places[axis] for axis in some] for some in (axes.requests, axes.heads))
+        def page_axes(axis_of: Mapping[int, int], keys: int, columns: int) -> tuple[int, ...]:
+            requests, heads = ([axis_of[axis] for axis in some] for some in (axes.requests, axes.heads))
             return (*requests, keys, *heads, columns)
 
         return Attention(
@@ -245,9 +247,9 @@ class _Match:
             k=k,
             v=v,
             axes=axes,
-            q_axes=(*(of_q[axis] for axis in order), contracted[1 - side][0]),
-            k_axes=of_pages(of_k, free[side][0], contracted[side][0]),
-            v_axes=of_pages(of_v, v_axis, v_free[0]),
+            q_axes=(*(query_axes[axis] for axis in order), contracted[1 - side][0]),
+            k_axes=page_axes(key_axes, free[side][0], contracted[side][0]),
+            v_axes=page_axes(value_axes, v_axis, v_free[0]),
             scale=scale,
             mask=mask,
             out_axes=tuple(len(order) if axis is None else order.index(axis) for axis in out),
@@ -257,12 +259,12 @@ class _Match:
 
     # --- before the softmax -------------------------------------------------------------------------------------------
 
-    def _mask(self, x: core.Var) -> tuple[Mask | None, Any]:
+    def _mask(self, x: Any) -> tuple[Mask | None, Any]:
         """The mask of the scores, if they have one, and the scores without it."""
         eqn = self._uses.maker(x)
         _require(eqn is not None and self._uses.count[x] == 2)
         assert eqn is not None
-        selection = _Selection.of(eqn, self._uses)
+        selection = _Selection.from_equation(eqn, self._uses)
         if selection is None:
             return None, x
         self._taken.add(self._uses.makers[x])
@@ -283,9 +285,10 @@ class _Match:
                 order = [eqn.params["permutation"][axis] for axis in order]
                 (x,) = eqn.invars
             elif name in ("mul", "div"):
-                numbers = [v for v in eqn.invars if _is_number(v)]
-                others = [v for v in eqn.invars if not _is_number(v)]
-                _require(len(numbers) == len(others) == 1 and (name == "mul" or others[0] is eqn.invars[0]))
+                operands: list[Any] = eqn.invars
+                numbers = [v for v in operands if _is_number(v)]
+                others = [v for v in operands if not _is_number(v)]
+                _require(len(numbers) == len(others) == 1 and (name == "mul" or others[0] is operands[0]))
                 factor = float(numbers[0].val)
                 _require(factor > 0 and math.isfinite(factor))
                 scale = scale * factor if name == "mul" else scale / factor
@@ -331,7 +334,7 @@ class _Selection:
     scores: Any
 
     @classmethod
-    def of(cls, eqn: core.JaxprEqn, uses: Uses) -> "_Selection | None":
+    def from_equation(cls, eqn: core.JaxprEqn, uses: Uses) -> "_Selection | None":
         """Returns what an equation selects, if it selects scores by a mask: `select_n`, or a call that holds one."""
         atoms: dict[Any, Any] = {}
         if equations.is_call(eqn):
@@ -339,7 +342,7 @@ class _Selection:
             if body.constants or len(body.results) != 1:
                 return None
             atoms = dict(zip(body.inputs, eqn.invars, strict=True))
-            inner = Uses.of(body)
+            inner = Uses.from_program(body)
             if not {one.primitive.name for one in body.eqns} <= {
                 "broadcast_in_dim",
                 "select_n",

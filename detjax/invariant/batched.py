@@ -75,7 +75,7 @@ class _Batch(ControlFlow):
         def depends(atom: Any) -> bool:
             return not isinstance(atom, core.Literal) and flags[atom]
 
-        uses = patterns.Uses.of(program)
+        uses = patterns.Uses.from_program(program)
         softmaxes = patterns.softmaxes(uses)
         attentions = [one for one in attention_patterns.attentions(uses, softmaxes) if one.is_served(self.count)]
         operations = {pattern.equations[-1]: pattern for pattern in (*softmaxes, *attentions)}

@@ -48,7 +48,7 @@ class Uses:
     count: collections.Counter[Any]
 
     @classmethod
-    def of(cls, program: Program) -> "Uses":
+    def from_program(cls, program: Program) -> "Uses":
         """Returns those of a program."""
         readers: dict[Any, list[int]] = {}
         for index, eqn in enumerate(program.eqns):

@@ -87,8 +87,8 @@ def _program(fn: Callable[..., Any], operands: tuple[Array, ...]) -> Program:
     return Program.from_jaxpr(jax.make_jaxpr(fn)(*(x[0] for x in operands)))
 
 
-def _found(program: Program) -> list[attention_patterns.Attention]:
-    uses = patterns.Uses.of(program)
+def _attentions(program: Program) -> list[attention_patterns.Attention]:
+    uses = patterns.Uses.from_program(program)
     return attention_patterns.attentions(uses, patterns.softmaxes(uses))
 
 
@@ -96,7 +96,7 @@ def _found(program: Program) -> list[attention_patterns.Attention]:
 def test_attention_is_that_of_ops_on_accelerators(name: str) -> None:
     fn, operands = CASES[name]
     program = _program(fn, operands)
-    (attention,) = _found(program)
+    (attention,) = _attentions(program)
     assert attention.is_served(COUNT)
     (made,) = batched.run(program, operands, [])
     expected = jax.vmap(fn)(*operands)
@@ -178,6 +178,6 @@ def _divided(q: Array, k: Array, v: Array) -> Array:
 )
 def test_what_is_not_exactly_attention_is_none(fn: Callable[..., Any]) -> None:
     program = _program(fn, HEADS)
-    assert not _found(program)
+    assert not _attentions(program)
     for made, expected in zip(batched.run(program, HEADS, []), jax.tree.leaves(jax.vmap(fn)(*HEADS)), strict=True):
         np.testing.assert_allclose(made, expected, rtol=0, atol=3e-6)

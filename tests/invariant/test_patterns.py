@@ -80,7 +80,7 @@ def _upside_down(x: Array) -> Array:
 
 def test_softmax_is_that_of_ops_on_accelerators() -> None:
     program = _program(_softmax, X[0])
-    (pattern,) = patterns.softmaxes(patterns.Uses.of(program))
+    (pattern,) = patterns.softmaxes(patterns.Uses.from_program(program))
     assert [program.eqns[k].primitive.name for k in pattern.equations] == [
         "reduce_max",
         "max",
@@ -123,7 +123,7 @@ def test_masked_rows_have_the_functions_numbers() -> None:
     ],
 )
 def test_what_is_not_exactly_softmax_is_none(fn: Callable[..., object]) -> None:
-    assert not patterns.softmaxes(patterns.Uses.of(_program(fn, X[0])))
+    assert not patterns.softmaxes(patterns.Uses.from_program(_program(fn, X[0])))
 
 
 def test_gradients_are_those_of_softmax() -> None:

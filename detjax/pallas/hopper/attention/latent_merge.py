@@ -33,9 +33,11 @@ def merge(problem: Problem, o: Array, sums: Array, statistics: Array, splits: Ar
 
         def load(span: Array) -> tuple[Array, ...]:
             """Values, maxima and sums of a span; those of the last one after it."""
-            of_span = place + lax.min(span, end - 1)
-            numbers = (plgpu.load(statistics.at[of_span, index], layout=PER_ROW, optimized=False) for index in range(2))
-            return load_by_thread(sums.at[of_span, part, pl.ds(in_part * groups, groups)]), *numbers
+            span_place = place + lax.min(span, end - 1)
+            numbers = (
+                plgpu.load(statistics.at[span_place, index], layout=PER_ROW, optimized=False) for index in range(2)
+            )
+            return load_by_thread(sums.at[span_place, part, pl.ds(in_part * groups, groups)]), *numbers
 
         def merge_span(span: Array, carry: Any) -> Any:
             (x, m, total), ((x_b, m_b, total_b), *ahead) = carry
