@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.extend import core
 
-from detjax import backends, ops
+from detjax import ops
 from detjax.contract import INPUT_DTYPES
 from detjax.invariant import equations
 from detjax.invariant.equations import Program, aval
@@ -107,14 +107,17 @@ class Attention:
     result: core.Var
     equations: tuple[int, ...]
 
+    @property
+    def operands(self) -> dict[str, core.Var]:
+        """What the attention reads, by the names that it is called with."""
+        operands = {"q": self.q, "k": self.k, "v": self.v}
+        return operands if self.mask is None else operands | {"mask": self.mask.seen}
+
     def is_served(self, count: int) -> bool:
         """Returns whether the backend has attention for such arrays of so many examples."""
-        operands = {"q": self.q, "k": self.k, "v": self.v}
-        if self.mask is not None:
-            operands["mask"] = self.mask.seen
-        shapes = {name: jax.ShapeDtypeStruct((count, *aval(x).shape), aval(x).dtype) for name, x in operands.items()}
-        if backends.backend() == "hopper" and shapes["q"].dtype == jnp.float32:
-            return False
+        shapes = {
+            name: jax.ShapeDtypeStruct((count, *aval(x).shape), aval(x).dtype) for name, x in self.operands.items()
+        }
         try:
             jax.eval_shape(self, shapes)
         except NotImplementedError:
@@ -322,8 +325,9 @@ class _Match:
         return eqn, v, dict(zip(paired_axes[side], paired_axes[1 - side], strict=True)), contracted[1 - side][0], out
 
     def _only_reader(self, x: Any) -> core.JaxprEqn:
-        _require(self._uses.count[x] == 1 and len(self._uses.readers.get(x, ())) == 1)
-        return self._uses.eqns[self._uses.readers[x][0]]
+        readers = self._uses.readers.get(x, [])
+        _require(self._uses.count[x] == len(readers) == 1)
+        return self._uses.eqns[readers[0]]
 
 
 @dataclasses.dataclass(frozen=True)

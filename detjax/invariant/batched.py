@@ -107,11 +107,12 @@ class _Batch(ControlFlow):
         """
         if isinstance(pattern, Softmax):
             return ops.softmax(env[pattern.x]), flags[pattern.x]
-        given = {"q": pattern.q, "k": pattern.k, "v": pattern.v}
-        values = {name: env[var] if flags[var] else self.spread(env[var]) for name, var in given.items()}
-        if pattern.mask is not None:
-            seen = pattern.mask.seen
-            values["mask"] = env[seen] if flags[seen] else env[seen][None]
+        operands = pattern.operands
+        if not any(flags[var] for var in operands.values()):
+            return pattern({name: env[var][None] for name, var in operands.items()})[0], False
+        values = {name: env[var] if flags[var] else self.spread(env[var]) for name, var in operands.items()}
+        if (mask := pattern.mask) is not None and not flags[mask.seen]:
+            values["mask"] = env[mask.seen][None]  # one for all is enough
         return pattern(values), True
 
     def _equation(self, eqn: core.JaxprEqn, values: list[Any], mapped: list[bool], made: list[bool]) -> list[Any]:

@@ -113,7 +113,7 @@ class _Interpreter(ControlFlow):
         return body(*values), results
 
 
-class _Shared:
+class _Shared(Values):
     """What all examples share, as pieces of a program may read it: no compiler fuses into a piece how it was computed.
 
     Numbers that were moved or widened are the exception. They are the same however that is compiled, and a kernel for
@@ -121,18 +121,13 @@ class _Shared:
     """
 
     def __init__(self, env: Values) -> None:
-        self._env, self._given, self._sealed = env, frozenset(env), Values()
+        super().__init__()
+        self._env, self._given = env, frozenset(env)
 
-    def read(self, atoms: Sequence[Any]) -> list[Any]:
-        """Returns the values of variables and literals."""
-        return [atom.val if isinstance(atom, core.Literal) else self._value(atom) for atom in atoms]
-
-    def _value(self, var: core.Var) -> Any:
-        if var not in self._given:
-            return self._env[var]
-        if var not in self._sealed:
-            self._sealed[var] = lax.optimization_barrier(self._env[var])
-        return self._sealed[var]
+    def __missing__(self, var: core.Var) -> Any:
+        x = self._env[var]
+        self[var] = x = lax.optimization_barrier(x) if var in self._given else x
+        return x
 
     def results(self, eqn: core.JaxprEqn) -> list[Any]:
         """Returns the results of an equation that no example has a part in."""

@@ -116,6 +116,26 @@ def test_a_mask_that_all_examples_share_is_read_once() -> None:
     np.testing.assert_allclose(made, expected, rtol=0, atol=1e-6)
 
 
+def test_attention_that_no_example_has_a_part_in_is_computed_once() -> None:
+    fn, shared = CASES["heads"][0], [x[0] for x in HEADS]
+
+    def looped(x: Array, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        """The second carry depends on no example."""
+
+        def step(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
+            counted, q = carry
+            return (counted + 1, jnp.pad(fn(q, k, v), ((0, 0), (0, 0), (0, 8)))), None
+
+        return jax.lax.scan(step, (x, q), length=2)[0]
+
+    x = _array(COUNT, 3)
+    program = Program.from_jaxpr(jax.make_jaxpr(looped)(x[0], *shared))
+    counted, made = batched.run(program, [x], shared)
+    expected = looped(x[0], *shared)[1]
+    np.testing.assert_allclose(counted, x + 2, rtol=0, atol=0)
+    np.testing.assert_allclose(made, jnp.broadcast_to(expected, made.shape), rtol=0, atol=1e-6)
+
+
 def _scores_kept(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     s = jnp.einsum("thd,shd->hts", q, k)
     return jnp.einsum("hts,shd->thd", jax.nn.softmax(s), v), s
