@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from detjax.contract import KV_BLOCK, QUERY_UNIT
+from detjax.numerics import distinct_places
 from detjax.options import KVQuantization
 from detjax.quantized_pages import QuantizedPages as QuantizedPages
 from detjax.quantized_pages import quantized_layout as quantized_layout
@@ -322,14 +323,12 @@ def places(num_pages: int, tokens: int, queries: Queries) -> tuple[Int[Array, "B
     """
     page_table, start, count = queries.page_table, queries.start, queries.count
     assert count is not None
-    batch = page_table.shape[0]
     index = jnp.arange(tokens, dtype=jnp.int32)[None]
     position = start[:, None] + index
     page = jnp.take_along_axis(page_table, position // KV_BLOCK, axis=1, mode="clip")
     written = (index < count[:, None]) & (position >= 0) & (position < page_table.shape[1] * KV_BLOCK)
     written = written & (page >= 0) & (page < num_pages)
-    nowhere = num_pages + jnp.arange(batch * tokens, dtype=jnp.int32).reshape(batch, tokens)
-    return jnp.where(written, page, nowhere), position % KV_BLOCK
+    return distinct_places(written, page, num_pages), position % KV_BLOCK
 
 
 def append(kv: KVPages, k: Float[Array, "B T h K"], v: Float[Array, "B T h V"] | None, queries: Queries) -> KVPages:

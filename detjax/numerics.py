@@ -34,6 +34,15 @@ def round_up(size: int, multiple: int) -> int:
     return ceil_div(size, multiple) * multiple
 
 
+def distinct_places(is_kept: Array, place: Array, size: int) -> Array:
+    """Places of a scatter along `size` of them: what is not kept has places beyond the last, and all differ.
+
+    So the scatter may rely on every place being there once, which spares it to sort them.
+    """
+    beyond = size + jnp.arange(is_kept.size, dtype=jnp.int32).reshape(is_kept.shape)
+    return jnp.where(is_kept, place, beyond)
+
+
 def flat_rows(x: Array) -> Array:
     """Rows `[..., D]` as `[M, D]`."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

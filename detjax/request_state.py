@@ -16,6 +16,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from detjax.contract import ACCUMULATOR, DELTA_CHUNK
 from detjax.kv_pages import Queries
+from detjax.numerics import distinct_places
 
 DROPPABLE_TOKENS: Final = 16
 """How many of its last tokens a call lets the next one drop. No bit depends on this number."""
@@ -171,8 +172,6 @@ def with_last_inputs(inputs: Array, x: Array, rows: RequestRows) -> Float[Array,
     request, offset, present = rows.by_row(x.shape[0])
     kept = (present > 0) & (offset >= rows.tokens[request] - room)
     place = rows.slot[request] * room + (rows.start[request] + offset) % room
-    # Rows that are not kept have places that do not exist, and all differ.
-    nowhere = slots * room + jnp.arange(x.shape[0], dtype=jnp.int32)
     flat = inputs.reshape(slots * room, -1)
-    flat = flat.at[jnp.where(kept, place, nowhere)].set(x, mode="drop", unique_indices=True)
+    flat = flat.at[distinct_places(kept, place, slots * room)].set(x, mode="drop", unique_indices=True)
     return flat.reshape(inputs.shape)

@@ -8,7 +8,6 @@ from detjax.engine.page_pool import Digest, PagePool
 from detjax.engine.sequence import Sequence
 from detjax.engine.snapshots import MOST_PER_STEP, SlotCopies
 from detjax.engine.waiting_queue import WaitingQueue
-from detjax.numerics import ceil_div
 
 _TURN = operator.attrgetter("turn")
 
@@ -227,9 +226,11 @@ class Scheduler:
         known = self.pool.known(prefix)
         pages, sequence.restored = snapshots.newest(prefix[:known])
         ends = {known, len(sequence.prompt) // KV_BLOCK} if self._uses_prefix_cache(sequence) else set()
-        digests, first = sequence.digests(), pages + ceil_div(snapshots.fewest_tokens, KV_BLOCK)
+        digests = sequence.digests()
         sequence.snapshot_ends = [
-            end * KV_BLOCK for end in sorted(ends) if end >= first and digests[end - 1] not in snapshots
+            end * KV_BLOCK
+            for end in sorted(ends)
+            if (end - pages) * KV_BLOCK >= snapshots.fewest_tokens and digests[end - 1] not in snapshots
         ]
         return prefix[:pages]
 

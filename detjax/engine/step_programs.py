@@ -24,6 +24,7 @@ from detjax.models.decoder import Decoder, ImageRows
 from detjax.models.network import Network, Weights
 from detjax.models.parts.logits import Logits
 from detjax.models.parts.vision import Patches
+from detjax.numerics import distinct_places
 from detjax.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
 
 SCORED_ROWS: Final = 64
@@ -400,10 +401,8 @@ def _sample(
     seen_by_row, slot = None, jnp.asarray(rows.slot)
     if variant.adjusted:
         assert slots.seen is not None
-        # Rows whose token belongs to no slot get slots of their own beyond the last, so that the scatter may rely on
-        # every index being there once.
-        row, count = jnp.arange(len(hidden), dtype=jnp.int32), len(slots.seen.generated)
-        slot = jnp.where(slot < count, slot, count + row)
+        count = len(slots.seen.generated)
+        slot = distinct_places(slot < count, slot, count)
         seen_by_row = SeenTokens(*(x.at[slot].get(mode="fill", fill_value=0) for x in slots.seen))
     sampled = network.with_weights(weights).with_logits(_sampled, hidden, rows, seen_by_row, variant=variant)
     seen = None

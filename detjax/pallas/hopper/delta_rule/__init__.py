@@ -13,6 +13,7 @@ from jax import Array
 
 from detjax import compilation
 from detjax.contract import ACCUMULATOR
+from detjax.numerics import distinct_places
 from detjax.pallas.hopper.attention.warpgroups import launch
 from detjax.pallas.hopper.delta_rule import decode, tiles
 from detjax.pallas.hopper.delta_rule.decode import Decode
@@ -112,9 +113,8 @@ def _with_rows(state: DeltaState, k: Array, decays: Array, rows: RequestRows) ->
     # Earlier tokens' rows would be overwritten.
     offset = rows.tokens[:, None] - 1 - jnp.arange(min(rows.most.others, DELTA_ROWS), dtype=jnp.int32)[None]
     row = jnp.clip(rows.first[:, None] + offset, 0, k.shape[0] - 1)
-    # Slots that are not there take none. All of them differ, so that nothing has to be sorted.
-    nowhere = state.chunk.shape[0] + jnp.arange(offset.size, dtype=jnp.int32).reshape(offset.shape)
-    place = jnp.where(offset >= 0, rows.slot[:, None], nowhere), (rows.start[:, None] + offset) % DELTA_ROWS
+    slot = distinct_places(offset >= 0, rows.slot[:, None], state.chunk.shape[0])
+    place = slot, (rows.start[:, None] + offset) % DELTA_ROWS
 
     def written(x: Array, new: Array) -> Array:
         return x.at[place].set(new, mode="drop", unique_indices=True)

@@ -357,19 +357,19 @@ def column_distances(first: Any) -> Any:
 
 # --- memory, thread by thread -----------------------------------------------------------------------------------------
 
-NUMBERS_OF_A_GROUP: Final = 4
+_NUMBERS_OF_A_GROUP: Final = 4
 """The numbers that a thread has of 8 columns of a tile: two of its first row, and two of the row 8 below."""
 
 
 def by_thread(columns: int) -> tuple[int, int, int]:
     """The shape of a tile in memory as `store_by_thread` leaves it: groups of 8 columns, threads, and their numbers."""
-    return columns // 8, WARPGROUP, NUMBERS_OF_A_GROUP
+    return columns // 8, WARPGROUP, _NUMBERS_OF_A_GROUP
 
 
 def _plain_store_by_thread(x: Array, ref: Any) -> None:
     # The axes of rows are warp, half and row of 8; those of columns are group, lane, and one of two columns.
     x = x.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5)
-    ref[...] = x.reshape(-1, WARPGROUP, NUMBERS_OF_A_GROUP)
+    ref[...] = x.reshape(-1, WARPGROUP, _NUMBERS_OF_A_GROUP)
 
 
 @primitive(twin=_plain_store_by_thread, args=(MATRIX, plgpu.RefType()))
@@ -399,7 +399,7 @@ def _plain_load_by_thread(ref: Any) -> Array:
 def load_by_thread(ref: Any) -> Any:
     """The tile that `store_by_thread` stored, or some of its groups of 8 columns."""
     groups = ref.type.shape[0]
-    four = ir.VectorType.get((NUMBERS_OF_A_GROUP,), ir.F32Type.get())
+    four = ir.VectorType.get((_NUMBERS_OF_A_GROUP,), ir.F32Type.get())
     registers = empty_registers(MATRIX, (ROWS, 8 * groups))
     numbers = [llvm.load(four, _group_address(ref, group)) for group in range(groups)]
     for index, place in enumerate(np.ndindex(registers.shape)):
@@ -410,8 +410,8 @@ def load_by_thread(ref: Any) -> Any:
 
 def _group_address(ref: Any, group: int) -> Any:
     """Where the thread's numbers of a group of 8 columns are."""
-    first = arith.muli(unhoisted_thread(), int32(NUMBERS_OF_A_GROUP))
-    offset = arith.addi(first, int32(group * WARPGROUP * NUMBERS_OF_A_GROUP))
+    first = arith.muli(unhoisted_thread(), int32(_NUMBERS_OF_A_GROUP))
+    offset = arith.addi(first, int32(group * WARPGROUP * _NUMBERS_OF_A_GROUP))
     return offset_address(mgpu.memref_ptr(ref), offset, ir.F32Type.get())
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 
 from detjax.contract import DELTA_CHUNK, LOG2_E
-from detjax.numerics import round_up
+from detjax.numerics import distinct_places, round_up
 from detjax.pallas.tpu.delta_rule import kernel
 from detjax.pallas.tpu.delta_rule.copies import Arrays
 from detjax.pallas.tpu.delta_rule.problem import Problem, Schedule, default_schedule
@@ -108,17 +108,15 @@ def _with_decays(decays: Array, gates: Array, visits: Visits) -> Array:
     slots, rows, heads = decays.shape
     new = gates.swapaxes(1, 2).reshape(-1, DELTA_CHUNK, gates.shape[1] * LANES)[..., :heads].reshape(-1, heads)
     kept = (visits.present & (visits.keeps_rows > 0)[:, None]).reshape(-1)
-    # Rows that are not kept have places that do not exist, and all differ.
-    nowhere = slots * rows + jnp.arange(kept.shape[0], dtype=jnp.int32)
-    place = jnp.where(kept, visits.rows_of_slots.reshape(-1), nowhere)
+    place = distinct_places(kept, visits.rows_of_slots.reshape(-1), slots * rows)
     flat = decays.reshape(-1, heads).at[place].set(new, mode="drop", unique_indices=True)
     return flat.reshape(decays.shape)
 
 
 def _at_slots(x: Array, rows: RequestRows, new: Array) -> Array:
     """An array with an entry for each slot, and the requests' new ones in it; requests without tokens have none."""
-    nowhere = x.shape[0] + jnp.arange(new.shape[0], dtype=jnp.int32)
-    return x.at[jnp.where(rows.tokens > 0, rows.slot, nowhere)].set(new, mode="drop", unique_indices=True)
+    slot = distinct_places(rows.tokens > 0, rows.slot, x.shape[0])
+    return x.at[slot].set(new, mode="drop", unique_indices=True)
 
 
 def _selected(rows: Array, x: Array, y: Array) -> Array:
