@@ -7,7 +7,9 @@ Sums of integers that wrap are exact in every order, so a digest does not depend
 a probability of 1 - 2^-32. Digests find defects. They are no protection against somebody who makes two blocks alike.
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
@@ -22,6 +24,8 @@ _FACTOR: Final = np.uint32(0x7FEB352D)
 _MOST_BLOCKS: Final = 64
 _SMALLEST_BLOCK: Final = 256
 _LANES: Final = 128
+_MOST_TOGETHER: Final = 8
+"""Arrays that one kernel reads. They are all kept until the last of them is there."""
 
 
 def block_size(elements: int) -> int:
@@ -53,29 +57,47 @@ def with_row(x: Array, place: Rows, batch: int, row: int, value: Array) -> Array
 
 def digest(rows: Array) -> Array:
     """Returns the digests, uint32 `[B, blocks]`, of the blocks of each row of an array `[B, ...]` of any dtype."""
-    words = _words(rows)
-    batch, elements, parts = words.shape
-    size = block_size(elements)
-    blocks = max(1, math.ceil(elements / size))
-    words = jnp.pad(words, ((0, 0), (0, blocks * size - elements), (0, 0)))
-    words = words.reshape(batch, blocks, size * parts // _LANES, _LANES)
-    place = lax.broadcasted_iota(jnp.uint32, words.shape, 2) * np.uint32(_LANES)
-    mixed = words + (place + lax.broadcasted_iota(jnp.uint32, words.shape, 3)) * _GOLDEN
-    mixed = (mixed ^ (mixed >> np.uint32(16))) * _FACTOR
-    mixed ^= mixed >> np.uint32(15)
-    return lax.platform_dependent(mixed, cpu=_sums_by_lanes, default=_sums)
+    return digests([rows])[0]
 
 
-def _sums(mixed: Array) -> Array:
-    """The sums over the last two axes."""
-    return jnp.sum(mixed, axis=(2, 3), dtype=jnp.uint32)
+def digests(arrays: Sequence[Array]) -> list[Array]:
+    """Returns the digests of each array. Arrays whose rows have blocks of one size share kernels on an accelerator."""
+    words = [_words(rows) for rows in arrays]
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, x in enumerate(words):
+        alike.setdefault(x.shape, []).append(number)
+    made: dict[int, Array] = {}
+    for numbers in alike.values():
+        for group in itertools.batched(numbers, _MOST_TOGETHER):
+            sums = lax.platform_dependent([words[k] for k in group], cpu=_one_by_one, default=_together)
+            made.update(zip(group, sums, strict=True))
+    return [made[number] for number in range(len(arrays))]
 
 
-def _sums_by_lanes(mixed: Array) -> Array:
+def _together(words: list[Array]) -> list[Array]:
+    """The digests of arrays of one shape: XLA's GPU compiler makes one kernel of the concatenation and the sum."""
+    mixed = _mixed(jnp.stack(words, axis=1))
+    return [*jnp.moveaxis(jnp.sum(mixed, axis=(3, 4), dtype=jnp.uint32), 1, 0)]
+
+
+def _one_by_one(words: list[Array]) -> list[Array]:
     """The same: XLA's CPU compiler has vectors for sums of integers along any axis but the last."""
     # Without the barrier the compiler makes one sum over both axes of the two, which takes three times as long.
-    lanes = lax.optimization_barrier(jnp.sum(mixed, axis=2, dtype=jnp.uint32))
-    return jnp.sum(lanes, axis=2, dtype=jnp.uint32)
+    lanes = [lax.optimization_barrier(jnp.sum(_mixed(x), axis=2, dtype=jnp.uint32)) for x in words]
+    return [jnp.sum(x, axis=2, dtype=jnp.uint32) for x in lanes]
+
+
+def _mixed(words: Array) -> Array:
+    """The mixed words of `[..., elements, words]` as `[..., blocks, rows, lanes]`, with zeros behind the last."""
+    *others, elements, parts = words.shape
+    size = block_size(elements)
+    blocks = max(1, math.ceil(elements / size))
+    words = jnp.pad(words, [*[(0, 0)] * len(others), (0, blocks * size - elements), (0, 0)])
+    words = words.reshape(*others, blocks, size * parts // _LANES, _LANES)
+    place = lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 2) * np.uint32(_LANES)
+    mixed = words + (place + lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)) * _GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint32(16))) * _FACTOR
+    return mixed ^ (mixed >> np.uint32(15))
 
 
 def plain(x: Any) -> Array:

@@ -21,6 +21,8 @@ type Key = tuple[int, int]
 """A step's number and the number of one of its results."""
 type Visit = Callable[["Step", list[Any]], tuple[list[Any], dict[Key, Any]]]
 """Gets a step's results; gives those that later steps read, and arrays to return."""
+type Reduction = Callable[[dict[Key, Any]], dict[Key, Any]]
+"""Gets all that `Visit` gave for steps of one program; gives what is returned in its place."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,31 +88,43 @@ class FlatProgram:
         """Returns the results."""
         return [_read(atom, env) for atom in self.results]
 
-    def run(self, values: Sequence[Any], visit: Visit) -> tuple[list[Any], dict[Key, Any]]:
-        """Returns the results, and what `visit` gave; for steps of scans with an axis of iterations in front."""
-        env, seen = self.begin(values), {}
+    def run(self, values: Sequence[Any], visit: Visit, reduction: Reduction = dict) -> tuple[list[Any], dict[Key, Any]]:
+        """Returns the results, and what `visit` gave; for steps of scans with an axis of iterations in front.
+
+        Args:
+            values: the arguments.
+            visit: what sees each step's results.
+            reduction: what makes less of all that `visit` gave; in each iteration of a scan for its own steps.
+        """
+        env, seen, reduced = self.begin(values), {}, {}
         for step in self.steps:
-            seen |= run_step(step, env, visit)
-        return self.end(env), seen
+            visited, inner = run_step(step, env, visit, reduction)
+            seen |= visited
+            reduced |= inner
+        return self.end(env), reduced | reduction(seen)
 
 
-def run_step(step: Step, env: dict[int, Any], visit: Visit) -> dict[Key, Any]:
-    """Computes a step's results into `env`, and returns what `visit` gave."""
+def run_step(
+    step: Step, env: dict[int, Any], visit: Visit, reduction: Reduction = dict
+) -> tuple[dict[Key, Any], dict[Key, Any]]:
+    """Computes a step's results into `env`; returns what `visit` gave for it, and what is left of a scan's steps."""
     values = [_read(atom, env) for atom in step.inputs]
     if step.body is not None:
-        outputs, inner = _run_scan(step, step.body, values, visit)
+        outputs, inner = _run_scan(step, step.body, values, visit, reduction)
     else:
         outputs, inner = equations.bind(step.eqn, values), {}
     outputs, seen = visit(step, outputs)
     env.update(zip(step.outputs, outputs, strict=True))
-    return inner | seen
+    return seen, inner
 
 
-def _run_scan(step: Step, body: FlatProgram, values: list[Any], visit: Visit) -> tuple[list[Any], dict[Key, Any]]:
+def _run_scan(
+    step: Step, body: FlatProgram, values: list[Any], visit: Visit, reduction: Reduction
+) -> tuple[list[Any], dict[Key, Any]]:
     consts, carry, xs = equations.scan_arguments(step.eqn, values)
 
     def iteration(carry: list[Any], xs: list[Any]) -> tuple[list[Any], tuple[list[Any], dict[Key, Any]]]:
-        results, seen = body.run([*consts, *carry, *xs], visit)
+        results, seen = body.run([*consts, *carry, *xs], visit, reduction)
         return results[: len(carry)], (results[len(carry) :], seen)
 
     params = step.eqn.params

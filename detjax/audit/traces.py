@@ -320,8 +320,8 @@ class _Compiled:
     def __call__(self, arrays: tuple[Any, ...]) -> tuple[Any, Trace]:
         run = Run(self.program, arrays, self._places, self._batch, self._jit, self._keys)
         shared = self._shared_digests(arrays)
+        # No copy to the host is begun here: JAX 0.11.2 aborts a process that ends while one is under way on a CPU.
         results, others = self._run(arrays)
-        others.copy_to_host_async()
         digests = _Digests(shared, others, self._shapes)
         trace = Trace(self._entries, digests, self._batch, self._level, self._fingerprint, run)
         return jax.tree.unflatten(self._tree, results), trace
@@ -345,10 +345,10 @@ class _Compiled:
     def _with_digests(self, arrays: tuple[Any, ...]) -> tuple[list[Any], Array]:
         """The results, and all digests but those of arguments without rows: one array, which is fetched at once."""
         results, seen = self._observed(arrays)
-        rows = [_digest(x, p, self._batch) for x, p in zip(arrays, self._places, strict=True) if isinstance(p, Rows)]
-        digests = [*rows, *(seen[key] for key in self._keys)]
-        self._shapes = [digest.shape for digest in digests]
-        return results, jnp.concatenate([jnp.empty(0, jnp.uint32), *(digest.reshape(-1) for digest in digests)])
+        rows = [self._rows(x, place) for x, place in zip(arrays, self._places, strict=True) if isinstance(place, Rows)]
+        made = [*digests.digests(rows), *(seen[key] for key in self._keys)]
+        self._shapes = [digest.shape for digest in made]
+        return results, jnp.concatenate([jnp.empty(0, jnp.uint32), *(digest.reshape(-1) for digest in made)])
 
     def _observed(self, arrays: tuple[Any, ...]) -> tuple[list[Any], dict[Key, Any]]:
         run = Run(self.program, arrays, self._places, self._batch, self._jit, self._keys)
@@ -359,12 +359,18 @@ class _Compiled:
             outputs = run.sealed(step, outputs)
             keys = [(step.number, k) for k in range(len(outputs))]
             zipped = zip(keys, outputs, step.places, strict=True)
-            return outputs, {key: _digest(x, place, self._batch) for key, x, place in zipped if key in seals}
+            return outputs, {key: self._rows(x, place) for key, x, place in zipped if key in seals}
 
-        return self.program.run(arrays, visit)
+        def reduction(rows: dict[Key, Any]) -> dict[Key, Any]:
+            return dict(zip(rows, digests.digests([*rows.values()]), strict=True))
+
+        return self.program.run(arrays, visit, reduction)
+
+    def _rows(self, x: Any, place: Place) -> Array:
+        return digests.in_rows(digests.plain(x), place, self._batch)
 
     def _argument(self, x: Any, argument: tuple[str, int | None], place: Place) -> Entry:
-        shape = jax.eval_shape(lambda x: digests.in_rows(digests.plain(x), place, self._batch), x)
+        shape = jax.eval_shape(lambda x: self._rows(x, place), x)
         return Entry(ARGUMENT, argument[0], "", (), 0, shape.shape[1:], str(shape.dtype), False, False)
 
 

@@ -177,8 +177,11 @@ def source_line(eqn: core.JaxprEqn) -> str | None:
 
 
 def layer(eqn: core.JaxprEqn) -> str:
-    """Returns the names of the scopes that an equation stands in within its function, with slashes between them."""
-    return str(eqn.source_info.name_stack)
+    """Returns the names of the scopes that an equation stands in within its function, with slashes between them.
+
+    `jnp.einsum` opens a scope named after its subscripts. It is no part of a model, so it is left out.
+    """
+    return "/".join(name for name in str(eqn.source_info.name_stack).split("/") if "->" not in name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,39 @@ def test_digests_are_added_along_lanes_before_across_them_on_a_cpu() -> None:
     assert program is not None
     sums = re.findall(r"u32(\[[\d,]+\])\S* reduce\(", program)
     assert sums == ["[2,16,128]", "[2,16]"], program
+
+
+def test_digests_that_share_a_kernel_are_those_of_each_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = jax.random.split(jax.random.key(0), 12)
+    arrays = [jax.random.normal(key, (2, 300), jnp.bfloat16) for key in keys[:9]]
+    arrays[3:3] = [jax.random.normal(keys[9], (2, 3, 100)), jax.random.normal(keys[10], (2, 700)), jnp.ones((1, 300))]
+    alone = [np.asarray(digests.digest(x)) for x in arrays]
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+    together = digests.digests(arrays)
+    assert all(np.array_equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_an_einsum_is_no_layer() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        with jax.named_scope("attention"):
+            return jnp.tanh(jnp.einsum("bi,ji->bj", jnp.sin(x), jnp.ones((4, 3))))
+
+    made = {level: detjax.trace_digests(fn, 0, level=level)(jnp.ones((2, 3)))[1] for level in ("layers", "equations")}
+    kept = [entry.primitive for entry in made["layers"].entries if entry.primitive != "argument"]
+    assert kept == ["tanh"]
+    assert {entry.layer for entry in made["equations"].entries if entry.primitive == "dot_general"} == {"attention"}
+
+
+def test_a_process_can_end_before_its_traced_run() -> None:
+    program = """
+import detjax, jax, jax.numpy as jnp
+traced = detjax.trace_digests(lambda x: jax.lax.fori_loop(0, 200, lambda i, y: jnp.tanh(y @ y), x))
+x = jnp.ones((512, 512))
+jax.block_until_ready(traced(x)[0])
+traced(x)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_row_has_64_blocks_at_most() -> None:
