@@ -48,6 +48,16 @@ PINNED_OPTIONS: Final[Mapping[str, Mapping[str, bool | int]]] = {
 }
 """The options that every program of a platform is compiled with. A program's options override environment variables."""
 
+CHAIN_OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
+    "cpu": {},
+    # XLA runs a program as a CUDA graph. By default the graph says which kernels could run side by side. One that is a
+    # chain takes less time to update and to start: `benchmarks/invariant.py` measures it. The engine's programs are
+    # faster without, because few of their kernels fill the device.
+    "gpu": {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"},
+    "tpu": {},
+}
+"""Further options of the programs that `chain` marks. No bit depends on them, so the fingerprint leaves them out."""
+
 
 def compiler_options(device_platform: str | None = None) -> dict[str, bool | int]:
     """Returns the pinned options of "cpu", "gpu" or "tpu", by default of the platform that programs are traced for.
@@ -96,6 +106,16 @@ _COMPILED: Final = "_detjax_compiled"
 """The attribute in which a function of `jit` keeps its compile function, which `compiled` calls."""
 
 
+_CHAIN: Final = "_detjax_chain"
+"""The attribute of functions that `chain` marked."""
+
+
+def chain[F: Callable[..., Any]](fn: F) -> F:
+    """Marks a function whose programs run their kernels one after the other, which is faster if there are many."""
+    setattr(fn, _CHAIN, True)
+    return fn
+
+
 @overload
 def jit[**P, R](fn: Callable[P, R], /, **jit_arguments: Any) -> Callable[P, R]: ...
 @overload
@@ -122,7 +142,10 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
 
     @functools.cache
     def program(device_platform: str, backend: str) -> Any:
-        return jax.jit(fn, compiler_options=options_of(backend, device_platform), **jit_arguments)
+        options: dict[str, Any] = {**options_of(backend, device_platform)}
+        if getattr(fn, _CHAIN, False) and backend != backends.STOCK:
+            options |= CHAIN_OPTIONS[device_platform]
+        return jax.jit(fn, compiler_options=options, **jit_arguments)
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import detjax
 from detjax import compilation, fingerprints, ops
@@ -51,6 +52,19 @@ def test_the_pinned_options_are_known_to_this_release_of_xla(device_platform: st
     # The compiler for CPUs knows the names of both; those of TPUs are libtpu's own.
     options = compilation.compiler_options(device_platform)
     assert jax.jit(lambda x: x + 1, compiler_options=options)(jnp.ones(3))[0] == 2
+
+
+def test_chains_alone_get_the_options_of_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {**compilation.CHAIN_OPTIONS["gpu"], "xla_no_such_option": "seen"}
+    monkeypatch.setattr(compilation, "CHAIN_OPTIONS", {"cpu": options})
+    assert detjax.jit(lambda x: x + 1)(jnp.ones(3))[0] == 2
+    for fn in (nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.sin):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+            detjax.jit(detjax.batch_invariant(fn))(jnp.ones((2, 3)))
+
+
+def test_the_options_of_chains_are_known_to_this_release_of_xla() -> None:
+    assert jax.jit(lambda x: x + 1, compiler_options=dict(compilation.CHAIN_OPTIONS["gpu"]))(jnp.ones(3))[0] == 2
 
 
 def test_an_unknown_platform_is_refused() -> None:

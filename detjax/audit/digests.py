@@ -26,6 +26,8 @@ _SMALLEST_BLOCK: Final = 256
 _LANES: Final = 128
 _MOST_TOGETHER: Final = 8
 """Arrays that one kernel reads. They are all kept until the last of them is there."""
+_LARGE: Final = 1 << 22
+"""Words of an array from which on it has a kernel of its own: keeping it would cost more than starting one."""
 
 
 def block_size(elements: int) -> int:
@@ -67,8 +69,8 @@ def digests(arrays: Sequence[Array]) -> list[Array]:
     for number, x in enumerate(words):
         alike.setdefault(x.shape, []).append(number)
     made: dict[int, Array] = {}
-    for numbers in alike.values():
-        for group in itertools.batched(numbers, _MOST_TOGETHER):
+    for shape, numbers in alike.items():
+        for group in itertools.batched(numbers, _MOST_TOGETHER if math.prod(shape) < _LARGE else 1):
             sums = lax.platform_dependent([words[k] for k in group], cpu=_one_by_one, default=_together)
             made.update(zip(group, sums, strict=True))
     return [made[number] for number in range(len(arrays))]

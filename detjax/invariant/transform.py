@@ -84,7 +84,7 @@ def batch_invariant(
     if isinstance(fn, nn.Module):
         return make(fn.apply, shared=1)
     if isinstance(fn, nnx.Module):
-        return functools.partial(make(type(fn).__call__, shared=1), fn)
+        return compilation.chain(functools.partial(make(type(fn).__call__, shared=1), fn))
     if isinstance(fn, type) and issubclass(fn, nnx.Module):
         decorated: Any = fn
         decorated.__call__ = make(decorated.__call__, shared=1)
@@ -106,6 +106,7 @@ def _invariant(fn: Callable[..., Any], *, batch_axes: Any, options: _Options, sh
     """See `batch_invariant`; so many arguments before those of `batch_axes` are shared by all rows."""
     programs: dict[Any, Callable[..., Any]] = {}
 
+    @compilation.chain
     @functools.wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         if _tracing.value:
@@ -130,6 +131,7 @@ def _program(fn: Callable[..., Any], given: Leaves, options: _Options) -> Callab
         return results
 
     @compilation.jit
+    @compilation.chain
     def invariant(*arrays: Array) -> Any:
         if backends.backend() == backends.STOCK:
             return function(*arrays)
