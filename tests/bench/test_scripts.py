@@ -15,7 +15,17 @@ import safetensors
 from typer.testing import CliRunner
 
 import detjax
-from detjax.bench import delta_rule, deviceless, expert_schedules, experts, loading, training, true_on_policy
+from detjax.bench import (
+    decode,
+    delta_rule,
+    deviceless,
+    expert_schedules,
+    experts,
+    loading,
+    presets,
+    training,
+    true_on_policy,
+)
 from detjax.pallas.hopper.matmul.plan import Schedule
 
 BENCHMARKS = Path(detjax.__file__).parent.parent / "benchmarks"
@@ -23,6 +33,7 @@ SCRIPTS = (
     "aggregation",
     "attention",
     "cost",
+    "decode",
     "decoder",
     "delta_rule",
     "digests",
@@ -156,6 +167,20 @@ def test_norms_sweeps_only_where_the_kernels_run() -> None:
 
 
 @pytest.mark.sampled(0)
+def test_decode_counts_the_experts_that_tokens_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = run_small("decode", tmp_path)["results"]["tiny"]["batches"]
+    assert [one["experts_a_layer"] for one in dense] == [0, 0]
+    assert dense[0]["bytes"]["weights"] == dense[1]["bytes"]["weights"]
+    assert 2 * dense[0]["bytes"]["cache"] == dense[1]["bytes"]["cache"]
+    widths = {"hidden_size": 64, "moe_intermediate_size": 32, "vocab_size": 96, "num_experts": 16}
+    monkeypatch.setitem(presets.MODELS, "Qwen3-30B-A3B", presets.MODELS["Qwen3-30B-A3B"] | widths)
+    few, many = decode.bandwidths("Qwen3-30B-A3B", 1, dataclasses.replace(decode.SMALL, batches=(1, 5)))
+    assert few["experts_a_layer"] == 8 < many["experts_a_layer"] <= 16
+    an_expert, an_embedding = 3 * 64 * 32 * 2, 64 * 2
+    more = (many["experts_a_layer"] - 8) * an_expert + 4 * an_embedding
+    assert many["bytes"]["weights"] - few["bytes"]["weights"] == more
+
+
 def test_decoder(tmp_path: Path) -> None:
     content = run_small("decoder", tmp_path)
     assert content["batches"]["requests alone that differ"] == []
