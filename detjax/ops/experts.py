@@ -9,18 +9,21 @@ x = combine_experts(y, weights, rows, residual=x)
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from detjax import compilation
-from detjax.numerics import round_up
+from detjax.numerics import ceil_div, round_up
 from detjax.ops.checks import check_dtype, check_integers, check_shape
 from detjax.ops.grouped_matmul import group_unit
 from detjax.options import Aggregation
 from detjax.portable import experts as portable
+
+_BLOCK: Final = 256
+"""Choices among which equal ones are counted at once."""
 
 
 @compilation.jit(static_argnames=("count", "normalized", "eps"))
@@ -149,22 +152,33 @@ def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array,
         Array([1, 2, 1], dtype=int32)
     """
     check_integers("expert_rows", ids=ids)
-    tokens, count = ids.shape
-    unit = group_unit(ids.size, experts)
+    tokens, unit = len(ids), group_unit(ids.size, experts)
     keys = ids if present is None else jnp.where(present[:, None], ids, jnp.int32(experts))
-    keys = keys.reshape(-1)
-    order = jnp.argsort(keys, stable=True).astype(jnp.int32)
-    ends = jnp.searchsorted(keys[order], jnp.arange(experts, dtype=jnp.int32), side="right").astype(jnp.int32)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    sizes = -(-(ends - starts[:-1]) // unit) * unit
-    firsts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes, dtype=jnp.int32)])
+    earlier, totals = _earlier_and_totals(keys.reshape(-1), experts)
+    sizes, expert = -(-totals // unit) * unit, jnp.arange(experts, dtype=jnp.int32)
+    firsts = jnp.where(expert[None] < expert[:, None], sizes[None], 0).sum(axis=1, dtype=jnp.int32)
     rows = round_up(ids.size + experts * (unit - 1), unit)
-    expert = keys[order]
-    place = firsts[expert] + jnp.arange(ids.size, dtype=jnp.int32) - starts[expert]
-    place = jnp.where(expert < experts, place, jnp.int32(rows))
-    token = jnp.full(rows, tokens, jnp.int32).at[place].set(order // count, mode="drop", unique_indices=True)
-    by_choice = jnp.zeros_like(place).at[order].set(place, unique_indices=True)
-    return ExpertRows(sizes, token, by_choice.reshape(tokens, count), unit)
+    place = jnp.where(keys < experts, firsts.at[keys].get(mode="clip") + earlier.reshape(keys.shape), jnp.int32(rows))
+    chooser = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], place.shape)
+    token = jnp.full(rows, tokens, jnp.int32).at[place].set(chooser, mode="drop", unique_indices=True)
+    return ExpertRows(sizes, token, place, unit)
+
+
+def _earlier_and_totals(keys: Int32[Array, "K"], experts: int) -> tuple[Int32[Array, "K"], Int32[Array, "E"]]:
+    """Returns how many equal keys come before each key that is an expert, and how often each expert is a key.
+
+    Keys are compared with those of their block, and blocks are counted. A sort would say the same. But XLA compiles
+    every sort of a program anew, in up to 15 kernels, and so that of each layer; equal fusions share one kernel.
+    """
+    blocks = ceil_div(len(keys), _BLOCK)
+    blocked = jnp.pad(keys, (0, blocks * _BLOCK - len(keys)), constant_values=experts).reshape(blocks, _BLOCK)
+    place, expert = jnp.arange(_BLOCK, dtype=jnp.int32), jnp.arange(experts, dtype=jnp.int32)
+    is_equal = blocked[:, None, :] == blocked[:, :, None]
+    within = (is_equal & (place[None] < place[:, None])[None]).sum(axis=2, dtype=jnp.int32)
+    by_block = (blocked[:, None, :] == expert[None, :, None]).sum(axis=2, dtype=jnp.int32)
+    ends = jnp.cumsum(by_block, axis=0, dtype=jnp.int32)
+    before = jnp.take_along_axis(ends - by_block, blocked, axis=1, mode="clip")
+    return (before + within).reshape(-1)[: len(keys)], ends[-1]
 
 
 def _rows_at(x: Array, index: Array) -> Array:

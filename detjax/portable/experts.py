@@ -21,10 +21,23 @@ def choose(scores: Array, ranks: Array, count: int, *, normalized: bool, eps: fl
     def tile(rows: tuple[Array, Array], _: None) -> tuple[Array, Array]:
         scores, ranks = rows
         # Of equal ranks the lower id comes first.
-        ids = jnp.sort(lax.top_k(ranks, count)[1].astype(jnp.int32), axis=1)
+        ids = _ascending(lax.top_k(ranks, count)[1].astype(jnp.int32))
         return ids, _weights(jnp.take_along_axis(scores, ids, axis=1), normalized, eps)
 
     return each_row(tile, (scores, ranks), None)
+
+
+def _ascending(ids: Array) -> Array:
+    """Each row of few ids in ascending order, by exchanges of neighbors.
+
+    XLA compiles the kernel of every sort of a program anew, layer by layer, while equal fusions share one.
+    """
+    columns = [ids[:, j] for j in range(ids.shape[1])]
+    for turn in range(len(columns)):
+        for j in range(turn % 2, len(columns) - 1, 2):
+            low, high = jnp.minimum(*columns[j : j + 2]), jnp.maximum(*columns[j : j + 2])
+            columns[j : j + 2] = low, high
+    return jnp.stack(columns, axis=1)
 
 
 def choose_backward(scores: Array, ids: Array, dweights: Array, *, normalized: bool, eps: float) -> Array:

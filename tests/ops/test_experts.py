@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import detjax
-from detjax import ops
+from detjax import backends, ops
 from detjax.options import Aggregation
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.unchecked import unchecked
@@ -157,6 +157,39 @@ def test_absent_tokens_have_no_rows() -> None:
     assert rows.group_sizes.tolist() == [1, 2, 1]
     assert rows.token.tolist() == [0, 0, 2, 2, 3, 3]
     assert rows.place.tolist() == [[0, 1], [6, 6], [2, 3]]
+
+
+def test_rows_are_those_of_a_stable_sort_by_expert() -> None:
+    """There are more choices than are compared at once, and experts that nobody chose."""
+    experts, absent = 40, np.arange(300) % 7 == 0
+    ids = np.argsort(np.asarray(drawn(300, experts - 3)), axis=1)[:, :COUNT].astype(np.int32)
+    rows = detjax.jit(lambda ids, present: ops.expert_rows(ids, experts, present))(ids, ~absent)
+    keys = np.where(absent[:, None], experts, ids).reshape(-1)
+    order = [choice for choice in np.argsort(keys, kind="stable") if keys[choice] < experts]
+    sizes = np.bincount(keys, minlength=experts)[:experts]
+    assert rows.group_sizes.tolist() == sizes.tolist()
+    assert rows.token.tolist() == [*(choice // COUNT for choice in order), *[300] * (absent.sum() * COUNT)]
+    place = np.full(ids.size, ids.size)
+    place[order] = np.arange(len(order))
+    assert rows.place.tolist() == place.reshape(ids.shape).tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_ids_ascend_whatever_the_order_of_the_ranks(count: int) -> None:
+    scores = drawn(200, 8)
+    ids, _ = detjax.jit(functools.partial(ops.choose_experts, count=count))(scores)
+    assert ids.tolist() == np.sort(np.argsort(-np.asarray(scores), axis=1)[:, :count], axis=1).tolist()
+
+
+def test_nothing_sorts_or_searches_in_loops_but_the_choice() -> None:
+    """XLA's GPU compiler compiles every sort anew, so those of each layer took most of an engine's start."""
+    scores, ids = jnp.ones((16, EXPERTS)), jnp.zeros((16, COUNT), jnp.int32)
+    with backends.tracing_for("gpu"):
+        rows = str(jax.make_jaxpr(lambda ids: ops.expert_rows(ids, EXPERTS))(ids))
+        chosen = str(jax.make_jaxpr(lambda scores: ops.choose_experts(scores, COUNT))(scores))
+    for operation in (" sort[", " while[", " scan["):
+        assert operation not in rows + chosen
+    assert chosen.count(" top_k[") == 1
 
 
 @pytest.mark.sampled(0)
