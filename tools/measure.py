@@ -45,13 +45,25 @@ class Measurement:
             words[0] = sys.executable
         with (folder / f"{self.name}.log").open("wb") as log:
             # A session of its own, so that an interrupt reaches the processes that it has started.
-            process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+            process = subprocess.Popen(
+                words,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                start_new_session=True,
+                preexec_fn=_take_interrupts,
+            )
             try:
                 code = process.wait(limit)
             except subprocess.TimeoutExpired:
                 _end(process)
                 return f"interrupted after {limit:.0f} s"
         return "passed" if code == 0 else f"exit code {code}"
+
+
+def _take_interrupts() -> None:
+    """Lets a process be interrupted where this one ignores interrupts, as it does in a shell's background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import openai
 import pytest
@@ -20,6 +20,7 @@ from tests.server.running_server import MODEL, Running, serving, streams_held, w
 from tests.support.waits import HANGS_AFTER
 
 ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 2}
+ID: Final = "X-Request-Id"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,11 @@ def ask(
 
 @contextlib.contextmanager
 def logged(**settings: Any) -> Iterator[io.StringIO]:
-    """What the server logs while the context is open."""
+    """What the server logs while the context is open.
+
+    A line is written when its client has its answer already. So lines of two requests may come in either order, and a
+    line of a request before the context may come within it: tests look for the lines of their requests by the ids.
+    """
     stream = io.StringIO()
     stderr, sys.stderr = sys.stderr, stream
     try:
@@ -52,6 +57,18 @@ def logged(**settings: Any) -> Iterator[io.StringIO]:
             yield stream
     finally:
         sys.stderr = stderr
+
+
+def wait_for_lines(stream: io.StringIO, *ids: str) -> list[dict[str, Any]]:
+    """Waits until each of these requests has a line of JSON, and returns the lines in the order of the ids."""
+
+    def lines() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+    wait_until(lambda: {line.get("request_id") for line in lines()}.issuperset(ids))
+    return sorted(
+        (line for line in lines() if line["request_id"] in ids), key=lambda line: ids.index(line["request_id"])
+    )
 
 
 # --- hosts and origins -----------------------------------------------------------------------------------------------
@@ -119,14 +136,12 @@ def test_a_sane_request_id_is_returned_and_another_one_is_replaced(server: Runni
 
 def test_the_access_log_has_a_line_for_each_request(server: Running) -> None:
     with logged(format="json") as stream, server.client() as client:
-        client.completions.create(**ASKED, extra_headers={"X-Request-Id": "first"})
-        list(client.completions.create(**ASKED, stream=True, n=2, extra_headers={"X-Request-Id": "second"}))
-        ask(server, path="/v1/%0Aforged")
+        client.completions.create(**ASKED, extra_headers={ID: "first"})
+        list(client.completions.create(**ASKED, stream=True, n=2, extra_headers={ID: "second"}))
+        ask(server, path="/v1/%0Aforged", X_Request_Id="missing")
         with pytest.raises(openai.BadRequestError):
-            client.completions.create(**ASKED | {"temperature": -1})
-        wait_until(lambda: stream.getvalue().count("\n") == 4)
-    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
-    first, second, missing, bad = lines
+            client.completions.create(**ASKED | {"temperature": -1}, extra_headers={ID: "bad"})
+        first, second, missing, bad = wait_for_lines(stream, "first", "second", "missing", "bad")
     assert (first["request_id"], first["method"], first["path"], first["status"]) == (
         "first",
         "POST",
@@ -145,8 +160,9 @@ def test_the_access_log_has_a_line_for_each_request(server: Running) -> None:
 def test_lines_of_text_cannot_be_forged(server: Running) -> None:
     with logged() as stream:
         ask(server, path="/v1/%0Aforged", X_Request_Id="me")
-        wait_until(lambda: stream.getvalue().endswith("\n"))
-    (line,) = stream.getvalue().splitlines()
+        wait_until(lambda: stream.getvalue().endswith("[me]\n"))
+    # One of a request before may have come first.
+    (line,) = [line for line in stream.getvalue().splitlines() if "/v1/" in line or "forged" in line]
     assert " INFO 127.0.0.1:" in line
     assert r'"GET /v1/\nforged" 404 ' in line
     assert line.endswith("[me]")
@@ -154,11 +170,11 @@ def test_lines_of_text_cannot_be_forged(server: Running) -> None:
 
 def test_a_stream_that_its_client_leaves_is_logged_as_cut_off(server: Running) -> None:
     with logged(format="json") as stream, streams_held(server.engine), server.client() as client:
-        answer = client.completions.create(**ASKED | {"max_tokens": 40}, stream=True, extra_body={"ignore_eos": True})
+        options = {"extra_body": {"ignore_eos": True}, "extra_headers": {ID: "left"}}
+        answer = client.completions.create(**ASKED | {"max_tokens": 40}, stream=True, **options)
         next(iter(answer))
         answer.close()
-        wait_until(lambda: stream.getvalue().endswith("\n"))
-    line = json.loads(stream.getvalue())
+        (line,) = wait_for_lines(stream, "left")
     assert (line["status"], line["complete"]) == (200, False)
     assert " 200 cut off " in line["message"]
 
@@ -178,9 +194,8 @@ def test_a_traceback_is_one_line_of_json() -> None:
             raise RuntimeError("cause")
         except RuntimeError:
             logging.getLogger("detjax.engine").critical("failed", exc_info=True)
-    (line,) = stream.getvalue().splitlines()
-    content = json.loads(line)
-    assert (content["level"], content["message"]) == ("critical", "failed")
+    (content,) = [one for line in stream.getvalue().splitlines() if (one := json.loads(line))["level"] == "critical"]
+    assert content["message"] == "failed"
     assert content["traceback"].startswith("Traceback")
     assert content["traceback"].endswith("RuntimeError: cause")
 

@@ -1,11 +1,17 @@
 """Measurements run one after the other, each within its time, and those that are listed exist."""
 
 import shlex
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.server.running_server import wait_until
+from tests.support.waits import HANGS_AFTER
+from tools import measure
 from tools.measure import ROOT, Measurement, main, measurements, run_all
 
 LISTED = measurements(ROOT / "benchmarks" / "measurements.toml")
@@ -23,12 +29,32 @@ def test_each_measurement_has_its_log_and_says_how_it_ended(tmp_path: Path) -> N
     assert (tmp_path / "written.json").read_text() == "[]"
 
 
-def test_what_takes_too_long_is_interrupted_and_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
-    wait = "import time; print('begun', flush=True); time.sleep(600)"
+@pytest.mark.parametrize("disposition", [signal.default_int_handler, signal.SIG_IGN], ids=["here", "in background"])
+def test_what_takes_too_long_is_interrupted_and_what_does_not_fit_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disposition: Any
+) -> None:
+    wait = "import time; print('begun', flush=True); time.sleep(10_000)"
     code = f"try:\n    {wait}\nexcept KeyboardInterrupt:\n    print('so far')"
-    ends = run_all([python("long", code, seconds=10), python("late", "print()")], tmp_path, 30)
+    log = tmp_path / "long.log"
+
+    class Begun(subprocess.Popen):
+        """A process whose time is over as soon as it has begun, however long it takes to begin."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout == 20:
+                wait_until(lambda: log.read_text())
+                timeout = 0.1
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Begun)
+    monkeypatch.setattr(measure, "GRACE", HANGS_AFTER)
+    before = signal.signal(signal.SIGINT, disposition)
+    try:
+        ends = run_all([python("long", code, seconds=10), python("late", "print()", seconds=10_000)], tmp_path, 9_000)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ends["long"] == "interrupted after 20 s"
-    assert (tmp_path / "long.log").read_text() == "begun\nso far\n"
+    assert log.read_text() == "begun\nso far\n"
     assert ends["late"].startswith("left out: ")
     assert not (tmp_path / "late.log").exists()
 
