@@ -29,6 +29,11 @@ def ceil_div(size: int, divisor: int) -> int:
     return -(-size // divisor)
 
 
+def round_down(size: int, multiple: int) -> int:
+    """The greatest multiple of `multiple` that is at most `size`."""
+    return size // multiple * multiple
+
+
 def round_up(size: int, multiple: int) -> int:
     """The least multiple of `multiple` that is at least `size`."""
     return ceil_div(size, multiple) * multiple

@@ -26,7 +26,7 @@ MODELS: Final[Mapping[str, int]] = {
     "Qwen3-8B": 8,
     "Qwen3-30B-A3B": 12,
     "gpt-oss-20b": 8,
-    "DeepSeek-V3": 5,
+    "DeepSeek-V3": 4,
     "Qwen3.5-35B-A3B": 8,
 }
 """Presets, and how many of their layers are measured by default: the head then takes a few percent of a step."""

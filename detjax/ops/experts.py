@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from detjax import compilation
-from detjax.numerics import ceil_div, round_up
+from detjax.numerics import ceil_div, round_down
 from detjax.ops.checks import check_dtype, check_integers, check_shape
 from detjax.ops.grouped_matmul import group_unit
 from detjax.options import Aggregation
@@ -120,7 +120,7 @@ class ExpertRows:
 
     def results(self, y: Float[Array, "M D"]) -> Float[Array, "N count D"]:
         """Returns the results of each token in the order of its experts, given those of all rows; zeros for none."""
-        return _rows_at(y, self.place)
+        return portable.rows_at(y, self.place)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], int]:
         """Returns the arrays, and the unit, which is known while programs are traced."""
@@ -157,7 +157,8 @@ def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array,
     earlier, totals = _earlier_and_totals(keys.reshape(-1), experts)
     sizes, expert = -(-totals // unit) * unit, jnp.arange(experts, dtype=jnp.int32)
     firsts = jnp.where(expert[None] < expert[:, None], sizes[None], 0).sum(axis=1, dtype=jnp.int32)
-    rows = round_up(ids.size + experts * (unit - 1), unit)
+    # Every expert that somebody chose may have `unit - 1` rows that fill up its group.
+    rows = round_down(ids.size + min(experts, ids.size) * (unit - 1), unit)
     place = jnp.where(keys < experts, firsts.at[keys].get(mode="clip") + earlier.reshape(keys.shape), jnp.int32(rows))
     chooser = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], place.shape)
     token = jnp.full(rows, tokens, jnp.int32).at[place].set(chooser, mode="drop", unique_indices=True)
@@ -181,14 +182,9 @@ def _earlier_and_totals(keys: Int32[Array, "K"], experts: int) -> tuple[Int32[Ar
     return (before + within).reshape(-1)[: len(keys)], ends[-1]
 
 
-def _rows_at(x: Array, index: Array) -> Array:
-    """The rows of an array, and zeros for an index behind its end."""
-    return x.at[index].get(mode="fill", fill_value=0)
-
-
 @jax.custom_vjp
 def _gather(x: Array, rows: ExpertRows) -> Array:
-    return _rows_at(x, rows.token)
+    return portable.rows_at(x, rows.token)
 
 
 def _gather_forward(x: Array, rows: ExpertRows) -> tuple[Array, ExpertRows]:
@@ -196,7 +192,7 @@ def _gather_forward(x: Array, rows: ExpertRows) -> tuple[Array, ExpertRows]:
 
 
 def _gather_backward(rows: ExpertRows, dy: Array) -> tuple[Array, None]:
-    return portable.add_rows(_rows_at(dy, rows.place)), None
+    return portable.add_rows(portable.rows_at(dy, rows.place)), None
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -264,6 +260,8 @@ def _combine(
     y: Array, weights: Array, rows: ExpertRows | None, addends: tuple[Array | None, ...], aggregation: Aggregation
 ) -> Array:
     given = [x for x in addends if x is not None]
+    if rows is not None and aggregation == "contract":
+        return portable.combine_placed(y, rows.place, weights, given)
     return portable.combine(_by_token(y, rows), weights, given, aggregation)
 
 

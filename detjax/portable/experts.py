@@ -12,7 +12,7 @@ from jaxtyping import Array
 from detjax.contract import ACCUMULATOR
 from detjax.options import Aggregation
 from detjax.portable.tiles import each_row, row_sum
-from detjax.rounding import rounded
+from detjax.rounding import rounded, sealed
 
 
 def choose(scores: Array, ranks: Array, count: int, *, normalized: bool, eps: float) -> tuple[Array, Array]:
@@ -66,7 +66,7 @@ def _weights(chosen: Array, normalized: bool, eps: float) -> Array:
 
 def _factor(chosen: Array, eps: float) -> Array:
     # XLA turns some divisions by what repeats into products with the reciprocal, so all of them are.
-    return lax.optimization_barrier(1 / (_sum(chosen) + eps))
+    return sealed(1 / (_sum(chosen) + eps))
 
 
 def _sum(x: Array) -> Array:
@@ -133,17 +133,34 @@ def combine(y: Array, weights: Array, addends: Sequence[Array], aggregation: Agg
     return each_row(tile, (y, weights, tuple(addends)), None)
 
 
+def combine_placed(y: Array, place: Array, weights: Array, addends: Sequence[Array]) -> Array:
+    """Returns the weighted sums under contract of rows `[M, D]` that lie at `place`, `[N, count]`; no row adds 0."""
+
+    def tile(rows: tuple[Array, Array, tuple[Array, ...]], y: Array) -> Array:
+        place, weights, addends = rows
+        return _weighted_sum([rows_at(y, place[:, j]) for j in range(place.shape[1])], weights, addends)
+
+    return each_row(tile, (place, weights, tuple(addends)), y)
+
+
 def _combined(y: Array, weights: Array, addends: Sequence[Array]) -> Array:
     """The weighted sums under contract."""
 
     def tile(rows: tuple[Array, Array, tuple[Array, ...]], _: None) -> Array:
         y, weights, addends = rows
-        terms = lax.optimization_barrier(
-            [y[:, j].astype(ACCUMULATOR) * weights[:, j : j + 1] for j in range(y.shape[1])]
-        )
-        return rounded(functools.reduce(jnp.add, [*terms, *(x.astype(ACCUMULATOR) for x in addends)]), y.dtype)
+        return _weighted_sum([y[:, j] for j in range(y.shape[1])], weights, addends)
 
     return each_row(tile, (y, weights, tuple(addends)), None)
+
+
+def _weighted_sum(results: Sequence[Array], weights: Array, addends: Sequence[Array]) -> Array:
+    terms = sealed([y.astype(ACCUMULATOR) * weights[:, j : j + 1] for j, y in enumerate(results)])
+    return rounded(functools.reduce(jnp.add, [*terms, *(x.astype(ACCUMULATOR) for x in addends)]), results[0].dtype)
+
+
+def rows_at(x: Array, index: Array) -> Array:
+    """Returns the rows of an array, and zeros for an index behind its end."""
+    return x.at[index].get(mode="fill", fill_value=0)
 
 
 def combine_backward(y: Array, weights: Array, dout: Array) -> tuple[Array, Array]:
