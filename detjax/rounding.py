@@ -3,9 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
-from detjax import backends
 from detjax.contract import LOG2_E
 
 
@@ -22,23 +20,6 @@ def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(dtype)
     # reduce_precision would flush float16's subnormal numbers, which the hardware's own conversion keeps.
     return jax.lax.optimization_barrier(x.astype(dtype))
-
-
-def sealed[T: PyTree[jax.Array]](x: T) -> T:
-    """Returns float32 arrays that no compiler may look behind: what is done to them later starts from rounded numbers.
-
-    A compiler that fuses a product with a sum does not round in between. A barrier keeps the two apart. On GPUs it also
-    puts them into kernels of their own, whose results pass through memory. So there the bits are combined with a
-    number that changes none, which XLA cannot know: it is behind a barrier by itself.
-    """
-    if backends.target() != "gpu":
-        return jax.lax.optimization_barrier(x)
-    zero = jax.lax.optimization_barrier(jnp.zeros((), jnp.uint32))
-
-    def seal(x: jax.Array) -> jax.Array:
-        return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint32) ^ zero, jnp.float32)
-
-    return jax.tree.map(seal, x)
 
 
 def log2_scale(scale: float) -> np.float32:

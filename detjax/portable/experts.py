@@ -11,8 +11,8 @@ from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR
 from detjax.options import Aggregation
-from detjax.portable.tiles import each_row, row_sum
-from detjax.rounding import rounded, sealed
+from detjax.portable.tiles import each_row, row_sum, sealed
+from detjax.rounding import rounded
 
 
 def choose(scores: Array, ranks: Array, count: int, *, normalized: bool, eps: float) -> tuple[Array, Array]:

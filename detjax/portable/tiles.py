@@ -202,6 +202,23 @@ def each_row(tile: Callable[..., PyTree[Array]], rows: PyTree[Array], shared: Py
     return lax.optimization_barrier(tile(*lax.optimization_barrier((rows, shared))))
 
 
+def sealed[T: PyTree[Array]](x: T) -> T:
+    """Returns float32 arrays that no compiler may look behind: what is done to them later starts from rounded numbers.
+
+    A compiler that fuses a product with a sum does not round in between. A barrier keeps the two apart. On GPUs it also
+    puts them into kernels of their own, whose results pass through memory. So there the bits are combined with a
+    number that changes none, which XLA cannot know: it is behind a barrier by itself.
+    """
+    if backends.target() != "gpu":
+        return lax.optimization_barrier(x)
+    zero = lax.optimization_barrier(jnp.zeros((), jnp.uint32))
+
+    def seal(x: Array) -> Array:
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) ^ zero, jnp.float32)
+
+    return jax.tree.map(seal, x)
+
+
 def sum_of_rows(x: Array) -> Array:
     """Returns the sum `[...]` of a tile `[rows, ...]`, its rows added left to right.
 

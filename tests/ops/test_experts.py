@@ -159,6 +159,17 @@ def test_absent_tokens_have_no_rows() -> None:
     assert rows.place.tolist() == [[0, 1], [6, 6], [2, 3]]
 
 
+def test_few_choices_have_rows_for_the_experts_that_they_can_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups are filled up to 8 rows, and no choice can make a group of an expert that nobody chose."""
+    monkeypatch.setattr(ops.experts, "group_unit", lambda rows, experts: 8)
+    for ids in (np.array([[3, 9, 40]]), np.array([[3, 9, 40], [3, 41, 50]]), np.array([[7, 8, 9]] * 9)):
+        rows = jax.jit(lambda ids: ops.expert_rows(ids, 64))(ids.astype(np.int32))
+        assert len(rows.token) <= 8 * ids.size
+        kept = np.asarray(rows.token)[np.asarray(rows.place)]
+        assert kept.tolist() == [[token] * 3 for token in range(len(ids))]
+        assert int(rows.group_sizes.sum()) <= len(rows.token)
+
+
 def test_rows_are_those_of_a_stable_sort_by_expert() -> None:
     """There are more choices than are compared at once, and experts that nobody chose."""
     experts, absent = 40, np.arange(300) % 7 == 0

@@ -242,6 +242,18 @@ def row_function(
     return fn, [*(array(rows, width, dtype=dtype) for width in widths), *[array(widths[0])] * weights]
 
 
+def combination_of_experts(tokens: int, count: int, width: int) -> Program:
+    """The weighted sums of what experts gave tokens."""
+
+    def fn(y: jax.Array, weights: jax.Array, place: jax.Array, residual: jax.Array) -> jax.Array:
+        rows = ops.ExpertRows(jnp.zeros(128, jnp.int32), jnp.zeros(len(y), jnp.int32), place, 8)
+        with backends.tracing_for("gpu"), backends.use_backend("hopper"):
+            return ops.combine_experts(y, weights, rows, residual=residual)
+
+    weights = [array(tokens, count, dtype=dtype) for dtype in ("float32", "int32")]
+    return fn, [array(tokens * count, width), *weights, array(tokens, width)]
+
+
 def _config() -> DecoderConfig:
     """A decoder of two layers."""
     return DecoderConfig.from_hugging_face(
@@ -505,6 +517,7 @@ def programs() -> dict[str, Program]:
             lambda x, factors: row_functions.forward((x, factors), (), function="weighted_sum"),
             [array(4096, 4, 1152), array(4096, 4, dtype="float32")],
         ),
+        "combination of experts": combination_of_experts(64, 8, 2048),
         "decode step": decode_step(4, _config()),
         "vision tower": vision_tower(QWEN2_5_VL, 36, 52),
         "vision tower with learned positions": vision_tower(QWEN3_5, 36, 52),
@@ -552,12 +565,31 @@ def compile_programs(programs: Mapping[str, Program]) -> None:
                 fn, donate_argnums=DONATED.get(name, ()), out_shardings=sharding, compiler_options=WITHOUT_A_DEVICE
             )
             compiled = program.trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+            print("kernels:", len(re.findall(r" fusion\(| custom-call\(", entry(compiled.as_text()))), flush=True)
+            print("seals:", *seals(compiled.as_text()), flush=True)
             print("fused:", *re.findall(r"dynamic[-_]slice[-_]fusion", compiled.as_text()), flush=True)
             if name in DONATED:
                 print("copied:", *copied(compiled.as_text()), flush=True)
                 memory: Any = compiled.memory_analysis()
                 new = memory.output_size_in_bytes - memory.alias_size_in_bytes
                 print("memory:", new, memory.temp_size_in_bytes, flush=True)
+
+
+def entry(hlo: str) -> str:
+    """The part of a compiled program that starts its kernels."""
+    return hlo[hlo.index("ENTRY ") :]
+
+
+def seals(hlo: str) -> set[str]:
+    """What the scalars are by which a compiled program's kernels seal numbers: "parameter" or "constant"."""
+    kinds = set()
+    for kernel in hlo.split("\n}"):
+        made = {name: (kind, read) for name, kind, read in re.findall(r"%(\S+) = u32\[\S* (\S+?)\(%?([^,)]*)", kernel)}
+        for zero in re.findall(r" xor\(%\S+, %([^,)]+)\)", kernel):
+            while made[zero][0] in ("broadcast", "bitcast", "reshape"):
+                zero = made[zero][1]
+            kinds.add(made[zero][0])
+    return kinds
 
 
 def copied(hlo: str) -> list[str]:

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.pallas.hopper import compiler
-from tests.pallas.hopper.compiler import Kernel, compiled, copied, programs, reported_kernels
+from tests.pallas.hopper.compiler import Kernel, compiled, copied, programs, reported_kernels, seals
 
+COMBINATION = "combination of experts"
+"""A program of XLA's kernels alone."""
 EXAMINED = (
+    COMBINATION,
     "attention decode of slices",
     "delta rule decode",
     "delta rule prefill",
@@ -59,7 +62,7 @@ def test_kernels_compile_for_an_h200_and_nothing_spills(
     reports = reports | compiled(Path(compiler.__file__), [*others], dump="MOSAIC_GPU_DUMP_PTXAS")
     assert {*reports} == {*EXAMINED, *others}
     kernels = {name: list(reported_kernels(text)) for name, text in reports.items()}
-    assert [name for name, reported in kernels.items() if not reported] == []
+    assert [name for name, reported in kernels.items() if not reported] == [COMBINATION]
     assert {kernel.target for reported in kernels.values() for kernel in reported} == {"sm_90a"}
     spilling = {
         name: [kernel for kernel in reported if kernel.spilled_bytes > spilled_by(name, kernel)]
@@ -130,6 +133,19 @@ def test_the_convolution_writes_its_last_inputs_where_they_lie(reports: dict[str
 def test_kernels_are_given_copies_of_slices(reports: dict[str, str]) -> None:
     """Kernels refuse addresses that 256 does not divide, so a slice must not be fused into their operand."""
     assert re.findall(r"^fused:(.*)$", reports["attention decode of slices"], re.MULTILINE) == [""]
+
+
+def test_results_of_experts_are_gathered_weighted_and_added_in_one_kernel(reports: dict[str, str]) -> None:
+    """Its products are rounded before they are added: the compiler does not know what their bits are combined with."""
+    assert re.findall(r"^kernels: (.*)$", reports[COMBINATION], re.MULTILINE) == ["1"]
+    assert re.findall(r"^seals: (.*)$", reports[COMBINATION], re.MULTILINE) == ["parameter"]
+
+
+def test_a_seal_by_a_known_number_is_seen() -> None:
+    kernel = "a (p: f32[2]) {\n %p = f32[2]{0} parameter(0)\n %b = u32[2]{0} bitcast(%p)\n"
+    zero = "%z = u32[] constant(0)\n %y = u32[2]{0} broadcast(%z)\n %x = u32[2]{0} xor(%b, %y)\n}"
+    assert seals(kernel + zero) == {"constant"}
+    assert seals(kernel + zero.replace("constant(0)", "parameter(1)")) == {"parameter"}
 
 
 def test_a_copy_is_seen() -> None:
