@@ -586,9 +586,10 @@ def seals(hlo: str) -> set[str]:
     for kernel in hlo.split("\n}"):
         made = {name: (kind, read) for name, kind, read in re.findall(r"%(\S+) = u32\[\S* (\S+?)\(%?([^,)]*)", kernel)}
         for zero in re.findall(r" xor\(%\S+, %([^,)]+)\)", kernel):
-            while made[zero][0] in ("broadcast", "bitcast", "reshape"):
+            while zero in made and made[zero][0] in ("broadcast", "bitcast", "reshape"):
                 zero = made[zero][1]
-            kinds.add(made[zero][0])
+            if zero in made:  # otherwise these are no bits of numbers
+                kinds.add(made[zero][0])
     return kinds
 
 
