@@ -2,6 +2,8 @@
 
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import jaxtyping
@@ -22,6 +24,15 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+_cache = None
+if "--xla_backend_optimization_level=0" in os.environ.get("XLA_FLAGS", ""):
+    # These tests are not about what XLA makes of a program, so a program that many of them need is compiled once. The
+    # folder is this process's alone: JAX writes its files in place, so that others could read half of one.
+    _cache = tempfile.mkdtemp(prefix="detjax-tests-")
+    jax.config.update("jax_compilation_cache_dir", _cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
 _MOST_PROGRAMS = 500
 """Which a process keeps: each is mapped into some 45 pieces of memory, of which Linux allows a process 65,530, and XLA
 crashes where there is none left."""
@@ -41,6 +52,11 @@ def pytest_collection_finish() -> None:
     # What is imported by now stays. Looking through it for garbage, again and again, was a twentieth of the time.
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    if _cache is not None:
+        shutil.rmtree(_cache, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

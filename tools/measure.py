@@ -8,6 +8,7 @@ left of `--seconds` is left out. The exit code is 1 if one failed or was left ou
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -45,14 +46,10 @@ class Measurement:
             words[0] = sys.executable
         with (folder / f"{self.name}.log").open("wb") as log:
             # A session of its own, so that an interrupt reaches the processes that it has started.
-            process = subprocess.Popen(
-                words,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                start_new_session=True,
-                preexec_fn=_take_interrupts,
-            )
+            with _taking_interrupts():
+                process = subprocess.Popen(
+                    words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+                )
             try:
                 code = process.wait(limit)
             except subprocess.TimeoutExpired:
@@ -61,9 +58,17 @@ class Measurement:
         return "passed" if code == 0 else f"exit code {code}"
 
 
-def _take_interrupts() -> None:
-    """Lets a process be interrupted where this one ignores interrupts, as it does in a shell's background."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+@contextlib.contextmanager
+def _taking_interrupts() -> Iterator[None]:
+    """A context in which processes are started that can be interrupted.
+
+    A shell has what it runs in the background ignore interrupts, and processes inherit that, but no handler.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -170,7 +170,9 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_bytes(
 ) -> None:
     def process(directory: str, layout: str, killed_after: int) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", KILLED, str(tmp_path / directory), layout, str(killed_after)]
-        environment = os.environ | {"PYTHONPATH": os.getcwd()}
+        # The processes share their programs. None is killed while it writes one.
+        environment = os.environ | {"PYTHONPATH": os.getcwd(), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
+        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     whole = process("whole", "Rows(8, 16)", 99)

@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from detjax import cli, models
-from detjax.rl.policy import CHECKPOINT
 
 SMALL = ("--task", "addition:1", "--task", "brackets:1", "--layers", "1", "--width", "32", "--prompts", "8")
 
@@ -20,6 +19,14 @@ def digest_of(result: Result) -> str:
     assert result.exit_code == 0, result.output
     (line,) = [line for line in result.output.splitlines() if line.startswith("model ")]
     return line.split()[1].removesuffix(",")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that has ended, with a model of which others may go on."""
+    directory = tmp_path_factory.mktemp("runs") / "ended"
+    assert run(str(directory), *SMALL, "--steps", "1").exit_code == 0
+    return directory
 
 
 def test_two_runs_that_are_cut_up_differently_give_one_model(tmp_path: Path) -> None:
@@ -37,9 +44,8 @@ def test_two_runs_that_are_cut_up_differently_give_one_model(tmp_path: Path) -> 
     ) == b"".join(path.read_bytes() for path in sorted((tmp_path / "two" / "model").glob("*.safetensors")))
 
 
-def test_a_policy_learns_from_its_rollouts(tmp_path: Path) -> None:
-    assert run(str(tmp_path / "start"), *SMALL, "--steps", "1").exit_code == 0
-    start = "--model", str(tmp_path / "start" / "model")
+def test_a_policy_learns_from_its_rollouts(ended: Path, tmp_path: Path) -> None:
+    start = "--model", str(ended / "model")
     tasks = "--task", "addition:1", "--prompts", "4", "--samples", "2", "--max-tokens", "6"
     result = run(str(tmp_path / "learned"), "--kind", "reinforcement", *start, *tasks, "--steps", "2")
     assert result.exit_code == 0, result.output
@@ -49,17 +55,18 @@ def test_a_policy_learns_from_its_rollouts(tmp_path: Path) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("numerics", [("--kv-cache-dtype", "q4_0"), ("--backend", "stock")], ids=["q4_0", "stock"])
-def test_samplers_of_other_numerics_are_seen_by_the_trainer(tmp_path: Path, numerics: tuple[str, ...]) -> None:
-    tasks = "--task", "addition:2", "--prompts", "4", "--samples", "2", "--max-tokens", "6", "--steps", "1"
-    learn = "--kind", "reinforcement", "--model", str(CHECKPOINT), *tasks
+def test_samplers_of_other_numerics_are_seen_by_the_trainer(
+    ended: Path, tmp_path: Path, numerics: tuple[str, ...]
+) -> None:
+    tasks = "--task", "addition:1", "--prompts", "4", "--samples", "2", "--max-tokens", "6", "--steps", "1"
+    learn = "--kind", "reinforcement", "--model", str(ended / "model"), *tasks
     assert run(str(tmp_path), *learn, *numerics).exit_code == 0
     (line,) = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert line["unequal_tokens"] > 0 and line["k3"] > 0
 
 
-def test_a_run_that_has_ended_is_not_written_over(tmp_path: Path) -> None:
-    assert run(str(tmp_path), *SMALL, "--steps", "1").exit_code == 0
-    result = run(str(tmp_path), *SMALL, "--steps", "2")
+def test_a_run_that_has_ended_is_not_written_over(ended: Path) -> None:
+    result = run(str(ended), *SMALL, "--steps", "2")
     assert result.exit_code == 2
     assert "the run has ended. Give another directory." in result.output
 
