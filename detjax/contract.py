@@ -89,10 +89,10 @@ Experts in groups
 A router's logits are float32 sums that are not rounded. DeepSeek-V3's chooses by ranks, which are corrected scores, and
 weighs by the scores alone:
 
-    score  = 1 / (1 + exp(-logit)), with a rounding after every step and the device's own exp
+    score  = 1 / (1 + exp(-logit)), rounded after every step, with the device's own exp and reciprocal
     rank   = rn(score + correction)
     count  = rn(best rank of a group + its second best)
-    weight = rn(rn(score * rn(1 / rn(sum of the chosen scores + 1e-20))) * factor)
+    weight = rn(rn(score * (1 / rn(sum of the chosen scores + 1e-20))) * factor), likewise
 
 A token keeps the groups that count most, and chooses among their experts those of the highest ranks; of equal ones the
 lower number wins. The sum adds the chosen experts in ascending order.
