@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import jaxtyping
 
@@ -25,9 +26,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 _cache = None
-if "--xla_backend_optimization_level=0" in os.environ.get("XLA_FLAGS", ""):
+if "--xla_backend_optimization_level=0" in os.environ.get("XLA_FLAGS", "") and find_spec("libtpu") is None:
     # These tests are not about what XLA makes of a program, so a program that many of them need is compiled once. The
-    # folder is this process's alone: JAX writes its files in place, so that others could read half of one.
+    # folder is this process's alone: JAX writes its files in place, so that others could read half of one. JAX cannot
+    # load programs for TPUs that are not there.
     _cache = tempfile.mkdtemp(prefix="detjax-tests-")
     jax.config.update("jax_compilation_cache_dir", _cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
