@@ -23,7 +23,7 @@ from detjax.options import Aggregation
 from detjax.portable import experts as portable
 
 _BLOCK: Final = 256
-"""The most choices of which each is compared with the others."""
+"""Choices among which equal ones are counted at once."""
 
 
 @compilation.jit(static_argnames=("count", "normalized", "eps"))
@@ -97,7 +97,7 @@ class ExpertRows:
     Attributes:
         group_sizes: how many rows each expert has, `[E]` int32, those included that fill up its group.
         token: the token of each row, `[M]`, ascending within an expert; N for rows without one.
-        place: the row of each token with each of its experts, `[N, count]`; M or more for an absent token.
+        place: the row of each token with each of its experts, `[N, count]`; M for an absent token.
         unit: a number of which M and all group sizes are multiples, for `grouped_matmul`.
 
     Example:
@@ -154,40 +154,32 @@ def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array,
     check_integers("expert_rows", ids=ids)
     tokens, unit = len(ids), group_unit(ids.size, experts)
     keys = ids if present is None else jnp.where(present[:, None], ids, jnp.int32(experts))
+    earlier, totals = _earlier_and_totals(keys.reshape(-1), experts)
+    sizes, expert = -(-totals // unit) * unit, jnp.arange(experts, dtype=jnp.int32)
+    firsts = jnp.where(expert[None] < expert[:, None], sizes[None], 0).sum(axis=1, dtype=jnp.int32)
     # Every expert that somebody chose may have `unit - 1` rows that fill up its group.
     rows = round_down(ids.size + min(experts, ids.size) * (unit - 1), unit)
-    sizes, place = _sizes_and_places(keys.reshape(-1), experts, unit, rows)
-    place = place.reshape(keys.shape)
+    place = jnp.where(keys < experts, firsts.at[keys].get(mode="clip") + earlier.reshape(keys.shape), jnp.int32(rows))
     chooser = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], place.shape)
     token = jnp.full(rows, tokens, jnp.int32).at[place].set(chooser, mode="drop", unique_indices=True)
     return ExpertRows(sizes, token, place, unit)
 
 
-def _sizes_and_places(
-    keys: Int32[Array, "K"], experts: int, unit: int, rows: int
-) -> tuple[Int32[Array, "E"], Int32[Array, "K"]]:
-    """Returns how many rows each expert has, and each key's row, behind those of equal keys before it.
+def _earlier_and_totals(keys: Int32[Array, "K"], experts: int) -> tuple[Int32[Array, "K"], Int32[Array, "E"]]:
+    """Returns how many equal keys come before each key that is an expert, and how often each expert is a key.
 
-    The key `experts` is nobody's, and has a row that is `rows` or more.
-
-    Keys are counted by block, and compared with those of their block. A sort would say the same. But XLA compiles every
-    sort of a program anew, in up to 15 kernels, and so that of each layer; equal fusions share one kernel.
+    Keys are compared with those of their block, and blocks are counted. A sort would say the same. But XLA compiles
+    every sort of a program anew, in up to 15 kernels, and so that of each layer; equal fusions share one kernel.
     """
-    block = min(_BLOCK, len(keys))
-    blocks = ceil_div(len(keys), block)
-    keys_by_block = jnp.pad(keys, (0, blocks * block - len(keys)), constant_values=experts).reshape(blocks, block)
-    place, expert = (jnp.arange(size, dtype=jnp.int32)[None, None] for size in (block, experts))
-    key, other = keys_by_block[:, :, None], keys_by_block[:, None]
-    by_block = (other == expert.swapaxes(1, 2)).sum(axis=2, dtype=jnp.int32)
+    blocks = ceil_div(len(keys), _BLOCK)
+    blocked = jnp.pad(keys, (0, blocks * _BLOCK - len(keys)), constant_values=experts).reshape(blocks, _BLOCK)
+    place, expert = jnp.arange(_BLOCK, dtype=jnp.int32), jnp.arange(experts, dtype=jnp.int32)
+    is_equal = blocked[:, None, :] == blocked[:, :, None]
+    within = (is_equal & (place[None] < place[:, None])[None]).sum(axis=2, dtype=jnp.int32)
+    by_block = (blocked[:, None, :] == expert[None, :, None]).sum(axis=2, dtype=jnp.int32)
     ends = jnp.cumsum(by_block, axis=0, dtype=jnp.int32)
-    sizes = -(-ends[-1] // unit) * unit
-    # One sum, and so one kernel: rows of lower experts, its expert's in blocks before, and in its block before it.
-    lower = jnp.where(expert < key, sizes[None, None], 0)
-    earlier = jnp.where(expert == key, (ends - by_block)[:, None], 0)
-    beside = (other == key) & (place < place.swapaxes(1, 2))
-    nobody = jnp.where((expert == 0) & (key == experts), rows, 0)
-    counted = jnp.concatenate([lower + earlier + nobody, beside.astype(jnp.int32)], axis=2)
-    return sizes, counted.sum(axis=2, dtype=jnp.int32).reshape(-1)[: len(keys)]
+    before = jnp.take_along_axis(ends - by_block, blocked, axis=1, mode="clip")
+    return (before + within).reshape(-1)[: len(keys)], ends[-1]
 
 
 @jax.custom_vjp
