@@ -161,7 +161,7 @@ class Run:
 
     def argument(self, number: int, row: int | None) -> np.ndarray:
         """Returns an argument, or a row of it, as `values` does."""
-        cut = np.asarray(digests.in_rows(digests.plain(self.leaves[number]), self.places[number], self.batch))
+        cut = np.asarray(_rows(self.leaves[number], self.places[number], self.batch))
         return cut if row is None else cut[min(row, cut.shape[0] - 1)]
 
     @property
@@ -186,7 +186,7 @@ class Run:
             seen = {}
             for k, (x, place) in enumerate(zip(outputs, step.places, strict=True)):
                 if (step.number, k) in wanted:
-                    cut, row = digests.in_rows(digests.plain(x), place, self.batch), wanted[step.number, k]
+                    cut, row = _rows(x, place, self.batch), wanted[step.number, k]
                     seen[step.number, k] = cut if row is None else cut[min(row, cut.shape[0] - 1)]
             return outputs, seen
 
@@ -345,7 +345,11 @@ class _Compiled:
     def _with_digests(self, arrays: tuple[Any, ...]) -> tuple[list[Any], Array]:
         """The results, and all digests but those of arguments without rows: one array, which is fetched at once."""
         results, seen = self._observed(arrays)
-        rows = [self._rows(x, place) for x, place in zip(arrays, self._places, strict=True) if isinstance(place, Rows)]
+        rows = [
+            _rows(x, place, self._batch)
+            for x, place in zip(arrays, self._places, strict=True)
+            if isinstance(place, Rows)
+        ]
         made = [*digests.digests(rows), *(seen[key] for key in self._keys)]
         self._shapes = [digest.shape for digest in made]
         return results, jnp.concatenate([jnp.empty(0, jnp.uint32), *(digest.reshape(-1) for digest in made)])
@@ -359,18 +363,15 @@ class _Compiled:
             outputs = run.sealed(step, outputs)
             keys = [(step.number, k) for k in range(len(outputs))]
             zipped = zip(keys, outputs, step.places, strict=True)
-            return outputs, {key: self._rows(x, place) for key, x, place in zipped if key in seals}
+            return outputs, {key: _rows(x, place, self._batch) for key, x, place in zipped if key in seals}
 
         def reduction(rows: dict[Key, Any]) -> dict[Key, Any]:
             return dict(zip(rows, digests.digests([*rows.values()]), strict=True))
 
         return self.program.run(arrays, visit, reduction)
 
-    def _rows(self, x: Any, place: Place) -> Array:
-        return digests.in_rows(digests.plain(x), place, self._batch)
-
     def _argument(self, x: Any, argument: tuple[str, int | None], place: Place) -> Entry:
-        shape = jax.eval_shape(lambda x: self._rows(x, place), x)
+        shape = jax.eval_shape(lambda x: _rows(x, place, self._batch), x)
         return Entry(ARGUMENT, argument[0], "", (), 0, shape.shape[1:], str(shape.dtype), False, False)
 
 
@@ -401,9 +402,14 @@ class _Digests(Sequence[np.ndarray]):
         return len(self._fetched)
 
 
+def _rows(x: Any, place: Place, batch: int | None) -> Array:
+    """An array, or the data of random keys, as `digests.in_rows` returns it."""
+    return digests.in_rows(digests.plain(x), place, batch)
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _digest(x: Any, place: Place, batch: int | None) -> Array:
-    return digests.digest(digests.in_rows(digests.plain(x), place, batch))
+    return digests.digest(_rows(x, place, batch))
 
 
 def _batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> int | None:
@@ -428,9 +434,7 @@ def _observed(program: FlatProgram, batch: int | None, level: str) -> tuple[tupl
             wanted = flat_programs.is_observed(step) if level == "equations" else leaves and step.body is None
             if not wanted or not hasattr(equations.aval(var), "shape"):
                 continue
-            shape = jax.eval_shape(
-                lambda x, place=place: digests.in_rows(digests.plain(x), place, batch), equations.aval(var)
-            )
+            shape = jax.eval_shape(lambda x, place=place: _rows(x, place, batch), equations.aval(var))
             keys.append((step.number, k))
             entries.append(
                 Entry(

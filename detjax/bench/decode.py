@@ -17,7 +17,7 @@ from detjax.bench import presets, timing
 from detjax.contract import DELTA_CHUNK, KV_BLOCK
 from detjax.kv_pages import KVPages, Queries
 from detjax.models import Decoder
-from detjax.models.network import parameters, split
+from detjax.models.network import parameters, part_with, split
 from detjax.models.parts.experts import Experts
 from detjax.numerics import ceil_div
 from detjax.request_state import DeltaNetState
@@ -158,10 +158,8 @@ def _counted_experts() -> Iterator[list[int]]:
 
 def _bytes_of_weights(model: Decoder, batch: int, chosen: float) -> int:
     total = 0.0
-    for path, weight in zip(parameters(model), split(model)[1], strict=True):
-        part: Any = model
-        for level in path[:-1]:
-            part = part[level] if isinstance(level, int) else getattr(part, level)
+    for path, weight in parameters(model).items():
+        part = part_with(model, path)
         if path[0] == "embedding" and model.lm_head is not None:
             total += batch * weight.nbytes / weight.shape[0]
         elif isinstance(part, Experts) and weight.shape[0] == part.options.experts:

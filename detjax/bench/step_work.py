@@ -23,7 +23,7 @@ from detjax.kv_pages import Queries
 from detjax.models import Decoder, DecoderConfig
 from detjax.models.cache import declarations
 from detjax.models.mesh import cuts_of, empty_state_of_a_device
-from detjax.models.network import abstract, parameters, split
+from detjax.models.network import abstract, parameters, part_with, split
 from detjax.models.parts.cuts import AXES
 from detjax.models.parts.experts import Experts
 from detjax.models.parts.latent_attention import LatentAttention
@@ -147,9 +147,7 @@ def _products(model: Decoder, weights: list[jax.ShapeDtypeStruct]) -> Iterator[P
         if levels[0] == head:
             yield Product(outputs, weight.shape[-1], rows="answers")
             continue
-        part: Any = model
-        for level in levels:
-            part = part[level] if isinstance(level, int) else getattr(part, level)
+        part = part_with(model, path)
         if isinstance(part, Experts) and name in ("gate_up", "down"):
             options = part.options
             yield Product(outputs // options.experts, weight.shape[-1], options.experts, options.chosen)

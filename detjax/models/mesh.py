@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from detjax import compilation
-from detjax.models.network import Network, Path, Weights, parameters, split
+from detjax.models.network import Network, Path, Weights, parameters, part_with, split
 from detjax.models.parts.cuts import AXES, EXPERT, TENSOR, Cut, Group, taken_and_filled
 
 _TOWER: Final = "vision"
@@ -123,18 +123,15 @@ def cuts_of(model: Any, mesh: Mesh | AbstractMesh) -> list[Cut | None]:
 
 
 def _cut_of(model: Any, path: Path, mesh: Mesh | AbstractMesh) -> Cut | None:
-    *levels, name = path
-    if levels[0] == _TOWER:
+    if path[0] == _TOWER:
         return None
-    part: Any = model
-    for level in levels:
-        part = part[level] if isinstance(level, int) else getattr(part, level)
+    part = part_with(model, path)
     cuts: dict[str, Cut] = {}
     if hasattr(part, "cuts"):
         cuts = part.cuts(mesh.size)
     elif hasattr(part, "expert_cuts"):
         cuts = part.expert_cuts(*(mesh.shape[axis] for axis in AXES))
-    cut = cuts.get(name)
+    cut = cuts.get(path[-1])
     return cut if cut is not None and cut.is_cut else None
 
 

@@ -107,3 +107,11 @@ def parameters(module: nnx.Module) -> Mapping[Path, Any]:
     """Returns the module's weights by their paths, in the order of their names."""
     network, weights = split(module)
     return dict(zip(network.paths, weights, strict=True))
+
+
+def part_with(module: nnx.Module, path: Path) -> Any:
+    """Returns the part of a module that has the weight of a path as an attribute."""
+    part: Any = module
+    for level in path[:-1]:
+        part = part[level] if isinstance(level, int) else getattr(part, level)
+    return part
