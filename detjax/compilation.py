@@ -110,6 +110,22 @@ _CHAIN: Final = "_detjax_chain"
 """The attribute of functions that `chain` marked."""
 
 
+_chained = jax.make_user_context(False)
+
+
+def is_chained() -> bool:
+    """Returns whether programs that are traced here run their kernels one after the other; see `chained`."""
+    return _chained.value
+
+
+def chained(value: bool) -> contextlib.AbstractContextManager[None]:
+    """Programs that are traced and compiled within the context run their kernels one after the other, if `value`.
+
+    Kernels by which devices exchange rely on it: they must run in the same order on all devices.
+    """
+    return _chained(value)
+
+
 def chain[F: Callable[..., Any]](fn: F) -> F:
     """Marks a function whose programs run their kernels one after the other, which is faster if there are many."""
     setattr(fn, _CHAIN, True)
@@ -141,11 +157,14 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
     nested = jax.jit(fn, **jit_arguments)
 
     @functools.cache
-    def program(device_platform: str, backend: str) -> Any:
+    def program(device_platform: str, backend: str, is_chain: bool) -> Any:
         options: dict[str, Any] = {**options_of(backend, device_platform)}
-        if getattr(fn, _CHAIN, False) and backend != backends.STOCK:
+        if is_chain and backend != backends.STOCK:
             options |= CHAIN_OPTIONS[device_platform]
         return jax.jit(fn, compiler_options=options, **jit_arguments)
+
+    def chosen() -> Any:
+        return program(jax.default_backend(), backends.backend(), is_chained() or getattr(fn, _CHAIN, False))
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -153,11 +172,11 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
         if not trace_state_clean():
             return nested(*args, **kwargs)
         with under_contract():
-            return program(jax.default_backend(), backends.backend())(*args, **kwargs)
+            return chosen()(*args, **kwargs)
 
     def compiled(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         with under_contract():
-            return program(jax.default_backend(), backends.backend()).lower(*args, **kwargs).compile()
+            return chosen().lower(*args, **kwargs).compile()
 
     setattr(call, _COMPILED, compiled)
     return call
@@ -206,20 +225,22 @@ class Choices:
     Attributes:
         backend: the backend that serves.
         separated: the fusions that are switched off, by name.
+        is_chain: whether programs run their kernels one after the other; see `chained`.
     """
 
     backend: str
     separated: tuple[str, ...]
+    is_chain: bool
 
     @classmethod
     def here(cls) -> "Choices":
         """Returns the choices of this thread."""
-        return cls(backends.backend(), fusions.separated())
+        return cls(backends.backend(), fusions.separated(), is_chained())
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Makes these the choices within the context."""
-        with backends.chosen_backend(self.backend), fusions.chosen_fusions(self.separated):
+        with backends.chosen_backend(self.backend), fusions.chosen_fusions(self.separated), chained(self.is_chain):
             yield
 
 

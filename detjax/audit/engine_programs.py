@@ -7,7 +7,7 @@ import jax
 
 from detjax import compilation
 from detjax.audit.roles import Risk, risks_of_order
-from detjax.engine.step_programs import StepProgram
+from detjax.engine.step_programs import Parameters, StepProgram
 from detjax.models import Decoder
 from detjax.models.network import split
 
@@ -27,7 +27,7 @@ def engine_risks(model: Decoder, programs: Iterable[StepProgram]) -> dict[str, t
     for program in programs:
 
         def call(weights: Any, *args: Any, program: StepProgram = program) -> Any:
-            return program.fn(network, weights, *args, **program.static)
+            return program.fn(network, Parameters(weights), *args, **program.static)
 
         with compilation.under_contract():
             traced = jax.make_jaxpr(call)(weights, *program.args)

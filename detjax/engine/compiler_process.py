@@ -5,14 +5,18 @@ Python traces programs one after the other, whatever the number of threads. So m
 
 import contextlib
 import dataclasses
+import io
 import os
+import pickle
 import subprocess
 import sys
 import traceback
 from collections.abc import Hashable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import jax
 
 from detjax import compilation, fingerprints
 from detjax.engine.step_programs import StepPrograms
@@ -63,7 +67,7 @@ class CompilerProcess:
                 env=os.environ | _SHARED_MEMORY | {"PYTHONPATH": paths},
             )
         with contextlib.suppress(OSError):  # `compiled` notices that it has ended
-            self._connection.send(task)
+            self._connection.send_bytes(_pickled(task))
 
     def compiled(self, key: Hashable) -> bytes:
         """Returns one of the task's programs in the form of `compilation.serialized`.
@@ -91,9 +95,29 @@ class CompilerProcess:
         self._connection.close()
 
 
+class _TaskPickler(pickle.Pickler):
+    """Writes a device, which belongs to its process, as its number. Another process has the same devices."""
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return obj.id if isinstance(obj, jax.Device) else None
+
+
+class _TaskUnpickler(pickle.Unpickler):
+    """Reads what `_TaskPickler` has written."""
+
+    def persistent_load(self, pid: int) -> jax.Device:
+        return next(device for device in jax.devices() if device.id == pid)
+
+
+def _pickled(task: Task) -> bytes:
+    content = io.BytesIO()
+    _TaskPickler(content).dump(task)
+    return content.getvalue()
+
+
 def _serve(connection: Connection) -> None:
     """Compiles what is asked for until the other side closes the connection. Answers failures with their texts."""
-    task: Task = connection.recv()
+    task: Task = _TaskUnpickler(io.BytesIO(connection.recv_bytes())).load()
     with task.choices.held(), contextlib.suppress(EOFError):
         digest = fingerprints.fingerprint().digest
         by_key = task.programs.by_key()
@@ -102,8 +126,8 @@ def _serve(connection: Connection) -> None:
             try:
                 if digest != task.fingerprint:
                     raise RuntimeError(f"its fingerprint is {digest}, and not {task.fingerprint}")
-                one, network, weights = by_key[key], task.programs.network, task.programs.weights
-                program = compilation.compiled(one.fn, network, weights, *one.args, **one.static)
+                one, network, parameters = by_key[key], task.programs.network, task.programs.parameters
+                program = compilation.compiled(one.fn, network, parameters, *one.args, **one.static)
                 connection.send(compilation.serialized(program))
             except Exception:
                 connection.send(traceback.format_exc())

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from detjax import compilation
 from detjax.engine import step_programs
 from detjax.engine.batch import BatchShape, StepBatch
 from detjax.engine.constraints import all_allowed
 from detjax.engine.program_compiler import Compilation, ProgramCompiler
 from detjax.engine.step_programs import (
+    Parameters,
     SampledTokens,
     SamplingVariant,
     SlotState,
@@ -27,7 +29,7 @@ from detjax.engine.step_programs import (
 from detjax.models import Decoder
 from detjax.models.decoder import ImageRows
 from detjax.models.images import Shown, empty_pack, rows_by, window_counts
-from detjax.models.mesh import everywhere, placement, put_everywhere, spans_processes, whole_shapes
+from detjax.models.mesh import device_buffers, everywhere, placement, put_everywhere, spans_processes, whole_shapes
 from detjax.models.network import abstract, split
 from detjax.models.parts.vision import Patches
 from detjax.options import KVQuantization
@@ -76,6 +78,7 @@ class ModelRunner:
         slots: int,
         variants: Sequence[SamplingVariant],
         kv_cache_dtype: KVQuantization | None,
+        empty_batch: Callable[[BatchShape], StepBatch],
         image_tokens: int = 0,
     ) -> None:
         """A runner with an empty cache.
@@ -86,9 +89,15 @@ class ModelRunner:
             slots: sequences that are computed at the same time.
             variants: sampling programs that steps may use, the fastest first.
             kv_cache_dtype: how keys and values are quantized in the cache.
+            empty_batch: returns a batch of a shape that has no chunks.
             image_tokens: tokens of the largest image for which a program is compiled ahead.
         """
-        self._network, self._weights = split(model)
+        self._network, weights = split(model)
+        self._buffers = device_buffers(model.mesh)
+        self._parameters = Parameters(weights, None if self._buffers is None else self._buffers.links)
+        self._empty_batch = empty_batch
+        self._primed = set[Hashable]()
+        """Keys of programs that have run without links."""
         self._everywhere = everywhere(model.mesh)
         self._spans_processes = spans_processes(model.mesh)
         self._given = placement(model, model.mesh)
@@ -118,10 +127,11 @@ class ModelRunner:
         Raises:
             ValueError: the weights do not fit the model.
         """
-        expected = [jax.ShapeDtypeStruct(*x) for x in zip(self._shapes, (w.dtype for w in self._weights), strict=True)]
+        expected = [jax.ShapeDtypeStruct(*x) for x in zip(self._shapes, (w.dtype for w in self._parameters.weights), strict=True)]
         _check_weights(self._network.state(tuple(expected)), params)
         weights = self._network.weights(params)
-        self._weights = tuple(put(x) for put, x in zip(self._given, weights, strict=True))
+        placed = tuple(put(x) for put, x in zip(self._given, weights, strict=True))
+        self._parameters = self._parameters._replace(weights=placed)
 
     def image_rows(self, images: Sequence[Shown]) -> list[np.ndarray]:
         """Returns the rows that the vision tower makes of each image, on the host."""
@@ -148,7 +158,13 @@ class ModelRunner:
         Returns:
             Those of each chunk's last token, for `sample`, and those of the rows that prefill, for `score`.
         """
-        self._state, hidden, rows = self._run(step_programs.forward(batch, self._state, self._slots.last))
+        if self._needs_priming(step_programs.forward_key(batch.shape)):
+            self._forward(self.copy(self._empty_batch(batch.shape)), is_linked=False)
+        return self._forward(batch)
+
+    def _forward(self, batch: StepBatch, *, is_linked: bool = True) -> tuple[Array, Array]:
+        program = step_programs.forward(batch, self._state, self._slots.last)
+        self._state, hidden, rows = self._run(program, is_linked=is_linked)
         return hidden, rows
 
     def sample(self, batch: StepBatch, hidden: Array, needed: SamplingVariant, allowed: Array | None) -> SampledTokens:
@@ -173,9 +189,16 @@ class ModelRunner:
         masks = None
         if variant.constrained:
             masks = self._all_allowed(batch.shape.sampled) if allowed is None else self._reachable(allowed)
-        slots, sampled = self._run(step_programs.sample(batch, hidden, self._slots, variant, masks))
-        self._slots = slots if variant.adjusted else self._slots._replace(last=slots.last)
-        return sampled
+
+        def run(batch: StepBatch, *, is_linked: bool) -> SampledTokens:
+            program = step_programs.sample(batch, hidden, self._slots, variant, masks)
+            slots, sampled = self._run(program, is_linked=is_linked)
+            self._slots = slots if variant.adjusted else self._slots._replace(last=slots.last)
+            return sampled
+
+        if self._needs_priming(step_programs.sample_key(batch.shape.sampled, variant)):
+            run(self.copy(self._empty_batch(batch.shape)), is_linked=False)
+        return run(batch, is_linked=True)
 
     def _all_allowed(self, count: int) -> Array:
         """Returns masks on the device that allow every token; they are copied there once."""
@@ -256,7 +279,10 @@ class ModelRunner:
             first: the row of the first token. Each token has a row of its own.
             tokens: their ids.
         """
-        return self._run(step_programs.score(rows, first, tokens, most_likeliest(self._variants)))
+        program = step_programs.score(rows, first, tokens, most_likeliest(self._variants))
+        if self._needs_priming(program.key):
+            self._run(program, is_linked=False)
+        return self._run(program)
 
     def programs(self, batches: Iterable[StepBatch]) -> StepPrograms:
         """Returns every program that steps of these shapes may need.
@@ -266,7 +292,7 @@ class ModelRunner:
         """
         return StepPrograms(
             network=self._network,
-            weights=shapes_of(self._weights, self._everywhere),
+            parameters=shapes_of(self._parameters, self._everywhere),
             state=shapes_of(self._state, self._everywhere),
             in_slots=self._in_slots,
             slots=shapes_of(self._slots),
@@ -290,7 +316,8 @@ class ModelRunner:
             compiler: compiles the programs. Those that it leaves for later serve steps as soon as they are there.
         """
         self.close()
-        self._compilation = compiler.start(self.programs(batches), self._compiled.__setitem__)
+        with compilation.chained(self._buffers is not None):
+            self._compilation = compiler.start(self.programs(batches), self._compiled.__setitem__)
         self._run_all([batch for batch in batches if self.has_layers(batch.shape)])
 
     def has_layers(self, shape: BatchShape) -> bool:
@@ -315,7 +342,7 @@ class ModelRunner:
         sizes = set[tuple[str, int]]()
         for batch in map(self.copy, batches):
             shape = batch.shape
-            self._state, hidden, rows = self._run(step_programs.forward(batch, self._state, self._slots.last))
+            hidden, rows = self.forward(batch)
             if ("sampled", shape.sampled) not in sizes:
                 for variant in self._variants:
                     if self._is_ready(step_programs.sample_key(shape.sampled, variant)):
@@ -332,11 +359,27 @@ class ModelRunner:
                 jax.block_until_ready(self._run(step_programs.image_rows(patches)))
         jax.block_until_ready(self._slots)
 
-    def _run(self, program: StepProgram) -> Any:
+    def _needs_priming(self, key: Hashable) -> bool:
+        """Whether a program must run without links before its devices may exchange: when this is asked first.
+
+        A program loads its kernels when it runs for the first time. A GPU cannot load them while another one waits for
+        it, which in turn may never end.
+        """
+        if self._buffers is None or key in self._primed:
+            return False
+        self._primed.add(key)
+        return True
+
+    def _run(self, program: StepProgram, *, is_linked: bool = True) -> Any:
+        parameters = self._parameters
+        if not is_linked:
+            assert self._buffers is not None
+            parameters = parameters._replace(links=self._buffers.nowhere)
         compiled = self._compiled.get(program.key)
-        if compiled is None:
-            return program.fn(self._network, self._weights, *program.args, **program.static)
-        return compiled(self._weights, *program.args)
+        if compiled is not None:
+            return compiled(parameters, *program.args)
+        with compilation.chained(self._buffers is not None):
+            return program.fn(self._network, parameters, *program.args, **program.static)
 
 
 def _check_weights(current: PyTree, new: PyTree[Array]) -> None:

@@ -147,7 +147,7 @@ def _names(programs: StepPrograms) -> dict[Hashable, str]:
     modules = {one.__module__.partition(".")[0] for one in classes if isinstance(one, type)}
     if not modules <= _OWN_PACKAGES:
         return {}
-    network, weights = programs.network, jax.tree.leaves(programs.weights)
+    network, weights = programs.network, jax.tree.leaves(programs.parameters)
     # Fusions that change no bit are in no fingerprint.
     separated = fusions.separated()
     common = repr((_sources(), separated, network.graph, network.tree, network.paths, network.order, weights))

@@ -15,6 +15,7 @@ from detjax import compilation
 from detjax.engine.compiler_process import CompilerFailed, CompilerProcess, Task
 from detjax.engine.program_cache import ProgramCache
 from detjax.engine.step_programs import StepPrograms
+from detjax.models.mesh import spans_processes
 
 _MOST_COMPILERS: Final = 16
 """Threads or processes that compile at most."""
@@ -67,8 +68,8 @@ class ProgramCompiler:
         started = Compilation(programs, cache, add, max(self._threads, self._processes))
         try:
             started.load()
-            # Devices of a mesh cannot be named to another process, so this one compiles their programs.
-            processes = self._processes if programs.everywhere is None else 0
+            # A process of `jax.distributed` has devices that no further process can have.
+            processes = 0 if spans_processes(programs.mesh) else self._processes
             first = started.compile(processes, in_background=self._in_background and processes > 0)
             for future in self._track(as_completed(first), len(first)):
                 future.result()
@@ -99,9 +100,8 @@ class Compilation:
         self._programs, self._by_key, self._cache, self._add = programs, programs.by_key(), cache, add
         self.pending = set(self._by_key)
         self._choices = compilation.Choices.here()
-        mesh: Any = None if programs.everywhere is None else programs.everywhere.mesh
         # In the mesh's order: a program takes its first device's part from the first of them.
-        self._devices = None if mesh is None else list(mesh.devices.flat)
+        self._devices = None if programs.mesh is None else list(programs.mesh.devices.flat)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="detjax-compiler")
         self._processes: list[CompilerProcess] = []
         self._idle: queue.SimpleQueue[CompilerProcess | None] = queue.SimpleQueue()
@@ -188,7 +188,7 @@ class Compilation:
         else:
             with self._choices.held():  # every thread makes its own
                 compiled = compilation.compiled(
-                    program.fn, self._programs.network, self._programs.weights, *program.args, **program.static
+                    program.fn, self._programs.network, self._programs.parameters, *program.args, **program.static
                 )
         self._keep(key, compiled, content)
         self._finish(key, compiled)

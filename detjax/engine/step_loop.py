@@ -216,12 +216,20 @@ class StepLoop:
                 `step` does, as it does for all other steps.
         """
         slots = config.shapes.limits.slots
+        sections = model.config.rope.sections
+        table = SlotTable(
+            slots,
+            config.pages_per_sequence,
+            named_in_queries=model.has_slots,
+            coordinates=None if sections is None else len(sections),
+        )
         runner = ModelRunner(
             model,
             num_pages=config.num_pages,
             slots=slots,
             variants=config.variants,
             kv_cache_dtype=config.kv_cache_dtype,
+            empty_batch=functools.partial(table.batch, ScheduledStep()),
             image_tokens=_image_tokens(model, config.pages_per_sequence * KV_BLOCK),
         )
         # What a layer keeps of a request as a whole is not in the pages of its prefix, but it may be in a snapshot.
@@ -233,13 +241,6 @@ class StepLoop:
         keeps_prefixes = config.prefix_cache and (snapshots is not None or not model.has_slots)
         pool = PagePool(config.num_pages, keeps_prefixes=keeps_prefixes, snapshots=snapshots)
         scheduler = Scheduler(pool, config.shapes.limits)
-        sections = model.config.rope.sections
-        table = SlotTable(
-            slots,
-            config.pages_per_sequence,
-            named_in_queries=model.has_slots,
-            coordinates=None if sections is None else len(sections),
-        )
         return cls(scheduler, config.shapes, table, runner, launcher)
 
     @property

@@ -4,6 +4,7 @@ A program is compiled for arrays of certain sizes. Few sizes serve all steps, so
 before the first request; see `BatchShapes.for_serving`.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -12,16 +13,18 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, UInt16, UInt32
 
 from detjax import compilation
+from detjax.device_links import DeviceLinks
 from detjax.engine.batch import BatchShape, StepBatch, no_adjustments
 from detjax.engine.constraints import all_allowed
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models.cache import State
 from detjax.models.decoder import Decoder, ImageRows
 from detjax.models.network import Network, Weights
+from detjax.models.parts.cuts import linked
 from detjax.models.parts.logits import Logits
 from detjax.models.parts.vision import Patches
 from detjax.numerics import distinct_places
@@ -35,6 +38,18 @@ _SLOT: Final = "slot"
 """The size of programs that copy one slot."""
 _COUNT: Final = np.uint16
 """The dtype of counts of tokens. They end at its largest number, which the contract knows."""
+
+
+class Parameters(NamedTuple):
+    """What every program takes before its own arguments.
+
+    Attributes:
+        weights: the model's weights.
+        links: how devices that share the model reach one another; None: there is one, or XLA's collectives are used.
+    """
+
+    weights: Weights
+    links: DeviceLinks | None = None
 
 
 class SampledTokens(NamedTuple):
@@ -174,7 +189,7 @@ class StepProgram(NamedTuple):
     Attributes:
         fn: a function of `compilation.jit`, whose first arguments are the network and its weights.
         size: the sizes that its arguments depend on.
-        args: the arguments after the weights: arrays, or their shapes and dtypes.
+        args: the arguments after the parameters: arrays, or their shapes and dtypes.
         static: the arguments by keyword, on which the program depends.
         purpose: what the program is for.
         is_essential: whether there are steps that no other essential program serves. The other programs make steps
@@ -272,7 +287,7 @@ class StepPrograms:
 
     Attributes:
         network: the model without its weights.
-        weights: the weights.
+        parameters: the weights, and how devices reach one another.
         state: what the layers keep.
         in_slots: for each layer, whether it keeps it in slots.
         slots: what the device knows of the sequences in the slots.
@@ -285,7 +300,7 @@ class StepPrograms:
     """
 
     network: Network
-    weights: Weights
+    parameters: Parameters
     state: State
     in_slots: tuple[bool, ...]
     slots: SlotState
@@ -295,6 +310,14 @@ class StepPrograms:
     vocabulary: int
     images: tuple[Patches, ...] = ()
     everywhere: NamedSharding | None = None
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices that share the model; None: there is one."""
+        if self.everywhere is None:
+            return None
+        assert isinstance(self.everywhere.mesh, Mesh)
+        return self.everywhere.mesh
 
     def by_key(self) -> dict[Hashable, StepProgram]:
         """Returns the programs: the essential ones first, and of these the longest to compile first."""
@@ -371,9 +394,16 @@ def most_likeliest(variants: Sequence[SamplingVariant]) -> int:
     return max(variant.top_logprobs for variant in variants)
 
 
+@contextlib.contextmanager
+def _model(network: Network[Decoder], parameters: Parameters) -> Iterator[Decoder]:
+    """The model, within a context in which its devices exchange by the links of the parameters."""
+    with linked(parameters.links):
+        yield network.with_weights(parameters.weights)
+
+
 @functools.partial(compilation.jit, static_argnums=0, donate_argnums=2)
 def _forward(
-    network: Network, weights: Weights, state: State, last: Int32[Array, "slots"], batch: StepBatch
+    network: Network, parameters: Parameters, state: State, last: Int32[Array, "slots"], batch: StepBatch
 ) -> tuple[State, Float[Array, "R D"], Float[Array, "rows D"]]:
     """Returns the state with the step's tokens, and hidden states: of each chunk's last token, and of prefill rows."""
     decodes = batch.held.shape[0]
@@ -383,14 +413,15 @@ def _forward(
     if images is not None:  # decodes come before them
         padding = (decodes, 0)
         images = ImageRows(jnp.pad(images.present, padding), jnp.pad(images.rows, (padding, (0, 0))))
-    hidden, state = network.with_weights(weights).hidden_states(tokens, batch.queries, state, images=images)
+    with _model(network, parameters) as model:
+        hidden, state = model.hidden_states(tokens, batch.queries, state, images=images)
     return state, hidden[batch.last_row], hidden[decodes:]
 
 
 @functools.partial(compilation.jit, static_argnums=0, donate_argnums=3, static_argnames="variant")
 def _sample(
     network: Network,
-    weights: Weights,
+    parameters: Parameters,
     hidden: Float[Array, "R D"],
     slots: SlotState,
     rows: SampledRows,
@@ -404,7 +435,8 @@ def _sample(
         count = len(slots.seen.generated)
         slot = distinct_places(slot < count, slot, count)
         seen_by_row = SeenTokens(*(x.at[slot].get(mode="fill", fill_value=0) for x in slots.seen))
-    sampled = network.with_weights(weights).with_logits(_sampled, hidden, rows, seen_by_row, variant=variant)
+    with _model(network, parameters) as model:
+        sampled = model.with_logits(_sampled, hidden, rows, seen_by_row, variant=variant)
     seen = None
     if slots.seen is not None and seen_by_row is not None:
         seen = _with_tokens(slots.seen, seen_by_row, slot, sampled.token)
@@ -461,7 +493,7 @@ def _with_tokens(seen: SeenTokens, by_row: SeenTokens, slot: Int32[Array, "R"], 
 @functools.partial(compilation.jit, static_argnums=0, donate_argnums=2)
 def _note_seen(
     network: Network,
-    weights: Weights,
+    parameters: Parameters,
     seen: SeenTokens,
     slot: Int32[Arrays, ""],
     is_first: Bool[Arrays, ""],
@@ -477,21 +509,21 @@ def _note_seen(
 
 
 @functools.partial(compilation.jit, static_argnums=0)
-def _image_rows(network: Network[Decoder], weights: Weights, patches: Patches) -> Float[Array, "W U D"]:
+def _image_rows(network: Network[Decoder], parameters: Parameters, patches: Patches) -> Float[Array, "W U D"]:
     """Returns a row for each token of each window."""
-    tower = network.with_weights(weights).vision
+    tower = network.with_weights(parameters.weights).vision
     assert tower is not None, "the model takes no images"
     return tower(patches)
 
 
 @functools.partial(compilation.jit, static_argnums=0)
-def _take_slot(network: Network, weights: Weights, state: State, slot: Int32[Arrays, ""]) -> PyTree:
+def _take_slot(network: Network, parameters: Parameters, state: State, slot: Int32[Arrays, ""]) -> PyTree:
     """Returns a slot's rows of each array."""
     return jax.tree.map(lambda x: x[slot], state)
 
 
 @functools.partial(compilation.jit, static_argnums=0, donate_argnums=2)
-def _put_slot(network: Network, weights: Weights, state: State, slot: Int32[Arrays, ""], rows: PyTree) -> State:
+def _put_slot(network: Network, parameters: Parameters, state: State, slot: Int32[Arrays, ""], rows: PyTree) -> State:
     """Returns the state with other rows in a slot."""
     return jax.tree.map(lambda x, row: x.at[slot].set(row), state, rows)
 
@@ -519,7 +551,7 @@ def seen_entries(prompt: Sequence[int], generated: Sequence[int], vocabulary: in
 @functools.partial(compilation.jit, static_argnums=0, static_argnames="top")
 def _score(
     network: Network,
-    weights: Weights,
+    parameters: Parameters,
     rows: Float[Array, "rows D"],
     first: np.int32 | Int32[Array, ""],
     tokens: Int32[Arrays, "n"],
@@ -528,7 +560,8 @@ def _score(
 ) -> SampledTokens:
     """Returns logprobs of given tokens, each after the hidden state in a row of its own."""
     index = jnp.minimum(first + jnp.arange(tokens.shape[0], dtype=jnp.int32), rows.shape[0] - 1)
-    return network.with_weights(weights).with_logits(_scored, rows[index], jnp.asarray(tokens), top=top)
+    with _model(network, parameters) as model:
+        return model.with_logits(_scored, rows[index], jnp.asarray(tokens), top=top)
 
 
 def _scored(logits: Logits, tokens: Int32[Array, "n"], *, top: int) -> SampledTokens:

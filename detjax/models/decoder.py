@@ -15,12 +15,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Int
 
 from detjax import compilation
+from detjax.device_links import DeviceLinks
 from detjax.kv_pages import Queries
 from detjax.models.cache import KVCache, State, declarations, layers_in_slots
 from detjax.models.config import DecoderConfig
 from detjax.models.family import family_named
 from detjax.models.mesh import Call, empty_state, empty_state_of_a_device, run, specs_of
 from detjax.models.network import Network, Weights, split
+from detjax.models.parts.cuts import current_links, linked
 from detjax.models.parts.embedding import Embedding
 from detjax.models.parts.norm import RMSNorm
 from detjax.models.parts.state import StateSize
@@ -168,7 +170,7 @@ class Decoder(nnx.Module):
             x = jnp.where(jnp.asarray(images.present)[..., None], jnp.asarray(images.rows), x)
         written = []
         for layer, layer_state in zip(self.layers, state, strict=True):
-            x, layer_state = run(*split(layer), x, queries, layer_state)
+            x, layer_state = run(*split(layer), current_links(), x, queries, layer_state)
             written.append(layer_state)
         return self.final_norm(x), tuple(written)
 
@@ -268,7 +270,13 @@ class Decoder(nnx.Module):
 
 @functools.partial(compilation.jit, static_argnums=0)
 def _layer(
-    network: Network, weights: Weights, x: Float[Array, "*N D"], queries: Queries, state: Any
+    network: Network,
+    weights: Weights,
+    links: DeviceLinks | None,
+    x: Float[Array, "*N D"],
+    queries: Queries,
+    state: Any,
 ) -> tuple[Float[Array, "*N D"], Any]:
     """Runs a layer as a program of its own, so that layers that differ in their weights alone are traced once."""
-    return network.with_weights(weights)(x, queries, state)
+    with linked(links):
+        return network.with_weights(weights)(x, queries, state)

@@ -15,9 +15,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from detjax import compilation
+from detjax import backends, compilation
+from detjax.device_links import Buffers, DeviceLinks, reach_one_another
 from detjax.models.network import Network, Path, Weights, parameters, part_with, split
-from detjax.models.parts.cuts import AXES, EXPERT, TENSOR, Cut, Group, taken_and_filled
+from detjax.models.parts.cuts import AXES, EXPERT, TENSOR, Cut, Group, current_links, linked, taken_and_filled
 
 _TOWER: Final = "vision"
 """The part of a decoder that runs on every device as a whole."""
@@ -151,7 +152,8 @@ def place(x: Any, cut: Cut | None, mesh: Mesh) -> Array:
     for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
         assert index is not None
         some = x if cut.experts is None else _some_experts(x, cut.experts, index[0].start or 0, mesh)
-        part = np.asarray(cut.pieces(some, (index[axis].start or 0) // cut.length, devices))
+        part = cut.pieces(some, (index[axis].start or 0) // cut.length, devices)
+        part = part if isinstance(part, jax.Array) else np.asarray(part)
         parts.append(jax.block_until_ready(jax.device_put(part, device)))
         # JAX forgets what it has copied when garbage is collected, and not before.
         del some, part
@@ -177,6 +179,16 @@ def placement(model: Any, mesh: Mesh | None) -> list[Callable[[Any], Array]]:
 def spans_processes(mesh: Mesh | None) -> bool:
     """Returns whether some of a mesh's devices belong to other processes."""
     return mesh is not None and any(device.process_index != jax.process_index() for device in mesh.devices.flat)
+
+
+def device_buffers(mesh: Mesh | None) -> Buffers | None:
+    """Returns buffers by which kernels of the devices of a mesh exchange; None where XLA's collectives do.
+
+    Kernels exchange between GPUs of this process that reach each other's memory.
+    """
+    if mesh is None or spans_processes(mesh) or backends.backend() != "hopper":
+        return None
+    return Buffers.of(mesh) if reach_one_another(list(mesh.devices.flat)) else None
 
 
 def everywhere(mesh: Mesh | None) -> NamedSharding | None:
@@ -291,7 +303,7 @@ def run(model: Any, call: Call, *args: Any) -> Any:
     if spans_processes(model.mesh):  # its programs cannot have what lies on a device of one process
         sharding = everywhere(model.mesh)
         args = jax.tree.map(lambda x: put_everywhere(x, sharding) if _is_here(x) else x, args)
-    return _run(network, call, weights, args)
+    return _run(network, call, weights, current_links(), args)
 
 
 def _is_here(x: Any) -> bool:
@@ -304,17 +316,21 @@ def _gather(x: Array, sharding: NamedSharding) -> Array:
 
 
 @functools.partial(compilation.jit, static_argnums=(0, 1))
-def _run(network: Network[nnx.Module], call: Call, weights: Weights, args: tuple[Any, ...]) -> Any:
+def _run(
+    network: Network[nnx.Module], call: Call, weights: Weights, links: DeviceLinks | None, args: tuple[Any, ...]
+) -> Any:
     model: Any = network.with_weights(weights)
     mesh = model.mesh
     pairs = zip(weights, cuts_of(model, mesh), strict=True)
     specs = tuple(_spec(len(x.shape), cut) for x, cut in pairs)
 
-    def on_device(weights: Weights, args: tuple[Any, ...]) -> Any:
+    def on_device(weights: Weights, links: DeviceLinks | None, args: tuple[Any, ...]) -> Any:
         # XLA's partitioner crashes on arguments without elements, such as those of batches without prefills.
         args = jax.tree.map(lambda x: x if x.size else jnp.zeros(x.shape, x.dtype), args)
-        return getattr(network.with_weights(weights), call.method)(*args, **dict(call.options))
+        with linked(links):
+            return getattr(network.with_weights(weights), call.method)(*args, **dict(call.options))
 
     # Loops of the operations begin with zeros that every device has, and go on with what differs between devices.
-    shared = jax.shard_map(on_device, mesh=mesh, in_specs=(specs, call.inputs), out_specs=call.outputs, check_vma=False)
-    return shared(weights, args)
+    inputs = specs, P(), call.inputs
+    shared = jax.shard_map(on_device, mesh=mesh, in_specs=inputs, out_specs=call.outputs, check_vma=False)
+    return shared(weights, links, args)

@@ -8,20 +8,33 @@ from typing import Any
 
 import jax
 from jax import lax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, PyTree, Shaped
 
+from detjax.device_links import DeviceLinks
 from detjax.ops.checks import check_dtype
 from detjax.ops.dispatch import Operation
 from detjax.options import AxisName
 
 _MODULES = {
     "portable": "detjax.portable.collectives",
-    "hopper": "detjax.portable.collectives",
+    "hopper": "detjax.pallas.hopper.exchange",
     "tpu": "detjax.portable.collectives",
     "stock": "detjax.stock.collectives",
 }
 _PSUM = Operation("psum", _MODULES)
 _PSUM_SCATTER = Operation("psum_scatter", _MODULES)
+_GATHER_COLUMNS = Operation("gather_columns", _MODULES)
+
+
+def gather_columns(x: Shaped[Array, "*N n"], axis_name: AxisName, links: DeviceLinks | None = None) -> Array:
+    """Returns the columns `[*N, devices * n]` that all devices of an axis have, in the order of the axis.
+
+    Args:
+        x: this device's columns, inside `jax.shard_map`.
+        axis_name: an axis of the mesh, or several, the first of which varies slowest.
+        links: how kernels reach the other devices; None: XLA gathers. No bit depends on it.
+    """
+    return _GATHER_COLUMNS.module().gather_columns(x, axis_name, links)
 
 
 def psum(x: PyTree[Array], axis_name: AxisName) -> Any:

@@ -6,6 +6,7 @@ from jax import lax
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR
+from detjax.device_links import DeviceLinks
 from detjax.options import AxisName
 from detjax.rounding import rounded
 
@@ -19,6 +20,11 @@ def psum_scatter(term: Array, axis_name: AxisName) -> Array:
     """This device's part of `psum`, cut along the first axis, whose size the number of devices divides."""
     parts = term.reshape(lax.axis_size(axis_name), -1, *term.shape[1:])
     return _sum_over_first_axis(lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0))
+
+
+def gather_columns(x: Array, axis_name: AxisName, links: DeviceLinks | None) -> Array:
+    """The columns of all devices of the axis, which every device has afterwards; `links` are not needed."""
+    return lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True)
 
 
 def _sum_over_first_axis(terms: Array) -> Array:

@@ -3,7 +3,13 @@
 from jax import lax
 from jaxtyping import Array
 
+from detjax.device_links import DeviceLinks
 from detjax.options import AxisName
+
+
+def gather_columns(x: Array, axis_name: AxisName, links: DeviceLinks | None) -> Array:
+    """See `detjax.ops.collectives.gather_columns`."""
+    return lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True)
 
 
 def psum(term: Array, axis_name: AxisName) -> Array:

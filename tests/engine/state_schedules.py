@@ -18,7 +18,7 @@ from detjax import SamplingParams
 from detjax.engine.batch import BatchShapes, SlotTable
 from detjax.engine.model_runner import ModelRunner
 from detjax.engine.page_pool import PagePool, prefix_root
-from detjax.engine.scheduler import Scheduler, pages_needed
+from detjax.engine.scheduler import ScheduledStep, Scheduler, pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.snapshots import SnapshotCache
 from detjax.engine.step_loop import StepLoop
@@ -140,7 +140,12 @@ class Cases:
         scheduler = Scheduler(pool, shapes.limits)
         table = SlotTable(slots, self.pages_per_sequence, named_in_queries=has_slots)
         runner = ModelRunner(
-            self.model, num_pages=_PAGES, slots=slots, variants=_VARIANTS, kv_cache_dtype=self.kind.quantization
+            self.model,
+            num_pages=_PAGES,
+            slots=slots,
+            variants=_VARIANTS,
+            kv_cache_dtype=self.kind.quantization,
+            empty_batch=functools.partial(table.batch, ScheduledStep()),
         )
         return StepLoop(scheduler, shapes, table, runner)
 

@@ -12,7 +12,7 @@ import pytest
 import detjax
 from detjax.engine import prepare_cache, program_cache
 from detjax.engine.program_cache import ProgramCache
-from detjax.engine.step_programs import StepPrograms
+from detjax.engine.step_programs import Parameters, StepPrograms
 from detjax.models.network import split
 from tests.support.small_loops import VARIANTS, small_loop, small_model
 
@@ -50,7 +50,7 @@ def test_a_name_depends_on_all_that_the_program_depends_on(monkeypatch: pytest.M
     ours = programs()
     (variant,) = ours.variants
     changed = {
-        "the weights": dataclasses.replace(ours, weights=ours.weights[1:]),
+        "the weights": dataclasses.replace(ours, parameters=Parameters(ours.parameters.weights[1:])),
         "the network": dataclasses.replace(ours, network=split(small_model().layers[0])[0]),
         "the state": dataclasses.replace(ours, state=ours.state[1:]),
         "the batches": dataclasses.replace(ours, batches=ours.batches[:1]),

@@ -46,7 +46,7 @@ class CompilerHere:
             raise CompilerFailed("it was killed")
         program = self._programs.by_key()[key]
         made = compilation.compiled(
-            program.fn, self._programs.network, self._programs.weights, *program.args, **program.static
+            program.fn, self._programs.network, self._programs.parameters, *program.args, **program.static
         )
         return compilation.serialized(made)
 

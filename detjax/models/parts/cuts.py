@@ -9,6 +9,8 @@ nothing but compute. Its method `cuts(devices)` says by name how its parameters 
 all others.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
@@ -23,7 +25,9 @@ from jaxtyping import Array, Float, Shaped
 
 from detjax import backends
 from detjax.accumulated_weight import AccumulatedWeight, Weight
+from detjax.device_links import DeviceLinks
 from detjax.numerics import ceil_div, round_up
+from detjax.ops.collectives import gather_columns
 
 TENSOR: Final = "tensor"
 """The axis of a mesh whose devices share every expert, each having some of its outputs."""
@@ -37,6 +41,28 @@ AXES: Final = (TENSOR, EXPERT)
 _UNIT: Final = 8
 """The outputs of a piece are a multiple of this number where all of them are, which lets kernels load 16 bytes at a
 time."""
+
+
+_links: Final = contextvars.ContextVar[DeviceLinks | None]("links", default=None)
+
+
+@contextlib.contextmanager
+def linked(links: DeviceLinks | None) -> Iterator[None]:
+    """Exchanges that are traced within the context go by these links.
+
+    A function of `jax.jit` that exchanges takes the links that `current_links` returns as an argument, and has a context
+    of its own, since arrays of one trace cannot be used in another one.
+    """
+    token = _links.set(links)
+    try:
+        yield
+    finally:
+        _links.reset(token)
+
+
+def current_links() -> DeviceLinks | None:
+    """Returns the links of the context."""
+    return _links.get()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,9 +329,8 @@ def gathered(x: Shaped[Array, "*N n"], cut: Cut) -> Shaped[Array, "*N D"]:
         return x
     everything, parts = all_gathered(x, cut.over), []
     for place in cut.places():
-        some = everything[:: devices(cut.over) // place.group.pieces, ..., place.in_part]
-        rows = jnp.moveaxis(some, 0, -2).reshape(*x.shape[:-1], place.group.filled_size)
-        parts.append(rows[..., : place.group.size])
+        some = everything[..., :: devices(cut.over) // place.group.pieces, place.in_part]
+        parts.append(some.reshape(*x.shape[:-1], place.group.filled_size)[..., : place.group.size])
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
@@ -330,8 +355,8 @@ def owned_rows(x: Shaped[Array, "*N D"], owner: Array, cut: Cut) -> Shaped[Array
         owner: the piece that each row belongs to, `[*N]`.
         cut: the cut of the table that rows are read from, of one group.
     """
-    everything = all_gathered(x, cut.over)[:: devices(cut.over) // cut.groups[0].pieces]
-    return jnp.take_along_axis(everything, owner[None, ..., None], axis=0, mode="clip")[0]
+    everything = all_gathered(x, cut.over)[..., :: devices(cut.over) // cut.groups[0].pieces, :]
+    return jnp.take_along_axis(everything, owner[..., None, None], axis=-2, mode="clip")[..., 0, :]
 
 
 def refusing_gradients(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -348,9 +373,10 @@ def _refuse(_: None, gradient: Array) -> tuple[Array]:
     )
 
 
-def all_gathered(x: Array, over: Sequence[str]) -> Array:
-    """Returns what all devices of some axes have, in their order: an axis more, the first."""
-    return refusing_gradients(lambda x: lax.all_gather(x, over))(x)
+def all_gathered(x: Shaped[Array, "*N n"], over: Sequence[str]) -> Shaped[Array, "*N devices n"]:
+    """Returns the columns that all devices of some axes have, in their order."""
+    columns = refusing_gradients(lambda x: gather_columns(x, tuple(over), current_links()))(x)
+    return columns.reshape(*x.shape[:-1], devices(over), x.shape[-1])
 
 
 def _plain(weight: Weight) -> Array:

@@ -56,7 +56,7 @@ def at_home(x: Array) -> Array:
 
 def from_homes(x: Float[Array, "n D"], tokens: int) -> Float[Array, "N D"]:
     """Returns the rows of all tokens, of which this device has those of the tokens whose home it is."""
-    return all_gathered(x, (EXPERT,)).reshape(-1, x.shape[-1])[:tokens]
+    return all_gathered(x.reshape(1, -1), (EXPERT,)).reshape(-1, x.shape[-1])[:tokens]
 
 
 def _sent_home(results: Array) -> Array:

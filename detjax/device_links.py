@@ -1,0 +1,108 @@
+"""Buffers by which the GPUs of one process send to one another, and where they lie.
+
+XLA's collectives start a kernel from the host, so a program is as many pieces as it has exchanges. A kernel of ours
+that writes to another GPU's memory is a kernel as any other, and a whole step is one graph. It needs to know where the
+others' buffers are. They are allocated once, so their addresses are an argument of programs.
+"""
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int32
+
+UNIT: Final = 8
+"""Bytes that a thread sends at once."""
+
+PAIRED_UNIT: Final = 2 * UNIT
+"""Bytes of a unit with its flags."""
+
+CTA_BYTES: Final = 4096
+"""Bytes that a CTA sends to each other device."""
+
+MOST_CTAS: Final = 2048
+"""CTAs that have counters and buffers. Larger arrays are exchanged by XLA."""
+
+TURNS: Final = 2
+"""Buffers of a CTA, which take turns."""
+
+
+class DeviceLinks(NamedTuple):
+    """What a program needs to know to send to other devices.
+
+    Attributes:
+        addresses: the address of each device's buffers, in the order of the mesh, the lower half first.
+    """
+
+    addresses: Int32[Array, "devices 2"]
+
+
+class Buffers(NamedTuple):
+    """The buffers of a mesh's devices.
+
+    Attributes:
+        arrays: the memory, which lives as long as this does. No program of XLA's ever sees it.
+        links: where it lies; every device has this.
+        nowhere: links by which nothing is sent, and nothing waited for: each device takes its own part for all parts.
+    """
+
+    arrays: Array
+    links: DeviceLinks
+    nowhere: DeviceLinks
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "Buffers":
+        """Allocates buffers on the devices of a mesh, all of them GPUs of this process that reach one another."""
+        sharding = NamedSharding(mesh, P(mesh.axis_names))
+        size = sum(region_bytes(mesh.shape, axes) for axes in regions(mesh.shape))
+        arrays = jax.block_until_ready(jax.jit(lambda: jnp.zeros(mesh.size * size // 4, jnp.int32), out_shardings=sharding)())
+        by_device = {shard.device: shard.data.unsafe_buffer_pointer() for shard in arrays.addressable_shards}
+        addresses = np.array([by_device[device] for device in mesh.devices.flat], np.uint64)
+        halves = addresses.view(np.int32).reshape(-1, 2)
+        links, nowhere = jax.device_put((halves, np.zeros_like(halves)), NamedSharding(mesh, P()))
+        return cls(arrays, DeviceLinks(links), DeviceLinks(nowhere))
+
+
+def regions(shape: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Returns the groups of axes that devices of a mesh of this shape exchange over: each has a part of the buffers."""
+    every = used_axes(shape, tuple(shape))
+    return list(dict.fromkeys([every, *((axis,) for axis in every)]))
+
+
+def used_axes(shape: Mapping[str, int], axes: Sequence[str]) -> tuple[str, ...]:
+    """Returns the axes that have several devices."""
+    return tuple(axis for axis in axes if shape[axis] > 1)
+
+
+def region_bytes(shape: Mapping[str, int], axes: Sequence[str]) -> int:
+    """Returns the bytes of a group's part: counters of its CTAs, and their buffers."""
+    devices = math.prod(shape[axis] for axis in axes)
+    return MOST_CTAS * (4 + TURNS * devices * CTA_BYTES // UNIT * PAIRED_UNIT)
+
+
+def region_begin(shape: Mapping[str, int], axes: Sequence[str]) -> int:
+    """Returns where a group's part begins in a device's buffers, in bytes."""
+    all_of_them = regions(shape)
+    return sum(region_bytes(shape, other) for other in all_of_them[: all_of_them.index(tuple(axes))])
+
+
+def reach_one_another(devices: Sequence[Any]) -> bool:
+    """Returns whether devices are GPUs that can write to each other's memory."""
+    if any(device.platform != "gpu" for device in devices):
+        return False
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    ordinals, answer = [device.local_hardware_id for device in devices], ctypes.c_int()
+
+    def reaches(one: int, other: int) -> bool:
+        return cuda.cuDeviceCanAccessPeer(ctypes.byref(answer), one, other) == 0 and answer.value == 1
+
+    return all(reaches(one, other) for one in ordinals for other in ordinals if one != other)
