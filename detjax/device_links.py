@@ -26,7 +26,7 @@ PAIRED_UNIT: Final = 2 * UNIT
 CTA_BYTES: Final = 4096
 """Bytes that a CTA sends to each other device."""
 
-MOST_CTAS: Final = 2048
+MOST_CTAS: Final = 4096
 """CTAs that have counters and buffers. Larger arrays are exchanged by XLA."""
 
 TURNS: Final = 2
@@ -61,7 +61,8 @@ class Buffers(NamedTuple):
         """Allocates buffers on the devices of a mesh, all of them GPUs of this process that reach one another."""
         sharding = NamedSharding(mesh, P(mesh.axis_names))
         size = sum(region_bytes(mesh.shape, axes) for axes in regions(mesh.shape))
-        arrays = jax.block_until_ready(jax.jit(lambda: jnp.zeros(mesh.size * size // 4, jnp.int32), out_shardings=sharding)())
+        empty = jax.jit(lambda: jnp.zeros(mesh.size * size // 4, jnp.int32), out_shardings=sharding)
+        arrays = jax.block_until_ready(empty())
         by_device = {shard.device: shard.data.unsafe_buffer_pointer() for shard in arrays.addressable_shards}
         addresses = np.array([by_device[device] for device in mesh.devices.flat], np.uint64)
         halves = addresses.view(np.int32).reshape(-1, 2)

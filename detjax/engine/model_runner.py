@@ -127,7 +127,8 @@ class ModelRunner:
         Raises:
             ValueError: the weights do not fit the model.
         """
-        expected = [jax.ShapeDtypeStruct(*x) for x in zip(self._shapes, (w.dtype for w in self._parameters.weights), strict=True)]
+        pairs = zip(self._shapes, self._parameters.weights, strict=True)
+        expected = [jax.ShapeDtypeStruct(shape, weight.dtype) for shape, weight in pairs]
         _check_weights(self._network.state(tuple(expected)), params)
         weights = self._network.weights(params)
         placed = tuple(put(x) for put, x in zip(self._given, weights, strict=True))

@@ -43,28 +43,6 @@ _UNIT: Final = 8
 time."""
 
 
-_links: Final = contextvars.ContextVar[DeviceLinks | None]("links", default=None)
-
-
-@contextlib.contextmanager
-def linked(links: DeviceLinks | None) -> Iterator[None]:
-    """Exchanges that are traced within the context go by these links.
-
-    A function of `jax.jit` that exchanges takes the links that `current_links` returns as an argument, and has a context
-    of its own, since arrays of one trace cannot be used in another one.
-    """
-    token = _links.set(links)
-    try:
-        yield
-    finally:
-        _links.reset(token)
-
-
-def current_links() -> DeviceLinks | None:
-    """Returns the links of the context."""
-    return _links.get()
-
-
 @dataclasses.dataclass(frozen=True)
 class Group:
     """Consecutive outputs of a weight that are cut into pieces of equal size, such as the queries of all heads.
@@ -199,6 +177,41 @@ class Cut:
         return x[(..., outputs, *[slice(None)] * (-1 - self.axis))]
 
 
+class _Exchanges(NamedTuple):
+    """What is known of exchanges while a function is traced.
+
+    Attributes:
+        links: how kernels reach the other devices.
+        gathered: what was gathered, each with this device's own columns and their cut.
+    """
+
+    links: DeviceLinks | None
+    gathered: list[tuple[Array, Array, Cut]]
+
+
+_exchanges: Final = contextvars.ContextVar[_Exchanges | None]("exchanges", default=None)
+
+
+@contextlib.contextmanager
+def linked(links: DeviceLinks | None) -> Iterator[None]:
+    """Exchanges that are traced within the context go by these links.
+
+    A function of `jax.jit` that exchanges takes the links that `current_links` returns as an argument, and has its own
+    context, since arrays of one trace cannot be used in another one.
+    """
+    token = _exchanges.set(_Exchanges(links, []))
+    try:
+        yield
+    finally:
+        _exchanges.reset(token)
+
+
+def current_links() -> DeviceLinks | None:
+    """Returns the links of the context."""
+    exchanges = _exchanges.get()
+    return None if exchanges is None else exchanges.links
+
+
 def taken_and_filled(x: Any, first: int, end: int, length: int, axis: int) -> Any:
     """Returns a part of an array of NumPy or JAX, or of what is indexed like one, with zeros behind it up to a length.
 
@@ -313,6 +326,11 @@ def local_columns(x: Shaped[Array, "*N D"], cut: Cut) -> Shaped[Array, "*N n"]:
     """Returns this device's columns of an array that has all of them."""
     if devices(cut.over) == 1 or not cut.is_cut:
         return x
+    exchanges = _exchanges.get()
+    for whole, part, its_cut in [] if exchanges is None else exchanges.gathered:
+        # This device had these columns before they were gathered: it need not slice them, which takes a kernel.
+        if whole is x and its_cut.over == cut.over and its_cut.groups == cut.groups:
+            return part
     count, device = devices(cut.over), lax.axis_index(cut.over)
     parts = []
     for place in cut.places():
@@ -331,7 +349,12 @@ def gathered(x: Shaped[Array, "*N n"], cut: Cut) -> Shaped[Array, "*N D"]:
     for place in cut.places():
         some = everything[..., :: devices(cut.over) // place.group.pieces, place.in_part]
         parts.append(some.reshape(*x.shape[:-1], place.group.filled_size)[..., : place.group.size])
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+    whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+    # Columns that fill a piece up may be anything in a part, where `local_columns` has zeros.
+    is_filled = any(place.group.filled_size > place.group.size for place in cut.places())
+    if (exchanges := _exchanges.get()) is not None and not is_filled:
+        exchanges.gathered.append((whole, x, cut))
+    return whole
 
 
 def first_output(cut: Cut) -> Any:

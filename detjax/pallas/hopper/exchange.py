@@ -1,8 +1,8 @@
 """Exchanges between the GPUs of one process, in one kernel (Mosaic GPU).
 
-Each device writes its part into the others' memory over NVLink, and reads what they have written into its own. Data come
-with flags, so an exchange takes one way over the link. A CTA talks to the CTAs of its own number on the other devices
-alone, so any number of them may run at the same time.
+Each device writes its part into the others' memory over NVLink, and reads what they have written into its own. Data
+come with flags, so an exchange takes one trip over the link. A CTA talks only to the CTAs of the same number on the
+other devices, so any number of them may run at the same time.
 
 Programs must run these kernels one after the other, and all devices in the same order: `compilation.chained`.
 """

@@ -104,7 +104,10 @@ def exchange(
 
     def send(index: Any, unit: Any) -> None:
         words = mgpu.inline_ptx(
-            "ld.global.v2.u32 {$0, $1}, [$2];", plus(_address(x), index, UNIT), result_types=(i32, i32), has_side_effects=True
+            "ld.global.v2.u32 {$0, $1}, [$2];",
+            plus(_address(x), index, UNIT),
+            result_types=(i32, i32),
+            has_side_effects=True,
         )
         for other in range(devices):
             is_other = arith.andi(is_linked, arith.cmpi(arith.CmpIPredicate.ne, own, int32(other)))

@@ -1,0 +1,99 @@
+"""Programs of a model that devices share: who compiles them, and what runs before devices exchange."""
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from detjax.device_links import Buffers, DeviceLinks
+from detjax.engine import BatchShapes, StepLoop, StepLoopConfig, model_runner, program_compiler
+from detjax.engine.model_runner import ModelRunner
+from detjax.engine.program_compiler import ProgramCompiler
+from detjax.models import sharded
+from tests.support.simulated_devices import ALL_HOLD, run_on_devices
+from tests.support.small_loops import VARIANTS, answers, small_loop, small_model
+
+VARIANTS_OF_TWO = VARIANTS[::2]
+LINKS, NOWHERE = (DeviceLinks(jnp.full((2, 2), value, jnp.int32)) for value in (1, 0))
+
+
+def shared_loop() -> StepLoop:
+    mesh = jax.make_mesh((2,), ("tensor",))
+    config = StepLoopConfig(
+        shapes=BatchShapes.for_serving(1, 8), num_pages=2, pages_per_sequence=1, variants=VARIANTS_OF_TWO
+    )
+    return StepLoop.for_model(sharded(small_model(), mesh), config)
+
+
+@dataclasses.dataclass
+class Calls:
+    """What a runner runs: the key of each program, and whether devices exchange in it."""
+
+    exchanges: list[tuple[Hashable, bool]] = dataclasses.field(default_factory=list)
+
+    def run(self, runner: ModelRunner, program: Any, *, is_linked: bool = True) -> Any:
+        self.exchanges.append((program.key, is_linked))
+        return _RUN(runner, program, is_linked=is_linked)
+
+
+_RUN = ModelRunner._run
+
+
+def check_priming() -> None:
+    """Every program that exchanges runs without links first, once, and the bits are those of one device."""
+    calls, expected = Calls(), answers(small_loop())
+    buffers = Buffers(jnp.zeros(1, jnp.int32), LINKS, NOWHERE)
+    model_runner.device_buffers = lambda mesh: None if mesh is None else buffers
+    ModelRunner._run = lambda self, program, *, is_linked=True: calls.run(self, program, is_linked=is_linked)
+    assert answers(shared_loop()) == expected
+    by_key: dict[Hashable, list[bool]] = {}
+    for key, is_linked in calls.exchanges:
+        by_key.setdefault(key, []).append(is_linked)
+    exchanging = {key: linked for key, linked in by_key.items() if key[0] != "_note_seen"}  # pyright: ignore[reportIndexIssue]
+    assert {key[0] for key in exchanging} == {"_forward", "_sample", "_score"}  # pyright: ignore[reportIndexIssue]
+    for key, linked in exchanging.items():
+        assert linked[0] is False, key
+        assert all(linked[1:]), key
+        assert len(linked) > 1, key
+
+
+def check_processes() -> None:
+    """Other processes compile the programs of devices that share a model, and no bit depends on it."""
+    expected, used = answers(small_loop()), []
+
+    class Counted(program_compiler.CompilerProcess):
+        def compiled(self, key: Hashable) -> bytes:
+            content = super().compiled(key)
+            used.append(key)
+            return content
+
+    program_compiler.CompilerProcess = Counted
+    loop = shared_loop()
+    loop.warm_up(ProgramCompiler(processes=2))
+    loop.wait_for_programs()
+    assert len(used) == len(loop.programs().by_key())
+    assert answers(loop) == expected
+    loop.close()
+
+
+@pytest.mark.parametrize("check", ["check_priming", "check_processes"])
+def test_devices_that_share_a_model(check: str) -> None:
+    run_on_devices(__name__, check, devices=2)
+
+
+def test_the_links_of_an_engine_are_what_its_programs_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "device_buffers", lambda _: Buffers(jnp.zeros(1), LINKS, NOWHERE))
+    links = small_loop().programs().parameters.links
+    assert links is not None
+    assert np.shape(links.addresses) == (2, 2)
+
+
+if __name__ == "__main__":
+    import sys
+
+    globals()[sys.argv[1]]()
+    print(ALL_HOLD)
