@@ -62,7 +62,7 @@ def system_fingerprint(model: Decoder, tokenizer: Tokenizer, config: EngineConfi
     Servers with equal fingerprints give the same request the same bits. Of the engine's settings, answers depend on
     how keys and values are quantized, and on the most tokens of a prompt and its answer: a chat that does not say how
     many tokens it wants gets as many as there is room for. Sampling parameters that a request leaves out are those of
-    the checkpoint, which the model's digest holds, or OpenAI's.
+    the checkpoint, which the model's digest holds, or OpenAI's; its answer says the seed.
     """
     config = config or EngineConfig()
     return fingerprint_of(Origin.here(model, tokenizer, config.kv_cache_dtype), config, ModelOutline.from_model(model))
@@ -116,6 +116,7 @@ def app_of(
         tool_format(tokenizer),
         settings.image_directory,
         origin,
+        draws_seeds=settings.unseeded == "random",
     )
     api = _Api(served, settings)
     document = openapi.document(settings.name, needs_key=bool(settings.api_keys))

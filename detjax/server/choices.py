@@ -39,6 +39,7 @@ class ChoicesCall(ApiCall):
         """The response in one piece. Its long lists are iterators."""
         choices = (
             self._choice(self._choice_index(prompt, sample), prompt, completion, generation.prompt)
+            | self._seed(prompt)
             | self._receipt(prompt, sample, is_whole=True)
             for prompt, generation in enumerate(generations)
             for sample, completion in enumerate(generation.completions)
@@ -95,7 +96,7 @@ class ChoicesCall(ApiCall):
         self._hear(prompt, token)
         for choice in self._token_choices(self._choice_index(prompt, token.sample), token):
             if choice["finish_reason"] is not None:
-                choice |= self._receipt(prompt, token.sample)
+                choice |= self._seed(prompt) | self._receipt(prompt, token.sample)
             yield self._chunk([choice]) | ({"batch": token.batch} if self._options.include_batch else {})
 
     def last_chunks(self, generated: int) -> Iterator[Json]:

@@ -27,6 +27,7 @@ class CompletionCall(ChoicesCall):
         self._body = body
         self._prompts, self._echoes, self._logprobs = body.prompts, bool(body.echo), body.logprobs
         self._only_scores_prompt = body.max_tokens == 0
+        self._draws_seeds &= not self._only_scores_prompt
         self._params = SamplingParams(
             max_tokens=1 if body.max_tokens == 0 else body.max_tokens or _DEFAULT_MAX_TOKENS,
             top_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0),

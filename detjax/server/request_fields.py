@@ -106,7 +106,8 @@ class SamplingRequest(_ClientFields):
         default=None,
         ge=-1,
         lt=2**64,
-        description="Seed of the random choices. Default, and for -1: 0, so that the same request has the same answer.",
+        description="Seed of the random choices. Default, and for -1: one that the server draws for each prompt. Each "
+        "choice says its seed.",
     )
     stop: Stops | None = Field(default=None, description="Strings that end a sample; they are cut off.")
     stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOP_TOKENS, fail_fast=True)] | None = Field(

@@ -16,8 +16,6 @@ from detjax.models import Tokenizer
 from detjax.server.tool_calls import HermesParser, LlamaParser, MistralParser, ToolCallParser, parser_of
 from detjax.server.tools import FunctionTool, ToolUse
 
-_WHITE_SPACE: Final = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
-"""White space in arguments is bounded as in other JSON, because models may go on with it."""
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -80,7 +78,7 @@ class ToolFormat(abc.ABC):
             schema = {}
         else:
             schema = _NO_ARGUMENTS if tool.parameters is None else tool.parameters
-        return {"type": "object", "x-guidance": _WHITE_SPACE} | dict(schema)
+        return {"type": "object"} | dict(schema)
 
     def _calls(self) -> str:
         """An expression for an answer of calls."""
@@ -88,8 +86,7 @@ class ToolFormat(abc.ABC):
 
     def _calls_or_json(self, form: Constraint) -> str:
         """Rules for an answer of calls or of JSON."""
-        schema = {"x-guidance": _WHITE_SPACE} | json.loads(form.text)
-        return f"start: {self._calls()} | content\ncontent: %json {json.dumps(schema)}"
+        return f"start: {self._calls()} | content\ncontent: %json {form.text}"
 
     def _text_and_calls(self) -> str:
         """Rules for an answer of any text, which calls may follow."""
