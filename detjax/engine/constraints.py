@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from detjax.engine import json_schemas
+from detjax.engine.field_error import FieldError
 from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
 from detjax.numerics import ceil_div
 
@@ -205,11 +206,13 @@ class ConstraintCompiler:
             import llguidance
             import llguidance.numpy
         except ModuleNotFoundError as error:
-            raise ValueError(
-                f"constraints need {error.name}, which is not installed: pip install 'detjax[structured]'"
+            raise FieldError(
+                f"constraints need {error.name}, which is not installed: pip install 'detjax[structured]'",
+                "constraint",
             ) from error
         if not end_tokens:
-            raise ValueError("constraints need a model with an end-of-sequence token, and this model has none")
+            message = "constraints need a model with an end-of-sequence token, and this model has none"
+            raise FieldError(message, "constraint")
         self._vocabulary = vocabulary
         self._library = llguidance
         self._tokenizer = _library_tokenizer(tokenizer, vocabulary, end_tokens)
@@ -427,7 +430,8 @@ class ModelConstraints:
     @functools.cached_property
     def _compiler(self) -> ConstraintCompiler:
         if self._tokenizer is None:
-            raise ValueError("constraints need a tokenizer, and there is none. Give the one of the checkpoint.")
+            message = "constraints need a tokenizer, and there is none. Give the one of the checkpoint."
+            raise FieldError(message, "constraint")
         return ConstraintCompiler(self._tokenizer, self._vocabulary, self._end_tokens)
 
 
@@ -444,10 +448,11 @@ def one_line(error: str) -> str:
     return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
 
 
-def _invalid(kind: str, error: str) -> ValueError:
+def _invalid(kind: str, error: str) -> FieldError:
     """The error of a constraint that the library or a check refuses."""
     syntax = "; accepted: the syntax of Rust's crate regex, without look-around and backreferences"
-    return ValueError(f"the constraint's {kind} is not valid: {one_line(error)}{syntax if kind == 'regex' else ''}")
+    message = f"the constraint's {kind} is not valid: {one_line(error)}{syntax if kind == 'regex' else ''}"
+    return FieldError(message, "constraint")
 
 
 def _library_tokenizer(tokenizer: Tokenizer, vocabulary: int, end_tokens: Sequence[int]) -> "llguidance.LLTokenizer":
@@ -504,7 +509,7 @@ def _check_choice(text: str) -> None:
     except ValueError:
         texts = None
     if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
-        raise ValueError("the constraint's choice is not valid; accepted: a list of strings in JSON, with at least one")
+        raise _invalid("choice", "it is no list of strings; accepted: a list of strings in JSON, with at least one")
 
 
 def _compact(value: Any) -> str:

@@ -126,7 +126,9 @@ class _Search:
                 last, part = part["$ref"], target
             else:
                 part = next(filter(self.is_endless, _parts(part)), None)
-        return last
+        # What several parts ask for together may be endless where each of them could end.
+        others = (part["$ref"] for part in self._parts.values() if self.is_endless(self._target(part)))
+        return last or next(others, None)
 
     def pruned(self, schema: Any) -> Any:
         """Returns a part of the root in which parts without a finite value are false, which nothing follows."""

@@ -216,14 +216,15 @@ class _Api:
                     events = self._events(call, admitted, record)
                     # The first event tells whether the engine refuses the request, in time for the status to say so.
                     first = await self.guard.watch(request.receive, anext(events), deadline)  # pyright: ignore
-                    return EventStream(self.guard, first, events, deadline, admission.pop_all(), call.error_event)
+                    held = admission.pop_all()
+                    return EventStream(self.guard, first, events, deadline, held, call.error_event, body)
                 generating = self.served.engine.generate_async(call.requests)
                 generations = await self.guard.watch(request.receive, generating, deadline)
                 await call.read(generations)
         except ClientGone:
             return Response(status_code=499)  # nobody receives it
         except Exception as error:
-            return to_api_error(error).response()
+            return to_api_error(error, body).response()
         record.generated_tokens = sum(len(c.tokens) for one in generations for c in one.completions)
         self.metrics.generated_tokens.inc(record.generated_tokens)
         return JsonPieces(self.guard, call.full_response(generations), self.settings.request_seconds)
@@ -296,7 +297,7 @@ class _Api:
         except ClientGone:
             return Response(status_code=499)  # nobody receives it
         except Exception as error:
-            return to_api_error(error).response()
+            return to_api_error(error, body).response()
         return JsonPieces(self.guard, content, self.settings.request_seconds)
 
     async def version(self, request: Request) -> Response:

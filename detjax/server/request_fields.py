@@ -1,10 +1,10 @@
 """The fields that several kinds of requests for answers have in common."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from detjax.engine import Constraint
+from detjax.engine import Constraint, FieldError
 from detjax.server.answer_forms import ResponseFormat, StructuredOutputs
 from detjax.server.field_marks import Ignored, Unserved
 from detjax.server.field_types import (
@@ -165,6 +165,10 @@ class SamplingRequest(_ClientFields):
     def _read_seed(cls, value: int | None) -> int | None:
         return None if value == -1 else value
 
+    def param_of(self, field: str) -> str:
+        """Returns what the body calls a field of `Request` or `SamplingParams`, or of itself."""
+        return field
+
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
@@ -173,6 +177,9 @@ class SamplingRequest(_ClientFields):
 
 class GenerationRequest(SamplingRequest):
     """The fields that completions and chats have in common."""
+
+    _TOP_LOGPROBS: ClassVar[str] = "top_logprobs"
+    """The field that says how many of the likeliest tokens are reported."""
 
     n: int | None = Field(default=None, ge=1, le=MOST_SAMPLES, description="Samples of each prompt. Default: 1.")
     stream_options: StreamOptions | None = Field(default=None, description="Accepted with stream: true.")
@@ -191,8 +198,9 @@ class GenerationRequest(SamplingRequest):
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
-            raise ValueError(
-                "stream_options is given and stream is not true; accepted: stream_options with stream: true"
+            raise FieldError(
+                "stream_options is given and stream is not true; accepted: stream_options with stream: true",
+                "stream_options",
             )
         return self
 
@@ -201,6 +209,13 @@ class GenerationRequest(SamplingRequest):
         if self.response_format is not None and self.response_format.type != "text" and self.structured_outputs:
             raise ValueError("response_format and structured_outputs are given; accepted: one of them")
         return self
+
+    def param_of(self, field: str) -> str:
+        if field == "constraint":
+            return "response_format" if self.structured_outputs is None else "structured_outputs"
+        if field == "top_logprobs" and (self.prompt_logprobs or 0) > (getattr(self, self._TOP_LOGPROBS) or 0):
+            return "prompt_logprobs"
+        return self._TOP_LOGPROBS if field == "top_logprobs" else field
 
     def constraint(self) -> Constraint | None:
         """What the answer must be; None: any text."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from detjax.engine import Constraint
+from detjax.engine import Constraint, FieldError
 from detjax.models import Tokenizer
 from detjax.server.tool_calls import HermesParser, LlamaParser, MistralParser, ToolCallParser, parser_of
 from detjax.server.tools import FunctionTool, ToolUse
@@ -136,9 +136,10 @@ class LlamaFormat(ToolFormat):
         return "calls"
 
     def _calls_or_json(self, form: Constraint) -> str:
-        raise ValueError(
+        raise FieldError(
             "response_format is given with tools, and the model writes its calls as JSON too; accepted: "
-            "response_format with tool_choice 'none' or 'required', or with no tools"
+            "response_format with tool_choice 'none' or 'required', or with no tools",
+            "constraint",
         )
 
     def _text_and_calls(self) -> str:
