@@ -72,10 +72,10 @@ def prepared_grammar(text: str) -> str:
         ValueError: a schema has no finite answer.
     """
     pieces, end = list[str](), 0
-    while (found := _LARK_JSON.search(text, end)) is not None:
-        pieces.append(text[end : found.end()])
-        end = found.end()
-        if found[0].startswith("%json"):
+    while (match := _LARK_JSON.search(text, end)) is not None:
+        pieces.append(text[end : match.end()])
+        end = match.end()
+        if match[0].startswith("%json"):
             try:
                 schema, length = json.JSONDecoder().raw_decode(text[end:])
             except ValueError:  # llguidance says where
@@ -190,8 +190,8 @@ class _Search:
                     pending += [(one, path) for one in _items(part, "allOf")]
                     pending += [(part[name], path) for name in ("anyOf", "oneOf") if isinstance(part.get(name), list)]
             else:
-                found = [*facts.values()]
-                if self._has_plain_value(found) or self._has_array(found) or self._has_object(found):
+                keywords = [*facts.values()]
+                if self._has_plain_value(keywords) or self._has_array(keywords) or self._has_object(keywords):
                     return True
         return False
 
@@ -214,14 +214,14 @@ class _Search:
         if "object" not in _types(facts):
             return False
         required = {name for fact in facts for name in _items(fact, "required") if isinstance(name, str)}
-        if not all([self._has_finite(_of_property(facts, name)) for name in sorted(required)]):
+        if not all([self._has_finite(_property_schemas(facts, name)) for name in sorted(required)]):
             return False
         lacking = max((_number(fact, "minProperties") for fact in facts), default=0) - len(required)
         if lacking <= 0 or self._has_finite(fact.get("additionalProperties", True) for fact in facts):
             return True
         patterns = [one for fact in facts for one in _mapping(fact, "patternProperties").values()]
         optional = {name for fact in facts for name in _mapping(fact, "properties")} - required
-        finite = [self._has_finite(_of_property(facts, name)) for name in sorted(optional)]
+        finite = [self._has_finite(_property_schemas(facts, name)) for name in sorted(optional)]
         return any([self._has_finite([one]) for one in patterns]) or sum(finite) >= lacking
 
     def _target(self, part: Mapping[str, Any]) -> Schema | None:
@@ -229,16 +229,16 @@ class _Search:
         pointer = part.get("$ref")
         if not isinstance(pointer, str) or not pointer.startswith("#"):
             return None
-        found: Any = self._root
+        target: Any = self._root
         for name in pointer[1:].split("/")[1:]:
             name = urllib.parse.unquote(name).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict) and name in found:
-                found = found[name]
-            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                found = found[int(name)]
+            if isinstance(target, dict) and name in target:
+                target = target[name]
+            elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+                target = target[int(name)]
             else:
                 return None
-        return found if isinstance(found, dict | bool) and pointer[1:2] in ("", "/") else None
+        return target if isinstance(target, dict | bool) and pointer[1:2] in ("", "/") else None
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[Schema]:
@@ -301,7 +301,7 @@ def _item(schema: Mapping[str, Any], place: int) -> Schema:
     return rest if isinstance(rest, dict | bool) else True
 
 
-def _of_property(facts: Sequence[Mapping[str, Any]], name: str) -> list[Schema]:
+def _property_schemas(facts: Sequence[Mapping[str, Any]], name: str) -> list[Schema]:
     """The schemas that a property's value has to follow."""
     schemas: list[Schema] = []
     for fact in facts:

@@ -121,8 +121,8 @@ def load(
 def _name_unread(directory: Path, read: Collection[str], tokenizer: Tokenizer | None) -> None:
     """Warns of files in a checkpoint's directory that say something of a model and are not read."""
     has_template = tokenizer is not None and tokenizer.has_chat_template
-    if found := unread_files(directory, read, has_tokenizer=tokenizer is not None, has_template=has_template):
-        warnings.warn(f"load: {directory} also holds {found}, which is not read", stacklevel=3)
+    if unread := unread_files(directory, read, has_tokenizer=tokenizer is not None, has_template=has_template):
+        warnings.warn(f"load: {directory} also holds {unread}, which is not read", stacklevel=3)
 
 
 def _read_configuration(directory: Path) -> tuple[Description, DecoderConfig, GenerationDefaults]:

@@ -52,10 +52,10 @@ def refuse_without_model(directory: Path) -> None:
         return
     if (directory / ADAPTER).exists(follow_symlinks=False):
         raise _adapter_error(directory, "and no model (config.json is missing)")
-    found = _described((name, kind) for name, kind in _foreign_files(directory) if not _is_weights(name))
-    if found:
+    unread = _described((name, kind) for name, kind in _foreign_files(directory) if not _is_weights(name))
+    if unread:
         raise CheckpointError(
-            f"{config} is missing, and {directory} holds {found}, which is not read; accepted: a directory with "
+            f"{config} is missing, and {directory} holds {unread}, which is not read; accepted: a directory with "
             f"config.json and safetensors. {_CONVERT}"
         )
     below = sorted(
@@ -79,8 +79,8 @@ def refuse_adapter(directory: Path) -> None:
 def _adapter_error(directory: Path, state: str) -> CheckpointError:
     raw = parse_json_object(read_file(directory / ADAPTER), str(directory / ADAPTER))
     kind, base = raw.get("peft_type"), raw.get("base_model_name_or_path")
-    of = f" of {base}" if isinstance(base, str) and base else ""
-    described = f"{ADAPTER}, {kind}{of}" if isinstance(kind, str) else f"{ADAPTER}{of}"
+    base_name = f" of {base}" if isinstance(base, str) and base else ""
+    described = f"{ADAPTER}, {kind}{base_name}" if isinstance(kind, str) else f"{ADAPTER}{base_name}"
     return CheckpointError(
         f"{directory} holds an adapter ({described}) {state}; accepted: a directory with a whole model. Merge the "
         "adapter into its base model with merge_and_unload of peft, save that with save_pretrained, and pass its "
@@ -90,8 +90,8 @@ def _adapter_error(directory: Path, state: str) -> CheckpointError:
 
 def unread_weights(directory: Path) -> str:
     """Returns how an error names the weights in a directory that are in no format that is read; "" for none."""
-    found = _described(_foreign_files(directory))
-    return f" There is {found}, which is not read." if found else ""
+    unread = _described(_foreign_files(directory))
+    return f" There is {unread}, which is not read." if unread else ""
 
 
 def unread_files(directory: Path, read: Collection[str], *, has_tokenizer: bool, has_template: bool) -> str:
@@ -103,14 +103,14 @@ def unread_files(directory: Path, read: Collection[str], *, has_tokenizer: bool,
         has_tokenizer: whether there is a tokenizer.
         has_template: whether it has a chat template.
     """
-    found = {name: kind for name, kind in _foreign_files(directory) if name not in read}
+    unread = {name: kind for name, kind in _foreign_files(directory) if name not in read}
     names = sorted(path.name for path in directory.iterdir())
     if not has_tokenizer:
         others = (name for name in names if any(fnmatch(name, pattern) for pattern in _TOKENIZERS))
-        found |= dict.fromkeys(others, "a tokenizer without tokenizer.json")
+        unread |= dict.fromkeys(others, "a tokenizer without tokenizer.json")
     if has_tokenizer and not has_template and "chat_template.json" in names:
-        found["chat_template.json"] = "a processor's chat template"
-    return _described(found.items())
+        unread["chat_template.json"] = "a processor's chat template"
+    return _described(unread.items())
 
 
 def _is_weights(name: str) -> bool:
