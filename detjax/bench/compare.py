@@ -240,9 +240,7 @@ def report(comparison: Comparison) -> RenderableType:
     differing = comparison.differing_fields
     fields = Text(f"Fingerprints differ in: {', '.join(differing)}" if differing else "All fingerprints are equal")
     older = [
-        Text(
-            f"{label} is older: its release did not record {', '.join(result.unrecorded)}, so no equal bits are promised"
-        )
+        Text(f"{label} is older: its release did not record {', '.join(result.unrecorded)}, so it promises no bits")
         for label, result in comparison.results.items()
         if result.unrecorded
     ]
