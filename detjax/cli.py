@@ -272,6 +272,7 @@ def serve(
     max_queue: cli_options.MaxQueue = 1024,
     max_body: cli_options.MaxBody = 8 << 20,
     image_directory: cli_options.ImageDirectory = None,
+    unseeded: cli_options.Unseeded = "random",
     request_seconds: cli_options.RequestSeconds = 600,
     text_seconds: cli_options.TextSeconds = 30,
     max_samples: cli_options.MaxSamples = 64,
@@ -321,6 +322,7 @@ def serve(
         allowed_hosts=None if allowed_host is None else tuple(allowed_host),
         allowed_origins=tuple(allowed_origin or ()),
         image_directory=image_directory,
+        unseeded=cast(Any, unseeded),
     )
     config = engine.EngineConfig(
         max_samples=max_samples,

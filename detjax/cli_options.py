@@ -432,6 +432,15 @@ ImageDirectory = Annotated[
         rich_help_panel=_CLIENTS,
     ),
 ]
+Unseeded = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="The seed of requests that give none: random draws one for each prompt, and the answer says it; fixed "
+        "takes 0, so that the same request has the same answer.",
+        rich_help_panel=_CLIENTS,
+    ),
+]
 RequestSeconds = Annotated[float, _seconds("Time that an answer may take.", _CLIENTS)]
 TextSeconds = Annotated[
     float, _seconds("CPU time that the chat template and the tokenizer may take for a request.", _CLIENTS)

@@ -25,6 +25,22 @@ DELTA_ROWS: Final = DELTA_CHUNK + DROPPABLE_TOKENS
 """The rows that a request's slot has room for: those of the open chunk, and those that may be dropped behind it."""
 
 
+def oldest_start(oldest: Int32[Array, "B"], start: Int[Array, "B"], end: Int[Array, "B"]) -> Int32[Array, "B"]:
+    """Returns the least position, besides 0, that each request's next call may begin at.
+
+    The delta rule's state has been advanced to a chunk's end, and of the convolution's inputs the last ones are kept.
+
+    Args:
+        oldest: that position before the last call.
+        start: the position of the call's first token, which is not below `oldest`, or is 0.
+        end: the position after its last token.
+    """
+    droppable = end - DROPPABLE_TOKENS
+    chunk = jnp.maximum(start, droppable) // DELTA_CHUNK * DELTA_CHUNK
+    after = jnp.maximum(jnp.maximum(jnp.where(start == 0, 0, oldest), droppable), chunk)
+    return jnp.where(end > start, after, oldest).astype(jnp.int32)
+
+
 class DeltaState(NamedTuple):
     """What a layer of the gated delta rule keeps of each request.
 

@@ -101,6 +101,7 @@ def _contradictions(
         "token_ids": list(transcript.tokens),
         "prompt_token_ids": list(transcript.prompt),
         "finish_reason": transcript.finish_reason,
+        "seed": transcript.sampling.seed,
         "text": transcript.text,
         "logprobs": None if transcript.logprobs is None else [*map(_number, transcript.logprobs)],
     }
@@ -113,11 +114,12 @@ def _contradictions(
 
 def _said(answer: Mapping[str, Any]) -> Json:
     """Returns what an answer says of itself outside of its receipt, in the terms of completions."""
-    names = "token_ids", "prompt_token_ids", "finish_reason", "text"
+    names = "token_ids", "prompt_token_ids", "finish_reason", "seed", "text"
     said: Json = {name: answer[name] for name in names if name in answer}
     logprobs: Any = answer.get("logprobs")
     if "output" in answer:  # of /v1/responses, where `text` is a setting
-        said = {"finish_reason": "length" if answer.get("status") == "incomplete" else "stop"}
+        said = {name: answer[name] for name in ("seed",) if name in answer}
+        said["finish_reason"] = "length" if answer.get("status") == "incomplete" else "stop"
         items = answer["output"]
         if len(items) == 1 and items[0].get("type") == "message":
             (part,) = items[0]["content"]

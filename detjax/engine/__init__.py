@@ -6,6 +6,7 @@ from detjax.engine.config import EngineStats as EngineStats
 from detjax.engine.constraints import Constraint as Constraint
 from detjax.engine.engine import Engine as Engine
 from detjax.engine.engine import EngineClosed as EngineClosed
+from detjax.engine.field_error import FieldError as FieldError
 from detjax.engine.generate import generate as generate
 from detjax.engine.program_cache import prepare_cache as prepare_cache
 from detjax.engine.request import Completion as Completion

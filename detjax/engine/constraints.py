@@ -20,6 +20,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, UInt32
 
+from detjax.engine import json_schemas
+from detjax.engine.field_error import FieldError
 from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
 from detjax.numerics import ceil_div
 
@@ -42,6 +44,8 @@ _SLICES: Final = [
 """Classes of tokens that llguidance allows as a whole where it can; no mask depends on them. It has some of them by
 itself. Those of less than 10 characters halve the time of its slowest masks, which are those near the end of a string
 that has a maximum length: with 152k tokens 1.2 ms in place of 2.4 ms."""
+_LONGEST_ERROR: Final = 400
+"""Characters of an error of llguidance, which may quote a constraint of any length."""
 _STARTING_THREADS: Final = 16
 """Threads that make the matchers of a step's new samples."""
 _MOST_SPARE: Final = 256
@@ -94,9 +98,17 @@ class Constraint:
             raise ValueError(f"Constraint: kind is {self.kind!r}; accepted: {', '.join(_FORMATS)}")
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any]) -> "Constraint":
-        """Returns the constraint of JSON that a schema accepts; `{"type": "object"}` accepts any object."""
-        return cls("json_schema", _compact(dict(schema)))
+    def json_schema(cls, schema: Mapping[str, Any], *, any_whitespace: bool = False) -> "Constraint":
+        """Returns the constraint of JSON that a schema accepts; `{"type": "object"}` accepts any object.
+
+        Args:
+            schema: the schema. Its `x-guidance` may have options of llguidance.
+            any_whitespace: whether any white space may be between the parts of JSON. By default the JSON is one line,
+                with a space or none after each comma and colon, because models may go on with white space until their
+                tokens are used up.
+        """
+        options = {"x-guidance": json_schemas.ANY_WHITE_SPACE | schema.get("x-guidance", {})} if any_whitespace else {}
+        return cls("json_schema", _compact({**schema, **options}))
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> "Constraint":
@@ -194,11 +206,13 @@ class ConstraintCompiler:
             import llguidance
             import llguidance.numpy
         except ModuleNotFoundError as error:
-            raise ValueError(
-                f"constraints need {error.name}, which is not installed: pip install 'detjax[structured]'"
+            raise FieldError(
+                f"constraints need {error.name}, which is not installed: pip install 'detjax[structured]'",
+                "constraint",
             ) from error
         if not end_tokens:
-            raise ValueError("constraints need a model with an end-of-sequence token, and this model has none")
+            message = "constraints need a model with an end-of-sequence token, and this model has none"
+            raise FieldError(message, "constraint")
         self._vocabulary = vocabulary
         self._library = llguidance
         self._tokenizer = _library_tokenizer(tokenizer, vocabulary, end_tokens)
@@ -257,7 +271,7 @@ class ConstraintCompiler:
                 self._library.numpy.consume_token_par(self._executor, last_tokens)
             if by_state:
                 self._library.numpy.fill_next_token_bitmask_par(self._executor, by_state, allowed.view(np.int32))
-            failures = {row: state.get_error() for state, row in by_state if state.is_error()}
+            failures = {row: one_line(state.get_error()) for state, row in by_state if state.is_error()}
             allowed[[*failures]] = _ALL_ALLOWED
             return Masks(jax.device_put(allowed), failures)
 
@@ -296,21 +310,25 @@ class ConstraintCompiler:
 
     def _compile(self, constraint: Constraint) -> CompiledConstraint:
         library = self._library.LLMatcher
-        if constraint.kind == "choice":
-            _check_choice(constraint.text)
+        kind, text = constraint.kind, constraint.text
+        if kind == "choice":
+            _check_choice(text)
         try:
-            if constraint.kind == "json_schema":
-                options = None if '"x-guidance"' in constraint.text else _JSON_OPTIONS
-                grammar = library.grammar_from_json_schema(constraint.text, defaults=options)
+            if kind == "json_schema":
+                grammar = library.grammar_from_json_schema(json_schemas.prepared_schema(text))
             else:
-                grammar = self._library.grammar_from(_FORMATS[constraint.kind], constraint.text)
+                text = json_schemas.prepared_grammar(text) if kind == "grammar" else text
+                grammar = self._library.grammar_from(_FORMATS[kind], text)
         except ValueError as error:
-            raise ValueError(f"the constraint's {constraint.kind} is not valid: {error}") from None
+            raise _invalid(kind, str(error)) from None
         limits = self._library.LLParserLimits(**_LIMITS)
         start = functools.partial(library, self._tokenizer, grammar, limits=limits, log_level=0)
         state = start()
         if state.is_error():
-            raise ValueError(f"the constraint's {constraint.kind} is not valid: {state.get_error()}")
+            raise _invalid(kind, state.get_error())
+        self._library.numpy.fill_next_token_bitmask(state, all_allowed(1, self._vocabulary).view(np.int32))
+        if state.is_error():
+            raise _invalid(kind, f"no text can be what it asks for ({one_line(state.get_error())})")
         return CompiledConstraint(self, start)
 
 
@@ -412,7 +430,8 @@ class ModelConstraints:
     @functools.cached_property
     def _compiler(self) -> ConstraintCompiler:
         if self._tokenizer is None:
-            raise ValueError("constraints need a tokenizer, and there is none. Give the one of the checkpoint.")
+            message = "constraints need a tokenizer, and there is none. Give the one of the checkpoint."
+            raise FieldError(message, "constraint")
         return ConstraintCompiler(self._tokenizer, self._vocabulary, self._end_tokens)
 
 
@@ -421,9 +440,19 @@ def all_allowed(rows: int, vocabulary: int) -> UInt32[np.ndarray, "R W"]:
     return np.full((rows, ceil_div(vocabulary, _WORD_BITS)), _ALL_ALLOWED)
 
 
-_JSON_OPTIONS: Final[Any] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
-"""White space between the parts of JSON is bounded, because models may go on with it until their tokens are used up. A
-schema with options of its own, in `x-guidance`, gets none of these."""
+def one_line(error: str) -> str:
+    """Returns what an error of llguidance says, without the lines that quote the constraint."""
+    first, *rest = error.splitlines() or [""]
+    reason = next((line.removeprefix("error: ") for line in rest if line.startswith("error: ")), None)
+    text = first if reason is None else f"{first} {reason}"
+    return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
+
+
+def _invalid(kind: str, error: str) -> FieldError:
+    """The error of a constraint that the library or a check refuses."""
+    syntax = "; accepted: the syntax of Rust's crate regex, without look-around and backreferences"
+    message = f"the constraint's {kind} is not valid: {one_line(error)}{syntax if kind == 'regex' else ''}"
+    return FieldError(message, "constraint")
 
 
 def _library_tokenizer(tokenizer: Tokenizer, vocabulary: int, end_tokens: Sequence[int]) -> "llguidance.LLTokenizer":
@@ -480,7 +509,7 @@ def _check_choice(text: str) -> None:
     except ValueError:
         texts = None
     if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
-        raise ValueError("the constraint's choice is not valid; accepted: a list of strings in JSON, with at least one")
+        raise _invalid("choice", "it is no list of strings; accepted: a list of strings in JSON, with at least one")
 
 
 def _compact(value: Any) -> str:

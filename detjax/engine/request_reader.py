@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from detjax.engine import sequence as sequences
 from detjax.engine.config import EngineConfig
 from detjax.engine.constraints import Constraint, ModelConstraints
+from detjax.engine.field_error import FieldError
 from detjax.engine.images import GivenImage, ImageReader, PromptImages, with_image_tokens
 from detjax.engine.page_pool import prefix_root
 from detjax.engine.request import Request
@@ -104,14 +105,16 @@ class RequestReader:
         images = self._image_reader.patches(name, request.images)
         prompt = encode_prompt(name, self._model_config, request.prompt, params, self._tokenizer, images)
         if len(prompt) + params.max_tokens > self.max_length:
-            raise ValueError(
+            raise FieldError(
                 f"{name} has {len(prompt)} tokens and asks for {params.max_tokens} more; accepted: {self.max_length} "
                 "in all, the engine's max_length. Lower the request's max_tokens, cut the prompt, or raise the "
-                "engine's max_length."
+                "engine's max_length.",
+                "prompt" if len(prompt) >= self.max_length else "max_tokens",
             )
         if params.top_logprobs > top:
-            raise ValueError(
-                f"{name}: top_logprobs is {params.top_logprobs}; accepted: up to {top}, the engine's top_logprobs"
+            raise FieldError(
+                f"{name}: top_logprobs is {params.top_logprobs}; accepted: up to {top}, the engine's top_logprobs",
+                "top_logprobs",
             )
         ends = end_tokens(self._defaults, params)
         check_arrays(name, params, ends)

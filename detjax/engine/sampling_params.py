@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from detjax import ops
 from detjax.engine.constraints import Constraint
+from detjax.engine.field_error import FieldError
 from detjax.models import Decoder, ModelOutline
 
 MOST_BIASES: Final = 300
@@ -91,29 +92,34 @@ class SamplingParams:
         }
         for name, (is_accepted, description) in accepted.items():
             if not is_accepted:
-                raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r}; accepted: {description}")
+                raise FieldError(f"SamplingParams: {name} is {getattr(self, name)!r}; accepted: {description}", name)
         self._check_biases()
         if self.constraint is not None and (self.ignore_eos or self.min_tokens):
-            raise ValueError(
+            raise FieldError(
                 f"SamplingParams: constraint is given with ignore_eos {self.ignore_eos} and min_tokens "
-                f"{self.min_tokens}; accepted: False and 0, because a constrained text ends where it is complete"
+                f"{self.min_tokens}; accepted: False and 0, because a constrained text ends where it is complete",
+                "ignore_eos" if self.ignore_eos else "min_tokens",
             )
 
     def _check_biases(self) -> None:
         biases = dict(self.logit_bias)
         if len(biases) < len(self.logit_bias):
-            raise ValueError("SamplingParams: logit_bias has a token twice; accepted: one bias per token")
+            raise FieldError("SamplingParams: logit_bias has a token twice; accepted: one bias per token", "logit_bias")
         if len(biases) > MOST_BIASES:
-            raise ValueError(f"SamplingParams: logit_bias has {len(biases)} tokens; accepted: up to {MOST_BIASES}")
+            raise FieldError(
+                f"SamplingParams: logit_bias has {len(biases)} tokens; accepted: up to {MOST_BIASES}", "logit_bias"
+            )
         for token, bias in biases.items():
             if not (token >= 0 and -100 <= bias <= 100):
-                raise ValueError(
-                    f"SamplingParams: logit_bias is {bias!r} for token {token!r}; accepted: -100 to 100, for token ids"
+                raise FieldError(
+                    f"SamplingParams: logit_bias is {bias!r} for token {token!r}; accepted: -100 to 100, for token ids",
+                    "logit_bias",
                 )
         if self.min_tokens and len(self.stop_token_ids) > MOST_STOP_TOKENS:
-            raise ValueError(
+            raise FieldError(
                 f"SamplingParams: min_tokens is {self.min_tokens} and there are {len(self.stop_token_ids)} "
-                f"stop_token_ids; accepted: up to {MOST_STOP_TOKENS} with min_tokens"
+                f"stop_token_ids; accepted: up to {MOST_STOP_TOKENS} with min_tokens",
+                "stop_token_ids",
             )
 
     @classmethod

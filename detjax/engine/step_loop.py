@@ -15,6 +15,7 @@ from jaxtyping import Array, PyTree
 from detjax.contract import KV_BLOCK
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraints import Masks, Matcher
+from detjax.engine.field_error import FieldError
 from detjax.engine.launcher import ImmediateLauncher, Launcher
 from detjax.engine.model_runner import ModelRunner, bytes_of_snapshot
 from detjax.engine.page_pool import PagePool
@@ -389,7 +390,8 @@ class StepLoop:
             if sequence.finish_reason is not None:  # the step was started before the sequence's end was known
                 continue
             if row in launched.failures:
-                sequence.failure = ValueError(f"the sample's constraint cannot go on: {launched.failures[row]}")
+                message = f"the sample's constraint cannot go on: {launched.failures[row]}"
+                sequence.failure = FieldError(message, "constraint")
             token = sequence.add(*sampled.at(row, sequence.params), batch=size)
             self.scheduler.accept_token(sequence)
             if token.finish_reason is not None and sequence.matcher is not None:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from detjax.engine.batch import logit_adjustments, no_adjustments, sampling_arrays
+from detjax.engine.field_error import FieldError
 from detjax.engine.images import with_image_tokens
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
@@ -34,31 +35,37 @@ def encode_prompt(
     """
     if tokenizer is None and (isinstance(prompt, str) or params.stop):
         problem = "is text" if isinstance(prompt, str) else "has stop strings"
-        raise ValueError(
+        raise FieldError(
             f"{name} {problem} and there is no tokenizer; accepted: token ids and stop_token_ids. "
-            "Give the tokenizer that detjax.models.load returned, if the checkpoint has one."
+            "Give the tokenizer that detjax.models.load returned, if the checkpoint has one.",
+            "prompt" if isinstance(prompt, str) else "stop",
         )
     if isinstance(prompt, str) and tokenizer is not None:
         prompt = tokenizer.encode(prompt)
     if not len(prompt):
-        raise ValueError(f"{name} is empty; accepted: at least one token")
+        raise FieldError(f"{name} has a prompt without tokens; accepted: at least one token", "prompt")
     assert not isinstance(prompt, str)
     if len(prompt) <= config.max_positions:
         prompt = with_image_tokens(name, config, prompt, images, tokenizer)
     if len(prompt) + params.max_tokens > config.max_positions:  # such a list may be too long to look at its items
-        raise ValueError(
+        raise FieldError(
             f"{name} has {len(prompt)} tokens and asks for {params.max_tokens} more; accepted: "
-            f"{config.max_positions} in all, the model's max_position_embeddings. Lower max_tokens or cut the prompt."
+            f"{config.max_positions} in all, the model's max_position_embeddings. Lower max_tokens or cut the prompt.",
+            "prompt" if len(prompt) >= config.max_positions else "max_tokens",
         )
     tokens = tuple(map(int, prompt))
     if min(tokens) < 0 or max(tokens) >= config.vocab_size:  # much faster than to look at the tokens one by one
         unknown = next(token for token in tokens if not 0 <= token < config.vocab_size)
-        raise ValueError(f"{name} has token {unknown}; accepted: ids 0 to {config.vocab_size - 1}")
+        raise FieldError(f"{name} has token {unknown}; accepted: ids 0 to {config.vocab_size - 1}", "prompt")
     if params.top_logprobs > config.vocab_size:
-        raise ValueError(f"{name}: top_logprobs is {params.top_logprobs}; accepted: up to {config.vocab_size}")
+        raise FieldError(
+            f"{name}: top_logprobs is {params.top_logprobs}; accepted: up to {config.vocab_size}", "top_logprobs"
+        )
     biased = next((token for token, _ in params.logit_bias if token >= config.vocab_size), None)
     if biased is not None:
-        raise ValueError(f"{name}: logit_bias has token {biased}; accepted: ids 0 to {config.vocab_size - 1}")
+        raise FieldError(
+            f"{name}: logit_bias has token {biased}; accepted: ids 0 to {config.vocab_size - 1}", "logit_bias"
+        )
     return tokens
 
 
@@ -82,9 +89,10 @@ def check_arrays(name: str, params: SamplingParams, ends: Collection[int]) -> No
         raise ValueError(f"{name}: its sampling parameters do not fit into a step: {error}") from error
     given, accepted = row.bias.shape[-1], no_adjustments(1).bias.shape[-1]
     if given != accepted:
-        raise ValueError(
+        raise FieldError(
             f"{name}: {given} tokens have a bias or are held back by min_tokens; accepted: up to {accepted}, the "
-            "model's end-of-sequence tokens among them. Give fewer stop_token_ids or biases."
+            "model's end-of-sequence tokens among them. Give fewer stop_token_ids or biases.",
+            "stop_token_ids" if params.min_tokens else "logit_bias",
         )
 
 

@@ -1,12 +1,14 @@
 """The KV cache of a batch of requests: pages of `contract.KV_BLOCK` tokens in every layer, and how full they are."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
-from jaxtyping import Array, DTypeLike, Int, Int32
+from jaxtyping import Array, Bool, DTypeLike, Int, Int32
 
 from detjax import ops
 from detjax.contract import KV_BLOCK
@@ -16,6 +18,10 @@ from detjax.models.family import family_named
 from detjax.models.mesh import empty_state
 from detjax.models.parts.state import InSlots, StateDeclaration, StateSize
 from detjax.options import KVQuantization
+from detjax.request_state import DROPPABLE_TOKENS, oldest_start
+
+_NEVER: Final = 2**31 - 1
+"""The oldest position of a request that has lost its state."""
 
 type State = tuple[Any, ...]
 """What the layers keep of the tokens that they have seen: a pytree of arrays for each layer, as it declares it."""
@@ -31,12 +37,17 @@ class KVCache:
             slot `b`.
         page_table: the page of each request's block of tokens.
         lengths: how many tokens each request has in the cache. A lower number drops the last ones: any of them where
-            all layers keep pages, else `request_state.DROPPABLE_TOKENS` of the last call's at most.
+            all layers keep pages, else those from `oldest` on, or all.
+        oldest: the least position, besides 0, from which each request can go on, where layers keep a state in slots:
+            `request_state.DROPPABLE_TOKENS` tokens of the last call can always be dropped. The next call refuses lower
+            lengths; in a compiled program, which can raise no error, the request's hidden states and logits are NaN
+            until it begins at 0. None: all layers keep pages.
     """
 
     state: State
     page_table: Int32[Array, "B p"]
     lengths: Int32[Array, "B"]
+    oldest: Int32[Array, "B"] | None = None
 
     @classmethod
     def empty(
@@ -63,7 +74,8 @@ class KVCache:
         """
         page_table = ops.contiguous_page_table(batch, capacity)
         state = empty_state(mesh, declarations(config), StateSize(page_table.size, dtype, quantized, batch))
-        return cls(state, page_table, jnp.zeros(batch, jnp.int32))
+        none = jnp.zeros(batch, jnp.int32)
+        return cls(state, page_table, none, none if any(layers_in_slots(config)) else None)
 
     @property
     def capacity(self) -> int:
@@ -71,9 +83,35 @@ class KVCache:
         return self.page_table.shape[1] * KV_BLOCK
 
     def next_queries(self, counts: Int[Array, "B"]) -> Queries:
-        """Returns where the next tokens stand, so many of each request, the rest being padding on the right."""
+        """Returns where the next tokens stand, so many of each request, the rest being padding on the right.
+
+        Raises:
+            ValueError: more tokens of a request were dropped than its layers' state can go back.
+        """
+        lost = self.lost
+        if lost is not None and not isinstance(lost, Tracer) and lost.any():
+            request, lengths, oldest = int(np.argmax(lost)), np.asarray(self.lengths), np.asarray(self.oldest)
+            accepted = "0" if oldest[request] == _NEVER else f"{oldest[request]} and more, or 0"
+            raise ValueError(
+                f"KVCache: lengths of request {request} is {lengths[request]}; accepted: {accepted}, because layers "
+                "keep a state that goes back no further. Compute the request's tokens again from position 0, or drop "
+                f"{DROPPABLE_TOKENS} tokens of a call at most"
+            )
         length = jnp.minimum(self.lengths + counts, self.capacity)
         return Queries(self.page_table, self.lengths, length, counts)
+
+    @property
+    def lost(self) -> Bool[Array, "B"] | None:
+        """Which requests cannot go on, as `oldest` says; None: all can."""
+        return None if self.oldest is None else (self.lengths < self.oldest) & (self.lengths > 0)
+
+    def written(self, state: State, queries: Queries) -> "KVCache":
+        """Returns the cache after a call with `next_queries`, whose state the layers have returned."""
+        length = jnp.asarray(queries.length, jnp.int32)
+        if self.oldest is None or self.lost is None:
+            return dataclasses.replace(self, state=state, lengths=length)
+        oldest = jnp.where(self.lost, _NEVER, oldest_start(self.oldest, self.lengths, length))
+        return dataclasses.replace(self, state=state, lengths=length, oldest=oldest)
 
 
 def declarations(config: DecoderConfig) -> tuple[StateDeclaration, ...]:

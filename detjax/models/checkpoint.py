@@ -26,10 +26,11 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import INPUT_DTYPES
 from detjax.models.config import DecoderConfig
 from detjax.models.decoder import Decoder
+from detjax.models.directory_files import refuse_adapter, refuse_without_model, unread_files
 from detjax.models.family import Description, Family, description, family_named
 from detjax.models.generation_defaults import GenerationDefaults
 from detjax.models.images import ImageOptions
-from detjax.models.json_object import CheckpointError, parse_json_object, read_file
+from detjax.models.json_object import CheckpointError, JsonObject, parse_json_object, read_file
 from detjax.models.mesh import checked, placement, spans_processes, whole_shapes, whole_weights, with_mesh
 from detjax.models.network import Weights, abstract, split
 from detjax.models.network import parameters as parameters_of
@@ -62,7 +63,8 @@ def load(
     """Returns the model in the Hugging Face directory `path`, and its tokenizer or None.
 
     All files are checked before the first parameter is read. If `config.json` ties the embeddings but the files
-    hold another `lm_head.weight`, that one serves, with a warning, as in transformers. Of a multimodal model whose
+    hold another `lm_head.weight`, that one serves, with a warning, as in transformers. Files that say something of a
+    model and are not read, such as weights in other formats, are named in a warning. Of a multimodal model whose
     `config.json` describes no vision tower, the text model is read.
 
     Args:
@@ -77,8 +79,9 @@ def load(
             Default: one device has it.
 
     Raises:
-        CheckpointError: `path` is no directory; a file is missing or damaged; the architecture or an option is not
-            supported; a tensor is missing, surplus, misshapen, of another dtype, or beyond the range of `dtype`.
+        CheckpointError: `path` is no directory, or it has an adapter; a file is missing, damaged or not fetched; the
+            architecture or an option is not supported; a tensor is missing, surplus, misshapen, of another dtype, or
+            beyond the range of `dtype`.
         ValueError: `dtype` is none of these, or the mesh has another axis or no device of this process.
     """
     directory, mesh = Path(path), None if mesh is None else checked("load", mesh)
@@ -88,6 +91,8 @@ def load(
             "Nothing is downloaded here: fetch the checkpoint first, then pass its directory"
         )
     requested_dtype = None if dtype is None else _accepted_dtype(dtype)
+    refuse_without_model(directory)
+    refuse_adapter(directory)
     described, config, defaults = _read_configuration(directory)
     image_options, video_options = _read_image_options(directory, config)
     tokenizer = Tokenizer.load(directory)
@@ -107,18 +112,29 @@ def load(
         sizes = _checked_sizes(parameters, stored, listing, skips)
         with _progress_bar(f"Loading {directory.resolve().name}", sum(sizes), progress) as advance:
             weights = _read_weights(parameters, sizes, stored, advance, placement(empty, mesh))
+    _name_unread(directory, {listing.name, *(tensor.file.name for tensor in stored.values())}, tokenizer)
     model = split(empty)[0].with_weights(weights) if mesh is None else with_mesh(empty, weights, mesh)
     model.generation_defaults, model.image_options, model.video_options = defaults, image_options, video_options
     return model, tokenizer
 
 
+def _name_unread(directory: Path, read: Collection[str], tokenizer: Tokenizer | None) -> None:
+    """Warns of files in a checkpoint's directory that say something of a model and are not read."""
+    has_template = tokenizer is not None and tokenizer.has_chat_template
+    if unread := unread_files(directory, read, has_tokenizer=tokenizer is not None, has_template=has_template):
+        warnings.warn(f"load: {directory} also holds {unread}, which is not read", stacklevel=3)
+
+
 def _read_configuration(directory: Path) -> tuple[Description, DecoderConfig, GenerationDefaults]:
     """What `config.json` holds of the decoder, and what it and `generation_config.json` say."""
     config_file, generation_file = directory / _CONFIG, directory / _GENERATION
-    described = description(parse_json_object(read_file(config_file), str(config_file)), str(config_file))
+    raw = parse_json_object(read_file(config_file), str(config_file))
+    described = description(raw, str(config_file))
+    if raw.get("model_type") is None:  # transformers cannot tell such a file's class
+        raise JsonObject(raw, str(config_file)).error("model_type", repr(described.family.model_type))
     config = DecoderConfig.from_description(described)
     raw_defaults = {}
-    if generation_file.exists():
+    if generation_file.exists(follow_symlinks=False):
         raw_defaults = parse_json_object(read_file(generation_file), str(generation_file))
     return described, config, GenerationDefaults.from_hugging_face(raw_defaults, str(generation_file), described)
 
@@ -144,7 +160,9 @@ def _read_image_options(directory: Path, config: DecoderConfig) -> tuple[ImageOp
     if config.vision is None:
         return None, None
     files = directory / _IMAGES, directory / _VIDEOS
-    images, videos = (parse_json_object(read_file(file), str(file)) if file.exists() else None for file in files)
+    images, videos = (
+        parse_json_object(read_file(file), str(file)) if file.exists(follow_symlinks=False) else None for file in files
+    )
     read = functools.partial(ImageOptions.from_hugging_face, vision=config.vision)
     for_videos = None if videos is None else read(videos, str(files[1]), is_for_videos=True)
     return read(images or {}, str(files[0])), for_videos

@@ -11,12 +11,12 @@ from typing import Any, Final
 
 from detjax.contract import INPUT_DTYPES
 from detjax.models.family import Description, Family, description, family_named
-from detjax.models.json_object import JsonObject
+from detjax.models.json_object import MOST_LAYERS, JsonObject
 from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.experts import ExpertsOptions
 from detjax.models.parts.latent_attention import LatentOptions
 from detjax.models.parts.vision import VisionOptions
-from detjax.models.rope_config import write_rope
+from detjax.models.rope_config import read_max_positions, write_rope
 from detjax.models.stored_formats import stored_format
 from detjax.ops.rotary import RotaryEmbedding
 from detjax.options import Activation
@@ -148,8 +148,8 @@ class DecoderConfig:
             if key not in family.reads and file.get(key) not in (None, neutral):
                 raise file.error(key, f"{json.dumps(neutral)}, null; anything else is not supported")
         stored_format(file)
-        layers = file.integer("num_hidden_layers")
-        max_positions = file.integer("max_position_embeddings", family.max_positions)
+        layers = file.integer("num_hidden_layers", maximum=MOST_LAYERS)
+        max_positions = read_max_positions(file, family.max_positions)
         heads = _read_heads(file, family)
         options = family.read_options(file, layers)
         activation_key, activation = family.activation

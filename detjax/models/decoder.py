@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
@@ -126,7 +125,9 @@ class Decoder(nnx.Module):
         counts = jnp.full(batch, length, jnp.int32) if counts is None else counts.astype(jnp.int32)
         queries = cache.next_queries(counts)
         x, state = self.hidden_states(tokens, queries, cache.state)
-        return x, dataclasses.replace(cache, state=state, lengths=queries.length)
+        if cache.lost is not None:
+            x = jnp.where(cache.lost[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
+        return x, cache.written(state, queries)
 
     def hidden_states(
         self,

@@ -12,7 +12,7 @@ from detjax.kv_pages import KVPages, Queries
 from detjax.models import experts_config
 from detjax.models.config import DecoderConfig
 from detjax.models.family import Family, LayerOptions
-from detjax.models.json_object import JsonObject
+from detjax.models.json_object import MOST_EXPERTS, JsonObject
 from detjax.models.parts.experts import Experts
 from detjax.models.parts.grouped_experts import GroupedExperts, GroupedExpertsOptions
 from detjax.models.parts.latent_attention import LatentAttention, LatentAttentionOptions, LatentOptions
@@ -101,7 +101,11 @@ def _read_experts(file: JsonObject, layers: int) -> GroupedExpertsOptions | None
     if dense >= layers:
         return None
     key = experts_config.count_key(file, _EXPERTS)
-    experts, groups, chosen = file.integer(key, 256), file.integer("n_group", 8), file.integer("num_experts_per_tok", 8)
+    experts, groups, chosen = (
+        file.integer(key, 256, maximum=MOST_EXPERTS),
+        file.integer("n_group", 8),
+        file.integer("num_experts_per_tok", 8),
+    )
     if experts % groups or experts // groups < 2:
         raise file.error("n_group", f"a divisor of {key}, which is {experts}, that leaves 2 experts in each group")
     kept = file.integer("topk_group", 4)

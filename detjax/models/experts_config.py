@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from detjax.models.json_object import JsonObject
+from detjax.models.json_object import MOST_EXPERTS, JsonObject
 from detjax.models.parts.experts import ExpertsOptions
 
 COUNTS: Final = "num_experts", "num_local_experts"
@@ -15,7 +15,7 @@ def read_count(file: JsonObject, default: int, *, minimum: int = 1) -> int:
     Raises:
         CheckpointError: it is no integer, or less than `minimum`.
     """
-    return file.integer(count_key(file), default, minimum=minimum)
+    return file.integer(count_key(file), default, minimum=minimum, maximum=MOST_EXPERTS)
 
 
 def count_key(file: JsonObject, keys: tuple[str, str] = COUNTS) -> str:

@@ -10,7 +10,7 @@ from detjax.models.config import DecoderConfig
 from detjax.models.family import Family, LayerOptions
 from detjax.models.gemma2 import NORM_OFFSET, Layer, read_common_options, write_common_options
 from detjax.models.json_object import JsonObject
-from detjax.models.rope_config import read_rope_of_layer_types, write_rope_of_layer_types
+from detjax.models.rope_config import read_max_positions, read_rope_of_layer_types, write_rope_of_layer_types
 from detjax.models.windows import pattern_of
 from detjax.ops.rotary import RotaryEmbedding
 
@@ -33,7 +33,7 @@ def _read_options(file: JsonObject, layers: int) -> LayerOptions:
     pattern = file.integer(_PATTERN, 6)
     common = read_common_options(file, layers, pattern, logit_soft_cap=None)
     head_dim = file.integer("head_dim", _HEAD_DIM)
-    max_positions = file.integer("max_position_embeddings", _MAX_POSITIONS)
+    max_positions = read_max_positions(file, _MAX_POSITIONS)
     return LayerOptions(**common, qk_norm=True, window_rope=_read_ropes(file, head_dim, max_positions)[1])
 
 

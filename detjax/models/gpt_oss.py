@@ -13,7 +13,7 @@ from detjax import ops
 from detjax.models import llama, mixture
 from detjax.models.config import DecoderConfig
 from detjax.models.family import Family, LayerOptions
-from detjax.models.json_object import JsonObject
+from detjax.models.json_object import MOST_EXPERTS, JsonObject
 from detjax.models.parts.attention import AttentionOptions
 from detjax.models.parts.experts import Experts, ExpertsOptions
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
@@ -87,7 +87,10 @@ def _read_rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmb
 
 def _read_options(file: JsonObject, layers: int) -> LayerOptions:
     file.choice("hidden_act", "silu", ("silu",))
-    chosen, experts = file.integer("num_experts_per_tok", 4), file.integer("num_local_experts", 128)
+    chosen, experts = (
+        file.integer("num_experts_per_tok", 4),
+        file.integer("num_local_experts", 128, maximum=MOST_EXPERTS),
+    )
     if chosen > experts:
         raise file.error("num_experts_per_tok", f"1 to {experts}, which is num_local_experts")
     attention_bias = file.boolean("attention_bias", True)

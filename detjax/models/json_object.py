@@ -5,7 +5,21 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+_POINTERS: Final = {
+    b"version https://git-lfs.github.com/spec/": "a pointer of Git LFS (fetch it with git lfs pull",
+    b"/annex/objects/": "a pointer of git-annex (fetch it with git annex get",
+}
+"""What files begin with that stand for others which version control has not fetched."""
+LONGEST_POINTER: Final = max(map(len, _POINTERS))
+"""Bytes that tell a pointer."""
+LARGEST: Final = 2**31 - 1
+"""The largest integer, unless a key says less."""
+MOST_LAYERS: Final = 4096
+"""The most layers of a network, each of which is an object of its own."""
+MOST_EXPERTS: Final = 65536
+"""The most experts of a layer, each of which may have tensors of its own."""
 
 
 class CheckpointError(ValueError):
@@ -19,11 +33,35 @@ def read_file(path: Path) -> bytes:
         CheckpointError: the file is missing or cannot be read.
     """
     try:
-        return path.read_bytes()
+        contents = path.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
+        raise missing(path) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    refuse_pointer(path, contents)
+    return contents
+
+
+def missing(path: Path) -> CheckpointError:
+    """Returns the error of a file that is missing, or that is a link to one."""
+    if path.is_symlink():
+        return CheckpointError(f"{path} is a link to {path.readlink()}, which is missing; fetch the file first")
+    return CheckpointError(f"{path} is missing")
+
+
+def refuse_pointer(path: Path, contents: bytes) -> None:
+    """Refuses a file that stands for another one which version control has not fetched.
+
+    Args:
+        path: the file.
+        contents: its contents, or their beginning.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    for beginning, kind in _POINTERS.items():
+        if contents.startswith(beginning):
+            raise CheckpointError(f"{path} is {kind}, or download it) and not the file itself")
 
 
 def parse_json_object(contents: bytes, source: str) -> dict[str, Any]:
@@ -81,20 +119,26 @@ class JsonObject:
         """Returns the keys that no method was asked for, with their values."""
         return {key: value for key, value in self.raw.items() if value is not None and key not in self._read}
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Returns an integer."""
-        value = self.optional_integer(key, minimum=minimum)
+    def integer(
+        self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = LARGEST, why: str = ""
+    ) -> int:
+        """Returns an integer in a range; `why` says where its end comes from."""
+        value = self.optional_integer(key, minimum=minimum, maximum=maximum, why=why)
         if value is None:
             value = default
         if value is None:
             raise self.error(key, f"an integer >= {minimum}")
         return value
 
-    def optional_integer(self, key: str, *, minimum: int) -> int | None:
+    def optional_integer(self, key: str, *, minimum: int, maximum: int = LARGEST, why: str = "") -> int | None:
         """Returns an integer, or None if the key is left out."""
         value = self.get(key)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise self.error(key, f"an integer >= {minimum}")
+        if value > maximum:
+            raise self.error(key, f"an integer from {minimum} to {maximum}{why}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -6,7 +6,7 @@ from typing import Any, Final
 from detjax.models import llama, mixture
 from detjax.models.config import DecoderConfig
 from detjax.models.family import Family, LayerOptions
-from detjax.models.json_object import JsonObject
+from detjax.models.json_object import MOST_EXPERTS, JsonObject
 from detjax.models.parts.experts import Experts, ExpertsOptions
 from detjax.models.rope_config import read_rope
 from detjax.models.windows import first_window, read_window_of_all_layers
@@ -25,7 +25,7 @@ class Layer(mixture.Layer):
 
 def _read_options(file: JsonObject, layers: int) -> LayerOptions:
     experts = ExpertsOptions(
-        experts=file.integer("num_local_experts", 8),
+        experts=file.integer("num_local_experts", 8, maximum=MOST_EXPERTS),
         chosen=file.integer("num_experts_per_tok", 2),
         inner_width=file.integer("intermediate_size"),
         normalized=True,

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from detjax.models.config import DecoderConfig
 from detjax.models.family import Family, LayerOptions
-from detjax.models.json_object import JsonObject
+from detjax.models.json_object import MOST_EXPERTS, JsonObject
 from detjax.models.mixture import Layer
 from detjax.models.parts.experts import ExpertsOptions
 from detjax.models.windows import read_full_attention
@@ -14,7 +14,7 @@ from detjax.models.windows import read_full_attention
 def _read_options(file: JsonObject, layers: int) -> LayerOptions:
     attention_bias = file.boolean("attention_bias", False)
     experts = ExpertsOptions(
-        experts=file.integer("num_experts", 64),
+        experts=file.integer("num_experts", 64, maximum=MOST_EXPERTS),
         chosen=file.integer("num_experts_per_tok", 8),
         inner_width=file.integer("intermediate_size"),
         normalized=file.boolean("norm_topk_prob", False),

@@ -81,10 +81,10 @@ class Tokenizer:
         Raises:
             CheckpointError: a file is damaged.
         """
-        if not (directory / _TOKENIZER).exists():
+        if not (directory / _TOKENIZER).exists(follow_symlinks=False):
             return None
         files = (_TOKENIZER, _CONFIG, _SPECIAL_TOKENS, _TEMPLATE, _TEMPLATE_DATE)
-        names = [name for name in files if (directory / name).exists()]
+        names = [name for name in files if (directory / name).exists(follow_symlinks=False)]
         names += sorted(f"{_MORE_TEMPLATES}/{path.name}" for path in (directory / _MORE_TEMPLATES).glob("*.jinja"))
         return cls({name: read_file(directory / name) for name in names}, str(directory))
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from detjax.models.json_object import JsonObject
+from detjax.models.json_object import MOST_LAYERS, JsonObject
 from detjax.models.parts.vision import VisionOptions
 
 
@@ -31,7 +31,7 @@ def read_vision(file: JsonObject, hidden_size: int, *, width: int, blocks: int, 
     return {
         "width": width,
         "heads": heads,
-        "blocks": file.integer("depth", blocks),
+        "blocks": file.integer("depth", blocks, maximum=MOST_LAYERS),
         "channels": 3,
         "patch_size": file.integer("patch_size", patch_size),
         "temporal_patch_size": file.integer("temporal_patch_size", 2),

@@ -13,7 +13,15 @@ import safetensors
 import safetensors.numpy
 from jaxtyping import UInt8
 
-from detjax.models.json_object import CheckpointError, parse_json_object, read_file
+from detjax.models.directory_files import unread_weights
+from detjax.models.json_object import (
+    LONGEST_POINTER,
+    CheckpointError,
+    missing,
+    parse_json_object,
+    read_file,
+    refuse_pointer,
+)
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -130,13 +138,14 @@ def open_weights(directory: Path, stack: contextlib.ExitStack) -> tuple[Path, di
         CheckpointError: there are no weights, a file is missing, truncated or damaged, or the index and the shards
             disagree.
     """
-    if (directory / SINGLE_FILE).exists():
+    if (directory / SINGLE_FILE).exists(follow_symlinks=False):
         return directory / SINGLE_FILE, _open_file(directory / SINGLE_FILE, stack)
     index = directory / INDEX
-    if not index.exists():
+    if not index.exists(follow_symlinks=False):
         raise CheckpointError(
-            f"{directory} has neither {SINGLE_FILE} nor {INDEX}; accepted: weights as safetensors. Convert others, "
-            "such as pytorch_model.bin, with save_pretrained of transformers"
+            f"{directory} has neither {SINGLE_FILE} nor {INDEX}; accepted: weights as safetensors."
+            f"{unread_weights(directory)} Convert others, such as pytorch_model.bin, with save_pretrained of "
+            "transformers"
         )
     files = parse_json_object(read_file(index), str(index)).get("weight_map")
     if not isinstance(files, dict) or not files:
@@ -194,11 +203,13 @@ def write_weights(
 
 def _open_file(file: Path, stack: contextlib.ExitStack) -> dict[str, StoredTensor]:
     try:
+        with file.open("rb") as stream:
+            refuse_pointer(file, stream.read(LONGEST_POINTER))
         handle = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
         headers = {name: handle.get_slice(name) for name in handle.keys()}
         places = _places(file)
     except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing") from None
+        raise missing(file) from None
     except safetensors.SafetensorError as error:
         raise CheckpointError(f"{file} is truncated or damaged: {error}") from error
     except OSError as error:

@@ -40,17 +40,25 @@ class StructuredOutputs(Body):
         default=None, description="Texts, one of which the answer is."
     )
     grammar: str | None = Field(default=None, description="A grammar in llguidance's variant of Lark's syntax.")
+    disable_any_whitespace: bool | None = Field(
+        default=None,
+        description="false, with json: any white space may be between its parts. Default: one line, with a space or "
+        "none after each comma and colon.",
+    )
 
     @model_validator(mode="after")
     def _check_number(self) -> "StructuredOutputs":
-        if len(self.model_fields_set) != 1 or self.constraint() is None:
+        forms = self.model_fields_set - {"disable_any_whitespace"}
+        if len(forms) != 1 or self.constraint() is None:
             raise ValueError("accepted: one of json, regex, choice and grammar")
+        if self.disable_any_whitespace is False and self.json_ is None:
+            raise ValueError("accepted: disable_any_whitespace false with json, because other forms say it themselves")
         return self
 
     def constraint(self) -> Constraint | None:
         """What the answer must be."""
         if self.json_ is not None:
-            return Constraint.json_schema(self.json_)
+            return Constraint.json_schema(self.json_, any_whitespace=self.disable_any_whitespace is False)
         if self.choice is not None:
             return Constraint.choice(self.choice)
         if self.regex is not None:

@@ -6,6 +6,7 @@ token are iterators, see `json_pieces`.
 
 import abc
 import dataclasses
+import secrets
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,8 @@ _SAMPLING_FIELDS: Final = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 """Fields of a body that are fields of `SamplingParams`."""
+_DRAWN_BITS: Final = 53
+"""Bits of a seed that the server draws: every client of JSON holds such a number exactly, JavaScript's too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,7 @@ class ServedModel:
         tool_format: how it writes calls of tools; None: in no way that is known here.
         image_directory: where files of images may lie that requests name; None: nowhere.
         origin: what receipts say of the fingerprint.
+        draws_seeds: whether requests without a seed get one that nobody can foresee. Otherwise it is 0.
         created: when the server started, in seconds since 1970.
     """
 
@@ -63,6 +67,7 @@ class ServedModel:
     tool_format: ToolFormat | None = None
     image_directory: Path | None = None
     origin: Origin = dataclasses.field(default_factory=Origin)
+    draws_seeds: bool = True
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 
@@ -118,6 +123,7 @@ class ApiCall(abc.ABC):
         """By prompt and sample."""
         self._heard: dict[tuple[int, int], list[Token]] = {}
         """The tokens of streamed answers that are to have receipts."""
+        self._draws_seeds = model.draws_seeds and body.seed is None
         self._caller, self._cache_salt = caller, caller.cache_salt(body.cache_salt)
         given = {name: getattr(body, name, None) for name in _SAMPLING_FIELDS}
         self._fields = model.defaults | {name: value for name, value in given.items() if value is not None}
@@ -170,6 +176,9 @@ class ApiCall(abc.ABC):
         """
 
     def _request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+        """The request for a prompt. Without a seed in the body, each prompt whose tokens are drawn gets its own."""
+        if self._draws_seeds and params.temperature > 0:
+            params = dataclasses.replace(params, seed=secrets.randbits(_DRAWN_BITS))
         return Request(prompt, params, cache_salt=self._cache_salt, client=self._caller.client)
 
     async def read(self, generations: Sequence[Generation]) -> None:
@@ -211,6 +220,10 @@ class ApiCall(abc.ABC):
         if is_whole:
             receipt = {name: iter(value) if isinstance(value, list) else value for name, value in receipt.items()}
         return {"receipt": receipt}
+
+    def _seed(self, prompt: int) -> Json:
+        """The field that says which seed a prompt's answers were drawn with, so that they can be asked for again."""
+        return {"seed": self.requests[prompt].sampling.seed}
 
     @abc.abstractmethod
     def full_response(self, generations: Sequence[Generation]) -> Json:

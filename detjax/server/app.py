@@ -62,7 +62,7 @@ def system_fingerprint(model: Decoder, tokenizer: Tokenizer, config: EngineConfi
     Servers with equal fingerprints give the same request the same bits. Of the engine's settings, answers depend on
     how keys and values are quantized, and on the most tokens of a prompt and its answer: a chat that does not say how
     many tokens it wants gets as many as there is room for. Sampling parameters that a request leaves out are those of
-    the checkpoint, which the model's digest holds, or OpenAI's.
+    the checkpoint, which the model's digest holds, or OpenAI's; its answer says the seed.
     """
     config = config or EngineConfig()
     return fingerprint_of(Origin.here(model, tokenizer, config.kv_cache_dtype), config, ModelOutline.from_model(model))
@@ -116,6 +116,7 @@ def app_of(
         tool_format(tokenizer),
         settings.image_directory,
         origin,
+        draws_seeds=settings.unseeded == "random",
     )
     api = _Api(served, settings)
     document = openapi.document(settings.name, needs_key=bool(settings.api_keys))
@@ -215,14 +216,15 @@ class _Api:
                     events = self._events(call, admitted, record)
                     # The first event tells whether the engine refuses the request, in time for the status to say so.
                     first = await self.guard.watch(request.receive, anext(events), deadline)  # pyright: ignore
-                    return EventStream(self.guard, first, events, deadline, admission.pop_all(), call.error_event)
+                    held = admission.pop_all()
+                    return EventStream(self.guard, first, events, deadline, held, call.error_event, body)
                 generating = self.served.engine.generate_async(call.requests)
                 generations = await self.guard.watch(request.receive, generating, deadline)
                 await call.read(generations)
         except ClientGone:
             return Response(status_code=499)  # nobody receives it
         except Exception as error:
-            return to_api_error(error).response()
+            return to_api_error(error, body).response()
         record.generated_tokens = sum(len(c.tokens) for one in generations for c in one.completions)
         self.metrics.generated_tokens.inc(record.generated_tokens)
         return JsonPieces(self.guard, call.full_response(generations), self.settings.request_seconds)
@@ -295,7 +297,7 @@ class _Api:
         except ClientGone:
             return Response(status_code=499)  # nobody receives it
         except Exception as error:
-            return to_api_error(error).response()
+            return to_api_error(error, body).response()
         return JsonPieces(self.guard, content, self.settings.request_seconds)
 
     async def version(self, request: Request) -> Response:

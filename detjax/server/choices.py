@@ -8,7 +8,7 @@ import abc
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from detjax.engine import Completion, Generation, PromptLogprobs, Token
+from detjax.engine import Completion, FieldError, Generation, PromptLogprobs, Token
 from detjax.server.api_calls import NOBODY, ApiCall, Caller, ServedModel
 from detjax.server.request_fields import GenerationRequest, StreamOptions
 from detjax.server.token_texts import Json
@@ -25,7 +25,8 @@ class ChoicesCall(ApiCall):
 
     def __init__(self, body: GenerationRequest, model: ServedModel, caller: Caller = NOBODY) -> None:
         if body.stream and body.prompt_logprobs is not None:
-            raise ValueError("stream and prompt_logprobs are given; accepted: one of them")
+            message = "stream and prompt_logprobs are given; accepted: one of them"
+            raise FieldError(message, "prompt_logprobs")
         super().__init__(body, model, caller)
         self._options = body.stream_options or StreamOptions()
         self._returns_token_ids, self._num_prompt_logprobs = bool(body.return_token_ids), body.prompt_logprobs
@@ -39,6 +40,7 @@ class ChoicesCall(ApiCall):
         """The response in one piece. Its long lists are iterators."""
         choices = (
             self._choice(self._choice_index(prompt, sample), prompt, completion, generation.prompt)
+            | self._seed(prompt)
             | self._receipt(prompt, sample, is_whole=True)
             for prompt, generation in enumerate(generations)
             for sample, completion in enumerate(generation.completions)
@@ -95,7 +97,7 @@ class ChoicesCall(ApiCall):
         self._hear(prompt, token)
         for choice in self._token_choices(self._choice_index(prompt, token.sample), token):
             if choice["finish_reason"] is not None:
-                choice |= self._receipt(prompt, token.sample)
+                choice |= self._seed(prompt) | self._receipt(prompt, token.sample)
             yield self._chunk([choice]) | ({"batch": token.batch} if self._options.include_batch else {})
 
     def last_chunks(self, generated: int) -> Iterator[Json]:

@@ -5,12 +5,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from detjax.engine import Completion, Constraint, Generation, PromptLogprobs, SamplingParams, Token
+from detjax.engine import Completion, Constraint, FieldError, Generation, PromptLogprobs, SamplingParams, Token
 from detjax.server.api_calls import NOBODY, TOO_LONG, Caller, ServedModel
 from detjax.server.choices import ChoicesCall
 from detjax.server.errors import ApiError
 from detjax.server.schemas import CompletionRequest
-from detjax.server.texts import TextTooLong
+from detjax.server.texts import TextRefused, TextTooLong
 from detjax.server.token_texts import Json, TextOffsets, TopLogprobs, json_number
 
 _DEFAULT_MAX_TOKENS: Final = 16
@@ -27,6 +27,7 @@ class CompletionCall(ChoicesCall):
         self._body = body
         self._prompts, self._echoes, self._logprobs = body.prompts, bool(body.echo), body.logprobs
         self._only_scores_prompt = body.max_tokens == 0
+        self._draws_seeds &= not self._only_scores_prompt
         self._params = SamplingParams(
             max_tokens=1 if body.max_tokens == 0 else body.max_tokens or _DEFAULT_MAX_TOKENS,
             top_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0),
@@ -50,6 +51,8 @@ class CompletionCall(ChoicesCall):
         lists = [prompt for prompt in self._prompts if not isinstance(prompt, str)]
         try:
             tokens = await self.model.texts.encode(texts, limit=self.model.engine.max_length) if texts else lists
+        except TextRefused as error:
+            raise FieldError(str(error), "prompt") from None
         except TextTooLong as error:
             raise ApiError(
                 400,

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from starlette.concurrency import run_in_threadpool
 
-from detjax.engine import Constraint, Generation
+from detjax.engine import Constraint, FieldError, Generation
 from detjax.models.images import Shown
 from detjax.server.api_calls import TOO_LONG, ServedModel
 from detjax.server.errors import ApiError
 from detjax.server.images import ShownPart, read_images
 from detjax.server.texts import Message as Turn
-from detjax.server.texts import TextTooLong
+from detjax.server.texts import TextRefused, TextTooLong
 from detjax.server.token_texts import Json
 from detjax.server.tool_answers import Answer, AnswerReader
 from detjax.server.tool_formats import ToolFormat, why_no_tools
@@ -51,6 +51,8 @@ class Conversation:
         self.tools = tools
         self._model, self._messages, self._variables, self._field = model, messages, variables, field
         self._shown = shown
+        self._form: Constraint | None = None
+        """What the answer has to be where it calls no tool, once that is known."""
         self._format: ToolFormat | None = None
         if tools is not None:
             self._format = model.tool_format
@@ -63,6 +65,7 @@ class Conversation:
         Raises:
             ValueError: nothing can be both.
         """
+        self._form = form
         if self.tools is None or self._format is None:
             return form
         return self._format.constraint(self.tools, form)
@@ -73,14 +76,22 @@ class Conversation:
         Raises:
             ValueError: it is not valid.
         """
+        engine = self._model.engine
         try:
-            self._model.engine.compile_constraint(constraint)
+            engine.compile_constraint(constraint)
         except ValueError as error:
             if self.tools is None:
                 raise
-            raise ValueError(
-                f"the answer cannot be kept to the parameters of tools or to response_format: {error}"
-            ) from None
+            if self._form is not None:
+                engine.compile_constraint(self._form)  # raises what is wrong with it
+            for number, tool in enumerate(self.tools.tools):
+                try:
+                    engine.compile_constraint(Constraint.json_schema(tool.parameters or {}))
+                except ValueError as fault:
+                    message = f"the answer cannot be kept to the parameters of tool {number}, {tool.name!r}: {fault}"
+                    raise FieldError(message, "tools") from None
+            message = f"the answer cannot be kept to the parameters of all tools: {error}"
+            raise FieldError(message, "tools") from None
 
     async def encode(self) -> tuple[list[int], list[Shown]]:
         """Returns the token ids of the conversation, and the patches of its images.
@@ -130,6 +141,8 @@ class Conversation:
         tools = {} if self.tools is None else {"tools": [tool.for_template() for tool in self.tools.tools]}
         try:
             return await self._model.texts.encode_chat(self._messages, self._variables | tools, limit=most)
+        except TextRefused as error:
+            raise FieldError(str(error), "prompt") from None
         except TextTooLong as error:
             raise ApiError(
                 400,

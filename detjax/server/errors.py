@@ -2,14 +2,14 @@
 
 import logging
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from detjax.engine import EngineClosed, NotFinite
+from detjax.engine import EngineClosed, FieldError, NotFinite
 from detjax.server.field_types import is_tag
 
 _log: Final = logging.getLogger(__name__)
@@ -48,6 +48,14 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self._headers)
 
 
+class NamesFields(Protocol):
+    """A body that knows what it calls the fields of the engine's requests."""
+
+    def param_of(self, field: str) -> str:
+        """Returns what the body calls a field of `Request` or `SamplingParams`, or of itself."""
+        ...
+
+
 async def error_response(_: Request, error: Exception) -> Response:
     """Starlette's handler of `ApiError` and of its own `HTTPException`."""
     if isinstance(error, HTTPException):
@@ -56,12 +64,19 @@ async def error_response(_: Request, error: Exception) -> Response:
     return error.response()
 
 
-def to_api_error(error: Exception) -> ApiError:
-    """Returns what a client is told of an exception. A defect's details go to the log and not to the client."""
+def to_api_error(error: Exception, body: NamesFields | None = None) -> ApiError:
+    """Returns what a client is told of an exception. A defect's details go to the log and not to the client.
+
+    Args:
+        error: the exception.
+        body: the request's, which names the faulty field.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineClosed):
         return ApiError(503, str(error))
+    if isinstance(error, FieldError) and body is not None:
+        return ApiError(400, str(error), param=body.param_of(error.field))
     if isinstance(error, ValueError):  # the engine, the tokenizer or the chat template refused the request
         return ApiError(400, str(error))
     _log.error("a request failed", exc_info=error)
@@ -72,14 +87,16 @@ def to_api_error(error: Exception) -> ApiError:
 
 def from_validation_error(error: ValidationError) -> ApiError:
     """Returns an error that names each faulty field, what was given and what is accepted."""
-    faults = {_field(fault["loc"]): fault for fault in error.errors(include_url=False, include_context=False)}
+    faults = {_field(fault["loc"]): fault for fault in error.errors(include_url=False)}
     messages = [_describe(field, fault) for field, fault in islice(faults.items(), _MOST_FAULTS)]
     if len(faults) > _MOST_FAULTS:
         messages.append(f"and {len(faults) - _MOST_FAULTS} more")
     # The request may contain lone surrogates, which UTF-8 cannot encode.
     message = "; ".join(messages).encode(errors="replace").decode()
     first, fault = next(iter(faults.items()))
-    return ApiError(400, message, param=_shortened(str(first[0])) if first else None, code=fault["type"])
+    context = fault.get("ctx", {})
+    param = str(first[0]) if first else context.get("field") or getattr(context.get("error"), "field", None)
+    return ApiError(400, message, param=param and _shortened(param), code=fault["type"])
 
 
 def _field(location: tuple[int | str, ...]) -> tuple[int | str, ...]:

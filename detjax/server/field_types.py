@@ -59,9 +59,10 @@ class Body(BaseModel):
     def _check_number_of_fields(cls, value: Any) -> Any:
         """Refuses a body with more fields than there are at once, because each unknown field would be an error."""
         if isinstance(value, dict) and len(value) > len(cls.model_fields):
-            unknown = islice((name for name in value if name not in cls.model_fields), 3)
+            unknown = [*islice((name for name in value if name not in cls.model_fields), 3)]
             names = ", ".join(name[:80] for name in unknown)
-            raise PydanticCustomError("extra_forbidden", "there are no fields {names}, ...", {"names": names})
+            context = {"names": names, "field": unknown[0]}
+            raise PydanticCustomError("extra_forbidden", "there are no fields {names}, ...", context)
         return value
 
 

@@ -32,6 +32,7 @@ _USAGE = {
     "properties": {name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
     | {"prompt_tokens_details": {"type": "object", "properties": {"cached_tokens": {"type": "integer"}}}},
 }
+_SEED = {"type": "integer", "description": "What the answer was drawn with. With it the request has the same answer."}
 _RESPONSE = {
     "type": "object",
     "required": ["id", "object", "created", "model", "system_fingerprint", "choices", "usage"],
@@ -44,13 +45,31 @@ _RESPONSE = {
             "type": "string",
             "description": "A digest of contract, environment and model. Equal ones promise equal bits.",
         },
-        "choices": {"type": "array", "items": {"type": "object", "required": ["index", "finish_reason"]}},
+        "choices": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["index", "finish_reason", "seed"],
+                "properties": {"index": {"type": "integer"}, "seed": _SEED},
+            },
+        },
         "usage": _USAGE,
     },
 }
 _RESPONSE_OBJECT = {
     "type": "object",
-    "required": ["id", "object", "created_at", "status", "model", "system_fingerprint", "output", "usage", "store"],
+    "required": [
+        "id",
+        "object",
+        "created_at",
+        "status",
+        "model",
+        "system_fingerprint",
+        "output",
+        "usage",
+        "seed",
+        "store",
+    ],
     "properties": {
         "id": {"type": "string"},
         "object": {"const": "response"},
@@ -71,6 +90,7 @@ _RESPONSE_OBJECT = {
             "required": ["input_tokens", "output_tokens", "total_tokens"],
             "properties": {name: {"type": "integer"} for name in ("input_tokens", "output_tokens", "total_tokens")},
         },
+        "seed": _SEED,
         "store": {"const": False, "description": "The server keeps no answers."},
     },
 }

@@ -1,10 +1,10 @@
 """The fields that several kinds of requests for answers have in common."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from detjax.engine import Constraint
+from detjax.engine import Constraint, FieldError
 from detjax.server.answer_forms import ResponseFormat, StructuredOutputs
 from detjax.server.field_marks import Ignored, Unserved
 from detjax.server.field_types import (
@@ -106,7 +106,8 @@ class SamplingRequest(_ClientFields):
         default=None,
         ge=-1,
         lt=2**64,
-        description="Seed of the random choices. Default, and for -1: 0, so that the same request has the same answer.",
+        description="Seed of the random choices. Default, and for -1: one that the server draws for each prompt. Each "
+        "choice says its seed.",
     )
     stop: Stops | None = Field(default=None, description="Strings that end a sample; they are cut off.")
     stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOP_TOKENS, fail_fast=True)] | None = Field(
@@ -164,6 +165,10 @@ class SamplingRequest(_ClientFields):
     def _read_seed(cls, value: int | None) -> int | None:
         return None if value == -1 else value
 
+    def param_of(self, field: str) -> str:
+        """Returns what the body calls a field of `Request` or `SamplingParams`, or of itself."""
+        return field
+
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
@@ -172,6 +177,9 @@ class SamplingRequest(_ClientFields):
 
 class GenerationRequest(SamplingRequest):
     """The fields that completions and chats have in common."""
+
+    _TOP_LOGPROBS: ClassVar[str] = "top_logprobs"
+    """The field that says how many of the likeliest tokens are reported."""
 
     n: int | None = Field(default=None, ge=1, le=MOST_SAMPLES, description="Samples of each prompt. Default: 1.")
     stream_options: StreamOptions | None = Field(default=None, description="Accepted with stream: true.")
@@ -190,8 +198,9 @@ class GenerationRequest(SamplingRequest):
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
-            raise ValueError(
-                "stream_options is given and stream is not true; accepted: stream_options with stream: true"
+            raise FieldError(
+                "stream_options is given and stream is not true; accepted: stream_options with stream: true",
+                "stream_options",
             )
         return self
 
@@ -200,6 +209,13 @@ class GenerationRequest(SamplingRequest):
         if self.response_format is not None and self.response_format.type != "text" and self.structured_outputs:
             raise ValueError("response_format and structured_outputs are given; accepted: one of them")
         return self
+
+    def param_of(self, field: str) -> str:
+        if field == "constraint":
+            return "response_format" if self.structured_outputs is None else "structured_outputs"
+        if field == "top_logprobs" and (self.prompt_logprobs or 0) > (getattr(self, self._TOP_LOGPROBS) or 0):
+            return "prompt_logprobs"
+        return self._TOP_LOGPROBS if field == "top_logprobs" else field
 
     def constraint(self) -> Constraint | None:
         """What the answer must be; None: any text."""

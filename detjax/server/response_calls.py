@@ -217,6 +217,7 @@ class ResponsesCall(ApiCall):
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": params.temperature,
+            **self._seed(0),
             "top_p": params.top_p,
             "top_logprobs": body.top_logprobs or 0,
             "text": {"format": text},

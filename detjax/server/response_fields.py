@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from detjax.engine import Constraint
+from detjax.engine import Constraint, FieldError
 from detjax.server.field_marks import Ignored, Unserved
 from detjax.server.field_types import LARGEST, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Body, Variables, text_or_list
 from detjax.server.images import ShownImage, ShownPart
@@ -328,15 +328,23 @@ class ResponsesRequest(SamplingRequest):
     def _check_combinations(self) -> "ResponsesRequest":
         tools = self.tool_use()
         if self.top_logprobs and not self.has_logprobs:
-            raise ValueError(
+            raise FieldError(
                 f"top_logprobs is given and include has no {LOGPROBS}; accepted: top_logprobs with include: "
-                f'["{LOGPROBS}"]'
+                f'["{LOGPROBS}"]',
+                "top_logprobs",
             )
         if self.has_logprobs and tools is not None:
-            raise ValueError(f"include has {LOGPROBS} and tools are given; accepted: one of them")
+            raise FieldError(f"include has {LOGPROBS} and tools are given; accepted: one of them", "include")
         calls = () if isinstance(self.input, str) else self.input
-        check_items(item.arguments for item in calls if isinstance(item, InputCall))
+        try:
+            check_items(item.arguments for item in calls if isinstance(item, InputCall))
+        except ValueError as error:
+            raise FieldError(str(error), "input") from None
         return self
+
+    def param_of(self, field: str) -> str:
+        names = {"prompt": "input", "max_tokens": "max_output_tokens", "constraint": "text"}
+        return names.get(field, field)
 
     @property
     def shown(self) -> list[ShownPart]:

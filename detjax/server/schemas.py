@@ -4,10 +4,11 @@ A field whose value asks for what the server does anyway is accepted. A field th
 server would have to ignore, is refused by name. `docs/serve/fields.md` lists both.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from detjax.engine import FieldError
 from detjax.server.field_marks import Ignored, Unserved
 from detjax.server.field_types import LARGEST, Prompt, Variables
 from detjax.server.messages import Messages
@@ -17,6 +18,8 @@ from detjax.server.tools import ChatToolChoice, ChatTools, ToolUse, tool_use
 
 class CompletionRequest(GenerationRequest):
     """The body of a request to /v1/completions."""
+
+    _TOP_LOGPROBS: ClassVar[str] = "logprobs"
 
     prompt: Prompt = Field(description="One prompt or several, as strings or as token ids.")
     max_tokens: int | None = Field(
@@ -36,14 +39,13 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "CompletionRequest":
-        if not self.prompt:
-            raise ValueError("prompt is empty; accepted: at least one prompt")
         if self.best_of not in (None, self.n or 1):
-            raise ValueError(f"best_of is {self.best_of}; accepted: n, which is {self.n or 1}")
+            raise FieldError(f"best_of is {self.best_of}; accepted: n, which is {self.n or 1}", "best_of")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens is 0; accepted: at least 1, or 0 with echo")
+            raise FieldError("max_tokens is 0; accepted: at least 1, or 0 with echo", "max_tokens")
         if self.max_tokens == 0 and self.receipt:
-            raise ValueError("receipt is true and max_tokens is 0; accepted: at least 1, as receipts are for answers")
+            message = "receipt is true and max_tokens is 0; accepted: at least 1, as receipts are for answers"
+            raise FieldError(message, "receipt")
         if self.stream and self.echo and self.logprobs is not None:
             raise ValueError("stream, echo and logprobs are given; accepted: any two of them")
         return self
@@ -103,17 +105,22 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check_combinations(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
-            raise ValueError(
-                "top_logprobs is given and logprobs is not true; accepted: top_logprobs with logprobs: true"
-            )
+            message = "top_logprobs is given and logprobs is not true; accepted: top_logprobs with logprobs: true"
+            raise FieldError(message, "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; accepted: one of them")
         if self.structured_outputs is not None and self.tool_use() is not None:
-            raise ValueError(
+            raise FieldError(
                 "structured_outputs and tools are given; accepted: tools with response_format, or with tool_choice "
-                "'none'"
+                "'none'",
+                "structured_outputs",
             )
         return self
+
+    def param_of(self, field: str) -> str:
+        if field == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return {"prompt": "messages"}.get(field) or super().param_of(field)
 
     def tool_use(self) -> ToolUse | None:
         """What the answer may call; None: nothing."""

@@ -1,6 +1,6 @@
 """The settings of a server: what it lets clients do, what it spends on connections, and what it logs.
 
-No answer depends on any of them.
+No answer depends on any of them, given its seed.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from typing import Final, Literal, get_args
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+Unseeded = Literal["random", "fixed"]
 
 _KEY: Final = re.compile(r"[!-~]+")
 _HOST: Final = re.compile(r"\*|(\*\.)?[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
@@ -38,6 +39,8 @@ class Settings:
         allowed_hosts: hosts that the header Host may name, without a port; "*.example.com" stands for every host below
             example.com. None accepts every host.
         image_directory: a directory whose files requests may name as images; None: images come with requests alone.
+        unseeded: the seed of a request at a temperature above 0 that gives none. "random" draws one for each prompt
+            from the operating system; "fixed" takes 0, so that the same request has the same answer. Answers say it.
         allowed_origins: origins of web pages that browsers let use this server, such as "https://example.com"; "*"
             stands for all.
     """
@@ -55,6 +58,7 @@ class Settings:
     allowed_hosts: Sequence[str] | None = None
     allowed_origins: Sequence[str] = ()
     image_directory: Path | None = None
+    unseeded: Unseeded = "random"
 
     def __post_init__(self) -> None:
         """Checks every field.
@@ -78,6 +82,7 @@ class Settings:
                     self.image_directory is None or self.image_directory.is_dir(),
                     "a directory that exists",
                 ),
+                "unseeded": (self.unseeded in get_args(Unseeded), ", ".join(get_args(Unseeded))),
                 "allowed_hosts": (all(map(_HOST.fullmatch, hosts)), "host names and addresses without a port"),
                 "allowed_origins": (
                     all(map(_ORIGIN.fullmatch, self.allowed_origins)),

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from detjax.server.backlog import SENT_TOGETHER, EventQueue
 from detjax.server.connections import abort_of
-from detjax.server.errors import ApiError, to_api_error
+from detjax.server.errors import ApiError, NamesFields, to_api_error
 from detjax.server.guard import ClientGone, Guard
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -40,6 +40,7 @@ class EventStream(Response):
         deadline: float,
         admission: contextlib.ExitStack,
         error_event: Callable[[ApiError], bytes] = lambda error: event(error.body),
+        body: NamesFields | None = None,
     ) -> None:
         """A response that begins with an event already computed.
 
@@ -50,12 +51,13 @@ class EventStream(Response):
             deadline: when the request's time is over, by the loop's clock.
             admission: closed when the response has ended.
             error_event: makes the event of an error.
+            body: the request's.
         """
         super().__init__()
         del self.headers["content-length"]
         self.headers["Cache-Control"] = "no-cache"
         self._guard, self._first, self._events, self._deadline = guard, first, events, deadline
-        self._admission, self._error_event = admission, error_event
+        self._admission, self._error_event, self._body = admission, error_event, body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._admission:
@@ -67,7 +69,7 @@ class EventStream(Response):
                     return
                 except Exception as error:
                     self._admission.close()  # the client may take a while to read the error
-                    await _send_part(send, self._error_event(to_api_error(error)))
+                    await _send_part(send, self._error_event(to_api_error(error, self._body)))
                 await send({"type": "http.response.body", "body": b""})
 
     async def _send_events(self, send: Send, abort: Callable[[], None]) -> None:

@@ -4,11 +4,11 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, model_validator
 
+from detjax.engine import FieldError
 from detjax.server.api_calls import ServedModel
-from detjax.server.errors import ApiError
 from detjax.server.field_types import MOST_TOKENS, Body, Token, Variables
 from detjax.server.messages import Messages
-from detjax.server.texts import TextTooLong
+from detjax.server.texts import TextRefused, TextTooLong
 
 type Json = dict[str, Any]
 
@@ -38,8 +38,14 @@ class TokenizeRequest(Body):
             given = "neither prompt nor messages is" if self.prompt is None else "prompt and messages are"
             raise ValueError(f"{given} given; accepted: one of them")
         if self.prompt is not None and (self.chat_template_kwargs or self.add_generation_prompt is not None):
-            raise ValueError("a prompt is given with a field of the chat template; accepted: that field with messages")
+            name = "chat_template_kwargs" if self.chat_template_kwargs else "add_generation_prompt"
+            message = "a prompt is given with a field of the chat template; accepted: that field with messages"
+            raise FieldError(message, name)
         return self
+
+    def param_of(self, field: str) -> str:
+        """Returns what the body calls a field."""
+        return "messages" if field == "prompt" and self.messages is not None else field
 
 
 class DetokenizeRequest(Body):
@@ -47,6 +53,10 @@ class DetokenizeRequest(Body):
 
     model: str | None = Field(default=None, description="A model's name, as /v1/models lists it.")
     tokens: Annotated[list[Token], Field(max_length=MOST_TOKENS, fail_fast=True)] = Field(description="Token ids.")
+
+    def param_of(self, field: str) -> str:
+        """Returns what the body calls a field."""
+        return "tokens"
 
 
 async def tokenized(body: TokenizeRequest, model: ServedModel) -> Json:
@@ -61,9 +71,10 @@ async def tokenized(body: TokenizeRequest, model: ServedModel) -> Json:
             adds = body.add_special_tokens is not False
             (tokens,) = await model.texts.encode([body.prompt or ""], limit=limit, add_special_tokens=adds)
         elif not model.tokenizer.has_chat_template:
-            raise ValueError("the model has no chat template; accepted: a prompt")
+            raise FieldError("the model has no chat template; accepted: a prompt", "messages")
         elif any(message.shown for message in body.messages):
-            raise ValueError("messages have images; accepted: parts of type text. /v1/chat/completions reads images.")
+            message = "messages have images; accepted: parts of type text. /v1/chat/completions reads images."
+            raise FieldError(message, "messages")
         else:
             tokens = await model.texts.encode_chat(
                 body.messages,
@@ -72,8 +83,10 @@ async def tokenized(body: TokenizeRequest, model: ServedModel) -> Json:
                 add_generation_prompt=body.add_generation_prompt is not False,
                 add_special_tokens=bool(body.add_special_tokens),
             )
+    except TextRefused as error:
+        raise FieldError(str(error), "prompt") from None
     except TextTooLong as error:
-        raise ApiError(400, f"the text has {error.size}; accepted: up to {limit} tokens") from None
+        raise FieldError(f"the text has {error.size}; accepted: up to {limit} tokens", "prompt") from None
     return {
         "count": len(tokens),
         "max_model_len": model.engine.max_length,
@@ -84,7 +97,10 @@ async def tokenized(body: TokenizeRequest, model: ServedModel) -> Json:
 
 async def detokenized(body: DetokenizeRequest, model: ServedModel) -> Json:
     """Returns the text of token ids, special tokens included."""
-    (text,) = await model.texts.decode([body.tokens], skip_special_tokens=False)
+    try:
+        (text,) = await model.texts.decode([body.tokens], skip_special_tokens=False)
+    except TextRefused as error:
+        raise FieldError(str(error), "tokens") from None
     return {"prompt": text}
 
 

@@ -11,13 +11,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from detjax.engine import Constraint
+from detjax.engine import Constraint, FieldError
 from detjax.models import Tokenizer
 from detjax.server.tool_calls import HermesParser, LlamaParser, MistralParser, ToolCallParser, parser_of
 from detjax.server.tools import FunctionTool, ToolUse
 
-_WHITE_SPACE: Final = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
-"""White space in arguments is bounded as in other JSON, because models may go on with it."""
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -80,7 +78,7 @@ class ToolFormat(abc.ABC):
             schema = {}
         else:
             schema = _NO_ARGUMENTS if tool.parameters is None else tool.parameters
-        return {"type": "object", "x-guidance": _WHITE_SPACE} | dict(schema)
+        return {"type": "object"} | dict(schema)
 
     def _calls(self) -> str:
         """An expression for an answer of calls."""
@@ -88,8 +86,7 @@ class ToolFormat(abc.ABC):
 
     def _calls_or_json(self, form: Constraint) -> str:
         """Rules for an answer of calls or of JSON."""
-        schema = {"x-guidance": _WHITE_SPACE} | json.loads(form.text)
-        return f"start: {self._calls()} | content\ncontent: %json {json.dumps(schema)}"
+        return f"start: {self._calls()} | content\ncontent: %json {form.text}"
 
     def _text_and_calls(self) -> str:
         """Rules for an answer of any text, which calls may follow."""
@@ -139,9 +136,10 @@ class LlamaFormat(ToolFormat):
         return "calls"
 
     def _calls_or_json(self, form: Constraint) -> str:
-        raise ValueError(
+        raise FieldError(
             "response_format is given with tools, and the model writes its calls as JSON too; accepted: "
-            "response_format with tool_choice 'none' or 'required', or with no tools"
+            "response_format with tool_choice 'none' or 'required', or with no tools",
+            "constraint",
         )
 
     def _text_and_calls(self) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal, Protocol
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
 
+from detjax.engine import FieldError
 from detjax.server.field_types import MOST_TOOLS, Body
 
 _NAME: Final = r"^[a-zA-Z0-9_-]{1,64}$"
@@ -231,9 +232,10 @@ def tool_use(tools: Sequence[FunctionTool], choice: str | Choice | None, *, para
     for name in allowed or ():
         if name not in known:
             names = ", ".join(repr(tool.name) for tool in tools[:8]) or "no name, because there are no tools"
-            raise ValueError(f"tool_choice names {name!r}; accepted: {names}")
+            raise FieldError(f"tool_choice names {name!r}; accepted: {names}", "tool_choice")
     if mode == "required" and not tools:
-        raise ValueError("tool_choice is 'required' and there are no tools; accepted: 'required' with tools")
+        message = "tool_choice is 'required' and there are no tools; accepted: 'required' with tools"
+        raise FieldError(message, "tool_choice")
     if not tools or mode == "none":
         return None
     return ToolUse(tools, mode == "required", allowed, parallel is False or is_one)

@@ -333,17 +333,6 @@ def test_an_expression_that_would_take_much_memory_ends_its_own_sample(compiler:
     assert "too many expressions" in accept(compiler, matcher, token).failures[0]
 
 
-def test_white_space_in_json_is_bounded(compiler: ConstraintCompiler) -> None:
-    assert TOKENIZER is not None
-    (space,) = TOKENIZER.encode(" ")
-    matcher = started(compiler, Constraint.json_schema({"type": "object"}))
-    accept(compiler, matcher, TOKENIZER.encode("{")[0])
-    for _ in range(40):
-        assert space in allowed(compiler, matcher)
-        accept(compiler, matcher, space)
-    assert space not in allowed(compiler, matcher)
-
-
 @pytest.mark.sampled(0)
 def test_a_sample_does_not_fail_for_the_states_that_its_neighbours_have_reached(compiler: ConstraintCompiler) -> None:
     """The limits of a constraint count what one sample has reached. Together these samples go far beyond them."""

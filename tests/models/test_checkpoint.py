@@ -274,7 +274,8 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_serves_with_a_warn
 def test_a_single_file_counts_before_an_index(tmp_path):
     directory = copied("mistral", tmp_path)
     (directory / INDEX).write_text("not read")
-    load(directory)
+    with pytest.warns(UserWarning, match="another index of safetensors"):
+        load(directory)
 
 
 @pytest.mark.parametrize(

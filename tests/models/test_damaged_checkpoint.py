@@ -1,5 +1,6 @@
 """Damaged Hugging Face directories: `load` reads nothing of them and names the file, and the tensor or key."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -188,3 +189,151 @@ def test_a_tensor_that_neither_index_nor_shards_have_is_named_with_the_index(tmp
     with changed_tensors(directory / shard) as stored:
         del stored[HEAD]
     assert refusal(directory).startswith(f"{directory / INDEX}: tensor '{HEAD}' is missing")
+
+
+# --- what a directory holds besides the model -------------------------------------------------------------------------
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32\nsize 12345\n"
+
+
+@pytest.mark.parametrize("has_model", [False, True])
+@pytest.mark.parametrize("base", ["Qwen/Qwen3-8B", None])
+def test_an_adapter_is_named_with_its_base_model_and_what_to_do(tmp_path, has_model, base):
+    directory = copied("qwen3", tmp_path) if has_model else tmp_path
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
+    (directory / "adapter_model.safetensors").write_bytes(b"")
+    message = refusal(directory)
+    kind = "LORA of Qwen/Qwen3-8B" if base else "LORA"
+    assert message.startswith(f"{directory} holds an adapter (adapter_config.json, {kind}) ")
+    assert ("besides a model" if has_model else "and no model") in message
+    assert "accepted: a directory with a whole model. Merge the adapter into its base model" in message
+
+
+FOREIGN = {
+    "qwen3-q4.gguf": "GGUF (qwen3-q4.gguf)",
+    "pytorch_model.bin": "PyTorch's format (pytorch_model.bin)",
+    "consolidated.00.pth": "PyTorch's format (consolidated.00.pth)",
+    "tf_model.h5": "TensorFlow's format (tf_model.h5)",
+    "flax_model.msgpack": "Flax's format (flax_model.msgpack)",
+    "onnx/model.onnx": "ONNX (onnx/model.onnx)",
+    "consolidated.safetensors": "other safetensors (consolidated.safetensors)",
+    "adapter_model.bin": "an adapter's weights (adapter_model.bin)",
+    "model.safetensors.dvc": "a pointer of DVC (model.safetensors.dvc)",
+    "hf_quant_config.json": "a quantization that config.json does not describe (hf_quant_config.json)",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_files_in_other_formats_are_named_alone_without_weights_and_besides_a_model(tmp_path, name):
+    whole = copied("qwen3", tmp_path)
+    (whole / name).parent.mkdir(exist_ok=True)
+    (whole / name).write_bytes(b"x")
+    with pytest.warns(UserWarning, match=re.escape(f"load: {whole} also holds {FOREIGN[name]}, which is not read")):
+        load(whole)
+    (whole / SINGLE).unlink()
+    assert f"There is {FOREIGN[name]}, which is not read." in refusal(whole)
+    (whole / "config.json").unlink()
+    message = refusal(whole)
+    assert message.startswith(
+        f"{whole / 'config.json'} is missing, and {whole} holds {FOREIGN[name]}, which is not read;"
+    )
+    assert "accepted: a directory with config.json and safetensors" in message
+
+
+def test_several_files_of_several_formats_are_named_by_format(tmp_path):
+    for name in ("a.gguf", "b.gguf", "c.onnx", *(f"{number}.bin" for number in range(6))):
+        (tmp_path / name).write_bytes(b"x")
+    assert "PyTorch's format (0.bin, 1.bin, 2.bin, 3.bin, ...), GGUF (a.gguf, b.gguf) and ONNX (c.onnx)" in refusal(
+        tmp_path
+    )
+
+
+def test_shards_that_are_not_read_are_named(tmp_path):
+    directory = copied("qwen3", tmp_path)
+    (directory / "model-00001-of-00002.safetensors").write_bytes(b"x")
+    with pytest.warns(UserWarning, match=r"other safetensors \(model-00001-of-00002.safetensors\), which is not read"):
+        load(directory)
+
+
+def test_a_directory_above_the_checkpoint_names_it(tmp_path):
+    copied("qwen3", tmp_path / "snapshots")
+    message = f"{tmp_path / 'config.json'} is missing; there is one in snapshots/qwen3 below it. Pass that directory"
+    assert refusal(tmp_path) == message
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "tekken.json"])
+def test_a_tokenizer_that_is_not_read_is_named(tmp_path, name):
+    directory = copied("qwen3", tmp_path)
+    (directory / name).write_text("{}")
+    load(directory)
+    (directory / "tokenizer.json").unlink()
+    with pytest.warns(UserWarning, match=re.escape(f"a tokenizer without tokenizer.json ({name}), which is not read")):
+        assert load(directory)[1] is None
+
+
+def test_a_chat_template_that_is_not_read_is_named(tmp_path):
+    directory = copied("qwen3", tmp_path)
+    (directory / "chat_template.json").write_text("{}")
+    load(directory)
+    (directory / "chat_template.jinja").unlink()
+    with changed_json(directory / "tokenizer_config.json") as raw:
+        raw.pop("chat_template", None)
+    with pytest.warns(UserWarning, match=r"a processor's chat template \(chat_template.json\), which is not read"):
+        load(directory)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", SINGLE])
+@pytest.mark.parametrize(
+    ("contents", "says"),
+    [
+        (LFS, "is a pointer of Git LFS (fetch it with git lfs pull, or download it) and not the file itself"),
+        (b"/annex/objects/SHA256E-s1--ab", "is a pointer of git-annex (fetch it with git annex get, or download it)"),
+    ],
+)
+def test_a_pointer_of_version_control_is_named(tmp_path, name, contents, says):
+    directory = copied("qwen3", tmp_path)
+    (directory / name).write_bytes(contents)
+    assert refusal(directory).startswith(f"{directory / name} {says}")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", SINGLE]
+)
+def test_a_link_to_a_file_that_is_missing_is_named(tmp_path, name):
+    directory = copied("qwen3", tmp_path)
+    (directory / name).unlink()
+    (directory / name).symlink_to("../blobs/4d7a21")
+    assert (
+        refusal(directory) == f"{directory / name} is a link to ../blobs/4d7a21, which is missing; fetch the file first"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        (
+            "max_position_embeddings",
+            10**18,
+            f"an integer from 1 to {2**24}, as positions are float32 numbers in rotations",
+        ),
+        ("max_position_embeddings", 2**24 + 1, f"an integer from 1 to {2**24}"),
+        ("num_hidden_layers", 4097, "an integer from 1 to 4096"),
+        ("vocab_size", 2**31, f"an integer from 1 to {2**31 - 1}"),
+        ("model_type", None, "'qwen3'"),
+    ],
+)
+def test_a_key_beyond_its_range_or_missing_is_named(tmp_path, key, value, says):
+    directory = copied("qwen3", tmp_path)
+    with changed_json(directory / "config.json") as raw:
+        raw[key] = value
+        if value is None:
+            del raw[key]
+    state = "is missing" if value is None else f"is {value}"
+    assert refusal(directory).startswith(f"{directory / 'config.json'}: {key} {state}; accepted: {says}")
+
+
+def test_the_most_positions_are_taken(tmp_path):
+    directory = copied("qwen3", tmp_path)
+    with changed_json(directory / "config.json") as raw:
+        raw["max_position_embeddings"] = 2**24
+    assert load(directory)[0].config.max_positions == 2**24

@@ -153,6 +153,75 @@ def test_dropped_tokens_leave_no_trace(ends: tuple[int], run: Any, model: Decode
     assert_same_bits(np.asarray(logits)[1, :20], whole[1, kept - 7 : kept + 13])
 
 
+CALLS = {
+    "a prefill": [130],
+    "a prefill that ends with a chunk": [128],
+    "single tokens": [100, *[1] * 36],
+    "a verify step of 17": [125, 17],
+    "verify steps over a chunk's end": [110, 10, 9, 1],
+    "drafts that were refused, and a token": [110, 16, -10, 1],
+    "refused drafts of one call and the call before": [120, 9, -9, 2, 7],
+}
+"""The tokens of calls; a negative number drops so many."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_cache_goes_back_with_the_same_bits_or_not_at_all(name: str, run: Any, model: Decoder) -> None:
+    """To every length: by a program of the call, which has NaN where the call by itself is refused."""
+    given, after = tokens(1, 160), jnp.full((1, 3), 7, jnp.int32)
+    cache, length = KVCache.empty(model.config, 1, 192, model.dtype), 0
+    for count in CALLS[name]:
+        if count < 0:
+            cache = dataclasses.replace(cache, lengths=cache.lengths + count)
+        else:
+            call = jnp.roll(given, -length, axis=1)[:, : 1 if count == 1 else 160]
+            _, cache = run(call, cache, jnp.array([count], jnp.int32))
+        length += count
+    refused = list[int]()
+    for kept in range(length + 1):
+        lowered = dataclasses.replace(cache, lengths=jnp.array([kept], jnp.int32))
+        logits, gone_on = run(after, lowered, jnp.array([3], jnp.int32))
+        whole = run(jnp.concatenate([given[:, :kept], after, given[:, kept:157]], axis=1))
+        if not np.isnan(np.asarray(logits)).any():
+            assert_same_bits(np.asarray(logits), np.asarray(whole)[:, kept : kept + 3])
+            lowered.next_queries(jnp.array([3], jnp.int32))
+            continue
+        assert np.isnan(np.asarray(logits)).all()
+        refused.append(kept)
+        with pytest.raises(ValueError, match=rf"lengths of request 0 is {kept}; accepted: \d+ and more, or 0, because"):
+            lowered.next_queries(jnp.array([3], jnp.int32))
+        # What is lost stays lost, until the request begins again.
+        assert np.isnan(np.asarray(run(after, gone_on, jnp.array([3], jnp.int32))[0])).all()
+        with pytest.raises(ValueError, match=r"accepted: 0, because"):
+            gone_on.next_queries(jnp.array([3], jnp.int32))
+    assert refused == [*range(1, refused[-1] + 1)]  # from 0 everything is computed again
+    last, dropped = CALLS[name][-1], length - refused[-1] - 1
+    assert dropped >= min(last, DROPPABLE_TOKENS)
+    assert dropped <= DROPPABLE_TOKENS
+
+
+def test_a_request_that_has_lost_its_state_leaves_others_alone(run: Any, model: Decoder) -> None:
+    given, after = tokens(3, 130), jnp.full((3, 3), 7, jnp.int32)
+    _, cache = run(given, KVCache.empty(model.config, 3, 192, model.dtype))
+    expected, _ = run(after, dataclasses.replace(cache, lengths=jnp.array([125, 130, 0], jnp.int32)))
+    logits, again = run(after, dataclasses.replace(cache, lengths=jnp.array([125, 20, 0], jnp.int32)))
+    assert_same_bits(np.asarray(logits)[[0, 2]], np.asarray(expected)[[0, 2]])
+    assert np.isnan(np.asarray(logits)[1]).all() and np.isfinite(np.asarray(expected)).all()
+    assert np.isfinite(np.asarray(run(after, again)[0])).all(axis=(1, 2)).tolist() == [True, False, True]
+    begun = run(after, dataclasses.replace(again, lengths=jnp.zeros(3, jnp.int32)))[0]
+    assert_same_bits(np.asarray(begun)[1], np.asarray(begun)[2])
+
+
+def test_caches_of_pages_alone_go_back_to_any_length() -> None:
+    model, _ = load(FIXTURE.with_name("qwen3"))
+    cache = KVCache.empty(model.config, 1, 192, model.dtype)
+    assert cache.oldest is None and cache.lost is None
+    given = tokens(1, 40) % model.config.vocab_size
+    whole, full = model(given, cache)
+    logits, _ = model(given[:, 3:10], dataclasses.replace(full, lengths=jnp.array([3], jnp.int32)))
+    assert_same_bits(np.asarray(logits), np.asarray(whole)[:, 3:10])
+
+
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("batch", [5, 33])
 def test_a_request_is_the_same_in_every_batch_and_slot(batch: int, run: Any) -> None:

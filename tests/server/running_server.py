@@ -87,8 +87,11 @@ def serving(
     connections: ConnectionSettings | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
-    """A server that runs in a thread while the context is open. `connections` takes the place of `grace`."""
-    app = create_app(engine, *loaded, Settings(MODEL, **settings))
+    """A server that runs in a thread while the context is open. `connections` takes the place of `grace`.
+
+    Requests without a seed have seed 0, unless `unseeded` says otherwise, so that no test depends on chance.
+    """
+    app = create_app(engine, *loaded, Settings(MODEL, **{"unseeded": "fixed"} | settings))
     server = Server(app, ConnectionSettings(grace=grace) if connections is None else connections)
     with contextlib.closing(app.state.texts), contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
         thread = threading.Thread(target=server.serve_on, args=(bound,))

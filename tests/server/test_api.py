@@ -87,7 +87,7 @@ def test_prompts_are_texts_or_tokens_one_or_several(client: openai.OpenAI, engin
     assert len(texts.choices) == 2
 
 
-def test_without_a_seed_the_answer_is_the_same_and_with_others_it_is_not(client: openai.OpenAI) -> None:
+def test_with_fixed_seeds_an_answer_without_a_seed_is_the_same_and_with_others_it_is_not(client: openai.OpenAI) -> None:
     def text(**seed: int) -> str:
         return (
             client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=1, **seed).choices[0].text

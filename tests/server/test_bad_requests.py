@@ -30,6 +30,12 @@ COMPLETION = {"model": MODEL, "prompt": "x", "max_tokens": 1}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 
 
+OF_SEVERAL_FIELDS = (
+    "response_format and structured_outputs are given",
+    "max_tokens and max_completion_tokens differ",
+    "stream, echo and logprobs are given",
+)
+"""What messages say that are about several fields, none of which is more at fault than the others."""
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
@@ -78,7 +84,8 @@ def unharmed(server: Running) -> Iterator[None]:
         (b'{"model": "little", "prompt": "x", "seed": 1e400}', "seed"),
         ({"prompt": "x"}, "model is missing"),
         ({"model": MODEL}, "prompt is missing"),
-        (COMPLETION | {"prompt": ""}, "prompt is empty"),
+        (COMPLETION | {"prompt": ""}, "request 0 has a prompt without tokens; accepted: at least one token"),
+        (COMPLETION | {"prompt": ["x", ""]}, "request 1 has a prompt without tokens; accepted: at least one token"),
         (COMPLETION | {"prompt": []}, "prompt is []; accepted: a string, or a list of strings"),
         (COMPLETION | {"prompt": [[]]}, "prompt.0 is []: List should have at least 1 item"),
         (COMPLETION | {"prompt": {"a": 1}}, "prompt is {'a': 1}; accepted: a string, or a list of strings"),
@@ -200,8 +207,63 @@ def unharmed(server: Running) -> Iterator[None]:
 def test_what_cannot_be_served_is_refused_by_name(server: Running, body: Any, says: str) -> None:
     path = "chat/completions" if isinstance(body, dict) and "messages" in body else "completions"
     status, response = post(server.url, body, path)
-    assert (status, response["error"]["type"]) == (400, "invalid_request_error")
-    assert says in response["error"]["message"]
+    error = response["error"]
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert says in error["message"]
+    assert "\n" not in error["message"]
+    if isinstance(body, bytes) or any(pair in error["message"] for pair in OF_SEVERAL_FIELDS):
+        assert error["param"] is None or f'"{error["param"]}"'.encode() in body
+    elif error["message"].endswith(" is missing") and error["param"] in ("model", "prompt"):
+        assert error["message"] == f"{error['param']} is missing"
+    else:
+        assert error["param"] in body
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("completions", {"prompt": [515]}, "prompt"),
+        ("completions", {"prompt": ["x", ""]}, "prompt"),
+        ("completions", {"prompt": [1] * 400}, "prompt"),
+        ("completions", {"max_tokens": 400}, "max_tokens"),
+        ("completions", {"logprobs": 21}, "logprobs"),
+        ("completions", {"prompt_logprobs": 21, "logprobs": 2}, "prompt_logprobs"),
+        ("completions", {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ("completions", {"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs"),
+        (
+            "completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}},
+            "response_format",
+        ),
+        ("chat/completions", {"max_tokens": 400}, "max_tokens"),
+        ("chat/completions", {"max_tokens": None, "max_completion_tokens": 400}, "max_completion_tokens"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x " * 2000}]}, "messages"),
+        ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
+        ("responses", {"input": "x", "max_output_tokens": 400}, "max_output_tokens"),
+        ("responses", {"input": "x", "tool_choice": "required"}, "tool_choice"),
+        ("responses", {"input": "x", "top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+        ("responses", {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"$ref": "#"}}}}, "text"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_names_the_field_by_its_name_in_the_body(
+    server: Running, path: str, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    base = {"completions": COMPLETION, "chat/completions": CHAT, "responses": {"model": MODEL}}[path]
+    status, response = post(server.url, base | fields | ({"stream": True} if stream else {}), path)
+    assert (status, response["error"]["param"]) == (400, param)
+    assert "\n" not in response["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_look_ahead_is_refused_in_a_line(server: Running, stream: bool) -> None:
+    _, response = post(server.url, COMPLETION | {"structured_outputs": {"regex": "(?=a)b"}, "stream": stream})
+    assert response["error"]["message"] == (
+        'the constraint\'s regex is not valid: at 1(8): invalid regex "(?=a)b" (in regex): regex parse error: '
+        "look-around, including look-ahead and look-behind, is not supported; accepted: the syntax of Rust's crate "
+        "regex, without look-around and backreferences"
+    )
 
 
 def test_other_models_paths_methods_and_types_are_refused(server: Running) -> None:

@@ -101,9 +101,16 @@ ALTERED: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
         "response",
     ),
     "output": ("/v1/responses", lambda r: r["output"][0]["content"][0].update(text="No"), "response"),
+    "seed": ("/v1/completions", lambda r: r["choices"][1].update(seed=4), "response"),
+    "seed of the response": ("/v1/responses", lambda r: r.update(seed=4), "response"),
     "status": ("/v1/responses", lambda r: r.update(status="completed"), "response"),
     "server": ("/v1/responses", lambda r: r.update(system_fingerprint="detjax-1-0-0"), "response"),
-    "seed in the receipt": ("/v1/responses", lambda r: r["receipt"]["sampling"].update(seed=4), "digest"),
+    "seed in the receipt": ("/v1/responses", lambda r: r["receipt"]["sampling"].update(seed=4), "response"),
+    "seed in both": (
+        "/v1/responses",
+        lambda r: (r["receipt"]["sampling"].update(seed=4), r.update(seed=4)),
+        "digest",
+    ),
     "weights in the receipt": ("/v1/responses", lambda r: r["receipt"].update(model="0" * 64), "digest"),
 }
 

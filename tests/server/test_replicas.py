@@ -183,7 +183,7 @@ def responses(app: Any) -> list[Any]:
 def test_clients_get_the_same_responses_from_replicas_that_die(
     engine: Engine, loaded: tuple[Decoder, Tokenizer]
 ) -> None:
-    settings = Settings(MODEL)
+    settings = Settings(MODEL, unseeded="fixed")
     whole = create_app(engine, *loaded, settings)
     origin = Origin.here(*loaded)
     replicas = replicated(MortalReplicas(engine, [3, 9, 5, 2, 8, 1, 4]), engine, loaded)

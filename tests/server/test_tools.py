@@ -328,14 +328,33 @@ def test_ids_of_calls_are_functions_of_the_answers_id(
                 "tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": 3}}}],
                 "tool_choice": "required",
             },
-            "to the parameters of tools or to response_format: the constraint's grammar is not valid",
+            "to the parameters of tool 0, 'a': the constraint's json_schema is not valid: properties must be an object",
+        ),
+        (
+            {
+                "tools": [
+                    WEATHER,
+                    {
+                        "type": "function",
+                        "function": {
+                            "name": "a",
+                            "parameters": {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]},
+                        },
+                    },
+                ],
+                "tool_choice": "required",
+            },
+            "tool 1, 'a': the constraint's json_schema is not valid: it has no finite answer, because of $ref '#'",
         ),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(tooled: openai.OpenAI, fields: dict[str, Any], says: str) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         tooled.chat.completions.create(**ASKED | fields)
-    assert says in raised.value.body["message"]  # type: ignore
+    error: Any = raised.value.body
+    assert says in error["message"]
+    assert "\n" not in error["message"]
+    assert error["param"] in ("tools" if "tool 1" in says else error["param"], *fields, *fields.get("extra_body", {}))
 
 
 @pytest.mark.parametrize(("template", "says"), [(WITHOUT_TOOLS, "no place for them"), (UNKNOWN, "none of the formats")])
