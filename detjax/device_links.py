@@ -57,7 +57,7 @@ class Buffers(NamedTuple):
     nowhere: DeviceLinks
 
     @classmethod
-    def of(cls, mesh: Mesh) -> "Buffers":
+    def for_mesh(cls, mesh: Mesh) -> "Buffers":
         """Allocates buffers on the devices of a mesh, all of them GPUs of this process that reach one another."""
         sharding = NamedSharding(mesh, P(mesh.axis_names))
         size = sum(region_bytes(mesh.shape, axes) for axes in regions(mesh.shape))

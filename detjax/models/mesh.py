@@ -188,7 +188,7 @@ def device_buffers(mesh: Mesh | None) -> Buffers | None:
     """
     if mesh is None or spans_processes(mesh) or backends.backend() != "hopper":
         return None
-    return Buffers.of(mesh) if reach_one_another(list(mesh.devices.flat)) else None
+    return Buffers.for_mesh(mesh) if reach_one_another(list(mesh.devices.flat)) else None
 
 
 def everywhere(mesh: Mesh | None) -> NamedSharding | None:

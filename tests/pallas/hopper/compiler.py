@@ -42,6 +42,7 @@ from detjax.pallas.hopper import (
     delta_rule,
     elements,
     embedding,
+    exchange,
     grouped_matmul,
     norm_gradient,
     row_functions,
@@ -544,6 +545,10 @@ def programs() -> dict[str, Program]:
         "clamped experts of many rows": clamped_experts(20480, 128, 32, 2880),
         "gradients of experts": experts_gradients(experts_bench.MODELS["Qwen3-30B-A3B"], 8192),
         "gradients of few experts": experts_gradients(experts_bench.MODELS["gpt-oss-20b"], 8192, bias=True),
+        "columns of two GPUs": (
+            partial(exchange._gathered, devices=2, first=0),
+            [array(64, 2048), array(2, 2, dtype="int32"), array(1, dtype="int32")],
+        ),
         "squares of a leaf": (partial(elements.slice_squares, slices=8), [array(1024 * 3072, dtype="float32")]),
     }
 

@@ -53,7 +53,7 @@ def test_kernels_gather_what_xla_gathers(shape: tuple[int, ...], dtype: str, axe
     if len(jax.devices()) < 2 or not reach_one_another(jax.devices()[:2]):
         pytest.skip("needs two GPUs that reach one another")
     mesh = _mesh(*axes)
-    buffers = Buffers.of(mesh)
+    buffers = Buffers.for_mesh(mesh)
     bits = np.random.default_rng(0).integers(0, 2**15, (*shape[:-1], 2 * shape[-1]))
     spec = P(*[None] * (len(shape) - 1), OVER)
     x = jax.device_put(jnp.asarray(bits).astype(dtype), NamedSharding(mesh, spec))
@@ -73,7 +73,7 @@ def test_kernels_gather_what_xla_gathers(shape: tuple[int, ...], dtype: str, axe
         exchanged = compilation.jit(run(functools.partial(gathered, over=over), in_specs=(spec, P())))
         exchanged(x, buffers.nowhere)
         for _ in range(3):
-            found = exchanged(x, buffers.links)
+            exchanged_columns = exchanged(x, buffers.links)
     expected = compilation.jit(run(functools.partial(gathered, links=None, over=over), in_specs=spec))(x)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(exchanged_columns, expected, strict=True):
         assert_same_bits(one, other)

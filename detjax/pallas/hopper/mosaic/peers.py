@@ -71,11 +71,11 @@ def exchange(
     def load(address: Any, dtype: Any, text: str) -> Any:
         return mgpu.inline_ptx(text, address, result_types=dtype, has_side_effects=True)
 
-    own = load(_address(device), i32, "ld.global.u32 $0, [$1];")
+    rank = load(_address(device), i32, "ld.global.u32 $0, [$1];")
     bases = [load(plus(_address(addresses), int32(d), 8), i64, "ld.global.u64 $0, [$1];") for d in range(devices)]
     base = bases[0]
     for other in range(1, devices):
-        base = arith.select(arith.cmpi(arith.CmpIPredicate.eq, own, int32(other)), bases[other], base)
+        base = arith.select(arith.cmpi(arith.CmpIPredicate.eq, rank, int32(other)), bases[other], base)
     is_linked = arith.cmpi(arith.CmpIPredicate.ne, base, long(0))
     counter = plus(arith.addi(base, long(first)), cta, 4)
     counter = arith.select(is_linked, counter, _address(device))
@@ -110,13 +110,13 @@ def exchange(
             has_side_effects=True,
         )
         for other in range(devices):
-            is_other = arith.andi(is_linked, arith.cmpi(arith.CmpIPredicate.ne, own, int32(other)))
+            is_other = arith.andi(is_linked, arith.cmpi(arith.CmpIPredicate.ne, rank, int32(other)))
             with mgpu.when(arith.xori(is_other, mgpu.c(1, ir.IntegerType.get_signless(1)))):
                 mgpu.inline_ptx("st.global.v2.u32 [$0], {$1, $2};", result(index, other), *words, has_side_effects=True)
             with mgpu.when(is_other):
                 mgpu.inline_ptx(
                     "st.volatile.global.v4.u32 [$0], {$1, $3, $2, $3};",
-                    buffer(bases[other], own, unit),
+                    buffer(bases[other], rank, unit),
                     *words,
                     flag,
                     has_side_effects=True,
@@ -124,7 +124,7 @@ def exchange(
 
     def receive(index: Any, unit: Any) -> None:
         for other in range(devices):
-            with mgpu.when(arith.andi(is_linked, arith.cmpi(arith.CmpIPredicate.ne, own, int32(other)))):
+            with mgpu.when(arith.andi(is_linked, arith.cmpi(arith.CmpIPredicate.ne, rank, int32(other)))):
                 first_word, _, second_word, _ = mgpu.inline_ptx(
                     _WAIT, buffer(base, int32(other), unit), flag, result_types=(i32,) * 4, has_side_effects=True
                 )
