@@ -105,7 +105,7 @@ class _TaskPickler(pickle.Pickler):
 class _TaskUnpickler(pickle.Unpickler):
     """Reads what `_TaskPickler` has written."""
 
-    def persistent_load(self, pid: int) -> jax.Device:
+    def persistent_load(self, pid: int) -> Any:
         return next(device for device in jax.devices() if device.id == pid)
 
 
