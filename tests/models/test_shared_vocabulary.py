@@ -169,7 +169,8 @@ def sample_arguments(variant: SamplingVariant) -> tuple[Any, SampledRows]:
 def run_program(model: models.Decoder, hidden: Any, slots: SlotState, rows: SampledRows, **options: Any) -> Any:
     """What a sampling program returns; it overwrites the slots' state."""
     program = step_programs.sample_rows(rows, jnp.asarray(hidden), jax.tree.map(jnp.copy, slots), **options)
-    return program.fn(*split(model), *program.args, **program.static)
+    network, weights = split(model)
+    return program.fn(network, step_programs.Parameters(weights), *program.args, **program.static)
 
 
 def exchanged(model: models.Decoder, hidden: Any, slots: SlotState, rows: SampledRows, **options: Any) -> Iterator[int]:
