@@ -256,7 +256,7 @@ class _Replay:
         slots = SlotState(jnp.zeros(size, jnp.int32), seen)
         sampled = SampledRows(np.arange(size, dtype=np.int32), _sampling(rows, size), adjustments, allowed)
         program = step_programs.sample_rows(jax.device_put(sampled), _rows_at(hidden, index), slots, variant)
-        _, tokens = program.fn(self._network, self._weights, *program.args, **program.static)
+        _, tokens = program.fn(self._network, step_programs.Parameters(self._weights), *program.args, **program.static)
         return _Pending(rows, tokens.start_copy())
 
     def _allowed(self, rows: list[_Rows], size: int) -> np.ndarray:

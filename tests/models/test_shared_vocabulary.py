@@ -185,7 +185,10 @@ def compare_scores(model: models.Decoder, shared: models.Decoder) -> None:
     """Logprobs of prompts."""
     hidden = jnp.asarray(np.random.default_rng(3).standard_normal((9, model.config.hidden_size)), jnp.float32)
     program = step_programs.score(hidden, 2, np.array([5, VOCABULARY - 1, SOFTMAX_BLOCK], np.int32), 20)
-    results = [program.fn(*split(one), *program.args, **program.static) for one in (shared, model)]
+    results = []
+    for one in (shared, model):
+        network, weights = split(one)
+        results.append(program.fn(network, step_programs.Parameters(weights), *program.args, **program.static))
     assert_same_bits(*results)
     assert not same_bits(results[0].logprob[:1], results[0].logprob[1:2])
 
