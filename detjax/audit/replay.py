@@ -224,7 +224,7 @@ class _Replay:
         assert first_rows is not None
         self._scheduler.mark_submitted(plan)
         forward = step_programs.forward(jax.device_put(batch), self._state, self._last)
-        self._state, _, hidden = forward.fn(self._network, self._weights, *forward.args)
+        self._state, _, hidden = forward.fn(self._network, step_programs.Parameters(self._weights), *forward.args)
         rows = [_rows(chunk, int(row)) for chunk, row in zip(plan.prefills, first_rows, strict=False)]
         for chunk in plan.prefills:
             if chunk.completes:  # its pages are free for later steps, which come after this one on the device

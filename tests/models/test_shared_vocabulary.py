@@ -176,7 +176,9 @@ def run_program(model: models.Decoder, hidden: Any, slots: SlotState, rows: Samp
 def exchanged(model: models.Decoder, hidden: Any, slots: SlotState, rows: SampledRows, **options: Any) -> Iterator[int]:
     """How many numbers each exchange of a compiled sampling program gives a device."""
     program = step_programs.sample_rows(rows, jnp.asarray(hidden), slots, **options)
-    compiled: Any = compilation.compiled(program.fn, *split(model), *program.args, **program.static)
+    network, weights = split(model)
+    parameters = step_programs.Parameters(weights)
+    compiled: Any = compilation.compiled(program.fn, network, parameters, *program.args, **program.static)
     for shapes, *_ in COLLECTIVE.findall(compiled.as_text()):
         yield sum(math.prod(map(int, shape.split(","))) for shape in re.findall(r"\[([\d,]+)\]", shapes))
 
