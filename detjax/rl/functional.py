@@ -25,6 +25,7 @@ from detjax.rl import rollouts
 from detjax.rl.gradients import Loss
 from detjax.rl.microbatches import Layout, Sample
 from detjax.rl.placement import Flat, Placement
+from detjax.rl.sample_checks import check_certain
 from detjax.rl.train_state import TrainState, initial_state, update, weights_of
 from detjax.rl.training import Plan, batch_gradients
 
@@ -143,11 +144,13 @@ class Training:
                 gradients; the names of its axes do not matter. Default: one device.
 
         Raises:
-            ValueError: there is no sample, one is longer than a row, or the mesh has another number of devices.
+            ValueError: there is no sample, one is longer than a row, was drawn from another distribution, or lacks the
+                logprobs that the loss compares with; or the mesh has another number of devices.
         """
         plan = Plan(microbatch, self._shards, 1 if mesh is None else tuple(mesh.devices.flat))
         weights = plan.placement.everywhere(self.network.weights(params))
         result = batch_gradients(self.network, weights, batch, self._loss, plan, self._distribution)
+        check_certain(batch, self._loss, self._distribution, result.logprobs)
         leaves = [_shaped(leaf, like.shape) for leaf, like in zip(result.leaves, self._like, strict=True)]
         loss = self._loss.value(batch, result.logprobs)
         return LossAndGradients(loss, self.network.state(tuple(leaves)), result.logprobs)

@@ -22,7 +22,10 @@ from detjax.rl.microbatches import Microbatch, Sample
 
 @runtime_checkable
 class Loss(Protocol):
-    """A loss, as its gradient with regard to logprobs and as its value; see `detjax.rl.losses`."""
+    """A loss, as its gradient with regard to logprobs and as its value; see `detjax.rl.losses`.
+
+    One that compares with nothing may say so by an attribute `needs_old_logprobs` that is False.
+    """
 
     def __call__(self, logprobs: Float32[Array, "*N"], microbatch: Microbatch) -> Float32[Array, "*N"]:
         """Returns the gradient, given the logprob of each target of a microbatch."""

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +28,8 @@ class LogLikelihood:
     that of REINFORCE (Williams 1992), and of GRPO (Shao et al. 2024) and RLOO (Ahmadian et al. 2024) where each rollout
     trains one step of the policy that made it.
     """
+
+    needs_old_logprobs: ClassVar[bool] = False
 
     def __call__(self, logprobs: Float32[Array, "*N"], microbatch: Microbatch) -> Float32[Array, "*N"]:
         """Returns the derivatives with regard to the logprobs: the negated weights."""
@@ -50,6 +53,7 @@ class ClippedRatio:
         high: how far it may rise above 1; larger than `low` in DAPO (Yu et al. 2025).
     """
 
+    needs_old_logprobs: ClassVar[bool] = True
     low: float = 0.2
     high: float = 0.2
 
@@ -68,6 +72,7 @@ class ClippedRatio:
         """Returns the value of the loss, given the logprobs of each sample's completion; summed exactly."""
 
         def terms(sample: Sample, logprob: np.ndarray) -> np.ndarray:
+            assert sample.old_logprobs is not None
             ratio = np.exp(logprob.astype(np.float64) - sample.old_logprobs)
             return np.minimum(ratio * sample.weights, np.clip(ratio, 1 - self.low, 1 + self.high) * sample.weights)
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from detjax.contract import KV_BLOCK, WEIGHT_GRADIENT_TOKENS
+from detjax.engine import SamplingParams
 from detjax.kv_pages import Queries
 from detjax.models.decoder import ImageRows
 from detjax.models.images import Shown
@@ -40,16 +41,19 @@ class Sample:
         weights: for each token of the completion the factor of its term of the loss, such as an advantage over the
             number of tokens of the batch; computed in float64 and rounded once.
         old_logprobs: for each token of the completion the logprob that the loss compares with, such as the sampler's.
-            Zeros where the loss compares with nothing.
+            None where the loss compares with nothing.
         images: the patches of the prompt's images and videos, such as `Engine.image_patches` returns.
         shown: what a model makes of them; trainers fill it in.
+        sampling: how the completion was drawn; None: it is not known. Trainers refuse a sample whose completion was
+            drawn from another distribution than theirs. `Rollout.sample` fills it in.
     """
 
     tokens: Int32[np.ndarray, "T"]
     weights: Float32[np.ndarray, "C"]
-    old_logprobs: Float32[np.ndarray, "C"]
+    old_logprobs: Float32[np.ndarray, "C"] | None = None
     images: Sequence[Shown] = ()
     shown: SampleImages | None = None
+    sampling: SamplingParams | None = None
 
     def __post_init__(self) -> None:
         """Checks the lengths.
@@ -57,11 +61,13 @@ class Sample:
         Raises:
             ValueError: the completion is not shorter than the sequence, or the lengths of its arrays differ.
         """
-        tokens, weights, old = len(self.tokens), len(self.weights), len(self.old_logprobs)
+        tokens, weights = len(self.tokens), len(self.weights)
+        old = weights if self.old_logprobs is None else len(self.old_logprobs)
         if not 0 < weights < tokens or weights != old:
+            asked = "" if old else ". SamplingParams(sampling_logprobs=True) has the sampler report them"
             raise ValueError(
                 f"Sample: {tokens} tokens, {weights} weights and {old} old logprobs; accepted: one weight and one old "
-                "logprob for each token of the completion, and at least one token before it"
+                f"logprob for each token of the completion, and at least one token before it{asked}"
             )
 
     @property
@@ -239,7 +245,8 @@ def _placed(arrays: Microbatch, samples: Sequence[Sample], rows: Sequence[int], 
         tokens[row : row + len(sample.tokens)] = sample.tokens
         targets[target : target + count] = sample.tokens[sample.prompt_tokens :]
         weights[target : target + count] = sample.weights
-        old[target : target + count] = sample.old_logprobs
+        if sample.old_logprobs is not None:
+            old[target : target + count] = sample.old_logprobs
         places.append((target, count))
     arrays = _with_images(arrays, samples, rows)
     return PlacedMicrobatch(arrays, first, tuple(place for place, _ in places), tuple(count for _, count in places))

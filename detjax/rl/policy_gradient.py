@@ -60,8 +60,16 @@ class PolicyGradient:
             rewards: their rewards.
             trainer: the trainer's logprobs of each rollout's tokens before the step, under the distribution that they
                 were drawn from, as the rollouts' sampling logprobs are.
+
+        Raises:
+            ValueError: rollouts have no sampling logprobs, or logprobs are not accepted; see `corrections`.
         """
         flat = [rollout for group in groups for rollout in group]
+        if lacking := sum(not len(rollout.sampling_logprobs) for rollout in flat):
+            raise ValueError(
+                f"PolicyGradient: {lacking} of {len(flat)} rollouts have no sampling logprobs; accepted: rollouts of "
+                "SamplingParams(sampling_logprobs=True)"
+            )
         factors = self._corrections([rollout.sampling_logprobs for rollout in flat], trainer)
         shares = advantages.normalization(
             [len(rollout.completion) for rollout in flat], self.normalization, self.constant
@@ -69,7 +77,7 @@ class PolicyGradient:
         terms = zip(flat, self.advantages(rewards).reshape(-1), factors, shares, trainer, strict=True)
         return [
             # Rounded once, from float64.
-            Sample(rollout.tokens, (advantage * factor * share).astype(np.float32), old)
+            rollout.sample((advantage * factor * share).astype(np.float32), old)
             for rollout, advantage, factor, share, old in terms
         ]
 
@@ -96,7 +104,6 @@ def supervised_samples(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> 
         Sample(
             np.asarray([*prompt, *completion], np.int32),
             np.full(len(completion), weight, np.float32),
-            np.zeros(len(completion), np.float32),
         )
         for prompt, completion in pairs
     ]

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from detjax.engine import Engine, Request, SamplingParams
+from detjax.rl.microbatches import Sample
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,6 +26,7 @@ class Rollout:
         logprobs: the logprob of each token of the completion under the model.
         sampling_logprobs: its logprob under the distribution that it was drawn from, after temperature and filters;
             empty unless the sampling parameters ask for them.
+        sampling: how it was drawn; None: it is not known.
     """
 
     prompt: Int32[np.ndarray, "P"]
@@ -32,11 +34,23 @@ class Rollout:
     text: str
     logprobs: Float32[np.ndarray, "C"]
     sampling_logprobs: Float32[np.ndarray, "S"]
+    sampling: SamplingParams | None = None
 
     @property
     def tokens(self) -> Int32[np.ndarray, "T"]:
         """The prompt's tokens and the completion's."""
         return np.concatenate([self.prompt, self.completion])
+
+    def sample(self, weights: Float32[np.ndarray, "C"], old_logprobs: Float32[np.ndarray, "C"] | None = None) -> Sample:
+        """Returns the rollout as a sample of a training step, which the trainer of another distribution refuses.
+
+        Args:
+            weights: see `Sample`.
+            old_logprobs: what the loss compares with. Default: the sampling logprobs, if there are any.
+        """
+        if old_logprobs is None and len(self.sampling_logprobs):
+            old_logprobs = self.sampling_logprobs
+        return Sample(self.tokens, weights, old_logprobs, sampling=self.sampling)
 
 
 def rollouts(
@@ -60,6 +74,7 @@ def rollouts(
                 completion.text or "",
                 np.asarray(completion.logprobs, np.float32),
                 np.asarray(completion.sampling_logprobs, np.float32),
+                sampling,
             )
             for completion in generation.completions
         ]

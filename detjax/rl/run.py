@@ -203,7 +203,7 @@ class Run:
 
 
 def _unweighted(rollout: Rollout) -> Sample:
-    return Sample(rollout.tokens, np.zeros(len(rollout.completion), np.float32), rollout.sampling_logprobs)
+    return rollout.sample(np.zeros(len(rollout.completion), np.float32))
 
 
 def _mean(arrays: list[np.ndarray]) -> float:

@@ -16,6 +16,7 @@ from detjax.options import MODEL_DISTRIBUTION, Distribution
 from detjax.rl.entropy import entropies
 from detjax.rl.gradients import Loss, completion_logprobs, last_hidden_states
 from detjax.rl.microbatches import Microbatch, Sample, by_sequence
+from detjax.rl.sample_checks import are_all_certain, check_certain, check_drawn
 from detjax.rl.sample_images import with_rows
 from detjax.rl.train_state import TrainState, initial_state, update, weights_of
 from detjax.rl.training import Plan, batch_gradients
@@ -119,12 +120,14 @@ class Trainer:
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Float32[np.ndarray, "C"]]:
         """Returns the logprobs of each sample's completion: the bits that an engine reports for these weights."""
+        check_drawn(samples, self.distribution)
         program = _logprobs_program(self.network, self.distribution)
         placed = list(self.plan.layout.microbatches(with_rows(self.network, self.weights, samples)))
         return by_sequence(placed, [program(self.weights, one.arrays) for one in placed])
 
     def scores(self, samples: Sequence[Sample]) -> Scores:
         """Returns the logprobs of each sample's completion, and the entropies of the distributions."""
+        check_drawn(samples, self.distribution)
         program = _scores_program(self.network, self.distribution)
         placed = list(self.plan.layout.microbatches(with_rows(self.network, self.weights, samples)))
         values = [program(self.weights, one.arrays) for one in placed]
@@ -134,9 +137,12 @@ class Trainer:
         """Trains one step.
 
         Raises:
-            ValueError: there is no sample, or one is longer than a row of the plan's layout.
+            ValueError: there is no sample, one is longer than a row of the plan's layout, was drawn from another
+                distribution than the trainer's, or lacks the logprobs that the loss compares with.
         """
         gradients = batch_gradients(self.network, self.weights, samples, self.loss, self.plan, self.distribution)
+        if are_all_certain(samples, self.loss):
+            check_certain(samples, self.loss, self.distribution, gradients.logprobs)
         placement = self.plan.placement
         self._state, norm = update(self._state, gradients.leaves, self.optimizer, placement, max_norm=self.max_norm)
         self.weights = weights_of(self._state, self._shapes, placement)

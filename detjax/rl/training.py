@@ -23,6 +23,7 @@ from detjax.rl.gradients import Loss, ShardTree, Sums, WeightSums, empty_sums, n
 from detjax.rl.leaf_rounds import leaf_rounds
 from detjax.rl.microbatches import Layout, Microbatch, PlacedMicrobatch, Sample, by_sequence
 from detjax.rl.placement import AXIS, Flat, Placement
+from detjax.rl.sample_checks import check_drawn, check_old_logprobs
 from detjax.rl.sample_images import with_rows
 
 
@@ -100,10 +101,13 @@ def batch_gradients(
         distribution: the distribution whose logprobs the loss takes: the one that samples were drawn from.
 
     Raises:
-        ValueError: there is no sample, one is longer than a row, or one has images that are not its prompt's.
+        ValueError: there is no sample, one is longer than a row, has images that are not its prompt's, was drawn from
+            another distribution, or lacks the logprobs that the loss compares with.
     """
     if not samples:
         raise ValueError("batch_gradients: no samples; accepted: at least one")
+    check_drawn(samples, distribution)
+    check_old_logprobs(samples, loss)
     samples = with_rows(network, weights, samples)
     bounds = shard_bounds(len(samples), plan.shards)
     placed = [list(plan.layout.microbatches(samples[begin:end], begin)) for begin, end in bounds]
