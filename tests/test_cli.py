@@ -158,7 +158,7 @@ def test_chat_wraps_the_prompt_in_the_template() -> None:
         (("--dtype", "int8"), "int8"),
         (("--tensor-parallel", 1000), "tensor is 1000 and expert is 1; accepted: "),
         (("--kv-cache-dtype", "int4"), "--kv-cache-dtype is 'int4'; accepted: int8, fp8_e4m3, q4_0"),
-        (("--prompt", ""), "prompt 1 is empty; accepted: at least one token"),
+        (("--prompt", ""), "prompt 1 has no tokens; accepted: a prompt of at least one token"),
         (("--prompt", "-", "--prompt", "-"), "--prompt is - more than once; accepted: once"),
         (("--max-tokens", 10_000), "asks for 10000 more; accepted: 512 in all"),
         (("--chat",), "no chat template"),

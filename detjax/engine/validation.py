@@ -43,7 +43,7 @@ def encode_prompt(
     if isinstance(prompt, str) and tokenizer is not None:
         prompt = tokenizer.encode(prompt)
     if not len(prompt):
-        raise FieldError(f"{name} has a prompt without tokens; accepted: at least one token", "prompt")
+        raise FieldError(f"{name} has no tokens; accepted: a prompt of at least one token", "prompt")
     assert not isinstance(prompt, str)
     if len(prompt) <= config.max_positions:
         prompt = with_image_tokens(name, config, prompt, images, tokenizer)

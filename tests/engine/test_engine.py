@@ -542,7 +542,7 @@ def test_settings_come_from_a_config_or_from_options() -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request([]), "request 0 has a prompt without tokens; accepted: at least one token"),
+        (Request([]), "request 0 has no tokens; accepted: a prompt of at least one token"),
         (Request([515]), "request 0 has token 515; accepted: ids 0 to 514"),
         (Request([1] * 300, SamplingParams(max_tokens=101)), "accepted: 400 in all, the engine's max_length"),
         (Request([1], SamplingParams(top_logprobs=21)), "top_logprobs is 21; accepted: up to 20, the engine's"),

@@ -226,7 +226,7 @@ def test_no_prompts_give_no_generations(model: Decoder) -> None:
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
-        ([[]], SamplingParams(), "prompt 0 has a prompt without tokens; accepted: at least one token"),
+        ([[]], SamplingParams(), "prompt 0 has no tokens; accepted: a prompt of at least one token"),
         ([[1], [2, 515]], SamplingParams(), "prompt 1 has token 515; accepted: ids 0 to 514"),
         ([[-1]], SamplingParams(), "prompt 0 has token -1"),
         (["text"], SamplingParams(), "prompt 0 is text and there is no tokenizer"),
