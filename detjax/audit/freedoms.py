@@ -28,10 +28,14 @@ type Path = tuple[int, ...]
 
 
 class Exclusion(enum.Enum):
-    """Bits that a proof leaves out, because code for the same numbers may differ in them."""
+    """Numbers that a proof leaves out, because code that is the same for all others may differ in them.
 
-    NAN = "the sign and payload of NaN"
-    SUBNORMAL = "subnormal numbers, which some instructions flush to zero and others do not"
+    IEEE 754 leaves the sign and payload of NaN open, and a maximum on a CPU may pass over a NaN. Some instructions
+    flush subnormal numbers to zero and others do not.
+    """
+
+    NAN = "rows that meet NaN"
+    SUBNORMAL = "rows that meet subnormal numbers"
 
 
 class _Mark(enum.IntFlag):
@@ -41,11 +45,15 @@ class _Mark(enum.IntFlag):
     PRODUCT = enum.auto()  # its last step may be a product, not rounded yet
     REPEATED = enum.auto()  # it was broadcast
     COMPARED = enum.auto()  # it says how floating-point numbers compare
+    NARROW = enum.auto()  # it comes of numbers that were rounded to less than 32 bits
+    BITS_OF_NAN = enum.auto()  # code may differ in the sign and payload of its NaN
     NAN = enum.auto()  # see `Exclusion`
     SUBNORMAL = enum.auto()
 
 
 _NO_MARKS: Final = _Mark(0)
+_OF_ANY_DTYPE: Final = ~(_Mark.PRODUCT | _Mark.BITS_OF_NAN)
+"""What may hold for integers, too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +121,8 @@ _KEEPS_SIGN_OF_ZERO: Final = _split(
 )
 """What gives zeros for zeros of either sign, or numbers that are the same for both."""
 
-_FLUSHES: Final = _split("add sub add_any mul div sqrt square integer_pow")
-"""What computes with numbers alone that were flushed to zero, where it computes at all."""
+_CHOICES_OF_NAN: Final = _split("argmax argmin top_k")
+"""What may take another one of several NaN."""
 
 _COMPARISONS: Final = _split("eq ne lt le gt ge eq_to lt_to le_to")
 
@@ -142,8 +150,9 @@ class Freedoms:
         given = [Fact(signs.of(v), _Mark.VARIES) for v in jaxpr.invars]
         for fact, atom in zip(self._jaxpr(jaxpr, given), jaxpr.outvars, strict=True):
             self._see(fact)
-            if equations.is_inexact(atom):
-                self.exclusions |= {one for one in Exclusion if _is_open(fact, one)}
+            self.exclusions |= {one for one in Exclusion if fact.marks & _Mark[one.name]}
+            if equations.is_inexact(atom) and _has_open_nan(fact):
+                self.exclusions |= {Exclusion.NAN}
 
     def of(self, eqn: core.JaxprEqn) -> str | None:
         """Returns why an equation is a choice, whatever calls it stands in."""
@@ -223,17 +232,12 @@ class Freedoms:
             return "draws from a generator whose numbers for one key depend on the keys beside it"
         if not inexact:
             return None
-        if name in ("argmax", "argmin") and not is_cpu and facts[0].signs & Signs.NAN:
-            return "finds one of several NaN, by the order in which numbers are compared"
         if name == "sort" and not eqn.params["is_stable"]:
             return "orders equal numbers as the algorithm does, which XLA chooses by shape; a stable sort does not"
-        if name == "top_k" and facts[0].signs & Signs.NAN:
-            return "orders NaN by their signs and payloads, which code for the same numbers may differ in"
         if name == "top_k" and not is_cpu and signs.has_zeros_of_both_signs(facts[0].signs):
             return "orders zeros of both signs as the algorithm does, which XLA chooses by shape"
-        if name == "bitcast_convert_type":
-            open_bits = [one.value for one in Exclusion if _is_open(facts[0], one)]
-            return f"reads bits that are not the same in all code: {open_bits[0]}" if open_bits else None
+        if name in EXTREMES and is_cpu and any(fact.marks & _Mark.NARROW for fact in facts):
+            return "may be computed together with what rounds to a narrow type, in more precision, from some size on"
         if kind is Kind.APPROXIMATED and any(map(equations.is_complex, inexact)):
             return "computes complex numbers by several roundings, which the compiler arranges and fuses by shape"
         if kind is Kind.APPROXIMATED and is_cpu:
@@ -267,33 +271,48 @@ class Freedoms:
 
     def _marks(self, eqn: core.JaxprEqn, kind: Kind, facts: Sequence[Fact]) -> _Mark:
         name, given = eqn.primitive.name, functools.reduce(_Mark.__or__, (fact.marks for fact in facts), _NO_MARKS)
-        signs_given = functools.reduce(Signs.__or__, (fact.signs for fact in facts), signs.NONE)
-        made = given & (_Mark.VARIES | _Mark.SUBNORMAL)
+        reads, makes = (any(map(equations.is_inexact, atoms)) for atoms in (eqn.invars, eqn.outvars))
+        made = given & (_Mark.VARIES | _Mark.NAN | _Mark.SUBNORMAL | _Mark.NARROW)
         if name in _KEEPS_PRODUCTS:
             made |= given & _Mark.PRODUCT
+        elif name == "div" and backends.target() == "cpu":
+            made |= _Mark.PRODUCT if facts[1].marks & _Mark.REPEATED else _NO_MARKS
         elif kind in (Kind.ROUNDED, Kind.APPROXIMATED) and name not in _NO_PRODUCT:
             made |= _Mark.PRODUCT
         if name == "broadcast_in_dim":
             made |= _Mark.REPEATED
         elif name in _RESHAPES:
             made |= given & _Mark.REPEATED
-        if name in _COMPARISONS and any(map(equations.is_inexact, eqn.invars)):
-            made |= _Mark.COMPARED
-        elif not any(map(equations.is_inexact, eqn.outvars)):
-            made |= given & _Mark.COMPARED
+        if (name in _COMPARISONS and reads) or not makes:
+            made |= _Mark.COMPARED if name in _COMPARISONS and reads else given & _Mark.COMPARED
+        if kind is Kind.ROUNDED and any(map(_is_narrow, eqn.outvars)):
+            made |= _Mark.NARROW
+        return made | self._marks_of_nan(eqn, facts, given, reads) | self._marks_of_subnormal(eqn, kind, facts, given)
+
+    @staticmethod
+    def _marks_of_nan(eqn: core.JaxprEqn, facts: Sequence[Fact], given: _Mark, reads: bool) -> _Mark:
+        name = eqn.primitive.name
+        may_be_nan = any(
+            fact.signs & Signs.NAN for fact, v in zip(facts, eqn.invars, strict=True) if equations.is_inexact(v)
+        )
+        if may_be_nan and name in EXTREMES | _CHOICES_OF_NAN:
+            return _Mark.NAN | _Mark.BITS_OF_NAN
+        if name == "bitcast_convert_type" and _has_open_nan(facts[0]):
+            return _Mark.NAN
         if name in _KEEPS_BITS:
-            made |= given & _Mark.NAN
-        elif kind is not Kind.OPAQUE or any(map(equations.is_inexact, eqn.invars)):
-            made |= _Mark.NAN if any(map(equations.is_inexact, eqn.invars)) else _NO_MARKS
-        if backends.target() == "cpu":
-            chooses = name in EXTREMES | {"max", "min", "clamp"} or (name == "select_n" and given & _Mark.COMPARED)
-            if chooses and signs_given & Signs.SUBNORMAL:
-                made |= _Mark.SUBNORMAL
-            elif name in _FLUSHES and all(fact.marks & _Mark.VARIES for fact in facts):
-                made &= ~_Mark.SUBNORMAL
-            elif kind is Kind.APPROXIMATED or kind is Kind.SUM:
-                made &= ~_Mark.SUBNORMAL
-        return made
+            return given & _Mark.BITS_OF_NAN
+        return _Mark.BITS_OF_NAN if reads else _NO_MARKS
+
+    @staticmethod
+    def _marks_of_subnormal(eqn: core.JaxprEqn, kind: Kind, facts: Sequence[Fact], given: _Mark) -> _Mark:
+        if backends.target() != "cpu":
+            return _NO_MARKS
+        name = eqn.primitive.name
+        chooses = name in EXTREMES | {"max", "min", "clamp"} or (name == "select_n" and given & _Mark.COMPARED)
+        may_be = any(
+            fact.signs & Signs.SUBNORMAL for fact, v in zip(facts, eqn.invars, strict=True) if equations.is_inexact(v)
+        )
+        return _Mark.SUBNORMAL if chooses and may_be else _NO_MARKS
 
     def _choosers(self, eqn: core.JaxprEqn, facts: Sequence[Fact]) -> frozenset[Path]:
         """The equations that leave the sign of the results' zeros to the compiler; sees those that are seen here."""
@@ -352,16 +371,13 @@ def _flow(eqn: core.JaxprEqn, index: int, facts: Sequence[Fact]) -> _Flow:
     return _Flow.SEEN
 
 
-def _is_open(fact: Fact, bits: Exclusion) -> bool:
-    """Whether an array may hold numbers whose bits code for the same numbers may differ in."""
-    return bool(fact.signs & Signs[bits.name] and fact.marks & _Mark[bits.name])
+def _has_open_nan(fact: Fact) -> bool:
+    return bool(fact.signs & Signs.NAN and fact.marks & _Mark.BITS_OF_NAN)
 
 
 def _exact(fact: Fact, atom: Any) -> Fact:
     """The fact of an array of integers: no zero of theirs has a sign."""
-    return fact.but(
-        signs=signs.of(atom), marks=fact.marks & (_Mark.VARIES | _Mark.REPEATED | _Mark.COMPARED), choosers=frozenset()
-    )
+    return fact.but(signs=signs.of(atom), marks=fact.marks & _OF_ANY_DTYPE, choosers=frozenset())
 
 
 def _settled(carries: list[Fact], step: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:

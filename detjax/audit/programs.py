@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.extend import core
 
 from detjax.audit.contracts import contract_of
+from detjax.invariant import equations
 from detjax.invariant.equations import aval
 
 _NAMES: Final = frozenset(("name", "debug_info", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "num_consts", "out_trees"))
@@ -59,7 +60,8 @@ class Comparison:
             if contracts[0] != contracts[1]:
                 return Change(two, f"is under another contract for a batch of {other} than for one of {batch}")
             # The numbers that an operation computes its schedule with are its own.
-            if (why := self._other_operand(one, two, numbers, contracts[0] is None)) is not None:
+            sees_literals = contracts[0] is None and not self._is_index(one, two, second)
+            if (why := self._other_operand(one, two, numbers, sees_literals)) is not None:
                 return Change(two, why)
             if contracts[0] is None and (within := self._other_parameter(one, two)) is not None:
                 return within
@@ -109,6 +111,14 @@ class Comparison:
                 return f"computes with {b.val} for a batch of {other} and with {a.val} for one of {batch}"
             return f"reads other numbers for a batch of {other} than for one of {batch}"
         return None
+
+    def _is_index(self, one: core.JaxprEqn, two: core.JaxprEqn, jaxpr: core.Jaxpr) -> bool:
+        """Whether an equation adds the length of an axis to an index, which counts from its end if it is negative."""
+        if two.primitive.name != "add" or equations.is_inexact(two.outvars[0]):
+            return False
+        pairs = zip(one.invars, two.invars, strict=True)
+        literals = [(a, b) for a, b in pairs if isinstance(a, core.Literal) and isinstance(b, core.Literal)]
+        return all(self._is_size(int(a.val), int(b.val)) for a, b in literals) and _is_index(two.outvars[0], jaxpr)
 
     def _other_parameter(self, one: core.JaxprEqn, two: core.JaxprEqn) -> Change | None:
         batch, other = self._sizes
@@ -165,6 +175,24 @@ class Comparison:
         both = tuple(slice(min(x, y)) for x, y in zip(*shapes, strict=True))
         first, second = (np.ascontiguousarray(np.asarray(x)[both]) for x in (a, b))
         return first.dtype == second.dtype and first.tobytes() == second.tobytes()
+
+
+_READERS: Final = frozenset("gather scatter scatter-add scatter_add".split())
+"""Primitives whose second operand is an array of indices."""
+_INDEX_MOVES: Final = frozenset("select_n broadcast_in_dim reshape concatenate convert_element_type squeeze".split())
+
+
+def _is_index(var: Any, jaxpr: core.Jaxpr) -> bool:
+    """Whether nothing of a program reads a variable but as an index."""
+    if any(var is result for result in jaxpr.outvars):
+        return False
+    for eqn in jaxpr.eqns:
+        at = [k for k, v in enumerate(eqn.invars) if v is var]
+        is_read = at == [1] and eqn.primitive.name in _READERS
+        is_moved = at and eqn.primitive.name in _INDEX_MOVES and all(_is_index(v, jaxpr) for v in eqn.outvars)
+        if at and not is_read and not is_moved:
+            return False
+    return True
 
 
 def _number(atom: Any, numbers: dict[Any, int]) -> Any:

@@ -1,8 +1,9 @@
 """The numbers that an array may hold: their signs, zeros of either sign, NaN and subnormal numbers.
 
 IEEE 754 calls -0.0 and 0.0 equal, so a maximum of both is either, by the order of comparisons. An array whose zeros all
-have one sign has no such choice. `results` says what an equation makes of sets of numbers; wherever compilers are known
-to bend IEEE 754 (XLA leaves `x + 0` out, and CPUs flush subnormal numbers to zero), it allows for that.
+have one sign has no such choice. `result` says what an equation makes of sets of numbers. It allows for what compilers
+are known to make of zeros: XLA leaves `x + 0` out, CPUs flush subnormal numbers to zero, and the library that XLA's CPU
+compiler calls for larger reductions computes what is fused into them in its own way.
 """
 
 import enum
@@ -89,10 +90,15 @@ def has_zeros_of_both_signs(signs: Signs) -> bool:
 
 
 def mirrored(signs: Signs) -> Signs:
-    """Returns the signs of the negated numbers."""
+    """Returns the signs of the negated numbers, as IEEE 754 says."""
     swapped = zip(_ORDERED, reversed(_ORDERED), strict=True)
     kept = signs & (Signs.NAN | Signs.SUBNORMAL)
     return functools.reduce(Signs.__or__, (other for one, other in swapped if one & signs), kept)
+
+
+def _negated(signs: Signs) -> Signs:
+    """What a negation may give: XLA's CPU compiler computes it as a difference from 0.0 before some reductions."""
+    return mirrored(signs) | (Signs.PLUS_ZERO if signs & ZEROS else NONE)
 
 
 def _magnitude(signs: Signs) -> Signs:
@@ -113,6 +119,8 @@ def result(eqn: core.JaxprEqn, given: Sequence[Signs]) -> Signs:
         if name == "mul" and eqn.invars[0] is eqn.invars[1]:
             return _square(given[0])
         return pairs(_BINARY[name], *given)
+    if name == "iota":
+        return NOT_NEGATIVE
     if name == "convert_element_type" and (not equations.is_inexact(eqn.invars[0]) or equations.is_exact(eqn)):
         return given[0]
     if name in _UNARY:
@@ -194,10 +202,10 @@ def _difference(x: Signs, y: Signs) -> Signs:
 
 
 def _larger(x: Signs, y: Signs) -> Signs:
-    """IEEE 754's `maximum`, as CPUs compute it; elsewhere a maximum of zeros may be either."""
+    """IEEE 754's `maximum`. Before some reductions, CPUs take the second of two zeros; elsewhere it may be either."""
     if _is_zero(x) and _is_zero(y) and backends.target() != "cpu":
         return x | y
-    return max(x, y, key=_ORDERED.index)
+    return max(x, y, key=_ORDERED.index) | (y if _is_zero(x) and _is_zero(y) else NONE)
 
 
 def _smaller(x: Signs, y: Signs) -> Signs:
@@ -216,7 +224,14 @@ def _power(given: Signs, exponent: int) -> Signs:
 
 
 def _whole(given: Signs) -> Signs:
-    return _rounded(given) & ~Signs.SUBNORMAL
+    """A whole number, which is a zero of either sign if it is near one from below."""
+    zeros = ZEROS if given & NOT_POSITIVE else Signs.PLUS_ZERO
+    return (given | zeros) & ~Signs.SUBNORMAL
+
+
+def _logarithm(given: Signs) -> Signs:
+    """Only that of 1.0 is a zero, 0.0."""
+    return NUMBERS & ~Signs.MINUS_ZERO | ((Signs.NAN) if given & (Signs.NAN | Signs.NEGATIVE) else NONE)
 
 
 def _odd(given: Signs) -> Signs:
@@ -248,10 +263,11 @@ _BINARY: Final[dict[str, Callable[[Signs, Signs], Signs]]] = {
     "min": _smaller,
 }
 _UNARY: Final[dict[str, Callable[[Signs], Signs]]] = {
-    "neg": mirrored,
+    "neg": _negated,
     "abs": _magnitude,
     "square": _square,
     "sqrt": _root,
+    "log": _logarithm,
     **dict.fromkeys(("sign", "floor", "ceil", "round"), _whole),
     **dict.fromkeys(("convert_element_type", "reduce_precision"), _rounded),
     **dict.fromkeys(("exp", "exp2", "logistic", "cosh", "erfc"), _exponential),
