@@ -165,7 +165,19 @@ def risks(
     batch_sizes: Sequence[int] = BATCH_SIZES,
 ) -> tuple[Risk, ...]:
     """Returns the equations of a function for which there is no proof, without running it; see `certify`."""
-    return _Function(fn, tuple(args), batch_axes, out_axes).read(batch_sizes)[1]
+    return reading(fn, args, batch_axes, out_axes, batch_sizes=batch_sizes)[0]
+
+
+def reading(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    batch_axes: Any = 0,
+    out_axes: Any = 0,
+    *,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+) -> tuple[tuple[Risk, ...], tuple[Exclusion, ...]]:
+    """Returns what `risks` does, and what a proof leaves out."""
+    return _Function(fn, tuple(args), batch_axes, out_axes).read(batch_sizes)[1:]
 
 
 class _Function:

@@ -168,7 +168,7 @@ def run_command(
     out: _Out = None,
 ) -> None:
     """Time, share of what the chip can do, speed over XLA's own operations, error and bits of every operation."""
-    console = Console()
+    console = command_line.console()
     with command_line.bad_parameters():
         chosen = command_line.check_names("--only", only, cases.OPERATIONS)
         with _Rows(console, "measuring") as report:
@@ -194,7 +194,7 @@ def compile_command(
     out: _Out = None,
 ) -> None:
     """Compiles what `run` measures for an absent TPU. Needs libtpu; nothing is executed."""
-    console = Console()
+    console = command_line.console()
     try:
         with command_line.bad_parameters():
             chosen = command_line.check_names("--only", only, cases.OPERATIONS)
@@ -215,7 +215,7 @@ def compare_command(
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Write PNG files into this folder.")] = None,
 ) -> None:
     """Results side by side. The exit code is 1 if bits differ that are promised to be equal."""
-    console = Console()
+    console = command_line.console()
     try:
         comparison = comparing.compare(files)
     except results.ResultError as error:

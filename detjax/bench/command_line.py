@@ -1,6 +1,7 @@
 """The options that the scripts of `benchmarks/` and `python -m detjax.bench` have in common, and their errors."""
 
 import contextlib
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -25,6 +26,9 @@ Tokens = Annotated[
     list[int] | None,
     typer.Option("--tokens", min=1, metavar="M", help="Tokens in a call; repeatable.", show_default="1 to 8192"),
 ]
+
+REDIRECTED_COLUMNS: Final = 160
+"""The width of tables that are printed to no terminal."""
 
 ON_A_CPU: Final = "`--small` on the portable backend: a check that the benchmark runs, not a measurement of kernels"
 """What a result of `--small` says of itself where the kernels cannot run."""
@@ -60,6 +64,12 @@ def bad_parameters() -> Iterator[None]:
         yield
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def console() -> Console:
+    """Returns what tables are printed to: as wide as the terminal or `COLUMNS`, else 160 columns, as in a file."""
+    terminal = Console()
+    return terminal if terminal.is_terminal or "COLUMNS" in os.environ else Console(width=REDIRECTED_COLUMNS)
 
 
 def print_line(text: str) -> None:

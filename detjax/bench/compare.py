@@ -239,12 +239,17 @@ def report(comparison: Comparison) -> RenderableType:
         files.add_row(label, result.file, result.chip, result.backend, result.digest)
     differing = comparison.differing_fields
     fields = Text(f"Fingerprints differ in: {', '.join(differing)}" if differing else "All fingerprints are equal")
+    older = [
+        Text(f"{label} is older: its release did not record {', '.join(result.unrecorded)}, so it promises no bits")
+        for label, result in comparison.results.items()
+        if result.unrecorded
+    ]
     missing = [
         Text(f"Not compared, {reason}: " + (cases[0] if len(cases) == 1 else f"{len(cases)} cases, such as {cases[0]}"))
         for reason, cases in comparison.missing.items()
     ]
     verdict = Text(comparison.verdict, style="bold red" if comparison.broken else "bold")
-    return Group(files, _table(comparison), fields, *missing, verdict)
+    return Group(files, _table(comparison), fields, *older, *missing, verdict)
 
 
 def _table(comparison: Comparison) -> Table:

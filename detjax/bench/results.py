@@ -51,6 +51,7 @@ class Result:
         settings: the options of the command.
         versions: the versions of libraries.
         rows: what each case gave, by operation and name.
+        unrecorded: the fields of the fingerprint that the release that wrote the file did not record.
     """
 
     file: str
@@ -64,6 +65,7 @@ class Result:
     settings: dict[str, Any]
     versions: dict[str, str]
     rows: dict[str, dict[str, Any]]
+    unrecorded: tuple[str, ...] = ()
 
     @property
     def backend(self) -> str:
@@ -77,8 +79,8 @@ class Result:
 
     @property
     def under_contract(self) -> bool:
-        """Whether equal fingerprints promise equal bits."""
-        return self.kind == "measured" and self.backend != STOCK
+        """Whether equal fingerprints promise equal bits. Unrecorded fields may differ, so nothing is promised then."""
+        return self.kind == "measured" and self.backend != STOCK and not self.unrecorded
 
     @property
     def chip(self) -> str:
@@ -248,9 +250,10 @@ class _Damage(Exception):
 
 def _checked(file: str, content: Mapping[str, Any]) -> Result:
     fingerprint = _field(content, "fingerprint", dict)
-    fields = {field.name for field in dataclasses.fields(Fingerprint)}
-    if fingerprint.keys() != fields:
-        missing, unknown = sorted(fields - fingerprint.keys()), sorted(fingerprint.keys() - fields)
+    required = {field.name for field in dataclasses.fields(Fingerprint) if field.default is dataclasses.MISSING}
+    later = {field.name: field.default for field in dataclasses.fields(Fingerprint) if field.name not in required}
+    missing, unknown = sorted(required - fingerprint.keys()), sorted(fingerprint.keys() - required - later.keys())
+    if missing or unknown:
         raise _Damage(f"its fingerprint lacks {missing} and has {unknown} besides")
     device = _field(content, "device", dict)
     _field(device, "kind", str, "device")
@@ -265,7 +268,9 @@ def _checked(file: str, content: Mapping[str, Any]) -> Result:
         command=_field(content, "command", str),
         # Files of earlier releases have no commit.
         commit=None if content.get("commit") is None else _field(content, "commit", str),
-        fingerprint=fingerprint,
+        # Files of earlier releases have fewer fields.
+        fingerprint=later | fingerprint,
+        unrecorded=tuple(name for name in later if fingerprint.get(name, later[name]) == later[name]),
         device=device,
         peak=peak,
         settings=_field(content, "settings", dict),

@@ -17,7 +17,7 @@ from detjax.bench.__main__ import app
 from detjax.bench.peaks import PEAKS
 from detjax.fingerprints import Fingerprint
 
-FINGERPRINT = Fingerprint(1, "0.1", "portable", "a CPU", "none", "0.11.2", "0.11.2", "cpu", "{}", "{}")
+FINGERPRINT = Fingerprint(1, "0.1", "portable", "a CPU", "none", "0.11.2", "0.11.2", "cpu", *["{}"] * 6)
 OTHER = dataclasses.replace(FINGERPRINT, backend="hopper", device_kind="NVIDIA H200", driver="580")
 X = np.linspace(-2, 2, 200, dtype=np.float32)
 
@@ -260,3 +260,47 @@ def test_a_result_with_a_different_bit_in_its_second_output_is_not_equal(tmp_pat
     files = [save(tmp_path / "a", row("a", X, X)), save(tmp_path / "b", row("a", X, nudged(X, 7, 1)))]
     ((_, bits),) = compare.compare(files).pairs
     assert bits.broken and not bits.equal
+
+
+SHIPPED = sorted(
+    file
+    for file in (Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json")
+    if file.name.startswith(("run-", "compile-"))
+)
+
+
+def test_every_result_that_ships_can_be_compared_and_older_ones_promise_nothing() -> None:
+    assert len(SHIPPED) >= 7
+    result = invoke(*SHIPPED)
+    assert result.exit_code == 0, result.output
+    comparison = compare.compare(SHIPPED)
+    assert comparison.pairs and len(comparison.measured) == 3
+    older = [label for label, one in comparison.results.items() if one.unrecorded]
+    assert older
+    for label in older:
+        assert f"{label} is older: its release did not record" in result.output
+
+
+def test_equal_fingerprints_with_fields_that_were_not_recorded_promise_no_equal_bits(tmp_path: Path) -> None:
+    """The case of recorded fields is the control."""
+    recorded = dataclasses.replace(
+        FINGERPRINT, jax_options="{}", xla_options="0", libraries="{}", separated_fusions="[]"
+    )
+    for fingerprint, broken in ((recorded, 1), (dataclasses.replace(recorded, libraries="not recorded"), 0)):
+        files = [save(tmp_path / f"{i}", row("a", X + i), fingerprint=fingerprint) for i in range(2)]
+        assert len(compare.compare(files).broken) == broken
+        content = json.loads(files[0].read_text())
+        del content["fingerprint"]["xla_options"]
+        files[0].write_text(json.dumps(content))
+        assert not compare.compare([files[0], files[0]]).broken
+        assert "xla_options" in results.read(files[0]).unrecorded
+
+
+def test_tables_are_160_columns_wide_where_they_are_redirected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    result = CliRunner().invoke(app, ["compare", *map(str, SHIPPED[-2:])])
+    assert result.exit_code == 0, result.output
+    assert 80 < max(map(len, result.output.splitlines())) <= 160
+    monkeypatch.setenv("COLUMNS", "100")
+    result = CliRunner().invoke(app, ["compare", *map(str, SHIPPED[-2:])])
+    assert max(len(line) for line in result.output.splitlines() if "µs" in line) <= 100
