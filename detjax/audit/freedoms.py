@@ -83,14 +83,13 @@ def _split(text: str) -> frozenset[str]:
 
 
 EXTREMES: Final = _split(
-    "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min scatter_max scatter_min "
-    "scatter-max scatter-min"
+    "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min scatter-max scatter-min"
 )
 """Largest and smallest numbers of many: exact, but for the sign of zero, NaN's bits and flushed numbers."""
 
 MOVES: Final = _split(
-    "broadcast_in_dim reshape squeeze expand_dims transpose concatenate pad slice dynamic_slice rev "
-    "dynamic_update_slice gather split unstack stack tile copy copy_p stop_gradient optimization_barrier "
+    "broadcast_in_dim reshape squeeze transpose concatenate pad slice dynamic_slice rev "
+    "dynamic_update_slice gather split unstack stack tile copy stop_gradient optimization_barrier "
     "sharding_constraint pvary real imag scatter"
 )
 """What leaves every bit of the numbers that it moves."""
@@ -98,12 +97,12 @@ MOVES: Final = _split(
 _KEEPS_BITS: Final = MOVES | _split("neg abs select_n sort conj complex")
 
 _KEEPS_PRODUCTS: Final = _split(
-    "broadcast_in_dim reshape squeeze expand_dims transpose slice rev copy copy_p stop_gradient neg select_n "
+    "broadcast_in_dim reshape squeeze transpose slice rev copy stop_gradient neg select_n "
     "concatenate pad split unstack stack tile sharding_constraint pvary real imag complex conj"
 )
 """What a compiler may take a product through, to fuse it with a sum."""
 
-_RESHAPES: Final = _split("reshape squeeze expand_dims transpose copy copy_p stop_gradient")
+_RESHAPES: Final = _split("reshape squeeze transpose copy stop_gradient")
 
 _NO_PRODUCT: Final = _split("add sub add_any convert_element_type sqrt max min sign floor ceil round")
 """What is computed and does not end in a product."""
@@ -123,6 +122,9 @@ _KEEPS_SIGN_OF_ZERO: Final = _split(
 
 _CHOICES_OF_NAN: Final = _split("argmax argmin top_k")
 """What may take another one of several NaN."""
+
+_INTEGERS: Final = _split("threefry2x32 axis_index platform_index")
+"""What computes integers in a way of its own, the same in all code."""
 
 _COMPARISONS: Final = _split("eq ne lt le gt ge eq_to lt_to le_to")
 
@@ -227,7 +229,8 @@ class Freedoms:
             if name == "scatter" and eqn.params["unique_indices"]:
                 return None
             # CPUs write one update after the other.
-            return None if name == "scatter" and is_cpu and not inexact else _WHY_OPAQUE
+            is_known = name in _INTEGERS or (name == "scatter" and is_cpu)
+            return _WHY_OPAQUE if eqn.outvars and (inexact or not is_known) else None
         if name.startswith("random_") and any(map(_is_batched_generator, (*eqn.invars, *eqn.outvars))):
             return "draws from a generator whose numbers for one key depend on the keys beside it"
         if not inexact:
@@ -254,6 +257,8 @@ class Freedoms:
 
     def _results(self, eqn: core.JaxprEqn, kind: Kind, facts: list[Fact]) -> list[Fact]:
         name = eqn.primitive.name
+        if not eqn.outvars:
+            return []
         if name in ("optimization_barrier", "sort"):  # a result for each operand
             return [fact.but(marks=fact.marks & ~_Mark.PRODUCT) for fact in facts]
         made = Fact(self._signs(eqn, facts), self._marks(eqn, kind, facts), self._choosers(eqn, facts))

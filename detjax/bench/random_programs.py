@@ -175,24 +175,8 @@ class Program:
         return self.arrays(x)[-1]
 
     def rows(self) -> np.ndarray:
-        """Returns `MOST_ROWS` rows: most of ordinary numbers and zeros of both signs, the rest of all kinds."""
-        rng = np.random.default_rng((self.seed, 1))
-        shape = MOST_ROWS, self.width
-        x = rng.standard_normal(shape) * rng.choice([0.3, 1.0, 100.0], (MOST_ROWS, 1))
-        zeros = rng.random(shape) < rng.choice([0.0, 0.2, 0.9, 1.0], (MOST_ROWS, 1))
-        x = np.where(zeros, rng.choice([0.0, -0.0], shape), x)
-        tiny = float(jnp.finfo(self.dtype).smallest_subnormal)
-        rare = rng.choice([np.inf, -np.inf, tiny, -tiny, 3 * tiny], shape)
-        x = np.where((rng.random(shape) < 0.2) & (np.arange(MOST_ROWS) % 5 == 4)[:, None], rare, x)
-        words = x.astype(jnp.dtype(self.dtype))
-        # Signs and payloads of NaN are written as bits, so that nothing makes them alike.
-        quiet = np.array([np.nan], words.dtype).view(f"u{words.itemsize}")[0]
-        patterns = (quiet | rng.choice([0, 1, 5], shape).astype(quiet.dtype)) ^ (
-            rng.choice([0, 1], shape).astype(quiet.dtype) << np.asarray(8 * words.itemsize - 1, quiet.dtype)
-        )
-        among = (rng.random(shape) < 0.2) & (np.arange(MOST_ROWS) % 10 == 9)[:, None]
-        words.view(f"u{words.itemsize}")[among] = patterns[among]
-        return words
+        """Returns `random_rows` for it."""
+        return random_rows(self.seed, self.dtype, self.width)
 
     def smaller(self) -> Iterator["Program"]:
         """Yields programs with a step less: its readers read what it read."""
@@ -212,6 +196,28 @@ class Program:
 
 def _without(number: int, gone: int, instead: int) -> int:
     return instead if number == gone else number - (number > gone)
+
+
+def random_rows(seed: int, dtype: str, width: int) -> np.ndarray:
+    """Returns `MOST_ROWS` rows: most of ordinary numbers and zeros of both signs, the rest of all kinds."""
+    rng = np.random.default_rng((seed, 1))
+    shape = MOST_ROWS, width
+    x = rng.standard_normal(shape) * rng.choice([0.3, 1.0, 100.0], (MOST_ROWS, 1))
+    zeros = rng.random(shape) < rng.choice([0.0, 0.2, 0.9, 1.0], (MOST_ROWS, 1))
+    x = np.where(zeros, rng.choice([0.0, -0.0], shape), x)
+    tiny = float(jnp.finfo(dtype).smallest_subnormal)
+    rare = rng.choice([np.inf, -np.inf, tiny, -tiny, 3 * tiny], shape)
+    x = np.where((rng.random(shape) < 0.2) & (np.arange(MOST_ROWS) % 5 == 4)[:, None], rare, x)
+    numbers = x.astype(jnp.dtype(dtype))
+    # Signs and payloads of NaN are written as bits, so that nothing makes them alike.
+    words = _words(numbers)
+    (quiet,) = _words(np.array([np.nan], numbers.dtype))
+    sign = np.array(1 << (8 * words.itemsize - 1), words.dtype)
+    payloads = quiet | rng.choice([0, 1, 5], shape).astype(words.dtype)
+    payloads ^= sign * rng.integers(2, size=shape).astype(words.dtype)
+    among = (rng.random(shape) < 0.2) & (np.arange(MOST_ROWS) % 10 == 9)[:, None]
+    words[among] = payloads[among]
+    return numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,19 +283,22 @@ def judged(programs: Sequence[Program], compilation: str, small: int | None = No
 
 def excluded_rows(program: Program, x: np.ndarray, exclusions: Sequence[Exclusion]) -> np.ndarray:
     """Returns which rows bool `[B]` meet numbers that a proof is not about, in any step."""
-    left_out = np.zeros(len(x), bool)
     if not exclusions:
-        return left_out
-    for array in jax.jit(program.arrays)(x):
-        numbers = np.asarray(array).astype(np.float64)
-        tiny = float(jnp.finfo(array.dtype).tiny)
-        kinds = {
-            Exclusion.NAN: np.isnan(numbers),
-            Exclusion.SUBNORMAL: (np.abs(numbers) < tiny) & (numbers != 0),
-        }
+        return np.zeros(len(x), bool)
+    return met(jax.jit(program.arrays)(x), exclusions)
+
+
+def met(arrays: Sequence[Any], exclusions: Sequence[Exclusion]) -> np.ndarray:
+    """Returns which rows bool `[B]` of arrays have numbers that a proof is not about."""
+    rows = np.zeros(len(arrays[0]), bool)
+    for array in arrays:
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            continue
+        numbers, tiny = np.asarray(array).astype(np.float64), float(jnp.finfo(array.dtype).tiny)
+        kinds = {Exclusion.NAN: np.isnan(numbers), Exclusion.SUBNORMAL: (np.abs(numbers) < tiny) & (numbers != 0)}
         for exclusion in exclusions:
-            left_out |= kinds[exclusion].any(axis=1)
-    return left_out
+            rows |= kinds[exclusion].reshape(len(rows), -1).any(axis=1)
+    return rows
 
 
 def smallest(program: Program, is_wrong: Callable[[Program], bool]) -> Program:

@@ -56,7 +56,7 @@ def _with_reason(reason: str, primitives: str) -> dict[str, str]:
 _EXACT_ON_ELEMENTS: Final[Mapping[str, str]] = {
     **_with_reason(
         "leaves or picks the bits of an element",
-        "copy copy_p stop_gradient optimization_barrier sharding_constraint pvary real imag complex select_n "
+        "copy stop_gradient optimization_barrier sharding_constraint pvary real imag complex select_n "
         "bitcast_convert_type",
     ),
     **_with_reason("changes the sign bit alone", "neg abs conj"),
@@ -78,15 +78,14 @@ _EXACT_ON_ELEMENTS: Final[Mapping[str, str]] = {
 _EXACT_MOVES: Final[Mapping[str, str]] = {
     **_with_reason(
         "moves bits to places that shapes and indices say",
-        "broadcast_in_dim reshape squeeze expand_dims transpose concatenate pad slice dynamic_slice rev "
+        "broadcast_in_dim reshape squeeze transpose concatenate pad slice dynamic_slice rev "
         "dynamic_update_slice gather split unstack stack tile",
     ),
     **_with_reason("counts", "iota"),
     **_with_reason("is the first of equal numbers, by a comparison that knows indices", "argmax argmin"),
     **_with_reason(
         "is one of the numbers, in any order, up to the sign of zero and the bits of NaN: see `audit.freedoms`",
-        "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min scatter_min scatter_max scatter-min "
-        "scatter-max",
+        "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min scatter-min scatter-max",
     ),
     **_with_reason("is logic of integers, in any order", "reduce_and reduce_or reduce_xor"),
     **_with_reason("has one order where it is stable, in which zeros are equal and so are NaN", "sort"),
