@@ -21,7 +21,7 @@ from detjax.audit import signs
 from detjax.audit.contracts import contract_of
 from detjax.audit.signs import Signs
 from detjax.invariant import equations
-from detjax.invariant.equations import Kind, aval
+from detjax.invariant.equations import EXTREMES, Kind, aval
 
 type Path = tuple[int, ...]
 """The identity of an equation, after those of the calls around it."""
@@ -81,11 +81,6 @@ class Fact:
 def _split(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
-
-EXTREMES: Final = _split(
-    "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min scatter-max scatter-min"
-)
-"""Largest and smallest numbers of many: exact, but for the sign of zero, NaN's bits and flushed numbers."""
 
 MOVES: Final = _split(
     "broadcast_in_dim reshape squeeze transpose concatenate pad slice dynamic_slice rev "

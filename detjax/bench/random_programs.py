@@ -16,7 +16,8 @@ from jax import Array, lax
 
 import detjax
 from detjax.audit.certificates import reading
-from detjax.audit.freedoms import EXTREMES, Exclusion
+from detjax.audit.freedoms import Exclusion
+from detjax.invariant.equations import EXTREMES
 
 DTYPES: Final = ("float32", "float32", "bfloat16", "float16")
 WIDTHS: Final = (3, 7, 16, 33, 64, 128)

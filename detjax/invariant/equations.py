@@ -84,7 +84,7 @@ _EXACT_MOVES: Final[Mapping[str, str]] = {
     **_with_reason("counts", "iota"),
     **_with_reason("is the first of equal numbers, by a comparison that knows indices", "argmax argmin"),
     **_with_reason(
-        "is one of the numbers, in any order, up to the sign of zero and the bits of NaN: see `audit.freedoms`",
+        "is one of the numbers, in any order, up to the sign of zero and the bits of NaN: see `EXTREMES`",
         "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min scatter-min scatter-max",
     ),
     **_with_reason("is logic of integers, in any order", "reduce_and reduce_or reduce_xor"),
@@ -97,6 +97,12 @@ _EXACT_MOVES: Final[Mapping[str, str]] = {
 EXACT: Final[Mapping[str, str]] = {**_EXACT_ON_ELEMENTS, **_EXACT_MOVES}
 """Primitives that give the same bits in every order of work and in every code, each with the reason. What they still
 leave open, such as the sign of a zero, `detjax.audit.freedoms` says."""
+
+EXTREMES: Final = frozenset(
+    "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min scatter-max scatter-min".split()
+)
+"""Largest and smallest numbers of many: exact for integers; of floating-point numbers, the order decides the sign of
+zero, the bits of NaN, and on CPUs which of several subnormal numbers it is."""
 
 _SUMS: Final = frozenset(
     (
