@@ -144,14 +144,14 @@ class Freedoms:
         self.exclusions: frozenset[Exclusion] = frozenset()
         self._is_pinned = is_pinned
         self._calls: list[core.JaxprEqn] = []
-        given = [Fact(signs.of(v), _Mark.VARIES) for v in jaxpr.invars]
+        given = [Fact(signs.atom_signs(v), _Mark.VARIES) for v in jaxpr.invars]
         for fact, atom in zip(self._jaxpr(jaxpr, given), jaxpr.outvars, strict=True):
             self._see(fact)
             self.exclusions |= {one for one in Exclusion if fact.marks & _Mark[one.name]}
             if equations.is_inexact(atom) and _has_open_nan(fact):
                 self.exclusions |= {Exclusion.NAN}
 
-    def of(self, eqn: core.JaxprEqn) -> str | None:
+    def reason(self, eqn: core.JaxprEqn) -> str | None:
         """Returns why an equation is a choice, whatever calls it stands in."""
         return next((why for path, why in self.why.items() if path[-1] == id(eqn)), None)
 
@@ -162,11 +162,11 @@ class Freedoms:
 
     def _jaxpr(self, jaxpr: core.Jaxpr, facts: Sequence[Fact]) -> list[Fact]:
         env: dict[Any, Fact] = {}
-        constants = [Fact(signs.of_value(value)) for value in jaxpr.consts]
+        constants = [Fact(signs.value_signs(value)) for value in jaxpr.consts]
         env.update(zip(jaxpr.all_invars, [*constants, *facts], strict=True))
 
         def read(atom: Any) -> Fact:
-            return Fact(signs.of(atom)) if isinstance(atom, core.Literal) else env[atom]
+            return Fact(signs.atom_signs(atom)) if isinstance(atom, core.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
             env.update(zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True))
@@ -177,7 +177,7 @@ class Freedoms:
         if contract is not None:
             for fact in facts[1 if contract in _BLIND_OPERATIONS else 0 :]:
                 self._see(fact)
-            return [Fact(signs.of(v), _Mark.VARIES) for v in eqn.outvars]
+            return [Fact(signs.atom_signs(v), _Mark.VARIES) for v in eqn.outvars]
         kind = equations.kind(eqn)
         if kind is Kind.CALL:
             self._calls.append(eqn)
@@ -339,7 +339,7 @@ def _filling(eqn: core.JaxprEqn) -> Signs:
     if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return signs.NONE
     value = eqn.params["fill_value"]
-    return Signs.NAN if value is None else signs.of_value(value)
+    return Signs.NAN if value is None else signs.value_signs(value)
 
 
 class _Flow(enum.Enum):
@@ -377,7 +377,7 @@ def _has_open_nan(fact: Fact) -> bool:
 
 def _exact(fact: Fact, atom: Any) -> Fact:
     """The fact of an array of integers: no zero of theirs has a sign."""
-    return fact.but(signs=signs.of(atom), marks=fact.marks & _OF_ANY_DTYPE, choosers=frozenset())
+    return fact.but(signs=signs.atom_signs(atom), marks=fact.marks & _OF_ANY_DTYPE, choosers=frozenset())
 
 
 def _settled(carries: list[Fact], step: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
@@ -404,7 +404,7 @@ def _is_narrow(atom: Any) -> bool:
 
 
 def _is_batched_generator(atom: Any) -> bool:
-    dtype = getattr(aval(atom), "dtype", None)
+    dtype = getattr(aval(atom), "dtype", jnp.int32)
     return jnp.issubdtype(dtype, jax.dtypes.prng_key) and "rbg" in str(dtype)
 
 

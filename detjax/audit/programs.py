@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core
@@ -126,10 +127,10 @@ class Comparison:
             if key in _NAMES:
                 continue
             a, b = one.params.get(key), two.params.get(key)
-            found = self._other_value(a, b)
-            if isinstance(found, Change):
-                return found
-            if found:
+            difference = self._other_value(a, b)
+            if isinstance(difference, Change):
+                return difference
+            if difference:
                 return Change(two, f"has another {key} for a batch of {other} than for one of {batch}")
         return None
 
@@ -168,7 +169,7 @@ class Comparison:
         shapes = np.shape(a), np.shape(b)
         if len(shapes[0]) != len(shapes[1]) or not all(map(self._is_size, *shapes)):
             return False
-        if isinstance(a, Tracer) or isinstance(b, Tracer) or jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended):
+        if isinstance(a, Tracer) or isinstance(b, Tracer) or jnp.issubdtype(a.dtype, jax.dtypes.extended):
             return True
         if a is b:
             return True

@@ -217,7 +217,7 @@ def risks_of_order(jaxpr: core.Jaxpr) -> Iterator[Risk]:
     freedoms = Freedoms(jaxpr, is_pinned=True)
     for eqn in flattened(jaxpr):
         if contract_of(eqn) is None and equations.kind(eqn) is not Kind.CALL:
-            why = freedoms.of(eqn)
+            why = freedoms.reason(eqn)
             if why is not None:
                 yield Risk.from_equation(eqn, Role.CHOSEN, why)
 

@@ -45,19 +45,19 @@ _LARGEST_CONSTANT: Final = 1 << 20
 """Elements of a constant that is looked at."""
 
 
-def of(atom: Any) -> Signs:
+def atom_signs(atom: Any) -> Signs:
     """Returns what a variable may hold by its dtype alone, and a literal by its value."""
     if isinstance(atom, core.Literal):
-        return of_value(atom.val)
-    return _of_dtype(getattr(aval(atom), "dtype", None))
+        return value_signs(atom.val)
+    return _dtype_signs(getattr(aval(atom), "dtype", None))
 
 
-def of_value(value: Any) -> Signs:
+def value_signs(value: Any) -> Signs:
     """Returns what a constant holds; what its dtype can if it is large, or no array."""
     dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
     is_concrete = not isinstance(value, Tracer) and np.size(value) <= _LARGEST_CONSTANT
     if not is_concrete or not jnp.issubdtype(dtype, jnp.floating):
-        return _of_dtype(dtype)
+        return _dtype_signs(dtype)
     wide = np.asarray(value).astype(np.float64)
     is_minus, is_zero = np.signbit(wide), wide == 0
     is_number = ~np.isnan(wide)
@@ -72,7 +72,7 @@ def of_value(value: Any) -> Signs:
     return functools.reduce(Signs.__or__, (kind for kind, among in kinds.items() if among.any()), NONE)
 
 
-def _of_dtype(dtype: Any) -> Signs:
+def _dtype_signs(dtype: Any) -> Signs:
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
         return NUMBERS
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -112,7 +112,7 @@ def result(eqn: core.JaxprEqn, given: Sequence[Signs]) -> Signs:
     """
     name, out = eqn.primitive.name, eqn.outvars[0]
     if not equations.is_inexact(out) or jnp.issubdtype(aval(out).dtype, jnp.complexfloating):
-        return of(out)
+        return atom_signs(out)
     if any(jnp.issubdtype(getattr(aval(v), "dtype", jnp.int32), jnp.complexfloating) for v in eqn.invars):
         return (NOT_NEGATIVE if name == "abs" else NUMBERS) | Signs.NAN | Signs.SUBNORMAL
     if name in _BINARY and len(given) == 2:

@@ -23,7 +23,7 @@ DTYPES: Final = ("float32", "float32", "bfloat16", "float16")
 WIDTHS: Final = (3, 7, 16, 33, 64, 128)
 MOST_ROWS: Final = 1000
 BATCHES: Final = (1, 2, 3, 17, 33, 129, 257)
-"""Of which a program runs with one, besides `MOST_ROWS`."""
+"""Sizes of batches: a program runs with one of them, and with `MOST_ROWS`."""
 
 COMPILATIONS: Final[Mapping[str, Callable[..., Any]]] = {"detjax.jit": detjax.jit, "jax.jit": jax.jit}
 
@@ -39,7 +39,7 @@ def _segments(x: Array) -> Array:
 
 
 def _window(x: Array) -> Array:
-    start = jnp.asarray(-jnp.inf, x.dtype)
+    start = np.asarray(-np.inf, x.dtype)  # JAX takes other arrays for a reduction of the user's own
     return lax.reduce_window(x, start, lax.max, (1, 3), (1, 1), "SAME")
 
 
@@ -69,7 +69,7 @@ STEPS: Final[Mapping[str, tuple[int, Callable[..., Array]]]] = {
     "sign": (1, jnp.sign),
     "floor": (1, jnp.floor),
     "ceiling": (1, jnp.ceil),
-    "round": (1, jnp.round),
+    "round": (1, lambda x: jnp.round(x)),
     "relu": (1, jax.nn.relu),
     "at most 0": (1, lambda x: jnp.minimum(x, _number(0, x))),
     "at least -0": (1, lambda x: jnp.maximum(x, _number(-0.0, x))),
