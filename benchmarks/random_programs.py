@@ -35,7 +35,7 @@ def main(
     small: command_line.Small = False,
     out: command_line.Out = None,
 ) -> None:
-    programs = 20 if small else programs
+    programs, processes = (20, 0) if small else (programs, processes)
     waiting = [range(first, min(first + _TOGETHER, programs)) for first in range(0, programs, _TOGETHER)]
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     false_proofs: list[dict[str, Any]] = []
@@ -78,10 +78,16 @@ type _Summary = tuple[str, str, bool, dict[str, Any] | None]
 
 
 def _all(waiting: list[range], processes: int) -> Any:
-    """Yields the summaries of all programs. Processes are replaced after a while: compilers keep memory."""
+    """Yields the summaries of all programs. Processes are replaced after a while: compilers keep memory.
+
+    Without any, this process runs them.
+    """
     context = multiprocessing.get_context("spawn")
     console = Console(stderr=True)
     total = len(waiting)
+    if not processes:
+        yield from map(_judged, waiting)
+        return
     while waiting:
         pool = concurrent.futures.ProcessPoolExecutor(processes, context, max_tasks_per_child=50)
         tasks = {pool.submit(_judged, seeds): seeds for seeds in waiting}
