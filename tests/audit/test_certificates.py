@@ -192,7 +192,7 @@ def test_what_mixes_in_a_loop_is_named_whatever_its_last_round_sees() -> None:
     def looped(x: Array) -> Array:
         return jax.lax.fori_loop(0, 2, lambda _, x: jnp.maximum(x[:, ::-1], x.max(axis=0, keepdims=True)), x)
 
-    assert [risk.primitive for risk in audit.risks(looped, (X,))] == ["reduce_max"]
+    assert [(risk.role, risk.primitive) for risk in audit.risks(looped, (X,))] == [(Role.MIXES, "reduce_max")]
 
 
 def test_batch_invariant_functions_are_proven_and_the_same_by_xla_are_refuted() -> None:
