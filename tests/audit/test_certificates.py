@@ -152,7 +152,8 @@ def test_operations_of_detjax_are_contracts_and_stock_ones_are_not() -> None:
     assert certificate.contracts == {"matmul": 1, "rms_norm": 1}
     with detjax.use_backend("stock"):
         stock = audit.certify(layer, (X,), batch_sizes=QUICK)
-    assert stock.contracts == {}
+        experts = audit.certify(lambda x: ops.choose_experts(ops.softmax(x[:, :4]), 2), (X[:, 0],), batch_sizes=QUICK)
+    assert stock.contracts == experts.contracts == {}
     assert {"dot_general", "reduce_sum"} <= {risk.primitive for risk in stock.risks}
 
 
