@@ -8,9 +8,8 @@ programs that would be proven then, and move, are the control: the comparison fi
 """
 
 import collections
-import concurrent.futures
 import multiprocessing
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -77,30 +76,19 @@ def main(
 type _Summary = tuple[str, str, bool, dict[str, Any] | None]
 
 
-def _all(waiting: list[range], processes: int) -> Any:
+def _all(waiting: list[range], processes: int) -> Iterator[list[_Summary]]:
     """Yields the summaries of all programs. Processes are replaced after a while: compilers keep memory.
 
     Without any, this process runs them.
     """
-    context = multiprocessing.get_context("spawn")
-    console = Console(stderr=True)
-    total = len(waiting)
     if not processes:
         yield from map(_judged, waiting)
         return
-    while waiting:
-        pool = concurrent.futures.ProcessPoolExecutor(processes, context, max_tasks_per_child=50)
-        tasks = {pool.submit(_judged, seeds): seeds for seeds in waiting}
-        try:
-            for task in concurrent.futures.as_completed(tasks):
-                verdicts = task.result()
-                waiting.remove(tasks[task])
-                console.print(f"{total - len(waiting)} of {total} groups of programs", end="\r")
-                yield verdicts
-        except BrokenProcessPool:
-            console.print("a process was killed: those that remain run again")
-        finally:
-            pool.shutdown(cancel_futures=True)
+    console = Console(stderr=True)
+    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=20) as pool:
+        for done, verdicts in enumerate(pool.imap_unordered(_judged, waiting), 1):
+            console.print(f"{done} of {len(waiting)} groups of programs", end="\r")
+            yield verdicts
 
 
 def _judged(seeds: range) -> list[_Summary]:
