@@ -15,9 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from detjax import backends, compilation, fingerprints
-from detjax.audit.roles import RISKS, Risk, Role, Roles, flattened, shapes_of, traced_batch
+from detjax.audit import programs
+from detjax.audit.freedoms import Exclusion, Freedoms
+from detjax.audit.roles import RISKS, Risk, Role, Roles, shapes_of, traced_batch
 from detjax.audit.trials import Counterexample, Rows, Runs, trials
-from detjax.invariant import arguments, batch_axis, equations
+from detjax.invariant import arguments, batch_axis
 
 BATCH_SIZES: Final = (1, 2, 3, 8, 17)
 """The batches that a function is run with by default."""
@@ -47,10 +49,12 @@ class Certificate:
         risks: the equations that are no part of a proof, those that mix rows first.
         roles: how many equations have each role.
         contracts: the operations of detjax that are called, and how often.
+        exclusions: the bits that "proven" says nothing of here; the runs compare them, too.
         batch_sizes: the batches that were run.
         cases: how many runs were compared.
         counterexample: the smallest one that was seen.
-        compiled_by: "detjax.jit", or "the caller" for a function that came compiled.
+        compiled_by: the compilation that all of this is about: "detjax.jit", or "the caller" for a function that came
+            compiled. The other one may round otherwise, to narrow types above all.
         backend: the backend of detjax' operations.
         device: where it ran.
         fingerprint: the digest of what bits depend on here; see `detjax.fingerprint`.
@@ -61,6 +65,7 @@ class Certificate:
     risks: tuple[Risk, ...]
     roles: dict[Role, int]
     contracts: dict[str, int]
+    exclusions: tuple[Exclusion, ...]
     batch_sizes: tuple[int, ...]
     cases: int
     counterexample: Counterexample | None
@@ -74,6 +79,7 @@ class Certificate:
         return dataclasses.asdict(self) | {
             "outcome": self.outcome.value,
             "risks": [risk.as_dict() for risk in self.risks],
+            "exclusions": [exclusion.name.lower() for exclusion in self.exclusions],
             "roles": {role.name.lower(): count for role, count in self.roles.items()},
         }
 
@@ -82,7 +88,8 @@ class Certificate:
             return f"{self.function} is refuted: {self.counterexample}"
         cases = f"equal in {self.cases} cases, batches of {', '.join(map(str, self.batch_sizes))}"
         if self.outcome is Outcome.PROVEN:
-            return f"{self.function} is proven by construction, and {cases}"
+            but = f" but for {' and '.join(one.value for one in self.exclusions)}" if self.exclusions else ""
+            return f"{self.function} as compiled by {self.compiled_by} is proven by construction{but}, and {cases}"
         return f"{self.function} is observed {cases}; {len(self.risks)} equations have no proof"
 
 
@@ -128,7 +135,7 @@ def certify(
     if not sizes or sizes[0] < 1:
         raise ValueError(f"certify: batch_sizes are {tuple(batch_sizes)}; accepted: numbers of rows, at least 1 each")
     function = _Function(fn, tuple(args), batch_axes, out_axes)
-    roles, unproven = function.read(sizes)
+    roles, unproven, exclusions = function.read(sizes)
     cases, counterexample = function.observed(sizes)
     equal = Outcome.OBSERVED if unproven else Outcome.PROVEN
     outcome = equal if counterexample is None else Outcome.REFUTED
@@ -138,6 +145,7 @@ def certify(
         risks=unproven,
         roles=roles.counts(),
         contracts={name: roles.contracts.count(name) for name in sorted(set(roles.contracts))},
+        exclusions=exclusions,
         batch_sizes=tuple(sizes),
         cases=cases,
         counterexample=counterexample,
@@ -157,7 +165,19 @@ def risks(
     batch_sizes: Sequence[int] = BATCH_SIZES,
 ) -> tuple[Risk, ...]:
     """Returns the equations of a function for which there is no proof, without running it; see `certify`."""
-    return _Function(fn, tuple(args), batch_axes, out_axes).read(batch_sizes)[1]
+    return reading(fn, args, batch_axes, out_axes, batch_sizes=batch_sizes)[0]
+
+
+def reading(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    batch_axes: Any = 0,
+    out_axes: Any = 0,
+    *,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+) -> tuple[tuple[Risk, ...], tuple[Exclusion, ...]]:
+    """Returns what `risks` does, and what a proof leaves out."""
+    return _Function(fn, tuple(args), batch_axes, out_axes).read(batch_sizes)[1:]
 
 
 class _Function:
@@ -226,18 +246,22 @@ class _Function:
                 )
         return axes
 
-    def read(self, sizes: Sequence[int]) -> tuple[Roles, tuple[Risk, ...]]:
-        """Returns the roles of the program's equations, and the risks of it and of those for batches of these sizes."""
+    def read(self, sizes: Sequence[int]) -> tuple[Roles, tuple[Risk, ...], tuple[Exclusion, ...]]:
+        """Returns the roles of the program's equations, its risks, and what no proof covers."""
         batch = traced_batch([*shapes_of(self.arrays), (self.rows,)])
         jaxpr = self._program(batch)
-        roles = Roles(batch, is_pinned=not self.is_compiled)
+        freedoms = Freedoms(jaxpr, is_pinned=not self.is_compiled)
+        roles = Roles(batch, freedoms)
         places = [
             None if a is None else batch_axis.Rows(a % x.ndim) for x, a in zip(self.arrays, self.axes, strict=True)
         ]
         results = roles.jaxpr(jaxpr, places)
         roles.check_results(jaxpr, results, [axis for axis in self.out_axes if axis is not None])
-        unproven = [*roles.risks, *self._other_programs(jaxpr, batch, [size for size in sizes if size > 1])]
-        return roles, tuple(sorted(unproven, key=lambda risk: RISKS.index(risk.role)))
+        unproven = roles.risks
+        if not any(risk.role is Role.MIXES for risk in unproven):
+            unproven = [*unproven, *self._other_programs(jaxpr, batch, [size for size in sizes if size > 1])]
+        risks = tuple(sorted(unproven, key=lambda risk: RISKS.index(risk.role)))
+        return roles, risks, tuple(sorted(freedoms.exclusions, key=list(Exclusion).index))
 
     def _program(self, batch: int) -> core.Jaxpr:
         """Returns the program of the results that have rows, without what nothing reads."""
@@ -245,16 +269,11 @@ class _Function:
         return partial_eval.dce_jaxpr_consts(self.traced(batch)[0], has_rows, True)[0]
 
     def _other_programs(self, jaxpr: core.Jaxpr, batch: int, sizes: Sequence[int]) -> Iterator[Risk]:
-        """Yields where the program of a batch parts from that of another one, but for the number of rows."""
+        """Yields where the program of a batch is not that of another one, but for the number of rows."""
         for size in sizes:
-            pairs = zip(flattened(jaxpr), flattened(self._program(size)), strict=False)
-            other = next((pair for pair in pairs if not _is_same(*pair, batch, size)), None)
-            if other is not None:
-                eqn = other[1]
-                why = f"is {eqn.primitive.name} for a batch of {size} and {other[0].primitive.name} for one of {batch}"
-                if eqn.primitive.name == other[0].primitive.name:
-                    why = f"works on other shapes for a batch of {size} than for one of {batch}"
-                yield Risk.from_equation(eqn, Role.MIXES, why)
+            change = programs.Comparison(batch, size).change(jaxpr, self._program(size))
+            if change is not None:
+                yield Risk.from_equation(change.eqn, Role.MIXES, change.why)
                 return
 
     def observed(self, sizes: Sequence[int]) -> tuple[int, Counterexample | None]:
@@ -272,17 +291,6 @@ class _Function:
                 return cases, next(filter(None, smaller), differing)
             equal = size
         return cases, None
-
-
-def _is_same(first: core.JaxprEqn, second: core.JaxprEqn, batch: int, other: int) -> bool:
-    """Whether two equations differ in nothing but the number of rows."""
-    if first.primitive is not second.primitive:
-        return False
-    shapes = ([getattr(equations.aval(v), "shape", ()) for v in eqn.outvars] for eqn in (first, second))
-    return all(
-        len(one) == len(two) and all(a == b or a * other == b * batch for a, b in zip(one, two, strict=True))
-        for one, two in zip(*shapes, strict=True)
-    )
 
 
 _STYLES: Final = {Outcome.PROVEN: "green", Outcome.OBSERVED: "yellow", Outcome.REFUTED: "bold red"}

@@ -3,16 +3,14 @@
 import dataclasses
 import enum
 import math
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
-from jax._src import source_info_util  # JAX has no public way from an equation to the file that made it
 from jax.extend import core
 
-from detjax import backends, invariant, ops
+from detjax.audit.contracts import PREPARED, contract_of
+from detjax.audit.freedoms import Freedoms, Path
 from detjax.invariant import equations
 from detjax.invariant.batch_axis import UNKNOWN, Follower, Mixing, Place, Rows, Shared, operation_places
 from detjax.invariant.equations import Kind, aval
@@ -65,93 +63,6 @@ class Risk:
         return dataclasses.asdict(self) | {"role": self.role.name.lower()}
 
 
-def contract_of(eqn: core.JaxprEqn) -> str | None:
-    """Returns the operation of detjax that an equation calls, or belongs to; None where no contract holds."""
-    if backends.backend() == backends.STOCK:
-        return None
-    if eqn.primitive.name in ("jit", "pjit"):
-        if (operation := equations.operation(eqn)) is not None:
-            return operation
-        traced = equations.body(eqn).debug_info
-        if traced is not None and traced.func_filename == _TRANSFORM:
-            return "batch_invariant"
-    frame = next(iter(source_info_util.user_frames(eqn.source_info.traceback)), None)
-    # Code of an operation that comes before its kernel, such as the order of tokens in a mixture of experts.
-    return _PREPARED if frame is not None and _OPERATIONS in pathlib.Path(frame.file_name).parents else None
-
-
-_PREPARED: Final = "detjax.ops"
-_OPERATIONS: Final = pathlib.Path(ops.__file__).parent
-_TRANSFORM: Final = str(pathlib.Path(invariant.__file__).with_name("transform.py"))
-
-
-def risk_of_order(eqn: core.JaxprEqn, makers: dict[Any, core.JaxprEqn], is_pinned: bool) -> str | None:
-    """Returns why XLA may give an equation's results other bits at other shapes; None if it may not.
-
-    Args:
-        eqn: an equation that holds no others.
-        makers: for variables, the equations that give them.
-        is_pinned: whether the program is compiled with detjax' pinned options.
-    """
-    name, kind = eqn.primitive.name, equations.kind(eqn)
-    if kind is Kind.SUM:
-        return _why_sums(eqn)
-    if kind is Kind.OPAQUE and any(map(equations.is_inexact, eqn.outvars)):
-        return "computes in a way of its own, which nothing here knows"
-    if kind is Kind.APPROXIMATED and backends.target() == "cpu":
-        return "vector and scalar code of a CPU approximate it with other bits, and shapes say which computes a number"
-    if kind is not Kind.ROUNDED:
-        return None
-    if name in ("add", "sub", "add_any") and any(_is_product(v, makers) for v in eqn.invars):
-        return "a product before a sum may become a fused multiply-add, which rounds once: fusions decide"
-    if name == "div" and backends.target() == "cpu" and _maker(eqn.invars[1], makers, ()) == "broadcast_in_dim":
-        return "a division by what is broadcast may become a product with a reciprocal, which rounds twice"
-    if not is_pinned and any(_is_narrow(v) for v in (*eqn.invars, *eqn.outvars)):
-        return "XLA may keep more precision than the narrow type has within a fusion; detjax.jit forbids it"
-    return None
-
-
-_MOVES: Final = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
-_PRODUCTS: Final = ("mul", "square", "integer_pow")
-
-
-def _maker(atom: Any, makers: dict[Any, core.JaxprEqn], through: Sequence[str] = _MOVES) -> str | None:
-    """The primitive that gives a value, apart from the primitives `through` that move it."""
-    while not isinstance(atom, core.Literal) and atom in makers:
-        eqn = makers[atom]
-        if eqn.primitive.name not in through:
-            return eqn.primitive.name
-        atom = eqn.invars[0]
-    return None
-
-
-def _is_product(atom: Any, makers: dict[Any, core.JaxprEqn]) -> bool:
-    return _maker(atom, makers) in _PRODUCTS
-
-
-def _is_narrow(atom: Any) -> bool:
-    return equations.is_inexact(atom) and jnp.dtype(aval(atom).dtype).itemsize < 4
-
-
-def _why_sums(eqn: core.JaxprEqn) -> str:
-    name = eqn.primitive.name
-    if name.startswith("psum") or name == "reduce_scatter":
-        why = "adds over devices in the order of the collective's algorithm, which XLA chooses by size"
-    elif name.startswith("scatter"):
-        why = "adds numbers of equal indices in the order in which threads come"
-    elif name.startswith("cum"):
-        why = "accumulates by a tree of partial sums that XLA chooses by shape"
-    elif name.startswith("conv"):
-        why = "convolves by an algorithm that XLA chooses by shape, the batch's among them"
-    elif name.startswith(("dot", "ragged_dot")):
-        why = "adds products in blocks and splits that XLA chooses by shape, the batch's among them"
-    else:
-        why = "adds in an order that XLA chooses by shape and by fusion"
-    if any(_is_narrow(v) for v in eqn.outvars):
-        why += f"; the sums are {aval(eqn.outvars[0]).dtype}, so each order rounds otherwise"
-    return why
-
-
 class Roles(Follower):
     """The place of the batch in a function's arrays, and the role of every equation.
 
@@ -160,14 +71,13 @@ class Roles(Follower):
         contracts: the operations under contract, and how often they are called.
     """
 
-    def __init__(self, batch: int, is_pinned: bool) -> None:
+    def __init__(self, batch: int, freedoms: Freedoms) -> None:
         """Args:
         batch: how many rows the batch has: a prime number that divides no other axis of an array.
-        is_pinned: see `risk_of_order`.
+        freedoms: what XLA may choose in the function that is followed.
         """
         super().__init__(batch)
-        self._is_pinned = is_pinned
-        self._makers: dict[Any, core.JaxprEqn] = {}
+        self._freedoms = freedoms
         self._equations: dict[tuple[int, ...], tuple[Role, Risk | str | None]] = {}
 
     @property
@@ -208,7 +118,6 @@ class Roles(Follower):
         if contract is not None:
             self._note(eqn, Role.CONTRACT, contract)
             return self._under_contract(eqn, places, contract)
-        self._makers.update((v, eqn) for v in eqn.outvars)
         kind = equations.kind(eqn)
         if kind is not Kind.CALL:
             self._classify(eqn, places)
@@ -218,7 +127,7 @@ class Roles(Follower):
         return super().equation(eqn, places)
 
     def _classify(self, eqn: core.JaxprEqn, places: list[Place]) -> None:
-        why = risk_of_order(eqn, self._makers, self._is_pinned)
+        why = self._freedoms.why.get(self._path(eqn))
         if why is not None:
             self._note(eqn, Role.CHOSEN, Risk.from_equation(eqn, Role.CHOSEN, why, self.line(eqn)))
         elif not any(not isinstance(place, Shared) for place in places):
@@ -228,9 +137,12 @@ class Roles(Follower):
         else:
             self._note(eqn, Role.APART)
 
+    def _path(self, eqn: core.JaxprEqn) -> Path:
+        return (*map(id, self.calls), id(eqn))
+
     def _note(self, eqn: core.JaxprEqn, role: Role, detail: Risk | str | None = None) -> None:
         """Notes an equation's role. Loops are gone through several times, and the gravest role counts."""
-        path = (*map(id, self.calls), id(eqn))
+        path = self._path(eqn)
         roles = list(Role)
         known = self._equations.get(path)
         if known is None or roles.index(role) >= roles.index(known[0]):
@@ -250,7 +162,7 @@ class Roles(Follower):
         weight = _WEIGHTS.get(contract, len(places))
         if any(not isinstance(place, Shared) for place in places[weight : weight + 1]):
             return [self.mixes(eqn, Mixing.OTHER, f"has rows in the weight of {contract}")] * len(eqn.outvars)
-        if not rows or contract == _PREPARED:
+        if not rows or contract == PREPARED:
             return [UNKNOWN] * len(eqn.outvars)
         first = places[0]
         if contract in _ALONG_THE_LAST and isinstance(first, Rows) and first.axis == aval(eqn.invars[0]).ndim - 1:
@@ -268,8 +180,10 @@ def _keeps_order(eqn: core.JaxprEqn, places: Sequence[Place]) -> bool:
         met = [(place, v) for place, v in zip(places, eqn.invars, strict=True) if isinstance(place, Shared)]
         is_numbered = any(aval(v).shape and 0 not in place.uniform for place, v in met)
         return not is_numbered and (not makes_inexact or any(map(equations.is_inexact, eqn.invars)))
-    return name in _MOVES
+    return name in _RESHAPES
 
+
+_RESHAPES: Final = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
 
 _WEIGHTS: Final = {"matmul": 1, "grouped_matmul": 1, "rms_norm": 1, "gated_rms_norm": 2, "embed": 1}
 """Which argument of an operation all rows share."""
@@ -300,11 +214,10 @@ def flattened(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
 
 def risks_of_order(jaxpr: core.Jaxpr) -> Iterator[Risk]:
     """Yields the equations of a program of `detjax.jit` whose bits XLA may choose, wherever rows are in it."""
-    makers: dict[Any, core.JaxprEqn] = {}
+    freedoms = Freedoms(jaxpr, is_pinned=True)
     for eqn in flattened(jaxpr):
         if contract_of(eqn) is None and equations.kind(eqn) is not Kind.CALL:
-            makers.update((v, eqn) for v in eqn.outvars)
-            why = risk_of_order(eqn, makers, is_pinned=True)
+            why = freedoms.reason(eqn)
             if why is not None:
                 yield Risk.from_equation(eqn, Role.CHOSEN, why)
 

@@ -174,6 +174,8 @@ def run_command(
         with _Rows(console, "measuring") as report:
             content = running.run(small=small, only=chosen, backend=backend, out=out, report=report)
     console.print(running.table(content))
+    if (warning := results.spread_warning(content["rows"])) is not None:
+        command_line.print_line(warning)
     failed = [row for row in content["rows"] if "failed" in row]
     for row in failed:
         command_line.print_line(f"{row['operation']} {row['name']}: {row['failed']}")

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from detjax.bench.results import Result, ResultError, read
+from detjax.bench.results import MUCH_SPREAD, Result, ResultError, read, spread_text, spread_warning
 
 COMPILED: Final = "compiled, not measured"
 _LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -121,6 +121,12 @@ class Comparison:
             for reason in dict.fromkeys(reasons):
                 cases.setdefault(reason, []).append(f"{line.operation} {line.name}")
         return cases
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for each result whose times were disturbed."""
+        lines = (spread_warning(result.rows.values(), label) for label, result in self.measured.items())
+        return [line for line in lines if line is not None]
 
     @property
     def verdict(self) -> str:
@@ -249,17 +255,17 @@ def report(comparison: Comparison) -> RenderableType:
         for reason, cases in comparison.missing.items()
     ]
     verdict = Text(comparison.verdict, style="bold red" if comparison.broken else "bold")
-    return Group(files, _table(comparison), fields, *older, *missing, verdict)
+    return Group(files, _table(comparison), fields, *older, *missing, *map(Text, comparison.warnings), verdict)
 
 
 def _table(comparison: Comparison) -> Table:
     """A row for each case and result, so that there is room for any number of results."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", overflow="fold")
+    table.add_column("", min_width=20)
     table.add_column("")
     for name in ("µs", "share", "× stock"):
-        table.add_column(name, justify="right")
-    table.add_column("bits and distances", overflow="fold")
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("bits and distances", min_width=16)
     for operation, lines in comparison.operations.items():
         table.add_row(f"[bold]{operation}")
         for line in lines:
@@ -280,8 +286,9 @@ def _cells(result: Result, row: Mapping[str, Any] | None, bits: Bits | None) -> 
     if result.kind == "compiled":
         return ["", "", "", COMPILED]
     share, stock = row.get("share_of_peak"), row.get("speed_over_stock")
+    is_disturbed = row["seconds"]["spread"] > MUCH_SPREAD
     return [
-        f"{row['seconds']['median'] * 1e6:.1f}",
+        f"{row['seconds']['median'] * 1e6:.1f}" + (f" {spread_text(row)}" if is_disturbed else ""),
         "" if share is None else f"{share:.0%}",
         "" if stock is None else f"{stock:.2f}",
         "" if bits is None else bits.text,

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Column
 
 from detjax import backends, fingerprints
 from detjax.bench import deviceless, results
 from detjax.bench.cases import OPERATIONS, SMALL, Case, Sizes, cases
+from detjax.bench.fitting import FittedTable
 from detjax.bench.peaks import PEAKS
 
 _MEMORY: Final = ("argument", "output", "alias", "temp", "generated_code")
@@ -71,11 +72,14 @@ def _compiled(chip: str, backend: str, case: Case) -> dict[str, Any]:
     }
 
 
-def table(content: dict[str, Any]) -> Table:
+def table(content: dict[str, Any]) -> FittedTable:
     """The rows of a result."""
     title = f"{content['fingerprint']['backend']} for {content['device']['kind']}: compiled, not measured"
     numbers = "MB in", "MB temporary", "GFLOP", "by compiler", "seconds"
-    return results.table_by_operation(title, content["rows"], (numbers, Column("compiles", overflow="fold")), _cells)
+    columns = numbers, Column("compiles", overflow="fold")
+    return results.table_by_operation(
+        title, content["rows"], columns, _cells, ("by compiler", "MB temporary", "seconds")
+    )
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
 from detjax.bench.compare import COMPILED, Bits, Comparison, Line
-from detjax.bench.results import Result
+from detjax.bench.results import MUCH_SPREAD, Result
 
 COLORS: Final = ("#2a8f9e", "#d1603d", "#8e6fc7", "#b58a12", "#5d8f3a", "#c2568b", "#5b7fc4", "#8b7355")
 _INK: Final = "#3a3f45"
@@ -106,6 +106,7 @@ def html(comparison: Comparison) -> str:
         operations=operations,
         fields=_fields(comparison),
         missing=comparison.missing,
+        warnings=comparison.warnings,
     )
 
 
@@ -180,6 +181,7 @@ def _cell(result: Result, row: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
         "time": _time(row["seconds"]["median"]),
         "spread": f"rounds are {row['seconds']['spread']:.0%} apart",
+        "disturbed": row["seconds"]["spread"] > MUCH_SPREAD,
         "share": None if share is None else f"{share:.0%}",
         "width": 0 if share is None else f"{min(share, 1) * 100:.1f}",
         "stock": None if stock is None else f"{stock:.2f}",

@@ -2,8 +2,9 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -15,6 +16,7 @@ from detjax.backends import STOCK
 from detjax.bench import provenance
 from detjax.bench.cases import Case
 from detjax.bench.failures import reason
+from detjax.bench.fitting import FittedTable
 from detjax.bench.peaks import Peak
 from detjax.fingerprints import Fingerprint
 
@@ -26,6 +28,9 @@ type Kind = Literal["measured", "compiled"]
 KINDS: Final[Mapping[str, str]] = {"measured": "run", "compiled": "compile"}
 """The kinds of files, with the commands that write them."""
 ACCEPTED: Final = "files that `python -m detjax.bench run --out` and `compile --out` write"
+
+MUCH_SPREAD: Final = 0.5
+"""Rounds that are further apart than this share of their median were disturbed."""
 
 SAMPLED: Final = 64
 """How many numbers of each output are kept."""
@@ -168,7 +173,8 @@ def table_by_operation(
     rows: Iterable[Mapping[str, Any]],
     columns: tuple[Sequence[str], Column],
     cells: Callable[[Mapping[str, Any]], list[str]],
-) -> Table:
+    optional: Sequence[str] = (),
+) -> FittedTable:
     """A table with a section for each operation and a line for each case.
 
     Args:
@@ -176,20 +182,52 @@ def table_by_operation(
         rows: the rows of a result.
         columns: the names of the columns of numbers, and the last column, which is text.
         cells: returns the cells of a row, one for each column.
+        optional: columns of numbers that are left out where there is no room, the first one first.
     """
     numbers, last = columns
-    right = [Column(name, justify="right", no_wrap=True) for name in numbers]
-    table = Table(
-        Column(overflow="fold"), *right, last, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    lines = list(rows)
+
+    def table(left_out: Collection[str]) -> Table:
+        right = [Column(name, justify="right", no_wrap=True) for name in numbers if name not in left_out]
+        shown = [*(name not in left_out for name in numbers), True]
+        table = Table(
+            Column(no_wrap=True), *right, last, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+        )
+        operation = None
+        for row in lines:
+            if row["operation"] != operation:
+                operation = row["operation"]
+                table.add_section()
+                table.add_row(f"[bold]{operation}")
+            table.add_row(f"  {row['name']}", *itertools.compress(cells(row), shown))
+        return table
+
+    return FittedTable(table, optional)
+
+
+def spread_text(row: Mapping[str, Any]) -> str:
+    """How far apart a case's rounds are, as a share of their median, in the colour of a warning if that is much."""
+    spread = row["seconds"]["spread"]
+    return f"[bold yellow]±{spread:.0%}[/]" if spread > MUCH_SPREAD else f"±{spread:.0%}"
+
+
+def spread_warning(rows: Iterable[Mapping[str, Any]], label: str | None = None) -> str | None:
+    """A line about the cases whose rounds are far apart; None if none are.
+
+    Args:
+        rows: the rows of a result.
+        label: the letter of the result, where there are several.
+    """
+    spreads = {f"{row['operation']} {row['name']}": row["seconds"]["spread"] for row in rows if "seconds" in row}
+    wide = {name: spread for name, spread in spreads.items() if spread > MUCH_SPREAD}
+    if not wide:
+        return None
+    name = max(wide, key=lambda name: wide[name])
+    which = "" if label is None else f" ({label})"
+    return (
+        f"Warning{which}: rounds of {len(wide)} of {len(spreads)} cases are more than {MUCH_SPREAD:.0%} of their "
+        f"median apart, {name} {wide[name]:.0%}. Times of a busy machine say little; measure again"
     )
-    operation = None
-    for row in rows:
-        if row["operation"] != operation:
-            operation = row["operation"]
-            table.add_section()
-            table.add_row(f"[bold]{operation}")
-        table.add_row(f"  {row['name']}", *cells(row))
-    return table
 
 
 def output(x: np.ndarray) -> dict[str, Any]:

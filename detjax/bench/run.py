@@ -9,11 +9,12 @@ from typing import Any, Final
 
 import jax
 import numpy as np
-from rich.table import Column, Table
+from rich.table import Column
 
 from detjax import backends, compilation, fingerprints
 from detjax.bench import results, timing
 from detjax.bench.cases import OPERATIONS, SMALL, Case, Sizes, cases
+from detjax.bench.fitting import FittedTable
 from detjax.bench.inputs import checksum
 from detjax.bench.peaks import PEAKS, Peak
 
@@ -148,13 +149,15 @@ def _speeds(case: Case, seconds: dict[str, Any], peak: Peak | None) -> dict[str,
     }
 
 
-def table(content: dict[str, Any]) -> Table:
+def table(content: dict[str, Any]) -> FittedTable:
     """The rows of a result."""
     peak, kind = content["peak"], content["device"]["kind"]
     share = f"shares are of {peak['chip']}'s roofline" if peak else "no peak is known of this device, so no share"
     title = f"{content['fingerprint']['backend']} on {kind}\n{share}"
-    numbers = "µs", "±", "GB/s", "TFLOP/s", "share", "× stock", "error"
-    return results.table_by_operation(title, content["rows"], (numbers, Column("bits", no_wrap=True)), _cells)
+    numbers = "µs", "rounds", "GB/s", "TFLOP/s", "share", "× stock", "error"
+    columns = numbers, Column("bits", no_wrap=True)
+    optional = "TFLOP/s", "GB/s", "error", "rounds", "share"
+    return results.table_by_operation(title, content["rows"], columns, _cells, optional)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -163,7 +166,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     share, stock, flops = row["share_of_peak"], row["speed_over_stock"], row["flops_per_second"]
     return [
         f"{row['seconds']['median'] * 1e6:.1f}",
-        f"{row['seconds']['spread']:.0%}",
+        results.spread_text(row),
         f"{row['bytes_per_second'] / 1e9:.1f}",
         "" if flops is None else f"{flops / 1e12:.3g}",
         "" if share is None else f"{share:.0%}",

@@ -3,8 +3,9 @@
 The examples are the first axis of every array that depends on them. Three things could still give an example other
 bits among others, and none is left to the compiler:
 
-- *Sums.* Their order is written out: halves of an axis are added until one number is left. Products of activations are
-  products of groups of rows, under contract, and so are softmax where `jax.nn.softmax` wrote it, and attention.
+- *Sums, largest and smallest numbers.* Their order is written out: halves of an axis are combined until one number is
+  left. Products of activations are products of groups of rows, under contract, and so are softmax where
+  `jax.nn.softmax` wrote it, and attention.
 - *Fused products.* Whether `x * y + z` is rounded once or twice depends on what a compiler fuses, and that on shapes.
   What may end in a product is sealed by adding -0.0, which changes no number: a product that has been added to
   something cannot be fused with a further addition. The compiler does not know that the number is -0.0.
@@ -12,11 +13,13 @@ bits among others, and none is left to the compiler:
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.extend import core
 
@@ -123,6 +126,8 @@ class _Batch(ControlFlow):
             return results
         if kind in (Kind.ROUNDED, Kind.APPROXIMATED):
             return self._sealed(eqn, self._at_once(eqn, values, mapped))
+        if name in equations.EXTREMES and equations.is_inexact(eqn.invars[0]):
+            return self._extreme(eqn, values, mapped)
         if kind in (Kind.EXACT, Kind.OPERATION) or (name == "scatter" and eqn.params["unique_indices"]):
             return self._at_once(eqn, values, mapped)
         if name == "reduce_sum":
@@ -134,6 +139,20 @@ class _Batch(ControlFlow):
             x, y = (x if m else self.spread(x) for x, m in zip(values, mapped, strict=True))
             dtype = aval(eqn.outvars[0]).dtype
             return self._sealed(eqn, [products.activations(x, y, eqn.params["dimension_numbers"], dtype)])
+        return _one_by_one(eqn, values, mapped)
+
+    @staticmethod
+    def _extreme(eqn: core.JaxprEqn, values: list[Any], mapped: list[bool]) -> list[Any]:
+        """Largest or smallest numbers, in an order that is written out: it decides the sign of zeros."""
+        name = eqn.primitive.name
+        chosen, limit = (lax.max, "min") if name.endswith("max") else (lax.min, "max")
+        is_real = jnp.issubdtype(values[0].dtype, jnp.floating)
+        if name in ("reduce_max", "reduce_min") and is_real:
+            filling = _infinity(values[0].dtype, limit)
+            return [_halved(values[0], [axis + 1 for axis in eqn.params["axes"]], chosen, filling)]
+        if name in ("cummax", "cummin"):
+            axis = eqn.params["axis"] + 1
+            return [lax.associative_scan(chosen, values[0], reverse=eqn.params["reverse"], axis=axis)]
         return _one_by_one(eqn, values, mapped)
 
     def _at_once(self, eqn: core.JaxprEqn, values: list[Any], mapped: list[bool]) -> list[Any]:
@@ -165,21 +184,33 @@ def _one_by_one(eqn: core.JaxprEqn, values: list[Any], mapped: list[bool]) -> li
     return loops.run(one, [values[k] for k in rows], [jnp.asarray(values[k]) for k in shared])
 
 
-def _added(x: Array, axes: Sequence[int]) -> Array:
-    """The sum over axes, one after the other: halves of an axis are added until one number is left.
+def _infinity(dtype: Any, limit: str) -> float:
+    """The largest or smallest number of a dtype, infinite where there is such a number."""
+    finite = float(getattr(jnp.finfo(dtype), limit))
+    infinite = math.copysign(math.inf, finite)
+    return infinite if np.isinf(np.asarray(infinite, dtype)) else finite
 
-    Numbers narrower than float32 are added in float32, and rounded once.
+
+def _added(x: Array, axes: Sequence[int]) -> Array:
+    """The sum over axes. Numbers narrower than float32 are added in float32, and rounded once."""
+    return rounded(_halved(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axes, lax.add, 0), x.dtype)
+
+
+def _halved(x: Array, axes: Sequence[int], combined: Callable[[Array, Array], Array], filling: float) -> Array:
+    """What is left of axes, one after the other, whose halves are combined until there is one number.
+
+    Axes are filled up to a power of two with what changes nothing.
     """
-    total = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    total = x
     for axis in axes:
         size = 1 << (total.shape[axis] - 1).bit_length()
         padding = [(0, size - total.shape[axis] if k == axis else 0) for k in range(total.ndim)]
-        total = jnp.pad(total, padding)
+        total = jnp.pad(total, padding, constant_values=filling)
         while size > 1:
             size //= 2
             low, high = (lax.slice_in_dim(total, start, start + size, axis=axis) for start in (0, size))
-            total = low + high
-    return rounded(total.reshape([n for k, n in enumerate(x.shape) if k not in axes]), x.dtype)
+            total = combined(low, high)
+    return total.reshape([n for k, n in enumerate(x.shape) if k not in axes])
 
 
 def _added_examples(x: Array) -> Array:

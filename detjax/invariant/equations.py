@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import functools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ class Kind(enum.Enum):
     ROUNDED = "single elements, rounded once"
     APPROXIMATED = "single elements, by the device's own approximation"
     EXACT = "moves, selects or counts: every order of work gives the same bits"
-    SUM = "adds numbers in an order that the compiler chooses"
+    SUM = "adds or otherwise reduces numbers in an order that the compiler chooses"
     OPERATION = "an operation of detjax: under contract, with a batching rule that keeps the bits of rows"
     OPAQUE = "computed in a way of its own"
 
@@ -38,6 +38,9 @@ _LOOPS: Final = frozenset(("scan", "while", "cond", "shard_map"))
 
 _ROUNDED: Final = frozenset("add sub mul div sqrt add_any integer_pow square convert_element_type".split())
 
+_MADE_OF_REALS: Final = frozenset("mul div sqrt integer_pow square abs sign".split())
+"""Primitives that compute a complex number by several real operations."""
+
 _APPROXIMATED: Final = frozenset(
     (
         "exp exp2 expm1 log log1p tanh logistic erf erfc erf_inv sin cos tan pow rsqrt cbrt sinh cosh asin acos atan "
@@ -45,22 +48,61 @@ _APPROXIMATED: Final = frozenset(
     ).split()
 )
 
-_EXACT_ON_ELEMENTS: Final = frozenset(
-    (
-        "neg sign floor ceil round abs is_finite max min clamp select_n eq ne lt le gt ge and or xor not copy copy_p "
-        "reduce_precision nextafter real imag stop_gradient optimization_barrier bitcast_convert_type shift_left "
-        "shift_right_logical shift_right_arithmetic population_count clz sharding_constraint lt_to le_to pvary"
-    ).split()
-)
 
-_EXACT_MOVES: Final = frozenset(
-    (
-        "broadcast_in_dim reshape squeeze expand_dims transpose concatenate pad slice dynamic_slice rev iota "
-        "dynamic_update_slice gather split unstack stack tile argmax argmin reduce_max reduce_min reduce_and "
-        "reduce_or reduce_xor cummax cummin reduce_window_max reduce_window_min sort top_k random_bits random_fold_in "
-        "random_split random_seed scatter_min scatter_max scatter-min scatter-max"
-    ).split()
+def _with_reason(reason: str, primitives: str) -> dict[str, str]:
+    return dict.fromkeys(primitives.split(), reason)
+
+
+_EXACT_ON_ELEMENTS: Final[Mapping[str, str]] = {
+    **_with_reason(
+        "leaves or picks the bits of an element",
+        "copy stop_gradient optimization_barrier sharding_constraint pvary real imag complex select_n "
+        "bitcast_convert_type",
+    ),
+    **_with_reason("changes the sign bit alone", "neg abs conj"),
+    **_with_reason("has one result for each number, which is a number of the dtype", "sign floor ceil round"),
+    **_with_reason("rounds once, to nearest, ties to even, as IEEE 754 says of one element", "reduce_precision"),
+    **_with_reason("is IEEE 754's maximum or minimum of one pair, -0.0 below 0.0, in one instruction", "max min clamp"),
+    **_with_reason("steps to the next number by its bits as an integer", "nextafter"),
+    **_with_reason(
+        "gives true or false by the numbers, among which zeros of both signs are equal and NaN is to none",
+        "eq ne lt le gt ge eq_to lt_to le_to is_finite",
+    ),
+    **_with_reason(
+        "is logic of integers",
+        "and or xor not shift_left shift_right_logical shift_right_arithmetic population_count clz",
+    ),
+}
+"""Primitives whose results have the shape of their arguments, exact element by element, each with the reason."""
+
+_EXACT_MOVES: Final[Mapping[str, str]] = {
+    **_with_reason(
+        "moves bits to places that shapes and indices say",
+        "broadcast_in_dim reshape squeeze transpose concatenate pad slice dynamic_slice rev "
+        "dynamic_update_slice gather split unstack stack tile",
+    ),
+    **_with_reason("counts", "iota"),
+    **_with_reason("is the first of equal numbers, by a comparison that knows indices", "argmax argmin"),
+    **_with_reason(
+        "is one of the numbers, in any order, up to the sign of zero and the bits of NaN: see `EXTREMES`",
+        "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min scatter-min scatter-max",
+    ),
+    **_with_reason("is logic of integers, in any order", "reduce_and reduce_or reduce_xor"),
+    **_with_reason("has one order where it is stable, in which zeros are equal and so are NaN", "sort"),
+    **_with_reason("has one order, that of bits, and the lower index first", "top_k"),
+    **_with_reason("computes with integers, from a key alone", "random_bits random_fold_in random_split random_seed"),
+}
+"""Further exact primitives, each with the reason."""
+
+EXACT: Final[Mapping[str, str]] = {**_EXACT_ON_ELEMENTS, **_EXACT_MOVES}
+"""Primitives that give the same bits in every order of work and in every code, each with the reason. What they still
+leave open, such as the sign of a zero, `detjax.audit.freedoms` says."""
+
+EXTREMES: Final = frozenset(
+    "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min scatter-max scatter-min".split()
 )
+"""Largest and smallest numbers of many: exact for integers; of floating-point numbers, the order decides the sign of
+zero, the bits of NaN, and on CPUs which of several subnormal numbers it is."""
 
 _SUMS: Final = frozenset(
     (
@@ -70,19 +112,30 @@ _SUMS: Final = frozenset(
     ).split()
 )
 
-ELEMENTWISE: Final = _ROUNDED | _APPROXIMATED | _EXACT_ON_ELEMENTS | frozenset(("random_wrap", "random_unwrap"))
+_ANY_REDUCTION: Final = ("reduce", "reduce_window")
+"""Reductions by a function of the user's, for which the order matters in any dtype."""
+
+ELEMENTWISE: Final = _ROUNDED | _APPROXIMATED | frozenset((*_EXACT_ON_ELEMENTS, "random_wrap", "random_unwrap"))
 """Primitives whose results have the shape of their arguments, element by element."""
 
 
 def kind(eqn: core.JaxprEqn) -> Kind:
-    """Returns what decides the bits of an equation's results. Sums of integers are exact."""
+    """Returns what decides the bits of an equation's results.
+
+    Sums of integers are exact. Complex numbers are computed by several real operations, so what is rounded once or
+    exact for real numbers is an approximation for them, unless real and imaginary parts do not meet.
+    """
     name = eqn.primitive.name
     if operation(eqn) is not None:
         return Kind.OPERATION
     if name in CALLS or name in _LOOPS:
         return Kind.CALL
-    if name in _EXACT_ON_ELEMENTS or name in _EXACT_MOVES:
+    if name in _MADE_OF_REALS and any(map(is_complex, (*eqn.invars, *eqn.outvars))):
+        return Kind.APPROXIMATED
+    if name in EXACT:
         return Kind.EXACT
+    if name in _ANY_REDUCTION:
+        return Kind.SUM
     if name in ELEMENTWISE or name in _SUMS:
         if not any(is_inexact(v) for v in (*eqn.invars, *eqn.outvars)):
             return Kind.EXACT
@@ -109,6 +162,11 @@ def aval(atom: Any) -> Any:
 def is_inexact(atom: Any) -> bool:
     """Returns whether a variable or literal of a jaxpr holds floating or complex numbers."""
     return jnp.issubdtype(getattr(aval(atom), "dtype", jnp.int32), jnp.inexact)
+
+
+def is_complex(atom: Any) -> bool:
+    """Returns whether a variable or literal of a jaxpr holds complex numbers."""
+    return jnp.issubdtype(getattr(aval(atom), "dtype", jnp.int32), jnp.complexfloating)
 
 
 def shapes(eqn: core.JaxprEqn) -> tuple[tuple[int, ...], ...]:

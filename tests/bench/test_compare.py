@@ -304,3 +304,39 @@ def test_tables_are_160_columns_wide_where_they_are_redirected(monkeypatch: pyte
     monkeypatch.setenv("COLUMNS", "100")
     result = CliRunner().invoke(app, ["compare", *map(str, SHIPPED[-2:])])
     assert max(len(line) for line in result.output.splitlines() if "µs" in line) <= 100
+
+
+NAMES = [f"{line.name}" for line in compare.compare(SHIPPED).lines]
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_tables_fit_the_width_and_break_no_word(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    printed = CliRunner().invoke(app, ["compare", *map(str, SHIPPED[-2:])]).output
+    table = printed[: printed.index("Fingerprints")].splitlines()
+    assert max(map(len, table)) <= columns
+    words = {word for line in table for word in line.split()}
+    shown = {word for line in compare.compare(SHIPPED[-2:]).lines for word in (line.operation, *line.name.split())}
+    assert shown <= words
+    content = json.loads(SHIPPED[0].read_text()), json.loads((SHIPPED[0].parent / "run-h200.json").read_text())
+    for made, (one, columns_left_out) in zip(content, ((compiling, "by compiler"), (running, "GB/s")), strict=True):
+        console = Console(width=columns, file=io.StringIO())
+        console.print(one.table(made))
+        lines = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
+        assert max(map(len, lines)) <= columns
+        assert all(any(f"  {row['name']} " in line for line in lines) for row in made["rows"])
+        assert ("No room for" in lines[-1]) == (columns == 80), lines[-1]
+        assert columns > 80 or columns_left_out in lines[-1]
+
+
+def test_times_that_were_disturbed_are_shown_with_a_warning(tmp_path: Path) -> None:
+    quiet, disturbed = row("a", X), row("b", X)
+    disturbed["seconds"] |= {"spread": 3.48}
+    files = [save(tmp_path / "a", quiet, disturbed), save(tmp_path / "b", quiet)]
+    comparison = compare.compare(files)
+    (warning,) = comparison.warnings
+    assert warning.startswith("Warning (A): rounds of 1 of 2 cases") and "b 348%" in warning
+    output = invoke(*files, "--html", str(tmp_path / "report.html")).output
+    assert "±348%" in output and "Warning (A)" in output
+    assert "Warning (A)" in (tmp_path / "report.html").read_text()
+    assert "Warning" not in invoke(files[1], files[1]).output

@@ -46,6 +46,7 @@ SCRIPTS = (
     "on_policy",
     "peer_vllm",
     "portable",
+    "random_programs",
     "ready",
     "softmax_schedules",
     "structured",
@@ -106,6 +107,14 @@ def test_delta_rule(tmp_path: Path) -> None:
     with detjax.use_backend("stock"):
         output = run("delta_rule", "--small", "--limit", "0", exit_code=1)
     assert "bits differ" in output and "the limit of 0.0 seconds has passed" in output
+
+
+def test_random_programs(tmp_path: Path) -> None:
+    content = run_small("random_programs", tmp_path)
+    assert content["false_proofs"] == []
+    for counts in content["results"].values():
+        assert sum(counts[outcome] for outcome in ("proven", "observed", "refuted", "unproven")) == content["programs"]
+        assert counts["proven"] and counts["observed"] and not counts["false_proofs"]
 
 
 def test_rivals_of_the_delta_rule_compute_the_rule() -> None:

@@ -103,6 +103,24 @@ def test_on_accelerators_no_compiler_chooses_the_order_of_a_sum_or_fuses_a_produ
         assert use.primitive.name == "add" and use.outvars[0].aval == eqn.outvars[0].aval
 
 
+def test_on_accelerators_no_compiler_chooses_among_zeros_of_both_signs() -> None:
+    zeros = np.random.default_rng(0).choice(np.float32([0.0, -0.0]), (300, 128))
+    extremes = lambda x: (x.max(-1), (-x).max(-1), x.reshape(4, 32).min(0), lax.cummax(x))  # noqa: E731
+    program = Program.from_jaxpr(jax.make_jaxpr(extremes)(zeros[0]))
+    stock = jax.jit(jax.vmap(extremes))
+    assert not same_bits(stock(zeros[:1])[1][0], stock(zeros)[1][0]), "nothing moves: the test says nothing"
+    run = jax.jit(lambda x: batched.run(program, [x], []))
+    made = run(zeros)
+    for rows in (1, 2, 33, 257):
+        assert_same_bits(run(zeros[:rows]), [x[:rows] for x in made])
+    # The limits of types without infinities, and of axes that are no power of two:
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn):
+        x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 2, 13)), dtype)
+        for fn in (lambda x: x.max(-1), lambda x: x.min((0, 1)), lambda x: (x - x).max(-1), lambda x: -abs(x).max(-1)):
+            (largest,) = batched.run(Program.from_jaxpr(jax.make_jaxpr(fn)(x[0])), [x], [])
+            np.testing.assert_array_equal(largest, jax.vmap(fn)(x))
+
+
 def test_on_accelerators_a_product_is_rounded_before_it_is_added() -> None:
     x, y, z = (jax.random.normal(jax.random.key(k), (64, 256)) for k in range(3))
     fn = lambda x, y, z: x * y + z  # noqa: E731
