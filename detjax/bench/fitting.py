@@ -22,11 +22,12 @@ class FittedTable:
     optional: Sequence[str]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for count in range(len(self.optional) + 1):
-            left_out = self.optional[:count]
-            table = self.table(left_out)
-            if Measurement.get(console, options.update(max_width=10_000), table).maximum <= options.max_width:
-                break
+        unlimited, count = options.update(max_width=10_000), 0
+        table = self.table(())
+        while count < len(self.optional) and Measurement.get(console, unlimited, table).maximum > options.max_width:
+            count += 1
+            table = self.table(self.optional[:count])
         yield table
+        left_out = self.optional[:count]
         if left_out:
             yield Text(f"No room for {', '.join(left_out)}: a wider terminal or COLUMNS=160 shows all columns")

@@ -223,9 +223,9 @@ def spread_warning(rows: Iterable[Mapping[str, Any]], label: str | None = None) 
     if not wide:
         return None
     name = max(wide, key=lambda name: wide[name])
-    which = "" if label is None else f" ({label})"
+    suffix = "" if label is None else f" ({label})"
     return (
-        f"Warning{which}: rounds of {len(wide)} of {len(spreads)} cases are more than {MUCH_SPREAD:.0%} of their "
+        f"Warning{suffix}: rounds of {len(wide)} of {len(spreads)} cases are more than {MUCH_SPREAD:.0%} of their "
         f"median apart, {name} {wide[name]:.0%}. Times of a busy machine say little; measure again"
     )
 
