@@ -193,7 +193,7 @@ def _infinity(dtype: Any, limit: str) -> float:
 
 def _added(x: Array, axes: Sequence[int]) -> Array:
     """The sum over axes. Numbers narrower than float32 are added in float32, and rounded once."""
-    return rounded(_halved(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axes, lax.add, 0), x.dtype)
+    return rounded(_halved(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axes, lax.add, 0.0), x.dtype)
 
 
 def _halved(x: Array, axes: Sequence[int], combined: Callable[[Array, Array], Array], filling: float) -> Array:

@@ -328,7 +328,7 @@ def test_tables_fit_the_width_and_break_no_word(columns: int, monkeypatch: pytes
         assert all(any(f"  {row['name']} " in line for line in lines) for row in made["rows"])
         # What is left out is said after the table, in as many lines as it takes.
         notice = " ".join(lines).partition("No room for")[2]
-        assert bool(notice) == (columns < 160 and (one is compiling or columns == 80)), lines[-1]
+        assert bool(notice) == (columns < 160), lines[-1]
         assert columns > 80 or columns_left_out in notice
 
 
