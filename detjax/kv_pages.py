@@ -256,6 +256,20 @@ class Queries:
         assert self.first_row is not None
         return self.page_table.shape[0] - self.first_row.shape[0]
 
+    def later(self, tokens: Int[Array, ""], is_active: Bool[Array, "decodes"]) -> "Queries":
+        """Returns packed queries that all decode, a number of tokens further on, without those that are not active."""
+        assert self.rows is not None and self.count is not None
+
+        def moved(x: Arrays) -> Array:
+            return jnp.where(is_active, jnp.asarray(x) + tokens, 0)
+
+        rows: Any = {"position": moved(self.rows.position), "present": jnp.where(is_active, self.rows.present, 0)}
+        changed: Any = {"start": moved(self.start), "length": moved(self.length)}
+        if self.coordinates is not None:
+            changed["coordinates"] = jnp.asarray(self.coordinates) + tokens
+        count: Any = jnp.where(is_active, self.count, 0)
+        return dataclasses.replace(self, count=count, rows=dataclasses.replace(self.rows, **rows), **changed)
+
     def decoding(self) -> "Queries":
         """Returns rectangular queries: the one query of each of the packed requests that decode."""
         return self._select(slice(self.num_decodes), None)

@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
@@ -174,6 +175,7 @@ class StepBatch(NamedTuple):
         sampling: for each chunk how its next token is sampled.
         adjustments: for each chunk what changes the logits before; None where no chunk's are changed.
         images: the rows of images among the tokens that prefill; None where there are none.
+        steps: for each decode of a run how many steps of the run it takes part in; None: the batch is one step.
     """
 
     token: Int32[Arrays, "N"]
@@ -184,6 +186,25 @@ class StepBatch(NamedTuple):
     sampling: SamplingArrays
     adjustments: LogitAdjustments | None = None
     images: ImageRows | None = None
+    steps: Int32[Arrays, "decodes"] | None = None
+
+    def with_steps(self) -> "StepBatch":
+        """Returns the batch of a run in which no decode takes part."""
+        return self._replace(adjustments=None, steps=np.zeros(self.held.shape, np.int32))
+
+    def at_step_of_run(self, number: Any, no_slot: int) -> "StepBatch":
+        """Returns the batch of one step of a run of decodes, traced within the program of the run.
+
+        Args:
+            number: the number of the step, from 0 on.
+            no_slot: the number of slots, for decodes that take no part in this step.
+        """
+        assert self.steps is not None
+        is_active = number < self.steps
+        queries = self.queries.later(number, is_active)
+        sampling = self.sampling._replace(position=self.sampling.position + number)
+        slot = jnp.where(is_active, self.slot, no_slot)
+        return self._replace(queries=queries, sampling=sampling, slot=slot, steps=None)
 
     @property
     def shape(self) -> BatchShape:
@@ -267,6 +288,7 @@ class SlotTable:
             sampling=sampling._replace(position=sampled(starts + counts)),
             adjustments=adjustments,
             images=_image_rows(step, shape),
+            steps=_steps(step, shape) if step.is_run else None,
         )
 
     def _tokens(self, step: ScheduledStep, shape: BatchShape) -> tuple[np.ndarray, np.ndarray]:
@@ -309,6 +331,13 @@ class SlotTable:
             self._page_table[slot, known:] = 0
             self._page_table[slot, known:count] = sequence.page_ids[known:]
             self._num_pages[slot] = count
+
+
+def _steps(step: ScheduledStep, shape: BatchShape) -> Int32[np.ndarray, "decodes"]:
+    """The steps of a run that each decode takes part in."""
+    steps = np.zeros(shape.decodes, np.int32)
+    steps[: len(step.decodes)] = [1 + chunk.later for chunk in step.decodes]
+    return steps
 
 
 def _coordinates(step: ScheduledStep, shape: BatchShape, count: int) -> Int32[np.ndarray, "N A"]:

@@ -1,10 +1,11 @@
 """The settings of an engine, and what it says of itself."""
 
 import dataclasses
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 
+from detjax import backends
 from detjax.contract import KV_BLOCK
 from detjax.engine.batch import BatchShapes
 from detjax.engine.model_runner import bytes_of_page, bytes_of_slot, bytes_of_snapshot
@@ -15,6 +16,8 @@ from detjax.models import Decoder
 from detjax.models.mesh import spans_processes
 from detjax.options import KVQuantization
 
+_DECODES_OF_RUNS: Final = 64
+"""With more decodes the device takes longer for a step than the host."""
 _SHARE_OF_FREE_MEMORY: Final = 0.9
 _CACHE_WITHOUT_A_GPU: Final = 1 << 30
 """Bytes of the cache at most, where the device does not say how much memory it has."""
@@ -45,6 +48,10 @@ class EngineConfig:
         kv_cache_dtype: "int8", "fp8_e4m3" or "q4_0" quantize keys and values in the cache (`ops.quantize_kv`), which
             gives different numbers, as independent of everything else. Default: the model's dtype.
         top_logprobs: the most of the likeliest tokens that a request may ask for.
+        runs_of: while no request waits and at most this many samples are computed, the device is given several decode
+            steps at once, so that it need not wait for the host. Tokens then come a few at a time, and a new request
+            waits for the steps that the device has been given. 0: each step is given to it by itself. Default: 64 on
+            GPUs, 0 elsewhere.
 
     Example:
         >>> detjax.EngineConfig(max_samples=8, token_budget=128).prefix_cache
@@ -60,6 +67,7 @@ class EngineConfig:
     snapshot_tokens: int = 512
     kv_cache_dtype: KVQuantization | None = None
     top_logprobs: int = 20
+    runs_of: int | None = None
 
     def resolved(self, model: Decoder) -> "EngineConfig":
         """Returns these settings with every default filled in for a model.
@@ -77,6 +85,7 @@ class EngineConfig:
             "snapshot_bytes": (self.snapshot_bytes, self.snapshot_bytes >= 0, "0 and more"),
             "snapshot_tokens": (self.snapshot_tokens, self.snapshot_tokens >= 1, "at least 1"),
             "top_logprobs": (self.top_logprobs, 0 <= self.top_logprobs <= vocabulary, f"0 to {vocabulary}"),
+            "runs_of": (self.runs_of, self.runs_of is None or self.runs_of >= 0, "0 and more, or None"),
         }
         for name, (value, is_accepted, description) in accepted.items():
             if not is_accepted:
@@ -110,12 +119,17 @@ class EngineConfig:
             )
         # The host of one process cannot hold a copy of what lies on the devices of another one.
         snapshot_bytes = 0 if spans_processes(model.mesh) else self.snapshot_bytes
-        return dataclasses.replace(self, max_length=length, num_pages=num_pages, snapshot_bytes=snapshot_bytes)
+        runs_of = self.runs_of
+        if runs_of is None:
+            runs_of = _DECODES_OF_RUNS if backends.target() == "gpu" else 0
+        sizes: dict[str, Any] = {"max_length": length, "num_pages": num_pages, "snapshot_bytes": snapshot_bytes}
+        return dataclasses.replace(self, runs_of=runs_of, **sizes)
 
     def step_loop(self) -> StepLoopConfig:
         """Returns the sizes of the engine's step loop. The settings must be resolved."""
         assert self.max_length is not None
         assert self.num_pages is not None
+        assert self.runs_of is not None
         return StepLoopConfig(
             shapes=BatchShapes.for_serving(self.max_samples, self.token_budget),
             num_pages=self.num_pages,
@@ -125,6 +139,7 @@ class EngineConfig:
             snapshot_bytes=self.snapshot_bytes,
             snapshot_tokens=self.snapshot_tokens,
             kv_cache_dtype=self.kv_cache_dtype,
+            runs_of=self.runs_of,
         )
 
 

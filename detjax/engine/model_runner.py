@@ -80,6 +80,7 @@ class ModelRunner:
         kv_cache_dtype: KVQuantization | None,
         empty_batch: Callable[[BatchShape], StepBatch],
         image_tokens: int = 0,
+        runs_of: int = 0,
     ) -> None:
         """A runner with an empty cache.
 
@@ -91,6 +92,7 @@ class ModelRunner:
             kv_cache_dtype: how keys and values are quantized in the cache.
             empty_batch: returns a batch of a shape that has no chunks.
             image_tokens: tokens of the largest image for which a program is compiled ahead.
+            runs_of: decodes that are computed in runs of steps, at most; 0: there are no runs.
         """
         self._network, weights = split(model)
         self._buffers = device_buffers(model.mesh)
@@ -104,6 +106,7 @@ class ModelRunner:
         self._vocabulary = model.config.vocab_size
         self._hidden = jax.ShapeDtypeStruct((model.config.hidden_size,), model.dtype)
         self._variants = tuple(variants)
+        self._runs_of = runs_of
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._compilation: Compilation | None = None
         self._free: dict[int, Array] = {}
@@ -167,6 +170,45 @@ class ModelRunner:
         program = step_programs.forward(batch, self._state, self._slots.last)
         self._state, hidden, rows = self._run(program, is_linked=is_linked)
         return hidden, rows
+
+    def steps_of_run(self, shape: BatchShape, needed: SamplingVariant) -> int:
+        """Returns how many steps of a shape the device can be given at once; 1 unless there is a program for it."""
+        has_variant = self._variant_of_run(shape, needed) is not None
+        return step_programs.RUN_STEPS if has_variant else 1
+
+    def _variant_of_run(self, shape: BatchShape, needed: SamplingVariant) -> SamplingVariant | None:
+        """The sampling program that a run of a shape would have; None: there can be no run."""
+        if not step_programs.has_runs(shape, self._runs_of):
+            return None
+        for variant in step_programs.run_variants(self._variants):
+            if variant.serves(needed) and self._is_ready(step_programs.decode_run_key(shape.decodes, variant)):
+                return variant
+        return None
+
+    def decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:
+        """Computes a run of steps, each of which takes the tokens that the step before has sampled.
+
+        Args:
+            batch: the first step, on the device, with the `steps` of each decode.
+            needed: what the sampling program must be able to do. There must be one; see `steps_of_run`.
+
+        Returns:
+            The tokens of each step, `[steps, R]`. Those of steps that a decode takes no part in are any.
+        """
+        variant = self._variant_of_run(batch.shape, needed)
+        assert variant is not None
+        return self._decode_run(batch, variant)
+
+    def _decode_run(self, batch: StepBatch, variant: SamplingVariant) -> SampledTokens:
+        def run(batch: StepBatch, *, is_linked: bool) -> SampledTokens:
+            program = step_programs.decode_run(batch, self._state, self._slots.last, variant)
+            self._state, last, sampled = self._run(program, is_linked=is_linked)
+            self._slots = self._slots._replace(last=last)
+            return sampled
+
+        if self._needs_priming(step_programs.decode_run_key(batch.shape.decodes, variant)):
+            run(self.copy(self._empty_batch(batch.shape).with_steps()), is_linked=False)
+        return run(batch, is_linked=True)
 
     def sample(self, batch: StepBatch, hidden: Array, needed: SamplingVariant, allowed: Array | None) -> SampledTokens:
         """Samples the tokens of a step, and notes them in their slots.
@@ -303,6 +345,7 @@ class ModelRunner:
             vocabulary=self._vocabulary,
             images=tuple(shapes_of(patches) for patches in self._empty_packs()),
             everywhere=self._everywhere,
+            runs_of=self._runs_of,
         )
 
     def _empty_packs(self) -> list[Patches]:
@@ -348,6 +391,9 @@ class ModelRunner:
                 for variant in self._variants:
                     if self._is_ready(step_programs.sample_key(shape.sampled, variant)):
                         self._sample(batch, hidden, variant)
+            for variant in step_programs.run_variants(self._variants):
+                if self._variant_of_run(shape, variant) == variant:
+                    self._decode_run(self.copy(self._empty_batch(shape).with_steps()), variant)
             if shape.rows and ("rows", shape.rows) not in sizes:
                 self.score(rows, 0, np.zeros(1, np.int32))
             sizes |= {("sampled", shape.sampled), ("rows", shape.rows)}

@@ -23,6 +23,7 @@ class ScheduledChunk:
         completes: whether these are the last tokens that the sequence has, so that the step samples the next one.
         is_decode: whether the chunk is a single token and takes one row of the step. Other chunks are prefills, whose
             rows begin at multiples of `QUERY_UNIT`.
+        later: in a run of decodes, how many further tokens the run computes, each of them sampled by the step before.
     """
 
     sequence: Sequence
@@ -30,6 +31,12 @@ class ScheduledChunk:
     count: int
     completes: bool
     is_decode: bool
+    later: int = 0
+
+    @property
+    def end(self) -> int:
+        """Position after the last token that the step, or the run, computes."""
+        return self.start + self.count + self.later
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +55,11 @@ class ScheduledStep:
     def chunks(self) -> tuple[ScheduledChunk, ...]:
         """All chunks, decodes first."""
         return *self.decodes, *self.prefills
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the device repeats the step, with the tokens that it has sampled itself."""
+        return any(chunk.later for chunk in self.decodes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,6 +148,24 @@ class Scheduler:
             decodes = ()
         return ScheduledStep(decodes, prefills)
 
+    def extend_to_run(self, step: ScheduledStep, most: int) -> None:
+        """Makes a run out of a step, of up to `most` steps, where nothing speaks against it.
+
+        A run is made of decodes alone, whose tokens the device has. Waiting sequences would wait for all of it. It
+        takes no pages that other sequences would have to give back.
+        """
+        if self.waiting or step.prefills or not all(chunk.sequence.is_held for chunk in step.decodes):
+            return
+        for chunk in step.decodes:
+            chunk.later = min(most, chunk.sequence.missing) - 1
+        needed = sum(-(-chunk.end // KV_BLOCK) - len(chunk.sequence.page_ids) for chunk in step.decodes)
+        if needed <= self.pool.available:
+            taken = [self._has_pages(chunk) for chunk in step.decodes]
+            assert all(taken)
+            return
+        for chunk in step.decodes:
+            chunk.later = 0
+
     def mark_submitted(self, step: ScheduledStep) -> SlotCopies:
         """Notes that the device has been given the step: all later steps will find its tokens in the cache.
 
@@ -146,9 +176,9 @@ class Scheduler:
         for chunk in step.chunks:
             sequence = chunk.sequence
             self._restore(sequence, copies)
-            sequence.computed += chunk.count
+            sequence.computed = chunk.end
             if chunk.completes:
-                sequence.unread += 1
+                sequence.unread += 1 + chunk.later
                 sequence.is_held = True
             self._name_pages(sequence)
             self._take_snapshot(sequence, copies)
@@ -259,7 +289,7 @@ class Scheduler:
     def _has_pages(self, chunk: ScheduledChunk) -> bool:
         """Takes the pages that a chunk writes to. Returns False if the pool ran out of pages."""
         pages = chunk.sequence.page_ids
-        while len(pages) * KV_BLOCK < chunk.start + chunk.count:
+        while len(pages) * KV_BLOCK < chunk.end:
             page = self.pool.take()
             if page is None:
                 return False

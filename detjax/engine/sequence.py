@@ -202,9 +202,14 @@ class Sequence:
         return self.params.prompt_logprobs or self.context.images is not None
 
     @property
+    def missing(self) -> int:
+        """How many tokens the sequence may have beyond those that submitted steps sample."""
+        return self.params.max_tokens - len(self.generated) - self.unread
+
+    @property
     def has_all(self) -> bool:
         """Whether submitted steps sample every token that the sequence may have."""
-        return len(self.generated) + self.unread == self.params.max_tokens
+        return self.missing == 0
 
     @property
     def text(self) -> str | None:

@@ -43,6 +43,10 @@ class Runner(Protocol):
         self, batch: StepBatch, hidden: Any, needed: SamplingVariant, allowed: Array | None
     ) -> SampledTokens: ...
 
+    def steps_of_run(self, shape: BatchShape, needed: SamplingVariant) -> int: ...
+
+    def decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens: ...
+
     def note_seen(self, slot: int, prompt: Seq[int], generated: Seq[int]) -> None: ...
 
     def score(self, rows: Any, first: int, tokens: np.ndarray) -> SampledTokens: ...
@@ -80,6 +84,7 @@ class StepLoopConfig:
             request have no prefix cache without.
         snapshot_tokens: how many tokens a snapshot must spare those who go on from it.
         kv_cache_dtype: how keys and values are quantized in the cache. Among these fields it alone changes bits.
+        runs_of: decodes that the device may compute in runs of steps, at most; 0: there are no runs.
     """
 
     shapes: BatchShapes
@@ -90,6 +95,7 @@ class StepLoopConfig:
     snapshot_bytes: int = 0
     snapshot_tokens: int = 1
     kv_cache_dtype: KVQuantization | None = None
+    runs_of: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +238,7 @@ class StepLoop:
             kv_cache_dtype=config.kv_cache_dtype,
             empty_batch=functools.partial(table.batch, ScheduledStep()),
             image_tokens=_image_tokens(model, config.pages_per_sequence * KV_BLOCK),
+            runs_of=config.runs_of,
         )
         # What a layer keeps of a request as a whole is not in the pages of its prefix, but it may be in a snapshot.
         snapshots = None
@@ -321,6 +328,8 @@ class StepLoop:
         samples = [(row, chunk.sequence) for row, chunk in enumerate(plan.chunks) if chunk.completes]
         needed = SamplingVariant.needed_by([sequence.params for _, sequence in samples]) if samples else None
         shape = self._shapes.smallest(plan, self._runner.has_layers)
+        if needed is not None and (steps := self._runner.steps_of_run(shape, needed)) > 1:
+            self.scheduler.extend_to_run(plan, steps)
         batch = self._slots.batch(plan, shape, adjusted=needed is not None and needed.adjusted)
         first_rows = batch.queries.first_row
         assert first_rows is not None
@@ -347,6 +356,9 @@ class StepLoop:
             self._runner.note_seen(*tokens)
         for slot, snapshot in planned.copies.restored:
             self._runner.put_slot(slot, snapshot.rows)
+        if planned.plan.is_run:
+            assert planned.needed is not None and pending is None
+            return _Launched([], self._runner.decode_run(planned.batch, planned.needed).start_copy(), {})
         hidden, rows = self._runner.forward(planned.batch)
         for slot, snapshot in planned.copies.taken:
             snapshot.rows = self._runner.take_slot(slot)
@@ -386,17 +398,19 @@ class StepLoop:
         if launched.sampled is None:
             return
         sampled = launched.sampled.read()
-        for row, sequence in step.planned.samples:
-            if sequence.finish_reason is not None:  # the step was started before the sequence's end was known
-                continue
-            if row in launched.failures:
-                message = f"the sample's constraint cannot go on: {launched.failures[row]}"
-                sequence.failure = FieldError(message, "constraint")
-            token = sequence.add(*sampled.at(row, sequence.params), batch=size)
-            self.scheduler.accept_token(sequence)
-            if token.finish_reason is not None and sequence.matcher is not None:
-                sequence.matcher.end()
-            yield sequence, token
+        for number, tokens in enumerate(sampled.by_step() if step.planned.plan.is_run else [sampled]):
+            for row, sequence in step.planned.samples:
+                # The step was started before the sequence's end was known, or the run was longer for others.
+                if sequence.finish_reason is not None or number > step.planned.plan.chunks[row].later:
+                    continue
+                if row in launched.failures:
+                    message = f"the sample's constraint cannot go on: {launched.failures[row]}"
+                    sequence.failure = FieldError(message, "constraint")
+                token = sequence.add(*tokens.at(row, sequence.params), batch=size)
+                self.scheduler.accept_token(sequence)
+                if token.finish_reason is not None and sequence.matcher is not None:
+                    sequence.matcher.end()
+                yield sequence, token
 
 
 def _image_tokens(model: Decoder, most: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, UInt16, UInt32
 
@@ -24,7 +25,7 @@ from detjax.engine.sampling_params import SamplingParams
 from detjax.models.cache import State
 from detjax.models.decoder import Decoder, ImageRows
 from detjax.models.network import Network, Weights
-from detjax.models.parts.cuts import linked
+from detjax.models.parts.cuts import current_links, linked
 from detjax.models.parts.logits import Logits
 from detjax.models.parts.vision import Patches
 from detjax.numerics import distinct_places
@@ -32,6 +33,8 @@ from detjax.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, See
 
 SCORED_ROWS: Final = 64
 """Prompt tokens whose logprobs one program computes."""
+RUN_STEPS: Final = 4
+"""Steps of a run of decodes. The host has the time of all of them to prepare the next one."""
 _SEEN_ENTRIES: Final = 1024
 """Tokens of a sequence that one program notes as seen."""
 _SLOT: Final = "slot"
@@ -80,6 +83,11 @@ class SampledTokens(NamedTuple):
         return read._replace(
             token=read.token.tolist(), logprob=read.logprob.tolist(), sampling_logprob=sampling_logprob
         )
+
+    def by_step(self) -> "list[SampledTokens]":
+        """Returns what `read` returned of a run, `[steps, R]`, for each of its steps."""
+        steps = range(len(self.token))
+        return [type(self)(*(None if x is None else x[step] for x in self)) for step in steps]
 
     def read_tokens(self) -> list[int]:
         """Returns the tokens, and waits for them alone if need be."""
@@ -228,6 +236,29 @@ def forward(batch: StepBatch, state: State, last: Any) -> StepProgram:
     return StepProgram(_forward, shape, args, {}, f"layers: up to {shape.decodes} decodes{prefills}")
 
 
+def has_runs(shape: BatchShape, most: int) -> bool:
+    """Returns whether steps of a shape may be repeated in runs, of up to `most` decodes."""
+    return not shape.rows and shape.sampled == shape.decodes <= most
+
+
+def run_variants(variants: Sequence[SamplingVariant]) -> list[SamplingVariant]:
+    """Returns the sampling programs that runs have: those that need nothing from the host between two steps."""
+    return [variant for variant in variants if not any(variant[1:])]
+
+
+def decode_run_key(count: int, variant: SamplingVariant) -> Hashable:
+    """Returns the key of what `decode_run` returns for a batch of so many decodes."""
+    return _decode_run.__name__, count, variant, RUN_STEPS
+
+
+def decode_run(batch: StepBatch, state: State, last: Any, variant: SamplingVariant) -> StepProgram:
+    """Returns the program that computes several steps of decodes, each of which takes the tokens of the one before."""
+    count = batch.shape.decodes
+    purpose = f"runs of {RUN_STEPS} steps: up to {count} decodes {variant.description}"
+    args = state, last, batch._replace(adjustments=None)
+    return StepProgram(_decode_run, count, args, {"variant": variant, "most": RUN_STEPS}, purpose, is_essential=False)
+
+
 def sample(batch: StepBatch, hidden: Any, slots: SlotState, variant: SamplingVariant, allowed: Any) -> StepProgram:
     """Returns the program that samples after hidden states. A variant without constraints takes no masks, `allowed`."""
     count, adjustments = batch.shape.sampled, batch.adjustments
@@ -297,6 +328,7 @@ class StepPrograms:
         vocabulary: the number of tokens.
         images: patches of each size that the vision tower may be given.
         everywhere: the sharding of what every device has that shares the model; None: there is one device.
+        runs_of: decodes that are computed in runs of steps, at most.
     """
 
     network: Network
@@ -310,6 +342,7 @@ class StepPrograms:
     vocabulary: int
     images: tuple[Patches, ...] = ()
     everywhere: NamedSharding | None = None
+    runs_of: int = 0
 
     @property
     def mesh(self) -> Mesh | None:
@@ -328,6 +361,12 @@ class StepPrograms:
             *(self._layers(batch) for batch in batches),
             *(program for batch in by_size.values() for program in self._sampling(batch)),
             *(self._scoring(batch) for batch in batches if batch.shape.rows),
+            *(
+                decode_run(batch.with_steps(), self.state, self.slots.last, variant)
+                for batch in batches
+                if has_runs(batch.shape, self.runs_of)
+                for variant in run_variants(self.variants)
+            ),
         ]
         if self.slots.seen is not None:
             (entries,) = seen_entries((), (), self.vocabulary)
@@ -416,6 +455,48 @@ def _forward(
     with _model(network, parameters) as model:
         hidden, state = model.hidden_states(tokens, batch.queries, state, images=images)
     return state, hidden[batch.last_row], hidden[decodes:]
+
+
+@functools.partial(compilation.jit, static_argnums=0, donate_argnums=(2, 3), static_argnames=("variant", "most"))
+def _decode_run(
+    network: Network,
+    parameters: Parameters,
+    state: State,
+    last: Int32[Array, "slots"],
+    batch: StepBatch,
+    *,
+    variant: SamplingVariant,
+    most: int,
+) -> tuple[State, Int32[Array, "slots"], SampledTokens]:
+    """Returns the state and the last tokens after a run of decode steps, and the tokens of each, `[most, R]`."""
+    with _model(network, parameters) as model:
+        state, (last, sampled) = model.with_state(_decoded, state, last, batch, variant=variant, most=most)
+    return state, last, sampled
+
+
+def _decoded(
+    model: Decoder,
+    state: State,
+    last: Int32[Array, "slots"],
+    batch: StepBatch,
+    *,
+    variant: SamplingVariant,
+    most: int,
+) -> tuple[State, tuple[Int32[Array, "slots"], SampledTokens]]:
+    """What `_decode_run` returns, computed by a model's own weights."""
+    links = current_links()
+
+    def step(carried: tuple[State, Array], number: Array) -> tuple[tuple[State, Array], SampledTokens]:
+        state, last = carried
+        now = batch.at_step_of_run(number, last.shape[0])
+        with linked(links):  # what was gathered outside of the loop cannot be used in it
+            hidden, state = model.hidden_states(last[now.held], now.queries, state)
+            rows = SampledRows(now.slot, now.sampling, None)
+            sampled = model.with_logits(_sampled, hidden[now.last_row], rows, None, variant=variant)
+        return (state, last.at[now.slot].set(sampled.token, mode="drop")), sampled
+
+    (state, last), sampled = lax.scan(step, (state, last), jnp.arange(most, dtype=jnp.int32))
+    return state, (last, sampled)
 
 
 @functools.partial(compilation.jit, static_argnums=0, donate_argnums=3, static_argnames="variant")

@@ -21,7 +21,7 @@ from detjax.models.config import DecoderConfig
 from detjax.models.family import family_named
 from detjax.models.mesh import Call, empty_state, empty_state_of_a_device, run, specs_of
 from detjax.models.network import Network, Weights, split
-from detjax.models.parts.cuts import current_links, linked
+from detjax.models.parts.cuts import OwnColumns, current_links, linked, own_columns
 from detjax.models.parts.embedding import Embedding
 from detjax.models.parts.norm import RMSNorm
 from detjax.models.parts.state import StateSize
@@ -169,9 +169,9 @@ class Decoder(nnx.Module):
         x = self.embedding(tokens)
         if images is not None:
             x = jnp.where(jnp.asarray(images.present)[..., None], jnp.asarray(images.rows), x)
-        written = []
+        own, written = None, []
         for layer, layer_state in zip(self.layers, state, strict=True):
-            x, layer_state = run(*split(layer), current_links(), x, queries, layer_state)
+            x, own, layer_state = run(*split(layer), current_links(), x, own, queries, layer_state)
             written.append(layer_state)
         return self.final_norm(x), tuple(written)
 
@@ -244,6 +244,41 @@ class Decoder(nnx.Module):
     ) -> R:
         return function(self.head.shared_logits(hidden), *args, **dict(options))
 
+    def with_state[R](
+        self, function: Callable[..., tuple[State, R]], state: State, *args: Any, **options: Hashable
+    ) -> tuple[State, R]:
+        """Returns what a function of a decoder, the layers' state and further arguments returns.
+
+        Each device that shares the model calls it with a decoder that has this device's weights, and with its state.
+        Loops over steps run within one call, so that nothing is sharded anew between them.
+
+        Args:
+            function: a function of a decoder, the state, `args` and `options`, as `jax.jit` takes one. Besides the
+                state it returns arrays that are the same on every device.
+            state: what the layers keep.
+            args: further arguments, of which every device is given all.
+            options: further arguments that the program depends on.
+        """
+        if self.mesh is None:
+            return function(self, state, *args, **options)
+        static, specs = (
+            (("function", function), ("options", tuple(options.items()))),
+            specs_of(self.mesh, declarations(self.config)),
+        )
+        return run(self, Call("_with_state", (specs, *(P(),) * len(args)), (specs, P()), static), state, *args)
+
+    def _with_state[R](
+        self,
+        state: State,
+        *args: Any,
+        function: Callable[..., tuple[State, R]],
+        options: tuple[tuple[str, Hashable], ...],
+    ) -> tuple[State, R]:
+        network, weights = split(self)
+        local = network.with_weights(weights)
+        local.mesh = None  # its weights are those of this device, and its methods compute here
+        return function(local, state, *args, **dict(options))
+
     def logprobs(
         self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"], distribution: Distribution = MODEL_DISTRIBUTION
     ) -> Float32[Array, "*B"]:
@@ -275,9 +310,15 @@ def _layer(
     weights: Weights,
     links: DeviceLinks | None,
     x: Float[Array, "*N D"],
+    own: OwnColumns | None,
     queries: Queries,
     state: Any,
-) -> tuple[Float[Array, "*N D"], Any]:
-    """Runs a layer as a program of its own, so that layers that differ in their weights alone are traced once."""
-    with linked(links):
-        return network.with_weights(weights)(x, queries, state)
+) -> tuple[Float[Array, "*N D"], OwnColumns | None, Any]:
+    """Runs a layer as a program of its own, so that layers that differ in their weights alone are traced once.
+
+    Where devices share the model, the layer is given this device's columns of `x` as well, to which it adds its own
+    outputs. Otherwise it would have to slice them, which takes a kernel.
+    """
+    with linked(links, x, own):
+        x, state = network.with_weights(weights)(x, queries, state)
+        return x, own_columns(x), state

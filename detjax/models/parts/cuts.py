@@ -192,14 +192,33 @@ class _Exchanges(NamedTuple):
 _exchanges: Final = contextvars.ContextVar[_Exchanges | None]("exchanges", default=None)
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["part"], meta_fields=["cut"])
+@dataclasses.dataclass(frozen=True)
+class OwnColumns:
+    """This device's columns of an array that has all of them.
+
+    Attributes:
+        part: the columns.
+        cut: how the array is cut.
+    """
+
+    part: Shaped[Array, "*N n"]
+    cut: Cut
+
+
 @contextlib.contextmanager
-def linked(links: DeviceLinks | None) -> Iterator[None]:
+def linked(links: DeviceLinks | None, x: Array | None = None, own: OwnColumns | None = None) -> Iterator[None]:
     """Exchanges that are traced within the context go by these links.
 
     A function of `jax.jit` that exchanges takes the links that `current_links` returns as an argument, and has its own
     context, since arrays of one trace cannot be used in another one.
+
+    Args:
+        links: how kernels reach the other devices.
+        x: an array that was gathered before, with all columns.
+        own: what `own_columns` has returned of it.
     """
-    token = _exchanges.set(_Exchanges(links, []))
+    token = _exchanges.set(_Exchanges(links, [] if x is None or own is None else [(x, own.part, own.cut)]))
     try:
         yield
     finally:
@@ -210,6 +229,15 @@ def current_links() -> DeviceLinks | None:
     """Returns the links of the context."""
     exchanges = _exchanges.get()
     return None if exchanges is None else exchanges.links
+
+
+def own_columns(x: Shaped[Array, "*N D"]) -> OwnColumns | None:
+    """Returns this device's columns of an array that was gathered in this context; None of others."""
+    exchanges = _exchanges.get()
+    for whole, part, cut in [] if exchanges is None else exchanges.gathered:
+        if whole is x:
+            return OwnColumns(part, cut)
+    return None
 
 
 def taken_and_filled(x: Any, first: int, end: int, length: int, axis: int) -> Any:
