@@ -10,9 +10,10 @@ from jaxtyping import Array, DTypeLike, Float
 from detjax import compilation, fusions
 from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.contract import ACCUMULATOR, INPUT_DTYPES
+from detjax.device_links import DeviceLinks
 from detjax.ops.checks import check_clamp, check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
-from detjax.options import Activation, Clamp, Epilogue, WeightLayout
+from detjax.options import Activation, AxisName, Clamp, Epilogue, WeightLayout
 
 _MATMUL = Operation(
     "matmul",
@@ -93,6 +94,52 @@ def matmul(
     epilogue = Epilogue(activation, gated, soft_cap, clamp)
     under_contract = functools.partial(_matmul_with_sums, sums=(w_sum, bias_sum))
     return _MATMUL.call(under_contract, x, w, bias, residual, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
+
+
+def shared_matmul(
+    x: Float[Array, "*B K"],
+    w: Float[Array, "*P N K"],
+    axis_name: AxisName,
+    links: DeviceLinks | None,
+    *,
+    layout: WeightLayout = "nk",
+    bias: Float[Array, "*P N"] | None = None,
+    residual: Float[Array, "*B D"] | None = None,
+    out_dtype: DTypeLike | None = None,
+    **options: Any,
+) -> Float[Array, "*B D"] | None:
+    """Returns the columns `[*B, devices * N]` of a product of which each device of an axis computes its own.
+
+    They have the bits of `gather_columns` of `matmul`. A kernel writes each result to all devices as it is computed.
+
+    Args:
+        x: rows that every device has, inside `jax.shard_map`.
+        w: this device's weights.
+        axis_name: see `detjax.ops.collectives.gather_columns`; likewise `links`.
+        links: how kernels reach the other devices.
+        layout: see `matmul`; likewise the other options.
+        bias: this device's.
+        residual: the columns of all devices.
+        out_dtype: the dtype of the result; default: x's.
+        options: further options of `matmul`.
+
+    Returns:
+        The columns; None where no kernel can write them.
+    """
+    kernels = _MATMUL.module()
+    if links is None or not hasattr(kernels, "shared_forward") or fusions.is_separated("matmul_epilogue"):
+        return None
+    return kernels.shared_forward(
+        x,
+        w,
+        bias,
+        residual,
+        axis_name=axis_name,
+        links=links,
+        layout=layout,
+        epilogue=Epilogue(**options),
+        out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype),
+    )
 
 
 def _matmul_with_sums(*operands: Array | None, sums: tuple[Array | None, ...], **options: Any) -> Array:

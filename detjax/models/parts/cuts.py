@@ -23,11 +23,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from detjax import backends
+from detjax import backends, ops
 from detjax.accumulated_weight import AccumulatedWeight, Weight
 from detjax.device_links import DeviceLinks
 from detjax.numerics import ceil_div, round_up
 from detjax.ops.collectives import gather_columns
+from detjax.ops.matmul import shared_matmul
 
 TENSOR: Final = "tensor"
 """The axis of a mesh whose devices share every expert, each having some of its outputs."""
@@ -347,7 +348,25 @@ def whole_product(
     operation: Callable[..., Array], x: Float[Array, "*N K"], weight: Weight, *operands: Any, cut: Cut, **options: Any
 ) -> Float[Array, "*N D"]:
     """Returns all outputs of a product, of which each device computes its own; see `product`."""
+    if operation is ops.matmul and (y := _written_everywhere(x, weight, cut, options)) is not None:
+        return y
     return gathered(product(operation, x, weight, *operands, cut=cut, **options), cut)
+
+
+def _written_everywhere(x: Array, weight: Weight, cut: Cut, options: dict[str, Any]) -> Array | None:
+    """All outputs of a product that each device's kernel writes to all devices; None if no kernel can."""
+    links, count = current_links(), devices(cut.over)
+    # One group whose pieces are different on all devices and together no longer than the outputs.
+    is_plain = len(cut.groups) == 1 and cut.groups[0].pieces == count and cut.groups[0].filled_size == cut.size
+    if links is None or count == 1 or not is_plain or cut.experts is not None:
+        return None
+    arrays = {name: options.get(name) for name in ("bias", "residual")}
+    further = {name: value for name, value in options.items() if name not in arrays}
+
+    def shared(x: Array, weight: Array, arrays: dict[str, Any]) -> Any:
+        return shared_matmul(x, weight, cut.over, links, **arrays, **further)
+
+    return refusing_gradients(shared)(x, _plain(weight), arrays)
 
 
 def local_columns(x: Shaped[Array, "*N D"], cut: Cut) -> Shaped[Array, "*N n"]:

@@ -8,7 +8,7 @@ Programs must run these kernels one after the other, and all devices in the same
 """
 
 import functools
-from typing import Final
+from typing import Final, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -20,14 +20,41 @@ from detjax import compilation
 from detjax.device_links import CTA_BYTES, MOST_CTAS, UNIT, DeviceLinks, region_begin, used_axes
 from detjax.numerics import ceil_div
 from detjax.options import AxisName
-from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.mosaic.peers import exchange
 from detjax.portable import collectives as portable
 
 psum, psum_scatter = portable.psum, portable.psum_scatter
 
-_UNITS: Final = CTA_BYTES // (WARPGROUP * UNIT)
-"""Units that a thread sends to each other device."""
+_MOST_PIECES: Final = 8
+"""Pieces that a CTA exchanges, one after the other. XLA gathers what is larger."""
+
+
+class Peers(NamedTuple):
+    """The devices that exchange, as kernels are given them.
+
+    Attributes:
+        addresses: where their buffers are.
+        number: the number of this device among them.
+        devices: how many they are.
+        first: where their counters begin in the buffers, in bytes.
+    """
+
+    addresses: Int32[Array, "devices 2"]
+    number: Int32[Array, "1"]
+    devices: int
+    first: int
+
+    @classmethod
+    def over(cls, axis_name: AxisName, links: DeviceLinks) -> "Peers":
+        """Returns the devices along some axes of the mesh that is being traced for."""
+        shape = jax.sharding.get_abstract_mesh().shape
+        axes = used_axes(shape, (axis_name,) if isinstance(axis_name, str) else axis_name)
+        group = links.addresses.reshape(*shape.values(), 2)
+        for axis in range(len(shape))[::-1]:
+            if (name := tuple(shape)[axis]) not in axes:
+                group = lax.dynamic_index_in_dim(group, lax.axis_index(name), axis, keepdims=False)
+        number, devices = lax.axis_index(axes).astype(jnp.int32).reshape(1), lax.axis_size(axes)
+        return cls(group.reshape(devices, 2), number, devices, region_begin(shape, axes))
 
 
 def gather_columns(x: Array, axis_name: AxisName, links: DeviceLinks | None) -> Array:
@@ -35,21 +62,15 @@ def gather_columns(x: Array, axis_name: AxisName, links: DeviceLinks | None) -> 
     size = x.shape[-1] * x.dtype.itemsize
     filled = size + -size % UNIT
     rows = x.size // x.shape[-1]
-    if links is None or not 0 < rows * filled <= MOST_CTAS * CTA_BYTES or not compilation.is_chained():
+    most = _MOST_PIECES * MOST_CTAS * CTA_BYTES
+    if links is None or not 0 < rows * filled <= most or not compilation.is_chained():
         return portable.gather_columns(x, axis_name, links)
-    shape = jax.sharding.get_abstract_mesh().shape
-    axes = used_axes(shape, (axis_name,) if isinstance(axis_name, str) else axis_name)
     flat = x.reshape(rows, -1)
     if filled != size:
         flat = jnp.pad(flat, ((0, 0), (0, (filled - size) // x.dtype.itemsize)))
-    devices = lax.axis_size(axes)
-    group = links.addresses.reshape(*shape.values(), 2)
-    for axis in range(len(shape))[::-1]:
-        if (name := tuple(shape)[axis]) not in axes:
-            group = lax.dynamic_index_in_dim(group, lax.axis_index(name), axis, keepdims=False)
-    number = lax.axis_index(axes).astype(jnp.int32).reshape(1)
-    y = _gathered(flat, group.reshape(devices, 2), number, devices=devices, first=region_begin(shape, axes))
-    return y.reshape(*x.shape[:-1], devices, -1)[..., : x.shape[-1]].reshape(*x.shape[:-1], -1)
+    peers = Peers.over(axis_name, links)
+    y = _gathered(flat, peers.addresses, peers.number, devices=peers.devices, first=peers.first)
+    return y.reshape(*x.shape[:-1], peers.devices, -1)[..., : x.shape[-1]].reshape(*x.shape[:-1], -1)
 
 
 @functools.partial(jax.jit, static_argnames=("devices", "first"))
@@ -59,12 +80,12 @@ def _gathered(
     """`[M, devices * n]`: the parts `[M, n]` of all devices, one after the other in each row."""
     rows, columns = x.shape
     line = columns * x.dtype.itemsize // UNIT
-    ctas = ceil_div(rows * line, _UNITS * WARPGROUP)
+    ctas = min(ceil_div(rows * line * UNIT, CTA_BYTES), MOST_CTAS)
 
     def body(*refs: Array) -> None:
         x, addresses, device, y = refs
         cta = lax.axis_index("cta")
-        exchange(x, y, addresses, device, cta, devices=devices, line=line, units=_UNITS, first=first)
+        exchange(x, y, addresses, device, cta, devices=devices, line=line, ctas=ctas, first=first)
 
     return plgpu.kernel(
         body,

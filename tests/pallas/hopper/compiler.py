@@ -51,7 +51,7 @@ from detjax.pallas.hopper import (
 )
 from detjax.pallas.hopper import norm as hopper_norm
 from detjax.pallas.hopper import rope as hopper_rope
-from detjax.pallas.hopper.matmul.kernel import Operands, product
+from detjax.pallas.hopper.matmul.kernel import Operands, SharedResult, product, shared_product
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule
 from detjax.quantized_pages import quantized_layout
@@ -93,6 +93,25 @@ type Program = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
 def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
     """The type of an operand."""
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def shared_matmul(m: int, n: int, k: int, *, bias: bool = False, residual: bool = False, **options: Any) -> Program:
+    """A product of which each of two GPUs computes half of the columns."""
+    epilogue = Epilogue(**options)
+    parts = (2,) if epilogue.gated else ()
+    shapes = [array(m, k), array(*parts, n, k)]
+    shapes += [array(*parts, n)] if bias else []
+    shapes += [array(m, 2 * n)] if residual else []
+
+    def fn(x: Any, w: Any, *rest: Any) -> Any:
+        rest = list(rest)
+        peers = SharedResult(*rest[-2:], devices=2, first=0)
+        operands = Operands(x, w, rest.pop(0) if bias else None, rest.pop(0) if residual else None, peers=peers)
+        y = shared_product(operands, layout="nk", epilogue=epilogue, out_dtype=jnp.bfloat16)
+        assert y is not None
+        return y
+
+    return fn, [*shapes, array(2, 2, dtype="int32"), array(1, dtype="int32")]
 
 
 def matmul(
@@ -549,6 +568,17 @@ def programs() -> dict[str, Program]:
             partial(exchange._gathered, devices=2, first=0),
             [array(64, 2048), array(2, 2, dtype="int32"), array(1, dtype="int32")],
         ),
+        **{
+            f"matmul {name} of two GPUs": shared_matmul(tokens, outputs, inputs, **options)
+            for name, tokens, outputs, inputs, options in (
+                ("of one token", 1, 2048, 12288, {"residual": True}),
+                ("gated, one token", 1, 6144, 4096, {"activation": "silu", "gated": True}),
+                ("of 256 tokens", 256, 2048, 4096, {"residual": True, "bias": True}),
+                ("gated, 1024 tokens", 1024, 6144, 4096, {"activation": "silu", "gated": True}),
+                ("of 8192 tokens", 8192, 2048, 12288, {"residual": True}),
+                ("gated, 8448 tokens", 8448, 6144, 4096, {"activation": "silu", "gated": True}),
+            )
+        },
         "squares of a leaf": (partial(elements.slice_squares, slices=8), [array(1024 * 3072, dtype="float32")]),
     }
 

@@ -10,12 +10,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike
 
+from detjax import compilation
 from detjax.contract import ACCUMULATOR
+from detjax.device_links import DeviceLinks
 from detjax.numerics import activated, flat_rows
-from detjax.options import Epilogue, WeightLayout
+from detjax.options import AxisName, Epilogue, WeightLayout
 from detjax.pallas.hopper.elements import map_elements
+from detjax.pallas.hopper.exchange import Peers
 from detjax.pallas.hopper.matmul.activations import ACTIVATIONS
-from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
+from detjax.pallas.hopper.matmul.kernel import (
+    Operands,
+    SharedResult,
+    product,
+    product_keeping_sums,
+    shared_product,
+)
 from detjax.pallas.hopper.token_sums import token_sums
 from detjax.portable.matmul import full_rows
 from detjax.rounding import rounded
@@ -40,6 +49,32 @@ def forward(
     operands = Operands(flat_rows(x), w, bias, flat_residual)
     y = product(operands, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
     return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def shared_forward(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    residual: Array | None,
+    *,
+    axis_name: AxisName,
+    links: DeviceLinks,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+) -> Array | None:
+    """`[*B, devices * N]`: see `detjax.ops.matmul.shared_matmul`; None if no kernel can write it.
+
+    Raises:
+        NotImplementedError: the matrix unit does not take x's dtype.
+    """
+    if layout != "nk" or not compilation.is_chained():
+        return None
+    peers = Peers.over(axis_name, links)
+    flat_residual = None if residual is None else flat_rows(residual)
+    operands = Operands(flat_rows(x), w, bias, flat_residual, peers=SharedResult(*peers))
+    y = shared_product(operands, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
+    return None if y is None else y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def forward_keeping_sums(

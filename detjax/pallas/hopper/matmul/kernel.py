@@ -14,6 +14,7 @@ reaches the bits. A schedule decides how few bytes have to be sent to each multi
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ from detjax.options import Epilogue, WeightLayout
 from detjax.pallas.hopper.device import DTYPES, shared_registers
 from detjax.pallas.hopper.matmul.activations import ACTIVATIONS
 from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule, TokenLayout
-from detjax.pallas.hopper.matmul.tuning import default_schedule
+from detjax.pallas.hopper.matmul.tuning import default_schedule, shared_schedule
+from detjax.pallas.hopper.mosaic.peers import close_results, open_results, send_chunk
 
 _CONSUMER_REGISTERS, _, _PRODUCER_REGISTERS = shared_registers(232, 232, 40)
 
@@ -49,6 +51,8 @@ class Operands(NamedTuple):
     """`[M, N]`."""
     start: Any = None
     """`[M, N]` float32, what the accumulators begin with; None: zeros."""
+    peers: "SharedResult | None" = None
+    """How the devices reach one another that compute the columns of one result; None: this device has all of it."""
     experts: Any = None
     """Which weight each tile of tokens meets, `[tiles + 1]` int32, and behind it the number of tiles that have one;
     None: there is one weight. Otherwise weights are `[E, ...]`, biases too, and rows of other tiles are not written."""
@@ -82,6 +86,54 @@ def product(
     return jax.freeze(sums)[:m, :n]
 
 
+class SharedResult(NamedTuple):
+    """How the devices reach one another that compute the columns of one result."""
+
+    addresses: Any
+    """Where their buffers are, `[devices, 2]` int32; see `detjax.pallas.hopper.exchange.Peers`."""
+    device: Any
+    """The number of this device, `[1]` int32."""
+    devices: int
+    """How many devices there are."""
+    first: int
+    """Where their counters begin in the buffers, in bytes."""
+
+
+def shared_product(
+    operands: Operands,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+) -> Array | None:
+    """`[M, devices * N]`: the columns of all devices, each of which computes its own and writes them into all arrays.
+
+    A result leaves for the other devices as soon as it is computed, so the exchange takes place behind the products.
+    `operands.residual` has the columns of all devices.
+
+    Returns:
+        The columns; None if no schedule can write them.
+
+    Raises:
+        NotImplementedError: the matrix unit does not take x's dtype.
+    """
+    peers = operands.peers
+    assert peers is not None
+    x, w, bias, residual = operands[:4]
+    own = None if residual is None else jax.ShapeDtypeStruct((residual.shape[0], w.shape[-2]), residual.dtype)
+    problem, n = _problem(operands._replace(residual=own, peers=None), "mk", layout, jnp.dtype(out_dtype))
+    if problem.n != n or (schedule := shared_schedule(problem)) is None:
+        return None
+    stacked = w.reshape(-1, *w.shape[-2:])
+    arrays = [_padded(x, (problem.m, problem.k)), _padded(stacked, (stacked.shape[0], n, problem.k))]
+    if bias is not None:
+        arrays.append(bias.reshape(-1, n))
+    if residual is not None:
+        arrays.append(_padded(residual, (problem.m, peers.devices * n)))
+    kernel = _kernel(Plan(problem, schedule), epilogue, peers)
+    return kernel(*arrays, peers.addresses, peers.device)[0][: x.shape[0]]
+
+
 def product_keeping_sums(
     operands: Operands, *, layout: WeightLayout, epilogue: Epilogue, schedule: Schedule | None = None
 ) -> tuple[Array, tuple[Array, ...]]:
@@ -96,6 +148,37 @@ def product_keeping_sums(
     return y, tuple(z)
 
 
+def _problem(
+    operands: Operands, token_layout: TokenLayout, layout: WeightLayout, out_dtype: jnp.dtype, *, keeps: bool = False
+) -> tuple[Problem, int]:
+    """The problem, with sizes that the copy engine can address, and the number of outputs."""
+    x, w, bias, residual, start, _, experts = operands
+    if str(x.dtype) not in DTYPES:
+        raise NotImplementedError(
+            f"matmul: x has dtype {x.dtype} on {backends.device_name()}; accepted by the backend 'hopper': "
+            f"{', '.join(DTYPES)}. Cast x and w, or choose the backend 'portable', which takes {x.dtype}."
+        )
+    count, weights = 0 if experts is None else w.shape[0], math.prod(w.shape[:-2])
+    n = w.shape[-2 if layout == "nk" else -1]
+    m, k = x.shape if token_layout == "mk" else x.shape[::-1]
+    problem = Problem(
+        m,
+        n,
+        k,
+        weights // max(1, count),
+        x.dtype,
+        out_dtype,
+        None if residual is None else residual.dtype,
+        None if bias is None else bias.dtype,
+        token_layout,
+        layout,
+        start is not None,
+        keeps,
+        count,
+    )
+    return problem.addressable, n
+
+
 def _prepared(
     operands: Operands,
     token_layout: TokenLayout,
@@ -106,32 +189,10 @@ def _prepared(
     keeps: bool = False,
 ) -> tuple[Problem, Schedule, list[Array], tuple[int, int]]:
     """The problem, its schedule, the operands filled up to what the copy engine can address, and the result's shape."""
-    x, w, bias, residual, start, experts = operands
-    if str(x.dtype) not in DTYPES:
-        raise NotImplementedError(
-            f"matmul: x has dtype {x.dtype} on {backends.device_name()}; accepted by the backend 'hopper': "
-            f"{', '.join(DTYPES)}. Cast x and w, or choose the backend 'portable', which takes {x.dtype}."
-        )
+    x, w, bias, residual, _, _, experts = operands
+    problem, n = _problem(operands, token_layout, layout, out_dtype, keeps=keeps)
     stacked = w.reshape(-1, *w.shape[-2:])
-    weights, n = stacked.shape[0], stacked.shape[1 if layout == "nk" else 2]
-    count = 0 if experts is None else w.shape[0]
-    parts = weights // max(1, count)
-    m, k = x.shape if token_layout == "mk" else x.shape[::-1]
-    problem = Problem(
-        m,
-        n,
-        k,
-        parts,
-        x.dtype,
-        out_dtype,
-        None if residual is None else residual.dtype,
-        None if bias is None else bias.dtype,
-        token_layout,
-        layout,
-        start is not None,
-        keeps,
-        count,
-    ).addressable
+    weights, m = stacked.shape[0], x.shape[0 if token_layout == "mk" else 1]
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
     arrays = [
@@ -152,27 +213,33 @@ def _padded(array: Array, shape: tuple[int, ...]) -> Array:
     return jnp.pad(array, [(0, target - size) for size, target in zip(array.shape, shape, strict=True)])
 
 
-def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., list[Array]]:
+def _kernel(plan: Plan, epilogue: Epilogue, peers: SharedResult | None = None) -> Callable[..., list[Array]]:
     """The kernel of `x, w, bias?, residual?, experts? -> y, *z`, or of `x, w, y`, which overwrites y's sums.
 
-    If the problem keeps its biased sums, they are the arrays of z, gate's and up's if there are both.
+    If the problem keeps its biased sums, they are the arrays of z, gate's and up's if there are both. If devices share
+    the result, the last operands are `addresses, device`, and residual and y have the columns of all devices.
     """
     problem, schedule = plan.problem, plan.schedule
+    devices = 1 if peers is None else peers.devices
 
     def body(*refs: Any, **scratch: Any) -> None:
         x, w, *rest = refs
         z = [rest.pop() for _ in range(problem.kept_sums)][::-1]
         y = rest.pop()
+        shared = None
+        if peers is not None:
+            addresses, device = rest[-2:]
+            shared, rest = peers._replace(addresses=addresses, device=device), rest[:-2]
         experts = rest.pop() if problem.experts else None
         bias = rest.pop(0) if problem.bias_dtype is not None else None
         residual = rest.pop(0) if problem.residual_dtype is not None else None
-        operands = Operands(x, w, bias, residual, experts=experts)
+        operands = Operands(x, w, bias, residual, peers=shared, experts=experts)
         _Cta(plan, epilogue, operands, (y, z), _Scratch(**scratch)).run()
 
     results = 0 if problem.continues else 1 + problem.kept_sums
     return plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype)] * results,
+        out_type=[jax.ShapeDtypeStruct((problem.m, devices * problem.n), problem.out_dtype)] * results,
         grid=(plan.clusters,),
         grid_names=("cluster",),
         cluster=(schedule.cluster_m, schedule.cluster_n),
@@ -375,18 +442,25 @@ class _Cta:
 
     def consume(self) -> None:
         """Computes this warpgroup's part of each tile."""
-        plan = self.plan
+        plan, peers, arrays = self.plan, self.operands.peers, ()
+        if peers is not None:
+            options = {"devices": peers.devices, "first": peers.first}
+            cta = (self.cluster * plan.schedule.cluster_m + lax.axis_index("cm")) * plan.schedule.cluster_n
+            channel = (cta + lax.axis_index("cn")) * plan.schedule.warpgroups + self.warpgroup
+            arrays = open_results(self.y, peers.addresses, peers.device, channel, **options)
 
         @pl.loop(0, self.tiles)
         def _(tile: Array) -> None:
             m, n = self.origin(tile)
             first = self.warpgroup * plan.rows
             m, n = (m, n + first) if plan.weights_on_rows else (m + first, n)
-            output = _Output(self, m, n)
+            output = _Output(self, m, n, arrays)
             output.prefetch()
             output.store(self.accumulate(tile, output.sums()))
 
         plgpu.wait_smem_to_gmem(0)
+        if peers is not None:
+            close_results(peers.addresses, peers.device, channel, **options)
 
     def accumulate(self, tile: Array, start: Array | None) -> list[Array]:
         """The accumulators of this warpgroup, `[rows, columns]` float32: one, or gate's and up's.
@@ -446,13 +520,18 @@ class _Output:
         cta: the CTA that computes the tile.
         m: the first token of the part.
         n: the first output of the part.
+        arrays: where the other devices' results are, if they share it; see `open_results`.
     """
 
-    def __init__(self, cta: _Cta, m: Array, n: Array) -> None:
+    def __init__(self, cta: _Cta, m: Array, n: Array, arrays: tuple[Array, ...]) -> None:
         self.plan, self.epilogue, self.scratch = cta.plan, cta.epilogue, cta.scratch
         self.bias, self.residual = cta.operands.bias, cta.operands.residual
         self.y, self.z, self.weight = cta.y, cta.z, cta.weight
         self.stored = 0  # chunks of results so far, which take the slots in turn
+        self.arrays, peers = arrays, cta.operands.peers
+        self.devices = 1 if peers is None else peers.devices
+        self.first: Any = 0 if peers is None else peers.device[0] * self.plan.problem.n
+        """The first column of this device in the result."""
         self.m, self.n = m, n
         self.warpgroup = lax.axis_index("warpgroup")
 
@@ -522,6 +601,29 @@ class _Output:
         self._staged_as_rows(self.scratch.out, chunk, slot)[...] = z.astype(dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self._staged(self.scratch.out, chunk, slot), self._in_memory(array, chunk))
+        if self.arrays:
+            self._send_chunk(chunk, slot)
+
+    def _send_chunk(self, chunk: int, slot: int) -> None:
+        """Writes a chunk of the result into the arrays of the other devices."""
+        plan, first, size = self.plan, chunk * self.plan.chunk, self._width(chunk)
+        m, n, shape = (
+            (self.m + first, self.n, (size, plan.rows))
+            if plan.weights_on_rows
+            else (self.m, self.n + first, (plan.rows, size))
+        )
+        dtype = plan.problem.out_dtype
+        send_chunk(
+            self.scratch.out.at[self.warpgroup, slot],
+            m,
+            self.first + n,
+            *self.arrays,
+            line=plan.staged_line(dtype),
+            itemsize=dtype.itemsize,
+            shape=shape,
+            rows=plan.problem.m,
+            columns=self.devices * plan.problem.n,
+        )
 
     def _load_residual(self, chunk: int) -> None:
         barrier = self.scratch.residual_loaded.at[self._slot_index(chunk)]
@@ -539,8 +641,8 @@ class _Output:
         """The `[tokens, outputs]` of an array in device memory that a chunk covers."""
         plan, first, size = self.plan, chunk * self.plan.chunk, self._width(chunk)
         if plan.weights_on_rows:
-            return array.at[pl.ds(self.m + first, size), pl.ds(self.n, plan.rows)]
-        return array.at[pl.ds(self.m, plan.rows), pl.ds(self.n + first, size)]
+            return array.at[pl.ds(self.m + first, size), pl.ds(self.first + self.n, plan.rows)]
+        return array.at[pl.ds(self.m, plan.rows), pl.ds(self.first + self.n + first, size)]
 
     def _staged(self, buffer: Any, chunk: int, slot: int) -> Any:
         """A chunk in a slot of shared memory, `[tokens, outputs]`, without the padding of its rows."""

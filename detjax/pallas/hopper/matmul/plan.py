@@ -264,6 +264,17 @@ class Plan:
         """Elements of the buffer for a warpgroup's biases; the copy engine writes to multiples of 128 bytes."""
         return round_up(self.padded_rows if self.weights_on_rows else self.columns, 64)
 
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether each device may compute some columns of a result that all of them have.
+
+        The copy engine leaves out what lies beyond the result, and not what lies beyond a device's columns of it.
+        """
+        problem, s = self.problem, self.schedule
+        is_plain = not (problem.experts or problem.continues or problem.keeps)
+        line = self.staged_line(problem.out_dtype) * problem.out_dtype.itemsize
+        return is_plain and problem.n % (s.tile_n * s.cluster_n) == 0 and line % 16 == 0
+
     # --- stages, tiles and clusters -------------------------------------------------------------------------------
 
     @property

@@ -46,9 +46,31 @@ def default_schedule(problem: Problem, device_kind: str | None = None) -> Schedu
     return _best_candidate(problem.with_tokens(min(bucket(problem.m), round_up(problem.m, 8))))
 
 
+def shared_schedule(problem: Problem, device_kind: str | None = None) -> Schedule | None:
+    """The schedule of a product whose columns several devices compute, each of which writes to the arrays of all.
+
+    That is the default one if its tiles end where a device's columns do. Otherwise it is the candidate of least
+    estimated time that has such tiles.
+
+    Args:
+        problem: what one of the devices computes.
+        device_kind: see `default_schedule`.
+    """
+    default = default_schedule(problem, device_kind)
+    if Plan(problem, default).can_be_shared:
+        return default
+    near = problem.with_tokens(min(bucket(problem.m), round_up(problem.m, 8)))
+    return next((one for one in _candidates(near) if Plan(problem, one).can_be_shared and one.fits(problem)), None)
+
+
+@functools.cache
+def _candidates(problem: Problem) -> list[Schedule]:
+    return candidates(problem)
+
+
 @functools.cache
 def _best_candidate(problem: Problem) -> Schedule:
-    return candidates(problem)[0]
+    return _candidates(problem)[0]
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------

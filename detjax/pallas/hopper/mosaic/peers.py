@@ -2,33 +2,40 @@
 
 A word that another GPU sends comes as a pair of 32 bits of data and 32 bits of a flag. A pair arrives whole, so the
 receiver needs neither a fence nor a second message: it reads the pair until the flag is the one that it waits for.
+
+Small arrays are sent so as a whole (`exchange`). Kernels of many results send pairs at their beginning and at their end
+alone, and write results straight into the other devices' arrays (`open_results`, `send_chunk`, `close_results`).
 """
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from detjax.device_links import MOST_CTAS, PAIRED_UNIT, TURNS, UNIT
+from detjax.device_links import CTA_BYTES, MOST_CTAS, PAIRED_UNIT, TURNS, UNIT
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.mosaic import no_twin, primitive
 from detjax.pallas.hopper.mosaic.layouts import NUMBER
-from detjax.pallas.hopper.mosaic.registers import int32
+from detjax.pallas.hopper.mosaic.registers import array, empty_registers, int32
 
 _PATIENCE: Final = 20 * 10**9
 """Nanoseconds after which a wait ends the program with an error: the other GPU will not send any more."""
 
 _WAIT: Final = f"""{{
-.reg .pred waits, late;
+.reg .pred waits, late, wanted;
 .reg .b64 begin, now;
+setp.ne.u32 wanted, $6, 0;
 mov.u64 begin, %globaltimer;
 AGAIN:
 ld.volatile.global.v4.u32 {{$0, $1, $2, $3}}, [$4];
 setp.ne.u32 waits, $1, $5;
 setp.ne.or.u32 waits, $3, $5, waits;
+and.pred waits, waits, wanted;
 @!waits bra DONE;
 mov.u64 now, %globaltimer;
 sub.u64 now, now, begin;
@@ -38,10 +45,109 @@ bra AGAIN;
 DONE:
 }}"""
 
+_COPIED: Final = 16
+"""Bytes of a result that a thread sends at once."""
+
+
+def _i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _i64() -> Any:
+    return ir.IntegerType.get_signless(64)
+
+
+def _long(value: Any) -> Any:
+    return mgpu.c(value, _i64()) if isinstance(value, int) else arith.extui(_i64(), value)
+
+
+def _plus(address: Any, number: Any, size: int) -> Any:
+    """The address `number` things of a size later."""
+    return arith.addi(address, arith.muli(_long(number), _long(size)))
+
+
+def _load(address: Any, dtype: Any, text: str) -> Any:
+    return mgpu.inline_ptx(text, address, result_types=dtype, has_side_effects=True)
+
+
+def _store(text: str, *operands: Any) -> None:
+    mgpu.inline_ptx(text, *operands, has_side_effects=True)
+
+
+def _equal(x: Any, y: Any) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.eq, x, y)
+
+
+def _differ(x: Any, y: Any) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.ne, x, y)
+
+
+class _Channel:
+    """What the threads of a CTA, or of a warpgroup, know of those of the same number on the other devices.
+
+    Attributes:
+        rank: the number of this device.
+        bases: where the devices' buffers are; zeros where nothing is sent.
+        is_linked: whether anything is sent.
+        counter: where the number of exchanges of this channel is kept.
+        flag: the flag of the next exchange.
+    """
+
+    def __init__(self, addresses: Any, device: Any, number: Any, *, devices: int, first: int) -> None:
+        """A channel; arguments as those of `exchange`, of which `number` is `cta`."""
+        self.devices, self._number, self._first = devices, number, first
+        self._somewhere = _address(device)
+        self.rank = _load(self._somewhere, _i32(), "ld.global.u32 $0, [$1];")
+        places = [_plus(_address(addresses), int32(d), 8) for d in range(devices)]
+        self.bases = [_load(place, _i64(), "ld.global.u64 $0, [$1];") for place in places]
+        base = self.bases[0]
+        for other in range(1, devices):
+            base = arith.select(_equal(self.rank, int32(other)), self.bases[other], base)
+        self._base, self.is_linked = base, _differ(base, _long(0))
+        counter = _plus(arith.addi(base, _long(first)), number, 4)
+        self.counter = arith.select(self.is_linked, counter, self._somewhere)
+        self.flag = arith.addi(_load(self.counter, _i32(), "ld.volatile.global.u32 $0, [$1];"), int32(1))
+
+    def others(self) -> Iterator[tuple[int, Any]]:
+        """Yields each device, and whether it is another one that is sent to."""
+        for other in range(self.devices):
+            yield other, arith.andi(self.is_linked, _differ(self.rank, int32(other)))
+
+    def _buffer(self, address: Any, sender: Any, unit: Any) -> Any:
+        """Where a device has a unit of another one's.
+
+        There are two turns of buffers: a device sends for the next turn but one only after all others have sent for the
+        next turn, and they have read those of this turn by then.
+        """
+        turn = arith.addi(arith.muli(self._number, int32(TURNS)), arith.andi(self.flag, int32(TURNS - 1)))
+        place = arith.addi(arith.muli(turn, int32(self.devices)), sender)
+        place = arith.addi(arith.muli(place, int32(CTA_BYTES // UNIT)), unit)
+        return _plus(arith.addi(address, _long(self._first + MOST_CTAS * 4)), place, PAIRED_UNIT)
+
+    def send(self, other: int, unit: Any, words: Any) -> None:
+        """Sends two words to another device."""
+        place = self._buffer(self.bases[other], self.rank, unit)
+        _store("st.volatile.global.v4.u32 [$0], {$1, $3, $2, $3};", place, *words, self.flag)
+
+    def receive(self, other: int, unit: Any, is_sent: Any) -> tuple[Any, Any]:
+        """Waits for two words from another device, and returns them; anything where they are not sent."""
+        place = arith.select(is_sent, self._buffer(self._base, int32(other), unit), self._somewhere)
+        wanted = arith.extui(_i32(), is_sent)
+        first, _, second, _ = mgpu.inline_ptx(
+            _WAIT, place, self.flag, wanted, result_types=(_i32(),) * 4, has_side_effects=True
+        )
+        return first, second
+
+    def advance(self, thread: Any) -> None:
+        """Counts the exchange, once all threads have read the counter."""
+        mgpu.warpgroup_barrier()
+        with mgpu.when(arith.andi(self.is_linked, _equal(thread, int32(0)))):
+            _store("st.volatile.global.u32 [$0], $1;", self.counter, self.flag)
+
 
 @primitive(twin=no_twin("exchange"), args=(*(plgpu.RefType(),) * 4, NUMBER))
 def exchange(
-    x: Any, y: Any, addresses: Any, device: Any, cta: Any, *, devices: int, line: int, units: int, first: int
+    x: Any, y: Any, addresses: Any, device: Any, cta: Any, *, devices: int, line: int, ctas: int, first: int
 ) -> None:
     """Sends this CTA's units of `x` to the other devices, and stores those of all devices in `y`.
 
@@ -54,97 +160,208 @@ def exchange(
         cta: the number of the CTA.
         devices: how many devices there are.
         line: units of a line of `x`.
-        units: units that a thread sends.
+        ctas: how many CTAs there are. Each takes every `ctas`-th piece, one exchange after the other.
         first: where a device's counters begin in its buffers, in bytes; see `detjax.pallas.hopper.exchange`.
     """
-    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     total = int(np.prod(x.type.shape)) * _itemsize(x) // UNIT
     thread, cta = mgpu.thread_idx(), cta.registers.item()
-
-    def long(value: Any) -> Any:
-        return mgpu.c(value, i64) if isinstance(value, int) else arith.extui(i64, value)
-
-    def plus(address: Any, number: Any, size: int) -> Any:
-        """The address `number` things of a size later."""
-        return arith.addi(address, arith.muli(long(number), long(size)))
-
-    def load(address: Any, dtype: Any, text: str) -> Any:
-        return mgpu.inline_ptx(text, address, result_types=dtype, has_side_effects=True)
-
-    rank = load(_address(device), i32, "ld.global.u32 $0, [$1];")
-    bases = [load(plus(_address(addresses), int32(d), 8), i64, "ld.global.u64 $0, [$1];") for d in range(devices)]
-    base = bases[0]
-    for other in range(1, devices):
-        base = arith.select(arith.cmpi(arith.CmpIPredicate.eq, rank, int32(other)), bases[other], base)
-    is_linked = arith.cmpi(arith.CmpIPredicate.ne, base, long(0))
-    counter = plus(arith.addi(base, long(first)), cta, 4)
-    counter = arith.select(is_linked, counter, _address(device))
-    flag = arith.addi(load(counter, i32, "ld.volatile.global.u32 $0, [$1];"), int32(1))
-    # Two turns of buffers: a device sends for the next turn but one only after all others have sent for the next turn,
-    # and they have read those of this turn by then.
-    turn = arith.addi(arith.muli(cta, int32(TURNS)), arith.andi(flag, int32(TURNS - 1)))
-
-    def buffer(address: Any, sender: Any, unit: Any) -> Any:
-        """Where a device has a unit of another one's."""
-        place = arith.addi(arith.muli(turn, int32(devices)), sender)
-        place = arith.addi(arith.muli(place, int32(units * WARPGROUP)), unit)
-        return plus(arith.addi(address, long(first + MOST_CTAS * 4)), place, PAIRED_UNIT)
+    units = CTA_BYTES // UNIT
 
     def result(index: Any, sender: int) -> Any:
         row, column = arith.divui(index, int32(line)), arith.remui(index, int32(line))
         place = arith.addi(arith.muli(row, int32(line * devices)), arith.addi(int32(sender * line), column))
-        return plus(_address(y), place, UNIT)
+        return _plus(_address(y), place, UNIT)
 
-    def each_unit(step: Any) -> None:
-        for number in range(units):
-            unit = arith.addi(int32(number * WARPGROUP), thread)
-            index = arith.addi(arith.muli(cta, int32(units * WARPGROUP)), unit)
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, index, int32(total))):
-                step(index, unit)
+    for first_piece in range(0, -(-total // units), ctas):
+        channel = _Channel(addresses, device, cta, devices=devices, first=first)
+        begin = arith.muli(arith.addi(cta, int32(first_piece)), int32(units))
 
-    def send(index: Any, unit: Any) -> None:
-        words = mgpu.inline_ptx(
-            "ld.global.v2.u32 {$0, $1}, [$2];",
-            plus(_address(x), index, UNIT),
-            result_types=(i32, i32),
-            has_side_effects=True,
+        def each_unit(step: Any, begin: Any = begin) -> None:
+            for number in range(units // WARPGROUP):
+                unit = arith.addi(int32(number * WARPGROUP), thread)
+                index = arith.addi(begin, unit)
+                with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, index, int32(total))):
+                    step(index, unit)
+
+        def send(index: Any, unit: Any, channel: _Channel = channel) -> None:
+            words = mgpu.inline_ptx(
+                "ld.global.v2.u32 {$0, $1}, [$2];",
+                _plus(_address(x), index, UNIT),
+                result_types=(_i32(), _i32()),
+                has_side_effects=True,
+            )
+            for other, is_other in channel.others():
+                with mgpu.when(arith.xori(is_other, mgpu.c(1, ir.IntegerType.get_signless(1)))):
+                    _store("st.global.v2.u32 [$0], {$1, $2};", result(index, other), *words)
+                with mgpu.when(is_other):
+                    channel.send(other, unit, words)
+
+        def receive(index: Any, unit: Any, channel: _Channel = channel) -> None:
+            for other, is_other in channel.others():
+                with mgpu.when(is_other):
+                    words = channel.receive(other, unit, is_other)
+                    _store("st.global.v2.u32 [$0], {$1, $2};", result(index, other), *words)
+
+        each_unit(send)
+        each_unit(receive)
+        channel.advance(thread)
+
+
+# --- results that a kernel writes into the arrays of all devices ------------------------------------------------------
+
+_ARRAY, _DONE = 0, 1
+"""The units of a channel's buffer by which a warpgroup says where its device's array is, and that it has written."""
+
+
+def _numbers(count: int) -> tuple[Any, ...]:
+    return (plgpu.ShapeDtypeStruct((), jnp.int32, layout=NUMBER),) * count
+
+
+def _number(value: Any) -> Any:
+    registers = empty_registers(NUMBER, ())
+    registers[()] = value
+    return array(registers, NUMBER, True)
+
+
+def _thread() -> Any:
+    return arith.remui(mgpu.thread_idx(), int32(WARPGROUP))
+
+
+@primitive(
+    twin=no_twin("open_results"),
+    args=(*(plgpu.RefType(),) * 3, NUMBER),
+    out=lambda *_, devices, first: _numbers(2 * devices),
+)
+def open_results(y: Any, addresses: Any, device: Any, number: Any, *, devices: int, first: int) -> Any:
+    """Tells the other devices where `y` is, and returns where theirs is, once their kernel has begun.
+
+    Before another device's kernel has begun, its array may still be the memory of something else.
+
+    Args:
+        y: the array that all devices write to.
+        addresses: see `exchange`; likewise `device`, `devices` and `first`.
+        device: the number of this device.
+        number: the number of the channel: each warpgroup has one.
+        devices: how many devices there are.
+        first: where a device's counters begin in its buffers.
+
+    Returns:
+        For each device the address of its array, the lower half first; zeros: nothing is written to it.
+    """
+    channel = _Channel(addresses, device, number.registers.item(), devices=devices, first=first)
+    here = _address(y)
+    halves = arith.trunci(_i32(), here), arith.trunci(_i32(), arith.shrui(here, _long(32)))
+    found = []
+    for other, is_other in channel.others():
+        with mgpu.when(arith.andi(is_other, _equal(_thread(), int32(0)))):
+            channel.send(other, int32(_ARRAY), halves)
+    for other, is_other in channel.others():
+        words = channel.receive(other, int32(_ARRAY), is_other)
+        found += [_number(arith.select(is_other, word, int32(0))) for word in words]
+    return tuple(found)
+
+
+def _staged_lines(line: int, itemsize: int) -> tuple[Any, ...]:
+    tiling = plgpu.TilingTransform((8, line))  # pyright: ignore[reportAbstractUsage]
+    if line * itemsize < 2 * _COPIED:
+        return (tiling,)
+    return tiling, plgpu.SwizzleTransform(line * itemsize)  # pyright: ignore[reportAbstractUsage]
+
+
+@primitive(
+    twin=no_twin("send_chunk"),
+    args=lambda chunk, *numbers, line, itemsize, **_: (
+        plgpu.RefType(_staged_lines(line, itemsize)),
+        *(NUMBER,) * len(numbers),
+    ),
+)
+def send_chunk(
+    chunk: Any,
+    row: Any,
+    column: Any,
+    *arrays: Any,
+    line: int,
+    itemsize: int,
+    shape: tuple[int, int],
+    rows: int,
+    columns: int,
+) -> None:
+    """Writes a chunk of results from shared memory into the arrays of the other devices.
+
+    Args:
+        chunk: in tiles of 8 lines, swizzled where a line has more than 16 bytes.
+        row: the chunk's first row in the arrays.
+        column: its first column there.
+        arrays: where they are; see `open_results`.
+        line: elements of a line.
+        itemsize: bytes of an element.
+        shape: the rows and columns of the chunk that are results.
+        rows: rows of the arrays. What lies beyond them is left out.
+        columns: columns of the arrays.
+    """
+    (down, across, _, _), _ = chunk.type.get_strides_and_offset()
+    place = llvm.ptrtoint(_i32(), mgpu.memref_ptr(chunk))
+    line_bytes = line * itemsize
+    per_row = shape[1] * itemsize // _COPIED
+    row, column = row.registers.item(), column.registers.item()
+    halves = [x.registers.item() for x in arrays]
+    bases = [
+        arith.addi(_long(low), arith.shli(_long(high), _long(32)))
+        for low, high in zip(halves[::2], halves[1::2], strict=True)
+    ]
+    thread, vector = _thread(), ir.VectorType.get((4,), _i32())
+    for begin in range(0, shape[0] * per_row, WARPGROUP):
+        unit = arith.addi(thread, int32(begin))
+        line_of_chunk, byte = (
+            arith.divui(unit, int32(per_row)),
+            arith.muli(arith.remui(unit, int32(per_row)), int32(_COPIED)),
         )
-        for other in range(devices):
-            is_other = arith.andi(is_linked, arith.cmpi(arith.CmpIPredicate.ne, rank, int32(other)))
-            with mgpu.when(arith.xori(is_other, mgpu.c(1, ir.IntegerType.get_signless(1)))):
-                mgpu.inline_ptx("st.global.v2.u32 [$0], {$1, $2};", result(index, other), *words, has_side_effects=True)
+        in_tile = arith.addi(
+            arith.muli(arith.remui(line_of_chunk, int32(8)), int32(line_bytes)), arith.remui(byte, int32(line_bytes))
+        )
+        # Bits from 7 on, the number of the 128 bytes, are added to those of the 16 bytes within a line.
+        mask = line_bytes // _COPIED - 1
+        swizzle = arith.muli(arith.andi(arith.shrui(in_tile, int32(7)), int32(mask)), int32(_COPIED))
+        source = arith.addi(place, arith.xori(in_tile, swizzle))
+        source = arith.addi(source, arith.muli(arith.divui(line_of_chunk, int32(8)), int32(down * itemsize)))
+        source = arith.addi(source, arith.muli(arith.divui(byte, int32(line_bytes)), int32(across * itemsize)))
+        target_row = arith.addi(row, line_of_chunk)
+        is_result = arith.cmpi(arith.CmpIPredicate.ult, target_row, int32(rows))
+        if begin + WARPGROUP > shape[0] * per_row:
+            is_result = arith.andi(is_result, arith.cmpi(arith.CmpIPredicate.ult, unit, int32(shape[0] * per_row)))
+        with mgpu.when(is_result):
+            words = llvm.load(vector, llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), source))
+            offset = arith.addi(
+                arith.muli(_long(target_row), _long(columns * itemsize)),
+                _long(arith.addi(arith.muli(column, int32(itemsize)), byte)),
+            )
+            for base in bases:
+                with mgpu.when(_differ(base, _long(0))):
+                    llvm.store(words, llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), arith.addi(base, offset)))
+
+
+@primitive(twin=no_twin("close_results"), args=(*(plgpu.RefType(),) * 2, NUMBER))
+def close_results(addresses: Any, device: Any, number: Any, *, devices: int, first: int) -> None:
+    """Tells the other devices that this warpgroup has written its results, and waits until theirs have.
+
+    Arguments as those of `open_results`.
+    """
+    channel = _Channel(addresses, device, number.registers.item(), devices=devices, first=first)
+    thread = _thread()
+    mgpu.warpgroup_barrier()  # The fence of one thread then holds for what all threads have written.
+    with mgpu.when(arith.andi(channel.is_linked, _equal(thread, int32(0)))):
+        _store("fence.acq_rel.sys;")
+        for other, is_other in channel.others():
             with mgpu.when(is_other):
-                mgpu.inline_ptx(
-                    "st.volatile.global.v4.u32 [$0], {$1, $3, $2, $3};",
-                    buffer(bases[other], rank, unit),
-                    *words,
-                    flag,
-                    has_side_effects=True,
-                )
-
-    def receive(index: Any, unit: Any) -> None:
-        for other in range(devices):
-            with mgpu.when(arith.andi(is_linked, arith.cmpi(arith.CmpIPredicate.ne, rank, int32(other)))):
-                first_word, _, second_word, _ = mgpu.inline_ptx(
-                    _WAIT, buffer(base, int32(other), unit), flag, result_types=(i32,) * 4, has_side_effects=True
-                )
-                mgpu.inline_ptx(
-                    "st.global.v2.u32 [$0], {$1, $2};",
-                    result(index, other),
-                    first_word,
-                    second_word,
-                    has_side_effects=True,
-                )
-
-    each_unit(send)
-    each_unit(receive)
-    mgpu.warpgroup_barrier()  # All threads have read the counter.
-    with mgpu.when(arith.andi(is_linked, arith.cmpi(arith.CmpIPredicate.eq, thread, int32(0)))):
-        mgpu.inline_ptx("st.volatile.global.u32 [$0], $1;", counter, flag, has_side_effects=True)
+                channel.send(other, int32(_DONE), (channel.flag, channel.flag))
+        for other, is_other in channel.others():
+            channel.receive(other, int32(_DONE), is_other)
+        _store("fence.acq_rel.sys;")
+    channel.advance(thread)
 
 
 def _address(ref: Any) -> Any:
-    return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.memref_ptr(ref))
+    return llvm.ptrtoint(_i64(), mgpu.memref_ptr(ref))
 
 
 def _itemsize(ref: Any) -> int:
