@@ -138,8 +138,12 @@ class _Channel:
         )
         return first, second
 
-    def advance(self, thread: Any) -> None:
-        """Counts the exchange, once all threads have read the counter."""
+    def begin_next(self) -> None:
+        """Goes on with a further exchange, for which the counter need not be read again."""
+        self.flag = arith.addi(self.flag, int32(1))
+
+    def count(self, thread: Any) -> None:
+        """Keeps the number of exchanges, once all threads have read the one before."""
         mgpu.warpgroup_barrier()
         with mgpu.when(arith.andi(self.is_linked, _equal(thread, int32(0)))):
             _store("st.volatile.global.u32 [$0], $1;", self.counter, self.flag)
@@ -172,8 +176,31 @@ def exchange(
         place = arith.addi(arith.muli(row, int32(line * devices)), arith.addi(int32(sender * line), column))
         return _plus(_address(y), place, UNIT)
 
+    channel = _Channel(addresses, device, cta, devices=devices, first=first)
+
+    def send(index: Any, unit: Any) -> None:
+        words = mgpu.inline_ptx(
+            "ld.global.v2.u32 {$0, $1}, [$2];",
+            _plus(_address(x), index, UNIT),
+            result_types=(_i32(), _i32()),
+            has_side_effects=True,
+        )
+        for other, is_other in channel.others():
+            with mgpu.when(arith.xori(is_other, mgpu.c(1, ir.IntegerType.get_signless(1)))):
+                _store("st.global.v2.u32 [$0], {$1, $2};", result(index, other), *words)
+            with mgpu.when(is_other):
+                channel.send(other, unit, words)
+
+    def receive(index: Any, unit: Any) -> None:
+        for other, is_other in channel.others():
+            with mgpu.when(is_other):
+                words = channel.receive(other, unit, is_other)
+                _store("st.global.v2.u32 [$0], {$1, $2};", result(index, other), *words)
+
+    # A thread receives what the same thread of another device has sent, so threads need not wait for one another.
     for first_piece in range(0, -(-total // units), ctas):
-        channel = _Channel(addresses, device, cta, devices=devices, first=first)
+        if first_piece:
+            channel.begin_next()
         begin = arith.muli(arith.addi(cta, int32(first_piece)), int32(units))
 
         def each_unit(step: Any, begin: Any = begin) -> None:
@@ -183,28 +210,9 @@ def exchange(
                 with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, index, int32(total))):
                     step(index, unit)
 
-        def send(index: Any, unit: Any, channel: _Channel = channel) -> None:
-            words = mgpu.inline_ptx(
-                "ld.global.v2.u32 {$0, $1}, [$2];",
-                _plus(_address(x), index, UNIT),
-                result_types=(_i32(), _i32()),
-                has_side_effects=True,
-            )
-            for other, is_other in channel.others():
-                with mgpu.when(arith.xori(is_other, mgpu.c(1, ir.IntegerType.get_signless(1)))):
-                    _store("st.global.v2.u32 [$0], {$1, $2};", result(index, other), *words)
-                with mgpu.when(is_other):
-                    channel.send(other, unit, words)
-
-        def receive(index: Any, unit: Any, channel: _Channel = channel) -> None:
-            for other, is_other in channel.others():
-                with mgpu.when(is_other):
-                    words = channel.receive(other, unit, is_other)
-                    _store("st.global.v2.u32 [$0], {$1, $2};", result(index, other), *words)
-
         each_unit(send)
         each_unit(receive)
-        channel.advance(thread)
+    channel.count(thread)
 
 
 # --- results that a kernel writes into the arrays of all devices ------------------------------------------------------
@@ -348,16 +356,19 @@ def close_results(addresses: Any, device: Any, number: Any, *, devices: int, fir
     """
     channel = _Channel(addresses, device, number.registers.item(), devices=devices, first=first)
     thread = _thread()
-    mgpu.warpgroup_barrier()  # The fence of one thread then holds for what all threads have written.
+    # The fence of one thread then holds for what all threads have written, and all of them have read the counter.
+    mgpu.warpgroup_barrier()
+    # All threads wait below: a compiler may duplicate a barrier that follows a branch, and a warp whose threads come to
+    # different copies of it never leaves them.
     with mgpu.when(arith.andi(channel.is_linked, _equal(thread, int32(0)))):
         _store("fence.acq_rel.sys;")
         for other, is_other in channel.others():
             with mgpu.when(is_other):
                 channel.send(other, int32(_DONE), (channel.flag, channel.flag))
-        for other, is_other in channel.others():
-            channel.receive(other, int32(_DONE), is_other)
-        _store("fence.acq_rel.sys;")
-    channel.advance(thread)
+        _store("st.volatile.global.u32 [$0], $1;", channel.counter, channel.flag)
+    for other, is_other in channel.others():
+        channel.receive(other, int32(_DONE), is_other)
+    _store("fence.acq_rel.sys;")
 
 
 def _address(ref: Any) -> Any:
