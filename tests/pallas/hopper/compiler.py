@@ -564,19 +564,19 @@ def programs() -> dict[str, Program]:
         "clamped experts of many rows": clamped_experts(20480, 128, 32, 2880),
         "gradients of experts": experts_gradients(experts_bench.MODELS["Qwen3-30B-A3B"], 8192),
         "gradients of few experts": experts_gradients(experts_bench.MODELS["gpt-oss-20b"], 8192, bias=True),
-        "columns of two GPUs": (
-            partial(exchange._gathered, devices=2, first=0),
-            [array(64, 2048), array(2, 2, dtype="int32"), array(1, dtype="int32")],
-        ),
+        **{
+            f"columns of {rows} rows of two GPUs": (
+                partial(exchange._gathered, devices=2, first=0),
+                [array(rows, 2048), array(2, 2, dtype="int32"), array(1, dtype="int32")],
+            )
+            for rows in (64, 8192)
+        },
         **{
             f"matmul {name} of two GPUs": shared_matmul(tokens, outputs, inputs, **options)
             for name, tokens, outputs, inputs, options in (
-                ("of one token", 1, 2048, 12288, {"residual": True}),
-                ("gated, one token", 1, 6144, 4096, {"activation": "silu", "gated": True}),
                 ("of 256 tokens", 256, 2048, 4096, {"residual": True, "bias": True}),
                 ("gated, 1024 tokens", 1024, 6144, 4096, {"activation": "silu", "gated": True}),
                 ("of 8192 tokens", 8192, 2048, 12288, {"residual": True}),
-                ("gated, 8448 tokens", 8448, 6144, 4096, {"activation": "silu", "gated": True}),
             )
         },
         "squares of a leaf": (partial(elements.slice_squares, slices=8), [array(1024 * 3072, dtype="float32")]),

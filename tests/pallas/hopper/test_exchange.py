@@ -10,9 +10,14 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax import backends, compilation
-from detjax.device_links import MOST_CTAS, Buffers, reach_one_another, region_begin, region_bytes, regions
+from detjax import backends, compilation, ops
+from detjax.device_links import MOST_CTAS, Buffers, DeviceLinks, reach_one_another, region_begin, region_bytes, regions
+from detjax.models.parts.cuts import Cut, Group, linked, whole_product
 from detjax.ops.collectives import gather_columns
+from detjax.ops.matmul import shared_matmul
+from detjax.pallas.hopper.matmul import tuning
+from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule
+from detjax.pallas.hopper.matmul.tuning import default_schedule, shared_schedule
 from tests.support.bits import assert_same_bits
 
 OVER = ("tensor", "expert")
@@ -21,6 +26,7 @@ SHAPES = [
     ((3, 37), "float32"),
     ((5, 3), "int32"),
     ((257, 6144), "bfloat16"),
+    ((8448, 2048), "bfloat16"),  # more than one piece for each CTA
     ((2, 9, 130), "float16"),
 ]
 
@@ -77,3 +83,103 @@ def test_kernels_gather_what_xla_gathers(shape: tuple[int, ...], dtype: str, axe
     expected = compilation.jit(run(functools.partial(gathered, links=None, over=over), in_specs=spec))(x)
     for one, other in zip(exchanged_columns, expected, strict=True):
         assert_same_bits(one, other)
+
+
+# --- products whose columns several devices compute -------------------------------------------------------------------
+
+H100 = "NVIDIA H100 80GB HBM3"
+PRODUCTS = [
+    (128, 2048, 4096, {}),
+    (257, 2048, 4096, {"bias": True, "residual": True}),
+    (300, 6144, 512, {"activation": "silu", "gated": True}),
+    (1024, 6144, 4096, {"activation": "silu", "gated": True, "bias": True}),
+    (1030, 2048, 12288, {"residual": True}),
+    (8448, 2048, 4096, {"residual": True}),
+]
+"""Tokens, outputs of a device, inputs, and options of products."""
+
+
+@pytest.mark.parametrize(
+    ("outputs", "schedule", "can_be_shared"),
+    [
+        (2048, Schedule(128, 256, "tokens", 2), True),
+        (2048, Schedule(128, 256, "weights", 2), True),
+        (2056, Schedule(128, 256, "weights", 2), False),  # the last tile would end in the other device's columns
+        (2048 + 256, Schedule(128, 256, "tokens", 2, cluster_n=2), False),  # and so would the last cluster
+        (40, Schedule(16, 40), True),
+    ],
+)
+def test_devices_share_a_result_if_tiles_end_where_their_columns_do(
+    outputs: int, schedule: Schedule, can_be_shared: bool
+) -> None:
+    assert Plan(Problem(1024, outputs, 4096), schedule).can_be_shared == can_be_shared
+
+
+@pytest.mark.parametrize("changed", [{"experts": 4}, {"continues": True}, {"keeps": True}])
+def test_results_with_further_arrays_are_not_shared(changed: dict[str, int]) -> None:
+    problem = Problem(1024, 2048, 4096)
+    assert Plan(problem, Schedule(128, 256, "tokens", 2)).can_be_shared
+    assert not Plan(Problem(1024, 2048, 4096, **changed), Schedule(128, 256, "tokens", 2)).can_be_shared
+
+
+def test_devices_share_results_of_many_tokens_in_the_default_schedule() -> None:
+    many, few = Problem(1024, 2048, 4096), Problem(tuning._FEWEST_SHARED - 8, 2048, 4096)
+    assert shared_schedule(many, H100) == default_schedule(many, H100)
+    assert Plan(few, default_schedule(few, H100)).can_be_shared
+    assert shared_schedule(few, H100) is None
+    odd = Problem(8448, 6144, 4096, 2)
+    assert not Plan(odd, default_schedule(odd, H100)).can_be_shared
+    assert shared_schedule(odd, H100) is None
+
+
+def test_backends_without_such_kernels_share_no_results() -> None:
+    x, w = jnp.zeros((256, 64)), jnp.zeros((32, 64))
+    with backends.use_backend("portable"):
+        assert shared_matmul(x, w, OVER, DeviceLinks(jnp.zeros((2, 2), jnp.int32))) is None
+    assert shared_matmul(x, w, OVER, None) is None
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(("tokens", "outputs", "inputs", "options"), PRODUCTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_kernels_write_to_all_devices_what_one_device_computes(
+    tokens: int, outputs: int, inputs: int, options: dict[str, object], dtype: str
+) -> None:
+    if len(jax.devices()) < 2 or not reach_one_another(jax.devices()[:2]):
+        pytest.skip("needs two GPUs that reach one another")
+    mesh, options = _mesh(2, 1), dict(options)
+    buffers, draw = Buffers.for_mesh(mesh), np.random.default_rng(0)
+    parts = (2,) if options.get("gated") else ()
+
+    def drawn(*shape: int) -> jax.Array:
+        return jnp.asarray(draw.normal(size=shape) / 8, dtype)
+
+    arrays = {"x": drawn(tokens, inputs), "w": drawn(*parts, 2 * outputs, inputs)}
+    specs = {"x": P(), "w": P(*[None] * len(parts), OVER)}
+    if options.pop("bias", False):
+        arrays["bias"], specs["bias"] = drawn(*parts, 2 * outputs), P(*[None] * len(parts), OVER)
+    if options.pop("residual", False):
+        arrays["residual"], specs["residual"] = drawn(tokens, 2 * outputs), P()
+    cut = Cut((Group(2 * outputs, 2),))
+    shared: list[bool] = []
+
+    def product(arrays: dict[str, jax.Array], links: object) -> list[jax.Array]:
+        given = {"layout": "nk", **{name: arrays[name] for name in arrays if name not in ("x", "w")}, **options}
+        shared.append(shared_matmul(arrays["x"], arrays["w"], OVER, links, **given) is not None)  # pyright: ignore
+        del given["layout"]
+        with linked(links):  # pyright: ignore[reportArgumentType]
+            # Twice, so that both turns of the buffers are used.
+            return [whole_product(ops.matmul, arrays["x"], arrays["w"], cut=cut, **given) for _ in range(2)]
+
+    placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+    on_both = jax.shard_map(product, mesh=mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False)
+    with compilation.chained(True), backends.use_backend("hopper"):
+        program = compilation.jit(on_both)
+        program(placed, buffers.nowhere)
+        for _ in range(3):
+            results = program(placed, buffers.links)
+        expected = compilation.jit(lambda x, w, **rest: ops.matmul(x, w, layout="nk", **rest, **options))(**arrays)
+    assert any(shared)
+    for result in results:
+        for shard in result.addressable_shards:
+            assert_same_bits(shard.data, jax.device_put(expected, shard.device))

@@ -39,6 +39,9 @@ SOME = (
     "layer norm",
     "experts of few rows",
     "experts of many rows",
+    "columns of 8192 rows of two GPUs",
+    "matmul of 256 tokens of two GPUs",
+    "matmul gated, 1024 tokens of two GPUs",
 )
 """The other programs that are compiled without --all-cases."""
 

@@ -23,6 +23,10 @@ BUCKETS: Final = (8, 16, 24, *(size for power in range(5, 13) for size in (2**po
 """Numbers of tokens that schedules are tuned for: powers of two, and three halves of them."""
 
 
+_FEWEST_SHARED: Final = 128
+"""Tokens from which on devices write their results to one another as they compute them."""
+
+
 def default_schedule(problem: Problem, device_kind: str | None = None) -> Schedule:
     """The schedule that serves the problem.
 
@@ -49,28 +53,23 @@ def default_schedule(problem: Problem, device_kind: str | None = None) -> Schedu
 def shared_schedule(problem: Problem, device_kind: str | None = None) -> Schedule | None:
     """The schedule of a product whose columns several devices compute, each of which writes to the arrays of all.
 
-    That is the default one if its tiles end where a device's columns do. Otherwise it is the candidate of least
-    estimated time that has such tiles.
+    That is the default one; None where an exchange by a kernel of its own is faster. Measured on two H100s for an MLP of
+    4096 and 12288 columns, kernels that write to both take 1.27 times as long with 16 tokens, 0.93 with 257, and 0.81
+    with 1024. With 8448 the schedule whose tiles end where a device's columns do costs more than the exchange.
 
     Args:
         problem: what one of the devices computes.
         device_kind: see `default_schedule`.
     """
-    default = default_schedule(problem, device_kind)
-    if Plan(problem, default).can_be_shared:
-        return default
-    near = problem.with_tokens(min(bucket(problem.m), round_up(problem.m, 8)))
-    return next((one for one in _candidates(near) if Plan(problem, one).can_be_shared and one.fits(problem)), None)
-
-
-@functools.cache
-def _candidates(problem: Problem) -> list[Schedule]:
-    return candidates(problem)
+    if problem.m < _FEWEST_SHARED:
+        return None
+    schedule = default_schedule(problem, device_kind)
+    return schedule if Plan(problem, schedule).can_be_shared else None
 
 
 @functools.cache
 def _best_candidate(problem: Problem) -> Schedule:
-    return _candidates(problem)[0]
+    return candidates(problem)[0]
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
