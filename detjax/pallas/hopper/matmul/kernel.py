@@ -120,8 +120,8 @@ def shared_product(
     peers = operands.peers
     assert peers is not None
     x, w, bias, residual = operands[:4]
-    own = None if residual is None else jax.ShapeDtypeStruct((residual.shape[0], w.shape[-2]), residual.dtype)
-    problem, n = _problem(operands._replace(residual=own, peers=None), "mk", layout, jnp.dtype(out_dtype))
+    columns = None if residual is None else jax.ShapeDtypeStruct((residual.shape[0], w.shape[-2]), residual.dtype)
+    problem, n = _problem(operands._replace(residual=columns, peers=None), "mk", layout, jnp.dtype(out_dtype))
     if problem.n != n or (schedule := shared_schedule(problem)) is None:
         return None
     stacked = w.reshape(-1, *w.shape[-2:])
@@ -442,12 +442,19 @@ class _Cta:
 
     def consume(self) -> None:
         """Computes this warpgroup's part of each tile."""
-        plan, peers, arrays = self.plan, self.operands.peers, ()
-        if peers is not None:
-            options = {"devices": peers.devices, "first": peers.first}
-            cta = (self.cluster * plan.schedule.cluster_m + lax.axis_index("cm")) * plan.schedule.cluster_n
-            channel = (cta + lax.axis_index("cn")) * plan.schedule.warpgroups + self.warpgroup
-            arrays = open_results(self.y, peers.addresses, peers.device, channel, **options)
+        peers = self.operands.peers
+        if peers is None:
+            self._consume(())
+            return
+        schedule, exchange = self.plan.schedule, {"devices": peers.devices, "first": peers.first}
+        cta = (self.cluster * schedule.cluster_m + lax.axis_index("cm")) * schedule.cluster_n + lax.axis_index("cn")
+        channel = cta * schedule.warpgroups + self.warpgroup
+        self._consume(open_results(self.y, peers.addresses, peers.device, channel, **exchange))
+        close_results(peers.addresses, peers.device, channel, **exchange)
+
+    def _consume(self, arrays: tuple[Array, ...]) -> None:
+        """Computes the tiles, and writes them to `arrays` of other devices too."""
+        plan = self.plan
 
         @pl.loop(0, self.tiles)
         def _(tile: Array) -> None:
@@ -459,8 +466,6 @@ class _Cta:
             output.store(self.accumulate(tile, output.sums()))
 
         plgpu.wait_smem_to_gmem(0)
-        if peers is not None:
-            close_results(peers.addresses, peers.device, channel, **options)
 
     def accumulate(self, tile: Array, start: Array | None) -> list[Array]:
         """The accumulators of this warpgroup, `[rows, columns]` float32: one, or gate's and up's.

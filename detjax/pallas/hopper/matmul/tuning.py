@@ -53,9 +53,9 @@ def default_schedule(problem: Problem, device_kind: str | None = None) -> Schedu
 def shared_schedule(problem: Problem, device_kind: str | None = None) -> Schedule | None:
     """The schedule of a product whose columns several devices compute, each of which writes to the arrays of all.
 
-    That is the default one; None where an exchange by a kernel of its own is faster. Measured on two H100s for an MLP of
-    4096 and 12288 columns, kernels that write to both take 1.27 times as long with 16 tokens, 0.93 with 257, and 0.81
-    with 1024. With 8448 the schedule whose tiles end where a device's columns do costs more than the exchange.
+    That is the default one; None where an exchange by a kernel of its own is faster. Measured on two H100s for an MLP
+    of 4096 and 12288 columns, kernels that write to both take 1.27 times as long with 16 tokens, 0.93 with 257, and
+    0.81 with 1024. With 8448 the schedule whose tiles end where a device's columns do costs more than the exchange.
 
     Args:
         problem: what one of the devices computes.

@@ -259,14 +259,14 @@ def open_results(y: Any, addresses: Any, device: Any, number: Any, *, devices: i
     channel = _Channel(addresses, device, number.registers.item(), devices=devices, first=first)
     here = _address(y)
     halves = arith.trunci(_i32(), here), arith.trunci(_i32(), arith.shrui(here, _long(32)))
-    found = []
+    places = []
     for other, is_other in channel.others():
         with mgpu.when(arith.andi(is_other, _equal(_thread(), int32(0)))):
             channel.send(other, int32(_ARRAY), halves)
     for other, is_other in channel.others():
         words = channel.receive(other, int32(_ARRAY), is_other)
-        found += [_number(arith.select(is_other, word, int32(0))) for word in words]
-    return tuple(found)
+        places += [_number(arith.select(is_other, word, int32(0))) for word in words]
+    return tuple(places)
 
 
 def _staged_lines(line: int, itemsize: int) -> tuple[Any, ...]:
