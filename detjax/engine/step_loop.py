@@ -84,7 +84,7 @@ class StepLoopConfig:
             request have no prefix cache without.
         snapshot_tokens: how many tokens a snapshot must spare those who go on from it.
         kv_cache_dtype: how keys and values are quantized in the cache. Among these fields it alone changes bits.
-        runs_of: decodes that the device may compute in runs of steps, at most; 0: there are no runs.
+        runs_of: decodes that a run of steps may have at most; 0: there are no runs.
     """
 
     shapes: BatchShapes
@@ -357,7 +357,8 @@ class StepLoop:
         for slot, snapshot in planned.copies.restored:
             self._runner.put_slot(slot, snapshot.rows)
         if planned.plan.is_run:
-            assert planned.needed is not None and pending is None
+            # Decodes come after the last snapshot of their sequence, and no run has constraints.
+            assert planned.needed is not None and pending is None and not planned.copies.taken
             return _Launched([], self._runner.decode_run(planned.batch, planned.needed).start_copy(), {})
         hidden, rows = self._runner.forward(planned.batch)
         for slot, snapshot in planned.copies.taken:
@@ -390,23 +391,23 @@ class StepLoop:
         if len(self._in_flight) > 1:
             # Other threads compute the next step's masks from the same tokens, and the device waits for these.
             self._in_flight[0].launched.result()
-        launched, size = step.launched.result(), len(step.planned.plan.chunks)
+        launched = step.launched.result()
         for _, snapshot in step.planned.copies.taken:
             snapshot.rows = jax.device_get(snapshot.rows)
         for score in launched.scores:
             score.read()
         if launched.sampled is None:
             return
-        sampled = launched.sampled.read()
+        sampled, chunks = launched.sampled.read(), step.planned.plan.chunks
         for number, tokens in enumerate(sampled.by_step() if step.planned.plan.is_run else [sampled]):
             for row, sequence in step.planned.samples:
-                # The step was started before the sequence's end was known, or the run was longer for others.
-                if sequence.finish_reason is not None or number > step.planned.plan.chunks[row].later:
+                # The step was started before the sequence's end was known, or the run is longer for others.
+                if sequence.finish_reason is not None or number > chunks[row].later:
                     continue
                 if row in launched.failures:
                     message = f"the sample's constraint cannot go on: {launched.failures[row]}"
                     sequence.failure = FieldError(message, "constraint")
-                token = sequence.add(*tokens.at(row, sequence.params), batch=size)
+                token = sequence.add(*tokens.at(row, sequence.params), batch=len(chunks))
                 self.scheduler.accept_token(sequence)
                 if token.finish_reason is not None and sequence.matcher is not None:
                     sequence.matcher.end()
