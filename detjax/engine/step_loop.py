@@ -357,9 +357,12 @@ class StepLoop:
         for slot, snapshot in planned.copies.restored:
             self._runner.put_slot(slot, snapshot.rows)
         if planned.plan.is_run:
-            # Decodes come after the last snapshot of their sequence, and no run has constraints.
-            assert planned.needed is not None and pending is None and not planned.copies.taken
-            return _Launched([], self._runner.decode_run(planned.batch, planned.needed).start_copy(), {})
+            # Sequences decode after the last of their snapshots.
+            assert planned.needed is not None and not planned.copies.taken
+            sampled = self._runner.decode_run(planned.batch, planned.needed).start_copy()
+            if pending is not None:  # no sample of a run has a matcher, but those of the step before take its tokens
+                pending.result()
+            return _Launched([], sampled, {})
         hidden, rows = self._runner.forward(planned.batch)
         for slot, snapshot in planned.copies.taken:
             snapshot.rows = self._runner.take_slot(slot)
