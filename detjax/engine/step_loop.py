@@ -401,16 +401,18 @@ class StepLoop:
             score.read()
         if launched.sampled is None:
             return
-        sampled, chunks = launched.sampled.read(), step.planned.plan.chunks
-        for number, tokens in enumerate(sampled.by_step() if step.planned.plan.is_run else [sampled]):
+        plan, sampled = step.planned.plan, launched.sampled.read()
+        size = len(plan.chunks)
+        for tokens in sampled.by_step() if plan.is_run else [sampled]:
             for row, sequence in step.planned.samples:
-                # The step was started before the sequence's end was known, or the run is longer for others.
-                if sequence.finish_reason is not None or number > chunks[row].later:
+                # The step was started before the sequence's end was known, or the run is longer for others: they take
+                # part in it up to the last token that they may have.
+                if sequence.finish_reason is not None:
                     continue
                 if row in launched.failures:
                     message = f"the sample's constraint cannot go on: {launched.failures[row]}"
                     sequence.failure = FieldError(message, "constraint")
-                token = sequence.add(*tokens.at(row, sequence.params), batch=len(chunks))
+                token = sequence.add(*tokens.at(row, sequence.params), batch=size)
                 self.scheduler.accept_token(sequence)
                 if token.finish_reason is not None and sequence.matcher is not None:
                     sequence.matcher.end()

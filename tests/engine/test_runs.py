@@ -36,6 +36,7 @@ from detjax.options import KVQuantization
 from tests.engine.state_schedules import FIXTURES, KINDS, bits, model_of
 from tests.support.bits import assert_same_bits
 from tests.support.simulated_devices import ALL_HOLD, run_on_devices
+from tests.support.waits import HANGS_AFTER
 
 VARIANTS: Final = (
     SamplingVariant(filtered=False, top_logprobs=0),
@@ -217,8 +218,8 @@ def test_a_sample_ends_in_the_middle_of_a_run_with_an_end_token_or_a_stop_string
     assert [one.finish_reason for one in played.samples] == ["stop"] * 3 + ["length"]
     assert by_text.text == in_stream.text == text[: text.find(stop)]
     for sample in (in_stream, whole):
-        told = [token.text for some in played.tokens for one, token in some if one is sample]
-        assert "".join(told) == sample.text
+        texts = [token.text for some in played.tokens for one, token in some if one is sample]
+        assert "".join(texts) == sample.text
     # The other samples go on, in the same run and behind it.
     assert len(whole.generated) == 16
 
@@ -329,6 +330,23 @@ def test_every_kind_of_state_is_carried_from_step_to_step(kind: str) -> None:
 
     played = both(arrivals, model, quantization=quantization, has_few_shapes=True)
     assert played.runs[0] == [3, 3, 2, 2]
+
+
+def test_a_stream_has_the_tokens_before_a_failure_in_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure, note_end = ValueError("no text"), Sequence._note_end
+
+    def fail_at_the_seventh(sample: Sequence) -> None:
+        if len(sample.generated) == 7:
+            raise failure
+        note_end(sample)
+
+    monkeypatch.setattr(Sequence, "_note_end", fail_at_the_seventh)
+    tokens = list[Token]()
+    with Engine(*loaded(), max_samples=SLOTS, token_budget=64, max_length=64, runs_of=SLOTS) as engine:
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
+        assert engine.submit(Request([1, 2, 3], params), tokens.append).exception(HANGS_AFTER) is failure
+        assert [token.finish_reason for token in tokens] == [None] * 6
+        assert engine.failure is None
 
 
 # --- what is compiled, and when there are runs ------------------------------------------------------------------------
