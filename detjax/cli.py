@@ -283,6 +283,7 @@ def serve(
     prefix_cache: cli_options.PrefixCache = True,
     snapshot_bytes: cli_options.SnapshotBytes = 4 << 30,
     snapshot_tokens: cli_options.SnapshotTokens = 512,
+    runs_of: cli_options.RunsOf = None,
     separate_prefixes: cli_options.SeparatePrefixes = False,
     top_logprobs: cli_options.TopLogprobs = 20,
     max_connections: cli_options.MaxConnections = 4096,
@@ -334,6 +335,7 @@ def serve(
         snapshot_tokens=snapshot_tokens,
         kv_cache_dtype=_quantization(kv_cache_dtype),
         top_logprobs=top_logprobs,
+        runs_of=runs_of,
     )
     connections = server.ConnectionSettings(
         grace=grace,

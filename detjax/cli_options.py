@@ -381,6 +381,14 @@ TokenBudget = Annotated[int, _count("Tokens of a step at most.", panel=_ENGINE)]
 MaxLength = Annotated[
     int | None, _count("Tokens of a prompt and its answer at most.", "the model's limit", panel=_ENGINE)
 ]
+RunsOf = Annotated[
+    int | None,
+    _count(
+        "Samples at most for which the device computes four tokens at a time while no request waits; 0: one at a time.",
+        "64 on GPUs, 0 elsewhere",
+        panel=_ENGINE,
+    ),
+]
 NumPages = Annotated[
     int | None,
     _count(

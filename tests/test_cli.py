@@ -322,7 +322,7 @@ def test_the_options_of_serve_reach_the_engine_and_the_server(
 
     options = (
         *("--host", "127.0.0.1", "--port", 0, "--name", "it", "--name", "its", "--api-key", "one", "--api-key", "two"),
-        *("--kv-cache-dtype", "int8", "--max-samples", 3, "--token-budget", 16, "--max-length", 100),
+        *("--kv-cache-dtype", "int8", "--max-samples", 3, "--token-budget", 16, "--max-length", 100, "--runs-of", 6),
         *("--num-pages", 2, "--no-prefix-cache", "--top-logprobs", 4, "--max-queue", 5, "--max-body", 99),
         *("--request-seconds", 7, "--text-seconds", 8, "--grace", 1.5, "--no-compilation-cache", "--max-unsent", 10),
         *("--max-connections", 11, "--header-seconds", 12, "--idle-seconds", 13, "--write-seconds", 14),
@@ -339,6 +339,7 @@ def test_the_options_of_serve_reach_the_engine_and_the_server(
         prefix_cache=False,
         kv_cache_dtype="int8",
         top_logprobs=4,
+        runs_of=6,
     )
     assert serving.settings == server.Settings(
         "it",

@@ -118,6 +118,7 @@ def serve_command(
     max_samples: Annotated[int, typer.Option(min=1, help="Samples that are computed at the same time.")] = 256,
     token_budget: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 2048,
     max_length: Annotated[int, typer.Option(min=2, help="Tokens of a request, its prompt included.")] = 2048,
+    runs_of: cli_options.RunsOf = None,
     tensor_parallel: cli_options.TensorParallel = 1,
     out: command_line.Out = None,
     chart: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the times as PNG.")] = None,
@@ -128,7 +129,8 @@ def serve_command(
     if preset is not None and preset not in presets.MODELS:
         raise typer.BadParameter(f"--preset {preset!r} is unknown; accepted: {', '.join(presets.MODELS)}")
     with command_line.bad_parameters():
-        engine = EngineConfig(max_samples=max_samples, token_budget=token_budget, max_length=max_length, top_logprobs=0)
+        sizes = {"max_samples": max_samples, "token_budget": token_budget, "max_length": max_length}
+        engine = EngineConfig(**sizes, top_logprobs=0, runs_of=runs_of)
         workload = serve.Workload(requests, prompt, output, rate, temperature, seed)
         experiment = serve.Experiment(workload, engine, orders, beside, numerics)
         mesh = models.mesh_of(tensor_parallel)

@@ -175,7 +175,7 @@ class StepBatch(NamedTuple):
         sampling: for each chunk how its next token is sampled.
         adjustments: for each chunk what changes the logits before; None where no chunk's are changed.
         images: the rows of images among the tokens that prefill; None where there are none.
-        steps: for each decode of a run how many steps of the run it takes part in; None: the batch is one step.
+        steps: in a run, how many of its steps each decode takes part in, from the first on; None: this is no run.
     """
 
     token: Int32[Arrays, "N"]
@@ -188,16 +188,18 @@ class StepBatch(NamedTuple):
     images: ImageRows | None = None
     steps: Int32[Arrays, "decodes"] | None = None
 
-    def with_steps(self) -> "StepBatch":
-        """Returns the batch of a run in which no decode takes part."""
+    def as_empty_run(self) -> "StepBatch":
+        """Returns the batch of a run of the same shape in which no decode takes part."""
         return self._replace(adjustments=None, steps=np.zeros(self.held.shape, np.int32))
 
     def at_step_of_run(self, number: Any, no_slot: int) -> "StepBatch":
-        """Returns the batch of one step of a run of decodes, traced within the program of the run.
+        """Returns the batch of one step of a run: each decode is further on, and those that have ended are no more.
+
+        The program of the run traces this.
 
         Args:
             number: the number of the step, from 0 on.
-            no_slot: the number of slots, for decodes that take no part in this step.
+            no_slot: the number of slots, which stands for none.
         """
         assert self.steps is not None
         is_active = number < self.steps
@@ -334,7 +336,7 @@ class SlotTable:
 
 
 def _steps(step: ScheduledStep, shape: BatchShape) -> Int32[np.ndarray, "decodes"]:
-    """The steps of a run that each decode takes part in."""
+    """How many steps of a run each decode takes part in."""
     steps = np.zeros(shape.decodes, np.int32)
     steps[: len(step.decodes)] = [1 + chunk.later for chunk in step.decodes]
     return steps

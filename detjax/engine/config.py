@@ -16,8 +16,8 @@ from detjax.models import Decoder
 from detjax.models.mesh import spans_processes
 from detjax.options import KVQuantization
 
-_DECODES_OF_RUNS: Final = 64
-"""With more decodes the device takes longer for a step than the host."""
+_DECODES_IN_RUNS: Final = 64
+"""With more decodes the device takes longer for a step than the host, which need not be waited for then."""
 _SHARE_OF_FREE_MEMORY: Final = 0.9
 _CACHE_WITHOUT_A_GPU: Final = 1 << 30
 """Bytes of the cache at most, where the device does not say how much memory it has."""
@@ -48,10 +48,10 @@ class EngineConfig:
         kv_cache_dtype: "int8", "fp8_e4m3" or "q4_0" quantize keys and values in the cache (`ops.quantize_kv`), which
             gives different numbers, as independent of everything else. Default: the model's dtype.
         top_logprobs: the most of the likeliest tokens that a request may ask for.
-        runs_of: while no request waits and at most this many samples are computed, the device is given several decode
-            steps at once, so that it need not wait for the host. Tokens then come a few at a time, and a new request
-            waits for the steps that the device has been given. 0: each step is given to it by itself. Default: 64 on
-            GPUs, 0 elsewhere.
+        runs_of: while no request waits and at most this many samples are computed, the device is given runs of four
+            decode steps, so that it need not wait for the host. Tokens then come four at a time, and a new request
+            waits for the runs that the device has been given, two at most. 0: no runs. Default: 64 on GPUs, 0
+            elsewhere.
 
     Example:
         >>> detjax.EngineConfig(max_samples=8, token_budget=128).prefix_cache
@@ -121,7 +121,7 @@ class EngineConfig:
         snapshot_bytes = 0 if spans_processes(model.mesh) else self.snapshot_bytes
         runs_of = self.runs_of
         if runs_of is None:
-            runs_of = _DECODES_OF_RUNS if backends.target() == "gpu" else 0
+            runs_of = _DECODES_IN_RUNS if backends.target() == "gpu" else 0
         sizes: dict[str, Any] = {"max_length": length, "num_pages": num_pages, "snapshot_bytes": snapshot_bytes}
         return dataclasses.replace(self, runs_of=runs_of, **sizes)
 

@@ -60,7 +60,9 @@ class _Job:
         Raises:
             BaseException: the sample or the listener has failed, and the request with it.
         """
-        if (failure := self.samples[token.sample].failure) is not None:
+        failure = self.samples[token.sample].failure
+        # The tokens of a run are read before the first of them is passed on: a failure belongs to the last one.
+        if failure is not None and token.finish_reason is not None:
             raise failure
         if self._on_token is not None:
             self._on_token(token)

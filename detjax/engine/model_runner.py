@@ -92,7 +92,7 @@ class ModelRunner:
             kv_cache_dtype: how keys and values are quantized in the cache.
             empty_batch: returns a batch of a shape that has no chunks.
             image_tokens: tokens of the largest image for which a program is compiled ahead.
-            runs_of: decodes that are computed in runs of steps, at most; 0: there are no runs.
+            runs_of: decodes that a run of steps may have at most; 0: there are no runs.
         """
         self._network, weights = split(model)
         self._buffers = device_buffers(model.mesh)
@@ -172,7 +172,7 @@ class ModelRunner:
         return hidden, rows
 
     def steps_of_run(self, shape: BatchShape, needed: SamplingVariant) -> int:
-        """Returns how many steps of a shape the device can be given at once; 1 unless there is a program for it."""
+        """Returns how many steps of a shape the device can be given at once: 1 unless a program of runs serves them."""
         has_variant = self._variant_of_run(shape, needed) is not None
         return step_programs.RUN_STEPS if has_variant else 1
 
@@ -190,10 +190,10 @@ class ModelRunner:
 
         Args:
             batch: the first step, on the device, with the `steps` of each decode.
-            needed: what the sampling program must be able to do. There must be one; see `steps_of_run`.
+            needed: what the sampling must be able to do. `steps_of_run` must have returned more than 1 for it.
 
         Returns:
-            The tokens of each step, `[steps, R]`. Those of steps that a decode takes no part in are any.
+            The tokens of each step, `[steps, R]`; of a step that a decode takes no part in, any token.
         """
         variant = self._variant_of_run(batch.shape, needed)
         assert variant is not None
@@ -207,7 +207,7 @@ class ModelRunner:
             return sampled
 
         if self._needs_priming(step_programs.decode_run_key(batch.shape.decodes, variant)):
-            run(self.copy(self._empty_batch(batch.shape).with_steps()), is_linked=False)
+            run(self.copy(self._empty_batch(batch.shape).as_empty_run()), is_linked=False)
         return run(batch, is_linked=True)
 
     def sample(self, batch: StepBatch, hidden: Array, needed: SamplingVariant, allowed: Array | None) -> SampledTokens:
@@ -393,7 +393,7 @@ class ModelRunner:
                         self._sample(batch, hidden, variant)
             for variant in step_programs.run_variants(self._variants):
                 if self._variant_of_run(shape, variant) == variant:
-                    self._decode_run(self.copy(self._empty_batch(shape).with_steps()), variant)
+                    self._decode_run(self.copy(self._empty_batch(shape).as_empty_run()), variant)
             if shape.rows and ("rows", shape.rows) not in sizes:
                 self.score(rows, 0, np.zeros(1, np.int32))
             sizes |= {("sampled", shape.sampled), ("rows", shape.rows)}

@@ -23,7 +23,7 @@ class ScheduledChunk:
         completes: whether these are the last tokens that the sequence has, so that the step samples the next one.
         is_decode: whether the chunk is a single token and takes one row of the step. Other chunks are prefills, whose
             rows begin at multiples of `QUERY_UNIT`.
-        later: in a run of decodes, how many further tokens the run computes, each of them sampled by the step before.
+        later: further tokens that a run of decodes computes after these, each of them sampled by the step before it.
     """
 
     sequence: Sequence
@@ -149,10 +149,11 @@ class Scheduler:
         return ScheduledStep(decodes, prefills)
 
     def extend_to_run(self, step: ScheduledStep, most: int) -> None:
-        """Makes a run out of a step, of up to `most` steps, where nothing speaks against it.
+        """Makes a step that `plan` has returned a run, in which each decode takes up to `most` steps.
 
-        A run is made of decodes alone, whose tokens the device has. Waiting sequences would wait for all of it. It
-        takes no pages that other sequences would have to give back.
+        It stays a single step while sequences wait, which would wait for the whole run; if it prefills, or decodes
+        tokens that the device does not hold; and if the run needs more pages than are free, since other sequences
+        would have to give theirs back.
         """
         if self.waiting or step.prefills or not all(chunk.sequence.is_held for chunk in step.decodes):
             return

@@ -84,7 +84,7 @@ class StepLoopConfig:
             request have no prefix cache without.
         snapshot_tokens: how many tokens a snapshot must spare those who go on from it.
         kv_cache_dtype: how keys and values are quantized in the cache. Among these fields it alone changes bits.
-        runs_of: decodes that the device may compute in runs of steps, at most; 0: there are no runs.
+        runs_of: decodes that a run of steps may have at most; 0: there are no runs.
     """
 
     shapes: BatchShapes
@@ -357,8 +357,12 @@ class StepLoop:
         for slot, snapshot in planned.copies.restored:
             self._runner.put_slot(slot, snapshot.rows)
         if planned.plan.is_run:
-            assert planned.needed is not None and pending is None
-            return _Launched([], self._runner.decode_run(planned.batch, planned.needed).start_copy(), {})
+            # Sequences decode after the last of their snapshots.
+            assert planned.needed is not None and not planned.copies.taken
+            sampled = self._runner.decode_run(planned.batch, planned.needed).start_copy()
+            if pending is not None:  # no sample of a run has a matcher, but those of the step before take its tokens
+                pending.result()
+            return _Launched([], sampled, {})
         hidden, rows = self._runner.forward(planned.batch)
         for slot, snapshot in planned.copies.taken:
             snapshot.rows = self._runner.take_slot(slot)
@@ -390,18 +394,20 @@ class StepLoop:
         if len(self._in_flight) > 1:
             # Other threads compute the next step's masks from the same tokens, and the device waits for these.
             self._in_flight[0].launched.result()
-        launched, size = step.launched.result(), len(step.planned.plan.chunks)
+        launched = step.launched.result()
         for _, snapshot in step.planned.copies.taken:
             snapshot.rows = jax.device_get(snapshot.rows)
         for score in launched.scores:
             score.read()
         if launched.sampled is None:
             return
-        sampled = launched.sampled.read()
-        for number, tokens in enumerate(sampled.by_step() if step.planned.plan.is_run else [sampled]):
+        plan, sampled = step.planned.plan, launched.sampled.read()
+        size = len(plan.chunks)
+        for tokens in sampled.by_step() if plan.is_run else [sampled]:
             for row, sequence in step.planned.samples:
-                # The step was started before the sequence's end was known, or the run was longer for others.
-                if sequence.finish_reason is not None or number > step.planned.plan.chunks[row].later:
+                # The step was started before the sequence's end was known, or the run is longer for others: they take
+                # part in it up to the last token that they may have.
+                if sequence.finish_reason is not None:
                     continue
                 if row in launched.failures:
                     message = f"the sample's constraint cannot go on: {launched.failures[row]}"

@@ -237,13 +237,13 @@ def forward(batch: StepBatch, state: State, last: Any) -> StepProgram:
 
 
 def has_runs(shape: BatchShape, most: int) -> bool:
-    """Returns whether steps of a shape may be repeated in runs, of up to `most` decodes."""
+    """Returns whether there are runs of steps of a shape, where runs have `most` decodes at most."""
     return not shape.rows and shape.sampled == shape.decodes <= most
 
 
 def run_variants(variants: Sequence[SamplingVariant]) -> list[SamplingVariant]:
-    """Returns the sampling programs that runs have: those that need nothing from the host between two steps."""
-    return [variant for variant in variants if not any(variant[1:])]
+    """Returns the variants that runs have programs for: those whose samples ask for a token and its logprob alone."""
+    return [variant for variant in variants if variant == SamplingVariant(variant.filtered, 0)]
 
 
 def decode_run_key(count: int, variant: SamplingVariant) -> Hashable:
@@ -328,7 +328,7 @@ class StepPrograms:
         vocabulary: the number of tokens.
         images: patches of each size that the vision tower may be given.
         everywhere: the sharding of what every device has that shares the model; None: there is one device.
-        runs_of: decodes that are computed in runs of steps, at most.
+        runs_of: decodes that a run of steps may have at most; 0: there are no runs.
     """
 
     network: Network
@@ -362,7 +362,7 @@ class StepPrograms:
             *(program for batch in by_size.values() for program in self._sampling(batch)),
             *(self._scoring(batch) for batch in batches if batch.shape.rows),
             *(
-                decode_run(batch.with_steps(), self.state, self.slots.last, variant)
+                decode_run(batch.as_empty_run(), self.state, self.slots.last, variant)
                 for batch in batches
                 if has_runs(batch.shape, self.runs_of)
                 for variant in run_variants(self.variants)

@@ -21,7 +21,7 @@ from detjax.models.config import DecoderConfig
 from detjax.models.family import family_named
 from detjax.models.mesh import Call, empty_state, empty_state_of_a_device, run, specs_of
 from detjax.models.network import Network, Weights, split
-from detjax.models.parts.cuts import OwnColumns, current_links, linked, own_columns
+from detjax.models.parts.cuts import DeviceColumns, current_links, device_columns, linked
 from detjax.models.parts.embedding import Embedding
 from detjax.models.parts.norm import RMSNorm
 from detjax.models.parts.state import StateSize
@@ -169,9 +169,9 @@ class Decoder(nnx.Module):
         x = self.embedding(tokens)
         if images is not None:
             x = jnp.where(jnp.asarray(images.present)[..., None], jnp.asarray(images.rows), x)
-        own, written = None, []
+        columns, written = None, []
         for layer, layer_state in zip(self.layers, state, strict=True):
-            x, own, layer_state = run(*split(layer), current_links(), x, own, queries, layer_state)
+            x, columns, layer_state = run(*split(layer), current_links(), x, columns, queries, layer_state)
             written.append(layer_state)
         return self.final_norm(x), tuple(written)
 
@@ -261,11 +261,10 @@ class Decoder(nnx.Module):
         """
         if self.mesh is None:
             return function(self, state, *args, **options)
-        static, specs = (
-            (("function", function), ("options", tuple(options.items()))),
-            specs_of(self.mesh, declarations(self.config)),
-        )
-        return run(self, Call("_with_state", (specs, *(P(),) * len(args)), (specs, P()), static), state, *args)
+        specs = specs_of(self.mesh, declarations(self.config))
+        static = (("function", function), ("options", tuple(options.items())))
+        call = Call("_with_state", (specs, *(P(),) * len(args)), (specs, P()), static)
+        return run(self, call, state, *args)
 
     def _with_state[R](
         self,
@@ -310,15 +309,15 @@ def _layer(
     weights: Weights,
     links: DeviceLinks | None,
     x: Float[Array, "*N D"],
-    own: OwnColumns | None,
+    columns: DeviceColumns | None,
     queries: Queries,
     state: Any,
-) -> tuple[Float[Array, "*N D"], OwnColumns | None, Any]:
+) -> tuple[Float[Array, "*N D"], DeviceColumns | None, Any]:
     """Runs a layer as a program of its own, so that layers that differ in their weights alone are traced once.
 
     Where devices share the model, the layer is given this device's columns of `x` as well, to which it adds its own
     outputs. Otherwise it would have to slice them, which takes a kernel.
     """
-    with linked(links, x, own):
+    with linked(links, x, columns):
         x, state = network.with_weights(weights)(x, queries, state)
-        return x, own_columns(x), state
+        return x, device_columns(x), state

@@ -23,11 +23,13 @@ SMALL = ["--preset", "tiny", "--max-samples", "4", "--token-budget", "64", "--ma
 @pytest.mark.sampled(0)
 def test_requests_in_another_order_are_answered_with_the_same_bits(tmp_path: Path) -> None:
     out, chart = tmp_path / "serve.json", tmp_path / "serve.png"
-    run = CliRunner().invoke(app, ["serve", *SMALL, *LOAD, "--out", str(out), "--plot", str(chart)])
+    options = "--runs-of", "4", "--out", str(out), "--plot", str(chart)
+    run = CliRunner().invoke(app, ["serve", *SMALL, *LOAD, *options])
     assert run.exit_code == 0, run.output
     assert "answers of 3 runs: the same bits" in run.output
     result = json.loads(out.read_text())
     assert result["same_bits"] and (result["model"], result["layers"]) == ("tiny", 2)
+    assert result["engine"]["runs_of"] == 4
     assert list(result["runs"]) == ["order 1", "order 2", "among 12 others"]
     for run_result in result["runs"].values():
         assert run_result["digest"] == result["runs"]["order 1"]["digest"]

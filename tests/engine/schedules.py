@@ -4,6 +4,7 @@ To search for more: python -m tests.engine.schedules [FIRST] END, a range of see
 """
 
 import contextlib
+import dataclasses
 import functools
 import random
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ from hypothesis.stateful import (
 from jaxtyping import Array
 
 from detjax import SamplingParams, kv_pages
-from detjax.engine import batch, page_pool, scheduler
+from detjax.engine import batch, page_pool, scheduler, step_programs
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraints import CompiledConstraint, Constraint, ConstraintCompiler, Masks, Matcher
 from detjax.engine.launcher import ImmediateLauncher, Launcher
@@ -135,7 +137,14 @@ class LateLauncher(Launcher):
 class RememberingRunner:
     """A runner whose cache holds what was written to it, and which samples from what it reads there."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, run_steps: int = 1) -> None:
+        """A runner with an empty cache.
+
+        Args:
+            slots: how many.
+            run_steps: steps of a run of decodes; 1: there are no runs.
+        """
+        self.run_steps, self.runs = run_steps, 0
         self.cache: dict[tuple[int, int], int] = {}
         self.last = np.full(slots, -1)
         self.seen: list[tuple[tuple[int, ...], list[int]]] = [((), [])] * slots
@@ -194,6 +203,34 @@ class RememberingRunner:
         distribution = (-logprobs).tolist() if needed.distribution else None
         return _TokensOnTheHost(sampled.tolist(), logprobs.tolist(), none, none, distribution)
 
+    def steps_of_run(self, shape: BatchShape, needed: SamplingVariant) -> int:
+        has_run = step_programs.has_runs(shape, len(self.last)) and step_programs.run_variants([needed])
+        return self.run_steps if has_run else 1
+
+    def decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:
+        """Computes the steps of a run one after the other, and checks what each of them writes."""
+        assert self.steps_of_run(batch.shape, needed) == self.run_steps > 1
+        assert batch.steps is not None
+        assert max(batch.steps) in range(2, self.run_steps + 1)
+        self.runs += 1
+        written, steps = set[tuple[int, int]](), []
+        for number in range(self.run_steps):
+            now = jax.tree.map(np.asarray, batch.at_step_of_run(jnp.int32(number), len(self.last)))
+            rows, taking_part = now.queries.rows, np.flatnonzero(number < batch.steps)
+            assert np.flatnonzero(rows.present).tolist() == taking_part.tolist()
+            for row in taking_part:
+                position = int(rows.position[row])
+                assert position == batch.queries.rows.position[row] + number
+                assert now.queries.length[row] == now.queries.start[row] + 1 == position + 1
+                assert now.slot[row] == now.held[row] == batch.slot[row]
+                written.add((int(now.queries.page_table[row, position // PAGE]), position % PAGE))
+            if len(taking_part):
+                steps.append(self.sample(now, self.forward(now)[0], needed, None))
+            else:
+                steps.append(steps[-1]._replace(token=[-1] * len(now.slot)))
+        assert len(written) == batch.steps.sum(), "two tokens of a run are written to one place"
+        return _TokensOnTheHost(*(None if parts[0] is None else [*parts] for parts in zip(*steps, strict=True)))
+
     def note_seen(self, slot: int, prompt: Seq[int], generated: Seq[int]) -> None:
         self.seen[slot] = tuple(prompt), [*generated]
 
@@ -245,7 +282,13 @@ class Schedule:
     """Requests come and are cancelled, and steps are made, in any order."""
 
     def __init__(
-        self, shapes: BatchShapes, num_pages: int, keeps_prefixes: bool, launches_late: bool, snapshots: int | None
+        self,
+        shapes: BatchShapes,
+        num_pages: int,
+        keeps_prefixes: bool,
+        launches_late: bool,
+        snapshots: int | None,
+        run_steps: int,
     ) -> None:
         slots, keeps_slots = shapes.limits.slots, snapshots is not None
         cache = SnapshotCache(snapshots) if snapshots else None
@@ -254,7 +297,8 @@ class Schedule:
         self.scheduler = Scheduler(self.pool, shapes.limits)
         launcher = LateLauncher() if launches_late else ImmediateLauncher()
         table = SlotTable(slots, num_pages, named_in_queries=keeps_slots)
-        self.loop = StepLoop(self.scheduler, shapes, table, RememberingRunner(slots), launcher)
+        self.runner = RememberingRunner(slots, run_steps)
+        self.loop = StepLoop(self.scheduler, shapes, table, self.runner, launcher)
         start: Any = list
         self.constraint = CompiledConstraint(RememberingCompiler(), start)
         self.sequences: list[Sequence] = []
@@ -267,15 +311,15 @@ class Schedule:
         if len(prompt) + max_tokens - 1 > self.pool.num_pages * PAGE:
             return
         has_minimum = more_tokens % 3 == 0
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            seed=more_tokens << 40 | max_tokens,
-            n=n,
-            frequency_penalty=0.5 if more_tokens % 2 else 0.0,
-            min_tokens=max_tokens // 2 if has_minimum else 0,
-            sampling_logprobs=more_tokens % 4 == 1,
-            constraint=Constraint.choice(["x"]) if max_tokens % 3 == 0 and not has_minimum else None,
-        )
+        params = SamplingParams(max_tokens=max_tokens, seed=more_tokens << 40 | max_tokens, n=n)
+        if self.runner.run_steps == 1 or more_tokens % 3 == 2:  # most of the others can be in runs
+            params = dataclasses.replace(
+                params,
+                frequency_penalty=0.5 if more_tokens % 2 else 0.0,
+                min_tokens=max_tokens // 2 if has_minimum else 0,
+                sampling_logprobs=more_tokens % 4 == 1,
+                constraint=Constraint.choice(["x"]) if max_tokens % 3 == 0 and not has_minimum else None,
+            )
         context = RequestContext(
             end_tokens=frozenset([END]),
             prefix_root=prefix_root(client),
@@ -329,12 +373,13 @@ class Schedule:
             assert sequence.output.sampling_logprobs == [-token for token in wanted]
 
 
-def play(draw: random.Random, actions: int) -> None:
-    """Plays a random schedule of so many actions."""
+def play(draw: random.Random, actions: int) -> int:
+    """Plays a random schedule of so many actions, and returns how many runs of steps it had."""
     chunk = draw.choice([None, None, 1, 3, 8])
     shapes = shapes_for(draw.randint(1, 4), draw.randint(1, 24), chunk, draw.random() < 0.5)
     snapshots = draw.choice([None, None, 0, 1, 3, 20])
-    schedule = Schedule(shapes, draw.randint(6, 14), draw.random() < 0.5, draw.random() < 0.5, snapshots)
+    sizes = draw.randint(6, 14), draw.random() < 0.5, draw.random() < 0.5
+    schedule = Schedule(shapes, *sizes, snapshots, draw.choice([1, 2, 4]))
     for _ in range(actions):
         match draw.choice(["submit", "submit", "step", "step", "cancel", "forget", "drop"]):
             case "submit":
@@ -351,6 +396,7 @@ def play(draw: random.Random, actions: int) -> None:
                 schedule.drop(draw.randint(0, 100))
         schedule.check_pages()
     schedule.end()
+    return schedule.runner.runs
 
 
 class Schedules(RuleBasedStateMachine):
@@ -365,6 +411,7 @@ class Schedules(RuleBasedStateMachine):
         keeps_prefixes=st.booleans(),
         launches_late=st.booleans(),
         snapshots=st.sampled_from([None, None, 0, 1, 3, 20]),
+        run_steps=st.sampled_from([1, 2, 4]),
     )
     def begin(
         self,
@@ -376,9 +423,10 @@ class Schedules(RuleBasedStateMachine):
         keeps_prefixes: bool,
         launches_late: bool,
         snapshots: int | None,
+        run_steps: int,
     ):
         shapes = shapes_for(slots, tokens, chunk, mixes)
-        self.schedule = Schedule(shapes, num_pages, keeps_prefixes, launches_late, snapshots)
+        self.schedule = Schedule(shapes, num_pages, keeps_prefixes, launches_late, snapshots, run_steps)
 
     @rule(
         first_pages=st.lists(st.sampled_from([0, 1]), max_size=4),
@@ -443,20 +491,22 @@ def shrink(examples: int) -> None:
         )
 
 
-def search(seeds: range, actions: int = 8) -> None:
-    """Plays a schedule for each seed.
+def search(seeds: range, actions: int = 8) -> int:
+    """Plays a schedule for each seed, and returns how many runs of steps they had.
 
     Raises:
         AssertionError: one breaks a promise; its note says which.
     """
+    runs = 0
     with small_pages():
         for seed in seeds:
             try:
-                play(random.Random(seed), actions)
+                runs += play(random.Random(seed), actions)
             except Exception as failure:
                 failure.add_note(f"in the schedule of {actions} actions with seed {seed}")
                 raise
+    return runs
 
 
 if __name__ == "__main__":
-    search(range(*map(int, sys.argv[1:])))
+    print(search(range(*map(int, sys.argv[1:]))))

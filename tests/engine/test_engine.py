@@ -497,19 +497,20 @@ def test_forgotten_prefixes_are_computed_again() -> None:
 @pytest.mark.sampled(0)
 def test_warming_up_compiles_every_program_side_by_side_and_nothing_is_compiled_after_it() -> None:
     jax.clear_caches()
-    with engine(max_samples=2, token_budget=64) as one, compiled_programs() as compiled:
+    with engine(max_samples=2, token_budget=64, runs_of=2) as one, compiled_programs() as compiled:
         shapes = list(one._loop._shapes)
         layers, samplers = len(shapes), 10 * len({shape.sampled for shape in shapes})
-        scorers = len({shape.rows for shape in shapes if shape.rows})
+        scorers, runs = len({shape.rows for shape in shapes if shape.rows}), 2 * 2  # of one and two decodes
         one.warm_up()
         counts = Counter(compiled)
-        names = "_forward", "_sample", "_score", "_note_seen"
-        assert [counts[f"jit({name})"] for name in names] == [layers, samplers, scorers, 1]
+        names = "_forward", "_sample", "_score", "_note_seen", "_decode_run"
+        assert [counts[f"jit({name})"] for name in names] == [layers, samplers, scorers, 1, runs]
         assert sys.getswitchinterval() <= 0.0005
         # Those that the first steps would have to compile one after the other are not among them.
-        assert len(one._loop._runner._compiled) == layers + samplers + scorers + 1
+        assert len(one._loop._runner._compiled) == layers + samplers + scorers + 1 + runs
         del compiled[:]
         one.generate(requests()[:5])
+        one.generate([Request([1, 2, 3], SamplingParams(max_tokens=9))])
         one.generate([Request([1, 2, 3], SamplingParams(prompt_logprobs=True, max_tokens=3))])
         one.generate([Request([1, 2, 3], SamplingParams(repetition_penalty=1.1, min_tokens=2, max_tokens=3))])
         one.generate([Request([1, 2, 3], SamplingParams(temperature=0.9, sampling_logprobs=True, max_tokens=3))])
@@ -577,6 +578,7 @@ def test_more_tokens_than_a_step_can_hold_back_are_refused(shared: Engine, monke
         ({"num_pages": 3}, "num_pages is 3; accepted: at least 4, for one request of 400 tokens"),
         ({"snapshot_bytes": -1}, "snapshot_bytes is -1; accepted: 0 and more"),
         ({"snapshot_tokens": 0}, "snapshot_tokens is 0; accepted: at least 1"),
+        ({"runs_of": -1}, "runs_of is -1; accepted: 0 and more, or None"),
         ({"top_logprobs": 516}, "top_logprobs is 516; accepted: 0 to 515"),
         ({"kv_cache_dtype": "q4_0"}, r"Engine: .*q4_0 of 80 numbers; accepted: multiples of 32"),
     ],

@@ -1,5 +1,6 @@
 """The scheduler and its pages: schedules change no result; and what they do to pages, slots and steps."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,13 +13,14 @@ import pytest
 
 from detjax import SamplingParams
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable
+from detjax.engine.constraints import CompiledConstraint, Constraint
 from detjax.engine.page_pool import PagePool, digests, prefix_root
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler
 from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.snapshots import MOST_PER_STEP, SlotCopies, SnapshotCache
 from detjax.engine.step_loop import StepLoop
 from tests.engine import schedules
-from tests.engine.schedules import END, PAGE, RememberingRunner, expected_tokens
+from tests.engine.schedules import END, PAGE, RememberingCompiler, RememberingRunner, expected_tokens
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,20 +43,28 @@ def test_ten_thousand_random_schedules_change_no_token_and_leak_no_page(first: i
     script = [sys.executable, "-m", schedules.__name__, str(first), str(first + 2_500)]
     run = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, (run.stdout + run.stderr)[-5000:]
+    assert int(run.stdout) > 1000, "hardly any decodes were in runs of steps"
 
 
 def sequence(prompt: tuple[int, ...], **params: int) -> Sequence:
     return Sequence(prompt, SamplingParams(**params), context=RequestContext(end_tokens=frozenset([END])))
 
 
-def step_loop(shapes: BatchShapes, num_pages: int, keeps_prefixes: bool = True) -> StepLoop:
+def step_loop(shapes: BatchShapes, num_pages: int, keeps_prefixes: bool = True, run_steps: int = 1) -> StepLoop:
     slots = shapes.limits.slots
     scheduler = Scheduler(PagePool(num_pages, keeps_prefixes=keeps_prefixes), shapes.limits)
-    return StepLoop(scheduler, shapes, SlotTable(slots, num_pages), RememberingRunner(slots))
+    return StepLoop(scheduler, shapes, SlotTable(slots, num_pages), RememberingRunner(slots, run_steps))
 
 
-def serving_loop(slots: int, tokens: int, num_pages: int, keeps_prefixes: bool = True) -> StepLoop:
-    return step_loop(BatchShapes.for_serving(slots, tokens), num_pages, keeps_prefixes)
+def serving_loop(slots: int, tokens: int, num_pages: int, keeps_prefixes: bool = True, run_steps: int = 1) -> StepLoop:
+    return step_loop(BatchShapes.for_serving(slots, tokens), num_pages, keeps_prefixes, run_steps)
+
+
+def never_ending(count: int, prompt: tuple[int, ...] = (1, 2, 3), **params: int) -> list[Sequence]:
+    """Returns sequences that no token ends before `max_tokens`."""
+    candidates = (sequence(prompt, seed=seed, **params) for seed in range(1000))
+    whole = (one for one in candidates if len(expected_tokens(one)) == params["max_tokens"])
+    return list(itertools.islice(whole, count))
 
 
 def run(loop: StepLoop) -> list[ScheduledStep]:
@@ -194,11 +204,11 @@ def test_no_salt_gives_the_digest_of_a_page() -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_a_page_is_shared_only_when_its_tokens_are_known() -> None:
+@pytest.mark.parametrize("run_steps", [1, 4])
+def test_a_page_is_shared_only_when_its_tokens_are_known(run_steps: int) -> None:
     # The second page is full as soon as the step that samples its last token is submitted, before it is read.
-    loop = serving_loop(1, 8, 10)
-    candidates = (sequence((1, 2, 3), max_tokens=10, seed=seed) for seed in range(100))
-    one = next(candidate for candidate in candidates if len(expected_tokens(candidate)) == 10)
+    loop = serving_loop(1, 8, 10, run_steps=run_steps)
+    (one,) = never_ending(1, max_tokens=10)
     loop.submit(one)
     while not loop.is_idle:
         loop.step()
@@ -312,6 +322,138 @@ def test_chosen_chunks_have_two_shapes_that_share_their_sampling_program(slots: 
 def test_a_pool_of_no_pages_is_refused() -> None:
     with pytest.raises(ValueError, match="PagePool: num_pages is 0; accepted: at least 1"):
         PagePool(0)
+
+
+# --- runs of decodes --------------------------------------------------------------------------------------------------
+
+
+def run_lengths(steps: list[ScheduledStep], one: Sequence) -> list[int]:
+    """Returns how many tokens of a sequence each step samples, or each run of steps."""
+    return [1 + chunk.later for chunk in chunks(steps) if chunk.sequence is one and chunk.completes]
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_each_sequence_takes_part_in_a_run_for_as_many_tokens_as_it_may_have() -> None:
+    loop = serving_loop(4, 32, 20, run_steps=4)
+    together = [never_ending(1, max_tokens=count)[0] for count in (1, 2, 7, 10)]
+    for one in together:
+        loop.submit(one)
+    steps = run(loop)
+    assert [run_lengths(steps, one) for one in together] == [[1], [1, 1], [1, 4, 2], [1, 4, 4, 1]]
+    assert [one.generated for one in together] == [expected_tokens(one) for one in together]
+    assert [step.is_run for step in steps] == [False, True, True, False]
+    assert loop.scheduler.pool.in_use == 0
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_sequence_that_ends_within_a_run_gets_none_of_the_tokens_behind_its_end() -> None:
+    loop = serving_loop(2, 32, 20, run_steps=4)
+    candidates = (sequence((1, 2, 3), max_tokens=20, seed=seed) for seed in range(1000))
+    ended = next(one for one in candidates if len(expected_tokens(one)) == 7)
+    (other,) = never_ending(1, max_tokens=20)
+    for one in (ended, other):
+        loop.submit(one)
+    steps = run(loop)
+    assert sum(run_lengths(steps, ended)) > 7
+    assert (ended.finish_reason, ended.generated) == ("stop", expected_tokens(ended))
+    assert other.generated == expected_tokens(other)
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_nobody_waits_for_a_run_that_begins_later() -> None:
+    loop = serving_loop(1, 32, 20, run_steps=4)
+    first, second = never_ending(2, max_tokens=12)
+    loop.submit(first)
+    for _ in range(2):
+        loop.step()
+    assert first.unread == 4
+    loop.submit(second)
+    steps = run(loop)
+    # The only slot is taken, so that the second one waits until the first one has ended.
+    assert run_lengths(steps, first) == [1] * 7
+    assert run_lengths(steps, second) == [1, 4, 4, 3]
+    assert [one.generated for one in (first, second)] == [expected_tokens(one) for one in (first, second)]
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_steps_that_prefill_or_take_a_token_from_the_host_are_no_runs() -> None:
+    loop = serving_loop(2, 1 + 2, 20, run_steps=4)  # room for one decode beside the rows of a prefill
+    (first,), (second,) = never_ending(1, max_tokens=12), never_ending(1, tuple(range(9)), max_tokens=2)
+    loop.submit(first)
+    for _ in range(3):
+        loop.step()
+    loop.submit(second)
+    steps = run(loop)
+    assert any(chunk.sequence is second and chunk.is_decode and not chunk.sequence.is_held for chunk in chunks(steps))
+    assert not any(step.is_run and {chunk.sequence for chunk in step.chunks} != {first} for step in steps[:-1])
+    assert [one.generated for one in (first, second)] == [expected_tokens(one) for one in (first, second)]
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize(("num_pages", "preemptions"), [(8, 0), (7, 1), (6, 1), (5, 1)])
+def test_runs_make_nobody_give_back_pages_who_would_not_without_them(num_pages: int, preemptions: int) -> None:
+    for run_steps in (1, 4):
+        loop = serving_loop(2, 32, num_pages, run_steps=run_steps)
+        first, second = never_ending(2, max_tokens=12)
+        for one in (first, second):
+            loop.submit(one)
+        steps = run(loop)
+        assert any(step.is_run for step in steps) == (run_steps > 1)
+        assert loop.scheduler.preemptions == preemptions
+        assert [one.generated for one in (first, second)] == [expected_tokens(one) for one in (first, second)]
+
+
+def held_sequences(loop: StepLoop, count: int, **params: int) -> list[Sequence]:
+    """Returns sequences of one step loop whose prompts have been computed."""
+    together = never_ending(count, **params)
+    for one in together:
+        loop.submit(one)
+    loop.step()
+    assert all(one.is_held for one in together)
+    return together
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("most", [2, 4, 9])
+def test_a_step_is_made_a_run_with_the_pages_of_all_its_tokens(most: int) -> None:
+    loop = serving_loop(2, 32, 20)
+    together = held_sequences(loop, 2, max_tokens=6)
+    step = loop.scheduler.plan()
+    loop.scheduler.extend_to_run(step, most)
+    count = min(most, 5)  # the first of six tokens is sampled by the step that prefills
+    assert [(chunk.start, chunk.count, chunk.later, chunk.end) for chunk in step.chunks] == [
+        (3, 1, count - 1, 3 + count)
+    ] * 2
+    assert [len(one.page_ids) for one in together] == [-(-(3 + count) // PAGE)] * 2
+    assert len({page for one in together for page in one.page_ids}) == loop.scheduler.pool.in_use
+    loop.scheduler.mark_submitted(step)
+    assert [(one.computed, one.missing, one.has_all) for one in together] == [(3 + count, 5 - count, count == 5)] * 2
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize(("num_pages", "is_run"), [(4, True), (3, False)])
+def test_a_step_stays_one_where_a_page_of_the_run_is_missing(num_pages: int, is_run: bool) -> None:
+    loop = serving_loop(2, 32, num_pages)
+    together = held_sequences(loop, 2, max_tokens=4)
+    step = loop.scheduler.plan()
+    assert loop.scheduler.pool.in_use == 2
+    loop.scheduler.extend_to_run(step, 4)
+    assert (step.is_run, [chunk.later for chunk in step.chunks]) == (is_run, [2 * is_run] * 2)
+    assert loop.scheduler.pool.in_use == (4 if is_run else 2)
+    assert [len(one.page_ids) for one in together] == [2 if is_run else 1] * 2
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_constrained_sequence_may_end_while_others_go_on_in_runs() -> None:
+    with_constraint = RequestContext(constraint=CompiledConstraint(RememberingCompiler(), list))
+    params = SamplingParams(max_tokens=3, constraint=Constraint.choice(["x"]))
+    loop, constrained = serving_loop(2, 32, 20, run_steps=4), Sequence((1, 2), params, context=with_constraint)
+    (other,) = never_ending(1, max_tokens=12)
+    for one in (constrained, other):
+        loop.submit(one)
+    steps = run(loop)
+    assert run_lengths(steps, other) == [1, 1, 1, 4, 4, 1]
+    assert [one.generated for one in (constrained, other)] == [expected_tokens(one) for one in (constrained, other)]
 
 
 # --- snapshots of models with state in slots --------------------------------------------------------------------------

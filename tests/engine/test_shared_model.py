@@ -24,7 +24,7 @@ LINKS, NOWHERE = (DeviceLinks(jnp.full((2, 2), value, jnp.int32)) for value in (
 def shared_loop() -> StepLoop:
     mesh = jax.make_mesh((2,), ("tensor",))
     config = StepLoopConfig(
-        shapes=BatchShapes.for_serving(1, 8), num_pages=2, pages_per_sequence=1, variants=VARIANTS_OF_TWO
+        shapes=BatchShapes.for_serving(1, 8), num_pages=2, pages_per_sequence=1, variants=VARIANTS_OF_TWO, runs_of=1
     )
     return StepLoop.for_model(sharded(small_model(), mesh), config)
 
@@ -54,7 +54,7 @@ def check_priming() -> None:
     for key, is_linked in calls.exchanges:
         by_key.setdefault(key, []).append(is_linked)
     exchanging = {key: linked for key, linked in by_key.items() if key[0] != "_note_seen"}  # pyright: ignore[reportIndexIssue]
-    assert {key[0] for key in exchanging} == {"_forward", "_sample", "_score"}  # pyright: ignore[reportIndexIssue]
+    assert {key[0] for key in exchanging} == {"_forward", "_sample", "_score", "_decode_run"}  # pyright: ignore[reportIndexIssue]
     for key, linked in exchanging.items():
         assert linked[0] is False, key
         assert all(linked[1:]), key

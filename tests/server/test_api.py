@@ -280,7 +280,7 @@ def test_the_fingerprint_tells_models_settings_and_environments_apart(
     assert len(set(fingerprints)) == 5
     # What requests do not see is no part of it.
     smaller = dataclasses.replace(engine.config, max_samples=2, token_budget=40, prefix_cache=False, num_pages=9)
-    assert system_fingerprint(model, tokenizer, smaller) == served
+    assert system_fingerprint(model, tokenizer, dataclasses.replace(smaller, runs_of=5)) == served
     # The most that the model takes is what it is if nobody says so.
     whole = EngineConfig(max_length=model.config.max_positions)
     assert system_fingerprint(model, tokenizer) == system_fingerprint(model, tokenizer, whole)

@@ -195,7 +195,7 @@ _exchanges: Final = contextvars.ContextVar[_Exchanges | None]("exchanges", defau
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["part"], meta_fields=["cut"])
 @dataclasses.dataclass(frozen=True)
-class OwnColumns:
+class DeviceColumns:
     """This device's columns of an array that has all of them.
 
     Attributes:
@@ -208,7 +208,7 @@ class OwnColumns:
 
 
 @contextlib.contextmanager
-def linked(links: DeviceLinks | None, x: Array | None = None, own: OwnColumns | None = None) -> Iterator[None]:
+def linked(links: DeviceLinks | None, x: Array | None = None, columns: DeviceColumns | None = None) -> Iterator[None]:
     """Exchanges that are traced within the context go by these links.
 
     A function of `jax.jit` that exchanges takes the links that `current_links` returns as an argument, and has its own
@@ -216,10 +216,11 @@ def linked(links: DeviceLinks | None, x: Array | None = None, own: OwnColumns | 
 
     Args:
         links: how kernels reach the other devices.
-        x: an array that was gathered before, with all columns.
-        own: what `own_columns` has returned of it.
+        x: an array with all columns that was gathered in another context.
+        columns: this device's columns of it; see `device_columns`.
     """
-    token = _exchanges.set(_Exchanges(links, [] if x is None or own is None else [(x, own.part, own.cut)]))
+    gathered = [] if x is None or columns is None else [(x, columns.part, columns.cut)]
+    token = _exchanges.set(_Exchanges(links, gathered))
     try:
         yield
     finally:
@@ -232,12 +233,12 @@ def current_links() -> DeviceLinks | None:
     return None if exchanges is None else exchanges.links
 
 
-def own_columns(x: Shaped[Array, "*N D"]) -> OwnColumns | None:
+def device_columns(x: Shaped[Array, "*N D"]) -> DeviceColumns | None:
     """Returns this device's columns of an array that was gathered in this context; None of others."""
     exchanges = _exchanges.get()
     for whole, part, cut in [] if exchanges is None else exchanges.gathered:
         if whole is x:
-            return OwnColumns(part, cut)
+            return DeviceColumns(part, cut)
     return None
 
 
