@@ -129,8 +129,13 @@ def serve_command(
     if preset is not None and preset not in presets.MODELS:
         raise typer.BadParameter(f"--preset {preset!r} is unknown; accepted: {', '.join(presets.MODELS)}")
     with command_line.bad_parameters():
-        sizes = {"max_samples": max_samples, "token_budget": token_budget, "max_length": max_length}
-        engine = EngineConfig(**sizes, top_logprobs=0, runs_of=runs_of)
+        engine = EngineConfig(
+            max_samples=max_samples,
+            token_budget=token_budget,
+            max_length=max_length,
+            top_logprobs=0,
+            runs_of=runs_of,
+        )
         workload = serve.Workload(requests, prompt, output, rate, temperature, seed)
         experiment = serve.Experiment(workload, engine, orders, beside, numerics)
         mesh = models.mesh_of(tensor_parallel)

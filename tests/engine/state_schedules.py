@@ -15,14 +15,14 @@ import numpy as np
 from flax import nnx
 
 from detjax import SamplingParams
-from detjax.engine.batch import BatchShapes, SlotTable
+from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
 from detjax.engine.model_runner import ModelRunner
 from detjax.engine.page_pool import PagePool, prefix_root
 from detjax.engine.scheduler import ScheduledStep, Scheduler, pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.snapshots import SnapshotCache
 from detjax.engine.step_loop import StepLoop
-from detjax.engine.step_programs import SamplingVariant
+from detjax.engine.step_programs import SampledTokens, SamplingVariant
 from detjax.models import Decoder, load
 from detjax.options import KVQuantization
 from tests.support.bits import assert_same_bits
@@ -33,7 +33,10 @@ _PAGES: Final = 12
 _REQUESTS: Final = 24
 BLOCK: Final = 8
 """Consecutive seeds whose schedules have the same shapes."""
-_VARIANTS: Final = (SamplingVariant(filtered=True, top_logprobs=2, adjusted=True, distribution=True),)
+_VARIANTS: Final = (
+    SamplingVariant(filtered=True, top_logprobs=0),
+    SamplingVariant(filtered=True, top_logprobs=2, adjusted=True, distribution=True),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +87,16 @@ def model_of(kind: Kind) -> Decoder:
     return model
 
 
+class CountingRunner(ModelRunner):
+    """A runner that counts its runs of decode steps."""
+
+    runs = 0
+
+    def decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:
+        self.runs += 1
+        return super().decode_run(batch, needed)
+
+
 class Cases:
     """The requests of a kind of state, and their answers where each is alone."""
 
@@ -106,13 +119,17 @@ class Cases:
             seed=index,
             temperature=draw.choice([0.0, 0.8, 1.3]),
             top_k=draw.choice([0, 0, 20]),
-            top_logprobs=draw.choice([0, 2]),
             n=draw.choice([1, 1, 1, 3]),
-            frequency_penalty=draw.choice([0.0, 0.0, 0.5]),
-            sampling_logprobs=draw.random() < 0.3,
             prompt_logprobs=draw.random() < 0.15,
             ignore_eos=True,
         )
+        if index % 4 == 0:  # the others can be in runs
+            params = dataclasses.replace(
+                params,
+                top_logprobs=draw.choice([0, 2]),
+                frequency_penalty=draw.choice([0.0, 0.0, 0.5]),
+                sampling_logprobs=draw.random() < 0.3,
+            )
         return prompt, params
 
     def answers(self, index: int) -> list[Sequence]:
@@ -126,26 +143,28 @@ class Cases:
                     loop.step()
         return self._answers[index]
 
-    def loop(self, shapes: BatchShapes, num_pages: int, *, snapshots: int | None) -> StepLoop:
+    def loop(self, shapes: BatchShapes, num_pages: int, *, snapshots: int | None, runs_of: int = 0) -> StepLoop:
         """Returns a step loop with an empty cache, of whose pages the scheduler has some.
 
         Args:
             shapes: the shapes of its batches.
             num_pages: pages that the scheduler has.
             snapshots: how many there may be, of models that need them for a prefix cache; None: there is no such cache.
+            runs_of: decodes that a run of steps may have at most; 0: there are no runs.
         """
         slots, has_slots = shapes.limits.slots, self.model.has_slots
         cache = SnapshotCache(snapshots) if snapshots is not None and has_slots else None
         pool = PagePool(num_pages, keeps_prefixes=snapshots is not None, snapshots=cache)
         scheduler = Scheduler(pool, shapes.limits)
         table = SlotTable(slots, self.pages_per_sequence, named_in_queries=has_slots)
-        runner = ModelRunner(
+        runner = CountingRunner(
             self.model,
             num_pages=_PAGES,
             slots=slots,
             variants=_VARIANTS,
             kv_cache_dtype=self.kind.quantization,
             empty_batch=functools.partial(table.batch, ScheduledStep()),
+            runs_of=runs_of,
         )
         return StepLoop(scheduler, shapes, table, runner)
 
@@ -173,6 +192,7 @@ class Findings:
     preemptions: int = 0
     cached_tokens: int = 0
     snapshot_hits: int = 0
+    runs: int = 0
 
 
 class Schedule:
@@ -181,7 +201,8 @@ class Schedule:
     def __init__(self, kind: Kind, draw: random.Random, shapes: BatchShapes) -> None:
         self.cases, self.draw = cases_of(kind), draw
         num_pages = draw.randint(self.cases.pages_per_sequence, _PAGES)
-        self.loop = self.cases.loop(shapes, num_pages, snapshots=draw.choice([None, 1, 2, 5, 20]))
+        snapshots, runs_of = draw.choice([None, 1, 2, 5, 20]), draw.choice([0, 4])
+        self.loop = self.cases.loop(shapes, num_pages, snapshots=snapshots, runs_of=runs_of)
         self.expected: dict[Sequence, Sequence] = {}
 
     def submit(self) -> None:
@@ -221,6 +242,8 @@ class Schedule:
         findings.preemptions += self.loop.scheduler.preemptions
         snapshots = self.loop.scheduler.pool.snapshots
         findings.snapshot_hits += 0 if snapshots is None else snapshots.hits
+        assert isinstance(self.loop._runner, CountingRunner)
+        findings.runs += self.loop._runner.runs
         findings.schedules += 1
 
 

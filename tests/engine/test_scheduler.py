@@ -377,15 +377,18 @@ def test_nobody_waits_for_a_run_that_begins_later() -> None:
 
 @pytest.mark.usefixtures("small_pages")
 def test_steps_that_prefill_or_take_a_token_from_the_host_are_no_runs() -> None:
-    loop = serving_loop(2, 1 + 2, 20, run_steps=4)  # room for one decode beside the rows of a prefill
-    (first,), (second,) = never_ending(1, max_tokens=12), never_ending(1, tuple(range(9)), max_tokens=2)
-    loop.submit(first)
-    for _ in range(3):
-        loop.step()
-    loop.submit(second)
+    loop = serving_loop(2, 32, 20, run_steps=4)
+    (one,) = never_ending(1, (5,), max_tokens=6)  # its prompt is a decode
+    loop.submit(one)
+    assert run_lengths(run(loop), one) == [1, 4, 1]
+    assert one.generated == expected_tokens(one)
+    loop = step_loop(BatchShapes.for_chunks(2, 1), 20, run_steps=4)  # and all of these prompts' tokens are
+    (first,), (second,) = never_ending(1, max_tokens=12), never_ending(1, tuple(range(9)), max_tokens=6)
+    for one in (first, second):
+        loop.submit(one)
     steps = run(loop)
-    assert any(chunk.sequence is second and chunk.is_decode and not chunk.sequence.is_held for chunk in chunks(steps))
-    assert not any(step.is_run and {chunk.sequence for chunk in step.chunks} != {first} for step in steps[:-1])
+    assert not any(step.is_run and not all(chunk.completes for chunk in step.chunks) for step in steps)
+    assert run_lengths(steps, second) == [1, 4, 1]
     assert [one.generated for one in (first, second)] == [expected_tokens(one) for one in (first, second)]
 
 
