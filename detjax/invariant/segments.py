@@ -51,7 +51,7 @@ def run(
         return tuple(next(made) if is_inexact(v) else None for v in program.inputs)
 
     call.defvjp(keep, gradients)
-    # No device may wait for others within a piece, where it may go another way: so weights' gradients are added outside.
+    # No device may wait for others within a piece, where it may go another way: weights' gradients are added outside.
     # Functions with derivatives of their own get what they were traced for.
     if not varies:
         return call(*rows, *shared)
