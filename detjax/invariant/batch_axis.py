@@ -423,7 +423,14 @@ class Follower(IndexRules):
         tested, consts, carries = equations.while_arguments(eqn, places)
         step = lambda carries: self.jaxpr(eqn.params["body_jaxpr"], [*consts, *carries])  # noqa: E731
         carries = self._rounds(carries, step, eqn)
-        if not isinstance(self.jaxpr(eqn.params["cond_jaxpr"], [*tested, *carries])[0], (Shared, Single)):
+        test = self.jaxpr(eqn.params["cond_jaxpr"], [*tested, *carries])[0]
+        # `jax.vmap` makes loops that leave a row as it is when that wants no more: each row has its own answer then.
+        ends_by_row = (
+            self.rows_may_return
+            and isinstance(test, Rows)
+            and all(place == test for place in carries if isinstance(place, Rows))
+        )
+        if not ends_by_row and not isinstance(test, (Shared, Single)):
             return [self.mixes(eqn, Mixing.OTHER, "goes on as long as any row wants")] * len(eqn.outvars)
         return carries
 

@@ -101,8 +101,6 @@ class IndexRules(abc.ABC):
             hash(key)
         except TypeError:
             key = self.fresh(), given, ()
-        if any(map(equations.is_inexact, eqn.outvars)) and name != "sort":
-            key = self.fresh(), given, ()  # that they are equal is of no use
         for place, var in enumerate(eqn.outvars):
             made = self._known.get((key, place))
             if made is None:

@@ -73,6 +73,14 @@ MIXING: dict[str, tuple[Callable[[Array], Array], str]] = {
     "integer mask": (lambda x: jnp.where((x > 0).sum(0) > 2, x, 0), "reduce_sum .*over the batch"),
     "branch": (lambda x: lax.cond(jnp.any(x > 2), jnp.sin, jnp.cos, x), "reduce_or .*over the batch"),
     "loop": (lambda x: lax.while_loop(lambda x: jnp.any(jnp.abs(x) > 0.1), lambda x: x / 2, x), "reduce_or"),
+    "a loop that stops rows by another rule": (
+        lambda x: lax.while_loop(
+            lambda x: jnp.any(x.sum((1, 2)) > 1),
+            lambda x: jnp.where((x.sum((1, 2)) > 0)[:, None, None], x / 2, x),
+            x,
+        ),
+        "reduce_or",
+    ),
     "argmax over the batch": (lambda x: x - x[jnp.argmax(x[:, 0, 0])], "argmax .*over the batch"),
     "cumulative count": (lambda x: jnp.cumsum((x > 0).astype("int32"), 0), "cumsum .*over the batch"),
     "largest rows": (lambda x: lax.top_k(x[:, 0, 0], len(x))[0], "top_k .*over the batch"),
@@ -116,6 +124,9 @@ RETURNING: dict[str, Callable[[Array], Array]] = {
     "joined as they were": lambda x: jnp.concatenate([x[k : k + 1] * 2 for k in range(len(x))]),
     "cut and joined": lambda x: jnp.concatenate([x[:1], x[1:]]),
     "written by a loop": lambda x: lax.fori_loop(0, len(x), lambda k, y: y.at[k].set(jnp.sin(x[k])), jnp.zeros_like(x)),
+    "loops of its own": lambda x: jax.vmap(
+        lambda row: lax.while_loop(lambda row: row.sum() > 1, lambda row: row / 2, row)
+    )(x),
     "number of its own axes": lambda x: x.sum(1) / x.shape[1],
     "repeated tokens": lambda x: jnp.repeat(x.reshape(-1, WIDTH), 2, axis=0).reshape(*x.shape[:2], 2, WIDTH).sum(2),
     "matrices of its own": lambda x: jnp.linalg.svd(x)[1] + jnp.linalg.eigvalsh(x @ x.mT),
