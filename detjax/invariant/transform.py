@@ -1,8 +1,9 @@
 """`batch_invariant`: a function of a batch whose rows depend on themselves alone, in every bit."""
 
 import functools
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -10,15 +11,17 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 from jax import Array, tree_util
+from jax.core import Tracer
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from detjax import backends, compilation
-from detjax.invariant import arguments, cutting, interpreter, refusals
+from detjax import backends, compilation, varying
+from detjax.invariant import arguments, cutting, derivatives, equations, interpreter, refusals, writes
 from detjax.invariant.arguments import Leaves
-from detjax.invariant.batch_axis import Finding, Place, Rows, follow
+from detjax.invariant.batch_axis import Finding, Follower, Mixing, Place, Rows, Shared, follow
 from detjax.invariant.equations import Program
 from detjax.invariant.refusals import TracedForBatchWarning, UnsafeFunction, UnsafeFunctionWarning
+from detjax.invariant.sizes import Sizes
 
 type OnUnsafe = Literal["refuse", "warn"]
 
@@ -41,7 +44,7 @@ def batch_invariant(
     `fn` is traced for a batch of one. Products of a row's values with weights, and lookups in tables, are computed for
     all rows at once by `detjax.ops`; everything else keeps to its row. So the result does not depend on how many rows
     there are, on where a row stands, or on what the others hold. It works under `jax.jit` (on GPUs `detjax.jit`),
-    `jax.grad` (in reverse mode, once), `jax.vmap` and `jax.lax.scan`.
+    `jax.grad` (in reverse mode, once), `jax.vmap`, `jax.lax.scan` and `jax.shard_map`.
 
     Gradients of rows depend on the row alone too. Those of weights are sums over the batch: in ascending order of rows,
     in float32, rounded once for each use of the weight (`detjax.ops.matmul` says how products add).
@@ -49,20 +52,22 @@ def batch_invariant(
     Args:
         fn: a function of arrays and of anything else; what is not an array is static. Or a Flax module: the result has
             the arguments of an NNX module's call, or of a Linen module's `apply`. As a decorator of an NNX class it
-            changes the class's call. What a call writes into an NNX module is refused.
+            changes the class's call. What a call writes into an NNX module is refused, except for counters of random
+            streams on which no result depends.
         batch_axes: for each positional argument, the axis of its rows: an integer, None for what all rows share (such
             as weights), or a pytree of them, as `in_axes` of `jax.vmap`. One integer holds for all arguments. A
             module's own variables come before these arguments, and are shared. Keyword arguments are shared.
         out_axes: the axis of the rows in the results, likewise.
-        on_unsafe: what happens where `fn` adds numbers of different rows, or gives a row numbers that depend on its
-            place: "refuse" raises, "warn" warns and returns what `fn` gives for each row alone.
+        on_unsafe: what happens where `fn` mixes rows: where a number of a row's depends on the rows beside it, on its
+            place among them, or on how many there are. "refuse" raises, "warn" warns and returns what `fn` gives for
+            each row alone. Rows may leave their places if every row returns, as tokens do that are sorted for experts.
         traced_for: "row" traces `fn` for a batch of one. "batch" traces it for the batch and cuts the program of one
-            row out of that, which has the same bits; whatever mixes rows is refused then. By default it is "row", and
-            "batch", with a `TracedForBatchWarning`, where tracing for one row raises. If `fn` computes with the
-            number of rows, a row of the second kind depends on that number.
+            row out of that, which has the same bits; rows may not leave their places then. By default it is "row", and
+            "batch", with a `TracedForBatchWarning`, where tracing for one row raises.
 
     Raises:
-        TypeError: an argument that has rows is not an array, or fn is a class other than of NNX modules.
+        TypeError: an argument that has rows is not an array, or fn is a class other than of NNX modules. Forward mode
+            or a gradient of a gradient is asked for; when called.
         UnsafeFunction: see `on_unsafe` and `traced_for`; when called. A result has no axis of rows; when called.
         ValueError: batches have different sizes or no rows, or an option is unknown.
 
@@ -114,7 +119,14 @@ def _invariant(fn: Callable[..., Any], *, batch_axes: Any, options: _Options, sh
         given, arrays = Leaves.from_call("batch_invariant", batch_axes, args, kwargs, shared)
         if given not in programs:
             programs[given] = _program(fn, given, options)
-        return programs[given](*arrays)
+        if not any(isinstance(x, Tracer) for x in arrays):
+            return programs[given](*arrays)
+        try:
+            return programs[given](*derivatives.reverse_only(arrays))
+        except (TypeError, ValueError) as error:
+            if any(begins in str(error) for begins in derivatives.JAX_REFUSES):
+                raise derivatives.ForwardMode from error
+            raise
 
     return call
 
@@ -122,52 +134,38 @@ def _invariant(fn: Callable[..., Any], *, batch_axes: Any, options: _Options, sh
 def _program(fn: Callable[..., Any], given: Leaves, options: _Options) -> Callable[..., Any]:
     """The invariant function of the arrays among the arguments."""
     array_axes = given.array_axes
+    counters: dict[int, str] = {}
 
     def function(*arrays: Any) -> Any:
         leaves = given.with_arrays(arrays)
         args, kwargs = jax.tree.unflatten(given.tree, leaves)
         results = fn(*args, **kwargs)
-        _check_unchanged((args, kwargs), leaves, given.tree)
+        counters.update(writes.check_unchanged((args, kwargs), leaves, given.tree, given.is_array))
         return results
 
     @compilation.jit
     @compilation.chain
     def invariant(*arrays: Array) -> Any:
         if backends.backend() == backends.STOCK:
-            return function(*arrays)
+            results = function(*arrays)
+            if counters:
+                rows = arguments.count_rows("batch_invariant", arrays, array_axes)
+                writes.check_counters(_traced(function, arrays, array_axes, rows)[0], counters)
+            return results
         compilation.require_pinned_program("batch_invariant")
         count = arguments.count_rows("batch_invariant", arrays, array_axes)
-        whole = _Whole.traced(function, arrays, array_axes, max(2, count))
-        whole.check(options.on_unsafe)
-        jaxpr, one = _one_row(function, arrays, array_axes, whole, options.traced_for)
+        whole = _Whole.read(function, arrays, array_axes, max(2, count), options)
+        writes.check_counters(whole.jaxpr, counters)
+        whole.check(options)
+        jaxpr, one = _one_row(function, arrays, array_axes, options.traced_for)
         flags = [axis is not None for axis in array_axes]
         values = [x if axis is None else _as_examples(x, axis) for x, axis in zip(arrays, array_axes, strict=True)]
-        results, made = interpreter.run(Program.from_jaxpr(jaxpr), values, flags, count)
+        program = Program.from_jaxpr(equations.without_types(jaxpr))
+        with refusals.mixed(whole.findings):
+            results, made = interpreter.run(program, values, flags, count)
         return _as_batch(results, made, one, whole, options.out_axes, count)
 
     return invariant
-
-
-def _check_unchanged(arguments: Any, leaves: Sequence[Any], tree: Any) -> None:
-    """Raises if a call wrote into an NNX module among its arguments: what it wrote would be lost."""
-    modules = [x for x in jax.tree.leaves(arguments, is_leaf=_is_module) if _is_module(x)]
-    if not modules:
-        return
-    after, tree_after = jax.tree.flatten(arguments)
-    if tree_after == tree and all(x is y for x, y in zip(after, leaves, strict=True)):
-        return
-    known = {id(x) for x in leaves}
-    paths = [path for module in modules for path, x in tree_util.tree_leaves_with_path(module) if id(x) not in known]
-    names = ", ".join(sorted({tree_util.keystr(path) for path in paths})) or "its structure"
-    raise UnsafeFunction(
-        f"batch_invariant: a call writes into {type(modules[0]).__name__}: {names}. What it writes would be one "
-        "row's, and lost. Switch it off (module.eval()), or pass the state as an argument with rows and "
-        "return it."
-    )
-
-
-def _is_module(x: Any) -> bool:
-    return isinstance(x, nnx.Module)
 
 
 def _as_examples(x: Array, axis: int) -> Array:
@@ -182,7 +180,7 @@ def _shapes(arrays: Sequence[Array], axes: Sequence[int | None], rows: int) -> l
         sizes = list(x.shape)
         if axis is not None:
             sizes[axis] = rows
-        return jax.ShapeDtypeStruct(tuple(sizes), x.dtype, weak_type=jax.typeof(x).weak_type)
+        return varying.shape(x, sizes, weak_type=jax.typeof(x).weak_type)
 
     return list(map(shape, arrays, axes))
 
@@ -216,32 +214,85 @@ class _Whole(NamedTuple):
     findings: list[Finding]
 
     @classmethod
-    def traced(
-        cls, fn: Callable[..., Any], arrays: Sequence[Array], axes: Sequence[int | None], batch: int
+    def read(
+        cls, fn: Callable[..., Any], arrays: Sequence[Array], axes: Sequence[int | None], count: int, options: _Options
     ) -> "_Whole":
-        """Returns a function as it is traced for so many rows."""
-        jaxpr, shapes = _traced(fn, arrays, axes, batch)
+        """Returns a function as it is traced for a batch in which rows are told by their number alone.
+
+        A number that divides no other axis is best. A function that takes no such batch is traced for the one that it
+        got. It is traced for one row more as well, which shows the numbers that come from the number of rows.
+        """
+        try:
+            batch = count if options.traced_for == "batch" else _telling_batch(arrays)
+            traced = _traced(fn, arrays, axes, batch)
+        except UnsafeFunction:
+            raise
+        except Exception:  # whatever a function raises that takes some batches alone
+            batch = count
+            traced = _traced(fn, arrays, axes, batch)
+        try:
+            more: core.Jaxpr | None = _traced(fn, arrays, axes, batch + 1)[0]
+        except Exception:
+            more = None
+        return cls.followed(traced, arrays, axes, batch, more)
+
+    @classmethod
+    def followed(
+        cls,
+        traced: tuple[core.Jaxpr, Any],
+        arrays: Sequence[Array],
+        axes: Sequence[int | None],
+        batch: int,
+        more: core.Jaxpr | None = None,
+        *,
+        rows_may_return: bool = True,
+    ) -> "_Whole":
+        """Returns where the rows are in a function that was traced for so many of them, and for one more."""
+        jaxpr, shapes = traced
         given: list[Place | None] = [
             None if axis is None else Rows(axis % x.ndim) for x, axis in zip(arrays, axes, strict=True)
         ]
-        return cls(batch, jaxpr, shapes, given, *follow(jaxpr, batch, given))
+        sharded = varying.sharded([x for x, axis in zip(arrays, axes, strict=True) if axis is not None])
+        jaxpr = equations.without_prints(jaxpr)
+        sizes = None if more is None else Sizes.between(jaxpr, equations.without_prints(more))
+        made, findings = follow(jaxpr, batch, given, sharded, sizes, rows_may_return=rows_may_return)
+        return cls(batch, jaxpr, shapes, given, made, findings)
 
-    def check(self, on_unsafe: OnUnsafe) -> None:
-        """Raises or warns if a row's numbers depend on other rows or on its place."""
-        unsafe = [finding for finding in self.findings if finding.changes_numbers]
-        if not unsafe:
+    def check(self, options: _Options) -> None:
+        """Raises or warns if a row's numbers depend on other rows, on its place, or on how many rows there are."""
+        findings = [*self.findings, *self._numbered_results(options.out_axes)]
+        if not findings:
             return
-        message = "\n".join(("batch_invariant: rows of the batch meet.", *refusals.lines(unsafe)))
-        if on_unsafe == "refuse":
+        message = "\n".join(("batch_invariant: rows of the batch meet.", *refusals.lines(findings)))
+        if options.on_unsafe == "refuse":
             raise UnsafeFunction(f"{message}\non_unsafe='warn' computes what the function gives for each row alone.")
         warnings.warn(UnsafeFunctionWarning(message), stacklevel=2)
+
+    def _numbered_results(self, out_axes: Any) -> Iterator[Finding]:
+        """What is found of results that hold no row's numbers, but differ from row to row, or with the batch."""
+        makers = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
+        axes = arguments.spread("batch_invariant", "out_axes", out_axes, self.shapes)
+        for atom, place, axis in zip(self.jaxpr.outvars, self.made, axes, strict=True):
+            if not isinstance(place, Shared) or isinstance(atom, core.Literal) or atom not in makers:
+                continue
+            ndim, mixing = equations.aval(atom).ndim, Mixing.SIZE if place.sized else Mixing.SLOT
+            if place.sized or (axis is not None and -ndim <= axis < ndim and axis % ndim not in place.uniform):
+                yield Follower(self.batch).finding(makers[atom], mixing, mixing.value)
+
+
+def _telling_batch(arrays: Sequence[Array]) -> int:
+    """A prime number of rows, of which no axis of the arguments is a multiple."""
+    sizes = {size for x in arrays for size in x.shape if size}
+    batch = 11
+    while any(batch % k == 0 for k in range(2, math.isqrt(batch) + 1)) or any(size % batch == 0 for size in sizes):
+        batch += 1
+    return batch
 
 
 def _one_row(
     fn: Callable[..., Any],
     arrays: Sequence[Array],
     axes: Sequence[int | None],
-    whole: _Whole,
     traced_for: TracedFor | None,
 ) -> tuple[core.Jaxpr, Any]:
     """The jaxpr of a function for a batch of one, and the shapes of its results."""
@@ -255,6 +306,8 @@ def _one_row(
             if traced_for == "row":
                 raise
             reason = error
+    count = max(2, arguments.count_rows("batch_invariant", arrays, axes))
+    whole = _Whole.followed(_traced(fn, arrays, axes, count), arrays, axes, count, rows_may_return=False)
     why = "" if reason is None else f" cannot be traced for one row ({type(reason).__name__}: {reason}), and it"
     if whole.findings:
         reports = "\n".join(refusals.lines(whole.findings))
