@@ -1,0 +1,156 @@
+"""Derivatives inside, callbacks, devices, and numbers of the whole batch."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.sharding import AxisType, PartitionSpec
+
+from tests.invariant.idioms.layers import weights
+from tests.invariant.idioms.registry import Function, accepted, refused
+
+DERIVATIVES = "Losses and derivatives"
+OUTSIDE = "Devices, callbacks and printing"
+BATCH = "Numbers of the whole batch"
+ITS_SCALE = (
+    "other rows would change it: make the number from each row (`axis=-1, keepdims=True`), or pass it as an argument"
+)
+
+
+@accepted(DERIVATIVES, "losses of optax, one number a row", "average outside", "labelled")
+def optax_losses() -> Function:
+    def fn(logits: Array, labels: Array) -> Array:
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses + jnp.sum(optax.huber_loss(logits), axis=-1)
+
+    return fn
+
+
+@refused(
+    DERIVATIVES,
+    "the mean loss of the batch as the result",
+    "return one number a row, and average outside",
+    "reduces over the batch",
+    "labelled",
+)
+def mean_loss() -> Function:
+    return lambda logits, labels: optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@accepted(
+    DERIVATIVES,
+    "`jax.custom_vjp`",
+    "arrays come as its arguments: JAX raises where a gradient goes through one that it closes over",
+)
+def custom_vjp() -> Function:
+    @jax.custom_vjp
+    def straight_through(x: Array) -> Array:
+        return jnp.round(x)
+
+    straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g * 3,))
+    w = weights(8, 8)
+    return lambda x: straight_through(4 * x @ w)
+
+
+@accepted(DERIVATIVES, "`jax.checkpoint`", "")
+def checkpoint() -> Function:
+    w = weights(8, 8)
+    return jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w))
+
+
+def _energy(w: Array, x: Array) -> Array:
+    return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+
+@accepted(DERIVATIVES, "`jax.grad` inside", "")
+def grad_inside() -> Function:
+    w = weights(8, 8)
+    return lambda x: x - 0.1 * jax.vmap(jax.grad(lambda x: _energy(w, x)))(x)
+
+
+@accepted(DERIVATIVES, "`jax.hessian` and `jax.jvp` inside", "", "vectors")
+def hessian_inside() -> Function:
+    w = weights(8, 8)
+
+    def row(x: Array) -> Array:
+        energy = lambda x: _energy(w, x)  # noqa: E731
+        return jax.hessian(energy)(x) @ x + jax.jvp(jax.grad(energy), (x,), (x,))[1]
+
+    return jax.vmap(row)
+
+
+@accepted(
+    DERIVATIVES,
+    "`lax.stop_gradient`, and a gradient that adds over the whole batch inside",
+    "rows have no part in each other's gradient",
+)
+def grad_over_the_batch_inside() -> Function:
+    w = weights(8, 8)
+    return lambda x: x - 0.1 * jax.grad(lambda x: _energy(w, x))(lax.stop_gradient(x))
+
+
+@accepted(DERIVATIVES, "loops: `lax.scan`, `lax.fori_loop`, `lax.cond`, `lax.switch`", "")
+def loops() -> Function:
+    w = weights(8, 8)
+
+    def fn(x: Array) -> Array:
+        x = lax.fori_loop(0, 2, lambda k, x: jnp.tanh(x @ w), x)
+        x, _ = lax.scan(lambda x, scale: (lax.cond(scale > 1, jnp.sin, jnp.cos, scale * x), None), x, jnp.arange(3.0))
+        return lax.switch(1, [jnp.sin, jnp.tanh], x)
+
+    return fn
+
+
+def _mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+
+
+@accepted(
+    OUTSIDE,
+    "`jax.shard_map` inside",
+    "called for one row after the other: its own promise is that it gives the same bits twice",
+    has_gradient=False,
+)
+def shard_map_inside() -> Function:
+    w = weights(8, 8)
+    return jax.shard_map(lambda x: jnp.tanh(x @ w), mesh=_mesh(), in_specs=PartitionSpec(), out_specs=PartitionSpec())
+
+
+@accepted(OUTSIDE, "`jax.debug.print`", "prints for each row")
+def debug_print() -> Function:
+    def fn(x: Array) -> Array:
+        jax.debug.print("{x}", x=x[:, 0, 0])
+        return 2 * x
+
+    return fn
+
+
+@accepted(OUTSIDE, "`jax.pure_callback`", "called for one row after the other, which is slow", has_gradient=False)
+def pure_callback() -> Function:
+    def host(x: Any) -> np.ndarray:
+        return np.sinh(np.asarray(x))
+
+    return lambda x: jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+@refused(BATCH, "`x - x.mean(0)`", ITS_SCALE, "reduces over the batch")
+def mean_over_rows() -> Function:
+    return lambda x: x - x.mean(0)
+
+
+@refused(
+    BATCH,
+    "`x + jnp.arange(x.shape[0])[:, None, None]`",
+    "a row would depend on its place: pass numbers with rows",
+    "depend on its place in the batch",
+)
+def place_of_a_row() -> Function:
+    return lambda x: x + jnp.arange(x.shape[0], dtype=x.dtype)[:, None, None]
+
+
+@refused(BATCH, "`jnp.cumsum` over the flattened batch", "sum over each row", "accumulates over the batch")
+def cumsum_over_rows() -> Function:
+    return lambda x: jnp.cumsum(x.reshape(-1, 8), axis=0).reshape(x.shape)
