@@ -55,6 +55,7 @@ class Mixing(enum.Enum):
 
     SUM = "adds numbers of different rows"
     SLOT = "gives a row numbers that depend on its place in the batch"
+    DEVICES = "meets the rows of other devices"
     MOVE = "moves, orders or counts rows of different examples"
     OTHER = "has no rule here"
 
@@ -82,22 +83,25 @@ class Finding:
     @property
     def changes_numbers(self) -> bool:
         """Whether a row's floating-point numbers depend on the rows beside it, or on its place among them."""
-        return self.inexact and self.mixing in (Mixing.SUM, Mixing.SLOT)
+        return self.mixing is Mixing.DEVICES or (self.inexact and self.mixing in (Mixing.SUM, Mixing.SLOT))
 
     def __str__(self) -> str:
         shapes = ", ".join(map(str, self.shapes))
         return f"{self.primitive} of {shapes} {self.what}, at {self.line}"
 
 
-def follow(jaxpr: core.Jaxpr, batch: int, places: Sequence[Place | None]) -> tuple[list[Place], list[Finding]]:
+def follow(
+    jaxpr: core.Jaxpr, batch: int, places: Sequence[Place | None], sharded: frozenset[str] | None = frozenset()
+) -> tuple[list[Place], list[Finding]]:
     """Returns where the batch is in the results of a jaxpr, and the equations that mix its rows.
 
     Args:
         jaxpr: a function of a whole batch.
         batch: how many rows the batch has, at least 2.
         places: for each argument its place, or None for an array without rows.
+        sharded: the axes of a mesh around the function along which devices have other rows; None if that is not known.
     """
-    follower = Follower(batch)
+    follower = Follower(batch, sharded)
     made = follower.jaxpr(jaxpr, places)
     return made, list(dict.fromkeys(follower.findings))
 
@@ -141,8 +145,10 @@ def operation_places(eqn: core.JaxprEqn, places: Sequence[Place], batch: int) ->
 class Follower:
     """The places of one function's arrays, equation by equation."""
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, batch: int, sharded: frozenset[str] | None = frozenset()) -> None:
         self.batch = batch
+        self.sharded = sharded
+        self.inner_axes: frozenset[str] = frozenset()  # of meshes that the function itself divides arrays over
         self.findings: list[Finding] = []
         self.calls: list[core.JaxprEqn] = []  # those around the equation that is looked at, the outermost first
 
@@ -273,7 +279,10 @@ class Follower:
             names = names if isinstance(names, tuple) else (names,)
             if any(name is not None and sizes[name] > 1 for name in names):
                 return [self.mixes(eqn, Mixing.OTHER, "cuts the batch among devices")] * len(eqn.outvars)
-        return self.jaxpr(eqn.params["jaxpr"], places)
+        before, self.inner_axes = self.inner_axes, self.inner_axes | eqn.params["newly_manual_axes"]
+        made = self.jaxpr(eqn.params["jaxpr"], places)
+        self.inner_axes = before
+        return made
 
     def _joined(self, places: Sequence[Place], eqn: core.JaxprEqn) -> Place:
         """The place of an array that may be any of several."""
@@ -526,11 +535,33 @@ class Follower:
         assert isinstance(rows, Rows)
         return rows.on(numbers.out_spec[0])
 
-    def _psum(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
+    # Devices ----------------------------------------------------------------------------------------------------------
+
+    def _collective(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
+        """The place of rows that devices exchange, if all devices have the same rows."""
+        name, params = eqn.primitive.name, eqn.params
         rows = next(place for place in places if isinstance(place, Rows))
+        given = params.get("axes", params.get("axis_name"))
+        names = set(given if isinstance(given, tuple) else (given,)) - self.inner_axes
+        if names and (self.sharded is None or names & self.sharded):
+            what = f"meets the rows of other devices along {', '.join(map(repr, sorted(map(str, names))))}"
+            return self.mixes(eqn, Mixing.DEVICES, what)
+        if name in ("all_gather", "all_gather_invariant"):
+            axis = params["all_gather_dimension"]
+            if params["tiled"] and axis == rows.axis:
+                return self.mixes(eqn, Mixing.MOVE, "joins batches")
+            return rows if params["tiled"] else rows.on(rows.axis + (axis <= rows.axis))
+        if name in ("reduce_scatter", "psum_scatter"):
+            axis = params["scatter_dimension"]
+            if axis == rows.axis:
+                return self.mixes(eqn, Mixing.MOVE, "divides the batch")
+            return rows if params["tiled"] else rows.on(rows.axis - (axis < rows.axis))
+        if name == "all_to_all" and rows.axis in (params["split_axis"], params["concat_axis"]):
+            return self.mixes(eqn, Mixing.MOVE, "divides the batch")
         return self._meeting(eqn, rows, places)
 
-    _psum_invariant = _psum
+    _psum = _psum_invariant = _pmax = _pmin = _all_gather = _all_gather_invariant = _collective
+    _ppermute = _all_to_all = _reduce_scatter = _psum_scatter = _collective
 
     def _window(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         rows = places[0]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
+from detjax import varying
 from detjax.invariant import equations
 from detjax.invariant.dependence import Dependence
 from detjax.invariant.equations import Program
@@ -47,7 +48,7 @@ class ControlFlow(abc.ABC):
         if name == "cond" and not mapped[0]:
             programs = map(Program.from_jaxpr, eqn.params["branches"])
             branches = [functools.partial(self._branch, program, mapped[1:], made) for program in programs]
-            return lax.switch(values[0].astype(jnp.int32), branches, *values[1:])
+            return varying.switch(values[0].astype(jnp.int32), branches, *values[1:])
         return None
 
     def _branch(self, program: Program, mapped: list[bool], made: list[bool], *operands: Any) -> list[Any]:
@@ -66,7 +67,7 @@ class ControlFlow(abc.ABC):
             results = self.run(program, [*consts, *carry, *xs], inner, made)
             return results[: len(carry)], results[len(carry) :]
 
-        carry, ys = lax.scan(step, carry, xs, params["length"], params["reverse"], params["unroll"])
+        carry, ys = varying.scan(step, carry, xs, params["length"], params["reverse"], params["unroll"])
         ys = [jnp.moveaxis(y, 0, 1) if m else y for y, m in zip(ys, made[len(carry) :], strict=True)]
         return [*carry, *ys]
 
@@ -81,7 +82,7 @@ class ControlFlow(abc.ABC):
         def step(carry: list[Any]) -> list[Any]:
             return self.run(body, [*consts, *carry], [*consts_mapped, *made], made)
 
-        return lax.while_loop(goes_on, step, self._carried(carry, carry_given, made))
+        return varying.while_loop(goes_on, step, self._carried(carry, carry_given, made))
 
     def _carried(self, carry: list[Any], given: list[bool], mapped: list[bool]) -> list[Any]:
         return [self.spread(x) if m and not g else x for x, g, m in zip(carry, given, mapped, strict=True)]

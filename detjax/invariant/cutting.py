@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array, lax
 from jax.extend import core
 
+from detjax import varying
 from detjax.invariant import equations
 from detjax.invariant.batch_axis import Follower, Place, Rows, Shared, constant_place
 from detjax.invariant.equations import Kind, aval
@@ -275,7 +276,7 @@ class _Cutter:
             results = self._results(body, [*consts, *carry, *xs], inside, wanted)
             return results[: len(carry)], results[len(carry) :]
 
-        carry, ys = lax.scan(step, carry, xs, length, params["reverse"], params["unroll"])
+        carry, ys = varying.scan(step, carry, xs, length, params["reverse"], params["unroll"])
         return [*carry, *ys]
 
     def _while(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], made: list[Place]) -> list[Any]:
@@ -291,14 +292,14 @@ class _Cutter:
         def step(carry: list[Any]) -> list[Any]:
             return self._results(body, [*consts, *carry], [*const_places, *made], made)
 
-        return lax.while_loop(goes_on, step, carry)
+        return varying.while_loop(goes_on, step, carry)
 
     def _cond(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], made: list[Place]) -> list[Any]:
         def branch(jaxpr: core.Jaxpr) -> Callable[..., list[Any]]:
             return lambda *operands: self._results(jaxpr, operands, places[1:], made)
 
         branches = list(map(branch, eqn.params["branches"]))
-        return lax.switch(jnp.asarray(values[0]).astype(jnp.int32), branches, *values[1:])
+        return varying.switch(jnp.asarray(values[0]).astype(jnp.int32), branches, *values[1:])
 
     def _results(
         self, jaxpr: core.Jaxpr, values: Sequence[Any], places: Sequence[Place], wanted: Sequence[Place]

@@ -7,11 +7,13 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax._src import source_info_util  # JAX has no public way from an equation to a line of the user's
 from jax.extend import core
 
-from detjax import backends, compilation, ops
+from detjax import backends, compilation, ops, varying
 
 
 class Kind(enum.Enum):
@@ -284,8 +286,77 @@ class Values(dict[core.Var, Any]):
 def bind(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Returns an equation's results for such values, in the context in which it was traced."""
     with at_line(eqn):
-        results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+        return _retyped(eqn, values) if varying.is_typed() else _bound(eqn, values)
+
+
+def _bound(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _retyped(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """An equation's results for values that may vary over other axes of a mesh than those that it was traced for.
+
+    What holds other equations is traced again: its own type would be that of the values that it was traced for.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name in OWN_RULES or name == "shard_map":
+        values = [varying.over(x, v.aval.manual_axis_type.varying) for x, v in zip(values, eqn.invars, strict=True)]
+        return _bound(eqn, values)
+    if name in ("remat2", "checkpoint"):
+        program = Program.from_jaxpr(body(eqn))
+        return jax.checkpoint(program, policy=params["policy"], prevent_cse=params["prevent_cse"])(*values)
+    if name in CALLS:
+        return jax.jit(Program.from_jaxpr(body(eqn)).__call__)(*values)
+    if name == "scan":
+        program = Program.from_jaxpr(params["jaxpr"])
+        consts, carry, xs = scan_arguments(eqn, values)
+
+        def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = program(*consts, *carry, *xs)
+            return results[: len(carry)], results[len(carry) :]
+
+        carry, ys = varying.scan(step, carry, xs, params["length"], params["reverse"], params["unroll"])
+        return [*carry, *ys]
+    if name == "while":
+        tests, step = (Program.from_jaxpr(params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
+        tested, consts, carry = while_arguments(eqn, values)
+        return varying.while_loop(lambda c: tests(*tested, *c)[0], lambda c: step(*consts, *c), carry)
+    if name == "cond":
+        branches = [Program.from_jaxpr(branch) for branch in params["branches"]]
+        return varying.switch(jnp.asarray(values[0]).astype(jnp.int32), branches, *values[1:])
+    return _bound(eqn, varying.over(list(values), varying.join(values)))
+
+
+def without_types(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """Returns a jaxpr without the equations that say of a value that it varies over axes of a mesh.
+
+    `bind` says it again. Left in, they would make a variable of every number that the function writes down, and a
+    compiler could do less with it than where there is no mesh. Functions with rules of their own keep theirs.
+    """
+    if not varying.is_typed():
+        return jaxpr
+    same: dict[core.Var, Any] = {}
+    read = lambda atom: atom if isinstance(atom, core.Literal) else same.get(atom, atom)  # noqa: E731
+    eqns = []
+    for eqn in jaxpr.eqns:
+        given = [read(v) for v in eqn.invars]
+        if eqn.primitive.name == "pvary":
+            same.update(zip(eqn.outvars, given, strict=True))
+            continue
+        params = eqn.params if eqn.primitive.name in OWN_RULES else jax.tree.map(
+            lambda x: without_types(x) if isinstance(x, core.Jaxpr) else x,
+            eqn.params,
+            is_leaf=lambda x: not isinstance(x, (dict, tuple, list)) or hasattr(x, "_fields"),
+        )
+        eqns.append(eqn.replace(invars=given, params=params))
+    return jaxpr.replace(eqns=eqns, outvars=[read(v) for v in jaxpr.outvars])
+
+
+def holds_own_rules(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an equation is, or holds, one with a derivative or a batching rule of its own."""
+    is_one = eqn.primitive.name in OWN_RULES
+    return is_one or any(holds_own_rules(inner) for part in bodies(eqn) for inner in part.eqns)
 
 
 def at_line(eqn: core.JaxprEqn) -> Any:

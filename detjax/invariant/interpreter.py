@@ -7,6 +7,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
+from detjax import varying
 from detjax.invariant import equations, products, segments
 from detjax.invariant.control_flow import ControlFlow
 from detjax.invariant.dependence import Dependence
@@ -22,11 +23,16 @@ def run(program: Program, values: Sequence[Any], mapped: Sequence[bool], count: 
         mapped: which do.
         count: the number of examples.
     """
-    return _Interpreter(count, Dependence(products.is_shared)).results(program, values, mapped)
+    varies = varying.join([x for x, m in zip(values, mapped, strict=True) if m])
+    return _Interpreter(count, Dependence(products.is_shared), varies).results(program, values, mapped)
 
 
 class _Interpreter(ControlFlow):
     """The run of one function and of those that it holds."""
+
+    def __init__(self, count: int, dependence: Dependence, varies: frozenset[str]) -> None:
+        super().__init__(count, dependence)
+        self._varies = varies
 
     def run(self, program: Program, values: Sequence[Any], mapped: Sequence[bool], wanted: Sequence[bool]) -> list[Any]:
         """Returns the results of a program; see `ControlFlow.run`."""
@@ -48,7 +54,7 @@ class _Interpreter(ControlFlow):
         def flush(now: int) -> None:
             """Computes what waits, before the equation of this index."""
             if waiting:
-                _run_piece(waiting, env, depends, shared, lambda var: last.get(var, -1) >= now)
+                _run_piece(waiting, env, depends, shared, lambda var: last.get(var, -1) >= now, self._varies)
                 waiting.clear()
                 pending.clear()
 
@@ -145,7 +151,12 @@ class Flags(dict[core.Var, bool]):
 
 
 def _run_piece(
-    eqns: Sequence[core.JaxprEqn], env: Values, depends: Flags, shared_values: _Shared, is_needed: Any
+    eqns: Sequence[core.JaxprEqn],
+    env: Values,
+    depends: Flags,
+    shared_values: _Shared,
+    is_needed: Any,
+    varies: frozenset[str],
 ) -> None:
     """Computes equations that follow one another, and keeps what is needed later."""
     made = [var for eqn in eqns for var in eqn.outvars]
@@ -156,7 +167,8 @@ def _run_piece(
     if not results:
         return
     program = Program((*rows, *shared), tuple(eqns), results)
-    env.update(zip(results, segments.run(program, env.read(rows), shared_values.read(shared)), strict=True))
+    made = segments.run(program, env.read(rows), shared_values.read(shared), varies)
+    env.update(zip(results, made, strict=True))
 
 
 def _last_uses(program: Program) -> dict[core.Var, int]:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from detjax import varying
+
 _FEWEST: Final = 2
 """Examples that arrays have room for. A slice that is a whole array goes away when XLA's CPU compiler simplifies, and
 what is left is fused in another way: the only example would have other bits than one of two."""
@@ -61,7 +63,7 @@ def run(
         out = [lax.dynamic_update_index_in_dim(o, x, index, 0) for o, x in zip(carry[0], mapped, strict=True)]
         return out, [total + x.astype(total.dtype) for total, x in zip(carry[1], added, strict=True)]
 
-    out, totals = lax.fori_loop(0, trips, step, start)
+    out, totals = varying.fori_loop(0, trips, step, start)
     out = [x[:count] for x in out]
     return [*map(_wrapped, out, result_keys), *totals]
 

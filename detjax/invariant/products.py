@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
-from detjax import backends, ops
+from detjax import backends, ops, varying
 from detjax.contract import INPUT_DTYPES
 from detjax.invariant.equations import aval
 from detjax.numerics import round_up
@@ -72,6 +72,7 @@ def with_weight_as_stored(eqn: core.JaxprEqn, transposed: Mapping[core.Var, core
 def shared_product(eqn: core.JaxprEqn, operands: Sequence[Array], mapped: Sequence[bool]) -> Array:
     """Returns the result `[B, ...]` of an equation for which `is_shared` holds."""
     name = eqn.primitive.name
+    operands = varying.over(list(operands), varying.join(operands))  # gradients of operations need operands alike
     if name == "gather":
         return _lookup(eqn, *operands)
     if name == "ragged_dot_general":

@@ -15,6 +15,10 @@ _ADVICE: Final = {
         "with a batch axis)"
     ),
     Mixing.MOVE: "Which numbers are whose is not known from here on. Move each row's within the row",
+    Mixing.DEVICES: (
+        "A row would depend on the rows of other devices, or on how many there are. Return what is to be added, and "
+        "add it outside. Rows that all devices share may meet, where types say so (check_vma=True, JAX's default)"
+    ),
     Mixing.OTHER: "Compute it for each row, or with operations that keep to their row",
 }
 

@@ -10,15 +10,18 @@ from typing import Any
 
 import jax
 from jax import Array
+from jax.extend import core
 
-from detjax import backends
-from detjax.invariant import batched, loops
+from detjax import backends, varying
+from detjax.invariant import batched, equations, loops
 from detjax.invariant.equations import Program, aval, is_inexact
 from detjax.ops.dispatch import with_vmap_rule
 from detjax.rounding import rounded
 
 
-def run(program: Program, rows: Sequence[Array], shared: Sequence[Array]) -> list[Array]:
+def run(
+    program: Program, rows: Sequence[Array], shared: Sequence[Array], varies: frozenset[str] = frozenset()
+) -> list[Array]:
     """Returns the results `[B, ...]` of a program for one example.
 
     The gradient of a shared array adds those of the examples in ascending order, in float32, and rounds once. The
@@ -28,6 +31,7 @@ def run(program: Program, rows: Sequence[Array], shared: Sequence[Array]) -> lis
         program: a function of one example's values and of shared ones, in this order.
         rows: arrays `[B, ...]`, at least one.
         shared: arrays that all examples share.
+        varies: the axes of a mesh around the program along which devices have other examples.
     """
     forward = with_vmap_rule(
         functools.partial(_forward, program, len(rows)), rows=(True,) * len(rows) + (False,) * len(shared)
@@ -47,7 +51,13 @@ def run(program: Program, rows: Sequence[Array], shared: Sequence[Array]) -> lis
         return tuple(next(made) if is_inexact(v) else None for v in program.inputs)
 
     call.defvjp(keep, gradients)
-    return call(*rows, *shared)
+    # No device may wait for others within a piece, where it may go another way: so weights' gradients are added outside.
+    # Functions with derivatives of their own get what they were traced for.
+    if not varies:
+        return call(*rows, *shared)
+    kept = {v for eqn in program.eqns if equations.holds_own_rules(eqn) for v in eqn.invars if isinstance(v, core.Var)}
+    given = zip(shared, program.inputs[len(rows) :], strict=True)
+    return call(*rows, *(x if v in kept else varying.over(x, varies) for x, v in given))
 
 
 def _forward(program: Program, rows: int, *operands: Array) -> list[Array]:
@@ -80,9 +90,8 @@ def _backward(program: Program, rows: int, inputs: int, *operands: Array) -> lis
 
     wanted = len(cotangents)
     examples = [*given[:rows], *cotangents]
-    shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in examples]
-    shapes += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[rows:]]
-    gradient = Program.from_jaxpr(jax.make_jaxpr(pulled_back)(*shapes))
+    shapes = [varying.shape(x, x.shape[1:]) for x in examples] + [varying.shape(x, x.shape) for x in given[rows:]]
+    gradient = Program.from_jaxpr(equations.without_types(jax.make_jaxpr(pulled_back)(*shapes)))
     made = _schedule()(gradient, examples, given[rows:], weights)
     totals = [aval(v).dtype for v in gradient.results[len(made) - weights :]]
     return [*made[: len(made) - weights], *map(rounded, made[len(made) - weights :], totals)]

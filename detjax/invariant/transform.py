@@ -15,8 +15,8 @@ from jax import Array, tree_util
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from detjax import backends, bound_methods, compilation
-from detjax.invariant import arguments, cutting, interpreter, refusals
+from detjax import backends, bound_methods, compilation, varying
+from detjax.invariant import arguments, cutting, equations, interpreter, refusals
 from detjax.invariant.arguments import Leaves
 from detjax.invariant.batch_axis import Finding, Place, Rows, follow
 from detjax.invariant.equations import Program
@@ -148,7 +148,7 @@ def _program(fn: Callable[..., Any], given: Leaves, options: _Options) -> Callab
         jaxpr, one = _one_row(function, arrays, array_axes, whole, options.traced_for)
         flags = [axis is not None for axis in array_axes]
         values = [x if axis is None else _as_examples(x, axis) for x, axis in zip(arrays, array_axes, strict=True)]
-        results, made = interpreter.run(Program.from_jaxpr(jaxpr), values, flags, count)
+        results, made = interpreter.run(Program.from_jaxpr(equations.without_types(jaxpr)), values, flags, count)
         return _as_batch(results, made, one, whole, options.out_axes, count)
 
     return invariant
@@ -188,7 +188,7 @@ def _shapes(arrays: Sequence[Array], axes: Sequence[int | None], rows: int) -> l
         sizes = list(x.shape)
         if axis is not None:
             sizes[axis] = rows
-        return jax.ShapeDtypeStruct(tuple(sizes), x.dtype, weak_type=jax.typeof(x).weak_type)
+        return varying.shape(x, sizes, weak_type=jax.typeof(x).weak_type)
 
     return list(map(shape, arrays, axes))
 
@@ -230,7 +230,8 @@ class _Whole(NamedTuple):
         given: list[Place | None] = [
             None if axis is None else Rows(axis % x.ndim) for x, axis in zip(arrays, axes, strict=True)
         ]
-        return cls(batch, jaxpr, shapes, given, *follow(jaxpr, batch, given))
+        rows = [x for x, axis in zip(arrays, axes, strict=True) if axis is not None]
+        return cls(batch, jaxpr, shapes, given, *follow(jaxpr, batch, given, varying.sharded(rows)))
 
     def check(self, on_unsafe: OnUnsafe) -> None:
         """Raises or warns if a row's numbers depend on other rows or on its place."""

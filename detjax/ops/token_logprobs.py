@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
-from detjax import backends, compilation, fusions
+from detjax import backends, compilation, fusions, varying
 from detjax.accumulated_weight import AccumulatedWeight, Weight, value_and_sum
 from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
 from detjax.numerics import LOWEST, ceil_div, flat_rows, round_up
@@ -147,7 +147,7 @@ def token_logprobs_and_gradients(
         outputs = _Outputs(distribution, soft_cap)
         return _added(hidden, sums, tokens, lambda logprobs: derivative(logprobs, *rows), outputs)
 
-    total, (logprobs, dhidden) = lax.scan(add, head.products, _chunks(size, *arrays))
+    total, (logprobs, dhidden) = varying.scan(add, head.products, _chunks(size, *arrays))
     count = tokens.size
     dhidden = dhidden.reshape(-1, hidden.shape[-1])[:count].reshape(hidden.shape)
     return logprobs.reshape(-1)[:count].reshape(tokens.shape), dhidden, total
@@ -324,7 +324,7 @@ def _backward(
         total, (_, dhidden) = _added(hidden, sums, tokens, lambda _: gradients, outputs, known)
         return total, dhidden
 
-    total, dhidden = lax.scan(add, total, _chunks(size, hidden, tokens, gradients, *(statistics or ())))
+    total, dhidden = varying.scan(add, total, _chunks(size, hidden, tokens, gradients, *(statistics or ())))
     dhidden = dhidden.reshape(hidden.shape)
     if not isinstance(head, AccumulatedWeight):
         return dhidden, rounded(total, value.dtype), None

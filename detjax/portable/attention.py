@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike
 
+from detjax import varying
 from detjax.contract import (
     ACCUMULATOR,
     KEY_GROUPS,
@@ -94,12 +95,12 @@ class _TileGradients:
     def query_gradient(self) -> Array:
         """Returns dq `[h, rows, K]`."""
         q = self.rows.q
-        dq = lax.fori_loop(*self._blocks(), self._add_block_to_queries, jnp.zeros(q.shape, ACCUMULATOR))
+        dq = varying.fori_loop(*self._blocks(), self._add_block_to_queries, jnp.zeros(q.shape, ACCUMULATOR))
         return rounded(dq * np.float32(self.masking.scale), q.dtype)
 
     def add_to_pages(self, pools: tuple[Array, Array]) -> tuple[Array, Array]:
         """Adds the tile's shares to dk and dv, `[P, H, S, K]`; heads are in groups of one."""
-        return lax.fori_loop(*self._blocks(), self._add_block_to_pages, pools)
+        return varying.fori_loop(*self._blocks(), self._add_block_to_pages, pools)
 
     def add_to_sinks(self, dsinks: Array) -> Array:
         """Adds the tile's share to the gradient `[H]` of the sinks; heads are in groups of one."""
@@ -171,16 +172,16 @@ def forward(
 
         def merge_span(span: Array, state: _State) -> _State:
             begin = jnp.maximum(span * SPAN_BLOCKS, first)
-            part = lax.fori_loop(begin, jnp.minimum((span + 1) * SPAN_BLOCKS, end), merge, _initial(*shape, tile))
+            part = varying.fori_loop(begin, jnp.minimum((span + 1) * SPAN_BLOCKS, end), merge, _initial(*shape, tile))
             return _merged(state, part)
 
         shape = q, kv.value_width
         first, end = _visible_blocks(tile, q.shape[1], group, masking)
         state = _initial(*shape, tile, per_head.sinks)
         if kv.value_width <= SPAN_WIDTH:
-            o, total, m = lax.fori_loop(first, end, merge, state)
+            o, total, m = varying.fori_loop(first, end, merge, state)
         else:
-            o, total, m = lax.fori_loop(first // SPAN_BLOCKS, -(-end // SPAN_BLOCKS), merge_span, state)
+            o, total, m = varying.fori_loop(first // SPAN_BLOCKS, -(-end // SPAN_BLOCKS), merge_span, state)
         empty = total == 0
         total = jnp.where(empty, 1.0, total)
         o = rounded(jnp.where(empty, 0.0, o * (1.0 / total)), q.dtype)

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike
 
+from detjax import varying
 from detjax.contract import ACCUMULATOR, DELTA_CHUNK, LOG2_E, PORTABLE_ROWS
 from detjax.numerics import ceil_div
 from detjax.portable.tiles import dot
@@ -104,13 +105,13 @@ def forward(
 
         initial = _Progress(at_slot.s, at_slot.chunk, at_slot, o)
         last = jnp.where(end > start, (end + size - 1) // size, start // size)
-        progress = lax.fori_loop(start // size, last, run_tile, initial)
+        progress = varying.fori_loop(start // size, last, run_tile, initial)
         has_tokens = end > start
         state = jax.tree.map(lambda x, new: x.at[slot].set(jnp.where(has_tokens, new, x[slot])), state, progress.state)
         return progress.o, state
 
     o = jnp.zeros((v.shape[0] + 2 * size, *v.shape[1:]), dtype)
-    o, state = lax.fori_loop(0, count, run_request, (o, state))
+    o, state = varying.fori_loop(0, count, run_request, (o, state))
     return o[size:-size], state
 
 
@@ -183,11 +184,11 @@ def backward(
             return ds, jax.tree.map(written, gradients, _Tokens(*dnew))
 
         starts = jnp.zeros((most + 1, *shape), ACCUMULATOR).at[0].set(s_first)
-        starts = lax.fori_loop(0, chunks, keep_state, starts)
-        return lax.fori_loop(0, chunks, add_chunk, (jnp.zeros(shape, ACCUMULATOR), gradients))[1]
+        starts = varying.fori_loop(0, chunks, keep_state, starts)
+        return varying.fori_loop(0, chunks, add_chunk, (jnp.zeros(shape, ACCUMULATOR), gradients))[1]
 
     zeros = jax.tree.map(jnp.zeros_like, padded)
-    gradients = lax.fori_loop(0, count, run_request, zeros)
+    gradients = varying.fori_loop(0, count, run_request, zeros)
     dq, dk, dv, dg, dbeta = (x[size:-size] for x in gradients)
     return dq, dk, dv, dg, dbeta
 
@@ -265,7 +266,7 @@ def _tile(
         u = jnp.where(computed, _held(rest[:, index], dtype), updates[j])
         return rest - weights[j][..., None] * u[:, None], updates.at[j].set(u)
 
-    _, updates = lax.fori_loop(0, end, substitute, (lax.optimization_barrier(residual), earlier.updates))
+    _, updates = varying.fori_loop(0, end, substitute, (lax.optimization_barrier(residual), earlier.updates))
     p = _rounded_product(scale * dot(q, keys, (2, 2), batched=True), between)
     high = _held(p, dtype)
     both = jnp.concatenate([high, _held(p - high, dtype)], axis=2)
@@ -286,7 +287,7 @@ def _decays(all_decays: Array, before: Array, g: Array, offset: Array | int, pre
         total = jnp.where(is_present, total + step, kept)
         return total, total
 
-    return lax.scan(add, initial, (steps, before, present))[1]
+    return varying.scan(add, initial, (steps, before, present))[1]
 
 
 def _next_state(s: Array, rows: _Rows, dtype: DTypeLike) -> Array:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
+from detjax import varying
 from detjax.contract import ACCUMULATOR, LOG2_E, SOFTMAX_BLOCK
 from detjax.numerics import LOWEST, flat_rows
 from detjax.portable.tiles import map_rows, row_sum
@@ -51,7 +52,7 @@ def _left_to_right(term: Callable[[Array], Array], count: int) -> Array:
     """The sum of `term(0)`, `term(1)`, ..., `term(count - 1)` in this order."""
     zeros = jnp.zeros_like(term(jnp.int32(0)))
     # The barrier has a product rounded before it is added, whatever instructions the processor has.
-    return lax.fori_loop(0, count, lambda index, total: total + lax.optimization_barrier(term(index)), zeros)
+    return varying.fori_loop(0, count, lambda index, total: total + lax.optimization_barrier(term(index)), zeros)
 
 
 def exp_difference(x: Array, m: Array) -> Array:

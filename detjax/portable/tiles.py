@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
-from detjax import backends
+from detjax import backends, varying
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, PORTABLE_ROWS
 from detjax.numerics import ceil_div, round_up
 
@@ -41,7 +41,7 @@ def map_rows(
         result = lax.optimization_barrier(tile(_tile_at(rows, index, size), shared))
         return jax.tree.map(lambda o, r: lax.dynamic_update_slice_in_dim(o, r, index * size, 0), out, result)
 
-    out = lax.fori_loop(0, trips, step, out)
+    out = varying.fori_loop(0, trips, step, out)
     return jax.tree.map(lambda leaf: leaf[:count], out)
 
 
@@ -65,7 +65,7 @@ def fold_rows(
     count = jax.tree.leaves(rows)[0].shape[0]
     trips, rows, shared = _behind_barrier(count, rows, shared, size)
     initial = lax.optimization_barrier(initial)
-    return lax.fori_loop(0, trips, lambda index, carry: tile(carry, _tile_at(rows, index, size), shared), initial)
+    return varying.fori_loop(0, trips, lambda index, carry: tile(carry, _tile_at(rows, index, size), shared), initial)
 
 
 class GroupTiles(NamedTuple):
@@ -139,7 +139,7 @@ def map_groups(
         before = lax.dynamic_slice_in_dim(out, first, size, 0)
         return lax.dynamic_update_slice_in_dim(out, jnp.where(_column(inside, result), result, before), first, 0)
 
-    return lax.fori_loop(0, tiles.number, step, out)[:count]
+    return varying.fori_loop(0, tiles.number, step, out)[:count]
 
 
 def fold_groups(
@@ -168,7 +168,7 @@ def fold_groups(
         updated = tile(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, group, 0, keepdims=False), carry), given)
         return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, group, 0), carry, updated)
 
-    return lax.fori_loop(0, tiles.number, step, initial)
+    return varying.fori_loop(0, tiles.number, step, initial)
 
 
 def _groups_behind_barrier(

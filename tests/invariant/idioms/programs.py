@@ -110,6 +110,17 @@ def _mesh() -> jax.sharding.Mesh:
 
 @accepted(
     OUTSIDE,
+    "`jax.shard_map` around it, with JAX's default `check_vma`",
+    "a device's rows are a batch",
+    around=lambda fn: jax.shard_map(fn, mesh=_mesh(), in_specs=PartitionSpec("rows"), out_specs=PartitionSpec("rows")),
+)
+def shard_map_around() -> Function:
+    w = weights(8, 8)
+    return lambda x: jnp.tanh(x @ w).sum((1, 2))
+
+
+@accepted(
+    OUTSIDE,
     "`jax.shard_map` inside",
     "called for one row after the other: its own promise is that it gives the same bits twice",
     has_gradient=False,
@@ -154,3 +165,14 @@ def place_of_a_row() -> Function:
 @refused(BATCH, "`jnp.cumsum` over the flattened batch", "sum over each row", "accumulates over the batch")
 def cumsum_over_rows() -> Function:
     return lambda x: jnp.cumsum(x.reshape(-1, 8), axis=0).reshape(x.shape)
+
+
+@refused(
+    BATCH,
+    "contrasts: products of every row with every other (`x @ x.T`)",
+    "no row of the result belongs to one row: compute the table outside, from rows of `batch_invariant`",
+    "batch_invariant: ",
+    "vectors",
+)
+def contrasts() -> Function:
+    return lambda x: x @ x.T
