@@ -48,7 +48,11 @@ def run(
         wanted = [c for c, v in zip(cotangents, program.results, strict=True) if is_inexact(v)]
         backward = functools.partial(_backward, program, len(rows), len(operands))
         made = iter(with_vmap_rule(backward, rows=(False,) * (len(operands) + len(wanted)))(*operands, *wanted))
-        return tuple(next(made) if is_inexact(v) else None for v in program.inputs)
+        # A gradient of zeros varies over no axis by its type, and has to have that of its operand.
+        return tuple(
+            varying.over(next(made), varying.axes(x)) if is_inexact(v) else None
+            for v, x in zip(program.inputs, operands, strict=True)
+        )
 
     call.defvjp(keep, gradients)
     # No device may wait for others within a piece, where it may go another way: so weights' gradients are added outside.
