@@ -71,7 +71,10 @@ def carry[T](step: Callable[[T], T], initial: T) -> T:
         return initial
     while True:
         after = jax.eval_shape(step, initial)
-        names = [made.manual_axis_type.varying - axes(x) for x, made in zip(*map(jax.tree.leaves, (initial, after)), strict=True)]
+        names = [
+            made.manual_axis_type.varying - axes(x)
+            for x, made in zip(*map(jax.tree.leaves, (initial, after)), strict=True)
+        ]
         if not any(names):
             return initial
         leaves, tree = jax.tree.flatten(initial)

@@ -102,6 +102,7 @@ def follow(
         sharded: the axes of a mesh around the function along which devices have other rows; None if that is not known.
     """
     follower = Follower(batch, sharded)
+    jaxpr = equations.without_prints(jaxpr)
     made = follower.jaxpr(jaxpr, places)
     return made, list(dict.fromkeys(follower.findings))
 
@@ -661,6 +662,9 @@ def _uniform(eqn: core.JaxprEqn, places: list[Shared], var: Any) -> frozenset[in
         return frozenset(n for n, k in enumerate(kept) if k in uniform)
     if name in ("slice", "dynamic_slice", "split"):
         return uniform
+    if name == "pad":
+        unpadded = {k for k, widths in enumerate(params["padding_config"]) if tuple(widths) == (0, 0, 0)}
+        return uniform & unpadded
     if name == "tile":
         return uniform | {axis for axis, size in enumerate(aval(eqn.invars[0]).shape) if size == 1}
     if name in _ALONG:
@@ -673,8 +677,14 @@ def _uniform(eqn: core.JaxprEqn, places: list[Shared], var: Any) -> frozenset[in
     if name == "gather":
         numbers = params["dimension_numbers"]
         batch_axes = [k for k in range(aval(var).ndim) if k not in numbers.offset_dims]
-        looked_up = set(range(len(batch_axes))) - set(numbers.start_indices_batching_dims)
-        return frozenset(axis for n, axis in enumerate(batch_axes) if n in looked_up and n in places[1].uniform)
+        paired = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+        indices = places[1].uniform
+        looked_up = {
+            axis for n, axis in enumerate(batch_axes) if n in indices and (n not in paired or paired[n] in uniform)
+        }
+        removed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        kept = [k for k in range(ndim) if k not in removed]
+        return frozenset(looked_up | {axis for k, axis in zip(kept, numbers.offset_dims, strict=True) if k in uniform})
     if name == "dot_general":
         contracted, paired = params["dimension_numbers"]
         pairs = [i in places[0].uniform and j in places[1].uniform for i, j in zip(*paired, strict=True)]

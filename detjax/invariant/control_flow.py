@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.extend import core
 
 from detjax import varying

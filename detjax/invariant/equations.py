@@ -4,14 +4,14 @@ import dataclasses
 import enum
 import functools
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax._src import source_info_util  # JAX has no public way from an equation to a line of the user's
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 from detjax import backends, compilation, ops, varying
 
@@ -236,6 +236,15 @@ def source_line(eqn: core.JaxprEqn) -> str | None:
     return None if frame is None else f"{frame.file_name}:{frame.start_line}"
 
 
+def line_outside(eqn: core.JaxprEqn, package: str) -> str:
+    """Returns the line that an equation comes from, the first outside of a package, or the last one in it."""
+    detjax = str(pathlib.Path(compilation.__file__).parent)
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    frames = [frame for frame in frames if not frame.file_name.startswith(detjax)]
+    frame = next((frame for frame in frames if f"/{package}/" not in frame.file_name), frames[-1] if frames else None)
+    return "an unknown line" if frame is None else f"{frame.file_name}:{frame.start_line}"
+
+
 def layer(eqn: core.JaxprEqn) -> str:
     """Returns the names of the scopes that an equation stands in within its function, with slashes between them.
 
@@ -301,7 +310,7 @@ def _retyped(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """
     name, params = eqn.primitive.name, eqn.params
     if name in OWN_RULES or name == "shard_map":
-        values = [varying.over(x, v.aval.manual_axis_type.varying) for x, v in zip(values, eqn.invars, strict=True)]
+        values = [varying.over(x, aval(v).manual_axis_type.varying) for x, v in zip(values, eqn.invars, strict=True)]
         return _bound(eqn, values)
     if name in ("remat2", "checkpoint"):
         program = Program.from_jaxpr(body(eqn))
@@ -319,9 +328,9 @@ def _retyped(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
         carry, ys = varying.scan(step, carry, xs, params["length"], params["reverse"], params["unroll"])
         return [*carry, *ys]
     if name == "while":
-        tests, step = (Program.from_jaxpr(params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
+        tests, after = (Program.from_jaxpr(params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
         tested, consts, carry = while_arguments(eqn, values)
-        return varying.while_loop(lambda c: tests(*tested, *c)[0], lambda c: step(*consts, *c), carry)
+        return varying.while_loop(lambda c: tests(*tested, *c)[0], lambda c: after(*consts, *c), carry)
     if name == "cond":
         branches = [Program.from_jaxpr(branch) for branch in params["branches"]]
         return varying.switch(jnp.asarray(values[0]).astype(jnp.int32), branches, *values[1:])
@@ -344,13 +353,47 @@ def without_types(jaxpr: core.Jaxpr) -> core.Jaxpr:
         if eqn.primitive.name == "pvary":
             same.update(zip(eqn.outvars, given, strict=True))
             continue
-        params = eqn.params if eqn.primitive.name in OWN_RULES else jax.tree.map(
-            lambda x: without_types(x) if isinstance(x, core.Jaxpr) else x,
-            eqn.params,
-            is_leaf=lambda x: not isinstance(x, (dict, tuple, list)) or hasattr(x, "_fields"),
-        )
+        params = eqn.params if eqn.primitive.name in OWN_RULES else _with_bodies(eqn, without_types)
         eqns.append(eqn.replace(invars=given, params=params))
     return jaxpr.replace(eqns=eqns, outvars=[read(v) for v in jaxpr.outvars])
+
+
+_PRINTS: Final = frozenset(("debug_print", "debug_callback"))
+
+
+def without_prints(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """Returns a jaxpr without calls of `jax.debug.print` and `jax.debug.callback`, and without what they alone read."""
+    if not any(map(_prints, jaxpr.eqns)):
+        return jaxpr
+    return partial_eval.dce_jaxpr_consts(_unprinted(jaxpr), [True] * len(jaxpr.outvars), True)[0]
+
+
+def _prints(eqn: core.JaxprEqn) -> bool:
+    return eqn.primitive.name in _PRINTS or any(_prints(inner) for part in bodies(eqn) for inner in part.eqns)
+
+
+def _unprinted(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    eqns = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _PRINTS:
+            continue
+        if _prints(eqn):
+            effects = frozenset(effect for effect in eqn.effects if type(effect).__name__ != "DebugEffect")
+            eqn = eqn.replace(params=_with_bodies(eqn, _unprinted), effects=effects)
+        eqns.append(eqn)
+    effects = frozenset(effect for effect in jaxpr.effects if type(effect).__name__ != "DebugEffect")
+    return jaxpr.replace(eqns=eqns, effects=effects)
+
+
+def _with_bodies(eqn: core.JaxprEqn, changed: Callable[[core.Jaxpr], core.Jaxpr]) -> dict[str, Any]:
+    """The parameters of an equation, with other functions in place of those that it holds."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, core.Jaxpr):
+            return changed(value)
+        return tuple(map(replaced, value)) if type(value) in (tuple, list) else value
+
+    return {name: replaced(value) for name, value in eqn.params.items()}
 
 
 def holds_own_rules(eqn: core.JaxprEqn) -> bool:

@@ -55,7 +55,7 @@ def run(
         )
 
     call.defvjp(keep, gradients)
-    # No device may wait for others within a piece, where it may go another way: so weights' gradients are added outside.
+    # No device may wait for others within a piece, where it may go another way: weights' gradients are added outside.
     # Functions with derivatives of their own get what they were traced for.
     if not varies:
         return call(*rows, *shared)

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 from jax import Array, tree_util
+from jax.core import Tracer
 from jax.extend import core
 from jax.interpreters import partial_eval
 
 from detjax import backends, bound_methods, compilation, varying
-from detjax.invariant import arguments, cutting, equations, interpreter, refusals
+from detjax.invariant import arguments, cutting, derivatives, equations, interpreter, refusals, writes
 from detjax.invariant.arguments import Leaves
 from detjax.invariant.batch_axis import Finding, Place, Rows, follow
 from detjax.invariant.equations import Program
@@ -43,7 +44,7 @@ def batch_invariant(
     `fn` is traced for a batch of one. Products of a row's values with weights, and lookups in tables, are computed for
     all rows at once by `detjax.ops`; everything else keeps to its row. So the result does not depend on how many rows
     there are, on where a row stands, or on what the others hold. It works under `jax.jit` (on GPUs `detjax.jit`),
-    `jax.grad` (in reverse mode, once), `jax.vmap` and `jax.lax.scan`.
+    `jax.grad` (in reverse mode, once), `jax.vmap`, `jax.lax.scan` and `jax.shard_map`.
 
     Gradients of rows depend on the row alone too. Those of weights are sums over the batch: in ascending order of rows,
     in float32, rounded once for each use of the weight (`detjax.ops.matmul` says how products add).
@@ -52,8 +53,9 @@ def batch_invariant(
         fn: a function of arrays and of anything else; what is not an array is static. Or a Flax module: the result has
             the arguments of an NNX module's call, or of a Linen module's `apply`. As a decorator of an NNX class it
             changes the class's call. A method of an NNX module is one too. What a call writes into an NNX module is
-            refused. Each call computes with the weights that the module has then, `detjax.jit` around it as well; what
-            a function closes over stays as it is in the first call with such arguments, as under `jax.jit`.
+            refused, except for counters of random streams on which no result depends. Each call computes with the
+            weights that the module has then, `detjax.jit` around it as well; what a function closes over stays as it
+            is in the first call with such arguments, as under `jax.jit`.
         batch_axes: for each positional argument, the axis of its rows: an integer, None for what all rows share (such
             as weights), or a pytree of them, as `in_axes` of `jax.vmap`. One integer holds for all arguments. A
             module's own variables come before these arguments, and are shared. Keyword arguments are shared.
@@ -66,7 +68,8 @@ def batch_invariant(
             number of rows, a row of the second kind depends on that number.
 
     Raises:
-        TypeError: an argument that has rows is not an array, or fn is a class other than of NNX modules.
+        TypeError: an argument that has rows is not an array, or fn is a class other than of NNX modules. Forward mode
+            or a gradient of a gradient is asked for; when called.
         UnsafeFunction: see `on_unsafe` and `traced_for`; when called. A result has no axis of rows; when called.
         ValueError: batches have different sizes or no rows, or an option is unknown.
 
@@ -120,7 +123,14 @@ def _invariant(fn: Callable[..., Any], *, batch_axes: Any, options: _Options, sh
         given, arrays = Leaves.from_call("batch_invariant", batch_axes, args, kwargs, shared)
         if given not in programs:
             programs[given] = _program(fn, given, options)
-        return programs[given](*arrays)
+        if not any(isinstance(x, Tracer) for x in arrays):
+            return programs[given](*arrays)
+        try:
+            return programs[given](*derivatives.reverse_only(arrays))
+        except (TypeError, ValueError) as error:
+            if any(begins in str(error) for begins in derivatives.JAX_REFUSES):
+                raise derivatives.ForwardMode from error
+            raise
 
     return call
 
@@ -128,22 +138,28 @@ def _invariant(fn: Callable[..., Any], *, batch_axes: Any, options: _Options, sh
 def _program(fn: Callable[..., Any], given: Leaves, options: _Options) -> Callable[..., Any]:
     """The invariant function of the arrays among the arguments."""
     array_axes = given.array_axes
+    counters: dict[int, str] = {}
 
     def function(*arrays: Any) -> Any:
         leaves = given.with_arrays(arrays)
         args, kwargs = jax.tree.unflatten(given.tree, leaves)
         results = fn(*args, **kwargs)
-        _check_unchanged((args, kwargs), leaves, given.tree)
+        counters.update(writes.check_unchanged((args, kwargs), leaves, given.tree, given.is_array))
         return results
 
     @compilation.jit
     @compilation.chain
     def invariant(*arrays: Array) -> Any:
         if backends.backend() == backends.STOCK:
-            return function(*arrays)
+            results = function(*arrays)
+            if counters:
+                rows = arguments.count_rows("batch_invariant", arrays, array_axes)
+                writes.check_counters(_traced(function, arrays, array_axes, rows)[0], counters)
+            return results
         compilation.require_pinned_program("batch_invariant")
         count = arguments.count_rows("batch_invariant", arrays, array_axes)
         whole = _Whole.traced(function, arrays, array_axes, max(2, count))
+        writes.check_counters(whole.jaxpr, counters)
         whole.check(options.on_unsafe)
         jaxpr, one = _one_row(function, arrays, array_axes, whole, options.traced_for)
         flags = [axis is not None for axis in array_axes]
@@ -152,28 +168,6 @@ def _program(fn: Callable[..., Any], given: Leaves, options: _Options) -> Callab
         return _as_batch(results, made, one, whole, options.out_axes, count)
 
     return invariant
-
-
-def _check_unchanged(arguments: Any, leaves: Sequence[Any], tree: Any) -> None:
-    """Raises if a call wrote into an NNX module among its arguments: what it wrote would be lost."""
-    modules = [x for x in jax.tree.leaves(arguments, is_leaf=_is_module) if _is_module(x)]
-    if not modules:
-        return
-    after, tree_after = jax.tree.flatten(arguments)
-    if tree_after == tree and all(x is y for x, y in zip(after, leaves, strict=True)):
-        return
-    known = {id(x) for x in leaves}
-    paths = [path for module in modules for path, x in tree_util.tree_leaves_with_path(module) if id(x) not in known]
-    names = ", ".join(sorted({tree_util.keystr(path) for path in paths})) or "its structure"
-    raise UnsafeFunction(
-        f"batch_invariant: a call writes into {type(modules[0]).__name__}: {names}. What it writes would be one "
-        "row's, and lost. Switch it off (module.eval()), or pass the state as an argument with rows and "
-        "return it."
-    )
-
-
-def _is_module(x: Any) -> bool:
-    return isinstance(x, nnx.Module)
 
 
 def _as_examples(x: Array, axis: int) -> Array:
@@ -277,7 +271,7 @@ def _one_row(
         )
         warnings.warn(TracedForBatchWarning(message), stacklevel=2)
     leaves, tree = jax.tree.flatten(whole.shapes)
-    cut = cutting.cut(whole.jaxpr, whole.batch, whole.given)
+    cut = cutting.cut(equations.without_prints(whole.jaxpr), whole.batch, whole.given)
     with _tracing(True):
         jaxpr, made = jax.make_jaxpr(cut, return_shape=True)(*_shapes(arrays, axes, 1))
     assert len(made) == len(leaves)

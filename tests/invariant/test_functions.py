@@ -162,6 +162,31 @@ def test_it_works_under_jit_vmap_and_scan() -> None:
     assert_same_bits(scanned.reshape(x.shape), expected)
 
 
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda fn, x: jax.jvp(fn, (x,), (x,)),
+        lambda fn, x: jax.jit(lambda x: jax.jvp(fn, (x,), (x,)))(x),
+        lambda fn, x: jax.jacfwd(fn)(x),
+        lambda fn, x: jax.linearize(fn, x)[1](x),
+        lambda fn, x: jax.hessian(lambda x: jnp.sum(fn(x)))(x),
+        lambda fn, x: jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(fn(x)))(x)))(x),
+    ],
+)
+@pytest.mark.parametrize("fn", [jnp.tanh, lambda x: jnp.tanh(x @ W)])
+def test_derivatives_that_there_are_not_are_refused_by_name(derivative: Any, fn: Callable[[Array], Array]) -> None:
+    with pytest.raises(
+        TypeError, match=r"detjax\.batch_invariant: .*accepted: jax\.grad, jax\.vjp or jax\.jacrev, once"
+    ):
+        derivative(detjax.batch_invariant(fn), inputs(2)[:, :1])
+
+
+def test_jacobians_in_reverse_mode_are_the_functions() -> None:
+    x = inputs(2)[:, :1]
+    made = jax.jacrev(detjax.batch_invariant(lambda x: jnp.tanh(x @ W)))(x)
+    np.testing.assert_allclose(made, jax.jacrev(lambda x: jnp.tanh(x @ W))(x), rtol=0, atol=1e-5)
+
+
 def test_weights_get_the_rows_gradients_in_ascending_order() -> None:
     def gradient(fn: Callable[..., Array], x: Array) -> Array:
         return jax.jit(jax.grad(lambda w: jnp.sum(fn(w, x))))(W[0])

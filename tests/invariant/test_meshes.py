@@ -1,4 +1,4 @@
-"""Invariant functions on the devices of a mesh, inside `jax.shard_map`: rows have the bits that they have without it."""
+"""Invariant functions on the devices of a mesh, inside `jax.shard_map`: rows have the bits of one device."""
 
 import sys
 from collections.abc import Callable

@@ -105,6 +105,51 @@ def test_moves_and_counts_over_rows_are_not() -> None:
     assert (detjax.batch_invariant(sorted_together)(X) == X).all()
 
 
+def _padded(x: Array) -> Array:
+    return x + jnp.pad(jnp.zeros((len(x), 5, 8)), ((0, 0), (1, 0), (0, 0)), constant_values=1.0)
+
+
+def _tabulated(x: Array) -> Array:
+    table, places = (jnp.tile(jnp.arange(6, dtype=dtype), (len(x), 1)) for dtype in ("float32", "int32"))
+    return x + jnp.take_along_axis(table, places, 1)[:, :, None]
+
+
+@pytest.mark.parametrize("traced_for", ["row", "batch"])
+@pytest.mark.parametrize("fn", [_padded, _tabulated])
+def test_what_is_the_same_for_every_row_is_not_refused(fn: Callable[..., Any], traced_for: Any) -> None:
+    with jax.numpy_rank_promotion("allow"):
+        assert (detjax.batch_invariant(fn, traced_for=traced_for)(X) == fn(X)).all()
+
+
+@pytest.mark.parametrize(("traced_for", "expected"), [("row", [96.0] * 4), ("batch", [])])
+def test_what_a_print_alone_reads_is_not_refused(traced_for: Any, expected: list[float]) -> None:
+    seen: list[float] = []
+
+    def printed(x: Array) -> Array:
+        y = 2 * x
+        jax.debug.callback(lambda total: seen.append(float(total)), jnp.sum(y))
+
+        def step(x: Array, _: None) -> tuple[Array, None]:
+            jax.debug.print("{}", jnp.max(x))
+            return x + 1, None
+
+        return jax.lax.scan(step, y, None, 2)[0]
+
+    assert (detjax.batch_invariant(printed, traced_for=traced_for)(X) == 4).all()
+    jax.effects_barrier()
+    assert seen == expected
+
+
+def test_what_is_printed_and_used_is_refused() -> None:
+    def printed(x: Array) -> Array:
+        total = jnp.sum(x, axis=0, keepdims=True)
+        jax.debug.print("{}", total)
+        return x - total
+
+    with pytest.raises(detjax.UnsafeFunction, match="reduces over the batch"):
+        detjax.batch_invariant(printed)(X)
+
+
 def test_bad_arguments_are_refused() -> None:
     identity: Callable[..., Any] = lambda x: x  # noqa: E731
     with pytest.raises(ValueError, match="on_unsafe is 'ignore'"):

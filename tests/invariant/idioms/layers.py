@@ -198,6 +198,11 @@ def linen_lstm() -> Function:
     return applied(nn.RNN(nn.LSTMCell(8)), SEQUENCES)
 
 
+@accepted(GROUP, "`nnx.RNN`, with a first state of zeros or `initial_carry=`", "")
+def nnx_rnn() -> nnx.Module:
+    return nnx.RNN(nnx.GRUCell(8, 8, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+
+
 @accepted(GROUP, "S5: a diagonal recurrence of complex numbers, `lax.associative_scan`", "")
 def s5() -> Function:
     eigenvalues = jnp.exp(lax.complex(-jnp.linspace(0.1, 1.0, 8), jnp.linspace(0.0, 3.0, 8)))

@@ -139,12 +139,44 @@ def debug_print() -> Function:
     return fn
 
 
+@accepted(
+    OUTSIDE,
+    "`jax.debug.callback` and `jax.debug.print` of a number of the whole batch",
+    "only the print reads it, and it sees each row alone",
+)
+def debug_callback_of_the_batch() -> Function:
+    def fn(x: Array) -> Array:
+        y = jnp.tanh(x)
+        jax.debug.callback(lambda total: None, y.sum())
+        return y
+
+    return fn
+
+
 @accepted(OUTSIDE, "`jax.pure_callback`", "called for one row after the other, which is slow", has_gradient=False)
 def pure_callback() -> Function:
     def host(x: Any) -> np.ndarray:
         return np.sinh(np.asarray(x))
 
     return lambda x: jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+@accepted(
+    BATCH,
+    "shapes of the batch: `jnp.zeros((x.shape[0], ...))`, `jnp.pad` and `jnp.tile` of what is the same for every row",
+    "",
+)
+def padded_constants() -> Function:
+    return lambda x: x + jnp.pad(jnp.zeros((x.shape[0], 5, 8)), ((0, 0), (1, 0), (0, 0)), constant_values=1.0)
+
+
+@accepted(BATCH, "`jnp.take_along_axis` in a table that is the same for every row", "")
+def repeated_tables() -> Function:
+    def fn(x: Array) -> Array:
+        table = jnp.tile(jnp.arange(6.0), (len(x), 1))
+        return x + jnp.take_along_axis(table, jnp.tile(jnp.arange(6), (len(x), 1)), 1)[..., None]
+
+    return fn
 
 
 @refused(BATCH, "`x - x.mean(0)`", ITS_SCALE, "reduces over the batch")

@@ -1,0 +1,82 @@
+"""What a call writes into NNX modules among its arguments, which would be one row's, and lost."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import tree_util
+from jax.extend import core
+
+from detjax.invariant import equations
+from detjax.invariant.refusals import UnsafeFunction
+
+_ADVICE = (
+    "What it writes would be one row's, and lost. Switch it off (module.eval()), or pass the state as an argument with "
+    "rows and return it."
+)
+
+
+def check_unchanged(arguments: Any, leaves: Sequence[Any], tree: Any, is_array: Sequence[bool]) -> dict[int, str]:
+    """Returns the counters of random streams that a call raised, by their places among the arrays, with their paths.
+
+    A recurrent network asks for a key for its first state, which is zeros whatever the key is. `check_counters` says
+    whether results depend on such a counter.
+
+    Args:
+        arguments: the arguments after the call.
+        leaves: their leaves before it.
+        tree: their structure before it.
+        is_array: which leaves are arrays.
+
+    Raises:
+        UnsafeFunction: the call wrote anything else into an NNX module.
+    """
+    modules = [x for x in jax.tree.leaves(arguments, is_leaf=_is_module) if _is_module(x)]
+    if not modules:
+        return {}
+    after, tree_after = jax.tree.flatten(arguments)
+    changed = [k for k, (x, y) in enumerate(zip(after, leaves, strict=False)) if x is not y]
+    if tree_after == tree and not changed:
+        return {}
+    known = {id(x) for x in leaves}
+    paths = {
+        id(x): tree_util.keystr(path)
+        for module in modules
+        for path, x in tree_util.tree_leaves_with_path(module)
+        if id(x) not in known
+    }
+    if tree_after == tree:
+        owners = [
+            owner
+            for owner in jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, nnx.Variable))
+            for _ in jax.tree.leaves(owner)
+        ]
+        if all(isinstance(owners[k], nnx.RngCount) for k in changed):
+            return {sum(is_array[:k]): paths.get(id(after[k]), "a counter") for k in changed}
+    names = ", ".join(sorted(set(paths.values()))) or "its structure"
+    raise UnsafeFunction(f"batch_invariant: a call writes into {type(modules[0]).__name__}: {names}. {_ADVICE}")
+
+
+def check_counters(jaxpr: core.Jaxpr, counters: Mapping[int, str]) -> None:
+    """Raises if results depend on counters of random streams that a call raises.
+
+    Args:
+        jaxpr: the function, without the equations that no result needs.
+        counters: from `check_unchanged`.
+
+    Raises:
+        UnsafeFunction: they do. Rows would get the same random numbers in every call.
+    """
+    for place, path in counters.items():
+        reader = next((eqn for eqn in jaxpr.eqns if any(v is jaxpr.invars[place] for v in eqn.invars)), None)
+        if reader is not None:
+            line = equations.line_outside(reader, "flax")
+            raise UnsafeFunction(
+                f"batch_invariant: a call writes into a module: {path}. Results depend on the random numbers that it "
+                f"draws, at {line}. {_ADVICE}"
+            )
+
+
+def _is_module(x: Any) -> bool:
+    return isinstance(x, nnx.Module)
