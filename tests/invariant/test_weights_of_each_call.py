@@ -12,6 +12,7 @@ from flax import nnx
 from jax import Array
 
 import detjax
+from detjax import compilation
 from tests.support.bits import assert_same_bits, same_bits
 
 
@@ -174,6 +175,15 @@ def test_jit_takes_its_arguments_for_a_module_too() -> None:
     detjax.jit(fn, donate_argnums=0, out_shardings=sharding)(x)
     assert x.is_deleted()
     assert fn(X).shape == X.shape  # the weights are not donated
+
+
+def test_a_program_that_is_compiled_beforehand_follows_too() -> None:
+    model = Labelled(nnx.Rngs(0))
+    program = compilation.compiled(detjax.jit(detjax.batch_invariant(model)), X)
+    before = program(X)
+    _train(model, _optimizer(model))
+    assert not same_bits(program(X), before)
+    assert_same_bits(program(X), detjax.batch_invariant(model)(X))
 
 
 def test_a_compiled_module_may_be_part_of_another_program() -> None:
