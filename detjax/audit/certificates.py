@@ -17,9 +17,9 @@ from rich.text import Text
 from detjax import backends, compilation, fingerprints
 from detjax.audit import programs
 from detjax.audit.freedoms import Exclusion, Freedoms
-from detjax.audit.roles import RISKS, Risk, Role, Roles, shapes_of, traced_batch
+from detjax.audit.roles import RISKS, Risk, Role, Roles, mixed_risks, shapes_of, traced_batch
 from detjax.audit.trials import Counterexample, Rows, Runs, trials
-from detjax.invariant import arguments, batch_axis
+from detjax.invariant import UnsafeFunction, arguments, batch_axis
 
 BATCH_SIZES: Final = (1, 2, 3, 8, 17)
 """The batches that a function is run with by default."""
@@ -214,7 +214,9 @@ class _Function:
         except compilation.EnvironmentContradiction:
             raise
         except Exception as error:  # whatever the function raises for shapes that it does not take
-            reason = f"{type(error).__name__}: {str(error).split(chr(10))[0]}"
+            said = str(error).split("\n")
+            # The line of the user's that mixes rows is in the second one.
+            reason = f"{type(error).__name__}: {' '.join(said[: 2 if isinstance(error, UnsafeFunction) else 1])}"
             raise ValueError(
                 f"certify: {self.name} cannot be traced for a batch of {batch} ({reason}); accepted: functions of any "
                 "number of rows, and batch_axes that name the axis of rows of every argument"
@@ -257,7 +259,7 @@ class _Function:
         ]
         results = roles.jaxpr(jaxpr, places)
         roles.check_results(jaxpr, results, [axis for axis in self.out_axes if axis is not None])
-        unproven = roles.risks
+        unproven = [*mixed_risks(jaxpr), *roles.risks]
         if not any(risk.role is Role.MIXES for risk in unproven):
             unproven = [*unproven, *self._other_programs(jaxpr, batch, [size for size in sizes if size > 1])]
         risks = tuple(sorted(unproven, key=lambda risk: RISKS.index(risk.role)))

@@ -11,7 +11,7 @@ from jax.extend import core
 
 from detjax.audit.contracts import PREPARED, contract_of
 from detjax.audit.freedoms import Freedoms, Path
-from detjax.invariant import equations
+from detjax.invariant import equations, refusals
 from detjax.invariant.batch_axis import UNKNOWN, Follower, Mixing, Place, Rows, Shared, operation_places
 from detjax.invariant.equations import Kind, aval
 
@@ -121,9 +121,6 @@ class Roles(Follower):
         kind = equations.kind(eqn)
         if kind is not Kind.CALL:
             self._classify(eqn, places)
-        is_routed = any(place is UNKNOWN for place in places) and not self.findings
-        if is_routed and kind is not Kind.CALL and not _keeps_order(eqn, places):
-            return [self.mixes(eqn, Mixing.OTHER, "works on rows in the order of an operation")] * len(eqn.outvars)
         return super().equation(eqn, places)
 
     def _classify(self, eqn: core.JaxprEqn, places: list[Place]) -> None:
@@ -170,21 +167,6 @@ class Roles(Follower):
         return operation_places(eqn, places, self.batch)
 
 
-def _keeps_order(eqn: core.JaxprEqn, places: Sequence[Place]) -> bool:
-    """Whether an equation leaves rows apart whose order an operation has changed, along their first axis."""
-    name = eqn.primitive.name
-    makes_inexact = any(map(equations.is_inexact, eqn.outvars))
-    if name == "gather":  # each looks up an integer, such as the number of its request, which operations take
-        return isinstance(places[0], Shared) and not makes_inexact
-    if name in equations.ELEMENTWISE:
-        met = [(place, v) for place, v in zip(places, eqn.invars, strict=True) if isinstance(place, Shared)]
-        is_numbered = any(aval(v).shape and 0 not in place.uniform for place, v in met)
-        return not is_numbered and (not makes_inexact or any(map(equations.is_inexact, eqn.invars)))
-    return name in _RESHAPES
-
-
-_RESHAPES: Final = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
-
 _WEIGHTS: Final = {"matmul": 1, "grouped_matmul": 1, "rms_norm": 1, "gated_rms_norm": 2, "embed": 1}
 """Which argument of an operation all rows share."""
 
@@ -210,6 +192,29 @@ def flattened(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
         if contract_of(eqn) is None:
             for body in equations.bodies(eqn):
                 yield from flattened(body)
+
+
+def mixed_risks(jaxpr: core.Jaxpr) -> list[Risk]:
+    """Returns what mixes rows in functions for which `batch_invariant` computes each row alone (`on_unsafe="warn"`).
+
+    Their rows depend on themselves alone, but they are not the function's: nothing is proven of it.
+    """
+    findings = dict.fromkeys(
+        finding
+        for eqn in equations.all_equations(jaxpr)
+        for finding in refusals.mixed_by(str(eqn.source_info.name_stack))
+    )
+    return [
+        Risk(
+            Role.MIXES,
+            one.primitive,
+            f"{one.what}: each row is computed alone in its place",
+            one.line,
+            one.shapes,
+            one.dtypes,
+        )
+        for one in findings
+    ]
 
 
 def risks_of_order(jaxpr: core.Jaxpr) -> Iterator[Risk]:

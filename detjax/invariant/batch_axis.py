@@ -19,35 +19,26 @@ from jax.extend import core
 
 from detjax.invariant import equations
 from detjax.invariant.equations import Kind, aval
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """An array whose `axis` has `outer * B * inner` elements, of which element i belongs to row `i // inner % B`."""
-
-    axis: int
-    outer: int = 1
-    inner: int = 1
-
-    def on(self, axis: int) -> "Rows":
-        """Returns the place of the same rows on another axis."""
-        return Rows(axis, self.outer, self.inner)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """An array without rows, whose elements are equal along the axes `uniform`."""
-
-    uniform: frozenset[int] = frozenset()
-
-
-class _Unknown:
-    """An array of which it is not known where its rows are."""
-
-
-UNKNOWN: Final = _Unknown()
-
-type Place = Rows | Shared | _Unknown
+from detjax.invariant.index_rules import IndexRules, is_vector
+from detjax.invariant.places import UNKNOWN as UNKNOWN
+from detjax.invariant.places import (
+    Counts,
+    Draft,
+    Grid,
+    Index,
+    Letter,
+    Order,
+    Picked,
+    Single,
+    Vector,
+    grid_axis,
+    single,
+    whole,
+)
+from detjax.invariant.places import Place as Place
+from detjax.invariant.places import Rows as Rows
+from detjax.invariant.places import Shared as Shared
+from detjax.invariant.sizes import Sizes
 
 
 class Mixing(enum.Enum):
@@ -55,6 +46,7 @@ class Mixing(enum.Enum):
 
     SUM = "adds numbers of different rows"
     SLOT = "gives a row numbers that depend on its place in the batch"
+    SIZE = "computes with the number of rows"
     DEVICES = "meets the rows of other devices"
     MOVE = "moves, orders or counts rows of different examples"
     OTHER = "has no rule here"
@@ -70,7 +62,7 @@ class Finding:
         what: what it does, in words.
         line: the user's line.
         shapes: the shapes of its operands.
-        inexact: whether its results are floating-point numbers.
+        dtypes: their dtypes.
     """
 
     mixing: Mixing
@@ -78,12 +70,7 @@ class Finding:
     what: str
     line: str
     shapes: tuple[tuple[int, ...], ...]
-    inexact: bool
-
-    @property
-    def changes_numbers(self) -> bool:
-        """Whether a row's floating-point numbers depend on the rows beside it, or on its place among them."""
-        return self.mixing is Mixing.DEVICES or (self.inexact and self.mixing in (Mixing.SUM, Mixing.SLOT))
+    dtypes: tuple[str, ...]
 
     def __str__(self) -> str:
         shapes = ", ".join(map(str, self.shapes))
@@ -91,7 +78,13 @@ class Finding:
 
 
 def follow(
-    jaxpr: core.Jaxpr, batch: int, places: Sequence[Place | None], sharded: frozenset[str] | None = frozenset()
+    jaxpr: core.Jaxpr,
+    batch: int,
+    places: Sequence[Place | None],
+    sharded: frozenset[str] | None = frozenset(),
+    sizes: Sizes | None = None,
+    *,
+    rows_may_return: bool = True,
 ) -> tuple[list[Place], list[Finding]]:
     """Returns where the batch is in the results of a jaxpr, and the equations that mix its rows.
 
@@ -100,10 +93,11 @@ def follow(
         batch: how many rows the batch has, at least 2.
         places: for each argument its place, or None for an array without rows.
         sharded: the axes of a mesh around the function along which devices have other rows; None if that is not known.
+        sizes: which numbers of the function come from the number of rows, if that is known.
+        rows_may_return: whether rows may leave their places if they return to them.
     """
-    follower = Follower(batch, sharded)
-    jaxpr = equations.without_prints(jaxpr)
-    made = follower.jaxpr(jaxpr, places)
+    follower = Follower(batch, sharded, sizes, rows_may_return=rows_may_return)
+    made = [follower.result(place) for place in follower.jaxpr(jaxpr, places)]
     return made, list(dict.fromkeys(follower.findings))
 
 
@@ -130,7 +124,7 @@ def operation_places(eqn: core.JaxprEqn, places: Sequence[Place], batch: int) ->
         return [UNKNOWN] * len(eqn.outvars)
     rows = [(v, place) for v, place in zip(eqn.invars, places, strict=True) if isinstance(place, Rows)]
     if not rows:
-        return [_whole(v) for v in eqn.outvars]
+        return [whole(v) for v in eqn.outvars]
 
     def place_of(result: Any) -> Place:
         shape = aval(result).shape
@@ -143,36 +137,140 @@ def operation_places(eqn: core.JaxprEqn, places: Sequence[Place], batch: int) ->
     return [place_of(v) for v in eqn.outvars]
 
 
-class Follower:
+_JOINING: Final = ("concatenate", "stack")
+_OF_MATRICES: Final[Mapping[str, int]] = {
+    **dict.fromkeys(
+        (
+            "cholesky eigh eig svd qr geqrf geqp3 householder_product lu triangular_solve schur hessenberg tridiagonal "
+            "ormqr symmetric_product cholesky_update"
+        ).split(),
+        2,
+    ),
+    **dict.fromkeys(("tridiagonal_solve", "lu_pivots_to_permutation"), 1),
+}
+"""Primitives of linear algebra, and how many of the last axes they work along."""
+_CALLED: Final = frozenset(
+    "pure_callback io_callback pallas_call ffi_call custom_linear_solve linear_solve threefry2x32 random_gamma".split()
+)
+"""What is called for each row alone, at the shapes of one row: that it keeps rows apart is its own promise."""
+
+
+def _points_to_rows(eqn: core.JaxprEqn, places: Sequence[Place]) -> bool:
+    """Whether numbers that an equation has say in it which row is meant: rules of indices look at them."""
+    name, rows = eqn.primitive.name, places[0]
+    if name == "dynamic_update_slice" or name.startswith("scatter"):
+        return any(isinstance(place, (Single, Index, Vector)) for place in places) or _is_at_rows(eqn, places)
+    if not isinstance(rows, Rows):
+        return False
+    if name == "gather":
+        return rows.axis in eqn.params["dimension_numbers"].start_index_map
+    return name == "dynamic_slice" and aval(eqn.outvars[0]).shape[rows.axis] != aval(eqn.invars[0]).shape[rows.axis]
+
+
+def _is_at_rows(eqn: core.JaxprEqn, places: Sequence[Place]) -> bool:
+    numbers = eqn.params.get("dimension_numbers")
+    rows = next((place for place in (places[0], places[-1]) if isinstance(place, Rows)), None)
+    return numbers is not None and rows is not None and rows.axis in numbers.scatter_dims_to_operand_dims
+
+
+def _is_moved(place: Place) -> bool:
+    return isinstance(place, Rows) and bool(place.order)
+
+
+class Follower(IndexRules):
     """The places of one function's arrays, equation by equation."""
 
-    def __init__(self, batch: int, sharded: frozenset[str] | None = frozenset()) -> None:
+    def __init__(
+        self,
+        batch: int,
+        sharded: frozenset[str] | None = frozenset(),
+        sizes: Sizes | None = None,
+        *,
+        rows_may_return: bool = False,
+    ) -> None:
+        super().__init__()
         self.batch = batch
+        self.sizes = Sizes() if sizes is None else sizes
+        self.rows_may_return = rows_may_return
         self.sharded = sharded
         self.inner_axes: frozenset[str] = frozenset()  # of meshes that the function itself divides arrays over
         self.findings: list[Finding] = []
+        self.picked_at: dict[Picked, Finding] = {}
+        self.counted_at: dict[Any, Finding] = {}
         self.calls: list[core.JaxprEqn] = []  # those around the equation that is looked at, the outermost first
 
-    def jaxpr(self, jaxpr: core.Jaxpr, places: Sequence[Place | None]) -> list[Place]:
-        """Returns the places of a jaxpr's results."""
+    def jaxpr(
+        self, jaxpr: core.Jaxpr, places: Sequence[Place | None], values: Sequence[Any] | None = None
+    ) -> list[Place]:
+        """Returns the places of a jaxpr's results; `values` are those of its arguments, if they are known."""
         env: dict[core.Var, Place] = {}
         constants = map(constant_place, jaxpr.consts)
         for var, place in zip(jaxpr.all_invars, [*constants, *places], strict=True):
-            env[var] = _whole(var) if place is None else place
+            env[var] = whole(var) if place is None else place
+        for var in self.sizes.constants(jaxpr):
+            env[var] = Shared(sized=True)
+        self.set_values(jaxpr.constvars, None)
+        self.set_values(jaxpr.invars, values)
+        self._note_integers(env)
 
-        def read(atom: Any) -> Place:
-            return _whole(atom) if isinstance(atom, core.Literal) else env[atom]
+        def read(eqn: core.JaxprEqn | None, at: int, atom: Any) -> Place:
+            if not isinstance(atom, core.Literal):
+                return env[atom]
+            sized = eqn is not None and self.sizes.is_literal(eqn, at)
+            return dataclasses.replace(whole(atom), number=self._number(atom), sized=sized)
 
         for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self.equation(eqn, [read(v) for v in eqn.invars]), strict=True))
-        return [read(v) for v in jaxpr.outvars]
+            given = [read(eqn, at, v) for at, v in enumerate(eqn.invars)]
+            is_call = equations.is_call(eqn)
+            if not is_call:
+                self.number_results(eqn)
+            made = dict(zip(eqn.outvars, self.equation(eqn, given), strict=True))
+            if is_call:
+                self.number_results(eqn)
+            env.update(made)
+            self._note_integers(made)
+        return [read(None, 0, v) for v in jaxpr.outvars]
 
-    def mixes(self, eqn: core.JaxprEqn, mixing: Mixing, what: str) -> _Unknown:
-        """Reports an equation that mixes rows, and returns the place of its results."""
-        inexact = any(equations.is_inexact(v) for v in eqn.outvars)
-        finding = Finding(mixing, eqn.primitive.name, what, self.line(eqn), equations.shapes(eqn), inexact)
-        self.findings.append(finding)
+    def _note_integers(self, places: Mapping[core.Var, Place]) -> None:
+        for var, place in places.items():
+            self._numbers.pop(var, None)
+            self._grids.pop(var, None)
+            if isinstance(place, Shared) and place.number is not None:
+                self._numbers[var] = place.number
+            if isinstance(place, Shared) and place.grid is not None:
+                self._grids[var] = place.grid
+
+    def result(self, place: Place) -> Place:
+        """Returns the place of a result, and reports rows that do not return to their places."""
+        if isinstance(place, Draft):
+            self.findings.append(place.finding)
+        elif isinstance(place, (Index, Rows)) and place.order:
+            self._not_returned(place.order)
+        elif isinstance(place, Counts) and place.keys is not None:
+            self.findings.append(self.counted_at[place.keys])
+        elif not isinstance(place, (Index, Counts, Vector, Single)) or place == Single(0):
+            return place
         return UNKNOWN
+
+    def _not_returned(self, order: Order) -> None:
+        for letter in order:
+            finding = self.sorted_at[letter.sort] if isinstance(letter, Letter) else self.picked_at.get(letter)
+            if finding is not None:
+                self.findings.append(finding)
+
+    def mixes(self, eqn: core.JaxprEqn, mixing: Mixing, what: str) -> Any:
+        """Reports an equation that mixes rows, and returns the place of its results."""
+        self.findings.append(self.finding(eqn, mixing, what))
+        return UNKNOWN
+
+    def finding(self, eqn: core.JaxprEqn, mixing: Mixing, what: str) -> Finding:
+        """Returns what there is to say of an equation that mixes rows."""
+        dtypes = tuple(str(getattr(aval(v), "dtype", "token")) for v in eqn.invars)
+        return Finding(mixing, eqn.primitive.name, what, self.line(eqn), equations.shapes(eqn), dtypes)
+
+    def described(self, eqn: core.JaxprEqn) -> Finding:
+        """See `IndexRules`."""
+        return self.finding(eqn, Mixing.MOVE, "orders or counts rows of the batch, which do not return to their places")
 
     def line(self, eqn: core.JaxprEqn) -> str:
         """Returns the user's line of the equation that is looked at."""
@@ -189,13 +287,22 @@ class Follower:
             return made
         if name == "optimization_barrier":
             return places
-        if (operation := equations.operation(eqn)) is not None and any(isinstance(place, Rows) for place in places):
-            what = f"calls {operation} of detjax.ops for the whole batch"
-            return [self.mixes(eqn, Mixing.OTHER, what)] * len(eqn.outvars)
-        if any(place is UNKNOWN for place in places):
+        if (place := self.positive_index(eqn, places)) is not None and place is not UNKNOWN:
+            return [place]
+        if drafts := [place for place in places if isinstance(place, Draft)]:
+            self.findings.append(drafts[0].finding)
             return [UNKNOWN] * len(eqn.outvars)
-        if not any(isinstance(place, Rows) for place in places):
-            return _shared_results(eqn, [place for place in places if isinstance(place, Shared)])
+        if equations.operation(eqn) is not None and any(isinstance(place, Rows) for place in places):
+            return self._operation(eqn, places)
+        if any(place is UNKNOWN for place in places):
+            if not self.findings and not _keeps_order(eqn, places):
+                self.mixes(eqn, Mixing.OTHER, "works on rows in the order of an operation")
+            return [UNKNOWN] * len(eqn.outvars)
+        others = [place for place in places if not isinstance(place, Shared)]
+        if not others:
+            return self._shared_results(eqn, [place for place in places if isinstance(place, Shared)])
+        if (made := self._special(eqn, places, others)) is not None:
+            return made
         if name in equations.ELEMENTWISE:
             rule = self._elements
         elif name in _REDUCTIONS:
@@ -204,26 +311,79 @@ class Follower:
             rule = self._along
         else:
             rule = getattr(self, f"_{name.replace('-', '_')}", None)
-        return self._opaque(eqn, places) if rule is None else [rule(eqn, places)] * len(eqn.outvars)
+        if rule is None:
+            return self._opaque(eqn, places)
+        place = rule(eqn, places)
+        return place if isinstance(place, list) else [place] * len(eqn.outvars)
+
+    def _operation(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
+        """The places of the results of an operation of detjax, which keeps rows apart, or orders them as it needs."""
+        if any(isinstance(place, (Index, Counts, Vector, Single)) or _is_moved(place) for place in places):
+            return [self.mixes(eqn, Mixing.MOVE, "calls an operation for rows that were moved")] * len(eqn.outvars)
+        return operation_places(eqn, places, self.batch)
+
+    def _special(self, eqn: core.JaxprEqn, places: list[Place], others: Sequence[Place]) -> list[Place] | None:
+        """The places of results of single rows, of indices and counts, and of numbers that come from the batch."""
+        name, count = eqn.primitive.name, len(eqn.outvars)
+        if any(isinstance(place, Shared) and place.sized for place in places) and not _points_to_rows(eqn, places):
+            what = Mixing.SIZE.value
+            if name == "add" and not equations.is_inexact(eqn.outvars[0]):
+                return [Draft(self.finding(eqn, Mixing.SIZE, what))]
+            if not (name in ("max", "min", "clamp") and isinstance(others[0], Index)):
+                return [self.mixes(eqn, Mixing.SIZE, what)] * count
+        if isinstance(others[0], Single) and all(place == others[0] for place in others):
+            is_write = name in (*_JOINING, "dynamic_update_slice") or name.startswith("scatter")
+            if not is_write:
+                return [*others[:1]] * count
+        elif any(isinstance(place, Single) for place in others) and not (
+            name in (*_JOINING, "dynamic_update_slice") or name.startswith("scatter")
+        ):
+            return [self.mixes(eqn, Mixing.SLOT, "lets a row meet another one")] * count
+        if any(isinstance(place, (Index, Counts, Vector)) for place in others):
+            made = self.with_indices(eqn, places)
+            return [self.mixes(eqn, Mixing.MOVE, Mixing.MOVE.value)] * count if made is None else made
+        return None
 
     def _call(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
         name = eqn.primitive.name
         if equations.is_call(eqn):
-            return self.jaxpr(equations.body(eqn), places)
+            called = eqn.params.get("name")
+            if (
+                self.rows_may_return
+                and called in ("floor_divide", "remainder")
+                and isinstance(places[0], (Index, Shared))
+            ):
+                made = self.divided(called, places)
+                if made is not None and (isinstance(places[0], Index) or places[0].grid is not None):
+                    self.set_values([v for v in equations.body(eqn).outvars if isinstance(v, core.Var)], None)
+                    return made
+            return self.jaxpr(equations.body(eqn), places, list(map(self.value, eqn.invars)))
         rules = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
         return rules[name](eqn, places)
 
     def _opaque(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
-        if any(not isinstance(place, Shared) for place in places):
-            return [self.mixes(eqn, Mixing.OTHER, Mixing.OTHER.value)] * len(eqn.outvars)
-        return [Shared()] * len(eqn.outvars)
+        """The places of results of what keeps to the leading axes of its operands, or is called for each row."""
+        name, rows = eqn.primitive.name, next(place for place in places if isinstance(place, Rows))
+        ndim = {"fft": len(eqn.params.get("fft_lengths", ()))}.get(name, _OF_MATRICES.get(name))
+        if ndim is not None:
+            met = [(place, aval(v)) for place, v in zip(places, eqn.invars, strict=True) if isinstance(place, Rows)]
+            if all(place == rows and place.axis < x.ndim - ndim for place, x in met):
+                self._meeting(eqn, rows, places)
+                return [rows] * len(eqn.outvars)
+        elif name in _CALLED or len({getattr(aval(v), "shape", ()) for v in (*eqn.invars, *eqn.outvars)}) == 1:
+            guessed = operation_places(eqn, places, self.batch)
+            if not rows.order and UNKNOWN not in guessed:
+                return guessed
+        return [self.mixes(eqn, Mixing.OTHER, Mixing.OTHER.value)] * len(eqn.outvars)
 
     # Control flow ---------------------------------------------------------------------------------------------------
 
     def _rounds(self, carries: list[Place], step: Callable[[list[Place]], list[Place]], eqn: Any) -> list[Place]:
         """The places of carries that a loop's body leaves as they are."""
+        carries = [place.plain if isinstance(place, Shared) else place for place in carries]
         for _ in range(_MOST_ROUNDS):
             after = [self._joined((x, y), eqn) for x, y in zip(carries, step(carries), strict=True)]
+            after = [place.plain if isinstance(place, Shared) else place for place in after]
             if after == carries:
                 break
             carries = after
@@ -263,12 +423,12 @@ class Follower:
         tested, consts, carries = equations.while_arguments(eqn, places)
         step = lambda carries: self.jaxpr(eqn.params["body_jaxpr"], [*consts, *carries])  # noqa: E731
         carries = self._rounds(carries, step, eqn)
-        if not isinstance(self.jaxpr(eqn.params["cond_jaxpr"], [*tested, *carries])[0], Shared):
+        if not isinstance(self.jaxpr(eqn.params["cond_jaxpr"], [*tested, *carries])[0], (Shared, Single)):
             return [self.mixes(eqn, Mixing.OTHER, "goes on as long as any row wants")] * len(eqn.outvars)
         return carries
 
     def _cond(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
-        if not isinstance(places[0], Shared):
+        if not isinstance(places[0], (Shared, Single)):
             return [self.mixes(eqn, Mixing.OTHER, "takes a branch that rows choose")] * len(eqn.outvars)
         branches = [self.jaxpr(branch, places[1:]) for branch in eqn.params["branches"]]
         return [self._joined(results, eqn) for results in zip(*branches, strict=True)]
@@ -289,26 +449,76 @@ class Follower:
         """The place of an array that may be any of several."""
         first, *others = places
         for other in others:
+            if first == other:
+                continue
             if isinstance(first, Shared) and isinstance(other, Shared):
-                first = Shared(first.uniform & other.uniform)
+                first = Shared(first.uniform & other.uniform, sized=first.sized or other.sized)
+            elif isinstance(first, Draft) or isinstance(other, Draft):
+                draft = first if isinstance(first, Draft) else other
+                assert isinstance(draft, Draft)
+                self.findings.append(draft.finding)
+                first = UNKNOWN
+            elif isinstance(first, (Single, Shared)) and isinstance(other, (Single, Shared)):
+                rows = {place for place in (first, other) if isinstance(place, Single)}
+                first = rows.pop() if len(rows) == 1 else self.mixes(eqn, Mixing.SLOT, "lets a row meet another one")
+            elif isinstance(first, (Single, Index, Counts, Vector)) or isinstance(
+                other, (Single, Index, Counts, Vector)
+            ):
+                first = self.mixes(eqn, Mixing.MOVE, Mixing.MOVE.value)
             elif first is UNKNOWN or other is UNKNOWN:
                 first = UNKNOWN
             elif isinstance(first, Shared) or isinstance(other, Shared):
                 rows, shared = (other, first) if isinstance(first, Shared) else (first, other)
                 assert isinstance(rows, Rows) and isinstance(shared, Shared)
-                is_uniform = rows.axis in shared.uniform
+                is_uniform = rows.axis in shared.uniform and not shared.sized
                 first = rows if is_uniform else self.mixes(eqn, Mixing.SLOT, Mixing.SLOT.value)
             elif first != other:
                 first = self.mixes(eqn, Mixing.MOVE, "has rows now on one axis, now on another")
         return first
 
+    def _shared_results(self, eqn: core.JaxprEqn, places: list[Shared]) -> list[Place]:
+        """The places of results that hold no rows: along which axes they are uniform, and what their integers are."""
+        name = eqn.primitive.name
+        sized = any(place.sized for place in places) or self.sizes.is_parameter(eqn)
+        if name in _REDUCTIONS or name in _ALONG or name == "dot_general":
+            axes = (
+                set(_axes(eqn, "axes" if "axes" in eqn.params else _ALONG.get(name, "axis")))
+                if name != "dot_general"
+                else set(eqn.params["dimension_numbers"][0][0])
+            )
+            sized = sized or bool(axes & self.sizes.axes(eqn))
+        if (
+            name == "concatenate"
+            and self.rows_may_return
+            and is_vector(eqn)
+            and any(self._counts_rows(place) for place in places)
+        ):
+            return [Vector(tuple(places))]
+        results: list[Place] = []
+        for var in eqn.outvars:
+            place = Shared(_uniform(eqn, places, var) | single(var), sized=sized)
+            if not equations.is_inexact(var):
+                grid, number = _integers(eqn, places)
+                place = dataclasses.replace(place, grid=grid, number=number)
+            results.append(place)
+        return results
+
+    def _counts_rows(self, place: Shared) -> bool:
+        return place.grid is not None and place.grid.size % self.batch == 0
+
     # Single elements, and what works along axes -----------------------------------------------------------------------
 
     def _elements(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
+        if self.sizes.is_parameter(eqn):
+            return self.mixes(eqn, Mixing.SIZE, Mixing.SIZE.value)
         rows = next(place for place in places if isinstance(place, Rows))
         for place, var in zip(places, eqn.invars, strict=True):
             if isinstance(place, Rows) and place != rows:
-                return self.mixes(eqn, Mixing.SLOT, "meets itself with the batch on another axis")
+                is_moved = place.order != rows.order
+                what = (
+                    "lets rows meet in different orders" if is_moved else "meets itself with the batch on another axis"
+                )
+                return self.mixes(eqn, Mixing.MOVE if is_moved else Mixing.SLOT, what)
             if isinstance(place, Shared) and not _is_uniform(place, var, rows.axis):
                 return self.mixes(eqn, Mixing.SLOT, Mixing.SLOT.value)
         return rows
@@ -318,13 +528,25 @@ class Follower:
         assert isinstance(rows, Rows)
         axes = _axes(eqn, "axes" if "axes" in eqn.params else "axis")
         if rows.axis in axes:
+            counts = self.counted_one_hot(eqn) if self.rows_may_return else None
+            if isinstance(counts, Counts):
+                self.counted_at[counts.keys] = self.described(eqn)
+                return counts
             mixing = Mixing.SUM if equations.kind(eqn) is Kind.SUM else Mixing.MOVE
             return self.mixes(eqn, mixing, "reduces over the batch")
         return rows.on(rows.axis - sum(axis < rows.axis for axis in axes))
 
-    def _along(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
+    def _along(self, eqn: core.JaxprEqn, places: list[Place]) -> Any:
         rows = next(place for place in places if isinstance(place, Rows))
         if rows.axis in _axes(eqn, _ALONG[eqn.primitive.name]):
+            if (
+                eqn.primitive.name == "sort"
+                and self.rows_may_return
+                and (made := self.sorted_rows(eqn, places)) is not None
+            ):
+                return made
+            if eqn.primitive.name == "rev" and rows == Rows(rows.axis):
+                return self._picked(eqn, rows, range(self.batch)[::-1])
             mixing = Mixing.SUM if equations.kind(eqn) is Kind.SUM else Mixing.MOVE
             return self.mixes(eqn, mixing, "orders or accumulates over the batch")
         return self._meeting(eqn, rows, places)
@@ -349,6 +571,11 @@ class Follower:
         rows = places[0]
         assert isinstance(rows, Rows)
         old, new = aval(eqn.invars[0]).shape, aval(eqn.outvars[0]).shape
+        if rows.order:
+            behind = math.prod(old[rows.axis + 1 :])
+            kept = (k for k, n in enumerate(new) if n == old[rows.axis] and math.prod(new[k + 1 :]) == behind)
+            axis = next(kept, None)
+            return self.mixes(eqn, Mixing.MOVE, "cuts rows that were moved") if axis is None else rows.on(axis)
         stride, after = rows.inner * math.prod(old[rows.axis + 1 :]), 1
         for axis in reversed(range(len(new))):
             if after <= stride and stride * self.batch <= after * new[axis] and stride % after == 0:
@@ -375,26 +602,120 @@ class Follower:
         rows = places[0]
         if not isinstance(rows, Rows):
             return self.mixes(eqn, Mixing.MOVE, "begins where rows say")
-        if aval(eqn.outvars[0]).shape[rows.axis] != aval(eqn.invars[0]).shape[rows.axis]:
-            return self.mixes(eqn, Mixing.MOVE, "takes some rows of the batch")
-        return rows
+        if aval(eqn.outvars[0]).shape[rows.axis] == aval(eqn.invars[0]).shape[rows.axis]:
+            return rows
+        start, limit = (eqn.params[name][rows.axis] for name in ("start_indices", "limit_indices"))
+        step = (eqn.params["strides"] or {rows.axis: 1})[rows.axis]
+        return self._picked(eqn, rows, range(start, limit, step))
 
-    _dynamic_slice = _slice
+    def _picked(self, eqn: core.JaxprEqn, rows: Rows, numbers: Sequence[int]) -> Place:
+        """The place of some rows of a batch, which may be put together again."""
+        if not self.rows_may_return or rows != Rows(rows.axis):
+            return self.mixes(eqn, Mixing.MOVE, "takes some rows of the batch")
+        if len(numbers) == 1:
+            return Single(numbers[0])
+        picked = Picked(tuple(numbers))
+        self.picked_at[picked] = self.finding(eqn, Mixing.MOVE, "takes rows of the batch out of their places")
+        return rows.moved((picked,))
+
+    def _dynamic_slice(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
+        rows = places[0]
+        if not isinstance(rows, Rows) or any(not isinstance(place, Shared) for place in places[1:]):
+            return self.mixes(eqn, Mixing.MOVE, "begins where rows say")
+        if aval(eqn.outvars[0]).shape[rows.axis] == aval(eqn.invars[0]).shape[rows.axis]:
+            return rows
+        if self.rows_may_return and rows == Rows(rows.axis) and eqn.params["slice_sizes"][rows.axis] == 1:
+            start = eqn.invars[1 + rows.axis]
+            number = self._number(start)
+            return Single(self.value(start) if number is None else number)
+        return self.mixes(eqn, Mixing.MOVE, "takes some rows of the batch")
 
     def _dynamic_update_slice(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         if any(isinstance(place, Rows) for place in places[2:]):
             return self.mixes(eqn, Mixing.MOVE, "writes where rows say")
+        if isinstance(places[1], Single):
+            return self._row_written(eqn, places)
         rows = next(place for place in places if isinstance(place, Rows))
         operand, update = eqn.invars[:2]
         if aval(operand).shape[rows.axis] != aval(update).shape[rows.axis]:
             return self.mixes(eqn, Mixing.MOVE, "writes to some rows of the batch")
         return self._meeting(eqn, rows, places[:2])
 
+    def _row_written(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
+        """The place of rows of which one is written where it was read."""
+        operand, update = places[:2]
+        assert isinstance(update, Single)
+        shapes = [aval(v).shape for v in eqn.invars[:2]]
+        written = [k for k, (size, one) in enumerate(zip(*shapes, strict=True)) if (size, one) == (self.batch, 1)]
+        for axis in written:
+            start = eqn.invars[2 + axis]
+            number = self._number(start)
+            is_own = update.row == (self.value(start) if number is None else number)
+            is_free = operand == Rows(axis) or (
+                isinstance(operand, Shared) and _is_uniform(operand, eqn.invars[0], axis)
+            )
+            if is_own and is_free and self.rows_may_return:
+                return Rows(axis)
+        return self.mixes(eqn, Mixing.MOVE, "writes a row where another one belongs")
+
+    def _row_scattered(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
+        """The place of rows of which a scatter writes one where it was read."""
+        operand, indices, update = places
+        assert isinstance(update, Single)
+        numbers = eqn.params["dimension_numbers"]
+        (axis, *more), at = numbers.scatter_dims_to_operand_dims, self.unspread(self.value(eqn.invars[1]))
+        number = indices.number if isinstance(indices, Shared) else None
+        is_one = not more and axis in numbers.inserted_window_dims and math.prod(aval(eqn.invars[1]).shape) == 1
+        is_own = update.row == (at if number is None else number)
+        is_free = operand == Rows(axis) or (isinstance(operand, Shared) and _is_uniform(operand, eqn.invars[0], axis))
+        if is_one and is_own and is_free and aval(eqn.invars[0]).shape[axis] == self.batch and self.rows_may_return:
+            return Rows(axis)
+        return self.mixes(eqn, Mixing.MOVE, "writes a row where another one belongs")
+
     def _concatenate(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
+        dimension = int(eqn.params["dimension"])
+        if any(isinstance(place, Single) or (isinstance(place, Rows) and place.axis == dimension) for place in places):
+            return self._joined_rows(eqn, places, dimension)
         rows = next(place for place in places if isinstance(place, Rows))
-        if rows.axis == eqn.params["dimension"]:
-            return self.mixes(eqn, Mixing.MOVE, "joins batches")
+        if (
+            self.rows_may_return
+            and is_vector(eqn)
+            and any(isinstance(place, Shared) and place.grid is not None for place in places)
+        ):
+            return Vector(tuple(places))
         return self._meeting(eqn, rows, places)
+
+    def _joined_rows(self, eqn: core.JaxprEqn, places: list[Place], axis: int) -> Place:
+        """The place of rows that are put together: that of the batch if they come in its order."""
+        numbers: list[Any] = []
+        lengths = set()
+        for place, var in zip(places, eqn.invars, strict=True):
+            if isinstance(place, Single):
+                numbers.append(place.row)
+                lengths.add(1 if eqn.primitive.name == "stack" else aval(var).shape[axis])
+            elif isinstance(place, Rows) and place.axis == axis and (place.outer, place.inner) == (1, 1):
+                rows = place.order[0].rows if place.order and isinstance(place.order[0], Picked) else range(self.batch)
+                if len(place.order) > 1 or (place.order and not isinstance(place.order[0], Picked)):
+                    return self.mixes(eqn, Mixing.MOVE, "joins batches")
+                numbers += rows
+                lengths.add(1)
+            else:
+                return self.mixes(eqn, Mixing.MOVE, "joins batches")
+        if not self.rows_may_return or len(lengths) != 1:
+            return self.mixes(eqn, Mixing.MOVE, "joins batches")
+        if numbers == list(range(self.batch)):
+            return Rows(axis, 1, lengths.pop())
+        if all(row == numbers[0] for row in numbers):
+            return Single(numbers[0])
+        return self.mixes(eqn, Mixing.MOVE, "puts rows together in another order than the batch's")
+
+    def _stack(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
+        axis = eqn.params["axis"]
+        if any(isinstance(place, Single) for place in places):
+            return self._joined_rows(eqn, places, axis)
+        rows = next(place for place in places if isinstance(place, Rows))
+        place = self._meeting(eqn, rows, places)
+        return place if not isinstance(place, Rows) else place.on(place.axis + (axis <= place.axis))
 
     def _meeting(self, eqn: core.JaxprEqn, rows: Rows, places: Sequence[Place]) -> Place:
         """The place of rows among arrays of the same axes."""
@@ -402,6 +723,12 @@ class Follower:
             if place != rows and not (isinstance(place, Shared) and _is_uniform(place, var, rows.axis)):
                 return self.mixes(eqn, Mixing.SLOT, Mixing.SLOT.value)
         return rows
+
+    def _approx_top_k(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
+        rows = places[0]
+        assert isinstance(rows, Rows)
+        is_own = eqn.params["reduction_dimension"] % aval(eqn.invars[0]).ndim != rows.axis
+        return rows if is_own else self.mixes(eqn, Mixing.MOVE, "orders over the batch")
 
     def _pad(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         rows = places[0]
@@ -416,22 +743,29 @@ class Follower:
         assert isinstance(rows, Rows)
         return rows if eqn.params["reps"][rows.axis] == 1 else self.mixes(eqn, Mixing.MOVE, "repeats the batch")
 
-    def _split(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
+    def _split(self, eqn: core.JaxprEqn, places: list[Place]) -> Any:
         rows = places[0]
         assert isinstance(rows, Rows)
-        return self.mixes(eqn, Mixing.MOVE, "splits the batch") if eqn.params["axis"] == rows.axis else rows
+        if eqn.params["axis"] != rows.axis:
+            return rows
+        ends = np.cumsum(eqn.params["sizes"])
+        return [
+            self._picked(eqn, rows, range(end - size, end)) for end, size in zip(ends, eqn.params["sizes"], strict=True)
+        ]
 
-    def _unstack(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
+    def _unstack(self, eqn: core.JaxprEqn, places: list[Place]) -> Any:
         rows, axis = places[0], eqn.params["axis"]
         assert isinstance(rows, Rows)
         if axis == rows.axis:
-            return self.mixes(eqn, Mixing.MOVE, "takes the batch apart")
+            return [self._picked(eqn, rows, range(k, k + 1)) for k in range(len(eqn.outvars))]
         return rows.on(rows.axis - (axis < rows.axis))
 
     def _gather(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         operand, indices = places
         numbers = eqn.params["dimension_numbers"]
         shape = aval(eqn.invars[0]).shape
+        if self.rows_may_return and (place := self.looked_up(eqn, places)) is not None:
+            return place
         batch_axes = [k for k in range(aval(eqn.outvars[0]).ndim) if k not in numbers.offset_dims]
         if isinstance(operand, Shared):
             assert isinstance(indices, Rows)
@@ -457,7 +791,15 @@ class Follower:
         return self.mixes(eqn, Mixing.MOVE, "reads rows that it is told")
 
     def _scatter(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
+        if isinstance(places[2], Single):
+            return self._row_scattered(eqn, places)
         axes = self.scattered_rows(eqn, places)
+        if axes is None and self.rows_may_return:
+            if (place := self.written(eqn, places)) is not None:
+                return place
+            if isinstance(counts := self.counted(eqn, places), Counts):
+                self.counted_at[counts.keys] = self.described(eqn)
+                return counts
         if axes is None:
             # Mixtures of experts collect their tokens so.
             return self.mixes(eqn, Mixing.MOVE, "writes numbers of different rows into one array")
@@ -525,6 +867,13 @@ class Follower:
 
     def _conv_general_dilated(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         numbers, rows = eqn.params["dimension_numbers"], places[0]
+        grouped = [Rows(numbers.lhs_spec[1]), Rows(numbers.rhs_spec[0])]
+        if [isinstance(p, Rows) and Rows(p.axis, p.outer) for p in places] == grouped and not any(
+            map(_is_moved, places)
+        ):
+            if eqn.params["feature_group_count"] % self.batch == 0:  # `jax.vmap` of a kernel for each row
+                axis = numbers.out_spec[1]
+                return Rows(axis, 1, aval(eqn.outvars[0]).shape[axis] // self.batch)
         is_batch = isinstance(rows, Rows) and rows.axis == numbers.lhs_spec[0]
         if (
             not isinstance(rows, Rows)
@@ -574,12 +923,11 @@ class Follower:
             return self.mixes(eqn, mixing, "has windows over the batch")
         return rows
 
+    def _select_and_scatter_add(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
+        rows = self._meeting(eqn, next(place for place in places if isinstance(place, Rows)), places)
+        return self._window(eqn, [rows])
+
     _reduce_window_max = _reduce_window_min = _reduce_window_sum = _reduce_window = _window
-
-
-def _whole(atom: Any) -> Shared:
-    """The place of an array without rows of which nothing else is known."""
-    return Shared(_single(atom))
 
 
 def constant_place(value: Any) -> Shared | None:
@@ -622,14 +970,40 @@ def _shifted(place: Place, by: int) -> Place:
     return place
 
 
-def _shared_results(eqn: core.JaxprEqn, places: list[Shared]) -> list[Place]:
-    """The places of results that hold no rows: along which axes they are uniform."""
-    return [Shared(_uniform(eqn, places, var) | _single(var)) for var in eqn.outvars]
+def _integers(eqn: core.JaxprEqn, places: Sequence[Shared]) -> tuple[Grid | None, int | None]:
+    """How integers without rows count, and the number that all of them are, where it is known."""
+    name = eqn.primitive.name
+    if name == "iota":
+        shape, axis = eqn.params["shape"], eqn.params["dimension"]
+        return Grid(math.prod(shape[axis + 1 :]), shape[axis]), None
+    if not places:
+        return None, None
+    grid, number = places[0].grid, places[0].number
+    if name not in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy"):
+        return None, None
+    old, new = aval(eqn.invars[0]), aval(eqn.outvars[0])
+    if name == "convert_element_type" and not jnp.issubdtype(old.dtype, jnp.integer):
+        return None, None
+    if grid is None or math.prod(old.shape) == math.prod(new.shape):
+        return grid, number
+    axis = grid_axis(grid, old.shape)
+    if name != "broadcast_in_dim" or axis is None:
+        return None, number
+    axis = eqn.params["broadcast_dimensions"][axis]
+    return Grid(math.prod(new.shape[axis + 1 :]), grid.size) if new.shape[axis] == grid.size else None, number
 
 
-def _single(atom: Any) -> frozenset[int]:
-    """The axes of one element."""
-    return frozenset(axis for axis, size in enumerate(getattr(aval(atom), "shape", ())) if size == 1)
+def _keeps_order(eqn: core.JaxprEqn, places: Sequence[Place]) -> bool:
+    """Whether an equation leaves rows apart whose order an operation has changed, along their first axis."""
+    name = eqn.primitive.name
+    makes_inexact = any(map(equations.is_inexact, eqn.outvars))
+    if name == "gather":  # each looks up an integer, such as the number of its request, which operations take
+        return isinstance(places[0], Shared) and not makes_inexact
+    if name in equations.ELEMENTWISE:
+        met = [(place, v) for place, v in zip(places, eqn.invars, strict=True) if isinstance(place, Shared)]
+        is_numbered = any(aval(v).shape and 0 not in place.uniform for place, v in met)
+        return not is_numbered and (not makes_inexact or any(map(equations.is_inexact, eqn.invars)))
+    return name in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
 
 
 def _uniform(eqn: core.JaxprEqn, places: list[Shared], var: Any) -> frozenset[int]:

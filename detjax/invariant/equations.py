@@ -222,6 +222,14 @@ def bodies(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
                 yield part
 
 
+def all_equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """Yields the equations of a jaxpr and of all that it holds."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for part in bodies(eqn):
+            yield from all_equations(part)
+
+
 def line(eqn: core.JaxprEqn) -> str | None:
     """Returns the user's line that an equation comes from, and the layer's name where the function names it."""
     source, name = source_line(eqn), layer(eqn)

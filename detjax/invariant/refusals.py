@@ -1,7 +1,11 @@
 """What `batch_invariant` says of functions whose rows it cannot keep apart."""
 
+import contextlib
+import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
+
+import jax
 
 from detjax.invariant.batch_axis import Finding, Mixing
 
@@ -14,7 +18,14 @@ _ADVICE: Final = {
         "A row would depend on its place in the batch. Make the value from the row (random numbers: pass a key a row, "
         "with a batch axis)"
     ),
-    Mixing.MOVE: "Which numbers are whose is not known from here on. Move each row's within the row",
+    Mixing.MOVE: (
+        "A row would depend on the others. Compute it within each row, or put rows that were moved back to their "
+        "places: tokens that are sorted for experts return by the inverse of the very permutation"
+    ),
+    Mixing.SIZE: (
+        "A row would depend on how many there are. Use a number of the row's own axes, or divide outside by the number "
+        "of rows"
+    ),
     Mixing.DEVICES: (
         "A row would depend on the rows of other devices, or on how many there are. Return what is to be added, and "
         "add it outside. Rows that all devices share may meet, where types say so (check_vma=True, JAX's default)"
@@ -77,3 +88,24 @@ class TracedForBatchWarning(UserWarning):
 def lines(findings: Sequence[Finding]) -> list[str]:
     """Returns a line for each finding, with what to do."""
     return [f"  {finding}. {_ADVICE[finding.mixing]}." for finding in dict.fromkeys(findings)]
+
+
+_MIXED: Final = "detjax_mixed_rows_"
+_mixed: list[Sequence[Finding]] = []
+
+
+def mixed(findings: Sequence[Finding]) -> Any:
+    """Returns a context whose equations compute for each row alone what a function that mixes rows gives for it.
+
+    `mixed_by` reads it back: such a program proves nothing of the function.
+    """
+    if not findings:
+        return contextlib.nullcontext()
+    _mixed.append(findings)
+    return jax.named_scope(f"{_MIXED}{len(_mixed) - 1}")
+
+
+def mixed_by(scopes: str) -> Sequence[Finding]:
+    """Returns what is found of the function in whose place an equation stands, by the names of its scopes."""
+    scope = re.search(rf"{_MIXED}(\d+)", scopes)
+    return _mixed[int(scope[1])] if scope else ()

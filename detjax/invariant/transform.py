@@ -2,9 +2,10 @@
 
 import functools
 import inspect
+import math
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -19,9 +20,10 @@ from jax.interpreters import partial_eval
 from detjax import backends, bound_methods, compilation, varying
 from detjax.invariant import arguments, cutting, derivatives, equations, interpreter, refusals, writes
 from detjax.invariant.arguments import Leaves
-from detjax.invariant.batch_axis import Finding, Place, Rows, follow
+from detjax.invariant.batch_axis import Finding, Follower, Mixing, Place, Rows, Shared, follow
 from detjax.invariant.equations import Program
 from detjax.invariant.refusals import TracedForBatchWarning, UnsafeFunction, UnsafeFunctionWarning
+from detjax.invariant.sizes import Sizes
 
 type OnUnsafe = Literal["refuse", "warn"]
 
@@ -60,12 +62,12 @@ def batch_invariant(
             as weights), or a pytree of them, as `in_axes` of `jax.vmap`. One integer holds for all arguments. A
             module's own variables come before these arguments, and are shared. Keyword arguments are shared.
         out_axes: the axis of the rows in the results, likewise.
-        on_unsafe: what happens where `fn` adds numbers of different rows, or gives a row numbers that depend on its
-            place: "refuse" raises, "warn" warns and returns what `fn` gives for each row alone.
+        on_unsafe: what happens where `fn` mixes rows: where a number of a row's depends on the rows beside it, on its
+            place among them, or on how many there are. "refuse" raises, "warn" warns and returns what `fn` gives for
+            each row alone. Rows may leave their places if every row returns, as tokens do that are sorted for experts.
         traced_for: "row" traces `fn` for a batch of one. "batch" traces it for the batch and cuts the program of one
-            row out of that, which has the same bits; whatever mixes rows is refused then. By default it is "row", and
-            "batch", with a `TracedForBatchWarning`, where tracing for one row raises. If `fn` computes with the
-            number of rows, a row of the second kind depends on that number.
+            row out of that, which has the same bits; rows may not leave their places then. By default it is "row", and
+            "batch", with a `TracedForBatchWarning`, where tracing for one row raises.
 
     Raises:
         TypeError: an argument that has rows is not an array, or fn is a class other than of NNX modules. Forward mode
@@ -158,13 +160,15 @@ def _program(fn: Callable[..., Any], given: Leaves, options: _Options) -> Callab
             return results
         compilation.require_pinned_program("batch_invariant")
         count = arguments.count_rows("batch_invariant", arrays, array_axes)
-        whole = _Whole.traced(function, arrays, array_axes, max(2, count))
+        whole = _Whole.read(function, arrays, array_axes, max(2, count), options)
         writes.check_counters(whole.jaxpr, counters)
-        whole.check(options.on_unsafe)
-        jaxpr, one = _one_row(function, arrays, array_axes, whole, options.traced_for)
+        whole.check(options)
+        jaxpr, one = _one_row(function, arrays, array_axes, options.traced_for)
         flags = [axis is not None for axis in array_axes]
         values = [x if axis is None else _as_examples(x, axis) for x, axis in zip(arrays, array_axes, strict=True)]
-        results, made = interpreter.run(Program.from_jaxpr(equations.without_types(jaxpr)), values, flags, count)
+        program = Program.from_jaxpr(equations.without_types(jaxpr))
+        with refusals.mixed(whole.findings):
+            results, made = interpreter.run(program, values, flags, count)
         return _as_batch(results, made, one, whole, options.out_axes, count)
 
     return invariant
@@ -216,33 +220,85 @@ class _Whole(NamedTuple):
     findings: list[Finding]
 
     @classmethod
-    def traced(
-        cls, fn: Callable[..., Any], arrays: Sequence[Array], axes: Sequence[int | None], batch: int
+    def read(
+        cls, fn: Callable[..., Any], arrays: Sequence[Array], axes: Sequence[int | None], count: int, options: _Options
     ) -> "_Whole":
-        """Returns a function as it is traced for so many rows."""
-        jaxpr, shapes = _traced(fn, arrays, axes, batch)
+        """Returns a function as it is traced for a batch in which rows are told by their number alone.
+
+        A number that divides no other axis is best. A function that takes no such batch is traced for the one that it
+        got. It is traced for one row more as well, which shows the numbers that come from the number of rows.
+        """
+        try:
+            batch = count if options.traced_for == "batch" else _telling_batch(arrays)
+            traced = _traced(fn, arrays, axes, batch)
+        except UnsafeFunction:
+            raise
+        except Exception:  # whatever a function raises that takes some batches alone
+            batch = count
+            traced = _traced(fn, arrays, axes, batch)
+        try:
+            more: core.Jaxpr | None = _traced(fn, arrays, axes, batch + 1)[0]
+        except Exception:
+            more = None
+        return cls.followed(traced, arrays, axes, batch, more)
+
+    @classmethod
+    def followed(
+        cls,
+        traced: tuple[core.Jaxpr, Any],
+        arrays: Sequence[Array],
+        axes: Sequence[int | None],
+        batch: int,
+        more: core.Jaxpr | None = None,
+        *,
+        rows_may_return: bool = True,
+    ) -> "_Whole":
+        """Returns where the rows are in a function that was traced for so many of them, and for one more."""
+        jaxpr, shapes = traced
         given: list[Place | None] = [
             None if axis is None else Rows(axis % x.ndim) for x, axis in zip(arrays, axes, strict=True)
         ]
-        rows = [x for x, axis in zip(arrays, axes, strict=True) if axis is not None]
-        return cls(batch, jaxpr, shapes, given, *follow(jaxpr, batch, given, varying.sharded(rows)))
+        sharded = varying.sharded([x for x, axis in zip(arrays, axes, strict=True) if axis is not None])
+        jaxpr = equations.without_prints(jaxpr)
+        sizes = None if more is None else Sizes.between(jaxpr, equations.without_prints(more))
+        made, findings = follow(jaxpr, batch, given, sharded, sizes, rows_may_return=rows_may_return)
+        return cls(batch, jaxpr, shapes, given, made, findings)
 
-    def check(self, on_unsafe: OnUnsafe) -> None:
-        """Raises or warns if a row's numbers depend on other rows or on its place."""
-        unsafe = [finding for finding in self.findings if finding.changes_numbers]
-        if not unsafe:
+    def check(self, options: _Options) -> None:
+        """Raises or warns if a row's numbers depend on other rows, on its place, or on how many rows there are."""
+        findings = [*self.findings, *self._numbered_results(options.out_axes)]
+        if not findings:
             return
-        message = "\n".join(("batch_invariant: rows of the batch meet.", *refusals.lines(unsafe)))
-        if on_unsafe == "refuse":
+        message = "\n".join(("batch_invariant: rows of the batch meet.", *refusals.lines(findings)))
+        if options.on_unsafe == "refuse":
             raise UnsafeFunction(f"{message}\non_unsafe='warn' computes what the function gives for each row alone.")
         warnings.warn(UnsafeFunctionWarning(message), stacklevel=2)
+
+    def _numbered_results(self, out_axes: Any) -> Iterator[Finding]:
+        """What is found of results that hold no row's numbers, but differ from row to row, or with the batch."""
+        makers = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
+        axes = arguments.spread("batch_invariant", "out_axes", out_axes, self.shapes)
+        for atom, place, axis in zip(self.jaxpr.outvars, self.made, axes, strict=True):
+            if not isinstance(place, Shared) or isinstance(atom, core.Literal) or atom not in makers:
+                continue
+            ndim, mixing = equations.aval(atom).ndim, Mixing.SIZE if place.sized else Mixing.SLOT
+            if place.sized or (axis is not None and -ndim <= axis < ndim and axis % ndim not in place.uniform):
+                yield Follower(self.batch).finding(makers[atom], mixing, mixing.value)
+
+
+def _telling_batch(arrays: Sequence[Array]) -> int:
+    """A prime number of rows, of which no axis of the arguments is a multiple."""
+    sizes = {size for x in arrays for size in x.shape if size}
+    batch = 11
+    while any(batch % k == 0 for k in range(2, math.isqrt(batch) + 1)) or any(size % batch == 0 for size in sizes):
+        batch += 1
+    return batch
 
 
 def _one_row(
     fn: Callable[..., Any],
     arrays: Sequence[Array],
     axes: Sequence[int | None],
-    whole: _Whole,
     traced_for: TracedFor | None,
 ) -> tuple[core.Jaxpr, Any]:
     """The jaxpr of a function for a batch of one, and the shapes of its results."""
@@ -256,6 +312,8 @@ def _one_row(
             if traced_for == "row":
                 raise
             reason = error
+    count = max(2, arguments.count_rows("batch_invariant", arrays, axes))
+    whole = _Whole.followed(_traced(fn, arrays, axes, count), arrays, axes, count, rows_may_return=False)
     why = "" if reason is None else f" cannot be traced for one row ({type(reason).__name__}: {reason}), and it"
     if whole.findings:
         reports = "\n".join(refusals.lines(whole.findings))
@@ -271,7 +329,7 @@ def _one_row(
         )
         warnings.warn(TracedForBatchWarning(message), stacklevel=2)
     leaves, tree = jax.tree.flatten(whole.shapes)
-    cut = cutting.cut(equations.without_prints(whole.jaxpr), whole.batch, whole.given)
+    cut = cutting.cut(whole.jaxpr, whole.batch, whole.given)
     with _tracing(True):
         jaxpr, made = jax.make_jaxpr(cut, return_shape=True)(*_shapes(arrays, axes, 1))
     assert len(made) == len(leaves)

@@ -196,7 +196,7 @@ def _numbered_lookup(w: Array, x: Array) -> Array:
     ("fn", "message"),
     [
         (_in_pairs, "reshape .*cuts the batch axis in two"),
-        (_chosen, "sort .*orders or accumulates over the batch"),
+        (_chosen, "sort .*orders or counts rows of the batch"),
         (_numbered_map, "scan .*place in the batch"),
         (_numbered_start, "scan .*place in the batch"),
         (_all_pairs, "scans over the batch"),

@@ -87,7 +87,7 @@ def test_what_a_call_writes_into_a_module_is_refused() -> None:
     ("fn", "message"),
     [
         (lambda x: jnp.float32(1), "shape \\(\\) for a batch of 1"),
-        (lambda x: {"loss": jnp.sum(x, axis=(1, 2)), "all": x.reshape(6, -1)}, r"result\['all'\]"),
+        (lambda x: {"loss": jnp.sum(x, axis=(1, 2)), "all": jnp.zeros((6, 2))}, r"result\['all'\]"),
         (lambda x: x.swapaxes(0, 1), "out_axes says 0"),
     ],
 )
@@ -96,7 +96,7 @@ def test_results_without_rows_are_refused(fn: Callable[..., Any], message: str) 
         detjax.batch_invariant(fn)(X)
 
 
-def test_moves_and_counts_over_rows_are_not() -> None:
+def test_rows_that_return_to_their_places_are_not_refused() -> None:
     def sorted_together(x: Array) -> Array:
         flat = x.reshape(-1, 8)
         order = jnp.argsort(flat[:, 0])

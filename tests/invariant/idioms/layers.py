@@ -224,7 +224,7 @@ def fnet() -> Function:
 
 @accepted(
     GROUP,
-    "a deep equilibrium: a `while_loop` to a fixed point for each row, with a gradient of its own",
+    "a deep equilibrium: a `while_loop` to a fixed point under `lax.map` over rows, with a gradient of its own",
     "each row makes its own trips",
 )
 def deep_equilibrium() -> Function:
@@ -245,4 +245,14 @@ def deep_equilibrium() -> Function:
         return jax.vjp(lambda w, x: jnp.tanh(z @ w + x), w, x)[1](u)
 
     fixed.defvjp(lambda w, x: (z := fixed(w, x), (w, x, z)), backward)
-    return jax.vmap(lambda x: fixed(w, x))
+    return lambda x: lax.map(lambda x: fixed(w, x), x)
+
+
+@refused(
+    GROUP,
+    "a `while_loop` under `jax.vmap` over rows, where each row would make its own trips",
+    "JAX writes one loop, which goes on while any row does: use `lax.map` over rows",
+    "batch_invariant: rows of the batch meet",
+)
+def while_loop_under_vmap() -> Function:
+    return jax.vmap(lambda x: lax.while_loop(lambda x: jnp.max(jnp.abs(x)) > 0.5, lambda x: x / 2, x))

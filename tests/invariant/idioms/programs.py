@@ -190,6 +190,76 @@ def mean_over_rows() -> Function:
     return lambda x: x - x.mean(0)
 
 
+@refused(BATCH, "`x - x.max(0)`", ITS_SCALE, "reduces over the batch")
+def maximum_over_rows() -> Function:
+    return lambda x: x - x.max(0)
+
+
+@refused(BATCH, "`jnp.round(x / jnp.abs(x).max() * 127)`: one scale for the batch", ITS_SCALE, "reduces over the batch")
+def scale_of_the_batch() -> Function:
+    return lambda x: jnp.round(x / jnp.abs(x).max() * 127)
+
+
+@refused(
+    BATCH,
+    "a branch or a mask by all rows: `lax.cond(x.max() > 0, ...)`, `jnp.where(jnp.any(x > 0), ...)`",
+    "other rows would decide: ask each row, or decide outside and pass the answer as an argument",
+    "reduces over the batch",
+)
+def branch_by_all_rows() -> Function:
+    return lambda x: lax.cond(x.max() > 0, jnp.sin, jnp.cos, x)
+
+
+@refused(
+    BATCH,
+    "`x - x[:1]`",
+    "a row reads another one: pass that row as an argument without rows",
+    "lets a row meet another one",
+)
+def first_row() -> Function:
+    return lambda x: x - x[:1]
+
+
+@refused(
+    BATCH,
+    "`jnp.roll(x, 1, 0)`",
+    "a row would become another one: move rows outside",
+    "puts rows together in another order",
+)
+def rolled() -> Function:
+    return lambda x: jnp.roll(x, 1, 0)
+
+
+@refused(BATCH, "`x[::-1]`", "likewise", "takes rows of the batch out of their places")
+def reversed_rows() -> Function:
+    return lambda x: x[::-1]
+
+
+@refused(
+    BATCH,
+    "`x * jnp.concatenate([x[1:], x[:1]])`",
+    "a row reads its neighbour: pass the neighbours as an argument with rows",
+    "puts rows together in another order",
+)
+def neighbours() -> Function:
+    return lambda x: x * jnp.concatenate([x[1:], x[:1]])
+
+
+@refused(BATCH, "`jnp.argsort(x.sum((1, 2)))`: ranks among rows", "rank outside", "orders or counts rows of the batch")
+def ranks() -> Function:
+    return lambda x: jnp.argsort(x.sum((1, 2)))
+
+
+@refused(
+    BATCH,
+    "`x.sum(-1) / x.shape[0]`",
+    "a row would depend on how many there are: divide outside",
+    "computes with the number of rows",
+)
+def number_of_rows() -> Function:
+    return lambda x: x.sum(-1) / x.shape[0]
+
+
 @refused(
     BATCH,
     "`x + jnp.arange(x.shape[0])[:, None, None]`",
@@ -209,7 +279,7 @@ def cumsum_over_rows() -> Function:
     BATCH,
     "contrasts: products of every row with every other (`x @ x.T`)",
     "no row of the result belongs to one row: compute the table outside, from rows of `batch_invariant`",
-    "batch_invariant: ",
+    "lets every row meet every other",
     "vectors",
 )
 def contrasts() -> Function:
