@@ -6,6 +6,7 @@ import functools
 import importlib
 import itertools
 import pickle
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, overload
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax._src.core import trace_state_clean  # JAX has no public name for "nothing is being traced"
 from jax.experimental import serialize_executable
 
-from detjax import backends, environment, fusions, jax_options
+from detjax import backends, bound_methods, environment, fusions, jax_options
 from detjax.environment import EnvironmentContradiction as EnvironmentContradiction
 
 _pinned = jax.make_user_context(False)
@@ -143,6 +144,9 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
     `jax.jit`. A function that is called inside another program's trace becomes part of that program, whose options then
     hold. Every call checks the environment.
 
+    What a function closes over stays as it is when the function is traced, as under `jax.jit`. The weights of an NNX
+    module that `batch_invariant` wraps are an argument of the program: each call computes with those it has then.
+
     Raises:
         EnvironmentContradiction: see `check_environment`; when called.
         RuntimeError: the backend that was chosen has no kernels for this device; when called.
@@ -153,6 +157,9 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
     """
     if fn is None:
         return functools.partial(jit, **jit_arguments)
+
+    if (method := bound_methods.method(fn)) is not None:
+        return _jit_of_method(method, jit_arguments)
 
     nested = jax.jit(fn, **jit_arguments)
 
@@ -180,6 +187,35 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
 
     setattr(call, _COMPILED, compiled)
     return call
+
+
+def _jit_of_method(method: types.MethodType, jit_arguments: dict[str, Any]) -> Callable[..., Any]:
+    """Returns what `jit` does for a method whose object is an argument of the program."""
+
+    @functools.wraps(method.__func__)
+    def call(argument: bound_methods.Argument, *args: Any, **kwargs: Any) -> Any:
+        return method.__func__(argument.value(), *args, **kwargs)
+
+    if getattr(method, _CHAIN, False):
+        chain(call)
+
+    @functools.cache
+    def jitted(count: int) -> Callable[..., Any]:
+        return jit(call, **bound_methods.shifted(jit_arguments, count))
+
+    def argument() -> bound_methods.Argument:
+        return bound_methods.Argument.from_object(method.__self__)
+
+    @functools.wraps(method)
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        return jitted(len(args))(argument(), *args, **kwargs)
+
+    def compiled(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        program = getattr(jitted(len(args)), _COMPILED)(argument(), *args, **kwargs)
+        return lambda *args, **kwargs: program(argument(), *args, **kwargs)
+
+    setattr(bound, _COMPILED, compiled)
+    return bound
 
 
 def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:

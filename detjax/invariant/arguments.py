@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax import Array, tree_util
-from jax.core import Tracer
+
+from detjax import bound_methods
 
 
 class NoArray(TypeError):
@@ -53,7 +53,7 @@ class Leaves(NamedTuple):
         given = spread_flat(caller, "batch_axes", batch_axes, args[shared:], parts[shared:])
         fixed = sum(len(part[0]) for part in parts[:shared])
         axes = (*[None] * fixed, *given, *[None] * len(options[0]))
-        is_array = _are_arrays(leaves)
+        is_array = bound_methods.are_arrays(leaves)
         for leaf, axis, array in zip(leaves, axes, is_array, strict=True):
             if not array and axis is not None:
                 raise NoArray(
@@ -72,24 +72,6 @@ class Leaves(NamedTuple):
         """Returns all leaves, with these arrays in their places."""
         values = iter(arrays)
         return [next(values) if array else leaf for array, leaf in zip(self.is_array, self.static, strict=True)]
-
-
-def _are_arrays(leaves: Sequence[Any]) -> tuple[bool, ...]:
-    """Whether each leaf is an array.
-
-    To ask whether something is a `jax.Array` takes a microsecond, and a module has hundreds of weights of one type.
-    Tracers of one type may be arrays or not.
-    """
-    by_type: dict[type, bool] = {}
-    answers = []
-    for leaf in leaves:
-        answer = by_type.get(type(leaf))
-        if answer is None:
-            answer = isinstance(leaf, (Array, np.ndarray))
-            if not isinstance(leaf, Tracer):
-                by_type[type(leaf)] = answer
-        answers.append(answer)
-    return tuple(answers)
 
 
 def spread(caller: str, name: str, axes: Any, values: Any) -> list[int | None]:

@@ -410,6 +410,25 @@ def holds_own_rules(eqn: core.JaxprEqn) -> bool:
     return is_one or any(holds_own_rules(inner) for part in bodies(eqn) for inner in part.eqns)
 
 
+def closed_over(program: Any) -> set[core.Var]:
+    """Returns the values that functions with gradients of their own (`custom_vjp`) close over, within calls too.
+
+    Args:
+        program: a program or a jaxpr.
+    """
+    closed: set[Any] = set()
+    for eqn in program.eqns:
+        if eqn.primitive.name == "custom_vjp_call":
+            taken: Sequence[Any] = eqn.invars[: eqn.params["num_consts"]]
+            closed.update(v for v in taken if isinstance(v, core.Var))
+            continue
+        for body in bodies(eqn):
+            inner = closed_over(body)
+            given = eqn.invars[len(eqn.invars) - len(body.invars) :]  # the index of a branch comes first
+            closed.update(v for v, inside in zip(given, body.invars, strict=False) if inside in inner)
+    return {v for v in closed if isinstance(v, core.Var)}
+
+
 def at_line(eqn: core.JaxprEqn) -> Any:
     """Returns a context whose equations name the line of this one, so that errors and profiles do."""
     return _Line(eqn)

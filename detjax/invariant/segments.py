@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.extend import core
 
@@ -44,13 +45,35 @@ def run(
     def keep(*operands: Array) -> tuple[list[Array], tuple[Array, ...]]:
         return call(*operands), operands
 
-    def gradients(operands: tuple[Array, ...], cotangents: Sequence[Any]) -> tuple[Array | None, ...]:
+    def gradients(
+        operands: Sequence[Array], cotangents: Sequence[Any], fixed: frozenset[core.Var] = frozenset()
+    ) -> tuple[Array | None, ...]:
         wanted = [c for c, v in zip(cotangents, program.results, strict=True) if is_inexact(v)]
-        backward = functools.partial(_backward, program, len(rows), len(operands))
+        backward = functools.partial(_backward, program, len(rows), len(operands), fixed)
         made = iter(with_vmap_rule(backward, rows=(False,) * (len(operands) + len(wanted)))(*operands, *wanted))
-        return tuple(next(made) if is_inexact(v) else None for v in program.inputs)
+        # A gradient of zeros varies over no axis by its type, and has to have that of its operand.
+        return tuple(
+            varying.over(next(made), varying.axes(x)) if is_inexact(v) and v not in fixed else None
+            for v, x in zip(program.inputs, operands, strict=True)
+        )
 
-    call.defvjp(keep, gradients)
+    # JAX refuses derivatives by what a function with derivatives of its own closes over, so none are asked for where
+    # none are wanted.
+    constant = {v for v in equations.closed_over(program) & set(program.inputs) if is_inexact(v)}
+
+    def keep_marked(*operands: Any) -> tuple[list[Array], tuple[list[Array], list[tuple[()] | None]]]:
+        values = [x.value for x in operands]
+        return call(*values), (values, [() if x.perturbed else None for x in operands])
+
+    def marked_gradients(kept: Any, cotangents: Sequence[Any]) -> tuple[Array | None, ...]:
+        operands, marks = kept
+        fixed = {v for v, mark in zip(program.inputs, marks, strict=True) if mark is None and v in constant}
+        return gradients(operands, list(map(_instantiated, cotangents)), frozenset(fixed))
+
+    if constant:
+        call.defvjp(keep_marked, marked_gradients, symbolic_zeros=True)
+    else:
+        call.defvjp(keep, gradients)
     # No device may wait for others within a piece, where it may go another way: weights' gradients are added outside.
     # Functions with derivatives of their own get what they were traced for.
     if not varies:
@@ -68,10 +91,18 @@ def _forward(program: Program, rows: int, *operands: Array) -> list[Array]:
     return [x.reshape(*leading, *x.shape[1:]) for x in _schedule()(program, flat, operands[rows:])]
 
 
-def _backward(program: Program, rows: int, inputs: int, *operands: Array) -> list[Array]:
-    """The gradients of the inputs that have any, in their order."""
+def _instantiated(cotangent: Any) -> Array:
+    """A cotangent as an array."""
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        like: Any = cotangent.aval
+        return jnp.zeros(like.shape, like.dtype)
+    return cotangent
+
+
+def _backward(program: Program, rows: int, inputs: int, fixed: frozenset[core.Var], *operands: Array) -> list[Array]:
+    """The gradients of the inputs that have any and are not fixed, in their order."""
     given, cotangents = operands[:inputs], operands[inputs:]
-    differentiable = [is_inexact(v) for v in program.inputs]
+    differentiable = [is_inexact(v) and v not in fixed for v in program.inputs]
     weights = sum(differentiable[rows:])
 
     def pulled_back(*values: Array) -> list[Array]:

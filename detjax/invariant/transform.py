@@ -1,7 +1,9 @@
 """`batch_invariant`: a function of a batch whose rows depend on themselves alone, in every bit."""
 
 import functools
+import inspect
 import math
+import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -15,7 +17,7 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from detjax import backends, compilation, varying
+from detjax import backends, bound_methods, compilation, varying
 from detjax.invariant import arguments, cutting, derivatives, equations, interpreter, refusals, writes
 from detjax.invariant.arguments import Leaves
 from detjax.invariant.batch_axis import Finding, Follower, Mixing, Place, Rows, Shared, follow
@@ -52,8 +54,10 @@ def batch_invariant(
     Args:
         fn: a function of arrays and of anything else; what is not an array is static. Or a Flax module: the result has
             the arguments of an NNX module's call, or of a Linen module's `apply`. As a decorator of an NNX class it
-            changes the class's call. What a call writes into an NNX module is refused, except for counters of random
-            streams on which no result depends.
+            changes the class's call. A method of an NNX module is one too. What a call writes into an NNX module is
+            refused, except for counters of random streams on which no result depends. Each call computes with the
+            weights that the module has then, `detjax.jit` around it as well; what a function closes over stays as it
+            is in the first call with such arguments, as under `jax.jit`.
         batch_axes: for each positional argument, the axis of its rows: an integer, None for what all rows share (such
             as weights), or a pytree of them, as `in_axes` of `jax.vmap`. One integer holds for all arguments. A
             module's own variables come before these arguments, and are shared. Keyword arguments are shared.
@@ -89,10 +93,12 @@ def batch_invariant(
     if isinstance(fn, nn.Module):
         return make(fn.apply, shared=1)
     if isinstance(fn, nnx.Module):
-        return compilation.chain(functools.partial(make(type(fn).__call__, shared=1), fn))
+        return types.MethodType(bound_methods.reads_object(make(type(fn).__call__, shared=1)), fn)
+    if inspect.ismethod(fn) and isinstance(fn.__self__, nnx.Module):
+        return types.MethodType(bound_methods.reads_object(make(fn.__func__, shared=1)), fn.__self__)
     if isinstance(fn, type) and issubclass(fn, nnx.Module):
         decorated: Any = fn
-        decorated.__call__ = make(decorated.__call__, shared=1)
+        decorated.__call__ = bound_methods.reads_object(make(decorated.__call__, shared=1))
         return decorated
     if isinstance(fn, type):
         raise TypeError(f"batch_invariant: fn is the class {fn.__name__}; accepted: functions, modules, NNX classes")

@@ -16,6 +16,7 @@ EXAMPLES = {
     "flax_model.py": "batch_invariant: 1 different results",
     "generate.py": "the first one has the same bits alone: True",
     "stream.py": "the first one is the same alone: True",
+    "train_wrapped_model.py": "weights after 3 steps on 1, 2, 4 devices: 1 digest",
     "verify_answers.py": "another token: refused at token 3",
 }
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import detjax
 from detjax import varying
+from examples import train_wrapped_model
 from tests.invariant import functions
 from tests.invariant.functions import W, inputs
 from tests.support.bits import assert_same_bits
@@ -37,6 +38,10 @@ def test_types_that_name_no_axes_leave_it_open_who_has_other_rows() -> None:
     invariant = detjax.batch_invariant(lambda x: x - lax.psum(x, "d"))
     with pytest.raises(detjax.UnsafeFunction, match=r"psum of .*along 'd', at .*test_meshes\.py.*check_vma=True"):
         jax.shard_map(invariant, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)(inputs(2))
+
+
+def test_weights_do_not_depend_on_how_many_devices_train_them() -> None:
+    run_on_devices(__name__, "trains", devices=4)
 
 
 def test_a_mesh_within_the_function_is_its_own() -> None:
@@ -120,9 +125,20 @@ def _refused() -> None:
     np.testing.assert_allclose(shared(W, x), expected, rtol=0, atol=1e-4)
 
 
+def _trains() -> None:
+    digests = [train_wrapped_model.train(devices) for devices in (1, 2, 4)]
+    assert len(set(digests)) == 1
+    # Where each device adds its part of the batch by itself, they do.
+    for devices in (1, 2):
+        train_wrapped_model.SHARDS = devices
+        assert train_wrapped_model.train(devices) not in digests
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "exchanges":
         _refused()
+    elif sys.argv[1] == "trains":
+        _trains()
     else:
         _compare(getattr(functions, sys.argv[1]))
     print(ALL_HOLD)
