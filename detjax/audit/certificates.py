@@ -19,7 +19,8 @@ from detjax.audit import programs
 from detjax.audit.freedoms import Exclusion, Freedoms
 from detjax.audit.roles import RISKS, Risk, Role, Roles, mixed_risks, shapes_of, traced_batch
 from detjax.audit.trials import Counterexample, Rows, Runs, trials
-from detjax.invariant import UnsafeFunction, arguments, batch_axis
+from detjax.invariant import UnsafeFunction, arguments
+from detjax.invariant.places import Rows as BatchRows
 
 BATCH_SIZES: Final = (1, 2, 3, 8, 17)
 """The batches that a function is run with by default."""
@@ -254,9 +255,7 @@ class _Function:
         jaxpr = self._program(batch)
         freedoms = Freedoms(jaxpr, is_pinned=not self.is_compiled)
         roles = Roles(batch, freedoms)
-        places = [
-            None if a is None else batch_axis.Rows(a % x.ndim) for x, a in zip(self.arrays, self.axes, strict=True)
-        ]
+        places = [None if a is None else BatchRows(a % x.ndim) for x, a in zip(self.arrays, self.axes, strict=True)]
         results = roles.jaxpr(jaxpr, places)
         roles.check_results(jaxpr, results, [axis for axis in self.out_axes if axis is not None])
         unproven = [*mixed_risks(jaxpr), *roles.risks]

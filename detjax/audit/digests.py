@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from detjax.invariant.batch_axis import Place, Rows
+from detjax.invariant.places import Place, Rows
 
 _GOLDEN: Final = np.uint32(0x9E3779B9)
 _FACTOR: Final = np.uint32(0x7FEB352D)

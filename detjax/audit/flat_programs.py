@@ -10,8 +10,9 @@ from jax import lax
 from jax.extend import core
 
 from detjax.invariant import equations
-from detjax.invariant.batch_axis import UNKNOWN, Follower, Place, Rows, Shared, operation_places
+from detjax.invariant.batch_axis import Follower, operation_places
 from detjax.invariant.equations import Kind
+from detjax.invariant.places import UNKNOWN, Place, Rows, Shared
 
 FORWARD: Final = -1
 BACKWARD: Final = -2

@@ -14,7 +14,7 @@ from detjax.audit.divergence import ulp_distances
 from detjax.audit.flat_programs import FlatProgram, Key, Step
 from detjax.audit.traces import Run, Trace
 from detjax.invariant import equations
-from detjax.invariant.batch_axis import Rows
+from detjax.invariant.places import Rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,10 @@ from jax.extend import core
 from detjax.audit.contracts import PREPARED, contract_of
 from detjax.audit.freedoms import Freedoms, Path
 from detjax.invariant import equations, refusals
-from detjax.invariant.batch_axis import UNKNOWN, Follower, Mixing, Place, Rows, Shared, operation_places
+from detjax.invariant.batch_axis import Follower, operation_places
 from detjax.invariant.equations import Kind, aval
+from detjax.invariant.findings import Mixing
+from detjax.invariant.places import UNKNOWN, Place, Rows, Shared
 
 
 class Role(enum.Enum):

@@ -25,7 +25,7 @@ from detjax.audit.flat_programs import FlatProgram, Key, Step
 from detjax.audit.layer_names import named_layers
 from detjax.invariant import equations
 from detjax.invariant.arguments import Leaves
-from detjax.invariant.batch_axis import UNKNOWN, Place, Rows, Shared
+from detjax.invariant.places import UNKNOWN, Place, Rows, Shared
 
 type Level = Literal["equations", "layers"]
 

@@ -166,3 +166,8 @@ def grid_axis(grid: Grid, shape: tuple[int, ...]) -> int | None:
         if size == grid.size and math.prod(shape[axis + 1 :]) == grid.step:
             return axis
     return None
+
+
+def is_moved(place: Place) -> bool:
+    """Returns whether rows stand in another order than in the batch."""
+    return isinstance(place, Rows) and bool(place.order)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import jax
 
-from detjax.invariant.batch_axis import Finding, Mixing
+from detjax.invariant.findings import Finding, Mixing
 
 _ADVICE: Final = {
     Mixing.SUM: (

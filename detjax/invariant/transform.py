@@ -20,8 +20,10 @@ from jax.interpreters import partial_eval
 from detjax import backends, bound_methods, compilation, varying
 from detjax.invariant import arguments, cutting, derivatives, equations, interpreter, refusals, writes
 from detjax.invariant.arguments import Leaves
-from detjax.invariant.batch_axis import Finding, Follower, Mixing, Place, Rows, Shared, follow
+from detjax.invariant.batch_axis import Follower, follow
 from detjax.invariant.equations import Program
+from detjax.invariant.findings import Finding, Mixing
+from detjax.invariant.places import Place, Rows, Shared
 from detjax.invariant.refusals import TracedForBatchWarning, UnsafeFunction, UnsafeFunctionWarning
 from detjax.invariant.sizes import Sizes
 

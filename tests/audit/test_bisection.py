@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import detjax
 from detjax.audit import Bisection, Trace, digests
 from detjax.cli import app
-from detjax.invariant.batch_axis import Rows, Shared
+from detjax.invariant.places import Rows, Shared
 from tests.audit import planted
 from tests.support.unchecked import unchecked
 
