@@ -233,7 +233,13 @@ class Follower(RowRules):
         return place if isinstance(place, list) else [place] * len(eqn.outvars)
 
     def _operation(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
-        """The places of the results of an operation of detjax, which keeps rows apart, or orders them as it needs."""
+        """The places of the results of an operation of detjax, which keeps rows apart, or orders them as it needs.
+
+        No row can be cut out of it, so where rows may not leave their places it is not taken.
+        """
+        if not self.rows_may_return:
+            what = f"calls {equations.operation(eqn)} of detjax.ops for the whole batch"
+            return [self.mixes(eqn, Mixing.OTHER, what)] * len(eqn.outvars)
         if any(isinstance(place, (Index, Counts, Vector, Single)) or is_moved(place) for place in places):
             return [self.mixes(eqn, Mixing.MOVE, "calls an operation for rows that were moved")] * len(eqn.outvars)
         return operation_places(eqn, places, self.batch)
