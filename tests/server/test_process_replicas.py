@@ -269,7 +269,7 @@ class FrontEnd:
     def send(self, *messages: object) -> None:
         self._connection.send([*messages])
 
-    def received(self, kind: type) -> Any:
+    def received(self, kind: type | tuple[type, ...]) -> Any:
         """The next message of a kind. Others are left out."""
         while True:
             while self._waiting:
@@ -336,7 +336,11 @@ def test_an_engine_at_one_step_for_too_long_is_said() -> None:
         assert front.received(Ready) == Ready(None)  # pyright: ignore[reportArgumentType]
         assert front.received(Alive) == Alive()
         stuck.busy_seconds = 51.0
-        assert front.received(Failed) == Failed("its engine has been at one step for 51 s")
+        # A sign of life may have been on its way.
+        messages = [front.received((Alive, Failed))]
+        while messages[-1] == Alive() and len(messages) < 5:
+            messages.append(front.received((Alive, Failed)))
+        assert messages[-1] == Failed("its engine has been at one step for 51 s")
 
 
 def test_a_replica_without_signs_of_life_at_its_start_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
