@@ -28,6 +28,14 @@ It serves only where it is asked for by name."""
 BACKEND_VARIABLE: Final = "DETJAX_BACKEND"
 """The environment variable that chooses the backend of a process."""
 
+_TRANSFER_GUARDS: Final = (
+    "jax_transfer_guard",
+    "jax_transfer_guard_host_to_device",
+    "jax_transfer_guard_device_to_host",
+    "jax_transfer_guard_device_to_device",
+)
+"""JAX's options that can forbid transfers of arrays."""
+
 chosen_backend = jax.make_user_context(None)
 _target = jax.make_user_context(None)
 
@@ -62,6 +70,33 @@ def runs_here(backend: str) -> bool:
     if backend == "hopper":
         return device.platform == "gpu" and getattr(device, "compute_capability", None) == "9.0"
     return backend == "portable" or device.platform == backend
+
+
+def check_device() -> None:
+    """Checks that the chosen backend runs on the default device, and that JAX moves arrays to it.
+
+    Raises:
+        ValueError: it does not, or JAX finds no device.
+    """
+    try:
+        device = device_name()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that it has found a device
+        raise ValueError(
+            f"JAX finds no device for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r} ({error}). Unset it, or "
+            "install what JAX needs for the device"
+        ) from error
+    name = backend()
+    if name in DEVICES and not runs_here(name):
+        raise ValueError(
+            f"the backend is {name!r}, which serves {DEVICES[name]}; this device is {device}. Choose portable "
+            "with --backend, or leave the option out"
+        )
+    for option in _TRANSFER_GUARDS:
+        value = getattr(jax.config, option, None)
+        if value is not None and value.startswith("disallow"):
+            raise ValueError(
+                f"{option.upper()} is {value!r}, with which no weights reach the device; accepted: allow, log. Unset it"
+            )
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
-import jax
 import numpy as np
 import typer
 from rich.console import Console
@@ -33,14 +32,6 @@ from detjax.version import __version__
 
 _EXPECTED_ERRORS = (ValueError, NotImplementedError, OSError, compilation.EnvironmentContradiction, NoArray)
 """Errors that a user can cause. They end in one line; all others are defects and end in a traceback."""
-
-_TRANSFER_GUARDS = (
-    "jax_transfer_guard",
-    "jax_transfer_guard_host_to_device",
-    "jax_transfer_guard_device_to_host",
-    "jax_transfer_guard_device_to_device",
-)
-"""JAX's options that can forbid transfers of arrays."""
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -161,7 +152,7 @@ def generate(
     if fps is not None and not video:
         raise ValueError(f"--fps is {fps} and there is no --video; accepted: --fps with --video")
     with backends.use_backend(backend):
-        _check_device()
+        backends.check_device()
         fingerprint = fingerprints.fingerprint()
         decoder, tokenizer = _load(model, dtype, template_date, tensor_parallel, expert_parallel)
         sampling_of_frames = ImageReader(decoder).sampling.changed(fps)
@@ -246,7 +237,7 @@ def train(
         save_every=save_every,
     )
     with backends.use_backend(backend):
-        _check_device()
+        backends.check_device()
         digest = training_command.train(options)
     typer.echo(f"model {digest}, fingerprint {fingerprints.fingerprint().digest}")
 
@@ -259,6 +250,8 @@ def serve(
     backend: cli_options.Backend = None,
     tensor_parallel: cli_options.TensorParallel = 1,
     expert_parallel: cli_options.ExpertParallel = 1,
+    data_parallel: cli_options.DataParallel = 1,
+    replica_seconds: cli_options.ReplicaSeconds = 30,
     host: cli_options.Host = "127.0.0.1",
     port: cli_options.Port = 8000,
     name: cli_options.Names = None,
@@ -309,13 +302,20 @@ def serve(
         raise ValueError(f"detjax serve needs {error.name}: pip install 'detjax[server]'") from error
     if max_queue < 0:
         raise ValueError(f"--max-queue is {max_queue}; accepted: 0 and more")
+    if data_parallel < 1:
+        raise ValueError(f"--data-parallel is {data_parallel}; accepted: 1 and more")
+    if data_parallel > 1 and certify:
+        raise ValueError(
+            f"--certify is given and --data-parallel is {data_parallel}; accepted: one of them. Certify a server of "
+            "one engine first, whose programs are those of every replica"
+        )
     names = name or [model.resolve().name]
     settings = server.Settings(
         names[0],
         more_names=tuple(names[1:]),
         api_keys=_api_keys(api_key),
         separate_prefixes=separate_prefixes,
-        max_in_flight=max_samples + max_queue,
+        max_in_flight=data_parallel * max_samples + max_queue,
         max_body=max_body,
         request_seconds=request_seconds,
         text_seconds=text_seconds,
@@ -355,21 +355,41 @@ def serve(
         backends.use_backend(backend),
         server.logging_to_stderr(log),
     ):
-        _check_device()
         settings = server.protected(settings, bound)
-        decoder, tokenizer = _load(model, dtype, template_date, tensor_parallel, expert_parallel)
-        if template is not None:
-            tokenizer = tokenizer.with_chat_template(template)
-        with engine.Engine(decoder, tokenizer, config) as running:
-            if certify:
-                _certify_programs(decoder, running)
-            app = server.create_app(running, decoder, tokenizer, settings)
-            with contextlib.closing(app.state.texts) as texts:
+        with contextlib.ExitStack() as held:
+            if data_parallel > 1:
+                options = server.ReplicaOptions(
+                    model,
+                    dtype=dtype,
+                    backend=backend,
+                    tensor_parallel=tensor_parallel,
+                    expert_parallel=expert_parallel,
+                    chat_template=template,
+                    template_date=template_date,
+                    config=config,
+                    cache=cache,
+                )
+                replicas = server.ProcessReplicas(options, data_parallel, log=log, silence=replica_seconds)
+                held.enter_context(contextlib.closing(replicas))
+                held.enter_context(server.no_accelerator())  # the replicas have their devices by now
+                app = server.app_of_replicas(replicas, settings)
+                texts = held.enter_context(contextlib.closing(app.state.texts))
+                texts.start()
+            else:
+                backends.check_device()
+                decoder, tokenizer = _load(model, dtype, template_date, tensor_parallel, expert_parallel)
+                if template is not None:
+                    tokenizer = tokenizer.with_chat_template(template)
+                running = held.enter_context(engine.Engine(decoder, tokenizer, config))
+                if certify:
+                    _certify_programs(decoder, running)
+                app = server.create_app(running, decoder, tokenizer, settings)
+                texts = held.enter_context(contextlib.closing(app.state.texts))
                 texts.start()  # they load the tokenizer while programs are compiled
                 running.warm_up(progress=sys.stderr.isatty(), cache=cache, in_background=True)
-                ready = f"{settings.name} on {server.url(bound, connections)}, fingerprint {app.state.fingerprint}"
-                console = Console(stderr=True, highlight=False, soft_wrap=True)
-                code = server.Server(app, connections).serve_on(bound, lambda: console.print(ready, markup=False))
+            ready = f"{settings.name} on {server.url(bound, connections)}, fingerprint {app.state.fingerprint}"
+            console = Console(stderr=True, highlight=False, soft_wrap=True)
+            code = server.Server(app, connections).serve_on(bound, lambda: console.print(ready, markup=False))
     if code:
         raise typer.Exit(code)
 
@@ -393,7 +413,7 @@ def verify(
     """
     template = None if chat_template is None else _chat_template(chat_template)
     with contextlib.ExitStack() as files, backends.use_backend(backend):
-        _check_device()
+        backends.check_device()
         json_part = _opened(files, "--json", json_file)
         decoder, tokenizer = _load(model, dtype, template_date, tensor_parallel, expert_parallel)
         if template is not None:
@@ -493,7 +513,7 @@ def trace(
 ) -> None:
     """Run a function with a digest of what each of its equations gives, for detjax bisect."""
     with backends.use_backend(backend), _file_written_at_the_end("--out", out) as part:
-        _check_device()
+        backends.check_device()
         made = traces.traced(function)
         made.save(part)
     typer.echo(f"{len(made.entries)} arrays, {sum(x.nbytes for x in made.digests)} bytes of digests")
@@ -630,33 +650,6 @@ def _prepared_cache(directory: Path | None) -> Path:
             f"{error}. Choose another directory with --cache-dir, or compile at every start with --no-compilation-cache"
         ) from error
     return directory
-
-
-def _check_device() -> None:
-    """Checks that the chosen backend runs on the default device, and that JAX moves arrays to it.
-
-    Raises:
-        ValueError: it does not, or JAX finds no device.
-    """
-    try:
-        device = backends.device_name()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts that it has found a device
-        raise ValueError(
-            f"JAX finds no device for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r} ({error}). Unset it, or "
-            "install what JAX needs for the device"
-        ) from error
-    name = backends.backend()
-    if name in backends.DEVICES and not backends.runs_here(name):
-        raise ValueError(
-            f"the backend is {name!r}, which serves {backends.DEVICES[name]}; this device is {device}. Choose portable "
-            "with --backend, or leave the option out"
-        )
-    for option in _TRANSFER_GUARDS:
-        value = getattr(jax.config, option, None)
-        if value is not None and value.startswith("disallow"):
-            raise ValueError(
-                f"{option.upper()} is {value!r}, with which no weights reach the device; accepted: allow, log. Unset it"
-            )
 
 
 def _write_json(file: Path, content: Any) -> None:

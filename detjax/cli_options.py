@@ -82,6 +82,20 @@ ExpertParallel = Annotated[
         "depends on their number.",
     ),
 ]
+DataParallel = Annotated[
+    int,
+    _count(
+        "Engines, each with the whole model in a process and on devices of its own, behind this one address. No bit "
+        "depends on their number.",
+        panel="Replicas",
+    ),
+]
+ReplicaSeconds = Annotated[
+    float,
+    _seconds(
+        "Time without a sign of life, or of one step of its engine, after which a replica is started again.", "Replicas"
+    ),
+]
 KVCacheDType = Annotated[
     str | None,
     typer.Option(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import re
 import socket
@@ -305,6 +306,38 @@ class Serving:
 
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+
+
+def test_the_options_of_replicas_reach_them(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving, given = Serving(monkeypatch), list[tuple[object, ...]]()
+
+    def start(*arguments: object, **options: object) -> SimpleNamespace:
+        given.append((*arguments, options))
+        return SimpleNamespace(close=lambda: given.append(("closed",)))
+
+    monkeypatch.setattr(server, "ProcessReplicas", start)
+    monkeypatch.setattr(server, "app_of_replicas", lambda _, settings: serving._app(None, None, None, settings))
+    template = tmp_path / "template"
+    template.write_text("{{ messages }}")
+    options = (
+        *("--data-parallel", 3, "--replica-seconds", 7, "--tensor-parallel", 2, "--expert-parallel", 4),
+        *("--dtype", "float32", "--backend", "portable", "--chat-template", template, "--template-date", "2026-01-31"),
+        *("--max-samples", 5, "--max-queue", 1, "--cache-dir", tmp_path / "cache", "--log-level", "error"),
+    )
+    assert run("serve", checkpoint, "--port", 0, *options).exit_code == 0
+    expected = server.ReplicaOptions(
+        checkpoint,
+        dtype="float32",
+        backend="portable",
+        tensor_parallel=2,
+        expert_parallel=4,
+        chat_template="{{ messages }}",
+        template_date=datetime.date(2026, 1, 31),
+        config=engine.EngineConfig(max_samples=5),
+        cache=tmp_path / "cache",
+    )
+    assert given == [(expected, 3, {"log": server.LogSettings(level="error"), "silence": 7.0}), ("closed",)]
+    assert serving.settings.max_in_flight == 3 * 5 + 1
 
 
 def test_the_options_of_serve_reach_the_engine_and_the_server(

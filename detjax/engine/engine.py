@@ -10,6 +10,7 @@ import logging
 import queue
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -154,6 +155,7 @@ class Engine(RequestReader):
         self._jobs: dict[sequences.Sequence, _Job] = {}
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._end_reason: EngineClosed | None = None
+        self._busy_since: float | None = None
         self._open = threading.Lock()
         self.closed: Future[None] = Future()
         self.closed.set_running_or_notify_cancel()
@@ -385,6 +387,15 @@ class Engine(RequestReader):
         """The exception that ended the engine; None while it is open, and after it was closed."""
         return None if self._end_reason is None else self._end_reason.__cause__
 
+    @property
+    def busy_seconds(self) -> float:
+        """How long its thread has been at what it does now, such as a step; 0 while it waits for requests.
+
+        Where it grows and grows, the engine is stuck. A `warm_up` takes long, too.
+        """
+        since = self._busy_since
+        return 0.0 if since is None or not self.is_open else time.monotonic() - since
+
     def stats(self) -> EngineStats:
         """Returns what the engine is doing. It may be called from any thread and at any time."""
         scheduler = self._loop.scheduler
@@ -433,6 +444,7 @@ class Engine(RequestReader):
             # The choices that were made where the engine was: every thread makes its own.
             with self._choices.held():
                 while self._empty_inbox():
+                    self._busy_since = time.monotonic()
                     for sample, token in self._loop.step():
                         job = self._jobs.get(sample)
                         if token.finish_reason is not None:
@@ -474,10 +486,13 @@ class Engine(RequestReader):
     def _empty_inbox(self) -> bool:
         """Calls every function in the inbox, and waits for one if the loop is idle. Returns False at the end."""
         while not self._in_lockstep or self._loop.is_idle:
+            if self._loop.is_idle:
+                self._busy_since = None
             try:
                 item = self._inbox.get(block=self._loop.is_idle)
             except queue.Empty:
                 return True
+            self._busy_since = time.monotonic()
             if item is None:
                 return False
             _run(*item)

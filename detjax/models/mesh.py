@@ -36,7 +36,9 @@ def checked(operation: str, mesh: Mesh) -> Mesh:
     """
     names = mesh.axis_names
     if not names or not set(names) <= set(AXES):
-        advice = " For the axis 'data' run an engine for each replica, behind one endpoint." if "data" in names else ""
+        advice = (
+            " For the axis 'data' run an engine for each replica: serve --data-parallel." if "data" in names else ""
+        )
         raise ValueError(
             f"{operation}: the mesh has the axes {names}; accepted: {TENSOR!r}, {EXPERT!r} or both, as "
             f"jax.make_mesh((2, 1), {AXES}) makes them for two devices.{advice}"

@@ -10,7 +10,6 @@ It needs the extra `ray`. From a shell:
 """
 
 import contextlib
-import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import exceptions, serve  # pyright: ignore[reportMissingImports]
 from starlette.applications import Starlette
 
-from detjax import models
-from detjax.audit import Origin
-from detjax.engine import Engine, EngineConfig, Request, prepare_cache
-from detjax.models import ModelOutline, Tokenizer
-from detjax.server.app import app_of, fingerprint_of
+from detjax.engine import EngineConfig, Request
+from detjax.server.app import app_of
+from detjax.server.replica_engine import ReplicaFacts, ReplicaOptions, started_engine
 from detjax.server.replicas import Batch, ReplicaLost, ReplicatedEngine, batches
 from detjax.server.settings import Settings
 
@@ -67,6 +64,18 @@ class Arguments(BaseModel):
     cache: Path | None = None
     actor: dict[str, Any] = Field(default_factory=dict)
 
+    def options(self) -> ReplicaOptions:
+        """Returns what each replica computes with.
+
+        Raises:
+            ValueError: a field of the engine is out of range.
+            TypeError: there is no such field.
+        """
+        config = EngineConfig(**self.engine)
+        return ReplicaOptions(
+            self.model, dtype=self.dtype, tensor_parallel=self.tensor_parallel, config=config, cache=self.cache
+        )
+
     def server_settings(self) -> Settings:
         """Returns how the front treats its clients.
 
@@ -77,28 +86,6 @@ class Arguments(BaseModel):
         return Settings(self.name or self.model.resolve().name, **self.settings)
 
 
-@dataclasses.dataclass(frozen=True)
-class ReplicaFacts:
-    """What the front has to know of the replicas. It is the same of all of them.
-
-    Attributes:
-        outline: that of the model.
-        tokenizer_files: the files of its tokenizer; see `Tokenizer.files`.
-        config: the engine's settings, resolved.
-        origin: what answers depend on besides requests.
-    """
-
-    outline: ModelOutline
-    tokenizer_files: dict[str, bytes]
-    config: EngineConfig
-    origin: Origin
-
-    @property
-    def fingerprint(self) -> str:
-        """What `system_fingerprint` returns of the replica's model and engine."""
-        return fingerprint_of(self.origin, self.config, self.outline)
-
-
 class EngineReplica:
     """An engine in a process of its own."""
 
@@ -106,21 +93,9 @@ class EngineReplica:
         """Loads the model and warms the engine up.
 
         Raises:
-            ValueError: the checkpoint has no tokenizer.
+            ValueError: the checkpoint has no tokenizer, or the device cannot serve it.
         """
-        model, tokenizer = models.load(
-            arguments.model, dtype=arguments.dtype, progress=False, mesh=models.mesh_of(arguments.tensor_parallel)
-        )
-        if tokenizer is None:
-            raise ValueError(f"{arguments.model} has no tokenizer.json; accepted: a checkpoint with a tokenizer")
-        if arguments.cache is not None:
-            prepare_cache(arguments.cache)
-        config = EngineConfig(**arguments.engine)
-        self._engine = Engine(model, tokenizer, config)
-        self._engine.warm_up(cache=arguments.cache, in_background=True)
-        # Memory that is free differs between machines, and with it how many pages there are, on which no bit depends.
-        origin = Origin.here(model, tokenizer, config.kv_cache_dtype)
-        self._facts = ReplicaFacts(ModelOutline.from_model(model), tokenizer.files, self._engine.config, origin)
+        self._engine, self._facts = started_engine(arguments.options())
 
     def facts(self) -> ReplicaFacts:
         """Returns what the front has to know."""
@@ -151,6 +126,10 @@ class _RayReplicas:
     def __init__(self, handle: Any, fingerprint: str) -> None:
         self._handle, self._fingerprint = handle.options(method_name="answer", stream=True), fingerprint
 
+    @property
+    def failure(self) -> None:
+        """Nothing: Ray starts replicas again for as long as the application is there."""
+
     async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Batch]:
         response = self._handle.remote(self._fingerprint, requests)
         try:
@@ -175,7 +154,7 @@ class Front:
             arguments: those of the application.
         """
         facts: ReplicaFacts = await engine.facts.remote()
-        tokenizer = Tokenizer(facts.tokenizer_files, str(arguments.model))
+        tokenizer = facts.tokenizer()
         replicas = _RayReplicas(engine, facts.fingerprint)
         replicated = ReplicatedEngine(replicas, facts.outline, tokenizer, facts.config)
         self._served = app_of(replicated, facts.outline, tokenizer, arguments.server_settings(), facts.origin)
@@ -196,7 +175,7 @@ def application(arguments: Arguments) -> Any:
         ValueError: an argument is out of range.
         TypeError: an engine or a server has no such setting.
     """
-    EngineConfig(**arguments.engine)
+    arguments.options()
     in_flight = arguments.server_settings().max_in_flight
     replica = serve.deployment(
         EngineReplica,

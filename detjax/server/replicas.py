@@ -43,6 +43,11 @@ class ReplicaLost(RuntimeError):
 class Replicas(Protocol):
     """The replicas of an engine."""
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Why there will be no replica any more; None while there is one, or one may come."""
+        ...
+
     def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Batch]:
         """Yields what one of the replicas answers, which a router chooses.
 
@@ -62,6 +67,10 @@ async def batches(engine: Engine, requests: Sequence[Request]) -> AsyncGenerator
 
     async def fill() -> None:
         try:
+            for request in requests:
+                if (constraint := request.sampling.constraint) is not None:
+                    # That may take a second, in which other streams go on.
+                    await asyncio.to_thread(engine.compile_constraint, constraint)
             async with contextlib.aclosing(engine.stream_events(requests)) as events:
                 async for event in events:
                     queue.put_nowait(event)
@@ -93,9 +102,6 @@ async def batches(engine: Engine, requests: Sequence[Request]) -> AsyncGenerator
 class ReplicatedEngine(RequestReader):
     """An `Engine` to those who send requests, of which replicas compute every one."""
 
-    is_open: Final = True
-    """Whether it takes requests. Where no replica is left, they wait for one."""
-
     def __init__(
         self, replicas: Replicas, outline: ModelOutline, tokenizer: Tokenizer | None, config: EngineConfig
     ) -> None:
@@ -111,6 +117,16 @@ class ReplicatedEngine(RequestReader):
         self._replicas = replicas
         self.losses = 0
         """How often a call has lost its replica."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why there will be no replica any more; None while there is one, or one may come."""
+        return self._replicas.failure
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests. Where no replica is left, they wait for one that comes."""
+        return self.failure is None
 
     async def generate_async(self, requests: Iterable[Request]) -> list[Generation]:
         """Returns what `Engine.generate_async` returns.

@@ -34,6 +34,8 @@ class MortalReplicas:
         asked: the requests of each call.
     """
 
+    failure = None
+
     def __init__(self, engine: Engine, lives: Sequence[int]) -> None:
         self.asked: list[list[Request]] = []
         self._engine, self._lives = engine, [*lives]
@@ -55,6 +57,8 @@ class MortalReplicas:
 
 class OtherReplicas:
     """Replicas that all answer a call in the same way."""
+
+    failure = None
 
     def __init__(self, answer: Any) -> None:
         self.answer, self.calls = answer, 0

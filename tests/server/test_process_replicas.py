@@ -1,0 +1,360 @@
+"""Replicas in processes of this machine: the answers of one engine, whatever happens to the processes."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import openai
+import pytest
+from starlette.testclient import TestClient
+from typer.testing import CliRunner
+
+from detjax.audit import Origin
+from detjax.cli import app
+from detjax.engine import Engine, EngineClosed, EngineConfig, Request, SamplingParams, Token
+from detjax.models import Decoder, ModelOutline, Tokenizer
+from detjax.server import LogSettings, ProcessReplicas, Settings, app_of_replicas, create_app, no_accelerator
+from detjax.server import process_replicas as module
+from detjax.server.process_replicas import device_shares, visible_gpus
+from detjax.server.replica_engine import ReplicaFacts, ReplicaOptions
+from detjax.server.replica_messages import Alive, Answer, Call, End, Failed, Ready, Start
+from detjax.server.replica_process import Replica
+from detjax.server.replicas import ReplicatedEngine
+from tests.server.running_server import MODEL, wait_until
+from tests.server.test_replicas import PENALIZED, REQUESTS, by_sample, responses, streamed
+from tests.support.bits import assert_same_bits
+from tests.support.waits import HANGS_AFTER
+
+LONG = Request([5, 6, 7], dataclasses.replace(PENALIZED, max_tokens=390, n=4))
+QUIET = LogSettings(level="error")
+
+
+@pytest.fixture(scope="module")
+def replicas(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessReplicas]:
+    """Two replicas. One that is stuck is soon taken to be; where that is a mistake, no answer differs."""
+    config = EngineConfig(max_samples=4, token_budget=16, max_length=400, top_logprobs=2)
+    options = ReplicaOptions(checkpoint, config=config, cache=tmp_path_factory.mktemp("cache"))
+    with contextlib.closing(ProcessReplicas(options, 2, log=QUIET, silence=10)) as started:
+        yield started
+
+
+@pytest.fixture
+def replicated(replicas: ProcessReplicas) -> ReplicatedEngine:
+    """An engine, once both replicas are there."""
+    wait_until(lambda: None not in replicas.processes and len(ready(replicas)) == 2)
+    return ReplicatedEngine(replicas, replicas.facts.outline, replicas.facts.tokenizer(), replicas.facts.config)
+
+
+def ready(replicas: ProcessReplicas) -> list[int]:
+    return [replica.number for replica in replicas._replicas if replica.is_ready]
+
+
+def lives(process: int) -> bool:
+    """Whether a process runs. One whose parent has not asked how it ended does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def assert_same_tokens(got: list[tuple[int, Token]], expected: list[tuple[int, Token]]) -> None:
+    assert by_sample(got) == by_sample(expected)
+    for place, tokens in by_sample(expected).items():
+        both = by_sample(got)[place], tokens
+        assert_same_bits(*(np.array([token.logprob for token in one], np.float32) for one in both))
+
+
+def test_concurrent_requests_have_the_answers_of_one_engine_from_both_replicas(
+    replicated: ReplicatedEngine, replicas: ProcessReplicas, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = list[int]()
+    choose = replicas._choice.choose
+
+    def noted(ready: Any, pages: Any) -> int:
+        chosen.append(choose(ready, pages))
+        return chosen[-1]
+
+    monkeypatch.setattr(replicas._choice, "choose", noted)
+    seeded = SamplingParams(max_tokens=20, temperature=1.0, seed=11, n=3, top_logprobs=1)
+    calls = [REQUESTS, [Request([8, 8], seeded)], [Request([9], seeded), Request([1, 2], seeded)], REQUESTS[:1]]
+
+    async def all_at_once() -> tuple[list[Any], list[Any]]:
+        streams = asyncio.gather(*(streamed(replicated, call) for call in calls))
+        whole = asyncio.gather(*(replicated.generate_async(call) for call in calls))
+        return await streams, await whole
+
+    streams, whole = asyncio.run(all_at_once())
+    for call, stream, generations in zip(calls, streams, whole, strict=True):
+        assert_same_tokens(stream, asyncio.run(streamed(engine, call)))
+        assert generations == engine.generate(call)
+    # The samples of the calls are 3, 3, 6 and 2.
+    assert chosen[:4] == [0, 1, 0, 1]
+    assert {*chosen[4:]} == {0, 1}
+    assert replicas._choice.in_flight == [0, 0]
+
+
+def test_clients_get_the_responses_of_one_engine(
+    replicated: ReplicatedEngine, replicas: ProcessReplicas, engine: Engine, loaded: tuple[Decoder, Tokenizer]
+) -> None:
+    settings = Settings(MODEL, unseeded="fixed")
+    one, several = create_app(engine, *loaded, settings), app_of_replicas(replicas, settings)
+    with contextlib.closing(one.state.texts), contextlib.closing(several.state.texts):
+        got, expected = responses(several), responses(one)
+        for parts in (*got, *expected):
+            for part in parts:  # the options of JAX in this process are those of tests
+                assert part.pop("system_fingerprint", "detjax-").startswith("detjax-")
+        assert got == expected
+        with TestClient(several) as client:
+            assert "detjax_lost_replicas_total" in client.get("/metrics").text
+            asked = {"model": MODEL, "prompt": [1], "max_tokens": 400}
+            error = client.post("/v1/completions", json=asked).json()["error"]
+            assert "accepted: 400 in all, the engine's max_length" in error["message"]
+            assert error["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_a_stream_goes_on_when_its_process_is_killed_or_stuck(
+    number: signal.Signals, replicated: ReplicatedEngine, replicas: ProcessReplicas, engine: Engine
+) -> None:
+    expected = asyncio.run(streamed(engine, [LONG]))
+    before = replicas.processes
+
+    async def broken() -> list[tuple[int, Token]]:
+        tokens = list[tuple[int, Token]]()
+        async for token in replicated.stream_all([LONG]):
+            if not tokens:
+                for process in [replicas.processes[place] for place, n in enumerate(replicas._choice.in_flight) if n]:
+                    assert process is not None
+                    os.kill(process, number)
+            tokens.append(token)
+        return tokens
+
+    for _ in range(20):  # the process may have sent all before it gets the signal
+        assert_same_tokens(asyncio.run(broken()), expected)
+        if replicated.losses:
+            break
+        wait_until(lambda: len(ready(replicas)) == 2)
+    assert replicated.losses
+    wait_until(lambda: len(ready(replicas)) == 2)
+    assert replicas.processes != before
+    assert not any(lives(process) for process in before if process not in replicas.processes and process is not None)
+    assert_same_tokens(asyncio.run(streamed(replicated, REQUESTS)), asyncio.run(streamed(engine, REQUESTS)))
+
+
+def test_replicas_that_cannot_start_again_fail_the_engine_until_one_does(
+    replicated: ReplicatedEngine, replicas: ProcessReplicas, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        for process in replicas.processes:
+            assert process is not None
+            os.kill(process, signal.SIGKILL)
+        wait_until(lambda: replicated.failure is not None)
+        assert str(replicated.failure) == "replica 0 cannot start: its process has ended with code 1"
+        assert not replicated.is_open
+        with pytest.raises(EngineClosed, match="no replica of the engine can be started"):
+            asyncio.run(replicated.generate_async(REQUESTS))
+    wait_until(lambda: len(ready(replicas)) == 2)
+    assert replicated.is_open
+    assert asyncio.run(replicated.generate_async(REQUESTS)) == engine.generate(REQUESTS)
+
+
+def test_a_replica_that_cannot_start_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["serve", str(tmp_path / "missing"), "--port", "0", "--no-compilation-cache", "--data-parallel", "2"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert re.search(r"^error: replica [01] cannot start: .*missing.* is not a directory", result.stderr, re.MULTILINE)
+
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ChildProcessError, match=r"replica 0 cannot start: its process has ended with code 1"):
+        ProcessReplicas(ReplicaOptions(tmp_path), 1)
+
+
+def test_options_that_cannot_be_served_are_said_at_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "visible_gpus", lambda: ["0", "1", "2"])
+    for options, says in (
+        (["--data-parallel", "0"], "--data-parallel is 0; accepted: 1 and more"),
+        (["--data-parallel", "2", "--certify"], "--certify is given and --data-parallel is 2; accepted: one of them"),
+        (["--data-parallel", "4"], "--data-parallel is 4, and each replica takes 1 GPUs"),
+        (["--data-parallel", "2", "--tensor-parallel", "2"], "accepted: up to 3 GPUs in all"),
+        (["--data-parallel", "2", "--tensor-parallel", "0"], "with 0 devices for each replica; accepted: positive"),
+        (["--data-parallel", "2", "--replica-seconds", "0"], "--replica-seconds); accepted: more than 0"),
+    ):
+        result = CliRunner().invoke(app, ["serve", str(checkpoint), "--port", "0", *options])
+        assert result.exit_code == 2, options
+        assert says in result.stderr, options
+
+
+def test_each_replica_gets_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_has_cuda_plugin", lambda: True)
+    monkeypatch.setattr(module, "_count_gpus", lambda: 4)
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    with contextlib.ExitStack() as restored:
+        restored.callback(jax.config.update, "jax_platforms", platforms)
+        jax.config.update("jax_platforms", None)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        shares = device_shares(2, 2)
+        assert shares == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6, GPU-4a,2,0,9")  # CUDA knows four of them
+        assert [share["CUDA_VISIBLE_DEVICES"] for share in device_shares(4, 1)] == ["6", "GPU-4a", "2", "0"]
+        with pytest.raises(ValueError, match=r"accepted: up to 4 GPUs in all"):
+            device_shares(5, 1)
+        with no_accelerator():
+            assert jax.config.jax_platforms == "cpu"  # pyright: ignore[reportAttributeAccessIssue]
+            assert visible_gpus() is None
+            assert device_shares(3, 1) == [{}, {}, {}]
+        assert jax.config.jax_platforms is None  # pyright: ignore[reportAttributeAccessIssue]
+        monkeypatch.setattr(module, "_count_gpus", lambda: None)
+        assert visible_gpus() is None
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+def test_no_process_outlives_the_server(number: signal.Signals, checkpoint: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "detjax", "serve", checkpoint, "--port", "0", "--cache-dir", tmp_path]
+    command += ["--data-parallel", "2", "--max-samples", "1", "--token-budget", "8", "--max-length", "64"]
+    server = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        processes, lines = list[int](), list[str]()
+        while not lines or " on http://" not in lines[-1]:
+            lines.append(server.stderr.readline())
+            assert lines[-1], lines
+            processes += map(int, re.findall(r"replica \d is ready, process (\d+)", lines[-1]))
+        assert len(processes) == 2 and all(map(lives, processes))
+        # A supervisor's signal reaches all processes.
+        for process in processes:
+            os.kill(process, signal.SIGTERM)
+        with openai.OpenAI(base_url=lines[-1].split()[2].rstrip(",") + "/v1", api_key="none", max_retries=0) as client:
+            assert client.completions.create(model=MODEL, prompt="x", max_tokens=2).choices
+        assert all(map(lives, processes))
+        server.send_signal(number)
+        assert server.wait(HANGS_AFTER) == (0 if number == signal.SIGTERM else -number)
+        wait_until(lambda: not any(map(lives, processes)))
+    finally:
+        server.kill()
+        server.communicate()
+
+
+class Told(Replica):
+    """A replica in this process, which does not end it."""
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while End() not in (messages := self._connection.recv()):
+                loop.call_soon_threadsafe(self._take, messages)
+
+
+class FrontEnd:
+    """The front's end of a connection to a replica."""
+
+    def __init__(self, connection: Connection, replica: Replica) -> None:
+        self.replica = replica
+        self._connection, self._waiting = connection, list[object]()
+
+    def send(self, *messages: object) -> None:
+        self._connection.send([*messages])
+
+    def received(self, kind: type | tuple[type, ...]) -> Any:
+        """The next message of a kind. Others are left out."""
+        while True:
+            while self._waiting:
+                if isinstance(message := self._waiting.pop(0), kind):
+                    return message
+            assert self._connection.poll(HANGS_AFTER)
+            self._waiting = self._connection.recv()
+
+
+@contextlib.contextmanager
+def replica(silence: float, start: Any) -> Iterator[FrontEnd]:
+    """The front's end of the connection to a replica that runs in a thread of this process."""
+    front, other = Pipe()
+    loop = asyncio.new_event_loop()
+    watched = Told(other, Start(ReplicaOptions(Path()), QUIET, silence))
+    serving = loop.create_task(watched.serve(start))
+    thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([serving])))
+    thread.start()
+    try:
+        yield FrontEnd(front, watched)
+    finally:
+        front.send([End()])
+        loop.call_soon_threadsafe(serving.cancel)
+        thread.join()
+        loop.close()
+        front.close()
+        other.close()
+
+
+def test_a_call_that_nobody_waits_for_ends_in_the_replica(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
+    facts = ReplicaFacts(ModelOutline.from_model(loaded[0]), loaded[1].files, engine.config, Origin())
+    held, reached = threading.Event(), threading.Event()
+
+    def hold(_: Token) -> None:
+        reached.set()
+        held.wait(HANGS_AFTER)
+
+    with replica(HANGS_AFTER, lambda _: (engine, facts)) as front:
+        assert front.received(Ready) == Ready(facts)
+        # The engine's thread waits in the listener of another request until the replica has been told.
+        listened = engine.submit(Request([1], SamplingParams(max_tokens=2, ignore_eos=True)), hold)
+        assert reached.wait(HANGS_AFTER)
+        assert engine.busy_seconds > 0
+        front.send(Call(1, [LONG]))
+        wait_until(lambda: 1 in front.replica._answering)
+        front.send(Call(1, None), Call(2, REQUESTS[:1]))
+        wait_until(lambda: 2 in front.replica._answering)
+        held.set()
+        assert listened.result(HANGS_AFTER).completions
+        parts = list[Answer]()
+        while Answer(2, None) not in parts:
+            parts.append(front.received(Answer))
+        wait_until(lambda: not engine.stats().running and not engine.stats().waiting)
+        front.send(Call(3, REQUESTS[:1]))
+        while Answer(3, None) not in parts:
+            parts.append(front.received(Answer))
+        assert Answer(1, None) not in parts, "the call went on to its end"
+    wait_until(lambda: engine.busy_seconds == 0)
+
+
+def test_an_engine_at_one_step_for_too_long_is_said() -> None:
+    stuck = SimpleNamespace(busy_seconds=0.0, closed=Future[None]())
+    with replica(50, lambda _: (stuck, None)) as front:
+        assert front.received(Ready) == Ready(None)  # pyright: ignore[reportArgumentType]
+        assert front.received(Alive) == Alive()
+        stuck.busy_seconds = 51.0
+        # A sign of life may have been on its way.
+        messages = [front.received((Alive, Failed))]
+        while messages[-1] == Alive() and len(messages) < 5:
+            messages.append(front.received((Alive, Failed)))
+        assert messages[-1] == Failed("its engine has been at one step for 51 s")
+
+
+def test_a_replica_without_signs_of_life_at_its_start_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeper = tmp_path / "sleeper"
+    sleeper.write_text("#!/bin/sh\nexec sleep 1000\n")
+    sleeper.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(sleeper))
+    monkeypatch.setattr(module, "_SILENCE_AT_START", 0.2)
+    with pytest.raises(ChildProcessError, match=r"replica 0 cannot start: it has said nothing for 0\.2 s"):
+        ProcessReplicas(ReplicaOptions(tmp_path), 1, silence=0.1)
+
+
+def test_a_replica_with_another_fingerprint_is_not_used(replicas: ProcessReplicas) -> None:
+    facts = dataclasses.replace(replicas.facts, origin=Origin("another"))
+    assert replicas._accept(1, replicas.facts) is None
+    assert (reason := replicas._accept(1, facts)) is not None
+    assert reason == f"its fingerprint is {facts.fingerprint}, and that of the others is {replicas.facts.fingerprint}"
