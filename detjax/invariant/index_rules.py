@@ -107,7 +107,8 @@ class IndexRules(abc.ABC):
                 made = self._known[key, place] = self.fresh()
                 self._made_by[made] = name, given
             self._values[var] = made
-        self._follow_keys(eqn, given)
+        if eqn.outvars:  # a print gives nothing
+            self._follow_keys(eqn, given)
 
     def _follow_keys(self, eqn: core.JaxprEqn, given: tuple[Any, ...]) -> None:
         name, made = eqn.primitive.name, self.value(eqn.outvars[0])
