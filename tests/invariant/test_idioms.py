@@ -1,7 +1,7 @@
 """Every idiom of docs/idioms.md is accepted, with the bits of each row alone, or refused, as the page says."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,11 +21,7 @@ ACCEPTED = [name for name, idiom in registry.ALL.items() if idiom.is_accepted]
 REFUSED = [name for name, idiom in registry.ALL.items() if not idiom.is_accepted]
 
 
-@pytest.fixture(autouse=True)
-def lenient_promotion() -> Iterator[None]:
-    """What others write runs under JAX's own settings."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("lenient_promotion")
 
 
 def _rows(idiom: Idiom, chosen: np.ndarray) -> tuple[Array, ...]:

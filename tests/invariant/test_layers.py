@@ -1,6 +1,5 @@
 """Drop-in layers: the variables and numbers of Flax' own, with rows that have the bits that they have alone."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,12 +15,7 @@ import detjax.nnx
 from tests.invariant.models import Transformer
 from tests.support.bits import assert_same_bits
 
-
-@pytest.fixture(autouse=True)
-def lenient_promotion() -> Iterator[None]:
-    """Flax's layers promote ranks."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("lenient_promotion")
 
 
 def _x(*shape: int) -> Array:

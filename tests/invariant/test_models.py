@@ -12,12 +12,7 @@ import detjax
 from tests.invariant import models
 from tests.support.bits import assert_same_bits, same_bits
 
-
-@pytest.fixture(autouse=True)
-def lenient_promotion() -> Any:
-    """Flax's layers promote ranks; what others wrote runs under JAX's own settings."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("lenient_promotion")
 
 
 @pytest.mark.sampled(1)

@@ -15,11 +15,7 @@ from tests.support.bits import assert_same_bits
 WIDTH = 8
 
 
-@pytest.fixture(autouse=True)
-def lenient_promotion() -> Any:
-    """Flax's layers promote ranks; what others wrote runs under JAX's own settings."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("lenient_promotion")
 
 
 def _inputs(rows: int = 5) -> Array:

@@ -51,7 +51,7 @@ from detjax.pallas.hopper import (
 )
 from detjax.pallas.hopper import norm as hopper_norm
 from detjax.pallas.hopper import rope as hopper_rope
-from detjax.pallas.hopper.matmul.kernel import Operands, SharedResult, product, shared_product
+from detjax.pallas.hopper.matmul.kernel import Operands, product, shared_product
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule
 from detjax.quantized_pages import quantized_layout
@@ -105,7 +105,7 @@ def shared_matmul(m: int, n: int, k: int, *, bias: bool = False, residual: bool 
 
     def fn(x: Any, w: Any, *rest: Any) -> Any:
         rest = list(rest)
-        peers = SharedResult(*rest[-2:], devices=2, first=0)
+        peers = exchange.Peers(*rest[-2:], devices=2, first=0)
         operands = Operands(x, w, rest.pop(0) if bias else None, rest.pop(0) if residual else None, peers=peers)
         y = shared_product(operands, layout="nk", epilogue=epilogue, out_dtype=jnp.bfloat16)
         assert y is not None

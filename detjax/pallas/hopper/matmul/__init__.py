@@ -20,7 +20,6 @@ from detjax.pallas.hopper.exchange import Peers
 from detjax.pallas.hopper.matmul.activations import ACTIVATIONS
 from detjax.pallas.hopper.matmul.kernel import (
     Operands,
-    SharedResult,
     product,
     product_keeping_sums,
     shared_product,
@@ -72,7 +71,7 @@ def shared_forward(
         return None
     peers = Peers.over(axis_name, links)
     flat_residual = None if residual is None else flat_rows(residual)
-    operands = Operands(flat_rows(x), w, bias, flat_residual, peers=SharedResult(*peers))
+    operands = Operands(flat_rows(x), w, bias, flat_residual, peers=peers)
     y = shared_product(operands, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
     return None if y is None else y.reshape(*x.shape[:-1], y.shape[-1])
 

@@ -30,9 +30,11 @@ from detjax.contract import ACCUMULATOR
 from detjax.numerics import activated
 from detjax.options import Epilogue, WeightLayout
 from detjax.pallas.hopper.device import DTYPES, shared_registers
+from detjax.pallas.hopper.exchange import Peers
 from detjax.pallas.hopper.matmul.activations import ACTIVATIONS
 from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule, TokenLayout
 from detjax.pallas.hopper.matmul.tuning import default_schedule, shared_schedule
+from detjax.pallas.hopper.mosaic.layouts import swizzled_lines
 from detjax.pallas.hopper.mosaic.peers import close_results, open_results, send_chunk
 
 _CONSUMER_REGISTERS, _, _PRODUCER_REGISTERS = shared_registers(232, 232, 40)
@@ -51,8 +53,8 @@ class Operands(NamedTuple):
     """`[M, N]`."""
     start: Any = None
     """`[M, N]` float32, what the accumulators begin with; None: zeros."""
-    peers: "SharedResult | None" = None
-    """How the devices reach one another that compute the columns of one result; None: this device has all of it."""
+    peers: Peers | None = None
+    """The devices that compute the columns of one result; None: this device computes all of them."""
     experts: Any = None
     """Which weight each tile of tokens meets, `[tiles + 1]` int32, and behind it the number of tiles that have one;
     None: there is one weight. Otherwise weights are `[E, ...]`, biases too, and rows of other tiles are not written."""
@@ -84,19 +86,6 @@ def product(
     sums = jax.new_ref(_padded(operands.start, (problem.m, problem.n)))
     kernel(*arrays, sums)
     return jax.freeze(sums)[:m, :n]
-
-
-class SharedResult(NamedTuple):
-    """How the devices reach one another that compute the columns of one result."""
-
-    addresses: Any
-    """Where their buffers are, `[devices, 2]` int32; see `detjax.pallas.hopper.exchange.Peers`."""
-    device: Any
-    """The number of this device, `[1]` int32."""
-    devices: int
-    """How many devices there are."""
-    first: int
-    """Where their counters begin in the buffers, in bytes."""
 
 
 def shared_product(
@@ -131,7 +120,7 @@ def shared_product(
     if residual is not None:
         arrays.append(_padded(residual, (problem.m, peers.devices * n)))
     kernel = _kernel(Plan(problem, schedule), epilogue, peers)
-    return kernel(*arrays, peers.addresses, peers.device)[0][: x.shape[0]]
+    return kernel(*arrays, peers.addresses, peers.number)[0][: x.shape[0]]
 
 
 def product_keeping_sums(
@@ -213,11 +202,11 @@ def _padded(array: Array, shape: tuple[int, ...]) -> Array:
     return jnp.pad(array, [(0, target - size) for size, target in zip(array.shape, shape, strict=True)])
 
 
-def _kernel(plan: Plan, epilogue: Epilogue, peers: SharedResult | None = None) -> Callable[..., list[Array]]:
+def _kernel(plan: Plan, epilogue: Epilogue, peers: Peers | None = None) -> Callable[..., list[Array]]:
     """The kernel of `x, w, bias?, residual?, experts? -> y, *z`, or of `x, w, y`, which overwrites y's sums.
 
     If the problem keeps its biased sums, they are the arrays of z, gate's and up's if there are both. If devices share
-    the result, the last operands are `addresses, device`, and residual and y have the columns of all devices.
+    the result, the last operands are `addresses, number`, and residual and y have the columns of all devices.
     """
     problem, schedule = plan.problem, plan.schedule
     devices = 1 if peers is None else peers.devices
@@ -228,8 +217,8 @@ def _kernel(plan: Plan, epilogue: Epilogue, peers: SharedResult | None = None) -
         y = rest.pop()
         shared = None
         if peers is not None:
-            addresses, device = rest[-2:]
-            shared, rest = peers._replace(addresses=addresses, device=device), rest[:-2]
+            addresses, number = rest[-2:]
+            shared, rest = peers._replace(addresses=addresses, number=number), rest[:-2]
         experts = rest.pop() if problem.experts else None
         bias = rest.pop(0) if problem.bias_dtype is not None else None
         residual = rest.pop(0) if problem.residual_dtype is not None else None
@@ -284,12 +273,12 @@ def _scratch_types(plan: Plan) -> dict[str, Any]:
 
     def operand(parts: int, size: int, contiguous_in_k: bool) -> Any:
         shape = (size, plan.tile_k) if contiguous_in_k else (plan.tile_k, size)
-        transforms = _swizzled(plan.line, problem.dtype)
+        transforms = swizzled_lines(plan.line, problem.dtype.itemsize)
         return plgpu.SMEM((plan.stages, parts, *shape), problem.dtype, transforms=transforms)
 
     def staged(dtype: jnp.dtype) -> Any:
         shape = (s.warpgroups, plan.slots, *plan.staged_shape)
-        return plgpu.SMEM(shape, dtype, transforms=_swizzled(plan.staged_line(dtype), dtype))
+        return plgpu.SMEM(shape, dtype, transforms=swizzled_lines(plan.staged_line(dtype), dtype.itemsize))
 
     scratch = {
         "rows": operand(plan.row_parts, s.warpgroups * plan.padded_rows, plan.rows_contiguous_in_k),
@@ -305,15 +294,6 @@ def _scratch_types(plan: Plan) -> dict[str, Any]:
         scratch["bias"] = plgpu.SMEM((s.warpgroups, problem.parts, plan.bias_size), problem.bias_dtype)
         scratch["bias_loaded"] = plgpu.Barrier(num_arrivals=problem.parts, num_barriers=s.warpgroups)
     return scratch
-
-
-def _swizzled(line: int, dtype: jnp.dtype) -> tuple[Any, ...]:
-    """Tiles of 8 lines, swizzled if a line is long enough to have banks to spread over."""
-    tiling = plgpu.TilingTransform((8, line))  # pyright: ignore[reportAbstractUsage]
-    size = line * dtype.itemsize
-    if size < 32:
-        return (tiling,)
-    return tiling, plgpu.SwizzleTransform(size)  # pyright: ignore[reportAbstractUsage]
 
 
 class _Cta:
@@ -449,8 +429,8 @@ class _Cta:
         schedule, exchange = self.plan.schedule, {"devices": peers.devices, "first": peers.first}
         cta = (self.cluster * schedule.cluster_m + lax.axis_index("cm")) * schedule.cluster_n + lax.axis_index("cn")
         channel = cta * schedule.warpgroups + self.warpgroup
-        self._consume(open_results(self.y, peers.addresses, peers.device, channel, **exchange))
-        close_results(peers.addresses, peers.device, channel, **exchange)
+        self._consume(open_results(self.y, peers.addresses, peers.number, channel, **exchange))
+        close_results(peers.addresses, peers.number, channel, **exchange)
 
     def _consume(self, arrays: tuple[Array, ...]) -> None:
         """Computes the tiles, and writes them to `arrays` of other devices too."""
@@ -535,7 +515,7 @@ class _Output:
         self.stored = 0  # chunks of results so far, which take the slots in turn
         self.arrays, peers = arrays, cta.operands.peers
         self.devices = 1 if peers is None else peers.devices
-        self.first: Any = 0 if peers is None else peers.device[0] * self.plan.problem.n
+        self.first: Any = 0 if peers is None else peers.number[0] * self.plan.problem.n
         """The first column of this device in the result."""
         self.m, self.n = m, n
         self.warpgroup = lax.axis_index("warpgroup")

@@ -33,3 +33,12 @@ def swizzled(width: int) -> tuple[Any, ...]:
     """How rows of `width` 2-byte elements lie in shared memory for the matrix unit."""
     tiling = plgpu.TilingTransform((8, line(width)))  # pyright: ignore[reportAbstractUsage]
     return tiling, plgpu.SwizzleTransform(2 * line(width))  # pyright: ignore[reportAbstractUsage]
+
+
+def swizzled_lines(line: int, itemsize: int) -> tuple[Any, ...]:
+    """Tiles of 8 lines of `line` elements, swizzled if a line is long enough to have banks to spread over."""
+    tiling = plgpu.TilingTransform((8, line))  # pyright: ignore[reportAbstractUsage]
+    size = line * itemsize
+    if size < 32:
+        return (tiling,)
+    return tiling, plgpu.SwizzleTransform(size)  # pyright: ignore[reportAbstractUsage]

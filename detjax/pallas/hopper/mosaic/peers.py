@@ -20,7 +20,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from detjax.device_links import CTA_BYTES, MOST_CTAS, PAIRED_UNIT, TURNS, UNIT
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.mosaic import no_twin, primitive
-from detjax.pallas.hopper.mosaic.layouts import NUMBER
+from detjax.pallas.hopper.mosaic.layouts import NUMBER, swizzled_lines
 from detjax.pallas.hopper.mosaic.registers import array, empty_registers, int32
 
 _PATIENCE: Final = 20 * 10**9
@@ -269,17 +269,10 @@ def open_results(y: Any, addresses: Any, device: Any, number: Any, *, devices: i
     return tuple(places)
 
 
-def _staged_lines(line: int, itemsize: int) -> tuple[Any, ...]:
-    tiling = plgpu.TilingTransform((8, line))  # pyright: ignore[reportAbstractUsage]
-    if line * itemsize < 2 * _COPIED:
-        return (tiling,)
-    return tiling, plgpu.SwizzleTransform(line * itemsize)  # pyright: ignore[reportAbstractUsage]
-
-
 @primitive(
     twin=no_twin("send_chunk"),
     args=lambda chunk, *numbers, line, itemsize, **_: (
-        plgpu.RefType(_staged_lines(line, itemsize)),
+        plgpu.RefType(swizzled_lines(line, itemsize)),
         *(NUMBER,) * len(numbers),
     ),
 )
