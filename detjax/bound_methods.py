@@ -30,7 +30,7 @@ def method(fn: Callable[..., Any]) -> types.MethodType | None:
 
 
 class _Known(NamedTuple):
-    """What a program knows of an object when it is traced: all but its arrays.
+    """The static part of an object, on which a traced program depends: all but its arrays.
 
     Attributes:
         structure: its structure as a pytree.

@@ -39,7 +39,7 @@ def gradient(graph: Any, devices: int, weights: Any, *rows: Any) -> Any:
 
 
 def train(devices: int) -> str:
-    """Trains on so many devices, a power of two up to SHARDS, and returns a digest of the weights."""
+    """Trains on a number of devices, a power of two up to SHARDS, and returns a digest of the weights."""
     linear = functools.partial(nnx.Linear, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))  # the weights are float32
     model = nnx.Sequential(linear(WIDTH, WIDTH), nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(1)), nnx.gelu, linear(WIDTH, 10))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)

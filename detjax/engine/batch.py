@@ -175,7 +175,7 @@ class StepBatch(NamedTuple):
         sampling: for each chunk how its next token is sampled.
         adjustments: for each chunk what changes the logits before; None where no chunk's are changed.
         images: the rows of images among the tokens that prefill; None where there are none.
-        steps: in a run, how many of its steps each decode takes part in, from the first on; None: this is no run.
+        steps: in a run, the number of steps that each decode takes part in; None: the batch is a single step.
     """
 
     token: Int32[Arrays, "N"]
@@ -336,7 +336,7 @@ class SlotTable:
 
 
 def _steps(step: ScheduledStep, shape: BatchShape) -> Int32[np.ndarray, "decodes"]:
-    """How many steps of a run each decode takes part in."""
+    """The number of steps of a run that each decode takes part in."""
     steps = np.zeros(shape.decodes, np.int32)
     steps[: len(step.decodes)] = [1 + chunk.later for chunk in step.decodes]
     return steps

@@ -389,7 +389,7 @@ class Engine(RequestReader):
 
     @property
     def busy_seconds(self) -> float:
-        """How long its thread has been at what it does now, such as a step; 0 while it waits for requests.
+        """Seconds that its thread has spent on its current work, such as a step; 0 while it waits for requests.
 
         Where it grows and grows, the engine is stuck. A `warm_up` takes long, too.
         """

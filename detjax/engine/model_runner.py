@@ -186,7 +186,7 @@ class ModelRunner:
         return None
 
     def decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:
-        """Computes a run of steps, each of which takes the tokens that the step before has sampled.
+        """Computes a run of steps, where each step takes the tokens that the step before has sampled.
 
         Args:
             batch: the first step, on the device, with the `steps` of each decode.

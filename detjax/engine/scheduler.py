@@ -58,7 +58,7 @@ class ScheduledStep:
 
     @property
     def is_run(self) -> bool:
-        """Whether the device repeats the step, with the tokens that it has sampled itself."""
+        """True if the device repeats the step with the tokens that it samples itself."""
         return any(chunk.later for chunk in self.decodes)
 
 

@@ -203,7 +203,7 @@ class Sequence:
 
     @property
     def missing(self) -> int:
-        """How many tokens the sequence may have beyond those that submitted steps sample."""
+        """The number of tokens that the sequence may still have, beyond the ones that submitted steps sample."""
         return self.params.max_tokens - len(self.generated) - self.unread
 
     @property

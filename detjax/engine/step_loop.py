@@ -360,7 +360,7 @@ class StepLoop:
             # Sequences decode after the last of their snapshots.
             assert planned.needed is not None and not planned.copies.taken
             sampled = self._runner.decode_run(planned.batch, planned.needed).start_copy()
-            if pending is not None:  # no sample of a run has a matcher, but those of the step before take its tokens
+            if pending is not None:  # samples of a run have no matcher, but matchers of the step before take its tokens
                 pending.result()
             return _Launched([], sampled, {})
         hidden, rows = self._runner.forward(planned.batch)

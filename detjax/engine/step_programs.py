@@ -247,12 +247,12 @@ def run_variants(variants: Sequence[SamplingVariant]) -> list[SamplingVariant]:
 
 
 def decode_run_key(count: int, variant: SamplingVariant) -> Hashable:
-    """Returns the key of what `decode_run` returns for a batch of so many decodes."""
+    """Returns the key of what `decode_run` returns for a batch with this number of decodes."""
     return _decode_run.__name__, count, variant, RUN_STEPS
 
 
 def decode_run(batch: StepBatch, state: State, last: Any, variant: SamplingVariant) -> StepProgram:
-    """Returns the program that computes several steps of decodes, each of which takes the tokens of the one before."""
+    """Returns the program that computes several decode steps, where each takes the tokens of the step before."""
     count = batch.shape.decodes
     purpose = f"runs of {RUN_STEPS} steps: up to {count} decodes {variant.description}"
     args = state, last, batch._replace(adjustments=None)
@@ -483,7 +483,7 @@ def _decoded(
     variant: SamplingVariant,
     most: int,
 ) -> tuple[State, tuple[Int32[Array, "slots"], SampledTokens]]:
-    """What `_decode_run` returns, computed by a model's own weights."""
+    """Computes what `_decode_run` returns, with the weights that the model has on this device."""
     links = current_links()
 
     def step(carried: tuple[State, Array], number: Array) -> tuple[tuple[State, Array], SampledTokens]:

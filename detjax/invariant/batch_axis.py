@@ -110,11 +110,11 @@ _OF_MATRICES: Final[Mapping[str, int]] = {
 _CALLED: Final = frozenset(
     "pure_callback io_callback pallas_call ffi_call custom_linear_solve linear_solve threefry2x32 random_gamma".split()
 )
-"""What is called for each row alone, at the shapes of one row: that it keeps rows apart is its own promise."""
+"""Primitives that are called for each row alone, at the shapes of one row: they promise to keep rows apart."""
 
 
 def _points_to_rows(eqn: core.JaxprEqn, places: Sequence[Place]) -> bool:
-    """Whether numbers that an equation has say in it which row is meant: rules of indices look at them."""
+    """Returns whether operands of an equation select rows by number: the rules of indices look at them."""
     name, rows = eqn.primitive.name, places[0]
     if name == "dynamic_update_slice" or name.startswith("scatter"):
         return any(isinstance(place, (Single, Index, Vector)) for place in places) or _is_at_rows(eqn, places)
@@ -137,7 +137,7 @@ class Follower(RowRules):
     def jaxpr(
         self, jaxpr: core.Jaxpr, places: Sequence[Place | None], values: Sequence[Any] | None = None
     ) -> list[Place]:
-        """Returns the places of a jaxpr's results; `values` are those of its arguments, if they are known."""
+        """Returns the places of a jaxpr's results; `values` are the values of its arguments, if known."""
         env: dict[core.Var, Place] = {}
         constants = map(constant_place, jaxpr.consts)
         for var, place in zip(jaxpr.all_invars, [*constants, *places], strict=True):

@@ -26,7 +26,7 @@ class ForwardMode(TypeError):
 
 
 JAX_REFUSES = ("forward-mode autodiff (jvp) to a custom_vjp", "Linearization failed to produce known values")
-"""How JAX's own errors begin to say the same."""
+"""The beginnings of JAX's own errors that say the same."""
 
 
 def reverse_only(arrays: Sequence[Array]) -> list[Array]:

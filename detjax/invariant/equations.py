@@ -314,7 +314,7 @@ def _bound(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 def _retyped(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """An equation's results for values that may vary over other axes of a mesh than those that it was traced for.
 
-    What holds other equations is traced again: its own type would be that of the values that it was traced for.
+    What holds other equations is traced again: its own type would be the type of the values that it was traced for.
     """
     name, params = eqn.primitive.name, eqn.params
     if name in OWN_RULES or name == "shard_map":

@@ -1,11 +1,11 @@
-"""What an equation does that mixes the rows of a batch, in words that an error can say."""
+"""Findings: equations that mix the rows of a batch, described for error messages."""
 
 import dataclasses
 import enum
 
 
 class Mixing(enum.Enum):
-    """How an equation mixes rows."""
+    """The way in which an equation mixes rows."""
 
     SUM = "adds numbers of different rows"
     SLOT = "gives a row numbers that depend on its place in the batch"

@@ -49,7 +49,7 @@ class Sort:
 
 
 class IndexRules(abc.ABC):
-    """What is known of indices and keys, by the values of variables: equal equations of equal values give one value."""
+    """Facts about indices and keys, by value numbers: equal equations of equal values give one value."""
 
     def __init__(self) -> None:
         self._values: dict[core.Var, Any] = {}
@@ -185,7 +185,7 @@ class IndexRules(abc.ABC):
         return self._numbers.get(atom)
 
     def positive_index(self, eqn: core.JaxprEqn, places: Sequence[Place]) -> Place | None:
-        """Returns the place of `where(i < 0, i + n, i)`, which is that of i; None for any other selection."""
+        """Returns the place of `where(i < 0, i + n, i)`, which is the place of i; None for any other selection."""
         if eqn.primitive.name != "select_n" or len(eqn.invars) != 3:
             return None
         asked, index, moved = map(self.value, eqn.invars)
@@ -452,7 +452,7 @@ class IndexRules(abc.ABC):
         return None
 
     def _grouped(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place] | None:
-        """The place of rows that are multiplied by the weight of their group, if the groups are those of their keys."""
+        """The place of rows that are multiplied by their group's weight, if the groups are formed by their keys."""
         rows, weights, counts = places
         if not isinstance(rows, Rows) or not isinstance(weights, Shared) or not isinstance(counts, Counts):
             return None
@@ -464,7 +464,7 @@ class IndexRules(abc.ABC):
         return [rows] if is_sorted and aval(eqn.invars[0]).ndim == 2 else None
 
     def counted_one_hot(self, eqn: core.JaxprEqn) -> Place | None:
-        """Returns the counts of keys, where one-hot integers are added over all rows; None if it is no such sum."""
+        """Returns the counts of keys, where one-hot integers are added over all rows; None for any other sum."""
         known = self._hot.get(self.value(eqn.invars[0]))
         axes = set(range(aval(eqn.invars[0]).ndim)) - set(eqn.params["axes"])
         if eqn.primitive.name != "reduce_sum" or known is None or axes != {known[1]}:

@@ -1,4 +1,4 @@
-"""What is known of an array of a batch: where its rows are, in which order, and what its integers point to.
+"""Places: where the rows of a batch are in an array, in which order, and what its integers point to.
 
 Orders are words. A sort makes a letter, and an array that is gathered by its permutation has one letter more. A letter
 and its inverse cancel, so that rows which are put back where they were have the empty word again.
@@ -13,7 +13,7 @@ from detjax.invariant.equations import aval
 
 @dataclasses.dataclass(frozen=True)
 class Letter:
-    """A permutation of rows, or its inverse: that of a sort, by its number."""
+    """The permutation of a sort, given by its number, or the inverse of it."""
 
     sort: int
     inverse: bool = False
@@ -48,7 +48,7 @@ def inverted(order: Order) -> Order:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """An array whose `axis` has `outer * B * inner` elements, of which element i belongs to row `i // inner % B`.
+    """An array whose `axis` has `outer * B * inner` elements; element i belongs to row `i // inner % B`.
 
     They stand in this order if `order` is empty, and are moved by it otherwise.
     """
@@ -115,7 +115,7 @@ class Index:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """How many rows have each of some keys, or what a chain of steps makes of that on its way to each row's key.
+    """The number of rows with each of some keys, or what a chain of steps makes of it on the way to each row's key.
 
     Attributes:
         keys: the number of the keys' values; see `Follower.keys`.
@@ -142,7 +142,7 @@ class Draft:
 
 
 class _Unknown:
-    """An array of which it is not known where its rows are."""
+    """An array whose rows are at unknown places."""
 
 
 UNKNOWN: Final = _Unknown()
@@ -151,7 +151,7 @@ type Place = Rows | Shared | Single | Index | Counts | Vector | Draft | _Unknown
 
 
 def whole(atom: Any) -> Shared:
-    """Returns the place of an array without rows of which nothing else is known."""
+    """Returns the place of an array without rows, if nothing else is known about it."""
     return Shared(single(atom))
 
 
@@ -161,7 +161,7 @@ def single(atom: Any) -> frozenset[int]:
 
 
 def grid_axis(grid: Grid, shape: tuple[int, ...]) -> int | None:
-    """Returns the axis along which integers of an array of this shape count from 0; None if there is none."""
+    """Returns the axis along which integers of an array of this shape count from 0; None without such an axis."""
     for axis, size in enumerate(shape):
         if size == grid.size and math.prod(shape[axis + 1 :]) == grid.step:
             return axis

@@ -1,4 +1,4 @@
-"""Where the rows of a batch are after each primitive, given where they are in its operands."""
+"""A rule for each primitive: the places of rows in its results, given their places in its operands."""
 
 import math
 from collections.abc import Sequence
@@ -203,7 +203,7 @@ class RowRules(IndexRules):
         return self._meeting(eqn, rows, places[:2])
 
     def _row_written(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
-        """The place of rows of which one is written where it was read."""
+        """The place of rows when one row is written where it was read."""
         operand, update = places[:2]
         assert isinstance(update, Single)
         shapes = [aval(v).shape for v in eqn.invars[:2]]
@@ -220,7 +220,7 @@ class RowRules(IndexRules):
         return self.mixes(eqn, Mixing.MOVE, "writes a row where another one belongs")
 
     def _row_scattered(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
-        """The place of rows of which a scatter writes one where it was read."""
+        """The place of rows when a scatter writes one row where it was read."""
         operand, indices, update = places
         assert isinstance(update, Single)
         numbers = eqn.params["dimension_numbers"]
@@ -247,7 +247,7 @@ class RowRules(IndexRules):
         return self._meeting(eqn, rows, places)
 
     def _joined_rows(self, eqn: core.JaxprEqn, places: list[Place], axis: int) -> Place:
-        """The place of rows that are put together: that of the batch if they come in its order."""
+        """The place of rows that are put together: the whole batch, if they come in its order."""
         numbers: list[Any] = []
         lengths = set()
         for place, var in zip(places, eqn.invars, strict=True):
@@ -492,5 +492,5 @@ class RowRules(IndexRules):
 
 
 def _has(place: Place, axis: int) -> bool:
-    """Whether rows lie along this axis."""
+    """Returns whether rows lie along this axis."""
     return isinstance(place, Rows) and place.axis == axis

@@ -51,7 +51,7 @@ def run(
         wanted = [c for c, v in zip(cotangents, program.results, strict=True) if is_inexact(v)]
         backward = functools.partial(_backward, program, len(rows), len(operands), fixed)
         made = iter(with_vmap_rule(backward, rows=(False,) * (len(operands) + len(wanted)))(*operands, *wanted))
-        # A gradient of zeros varies over no axis by its type, and has to have that of its operand.
+        # A gradient of zeros varies over no axis by its type, and must get the type of its operand.
         return tuple(
             varying.over(next(made), varying.axes(x)) if is_inexact(v) and v not in fixed else None
             for v, x in zip(program.inputs, operands, strict=True)

@@ -1,4 +1,4 @@
-"""Which numbers of a program are computed from the number of rows: programs of two batches differ in them."""
+"""Finds the numbers of a program that come from the number of rows: programs of two batches differ in them."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -82,7 +82,7 @@ class Sizes:
                 self._compare(part, other)
 
     def _compare_lines(self, first: core.Jaxpr, second: core.Jaxpr) -> None:
-        """Where programs have other equations: the numbers of a line that has other ones in the other program."""
+        """Compares programs with different equations: notes the numbers of a line that differ in the other program."""
         known = [_numbers_by_line(jaxpr) for jaxpr in (first, second)]
         for place, there in known[0].items():
             others = known[1].get(place, {})
@@ -99,7 +99,7 @@ def _parameters(eqn: core.JaxprEqn) -> dict[str, Any]:
 
 
 def _differ(one: Any, two: Any) -> bool:
-    """Whether two numbers or arrays differ; arrays of other shapes as far as both go."""
+    """Returns whether two numbers or arrays differ; arrays of different shapes are compared where they overlap."""
     if one is two or isinstance(one, Tracer) or isinstance(two, Tracer):
         return False
     if isinstance(one, jax.Array) and jnp.issubdtype(one.dtype, jax.dtypes.extended):

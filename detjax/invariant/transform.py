@@ -64,7 +64,7 @@ def batch_invariant(
             as weights), or a pytree of them, as `in_axes` of `jax.vmap`. One integer holds for all arguments. A
             module's own variables come before these arguments, and are shared. Keyword arguments are shared.
         out_axes: the axis of the rows in the results, likewise.
-        on_unsafe: what happens where `fn` mixes rows: where a number of a row's depends on the rows beside it, on its
+        on_unsafe: what happens where `fn` mixes rows: where a number of a row's depends on the other rows, on its
             place among them, or on how many there are. "refuse" raises, "warn" warns and returns what `fn` gives for
             each row alone. Rows may leave their places if every row returns, as tokens do that are sorted for experts.
         traced_for: "row" traces `fn` for a batch of one. "batch" traces it for the batch and cuts the program of one
@@ -255,7 +255,7 @@ class _Whole(NamedTuple):
         *,
         rows_may_return: bool = True,
     ) -> "_Whole":
-        """Returns where the rows are in a function that was traced for so many of them, and for one more."""
+        """Returns where the rows are in a function that was traced for `batch` rows, and for one row more."""
         jaxpr, shapes = traced
         given: list[Place | None] = [
             None if axis is None else Rows(axis % x.ndim) for x, axis in zip(arrays, axes, strict=True)
@@ -277,7 +277,7 @@ class _Whole(NamedTuple):
         warnings.warn(UnsafeFunctionWarning(message), stacklevel=2)
 
     def _numbered_results(self, out_axes: Any) -> Iterator[Finding]:
-        """What is found of results that hold no row's numbers, but differ from row to row, or with the batch."""
+        """Yields findings for results that hold no row's numbers, but differ from row to row, or with the batch."""
         makers = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
         axes = arguments.spread("batch_invariant", "out_axes", out_axes, self.shapes)
         for atom, place, axis in zip(self.jaxpr.outvars, self.made, axes, strict=True):
@@ -289,7 +289,7 @@ class _Whole(NamedTuple):
 
 
 def _telling_batch(arrays: Sequence[Array]) -> int:
-    """A prime number of rows, of which no axis of the arguments is a multiple."""
+    """A prime number of rows that divides no axis of the arguments."""
     sizes = {size for x in arrays for size in x.shape if size}
     batch = 11
     while any(batch % k == 0 for k in range(2, math.isqrt(batch) + 1)) or any(size % batch == 0 for size in sizes):

@@ -66,7 +66,7 @@ def shifted(place: Place, by: int) -> Place:
 
 
 def integers(eqn: core.JaxprEqn, places: Sequence[Shared]) -> tuple[Grid | None, int | None]:
-    """How integers without rows count, and the number that all of them are, where it is known."""
+    """The grid of integers without rows, and the number that all of them are, where known."""
     name = eqn.primitive.name
     if name == "iota":
         shape, axis = eqn.params["shape"], eqn.params["dimension"]
@@ -89,7 +89,7 @@ def integers(eqn: core.JaxprEqn, places: Sequence[Shared]) -> tuple[Grid | None,
 
 
 def keeps_order(eqn: core.JaxprEqn, places: Sequence[Place]) -> bool:
-    """Whether an equation leaves rows apart whose order an operation has changed, along their first axis."""
+    """Returns whether an equation keeps apart rows whose order an operation has changed, along their first axis."""
     name = eqn.primitive.name
     makes_inexact = any(map(equations.is_inexact, eqn.outvars))
     if name == "gather":  # each looks up an integer, such as the number of its request, which operations take

@@ -1,4 +1,4 @@
-"""What a call writes into NNX modules among its arguments, which would be one row's, and lost."""
+"""Checks what a call writes into NNX modules among its arguments: it would belong to one row, and be lost."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -256,7 +256,7 @@ class Decoder(nnx.Module):
             function: a function of a decoder, the state, `args` and `options`, as `jax.jit` takes one. Besides the
                 state it returns arrays that are the same on every device.
             state: what the layers keep.
-            args: further arguments, of which every device is given all.
+            args: further arguments; every device is given all of them.
             options: further arguments that the program depends on.
         """
         if self.mesh is None:
@@ -275,7 +275,7 @@ class Decoder(nnx.Module):
     ) -> tuple[State, R]:
         network, weights = split(self)
         local = network.with_weights(weights)
-        local.mesh = None  # its weights are those of this device, and its methods compute here
+        local.mesh = None  # it has the weights of this device, and its methods compute here
         return function(local, state, *args, **dict(options))
 
     def logprobs(

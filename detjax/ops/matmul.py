@@ -108,16 +108,16 @@ def shared_matmul(
     out_dtype: DTypeLike | None = None,
     **options: Any,
 ) -> Float[Array, "*B D"] | None:
-    """Returns the columns `[*B, devices * N]` of a product of which each device of an axis computes its own.
+    """Returns the columns `[*B, devices * N]` of a product; each device of an axis computes its own columns.
 
     They have the bits of `gather_columns` of `matmul`. A kernel writes each result to all devices as it is computed.
 
     Args:
         x: rows that every device has, inside `jax.shard_map`.
         w: this device's weights.
-        axis_name: see `detjax.ops.collectives.gather_columns`; likewise `links`.
+        axis_name: see `detjax.ops.collectives.gather_columns`.
         links: how kernels reach the other devices.
-        layout: see `matmul`; likewise the other options.
+        layout: see `matmul`.
         bias: this device's.
         residual: the columns of all devices.
         out_dtype: the dtype of the result; default: x's.

@@ -96,13 +96,13 @@ class ProcessReplicas:
 
     @property
     def facts(self) -> ReplicaFacts:
-        """What a front has to know of the replicas."""
+        """Facts about the replicas that the front needs."""
         assert self._facts is not None
         return self._facts
 
     @property
     def processes(self) -> list[int | None]:
-        """The id of each replica's process; None where there is none, because it is about to be started again."""
+        """The id of each replica's process; None while the process is being started again."""
         return [replica.process_id for replica in self._replicas]
 
     @property
@@ -172,7 +172,7 @@ class _Replica:
     """A replica's process, which is started again whenever it is lost, and the calls that it has not answered.
 
     Attributes:
-        number: that of the replica.
+        number: the number of the replica.
         start_failure: why the last attempt to start the process has failed; None: none has since it was ready.
     """
 
@@ -187,7 +187,7 @@ class _Replica:
         """Starts the process, and returns at once.
 
         Args:
-            number: that of the replica.
+            number: the number of the replica.
             start: the process's first message.
             share: the environment variables that give it its devices.
             accept: is called when the process is ready, and returns why it is not used.
@@ -197,7 +197,7 @@ class _Replica:
         self.start_failure: str | None = None
         self._start, self._share, self._accept, self._changed = start, share, accept, changed
         self._lock = threading.Lock()
-        """Held for what follows, of which the thread and those who call know."""
+        """Guards the fields below, which the thread and the callers share."""
         self._process: subprocess.Popen[bytes] | None = None
         self._outbox: Outbox | None = None
         self._is_ready = False
@@ -208,7 +208,7 @@ class _Replica:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes calls."""
+        """True if it takes calls."""
         return self._is_ready
 
     @property
@@ -224,7 +224,7 @@ class _Replica:
         When it is left, the process is told that nobody waits any more, unless it has answered.
 
         Raises:
-            ReplicaLost: there is no process that takes calls.
+            ReplicaLost: no process takes calls.
         """
         batches: _Batches = asyncio.Queue()
         with self._lock:
@@ -426,7 +426,7 @@ def visible_gpus() -> list[str] | None:
 
 
 def _has_cuda_plugin() -> bool:
-    """Whether the package is installed with which JAX uses NVIDIA GPUs."""
+    """Returns whether the package is installed with which JAX uses NVIDIA GPUs."""
     try:
         import jax_plugins  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
@@ -435,7 +435,7 @@ def _has_cuda_plugin() -> bool:
 
 
 def _count_gpus() -> int | None:
-    """Returns how many GPUs CUDA shows to this process, without a context on one; None: there is no driver."""
+    """Returns how many GPUs CUDA shows to this process, without creating a context; None without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

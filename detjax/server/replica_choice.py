@@ -11,7 +11,7 @@ from detjax.models import DecoderConfig
 from detjax.models.images import ImagePatches, VideoPatches, image_runs, places
 
 EXCESS: Final = 8
-"""How many samples more than the least loaded replica one may have that is preferred for the beginning of a prompt."""
+"""Samples that a replica preferred for a prompt's prefix may have beyond the least loaded replica."""
 _PAGES: Final = 64
 """First pages of a prompt that are looked at. Digests of more would take milliseconds, in which no stream goes on."""
 _REMEMBERED: Final = 1 << 16
@@ -21,7 +21,7 @@ _REMEMBERED: Final = 1 << 16
 def first_pages(request: Request, config: DecoderConfig) -> list[Digest]:
     """Returns the digests of a prompt's first full pages, as an engine's prefix cache knows them.
 
-    There is none for a text, which a replica has yet to encode, and none for images that have no patches yet.
+    A text that a replica has yet to encode has no digests, nor have images without patches.
     """
     if isinstance(request.prompt, str):
         return []
@@ -39,7 +39,7 @@ def first_pages(request: Request, config: DecoderConfig) -> list[Digest]:
 class ReplicaChoice:
     """Chooses replicas for calls: the least loaded one, or the one that knows the beginning of the prompt.
 
-    A prompt's replica is the last one that got a prompt with the same first pages, of which as many as possible. It is
+    A prompt's replica is the last one that got a prompt with the longest run of the same first pages. It is
     chosen unless it has too many more samples in flight than the least loaded one. Of those with the same load the
     first one is chosen.
 

@@ -17,14 +17,14 @@ from detjax.server.app import fingerprint_of
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaOptions:
-    """What a replica computes with. It is the same of all replicas.
+    """The options that a replica computes with, the same for all replicas.
 
     Attributes:
         model: the checkpoint's directory.
         dtype: the dtype of the weights; see `detjax.models.load`.
         backend: see `detjax.use_backend`.
         tensor_parallel: devices of each replica that share the model; see `detjax.models.mesh_of`.
-        expert_parallel: how many times so many devices share its experts.
+        expert_parallel: the number of groups of `tensor_parallel` devices that share its experts.
         chat_template: takes the place of the checkpoint's.
         template_date: the date that chat templates are told.
         config: the settings of the engine.
@@ -44,10 +44,10 @@ class ReplicaOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaFacts:
-    """What the front has to know of the replicas. It is the same of all of them.
+    """Facts that the front needs about the replicas, the same for all of them.
 
     Attributes:
-        outline: that of the model.
+        outline: the outline of the model.
         tokenizer_files: the files of its tokenizer; see `Tokenizer.files`.
         config: the engine's settings, resolved.
         origin: what answers depend on besides requests.
@@ -60,7 +60,7 @@ class ReplicaFacts:
 
     @property
     def fingerprint(self) -> str:
-        """What `system_fingerprint` returns of the replica's model and engine."""
+        """The result of `system_fingerprint` for the replica's model and engine."""
         return fingerprint_of(self.origin, self.config, self.outline)
 
     def tokenizer(self) -> Tokenizer:

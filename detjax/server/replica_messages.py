@@ -1,4 +1,4 @@
-"""What a front and a replica's process tell each other over a connection, and the thread that sends it."""
+"""Messages between a front and a replica's process over a connection, and the thread that sends them."""
 
 import contextlib
 import dataclasses
@@ -59,7 +59,7 @@ class Answer:
 
     Attributes:
         number: the call's.
-        batch: what `batches` yields; None: there is no more.
+        batch: what `batches` yields; None: it has ended.
     """
 
     number: int
@@ -96,7 +96,7 @@ class Outbox:
         self._messages.put(message)
 
     def close(self, timeout: float | None = None) -> None:
-        """Ends the thread behind the last message, for whose sending it waits for so many seconds at most."""
+        """Ends the thread after the last message, and waits up to `timeout` seconds until it is sent."""
         self._messages.put(None)
         self._thread.join(timeout)
 

@@ -39,7 +39,7 @@ class _Watched(Protocol):
 class Replica:
     """Answers the calls that come over a connection.
 
-    Its event loop sends the signs of life. So there is none if the loop, which has a part in every answer, is stuck.
+    Its event loop sends the signs of life. They stop if the loop, which has a part in every answer, is stuck.
     """
 
     def __init__(self, connection: Connection, start: Start) -> None:
@@ -154,7 +154,7 @@ def main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    # The logger is that of the module's own name.
+    # The logger has the module's own name.
     from detjax.server import replica_process
 
     replica_process.main(int(sys.argv[1]))

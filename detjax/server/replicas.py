@@ -125,7 +125,7 @@ class ReplicatedEngine(RequestReader):
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests. Where no replica is left, they wait for one that comes."""
+        """True if it takes requests. With no replica left, they wait for a new one."""
         return self.failure is None
 
     async def generate_async(self, requests: Iterable[Request]) -> list[Generation]:

@@ -374,7 +374,7 @@ class Schedule:
 
 
 def play(draw: random.Random, actions: int) -> int:
-    """Plays a random schedule of so many actions, and returns how many runs of steps it had."""
+    """Plays a random schedule of a number of actions, and returns how many runs of steps it had."""
     chunk = draw.choice([None, None, 1, 3, 8])
     shapes = shapes_for(draw.randint(1, 4), draw.randint(1, 24), chunk, draw.random() < 0.5)
     snapshots = draw.choice([None, None, 0, 1, 3, 20])

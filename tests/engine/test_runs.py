@@ -80,7 +80,7 @@ def request(prompt: Seq[int], context: RequestContext | None = None, **params: A
 
 @dataclasses.dataclass
 class Played:
-    """What a loop made of requests.
+    """The results of a loop for some requests.
 
     Attributes:
         samples: all samples, in the order of their requests.
@@ -106,7 +106,7 @@ def play(loop: StepLoop, arrivals: Arrivals, cancelled: Mapping[int, int] | None
     Args:
         loop: the loop.
         arrivals: the requests.
-        cancelled: the number of a sample that is cancelled after so many of its tokens.
+        cancelled: the number of a sample, and the tokens after which it is cancelled.
     """
     played = Played([one for some in arrivals.values() for together in some for one in together], [], [], [])
 
@@ -186,7 +186,7 @@ def test_runs_of_samples_that_end_at_any_length_have_the_bits_of_single_steps(op
 
     played = both(arrivals)
     assert [len(one.generated) for one in played.samples] == [*lengths]
-    # After the step that prefills: three samples, of which one ends, and then two and one.
+    # After the step that prefills: three samples, then two, then one.
     assert played.runs == [[3, 2, 2, 2], [2, 2, 1, 1], [1, 1, 1, 1]]
     assert max(len(tokens) for tokens in played.tokens) == 9
 

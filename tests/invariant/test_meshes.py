@@ -91,7 +91,7 @@ def _compare(fn: Callable[..., Array]) -> None:
         if fn in functions.DIFFERENTIABLE and fn is not functions.own_gradient_of_a_product:
             made.append(gradients(shared))
     for weights, rows in made:
-        # Those of weights are added over devices. XLA may simplify a program of several devices otherwise.
+        # Gradients of weights are added over devices. XLA may simplify a program of several devices otherwise.
         alone = gradients(invariant)
         np.testing.assert_allclose(weights, alone[0], rtol=0, atol=1e-5 * max(1.0, float(jnp.abs(alone[0]).max())))
         np.testing.assert_allclose(rows, alone[1], rtol=0, atol=1e-5 * max(1.0, float(jnp.abs(alone[1]).max())))

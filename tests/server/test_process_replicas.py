@@ -64,7 +64,7 @@ def ready(replicas: ProcessReplicas) -> list[int]:
 
 
 def lives(process: int) -> bool:
-    """Whether a process runs. One whose parent has not asked how it ended does not."""
+    """Returns whether a process runs. One whose parent has not asked how it ended does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -115,7 +115,7 @@ def test_clients_get_the_responses_of_one_engine(
     with contextlib.closing(one.state.texts), contextlib.closing(several.state.texts):
         got, expected = responses(several), responses(one)
         for parts in (*got, *expected):
-            for part in parts:  # the options of JAX in this process are those of tests
+            for part in parts:  # JAX in this process has the options of the tests
                 assert part.pop("system_fingerprint", "detjax-").startswith("detjax-")
         assert got == expected
         with TestClient(several) as client:

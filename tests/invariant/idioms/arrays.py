@@ -1,4 +1,4 @@
-"""What functions do with arrays: products, routing, linear algebra, sorting, dtypes."""
+"""Idioms of functions of arrays: products, routing, linear algebra, sorting, dtypes."""
 
 import jax
 import jax.numpy as jnp

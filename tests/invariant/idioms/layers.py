@@ -145,7 +145,12 @@ def batch_norm_in_training() -> nnx.Module:
     return nnx.BatchNorm(8, rngs=nnx.Rngs(0))
 
 
-@refused(GROUP, "Linen's `BatchNorm` in training", "likewise: `use_running_average=True`", "reduces over the batch")
+@refused(
+    GROUP,
+    "Linen's `BatchNorm` in training",
+    "its statistics are of the batch: `use_running_average=True`",
+    "reduces over the batch",
+)
 def linen_batch_norm_in_training() -> Function:
     module = nn.BatchNorm(use_running_average=False)
     variables = module.init(jax.random.key(0), SEQUENCES)

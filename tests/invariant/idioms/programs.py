@@ -230,7 +230,7 @@ def rolled() -> Function:
     return lambda x: jnp.roll(x, 1, 0)
 
 
-@refused(BATCH, "`x[::-1]`", "likewise", "takes rows of the batch out of their places")
+@refused(BATCH, "`x[::-1]`", "rows leave their places", "takes rows of the batch out of their places")
 def reversed_rows() -> Function:
     return lambda x: x[::-1]
 

@@ -96,7 +96,7 @@ def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
 
 
 def shared_matmul(m: int, n: int, k: int, *, bias: bool = False, residual: bool = False, **options: Any) -> Program:
-    """A product of which each of two GPUs computes half of the columns."""
+    """A product whose columns two GPUs compute, half of them each."""
     epilogue = Epilogue(**options)
     parts = (2,) if epilogue.gated else ()
     shapes = [array(m, k), array(*parts, n, k)]

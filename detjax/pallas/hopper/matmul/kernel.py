@@ -95,7 +95,7 @@ def shared_product(
     epilogue: Epilogue,
     out_dtype: DTypeLike,
 ) -> Array | None:
-    """`[M, devices * N]`: the columns of all devices, each of which computes its own and writes them into all arrays.
+    """`[M, devices * N]`: the columns of all devices. Each computes its own columns and writes them into all arrays.
 
     A result leaves for the other devices as soon as it is computed, so the exchange takes place behind the products.
     `operands.residual` has the columns of all devices.

@@ -266,7 +266,7 @@ class Plan:
 
     @property
     def can_be_shared(self) -> bool:
-        """Whether each device may compute some columns of a result that all of them have.
+        """True if each device may compute some columns of a result that all of them have.
 
         The copy engine leaves out what lies beyond the result, and not what lies beyond a device's columns of it.
         """

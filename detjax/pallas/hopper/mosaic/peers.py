@@ -83,7 +83,7 @@ def _differ(x: Any, y: Any) -> Any:
 
 
 class _Channel:
-    """What the threads of a CTA, or of a warpgroup, know of those of the same number on the other devices.
+    """The connection of a CTA, or of a warpgroup, to its counterparts with the same number on the other devices.
 
     Attributes:
         rank: the number of this device.
@@ -94,7 +94,7 @@ class _Channel:
     """
 
     def __init__(self, addresses: Any, device: Any, number: Any, *, devices: int, first: int) -> None:
-        """A channel; arguments as those of `exchange`, of which `number` is `cta`."""
+        """Reads the channel's counter. Arguments are as in `exchange`; `number` is that CTA's or warpgroup's number."""
         self.devices, self._number, self._first = devices, number, first
         self._somewhere = _address(device)
         self.rank = _load(self._somewhere, _i32(), "ld.global.u32 $0, [$1];")
@@ -114,10 +114,10 @@ class _Channel:
             yield other, arith.andi(self.is_linked, _differ(self.rank, int32(other)))
 
     def _buffer(self, address: Any, sender: Any, unit: Any) -> Any:
-        """Where a device has a unit of another one's.
+        """The address where a device has a unit of another device's.
 
         There are two turns of buffers: a device sends for the next turn but one only after all others have sent for the
-        next turn, and they have read those of this turn by then.
+        next turn. By then they have read the buffers of this turn.
         """
         turn = arith.addi(arith.muli(self._number, int32(TURNS)), arith.andi(self.flag, int32(TURNS - 1)))
         place = arith.addi(arith.muli(turn, int32(self.devices)), sender)
@@ -247,7 +247,7 @@ def open_results(y: Any, addresses: Any, device: Any, number: Any, *, devices: i
 
     Args:
         y: the array that all devices write to.
-        addresses: see `exchange`; likewise `device`, `devices` and `first`.
+        addresses: the address of each device's buffers; see `exchange`.
         device: the number of this device.
         number: the number of the channel: each warpgroup has one.
         devices: how many devices there are.
@@ -320,7 +320,7 @@ def send_chunk(
         in_tile = arith.addi(
             arith.muli(arith.remui(line_of_chunk, int32(8)), int32(line_bytes)), arith.remui(byte, int32(line_bytes))
         )
-        # Bits from 7 on, the number of the 128 bytes, are added to those of the 16 bytes within a line.
+        # The number of the 128-byte block is XORed into the number of the 16-byte unit within its line.
         mask = line_bytes // _COPIED - 1
         swizzle = arith.muli(arith.andi(arith.shrui(in_tile, int32(7)), int32(mask)), int32(_COPIED))
         source = arith.addi(place, arith.xori(in_tile, swizzle))
@@ -345,7 +345,7 @@ def send_chunk(
 def close_results(addresses: Any, device: Any, number: Any, *, devices: int, first: int) -> None:
     """Tells the other devices that this warpgroup has written its results, and waits until theirs have.
 
-    Arguments as those of `open_results`.
+    It takes the arguments of `open_results`.
     """
     channel = _Channel(addresses, device, number.registers.item(), devices=devices, first=first)
     thread = _thread()
