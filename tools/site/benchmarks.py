@@ -659,7 +659,7 @@ def _peers() -> str:
                     for row in mesh["rows"]
                 ),
             ),
-            "[Compared with](../compared.md) says what the others promise. `python benchmarks/peer_vllm.py` repeats the measurement where vLLM is installed.\n",
+            "[Compared with](../compared.md) says what the others promise. `python -m benchmarks peer_vllm` repeats the measurement where vLLM is installed.\n",
             source("peer-vllm-h200"),
         )
     )
