@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from benchmarks import goals
 from benchmarks.study import Run
-from detjax.bench.command_line import Out, Small, print_line
+from detjax.bench.command_line import Out, Small, console, print_line
 
 STUDIES: Final = Path(__file__).parent / "studies"
 
@@ -58,6 +60,20 @@ app = typer.Typer(
 @app.callback()
 def _main() -> None:
     """Runs a study, or checks the performance goals."""
+
+
+@app.command("goals")
+def _goals(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compares the results with the performance goals. The exit code is 1 if one is missed or cannot be read."""
+    checked = goals.read()
+    if as_json:
+        print(json.dumps(goals.as_json(checked), indent=1))
+    else:
+        goals.shown(checked, console())
+    if not all(goal.is_met for goal in checked):
+        raise typer.Exit(1)
 
 
 def _command(name: str, arguments: Sequence[str]) -> TyperCommand:
