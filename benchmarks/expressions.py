@@ -157,7 +157,7 @@ def number(expression: str, results: Path = RESULTS) -> Decimal:
         OSError: a file cannot be read.
         ValueError: a file is no JSON.
     """
-    first, *rest = [_of_file(term, results) for term in expression.split(" / ")]
+    first, *rest = [_file_number(term, results) for term in expression.split(" / ")]
     return first / math.prod(rest)
 
 
@@ -166,6 +166,6 @@ def sources(expression: str) -> list[str]:
     return list(dict.fromkeys(term.partition("#")[0] for term in expression.split(" / ")))
 
 
-def _of_file(term: str, results: Path) -> Decimal:
+def _file_number(term: str, results: Path) -> Decimal:
     name, _, pointer = term.partition("#")
     return evaluate(json.loads((results / name).read_text()), pointer)
