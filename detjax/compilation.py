@@ -52,8 +52,8 @@ PINNED_OPTIONS: Final[Mapping[str, Mapping[str, bool | int]]] = {
 CHAIN_OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
     "cpu": {},
     # XLA runs a program as a CUDA graph. By default the graph says which kernels could run side by side. One that is a
-    # chain takes less time to update and to start: `benchmarks/invariant.py` measures it. The engine's programs are
-    # faster without, because few of their kernels fill the device.
+    # chain takes less time to update and to start: `python -m benchmarks invariant` measures it. The engine's programs
+    # are faster without, because few of their kernels fill the device.
     "gpu": {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"},
     "tpu": {},
 }

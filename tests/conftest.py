@@ -13,7 +13,7 @@ import jaxtyping
 # where there are two, waits at barriers take them all, and none is left to end them. XLA reads this when it starts.
 os.environ.setdefault("PJRT_NPROC", "16")
 
-with jaxtyping.install_import_hook("detjax", "beartype.beartype"):
+with jaxtyping.install_import_hook(["detjax", "benchmarks"], "beartype.beartype"):
     import detjax  # noqa: F401
 
 import jax

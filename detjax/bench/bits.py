@@ -1,11 +1,11 @@
-"""Comparison of bits on the device, and the rows that every batch of a comparison has in common."""
+"""Comparison of bits on the device."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Num
+from jaxtyping import Array, Bool
 
 
 def words(x: Array) -> Array:
@@ -18,13 +18,3 @@ def same_bits(a: Any, b: Any) -> Bool[Array, ""]:
     """Whether two trees of arrays have the same bits in every element. NaN equals NaN of the same bits."""
     leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return jnp.stack([(words(x) == words(y)).all() for x, y in leaves]).all()
-
-
-def differing_tokens(a: Num[Array, "B T H K"], b: Num[Array, "B T H K"]) -> Bool[Array, "B T"]:
-    """The tokens of two outputs of attention that have different bits."""
-    return (words(a) != words(b)).any((2, 3))
-
-
-def anchor_positions(rows: int) -> list[int]:
-    """The positions of the anchor row in a batch of so many rows: first, middle and last, each once."""
-    return sorted({0, rows // 2, rows - 1})

@@ -1,8 +1,7 @@
-"""The options that the scripts of `benchmarks/` and `python -m detjax.bench` have in common, and their errors."""
+"""The options that `python -m detjax.bench` and `python -m benchmarks` have in common, and their errors."""
 
 import contextlib
 import os
-import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Final
@@ -12,12 +11,6 @@ from rich.console import Console
 
 Small = Annotated[bool, typer.Option("--small", help="Measure sizes that take a CPU seconds.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the result as JSON.")]
-Torch = Annotated[bool, typer.Option("--torch/--skip-torch", help="Measure PyTorch too, if it is installed.")]
-Calls = Annotated[int, typer.Option("--calls", min=1, help="The calls that a measurement takes the median of.")]
-
-RoundCount = Annotated[
-    int, typer.Option("--rounds", min=1, help="The rounds in which all that is measured takes turns.")
-]
 Models = Annotated[
     list[str] | None,
     typer.Option("--model", metavar="NAME", help="Measure this model's linear layers; repeatable.", show_default="all"),
@@ -29,19 +22,6 @@ Tokens = Annotated[
 
 REDIRECTED_COLUMNS: Final = 160
 """The width of tables that are printed to no terminal."""
-
-ON_A_CPU: Final = "`--small` on the portable backend: a check that the benchmark runs, not a measurement of kernels"
-"""What a result of `--small` says of itself where the kernels cannot run."""
-
-
-def application() -> typer.Typer:
-    """A command line that shows failures as Python does."""
-    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-
-
-def help_text(documentation: str | None) -> str:
-    """The docstring of a script as the text of its `--help`, its commands as they are."""
-    return re.sub(r"\n\n(?= )", "\n\n\b\n", documentation or "")
 
 
 def check_names(option: str, given: Iterable[str] | None, accepted: Collection[str]) -> list[str]:
@@ -75,9 +55,3 @@ def console() -> Console:
 def print_line(text: str) -> None:
     """Prints a line as it is: without markup, and cut nowhere."""
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def fail(message: str) -> typer.Exit:
-    """Prints an error, and returns what ends the command with exit code 1."""
-    print_line(f"error: {message}")
-    return typer.Exit(1)

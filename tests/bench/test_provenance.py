@@ -63,7 +63,7 @@ def test_a_package_within_another_repository_has_no_commit(checkout: Path) -> No
 
 
 def test_every_result_begins_with_its_origin() -> None:
-    heading = provenance.heading("python benchmarks/x.py")
+    heading = provenance.heading("python -m benchmarks x")
     assert list(heading) == ["command", "created", "commit", "versions", "fingerprint"]
     assert heading["fingerprint"]["device_kind"] == fingerprint().device_kind
     assert {"python", "jax", "numpy"} <= heading["versions"].keys()

@@ -16,8 +16,8 @@ from jax import Array, lax
 from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
+from benchmarks.studies.random_programs.programs import COMPILATIONS, MOST_ROWS, met, random_rows
 from detjax.audit.freedoms import Freedoms
-from detjax.bench.random_programs import COMPILATIONS, MOST_ROWS, met, random_rows
 from detjax.invariant import equations
 
 BATCHES = (1, 2, 3, 17, 33, 129, 257)

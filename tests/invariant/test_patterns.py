@@ -12,8 +12,8 @@ from flax import nnx
 from jax import Array, lax
 
 import detjax
+from benchmarks.studies import invariant
 from detjax import backends, compilation, ops
-from detjax.bench import invariant
 from detjax.invariant import batched, patterns
 from detjax.invariant.equations import Program
 from tests.support.bits import assert_same_bits

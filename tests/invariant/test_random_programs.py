@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.studies.random_programs import programs as random_programs
+from benchmarks.studies.random_programs.programs import COMPILATIONS, Program, Step, judged, smallest
 from detjax.audit import signs
-from detjax.bench import random_programs
-from detjax.bench.random_programs import COMPILATIONS, Program, Step, judged, smallest
 
 TOGETHER = 10
 PROGRAMS = 2000

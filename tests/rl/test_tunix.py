@@ -33,9 +33,9 @@ def grpo(*arguments: str) -> tuple[int, int, int]:
 
 
 def learned(case: str, steps: int, folder: Path) -> dict[str, Any]:
-    """What a case of the benchmark gives, whose every rollout has to be compared."""
+    """What a case of the study gives, whose every rollout has to be compared."""
     out = folder / "result.json"
-    done = run("benchmarks/tunix_learners.py", "--case", case, "--steps", str(steps), "--out", str(out))
+    done = run("-m", "benchmarks", "tunix_learners", "--case", case, "--steps", str(steps), "--out", str(out))
     assert out.exists(), done.stdout + done.stderr
     (result,) = json.loads(out.read_text())["results"]
     assert result["steps"] == steps and result["tokens"] > 0 and result["weights_moved"] > 0

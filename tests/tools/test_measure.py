@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.benchmarks.commands import is_command
 from tests.server.running_server import wait_until
 from tests.support.waits import HANGS_AFTER
 from tools import measure
@@ -70,8 +71,8 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(
 
 
 @pytest.mark.parametrize("one", LISTED, ids=lambda one: one.name)
-def test_what_is_listed_names_files_that_there_are(one: Measurement) -> None:
-    files = [word for word in shlex.split(one.command) if word.endswith(".py")]
-    assert files or "-m detjax.bench" in one.command
-    assert all((ROOT / file).is_file() for file in files)
+def test_what_is_listed_names_commands_and_files_that_there_are(one: Measurement) -> None:
+    words = shlex.split(one.command)
+    assert is_command(" ".join(words[:4])) or words[:3] == ["python", "-m", "pytest"]
+    assert all((ROOT / word).is_file() for word in words if word.endswith(".py"))
     assert ("{out}" in one.command) != one.name.startswith("tests-")

@@ -12,9 +12,9 @@ from typing import Any, Final
 import matplotlib
 from matplotlib.figure import Figure
 
-from tools.figures import ROOT
+from benchmarks import goals
+from benchmarks.expressions import RESULTS, sources
 
-RESULTS: Final = ROOT / "benchmarks" / "results"
 ON_POLICY: Final = tuple(
     f"on-policy{name}-h200" for name in ("", "-8b", "-experts", "-sinks", "-latents", "-hybrid", "-stock")
 )
@@ -659,7 +659,7 @@ def _peers() -> str:
                     for row in mesh["rows"]
                 ),
             ),
-            "[Compared with](../compared.md) says what the others promise. `python benchmarks/peer_vllm.py` repeats the measurement where vLLM is installed.\n",
+            "[Compared with](../compared.md) says what the others promise. `python -m benchmarks peer_vllm` repeats the measurement where vLLM is installed.\n",
             source("peer-vllm-h200"),
         )
     )
@@ -679,6 +679,22 @@ TOPICS: Final[dict[str, Callable[[], str]]] = {
 }
 
 
+def _goals() -> str:
+    return table(
+        ("goal", "value", "bar", "met", "results"),
+        (
+            (
+                goal.meaning,
+                goal.shown(goal.value),
+                goal.shown_bar,
+                "yes" if goal.is_met else "no",
+                ", ".join(f"[{name}](../../benchmarks/results/{name})" for name in sources(goal.expression)),
+            )
+            for goal in goals.read()
+        ),
+    )
+
+
 @functools.cache
 def pages() -> dict[str, str]:
     """Returns every page of benchmarks, by its address on the site. The first lists them and all result files."""
@@ -692,7 +708,9 @@ def pages() -> dict[str, str]:
     )
     index = (
         "# Benchmarks\n\nA script made each page from the result files when this site was built: nobody typed a number. The file of "
-        f"each result says which command measured it, on which device, with which versions.\n\n{listed}\n\n## Result files\n\n{files}\n"
+        f"each result says which command measured it, on which device, with which versions.\n\n{listed}\n\n"
+        "## Performance goals\n\n`python -m benchmarks goals` compares the results with the goals of the project, and fails where one is missed.\n\n"
+        f"{_goals()}\n## Result files\n\n{files}\n"
     )
     return {"benchmarks/index.md": index, **topics}
 

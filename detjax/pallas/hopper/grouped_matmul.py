@@ -35,7 +35,7 @@ def group_unit(rows: int, experts: int) -> int:
 
     Tiles are up to twice as long as the mean group. A group of two tiles would read its expert's weight twice, which
     costs more than rows of padding: with 32 rows an expert, tiles of 8 take twice as long as tiles of 64 (measured on
-    an H200 by `benchmarks/expert_schedules.py`, as is `_schedule`).
+    an H200 by `python -m benchmarks expert_schedules`, as is `_schedule`).
     """
     return next((unit for unit in _UNITS if 2 * rows >= unit * experts), _FEWEST)
 

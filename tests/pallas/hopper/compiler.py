@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks.studies.experts import projections as experts_bench
 from detjax import backends, compilation, ops
-from detjax.bench import experts as experts_bench
 from detjax.bench import presets
 from detjax.contract import KV_BLOCK
 from detjax.kv_pages import KeyColumns, KVPages, QuantizedPages, Queries

@@ -1,0 +1,109 @@
+"""Performance goals: what `benchmarks/goals.toml` says of the results that the repository has."""
+
+import dataclasses
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.expressions import RESULTS, UNITS, number
+
+GOALS: Final = Path(__file__).parent / "goals.toml"
+
+type Bound = Literal["at_most", "at_least"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """A goal, and the value that the results give.
+
+    Attributes:
+        name: its topic and its own name, with a dot between them.
+        meaning: what the value is, in a line.
+        expression: where the value stands: see `benchmarks.expressions`.
+        bound: whether the value has to be `bar` at most, or at least.
+        bar: the number to compare with.
+        unit: the unit of `bar` and `value`.
+        value: the value; None if it cannot be read.
+        problem: why the value cannot be read.
+    """
+
+    name: str
+    meaning: str
+    expression: str
+    bound: Bound
+    bar: float
+    unit: str
+    value: float | None = None
+    problem: str = ""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the value can be read and keeps its bound."""
+        if self.value is None:
+            return False
+        return self.value <= self.bar if self.bound == "at_most" else self.value >= self.bar
+
+    def shown(self, value: float | None) -> str:
+        """Returns a value with the goal's unit."""
+        return "–" if value is None else f"{value:.4g}{'' if self.unit == '%' else ' '}{self.unit}".strip()
+
+    @property
+    def shown_bar(self) -> str:
+        """The bound and the bar."""
+        return f"{self.bound.replace('_', ' ')} {self.shown(self.bar)}"
+
+
+def read(file: Path = GOALS, results: Path = RESULTS) -> list[Goal]:
+    """Returns the goals of a file, with the values of a folder of results.
+
+    Raises:
+        ValueError: a goal has not one bound, an unknown unit, or a field too many or too few.
+    """
+    return [
+        _valued(_goal(f"{topic}.{name}", fields), results)
+        for topic, goals in tomllib.loads(file.read_text()).items()
+        for name, fields in goals.items()
+    ]
+
+
+def _goal(name: str, fields: Mapping[str, Any]) -> Goal:
+    bounds: list[Bound] = [bound for bound in ("at_most", "at_least") if bound in fields]
+    if len(bounds) != 1 or fields.keys() - {*bounds, "unit"} != {"meaning", "value"}:
+        raise ValueError(f"{name} has {', '.join(fields)}; accepted: meaning, value, at_most or at_least, and unit")
+    if (unit := fields.get("unit", "")) not in UNITS:
+        raise ValueError(f"{name} has the unit {unit!r}; accepted: {', '.join(filter(None, UNITS))}")
+    return Goal(name, fields["meaning"], fields["value"], bounds[0], fields[bounds[0]], unit)
+
+
+def _valued(goal: Goal, results: Path) -> Goal:
+    try:
+        value = number(goal.expression, results) * UNITS[goal.unit]
+    except (LookupError, OSError, ValueError, ArithmeticError) as error:
+        return dataclasses.replace(goal, problem=f"{type(error).__name__}: {error}")
+    return dataclasses.replace(goal, value=float(value))
+
+
+def as_json(goals: list[Goal]) -> list[dict[str, Any]]:
+    """Returns goals as JSON has them."""
+    return [dataclasses.asdict(goal) | {"is_met": goal.is_met} for goal in goals]
+
+
+def shown(goals: list[Goal], console: Console) -> None:
+    """Prints a line for each goal, and why values cannot be read."""
+    table = Table("goal", "meaning", "value", "bar", "", box=None)
+    for goal in goals:
+        met = Text("met") if goal.is_met else Text("MISSED", style="bold red")
+        table.add_row(goal.name, goal.meaning, goal.shown(goal.value), goal.shown_bar, met)
+    console.print(table)
+    for line in _problems(goals):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _problems(goals: list[Goal]) -> Iterator[str]:
+    yield from (f"{goal.name} cannot be read: {goal.problem}" for goal in goals if goal.problem)
+    yield f"{sum(goal.is_met for goal in goals)} of {len(goals)} goals are met"

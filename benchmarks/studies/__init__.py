@@ -1,0 +1,1 @@
+"""Studies, by name: see `benchmarks.study`."""

@@ -1,0 +1,218 @@
+"""Decode steps of whole models, by family: which share of a copy's bandwidth the bytes reach that a step must read.
+
+    python -m benchmarks decode --out benchmarks/results/decode-h200.json
+
+Models have random weights and some of their layers. Weights of experts count if a token of the batch chose the expert.
+The clock on the wall measures steps that follow each other, so the time between kernels counts.
+"""
+
+import os
+
+# A copy of as many bytes is measured beside the model.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from rich.console import Console
+from rich.table import Table
+
+import detjax
+from benchmarks import study as options
+from benchmarks.study import Result, Run
+from detjax import ops
+from detjax.bench import presets, timing
+from detjax.contract import DELTA_CHUNK, KV_BLOCK
+from detjax.kv_pages import KVPages, Queries
+from detjax.models import Decoder
+from detjax.models.network import parameters, part_with, split
+from detjax.models.parts.experts import Experts
+from detjax.numerics import ceil_div
+from detjax.request_state import DeltaNetState
+
+MODELS: Final[Mapping[str, int]] = {
+    "Qwen3-8B": 8,
+    "Qwen3-30B-A3B": 12,
+    "gpt-oss-20b": 8,
+    "DeepSeek-V3": 4,
+    "Qwen3.5-35B-A3B": 8,
+}
+"""Presets, and how many of their layers are measured by default: the head then takes a few percent of a step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        batches: numbers of requests, each of which decodes a token.
+        context: tokens that each has in the cache.
+        steps: steps that follow each other in a repetition.
+        copied: bytes that the copy reads and writes.
+    """
+
+    batches: tuple[int, ...] = (1, 16, 64)
+    context: int = 1056
+    steps: int = 20
+    copied: int = 2 << 30
+
+
+SMALL: Final = Sizes((1, 2), 70, 2, 1 << 20)
+
+
+def bandwidths(preset: str, layers: int | None, sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """Yields, for each batch, the bytes that a step must read, its seconds, and its share of the rate of a copy.
+
+    Every step reads all weights but those of experts that no token chose, and the embeddings of other tokens; of the
+    cache it reads what a query sees. The tokens and their places are the same in each step, and so are the experts.
+    """
+    copy = sizes.copied / timing.copy_time(sizes.copied, calls=7)
+    model = presets.decoder(preset, layers)
+    for batch in sizes.batches:
+        step = _Step.drawn(model, batch, sizes.context)
+        chosen = step.experts()
+        size = {"weights": _bytes_of_weights(model, batch, chosen), "cache": _bytes_of_cache(model, step)}
+        seconds = step.seconds(sizes.steps)
+        rate = sum(size.values()) / seconds
+        yield {
+            "batch": batch,
+            "context": sizes.context,
+            "experts_a_layer": chosen,
+            "bytes": size,
+            "seconds": seconds,
+            "bytes_a_second": rate,
+            "share_of_copy": rate / copy,
+        }
+
+
+@dataclasses.dataclass
+class _Step:
+    """A decode step of requests, with random weights, tokens and state.
+
+    Attributes:
+        model: the decoder.
+        tokens: the requests' tokens.
+        queries: where they stand.
+        state: what the layers keep; every step gives the next one's.
+    """
+
+    model: Decoder
+    tokens: Array
+    queries: Queries
+    state: Any
+
+    @classmethod
+    def drawn(cls, model: Decoder, batch: int, context: int) -> "_Step":
+        draw = np.random.default_rng(batch)
+        pages = ceil_div(context + 1, KV_BLOCK)
+        table = jnp.asarray(draw.permutation(batch * pages).reshape(batch, pages), jnp.int32)
+        tokens = jnp.asarray(draw.integers(0, model.config.vocab_size, (batch, 1)), jnp.int32)
+        start = jnp.full(batch, context, jnp.int32)
+        leaves, tree = jax.tree.flatten(model.empty_state(batch * pages, None, batch))
+        keys = jax.random.split(jax.random.key(batch), len(leaves))
+        filled = [
+            jax.random.normal(key, x.shape, x.dtype)
+            if jnp.issubdtype(x.dtype, jnp.floating)
+            else jnp.full_like(x, context // DELTA_CHUNK)
+            for key, x in zip(keys, leaves, strict=True)
+        ]
+        return cls(
+            model, tokens, Queries(table, start, start + 1, jnp.ones_like(start)), jax.tree.unflatten(tree, filled)
+        )
+
+    def _program(self) -> Any:
+        network, weights = split(self.model)
+
+        def run(state: Any, weights: Any, tokens: Array, queries: Queries) -> tuple[Array, Any]:
+            decoder = network.with_weights(tuple(weights))
+            hidden, state = decoder.hidden_states(tokens, queries, state)
+            return decoder.logits(hidden[:, -1]), state
+
+        program = detjax.jit(run, donate_argnums=0)
+
+        def call(tokens: Array) -> Array:
+            logits, self.state = program(self.state, weights, tokens, self.queries)
+            return logits
+
+        return call
+
+    def experts(self) -> float:
+        """Returns how many experts of a layer the tokens choose, in the mean over layers; 0 if there are none."""
+        with _counted_experts() as counts:
+            jax.block_until_ready(self._program()(self.tokens))
+            jax.effects_barrier()
+        if not counts:
+            return 0.0
+        jax.clear_caches()  # programs that were traced meanwhile count experts
+        return float(np.mean(counts))
+
+    def seconds(self, steps: int) -> float:
+        return timing.step_time(self._program(), [(self.tokens,)], steps=steps)
+
+
+@contextlib.contextmanager
+def _counted_experts() -> Iterator[list[int]]:
+    """A context in which programs append to a list how many experts the tokens of each layer choose."""
+    counts: list[int] = []
+    rows = ops.expert_rows
+
+    def counted(ids: Array, *args: Any, **kwargs: Any) -> Any:
+        jax.debug.callback(lambda ids: counts.append(np.unique(ids).size), ids)
+        return rows(ids, *args, **kwargs)
+
+    with mock.patch.object(ops, "expert_rows", counted):
+        yield counts
+
+
+def _bytes_of_weights(model: Decoder, batch: int, chosen: float) -> int:
+    total = 0.0
+    for path, weight in parameters(model).items():
+        part = part_with(model, path)
+        if path[0] == "embedding" and model.lm_head is not None:
+            total += batch * weight.nbytes / weight.shape[0]
+        elif isinstance(part, Experts) and weight.shape[0] == part.options.experts:
+            total += weight.nbytes * chosen / part.options.experts
+        else:
+            total += weight.nbytes
+    return round(total)
+
+
+def _bytes_of_cache(model: Decoder, step: _Step) -> int:
+    pages = step.queries.page_table.shape[1]
+    context = int(step.queries.start[0])
+    total = 0.0
+    for layer, state in zip(model.layers, step.state, strict=True):
+        if isinstance(state, DeltaNetState):
+            rule = state.rule
+            rows = (rule.keys.nbytes + rule.updates.nbytes + rule.decays.nbytes) / rule.keys.shape[1]
+            total += state.inputs.nbytes + rule.s.nbytes + rows * (context % DELTA_CHUNK)
+        elif isinstance(state, KVPages):
+            seen = min(context, getattr(layer.attention.options, "window", None) or context)
+            total += sum(x.nbytes for x in jax.tree.leaves(state)) * seen / (pages * KV_BLOCK)
+        else:
+            raise TypeError(f"a layer's state is {type(state).__name__}; accepted: KVPages, DeltaNetState")
+    return round(total)
+
+
+def study(run: Run, *, preset: Annotated[list[str], options.names(MODELS)]) -> Result:
+    models = {"tiny": None} if run.small else {name: MODELS[name] for name in preset}
+    results: dict[str, dict[str, Any]] = {}
+    table = Table("model", "layers", "requests", "experts a layer", "GB", "ms", "of a copy's rate")
+    for name, layers in models.items():
+        batches: list[dict[str, Any]] = []
+        results[name] = {"layers": layers, "batches": batches}
+        for one in bandwidths(name, layers, SMALL if run.small else Sizes()):
+            batches.append(one)
+            size, ms = sum(one["bytes"].values()) / 1e9, one["seconds"] * 1e3
+            numbers = (f"{one['experts_a_layer']:.1f}", f"{size:.2f}", f"{ms:.3f}", f"{one['share_of_copy']:.2f}")
+            table.add_row(name, str(layers), str(one["batch"]), *numbers)
+            run.save({"results": results})
+    Console().print(table)
+    return Result({"results": results})

@@ -1,0 +1,1 @@
+"""Experts: their projections, and these with their gradients."""

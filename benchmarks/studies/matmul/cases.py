@@ -1,0 +1,123 @@
+"""Which products are measured, and their inputs."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.bits import anchor_positions
+from detjax.bench import timing
+from detjax.bench.inputs import normal_weight
+from detjax.bench.shapes import MODELS, TOKENS, Widths
+from detjax.pallas.hopper.matmul.plan import Problem
+
+BF16: Final = jnp.dtype("bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of all measurements.
+
+    Attributes:
+        linears: the linear layers [N, K], with the models and names that have this shape.
+        tokens: numbers of tokens.
+        neighbours: numbers of tokens at which the anchor row is also computed beside rows that are not random.
+        probe: [N, K] of repeated runs and of the comparison of schedules.
+        scheduled_tokens: numbers of tokens at which schedules are compared.
+        repeated_tokens: numbers of tokens of repeated runs.
+        repeats: how often a run is repeated.
+        epilogues: the model whose linear layers are measured with their epilogues.
+        epilogue_tokens: numbers of tokens of these.
+    """
+
+    linears: dict[tuple[int, int], list[str]]
+    tokens: Sequence[int]
+    neighbours: Sequence[int] = (16, 128, 1024)
+    probe: tuple[int, int] = (4096, 12288)
+    scheduled_tokens: Sequence[int] = (8, 64, 256, 1024)
+    repeated_tokens: Sequence[int] = (128, 4096)
+    repeats: int = 1000
+    epilogues: Widths = MODELS["Qwen3-8B"]
+    epilogue_tokens: Sequence[int] = (1, 64, 1024)
+
+    @property
+    def most_tokens(self) -> int:
+        """The largest number of tokens."""
+        return max(*self.tokens, *self.scheduled_tokens, *self.repeated_tokens, *self.epilogue_tokens)
+
+
+def full_sizes(models: Iterable[str] = MODELS, tokens: Sequence[int] = TOKENS) -> Sizes:
+    """The linear layers of the models named."""
+    return Sizes(unique_linears({name: MODELS[name] for name in models}), tuple(tokens))
+
+
+def small_sizes() -> Sizes:
+    """Sizes that take a CPU seconds."""
+    widths = Widths(hidden=128, queries=128, keys=32, mlp=192, vocabulary=1000)
+    return Sizes(
+        linears={widths.linears[name]: [f"small {name}"] for name in ("qkv", "down")},
+        tokens=(1, 17),
+        neighbours=(17,),
+        probe=(128, 192),
+        repeated_tokens=(17,),
+        repeats=3,
+        epilogues=widths,
+        epilogue_tokens=(17,),
+    )
+
+
+def unique_linears(models: dict[str, Widths]) -> dict[tuple[int, int], list[str]]:
+    """The models that have a linear layer of each [N, K], by K and N."""
+    linears: dict[tuple[int, int], list[str]] = {}
+    for model, widths in models.items():
+        for name, shape in widths.linears.items():
+            linears.setdefault(shape, []).append(f"{model} {name}")
+    return dict(sorted(linears.items(), key=lambda item: item[0][::-1]))
+
+
+def operations(problem: Problem) -> int:
+    """Multiplications and additions."""
+    return 2 * problem.m * problem.n * problem.k * problem.parts
+
+
+def traffic(problem: Problem) -> int:
+    """Bytes that have to be read and written."""
+    p = problem
+    residual = 0 if p.residual_dtype is None else p.m * p.n * p.residual_dtype.itemsize
+    read = (p.m + p.parts * p.n) * p.k * p.dtype.itemsize
+    return read + residual + p.m * p.n * p.out_dtype.itemsize
+
+
+def expected_seconds(problem: Problem) -> float:
+    """About the time that a good kernel takes."""
+    return max(operations(problem) / 700e12, traffic(problem) / 4e12)
+
+
+def weight_sets(*shape: int) -> list[jax.Array]:
+    """So many weights that a call does not find its own in the cache."""
+    count = timing.rotations(2 * int(np.prod(shape)))
+    return jax.block_until_ready([normal_weight(shape, jnp.asarray(seed)) for seed in range(count)])
+
+
+def token_rows(m: int, k: int, most: int, neighbours: float | None = None) -> jax.Array:
+    """`[m, k]` with the anchor row as its first, middle and last row.
+
+    Args:
+        m: rows.
+        k: the width of a row.
+        most: the largest m; rows of all sizes with one `most` are the same.
+        neighbours: the number that all other rows hold; None: random numbers.
+    """
+    pool = _pool(k, most)
+    x = pool[1 : m + 1].copy() if neighbours is None else np.full((m, k), neighbours, BF16)
+    x[anchor_positions(m)] = pool[0]
+    return jnp.asarray(x)
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(k: int, rows: int) -> np.ndarray:
+    return np.random.default_rng(k).standard_normal((rows + 1, k), np.float32).astype(BF16)

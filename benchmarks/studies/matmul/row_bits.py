@@ -1,0 +1,103 @@
+"""Comparison of the bits of products over numbers of tokens, positions, neighbours, layouts, schedules and runs."""
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.bits import anchor_positions
+from benchmarks.studies.matmul.cases import Sizes, token_rows
+from benchmarks.studies.matmul.programs import BUILDERS, Programs, build, matmul, scheduled
+from detjax import backends
+from detjax.bench.bits import same_bits
+from detjax.bench.inputs import normal_weight
+from detjax.numerics import ceil_div
+from detjax.pallas.hopper.matmul.plan import Problem
+from detjax.pallas.hopper.matmul.tuning import table
+
+MOST_SCHEDULES: Final = 40
+"""Schedules of the table that are compared, at most."""
+MOST_TRANSPOSED: Final = 110e6
+"""Elements of the largest weight whose bits are compared in the layout [K, N] too."""
+NEIGHBOURS: Final = {"random": None, "zeros": 0.0, "3e38": 3e38, "inf": np.inf, "NaN": np.nan}
+"""What the rows beside the anchor row hold; None: random numbers."""
+
+
+@dataclasses.dataclass
+class Comparison:
+    """How many results were compared, and which of them have different bits than the first of their kind.
+
+    Attributes:
+        anchor_rows: results of the anchor row.
+        schedules: results of schedules.
+        repeats: repeated runs.
+        seconds: how long it took.
+        differences: a line for each difference.
+    """
+
+    anchor_rows: int = 0
+    schedules: int = 0
+    repeats: int = 0
+    seconds: float = 0.0
+    differences: list[str] = dataclasses.field(default_factory=list)
+
+
+@jax.jit
+def _anchor_rows(y: jax.Array) -> jax.Array:
+    return y[np.array(anchor_positions(len(y)))]
+
+
+def compare_anchors(
+    sizes: Sizes, linear: tuple[int, int], w: jax.Array, programs: Programs, comparison: Comparison
+) -> None:
+    """Compares the anchor row's result at every number of tokens, position and layout, beside all neighbours."""
+    n, k = linear
+    first = None
+    stored = {layout: w if layout == "nk" else w.T for layout in dict.fromkeys(layout for layout, _ in programs.ours)}
+    for (layout, m), program in programs.ours.items():
+        for name in NEIGHBOURS if m in sizes.neighbours else ["random"]:
+            x = token_rows(m, k, sizes.most_tokens, NEIGHBOURS[name])
+            rows = np.asarray(_anchor_rows(program(x, stored[layout])))
+            for position, row in zip(anchor_positions(m), rows, strict=True):
+                first = row.tobytes() if first is None else first
+                comparison.anchor_rows += 1
+                if row.tobytes() != first:
+                    place = f"row {position} of {m}, weights {layout}, neighbours {name}"
+                    comparison.differences.append(f"{n}x{k}: {place}")
+
+
+def compare_schedules(sizes: Sizes, comparison: Comparison) -> None:
+    """Compares the results of one product by schedules of the table, if there is one, spread over all that it has."""
+    known = sorted(set(table(backends.device_kind()).values()), key=repr)
+    spread = known[:: max(1, ceil_div(len(known), MOST_SCHEDULES))]
+    n, k = sizes.probe
+    w = normal_weight((n, k), jnp.asarray(0))
+    for m in sizes.scheduled_tokens if known else ():
+        x = token_rows(m, k, sizes.most_tokens)
+        fitting = [schedule for schedule in spread if schedule.fits(Problem(m, n, k))]
+        with ThreadPoolExecutor(BUILDERS) as pool:
+            built = pool.map(lambda schedule, x=x: build(scheduled(schedule), "hopper", x, w), fitting)
+            results = [program(x, w) for program in built]
+        for schedule, y in zip(fitting, results, strict=True):
+            comparison.schedules += 1
+            if not same_bits(results[0], y):
+                comparison.differences.append(f"{n}x{k}, {m} tokens: schedules {fitting[0]} and {schedule}")
+
+
+def compare_runs(sizes: Sizes, comparison: Comparison) -> None:
+    """Compares the results of one product over repeated runs."""
+    n, k = sizes.probe
+    w = normal_weight((n, k), jnp.asarray(0))
+    for m in sizes.repeated_tokens:
+        x = token_rows(m, k, sizes.most_tokens)
+        program = build(matmul("nk"), backends.backend(), x, w)
+        want = program(x, w)
+        # The host waits once, so that runs follow each other closely.
+        equal = [same_bits(want, program(x, w)) for _ in range(sizes.repeats)]
+        different = sizes.repeats - int(np.sum(jax.device_get(equal)))
+        comparison.repeats += sizes.repeats
+        if different:
+            comparison.differences.append(f"{n}x{k}, {m} tokens: {different} of {sizes.repeats} repeated runs")

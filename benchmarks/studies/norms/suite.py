@@ -1,0 +1,87 @@
+"""Times of operations on rows under the backend that serves, under stock and of a copy, and a comparison of bits."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import detjax
+from benchmarks.bits import anchor_positions
+from benchmarks.studies.norms.cases import Case, Sizes, cases
+from detjax.backends import STOCK
+from detjax.bench.bits import same_bits
+from detjax.bench.timing import copy_time, device_time, rotations
+
+MOST_BYTES: Final = 24 << 30
+"""Cases with a quarter of these bytes or more are left out: a device has no room for several argument sets of them."""
+
+
+def measure(sizes: Sizes) -> list[dict[str, Any]]:
+    """A result for every operation and number of rows."""
+    results = []
+    for case in track(cases(sizes), "measuring", console=Console(stderr=True)):
+        bits = compare_bits(case, sizes.rows, sizes.repeats)
+        results += [result | bits for result in _measure_case(sizes, case)]
+    return results
+
+
+def _measure_case(sizes: Sizes, case: Case) -> Iterator[dict[str, Any]]:
+    for count in sizes.rows:
+        rows = case.rows(count, 0)
+        size = case.traffic(rows)
+        if 4 * size > MOST_BYTES:
+            continue
+        sets = [(*case.rows(count, seed), *case.shared) for seed in range(rotations(sum(x.nbytes for x in rows)))]
+        seconds: dict[str, float | None] = {"copy": copy_time(size, calls=sizes.calls)}
+        for backend in (detjax.backend(), STOCK):
+            with detjax.use_backend(backend):
+                try:
+                    seconds[backend] = device_time(detjax.jit(case.run), sets, calls=sizes.calls)
+                except NotImplementedError:
+                    seconds[backend] = None
+        yield {"case": case.name, "rows": count, "bytes": size, "seconds": seconds}
+
+
+def compare_bits(case: Case, rows: Sequence[int], repeats: int) -> dict[str, bool]:
+    """Whether the anchor rows have one set of bits, and whether repeated runs have; nothing if the backend refuses."""
+    program = detjax.jit(case.run)
+    first, over_rows, over_runs = None, True, True
+    try:
+        for count in rows:
+            arguments = (*case.rows(count, 0), *case.shared)
+            out = program(*arguments)
+            leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(out)]
+            anchors = [[leaf[i].tobytes() for leaf in leaves] for i in anchor_positions(count)]
+            first = first or anchors[0]
+            over_rows &= all(anchor == first for anchor in anchors)
+            if count == rows[len(rows) // 2]:
+                equal = [same_bits(out, program(*arguments)) for _ in range(repeats)]
+                over_runs = bool(jnp.stack(equal).all())
+    except NotImplementedError:
+        return {}
+    return {"same_bits_over_rows": over_rows, "same_bits_over_runs": over_runs}
+
+
+def table(results: Sequence[dict[str, Any]], backend: str) -> Table:
+    """A line for each result."""
+    out = Table("operation", "rows", "MB", "copy, µs", "stock XLA, µs", f"{backend}, µs")
+    for name in ("share of copy", "time over stock", "same bits over rows, runs"):
+        out.add_column(name)
+    previous = None
+    for result in results:
+        seconds = result["seconds"]
+        ours, stock, copy = seconds[backend], seconds[STOCK], seconds["copy"]
+        microseconds = ["none" if s is None else f"{s * 1e6:.1f}" for s in (copy, stock, ours)]
+        ratios = ["", ""] if ours is None else [f"{copy / ours:.0%}", f"{ours / stock:.2f}"]
+        kept = [result[f"same_bits_over_{what}"] for what in ("rows", "runs") if f"same_bits_over_{what}" in result]
+        title, bits = "", ""
+        if result["case"] != previous:
+            previous = title = result["case"]
+            bits = ", ".join("yes" if k else "NO" for k in kept)
+        out.add_row(title, str(result["rows"]), f"{result['bytes'] / 1e6:.2f}", *microseconds, *ratios, bits)
+    return out

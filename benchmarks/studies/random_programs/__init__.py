@@ -1,0 +1,1 @@
+"""Random programs of rows, and what certificates say of them."""

@@ -1,0 +1,1 @@
+"""Structured output: answers to random schemas, and their speed."""

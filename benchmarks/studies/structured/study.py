@@ -1,0 +1,35 @@
+"""Structured output: random JSON schemas answered alone and in a crowd, and tokens a second with constraints.
+
+    python -m benchmarks structured --part answers --out benchmarks/results/structured-answers-h200.json
+    python -m benchmarks structured --part speeds --out benchmarks/results/structured-h200.json
+
+A model of one layer answers 1000 random schemas one after the other, and then 64 at a time: every answer must be valid,
+and the bits must be equal. A whole model with random weights generates with constraints and without, in turns.
+
+`--small` takes a CPU seconds. The exit code is 1 if an answer is not valid, or if bits differ.
+"""
+
+import dataclasses
+from typing import Annotated, Any
+
+from rich.console import Console
+
+from benchmarks import study as options
+from benchmarks.studies.structured import measures
+from benchmarks.study import Result, Run
+
+PARTS = {"answers": measures.answers_to_schemas, "speeds": measures.speeds}
+
+
+def study(run: Run, *, part: Annotated[list[str], options.names(PARTS)]) -> Result:
+    sizes = measures.SMALL if run.small else measures.Sizes()
+    content: dict[str, Any] = {"sizes": dataclasses.asdict(sizes)} | {name: PARTS[name](sizes) for name in part}
+    console, answers = Console(), content.get("answers")
+    if answers is not None:
+        console.print(f"{answers['valid']} of {answers['schemas']} answers are valid, {answers['tokens']} tokens")
+    for speed in content.get("speeds", ()):
+        console.print(
+            f"{speed['requests']} requests: {speed['tokens_per_second']:.0f} tokens a second with constraints, "
+            f"{speed['unconstrained']:.0f} without: {speed['ratio']:.3f}"
+        )
+    return Result(content, "; ".join(measures.problems(answers)) if answers is not None else "")

@@ -1,0 +1,1 @@
+"""Training: a step and its parts, and the rival that promises nothing."""

@@ -1,0 +1,50 @@
+"""Training: a step against a good stock program, the cost of carried sums, each operation's gradient, and bits.
+
+    python -m benchmarks training --out benchmarks/results/training-h200.json
+
+A step is the gradients of all microbatches, the update of float32 masters by AdamW, and the weights of the next step.
+Its rival is a JAX program that promises nothing: bfloat16 products with float32 sums, cuDNN's attention and backward
+pass, XLA's fusions, with all logits at once and in chunks. Both take turns; seconds are until the weights are there.
+The bits of a step are compared over microbatches, padding, packing and rematerialization, on a model of two layers.
+
+`--small` takes a CPU seconds.
+"""
+
+import dataclasses
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import study as options
+from benchmarks.studies.training import measures
+from benchmarks.study import Result, Run
+from detjax.bench import command_line
+
+PARTS = ("steps", "carried", "gradients", "bits")
+
+
+def study(
+    run: Run,
+    *,
+    preset: options.Preset = measures.Sizes.preset,
+    part: Annotated[list[str], options.names(PARTS)],
+    shards: Annotated[int, typer.Option(min=1, help="Parts of a batch that are added as a tree.")] = 1,
+) -> Result:
+    sizes = measures.SMALL if run.small else measures.Sizes(preset, shards=shards)
+    few = dataclasses.replace(sizes, layers=1 if run.small else 2, length=32 if run.small else 256)
+    parts = {
+        "bits": lambda: measures.bits(few, processes=2 if run.small else 8),
+        "gradients": lambda: list(measures.gradient_times(sizes)),
+        "carried": lambda: measures.carried_sums(sizes),
+        "steps": lambda: measures.steps(sizes),
+    }
+    content: dict[str, Any] = {"sizes": dataclasses.asdict(sizes)}
+    for name, measure in parts.items():
+        if name in part:
+            content[name] = measure()
+            command_line.print_line(f"{name}: {content[name]}")
+            run.save(content)
+    compared = content.get("bits", {"equal": {}, "controls_differ": {}})
+    wrong = [name for name, equal in (compared["equal"] | compared["controls_differ"]).items() if equal is not True]
+    problem = f"bits under these schedules, or controls, are not as they have to be: {wrong}"
+    return Result(content, problem if wrong else "")

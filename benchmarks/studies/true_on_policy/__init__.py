@@ -1,0 +1,1 @@
+"""Runs of reinforcement learning whose samplers differ from the trainer."""

@@ -1,6 +1,0 @@
-"""Operations on rows (norms, rotary embedding, softmax, sampling) against XLA's own and against a copy.
-
-`cases` has the operations, `suite` measures them and compares bits, `cache_writes` measures the write of keys and
-values to a cache, `schedules` the schedules of the Hopper kernels for norms and rotary embedding, and
-`vocabulary_schedules` those for softmax and sampling.
-"""

@@ -1,0 +1,17 @@
+"""The commands that measure."""
+
+import re
+
+from benchmarks.__main__ import studies
+from detjax.bench.__main__ import app
+
+_COMMANDS = {
+    "benchmarks": studies().keys(),
+    "detjax.bench": {command.name for command in app.registered_commands},
+}
+
+
+def is_command(text: str) -> bool:
+    """Whether a text begins with a command that measures."""
+    match = re.match(r"python -m (benchmarks|detjax\.bench) (\w+)", text)
+    return match is not None and match[2] in _COMMANDS[match[1]]
