@@ -19,8 +19,8 @@ from rich.console import Console
 from benchmarks.studies.norms import cache_writes, suite
 from benchmarks.studies.norms.cases import SMALL, Sizes
 from benchmarks.study import Result, Run
-from detjax import backends
 from detjax.bench import command_line
+from detjax.runtime import backends
 
 
 def study(

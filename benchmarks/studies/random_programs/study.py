@@ -18,8 +18,8 @@ from rich.table import Table
 
 from benchmarks.studies.random_programs.programs import BATCHES, COMPILATIONS, MOST_ROWS, Program, Verdict, judged
 from benchmarks.study import Result, Run
-from detjax import backends
 from detjax.bench import command_line
+from detjax.runtime import backends
 
 _TOGETHER = 10
 """Programs that are compiled together."""
