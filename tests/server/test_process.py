@@ -23,7 +23,7 @@ ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 5, "logprobs": 0}
 
 @contextlib.contextmanager
 def started(checkpoint: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
-    main = "from detjax.cli import main; app()"
+    main = "from detjax.cli import main; main()"
     command = [sys.executable, "-c", main, "serve", checkpoint, "--port", "0", "--cache-dir", cache, *SMALL]
     command += ["--log-level", "warning"]
     process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
