@@ -73,6 +73,20 @@ def test_every_study_is_tested_and_listed_with_a_line_of_help() -> None:
         assert re.search(rf"^  {name} +\w", listed, re.MULTILINE), name
 
 
+def test_the_command_of_a_result_has_no_files(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    for out in (("--out", str(file)), (f"--out={file}",)):
+        run("peer_vllm", *out, "--model", "a b", "--small")
+        assert json.loads(file.read_text())["command"] == "python -m benchmarks peer_vllm --model 'a b' --small"
+
+
+@pytest.mark.parametrize("arguments", [("decode", "--preset", "none"), ("on_policy", "--preset", "none"), ("none",)])
+def test_an_unknown_name_is_refused_with_those_that_there_are(arguments: tuple[str, ...]) -> None:
+    output = run(*arguments, exit_code=2)
+    assert "'none'" in output
+    assert len(arguments) == 1 or "accepted: Qwen3-" in output or "accepted: tiny, Qwen3-" in output
+
+
 def test_peer_vllm_draws_the_requests_of_the_engine(tmp_path: Path) -> None:
     """vLLM is not installed here, so `--small` only draws requests: those of the recorded measurement."""
     content = run_small("peer_vllm", tmp_path)
