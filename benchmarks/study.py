@@ -13,8 +13,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from detjax import backends
 from detjax.bench import command_line, presets, provenance
+from detjax.runtime import backends
 
 ON_A_CPU: Final = "`--small` on the portable backend: a check that the benchmark runs, not a measurement of kernels"
 """The note in results of `--small` where the kernels cannot run."""

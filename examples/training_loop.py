@@ -15,12 +15,13 @@ from flax import nnx
 
 from detjax import models
 from detjax.engine import Engine
-from detjax.rl import advantages, functional
-from detjax.rl.losses import LogLikelihood
-from detjax.rl.microbatches import Packed, Sample
-from detjax.rl.optimizers import adamw
+from detjax.rl import functional
+from detjax.rl.policy_gradients import advantages
 from detjax.rl.rollouts import seed_of
 from detjax.rl.tasks import TASKS
+from detjax.rl.trainer.losses import LogLikelihood
+from detjax.rl.trainer.microbatches import Packed, Sample
+from detjax.rl.trainer.optimizers import adamw
 
 STEPS, PROMPTS, SAMPLES = 3, 8, 4
 DIFFICULTIES = (("addition", 2), ("brackets", 5))

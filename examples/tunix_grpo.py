@@ -22,7 +22,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig  # pyright: ignore[repor
 
 from detjax import models
 from detjax.models.network import split
-from detjax.rl.policy import CHECKPOINT, DIFFICULTIES
+from detjax.rl.runs.policy import CHECKPOINT, DIFFICULTIES
 from detjax.rl.tasks import TASKS
 from detjax.rl.tunix import TunixModel, TunixRollout, TunixTokenizer
 

@@ -10,9 +10,11 @@ from typing import Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from detjax.server import bodies, field_types, messages, request_fields, response_fields, schemas, tools
-from detjax.server.field_marks import Ignored, Unserved
-from detjax.server.text_routes import DetokenizeRequest, TokenizeRequest
+from detjax.server.api import messages, request_fields, response_fields, schemas
+from detjax.server.api.field_marks import Ignored, Unserved
+from detjax.server.api.text_routes import DetokenizeRequest, TokenizeRequest
+from detjax.server.http import bodies, field_types
+from detjax.server.tools import definitions as tools
 
 FILE: Final = Path(__file__).resolve().parents[1] / "docs" / "serve" / "fields.md"
 

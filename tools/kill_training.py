@@ -151,9 +151,9 @@ def _kill(folder: Path, arguments: Sequence[str], phase: str, occurrence: int, d
 def train(arguments: Sequence[str]) -> None:
     """Does what `detjax train` does, and prints a line when a phase begins."""
     from detjax import cli
-    from detjax.rl import run
-    from detjax.rl.run_state import RunState
-    from detjax.rl.trainer import Trainer
+    from detjax.rl.runs import run
+    from detjax.rl.runs.run_state import RunState
+    from detjax.rl.trainer.trainer import Trainer
 
     def announced(phase: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)

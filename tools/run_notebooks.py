@@ -44,7 +44,7 @@ def environment_of(notebook: nbformat.NotebookNode) -> str | None:
     """Returns the digest of this environment, or None for a notebook whose texts do not depend on it."""
     if not any(MACHINE in cell.metadata.get("tags", ()) for cell in notebook.cells):
         return None
-    from detjax.fingerprints import fingerprint  # with JAX, which takes seconds
+    from detjax.runtime.fingerprints import fingerprint  # with JAX, which takes seconds
 
     return fingerprint().digest
 

@@ -3,8 +3,8 @@
     python tools/train_policy.py --out DIR
 
 The policy in `detjax/rl/checkpoint` is what this writes. The weights are a function of the environment's fingerprint,
-which is printed with their SHA-256. `detjax.rl.recipe.DIGESTS` has those that are known, and the exit code is 1 if the
-weights are other ones. Neither option changes a bit.
+which is printed with their SHA-256. `detjax.rl.runs.recipe.DIGESTS` has the known ones, and the exit code is 1 if the
+weights differ from them. Neither option changes a bit.
 """
 
 import argparse
@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 import detjax
-from detjax.rl import recipe
-from detjax.rl.microbatches import Packed
-from detjax.rl.policy import DIFFICULTIES
-from detjax.rl.training import Plan
+from detjax.rl.runs import recipe
+from detjax.rl.runs.policy import DIFFICULTIES
+from detjax.rl.trainer.microbatches import Packed
+from detjax.rl.trainer.step import Plan
 
 
 def main() -> int:

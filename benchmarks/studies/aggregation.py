@@ -19,12 +19,13 @@ from flax import nnx
 
 from benchmarks import study as options
 from benchmarks.study import Result, Run
-from detjax import compilation, ops
-from detjax.audit.divergence import divergence
+from detjax import ops
+from detjax.audit.comparison.divergence import divergence
 from detjax.bench import command_line, presets
 from detjax.models import Decoder, DecoderConfig, load
 from detjax.models.network import Weights, abstract, split
-from detjax.options import Aggregation
+from detjax.operands.options import Aggregation
+from detjax.runtime import compilation
 
 CONTRACT: Aggregation = get_args(Aggregation)[0]
 

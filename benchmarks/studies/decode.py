@@ -28,12 +28,12 @@ from benchmarks.study import Result, Run
 from detjax import ops
 from detjax.bench import presets, timing
 from detjax.contract import DELTA_CHUNK, KV_BLOCK
-from detjax.kv_pages import KVPages, Queries
 from detjax.models import Decoder
 from detjax.models.network import parameters, part_with, split
 from detjax.models.parts.experts import Experts
-from detjax.numerics import ceil_div
-from detjax.request_state import DeltaNetState
+from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.linear_attention_state import DeltaNetState
+from detjax.operands.numerics import ceil_div
 
 MODELS: Final[Mapping[str, int]] = {
     "Qwen3-8B": 8,

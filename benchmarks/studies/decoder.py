@@ -28,14 +28,14 @@ import typer
 import detjax
 from benchmarks import study as options
 from benchmarks.study import Result, Run
-from detjax import backends
 from detjax.bench import presets
 from detjax.bench.cases import step_case
 from detjax.bench.timing import step_time
 from detjax.contract import KV_BLOCK
 from detjax.engine import BatchShapes, SamplingParams, SamplingVariant, Sequence, StepLoop, StepLoopConfig
 from detjax.models import Decoder
-from detjax.numerics import ceil_div
+from detjax.operands.numerics import ceil_div
+from detjax.runtime import backends
 
 CONTEXT = 100
 """Tokens that each request of a timed step has in the cache."""

@@ -27,11 +27,12 @@ from jaxtyping import Array
 
 from benchmarks import study as options
 from benchmarks.study import Result, Run
-from detjax import compilation, ops
+from detjax import ops
 from detjax.bench import command_line, timing
 from detjax.bench.bits import same_bits
 from detjax.contract import ACCUMULATOR, DELTA_CHUNK
-from detjax.request_state import DROPPABLE_TOKENS
+from detjax.operands.linear_attention_state import DROPPABLE_TOKENS
+from detjax.runtime import compilation
 
 
 @dataclasses.dataclass(frozen=True)

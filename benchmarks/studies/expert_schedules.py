@@ -33,12 +33,12 @@ from jaxtyping import Array
 from benchmarks import study as options
 from benchmarks.studies.experts.projections import MODELS, Widths, chosen_experts
 from benchmarks.study import Result, Run
-from detjax import backends, compilation
 from detjax.bench import timing
 from detjax.bench.bits import same_bits
-from detjax.options import Epilogue
+from detjax.operands.options import Epilogue
 from detjax.pallas.hopper import grouped_matmul
 from detjax.pallas.hopper.matmul.plan import Schedule
+from detjax.runtime import backends, compilation
 
 type Projection = Literal["gate and up", "down"]
 PROJECTIONS: Final[tuple[Projection, ...]] = get_args(Projection.__value__)

@@ -20,8 +20,9 @@ from jax import Array
 
 from benchmarks import study as options
 from benchmarks.study import Result, Run
-from detjax import compilation, invariant
+from detjax import invariant
 from detjax.bench import timing
+from detjax.runtime import compilation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,9 @@ import numpy as np
 
 from benchmarks.study import Result, Run
 from detjax.bench import command_line, presets
-from detjax.models import checkpoint, load, mesh_of
-from detjax.models.weight_files import SINGLE_FILE
+from detjax.models import load, mesh_of
+from detjax.models.checkpoint import loading as checkpoint
+from detjax.models.checkpoint.weight_files import SINGLE_FILE
 
 _SAMPLED_EVERY: Final = 0.002
 """Seconds between two looks at the memory of the process. Reading a gigabyte takes a hundred times as long."""

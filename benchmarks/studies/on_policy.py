@@ -23,14 +23,14 @@ from jaxtyping import Array
 
 from benchmarks import study as options
 from benchmarks.study import Result, Run
-from detjax import backends, compilation
-from detjax.audit.divergence import divergence
+from detjax.audit.comparison.divergence import divergence
 from detjax.bench import presets
 from detjax.engine import Engine, EngineConfig, Generation, Request, SamplingParams
 from detjax.models.network import split
-from detjax.options import MODEL_DISTRIBUTION, Distribution
-from detjax.rl.gradients import last_hidden_states
-from detjax.rl.microbatches import Microbatch, Packed, Rows, Sample, by_sequence
+from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
+from detjax.rl.trainer.gradients import last_hidden_states
+from detjax.rl.trainer.microbatches import Microbatch, Packed, Rows, Sample, by_sequence
+from detjax.runtime import backends, compilation
 
 TEMPERATURES: Final = 0.0, 0.6, 1.0, 1.5
 FILTERS: Final = {"top_k": 50, "top_p": 0.9, "min_p": 0.02}

@@ -28,9 +28,9 @@ import detjax
 from benchmarks import study as options
 from benchmarks.study import Result, Run
 from detjax import models, ops
-from detjax.backends import STOCK
 from detjax.bench.timing import in_turns
 from detjax.models.network import Weights, split
+from detjax.runtime.backends import STOCK
 
 BACKENDS: Final = (STOCK, "portable")
 ROWS: Final = (1, 2, 3, 16, 64, 257, 1024)

@@ -30,15 +30,15 @@ import typer
 import detjax
 from benchmarks import study as options
 from benchmarks.study import Result, Run
-from detjax import backends
 from detjax.bench import command_line
 from detjax.bench.timing import copy_time, device_time, rotations
+from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.pallas.hopper import device, sampling, softmax
 from detjax.pallas.hopper.row_stream import padded, slots_that_fit
 from detjax.pallas.hopper.softmax import Problem, Schedule, default_schedule
 from detjax.portable import sampling as portable_sampling
 from detjax.portable import softmax as portable_softmax
-from detjax.sampling_arrays import SamplingArrays
+from detjax.runtime import backends
 
 VOCABULARY = 151936
 

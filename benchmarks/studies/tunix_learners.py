@@ -30,7 +30,7 @@ from benchmarks import study as options
 from benchmarks.study import Result, Run
 from detjax import models
 from detjax.bench import command_line
-from detjax.rl.policy import CHECKPOINT, DIFFICULTIES
+from detjax.rl.runs.policy import CHECKPOINT, DIFFICULTIES
 from detjax.rl.tasks import TASKS
 
 PROMPTS, SAMPLES, PROMPT_LENGTH, MAX_TOKENS = 2, 4, 16, 16

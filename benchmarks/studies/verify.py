@@ -29,7 +29,7 @@ from detjax.bench.serve import Workload
 from detjax.engine import Engine, EngineConfig, Request
 from detjax.models import Decoder
 from detjax.models.network import split
-from detjax.options import KVQuantization
+from detjax.operands.options import KVQuantization
 
 STYLES: Final = (
     {},

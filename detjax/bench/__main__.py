@@ -11,15 +11,17 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from detjax import backends, cli_options, models
+from detjax import models
 from detjax.bench import cases, command_line, deviceless, presets, provenance, results, serve, shapes
 from detjax.bench import compare as comparing
 from detjax.bench import compile as compiling
 from detjax.bench import run as running
 from detjax.bench.tune import Trial, tune
+from detjax.cli import options as cli_options
 from detjax.engine import EngineConfig
 from detjax.pallas.hopper.matmul import tuning as schedules
 from detjax.pallas.hopper.matmul.plan import Problem
+from detjax.runtime import backends
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 

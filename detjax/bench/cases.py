@@ -18,11 +18,11 @@ from detjax.bench import presets
 from detjax.bench.inputs import hashed, hashed_integers
 from detjax.bench.shapes import Widths
 from detjax.contract import DELTA_CHUNK, KV_BLOCK
-from detjax.kv_pages import KVPages, Queries
 from detjax.models import DecoderConfig
 from detjax.models.cache import KVCache, layers_in_slots
 from detjax.models.network import abstract, split
-from detjax.rounding import rounded
+from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.rounding import rounded
 
 type Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
 """Computed numbers, each with the same numbers computed in float64."""

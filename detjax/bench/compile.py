@@ -10,11 +10,11 @@ from typing import Any, Final
 from rich.markup import escape
 from rich.table import Column
 
-from detjax import backends, fingerprints
 from detjax.bench import deviceless, results
 from detjax.bench.cases import OPERATIONS, SMALL, Case, Sizes, cases
 from detjax.bench.fitting import FittedTable
 from detjax.bench.peaks import PEAKS
+from detjax.runtime import backends, fingerprints
 
 _MEMORY: Final = ("argument", "output", "alias", "temp", "generated_code")
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Shaped
 
-from detjax.rounding import rounded
+from detjax.operands.rounding import rounded
 
 
 def hashed(seed: int | Array, shape: tuple[int, ...], dtype: DTypeLike, exponent: int = 0) -> Array:

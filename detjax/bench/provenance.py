@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import detjax
-from detjax.fingerprints import Fingerprint, fingerprint
+from detjax.runtime.fingerprints import Fingerprint, fingerprint
 
 COMMIT_VARIABLE: Final = "DETJAX_COMMIT"
 """The environment variable that names the commit where the code lies without its git history."""

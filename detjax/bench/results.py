@@ -12,13 +12,13 @@ import numpy as np
 from rich import box
 from rich.table import Column, Table
 
-from detjax.backends import STOCK
 from detjax.bench import provenance
 from detjax.bench.cases import Case
 from detjax.bench.failures import reason
 from detjax.bench.fitting import FittedTable
 from detjax.bench.peaks import Peak
-from detjax.fingerprints import Fingerprint
+from detjax.runtime.backends import STOCK
+from detjax.runtime.fingerprints import Fingerprint
 
 FORMAT: Final = "detjax bench"
 VERSION: Final = 1

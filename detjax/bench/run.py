@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from rich.table import Column
 
-from detjax import backends, compilation, fingerprints
 from detjax.bench import results, timing
 from detjax.bench.cases import OPERATIONS, SMALL, Case, Sizes, cases
 from detjax.bench.fitting import FittedTable
 from detjax.bench.inputs import checksum
 from detjax.bench.peaks import PEAKS, Peak
+from detjax.runtime import backends, compilation, fingerprints
 
 _TIMERS: Final = {
     "gpu": "the kernels of a call, by CUPTI, without the time between them",

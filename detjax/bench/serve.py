@@ -16,10 +16,10 @@ from typing import Any, Final
 import numpy as np
 from rich.table import Table
 
-from detjax import backends
 from detjax.bench import provenance
 from detjax.engine import Engine, EngineConfig, Generation, Request, SamplingParams, Token
 from detjax.models import Decoder
+from detjax.runtime import backends
 
 PERCENTILES: Final = (50, 95, 99)
 NUMERICS: Final = ("detjax", backends.STOCK)

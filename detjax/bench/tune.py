@@ -14,13 +14,13 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from detjax import backends, compilation
 from detjax.bench import timing
 from detjax.bench.bits import same_bits
-from detjax.options import Epilogue
+from detjax.operands.options import Epilogue
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import BUCKETS, bucket, candidates, key, table
+from detjax.runtime import backends, compilation
 
 REFERENCES: Final = Schedule(tile_m=8, tile_n=64), Schedule(tile_m=64, tile_n=64, rows="tokens")
 """Schedules whose bits every accepted schedule has: the first one that fits the problem."""

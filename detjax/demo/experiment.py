@@ -13,10 +13,10 @@ from typing import Final
 
 import numpy as np
 
-from detjax import backends, fingerprints
 from detjax.demo import DEFAULT_PROMPT
 from detjax.engine import SamplingParams, generate
 from detjax.models import Decoder, Tokenizer
+from detjax.runtime import backends, fingerprints
 
 LARGEST_BATCH: Final = 32
 """The most requests of a batch."""

@@ -13,9 +13,9 @@ from detjax.contract import QUERY_UNIT
 from detjax.engine import sequence as sequences
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, StepLimits, padded_rows
-from detjax.kv_pages import Queries
 from detjax.models.decoder import ImageRows
-from detjax.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays
+from detjax.operands.kv_pages import Queries
+from detjax.operands.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays
 
 _GROWTH = 4
 """The ratio of one size of a serving engine's batches to the next smaller one."""

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import jax
 
-from detjax import compilation, fingerprints
 from detjax.engine.step_programs import StepPrograms
+from detjax.runtime import compilation, fingerprints
 
 _SHARED_MEMORY: Final = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """The environment variables that leave the device's memory to the process that computes."""

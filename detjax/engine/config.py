@@ -5,7 +5,6 @@ from typing import Any, Final, NamedTuple
 
 import jax
 
-from detjax import backends
 from detjax.contract import KV_BLOCK
 from detjax.engine.batch import BatchShapes
 from detjax.engine.model_runner import bytes_of_page, bytes_of_slot, bytes_of_snapshot
@@ -14,7 +13,8 @@ from detjax.engine.step_loop import StepLoopConfig
 from detjax.engine.step_programs import SamplingVariant
 from detjax.models import Decoder
 from detjax.models.mesh import spans_processes
-from detjax.options import KVQuantization
+from detjax.operands.options import KVQuantization
+from detjax.runtime import backends
 
 _DECODES_IN_RUNS: Final = 64
 """With more decodes the device takes longer for a step than the host, which need not be waited for then."""

@@ -23,7 +23,7 @@ from jaxtyping import Array, UInt32
 from detjax.engine import json_schemas
 from detjax.engine.field_error import FieldError
 from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
-from detjax.numerics import ceil_div
+from detjax.operands.numerics import ceil_div
 
 if TYPE_CHECKING:
     import llguidance

@@ -21,7 +21,6 @@ from jaxtyping import Array, PyTree
 from rich.console import Console
 from rich.progress import track
 
-from detjax.compilation import Choices
 from detjax.engine import sequence as sequences
 from detjax.engine.config import EngineConfig, EngineStats
 from detjax.engine.launcher import LauncherThread
@@ -32,6 +31,7 @@ from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import StepProgram
 from detjax.models import Decoder, Tokenizer, sharded
 from detjax.models.mesh import spans_processes
+from detjax.runtime.compilation import Choices
 
 _log: Final = logging.getLogger("detjax.engine")
 _SWITCH_INTERVAL: Final = 0.0005

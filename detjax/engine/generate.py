@@ -9,7 +9,6 @@ from rich.progress import Progress
 from detjax.contract import PORTABLE_ROWS
 from detjax.engine.batch import BatchShapes
 from detjax.engine.constraints import ModelConstraints
-from detjax.engine.images import GivenImage, ImageReader, PromptImages
 from detjax.engine.model_runner import bytes_of_page
 from detjax.engine.request import Generation
 from detjax.engine.sampling_params import SamplingParams
@@ -19,7 +18,8 @@ from detjax.engine.step_loop import StepLoop, StepLoopConfig
 from detjax.engine.step_programs import SamplingVariant
 from detjax.engine.validation import encode_prompt, end_tokens
 from detjax.models import Decoder, Tokenizer
-from detjax.options import KVQuantization
+from detjax.models.vision.prompt_images import GivenImage, ImageReader, PromptImages
+from detjax.operands.options import KVQuantization
 
 PREFILL_CHUNK: Final = 128
 """Tokens of a prompt that one step computes, by default. It is a schedule: every number gives the same bits."""
@@ -81,7 +81,7 @@ def generate(
             f"generate: {len(prompts)} prompts and images of {len(images)}; accepted: a list of images for each prompt"
         )
     constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
-    reader = ImageReader(model)
+    reader = ImageReader(model.config, model.image_options, model.video_options)
     requests = [
         _sequences(f"generate: prompt {index}", model, prompt, row, shown, tokenizer, constraints, reader)
         for index, (prompt, row, shown) in enumerate(zip(prompts, params, images or [()] * len(prompts), strict=True))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
-from detjax.compilation import Choices
+from detjax.runtime.compilation import Choices
 
 
 @runtime_checkable

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from detjax import compilation
 from detjax.engine import step_programs
 from detjax.engine.batch import BatchShape, StepBatch
 from detjax.engine.constraints import all_allowed
@@ -28,11 +27,12 @@ from detjax.engine.step_programs import (
 )
 from detjax.models import Decoder
 from detjax.models.decoder import ImageRows
-from detjax.models.images import Shown, empty_pack, rows_by, window_counts
 from detjax.models.mesh import device_buffers, everywhere, placement, put_everywhere, spans_processes, whole_shapes
 from detjax.models.network import abstract, split
 from detjax.models.parts.vision import Patches
-from detjax.options import KVQuantization
+from detjax.models.vision.images import Shown, empty_pack, rows_by, window_counts
+from detjax.operands.options import KVQuantization
+from detjax.runtime import compilation
 
 
 def bytes_of_page(model: Decoder, quantization: KVQuantization | None) -> int:

@@ -20,8 +20,8 @@ from typing import Final
 import jax
 from flax import nnx
 
-from detjax import fingerprints, fusions
 from detjax.engine.step_programs import StepPrograms
+from detjax.runtime import fingerprints, fusions
 
 _UNPUBLISHED: Final = ".unpublished-"
 _SUFFIX: Final = ".program"

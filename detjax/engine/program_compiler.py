@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import jax
 
-from detjax import compilation
 from detjax.engine.compiler_process import CompilerFailed, CompilerProcess, Task
 from detjax.engine.program_cache import ProgramCache
 from detjax.engine.step_programs import StepPrograms
 from detjax.models.mesh import spans_processes
+from detjax.runtime import compilation
 
 _MOST_COMPILERS: Final = 16
 """Threads or processes that compile at most."""

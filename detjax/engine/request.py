@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-from detjax.engine.images import GivenImage
 from detjax.engine.sampling_params import SamplingParams
+from detjax.models.vision.prompt_images import GivenImage
 
 
 class NotFinite(ArithmeticError):

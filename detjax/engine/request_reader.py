@@ -6,13 +6,13 @@ from detjax.engine import sequence as sequences
 from detjax.engine.config import EngineConfig
 from detjax.engine.constraints import Constraint, ModelConstraints
 from detjax.engine.field_error import FieldError
-from detjax.engine.images import GivenImage, ImageReader, PromptImages, with_image_tokens
 from detjax.engine.page_pool import prefix_root
 from detjax.engine.request import Request
 from detjax.engine.validation import check_arrays, encode_prompt, end_tokens, given_tokens
 from detjax.models import Decoder, ModelOutline, Tokenizer
-from detjax.models.frame_sampling import FrameSampling
-from detjax.models.images import Shown, places, token_grid
+from detjax.models.vision.frame_sampling import FrameSampling
+from detjax.models.vision.images import Shown, places, token_grid
+from detjax.models.vision.prompt_images import GivenImage, ImageReader, PromptImages, with_image_tokens
 
 
 class RequestReader:
@@ -28,7 +28,7 @@ class RequestReader:
         """
         self._config = config
         self._model_config, self._defaults, self._tokenizer = model.config, model.generation_defaults, tokenizer
-        self._image_reader = ImageReader(model)
+        self._image_reader = ImageReader(model.config, model.image_options, model.video_options)
         self._constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
 
     @property

@@ -7,13 +7,13 @@ from collections.abc import Sequence as Seq
 from typing import overload
 
 from detjax.engine.constraints import CompiledConstraint, Matcher
-from detjax.engine.images import PromptImages
 from detjax.engine.page_pool import Digest, digests
 from detjax.engine.request import Completion, NotFinite, PromptLogprobs, Token
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.snapshots import Snapshot
 from detjax.engine.text_stream import StopStrings, TextStream
 from detjax.models import Tokenizer
+from detjax.models.vision.prompt_images import PromptImages
 
 type TopLogprobs = tuple[tuple[int, float], ...]
 """The likeliest tokens at one position with their logprobs, the likeliest first."""

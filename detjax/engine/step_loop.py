@@ -26,9 +26,9 @@ from detjax.engine.sequence import Sequence
 from detjax.engine.snapshots import SlotCopies, SnapshotCache
 from detjax.engine.step_programs import SCORED_ROWS, SampledTokens, SamplingVariant, StepPrograms
 from detjax.models import Decoder
-from detjax.models.images import ImageOptions, Shown
-from detjax.options import KVQuantization
-from detjax.sampling_arrays import Arrays
+from detjax.models.vision.images import ImageOptions, Shown
+from detjax.operands.options import KVQuantization
+from detjax.operands.sampling_arrays import Arrays
 
 
 @runtime_checkable

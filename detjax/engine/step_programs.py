@@ -17,8 +17,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, UInt16, UInt32
 
-from detjax import compilation
-from detjax.device_links import DeviceLinks
 from detjax.engine.batch import BatchShape, StepBatch, no_adjustments
 from detjax.engine.constraints import all_allowed
 from detjax.engine.sampling_params import SamplingParams
@@ -28,8 +26,10 @@ from detjax.models.network import Network, Weights
 from detjax.models.parts.cuts import current_links, linked
 from detjax.models.parts.logits import Logits
 from detjax.models.parts.vision import Patches
-from detjax.numerics import distinct_places
-from detjax.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
+from detjax.operands.numerics import distinct_places
+from detjax.operands.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
+from detjax.runtime import compilation
+from detjax.runtime.device_links import DeviceLinks
 
 SCORED_ROWS: Final = 64
 """Prompt tokens whose logprobs one program computes."""

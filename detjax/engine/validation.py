@@ -4,10 +4,10 @@ from collections.abc import Collection, Sequence
 
 from detjax.engine.batch import logit_adjustments, no_adjustments, sampling_arrays
 from detjax.engine.field_error import FieldError
-from detjax.engine.images import with_image_tokens
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
-from detjax.models.images import Shown
+from detjax.models.vision.images import Shown
+from detjax.models.vision.prompt_images import with_image_tokens
 
 
 def encode_prompt(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array, tree_util
 
-from detjax import bound_methods
+from detjax.runtime import bound_methods
 
 
 class NoArray(TypeError):

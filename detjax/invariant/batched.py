@@ -30,8 +30,8 @@ from detjax.invariant.control_flow import ControlFlow
 from detjax.invariant.dependence import Dependence
 from detjax.invariant.equations import Kind, Program, Values, aval
 from detjax.invariant.patterns import Softmax
+from detjax.operands.rounding import rounded
 from detjax.portable.tiles import fold_rows
-from detjax.rounding import rounded
 
 _FEWEST: Final = 2
 """Examples that arrays hold: where an axis of one goes away, compilers simplify what they otherwise would not."""

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend import core
 
-from detjax import varying
 from detjax.invariant import equations
 from detjax.invariant.dependence import Dependence
 from detjax.invariant.equations import Program
+from detjax.runtime import varying
 
 
 class ControlFlow(abc.ABC):

@@ -18,13 +18,13 @@ import numpy as np
 from jax import Array, lax
 from jax.extend import core
 
-from detjax import varying
 from detjax.invariant import equations
 from detjax.invariant.batch_axis import Follower
 from detjax.invariant.equations import Kind, aval
 from detjax.invariant.places import Place, Rows, Shared
 from detjax.invariant.refusals import UnsafeFunction, lines
 from detjax.invariant.uniform import constant_place
+from detjax.runtime import varying
 
 _SIZES: Final = {
     "broadcast_in_dim": "shape",

@@ -13,7 +13,8 @@ from jax._src import source_info_util  # JAX has no public way from an equation 
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from detjax import backends, compilation, ops, varying
+from detjax import ops
+from detjax.runtime import backends, compilation, varying
 
 
 class Kind(enum.Enum):
@@ -98,7 +99,7 @@ _EXACT_MOVES: Final[Mapping[str, str]] = {
 
 EXACT: Final[Mapping[str, str]] = {**_EXACT_ON_ELEMENTS, **_EXACT_MOVES}
 """Primitives that give the same bits in every order of work and in every code, each with the reason. What they still
-leave open, such as the sign of a zero, `detjax.audit.freedoms` says."""
+leave open, such as the sign of a zero, `detjax.audit.certification.freedoms` says."""
 
 EXTREMES: Final = frozenset(
     "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min scatter-max scatter-min".split()
@@ -246,7 +247,7 @@ def source_line(eqn: core.JaxprEqn) -> str | None:
 
 def line_outside(eqn: core.JaxprEqn, package: str) -> str:
     """Returns the line that an equation comes from, the first outside of a package, or the last one in it."""
-    detjax = str(pathlib.Path(compilation.__file__).parent)
+    detjax = str(pathlib.Path(compilation.__file__).parents[1])
     frames = source_info_util.user_frames(eqn.source_info.traceback)
     frames = [frame for frame in frames if not frame.file_name.startswith(detjax)]
     frame = next((frame for frame in frames if f"/{package}/" not in frame.file_name), frames[-1] if frames else None)

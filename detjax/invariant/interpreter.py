@@ -7,11 +7,11 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from detjax import varying
 from detjax.invariant import equations, products, segments
 from detjax.invariant.control_flow import ControlFlow
 from detjax.invariant.dependence import Dependence
 from detjax.invariant.equations import Kind, Program, Values
+from detjax.runtime import varying
 
 
 def run(program: Program, values: Sequence[Any], mapped: Sequence[bool], count: int) -> tuple[list[Any], list[bool]]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from detjax import varying
+from detjax.runtime import varying
 
 _FEWEST: Final = 2
 """Examples that arrays have room for. A slice that is a whole array goes away when XLA's CPU compiler simplifies, and

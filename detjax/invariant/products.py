@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
-from detjax import backends, ops, varying
+from detjax import ops
 from detjax.contract import INPUT_DTYPES
 from detjax.invariant.equations import aval
-from detjax.numerics import round_up
+from detjax.operands.numerics import round_up
+from detjax.runtime import backends, varying
 
 _UNITS: Final = 128, 64, 32, 16, 8
 """Rows of a group of activations: kernels like multiples of these numbers."""

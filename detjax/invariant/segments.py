@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend import core
 
-from detjax import backends, varying
 from detjax.invariant import batched, equations, loops
 from detjax.invariant.equations import Program, aval, is_inexact
+from detjax.operands.rounding import rounded
 from detjax.ops.dispatch import with_vmap_rule
-from detjax.rounding import rounded
+from detjax.runtime import backends, varying
 
 
 def run(

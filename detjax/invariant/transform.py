@@ -17,7 +17,6 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from detjax import backends, bound_methods, compilation, varying
 from detjax.invariant import arguments, cutting, derivatives, equations, interpreter, refusals, writes
 from detjax.invariant.arguments import Leaves
 from detjax.invariant.batch_axis import Follower, follow
@@ -26,6 +25,7 @@ from detjax.invariant.findings import Finding, Mixing
 from detjax.invariant.places import Place, Rows, Shared
 from detjax.invariant.refusals import TracedForBatchWarning, UnsafeFunction, UnsafeFunctionWarning
 from detjax.invariant.sizes import Sizes
+from detjax.runtime import backends, bound_methods, compilation, varying
 
 type OnUnsafe = Literal["refuse", "warn"]
 

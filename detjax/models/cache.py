@@ -12,13 +12,13 @@ from jaxtyping import Array, Bool, DTypeLike, Int, Int32
 
 from detjax import ops
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import Queries
-from detjax.models.config import DecoderConfig
-from detjax.models.family import family_named
+from detjax.models.configuration.config import DecoderConfig
+from detjax.models.configuration.family import family_named
 from detjax.models.mesh import empty_state
 from detjax.models.parts.state import InSlots, StateDeclaration, StateSize
-from detjax.options import KVQuantization
-from detjax.request_state import DROPPABLE_TOKENS, oldest_start
+from detjax.operands.kv_pages import Queries
+from detjax.operands.linear_attention_state import DROPPABLE_TOKENS, oldest_start
+from detjax.operands.options import KVQuantization
 
 _NEVER: Final = 2**31 - 1
 """The oldest position of a request that has lost its state."""

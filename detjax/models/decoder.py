@@ -13,12 +13,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Int
 
-from detjax import compilation
-from detjax.device_links import DeviceLinks
-from detjax.kv_pages import Queries
 from detjax.models.cache import KVCache, State, declarations, layers_in_slots
-from detjax.models.config import DecoderConfig
-from detjax.models.family import family_named
+from detjax.models.configuration.config import DecoderConfig
+from detjax.models.configuration.family import family_named
 from detjax.models.mesh import Call, empty_state, empty_state_of_a_device, run, specs_of
 from detjax.models.network import Network, Weights, split
 from detjax.models.parts.cuts import DeviceColumns, current_links, device_columns, linked
@@ -26,12 +23,15 @@ from detjax.models.parts.embedding import Embedding
 from detjax.models.parts.norm import RMSNorm
 from detjax.models.parts.state import StateSize
 from detjax.models.parts.vision import VisionTower
-from detjax.options import MODEL_DISTRIBUTION, Distribution, KVQuantization
-from detjax.sampling_arrays import Arrays
+from detjax.operands.kv_pages import Queries
+from detjax.operands.options import MODEL_DISTRIBUTION, Distribution, KVQuantization
+from detjax.operands.sampling_arrays import Arrays
+from detjax.runtime import compilation
+from detjax.runtime.device_links import DeviceLinks
 
 if TYPE_CHECKING:
-    from detjax.models.generation_defaults import GenerationDefaults
-    from detjax.models.images import ImageOptions
+    from detjax.models.configuration.generation_defaults import GenerationDefaults
+    from detjax.models.vision.images import ImageOptions
 
 
 class ImageRows(NamedTuple):

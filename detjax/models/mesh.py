@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from detjax import backends, compilation
-from detjax.device_links import Buffers, DeviceLinks, reach_one_another
 from detjax.models.network import Network, Path, Weights, parameters, part_with, split
 from detjax.models.parts.cuts import AXES, EXPERT, TENSOR, Cut, Group, current_links, linked, taken_and_filled
+from detjax.runtime import backends, compilation
+from detjax.runtime.device_links import Buffers, DeviceLinks, reach_one_another
 
 _TOWER: Final = "vision"
 """The part of a decoder that runs on every device as a whole."""

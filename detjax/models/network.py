@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 from jaxtyping import PyTree
 
-from detjax.accumulated_weight import AccumulatedWeight
+from detjax.operands.accumulated_weight import AccumulatedWeight
 
 type Weights = tuple[Any, ...]
 """A module's weights in the order of their names: arrays, shapes and dtypes, or `AccumulatedWeight`s."""

@@ -1,11 +1,16 @@
 """The operations under contract. Each gives one set of bits, whatever schedule, batch or phase serves it."""
 
-from detjax.accumulated_weight import AccumulatedWeight as AccumulatedWeight
-from detjax.kv_pages import KeyColumns as KeyColumns
-from detjax.kv_pages import KVPages as KVPages
-from detjax.kv_pages import PackedRows as PackedRows
-from detjax.kv_pages import QuantizedPages as QuantizedPages
-from detjax.kv_pages import Queries as Queries
+from detjax.operands.accumulated_weight import AccumulatedWeight as AccumulatedWeight
+from detjax.operands.kv_pages import KeyColumns as KeyColumns
+from detjax.operands.kv_pages import KVPages as KVPages
+from detjax.operands.kv_pages import PackedRows as PackedRows
+from detjax.operands.kv_pages import QuantizedPages as QuantizedPages
+from detjax.operands.kv_pages import Queries as Queries
+from detjax.operands.linear_attention_state import DeltaState as DeltaState
+from detjax.operands.linear_attention_state import empty_inputs as empty_inputs
+from detjax.operands.sampling_arrays import LogitAdjustments as LogitAdjustments
+from detjax.operands.sampling_arrays import SamplingArrays as SamplingArrays
+from detjax.operands.sampling_arrays import SeenTokens as SeenTokens
 from detjax.ops.append_keys import append_keys as append_keys
 from detjax.ops.attention import attention as attention
 from detjax.ops.attention import contiguous_page_table as contiguous_page_table
@@ -55,8 +60,3 @@ from detjax.ops.softmax import softmax as softmax
 from detjax.ops.token_logprobs import drawn_logits as drawn_logits
 from detjax.ops.token_logprobs import token_logprobs as token_logprobs
 from detjax.ops.token_logprobs import token_logprobs_and_gradients as token_logprobs_and_gradients
-from detjax.request_state import DeltaState as DeltaState
-from detjax.request_state import empty_inputs as empty_inputs
-from detjax.sampling_arrays import LogitAdjustments as LogitAdjustments
-from detjax.sampling_arrays import SamplingArrays as SamplingArrays
-from detjax.sampling_arrays import SeenTokens as SeenTokens

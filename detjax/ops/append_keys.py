@@ -2,11 +2,11 @@
 
 from jaxtyping import Array, Float
 
-from detjax import compilation
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import KeyColumns, KVPages, Queries, append
+from detjax.operands.kv_pages import KeyColumns, KVPages, Queries, append
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.paged import check_kv, check_queries, with_counts
+from detjax.runtime import compilation
 
 
 @compilation.jit

@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from detjax import compilation, fusions
-from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import KeyColumns, KVPages, Queries
-from detjax.numerics import ceil_div
+from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
+from detjax.operands.kv_pages import KeyColumns, KVPages, Queries
+from detjax.operands.numerics import ceil_div
+from detjax.operands.options import Masking
 from detjax.ops.checks import check_booleans, check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation
 from detjax.ops.paged import check_kv, check_queries, one_by_one
 from detjax.ops.quantized_kv import dequantize_kv
-from detjax.options import Masking
+from detjax.runtime import compilation, fusions
 
 _MODULES = {
     "portable": "detjax.portable.attention",

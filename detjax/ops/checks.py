@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from detjax import backends
 from detjax.contract import INPUT_DTYPES
-from detjax.kv_pages import QuantizedPages
-from detjax.options import Clamp
+from detjax.operands.kv_pages import QuantizedPages
+from detjax.operands.options import Clamp
+from detjax.runtime import backends
 
 
 def check_dtype(operation: str, *, like: Array | None = None, **arrays: Array | None) -> None:

@@ -10,10 +10,10 @@ import jax
 from jax import lax
 from jaxtyping import Array, PyTree, Shaped
 
-from detjax.device_links import DeviceLinks
+from detjax.operands.options import AxisName
 from detjax.ops.checks import check_dtype
 from detjax.ops.dispatch import Operation
-from detjax.options import AxisName
+from detjax.runtime.device_links import DeviceLinks
 
 _MODULES = {
     "portable": "detjax.portable.collectives",

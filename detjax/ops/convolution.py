@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from detjax import compilation
-from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
-from detjax.kv_pages import Queries
+from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
+from detjax.operands.kv_pages import Queries
+from detjax.operands.linear_attention_state import DROPPABLE_TOKENS, RequestRows
 from detjax.ops.checks import check_dtype, check_not_empty
 from detjax.ops.dispatch import Operation
 from detjax.ops.paged import check_requests, one_by_one
-from detjax.request_state import DROPPABLE_TOKENS, RequestRows
+from detjax.runtime import compilation
 
 _CAUSAL_CONVOLUTION = Operation(
     "causal_convolution",

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from detjax import compilation
-from detjax.kv_pages import Queries
+from detjax.operands.kv_pages import Queries
+from detjax.operands.linear_attention_state import DELTA_ROWS, DeltaState, RequestRows
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation
 from detjax.ops.paged import check_requests, one_by_one
-from detjax.request_state import DELTA_ROWS, DeltaState, RequestRows
+from detjax.runtime import compilation
 
 _GATED_DELTA_RULE = Operation(
     "gated_delta_rule",

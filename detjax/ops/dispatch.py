@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from detjax import backends, compilation, fusions
-from detjax.accumulated_weight import with_fresh_sum
+from detjax.operands.accumulated_weight import with_fresh_sum
+from detjax.runtime import backends, compilation, fusions
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, PyTree
 
-from detjax import compilation
 from detjax.contract import ACCUMULATOR
+from detjax.operands.rounding import rounded
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
-from detjax.rounding import rounded
+from detjax.runtime import compilation
 
 _MODULES = {
     "portable": "detjax.portable.elements",

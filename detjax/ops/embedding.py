@@ -5,10 +5,10 @@ import functools
 import jax
 from jaxtyping import Array, Float, Int
 
-from detjax import compilation
-from detjax.accumulated_weight import AccumulatedWeight, Weight, fresh_and_carried, value_and_sum
+from detjax.operands.accumulated_weight import AccumulatedWeight, Weight, fresh_and_carried, value_and_sum
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty
 from detjax.ops.dispatch import Operation, with_vmap_rule
+from detjax.runtime import compilation
 
 _EMBED = Operation(
     "embed",

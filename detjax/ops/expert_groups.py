@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
-from detjax import compilation
 from detjax.ops.checks import check_shape
 from detjax.portable.tiles import each_row
+from detjax.runtime import compilation
 
 
 @compilation.jit(static_argnames=("groups", "kept"))

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from detjax import compilation
-from detjax.numerics import ceil_div, round_down
+from detjax.operands.numerics import ceil_div, round_down
+from detjax.operands.options import Aggregation
 from detjax.ops.checks import check_dtype, check_integers, check_shape
 from detjax.ops.grouped_matmul import group_unit
-from detjax.options import Aggregation
 from detjax.portable import experts as portable
+from detjax.runtime import compilation
 
 _BLOCK: Final = 256
 """Choices among which equal ones are counted at once."""

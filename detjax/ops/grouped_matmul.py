@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from detjax import compilation, fusions
-from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.contract import ACCUMULATOR, INPUT_DTYPES
+from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
+from detjax.operands.options import Activation, Clamp, Epilogue, WeightLayout
 from detjax.ops.checks import check_clamp, check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation
-from detjax.options import Activation, Clamp, Epilogue, WeightLayout
+from detjax.runtime import compilation, fusions
 
 _GROUPED_MATMUL = Operation(
     "grouped_matmul",

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
-from detjax import compilation, fusions
-from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.contract import ACCUMULATOR, INPUT_DTYPES
-from detjax.device_links import DeviceLinks
+from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
+from detjax.operands.options import Activation, AxisName, Clamp, Epilogue, WeightLayout
 from detjax.ops.checks import check_clamp, check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
-from detjax.options import Activation, AxisName, Clamp, Epilogue, WeightLayout
+from detjax.runtime import compilation, fusions
+from detjax.runtime.device_links import DeviceLinks
 
 _MATMUL = Operation(
     "matmul",
@@ -51,7 +51,7 @@ def matmul(
         bias: `[N]`, or `[2, N]` if `gated`.
         activation: the function of the biased sum; "gelu" is the exact one, "gelu_tanh" its approximation.
         gated: whether the result is `act(x @ w[0] + bias[0]) * (x @ w[1] + bias[1]) + residual` (Shazeer 2020).
-        clamp: bounds of both sums of a gated result; see `detjax.options.Clamp`.
+        clamp: bounds of both sums of a gated result; see `detjax.operands.options.Clamp`.
         soft_cap: the bound of the activated result `y`, which becomes `soft_cap * tanh(y / soft_cap)`; Gemma caps its
             logits so.
         residual: rows added to the float32 result.

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from detjax import compilation, fusions
-from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
+from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
 from detjax.ops.elements import add
+from detjax.runtime import compilation, fusions
 
 _RMS_NORM = Operation(
     "rms_norm",

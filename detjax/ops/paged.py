@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from detjax.kv_pages import KeyColumns, KVPages, QuantizedPages, Queries
+from detjax.operands.kv_pages import KeyColumns, KVPages, QuantizedPages, Queries
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import with_vmap_rule
 from detjax.ops.quantized_kv import check_quantized

@@ -5,11 +5,11 @@ from typing import Final, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
-from detjax import compilation
 from detjax.contract import INPUT_DTYPES, KV_BLOCK, Q4_GROUP
+from detjax.operands.options import KVQuantization
+from detjax.operands.quantized_pages import QuantizedPages, quantized, quantized_layout
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
-from detjax.options import KVQuantization
-from detjax.quantized_pages import QuantizedPages, quantized, quantized_layout
+from detjax.runtime import compilation
 
 KINDS: Final = get_args(KVQuantization)
 

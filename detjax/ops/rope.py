@@ -10,15 +10,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from detjax import backends, compilation, fusions
-from detjax.accumulated_weight import AccumulatedWeight, Weight, value_and_sum
 from detjax.contract import ACCUMULATOR
+from detjax.operands.accumulated_weight import AccumulatedWeight, Weight, value_and_sum
+from detjax.operands.rounding import rounded
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
 from detjax.ops.norm import rms_norm
 from detjax.ops.rotary import RotaryEmbedding
 from detjax.portable.tiles import map_rows
-from detjax.rounding import rounded
+from detjax.runtime import backends, compilation, fusions
 
 _MODULES = {
     "portable": "detjax.portable.rope",

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from detjax import compilation, fusions
-from detjax.accumulated_weight import Weight, value_and_sum
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import KeyColumns, KVPages, Queries, append
+from detjax.operands.accumulated_weight import Weight, value_and_sum
+from detjax.operands.kv_pages import KeyColumns, KVPages, Queries, append
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation
 from detjax.ops.paged import check_kv, check_queries, one_by_one, with_counts
@@ -23,6 +22,7 @@ from detjax.ops.rope import (
     qk_rope,
 )
 from detjax.ops.rotary import RotaryEmbedding
+from detjax.runtime import compilation, fusions
 
 _QK_ROPE_APPEND_KV = Operation(
     "qk_rope_append_kv",

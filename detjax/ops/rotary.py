@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from detjax.kv_pages import Queries
+from detjax.operands.kv_pages import Queries
 
 
 @dataclasses.dataclass(frozen=True)

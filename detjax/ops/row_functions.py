@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PyTree
 
-from detjax import compilation
-from detjax.accumulated_weight import Weight, fresh_and_carried, value_and_sum
+from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation
 from detjax.ops.paged import one_by_one
+from detjax.runtime import compilation
 
 _MODULES: Final = {
     "portable": "detjax.portable.row_functions",

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
-from detjax import compilation, fusions
 from detjax.contract import ACCUMULATOR
-from detjax.numerics import ceil_div
+from detjax.operands.numerics import ceil_div
+from detjax.operands.sampling_arrays import LogitAdjustments, SamplingArrays, SeenTokens
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, with_vmap_rule
 from detjax.ops.elements import map_elements
 from detjax.ops.softmax import log_softmax
 from detjax.portable.sampling import adjusted, constrained, likeliest, masked, reciprocal, sampling_exponents
-from detjax.sampling_arrays import LogitAdjustments, SamplingArrays, SeenTokens
+from detjax.runtime import compilation, fusions
 
 _MODULES = {
     "portable": "detjax.portable.sampling",

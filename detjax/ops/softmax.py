@@ -3,10 +3,10 @@
 import jax
 from jaxtyping import Array, Float, Float32
 
-from detjax import compilation
+from detjax.operands.rounding import rounded
 from detjax.ops.checks import check_dtype, check_not_empty
 from detjax.ops.dispatch import Operation, with_vmap_rule
-from detjax.rounding import rounded
+from detjax.runtime import compilation
 
 _MODULES = {
     "portable": "detjax.portable.softmax",

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
-from detjax import backends, compilation, fusions, varying
-from detjax.accumulated_weight import AccumulatedWeight, Weight, value_and_sum
 from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
-from detjax.numerics import LOWEST, ceil_div, flat_rows, round_up
+from detjax.operands.accumulated_weight import AccumulatedWeight, Weight, value_and_sum
+from detjax.operands.numerics import LOWEST, ceil_div, flat_rows, round_up
+from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
+from detjax.operands.rounding import rounded
+from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.matmul import matmul
 from detjax.ops.sampling import filter_logits, sampling_logprobs
 from detjax.ops.softmax import log_softmax, log_softmax_statistics
-from detjax.options import MODEL_DISTRIBUTION, Distribution
-from detjax.rounding import rounded
-from detjax.sampling_arrays import SamplingArrays
+from detjax.runtime import backends, compilation, fusions, varying
 
 CHUNK: Final = 1024
 """The most tokens whose logits exist at the same time, by default."""
@@ -270,7 +270,7 @@ def drawn_logits(logits: Float32[Array, "N V"], distribution: Distribution) -> F
     """Returns logits after a distribution's temperature, which is not 0, with -inf for what cannot be drawn.
 
     Example:
-        >>> from detjax.options import Distribution
+        >>> from detjax.operands.options import Distribution
         >>> ops.drawn_logits(jnp.array([[0.0, 2.0, 1.0]]), Distribution(temperature=0.5))
         Array([[0., 4., 2.]], dtype=float32)
     """

@@ -9,10 +9,10 @@ from typing import Final
 
 from jaxtyping import Array, Float, Float32, Int32
 
-from detjax import compilation
+from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.ops.dispatch import Operation
 from detjax.portable.sampling import best_candidate as best_candidate
-from detjax.sampling_arrays import SamplingArrays
+from detjax.runtime import compilation
 
 _OPERATION: Final = Operation(
     "vocabulary_blocks",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR
-from detjax.numerics import LOWEST
+from detjax.operands.numerics import LOWEST
 
 RowSums = Callable[[Array], Array]
 """A function that gives the sums `[*B, 1]` of rows `[*B, V]`, both float32, in the contract's order."""

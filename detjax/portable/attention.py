@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike
 
-from detjax import varying
 from detjax.contract import (
     ACCUMULATOR,
     KEY_GROUPS,
@@ -21,10 +20,11 @@ from detjax.contract import (
     SPAN_BLOCKS,
     SPAN_WIDTH,
 )
-from detjax.kv_pages import KeyColumns, KVPages, Queries, request_of_rows
-from detjax.options import Masking
+from detjax.operands.kv_pages import KeyColumns, KVPages, Queries, request_of_rows
+from detjax.operands.options import Masking
+from detjax.operands.rounding import log2_scale, rounded, soft_cap_exponent
 from detjax.portable.tiles import dot, fold_rows, map_rows, row_sum
-from detjax.rounding import log2_scale, rounded, soft_cap_exponent
+from detjax.runtime import varying
 
 
 class _Tile(NamedTuple):

@@ -6,9 +6,9 @@ from jax import lax
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.device_links import DeviceLinks
-from detjax.options import AxisName
-from detjax.rounding import rounded
+from detjax.operands.options import AxisName
+from detjax.operands.rounding import rounded
+from detjax.runtime.device_links import DeviceLinks
 
 
 def psum(term: Array, axis_name: AxisName) -> Array:

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from detjax.operands.linear_attention_state import RequestRows, with_last_inputs
 from detjax.portable import row_functions
-from detjax.request_state import RequestRows, with_last_inputs
 
 _FUNCTION = "causal_convolution"
 

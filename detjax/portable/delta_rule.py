@@ -8,12 +8,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike
 
-from detjax import varying
 from detjax.contract import ACCUMULATOR, DELTA_CHUNK, LOG2_E, PORTABLE_ROWS
-from detjax.numerics import ceil_div
+from detjax.operands.linear_attention_state import DELTA_ROWS, DROPPABLE_TOKENS, DeltaState, RequestRows
+from detjax.operands.numerics import ceil_div
+from detjax.operands.rounding import rounded
 from detjax.portable.tiles import dot
-from detjax.request_state import DELTA_ROWS, DROPPABLE_TOKENS, DeltaState, RequestRows
-from detjax.rounding import rounded
+from detjax.runtime import varying
 
 
 class _Tokens(NamedTuple):

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from detjax import backends
 from detjax.contract import LANES, PORTABLE_ROWS
-from detjax.numerics import round_up
+from detjax.operands.numerics import round_up
 from detjax.portable.tiles import fold_rows, map_rows, row_sum
+from detjax.runtime import backends
 
 
 def map_elements(

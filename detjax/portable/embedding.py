@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR
+from detjax.operands.rounding import rounded
 from detjax.portable.tiles import fold_rows
-from detjax.rounding import rounded
 
 
 def forward(tokens: Array, table: Array) -> Array:

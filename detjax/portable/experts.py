@@ -10,9 +10,9 @@ from jax import lax
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.options import Aggregation
+from detjax.operands.options import Aggregation
+from detjax.operands.rounding import rounded
 from detjax.portable.tiles import each_row, row_sum, sealed
-from detjax.rounding import rounded
 
 
 def choose(scores: Array, ranks: Array, count: int, *, normalized: bool, eps: float) -> tuple[Array, Array]:

@@ -6,12 +6,12 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, PyTree
 
 from detjax.contract import ACCUMULATOR, PORTABLE_ROWS, WEIGHT_GRADIENT_TOKENS
-from detjax.numerics import activated, parts
-from detjax.options import Epilogue, WeightLayout
+from detjax.operands.numerics import activated, parts
+from detjax.operands.options import Epilogue, WeightLayout
+from detjax.operands.rounding import rounded
 from detjax.portable.matmul import accumulated, halves, pre_activation
 from detjax.portable.matmul import apply_epilogue as apply_epilogue
 from detjax.portable.tiles import dot, fold_groups, group_tiles, map_groups, sum_of_rows
-from detjax.rounding import rounded
 
 
 def group_unit(rows: int, experts: int) -> int:

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
 
 from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
-from detjax.numerics import activated, flat_rows, parts
-from detjax.options import Epilogue, WeightLayout
+from detjax.operands.numerics import activated, flat_rows, parts
+from detjax.operands.options import Epilogue, WeightLayout
+from detjax.operands.rounding import rounded
 from detjax.portable.tiles import dot, fold_rows, map_rows, sum_of_rows
-from detjax.rounding import rounded
 
 
 def forward(

@@ -5,9 +5,9 @@ from jax import lax
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
-from detjax.numerics import flat_rows
+from detjax.operands.numerics import flat_rows
+from detjax.operands.rounding import rounded
 from detjax.portable.tiles import fold_rows, map_rows, row_sum, sum_of_rows
-from detjax.rounding import rounded
 
 
 def forward(

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.kv_pages import KVPages, Queries, append
+from detjax.operands.kv_pages import KVPages, Queries, append
+from detjax.operands.rounding import rounded
 from detjax.portable import norm
 from detjax.portable.tiles import map_rows
-from detjax.rounding import rounded
 
 
 def forward(

@@ -15,8 +15,8 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from detjax.contract import ACCUMULATOR, PORTABLE_ROWS, WEIGHT_GRADIENT_TOKENS
+from detjax.operands.rounding import rounded
 from detjax.portable.tiles import each_row, fold_rows, map_rows, row_sum, sum_of_rows
-from detjax.rounding import rounded
 
 type Arrays = tuple[Array, ...]
 

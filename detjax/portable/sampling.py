@@ -7,10 +7,10 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR, SOFTMAX_BLOCK
-from detjax.numerics import LOWEST, sample_key
+from detjax.operands.numerics import LOWEST, sample_key
+from detjax.operands.sampling_arrays import LogitAdjustments, SamplingArrays, SeenTokens
 from detjax.portable.softmax import log_softmax_tile, softmax_tile
 from detjax.portable.tiles import map_rows
-from detjax.sampling_arrays import LogitAdjustments, SamplingArrays, SeenTokens
 
 
 def sample(logits: Array, arrays: SamplingArrays, *, filtered: bool) -> tuple[Array, Array]:

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from detjax import varying
 from detjax.contract import ACCUMULATOR, LOG2_E, SOFTMAX_BLOCK
-from detjax.numerics import LOWEST, flat_rows
+from detjax.operands.numerics import LOWEST, flat_rows
 from detjax.portable.tiles import map_rows, row_sum
+from detjax.runtime import varying
 
 
 def log_normalizer(x: Array) -> tuple[Array, Array]:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
-from detjax import backends, varying
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, PORTABLE_ROWS
-from detjax.numerics import ceil_div, round_up
+from detjax.operands.numerics import ceil_div, round_up
+from detjax.runtime import backends, varying
 
 
 def map_rows(

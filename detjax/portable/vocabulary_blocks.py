@@ -6,11 +6,11 @@ from jax import lax
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.numerics import sample_key
+from detjax.operands.numerics import sample_key
+from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.portable.sampling import best_of_blocks, scaled_logits
 from detjax.portable.softmax import merged, normalizers_of_blocks
 from detjax.portable.tiles import map_rows
-from detjax.sampling_arrays import SamplingArrays
 
 
 def block_statistics(logits: Array) -> tuple[Array, Array]:

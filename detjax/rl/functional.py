@@ -1,7 +1,8 @@
 """Training as pure functions of pytrees, for loops of any kind: rollouts, gradients and updates.
 
 `params` are a model's weights as `nnx.state(model)` has them. No function changes what it is given, and what it returns
-is a function of its arguments, whatever microbatches and devices compute it. `detjax.rl.run` trains by the same steps.
+is a function of its arguments, whatever microbatches and devices compute it. `detjax.rl.runs.run` trains by the same
+steps.
 """
 
 import dataclasses
@@ -15,19 +16,19 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float32, Int32, PyTree
 
-from detjax import compilation
 from detjax.contract import ACCUMULATOR, GRADIENT_SHARDS
 from detjax.engine import Engine, SamplingParams
 from detjax.models import Decoder
 from detjax.models.network import split
-from detjax.options import MODEL_DISTRIBUTION, Distribution
+from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
 from detjax.rl import rollouts
-from detjax.rl.gradients import Loss
-from detjax.rl.microbatches import Layout, Sample
-from detjax.rl.placement import Flat, Placement
-from detjax.rl.sample_checks import check_certain
-from detjax.rl.train_state import TrainState, initial_state, update, weights_of
-from detjax.rl.training import Plan, batch_gradients
+from detjax.rl.trainer.gradients import Loss
+from detjax.rl.trainer.microbatches import Layout, Sample
+from detjax.rl.trainer.placement import Flat, Placement
+from detjax.rl.trainer.sample_checks import check_certain
+from detjax.rl.trainer.step import Plan, batch_gradients
+from detjax.rl.trainer.train_state import TrainState, initial_state, update, weights_of
+from detjax.runtime import compilation
 
 type Params = PyTree[Array]
 """A model's weights, as `nnx.state(model)` has them and `Engine.update_weights` takes them."""
@@ -92,8 +93,8 @@ class Training:
 
         Args:
             model: the decoder.
-            optimizer: such as `detjax.rl.optimizers.adamw`. It sees one leaf at a time.
-            loss: see `detjax.rl.losses`.
+            optimizer: such as `detjax.rl.trainer.optimizers.adamw`. It sees one leaf at a time.
+            loss: see `detjax.rl.trainer.losses`.
             max_norm: gradients with a larger norm are scaled down to it; None: they are not.
             shards: the parts of a batch whose sums are added as a tree. It belongs to a run, as a seed does.
             distribution: the distribution that samples are drawn from, whose logprobs the loss takes.

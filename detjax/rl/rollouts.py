@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from detjax.engine import Engine, Request, SamplingParams
-from detjax.rl.microbatches import Sample
+from detjax.rl.trainer.microbatches import Sample
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

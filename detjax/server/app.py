@@ -23,27 +23,28 @@ from detjax.audit import Origin
 from detjax.contract import CONTRACT_VERSION
 from detjax.engine import Engine, EngineConfig, SamplingParams
 from detjax.models import Decoder, ModelOutline, Tokenizer
-from detjax.server import bodies, openapi
-from detjax.server.api_calls import ApiCall, Caller, ServedModel
-from detjax.server.chat_calls import ChatCall
-from detjax.server.completion_calls import CompletionCall
-from detjax.server.errors import ApiError, error_response, quote, to_api_error
-from detjax.server.guard import Admission, ClientGone, Guard
-from detjax.server.hosts import HostCheck
-from detjax.server.json_pieces import TURN_BYTES, JsonPieces
-from detjax.server.metrics import Metrics, RequestMetrics
-from detjax.server.replicas import ReplicatedEngine
-from detjax.server.request_fields import SamplingRequest
-from detjax.server.requests import RequestLog, RequestRecord, record_of
-from detjax.server.response_calls import ResponsesCall
-from detjax.server.response_fields import ResponsesRequest
-from detjax.server.schemas import ChatRequest, CompletionRequest
-from detjax.server.settings import Settings
-from detjax.server.streaming import DONE, EventStream
-from detjax.server.text_routes import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
-from detjax.server.texts import Texts
-from detjax.server.token_texts import TokenTexts
-from detjax.server.tool_formats import tool_format
+from detjax.server.api import openapi
+from detjax.server.api.api_calls import ApiCall, Caller, ServedModel
+from detjax.server.api.chat_calls import ChatCall
+from detjax.server.api.completion_calls import CompletionCall
+from detjax.server.api.request_fields import SamplingRequest
+from detjax.server.api.response_calls import ResponsesCall
+from detjax.server.api.response_fields import ResponsesRequest
+from detjax.server.api.schemas import ChatRequest, CompletionRequest
+from detjax.server.api.text_routes import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
+from detjax.server.http import bodies
+from detjax.server.http.errors import ApiError, error_response, quote, to_api_error
+from detjax.server.http.guard import Admission, ClientGone, Guard
+from detjax.server.http.hosts import HostCheck
+from detjax.server.http.json_pieces import TURN_BYTES, JsonPieces
+from detjax.server.http.metrics import Metrics, RequestMetrics
+from detjax.server.http.requests import RequestLog, RequestRecord, record_of
+from detjax.server.http.settings import Settings
+from detjax.server.http.streaming import DONE, EventStream
+from detjax.server.replicated_engine import ReplicatedEngine
+from detjax.server.text.texts import Texts
+from detjax.server.text.token_texts import TokenTexts
+from detjax.server.tools.formats import tool_format
 from detjax.version import __version__
 
 _PAGE: Final = Path(__file__).parent / "page"

@@ -10,10 +10,10 @@ from jax._src.cudnn import (
 )
 from jaxtyping import Array, DTypeLike
 
-from detjax import backends
 from detjax.contract import ACCUMULATOR, KV_BLOCK
-from detjax.kv_pages import KVPages, Queries, request_of_rows
-from detjax.options import Masking
+from detjax.operands.kv_pages import KVPages, Queries, request_of_rows
+from detjax.operands.options import Masking
+from detjax.runtime import backends
 from detjax.stock.dot import dot_operands
 
 DIFFERENTIATED_BY_JAX: Final = True

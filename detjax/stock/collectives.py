@@ -3,8 +3,8 @@
 from jax import lax
 from jaxtyping import Array
 
-from detjax.device_links import DeviceLinks
-from detjax.options import AxisName
+from detjax.operands.options import AxisName
+from detjax.runtime.device_links import DeviceLinks
 
 
 def gather_columns(x: Array, axis_name: AxisName, links: DeviceLinks | None) -> Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.request_state import RequestRows, with_last_inputs
+from detjax.operands.linear_attention_state import RequestRows, with_last_inputs
 
 DIFFERENTIATED_BY_JAX: Final = True
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR, DELTA_CHUNK
-from detjax.request_state import DeltaState, RequestRows
+from detjax.operands.linear_attention_state import DeltaState, RequestRows
 
 DIFFERENTIATED_BY_JAX: Final = True
 

@@ -2,8 +2,8 @@
 
 from jaxtyping import Array
 
-from detjax import backends
 from detjax.contract import ACCUMULATOR
+from detjax.runtime import backends
 
 
 def dot_operands(x: Array, y: Array) -> tuple[Array, Array]:

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, DTypeLike
 
 from detjax.contract import ACCUMULATOR
-from detjax.options import Epilogue, WeightLayout
+from detjax.operands.options import Epilogue, WeightLayout
 from detjax.stock.dot import dot_operands
 from detjax.stock.matmul import activation, gated
 

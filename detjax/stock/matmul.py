@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
 
 from detjax.contract import ACCUMULATOR
-from detjax.options import Activation, Epilogue, WeightLayout
+from detjax.operands.options import Activation, Epilogue, WeightLayout
 from detjax.stock.dot import dot_operands
 
 DIFFERENTIATED_BY_JAX: Final = True

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.kv_pages import KVPages, Queries, append
+from detjax.operands.kv_pages import KVPages, Queries, append
 from detjax.stock.norm import rms_norm
 
 DIFFERENTIATED_BY_JAX: Final = True

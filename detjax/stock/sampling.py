@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR, PRNG
-from detjax.sampling_arrays import SamplingArrays
+from detjax.operands.sampling_arrays import SamplingArrays
 
 DIFFERENTIATED_BY_JAX: Final = True
 

@@ -17,7 +17,8 @@ from flax import nnx
 from typer.testing import CliRunner
 
 import detjax
-from detjax.audit import Bisection, Trace, digests
+from detjax.audit import Bisection, Trace
+from detjax.audit.bisection import digests
 from detjax.cli import app
 from detjax.invariant.places import Rows, Shared
 from tests.audit import planted

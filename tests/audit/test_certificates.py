@@ -17,7 +17,7 @@ from jax import Array
 import detjax
 from detjax import audit, models, ops
 from detjax.audit import Outcome, Role
-from detjax.audit.trials import Rows, Trial
+from detjax.audit.certification.trials import Rows, Trial
 from tests.audit import defects, planted
 from tests.audit.defects import W, X
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from detjax import cli
 from detjax.audit import Transcript, compare, read_logprobs
-from detjax.audit.comparison import THRESHOLDS
+from detjax.audit.comparison.compare import THRESHOLDS
 from detjax.engine import SamplingParams
 
 LOGPROBS = [-0.5, -1.25, -3.0]

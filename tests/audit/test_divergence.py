@@ -9,8 +9,8 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from detjax.audit.divergence import Divergence, divergence, ulps
-from detjax.audit.logprobs import check_pairs
+from detjax.audit.comparison.divergence import Divergence, divergence, ulps
+from detjax.audit.comparison.logprobs import check_pairs
 from tests.support.unchecked import unchecked
 
 NONE = dict.fromkeys(("unequal_share", "mean_difference", "largest_difference", "k1", "k2", "k3"), 0.0)

@@ -14,8 +14,8 @@ from jax import Array, lax
 import detjax
 from detjax import audit, ops
 from detjax.audit import Outcome, Role
-from detjax.audit.certificates import reading
-from detjax.audit.freedoms import Exclusion, Freedoms
+from detjax.audit.certification.certify import reading
+from detjax.audit.certification.freedoms import Exclusion, Freedoms
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 33)), jnp.float32)
 IMAGES = jnp.asarray(np.random.default_rng(1).standard_normal((2, 8, 8, 3)), jnp.float32)
@@ -143,7 +143,7 @@ def test_proofs_say_what_they_leave_out() -> None:
 def test_complex_arithmetic_is_a_risk(
     fn: Callable[[Array], Array], platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("detjax.backends.target", lambda: platform)
+    monkeypatch.setattr("detjax.runtime.backends.target", lambda: platform)
     assert any("complex numbers by several roundings" in risk.why for risk in audit.risks(fn, (Z,), batch_sizes=QUICK))
 
 

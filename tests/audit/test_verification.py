@@ -16,7 +16,8 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from detjax import cli, models
-from detjax.audit import Origin, Transcript, Verdict, Verifier, read_transcripts, replay, transcripts_of, verify
+from detjax.audit import Origin, Transcript, Verdict, Verifier, read_transcripts, transcripts_of, verify
+from detjax.audit.verification import replay
 from detjax.demo import CHECKPOINT
 from detjax.engine import Constraint, Engine, Request, SamplingParams, generate
 from detjax.models import Decoder, Tokenizer

@@ -19,7 +19,7 @@ from detjax.bench import compile as compiling
 from detjax.bench import run as running
 from detjax.bench.__main__ import app
 from detjax.bench.peaks import PEAKS
-from detjax.fingerprints import Fingerprint
+from detjax.runtime.fingerprints import Fingerprint
 
 FINGERPRINT = Fingerprint(1, "0.1", "portable", "a CPU", "none", "0.11.2", "0.11.2", "cpu", *["{}"] * 6)
 OTHER = dataclasses.replace(FINGERPRINT, backend="hopper", device_kind="NVIDIA H200", driver="580")

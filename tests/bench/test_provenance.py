@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from detjax.bench import provenance
-from detjax.fingerprints import fingerprint
+from detjax.runtime.fingerprints import fingerprint
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from detjax import backends
 from detjax.bench import timing, tune
 from detjax.bench.__main__ import app
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import candidates, key
+from detjax.runtime import backends
 
 PROBLEM = Problem(16, 1288, 1088)
 

@@ -19,7 +19,7 @@ from benchmarks.studies.matmul.cases import small_sizes
 from benchmarks.studies.matmul.programs import Programs
 from benchmarks.studies.norms import suite as rows
 from benchmarks.studies.norms.cases import Case
-from detjax.kv_pages import Queries
+from detjax.operands.kv_pages import Queries
 
 type Attention = Callable[..., jax.Array]
 

@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from detjax import contract, rounding
+from detjax import contract
+from detjax.operands import rounding
 from tests.support.bits import assert_same_bits
 
 _LARGE = [65504, 65519.99, 65520, 3.3e38, np.inf, -np.inf, np.nan]

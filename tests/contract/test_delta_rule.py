@@ -13,7 +13,7 @@ import pytest
 
 import detjax
 from detjax.contract import DELTA_CHUNK, KV_BLOCK, PORTABLE_ROWS
-from detjax.request_state import DELTA_ROWS
+from detjax.operands.linear_attention_state import DELTA_ROWS
 from tests.ops import delta_cases as cases
 
 CHUNK = 64

@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from detjax import backends, fingerprints
 from detjax.demo import CHECKPOINT, DEFAULT_PROMPT
 from detjax.demo.experiment import (
     LARGEST_BATCH,
@@ -28,6 +27,7 @@ from detjax.demo.experiment import (
 )
 from detjax.demo.report import as_json, report, verdict_on_detjax, verdict_on_stock
 from detjax.models import Decoder, DecoderConfig, Tokenizer, load
+from detjax.runtime import backends, fingerprints
 
 type Loaded = tuple[Decoder, Tokenizer]
 

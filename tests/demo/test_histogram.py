@@ -5,11 +5,11 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from detjax import fingerprints
 from detjax.demo import CHECKPOINT
 from detjax.demo.experiment import Result, Tally
 from detjax.demo.histogram import draw_histogram
 from detjax.models import Tokenizer
+from detjax.runtime import fingerprints
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 )
 from jaxtyping import Array
 
-from detjax import SamplingParams, kv_pages
+from detjax import SamplingParams
 from detjax.engine import batch, page_pool, scheduler, step_programs
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraints import CompiledConstraint, Constraint, ConstraintCompiler, Masks, Matcher
@@ -40,6 +40,7 @@ from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.snapshots import SnapshotCache
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import SampledTokens, SamplingVariant, StepPrograms
+from detjax.operands import kv_pages
 
 VOCABULARY, END = 50, 7
 PAGE = 4

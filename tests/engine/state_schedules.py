@@ -24,7 +24,7 @@ from detjax.engine.snapshots import SnapshotCache
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import SampledTokens, SamplingVariant
 from detjax.models import Decoder, load
-from detjax.options import KVQuantization
+from detjax.operands.options import KVQuantization
 from tests.support.bits import assert_same_bits
 
 FIXTURES: Final = Path(__file__).parents[1] / "fixtures"

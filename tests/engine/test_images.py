@@ -7,10 +7,10 @@ import pytest
 
 import detjax
 from detjax.engine import Completion, Engine, Request, SamplingParams
-from detjax.engine.images import ImageReader, PromptImages, with_image_tokens
 from detjax.engine.page_pool import digests
 from detjax.models import Decoder, Video, load
-from detjax.models.images import ImagePatches
+from detjax.models.vision.images import ImagePatches
+from detjax.models.vision.prompt_images import ImageReader, PromptImages, with_image_tokens
 from tests.support import towers
 from tests.support.compiled_programs import compiled_programs
 from tests.support.towers import IMAGE, NAMES, VIDEO_NAME, VIDEO_TOKEN, reference, with_one_token_each
@@ -259,7 +259,7 @@ def test_videos_of_equal_frames_share_no_pages_with_slower_ones(name: str) -> No
 def test_times_that_a_prompt_has_are_not_written_again() -> None:
     model, tokenizer = towers.model("qwen3-5-vl"), towers.character_tokenizer()
     one = Video(towers.clip().frames[:2], 2.0)
-    (patches,) = ImageReader(model).patches("the test", [one])
+    (patches,) = ImageReader(model.config, model.image_options, model.video_options).patches("the test", [one])
     tokens = tokenizer.encode("A <vs><video><ve>")
     written = with_image_tokens("it", model.config, tokens, [patches], tokenizer)
     # Of 8 by 12 patches, each four make a token.

@@ -9,7 +9,7 @@ import pytest
 
 import detjax
 import detjax.demo
-from detjax import SamplingParams, backends
+from detjax import SamplingParams
 from detjax.engine import Constraint, Engine, EngineClosed, Request
 from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraints import CompiledConstraint, ConstraintCompiler, Masks, Matcher
@@ -19,6 +19,7 @@ from detjax.engine.page_pool import PagePool
 from detjax.engine.scheduler import Scheduler
 from detjax.engine.sequence import RequestContext, Sequence
 from detjax.engine.step_loop import StepLoop
+from detjax.runtime import backends
 from tests.engine import schedules
 from tests.engine.schedules import END, RememberingCompiler, RememberingRunner, expected_tokens
 from tests.support.waits import HANGS_AFTER

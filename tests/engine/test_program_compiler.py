@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import pytest
 
-from detjax import compilation
 from detjax.engine import BatchShapes, Completion, StepLoop, program_compiler
 from detjax.engine.compiler_process import CompilerFailed, CompilerProcess, Task
 from detjax.engine.program_compiler import Compilation, ProgramCompiler
 from detjax.engine.step_programs import StepPrograms
+from detjax.runtime import compilation
 from tests.support.compiled_programs import compiled_programs
 from tests.support.small_loops import VARIANTS, answers, small_loop
 from tests.support.waits import HANGS_AFTER

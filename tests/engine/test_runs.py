@@ -30,9 +30,9 @@ from detjax.engine.model_runner import ModelRunner
 from detjax.engine.page_pool import PagePool
 from detjax.engine.sequence import RequestContext, samples
 from detjax.engine.step_programs import RUN_STEPS
-from detjax.kv_pages import Queries
 from detjax.models import Decoder, Tokenizer, load, mesh_of, sharded
-from detjax.options import KVQuantization
+from detjax.operands.kv_pages import Queries
+from detjax.operands.options import KVQuantization
 from tests.engine.state_schedules import FIXTURES, KINDS, bits, model_of
 from tests.support.bits import assert_same_bits
 from tests.support.simulated_devices import ALL_HOLD, run_on_devices
@@ -369,7 +369,7 @@ def test_runs_are_for_gpus_unless_asked_for() -> None:
     assert EngineConfig().resolved(loaded()[0]).runs_of == 0
     assert EngineConfig(runs_of=3).resolved(loaded()[0]).step_loop().runs_of == 3
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("detjax.backends.target", lambda: "gpu")
+        patch.setattr("detjax.runtime.backends.target", lambda: "gpu")
         assert EngineConfig().resolved(loaded()[0]).runs_of == 64
         assert EngineConfig(runs_of=0).resolved(loaded()[0]).runs_of == 0
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from detjax.device_links import Buffers, DeviceLinks
 from detjax.engine import BatchShapes, StepLoop, StepLoopConfig, model_runner, program_compiler
 from detjax.engine.model_runner import ModelRunner
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.models import sharded
+from detjax.runtime.device_links import Buffers, DeviceLinks
 from tests.support.simulated_devices import ALL_HOLD, run_on_devices
 from tests.support.small_loops import VARIANTS, answers, small_loop, small_model
 

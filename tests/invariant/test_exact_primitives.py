@@ -17,7 +17,7 @@ from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
 from benchmarks.studies.random_programs.programs import COMPILATIONS, MOST_ROWS, met, random_rows
-from detjax.audit.freedoms import Freedoms
+from detjax.audit.certification.freedoms import Freedoms
 from detjax.invariant import equations
 
 BATCHES = (1, 2, 3, 17, 33, 129, 257)

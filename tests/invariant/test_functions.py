@@ -10,9 +10,9 @@ import pytest
 from jax import Array, lax
 
 import detjax
-from detjax import backends
 from detjax.invariant import batched, loops, products
 from detjax.invariant.equations import Program
+from detjax.runtime import backends
 from tests.invariant import functions
 from tests.invariant.functions import W, inputs
 from tests.support.bits import assert_same_bits, same_bits

@@ -10,8 +10,8 @@ from flax import linen as nn
 from flax import nnx
 from jax import Array
 
-import detjax.linen
-import detjax.nnx
+import detjax.models.linen
+import detjax.models.nnx
 from tests.invariant.models import Transformer
 from tests.support.bits import assert_same_bits
 
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], Array]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_is_flax_layer_with_rows_of_their_own(name: str) -> None:
     arguments, options, x = CASES[name]
-    layer = getattr(detjax.nnx, name)(*arguments, **options, rngs=nnx.Rngs(0))
+    layer = getattr(detjax.models.nnx, name)(*arguments, **options, rngs=nnx.Rngs(0))
     original = getattr(nnx, name)(*arguments, **options, rngs=nnx.Rngs(0))
     y = layer(x)
     np.testing.assert_allclose(y, original(x), rtol=0, atol=2e-5)
@@ -45,7 +45,7 @@ def test_a_layer_is_flax_layer_with_rows_of_their_own(name: str) -> None:
 
 
 def test_attention_takes_a_mask_of_each_row_or_of_all() -> None:
-    layer = detjax.nnx.MultiHeadAttention(4, 24, decode=False, rngs=nnx.Rngs(0))
+    layer = detjax.models.nnx.MultiHeadAttention(4, 24, decode=False, rngs=nnx.Rngs(0))
     original = nnx.MultiHeadAttention(4, 24, decode=False, rngs=nnx.Rngs(0))
     x = _x(3, 7, 24)
     for mask in (nnx.make_causal_mask(jnp.ones((3, 7))), nnx.make_causal_mask(jnp.ones((1, 7)))):
@@ -55,13 +55,13 @@ def test_attention_takes_a_mask_of_each_row_or_of_all() -> None:
 @pytest.mark.sampled(0)
 def test_layers_are_replaced_in_place() -> None:
     model, original = (Transformer(jnp.float32, nnx.Rngs(0)) for _ in range(2))
-    assert detjax.nnx.replace_layers(model) == 11
-    assert type(model.block.up) is detjax.nnx.Linear and type(model.block.norm) is detjax.nnx.LayerNorm
+    assert detjax.models.nnx.replace_layers(model) == 11
+    assert type(model.block.up) is detjax.models.nnx.Linear and type(model.block.norm) is detjax.models.nnx.LayerNorm
     assert_same_bits(nnx.state(model), nnx.state(original))
     tokens = jnp.asarray([[1, 2, 3], [4, 5, 6]])
     np.testing.assert_allclose(model(tokens), original(tokens), rtol=0, atol=2e-5)
     with pytest.raises(ValueError, match="BatchNorm has no layer to replace"):
-        detjax.nnx.replace_layers(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+        detjax.models.nnx.replace_layers(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
 
 
 LINEN: dict[str, tuple[tuple[Any, ...], Array]] = {
@@ -78,7 +78,7 @@ LINEN: dict[str, tuple[tuple[Any, ...], Array]] = {
 @pytest.mark.parametrize("name", LINEN)
 def test_a_linen_layer_is_flax_layer_with_rows_of_their_own(name: str) -> None:
     arguments, x = LINEN[name]
-    layer, original = (getattr(module, name)(*arguments) for module in (detjax.linen, nn))
+    layer, original = (getattr(module, name)(*arguments) for module in (detjax.models.linen, nn))
     variables = layer.init(jax.random.key(0), x)
     assert_same_bits(variables, original.init(jax.random.key(0), x))
     y = layer.apply(variables, x)
@@ -97,7 +97,7 @@ def test_linen_layers_work_within_a_model_that_trains() -> None:
             x = self.layers.MultiHeadDotProductAttention(4)(self.layers.LayerNorm()(x), mask=mask)
             return self.layers.Dense(8)(x)
 
-    model, x = Model(detjax.linen), _x(3, 7, 24)
+    model, x = Model(detjax.models.linen), _x(3, 7, 24)
     variables = model.init(jax.random.key(0), x)
     # The names of layers are those of their classes, and so are Flax' own.
     actual = jax.grad(lambda v: jnp.sum(jnp.sin(model.apply(v, x))))(variables)

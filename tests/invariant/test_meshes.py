@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import detjax
-from detjax import varying
+from detjax.runtime import varying
 from examples import train_wrapped_model
 from tests.invariant import functions
 from tests.invariant.functions import W, inputs

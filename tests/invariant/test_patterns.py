@@ -13,9 +13,10 @@ from jax import Array, lax
 
 import detjax
 from benchmarks.studies import invariant
-from detjax import backends, compilation, ops
+from detjax import ops
 from detjax.invariant import batched, patterns
 from detjax.invariant.equations import Program
+from detjax.runtime import backends, compilation
 from tests.support.bits import assert_same_bits
 
 X = jnp.asarray(np.random.default_rng(5).standard_normal((3, 4, 21)) * 6, jnp.float32)

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.studies.random_programs import programs as random_programs
 from benchmarks.studies.random_programs.programs import COMPILATIONS, Program, Step, judged, smallest
-from detjax.audit import signs
+from detjax.audit.certification import signs
 
 TOGETHER = 10
 PROGRAMS = 2000

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 
 import detjax
-from detjax import compilation
+from detjax.runtime import compilation
 from tests.support.bits import assert_same_bits, same_bits
 
 

@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from detjax.models import CheckpointError, checkpoint, load
+from detjax.models import CheckpointError, load
+from detjax.models.checkpoint import loading as checkpoint
 from tests.models.hugging_face import EMBEDDING, FIXTURES, HEAD, INDEX, SINGLE, changed_json, changed_tensors, copied
 
 Q_PROJ, K_PROJ = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")

@@ -15,10 +15,11 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import detjax
-from detjax import compilation, models, ops
+from detjax import models, ops
 from detjax.models.cache import declarations
 from detjax.models.mesh import Call, _run, cuts_of, specs_of
 from detjax.models.network import parameters, split
+from detjax.runtime import compilation
 from tests.support.bits import assert_same_bits
 from tests.support.simulated_devices import ALL_HOLD, run_on_devices
 

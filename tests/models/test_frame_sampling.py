@@ -5,8 +5,8 @@ import re
 import pytest
 
 from detjax.models import CheckpointError
-from detjax.models.frame_sampling import FrameSampling
-from detjax.models.images import ImageOptions
+from detjax.models.vision.frame_sampling import FrameSampling
+from detjax.models.vision.images import ImageOptions
 from tests.support import towers
 from tests.support.towers import QWEN2_5_VL, QWEN3_5, reference
 

@@ -16,7 +16,7 @@ from flax import nnx
 import detjax
 from detjax import ops
 from detjax.models import CheckpointError, Decoder, DecoderConfig, GenerationDefaults, KVCache, digest, load, save
-from detjax.models.family import description
+from detjax.models.configuration.family import description
 from detjax.ops.rotary import LinearScaling, RotaryEmbedding
 from tests.support.bits import assert_same_bits, same_bits
 

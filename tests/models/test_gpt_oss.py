@@ -16,14 +16,14 @@ from flax import nnx
 
 import detjax
 from detjax import ops
-from detjax.accumulated_weight import AccumulatedWeight
 from detjax.contract import KV_BLOCK, QUERY_UNIT
-from detjax.kv_pages import KVPages, Queries
 from detjax.models import CheckpointError, DecoderConfig, load, save
-from detjax.models.gpt_oss import LogitRouter
+from detjax.models.families.gpt_oss import LogitRouter
 from detjax.models.parts.experts import ExpertsOptions
+from detjax.operands.accumulated_weight import AccumulatedWeight
+from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.options import Clamp
 from detjax.ops.rotary import RotaryEmbedding, YarnScaling
-from detjax.options import Clamp
 from tests.models.hugging_face import (
     FIXTURES,
     SINGLE,

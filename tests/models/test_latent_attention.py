@@ -16,10 +16,10 @@ import detjax
 from detjax import SamplingParams, ops
 from detjax.contract import KV_BLOCK
 from detjax.engine import Engine, Generation, Request
-from detjax.kv_pages import KeyColumns
 from detjax.models import CheckpointError, Decoder, DecoderConfig, KVCache, digest, load, save
 from detjax.models.parts.grouped_experts import GroupedExpertsOptions, GroupLimitedRouter
 from detjax.models.parts.latent_attention import LatentAttention, LatentAttentionOptions, LatentOptions
+from detjax.operands.kv_pages import KeyColumns
 from detjax.ops.rotary import RotaryEmbedding, YarnScaling
 from tests.models.hugging_face import FIXTURES, SINGLE, changed_tensors, copied, tensors
 from tests.support.bits import assert_same_bits, same_bits

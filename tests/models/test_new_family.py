@@ -16,14 +16,14 @@ from safetensors.numpy import load_file
 import detjax
 from detjax import SamplingParams
 from detjax.bench import presets
-from detjax.kv_pages import KVPages, Queries
 from detjax.models import CheckpointError, Decoder, DecoderConfig, KVCache, load, save
-from detjax.models.family import Family, LayerOptions, families
-from detjax.models.json_object import JsonObject
+from detjax.models.configuration.family import Family, LayerOptions, families
+from detjax.models.configuration.json_object import JsonObject
 from detjax.models.parts.attention import Attention, AttentionOptions
 from detjax.models.parts.mlp import GatedMLP, MLPOptions
 from detjax.models.parts.norm import RMSNorm
 from detjax.models.parts.state import PagedKeysAndValues
+from detjax.operands.kv_pages import KVPages, Queries
 from tests.support.bits import assert_same_bits
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import detjax
 from detjax import models, ops
 from detjax.models.mesh import put_everywhere
-from detjax.rl.placement import Placement
+from detjax.rl.trainer.placement import Placement
 from tests.support.bits import assert_same_bits
 from tests.support.one_layer import one_layer
 from tests.support.waits import HANGS_AFTER

@@ -15,11 +15,11 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from detjax.models import CheckpointError, DecoderConfig, load, save
-from detjax.models.json_object import JsonObject
-from detjax.models.quantization import BlockFormat
-from detjax.models.stored_formats import stored_format
-from detjax.models.weight_files import open_weights
+from detjax.models import CheckpointError, load, save
+from detjax.models.checkpoint.quantization import BlockFormat
+from detjax.models.checkpoint.stored_formats import stored_format
+from detjax.models.checkpoint.weight_files import open_weights
+from detjax.models.configuration.json_object import JsonObject
 from tests.models.hugging_face import FIXTURES, SINGLE, changed_json, changed_tensors, copied, tensors
 from tests.support.bits import assert_same_bits
 
@@ -130,7 +130,7 @@ def test_a_matrix_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     codes, scales = random.integers(0, 127, (50, 24), dtype=np.uint8), random.standard_normal((13, 3), np.float32)
     parts = {"w.weight": codes.view(ml_dtypes.float8_e4m3fn), "w.weight_scale_inv": scales}
     whole = values(fp8_config(4, 8), parts, tmp_path)
-    monkeypatch.setattr("detjax.models.quantization._NUMBERS_AT_ONCE", 300)
+    monkeypatch.setattr("detjax.models.checkpoint.quantization._NUMBERS_AT_ONCE", 300)
     assert_same_bits(values(fp8_config(4, 8), parts, tmp_path), whole)
 
 
@@ -342,6 +342,6 @@ def group_with(**changes: Any) -> dict[str, Any]:
 def test_other_quantizations_are_refused_by_key(config: dict[str, Any], words: str) -> None:
     raw = json.loads((FIXTURES / "qwen3" / "config.json").read_text()) | {"quantization_config": config}
     with pytest.raises(CheckpointError) as error:
-        DecoderConfig.from_hugging_face(raw, "config.json")
+        stored_format(JsonObject(raw, "config.json"))
     assert str(error.value).startswith("config.json: quantization_config.")
     assert words in str(error.value)

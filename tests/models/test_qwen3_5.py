@@ -11,7 +11,7 @@ import pytest
 
 from detjax.bench import cases, presets
 from detjax.models import CheckpointError, DecoderConfig, GenerationDefaults, digest, load, save
-from detjax.models.family import description
+from detjax.models.configuration.family import description
 from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.gated_experts import GatedExpertsOptions
 from detjax.models.parts.parameters import Tensors

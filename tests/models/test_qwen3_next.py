@@ -17,8 +17,8 @@ from detjax.models import CheckpointError, Decoder, DecoderConfig, KVCache, load
 from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.gated_experts import GatedExpertsOptions
 from detjax.models.parts.state import StateSize
+from detjax.operands.linear_attention_state import DROPPABLE_TOKENS
 from detjax.ops.rotary import LinearScaling, RotaryEmbedding, YarnScaling
-from detjax.request_state import DROPPABLE_TOKENS
 from tests.models.hugging_face import changed_tensors
 from tests.support.bits import assert_same_bits, same_bits
 

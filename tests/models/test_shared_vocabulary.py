@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import detjax
-from detjax import compilation, models
+from detjax import models
 from detjax.contract import SOFTMAX_BLOCK
 from detjax.engine import step_programs
 from detjax.engine.constraints import all_allowed
@@ -23,8 +23,9 @@ from detjax.engine.step_programs import SampledRows, SamplingVariant, SlotState
 from detjax.models.network import split
 from detjax.models.parts.cuts import Cut
 from detjax.models.parts.logits import cut_by_blocks
-from detjax.options import Distribution
-from detjax.sampling_arrays import LogitAdjustments, SamplingArrays
+from detjax.operands.options import Distribution
+from detjax.operands.sampling_arrays import LogitAdjustments, SamplingArrays
+from detjax.runtime import compilation
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.simulated_devices import ALL_HOLD, run_on_devices
 

@@ -16,10 +16,10 @@ import safetensors.numpy
 from flax import nnx
 
 from detjax import models
-from detjax.models import checkpoint
+from detjax.models.checkpoint import loading as checkpoint
+from detjax.models.checkpoint.unread import UnreadParameter
+from detjax.models.checkpoint.weight_files import StoredTensor, open_weights
 from detjax.models.parts.parameters import Tensors
-from detjax.models.unread import UnreadParameter
-from detjax.models.weight_files import StoredTensor, open_weights
 from tests.support.bits import assert_same_bits
 from tests.support.simulated_devices import ALL_HOLD, ROOT, run_on_devices
 

@@ -9,9 +9,9 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from detjax.models import video_files
-from detjax.models.frame_sampling import FrameSampling
-from detjax.models.video_files import read_frames, read_video
+from detjax.models.vision import video_files
+from detjax.models.vision.frame_sampling import FrameSampling
+from detjax.models.vision.video_files import read_frames, read_video
 from tests.support.bits import assert_same_bits
 
 ALL = FrameSampling(fps=1000.0, min_frames=1)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from detjax.models import CheckpointError, Video
-from detjax.models.images import ImageOptions, TokenGrid, image_rows, places, token_coordinates, token_grid
-from detjax.models.videos import video_patches
+from detjax.models.vision.images import ImageOptions, TokenGrid, image_rows, places, token_coordinates, token_grid
+from detjax.models.vision.videos import video_patches
 from tests.support import towers
 from tests.support.bits import assert_same_bits
 from tests.support.towers import QWEN2_5_VL, QWEN3_5, VIDEO_NAME, model, random_patches, reference, video

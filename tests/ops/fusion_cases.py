@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from detjax import ops
-from detjax.accumulated_weight import AccumulatedWeight
-from detjax.options import Clamp, Distribution
+from detjax.operands.accumulated_weight import AccumulatedWeight
+from detjax.operands.options import Clamp, Distribution
 from tests.ops import delta_cases
 from tests.support.append_cases import Append
 from tests.support.attention_requests import Requests

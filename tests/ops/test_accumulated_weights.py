@@ -13,9 +13,9 @@ import pytest
 
 import detjax
 from detjax import ops
-from detjax.accumulated_weight import AccumulatedWeight
+from detjax.operands.accumulated_weight import AccumulatedWeight
+from detjax.operands.rounding import rounded
 from detjax.ops.token_logprobs import CHUNK
-from detjax.rounding import rounded
 from tests.ops import references
 from tests.ops.cases import at
 from tests.support.bits import assert_same_bits, same_bits

@@ -13,7 +13,7 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.contract import DELTA_CHUNK
-from detjax.request_state import DROPPABLE_TOKENS
+from detjax.operands.linear_attention_state import DROPPABLE_TOKENS
 from tests.ops import delta_cases as cases
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.unchecked import unchecked, without_checks

@@ -10,8 +10,9 @@ import sys
 import pytest
 
 import detjax
-from detjax import backends, ops
+from detjax import ops
 from detjax.ops.dispatch import Operation
+from detjax.runtime import backends
 
 OPERATIONS = {
     value.name: value

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import detjax
-from detjax import backends, ops
-from detjax.options import Aggregation
+from detjax import ops
+from detjax.operands.options import Aggregation
+from detjax.runtime import backends
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.unchecked import unchecked
 

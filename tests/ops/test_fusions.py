@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import detjax
-from detjax.fusions import FUSIONS
+from detjax.runtime.fusions import FUSIONS
 from tests.ops.fusion_cases import CASES, PAIRS
 from tests.support.bits import assert_same_bits
 

@@ -10,8 +10,8 @@ import pytest
 
 import detjax
 from detjax import ops
-from detjax.accumulated_weight import AccumulatedWeight
-from detjax.options import Clamp
+from detjax.operands.accumulated_weight import AccumulatedWeight
+from detjax.operands.options import Clamp
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.unchecked import unchecked
 

@@ -10,7 +10,7 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import append
+from detjax.operands.kv_pages import append
 from tests.ops.attention_cases import OPTIONS, Request, pool, sinks
 from tests.ops.cases import in_dtype
 from tests.support.bits import assert_same_bits, same_bits

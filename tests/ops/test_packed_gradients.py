@@ -12,9 +12,9 @@ import pytest
 
 import detjax
 from detjax import ops
-from detjax.accumulated_weight import AccumulatedWeight
 from detjax.contract import KV_BLOCK, QUERY_UNIT, WEIGHT_GRADIENT_TOKENS
-from detjax.numerics import ceil_div, round_up
+from detjax.operands.accumulated_weight import AccumulatedWeight
+from detjax.operands.numerics import ceil_div, round_up
 from tests.support.bits import assert_same_bits
 
 WIDTH = 16

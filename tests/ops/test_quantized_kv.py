@@ -12,8 +12,8 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK, KV_LARGEST_CODE, KV_SMALLEST
+from detjax.operands.quantized_pages import CODE_DTYPES
 from detjax.ops.quantized_kv import KINDS
-from detjax.quantized_pages import CODE_DTYPES
 from tests.ops.attention_cases import OPTIONS, Pool, Request, attend, pool, sinks
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.unchecked import unchecked

@@ -12,7 +12,7 @@ import pytest
 
 import detjax
 from detjax import ops
-from detjax.request_state import DROPPABLE_TOKENS
+from detjax.operands.linear_attention_state import DROPPABLE_TOKENS
 from tests.ops.cases import at
 from tests.ops.delta_cases import queries
 from tests.support.bits import assert_same_bits, same_bits

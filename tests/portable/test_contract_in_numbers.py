@@ -8,10 +8,10 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.contract import KEY_GROUPS, KEY_LANES, KV_BLOCK, LANE_GROUP, LANES, WEIGHT_GRADIENT_TOKENS
-from detjax.options import Masking
+from detjax.operands.options import Masking
+from detjax.operands.rounding import rounded
 from detjax.portable import attention as portable_attention
 from detjax.portable.tiles import fold_rows, map_rows, row_sum
-from detjax.rounding import rounded
 from tests.support.bits import assert_same_bits, same_bits
 
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from detjax.numerics import sample_key
+from detjax.operands.numerics import sample_key
+from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.portable import sampling
-from detjax.sampling_arrays import SamplingArrays
 
 
 def kept(logits: list[float], *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:

@@ -9,14 +9,14 @@ from jaxtyping import DTypeLike
 
 from detjax.bench import presets
 from detjax.models import Decoder, GenerationDefaults, Tokenizer
-from detjax.options import Distribution
-from detjax.rl.characters import character_tokenizer
-from detjax.rl.losses import LogLikelihood
-from detjax.rl.microbatches import Layout
-from detjax.rl.optimizers import adamw
-from detjax.rl.run import RunConfig
-from detjax.rl.trainer import Trainer
-from detjax.rl.training import Plan
+from detjax.operands.options import Distribution
+from detjax.rl.runs.characters import character_tokenizer
+from detjax.rl.runs.run import RunConfig
+from detjax.rl.trainer.losses import LogLikelihood
+from detjax.rl.trainer.microbatches import Layout
+from detjax.rl.trainer.optimizers import adamw
+from detjax.rl.trainer.step import Plan
+from detjax.rl.trainer.trainer import Trainer
 
 LEARNING_RATE = 3e-3
 

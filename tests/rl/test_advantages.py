@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from detjax.rl.advantages import grpo, normalization, reinforce, rloo
+from detjax.rl.policy_gradients.advantages import grpo, normalization, reinforce, rloo
 from tests.support.bits import assert_same_bits
 from tests.support.unchecked import unchecked
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from detjax.models import Tokenizer
-from detjax.rl.characters import CHARACTERS, END_TOKEN, character_tokenizer
+from detjax.rl.runs.characters import CHARACTERS, END_TOKEN, character_tokenizer
 from detjax.rl.tasks import TASKS
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from detjax.audit.logprobs import check_pairs
-from detjax.rl.corrections import none, sequence_masked, sequence_truncated, token_truncated
+from detjax.audit.comparison.logprobs import check_pairs
+from detjax.rl.policy_gradients.corrections import none, sequence_masked, sequence_truncated, token_truncated
 from tests.support.bits import assert_same_bits
 from tests.support.unchecked import unchecked
 

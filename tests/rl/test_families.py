@@ -13,11 +13,11 @@ import detjax
 from detjax.engine import Completion, Engine, Request, SamplingParams
 from detjax.models import Decoder, load
 from detjax.models.network import split
-from detjax.rl.losses import LogLikelihood
-from detjax.rl.microbatches import Layout, Packed, Rows, Sample
-from detjax.rl.optimizers import adamw
-from detjax.rl.trainer import Trainer
-from detjax.rl.training import Plan, batch_gradients
+from detjax.rl.trainer.losses import LogLikelihood
+from detjax.rl.trainer.microbatches import Layout, Packed, Rows, Sample
+from detjax.rl.trainer.optimizers import adamw
+from detjax.rl.trainer.step import Plan, batch_gradients
+from detjax.rl.trainer.trainer import Trainer
 from tests.support.bits import assert_same_bits, same_bits
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

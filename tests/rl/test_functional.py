@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from detjax import cli
 from detjax.engine import Engine
 from detjax.rl import functional
-from detjax.rl.losses import ClippedRatio, LogLikelihood
-from detjax.rl.microbatches import Packed, Rows
-from detjax.rl.optimizers import adamw
-from detjax.rl.policy import CHECKPOINT
 from detjax.rl.rollouts import prompt_seeds
+from detjax.rl.runs.policy import CHECKPOINT
+from detjax.rl.trainer.losses import ClippedRatio, LogLikelihood
+from detjax.rl.trainer.microbatches import Packed, Rows
+from detjax.rl.trainer.optimizers import adamw
 from tests.rl import policies
 from tests.rl.training_cases import samples
 from tests.support.bits import assert_same_bits, same_bits

@@ -8,13 +8,13 @@ import pytest
 
 import detjax
 from detjax.engine import Request, SamplingParams
-from detjax.engine.images import ImageReader
 from detjax.models.network import split
-from detjax.rl.losses import LogLikelihood
-from detjax.rl.microbatches import Layout, Packed, Rows, Sample
-from detjax.rl.optimizers import adamw
-from detjax.rl.trainer import Trainer
-from detjax.rl.training import Plan
+from detjax.models.vision.prompt_images import ImageReader
+from detjax.rl.trainer.losses import LogLikelihood
+from detjax.rl.trainer.microbatches import Layout, Packed, Rows, Sample
+from detjax.rl.trainer.optimizers import adamw
+from detjax.rl.trainer.step import Plan
+from detjax.rl.trainer.trainer import Trainer
 from tests.support import towers
 from tests.support.bits import assert_same_bits, same_bits
 
@@ -36,7 +36,7 @@ def requests(name: str) -> list[Request]:
 def sampled(name: str) -> tuple[list[Sample], list[np.ndarray]]:
     """A sample of each request's answer, and the sampler's logprobs."""
     model, given = towers.model(name, "bfloat16"), requests(name)
-    reader = ImageReader(model)
+    reader = ImageReader(model.config, model.image_options, model.video_options)
     answers = detjax.generate(
         model, [one.prompt for one in given], given[0].sampling, images=[one.images for one in given]
     )
@@ -86,7 +86,9 @@ def test_a_step_has_the_same_bits_in_every_layout_and_leaves_the_tower(name: str
 
 def test_images_that_are_not_those_of_the_prompt_are_refused() -> None:
     one, request = trainer(NAMES[1], Rows(2, 160)), requests(NAMES[1])[0]
-    images = ImageReader(towers.model(NAMES[1], "bfloat16")).patches("the test", request.images)
+    model = towers.model(NAMES[1], "bfloat16")
+    reader = ImageReader(model.config, model.image_options, model.video_options)
+    images = reader.patches("the test", request.images)
     whole = np.array([*request.prompt, 5, 6], np.int32)
     with pytest.raises(ValueError, match=r"sample 0 has 2 places for images.* and comes with 1 images"):
         one.logprobs([Sample(whole, *np.zeros((2, 2), np.float32), images=images[:1])])

@@ -7,11 +7,11 @@ import pytest
 
 import detjax
 from detjax.models.network import abstract, split
-from detjax.rl.leaf_rounds import leaf_rounds
-from detjax.rl.optimizers import adamw, global_norm
-from detjax.rl.placement import Placement
-from detjax.rl.policy import small_policy
-from detjax.rl.train_state import initial_state, update, weights_of
+from detjax.rl.runs.policy import small_policy
+from detjax.rl.trainer.leaf_rounds import leaf_rounds
+from detjax.rl.trainer.optimizers import adamw, global_norm
+from detjax.rl.trainer.placement import Placement
+from detjax.rl.trainer.train_state import initial_state, update, weights_of
 from tests.support.bits import assert_same_bits
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from detjax.rl.log import RunLog
+from detjax.rl.runs.log import RunLog
 
 
 def file_console() -> Console:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from detjax.contract import KV_BLOCK, WEIGHT_GRADIENT_TOKENS
-from detjax.rl.microbatches import Layout, Microbatch, Packed, PlacedMicrobatch, Rows, Sample, by_sequence
+from detjax.rl.trainer.microbatches import Layout, Microbatch, Packed, PlacedMicrobatch, Rows, Sample, by_sequence
 
 # A prompt of one token; a row that is filled to its end; one token more than a step of a gradient; two tokens.
 LENGTHS = ((1, 9), (30, 34), (16, 1), (1, 1), (2, 61), (20, 12), (33, 15))

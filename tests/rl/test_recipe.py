@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from detjax import models
-from detjax.rl import recipe
-from detjax.rl.microbatches import Packed, Rows
-from detjax.rl.policy import CHECKPOINT, DIFFICULTIES
-from detjax.rl.training import Plan
+from detjax.rl.runs import recipe
+from detjax.rl.runs.policy import CHECKPOINT, DIFFICULTIES
+from detjax.rl.trainer.microbatches import Packed, Rows
+from detjax.rl.trainer.step import Plan
 
 ROOT = Path(__file__).parents[2]
 

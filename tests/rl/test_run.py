@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 
 import detjax
-from detjax.audit.divergence import divergence
+from detjax.audit.comparison.divergence import divergence
 from detjax.engine import Engine, SamplingParams
 from detjax.models import Decoder
-from detjax.options import Distribution
-from detjax.rl.microbatches import Layout, Packed, Rows, Sample
-from detjax.rl.placement import Placement
-from detjax.rl.policy_gradient import PolicyGradient
+from detjax.operands.options import Distribution
+from detjax.rl.policy_gradients.policy_gradient import PolicyGradient
 from detjax.rl.rollouts import Rollout, rollouts, seed_of
-from detjax.rl.run import Run, RunConfig, trainer_for
-from detjax.rl.run_state import RunState
-from detjax.rl.train_state import initial_state
-from detjax.rl.trainer import Trainer
-from detjax.rl.training import Plan
+from detjax.rl.runs.run import Run, RunConfig, trainer_for
+from detjax.rl.runs.run_state import RunState
+from detjax.rl.trainer.microbatches import Layout, Packed, Rows, Sample
+from detjax.rl.trainer.placement import Placement
+from detjax.rl.trainer.step import Plan
+from detjax.rl.trainer.train_state import initial_state
+from detjax.rl.trainer.trainer import Trainer
 from tests.rl import policies
 from tests.rl.training_cases import ADAMW, network
 from tests.support.bits import assert_same_bits
@@ -144,8 +144,8 @@ def test_the_step_size_rises_and_falls_as_the_configuration_says() -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from detjax.rl.microbatches import Packed, Rows
-from detjax.rl.run_state import RunState
+from detjax.rl.trainer.microbatches import Packed, Rows
+from detjax.rl.runs.run_state import RunState
 from tests.rl import policies
 from tests.rl.test_run import digest, made
 

@@ -10,15 +10,15 @@ import pytest
 from flax import nnx
 
 from detjax.engine import Constraint, Engine, SamplingParams
-from detjax.options import Distribution
+from detjax.operands.options import Distribution
 from detjax.rl import functional
-from detjax.rl.losses import ClippedRatio, LogLikelihood
-from detjax.rl.microbatches import Packed, Sample
-from detjax.rl.optimizers import adamw
-from detjax.rl.policy_gradient import PolicyGradient, supervised_samples
+from detjax.rl.policy_gradients.policy_gradient import PolicyGradient, supervised_samples
 from detjax.rl.rollouts import Rollout, prompt_seeds, rollouts
-from detjax.rl.trainer import Trainer
-from detjax.rl.training import Plan
+from detjax.rl.trainer.losses import ClippedRatio, LogLikelihood
+from detjax.rl.trainer.microbatches import Packed, Sample
+from detjax.rl.trainer.optimizers import adamw
+from detjax.rl.trainer.step import Plan
+from detjax.rl.trainer.trainer import Trainer
 from tests.rl import policies
 from tests.support.bits import assert_same_bits
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from detjax.rl.characters import CHARACTERS
+from detjax.rl.runs.characters import CHARACTERS
 from detjax.rl.tasks import MOST_DIFFICULT, TASKS, Example, Task, task_named
 from detjax.rl.tasks.draw import Draw
 

@@ -16,15 +16,16 @@ import pytest
 from flax import nnx
 
 import detjax
-from detjax import compilation, models
+from detjax import models
 from detjax.models.network import abstract, split
-from detjax.options import Distribution
-from detjax.rl.gradients import ShardTree, WeightSums, shard_bounds
-from detjax.rl.losses import ClippedRatio, LogLikelihood
-from detjax.rl.microbatches import Packed, Rows, Sample
-from detjax.rl.placement import Placement
-from detjax.rl.train_state import initial_state, update, weights_of
-from detjax.rl.training import Plan, _programs, batch_gradients
+from detjax.operands.options import Distribution
+from detjax.rl.trainer.gradients import ShardTree, WeightSums, shard_bounds
+from detjax.rl.trainer.losses import ClippedRatio, LogLikelihood
+from detjax.rl.trainer.microbatches import Packed, Rows, Sample
+from detjax.rl.trainer.placement import Placement
+from detjax.rl.trainer.step import Plan, _programs, batch_gradients
+from detjax.rl.trainer.train_state import initial_state, update, weights_of
+from detjax.runtime import compilation
 from tests.rl.training_cases import ADAMW, CONFIGS, network, samples, two_steps
 from tests.support.bits import assert_same_bits, same_bits
 

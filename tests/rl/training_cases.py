@@ -15,12 +15,12 @@ from detjax.models.network import Network, Weights, split
 from detjax.models.parts.grouped_experts import GroupedExpertsOptions
 from detjax.models.parts.latent_attention import LatentOptions
 from detjax.ops import RotaryEmbedding
-from detjax.rl.gradients import Loss
-from detjax.rl.losses import ClippedRatio
-from detjax.rl.microbatches import Sample
-from detjax.rl.optimizers import adamw
-from detjax.rl.train_state import initial_state, update, weights_of
-from detjax.rl.training import Plan, batch_gradients
+from detjax.rl.trainer.gradients import Loss
+from detjax.rl.trainer.losses import ClippedRatio
+from detjax.rl.trainer.microbatches import Sample
+from detjax.rl.trainer.optimizers import adamw
+from detjax.rl.trainer.step import Plan, batch_gradients
+from detjax.rl.trainer.train_state import initial_state, update, weights_of
 
 VOCABULARY = 64
 ADAMW = adamw(1e-2, weight_decay=0.1)

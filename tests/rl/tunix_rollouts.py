@@ -17,7 +17,7 @@ from tunix.rl import common  # pyright: ignore[reportMissingImports]
 from tunix.rl.rollout.base_rollout import RolloutConfig  # pyright: ignore[reportMissingImports]
 
 from detjax import models
-from detjax.rl.policy import CHECKPOINT
+from detjax.rl.runs.policy import CHECKPOINT
 from detjax.rl.tunix import TunixModel, TunixRollout, TunixTokenizer
 
 PROMPTS = ["12+34=", "7*8=", "12+34=", "31,2:", "7*8=", "12+34="]

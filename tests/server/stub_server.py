@@ -17,9 +17,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from detjax.server import ConnectionSettings, LogSettings, Server, bound_socket, logging_to_stderr
-from detjax.server.errors import to_api_error
-from detjax.server.guard import ClientGone, Guard
-from detjax.server.streaming import EventStream
+from detjax.server.http.errors import to_api_error
+from detjax.server.http.guard import ClientGone, Guard
+from detjax.server.http.streaming import EventStream
 from tests.server.running_server import wait_until
 
 EVENT = b"~" * (1 << 16)

@@ -10,10 +10,10 @@ from typing import Final
 
 import pytest
 
-from detjax.server import bodies
-from detjax.server.errors import ApiError, quote
-from detjax.server.field_marks import Ignored, Unserved
-from detjax.server.schemas import ChatRequest, CompletionRequest
+from detjax.server.api.field_marks import Ignored, Unserved
+from detjax.server.api.schemas import ChatRequest, CompletionRequest
+from detjax.server.http import bodies
+from detjax.server.http.errors import ApiError, quote
 
 MEGABYTE: Final = 1 << 20
 
@@ -86,9 +86,9 @@ def test_bodies_of_eight_megabytes_cost_a_small_multiple_of_it() -> None:
 
 _PEAKS: Final = """
 import json, pathlib
-from detjax.server import bodies
-from detjax.server.errors import ApiError
-from detjax.server.schemas import ChatRequest, CompletionRequest
+from detjax.server.http import bodies
+from detjax.server.http.errors import ApiError
+from detjax.server.api.schemas import ChatRequest, CompletionRequest
 from tests.server.test_bodies import WRONG
 
 def peak():

@@ -15,8 +15,8 @@ from typing import Any, cast
 import pytest
 
 from detjax.server import ConnectionSettings, tls_context
-from detjax.server.connections import Connection
-from detjax.server.guard import Guard
+from detjax.server.http.connections import Connection
+from detjax.server.http.guard import Guard
 from tests.server.stub_server import EVENT, stub_serving, wait_until
 from tests.support.waits import HANGS_AFTER
 

@@ -11,13 +11,13 @@ import pytest
 
 from detjax.engine import Completion, Engine, Generation, Request, SamplingParams, Token
 from detjax.models import Decoder, Tokenizer
-from detjax.server.api_calls import ServedModel
-from detjax.server.chat_calls import ChatCall
-from detjax.server.completion_calls import CompletionCall
-from detjax.server.json_pieces import parts
-from detjax.server.schemas import ChatRequest, CompletionRequest
-from detjax.server.texts import Texts
-from detjax.server.token_texts import TextOffsets, TokenTexts
+from detjax.server.api.api_calls import ServedModel
+from detjax.server.api.chat_calls import ChatCall
+from detjax.server.api.completion_calls import CompletionCall
+from detjax.server.api.schemas import ChatRequest, CompletionRequest
+from detjax.server.http.json_pieces import parts
+from detjax.server.text.texts import Texts
+from detjax.server.text.token_texts import TextOffsets, TokenTexts
 from tests.server.running_server import MODEL, Running, serving
 
 PROMPT = "A prompt of some length, "

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse
 
-from detjax.server.guard import Guard
-from detjax.server.json_pieces import TURN_BYTES, JsonPieces, parts
+from detjax.server.http.guard import Guard
+from detjax.server.http.json_pieces import TURN_BYTES, JsonPieces, parts
 from tests.support.waits import HANGS_AFTER
 
 TEXT = 'é你 "quoted" \\ \n \x01 \U0001f600 '

@@ -13,8 +13,8 @@ import pytest
 
 from detjax.engine import Engine, NotFinite, Request, SamplingParams
 from detjax.models import Decoder, Tokenizer
-from detjax.server.errors import ApiError
-from detjax.server.guard import ClientGone, Guard
+from detjax.server.http.errors import ApiError
+from detjax.server.http.guard import ClientGone, Guard
 from tests.server.running_server import MODEL, Running, serving, streams_held, wait_until
 from tests.support.bits import assert_same_bits
 from tests.support.waits import HANGS_AFTER

@@ -15,7 +15,7 @@ import pytest
 from detjax.engine import Engine
 from detjax.models import Decoder, Tokenizer
 from detjax.server import LogSettings, Settings, logging_to_stderr
-from detjax.server.hosts import is_loopback
+from detjax.server.http.hosts import is_loopback
 from tests.server.running_server import MODEL, Running, serving, streams_held, wait_until
 from tests.support.waits import HANGS_AFTER
 

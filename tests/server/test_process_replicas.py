@@ -28,12 +28,12 @@ from detjax.cli import app
 from detjax.engine import Engine, EngineClosed, EngineConfig, Request, SamplingParams, Token
 from detjax.models import Decoder, ModelOutline, Tokenizer
 from detjax.server import LogSettings, ProcessReplicas, Settings, app_of_replicas, create_app, no_accelerator
-from detjax.server import process_replicas as module
-from detjax.server.process_replicas import device_shares, visible_gpus
-from detjax.server.replica_engine import ReplicaFacts, ReplicaOptions
-from detjax.server.replica_messages import Alive, Answer, Call, End, Failed, Ready, Start
-from detjax.server.replica_process import Replica
-from detjax.server.replicas import ReplicatedEngine
+from detjax.server.replicas import processes as module
+from detjax.server.replicas.engine import ReplicaFacts, ReplicaOptions
+from detjax.server.replicas.messages import Alive, Answer, Call, End, Failed, Ready, Start
+from detjax.server.replicas.process import Replica
+from detjax.server.replicas.processes import device_shares, visible_gpus
+from detjax.server.replicated_engine import ReplicatedEngine
 from tests.server.running_server import MODEL, wait_until
 from tests.server.test_replicas import PENALIZED, REQUESTS, by_sample, responses, streamed
 from tests.support.bits import assert_same_bits

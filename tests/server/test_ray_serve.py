@@ -40,7 +40,7 @@ def test_bad_arguments_are_refused_before_anything_starts() -> None:
     }
     code = """
 import json, sys
-from detjax.server.ray_serve import Arguments, application
+from detjax.server.replicas.ray_serve import Arguments, application
 for arguments in json.loads(sys.argv[1]):
     try:
         application(eval(f"Arguments(model='.', {arguments})"))

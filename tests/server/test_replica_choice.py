@@ -8,7 +8,7 @@ from detjax.contract import KV_BLOCK
 from detjax.engine import Engine, EngineConfig, Request
 from detjax.engine.request_reader import RequestReader
 from detjax.models import Decoder, Tokenizer
-from detjax.server.replica_choice import ReplicaChoice, first_pages
+from detjax.server.replicas.choice import ReplicaChoice, first_pages
 from tests.support.towers import FIXTURES, IMAGE
 
 ALL = range(3)

@@ -16,7 +16,7 @@ from detjax.engine import Engine, EngineClosed, NotFinite, Request, SamplingPara
 from detjax.models import Decoder, ModelOutline, Tokenizer
 from detjax.server import Settings, create_app
 from detjax.server.app import app_of
-from detjax.server.replicas import MOST_LOSSES, Batch, ReplicaLost, ReplicatedEngine, batches
+from detjax.server.replicated_engine import MOST_LOSSES, Batch, ReplicaLost, ReplicatedEngine, batches
 from tests.server.running_server import MODEL
 from tests.support.bits import assert_same_bits
 
@@ -147,7 +147,7 @@ def test_other_bits_of_another_replica_are_an_error(engine: Engine, loaded: tupl
 def test_requests_that_lose_every_replica_end(
     engine: Engine, loaded: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("detjax.server.replicas._PAUSE", 0)
+    monkeypatch.setattr("detjax.server.replicated_engine._PAUSE", 0)
     for answer in (lambda _: [EngineClosed("Engine: it has failed")], lambda _: []):
         replicas = OtherReplicas(answer)
         with pytest.raises(EngineClosed, match=f"has lost {MOST_LOSSES} replicas one after the other"):

@@ -10,7 +10,7 @@ import pytest
 
 from detjax.engine import Engine
 from detjax.models import Decoder, Tokenizer
-from detjax.server.field_types import MOST_TOKENS
+from detjax.server.http.field_types import MOST_TOKENS
 from detjax.version import __version__
 from tests.server.running_server import MODEL, Running, serving
 from tests.support.waits import HANGS_AFTER

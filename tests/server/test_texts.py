@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from detjax.models import Tokenizer
-from detjax.models.tokenizer import byte_alphabet
-from detjax.server.text_bounds import bytes_per_token
-from detjax.server.texts import TextRefused, Texts, TextTooLong
+from detjax.models.text.tokenizer import byte_alphabet
+from detjax.server.text.bounds import bytes_per_token
+from detjax.server.text.texts import TextRefused, Texts, TextTooLong
 from tests.server.running_server import FIXTURE, wait_until
 
 
@@ -165,8 +165,8 @@ def test_workers_end_with_a_server_that_is_killed(tmp_path: Path) -> None:
 import asyncio, time
 from pathlib import Path
 from detjax.models import Tokenizer
-from detjax.models.tokenizer import byte_alphabet
-from detjax.server.texts import Texts
+from detjax.models.text.tokenizer import byte_alphabet
+from detjax.server.text.texts import Texts
 texts = Texts(Tokenizer.load(Path({str(FIXTURE)!r})))
 asyncio.run(texts.encode(["x" * 5000], limit=10**6))
 print(*(worker._process.pid for worker in texts._workers if worker._process is not None), flush=True)

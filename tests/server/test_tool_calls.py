@@ -8,8 +8,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from detjax.server.call_readers import Arguments, CallBegins, Content
-from detjax.server.tool_calls import HermesParser, LlamaParser, MistralParser, ToolCallParser, parser_of
+from detjax.server.tools.call_readers import Arguments, CallBegins, Content
+from detjax.server.tools.parsers import HermesParser, LlamaParser, MistralParser, ToolCallParser, parser_of
 
 type Calls = list[tuple[str, str]]
 

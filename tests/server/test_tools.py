@@ -13,8 +13,8 @@ import pytest
 from detjax.engine import Completion, Engine, Generation, Request, Token
 from detjax.engine.constraints import ConstraintCompiler
 from detjax.models import Decoder, Tokenizer
-from detjax.server.tool_formats import tool_format
-from detjax.server.tools import ChatTool, ToolUse
+from detjax.server.tools.definitions import ChatTool, ToolUse
+from detjax.server.tools.formats import tool_format
 from tests.server.running_server import MODEL, Running, serving
 from tests.server.tool_models import HERMES, NOW, TEMPLATES, UNKNOWN, WEATHER, WITHOUT_TOOLS, with_marks
 
@@ -295,7 +295,9 @@ def test_ids_of_calls_are_functions_of_the_answers_id(
     with serving(marked_engine, (loaded[0], tokenizer)) as one, one.client() as client:
         with (
             answering(marked_engine, tokenizer, TWO["hermes"]),
-            unittest.mock.patch("detjax.server.api_calls.uuid.uuid4", return_value=unittest.mock.Mock(hex="0" * 32)),
+            unittest.mock.patch(
+                "detjax.server.api.api_calls.uuid.uuid4", return_value=unittest.mock.Mock(hex="0" * 32)
+            ),
         ):
             answers = [client.chat.completions.create(**ASKED).choices[0].message for _ in range(2)]
             assert answers[0] == answers[1]

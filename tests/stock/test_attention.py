@@ -10,7 +10,7 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK, QUERY_UNIT
-from detjax.options import Masking
+from detjax.operands.options import Masking
 from detjax.stock import attention as stock
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 64

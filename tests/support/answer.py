@@ -76,7 +76,7 @@ def main() -> None:
     import detjax
     from detjax import ops
     from detjax.models.network import split
-    from detjax.numerics import sample_key
+    from detjax.operands.numerics import sample_key
     from tests.support.one_layer import one_layer
 
     drawn, tokenizer = one_layer(ROOT / "tests" / "fixtures" / "qwen3", seed=1)

@@ -13,8 +13,8 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import KVPages, Queries
-from detjax.options import Masking
+from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.options import Masking
 from detjax.pallas.hopper import attention
 from detjax.pallas.hopper.attention import decode as hopper_decode
 from detjax.pallas.hopper.attention.decode import Schedule

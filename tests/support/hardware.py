@@ -8,7 +8,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    from detjax import backends  # The first import is the conftest's, which checks types.
+    from detjax.runtime import backends  # The first import is the conftest's, which checks types.
 
     if item.get_closest_marker("hopper") and not backends.runs_here("hopper"):
         pytest.skip("needs a Hopper GPU")

@@ -8,9 +8,9 @@ import numpy as np
 import tokenizers
 
 from detjax.models import Decoder, Tokenizer, Video, load
-from detjax.models.frame_sampling import FrameSampling
-from detjax.models.images import ImagePatches, image_patches
 from detjax.models.parts.vision import VisionOptions
+from detjax.models.vision.frame_sampling import FrameSampling
+from detjax.models.vision.images import ImagePatches, image_patches
 
 FIXTURES: Final = Path(__file__).parents[1] / "fixtures"
 NAMES: Final = ("qwen2_5_vl-tiny", "qwen3-5-vl", "qwen3-5-moe-vl")

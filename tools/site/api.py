@@ -12,19 +12,19 @@ MODULES: Final = {
     "api/models.md": ("detjax.models",),
     "api/engine.md": ("detjax.engine",),
     "api/audit.md": ("detjax.audit",),
-    "api/layers.md": ("detjax.nnx", "detjax.linen"),
+    "api/layers.md": ("detjax.models.nnx", "detjax.models.linen"),
     "api/rl.md": (
         "detjax.rl.functional",
-        "detjax.rl.trainer",
-        "detjax.rl.training",
+        "detjax.rl.trainer.trainer",
+        "detjax.rl.trainer.step",
         "detjax.rl.rollouts",
-        "detjax.rl.losses",
-        "detjax.rl.advantages",
-        "detjax.rl.microbatches",
-        "detjax.rl.optimizers",
+        "detjax.rl.trainer.losses",
+        "detjax.rl.policy_gradients.advantages",
+        "detjax.rl.trainer.microbatches",
+        "detjax.rl.trainer.optimizers",
     ),
     "api/server.md": ("detjax.server",),
-    "api/contract.md": ("detjax.contract", "detjax.options"),
+    "api/contract.md": ("detjax.contract", "detjax.operands.options"),
 }
 """The modules of each page of the reference."""
 

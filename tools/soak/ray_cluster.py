@@ -1,7 +1,7 @@
 """A cluster of Ray on this machine that serves a checkpoint, until its standard input ends.
 
 `python -m tools.soak.ray_cluster '{"port": 8000, "arguments": {...}}'`, with the arguments of
-`detjax.server.ray_serve.application`, prints a line as soon as it serves.
+`detjax.server.replicas.ray_serve.application`, prints a line as soon as it serves.
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 import ray  # pyright: ignore[reportMissingImports]
 from ray import serve  # pyright: ignore[reportMissingImports]
 
-from detjax.server.ray_serve import Arguments, application
+from detjax.server.replicas.ray_serve import Arguments, application
 
 READY = "the cluster serves"
 

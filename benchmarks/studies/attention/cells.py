@@ -19,8 +19,8 @@ from benchmarks.studies.attention.programs import gradients, layered, paged_atte
 from detjax import ops
 from detjax.bench import timing
 from detjax.bench.timing import Rounds, device_time, in_turns, kernel_names
-from detjax.kv_pages import KeyColumns
-from detjax.options import KVQuantization
+from detjax.operands.kv_pages import KeyColumns
+from detjax.operands.options import KVQuantization
 
 SHUFFLED: Final = "detjax, shuffled pages"
 COPY: Final = "copy"

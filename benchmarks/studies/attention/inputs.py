@@ -9,8 +9,8 @@ import numpy as np
 from benchmarks.studies.attention.cases import Case
 from detjax.bench.inputs import normal
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import Queries
-from detjax.numerics import ceil_div
+from detjax.operands.kv_pages import Queries
+from detjax.operands.numerics import ceil_div
 
 type Pair = tuple[jax.Array, jax.Array]
 """Keys and values."""

@@ -20,8 +20,8 @@ from benchmarks.studies.attention.comparison import Comparison
 from benchmarks.studies.attention.programs import paged_attention
 from detjax import ops
 from detjax.bench.inputs import normal
-from detjax.kv_pages import Queries
-from detjax.numerics import ceil_div
+from detjax.operands.kv_pages import Queries
+from detjax.operands.numerics import ceil_div
 
 KV_HEADS: Final = 2
 CHUNK: Final = 7

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from detjax import ops
-from detjax.kv_pages import KVPages, Queries
+from detjax.operands.kv_pages import KVPages, Queries
 
 
 def paged_attention(q: jax.Array, k_pages: Any, v_pages: Any, queries: Queries, **options: Any) -> jax.Array:

@@ -20,7 +20,7 @@ from benchmarks.studies.attention.comparison import Comparison
 from benchmarks.studies.attention.programs import paged_attention
 from detjax.bench.inputs import normal
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import Queries
+from detjax.operands.kv_pages import Queries
 
 ONE_TOKEN: Final = 1
 

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from benchmarks.studies.experts.projections import Widths, chosen_experts, ragged_products, random_array, turned_weights
-from detjax import backends, compilation, ops
+from detjax import ops
 from detjax.bench import timing
 from detjax.bench.bits import same_bits
 from detjax.ops import AccumulatedWeight
+from detjax.runtime import backends, compilation
 
 TOKENS: Final = (1024, 8192, 32768)
 SMALL_TOKENS: Final = (40,)

@@ -13,9 +13,10 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from benchmarks import rivals
-from detjax import backends, compilation, ops
+from detjax import ops
 from detjax.bench import timing
 from detjax.bench.bits import same_bits
+from detjax.runtime import backends, compilation
 
 
 @dataclasses.dataclass(frozen=True)

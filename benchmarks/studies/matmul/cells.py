@@ -10,11 +10,11 @@ from benchmarks import rivals
 from benchmarks.rivals import OURS, TORCH, XLA
 from benchmarks.studies.matmul.cases import BF16, Sizes, expected_seconds, operations, token_rows, traffic, weight_sets
 from benchmarks.studies.matmul.programs import Programs, build, matmul
-from detjax import backends
 from detjax.bench import timing
 from detjax.bench.timing import device_time, in_turns, kernel_names
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule, key, table
+from detjax.runtime import backends
 
 
 def schedule_name(schedule: Schedule) -> str:

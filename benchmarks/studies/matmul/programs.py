@@ -10,10 +10,11 @@ import jax
 
 from benchmarks.rivals import xla_dot
 from benchmarks.studies.matmul.cases import BF16, Sizes
-from detjax import backends, compilation, ops
-from detjax.options import Epilogue, WeightLayout
+from detjax import ops
+from detjax.operands.options import Epilogue, WeightLayout
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Schedule
+from detjax.runtime import backends, compilation
 
 BUILDERS: Final = 4
 """Threads that compile our kernels while XLA autotunes its own."""

@@ -11,12 +11,12 @@ import numpy as np
 from benchmarks.bits import anchor_positions
 from benchmarks.studies.matmul.cases import Sizes, token_rows
 from benchmarks.studies.matmul.programs import BUILDERS, Programs, build, matmul, scheduled
-from detjax import backends
 from detjax.bench.bits import same_bits
 from detjax.bench.inputs import normal_weight
-from detjax.numerics import ceil_div
+from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper.matmul.plan import Problem
 from detjax.pallas.hopper.matmul.tuning import table
+from detjax.runtime import backends
 
 MOST_SCHEDULES: Final = 40
 """Schedules of the table that are compared, at most."""

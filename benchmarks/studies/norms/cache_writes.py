@@ -10,12 +10,13 @@ from rich.progress import track
 
 import detjax
 from benchmarks.studies.norms.cases import EPS, FREQUENCY_BASE, Sizes, norm_weights
-from detjax import kv_pages, ops
-from detjax.backends import STOCK
+from detjax import ops
 from detjax.bench.bits import same_bits
 from detjax.bench.inputs import normal
 from detjax.bench.timing import copy_time, device_time, rotations
-from detjax.kv_pages import KVPages, Queries
+from detjax.operands import kv_pages
+from detjax.operands.kv_pages import KVPages, Queries
+from detjax.runtime.backends import STOCK
 
 FIRST_POSITION: Final = 100
 """The position of the first token that is written, so that a prompt crosses pages."""

@@ -18,7 +18,7 @@ import typer
 from benchmarks.studies.norms import cache_writes, suite
 from benchmarks.studies.norms.cases import SMALL, Sizes
 from benchmarks.study import Result, Run
-from detjax import backends
+from detjax.runtime import backends
 
 
 def study(

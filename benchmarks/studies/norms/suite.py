@@ -12,9 +12,9 @@ from rich.progress import track
 import detjax
 from benchmarks.bits import anchor_positions
 from benchmarks.studies.norms.cases import Case, Sizes, cases
-from detjax.backends import STOCK
 from detjax.bench.bits import same_bits
 from detjax.bench.timing import copy_time, device_time, rotations
+from detjax.runtime.backends import STOCK
 
 MOST_BYTES: Final = 24 << 30
 """Cases with a quarter of these bytes or more are left out: a device has no room for several argument sets of them."""

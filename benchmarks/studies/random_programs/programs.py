@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array, lax
 
 import detjax
-from detjax.audit.certificates import reading
-from detjax.audit.freedoms import Exclusion
+from detjax.audit.certification.certify import reading
+from detjax.audit.certification.freedoms import Exclusion
 from detjax.invariant.equations import EXTREMES
 
 DTYPES: Final = ("float32", "float32", "bfloat16", "float16")

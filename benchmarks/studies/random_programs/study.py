@@ -17,7 +17,7 @@ from rich.console import Console
 
 from benchmarks.studies.random_programs.programs import BATCHES, COMPILATIONS, MOST_ROWS, Program, Verdict, judged
 from benchmarks.study import Result, Run
-from detjax import backends
+from detjax.runtime import backends
 
 _TOGETHER = 10
 """Programs that are compiled together."""

@@ -23,7 +23,7 @@ from detjax.bench import presets
 from detjax.bench.serve import digest
 from detjax.engine import Constraint, Engine, EngineConfig, Generation, Request, SamplingParams
 from detjax.models import Decoder, DecoderConfig, GenerationDefaults, Tokenizer
-from detjax.models.tokenizer import byte_alphabet
+from detjax.models.text.tokenizer import byte_alphabet
 
 _WITHOUT_END: Final = {
     "type": "array",

@@ -17,20 +17,21 @@ import numpy as np
 from jaxtyping import Array
 
 from benchmarks.studies.training import stock
-from detjax import compilation, ops
-from detjax.backends import use_backend
+from detjax import ops
 from detjax.bench import presets, timing
 from detjax.bench.failures import reason
 from detjax.models.network import split
-from detjax.numerics import round_up
+from detjax.operands.numerics import round_up
+from detjax.operands.options import MODEL_DISTRIBUTION
 from detjax.ops import AccumulatedWeight
-from detjax.options import MODEL_DISTRIBUTION
-from detjax.rl.gradients import completion_logprobs, empty_sums, next_sums
-from detjax.rl.losses import LogLikelihood
-from detjax.rl.microbatches import Packed, Rows, Sample
-from detjax.rl.optimizers import adamw
-from detjax.rl.trainer import Trainer
-from detjax.rl.training import Plan
+from detjax.rl.trainer.gradients import completion_logprobs, empty_sums, next_sums
+from detjax.rl.trainer.losses import LogLikelihood
+from detjax.rl.trainer.microbatches import Packed, Rows, Sample
+from detjax.rl.trainer.optimizers import adamw
+from detjax.rl.trainer.step import Plan
+from detjax.rl.trainer.trainer import Trainer
+from detjax.runtime import compilation
+from detjax.runtime.backends import use_backend
 
 ANOTHER_ORDER: Final = "another order"
 """The control whose sequences come in the reverse order."""

@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
-from detjax.models.config import DecoderConfig
+from detjax.models.configuration.config import DecoderConfig
 
 type Params = dict[str, Any]
 

@@ -24,22 +24,23 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from benchmarks import plots
-from detjax import backends, models
+from detjax import models
 from detjax.contract import GRADIENT_SHARDS, WEIGHT_GRADIENT_TOKENS
 from detjax.engine import Engine, EngineConfig, SamplingParams
 from detjax.engine.batch import BatchShapes
 from detjax.engine.step_loop import StepLoopConfig
 from detjax.engine.step_programs import SamplingVariant
 from detjax.models import Decoder, Tokenizer
-from detjax.numerics import ceil_div, round_up
-from detjax.options import KVQuantization
-from detjax.rl.microbatches import Layout, Packed, Rows
-from detjax.rl.policy import CHECKPOINT, DIFFICULTIES
-from detjax.rl.policy_gradient import Correction, PolicyGradient
+from detjax.operands.numerics import ceil_div, round_up
+from detjax.operands.options import KVQuantization
+from detjax.rl.policy_gradients.policy_gradient import Correction, PolicyGradient
 from detjax.rl.rollouts import prompt_seeds, rollouts
-from detjax.rl.run import Run, RunConfig, trainer_for
+from detjax.rl.runs.policy import CHECKPOINT, DIFFICULTIES
+from detjax.rl.runs.run import Run, RunConfig, trainer_for
 from detjax.rl.tasks import Example, Task, task_named
-from detjax.rl.training import Plan
+from detjax.rl.trainer.microbatches import Layout, Packed, Rows
+from detjax.rl.trainer.step import Plan
+from detjax.runtime import backends
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,6 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
-from detjax.kv_pages import KVPages, Queries
 from detjax.models.parts.cuts import (
     Cut,
     Group,
@@ -22,6 +21,7 @@ from detjax.models.parts.cuts import (
 )
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.models.parts.state import PagedKeysAndValues
+from detjax.operands.kv_pages import KVPages, Queries
 from detjax.ops.rotary import RotaryEmbedding
 
 

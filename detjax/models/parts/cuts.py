@@ -23,12 +23,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from detjax import backends, ops
-from detjax.accumulated_weight import AccumulatedWeight, Weight
-from detjax.device_links import DeviceLinks
-from detjax.numerics import ceil_div, round_up
+from detjax import ops
+from detjax.operands.accumulated_weight import AccumulatedWeight, Weight
+from detjax.operands.numerics import ceil_div, round_up
 from detjax.ops.collectives import gather_columns
 from detjax.ops.matmul import shared_matmul
+from detjax.runtime import backends
+from detjax.runtime.device_links import DeviceLinks
 
 TENSOR: Final = "tensor"
 """The axis of a mesh whose devices share every expert, each having some of its outputs."""

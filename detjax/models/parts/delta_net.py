@@ -7,11 +7,11 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
-from detjax.kv_pages import Queries
 from detjax.models.parts.cuts import Cut, Group, devices, gathered, head_pieces, outputs, product, whole_product
 from detjax.models.parts.parameters import Tensors, random_weight
 from detjax.models.parts.state import DeltaNetInSlots
-from detjax.request_state import DeltaNetState
+from detjax.operands.kv_pages import Queries
+from detjax.operands.linear_attention_state import DeltaNetState
 
 _LENGTH_EPS = 1e-6
 """What is added to the squared lengths of queries and keys, whatever epsilon the norms have."""

@@ -5,14 +5,14 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int
 
 from detjax import ops
-from detjax.accumulated_weight import Weight
 from detjax.models.parts.cuts import Cut, all_rows, devices, gathered, owned_rows, product, refusing_gradients
 from detjax.models.parts.logits import Logits, cut_by_blocks
 from detjax.models.parts.parameters import Tensors, random_weight
-from detjax.numerics import flat_rows
+from detjax.operands.accumulated_weight import Weight
+from detjax.operands.numerics import flat_rows
+from detjax.operands.options import Distribution
 from detjax.ops import vocabulary_blocks
 from detjax.ops.token_logprobs import CHUNK
-from detjax.options import Distribution
 from detjax.portable.tiles import map_rows
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from detjax.models.parts.cuts import EXPERT, Group, all_gathered, devices, refusing_gradients, whole_ones
-from detjax.numerics import ceil_div
+from detjax.operands.numerics import ceil_div
 
 
 def whole_experts(experts: int, sharing: int) -> Group:

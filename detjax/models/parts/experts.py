@@ -9,7 +9,6 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
 from detjax import ops
-from detjax.kv_pages import Queries, requests_of_tokens
 from detjax.models.parts.cuts import (
     EXPERT,
     TENSOR,
@@ -23,7 +22,8 @@ from detjax.models.parts.cuts import (
 )
 from detjax.models.parts.expert_exchange import at_home, from_homes, local_ids, results_at_home, whole_experts
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
-from detjax.options import Activation, Aggregation, Clamp
+from detjax.operands.kv_pages import Queries, requests_of_tokens
+from detjax.operands.options import Activation, Aggregation, Clamp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

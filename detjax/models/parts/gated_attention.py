@@ -5,10 +5,10 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
-from detjax.kv_pages import KVPages, Queries
 from detjax.models.parts.attention import AttentionOptions
 from detjax.models.parts.cuts import Cut, Group, devices, gathered, outputs, product, whole_product
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
+from detjax.operands.kv_pages import KVPages, Queries
 
 
 class GatedAttention(nnx.Module):

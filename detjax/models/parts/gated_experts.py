@@ -9,7 +9,7 @@ from detjax import ops
 from detjax.models.parts.experts import Experts, ExpertsOptions
 from detjax.models.parts.mlp import GatedMLP, MLPOptions
 from detjax.models.parts.parameters import Tensors, random_weight
-from detjax.options import Activation
+from detjax.operands.options import Activation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

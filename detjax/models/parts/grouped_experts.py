@@ -11,7 +11,7 @@ from detjax import ops
 from detjax.models.parts.experts import Experts, ExpertsOptions
 from detjax.models.parts.mlp import GatedMLP, MLPOptions
 from detjax.models.parts.parameters import FixedWeight, Tensors, random_weight
-from detjax.options import Activation
+from detjax.operands.options import Activation
 
 _EPS = 1e-20
 """What is added to the sum of the chosen experts' scores before they are divided by it."""

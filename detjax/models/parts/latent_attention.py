@@ -11,11 +11,11 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from detjax import ops
-from detjax.accumulated_weight import Weight
-from detjax.kv_pages import KVPages, Queries
 from detjax.models.parts.cuts import Cut, Group, devices, gathered, head_pieces, outputs, product, whole_product
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.models.parts.state import PagedLatents
+from detjax.operands.accumulated_weight import Weight
+from detjax.operands.kv_pages import KVPages, Queries
 from detjax.ops.rotary import RotaryEmbedding
 
 LATENT_NORM_EPS: Final = 1e-6

@@ -14,12 +14,12 @@ from jaxtyping import Array, Float32, Int32, UInt32
 from detjax import ops
 from detjax.contract import SOFTMAX_BLOCK
 from detjax.models.parts.cuts import Cut, Group, first_output, gathered, local_columns, owned_rows, whole_ones
-from detjax.numerics import ceil_div
+from detjax.operands.numerics import ceil_div
+from detjax.operands.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
 from detjax.ops import vocabulary_blocks as blocks
 from detjax.ops.elements import map_elements
 from detjax.ops.softmax import log_softmax_statistics
 from detjax.portable.sampling import likeliest, reciprocal, sampling_exponents
-from detjax.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
 
 _WORD: Final = 32
 """The tokens of a word of a mask."""

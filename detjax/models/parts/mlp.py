@@ -9,7 +9,7 @@ from jaxtyping import Array, DTypeLike, Float
 from detjax import ops
 from detjax.models.parts.cuts import Cut, devices, outputs, whole_product
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
-from detjax.options import Activation
+from detjax.operands.options import Activation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, DTypeLike
 
-from detjax.accumulated_weight import Weight
-from detjax.rounding import rounded
+from detjax.operands.accumulated_weight import Weight
+from detjax.operands.rounding import rounded
 
 
 def random_weight(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[Array]:

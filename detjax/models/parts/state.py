@@ -8,11 +8,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import DTypeLike
 
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import KeyColumns, KVPages
 from detjax.models.parts.cuts import AXES, head_pieces
+from detjax.operands.kv_pages import KeyColumns, KVPages
+from detjax.operands.linear_attention_state import DeltaNetState, DeltaState, empty_inputs
+from detjax.operands.options import KVQuantization
 from detjax.ops.quantized_kv import check_kind
-from detjax.options import KVQuantization
-from detjax.request_state import DeltaNetState, DeltaState, empty_inputs
 
 
 @dataclasses.dataclass(frozen=True)

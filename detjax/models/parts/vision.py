@@ -13,17 +13,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
-from detjax import compilation, ops
+from detjax import ops
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import KVPages, Queries
 from detjax.models.network import Network, Weights, split
 from detjax.models.parts.mlp import MLP, GatedMLP, MLPOptions
 from detjax.models.parts.norm import LayerNorm, RMSNorm
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
+from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.options import Activation
+from detjax.operands.rounding import rounded
+from detjax.operands.sampling_arrays import Arrays
 from detjax.ops.rotary import RotaryEmbedding
-from detjax.options import Activation
-from detjax.rounding import rounded
-from detjax.sampling_arrays import Arrays
+from detjax.runtime import compilation
 
 _EPS: Final = 1e-6
 """Epsilon of all norms of the tower, whatever the decoder's is."""

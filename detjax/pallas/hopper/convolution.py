@@ -18,16 +18,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from detjax import compilation
 from detjax.contract import ACCUMULATOR, LANE_GROUP
-from detjax.numerics import ceil_div
+from detjax.operands.linear_attention_state import RequestRows, with_last_inputs
+from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.mosaic.tiles import fma
 from detjax.pallas.hopper.mosaic.vectors import split_vectors
 from detjax.pallas.hopper.rows import layout, logistic
 from detjax.portable import convolution as portable
-from detjax.request_state import RequestRows, with_last_inputs
+from detjax.runtime import compilation
 
 TAPS: Final = 4
 """The inputs that a token meets, its present one among them: as many as every published model has."""

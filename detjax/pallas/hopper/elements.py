@@ -15,7 +15,7 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
-from detjax.numerics import ceil_div
+from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.rows import layout, rounded_squares, row_sums
 from detjax.pallas.hopper.token_sums import chain

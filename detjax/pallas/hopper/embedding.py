@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP
-from detjax.numerics import ceil_div
+from detjax.operands.numerics import ceil_div
+from detjax.operands.rounding import rounded
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.rows import layout
 from detjax.portable import embedding as portable
-from detjax.rounding import rounded
 
 TOGETHER: Final = 8
 """Tokens whose gradients are loaded at the same time."""

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int32
 
-from detjax import compilation
-from detjax.device_links import CTA_BYTES, MOST_CTAS, UNIT, DeviceLinks, region_begin, used_axes
-from detjax.numerics import ceil_div
-from detjax.options import AxisName
+from detjax.operands.numerics import ceil_div
+from detjax.operands.options import AxisName
 from detjax.pallas.hopper.mosaic.peers import exchange
 from detjax.portable import collectives as portable
+from detjax.runtime import compilation
+from detjax.runtime.device_links import CTA_BYTES, MOST_CTAS, UNIT, DeviceLinks, region_begin, used_axes
 
 psum, psum_scatter = portable.psum, portable.psum_scatter
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from detjax.contract import WEIGHT_GRADIENT_TOKENS
-from detjax.numerics import ceil_div, round_up
+from detjax.operands.numerics import ceil_div, round_up
 from detjax.portable.tiles import group_tiles
 
 STAGE_TOKENS: Final = 64

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
-from detjax.numerics import ceil_div, round_up
+from detjax.operands.numerics import ceil_div, round_up
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import SWIZZLE_BYTES, WARPGROUP, shared_registers
 from detjax.pallas.hopper.group_stages import STAGE_TOKENS, Stages

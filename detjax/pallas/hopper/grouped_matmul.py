@@ -14,15 +14,15 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, PyTree
 
 from detjax.contract import ACCUMULATOR
-from detjax.numerics import parts, round_up
-from detjax.options import Epilogue, WeightLayout
+from detjax.operands.numerics import parts, round_up
+from detjax.operands.options import Epilogue, WeightLayout
+from detjax.operands.rounding import rounded
 from detjax.pallas.hopper.group_stages import StagedSteps
 from detjax.pallas.hopper.group_sums import product_sums, row_sums
 from detjax.pallas.hopper.matmul import apply_epilogue as apply_epilogue
 from detjax.pallas.hopper.matmul import gradient_of_sums
 from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
 from detjax.pallas.hopper.matmul.plan import Schedule
-from detjax.rounding import rounded
 
 _FEWEST: Final = 8
 """Rows of the smallest tile."""

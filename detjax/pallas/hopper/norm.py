@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
-from detjax.numerics import ceil_div, flat_rows, round_up
+from detjax.operands.numerics import ceil_div, flat_rows, round_up
 from detjax.pallas.hopper import device, norm_gradient
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.rows import broadcast, layout, load_weight, rounded_squares, row_sums

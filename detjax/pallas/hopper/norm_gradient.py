@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, WEIGHT_GRADIENT_TOKENS
-from detjax.numerics import ceil_div, flat_rows, round_up
+from detjax.operands.numerics import ceil_div, flat_rows, round_up
+from detjax.operands.rounding import rounded
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.rows import broadcast, layout, load_weight, rounded_squares, row_sums
 from detjax.pallas.hopper.token_sums import chain
 from detjax.portable import norm as portable
-from detjax.rounding import rounded
 
 WARP_COLUMNS: Final = 1024
 """The widest row that a warp holds; wider ones have a warpgroup."""

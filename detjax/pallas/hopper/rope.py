@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import KV_BLOCK, LANE_GROUP
-from detjax.kv_pages import KVPages, Queries
-from detjax.kv_pages import append as append_in_plain_jax
-from detjax.numerics import ceil_div
+from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.kv_pages import append as append_in_plain_jax
+from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper import device, norm, rope_gradient
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.head_rows import HeadRows

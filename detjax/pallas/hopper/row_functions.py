@@ -18,15 +18,15 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import PyTree
 
-from detjax import compilation
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
-from detjax.numerics import LOWEST, ceil_div
+from detjax.operands.numerics import LOWEST, ceil_div
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.mosaic.tiles import fma
 from detjax.pallas.hopper.mosaic.vectors import log1p
 from detjax.pallas.hopper.rows import broadcast, layout, load_weight, logistic, rounded_squares, row_sums
 from detjax.portable import row_functions as portable
+from detjax.runtime import compilation
 
 type Arrays = tuple[Array, ...]
 

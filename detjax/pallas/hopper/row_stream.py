@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, SOFTMAX_BLOCK
-from detjax.numerics import ceil_div
+from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper.device import SHARED_MEMORY, SHARED_MEMORY_OF_MULTIPROCESSOR, WARPGROUP
 
 PART: Final = 2048

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANES, SOFTMAX_BLOCK
-from detjax.numerics import LOWEST, ceil_div, sample_key
+from detjax.operands.numerics import LOWEST, ceil_div, sample_key
+from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.pallas.gumbel import NO_ID, beats, gumbel
 from detjax.pallas.hopper import softmax
 from detjax.pallas.hopper.row_stream import (
@@ -29,7 +30,6 @@ from detjax.pallas.hopper.row_stream import (
 )
 from detjax.pallas.hopper.softmax import Problem, Schedule, default_schedule
 from detjax.portable import sampling as portable
-from detjax.sampling_arrays import SamplingArrays
 
 
 def sample(

@@ -19,7 +19,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxlib.mlir.dialects import arith, nvvm
 
 from detjax.contract import ACCUMULATOR, LOG2_E, SOFTMAX_BLOCK
-from detjax.numerics import LOWEST, ceil_div, flat_rows
+from detjax.operands.numerics import LOWEST, ceil_div, flat_rows
 from detjax.pallas import softmax_gradients
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import MAX_CLUSTER

@@ -6,9 +6,9 @@ The kernels are those that softmax and the sampler have for whole rows.
 import jax.numpy as jnp
 from jax import Array
 
+from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.pallas.hopper import sampling, softmax
 from detjax.pallas.hopper.row_stream import padded
-from detjax.sampling_arrays import SamplingArrays
 
 
 def block_statistics(logits: Array) -> tuple[Array, Array]:

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from detjax import backends
+from detjax.runtime import backends
 
 DTYPES: Final = ("bfloat16", "float32")
 """The dtypes that kernels load and store. Mosaic has no float16 for TPUs."""

@@ -16,8 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from detjax.contract import ACCUMULATOR
-from detjax.numerics import activated, ceil_div
-from detjax.options import Epilogue, WeightLayout
+from detjax.operands.numerics import activated, ceil_div
+from detjax.operands.options import Epilogue, WeightLayout
 from detjax.pallas.tpu import matmul
 from detjax.pallas.tpu.device import LANES, SUBLANES, VMEM_LIMIT, check_dtypes
 from detjax.pallas.tpu.matmul import ACTIVATIONS, EPILOGUE_ROWS, TOKEN_STEP, Contraction, Problem, padded

@@ -23,11 +23,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, DTypeLike
 
 from detjax.contract import ACCUMULATOR, TPU_K_STEP, TPU_ROW_TILE, WEIGHT_GRADIENT_TOKENS
-from detjax.numerics import activated, ceil_div, flat_rows, round_up
-from detjax.options import Activation, Epilogue, WeightLayout
+from detjax.operands.numerics import activated, ceil_div, flat_rows, round_up
+from detjax.operands.options import Activation, Epilogue, WeightLayout
+from detjax.operands.rounding import rounded
 from detjax.pallas.tpu.device import LANES, SUBLANES, VMEM_LIMIT, check_dtypes
 from detjax.portable.matmul import apply_epilogue as apply_epilogue
-from detjax.rounding import rounded
 
 EPILOGUE_ROWS: Final = 32
 """Rows that the epilogue handles at once, so that its intermediate results stay in registers."""

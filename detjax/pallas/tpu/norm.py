@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
 from detjax.contract import ACCUMULATOR
-from detjax.numerics import flat_rows
+from detjax.operands.numerics import flat_rows
 from detjax.pallas.tpu.device import check_dtypes
 from detjax.pallas.tpu.rows import (
     PIECE,

@@ -17,14 +17,14 @@ from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
 from detjax.contract import ACCUMULATOR
-from detjax.numerics import LOWEST, sample_key
+from detjax.operands.numerics import LOWEST, sample_key
+from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.pallas.gumbel import NO_ID, beats, gumbel
 from detjax.pallas.tpu import rows as tpu_rows
 from detjax.pallas.tpu.device import check_dtypes
 from detjax.pallas.tpu.rows import PIECE, Problem, in_every_lane, lane_ids, register_rows
 from detjax.pallas.tpu.softmax import BlockStatistics, RowBlocks, finished, log_softmax, row_constant
 from detjax.portable import sampling as portable
-from detjax.sampling_arrays import SamplingArrays
 
 MOST_PIECES_TOGETHER: Final = 8
 

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
 from detjax.contract import ACCUMULATOR, LOG2_E, SOFTMAX_BLOCK
-from detjax.numerics import LOWEST, flat_rows
+from detjax.operands.numerics import LOWEST, flat_rows
 from detjax.pallas import softmax_gradients
 from detjax.pallas.tpu.device import check_dtypes
 from detjax.pallas.tpu.rows import (

@@ -24,18 +24,21 @@ import pytest
 from flax import nnx
 
 from benchmarks.studies.experts import projections as experts_bench
-from detjax import backends, compilation, ops
+from detjax import ops
 from detjax.bench import presets
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import KeyColumns, KVPages, QuantizedPages, Queries
 from detjax.models import Decoder, KVCache
-from detjax.models.config import DecoderConfig
-from detjax.models.images import ImagePatches, packed
+from detjax.models.configuration.config import DecoderConfig
 from detjax.models.network import split
 from detjax.models.parts.vision import VisionOptions, VisionTower
-from detjax.numerics import round_up
+from detjax.models.vision.images import ImagePatches, packed
+from detjax.operands.kv_pages import KeyColumns, KVPages, QuantizedPages, Queries
+from detjax.operands.linear_attention_state import DELTA_ROWS, DeltaState, MostTokens, RequestRows, empty_inputs
+from detjax.operands.numerics import round_up
+from detjax.operands.options import Clamp, Epilogue, KVQuantization, Masking
+from detjax.operands.quantized_pages import quantized_layout
+from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.ops import AccumulatedWeight
-from detjax.options import Clamp, Epilogue, KVQuantization, Masking
 from detjax.pallas.hopper import attention as hopper_attention
 from detjax.pallas.hopper import (
     convolution,
@@ -54,15 +57,13 @@ from detjax.pallas.hopper import rope as hopper_rope
 from detjax.pallas.hopper.matmul.kernel import Operands, product, shared_product
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule
-from detjax.quantized_pages import quantized_layout
-from detjax.request_state import DELTA_ROWS, DeltaState, MostTokens, RequestRows, empty_inputs
-from detjax.rl.gradients import empty_sums, next_sums
-from detjax.rl.losses import LogLikelihood
-from detjax.rl.microbatches import Layout, Packed, Rows, Sample
-from detjax.rl.optimizers import AdamState, adamw
-from detjax.rl.policy import small_policy
-from detjax.rl.train_state import next_leaf
-from detjax.sampling_arrays import SamplingArrays
+from detjax.rl.runs.policy import small_policy
+from detjax.rl.trainer.gradients import empty_sums, next_sums
+from detjax.rl.trainer.losses import LogLikelihood
+from detjax.rl.trainer.microbatches import Layout, Packed, Rows, Sample
+from detjax.rl.trainer.optimizers import AdamState, adamw
+from detjax.rl.trainer.train_state import next_leaf
+from detjax.runtime import backends, compilation
 from tests.support.towers import QWEN2_5_VL, QWEN3_5
 
 FOLDER_VARIABLE = "DETJAX_PTXAS"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory  # JAX has no public names for these
 
-from detjax import backends
 from detjax.pallas.hopper import device, mosaic
 from detjax.pallas.hopper.attention import decode_merge
+from detjax.runtime import backends
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 import detjax
 from detjax import ops
+from detjax.operands.linear_attention_state import DROPPABLE_TOKENS, MostTokens, RequestRows
 from detjax.pallas.hopper import convolution
 from detjax.pallas.hopper.convolution import Problem, Schedule
-from detjax.request_state import DROPPABLE_TOKENS, MostTokens, RequestRows
 from tests.ops.delta_cases import queries
 from tests.pallas.hopper.interpreter import lowered
 from tests.support.attention_requests import INTERPRETER

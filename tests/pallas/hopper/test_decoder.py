@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import detjax
 from detjax.models import Decoder
-from detjax.models.config import DecoderConfig
+from detjax.models.configuration.config import DecoderConfig
 from tests.support.bits import assert_same_bits
 
 LAYERS = 2

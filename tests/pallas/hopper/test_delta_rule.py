@@ -12,8 +12,8 @@ import pytest
 
 import detjax
 from detjax import ops
+from detjax.operands.linear_attention_state import DROPPABLE_TOKENS, RequestRows
 from detjax.pallas.hopper import delta_rule
-from detjax.request_state import DROPPABLE_TOKENS, RequestRows
 from tests.contract.test_delta_rule import CHANGES, Places, differing, emulated
 from tests.ops import delta_cases as cases
 from tests.ops.delta_cases import Shape, Tokens

@@ -10,14 +10,23 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax import backends, compilation, ops
-from detjax.device_links import MOST_CTAS, Buffers, DeviceLinks, reach_one_another, region_begin, region_bytes, regions
+from detjax import ops
 from detjax.models.parts.cuts import Cut, Group, linked, whole_product
 from detjax.ops.collectives import gather_columns
 from detjax.ops.matmul import shared_matmul
 from detjax.pallas.hopper.matmul import tuning
 from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule, shared_schedule
+from detjax.runtime import backends, compilation
+from detjax.runtime.device_links import (
+    MOST_CTAS,
+    Buffers,
+    DeviceLinks,
+    reach_one_another,
+    region_begin,
+    region_bytes,
+    regions,
+)
 from tests.support.bits import assert_same_bits
 
 OVER = ("tensor", "expert")

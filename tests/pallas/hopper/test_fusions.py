@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import detjax
-from detjax.fusions import FUSIONS
+from detjax.runtime.fusions import FUSIONS
 from tests.ops.fusion_cases import CASES, PAIRS
 from tests.pallas.hopper.interpreter import kernels_interpreted
 from tests.support.attention_requests import INTERPRETER

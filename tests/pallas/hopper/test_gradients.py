@@ -11,17 +11,17 @@ import pytest
 
 import detjax
 from detjax import ops
+from detjax.operands.options import Epilogue
 from detjax.ops import AccumulatedWeight, RotaryEmbedding
-from detjax.options import Epilogue
 from detjax.pallas.hopper import elements, embedding, norm_gradient, rope_gradient
 from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
 from detjax.pallas.hopper.matmul.plan import Schedule
 from detjax.pallas.hopper.token_sums import CHAIN_SLOTS, CHAIN_STEPS, token_sums
 from detjax.portable import elements as portable_elements
 from detjax.portable import embedding as portable_embedding
-from detjax.rl.losses import ClippedRatio
-from detjax.rl.microbatches import Microbatch
-from detjax.rl.optimizers import adamw
+from detjax.rl.trainer.losses import ClippedRatio
+from detjax.rl.trainer.microbatches import Microbatch
+from detjax.rl.trainer.optimizers import adamw
 from tests.pallas.hopper.interpreter import interpreted, lowered, normal
 from tests.support.bits import assert_same_bits
 

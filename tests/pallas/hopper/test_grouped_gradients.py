@@ -10,8 +10,8 @@ import pytest
 
 import detjax
 from detjax import ops
+from detjax.operands.options import Clamp, Epilogue
 from detjax.ops import AccumulatedWeight
-from detjax.options import Clamp, Epilogue
 from detjax.pallas.hopper import group_stages, group_sums, grouped_matmul
 from detjax.pallas.hopper import matmul as hopper_matmul
 from detjax.pallas.hopper.group_stages import STAGE_STEPS, StagedSteps

@@ -10,7 +10,7 @@ import pytest
 
 import detjax
 from detjax import ops
-from detjax.options import Clamp, Epilogue
+from detjax.operands.options import Clamp, Epilogue
 from detjax.pallas.hopper import grouped_matmul
 from detjax.pallas.hopper import matmul as hopper_matmul
 from tests.pallas.hopper.interpreter import interpreted, lowered

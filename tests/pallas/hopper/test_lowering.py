@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from detjax.bench import shapes
 from detjax.contract import CONTRACT_VERSION
-from detjax.options import Epilogue
+from detjax.operands.options import Epilogue
 from detjax.pallas.hopper.matmul import tuning
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 import detjax
-from detjax import compilation, ops
+from detjax import ops
 from detjax.bench.shapes import TOKENS
 from detjax.bench.tune import REFERENCES
-from detjax.options import Epilogue
+from detjax.operands.options import Epilogue
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import table
+from detjax.runtime import compilation
 from tests.ops.references import ACTIVATIONS
 from tests.pallas.hopper.interpreter import normal
 from tests.support.bits import assert_same_bits, same_bits

@@ -13,7 +13,7 @@ import pytest
 
 import detjax
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import KVPages, Queries
+from detjax.operands.kv_pages import KVPages, Queries
 from detjax.pallas.hopper import rope
 from tests.support.append_cases import CASES, Append
 from tests.support.bits import assert_same_bits

@@ -11,12 +11,12 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.models.parts.logits import Logits, cut_by_blocks
+from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.ops import vocabulary_blocks
 from detjax.pallas.gumbel import gumbel, threefry
 from detjax.pallas.hopper import sampling, softmax
 from detjax.pallas.hopper.softmax import Schedule
 from detjax.portable import sampling as portable
-from detjax.sampling_arrays import SamplingArrays
 from tests.pallas.hopper.interpreter import interpreted, lowered
 from tests.support.bits import assert_same_bits
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import KeyColumns, KVPages, Queries
-from detjax.options import Masking
+from detjax.operands.kv_pages import KeyColumns, KVPages, Queries
+from detjax.operands.options import Masking
 from detjax.pallas.tpu import attention
 from tests.support.unchecked import without_checks
 

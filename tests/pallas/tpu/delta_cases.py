@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from detjax.kv_pages import Queries
+from detjax.operands.kv_pages import Queries
+from detjax.operands.linear_attention_state import DeltaState, RequestRows
 from detjax.pallas.tpu import delta_rule
 from detjax.pallas.tpu.delta_rule.problem import Schedule
-from detjax.request_state import DeltaState, RequestRows
 from tests.support.unchecked import without_checks
 
 KEY_HEADS, HEADS, WIDTH = 16, 32, 128  # Qwen3-Next-80B-A3B, Qwen3.5-35B-A3B

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from detjax.options import Clamp, Epilogue
+from detjax.operands.options import Clamp, Epilogue
 from detjax.pallas.tpu import grouped_matmul, matmul
 from tests.pallas.tpu.interpreter import shape
 

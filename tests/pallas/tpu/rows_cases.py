@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.pallas.tpu import norm as tpu_norm
 from detjax.pallas.tpu import sampling, softmax
 from detjax.portable import sampling as portable_sampling
-from detjax.sampling_arrays import SamplingArrays
 from tests.pallas.tpu.interpreter import normal
 
 HIDDEN, HEADS, HEAD_DIM, VOCABULARY = 4096, 32, 128, 151936

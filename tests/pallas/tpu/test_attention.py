@@ -16,7 +16,7 @@ import detjax
 from detjax import ops
 from detjax.bench.deviceless import kernel_texts
 from detjax.contract import KV_BLOCK
-from detjax.options import Masking
+from detjax.operands.options import Masking
 from detjax.pallas.tpu import attention
 from detjax.pallas.tpu.attention import kernel as tpu_kernel
 from detjax.pallas.tpu.attention import online_softmax

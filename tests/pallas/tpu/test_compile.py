@@ -12,10 +12,11 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax import backends, compilation, ops
+from detjax import ops
 from detjax.bench import cases
 from detjax.bench.compile import compile_for
 from detjax.bench.deviceless import TPU_CHIPS, compiled_for, topology
+from detjax.runtime import backends, compilation
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: see make test-tpu"

@@ -9,9 +9,9 @@ import numpy as np
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 
-from detjax import backends
 from detjax.bench import presets
 from detjax.models.cache import KVCache
+from detjax.runtime import backends
 from tests.pallas.tpu.interpreter import COMPILER_OPTIONS
 from tests.support.bits import assert_same_bits, same_bits
 

@@ -14,9 +14,9 @@ import detjax
 from detjax import ops
 from detjax.bench.deviceless import kernel_texts
 from detjax.contract import DELTA_CHUNK
+from detjax.operands.linear_attention_state import DROPPABLE_TOKENS, DeltaState, RequestRows
 from detjax.pallas.tpu import delta_rule
 from detjax.pallas.tpu.delta_rule.problem import Schedule
-from detjax.request_state import DROPPABLE_TOKENS, DeltaState, RequestRows
 from tests.ops import delta_cases as cases
 from tests.pallas.tpu import delta_cases as tpu_cases
 from tests.pallas.tpu.interpreter import (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from detjax.bench.deviceless import kernel_texts
-from detjax.options import Clamp, Epilogue
+from detjax.operands.options import Clamp, Epilogue
 from detjax.pallas.tpu import grouped_matmul, matmul
 from detjax.pallas.tpu.grouped_matmul import Schedule
 from tests.pallas.tpu.interpreter import assert_products_in_float32, interpreted, normal, shape

@@ -15,7 +15,7 @@ import pytest
 
 from detjax.bench.deviceless import kernel_texts
 from detjax.contract import TPU_ROW_TILE
-from detjax.options import Epilogue
+from detjax.operands.options import Epilogue
 from detjax.pallas.tpu import matmul
 from detjax.pallas.tpu.matmul import TOKEN_STEP, Contraction, Problem, Schedule, StepShape, product
 from tests.ops import references

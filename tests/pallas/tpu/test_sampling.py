@@ -10,13 +10,13 @@ import pytest
 
 from detjax import ops
 from detjax.bench.deviceless import kernel_texts
+from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.pallas import gumbel
 from detjax.pallas.tpu import sampling, softmax
 from detjax.pallas.tpu.rows import Problem
 from detjax.pallas.tpu.sampling import Schedule
 from detjax.portable import sampling as portable_sampling
 from detjax.portable import softmax as portable_softmax
-from detjax.sampling_arrays import SamplingArrays
 from tests.pallas.tpu.interpreter import compiled, interpreted, normal, shape
 from tests.pallas.tpu.rows_cases import rows_with_one_repeated
 from tests.support.bits import assert_same_bits

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from detjax import backends
-from detjax.options import Epilogue
+from detjax.operands.options import Epilogue
 from detjax.pallas.tpu import matmul
-from detjax.rl.gradients import empty_sums, next_sums
-from detjax.rl.losses import LogLikelihood
-from detjax.rl.microbatches import Layout, Packed, Rows
+from detjax.rl.trainer.gradients import empty_sums, next_sums
+from detjax.rl.trainer.losses import LogLikelihood
+from detjax.rl.trainer.microbatches import Layout, Packed, Rows
+from detjax.runtime import backends
 from tests.pallas.tpu.interpreter import COMPILER_OPTIONS, interpreted, normal
 from tests.rl.training_cases import network, samples
 from tests.support.bits import assert_same_bits, same_bits

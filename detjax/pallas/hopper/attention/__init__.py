@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from detjax import backends
 from detjax.contract import KV_BLOCK, QUERY_UNIT
-from detjax.kv_pages import KVPages, Queries, request_of_rows
-from detjax.numerics import round_up
-from detjax.options import Masking
+from detjax.operands.kv_pages import KVPages, Queries, request_of_rows
+from detjax.operands.numerics import round_up
+from detjax.operands.options import Masking
 from detjax.pallas.hopper.attention import backward as hopper_backward
 from detjax.pallas.hopper.attention import decode, latent, prefill
 from detjax.pallas.hopper.attention.backward import Residuals
@@ -24,6 +23,7 @@ from detjax.pallas.hopper.attention.pieces import ragged_tiles
 from detjax.pallas.hopper.attention.warpgroups import TILE
 from detjax.pallas.hopper.device import DTYPES
 from detjax.portable import attention as portable_attention
+from detjax.runtime import backends
 
 WIDTHS: Final = (*range(16, 129, 16), 192, 256)
 """Columns of keys and of values."""

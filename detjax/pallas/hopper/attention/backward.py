@@ -34,8 +34,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK
-from detjax.kv_pages import KVPages, Queries
-from detjax.options import Masking
+from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.options import Masking
+from detjax.operands.rounding import log2_scale
 from detjax.pallas.hopper.attention.backward_kernel import Operands
 from detjax.pallas.hopper.attention.backward_keys import key_gradients
 from detjax.pallas.hopper.attention.backward_queries import query_gradient
@@ -43,7 +44,6 @@ from detjax.pallas.hopper.attention.backward_rows import KeyPages, RequestRows, 
 from detjax.pallas.hopper.attention.backward_schedule import Problem, Schedule, default_schedule
 from detjax.pallas.hopper.attention.mask import pack_words
 from detjax.pallas.hopper.mosaic.layouts import ROWS
-from detjax.rounding import log2_scale
 
 
 class Residuals(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR
-from detjax.options import Masking
+from detjax.operands.options import Masking
 from detjax.pallas.hopper.attention.backward_rows import KeyPages
 from detjax.pallas.hopper.attention.backward_schedule import Problem, Schedule
 from detjax.pallas.hopper.attention.mask import load_words

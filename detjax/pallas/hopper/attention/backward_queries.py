@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK
-from detjax.options import Masking
+from detjax.operands.options import Masking
 from detjax.pallas.hopper.attention.backward_kernel import (
     SQUARE,
     SUMS,

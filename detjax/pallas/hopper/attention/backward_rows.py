@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import Queries, request_of_rows
-from detjax.numerics import ceil_div, round_up
+from detjax.operands.kv_pages import Queries, request_of_rows
+from detjax.operands.numerics import ceil_div, round_up
 from detjax.pallas.hopper.attention.pieces import most_pieces, pieces, ragged_tiles
 from detjax.pallas.hopper.attention.prefill_schedule import Tiles
 from detjax.pallas.hopper.attention.warpgroups import TILE

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.kv_pages import KVPages, Queries
-from detjax.options import Masking
+from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.options import Masking
 from detjax.pallas.hopper.attention.decode_kernel import DEQUANTIZING, Kernel, scratch_types
 from detjax.pallas.hopper.attention.decode_line import Operands
 from detjax.pallas.hopper.attention.decode_merge import SplitPartials, merge

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK
-from detjax.options import Masking
+from detjax.operands.options import Masking
 from detjax.pallas.hopper.attention.decode_line import Line, Operands, Segment
 from detjax.pallas.hopper.attention.decode_merge import Split, SplitPartials
 from detjax.pallas.hopper.attention.decode_schedule import Problem, Schedule

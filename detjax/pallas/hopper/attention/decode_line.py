@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK
-from detjax.options import Masking
+from detjax.operands.options import Masking
 from detjax.pallas.hopper.attention.decode_schedule import Schedule
-from detjax.pallas.hopper.warps import find_places
+from detjax.pallas.hopper.mosaic.warps import find_places
 
 
 class Operands(NamedTuple):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR
-from detjax.numerics import ceil_div
+from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.attention.online_softmax import normalized
 from detjax.pallas.hopper.attention.warpgroups import COMPILER_PARAMS

@@ -6,9 +6,9 @@ from typing import Any, Final
 from jax import Array
 
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import KVPages
-from detjax.numerics import ceil_div, round_up
-from detjax.options import KVQuantization
+from detjax.operands.kv_pages import KVPages
+from detjax.operands.numerics import ceil_div, round_up
+from detjax.operands.options import KVQuantization
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.attention.decode_merge import Splits
 from detjax.pallas.hopper.attention.dequantize import page_bytes

@@ -20,10 +20,10 @@ from jax import Array, lax
 from jax.experimental.mosaic.gpu import fragmented_array as mgpu_layouts
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK, Q4_GROUP
-from detjax.options import KVQuantization
+from detjax.operands.options import KVQuantization
+from detjax.operands.quantized_pages import QuantizedPages, quantized_layout
 from detjax.pallas.hopper.mosaic.layouts import ROWS, line, swizzled
 from detjax.pallas.hopper.mosaic.quantized import products
-from detjax.quantized_pages import QuantizedPages, quantized_layout
 
 _COLUMNS: Final = 128
 """Columns that are worked on at once: half as many numbers in each thread's registers."""

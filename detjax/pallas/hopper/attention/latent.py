@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from detjax.contract import ACCUMULATOR, QUERY_UNIT
-from detjax.kv_pages import KVPages, Queries, request_of_rows
-from detjax.numerics import round_up
-from detjax.options import Masking
+from detjax.operands.kv_pages import KVPages, Queries, request_of_rows
+from detjax.operands.numerics import round_up
+from detjax.operands.options import Masking
 from detjax.pallas.hopper.attention.decode_schedule import Schedule
 from detjax.pallas.hopper.attention.latent_kernel import Kernel, Operands, Results, scratch_types
 from detjax.pallas.hopper.attention.latent_merge import merge, out_types

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK
-from detjax.options import Masking
+from detjax.operands.options import Masking
 from detjax.pallas.hopper.attention.decode_line import Line, Segment
 from detjax.pallas.hopper.attention.decode_schedule import Schedule
 from detjax.pallas.hopper.attention.latent_schedule import PART, Problem

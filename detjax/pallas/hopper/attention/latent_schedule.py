@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Final
 
 from detjax.contract import QUERY_UNIT, SPAN_BLOCKS, SPAN_WIDTH
-from detjax.numerics import ceil_div, round_up
+from detjax.operands.numerics import ceil_div, round_up
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.attention.decode_schedule import Schedule
 from detjax.pallas.hopper.mosaic.layouts import ROWS

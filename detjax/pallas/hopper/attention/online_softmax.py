@@ -19,11 +19,11 @@ import numpy as np
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LOWEST_MAXIMUM
-from detjax.options import Masking
+from detjax.operands.options import Masking
+from detjax.operands.rounding import log2_scale, soft_cap_exponent
 from detjax.pallas.hopper.attention.queries_on_rows import along_rows, splat
 from detjax.pallas.hopper.mosaic.layouts import PER_ROW, ROWS
 from detjax.pallas.hopper.mosaic.tiles import fma
-from detjax.rounding import log2_scale, soft_cap_exponent
 
 type Spread = Callable[[Array, tuple[int, ...]], Array]
 """Repeats a number for each query over a tile of the shape given."""

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from detjax.contract import QUERY_UNIT
-from detjax.numerics import ceil_div
+from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper.attention.prefill_schedule import Tiles
 from detjax.pallas.hopper.attention.warpgroups import TILE
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.kv_pages import KVPages, Queries
-from detjax.numerics import ceil_div
-from detjax.options import Masking
+from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.numerics import ceil_div
+from detjax.operands.options import Masking
 from detjax.pallas.hopper.attention.prefill_kernel import Operands
 from detjax.pallas.hopper.attention.prefill_narrow import NarrowKernel
 from detjax.pallas.hopper.attention.prefill_schedule import Problem, Schedule, Tiles, default_schedule

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK, QUERY_UNIT
-from detjax.numerics import ceil_div
-from detjax.options import Masking
+from detjax.operands.numerics import ceil_div
+from detjax.operands.options import Masking
 from detjax.pallas.hopper.attention.mask import load_words
 from detjax.pallas.hopper.attention.online_softmax import (
     exponent_scale,

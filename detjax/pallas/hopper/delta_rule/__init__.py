@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from detjax import compilation
 from detjax.contract import ACCUMULATOR
-from detjax.numerics import distinct_places
+from detjax.operands.linear_attention_state import DELTA_ROWS, DeltaState, RequestRows
+from detjax.operands.numerics import distinct_places
 from detjax.pallas.hopper.attention.warpgroups import launch
 from detjax.pallas.hopper.delta_rule import decode, tiles
 from detjax.pallas.hopper.delta_rule.decode import Decode
@@ -22,7 +22,7 @@ from detjax.pallas.hopper.delta_rule.substitution import COLUMNS
 from detjax.pallas.hopper.delta_rule.tiles import Results, Tiles
 from detjax.pallas.hopper.device import DTYPES
 from detjax.portable import delta_rule as portable
-from detjax.request_state import DELTA_ROWS, DeltaState, RequestRows
+from detjax.runtime import compilation
 
 KEY_WIDTHS: Final = (64, 128)
 """Columns of keys for which there are kernels."""

@@ -16,7 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from detjax.contract import ACCUMULATOR, DELTA_CHUNK, LOG2_E
-from detjax.numerics import LOWEST
+from detjax.operands.numerics import LOWEST
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.mosaic import primitive
 from detjax.pallas.hopper.mosaic.layouts import NUMBER, swizzled

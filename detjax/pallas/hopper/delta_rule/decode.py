@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, DELTA_CHUNK, LOG2_E
+from detjax.operands.linear_attention_state import DELTA_ROWS
 from detjax.pallas.hopper.attention.queries_on_rows import along_rows, row_indices, splat
 from detjax.pallas.hopper.delta_rule.chunk_rows import (
     await_rows,
@@ -23,7 +24,6 @@ from detjax.pallas.hopper.delta_rule.substitution import COLUMNS
 from detjax.pallas.hopper.mosaic.barriers import meet
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_ROW, ROWS, UNIT, swizzled
 from detjax.pallas.hopper.mosaic.tiles import fma
-from detjax.request_state import DELTA_ROWS
 
 
 def scratch_types(problem: Problem) -> dict[str, Any]:

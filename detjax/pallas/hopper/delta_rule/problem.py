@@ -10,9 +10,9 @@ import numpy as np
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, DELTA_CHUNK
-from detjax.numerics import LOWEST
+from detjax.operands.linear_attention_state import DROPPABLE_TOKENS, RequestRows
+from detjax.operands.numerics import LOWEST
 from detjax.pallas.hopper.delta_rule.substitution import COLUMNS
-from detjax.request_state import DROPPABLE_TOKENS, RequestRows
 
 
 @dataclasses.dataclass(frozen=True)

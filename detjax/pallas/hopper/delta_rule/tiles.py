@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, DELTA_CHUNK
+from detjax.operands.linear_attention_state import DELTA_ROWS
 from detjax.pallas.hopper.attention.queries_on_rows import along_rows, row_indices, splat
 from detjax.pallas.hopper.delta_rule.chunk_rows import (
     await_rows,
@@ -22,7 +23,6 @@ from detjax.pallas.hopper.delta_rule.substitution import COLUMNS, substitute
 from detjax.pallas.hopper.mosaic.barriers import meet
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN, PER_ROW, ROWS, swizzled
 from detjax.pallas.hopper.mosaic.tiles import fma, mask_columns
-from detjax.request_state import DELTA_ROWS
 
 WARPGROUPS: Final = 2
 """Warpgroups of a CTA: one that computes, and one that loads."""

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike
 
-from detjax import compilation
 from detjax.contract import ACCUMULATOR
-from detjax.device_links import DeviceLinks
-from detjax.numerics import activated, flat_rows
-from detjax.options import AxisName, Epilogue, WeightLayout
+from detjax.operands.numerics import activated, flat_rows
+from detjax.operands.options import AxisName, Epilogue, WeightLayout
+from detjax.operands.rounding import rounded
 from detjax.pallas.hopper.elements import map_elements
 from detjax.pallas.hopper.exchange import Peers
 from detjax.pallas.hopper.matmul.activations import ACTIVATIONS
@@ -26,7 +25,8 @@ from detjax.pallas.hopper.matmul.kernel import (
 )
 from detjax.pallas.hopper.token_sums import token_sums
 from detjax.portable.matmul import full_rows
-from detjax.rounding import rounded
+from detjax.runtime import compilation
+from detjax.runtime.device_links import DeviceLinks
 
 
 def forward(

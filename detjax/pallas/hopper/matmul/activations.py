@@ -10,7 +10,7 @@ from typing import Final
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from detjax.options import Activation
+from detjax.operands.options import Activation
 
 
 def _erf(x: Array) -> Array:

@@ -25,10 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, DTypeLike
 
-from detjax import backends
 from detjax.contract import ACCUMULATOR
-from detjax.numerics import activated
-from detjax.options import Epilogue, WeightLayout
+from detjax.operands.numerics import activated
+from detjax.operands.options import Epilogue, WeightLayout
 from detjax.pallas.hopper.device import DTYPES, shared_registers
 from detjax.pallas.hopper.exchange import Peers
 from detjax.pallas.hopper.matmul.activations import ACTIVATIONS
@@ -36,6 +35,7 @@ from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule, TokenLayou
 from detjax.pallas.hopper.matmul.tuning import default_schedule, shared_schedule
 from detjax.pallas.hopper.mosaic.layouts import swizzled_lines
 from detjax.pallas.hopper.mosaic.peers import close_results, open_results, send_chunk
+from detjax.runtime import backends
 
 _CONSUMER_REGISTERS, _, _PRODUCER_REGISTERS = shared_registers(232, 232, 40)
 

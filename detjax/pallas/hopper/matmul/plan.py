@@ -7,8 +7,8 @@ from typing import Final, Literal
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from detjax.numerics import round_up
-from detjax.options import WeightLayout
+from detjax.operands.numerics import round_up
+from detjax.operands.options import WeightLayout
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import SWIZZLE_BYTES
 

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from jax.experimental import pallas as pl
 
-from detjax import backends
-from detjax.numerics import round_up
+from detjax.operands.numerics import round_up
 from detjax.pallas.hopper.device import SWIZZLE_BYTES
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, MAX_COLUMNS, Plan, Problem, Schedule
+from detjax.runtime import backends
 
 TABLES: Final = Path(__file__).parent / "tables"
 """The folder of the tuned tables, a file for each kind of device."""

@@ -17,7 +17,7 @@ from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.mosaic import primitive, with_twin
 from detjax.pallas.hopper.mosaic.layouts import NUMBER, PER_THREAD
 from detjax.pallas.hopper.mosaic.registers import array, as_index, element, empty_registers, packed
-from detjax.pallas.hopper.warps import from_lanes_below, warp
+from detjax.pallas.hopper.mosaic.warps import from_lanes_below, warp
 
 _LINE = plgpu.ShapeDtypeStruct((WARPGROUP,), ACCUMULATOR, layout=PER_THREAD)
 

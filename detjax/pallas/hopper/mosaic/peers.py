@@ -17,11 +17,11 @@ from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from detjax.device_links import CTA_BYTES, MOST_CTAS, PAIRED_UNIT, TURNS, UNIT
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.mosaic import no_twin, primitive
 from detjax.pallas.hopper.mosaic.layouts import NUMBER, swizzled_lines
 from detjax.pallas.hopper.mosaic.registers import array, empty_registers, int32
+from detjax.runtime.device_links import CTA_BYTES, MOST_CTAS, PAIRED_UNIT, TURNS, UNIT
 
 _PATIENCE: Final = 20 * 10**9
 """Nanoseconds after which a wait ends the program with an error: the other GPU will not send any more."""

@@ -13,7 +13,7 @@ from jaxlib.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import math as math_dialect
 
 from detjax.contract import ACCUMULATOR, Q4_GROUP
-from detjax.options import KVQuantization
+from detjax.operands.options import KVQuantization
 from detjax.pallas.hopper.mosaic import primitive
 from detjax.pallas.hopper.mosaic.layouts import ROWS
 from detjax.pallas.hopper.mosaic.registers import array, int32, packed

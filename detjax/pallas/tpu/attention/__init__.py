@@ -5,15 +5,15 @@ from typing import Final
 import jax.numpy as jnp
 from jax import Array
 
-from detjax import backends
-from detjax.kv_pages import KVPages, Queries, request_of_rows
-from detjax.numerics import ceil_div
-from detjax.options import Masking
+from detjax.operands.kv_pages import KVPages, Queries, request_of_rows
+from detjax.operands.numerics import ceil_div
+from detjax.operands.options import Masking
 from detjax.pallas.tpu.attention import tiles
 from detjax.pallas.tpu.attention.kernel import Operands, Problem, Schedule, default_schedule
 from detjax.pallas.tpu.attention.tiles import QueryTiles, mask_of_tiles, problem_of
 from detjax.pallas.tpu.device import check_dtypes
 from detjax.portable import attention as portable_attention
+from detjax.runtime import backends
 
 WIDTHS: Final = range(8, 257, 8)
 """Numbers of columns of keys and of values that the kernel serves."""

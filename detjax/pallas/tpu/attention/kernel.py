@@ -19,12 +19,12 @@ import numpy as np
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK, SPAN_BLOCKS, SPAN_WIDTH, TPU_ATTENTION_ROWS
-from detjax.kv_pages import KeyColumns
-from detjax.numerics import round_up
-from detjax.options import Masking
+from detjax.operands.kv_pages import KeyColumns
+from detjax.operands.numerics import round_up
+from detjax.operands.options import Masking
+from detjax.operands.rounding import rounded
 from detjax.pallas.tpu.attention.mask import key_positions, present_values, query_positions, visible_keys
 from detjax.pallas.tpu.attention.online_softmax import State, dot, exponentials, scores
-from detjax.rounding import rounded
 
 TILE_ROWS: Final = 128
 """Rows of a tile, unless a head of keys is shared by more query heads."""

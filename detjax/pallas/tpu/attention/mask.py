@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import KV_BLOCK
-from detjax.options import Masking
+from detjax.operands.options import Masking
 
 
 def query_positions(first_row: Array, rows: int, position: Array, group: int) -> Array:

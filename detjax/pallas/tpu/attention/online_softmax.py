@@ -15,9 +15,9 @@ import numpy as np
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KEY_GROUPS, KEY_LANES, KV_BLOCK, LOWEST_MAXIMUM
-from detjax.options import Masking
+from detjax.operands.options import Masking
+from detjax.operands.rounding import log2_scale, rounded, soft_cap_exponent
 from detjax.pallas.tpu.rows import lanes_ahead
-from detjax.rounding import log2_scale, rounded, soft_cap_exponent
 
 
 class State(NamedTuple):

@@ -5,12 +5,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from detjax import backends
 from detjax.contract import KV_BLOCK
-from detjax.options import Masking
+from detjax.operands.options import Masking
 from detjax.pallas.tpu.attention import kernel
 from detjax.pallas.tpu.attention.kernel import Operands, Problem, Schedule, Tiles
 from detjax.pallas.tpu.device import SMEM_LIMIT
+from detjax.runtime import backends
 
 
 class QueryTiles(NamedTuple):

@@ -7,7 +7,8 @@ import numpy as np
 from jax import Array
 
 from detjax.contract import DELTA_CHUNK, LOG2_E
-from detjax.numerics import distinct_places, round_up
+from detjax.operands.linear_attention_state import DeltaState, RequestRows
+from detjax.operands.numerics import distinct_places, round_up
 from detjax.pallas.tpu.delta_rule import kernel
 from detjax.pallas.tpu.delta_rule.copies import Arrays
 from detjax.pallas.tpu.delta_rule.problem import Problem, Schedule, default_schedule
@@ -15,7 +16,6 @@ from detjax.pallas.tpu.delta_rule.visits import Visits, kept_chunks
 from detjax.pallas.tpu.device import LANES, check_dtypes
 from detjax.pallas.tpu.matmul import padded
 from detjax.portable import delta_rule as portable_delta_rule
-from detjax.request_state import DeltaState, RequestRows
 
 backward: Final = portable_delta_rule.backward
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, DELTA_CHUNK
+from detjax.operands.rounding import rounded
 from detjax.pallas.tpu.delta_rule.copies import Buffers
 from detjax.pallas.tpu.delta_rule.problem import Problem, Schedule
 from detjax.pallas.tpu.delta_rule.units import UNITS, for_each, in_unit, rows_of, tokens_of
 from detjax.pallas.tpu.device import LANES, SUBLANES
-from detjax.rounding import rounded
 
 
 class Chunk(NamedTuple):

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, DELTA_CHUNK
+from detjax.operands.linear_attention_state import DELTA_ROWS
 from detjax.pallas.tpu.delta_rule.problem import Problem
 from detjax.pallas.tpu.delta_rule.units import UNITS, for_each, in_unit
 from detjax.pallas.tpu.delta_rule.visits import Visits
 from detjax.pallas.tpu.device import SUBLANES
-from detjax.request_state import DELTA_ROWS
 
 type Act = Callable[[Any], None]
 """Starts a copy, or waits for it."""

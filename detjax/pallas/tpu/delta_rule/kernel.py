@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from detjax import backends
 from detjax.contract import ACCUMULATOR
 from detjax.pallas.tpu.delta_rule.chunk import Chunk, Steps
 from detjax.pallas.tpu.delta_rule.copies import Arrays, Buffers, Copies, Results, start, wait
@@ -29,6 +28,7 @@ from detjax.pallas.tpu.delta_rule.problem import Problem, Schedule
 from detjax.pallas.tpu.delta_rule.units import for_each
 from detjax.pallas.tpu.delta_rule.visits import Visits
 from detjax.pallas.tpu.device import VMEM_LIMIT
+from detjax.runtime import backends
 
 SCRATCH_LIMIT: Final = VMEM_LIMIT - 8 * 2**20
 """Bytes of VMEM for a chunk and its buffers. The rest is for temporaries."""

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from detjax import backends
 from detjax.contract import DELTA_CHUNK
-from detjax.numerics import ceil_div
+from detjax.operands.linear_attention_state import DELTA_ROWS, DROPPABLE_TOKENS, RequestRows
+from detjax.operands.numerics import ceil_div
 from detjax.pallas.tpu.device import SMEM_LIMIT
-from detjax.request_state import DELTA_ROWS, DROPPABLE_TOKENS, RequestRows
+from detjax.runtime import backends
 
 
 class Visits(NamedTuple):

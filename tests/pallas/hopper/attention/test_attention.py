@@ -15,9 +15,9 @@ from detjax import ops
 from detjax.contract import KV_BLOCK
 from detjax.ops.quantized_kv import KINDS
 from detjax.pallas.hopper import attention as hopper_attention
-from detjax.pallas.hopper import warps
 from detjax.pallas.hopper.attention import decode
 from detjax.pallas.hopper.attention.decode import Schedule
+from detjax.pallas.hopper.mosaic import warps
 from tests.pallas.hopper.compiler import Program, attention, compile_programs, compiled, latent_attention
 from tests.support.attention_requests import (
     OPTIONS,

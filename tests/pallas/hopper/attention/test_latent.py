@@ -13,7 +13,7 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK, SPAN_BLOCKS
-from detjax.kv_pages import KVPages
+from detjax.operands.kv_pages import KVPages
 from detjax.pallas.hopper import mosaic
 from detjax.pallas.hopper.attention import latent, latent_schedule
 from detjax.pallas.hopper.attention.decode import Schedule

@@ -12,8 +12,8 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import KVPages, Queries
-from detjax.options import Masking
+from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.options import Masking
 from detjax.pallas.hopper import attention
 from detjax.pallas.hopper.attention.backward import _sink_gradient
 from detjax.pallas.hopper.attention.backward_rows import RectangularRows, SpreadRows

@@ -9,8 +9,8 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK
-from detjax.kv_pages import KVPages, Queries
-from detjax.options import Masking
+from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.options import Masking
 from detjax.pallas.hopper import attention, mosaic
 from detjax.pallas.hopper.attention import backward_schedule, decode_schedule, pieces, prefill_schedule
 from detjax.pallas.hopper.attention.dequantize import PageRange, dequantize_pages

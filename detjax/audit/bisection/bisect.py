@@ -1,0 +1,404 @@
+"""Where two runs part: the first equation whose results have other bits, and how the difference grows behind it."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rich.table import Column, Table
+
+from detjax.audit.bisection import digests
+from detjax.audit.bisection.flat_programs import BACKWARD, FORWARD
+from detjax.audit.bisection.isolation import IsolatedLayer, isolated_layers
+from detjax.audit.bisection.traces import ARGUMENT, Entry, Trace
+from detjax.audit.comparison.divergence import ulp_distances
+
+type Rows = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The first place where two runs have other bits.
+
+    Attributes:
+        primitive: the equation's primitive; "argument" if the functions were given other numbers.
+        layer: the names of the scopes that it stands in; an argument's own name.
+        lines: the user's line in either function.
+        iterations: of the scans that it stands in, from the outermost one.
+        row: the row, in the first run, if all rows were compared; otherwise None.
+        elements: the first and the last element, by their places in a row, of the first block that differs.
+        index: the first element that differs, where the functions were at hand.
+        values: its values in both runs, likewise.
+        ulps: their distance in units in the last place; None for what is no floating-point number, likewise.
+        repeats: whether a further run gave the same bits; False leaves the last three None.
+    """
+
+    primitive: str
+    layer: str
+    lines: tuple[str, str]
+    iterations: tuple[int, ...]
+    row: int | None
+    elements: tuple[int, int]
+    index: tuple[int, ...] | None = None
+    values: tuple[str, str] | None = None
+    ulps: int | None = None
+    repeats: bool = True
+
+    def __str__(self) -> str:
+        if self.primitive == ARGUMENT:
+            place = f"the runs were given other numbers: argument {self.layer}"
+        else:
+            place = f"{self.primitive} in {self.layer or 'no named layer'}"
+        if self.iterations:
+            place += f", iteration {', '.join(map(str, self.iterations))}"
+        if self.row is not None:
+            place += f", row {self.row}"
+        lines = [place]
+        lines += [f"  at {' and '.join(dict.fromkeys(filter(None, self.lines)))}"] if any(self.lines) else []
+        if self.index is not None and self.values is not None:
+            distance = "" if self.ulps is None else f", {self.ulps} ulps apart"
+            lines.append(f"  element {list(self.index)}: {self.values[0]} and {self.values[1]}{distance}")
+        else:
+            lines.append(f"  among elements {self.elements[0]} to {self.elements[1]} of the row")
+        if not self.repeats:
+            lines.append("  a further run gave other bits: one of the functions does not repeat itself")
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drift:
+    """How far two runs are apart where a layer ends.
+
+    Attributes:
+        layer: the layer.
+        primitive: what it ends with.
+        iterations: of the scans that it stands in.
+        blocks: the share of the blocks of its results that differ.
+        largest: the largest difference of two numbers, where the functions were at hand.
+        relative: the root of the mean squared difference, by that of the first run's numbers, likewise.
+        ulps: the largest distance in units in the last place, likewise.
+    """
+
+    layer: str
+    primitive: str
+    iterations: tuple[int, ...]
+    blocks: float
+    largest: float | None = None
+    relative: float | None = None
+    ulps: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Bisection:
+    """What differs between two runs.
+
+    Attributes:
+        first: the first difference; None: all that could be compared has the same bits.
+        drifts: how far the runs are apart where layers end, in their order.
+        compared: how many arrays were compared; those of a scan's iterations count once.
+        alone: how many arrays of either run have no counterpart of their kind and size in the other.
+        environments: the fields of the fingerprints that differ, with both values.
+        hidden: whether results differ although all digests agree, as far as the functions were at hand. Then the cause
+            is what XLA makes of equations that a trace keeps apart, such as a product and a sum in one instruction.
+        isolated: what each layer of the second run gives for the first run's inputs, if that was asked for.
+    """
+
+    first: Difference | None
+    drifts: tuple[Drift, ...]
+    compared: int
+    alone: tuple[int, int]
+    environments: Mapping[str, tuple[Any, Any]]
+    hidden: bool = False
+    isolated: tuple[IsolatedLayer, ...] | None = None
+
+    def __str__(self) -> str:
+        lines = [
+            f"fingerprints differ in {name}: {one!r}, {other!r}" for name, (one, other) in self.environments.items()
+        ]
+        what = f"{self.compared} arrays were compared"
+        if any(self.alone):
+            what += f"; {self.alone[0]} and {self.alone[1]} have no counterpart"
+        lines.append(what)
+        lines.append("All have the same bits" if self.first is None else f"The runs part at {self.first}")
+        if self.hidden:
+            lines.append("Without digests the results differ: XLA fuses equations that digests keep apart")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything as JSON holds it."""
+        return dataclasses.asdict(self)
+
+
+def bisect(first: Trace, second: Trace, rows: Rows | None = None, *, isolate: bool = False) -> Bisection:
+    """Returns the first place where two runs have other bits, and how far they are apart behind it.
+
+    Equations of the two functions are those of each other where layer, primitive and size of a row agree, in their
+    order; functions may have further ones. Where both traces come from functions at hand, rather than from files, these
+    run once more, and the result has the values.
+
+    Args:
+        first: see `detjax.trace_digests`, or read by `detjax.audit.Trace.load`.
+        second: likewise.
+        rows: a row of the first run and a row of the second, to be compared. None: all rows of batches of one size.
+        isolate: also runs each layer of the second function with the first run's inputs to that layer, each on its own.
+            What still differs is made there, and not carried along. The functions must be at hand, and have the same
+            layers in the same order. Scanned layers are one.
+
+    Raises:
+        ValueError: the batches have different sizes and no rows are named, a row does not exist, or functions that have
+            to be isolated are not at hand or have different layers.
+
+    Example:
+        >>> traced = detjax.trace_digests(lambda x: jnp.sin(x) + 1, batch_axes=0)
+        >>> _, alone = traced(jnp.arange(1.0))
+        >>> _, among = traced(jnp.arange(4.0))
+        >>> print(detjax.bisect(alone, among, rows=(0, 0)).first)
+        None
+    """
+    _check_rows(first, second, rows)
+    pairs = _pairs(first, second)
+    comparable = [(i, j) for i, j in pairs if _is_comparable(first, second, i, j, rows)]
+    differing = []
+    for i, j in comparable:
+        unequal = _selected(first, i, rows, 0) != _selected(second, j, rows, 1)
+        differing += [(_moment(first.entries[i].path, at), i, j, at) for at in _first_places(unequal, first.entries[i])]
+    difference = None
+    if differing:
+        _, i, j, at = min(differing, key=lambda one: (one[1] >= _arguments(first), one[0], one[1]))
+        difference = _difference(first, second, i, j, at, rows)
+    fields = dict.fromkeys((*first.fingerprint, *second.fingerprint))
+    both = {name: (first.fingerprint.get(name), second.fingerprint.get(name)) for name in fields}
+    return Bisection(
+        first=difference,
+        drifts=tuple(_drifts(first, second, comparable, rows)),
+        compared=len(comparable),
+        alone=(len(first.entries) - len(comparable), len(second.entries) - len(comparable)),
+        environments={name: pair for name, pair in both.items() if pair[0] != pair[1]},
+        hidden=difference is None and _results_differ(first, second, rows),
+        isolated=tuple(isolated_layers(first, second, rows)) if isolate else None,
+    )
+
+
+def _check_rows(first: Trace, second: Trace, rows: Rows | None) -> None:
+    if rows is None and first.batch != second.batch:
+        raise ValueError(
+            f"bisect: the runs have {first.batch} and {second.batch} rows; accepted: as many in both, or rows=(i, j), "
+            "a row of each"
+        )
+    for trace, row in zip((first, second), rows or (), strict=False):
+        if not 0 <= row < (trace.batch or 1):
+            raise ValueError(f"bisect: row {row} is named; accepted: 0 to {(trace.batch or 1) - 1}")
+
+
+def _arguments(trace: Trace) -> int:
+    return sum(entry.primitive == ARGUMENT for entry in trace.entries)
+
+
+def _pairs(first: Trace, second: Trace) -> list[tuple[int, int]]:
+    """Entries that are those of each other."""
+    one, other = ([_kind(entry) for entry in trace.entries] for trace in (first, second))
+    if one == other:
+        return [(k, k) for k in range(len(one))]
+    one, other = ([_full_kind(entry) for entry in trace.entries] for trace in (first, second))
+    matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
+    pairs = [(a + k, b + k) for a, b, size in matcher.get_matching_blocks() for k in range(size)]
+    return sorted([*pairs, *_other_ends(first, second, pairs)])
+
+
+def _other_ends(first: Trace, second: Trace, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yields what layers end with where it is made by other primitives in the two functions."""
+    ends: list[dict[tuple[Any, ...], list[int]]] = [{}, {}]
+    for side, trace in enumerate((first, second)):
+        paired = {pair[side] for pair in pairs}
+        for k, entry in enumerate(trace.entries):
+            if entry.leaves_layer and k not in paired:
+                loops = trace.digests[k].ndim
+                ends[side].setdefault((entry.layer, math.prod(entry.shape), entry.dtype, loops), []).append(k)
+    for kind, numbers in ends[0].items():
+        yield from zip(numbers, ends[1].get(kind, ()), strict=False)
+
+
+def _kind(entry: Entry) -> tuple[Any, ...]:
+    return entry.layer, entry.primitive, entry.result, sum(part in (FORWARD, BACKWARD) for part in entry.path)
+
+
+def _full_kind(entry: Entry) -> tuple[Any, ...]:
+    return *_kind(entry), entry.leaves_layer, math.prod(entry.shape), entry.dtype
+
+
+def _is_comparable(first: Trace, second: Trace, i: int, j: int, rows: Rows | None) -> bool:
+    one, other = first.entries[i], second.entries[j]
+    loops = first.digests[i].ndim - 2
+    return (
+        (rows is None or not (one.mixes_rows or other.mixes_rows))
+        and math.prod(one.shape) == math.prod(other.shape)
+        and one.dtype == other.dtype
+        and first.digests[i].shape[:loops] == second.digests[j].shape[:loops]
+    )
+
+
+def _row(trace: Trace, i: int, rows: Rows | None, side: int) -> int | None:
+    """The row that is compared; 0 of an array without rows; None for all of them."""
+    if rows is None:
+        return None
+    return min(rows[side], trace.digests[i].shape[-2] - 1)
+
+
+def _selected(trace: Trace, i: int, rows: Rows | None, side: int) -> np.ndarray:
+    """Digests `[*iterations, B, blocks]` of the rows that are compared."""
+    row = _row(trace, i, rows, side)
+    return trace.digests[i] if row is None else trace.digests[i][..., row : row + 1, :]
+
+
+def _first_places(unequal: np.ndarray, entry: Entry) -> list[tuple[int, ...]]:
+    """The iterations, row and block that differ first, if any does."""
+    places = np.argwhere(unequal)
+    if not len(places):
+        return []
+    backward = [part == BACKWARD for part in entry.path if part in (FORWARD, BACKWARD)]
+    order = [
+        (*(-t if back else t for t, back in zip(at, backward, strict=False)), *at[len(backward) :]) for at in places
+    ]
+    return [tuple(map(int, places[min(range(len(order)), key=order.__getitem__)]))]
+
+
+def _moment(path: Sequence[int], at: Sequence[int]) -> tuple[int, ...]:
+    """When an iteration of an equation is computed, as numbers in this order."""
+    iterations = iter(at)
+    return tuple(
+        next(iterations) if part == FORWARD else -next(iterations) if part == BACKWARD else part for part in path
+    )
+
+
+def _difference(first: Trace, second: Trace, i: int, j: int, at: tuple[int, ...], rows: Rows | None) -> Difference:
+    entry, other = first.entries[i], second.entries[j]
+    *iterations, row, block = at
+    elements = math.prod(entry.shape)
+    size = digests.block_size(elements)
+    difference = Difference(
+        primitive=entry.primitive,
+        layer=entry.layer,
+        lines=(entry.line, other.line),
+        iterations=tuple(iterations),
+        row=row if rows is None and first.batch is not None and first.digests[i].shape[-2] > 1 else None,
+        elements=(block * size, min(elements, (block + 1) * size) - 1),
+    )
+    if first.run is None or second.run is None:
+        return difference
+    pair = []
+    for trace, number, side in ((first, i, 0), (second, j, 1)):
+        chosen = _row(trace, number, rows, side)
+        chosen = row if chosen is None else chosen
+        value = _values(trace, [number], [chosen])[number][tuple(iterations)]
+        kept = trace.digests[number][(*iterations, chosen)]
+        if not np.array_equal(np.asarray(digests.digest(jnp.asarray(value)[None]))[0], kept):
+            return dataclasses.replace(difference, repeats=False)
+        pair.append(value)
+    a, b = (value.reshape(-1) for value in pair)
+    place = int(np.flatnonzero(_unequal(a, b))[0])
+    shape = pair[0].shape if (first.batch or 1) >= (second.batch or 1) else pair[1].shape
+    return dataclasses.replace(
+        difference,
+        index=tuple(int(k) for k in np.unravel_index(place, shape)),
+        values=(str(a[place]), str(b[place])),
+        ulps=int(ulp_distances(a[place : place + 1], b[place : place + 1])[0]) if _is_real(entry) else None,
+    )
+
+
+def _values(trace: Trace, numbers: Sequence[int], rows: Sequence[int | None]) -> dict[int, np.ndarray]:
+    """The values of entries in a further run, by the entries' numbers."""
+    assert trace.run is not None
+    count = _arguments(trace)
+    steps = {n: trace.run.keys[n - count] for n in numbers if n >= count}
+    made = trace.run.values(list(steps.values()), [row for n, row in zip(numbers, rows, strict=True) if n >= count])
+    values = {n: made[key] for n, key in steps.items()}
+    for n, row in zip(numbers, rows, strict=True):
+        if n < count:
+            values[n] = trace.run.argument(n, row)
+    return values
+
+
+def _results_differ(first: Trace, second: Trace, rows: Rows | None) -> bool:
+    """Whether the functions' results have other bits where the programs compute nothing but these."""
+    if first.run is None or second.run is None:
+        return False
+    made = []
+    for run, side in ((first.run, 0), (second.run, 1)):
+        row = None if rows is None else rows[side]
+        values = run.values(run.results, [row] * len(run.results), is_sealed=False)
+        made.append([values[key].reshape(-1) for key in run.results])
+    return any(a.shape == b.shape and a.dtype == b.dtype and _unequal(a, b).any() for a, b in zip(*made, strict=False))
+
+
+def _is_real(entry: Entry) -> bool:
+    return jnp.issubdtype(jnp.dtype(entry.dtype), jnp.floating) and jnp.dtype(entry.dtype).itemsize > 1
+
+
+def _unequal(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Which elements of two arrays `[n]` have other bits."""
+    one, other = (np.ascontiguousarray(x).view(np.uint8).reshape(x.size, -1) for x in (first, second))
+    return (one != other).any(axis=1)
+
+
+def _drifts(first: Trace, second: Trace, pairs: Sequence[tuple[int, int]], rows: Rows | None) -> Iterator[Drift]:
+    """Yields how far the runs are apart where layers end."""
+    last = {}
+    for i, j in pairs:
+        entry = first.entries[i]
+        if entry.leaves_layer and _is_real(entry):
+            last[entry.layer, entry.path[:-1]] = i, j
+    ends = list(last.values())
+    values: list[dict[int, np.ndarray]] = []
+    if first.run is not None and second.run is not None:
+        for trace, side in ((first, 0), (second, 1)):
+            numbers = [pair[side] for pair in ends]
+            values.append(_values(trace, numbers, [_row(trace, n, rows, side) for n in numbers]))
+    moments = []
+    for i, j in ends:
+        entry = first.entries[i]
+        one, other = _selected(first, i, rows, 0), _selected(second, j, rows, 1)
+        for at in np.ndindex(*one.shape[:-2]):
+            drift = Drift(entry.layer, entry.primitive, at, float((one[at] != other[at]).mean()) if one.size else 0.0)
+            if values:
+                numbers = zip(*_apart(values[0][i][at].reshape(-1), values[1][j][at].reshape(-1)), strict=True)
+                drift = dataclasses.replace(drift, **dict(numbers))
+            moments.append((_moment(entry.path, at), i, drift))
+    yield from (drift for _, _, drift in sorted(moments, key=lambda one: one[:2]))
+
+
+def _apart(first: np.ndarray, second: np.ndarray) -> tuple[tuple[str, str, str], tuple[float, float, int]]:
+    """How far two arrays `[n]` are apart, as fields of `Drift`."""
+    one, other = first.astype(np.float64), second.astype(np.float64)
+    same = ~_unequal(first, second)
+    with np.errstate(invalid="ignore", over="ignore"):
+        distance = np.where(same, 0.0, np.abs(one - other))
+        size = float(np.sqrt(np.mean(np.square(one)))) if one.size else 0.0
+        root = float(np.sqrt(np.mean(np.square(distance)))) if one.size else 0.0
+    relative = 0.0 if root == 0 else root / size if size else math.inf
+    steps = int(ulp_distances(first, second).max(initial=0))
+    return ("largest", "relative", "ulps"), (float(distance.max(initial=0.0)), relative, steps)
+
+
+def drift_table(bisection: Bisection) -> Table:
+    """Returns a line for each place where a layer ends; with the numbers' differences where functions were at hand."""
+    measured = any(drift.relative is not None for drift in bisection.drifts)
+    numbers = ("relative", "largest", "ulps") if measured else ()
+    lines = Table(Column("layer", overflow="fold"), "iteration", "other blocks", *numbers, title="Where layers end")
+    for drift in bisection.drifts:
+        values = (f"{getattr(drift, name):.3g}" for name in numbers)
+        iteration = ", ".join(map(str, drift.iterations))
+        lines.add_row(drift.layer or "(no name)", iteration, f"{drift.blocks:.1%}", *values)
+    return lines
+
+
+def isolation_table(layers: Sequence[IsolatedLayer]) -> Table:
+    """Returns a line for each layer that was run with the inputs of the other run."""
+    layer = Column("layer", overflow="fold")
+    lines = Table(layer, "arrays", "other elements", "ulps", "", title="Layers with the inputs of the first run")
+    for one in layers:
+        verdict = "not compared" if not one.compared else "differs" if one.unequal else "the same bits"
+        lines.add_row(one.layer or "(no name)", str(one.compared), f"{one.unequal:.2%}", str(one.ulps), verdict)
+    return lines

@@ -1,0 +1,470 @@
+"""Traces: a digest of what every equation of a function gives, which tells two runs apart where they part first."""
+
+import dataclasses
+import functools
+import io
+import json
+import math
+import operator
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+from jax import Array, lax, tree_util
+from jax.interpreters import partial_eval
+
+from detjax.audit.bisection import digests, flat_programs, targets
+from detjax.audit.bisection.flat_programs import FlatProgram, Key, Step
+from detjax.audit.bisection.layer_names import named_layers
+from detjax.invariant import equations
+from detjax.invariant.arguments import Leaves
+from detjax.invariant.places import UNKNOWN, Place, Rows, Shared
+from detjax.runtime import fingerprints
+
+type Level = Literal["equations", "layers"]
+
+_FORMAT: Final = 1
+ARGUMENT: Final = "argument"
+"""The primitive of entries that are arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """An array of which a trace has digests.
+
+    Attributes:
+        primitive: the equation's primitive; "argument" for an argument.
+        layer: the names of the scopes that it stands in, with slashes between them; an argument's own name.
+        line: the user's line, as file and number; empty if it is not known.
+        path: the equation's index, behind those of the scans that it stands in, each with -1, or -2 if it runs
+            backwards.
+        result: which of the equation's results it is.
+        shape: of a row; of the whole array if it has no rows.
+        dtype: the dtype's name.
+        leaves_layer: whether equations of other layers read it.
+        mixes_rows: whether it is made of different rows, so that runs of other batches may well have other numbers.
+    """
+
+    primitive: str
+    layer: str
+    line: str
+    path: tuple[int, ...]
+    result: int
+    shape: tuple[int, ...]
+    dtype: str
+    leaves_layer: bool
+    mixes_rows: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trace:
+    """The digests of one run.
+
+    Attributes:
+        entries: what there are digests of: the arguments, then what equations give, in their order.
+        digests: for each entry uint32 `[*iterations, B, blocks]`: those of the scans that it stands in, the rows of the
+            batch (1 if it has none), and the blocks of a row.
+        batch: the number of rows; None if `batch_axes` names none.
+        level: "equations" or "layers".
+        fingerprint: what bits depend on besides the function, as `detjax.fingerprint()` says.
+        run: the function and arguments that it comes from; None if it was read from a file.
+    """
+
+    entries: tuple[Entry, ...]
+    digests: Sequence[np.ndarray]
+    batch: int | None
+    level: str
+    fingerprint: Mapping[str, Any]
+    run: "Run | None" = None
+
+    def save(self, file: Path) -> None:
+        """Writes the trace, as a NumPy archive."""
+        description = {
+            "format": _FORMAT,
+            "batch": self.batch,
+            "level": self.level,
+            "fingerprint": dict(self.fingerprint),
+            "entries": [dataclasses.asdict(entry) for entry in self.entries],
+            "shapes": [digest.shape for digest in self.digests],
+        }
+        flat = np.concatenate([np.empty(0, np.uint32), *(digest.reshape(-1) for digest in self.digests)])
+        with open(file, "wb") as out:
+            np.savez_compressed(out, digests=flat, description=np.frombuffer(json.dumps(description).encode(), "u1"))
+
+    @classmethod
+    def load(cls, file: Path) -> "Trace":
+        """Returns a trace that was saved.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it holds no trace.
+        """
+        content = Path(file).read_bytes()
+        try:
+            if not zipfile.is_zipfile(io.BytesIO(content)):
+                raise ValueError("it is no NumPy archive")
+            with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+                flat, description = arrays["digests"], json.loads(arrays["description"].tobytes())
+            if description["format"] != _FORMAT:
+                raise ValueError(f"format {description['format']} is not {_FORMAT}")
+            shapes = description["shapes"]
+            cuts = np.cumsum([math.prod(shape) for shape in shapes])
+            parts = np.split(flat, cuts)
+            if parts.pop().size or flat.dtype != np.uint32 or len(description["entries"]) != len(shapes):
+                raise ValueError("its digests are not those of its entries")
+            entries = [
+                Entry(**{**entry, "path": tuple(entry["path"]), "shape": tuple(entry["shape"])})
+                for entry in description["entries"]
+            ]
+            made = tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+            return cls(tuple(entries), made, description["batch"], description["level"], description["fingerprint"])
+        except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(
+                f"{file}: no trace ({error}); accepted: what Trace.save or detjax trace has written"
+            ) from None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """A function's steps with arguments for them.
+
+    Attributes:
+        program: the steps.
+        leaves: the arrays among the arguments.
+        places: where their rows are.
+        batch: the number of rows, or None.
+        jit: what compiles programs.
+        keys: for each entry of the trace, after those of arguments, the result that it is.
+    """
+
+    program: FlatProgram
+    leaves: tuple[Any, ...]
+    places: tuple[Place, ...]
+    batch: int | None
+    jit: Callable[..., Any]
+    keys: tuple[Key, ...]
+
+    @functools.cached_property
+    def _seals(self) -> frozenset[Key]:
+        return frozenset(self.keys)
+
+    def sealed(self, step: Step, outputs: list[Any]) -> list[Any]:
+        """Returns a step's results behind barriers, where the trace has digests of them: see `trace_digests`."""
+        keys = [(step.number, k) for k in range(len(outputs))]
+        return [lax.optimization_barrier(x) if key in self._seals else x for key, x in zip(keys, outputs, strict=True)]
+
+    def argument(self, number: int, row: int | None) -> np.ndarray:
+        """Returns an argument, or a row of it, as `values` does."""
+        cut = np.asarray(_rows(self.leaves[number], self.places[number], self.batch))
+        return cut if row is None else cut[min(row, cut.shape[0] - 1)]
+
+    @property
+    def results(self) -> list[Key]:
+        """The function's results, as far as equations give them."""
+        made = {number: (step.number, k) for step in self.program.steps for k, number in enumerate(step.outputs)}
+        return [made[atom] for atom in self.program.results if isinstance(atom, int) and atom in made]
+
+    def values(self, keys: Sequence[Key], rows: Sequence[int | None], is_sealed: bool = True) -> dict[Key, np.ndarray]:
+        """Returns what steps give in a further run, `[*iterations, ...]`: one row where an array has rows.
+
+        Args:
+            keys: which results.
+            rows: for each the row, or None for all of them, along an axis behind those of the iterations.
+            is_sealed: whether the program keeps what the trace has digests of; otherwise it is what `fn` compiles to,
+                but for these results.
+        """
+        wanted = dict(zip(keys, rows, strict=True))
+
+        def visit(step: Step, outputs: list[Any]) -> tuple[list[Any], dict[Key, Any]]:
+            outputs = self.sealed(step, outputs) if is_sealed else outputs
+            seen = {}
+            for k, (x, place) in enumerate(zip(outputs, step.places, strict=True)):
+                if (step.number, k) in wanted:
+                    cut, row = _rows(x, place, self.batch), wanted[step.number, k]
+                    seen[step.number, k] = cut if row is None else cut[min(row, cut.shape[0] - 1)]
+            return outputs, seen
+
+        got = self.jit(lambda leaves: self.program.run(leaves, visit)[1])(self.leaves)
+        return {key: np.asarray(x) for key, x in got.items()}
+
+
+def trace_digests(
+    fn: Callable[..., Any],
+    batch_axes: Any = None,
+    *,
+    level: Level = "equations",
+    jit: Callable[..., Any] = jax.jit,
+) -> Callable[..., tuple[Any, Trace]]:
+    """Returns a function that gives `fn`'s results and a `Trace` of the run, for `detjax.bisect`.
+
+    Each array that gets digests is computed as a result of the program, so that its digests are those of what later
+    equations read. XLA may fuse what is left in another way than it does without: where runs of `fn` differ and traced
+    runs do not, the cause is what XLA made of equations that the trace keeps apart.
+
+    Layers are named by `jax.named_scope`. Linen's modules name theirs; NNX modules among the arguments get their paths
+    as names. Within scans each iteration has digests; loops of unknown length, branches and kernels have those of their
+    results.
+
+    Args:
+        fn: a function of arrays and of anything else; what is not an array is static. Or a Flax module: the result has
+            the arguments of an NNX module's call, or of a Linen module's `apply`.
+        batch_axes: for each positional argument the axis of its rows, as in `detjax.batch_invariant`. Rows have digests
+            of their own, so that traces of different batch sizes can be compared. None: nothing has rows.
+        level: "equations": each equation's results have digests, but for those that only move elements. "layers": only
+            what leaves a named layer, which takes less time.
+        jit: what compiles the program: `detjax.jit` for functions under contract.
+
+    Raises:
+        ValueError: batches have different sizes or no rows, `batch_axes` does not fit, or the level is unknown; at once
+            or when called.
+        TypeError: an argument that has rows is not an array; when called.
+
+    Example:
+        >>> traced = detjax.trace_digests(lambda x: jnp.sin(x) + 1, batch_axes=0)
+        >>> result, trace = traced(jnp.arange(4.0))
+        >>> result.shape
+        (4,)
+    """
+    if level not in get_args(Level.__value__):
+        raise ValueError(f"trace_digests: level is {level!r}; accepted: {', '.join(get_args(Level.__value__))}")
+    if isinstance(fn, nn.Module):
+        return _Traced(fn.apply, batch_axes, 1, level, jit)
+    if isinstance(fn, nnx.Module):
+        return functools.partial(_Traced(_call_module, batch_axes, 1, level, jit), fn)
+    return _Traced(fn, batch_axes, 0, level, jit)
+
+
+def _call_module(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    called: Any = module
+    return called(*args, **kwargs)
+
+
+class _Traced:
+    """See `trace_digests`; so many arguments before those of `batch_axes` are shared by all rows."""
+
+    def __init__(
+        self, fn: Callable[..., Any], batch_axes: Any, shared: int, level: Level, jit: Callable[..., Any]
+    ) -> None:
+        self._fn = fn
+        self._batch_axes = batch_axes
+        self._shared = shared
+        self._level = level
+        self._jit = jit
+        self._compiled: list[_Compiled] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Trace]:
+        given, arrays = Leaves.from_call("trace_digests", self._batch_axes, args, kwargs, self._shared)
+        compiled = next((one for one in self._compiled if one.serves(given, arrays)), None)
+        if compiled is None:
+            names = [tree_util.keystr(path) for path, _ in tree_util.tree_leaves_with_path((args, kwargs))]
+            named = [name for name, array in zip(names, given.is_array, strict=True) if array]
+            kept = list(zip(named, given.array_axes, strict=True))
+            function = functools.partial(_call, self._fn, given)
+            compiled = _Compiled(function, given, arrays, kept, self._level, self._jit)
+            self._compiled.append(compiled)
+        return compiled(arrays)
+
+
+def _call(fn: Callable[..., Any], given: Leaves, *arrays: Any) -> Any:
+    args, kwargs = jax.tree.unflatten(given.tree, given.with_arrays(arrays))
+    with named_layers((args, kwargs)):
+        return fn(*args, **kwargs)
+
+
+class _Compiled:
+    """A function with digests for arguments of one kind."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        given: Leaves,
+        arrays: Sequence[Any],
+        arguments: Sequence[tuple[str, int | None]],
+        level: str,
+        jit: Callable[..., Any],
+    ) -> None:
+        self._given = given
+        self._types = [(x.shape, x.dtype) for x in arrays]
+        self._batch = _batch(arrays, [axis for _, axis in arguments])
+        self._level = level
+        self._jit = jit
+        self._places: tuple[Place, ...] = tuple(
+            Shared() if axis is None else Rows(axis % x.ndim) for x, (_, axis) in zip(arrays, arguments, strict=True)
+        )
+        # A function of its own, because JAX keeps what it traced, and names of layers are not part of the key.
+        jaxpr, shapes = jax.make_jaxpr(lambda *arrays: fn(*arrays), return_shape=True)(*arrays)
+        jaxpr = partial_eval.dce_jaxpr_consts(jaxpr, [True] * len(jaxpr.outvars), True)[0]
+        self._tree = jax.tree.structure(shapes)
+        self.program = flat_programs.flatten(jaxpr, self._batch, self._places)
+        self._keys, entries = _observed(self.program, self._batch, level)
+        self._entries = (*map(self._argument, arrays, arguments, self._places), *entries)
+        self._run = jit(self._with_digests)
+        self._fingerprint = dataclasses.asdict(fingerprints.fingerprint())
+        self._seen: tuple[tuple[Any, ...], list[Array | None]] = ((), [])
+        self._shapes: list[tuple[int, ...]] = []
+
+    def serves(self, given: Leaves, arrays: Sequence[Any]) -> bool:
+        """Whether a call has arguments of this kind."""
+        # Weights, of which there are many, are the same arrays again and again.
+        kept = self._seen[0] or [None] * len(arrays)
+        return given == self._given and all(
+            x is before or (x.shape, x.dtype) == kind for x, before, kind in zip(arrays, kept, self._types, strict=True)
+        )
+
+    def __call__(self, arrays: tuple[Any, ...]) -> tuple[Any, Trace]:
+        run = Run(self.program, arrays, self._places, self._batch, self._jit, self._keys)
+        shared = self._shared_digests(arrays)
+        # No copy to the host is begun here: JAX 0.11.2 aborts a process that ends while one is under way on a CPU.
+        results, others = self._run(arrays)
+        digests = _Digests(shared, others, self._shapes)
+        trace = Trace(self._entries, digests, self._batch, self._level, self._fingerprint, run)
+        return jax.tree.unflatten(self._tree, results), trace
+
+    def _shared_digests(self, arrays: tuple[Any, ...]) -> list[Array | None]:
+        """Digests of arguments without rows; None for others. Weights are the same arrays again and again."""
+        shared = tuple(None if isinstance(p, Rows) else x for x, p in zip(arrays, self._places, strict=True))
+        if len(shared) == len(self._seen[0]) and all(map(operator.is_, shared, self._seen[0])):
+            return self._seen[1]
+        before = dict(zip(map(id, self._seen[0]), self._seen[1], strict=True))
+
+        def made(x: Any) -> Array:
+            kept = before.get(id(x))
+            return _digest(x, Shared(), self._batch) if kept is None else kept
+
+        digests = [None if x is None else made(x) for x in shared]
+        # NumPy's arrays may have other contents the next time.
+        self._seen = ((), []) if any(isinstance(x, np.ndarray) for x in shared) else (shared, digests)
+        return digests
+
+    def _with_digests(self, arrays: tuple[Any, ...]) -> tuple[list[Any], Array]:
+        """The results, and all digests but those of arguments without rows: one array, which is fetched at once."""
+        results, seen = self._observed(arrays)
+        rows = [
+            _rows(x, place, self._batch)
+            for x, place in zip(arrays, self._places, strict=True)
+            if isinstance(place, Rows)
+        ]
+        made = [*digests.digests(rows), *(seen[key] for key in self._keys)]
+        self._shapes = [digest.shape for digest in made]
+        return results, jnp.concatenate([jnp.empty(0, jnp.uint32), *(digest.reshape(-1) for digest in made)])
+
+    def _observed(self, arrays: tuple[Any, ...]) -> tuple[list[Any], dict[Key, Any]]:
+        run = Run(self.program, arrays, self._places, self._batch, self._jit, self._keys)
+
+        seals = frozenset(self._keys)
+
+        def visit(step: Step, outputs: list[Any]) -> tuple[list[Any], dict[Key, Any]]:
+            outputs = run.sealed(step, outputs)
+            keys = [(step.number, k) for k in range(len(outputs))]
+            zipped = zip(keys, outputs, step.places, strict=True)
+            return outputs, {key: _rows(x, place, self._batch) for key, x, place in zipped if key in seals}
+
+        def reduction(rows: dict[Key, Any]) -> dict[Key, Any]:
+            return dict(zip(rows, digests.digests([*rows.values()]), strict=True))
+
+        return self.program.run(arrays, visit, reduction)
+
+    def _argument(self, x: Any, argument: tuple[str, int | None], place: Place) -> Entry:
+        shape = jax.eval_shape(lambda x: _rows(x, place, self._batch), x)
+        return Entry(ARGUMENT, argument[0], "", (), 0, shape.shape[1:], str(shape.dtype), False, False)
+
+
+class _Digests(Sequence[np.ndarray]):
+    """The digests of a trace, which wait on the device until somebody asks for one.
+
+    Args:
+        shared: those of arguments without rows; None in the places of other arguments.
+        others: the numbers of all others: arguments with rows, then what equations give.
+        shapes: the shapes of the others.
+    """
+
+    def __init__(self, shared: Sequence[Array | None], others: Array, shapes: Sequence[tuple[int, ...]]) -> None:
+        self._shared, self._others, self._shapes = shared, others, shapes
+
+    @functools.cached_property
+    def _fetched(self) -> tuple[np.ndarray, ...]:
+        cuts = np.cumsum([math.prod(shape) for shape in self._shapes])
+        parts = np.split(np.asarray(self._others), cuts)[: len(self._shapes)]
+        others = iter([part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True)])
+        arguments = [next(others) if x is None else np.asarray(x) for x in self._shared]
+        return *arguments, *others
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._fetched[index]
+
+    def __len__(self) -> int:
+        return len(self._fetched)
+
+
+def _rows(x: Any, place: Place, batch: int | None) -> Array:
+    """An array, or the data of random keys, as `digests.in_rows` returns it."""
+    return digests.in_rows(digests.plain(x), place, batch)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _digest(x: Any, place: Place, batch: int | None) -> Array:
+    return digests.digest(_rows(x, place, batch))
+
+
+def _batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> int | None:
+    counts = {x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None}
+    if len(counts) > 1 or counts == {0}:
+        given = ", ".join(map(str, sorted(counts)))
+        raise ValueError(
+            f"trace_digests: batches have {given} rows; accepted: one number of rows, at least 1, along batch_axes"
+        )
+    return next(iter(counts), None)
+
+
+def _observed(program: FlatProgram, batch: int | None, level: str) -> tuple[tuple[Key, ...], list[Entry]]:
+    """The results that have digests, and what a trace says of them."""
+    keys, entries = [], []
+    outside: dict[int, set[int]] = {}
+    for part, step in program.all_steps():
+        if id(part) not in outside:
+            outside[id(part)] = flat_programs.leaving(part)
+        for k, (var, place) in enumerate(zip(step.eqn.outvars, step.places, strict=True)):
+            leaves = step.outputs[k] in outside[id(part)]
+            wanted = flat_programs.is_observed(step) if level == "equations" else leaves and step.body is None
+            if not wanted or not hasattr(equations.aval(var), "shape"):
+                continue
+            shape = jax.eval_shape(lambda x, place=place: _rows(x, place, batch), equations.aval(var))
+            keys.append((step.number, k))
+            entries.append(
+                Entry(
+                    step.primitive,
+                    step.layer,
+                    step.line,
+                    step.path,
+                    k,
+                    shape.shape[1:],
+                    str(shape.dtype),
+                    leaves,
+                    place is UNKNOWN,
+                )
+            )
+    return tuple(keys), entries
+
+
+def traced(place: str) -> Trace:
+    """Returns the trace of a function that a module names.
+
+    Args:
+        place: "module:function". The function has no parameters and returns `(fn, args)` or `(fn, args, options)`: what
+            to trace, its positional arguments, and options of `trace_digests` by name. Modules of the working directory
+            are found.
+
+    Raises:
+        ValueError: there is no such function, or it returns something else.
+    """
+    made = targets.named_object("MODULE:FUNCTION", place)()
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[1], tuple):
+        raise ValueError(f"{place} returns {type(made).__name__}; accepted: (fn, args) or (fn, args, options)")
+    fn, args, *options = made
+    return trace_digests(fn, **(options[0] if options else {}))(*args)[1]

@@ -1,0 +1,427 @@
+"""What a compiler is free to choose in a traced function: orders, roundings, signs of zeros, bits of NaN.
+
+This is an abstract interpretation, equation by equation and into every call, loop and branch. What is known of an array
+is a `Fact`. A choice that only decides the sign of zeros is a risk if something can see that sign: a result, a division
+by the zero, a reader of bits. The maximum in `exp(x - max(x))` is of no consequence, so it is none.
+"""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from detjax.audit.certification import signs
+from detjax.audit.certification.contracts import contract_of
+from detjax.audit.certification.signs import Signs
+from detjax.invariant import equations
+from detjax.invariant.equations import EXTREMES, Kind, aval
+from detjax.runtime import backends
+
+type Path = tuple[int, ...]
+"""The identity of an equation, after those of the calls around it."""
+
+
+class Exclusion(enum.Enum):
+    """Numbers that a proof leaves out, because code that is the same for all others may differ in them.
+
+    IEEE 754 leaves the sign and payload of NaN open, and a maximum on a CPU may pass over a NaN. Some instructions
+    flush subnormal numbers to zero and others do not.
+    """
+
+    NAN = "rows that meet NaN"
+    SUBNORMAL = "rows that meet subnormal numbers"
+
+
+class _Mark(enum.IntFlag):
+    """What may hold for an array, wherever it comes from."""
+
+    VARIES = enum.auto()  # it is no constant of the program
+    PRODUCT = enum.auto()  # its last step may be a product, not rounded yet
+    REPEATED = enum.auto()  # it was broadcast
+    COMPARED = enum.auto()  # it says how floating-point numbers compare
+    NARROW = enum.auto()  # it comes of numbers that were rounded to less than 32 bits
+    BITS_OF_NAN = enum.auto()  # code may differ in the sign and payload of its NaN
+    NAN = enum.auto()  # see `Exclusion`
+    SUBNORMAL = enum.auto()
+
+
+_NO_MARKS: Final = _Mark(0)
+_OF_ANY_DTYPE: Final = ~(_Mark.PRODUCT | _Mark.BITS_OF_NAN)
+"""What may hold for integers, too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """What is known of an array.
+
+    Attributes:
+        signs: the numbers that it may hold.
+        marks: what else may hold.
+        choosers: the equations that leave to the compiler which sign zeros have here.
+    """
+
+    signs: Signs
+    marks: _Mark = _NO_MARKS
+    choosers: frozenset[Path] = frozenset()
+
+    def __or__(self, other: "Fact") -> "Fact":
+        return Fact(self.signs | other.signs, self.marks | other.marks, self.choosers | other.choosers)
+
+    def but(self, **changes: Any) -> "Fact":
+        """Returns the fact with other attributes."""
+        return dataclasses.replace(self, **changes)
+
+
+def _split(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+MOVES: Final = _split(
+    "broadcast_in_dim reshape squeeze transpose concatenate pad slice dynamic_slice rev "
+    "dynamic_update_slice gather split unstack stack tile copy stop_gradient optimization_barrier "
+    "sharding_constraint pvary real imag scatter"
+)
+"""What leaves every bit of the numbers that it moves."""
+
+_KEEPS_BITS: Final = MOVES | _split("neg abs select_n sort conj complex")
+
+_KEEPS_PRODUCTS: Final = _split(
+    "broadcast_in_dim reshape squeeze transpose slice rev copy stop_gradient neg select_n "
+    "concatenate pad split unstack stack tile sharding_constraint pvary real imag complex conj"
+)
+"""What a compiler may take a product through, to fuse it with a sum."""
+
+_RESHAPES: Final = _split("reshape squeeze transpose copy stop_gradient")
+
+_NO_PRODUCT: Final = _split("add sub add_any convert_element_type sqrt max min sign floor ceil round")
+"""What is computed and does not end in a product."""
+
+_BLIND: Final = _split(
+    "exp exp2 logistic cos cosh erfc acos log lgamma abs square eq ne lt le gt ge eq_to lt_to le_to is_finite argmax "
+    "argmin"
+)
+"""What gives the same for zeros of either sign."""
+
+_KEEPS_SIGN_OF_ZERO: Final = _split(
+    "neg sign floor ceil round mul add sub add_any max min clamp sqrt tanh sin tan asin atan sinh asinh atanh erf "
+    "erf_inv expm1 log1p cbrt reduce_precision select_n sort conj complex reduce_sum reduce_prod cumsum cumprod "
+    "reduce_window_sum dot_general conv_general_dilated scatter-add scatter_add scatter-mul scatter_mul"
+)
+"""What gives zeros for zeros of either sign, or numbers that are the same for both."""
+
+_CHOICES_OF_NAN: Final = _split("argmax argmin top_k")
+"""What may take another one of several NaN."""
+
+_INTEGERS: Final = _split("threefry2x32 axis_index platform_index")
+"""What computes integers in a way of its own, the same in all code."""
+
+_COMPARISONS: Final = _split("eq ne lt le gt ge eq_to lt_to le_to")
+
+_BLIND_OPERATIONS: Final = ("softmax", "matmul", "grouped_matmul")
+"""Operations of detjax whose results have no bit of the signs of zeros in their first operand."""
+
+
+class Freedoms:
+    """The equations of one function whose bits the compiler may choose, and why.
+
+    Attributes:
+        why: the reasons.
+        exclusions: the bits of the results that no proof is about.
+    """
+
+    def __init__(self, jaxpr: core.Jaxpr, is_pinned: bool) -> None:
+        """Args:
+        jaxpr: the function, whose results are all looked at.
+        is_pinned: whether the program is compiled with detjax' pinned options.
+        """
+        self.why: dict[Path, str] = {}
+        self.exclusions: frozenset[Exclusion] = frozenset()
+        self._is_pinned = is_pinned
+        self._calls: list[core.JaxprEqn] = []
+        given = [Fact(signs.atom_signs(v), _Mark.VARIES) for v in jaxpr.invars]
+        for fact, atom in zip(self._jaxpr(jaxpr, given), jaxpr.outvars, strict=True):
+            self._see(fact)
+            self.exclusions |= {one for one in Exclusion if fact.marks & _Mark[one.name]}
+            if equations.is_inexact(atom) and _has_open_nan(fact):
+                self.exclusions |= {Exclusion.NAN}
+
+    def reason(self, eqn: core.JaxprEqn) -> str | None:
+        """Returns why an equation is a choice, whatever calls it stands in."""
+        return next((why for path, why in self.why.items() if path[-1] == id(eqn)), None)
+
+    def _see(self, fact: Fact) -> None:
+        """Makes risks of the choices that decide the sign of a zero that is seen."""
+        for path in fact.choosers:
+            self.why[path] = _WHY_ZEROS
+
+    def _jaxpr(self, jaxpr: core.Jaxpr, facts: Sequence[Fact]) -> list[Fact]:
+        env: dict[Any, Fact] = {}
+        constants = [Fact(signs.value_signs(value)) for value in jaxpr.consts]
+        env.update(zip(jaxpr.all_invars, [*constants, *facts], strict=True))
+
+        def read(atom: Any) -> Fact:
+            return Fact(signs.atom_signs(atom)) if isinstance(atom, core.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: core.JaxprEqn, facts: list[Fact]) -> list[Fact]:
+        contract = contract_of(eqn)
+        if contract is not None:
+            for fact in facts[1 if contract in _BLIND_OPERATIONS else 0 :]:
+                self._see(fact)
+            return [Fact(signs.atom_signs(v), _Mark.VARIES) for v in eqn.outvars]
+        kind = equations.kind(eqn)
+        if kind is Kind.CALL:
+            self._calls.append(eqn)
+            made = self._call(eqn, facts)
+            self._calls.pop()
+            return made
+        if (why := self._choice(eqn, kind, facts)) is not None:
+            self.why[self._path(eqn)] = why
+        return self._results(eqn, kind, facts)
+
+    def _path(self, eqn: core.JaxprEqn) -> Path:
+        return (*map(id, self._calls), id(eqn))
+
+    # Control flow ---------------------------------------------------------------------------------------------------
+
+    def _call(self, eqn: core.JaxprEqn, facts: list[Fact]) -> list[Fact]:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "scan":
+            consts, carries, xs = equations.scan_arguments(eqn, facts)
+            step = lambda carries: self._jaxpr(params["jaxpr"], [*consts, *carries, *xs])  # noqa: E731
+            return _settled(carries, step)
+        if name == "while":
+            tested, consts, carries = equations.while_arguments(eqn, facts)
+
+            def trip(carries: list[Fact]) -> list[Fact]:
+                self._jaxpr(params["cond_jaxpr"], [*tested, *carries])
+                return self._jaxpr(params["body_jaxpr"], [*consts, *carries])
+
+            return _settled(carries, trip)
+        if name == "cond":
+            branches = [self._jaxpr(branch, facts[1:]) for branch in params["branches"]]
+            return [functools.reduce(Fact.__or__, results) for results in zip(*branches, strict=True)]
+        return self._jaxpr(params["jaxpr"] if name == "shard_map" else equations.body(eqn), facts)
+
+    # Choices ----------------------------------------------------------------------------------------------------------
+
+    def _choice(self, eqn: core.JaxprEqn, kind: Kind, facts: Sequence[Fact]) -> str | None:
+        """Why XLA may give an equation's results other bits at other shapes; None if it may not."""
+        name, is_cpu = eqn.primitive.name, backends.target() == "cpu"
+        inexact = [v for v in (*eqn.invars, *eqn.outvars) if equations.is_inexact(v)]
+        if kind is Kind.SUM:
+            return _why_sums(eqn)
+        if kind is Kind.OPAQUE:
+            if name == "scatter" and eqn.params["unique_indices"]:
+                return None
+            # CPUs write one update after the other.
+            is_known = name in _INTEGERS or (name == "scatter" and is_cpu)
+            return _WHY_OPAQUE if eqn.outvars and (inexact or not is_known) else None
+        if name.startswith("random_") and any(map(_is_batched_generator, (*eqn.invars, *eqn.outvars))):
+            return "draws from a generator whose numbers for one key depend on the keys beside it"
+        if not inexact:
+            return None
+        if name == "sort" and not eqn.params["is_stable"]:
+            return "orders equal numbers as the algorithm does, which XLA chooses by shape; a stable sort does not"
+        if name == "top_k" and not is_cpu and signs.has_zeros_of_both_signs(facts[0].signs):
+            return "orders zeros of both signs as the algorithm does, which XLA chooses by shape"
+        if name in EXTREMES and is_cpu and any(fact.marks & _Mark.NARROW for fact in facts):
+            return "may be computed together with what rounds to a narrow type, in more precision, from some size on"
+        if kind is Kind.APPROXIMATED and any(map(equations.is_complex, inexact)):
+            return "computes complex numbers by several roundings, which the compiler arranges and fuses by shape"
+        if kind is Kind.APPROXIMATED and is_cpu:
+            return _WHY_APPROXIMATED
+        if name in ("add", "sub", "add_any") and any(fact.marks & _Mark.PRODUCT for fact in facts):
+            return "a product before a sum may become a fused multiply-add, which rounds once: fusions decide"
+        if name == "div" and is_cpu and facts[1].marks & _Mark.REPEATED:
+            return "a division by what is broadcast may become a product with a reciprocal, which rounds twice"
+        if kind is not Kind.EXACT and not self._is_pinned and any(map(_is_narrow, inexact)):
+            return "XLA may keep more precision than the narrow type has within a fusion; detjax.jit forbids it"
+        return None
+
+    # Facts ------------------------------------------------------------------------------------------------------------
+
+    def _results(self, eqn: core.JaxprEqn, kind: Kind, facts: list[Fact]) -> list[Fact]:
+        name = eqn.primitive.name
+        if not eqn.outvars:
+            return []
+        if name in ("optimization_barrier", "sort"):  # a result for each operand
+            return [fact.but(marks=fact.marks & ~_Mark.PRODUCT) for fact in facts]
+        made = Fact(self._signs(eqn, facts), self._marks(eqn, kind, facts), self._choosers(eqn, facts))
+        return [made if equations.is_inexact(v) else _exact(made, v) for v in eqn.outvars]
+
+    def _signs(self, eqn: core.JaxprEqn, facts: Sequence[Fact]) -> Signs:
+        name = eqn.primitive.name
+        floats = [fact.signs for fact, v in zip(facts, eqn.invars, strict=True) if equations.is_inexact(v)]
+        if name in EXTREMES and floats:
+            return signs.maximum(floats)
+        if name in MOVES | {"select_n"} and floats:
+            made = functools.reduce(Signs.__or__, floats)
+            return made | _filling(eqn) if name == "gather" else made
+        return signs.result(eqn, [fact.signs for fact in facts])
+
+    def _marks(self, eqn: core.JaxprEqn, kind: Kind, facts: Sequence[Fact]) -> _Mark:
+        name, given = eqn.primitive.name, functools.reduce(_Mark.__or__, (fact.marks for fact in facts), _NO_MARKS)
+        reads, makes = (any(map(equations.is_inexact, atoms)) for atoms in (eqn.invars, eqn.outvars))
+        made = given & (_Mark.VARIES | _Mark.NAN | _Mark.SUBNORMAL | _Mark.NARROW)
+        if name in _KEEPS_PRODUCTS:
+            made |= given & _Mark.PRODUCT
+        elif name == "div" and backends.target() == "cpu":
+            made |= _Mark.PRODUCT if facts[1].marks & _Mark.REPEATED else _NO_MARKS
+        elif kind in (Kind.ROUNDED, Kind.APPROXIMATED) and name not in _NO_PRODUCT:
+            made |= _Mark.PRODUCT
+        if name == "broadcast_in_dim":
+            made |= _Mark.REPEATED
+        elif name in _RESHAPES:
+            made |= given & _Mark.REPEATED
+        if (name in _COMPARISONS and reads) or not makes:
+            made |= _Mark.COMPARED if name in _COMPARISONS and reads else given & _Mark.COMPARED
+        if kind is Kind.ROUNDED and any(map(_is_narrow, eqn.outvars)):
+            made |= _Mark.NARROW
+        return made | self._marks_of_nan(eqn, facts, given, reads) | self._marks_of_subnormal(eqn, kind, facts, given)
+
+    @staticmethod
+    def _marks_of_nan(eqn: core.JaxprEqn, facts: Sequence[Fact], given: _Mark, reads: bool) -> _Mark:
+        name = eqn.primitive.name
+        may_be_nan = any(
+            fact.signs & Signs.NAN for fact, v in zip(facts, eqn.invars, strict=True) if equations.is_inexact(v)
+        )
+        if may_be_nan and name in EXTREMES | _CHOICES_OF_NAN:
+            return _Mark.NAN | _Mark.BITS_OF_NAN
+        if name == "bitcast_convert_type" and _has_open_nan(facts[0]):
+            return _Mark.NAN
+        if name in _KEEPS_BITS:
+            return given & _Mark.BITS_OF_NAN
+        return _Mark.BITS_OF_NAN if reads else _NO_MARKS
+
+    @staticmethod
+    def _marks_of_subnormal(eqn: core.JaxprEqn, kind: Kind, facts: Sequence[Fact], given: _Mark) -> _Mark:
+        if backends.target() != "cpu":
+            return _NO_MARKS
+        name = eqn.primitive.name
+        chooses = name in EXTREMES | {"max", "min", "clamp"} or (name == "select_n" and given & _Mark.COMPARED)
+        may_be = any(
+            fact.signs & Signs.SUBNORMAL for fact, v in zip(facts, eqn.invars, strict=True) if equations.is_inexact(v)
+        )
+        return _Mark.SUBNORMAL if chooses and may_be else _NO_MARKS
+
+    def _choosers(self, eqn: core.JaxprEqn, facts: Sequence[Fact]) -> frozenset[Path]:
+        """The equations that leave the sign of the results' zeros to the compiler; sees those that are seen here."""
+        kept: frozenset[Path] = frozenset()
+        for index, fact in enumerate(facts):
+            if not fact.choosers:
+                continue
+            flow = _flow(eqn, index, facts)
+            if flow is _Flow.KEPT:
+                kept |= fact.choosers
+            elif flow is _Flow.SEEN:
+                self._see(fact)
+        if eqn.primitive.name in EXTREMES and equations.is_inexact(eqn.invars[0]):
+            met = functools.reduce(
+                Signs.__or__, (f.signs for f, v in zip(facts, eqn.invars, strict=True) if equations.is_inexact(v))
+            )
+            if signs.has_zeros_of_both_signs(met):
+                kept |= {self._path(eqn)}
+        return kept
+
+
+def _filling(eqn: core.JaxprEqn) -> Signs:
+    """What a gather fills in where there is nothing."""
+    if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
+        return signs.NONE
+    value = eqn.params["fill_value"]
+    return Signs.NAN if value is None else signs.value_signs(value)
+
+
+class _Flow(enum.Enum):
+    """What becomes of an operand's sign of zero in an equation."""
+
+    KEPT = "the results differ in the sign of zeros alone"
+    GONE = "the results are the same"
+    SEEN = "the results differ"
+
+
+def _flow(eqn: core.JaxprEqn, index: int, facts: Sequence[Fact]) -> _Flow:
+    name = eqn.primitive.name
+    if name in ("add", "add_any"):
+        other = facts[1 - index]
+        # A sum with 0.0 or another number is that number; XLA leaves sums with constants of 0.0 out.
+        is_gone = not other.signs & Signs.MINUS_ZERO and other.marks & _Mark.VARIES
+        return _Flow.GONE if is_gone else _Flow.KEPT
+    if name in _BLIND:
+        return _Flow.GONE
+    if name in MOVES | EXTREMES | _KEEPS_SIGN_OF_ZERO:
+        return _Flow.KEPT
+    if name == "convert_element_type":
+        return _Flow.KEPT if equations.is_inexact(eqn.outvars[0]) else _Flow.GONE
+    if name in ("div", "rem"):
+        return _Flow.SEEN if index else _Flow.KEPT
+    if name == "integer_pow":
+        exponent = eqn.params["y"]
+        return _Flow.GONE if exponent % 2 == 0 else _Flow.KEPT if exponent > 0 else _Flow.SEEN
+    return _Flow.SEEN
+
+
+def _has_open_nan(fact: Fact) -> bool:
+    return bool(fact.signs & Signs.NAN and fact.marks & _Mark.BITS_OF_NAN)
+
+
+def _exact(fact: Fact, atom: Any) -> Fact:
+    """The fact of an array of integers: no zero of theirs has a sign."""
+    return fact.but(signs=signs.atom_signs(atom), marks=fact.marks & _OF_ANY_DTYPE, choosers=frozenset())
+
+
+def _settled(carries: list[Fact], step: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
+    """The facts of a loop's results, once its carries hold in every round."""
+    while True:
+        results = step(carries)
+        joined = [x | y for x, y in zip(carries, results, strict=False)]
+        if joined == carries:
+            return [*carries, *results[len(carries) :]]
+        carries = joined
+
+
+_WHY_APPROXIMATED: Final = (
+    "vector and scalar code of a CPU approximate it with other bits, and shapes say which computes a number"
+)
+_WHY_OPAQUE: Final = "computes in a way of its own, which nothing here knows"
+_WHY_ZEROS: Final = (
+    "chooses among zeros of both signs by the order of comparisons, which XLA chooses by shape, and the sign is seen"
+)
+
+
+def _is_narrow(atom: Any) -> bool:
+    return equations.is_inexact(atom) and jnp.dtype(aval(atom).dtype).itemsize < 4
+
+
+def _is_batched_generator(atom: Any) -> bool:
+    dtype = getattr(aval(atom), "dtype", jnp.int32)
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key) and "rbg" in str(dtype)
+
+
+def _why_sums(eqn: core.JaxprEqn) -> str:
+    name = eqn.primitive.name
+    if name.startswith("psum") or name == "reduce_scatter":
+        why = "adds over devices in the order of the collective's algorithm, which XLA chooses by size"
+    elif name.startswith("scatter"):
+        why = "adds numbers of equal indices in the order in which threads come"
+    elif name.startswith("cum"):
+        why = "accumulates by a tree of partial sums that XLA chooses by shape"
+    elif name.startswith("conv"):
+        why = "convolves by an algorithm that XLA chooses by shape, the batch's among them"
+    elif name.startswith(("dot", "ragged_dot")):
+        why = "adds products in blocks and splits that XLA chooses by shape, the batch's among them"
+    else:
+        why = "adds in an order that XLA chooses by shape and by fusion"
+    if any(_is_narrow(v) for v in eqn.outvars):
+        why += f"; the sums are {aval(eqn.outvars[0]).dtype}, so each order rounds otherwise"
+    return why

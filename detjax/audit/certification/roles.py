@@ -1,0 +1,234 @@
+"""What each equation of a traced function means for the promise that rows do not depend on their batch."""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import jax
+from jax.extend import core
+
+from detjax.audit.certification.contracts import PREPARED, contract_of
+from detjax.audit.certification.freedoms import Freedoms, Path
+from detjax.invariant import equations, refusals
+from detjax.invariant.batch_axis import Follower, operation_places
+from detjax.invariant.equations import Kind, aval
+from detjax.invariant.findings import Mixing
+from detjax.invariant.places import UNKNOWN, Place, Rows, Shared
+
+
+class Role(enum.Enum):
+    """What an equation means for the rows of a batch. Later roles outweigh earlier ones."""
+
+    SHARED = "has no rows"
+    APART = "keeps rows apart by construction"
+    EXACT = "exact in any order"
+    CONTRACT = "under contract"
+    CHOSEN = "XLA may choose"
+    MIXES = "mixes rows"
+
+
+RISKS: Final = (Role.MIXES, Role.CHOSEN)
+"""Roles that leave a promise without a proof, the graver one first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Risk:
+    """An equation that may give a row other bits in another batch.
+
+    Attributes:
+        role: one of `RISKS`.
+        primitive: the equation's primitive.
+        why: why it is a risk.
+        line: the user's line, and the layer's name where the function names it.
+        shapes: the shapes of its operands, for the batch that was traced.
+        dtypes: their dtypes.
+    """
+
+    role: Role
+    primitive: str
+    why: str
+    line: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    @classmethod
+    def from_equation(cls, eqn: core.JaxprEqn, role: Role, why: str, line: str | None = None) -> "Risk":
+        """Returns the risk of an equation, by default with its own line."""
+        dtypes = tuple(str(getattr(aval(v), "dtype", "token")) for v in eqn.invars)
+        line = line or equations.line(eqn) or "an unknown line"
+        return cls(role, eqn.primitive.name, why, line, equations.shapes(eqn), dtypes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the fields by name, as JSON holds them."""
+        return dataclasses.asdict(self) | {"role": self.role.name.lower()}
+
+
+class Roles(Follower):
+    """The place of the batch in a function's arrays, and the role of every equation.
+
+    Attributes:
+        risks: the equations that are risks, the graver ones first.
+        contracts: the operations under contract, and how often they are called.
+    """
+
+    def __init__(self, batch: int, freedoms: Freedoms) -> None:
+        """Args:
+        batch: how many rows the batch has: a prime number that divides no other axis of an array.
+        freedoms: what XLA may choose in the function that is followed.
+        """
+        super().__init__(batch)
+        self._freedoms = freedoms
+        self._equations: dict[tuple[int, ...], tuple[Role, Risk | str | None]] = {}
+
+    @property
+    def risks(self) -> list[Risk]:
+        """See the class."""
+        risks = [detail for _, detail in self._equations.values() if isinstance(detail, Risk)]
+        return sorted(risks, key=lambda risk: RISKS.index(risk.role))
+
+    @property
+    def contracts(self) -> list[str]:
+        """The operations under contract that the function calls, one a call."""
+        return [str(detail) for role, detail in self._equations.values() if role is Role.CONTRACT]
+
+    def counts(self) -> dict[Role, int]:
+        """Returns how many equations have each role."""
+        roles = [role for role, _ in self._equations.values()]
+        return {role: roles.count(role) for role in Role}
+
+    def check_results(self, jaxpr: core.Jaxpr, places: Sequence[Place], axes: Sequence[int | None]) -> None:
+        """Notes a risk for every result whose rows are not where they are said to be, if nothing is noted yet."""
+        makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        for atom, place, axis in zip(jaxpr.outvars, places, axes, strict=True):
+            if axis is None or self.findings:
+                continue
+            axis %= aval(atom).ndim
+            is_apart = place == Rows(axis) or (isinstance(place, Shared) and axis in place.uniform)
+            if not is_apart and not isinstance(atom, core.Literal) and atom in makers:
+                self.mixes(makers[atom], Mixing.SLOT, "gives a result whose rows are not those of the arguments")
+
+    def mixes(self, eqn: core.JaxprEqn, mixing: Mixing, what: str) -> Any:
+        """Reports an equation that mixes rows; see `Follower.mixes`."""
+        self._note(eqn, Role.MIXES, Risk.from_equation(eqn, Role.MIXES, what, self.line(eqn)))
+        return super().mixes(eqn, mixing, what)
+
+    def equation(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
+        """Returns the places of an equation's results, and notes its role."""
+        contract = contract_of(eqn)
+        if contract is not None:
+            self._note(eqn, Role.CONTRACT, contract)
+            return self._under_contract(eqn, places, contract)
+        kind = equations.kind(eqn)
+        if kind is not Kind.CALL:
+            self._classify(eqn, places)
+        return super().equation(eqn, places)
+
+    def _classify(self, eqn: core.JaxprEqn, places: list[Place]) -> None:
+        why = self._freedoms.why.get(self._path(eqn))
+        if why is not None:
+            self._note(eqn, Role.CHOSEN, Risk.from_equation(eqn, Role.CHOSEN, why, self.line(eqn)))
+        elif not any(not isinstance(place, Shared) for place in places):
+            self._note(eqn, Role.SHARED)
+        elif equations.kind(eqn) is Kind.EXACT and eqn.primitive.name not in equations.ELEMENTWISE:
+            self._note(eqn, Role.EXACT)
+        else:
+            self._note(eqn, Role.APART)
+
+    def _path(self, eqn: core.JaxprEqn) -> Path:
+        return (*map(id, self.calls), id(eqn))
+
+    def _note(self, eqn: core.JaxprEqn, role: Role, detail: Risk | str | None = None) -> None:
+        """Notes an equation's role. Loops are gone through several times, and the gravest role counts."""
+        path = self._path(eqn)
+        roles = list(Role)
+        known = self._equations.get(path)
+        if known is None or roles.index(role) >= roles.index(known[0]):
+            self._equations[path] = role, detail
+
+    def _under_contract(self, eqn: core.JaxprEqn, places: list[Place], contract: str) -> list[Place]:
+        """The places of the results of an operation of detjax, which keeps the rows of its leading axes apart.
+
+        An operation may put rows into an order of its own, such as that of experts: their place is unknown then, until
+        another operation puts them back.
+        """
+        if self.findings and any(place is UNKNOWN for place in places):
+            return [UNKNOWN] * len(eqn.outvars)
+        rows = [place for place in places if isinstance(place, Rows)]
+        if not rows and all(isinstance(place, Shared) for place in places):
+            return operation_places(eqn, places, self.batch)
+        weight = _WEIGHTS.get(contract, len(places))
+        if any(not isinstance(place, Shared) for place in places[weight : weight + 1]):
+            return [self.mixes(eqn, Mixing.OTHER, f"has rows in the weight of {contract}")] * len(eqn.outvars)
+        if not rows or contract == PREPARED:
+            return [UNKNOWN] * len(eqn.outvars)
+        first = places[0]
+        if contract in _ALONG_THE_LAST and isinstance(first, Rows) and first.axis == aval(eqn.invars[0]).ndim - 1:
+            return [self.mixes(eqn, Mixing.SUM, f"is {contract} along the batch")] * len(eqn.outvars)
+        return operation_places(eqn, places, self.batch)
+
+
+_WEIGHTS: Final = {"matmul": 1, "grouped_matmul": 1, "rms_norm": 1, "gated_rms_norm": 2, "embed": 1}
+"""Which argument of an operation all rows share."""
+
+_ALONG_THE_LAST: Final = (
+    "matmul rms_norm gated_rms_norm l2_norm softmax log_softmax logsumexp sample top_logprobs".split()
+)
+"""Operations that work along the last axis of their first argument."""
+
+
+def traced_batch(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Returns a number of rows that divides no other axis: the least such prime above 10."""
+    sizes = {size for shape in shapes for size in shape if size}
+    batch = 11
+    while any(batch % k == 0 for k in range(2, math.isqrt(batch) + 1)) or any(size % batch == 0 for size in sizes):
+        batch += 1
+    return batch
+
+
+def flattened(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """Yields the equations of a jaxpr and of all that it holds, without the inside of operations under contract."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if contract_of(eqn) is None:
+            for body in equations.bodies(eqn):
+                yield from flattened(body)
+
+
+def mixed_risks(jaxpr: core.Jaxpr) -> list[Risk]:
+    """Returns what mixes rows in functions for which `batch_invariant` computes each row alone (`on_unsafe="warn"`).
+
+    Their rows depend on themselves alone, but they are not the function's: nothing is proven of it.
+    """
+    findings = dict.fromkeys(
+        finding
+        for eqn in equations.all_equations(jaxpr)
+        for finding in refusals.mixed_by(str(eqn.source_info.name_stack))
+    )
+    return [
+        Risk(
+            Role.MIXES,
+            one.primitive,
+            f"{one.what}: each row is computed alone in its place",
+            one.line,
+            one.shapes,
+            one.dtypes,
+        )
+        for one in findings
+    ]
+
+
+def risks_of_order(jaxpr: core.Jaxpr) -> Iterator[Risk]:
+    """Yields the equations of a program of `detjax.jit` whose bits XLA may choose, wherever rows are in it."""
+    freedoms = Freedoms(jaxpr, is_pinned=True)
+    for eqn in flattened(jaxpr):
+        if contract_of(eqn) is None and equations.kind(eqn) is not Kind.CALL:
+            why = freedoms.reason(eqn)
+            if why is not None:
+                yield Risk.from_equation(eqn, Role.CHOSEN, why)
+
+
+def shapes_of(tree: Any) -> list[tuple[int, ...]]:
+    """Returns the shapes of a tree's arrays."""
+    return [tuple(x.shape) for x in jax.tree.leaves(tree)]

@@ -1,0 +1,276 @@
+"""The numbers that an array may hold: their signs, zeros of either sign, NaN and subnormal numbers.
+
+IEEE 754 calls -0.0 and 0.0 equal, so a maximum of both is either, by the order of comparisons. An array whose zeros all
+have one sign has no such choice. `result` says what an equation makes of sets of numbers. It allows for what compilers
+are known to make of zeros: XLA leaves `x + 0` out, CPUs flush subnormal numbers to zero, and the library that XLA's CPU
+compiler calls for larger reductions computes what is fused into them in its own way.
+"""
+
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend import core
+
+from detjax.invariant import equations
+from detjax.invariant.equations import aval
+from detjax.runtime import backends
+
+
+class Signs(enum.IntFlag):
+    """Kinds of numbers, infinities among `NEGATIVE` and `POSITIVE`; a set of them is what an array may hold."""
+
+    NEGATIVE = 1
+    MINUS_ZERO = 2
+    PLUS_ZERO = 4
+    POSITIVE = 8
+    NAN = 16
+    SUBNORMAL = 32
+
+
+NONE: Final = Signs(0)
+ZEROS: Final = Signs.MINUS_ZERO | Signs.PLUS_ZERO
+NOT_NEGATIVE: Final = Signs.PLUS_ZERO | Signs.POSITIVE
+NOT_POSITIVE: Final = Signs.MINUS_ZERO | Signs.NEGATIVE
+NUMBERS: Final = NOT_NEGATIVE | NOT_POSITIVE
+ANY: Final = NUMBERS | Signs.NAN | Signs.SUBNORMAL
+
+_ORDERED: Final = (Signs.NEGATIVE, Signs.MINUS_ZERO, Signs.PLUS_ZERO, Signs.POSITIVE)
+_LARGEST_CONSTANT: Final = 1 << 20
+"""Elements of a constant that is looked at."""
+
+
+def atom_signs(atom: Any) -> Signs:
+    """Returns what a variable may hold by its dtype alone, and a literal by its value."""
+    if isinstance(atom, core.Literal):
+        return value_signs(atom.val)
+    return _dtype_signs(getattr(aval(atom), "dtype", None))
+
+
+def value_signs(value: Any) -> Signs:
+    """Returns what a constant holds; what its dtype can if it is large, or no array."""
+    dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
+    is_concrete = not isinstance(value, Tracer) and np.size(value) <= _LARGEST_CONSTANT
+    if not is_concrete or not jnp.issubdtype(dtype, jnp.floating):
+        return _dtype_signs(dtype)
+    wide = np.asarray(value).astype(np.float64)
+    is_minus, is_zero = np.signbit(wide), wide == 0
+    is_number = ~np.isnan(wide)
+    kinds = {
+        Signs.NEGATIVE: is_minus & ~is_zero & is_number,
+        Signs.MINUS_ZERO: is_minus & is_zero,
+        Signs.PLUS_ZERO: ~is_minus & is_zero,
+        Signs.POSITIVE: ~is_minus & ~is_zero & is_number,
+        Signs.NAN: ~is_number,
+        Signs.SUBNORMAL: ~is_zero & (np.abs(wide) < float(jnp.finfo(dtype).tiny)),
+    }
+    return functools.reduce(Signs.__or__, (kind for kind, among in kinds.items() if among.any()), NONE)
+
+
+def _dtype_signs(dtype: Any) -> Signs:
+    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return NUMBERS
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return ANY
+    is_signed = jnp.issubdtype(dtype, jnp.signedinteger)
+    return NOT_NEGATIVE | Signs.NEGATIVE if is_signed else NOT_NEGATIVE
+
+
+def has_zeros_of_both_signs(signs: Signs) -> bool:
+    """Returns whether numbers that compare as zeros may have either sign. CPUs compare subnormal numbers as zeros."""
+    tiny = bool(signs & Signs.SUBNORMAL)
+    is_minus = signs & Signs.MINUS_ZERO or (tiny and signs & Signs.NEGATIVE)
+    is_plus = signs & Signs.PLUS_ZERO or (tiny and signs & Signs.POSITIVE)
+    return bool(is_minus and is_plus)
+
+
+def mirrored(signs: Signs) -> Signs:
+    """Returns the signs of the negated numbers, as IEEE 754 says."""
+    swapped = zip(_ORDERED, reversed(_ORDERED), strict=True)
+    kept = signs & (Signs.NAN | Signs.SUBNORMAL)
+    return functools.reduce(Signs.__or__, (other for one, other in swapped if one & signs), kept)
+
+
+def _negated(signs: Signs) -> Signs:
+    """What a negation may give: XLA's CPU compiler computes it as a difference from 0.0 before some reductions."""
+    return mirrored(signs) | (Signs.PLUS_ZERO if signs & ZEROS else NONE)
+
+
+def _magnitude(signs: Signs) -> Signs:
+    return (signs | mirrored(signs)) & ~NOT_POSITIVE
+
+
+def result(eqn: core.JaxprEqn, given: Sequence[Signs]) -> Signs:
+    """Returns what the first result of an equation may hold, given what its operands may.
+
+    Equations that only move numbers are not looked at here: their results hold what their operands do.
+    """
+    name, out = eqn.primitive.name, eqn.outvars[0]
+    if not equations.is_inexact(out) or jnp.issubdtype(aval(out).dtype, jnp.complexfloating):
+        return atom_signs(out)
+    if any(jnp.issubdtype(getattr(aval(v), "dtype", jnp.int32), jnp.complexfloating) for v in eqn.invars):
+        return (NOT_NEGATIVE if name == "abs" else NUMBERS) | Signs.NAN | Signs.SUBNORMAL
+    if name in _BINARY and len(given) == 2:
+        if name == "mul" and eqn.invars[0] is eqn.invars[1]:
+            return _square(given[0])
+        return pairs(_BINARY[name], *given)
+    if name == "iota":
+        return NOT_NEGATIVE
+    if name == "convert_element_type" and (not equations.is_inexact(eqn.invars[0]) or equations.is_exact(eqn)):
+        return given[0]
+    if name in _UNARY:
+        return _UNARY[name](given[0])
+    if name == "integer_pow":
+        return _power(given[0], eqn.params["y"])
+    if name == "clamp":
+        low, x, high = given
+        return pairs(_larger, low, pairs(_smaller, x, high))
+    if name == "dot_general" and not (given[0] | given[1]) & NOT_POSITIVE:
+        return NOT_NEGATIVE | Signs.NAN | Signs.SUBNORMAL
+    return ANY
+
+
+def maximum(given: Sequence[Signs]) -> Signs:
+    """Returns what a largest or smallest number of arrays may be: any of theirs, or the infinity of no number."""
+    return functools.reduce(Signs.__or__, given) | Signs.NEGATIVE | Signs.POSITIVE
+
+
+# Single elements ------------------------------------------------------------------------------------------------------
+
+
+def pairs(rule: Callable[[Signs, Signs], Signs], first: Signs, second: Signs) -> Signs:
+    """Returns what a rule of two single kinds gives for sets of them. NaN of either makes NaN."""
+    made = (first | second) & Signs.NAN
+    for x in _ORDERED:
+        for y in _ORDERED:
+            if x & first and y & second:
+                made |= rule(x, y)
+    is_chosen = rule in (_larger, _smaller) and not (first | second) & Signs.SUBNORMAL
+    return made if is_chosen or not made & (Signs.NEGATIVE | Signs.POSITIVE) else made | Signs.SUBNORMAL
+
+
+def _rounded(signs: Signs) -> Signs:
+    """What numbers may be that are too small for their dtype: zeros of the same sign."""
+    if signs & Signs.POSITIVE:
+        signs |= Signs.PLUS_ZERO
+    return signs | Signs.MINUS_ZERO if signs & Signs.NEGATIVE else signs
+
+
+def _is_zero(one: Signs) -> bool:
+    return bool(one & ZEROS)
+
+
+def _has_minus(one: Signs) -> bool:
+    return bool(one & NOT_POSITIVE)
+
+
+def _product(x: Signs, y: Signs) -> Signs:
+    is_minus = _has_minus(x) != _has_minus(y)
+    if _is_zero(x) or _is_zero(y):
+        infinite = NONE if _is_zero(x) and _is_zero(y) else Signs.NAN
+        return infinite | (Signs.MINUS_ZERO if is_minus else Signs.PLUS_ZERO)
+    return NOT_POSITIVE if is_minus else NOT_NEGATIVE
+
+
+def _quotient(x: Signs, y: Signs) -> Signs:
+    is_minus = _has_minus(x) != _has_minus(y)
+    if _is_zero(y):
+        return Signs.NAN if _is_zero(x) else Signs.NEGATIVE if is_minus else Signs.POSITIVE
+    if _is_zero(x):
+        return Signs.MINUS_ZERO if is_minus else Signs.PLUS_ZERO
+    return Signs.NAN | (NOT_POSITIVE if is_minus else NOT_NEGATIVE)
+
+
+def _total(x: Signs, y: Signs) -> Signs:
+    if _is_zero(x) and _is_zero(y):
+        return x | y  # 0.0 of both by IEEE 754; XLA leaves additions of 0.0 out
+    if _has_minus(x) == _has_minus(y):
+        return _rounded((x | y) & ~ZEROS)
+    if _is_zero(x) or _is_zero(y):
+        return _rounded((x | y) & ~ZEROS)
+    return NUMBERS | Signs.NAN
+
+
+def _difference(x: Signs, y: Signs) -> Signs:
+    # XLA may make `0 - x` a negation.
+    return _total(x, mirrored(y)) | (mirrored(y) if _is_zero(x) else NONE)
+
+
+def _larger(x: Signs, y: Signs) -> Signs:
+    """IEEE 754's `maximum`. Before some reductions, CPUs take the second of two zeros; elsewhere it may be either."""
+    if _is_zero(x) and _is_zero(y) and backends.target() != "cpu":
+        return x | y
+    return max(x, y, key=_ORDERED.index) | (y if _is_zero(x) and _is_zero(y) else NONE)
+
+
+def _smaller(x: Signs, y: Signs) -> Signs:
+    return mirrored(_larger(mirrored(x), mirrored(y)))
+
+
+def _square(given: Signs) -> Signs:
+    return NOT_NEGATIVE | Signs.SUBNORMAL | (given & Signs.NAN)
+
+
+def _power(given: Signs, exponent: int) -> Signs:
+    if exponent % 2 == 0:
+        return _square(given)
+    inverse = _rounded(given) if exponent > 0 else pairs(_quotient, Signs.POSITIVE, given)
+    return inverse | Signs.SUBNORMAL
+
+
+def _whole(given: Signs) -> Signs:
+    """A whole number, which is a zero of either sign if it is near one from below."""
+    zeros = ZEROS if given & NOT_POSITIVE else Signs.PLUS_ZERO
+    return (given | zeros) & ~Signs.SUBNORMAL
+
+
+def _logarithm(given: Signs) -> Signs:
+    """Only that of 1.0 is a zero, 0.0."""
+    return NUMBERS & ~Signs.MINUS_ZERO | ((Signs.NAN) if given & (Signs.NAN | Signs.NEGATIVE) else NONE)
+
+
+def _odd(given: Signs) -> Signs:
+    """A function that goes through zero: what approximates it may give a small number either sign."""
+    is_plus = not given & NOT_POSITIVE
+    return (NOT_NEGATIVE if is_plus else NUMBERS) | Signs.SUBNORMAL | (given & Signs.NAN)
+
+
+def _sum(given: Signs) -> Signs:
+    is_plus = not given & NOT_POSITIVE
+    return (NOT_NEGATIVE | (given & Signs.NAN) if is_plus else ANY) | Signs.SUBNORMAL
+
+
+def _exponential(given: Signs) -> Signs:
+    return NOT_NEGATIVE | Signs.SUBNORMAL | (given & Signs.NAN)
+
+
+def _root(given: Signs) -> Signs:
+    return (given & ~Signs.NEGATIVE) | (Signs.NAN if given & Signs.NEGATIVE else NONE)
+
+
+_BINARY: Final[dict[str, Callable[[Signs, Signs], Signs]]] = {
+    "add": _total,
+    "add_any": _total,
+    "sub": _difference,
+    "mul": _product,
+    "div": _quotient,
+    "max": _larger,
+    "min": _smaller,
+}
+_UNARY: Final[dict[str, Callable[[Signs], Signs]]] = {
+    "neg": _negated,
+    "abs": _magnitude,
+    "square": _square,
+    "sqrt": _root,
+    "log": _logarithm,
+    **dict.fromkeys(("sign", "floor", "ceil", "round"), _whole),
+    **dict.fromkeys(("convert_element_type", "reduce_precision"), _rounded),
+    **dict.fromkeys(("exp", "exp2", "logistic", "cosh", "erfc"), _exponential),
+    **dict.fromkeys(("tanh", "erf", "expm1", "log1p", "asinh", "sinh", "atan"), _odd),
+    **dict.fromkeys(("reduce_sum", "cumsum", "reduce_window_sum"), _sum),
+}

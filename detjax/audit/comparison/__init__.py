@@ -1,0 +1,4 @@
+"""Comparison: how far apart the logprobs of two engines are.
+
+Read `compare`, then `divergence`.
+"""

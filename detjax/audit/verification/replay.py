@@ -1,0 +1,398 @@
+"""Completions computed again by prefills: what the engine must have sampled in the place of each of their tokens.
+
+Prefill gives the bits of decode, so one forward pass over a prompt and its completion gives every logprob and, since a
+token is a function of logits, seed and position, every token. The programs are those of the engine's steps, over the
+same kinds of caches. What they compute together is a schedule, on which no bit depends.
+"""
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from detjax.contract import KV_BLOCK, QUERY_UNIT
+from detjax.engine import sequence as sequences
+from detjax.engine import step_programs
+from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, logit_adjustments, sampling_arrays
+from detjax.engine.constraints import CompiledConstraint, all_allowed
+from detjax.engine.page_pool import Digest, PagePool, digests
+from detjax.engine.sampling_params import SamplingParams
+from detjax.engine.scheduler import ScheduledChunk, Scheduler, StepLimits, pages_needed
+from detjax.engine.step_programs import SampledRows, SampledTokens, SamplingVariant, SlotState
+from detjax.models import Decoder
+from detjax.models.network import split
+from detjax.operands.numerics import round_up
+from detjax.operands.options import KVQuantization
+from detjax.operands.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
+from detjax.runtime import compilation
+
+_STEP_ROWS: Final = 8192
+"""The most tokens that one program of the layers computes."""
+_LEAST_ROWS: Final = 64
+"""The fewest tokens that a program computes or samples."""
+_LOGITS: Final = 1 << 28
+"""The most logits that one program samples from: float32 numbers, of which a program holds a few copies."""
+_MOST_SAMPLED: Final = 1024
+"""The most tokens that one program samples."""
+_LEAST_ENTRIES: Final = 64
+"""The fewest entries of a row that a program notes as seen."""
+_IN_FLIGHT: Final = 4
+"""Sampling programs whose results the host has not read."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Answer:
+    """A completion to be computed again.
+
+    Attributes:
+        prompt: the prompt's tokens.
+        tokens: the completion's tokens, at least one.
+        params: how they were sampled, by the settings that a `SamplingVariant` names.
+        index: the sample's number in its request.
+        end_tokens: tokens that end the sample, which `min_tokens` holds back.
+        constraint: what the text must be.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    index: int = 0
+    end_tokens: frozenset[int] = frozenset()
+    constraint: CompiledConstraint | None = None
+
+
+class Replayed(NamedTuple):
+    """What the engine samples in the places of some tokens.
+
+    Attributes:
+        answer: for each of them the number of its completion.
+        position: its position among the completion's tokens.
+        sampled: the tokens and logprobs, arrays with a row for each of them.
+    """
+
+    answer: Int32[np.ndarray, "n"]
+    position: Int32[np.ndarray, "n"]
+    sampled: SampledTokens
+
+
+class _Known(sequences.Sequence):
+    """A sequence whose tokens are all known. To the scheduler it is one that was preempted before its last token."""
+
+    def __init__(self, number: int, answer: Answer, leader: "_Known | None") -> None:
+        super().__init__(answer.prompt, SamplingParams(len(answer.tokens)), leader=leader)
+        self.number, self.answer = number, answer
+        self.generated.extend(answer.tokens[:-1])
+
+    @property
+    def needs_rows(self) -> bool:
+        """Yes: what tokens are sampled from are the hidden states of prefills."""
+        return True
+
+    def digests(self) -> list[Digest]:
+        """Returns the digests of pages that others may share: those before the prompt's last token."""
+        return self._digests_of_prompt
+
+    @functools.cached_property
+    def _digests_of_prompt(self) -> list[Digest]:
+        if self.leader is not None:
+            return self.leader.digests()
+        pages = (len(self.prompt) - 1) // KV_BLOCK
+        return digests(self.prompt[: pages * KV_BLOCK])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Consecutive tokens of one completion in a step: the first one, their number, and the row of the first."""
+
+    sequence: _Known
+    first: int
+    count: int
+    row: int
+
+    def part(self, start: int, count: int) -> "_Rows":
+        """Returns some of them."""
+        return _Rows(self.sequence, self.first + start, count, self.row + start)
+
+
+class _SeenEntries(NamedTuple):
+    """For each row, tokens of its sequence, each once: how often it was generated, and whether the prompt has it."""
+
+    token: Int32[Arrays, "R n"]
+    generated: Arrays
+    in_prompt: Arrays
+
+
+class _Pending(NamedTuple):
+    """Tokens that the device samples."""
+
+    rows: list[_Rows]
+    sampled: SampledTokens
+
+    def read(self) -> Replayed:
+        """Waits for them."""
+        count = sum(rows.count for rows in self.rows)
+        answer = np.concatenate([np.full(rows.count, rows.sequence.number, np.int32) for rows in self.rows])
+        position = np.concatenate(
+            [np.arange(rows.first, rows.first + rows.count, dtype=np.int32) for rows in self.rows]
+        )
+        read = jax.device_get(tuple(self.sampled))
+        return Replayed(answer, position, SampledTokens(*(None if x is None else x[:count] for x in read)))
+
+
+def replayed(
+    model: Decoder, answers: Sequence[Answer], kv_cache_dtype: KVQuantization | None = None
+) -> Iterator[Replayed]:
+    """Yields what the engine samples in the places of the completions' tokens, in any order.
+
+    Args:
+        model: the decoder.
+        answers: the completions.
+        kv_cache_dtype: how keys and values are quantized in the cache.
+
+    Raises:
+        ValueError: the model's keys and values cannot be quantized like this.
+    """
+    if answers:
+        yield from _Replay(model, answers, kv_cache_dtype).run()
+
+
+class _Replay:
+    """A cache, and what is on its way through it."""
+
+    def __init__(self, model: Decoder, answers: Sequence[Answer], kv_cache_dtype: KVQuantization | None) -> None:
+        self._network, self._weights = split(model)
+        self._vocabulary = model.config.vocab_size
+        leaders: dict[tuple[int, ...], _Known] = {}
+        self._sequences: list[_Known] = []
+        for number, answer in enumerate(answers):
+            sequence = _Known(number, answer, leaders.get(answer.prompt))
+            leaders.setdefault(answer.prompt, sequence)
+            self._sequences.append(sequence)
+
+        # Sizes are rounded up, so that calls of about one size share their programs.
+        tokens = sum(round_up(len(sequence.tokens), QUERY_UNIT) for sequence in self._sequences)
+        rows = _size(_LEAST_ROWS, tokens, _STEP_ROWS)
+        slots = rows // QUERY_UNIT
+        self._shape = BatchShape(0, rows, slots, slots)
+        limits = StepLimits(slots=slots, tokens=rows, prefills=slots, rows=rows, prefill_chunk=rows)
+        shapes = BatchShapes([self._shape], limits)
+        longest = _power_of_two(max(map(pages_needed, self._sequences)))
+        # A step's tokens fill so many pages at most, beside those of the sequences that it goes on with.
+        num_pages = longest + min(slots * longest, slots + rows // KV_BLOCK)
+        self._scheduler = Scheduler(PagePool(num_pages, keeps_prefixes=not model.has_slots), shapes.limits)
+        sections = model.config.rope.sections
+        self._table = SlotTable(
+            slots,
+            longest,
+            named_in_queries=model.has_slots,
+            coordinates=None if sections is None else len(sections),
+        )
+        self._state = model.empty_state(num_pages, kv_cache_dtype, slots)
+        self._last = jnp.zeros(slots, jnp.int32)
+        wanted = sum(len(answer.tokens) for answer in answers)
+        most = max(QUERY_UNIT, _LOGITS // self._vocabulary // QUERY_UNIT * QUERY_UNIT)
+        self._sampled_rows = _size(_LEAST_ROWS, wanted, min(_MOST_SAMPLED, most))
+        # Filters sort the logits, and all else is rare: four programs serve every mixture.
+        rare = [answer.params.needs for answer in answers if _is_rare(answer.params)]
+        self._rare = SamplingVariant(*map(max, zip(*rare, strict=True))) if rare else None
+        self._masks: dict[int, Iterator[np.ndarray]] = {}
+
+    def run(self) -> Iterator[Replayed]:
+        """Yields the results of all steps."""
+        for sequence in self._sequences:
+            self._scheduler.submit(sequence)
+        in_flight: deque[_Pending] = deque()
+        while not self._scheduler.is_idle:
+            in_flight.extend(self._step())
+            while len(in_flight) > _IN_FLIGHT:
+                yield in_flight.popleft().read()
+        for pending in in_flight:
+            yield pending.read()
+
+    def _step(self) -> Iterator[_Pending]:
+        """Gives the device one step, and samples from those of its rows that tokens of completions come after."""
+        plan = self._scheduler.plan()
+        assert plan.prefills and not plan.decodes
+        batch = self._table.batch(plan, self._shape)
+        first_rows = batch.queries.first_row
+        assert first_rows is not None
+        self._scheduler.mark_submitted(plan)
+        forward = step_programs.forward(jax.device_put(batch), self._state, self._last)
+        self._state, _, hidden = forward.fn(self._network, step_programs.Parameters(self._weights), *forward.args)
+        rows = [_rows(chunk, int(row)) for chunk, row in zip(plan.prefills, first_rows, strict=False)]
+        for chunk in plan.prefills:
+            if chunk.completes:  # its pages are free for later steps, which come after this one on the device
+                chunk.sequence.finish_reason = "length"
+                self._scheduler.accept_token(chunk.sequence)
+        by_variant: dict[SamplingVariant, list[_Rows]] = {}
+        for some in rows:
+            if some.count:
+                by_variant.setdefault(self._variant(some.sequence.answer.params), []).append(some)
+        for variant, group in by_variant.items():
+            for piece in _pieces(group, self._sampled_rows):
+                yield self._sampled(hidden, piece, variant)
+
+    def _variant(self, params: SamplingParams) -> SamplingVariant:
+        if _is_rare(params) and self._rare is not None:
+            return self._rare._replace(filtered=params.filtered)
+        return SamplingVariant(params.filtered, 0)
+
+    def _sampled(self, hidden: Array, rows: list[_Rows], variant: SamplingVariant) -> _Pending:
+        """Samples the tokens after some rows of hidden states."""
+        size = self._sampled_rows
+        index = _padded(np.concatenate([np.arange(one.row, one.row + one.count, dtype=np.int32) for one in rows]), size)
+        adjustments, seen, allowed = None, None, None
+        if variant.adjusted:
+            adjustments = _adjustments(rows, size)
+            seen = _seen_tokens(jax.device_put(_seen_entries(rows, size, self._vocabulary)), self._vocabulary)
+        if variant.constrained:
+            allowed = self._allowed(rows, size)
+        slots = SlotState(jnp.zeros(size, jnp.int32), seen)
+        sampled = SampledRows(np.arange(size, dtype=np.int32), _sampling(rows, size), adjustments, allowed)
+        program = step_programs.sample_rows(jax.device_put(sampled), _rows_at(hidden, index), slots, variant)
+        _, tokens = program.fn(self._network, step_programs.Parameters(self._weights), *program.args, **program.static)
+        return _Pending(rows, tokens.start_copy())
+
+    def _allowed(self, rows: list[_Rows], size: int) -> np.ndarray:
+        """Returns the masks of the rows' constraints."""
+        allowed, row = all_allowed(size, self._vocabulary), 0
+        for one in rows:
+            for position in range(one.first, one.first + one.count):
+                if (mask := self._mask(one.sequence, position)) is not None:
+                    allowed[row] = mask
+                row += 1
+        return allowed
+
+    def _mask(self, sequence: _Known, position: int) -> np.ndarray | None:
+        """Returns the mask of a token's place. Behind a token that the constraint refuses there is none."""
+        constraint = sequence.answer.constraint
+        if constraint is None:
+            return None
+        if position == 0 or sequence.number not in self._masks:
+            masks = constraint.compiler.masks_of(constraint, sequence.answer.tokens)
+            self._masks[sequence.number] = masks
+        return next(self._masks[sequence.number], None)
+
+
+def _is_rare(params: SamplingParams) -> bool:
+    """Whether the request asks for more than a temperature and filters."""
+    return any(SamplingVariant(*params.needs)._replace(filtered=False))
+
+
+def _rows(chunk: ScheduledChunk, first_row: int) -> _Rows:
+    """Returns the tokens of a completion that come after a chunk's rows."""
+    sequence = chunk.sequence
+    assert isinstance(sequence, _Known)
+    start = max(chunk.start, len(sequence.prompt) - 1)
+    count = max(0, chunk.start + chunk.count - start)
+    return _Rows(sequence, start + 1 - len(sequence.prompt), count, first_row + start - chunk.start)
+
+
+def _pieces(rows: list[_Rows], size: int) -> Iterator[list[_Rows]]:
+    """Yields rows in pieces of a size."""
+    piece, room = list[_Rows](), size
+    for one in rows:
+        while one.count:
+            count = min(one.count, room)
+            piece.append(one.part(0, count))
+            one, room = one.part(count, one.count - count), room - count
+            if not room:
+                yield piece
+                piece, room = [], size
+    if piece:
+        yield piece
+
+
+def _padded(values: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
+    padding = np.full((size - len(values), *values.shape[1:]), fill, values.dtype)
+    return np.concatenate([values, padding])
+
+
+def _sampling(rows: list[_Rows], size: int) -> SamplingArrays:
+    answers = [one.sequence.answer for one in rows]
+    by_answer = sampling_arrays([answer.params for answer in answers], [answer.index for answer in answers])
+    counts = [one.count for one in rows]
+    arrays = SamplingArrays(*(_padded(np.repeat(x, counts, axis=0), size) for x in by_answer))
+    firsts = [len(one.sequence.prompt) + one.first for one in rows]
+    positions = [np.arange(first, first + count, dtype=np.int32) for first, count in zip(firsts, counts, strict=True)]
+    return arrays._replace(position=_padded(np.concatenate(positions), size))
+
+
+def _adjustments(rows: list[_Rows], size: int) -> LogitAdjustments:
+    """Returns penalties and biases. Before `min_tokens` the end tokens are barred, as in the engine's steps."""
+    parts = []
+    for one in rows:
+        params, answer = one.sequence.answer.params, one.sequence.answer
+        barred = min(max(params.min_tokens - one.first, 0), one.count)
+        parts += [(logit_adjustments(params, answer.end_tokens), barred)] * bool(barred)
+        parts += [(logit_adjustments(params), one.count - barred)]
+    parts.append((logit_adjustments(SamplingParams()), size - sum(count for _, count in parts)))
+    fields = zip(*(row for row, _ in parts), strict=True)
+    return LogitAdjustments(*(np.repeat(np.concatenate(x), [count for _, count in parts], axis=0) for x in fields))
+
+
+def _seen_entries(rows: list[_Rows], size: int, vocabulary: int) -> _SeenEntries:
+    """Returns what each row's sequence had seen before its token."""
+    parts = [_seen_of(one) if one.sequence.answer.params.penalized else None for one in rows]
+    most = max((len(part[0]) for part in parts if part is not None), default=0)
+    width = _size(_LEAST_ENTRIES, most)
+    # Padding is beyond the vocabulary, and every entry of a row is another number.
+    token = np.tile(np.arange(vocabulary, vocabulary + width, dtype=np.int32), (size, 1))
+    generated, in_prompt = np.zeros((size, width), np.uint16), np.zeros((size, width), bool)
+    row = 0
+    for one, part in zip(rows, parts, strict=True):
+        if part is not None:
+            tokens, counts, is_prompt = part
+            place = slice(row, row + one.count), slice(len(tokens))
+            token[place], generated[place], in_prompt[place] = tokens, counts, is_prompt
+        row += one.count
+    return _SeenEntries(token, generated, in_prompt)
+
+
+def _seen_of(rows: _Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the tokens of a sequence, how often each was generated before each row, and whether the prompt has it."""
+    answer, end = rows.sequence.answer, rows.first + rows.count
+    completion = np.asarray(answer.tokens[: end - 1], np.int32)
+    tokens, index = np.unique(np.concatenate([np.asarray(answer.prompt, np.int32), completion]), return_inverse=True)
+    is_prompt = np.zeros(len(tokens), bool)
+    is_prompt[index[: len(answer.prompt)]] = True
+    generated = index[len(answer.prompt) :]
+    before = np.bincount(generated[: rows.first], minlength=len(tokens))
+    later = np.zeros((rows.count, len(tokens)), np.int64)
+    later[np.arange(1, rows.count), generated[rows.first :]] = 1
+    counts = np.minimum(before + np.cumsum(later, axis=0), np.iinfo(np.uint16).max)
+    return tokens, counts.astype(np.uint16), is_prompt
+
+
+@functools.partial(compilation.jit, static_argnums=1)
+def _seen_tokens(entries: _SeenEntries, vocabulary: int) -> SeenTokens:
+    rows = jnp.arange(len(entries.token), dtype=jnp.int32)[:, None]
+
+    def written(values: Array) -> Array:
+        zeros = jnp.zeros((len(values), vocabulary), values.dtype)
+        return zeros.at[rows, entries.token].set(values, mode="drop", unique_indices=True)
+
+    return SeenTokens(written(entries.generated), written(entries.in_prompt))
+
+
+@compilation.jit
+def _rows_at(hidden: Float[Array, "rows D"], index: Int32[Arrays, "R"]) -> Float[Array, "R D"]:
+    return hidden[index]
+
+
+def _size(least: int, needed: int, most: int | None = None) -> int:
+    """Returns the next of a few sizes: the least one, four times as much, and so on, or the most at the end."""
+    size = least
+    while size < needed:
+        size *= 4
+    return size if most is None else min(size, most)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

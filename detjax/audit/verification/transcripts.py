@@ -1,0 +1,304 @@
+"""Transcripts: a prompt, how it was answered, and the answer's tokens and logprobs, as lines of JSON."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, cast, get_args
+
+from detjax import models
+from detjax.engine import Completion, Constraint, Generation, SamplingParams
+from detjax.models import Decoder, Tokenizer
+from detjax.operands.options import KVQuantization
+from detjax.runtime import fingerprints
+
+type Json = dict[str, Any]
+type TopLogprobs = tuple[tuple[int, float], ...]
+
+_INFINITY: Final = "-inf"
+"""What stands for the logprob minus infinity, which JSON does not have."""
+_REPORTS: Final = ("top_logprobs", "prompt_logprobs", "sampling_logprobs")
+"""Sampling parameters that say what is reported, which a transcript shows by what it has."""
+_DEFAULTS: Final = SamplingParams()
+_SAMPLING: Final = tuple(one.name for one in dataclasses.fields(SamplingParams) if one.name not in _REPORTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What an answer depends on besides its request.
+
+    Attributes:
+        environment: the digest of `detjax.fingerprint()`; None: not said.
+        model: the digest of the weights, the configuration and the tokenizer, `detjax.models.digest`; None: not said.
+        kv_cache_dtype: how keys and values were quantized in the cache.
+    """
+
+    environment: str | None = None
+    model: str | None = None
+    kv_cache_dtype: KVQuantization | None = None
+
+    @classmethod
+    def here(
+        cls, model: Decoder, tokenizer: Tokenizer | None, kv_cache_dtype: KVQuantization | None = None
+    ) -> "Origin":
+        """Returns the origin of answers that a model gives in this process. That reads all of its weights."""
+        return cls(fingerprints.fingerprint().digest, models.digest(model, tokenizer), kv_cache_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transcript:
+    """One sample of a request, as it was answered.
+
+    Attributes:
+        prompt: the prompt's tokens.
+        sampling: how the sample was drawn and when it ended. What it says of reports does not matter.
+        tokens: the generated tokens, the one that ended the sample included.
+        logprobs: each token's logprob under the model, float32 numbers held exactly; None: they are not known.
+        index: the sample's number in its request.
+        finish_reason: "stop" or "length"; None: the sample may go on.
+        text: the text, cut before a stop string; None: it is not known.
+        sampling_logprobs: each token's logprob under the distribution that it was drawn from; None: they are not known.
+        top_logprobs: the likeliest tokens in the place of each token, with their logprobs; None: they are not known.
+        origin: what answered.
+        digest: the digest that came with the transcript; see `sealed`.
+        contradiction: what the response that held the transcript says against it.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+    index: int = 0
+    finish_reason: str | None = None
+    text: str | None = None
+    sampling_logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
+    origin: Origin = dataclasses.field(default_factory=Origin)
+    digest: str | None = None
+    contradiction: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks that there are as many logprobs as tokens.
+
+        Raises:
+            ValueError: there are not, or there is no token, or no such sample.
+        """
+        for name in ("logprobs", "sampling_logprobs", "top_logprobs"):
+            given = getattr(self, name)
+            if given is not None and len(given) != len(self.tokens):
+                raise ValueError(f"Transcript: {len(given)} {name} of {len(self.tokens)} tokens; accepted: one of each")
+        if not self.prompt or not self.tokens:
+            missing = "tokens" if self.prompt else "prompt"
+            raise ValueError(f"Transcript: {missing} is empty; accepted: at least one token")
+        if not 0 <= self.index < self.sampling.n:
+            raise ValueError(f"Transcript: index is {self.index}; accepted: 0 to {self.sampling.n - 1}, as n says")
+        if self.finish_reason not in (None, "stop", "length"):
+            raise ValueError(f"Transcript: finish_reason is {self.finish_reason!r}; accepted: stop, length, or none")
+
+    def sealed(self) -> "Transcript":
+        """Returns the transcript with its digest, which stands for all that it says: a receipt."""
+        return dataclasses.replace(self, digest=self.computed_digest())
+
+    def computed_digest(self) -> str:
+        """Returns the SHA-256 of what `as_json` says, less the digest, in hexadecimal digits."""
+        content = self.as_json()
+        content.pop("digest", None)
+        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def as_json(self) -> Json:
+        """Returns the transcript as JSON holds it. A double holds a float32 number exactly."""
+        content: Json = {
+            "prompt": list(self.prompt),
+            "sampling": _sampling_json(self.sampling),
+            "index": self.index,
+            "tokens": list(self.tokens),
+            "logprobs": _numbers(self.logprobs),
+            "sampling_logprobs": _numbers(self.sampling_logprobs),
+            "top_logprobs": self.top_logprobs and [[[t, _number(x)] for t, x in top] for top in self.top_logprobs],
+            "finish_reason": self.finish_reason,
+            "text": self.text,
+            "environment": self.origin.environment,
+            "model": self.origin.model,
+            "kv_cache_dtype": self.origin.kv_cache_dtype,
+            "digest": self.digest,
+        }
+        return {name: value for name, value in content.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> "Transcript":
+        """Returns the transcript that JSON holds.
+
+        Args:
+            content: as `as_json` returns it.
+            tokenizer: makes tokens of prompts that are texts.
+
+        Raises:
+            ValueError: a field is unknown, missing, or holds what is not accepted.
+        """
+        given = dict(content)
+        try:
+            prompt = given.pop("prompt")
+            if isinstance(prompt, str):
+                if tokenizer is None:
+                    raise ValueError("prompt is text and there is no tokenizer; accepted: token ids")
+                prompt = tokenizer.encode(prompt)
+            origin = Origin(given.pop("environment", None), given.pop("model", None), _cache(given))
+            transcript = cls(
+                prompt=_tokens("prompt", prompt),
+                sampling=_sampling(given.pop("sampling", {})),
+                tokens=_tokens("tokens", given.pop("tokens")),
+                logprobs=_logprobs(given.pop("logprobs", None)),
+                index=_integer("index", given.pop("index", 0)),
+                finish_reason=_text("finish_reason", given.pop("finish_reason", None)),
+                text=_text("text", given.pop("text", None)),
+                sampling_logprobs=_logprobs(given.pop("sampling_logprobs", None)),
+                top_logprobs=_top_logprobs(given.pop("top_logprobs", None)),
+                origin=origin,
+                digest=_text("digest", given.pop("digest", None)),
+            )
+        except KeyError as error:
+            raise ValueError(f"a transcript has no {error}; accepted: {_FIELDS}") from None
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"a transcript has a field that cannot be read: {error}; accepted: {_FIELDS}") from None
+        if given:
+            raise ValueError(f"a transcript has {', '.join(given)}; accepted: {_FIELDS}")
+        return transcript
+
+
+_FIELDS: Final = (
+    "prompt, sampling, index, tokens, logprobs, sampling_logprobs, top_logprobs, finish_reason, text, environment, "
+    "model, kv_cache_dtype, digest"
+)
+
+
+def transcripts_of(generation: Generation, sampling: SamplingParams, origin: Origin | None = None) -> list[Transcript]:
+    """Returns the transcript of each sample of a request.
+
+    Args:
+        generation: what the engine answered.
+        sampling: the request's parameters.
+        origin: what answered. Default: it is not said.
+    """
+    return [
+        transcript_of(generation.prompt_tokens, completion, sampling, index, origin)
+        for index, completion in enumerate(generation.completions)
+    ]
+
+
+def transcript_of(
+    prompt: Sequence[int],
+    completion: Completion,
+    sampling: SamplingParams,
+    index: int = 0,
+    origin: Origin | None = None,
+) -> Transcript:
+    """Returns the transcript of one sample of a request; see `transcripts_of`."""
+    return Transcript(
+        prompt=tuple(map(int, prompt)),
+        sampling=dataclasses.replace(sampling, **{name: getattr(_DEFAULTS, name) for name in _REPORTS}),
+        tokens=completion.tokens,
+        logprobs=completion.logprobs,
+        index=index,
+        finish_reason=completion.finish_reason,
+        text=completion.text,
+        sampling_logprobs=completion.sampling_logprobs or None,
+        top_logprobs=completion.top_logprobs if sampling.top_logprobs else None,
+        origin=origin or Origin(),
+    )
+
+
+def _sampling_json(params: SamplingParams) -> Json:
+    """The parameters that are not their defaults."""
+    content: Json = {}
+    for name in _SAMPLING:
+        value, default = getattr(params, name), getattr(_DEFAULTS, name)
+        if value == default:
+            continue
+        if isinstance(value, Constraint):
+            value = dataclasses.asdict(value)
+        elif name == "logit_bias":
+            value = [[token, float(bias)] for token, bias in value]
+        elif isinstance(default, tuple):
+            value = list(value)
+        elif isinstance(default, float):
+            value = float(value)
+        content[name] = value
+    return content
+
+
+def _sampling(content: Any) -> SamplingParams:
+    if not isinstance(content, Mapping):
+        raise ValueError(f"sampling is {content!r}; accepted: an object of sampling parameters")
+    fields: Json = {}
+    for name, value in content.items():
+        if name not in _SAMPLING:
+            raise ValueError(f"sampling has {name!r}; accepted: {', '.join(_SAMPLING)}")
+        default: Any = getattr(_DEFAULTS, name)
+        if name == "constraint":
+            value = Constraint(**value)
+        elif name == "logit_bias":
+            value = tuple((_integer(name, token), _real(name, bias)) for token, bias in value)
+        elif name == "stop":
+            value = (value,) if isinstance(value, str) else tuple(value)
+        elif name == "stop_token_ids":
+            value = _tokens(name, value)
+        elif isinstance(default, bool):
+            value = bool(value)
+        else:
+            value = _integer(name, value) if isinstance(default, int) else _real(name, value)
+        fields[name] = value
+    return SamplingParams(**fields)
+
+
+def _cache(given: Json) -> KVQuantization | None:
+    name = given.pop("kv_cache_dtype", None)
+    if name not in (None, *get_args(KVQuantization)):
+        raise ValueError(f"kv_cache_dtype is {name!r}; accepted: {', '.join(get_args(KVQuantization))}, or none")
+    return cast(KVQuantization | None, name)
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} is {value!r}; accepted: an integer")
+    return value
+
+
+def _real(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {value!r}; accepted: a number")
+    return float(value)
+
+
+def _text(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}; accepted: a string")
+    return value
+
+
+def _tokens(name: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise ValueError(f"{name} is {values!r}; accepted: token ids")
+    return tuple(_integer(name, value) for value in values)
+
+
+def _logprobs(values: Any) -> tuple[float, ...] | None:
+    return None if values is None else tuple(map(_logprob, values))
+
+
+def _top_logprobs(values: Any) -> tuple[TopLogprobs, ...] | None:
+    if values is None:
+        return None
+    return tuple(tuple((_integer("a token", token), _logprob(value)) for token, value in one) for one in values)
+
+
+def _logprob(value: Any) -> float:
+    return -math.inf if value == _INFINITY else _real("a logprob", value)
+
+
+def _numbers(values: Sequence[float] | None) -> list[float | str] | None:
+    return None if values is None else [_number(value) for value in values]
+
+
+def _number(value: float) -> float | str:
+    return _INFINITY if value == -math.inf else value

@@ -1,0 +1,433 @@
+"""Hugging Face checkpoints: `load` reads a directory into a `Decoder`, `save` writes one that transformers reads."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.markup
+import rich.progress
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jaxtyping import Array, DTypeLike
+
+from detjax.contract import INPUT_DTYPES
+from detjax.models.checkpoint.directory_files import refuse_adapter, refuse_without_model, unread_files
+from detjax.models.checkpoint.stored_formats import stored_format
+from detjax.models.checkpoint.unread import UnreadParameter
+from detjax.models.checkpoint.weight_files import StoredTensor, open_weights, write_weights
+from detjax.models.configuration.config import DecoderConfig
+from detjax.models.configuration.family import Description, Family, description, family_named
+from detjax.models.configuration.generation_defaults import GenerationDefaults
+from detjax.models.configuration.json_object import CheckpointError, JsonObject, parse_json_object, read_file
+from detjax.models.decoder import Decoder
+from detjax.models.mesh import checked, placement, spans_processes, whole_shapes, whole_weights, with_mesh
+from detjax.models.network import Weights, abstract, split
+from detjax.models.network import parameters as parameters_of
+from detjax.models.parts.parameters import Tensors
+from detjax.models.text.tokenizer import Tokenizer
+from detjax.models.vision.images import ImageOptions
+
+_CONFIG: Final = "config.json"
+_GENERATION: Final = "generation_config.json"
+_IMAGES: Final = "preprocessor_config.json"
+_VIDEOS: Final = "video_preprocessor_config.json"
+
+_EMBEDDING: Final = f"{Decoder.CHECKPOINT_NAMES['embedding']}.weight"
+_LM_HEAD: Final = f"{Decoder.CHECKPOINT_NAMES['lm_head']}.weight"
+_COMPUTED: Final = r".*\.rotary_emb\.inv_freq"
+"""The names of tensors that old checkpoints hold although they follow from config.json."""
+_COMPARED_AT_ONCE: Final = 1 << 24
+"""The bytes of a tensor that are compared at once."""
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    progress: bool | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[Decoder, Tokenizer | None]:
+    """Returns the model in the Hugging Face directory `path`, and its tokenizer or None.
+
+    All files are checked before the first parameter is read. If `config.json` ties the embeddings but the files
+    hold another `lm_head.weight`, that one serves, with a warning, as in transformers. Files that say something of a
+    model and are not read, such as weights in other formats, are named in a warning. Of a multimodal model whose
+    `config.json` describes no vision tower, the text model is read.
+
+    Args:
+        path: a directory with `config.json` and `model.safetensors`, or shards of it with their index; optionally
+            `generation_config.json`, `preprocessor_config.json` for images, `video_preprocessor_config.json` for
+            videos, `tokenizer.json`, `tokenizer_config.json` and a chat template.
+        dtype: the dtype of the weights: float32, bfloat16 or float16, rounded to nearest even. Default: the one that
+            `config.json` names, else the one that the embedding is stored in.
+        progress: whether a progress bar is drawn on stderr. Default: if stderr is a terminal.
+        mesh: devices that share the model, with the axes "tensor" and "expert" or one of them; see `sharded`. Each
+            parameter goes from the file to the devices by itself, so no device and no process holds the whole model.
+            Default: one device has it.
+
+    Raises:
+        CheckpointError: `path` is no directory, or it has an adapter; a file is missing, damaged or not fetched; the
+            architecture or an option is not supported; a tensor is missing, surplus, misshapen, of another dtype, or
+            beyond the range of `dtype`.
+        ValueError: `dtype` is none of these, or the mesh has another axis or no device of this process.
+    """
+    directory, mesh = Path(path), None if mesh is None else checked("load", mesh)
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"load: {os.fspath(path)!r} is not a directory; accepted: a directory with a Hugging Face checkpoint. "
+            "Nothing is downloaded here: fetch the checkpoint first, then pass its directory"
+        )
+    requested_dtype = None if dtype is None else _accepted_dtype(dtype)
+    refuse_without_model(directory)
+    refuse_adapter(directory)
+    described, config, defaults = _read_configuration(directory)
+    block_format = stored_format(described.file)
+    image_options, video_options = _read_image_options(directory, config)
+    tokenizer = Tokenizer.load(directory)
+
+    with contextlib.ExitStack() as files:
+        family = described.family
+        listing, stored = open_weights(directory, files)
+        stored = _by_decoder_name(stored, family)
+        if block_format is not None:
+            stored = block_format.dequantized(stored)
+        config = _dtype_as_stored(_tied_as_stored(config, stored), described.file.raw, stored)
+        weights_dtype = requested_dtype or np.dtype(config.dtype)
+        empty = _without_weights(config, weights_dtype)
+        parameters = _parameters(empty, stored)
+        skips = (_COMPUTED, *(pattern.replace("{layers}", str(config.layers)) for pattern in family.skips))
+        sizes = _checked_sizes(parameters, stored, listing, skips)
+        with _progress_bar(f"Loading {directory.resolve().name}", sum(sizes), progress) as advance:
+            weights = _read_weights(parameters, sizes, stored, advance, placement(empty, mesh))
+    _name_unread(directory, {listing.name, *(tensor.file.name for tensor in stored.values())}, tokenizer)
+    model = split(empty)[0].with_weights(weights) if mesh is None else with_mesh(empty, weights, mesh)
+    model.generation_defaults, model.image_options, model.video_options = defaults, image_options, video_options
+    return model, tokenizer
+
+
+def _name_unread(directory: Path, read: Collection[str], tokenizer: Tokenizer | None) -> None:
+    """Warns of files in a checkpoint's directory that say something of a model and are not read."""
+    has_template = tokenizer is not None and tokenizer.has_chat_template
+    if unread := unread_files(directory, read, has_tokenizer=tokenizer is not None, has_template=has_template):
+        warnings.warn(f"load: {directory} also holds {unread}, which is not read", stacklevel=3)
+
+
+def _read_configuration(directory: Path) -> tuple[Description, DecoderConfig, GenerationDefaults]:
+    """What `config.json` holds of the decoder, and what it and `generation_config.json` say."""
+    config_file, generation_file = directory / _CONFIG, directory / _GENERATION
+    raw = parse_json_object(read_file(config_file), str(config_file))
+    described = description(raw, str(config_file))
+    if raw.get("model_type") is None:  # transformers cannot tell such a file's class
+        raise JsonObject(raw, str(config_file)).error("model_type", repr(described.family.model_type))
+    config = DecoderConfig.from_description(described)
+    raw_defaults = {}
+    if generation_file.exists(follow_symlinks=False):
+        raw_defaults = parse_json_object(read_file(generation_file), str(generation_file))
+    return described, config, GenerationDefaults.from_hugging_face(raw_defaults, str(generation_file), described)
+
+
+def _by_decoder_name(stored: Mapping[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
+    """The tensors by the names that they have in the decoder.
+
+    Raises:
+        CheckpointError: a tensor is there under both names.
+    """
+    by_name: dict[str, StoredTensor] = {}
+    for tensor in stored.values():
+        other = by_name.setdefault(family.decoder_name(tensor.name), tensor)
+        if other is not tensor:
+            raise CheckpointError(
+                f"{tensor.file}: tensor {tensor.name!r} is the same parameter as {other.name!r}; accepted: one of them"
+            )
+    return by_name
+
+
+def _read_image_options(directory: Path, config: DecoderConfig) -> tuple[ImageOptions | None, ImageOptions | None]:
+    """What the files for images and for videos say, if the model takes them; None for videos without a file."""
+    if config.vision is None:
+        return None, None
+    files = directory / _IMAGES, directory / _VIDEOS
+    images, videos = (
+        parse_json_object(read_file(file), str(file)) if file.exists(follow_symlinks=False) else None for file in files
+    )
+    read = functools.partial(ImageOptions.from_hugging_face, vision=config.vision)
+    for_videos = None if videos is None else read(videos, str(files[1]), is_for_videos=True)
+    return read(images or {}, str(files[0])), for_videos
+
+
+def _read_weights(
+    parameters: Sequence["_Parameter"],
+    sizes: Sequence[int],
+    stored: Mapping[str, StoredTensor],
+    advance: Callable[[int], None],
+    placed: Sequence[Callable[[UnreadParameter], Array]],
+) -> Weights:
+    """The parameters' arrays where `placed` puts them; `advance` is told how many bytes were read."""
+    weights = []
+    for parameter, size, put in zip(parameters, sizes, placed, strict=True):
+        weights.append(put(parameter.unread(stored)))
+        advance(size)
+    return tuple(weights)
+
+
+def save(
+    model: Decoder,
+    path: str | os.PathLike[str],
+    *,
+    tokenizer: Tokenizer | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes a directory that `load` and transformers read, in the dtype that the weights have.
+
+    The directory is written under another name beside `path` and renamed at the end, so that `path` never holds half a
+    checkpoint. Where the devices of several processes share the model, each of them must call this: the first one
+    writes, and the others wait for it.
+
+    Args:
+        model: the decoder.
+        path: the new directory; nothing or an empty directory may be there.
+        tokenizer: written too, if given, as it was read.
+        max_shard_bytes: weights of more bytes are split into several files with an index. No parameter is split.
+
+    Raises:
+        FileExistsError: there is something at `path`.
+        ValueError: transformers' class of this model cannot be configured like this, the parameters are not those of
+            the model's config, or `max_shard_bytes` is less than 1.
+    """
+    target = Path(path).resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"save: {target} exists; accepted: a path where there is nothing, or an empty directory")
+    if max_shard_bytes < 1:
+        raise ValueError(f"save: max_shard_bytes is {max_shard_bytes}; accepted: integers >= 1")
+    _check_parameters(model)
+    contents = _configuration_files(model, tokenizer)
+    family = family_named("save", model.config.architecture)
+    pairs = zip(_parameters(_without_weights(model.config, model.dtype)), whole_weights(model), strict=True)
+    groups = [_sized_tensors(family, *pair) for pair in pairs]
+    with _one_writer(model.mesh) as writes:
+        if writes:
+            with _new_directory(target) as directory:
+                for name, content in contents.items():
+                    (directory / name).parent.mkdir(exist_ok=True)
+                    (directory / name).write_bytes(content)
+                write_weights(directory, groups, max_shard_bytes)
+
+
+@contextlib.contextmanager
+def _one_writer(mesh: Mesh | None) -> Iterator[bool]:
+    """Yields whether this process writes, of all that share a model. The others wait at the end, even if it fails."""
+    if not spans_processes(mesh):
+        yield True
+        return
+    assert mesh is not None
+    try:
+        yield jax.process_index() == mesh.devices.flat[0].process_index
+    finally:
+        multihost_utils.sync_global_devices("detjax.models.save")
+
+
+@contextlib.contextmanager
+def _new_directory(target: Path) -> Iterator[Path]:
+    """Yields a directory that becomes `target` at the end, or disappears if an error comes before."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        target.rmdir()  # removed here and not replaced by the renaming, so that a mount point fails early
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
+        # The directory lies one level down, so that it has the permissions of any new directory and not those of a
+        # temporary one.
+        directory = Path(temporary) / target.name
+        directory.mkdir()
+        yield directory
+        directory.rename(target)
+
+
+def _check_parameters(model: Decoder) -> None:
+    """Raises unless the parameters have the names and shapes that the model's config asks for."""
+    shapes, expected = (
+        {
+            ".".join(map(str, path)): shape
+            for path, shape in zip(parameters_of(decoder), whole_shapes(decoder), strict=True)
+        }
+        for decoder in (model, _without_weights(model.config, model.dtype))
+    )
+    for name in [*expected, *shapes]:
+        if shapes.get(name) != expected.get(name):
+            raise ValueError(
+                f"save: parameter {name} has shape {shapes.get(name)}; accepted: {expected.get(name)}, as the model's "
+                "config has it"
+            )
+
+
+def _configuration_files(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, bytes]:
+    """The contents of all files but the weights, by name."""
+    defaults = model.generation_defaults
+    ids = (defaults or GenerationDefaults()).token_ids_to_hugging_face()
+    files = {_CONFIG: dataclasses.replace(model.config, dtype=model.dtype.name).to_hugging_face() | ids}
+    if defaults is not None:
+        files[_GENERATION] = defaults.to_hugging_face()
+    if model.config.vision is not None:
+        files[_IMAGES] = (model.image_options or ImageOptions()).to_hugging_face(model.config.vision)
+        if model.video_options is not None:
+            files[_VIDEOS] = model.video_options.to_hugging_face(model.config.vision)
+    contents = {name: f"{json.dumps(raw, indent=2, sort_keys=True)}\n".encode() for name, raw in files.items()}
+    return contents if tokenizer is None else contents | tokenizer.files
+
+
+def _sized_tensors(
+    family: Family, parameter: "_Parameter", value: Array
+) -> tuple[int, Callable[[], dict[str, np.ndarray]]]:
+    """The bytes of a parameter, and a function that returns its tensors by name."""
+
+    def tensors() -> dict[str, np.ndarray]:
+        names = map(family.written_name, parameter.shapes)
+        return dict(zip(names, parameter.tensors.cut(np.asarray(value)), strict=True))
+
+    return value.nbytes, tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parameter:
+    """A parameter of a decoder in the checkpoint.
+
+    Attributes:
+        tensors: what it is made of, as its part says.
+        shapes: the shapes of these tensors by their names in the checkpoint, in order.
+        shape: the shape that it has in the decoder.
+        dtype: the dtype that it has there.
+    """
+
+    tensors: Tensors
+    shapes: Mapping[str, tuple[int, ...]]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def unread(self, stored: Mapping[str, StoredTensor]) -> UnreadParameter:
+        """What stands for its array, given the stored tensors."""
+        return UnreadParameter(self.tensors, [stored[name] for name in self.shapes], self.shape, self.dtype)
+
+
+def _parameters(model: Decoder, stored: Collection[str] = ()) -> list[_Parameter]:
+    """The parameters in the order of `network.split`'s weights, each in the form that tensors of these names have."""
+    parameters = []
+    for path, value in parameters_of(model).items():
+        *levels, name = path
+        part: Any = model
+        prefix = ""
+        for level in levels:
+            if isinstance(level, int):
+                part, prefix = part[level], f"{prefix}{level}."
+            else:
+                part, prefix = getattr(part, level), f"{prefix}{part.CHECKPOINT_NAMES[level]}."
+        tensors: Tensors = part.tensors[name]
+        if tensors.other_form is not None and any(prefix + name in stored for name in tensors.other_form.names):
+            tensors = tensors.other_form
+        names = [prefix + tensor for tensor in tensors.names]
+        shapes = dict(zip(names, tensors.shapes(value.shape), strict=True))
+        parameters.append(_Parameter(tensors, shapes, value.shape, np.dtype(value.dtype)))
+    return parameters
+
+
+def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes by name of the tensors that `save` writes for a model of this configuration."""
+    family = family_named("tensor_shapes", config.architecture)
+    parameters = _parameters(_without_weights(config, np.dtype(config.dtype)))
+    return {family.written_name(name): shape for one in parameters for name, shape in one.shapes.items()}
+
+
+def _without_weights(config: DecoderConfig, dtype: np.dtype) -> Decoder:
+    """A decoder with shapes in place of weights."""
+    return abstract(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
+
+
+def _accepted_dtype(dtype: DTypeLike) -> np.dtype:
+    with contextlib.suppress(TypeError):
+        if jnp.dtype(dtype).name in INPUT_DTYPES:
+            return jnp.dtype(dtype)
+    raise ValueError(f"load: dtype is {dtype!r}; accepted: {', '.join(INPUT_DTYPES)}")
+
+
+def _dtype_as_stored(
+    config: DecoderConfig, raw: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+) -> DecoderConfig:
+    """The configuration with the embedding's dtype if `config.json`, whose contents are `raw`, names none."""
+    if raw.get("dtype") is not None or raw.get("torch_dtype") is not None or _EMBEDDING not in stored:
+        return config
+    return dataclasses.replace(config, dtype=stored[_EMBEDDING].dtype.name)
+
+
+def _tied_as_stored(config: DecoderConfig, stored: dict[str, StoredTensor]) -> DecoderConfig:
+    """The configuration, untied if the files hold a different head; a head that repeats the embedding is removed."""
+    if not config.tied_embeddings or _LM_HEAD not in stored:
+        return config
+    head = stored[_LM_HEAD]
+    embedding = stored.setdefault(_EMBEDDING, head)
+    if (head.shape, head.dtype) == (embedding.shape, embedding.dtype):
+        if head is embedding or _have_same_bytes(head, embedding):
+            del stored[_LM_HEAD]
+            return config
+    warnings.warn(
+        f"{head.file}: tensor {_LM_HEAD!r} serves as it differs from {_EMBEDDING!r}, though config.json ties the two; "
+        "set tie_word_embeddings to false there",
+        stacklevel=3,
+    )
+    return dataclasses.replace(config, tied_embeddings=False)
+
+
+def _have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors of one size are equal; of both, little is held at once."""
+    begins = range(0, one.size, _COMPARED_AT_ONCE)
+    parts = ((begin, min(_COMPARED_AT_ONCE, one.size - begin)) for begin in begins)
+    return all(np.array_equal(one.read_bytes(*part), other.read_bytes(*part)) for part in parts)
+
+
+def _checked_sizes(
+    parameters: Sequence[_Parameter], stored: Mapping[str, StoredTensor], listing: Path, skips: Sequence[str]
+) -> list[int]:
+    """The bytes of each parameter's tensors, once the stored tensors are known to be those of the parameters.
+
+    Further tensors may be stored if their whole names match one of the regular expressions `skips`.
+
+    Raises:
+        CheckpointError: a tensor is missing, surplus, misshapen, or of a dtype that is not supported.
+    """
+    expected = {name: shape for parameter in parameters for name, shape in parameter.shapes.items()}
+    for name, shape in expected.items():
+        if name not in stored:
+            raise CheckpointError(f"{listing}: tensor {name!r} is missing; accepted: one of shape {shape}")
+        if stored[name].shape != shape:
+            raise CheckpointError(
+                f"{stored[name].file}: tensor {stored[name].name!r} has shape {stored[name].shape}; accepted: {shape}, "
+                "which follows from config.json"
+            )
+        _ = stored[name].dtype  # which raises if it is not supported
+    for name, tensor in stored.items():
+        if name not in expected and not any(re.fullmatch(pattern, name) for pattern in skips):
+            raise CheckpointError(
+                f"{tensor.file}: tensor {tensor.name!r} is surplus; accepted: the tensors of the model that "
+                "config.json describes. Is it the one that the weights were saved with?"
+            )
+    return [sum(stored[name].size for name in parameter.shapes) for parameter in parameters]
+
+
+@contextlib.contextmanager
+def _progress_bar(title: str, size: int, shown: bool | None) -> Iterator[Callable[[int], None]]:
+    """Yields a function that moves a progress bar on by a number of bytes."""
+    console = rich.console.Console(stderr=True)
+    columns = ("{task.description}", rich.progress.BarColumn(), rich.progress.DownloadColumn())
+    disable = not (console.is_terminal if shown is None else shown)
+    with rich.progress.Progress(*columns, console=console, disable=disable) as bar:
+        task = bar.add_task(rich.markup.escape(title), total=size)
+        yield lambda bytes_read: bar.advance(task, bytes_read)

@@ -1,0 +1,202 @@
+"""Weights that a checkpoint stores as small numbers in blocks, each of which has a scale.
+
+They are read as the plain tensors that they stand for, under one contract: a value is the stored number times its
+block's scale, as a float32 product, rounded once to the dtype that it is read in, to nearest even. What is computed
+with them, and what is saved, is plain: activations are not quantized, whatever the checkpoint was meant for.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import numpy as np
+from jaxtyping import Float32
+
+from detjax.models.checkpoint.weight_files import StoredTensor
+from detjax.models.configuration.json_object import CheckpointError
+
+_NUMBERS_AT_ONCE: Final = 1 << 20
+"""About how many numbers are read and multiplied at a time."""
+
+_CODE_BYTES: Final = {"U8": 1, "I8": 1, "F8_E4M3": 1, "I32": 4}
+
+
+def finite_scales(scales: StoredTensor) -> Float32[np.ndarray, "..."]:
+    """Returns scales that are stored as floating-point numbers.
+
+    Raises:
+        CheckpointError: one is infinite or NaN, or the file is unreadable.
+    """
+    values = scales.read(np.dtype(np.float32))
+    if not np.isfinite(values).all():
+        raise CheckpointError(f"{scales.file}: tensor {scales.name!r} holds infinite scales or NaN; accepted: numbers")
+    return values
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockFormat:
+    """A way to store matrices `[..., rows, columns]`, the columns of a row being consecutive.
+
+    Attributes:
+        name: what errors call it.
+        codes: what the name of the tensor of small numbers ends with, after the name of the tensor that they stand for.
+        scales: what the name of the tensor of scales ends with, `[..., rows / block[0], columns / block[1]]`, each
+            rounded up: the last blocks may be smaller.
+        code_format: the dtype of the codes as safetensors calls it.
+        scale_formats: the dtypes that scales may have.
+        numbers: the numbers that each byte of codes stands for, in order.
+        block: the rows and the columns of a block.
+        shape: what the name of the tensor of the matrices' shape ends with, for rows that do not fill their last code;
+            None: there is no such tensor.
+        row_axes: how many of the last axes of the codes make up a row.
+        transposed: whether the plain tensor has rows and columns in the other order.
+        read_scales: returns the scales as float32, or raises `CheckpointError`.
+    """
+
+    name: str
+    codes: str
+    scales: str
+    code_format: str
+    scale_formats: tuple[str, ...]
+    numbers: Float32[np.ndarray, "256 n"]
+    block: tuple[int, int]
+    shape: str | None = None
+    row_axes: int = 1
+    transposed: bool = False
+    read_scales: Callable[[StoredTensor], np.ndarray] = finite_scales
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """What the names of the tensors end with that one plain tensor is stored as: codes, scales, shape."""
+        return (self.codes, self.scales) if self.shape is None else (self.codes, self.scales, self.shape)
+
+    def plain_name(self, tensor: StoredTensor) -> str | None:
+        """Returns the name of the plain tensor that a stored tensor belongs to; None: it is plain itself."""
+        for ending in filter(None, self.endings):
+            if tensor.name.endswith(ending):
+                return tensor.name.removesuffix(ending)
+        return tensor.name if not self.codes and tensor.format == self.code_format else None
+
+    def dequantized(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Returns stored tensors with a plain one in place of each one's codes, scales and shape.
+
+        Raises:
+            CheckpointError: one of them is missing, or shapes or dtypes are not those of this format.
+        """
+        plain = dict(stored)
+        for name in dict.fromkeys(map(self.plain_name, stored.values())):
+            if name is None:
+                continue
+            parts = {name + ending: plain.pop(name + ending, None) for ending in self.endings}
+            present = [part for part in parts.values() if part is not None]
+            for part, tensor in parts.items():
+                if tensor is None:
+                    raise CheckpointError(
+                        f"{present[0].file}: tensor {part!r} is missing, which belongs to {present[0].name!r}; "
+                        f"accepted: all of {', '.join(map(repr, parts))}"
+                    )
+            plain[name] = self._plain(name, *present)
+        return plain
+
+    def _plain(
+        self, name: str, codes: StoredTensor, scales: StoredTensor, shape: StoredTensor | None = None
+    ) -> "_Plain":
+        """The plain tensor of codes, scales and shape."""
+        integers = ("I64", "I32")
+        accepted = [(codes, (self.code_format,)), (scales, self.scale_formats), (shape, integers)]
+        for tensor, formats in accepted:
+            if tensor is not None and tensor.format not in formats:
+                raise CheckpointError(
+                    f"{tensor.file}: tensor {tensor.name!r} is stored as {tensor.format}; accepted: "
+                    f"{', '.join(formats)}, as {self.name} has it"
+                )
+        if len(codes.shape) <= self.row_axes or 0 in codes.shape:
+            raise CheckpointError(
+                f"{codes.file}: tensor {codes.name!r} has shape {codes.shape}; accepted: at least {self.row_axes + 1} "
+                f"axes, none of them 0, as {self.name} has it"
+            )
+        *others, rows = codes.shape[: -self.row_axes]
+        per_code = _CODE_BYTES[self.code_format] * self.numbers.shape[-1]
+        columns = math.prod(codes.shape[-self.row_axes :]) * per_code
+        if shape is not None:
+            columns = self._stated_columns(shape, (*others, rows), columns, per_code)
+        grid = (*others, -(-rows // self.block[0]), -(-columns // self.block[1]))
+        if scales.shape != grid:
+            raise CheckpointError(
+                f"{scales.file}: tensor {scales.name!r} has shape {scales.shape}; accepted: {grid}, as {codes.name!r} "
+                f"has {codes.shape} and blocks of {self.name} have {self.block[0]} rows and {self.block[1]} columns"
+            )
+        axes = (*others, columns, rows) if self.transposed else (*others, rows, columns)
+        parts = tuple(tensor for tensor in (codes, scales, shape) if tensor is not None)
+        return _Plain(name, codes.file, axes, self.name, sum(part.size for part in parts), None, 0, self, parts)
+
+    def _stated_columns(self, shape: StoredTensor, rows: tuple[int, ...], columns: int, per_code: int) -> int:
+        """The columns that a tensor states, of which `columns` is what the codes have room for."""
+        stated = tuple(shape.read().reshape(-1).tolist())
+        if stated[:-1] != rows or not columns - per_code < stated[-1] <= columns:
+            raise CheckpointError(
+                f"{shape.file}: tensor {shape.name!r} holds {stated}; accepted: {(*rows, columns)}, or up to "
+                f"{per_code - 1} fewer columns, as the codes have"
+            )
+        return stated[-1]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Plain(StoredTensor):
+    """The plain tensor that stored ones stand for.
+
+    Attributes:
+        block_format: how they are stored.
+        parts: codes, scales and, if it is stored, the shape.
+    """
+
+    block_format: BlockFormat
+    parts: tuple[StoredTensor, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the products."""
+        return np.dtype(np.float32)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether a part of the tensor is read without the rest; blocks are multiplied as a whole."""
+        return False
+
+    def read(self, dtype: np.dtype | None = None) -> np.ndarray:
+        """Returns the values in a dtype (default: float32), rounded to nearest even.
+
+        Codes are read and multiplied some rows at a time, so that no more than the result is held.
+
+        Raises:
+            CheckpointError: a file is unreadable, a code or a scale is no number, or a value would overflow.
+        """
+        stored, codes = self.block_format, self.parts[0]
+        dtype = self.dtype if dtype is None else dtype
+        scales = stored.read_scales(self.parts[1])
+        *others, rows, columns = self.shape
+        if stored.transposed:
+            rows, columns = columns, rows
+        values = np.empty((math.prod(others), rows, columns), dtype)
+        by_matrix = scales.reshape(len(values), *scales.shape[-2:])
+        row_bytes = codes.size // (len(values) * rows)
+        height, width = stored.block
+        step = max(1, _NUMBERS_AT_ONCE // (columns * height)) * height
+        for matrix, begin in itertools.product(range(len(values)), range(0, rows, step)):
+            count = min(step, rows - begin)
+            content = codes.read_bytes((matrix * rows + begin) * row_bytes, count * row_bytes)
+            numbers = stored.numbers[content].reshape(count, -1)[:, :columns]
+            factors = by_matrix[matrix, begin // height : -(-(begin + count) // height)]
+            factors = factors.repeat(width, axis=1)[:, :columns].repeat(height, axis=0)[:count]
+            with np.errstate(over="ignore"):
+                values[matrix, begin : begin + count] = (numbers * factors).astype(dtype)
+            if not np.isfinite(values[matrix, begin : begin + count]).all():
+                what = "NaN" if np.isnan(numbers).any() else f"values beyond the range of {dtype}"
+                raise CheckpointError(
+                    f"{codes.file}: tensor {codes.name!r} holds {what}; accepted: finite values that {dtype} holds, or "
+                    "another dtype"
+                )
+        values = values.reshape(*others, rows, columns)
+        return values.swapaxes(-1, -2) if stored.transposed else values

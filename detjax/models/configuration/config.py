@@ -1,0 +1,224 @@
+"""The shape and the options of a decoder, and how Hugging Face's `config.json` says them.
+
+Keys that a file leaves out have the values that transformers gives them. An option that would change the result and is
+not supported is an error; keys that the architecture does not read in transformers either are ignored.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from detjax.contract import INPUT_DTYPES
+from detjax.models.configuration.family import Description, Family, description, family_named
+from detjax.models.configuration.json_object import MOST_LAYERS, JsonObject
+from detjax.models.configuration.rope_config import read_max_positions, write_rope
+from detjax.models.parts.delta_net import DeltaNetOptions
+from detjax.models.parts.experts import ExpertsOptions
+from detjax.models.parts.latent_attention import LatentOptions
+from detjax.models.parts.vision import VisionOptions
+from detjax.operands.options import Activation
+from detjax.ops.rotary import RotaryEmbedding
+
+_ACTIVATIONS: Final[Mapping[str, Activation]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}
+
+_UNSUPPORTED: Final[Mapping[str, Any]] = {
+    "partial_rotary_factor": 1.0,
+    "pretraining_tp": 1,
+    "num_experts": 0,
+    "num_local_experts": 0,
+    "n_routed_experts": 0,
+    "per_layer_config": {},
+    "is_causal": True,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+}
+"""Options that are not supported, each with the value, besides null, under which it changes nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Shape and options of a decoder-only transformer.
+
+    Attributes:
+        architecture: the name of transformers' class, which tells the family.
+        vocab_size: how many tokens there are.
+        hidden_size: the width of hidden states.
+        intermediate_size: the inner width of the MLP.
+        layers: how many layers there are.
+        heads: heads of queries.
+        kv_heads: heads of keys and of values.
+        head_dim: the width of a head.
+        activation: the activation function of the MLP's gate.
+        norm_eps: epsilon of all norms.
+        rope: the frequencies of the rotary embedding.
+        windows: see `LayerOptions`, as for the next four.
+        qk_norm: see there.
+        qkv_bias: see there.
+        output_bias: see there.
+        mlp_bias: see there.
+        tied_embeddings: whether the embedding is the head as well.
+        max_positions: positions that the model was made for (`max_position_embeddings`).
+        dtype: the dtype that the checkpoint names for itself.
+        window_rope: see `LayerOptions`, as for all that follow.
+        query_pre_attn_scalar: see there.
+        attention_soft_cap: see there.
+        logit_soft_cap: see there.
+        experts: see there.
+        wide_qk_norm: see there.
+        qkv_bound: see there.
+        latent: see there.
+        delta: see there.
+        vision: see there.
+        image_token: see there.
+        video_token: see there.
+        vision_start_token: see there.
+        vision_end_token: see there.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    activation: Activation
+    norm_eps: float
+    rope: RotaryEmbedding
+    windows: tuple[int | None, ...]
+    qk_norm: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    tied_embeddings: bool
+    max_positions: int
+    dtype: str
+    window_rope: RotaryEmbedding | None = None
+    query_pre_attn_scalar: int | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    experts: ExpertsOptions | None = None
+    wide_qk_norm: bool = False
+    qkv_bound: float | None = None
+    latent: LatentOptions | None = None
+    delta: DeltaNetOptions | None = None
+    vision: VisionOptions | None = None
+    image_token: int | None = None
+    video_token: int | None = None
+    vision_start_token: int | None = None
+    vision_end_token: int | None = None
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """The tokens that stand for parts of images and of videos."""
+        return tuple(token for token in (self.image_token, self.video_token) if token is not None)
+
+    @classmethod
+    def from_hugging_face(cls, raw: Mapping[str, Any], source: str) -> "DecoderConfig":
+        """Returns the configuration that `config.json` with the contents `raw` describes.
+
+        Reads the files of transformers 4 and 5; of a multimodal model without a vision tower, the text model. The dtype
+        is float32 where the file names none. The storage format of weights is not read. Errors call the file `source`.
+
+        Raises:
+            CheckpointError: an unknown architecture, an unsupported option, a missing key, a value out of range.
+        """
+        return cls.from_description(description(raw, source))
+
+    @classmethod
+    def from_description(cls, described: Description) -> "DecoderConfig":
+        """Returns what `from_hugging_face` returns, once it is known where the file describes the decoder.
+
+        Raises:
+            CheckpointError: an unsupported option, a missing key, a value out of range.
+        """
+        family, file = described
+        for key, neutral in _UNSUPPORTED.items():
+            if key not in family.reads and file.get(key) not in (None, neutral):
+                raise file.error(key, f"{json.dumps(neutral)}, null; anything else is not supported")
+        layers = file.integer("num_hidden_layers", maximum=MOST_LAYERS)
+        max_positions = read_max_positions(file, family.max_positions)
+        heads = _read_heads(file, family)
+        options = family.read_options(file, layers)
+        activation_key, activation = family.activation
+        inner_key, inner_width = family.intermediate_size
+        return cls(
+            architecture=family.architecture,
+            vocab_size=file.integer("vocab_size"),
+            hidden_size=file.integer("hidden_size"),
+            intermediate_size=file.integer(inner_key, inner_width),
+            layers=layers,
+            **heads,
+            activation=_ACTIVATIONS[file.choice(activation_key, activation, tuple(_ACTIVATIONS))],
+            norm_eps=file.number("rms_norm_eps", family.norm_eps),
+            rope=family.read_rope(file, heads["head_dim"], max_positions),
+            **{field.name: getattr(options, field.name) for field in dataclasses.fields(options)},
+            tied_embeddings=file.boolean("tie_word_embeddings", family.tied_embeddings),
+            max_positions=max_positions,
+            dtype=file.choice("dtype", file.choice("torch_dtype", "float32", INPUT_DTYPES), INPUT_DTYPES),
+        )
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Returns the contents of a `config.json` that says this, for transformers 4 and 5.
+
+        Raises:
+            ValueError: transformers' class of this architecture cannot be configured like this.
+        """
+        family = family_named("to_hugging_face", self.architecture)
+        raw: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": family.model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            family.intermediate_size[0]: self.intermediate_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            family.activation[0]: next(name for name, value in _ACTIVATIONS.items() if value == self.activation),
+            "rms_norm_eps": self.norm_eps,
+            "max_position_embeddings": self.max_positions,
+            "tie_word_embeddings": self.tied_embeddings,
+            "attention_dropout": 0.0,
+            "use_cache": True,
+            "dtype": self.dtype,
+            "torch_dtype": self.dtype,
+            **write_rope(self.rope),
+            **family.write_options(self),
+        }
+        if family.nested is not None:
+            raw = family.nested(raw)
+        understood = dataclasses.asdict(DecoderConfig.from_hugging_face(raw, "config.json"))
+        for name, value in dataclasses.asdict(self).items():
+            if understood[name] != value:
+                raise ValueError(
+                    f"to_hugging_face: {name} is {value!r}; {self.architecture} in transformers would have "
+                    f"{understood[name]!r}"
+                )
+        return raw
+
+
+def _read_heads(file: JsonObject, family: Family) -> dict[str, int]:
+    """The numbers of heads, and a head's width."""
+    hidden_size, heads = file.integer("hidden_size"), file.integer("num_attention_heads")
+    # A key that is left out has transformers' default; a key that is null says that there are as many as heads.
+    missing_kv_heads = heads if "num_key_value_heads" in file.raw else family.kv_heads
+    kv_heads = file.integer("num_key_value_heads", missing_kv_heads or heads)
+    if heads % kv_heads:
+        raise file.error("num_key_value_heads", f"a divisor of num_attention_heads, which is {heads}")
+    key = family.head_dim_key
+    if hidden_size % heads and family.head_dim is None and file.raw.get(key) is None:
+        raise file.error(key, f"an integer, as hidden_size {hidden_size} is not a multiple of {heads} heads")
+    head_dim = file.integer(key, family.head_dim or hidden_size // heads)
+    if head_dim % 2:
+        raise file.error(key, f"an even number; hidden_size / num_attention_heads is {head_dim}")
+    return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}

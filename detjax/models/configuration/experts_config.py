@@ -1,0 +1,51 @@
+"""How `config.json` says which layers have experts, and of which shape they are."""
+
+from typing import Any, Final
+
+from detjax.models.configuration.json_object import MOST_EXPERTS, JsonObject
+from detjax.models.parts.experts import ExpertsOptions
+
+COUNTS: Final = "num_experts", "num_local_experts"
+"""The keys that say the number of experts: releases of transformers have written it under either."""
+
+
+def read_count(file: JsonObject, default: int, *, minimum: int = 1) -> int:
+    """Returns the number of experts, under either of `COUNTS`.
+
+    Raises:
+        CheckpointError: it is no integer, or less than `minimum`.
+    """
+    return file.integer(count_key(file), default, minimum=minimum, maximum=MOST_EXPERTS)
+
+
+def count_key(file: JsonObject, keys: tuple[str, str] = COUNTS) -> str:
+    """Returns the key that says the number of experts, or the first if both are left out."""
+    return next((key for key in keys if file.get(key) is not None), keys[0])
+
+
+def read_sparse_layers(file: JsonObject, layers: int) -> tuple[bool, ...]:
+    """Returns whether each layer has experts: one in every `decoder_sparse_step`, but not those in `mlp_only_layers`.
+
+    Raises:
+        CheckpointError: a value is out of range.
+    """
+    dense, step = file.get("mlp_only_layers") or [], file.integer("decoder_sparse_step", 1)
+    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
+        raise file.error("mlp_only_layers", "a list of integers")
+    return tuple(index not in dense and (index + 1) % step == 0 for index in range(layers))
+
+
+def write_sparse_layers(sparse: tuple[bool, ...]) -> dict[str, Any]:
+    """Returns the keys of `config.json` that `read_sparse_layers` reads."""
+    dense = [index for index, is_sparse in enumerate(sparse) if not is_sparse]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def write_experts(experts: ExpertsOptions) -> dict[str, Any]:
+    """Returns the keys of `config.json` that say the shape of Qwen's experts."""
+    return {
+        "num_experts": experts.experts,
+        "num_experts_per_tok": experts.chosen,
+        "moe_intermediate_size": experts.inner_width,
+        "output_router_logits": False,
+    }

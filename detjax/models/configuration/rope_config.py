@@ -1,0 +1,178 @@
+"""How `config.json` says the frequencies of the rotary embedding."""
+
+import dataclasses
+from typing import Any, Final
+
+from detjax.models.configuration.json_object import JsonObject
+from detjax.ops.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
+
+_FULL: Final = "full_attention"
+_SLIDING: Final = "sliding_attention"
+
+
+MOST_POSITIONS: Final = 2**24
+"""Rotations take positions as float32 numbers, which hold all integers below this one."""
+
+
+def read_max_positions(file: JsonObject, default: int) -> int:
+    """Returns the positions that a model was made for; see `DecoderConfig.max_positions`.
+
+    Raises:
+        CheckpointError: there are none, or more than can be told apart.
+    """
+    why = ", as positions are float32 numbers in rotations"
+    return file.integer("max_position_embeddings", default, maximum=MOST_POSITIONS, why=why)
+
+
+def read_rope(file: JsonObject, head_dim: int, max_positions: int, *, theta: float = 10000.0) -> RotaryEmbedding:
+    """Returns the embedding that a `config.json` describes.
+
+    Transformers 5 writes `rope_parameters`, transformers 4 `rope_scaling`; a file may hold both. The base of the
+    frequencies is `theta` where the file does not say it.
+
+    Raises:
+        CheckpointError: a value is out of range, the two disagree, or there is an unknown key.
+    """
+    theta = file.number("rope_theta", theta)
+    described = []
+    for key in ("rope_parameters", "rope_scaling"):
+        parameters = file.object(key)
+        if parameters is not None:
+            described.append(_read_parameters(file, parameters, head_dim, max_positions, theta))
+    return _one_of(file, described) if described else RotaryEmbedding(head_dim, theta)
+
+
+def read_rope_of_layer_types(
+    file: JsonObject, head_dim: int, max_positions: int, *, theta: float, window_theta: float
+) -> tuple[RotaryEmbedding, RotaryEmbedding]:
+    """Returns the embedding of layers without a window, and that of layers with one.
+
+    Transformers 5 writes `rope_parameters` with an object for each type of layer. Transformers 4 writes `rope_theta`
+    and `rope_scaling` for layers without a window, and `rope_local_base_freq` for the others.
+
+    Args:
+        file: the `config.json`.
+        head_dim: the width of a head.
+        max_positions: its `max_position_embeddings`.
+        theta: the base of the frequencies in layers without a window if the file does not say it.
+        window_theta: that of layers with a window.
+
+    Raises:
+        CheckpointError: see `read_rope`.
+    """
+    thetas = {_FULL: file.number("rope_theta", theta), _SLIDING: file.number("rope_local_base_freq", window_theta)}
+    by_type, scaling = file.object("rope_parameters"), file.object("rope_scaling")
+    described: dict[str, list[RotaryEmbedding]] = {_FULL: [], _SLIDING: []}
+    if by_type is not None:
+        for name in thetas:
+            parameters = by_type.object(name)
+            if parameters is not None:
+                described[name].append(_read_parameters(file, parameters, head_dim, max_positions, thetas[name]))
+        for unread in by_type.unread():
+            raise by_type.error(unread, f"{_FULL} and {_SLIDING}, each with an object")
+    if scaling is not None:
+        described[_FULL].append(_read_parameters(file, scaling, head_dim, max_positions, thetas[_FULL]))
+    full, sliding = (_one_of(file, described[name] or [RotaryEmbedding(head_dim, thetas[name])]) for name in thetas)
+    return full, sliding
+
+
+def read_sections(file: JsonObject, default: tuple[int, ...], pairs: int) -> tuple[int, ...]:
+    """Returns how many pairs of columns turn by a token's time, row and column.
+
+    Args:
+        file: the `config.json`, which may say it as `mrope_section` of `rope_parameters` and of `rope_scaling`.
+        default: the sections if it does not.
+        pairs: the pairs of columns that turn.
+
+    Raises:
+        CheckpointError: these are no three numbers that add up to the pairs, or the two places disagree.
+    """
+    sections: dict[str, tuple[int, ...]] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        parameters = file.object(key)
+        if parameters is not None and parameters.get("mrope_section") is not None:
+            sections[key] = _sections(parameters, pairs)
+    if len(set(sections.values())) == 2:
+        raise file.error("rope_scaling", "the mrope_section that rope_parameters has; remove the wrong one")
+    if not sections:
+        sections["default"] = _sections(JsonObject({"mrope_section": default}, file.source, "rope_scaling."), pairs)
+    return next(iter(sections.values()))
+
+
+def _sections(parameters: JsonObject, pairs: int) -> tuple[int, ...]:
+    sections = parameters.get("mrope_section")
+    is_list = isinstance(sections, list | tuple) and all(type(size) is int and size > 0 for size in sections)
+    if not is_list or len(sections) != 3 or sum(sections) != pairs:
+        raise parameters.error("mrope_section", f"3 numbers that add up to {pairs}, the pairs of columns that turn")
+    return tuple(sections)
+
+
+def _one_of(file: JsonObject, described: list[RotaryEmbedding]) -> RotaryEmbedding:
+    """The embedding that a file describes once or twice."""
+    if len(set(described)) == 2:
+        raise file.error("rope_scaling", "what rope_parameters says; remove the one that is wrong")
+    return described[0]
+
+
+def _read_parameters(
+    file: JsonObject, parameters: JsonObject, head_dim: int, max_positions: int, theta: float
+) -> RotaryEmbedding:
+    theta = parameters.number("rope_theta", theta)
+    rope = RotaryEmbedding(head_dim, theta, _read_scaling(file, parameters, max_positions))
+    for unread in parameters.unread():
+        raise parameters.error(unread, "no such key with this rope_type; remove it if it has no effect")
+    return rope
+
+
+def _read_scaling(
+    file: JsonObject, parameters: JsonObject, max_positions: int
+) -> LinearScaling | Llama3Scaling | YarnScaling | None:
+    accepted = ("default", "linear", "llama3", "yarn")
+    rope_type = parameters.choice("rope_type", parameters.choice("type", "default", accepted), accepted)
+    if parameters.optional_number("partial_rotary_factor", minimum=0.0, accepted="1.0") not in (None, 1.0):
+        raise parameters.error("partial_rotary_factor", "1.0")
+    if rope_type == "default":
+        return None
+    factor = parameters.number("factor")
+    if rope_type == "linear":
+        return LinearScaling(factor)
+
+    # In transformers 5 the key beside the parameters has precedence.
+    original = parameters.integer("original_max_position_embeddings", max_positions)
+    original = file.integer("original_max_position_embeddings", original)
+    if rope_type == "llama3":
+        low, high = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
+        if high <= low:
+            raise parameters.error("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
+        return Llama3Scaling(factor, low, high, original)
+    beta_fast, beta_slow = parameters.number("beta_fast", 32.0), parameters.number("beta_slow", 1.0)
+    if beta_fast < beta_slow:
+        raise parameters.error("beta_fast", f"at least beta_slow, which is {beta_slow:g}")
+    optional = {
+        key: parameters.optional_number(key, minimum=0.0, accepted="a finite number >= 0")
+        for key in ("attention_factor", "mscale", "mscale_all_dim")
+    }
+    truncate = parameters.boolean("truncate", True)
+    return YarnScaling(factor, original, beta_fast, beta_slow, truncate=truncate, **optional)
+
+
+def write_rope(rope: RotaryEmbedding) -> dict[str, Any]:
+    """Returns the keys of `config.json` that describe the embedding, for transformers 4 and 5."""
+    rope_type = {LinearScaling: "linear", Llama3Scaling: "llama3", YarnScaling: "yarn"}.get(
+        type(rope.scaling), "default"
+    )
+    fields = dataclasses.fields(rope.scaling) if rope.scaling is not None else ()
+    stated = {field.name: getattr(rope.scaling, field.name) for field in fields}
+    stated = {field.name: stated[field.name] for field in fields if stated[field.name] != field.default}
+    return {
+        "rope_parameters": {"rope_type": rope_type, "rope_theta": rope.theta, **stated},
+        "rope_theta": rope.theta,
+        "rope_scaling": {"rope_type": rope_type, **stated} if stated else None,
+    }
+
+
+def write_rope_of_layer_types(rope: RotaryEmbedding, window_rope: RotaryEmbedding) -> dict[str, Any]:
+    """Returns the keys of `config.json` that `read_rope_of_layer_types` reads, for transformers 4 and 5."""
+    full, sliding = write_rope(rope), write_rope(window_rope)
+    by_type = {_FULL: full["rope_parameters"], _SLIDING: sliding["rope_parameters"]}
+    return full | {"rope_parameters": by_type, "rope_local_base_freq": window_rope.theta}

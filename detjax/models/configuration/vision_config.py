@@ -1,0 +1,74 @@
+"""What the `vision_config` of all families with a vision tower says in the same keys."""
+
+from typing import Any
+
+from detjax.models.configuration.json_object import MOST_LAYERS, JsonObject
+from detjax.models.parts.vision import VisionOptions
+
+
+def read_vision(file: JsonObject, hidden_size: int, *, width: int, blocks: int, patch_size: int) -> dict[str, Any]:
+    """Returns the fields of `VisionOptions` that families read alike.
+
+    Args:
+        file: the `vision_config`.
+        hidden_size: the width of the decoder.
+        width: `hidden_size` of the tower if the file leaves it out, as transformers' class of the family has it.
+        blocks: `depth` likewise.
+        patch_size: `patch_size` likewise.
+
+    Raises:
+        CheckpointError: a value is out of range, or one that no published checkpoint has.
+    """
+    width, heads = file.integer("hidden_size", width), file.integer("num_heads", 16)
+    if width % heads or width // heads % 4:
+        raise file.error("hidden_size", f"a multiple of {4 * heads}, 4 times num_heads")
+    if file.integer("in_channels", file.integer("in_chans", 3)) != 3:
+        raise file.error("in_channels", "3")
+    if file.integer("out_hidden_size", 3584) != hidden_size:
+        raise file.error("out_hidden_size", f"{hidden_size}, the hidden_size of the decoder")
+    rope = file.object("rope_parameters") or JsonObject({}, file.source, "vision_config.rope_parameters.")
+    rope.choice("rope_type", "axial", ("axial", "default"))
+    return {
+        "width": width,
+        "heads": heads,
+        "blocks": file.integer("depth", blocks, maximum=MOST_LAYERS),
+        "channels": 3,
+        "patch_size": file.integer("patch_size", patch_size),
+        "temporal_patch_size": file.integer("temporal_patch_size", 2),
+        "merge_size": file.integer("spatial_merge_size", 2),
+        "output_width": hidden_size,
+        "theta": rope.number("rope_theta", 10000.0),
+    }
+
+
+def write_vision(vision: VisionOptions) -> dict[str, Any]:
+    """Returns the keys of a `vision_config` that say this."""
+    return {
+        "depth": vision.blocks,
+        "hidden_size": vision.width,
+        "intermediate_size": vision.inner_width,
+        "num_heads": vision.heads,
+        "in_channels": vision.channels,
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "spatial_merge_size": vision.merge_size,
+        "out_hidden_size": vision.output_width,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": vision.theta},
+    }
+
+
+def read_tokens(file: JsonObject, *, image: int, video: int) -> dict[str, Any]:
+    """Returns the tokens that stand for parts of images and of videos.
+
+    Args:
+        file: the whole `config.json`.
+        image: the id if the file leaves it out, as transformers' class of the family has it.
+        video: likewise.
+
+    Raises:
+        CheckpointError: an id is no integer >= 0.
+    """
+    return {
+        "image_token": file.integer("image_token_id", image, minimum=0),
+        "video_token": file.integer("video_token_id", video, minimum=0),
+    }

@@ -1,0 +1,120 @@
+"""How `config.json` says which layers have a sliding window, and how wide it is."""
+
+from typing import Any, Final
+
+from detjax.models.configuration.json_object import JsonObject
+
+_FULL: Final = "full_attention"
+_SLIDING: Final = "sliding_attention"
+_DEFAULT_WINDOW: Final = 4096
+
+type Windows = tuple[int | None, ...]
+"""The sliding window of each layer, in tokens; None: all earlier tokens."""
+
+
+def read_full_attention(file: JsonObject, layers: int, model_type: str) -> Windows:
+    """Returns no windows, for a family that has none.
+
+    Raises:
+        CheckpointError: `layer_types` says otherwise.
+    """
+    return _uniform(file, layers, model_type, None)
+
+
+def read_window_of_all_layers(file: JsonObject, layers: int, model_type: str) -> Windows:
+    """Returns `sliding_window` for every layer.
+
+    Raises:
+        CheckpointError: the window is out of range, or `layer_types` says otherwise.
+    """
+    return _uniform(file, layers, model_type, _read_window(file))
+
+
+def read_windows_of_some_layers(file: JsonObject, layers: int, *, first: int = 28) -> Windows:
+    """Returns `sliding_window` for the layers that `layer_types` names, or for those from `max_window_layers` on.
+
+    That key is `first` where the file leaves it out.
+
+    Raises:
+        CheckpointError: a value is out of range, or `layer_types` fits neither the layers nor the window.
+    """
+    window = _read_window(file) if file.boolean("use_sliding_window", False) else None
+    first = file.integer("max_window_layers", first, minimum=0)
+    types = [_SLIDING if window is not None and index >= first else _FULL for index in range(layers)]
+    named = file.get("layer_types")
+    if named is not None and named != types:
+        _check_types(file, named, layers)
+        if window is None:
+            raise file.error("layer_types", f"{_FULL} for every layer, as there is no sliding window")
+        types = named
+    return tuple(window if name == _SLIDING else None for name in types)
+
+
+def read_alternating_windows(file: JsonObject, layers: int, pattern: int, *, window: int = _DEFAULT_WINDOW) -> Windows:
+    """Returns `sliding_window` for the layers that `layer_types` names, or for all but the last of every `pattern`.
+
+    The window is `window` where the file leaves it out.
+
+    Raises:
+        CheckpointError: the window is out of range or null, or `layer_types` does not fit the layers.
+    """
+    window = file.integer("sliding_window", None if "sliding_window" in file.raw else window)
+    named = file.get("layer_types")
+    if named is None:
+        named = _alternating_types(layers, pattern)
+    _check_types(file, named, layers)
+    return tuple(window if name == _SLIDING else None for name in named)
+
+
+def pattern_of(windows: Windows) -> int | None:
+    """Returns the pattern by which `read_alternating_windows` gives windows to these layers; None if none does."""
+    patterns = range(1, len(windows) + 2)
+    return next((n for n in patterns if _alternating_types(len(windows), n) == _types(windows)), None)
+
+
+def write_alternating_windows(windows: Windows) -> dict[str, Any]:
+    """Returns the keys of `config.json` that `read_alternating_windows` reads."""
+    return {"sliding_window": first_window(windows) or _DEFAULT_WINDOW, "layer_types": _types(windows)}
+
+
+def write_windows_of_some_layers(windows: Windows) -> dict[str, Any]:
+    """Returns the keys of `config.json` that `read_windows_of_some_layers` reads."""
+    first = next((index for index, window in enumerate(windows) if window is not None), len(windows))
+    return {
+        "sliding_window": first_window(windows),
+        "use_sliding_window": any(window is not None for window in windows),
+        "max_window_layers": first,
+        "layer_types": _types(windows),
+    }
+
+
+def first_window(windows: Windows) -> int | None:
+    """Returns the window of the first layer that has one; None if no layer has."""
+    return next((window for window in windows if window is not None), None)
+
+
+def _uniform(file: JsonObject, layers: int, model_type: str, window: int | None) -> Windows:
+    types = [_FULL if window is None else _SLIDING] * layers
+    named = file.get("layer_types")
+    if named is not None and named != types:
+        _check_types(file, named, layers)
+        raise file.error("layer_types", f"{types[0]} for every layer, as {model_type} has it here")
+    return (window,) * layers
+
+
+def _alternating_types(layers: int, pattern: int) -> list[str]:
+    return [_SLIDING if (index + 1) % pattern else _FULL for index in range(layers)]
+
+
+def _types(windows: Windows) -> list[str]:
+    return [_FULL if window is None else _SLIDING for window in windows]
+
+
+def _read_window(file: JsonObject) -> int | None:
+    # A key that is null says that there is no window; a key that is left out has transformers' default.
+    return file.optional_integer("sliding_window", minimum=1) if "sliding_window" in file.raw else _DEFAULT_WINDOW
+
+
+def _check_types(file: JsonObject, named: Any, layers: int) -> None:
+    if not isinstance(named, list) or len(named) != layers or any(name not in (_FULL, _SLIDING) for name in named):
+        raise file.error("layer_types", f"a list with {_FULL} or {_SLIDING} for each of {layers} layers")

@@ -1,0 +1,43 @@
+"""Families of decoders, a file each: what distinguishes a family, composed of `detjax.models.parts`.
+
+Read `llama` first; most others say only what differs from it.
+"""
+
+from detjax.models.configuration.family import register
+from detjax.models.families import (
+    deepseek_v3,
+    gemma2,
+    gemma3,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    olmoe,
+    qwen2,
+    qwen2_5_vl,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
+
+register(
+    deepseek_v3.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    gpt_oss.FAMILY,
+    llama.FAMILY,
+    mistral.FAMILY,
+    mixtral.FAMILY,
+    olmoe.FAMILY,
+    qwen2.FAMILY,
+    qwen2_5_vl.FAMILY,
+    qwen3.FAMILY,
+    qwen3_5.FAMILY,
+    qwen3_5.WITH_TOWER,
+    qwen3_5_moe.FAMILY,
+    qwen3_5_moe.WITH_TOWER,
+    qwen3_moe.FAMILY,
+    qwen3_next.FAMILY,
+)

@@ -1,0 +1,182 @@
+"""DeepSeek-V3 (DeepSeek-AI 2024) and Kimi K2 (Moonshot AI 2025): latent attention, and experts after the first layers.
+
+Kimi K2's files name the same class with a `model_type` of their own.
+"""
+
+from typing import Any, Final
+
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from detjax.models.configuration import experts_config
+from detjax.models.configuration.config import DecoderConfig
+from detjax.models.configuration.family import Family, LayerOptions
+from detjax.models.configuration.json_object import MOST_EXPERTS, JsonObject
+from detjax.models.configuration.windows import read_full_attention
+from detjax.models.parts.experts import Experts
+from detjax.models.parts.grouped_experts import GroupedExperts, GroupedExpertsOptions
+from detjax.models.parts.latent_attention import LatentAttention, LatentAttentionOptions, LatentOptions
+from detjax.models.parts.mlp import GatedMLP, MLPOptions
+from detjax.models.parts.norm import RMSNorm
+from detjax.models.parts.state import StateDeclaration
+from detjax.operands.kv_pages import KVPages, Queries
+
+_KV_HEADS: Final = 128
+"""What transformers takes for `num_key_value_heads` if it is left out."""
+
+_EXPERTS: Final = "n_routed_experts", "num_local_experts"
+"""The keys that say the number of experts; see `experts_config.COUNTS`."""
+
+
+class Layer(nnx.Module):
+    """Latent attention, and experts or an MLP, each after an RMS norm and added to the residual stream."""
+
+    CHECKPOINT_NAMES: Final = {
+        "attention_norm": "input_layernorm",
+        "attention": "self_attn",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp": "mlp",
+    }
+
+    def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        width, eps, experts = config.hidden_size, config.norm_eps, config.experts
+        self.attention_norm = RMSNorm(width, eps=eps, dtype=dtype)
+        self.attention = LatentAttention(width, _attention_options(config), rngs=rngs, dtype=dtype)
+        self.mlp_norm = RMSNorm(width, eps=eps, dtype=dtype)
+        if experts is not None and experts.layers[index]:
+            assert isinstance(experts, GroupedExpertsOptions)
+            self.mlp = GroupedExperts(width, experts, config.activation, rngs=rngs, dtype=dtype)
+        else:
+            mlp = MLPOptions(inner_width=config.intermediate_size, activation=config.activation)
+            self.mlp = GatedMLP(width, mlp, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages) -> tuple[Float[Array, "*N D"], KVPages]:
+        """Returns the residual stream after this layer, and the layer's pages with the new keys in them."""
+        x, kv = self.attention(self.attention_norm(x), queries, kv, residual=x)
+        y = self.mlp_norm(x)
+        return self.mlp(y, queries, residual=x) if isinstance(self.mlp, Experts) else self.mlp(y, residual=x), kv
+
+    @staticmethod
+    def state(config: DecoderConfig, index: int) -> StateDeclaration:
+        """Returns the declaration of a layer's state, which is its attention's."""
+        return _attention_options(config).state
+
+
+def _attention_options(config: DecoderConfig) -> LatentAttentionOptions:
+    assert config.latent is not None
+    return LatentAttentionOptions(heads=config.heads, latent=config.latent, rope=config.rope, bias=config.output_bias)
+
+
+def _read_options(file: JsonObject, layers: int) -> LayerOptions:
+    heads = file.integer("num_attention_heads")
+    # A key that is null says that there are as many as heads; a key that is left out has transformers' default.
+    if file.integer("num_key_value_heads", heads if "num_key_value_heads" in file.raw else _KV_HEADS) != heads:
+        raise file.error("num_key_value_heads", f"{heads}, which is num_attention_heads, as latents serve all heads")
+    for key, accepted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        file.choice(key, accepted, (accepted,))
+    if file.integer("moe_layer_freq", 1) != 1:
+        raise file.error("moe_layer_freq", "1")
+    attention_bias = file.boolean("attention_bias", False)
+    latent = LatentOptions(
+        # A key that is null says that there is no latent of queries.
+        q_rank=file.optional_integer("q_lora_rank", minimum=1) if "q_lora_rank" in file.raw else 1536,
+        kv_rank=file.integer("kv_lora_rank", 512),
+        nope_dim=file.integer("qk_nope_head_dim", 128),
+        value_dim=file.integer("v_head_dim", 128),
+        # A key that is null counts as false in transformers.
+        interleaved=file.boolean("rope_interleave", "rope_interleave" not in file.raw),
+    )
+    windows = read_full_attention(file, layers, "deepseek_v3")
+    return LayerOptions(
+        windows=windows,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        experts=_read_experts(file, layers),
+        latent=latent,
+    )
+
+
+def _read_experts(file: JsonObject, layers: int) -> GroupedExpertsOptions | None:
+    dense = file.integer("first_k_dense_replace", 3, minimum=0)
+    if dense >= layers:
+        return None
+    key = experts_config.count_key(file, _EXPERTS)
+    experts, groups, chosen = (
+        file.integer(key, 256, maximum=MOST_EXPERTS),
+        file.integer("n_group", 8),
+        file.integer("num_experts_per_tok", 8),
+    )
+    if experts % groups or experts // groups < 2:
+        raise file.error("n_group", f"a divisor of {key}, which is {experts}, that leaves 2 experts in each group")
+    kept = file.integer("topk_group", 4)
+    if kept > groups:
+        raise file.error("topk_group", f"1 to {groups}, which is n_group")
+    if chosen > kept * (experts // groups):
+        raise file.error("num_experts_per_tok", f"1 to {kept * (experts // groups)}, the experts of {kept} groups")
+    return GroupedExpertsOptions(
+        experts=experts,
+        chosen=chosen,
+        inner_width=file.integer("moe_intermediate_size", 2048),
+        normalized=file.boolean("norm_topk_prob", True),
+        layers=tuple(index >= dense for index in range(layers)),
+        groups=groups,
+        kept_groups=kept,
+        factor=file.number("routed_scaling_factor", 2.5),
+        shared=file.integer("n_shared_experts", 1),
+    )
+
+
+def _write_options(config: DecoderConfig) -> dict[str, Any]:
+    latent = config.latent
+    assert latent is not None
+    return {
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.nope_dim,
+        "qk_rope_head_dim": config.head_dim,
+        "v_head_dim": latent.value_dim,
+        "rope_interleave": latent.interleaved,
+        "attention_bias": config.output_bias,
+        **_written_experts(config),
+    }
+
+
+def _written_experts(config: DecoderConfig) -> dict[str, Any]:
+    experts = config.experts
+    if experts is None:
+        return {"first_k_dense_replace": config.layers}
+    assert isinstance(experts, GroupedExpertsOptions)
+    return {
+        "first_k_dense_replace": sum(not is_sparse for is_sparse in experts.layers),
+        "n_routed_experts": experts.experts,
+        "num_experts_per_tok": experts.chosen,
+        "moe_intermediate_size": experts.inner_width,
+        "norm_topk_prob": experts.normalized,
+        "n_group": experts.groups,
+        "topk_group": experts.kept_groups,
+        "routed_scaling_factor": experts.factor,
+        "n_shared_experts": experts.shared,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "output_router_logits": False,
+    }
+
+
+FAMILY: Final = Family(
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    other_model_types=("kimi_k2",),
+    layer=Layer,
+    max_positions=4096,
+    head_dim=64,
+    head_dim_key="qk_rope_head_dim",
+    kv_heads=_KV_HEADS,
+    bos=0,
+    eos=1,
+    reads=_EXPERTS,
+    # Layers that predict further tokens come after the others.
+    skips=(r"model\.layers\.{layers}\..*",),
+    read_options=_read_options,
+    write_options=_write_options,
+)

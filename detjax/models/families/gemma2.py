@@ -1,0 +1,147 @@
+"""Gemma 2 (Gemma Team 2024): four norms a layer, bounded scores and logits, and a window in every other layer.
+
+Attention and MLP are each normalized twice: what goes in, and what comes out, before it is added to the residual
+stream. Checkpoints store the norms' weights less 1.
+"""
+
+from typing import Any, Final
+
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from detjax import ops
+from detjax.models.configuration.config import DecoderConfig
+from detjax.models.configuration.family import Family, LayerOptions
+from detjax.models.configuration.json_object import JsonObject
+from detjax.models.configuration.windows import read_alternating_windows, write_alternating_windows
+from detjax.models.parts.attention import Attention, AttentionOptions
+from detjax.models.parts.mlp import GatedMLP, MLPOptions
+from detjax.models.parts.norm import RMSNorm
+from detjax.models.parts.state import StateDeclaration
+from detjax.operands.kv_pages import KVPages, Queries
+
+NORM_OFFSET: Final = 1.0
+"""What all norms add to their weights."""
+
+_SCORES: Final = "attn_logit_softcapping"
+_LOGITS: Final = "final_logit_softcapping"
+
+
+class Layer(nnx.Module):
+    """Grouped-query attention and a gated MLP, each between two RMS norms and then added to the residual stream."""
+
+    CHECKPOINT_NAMES: Final = {
+        "attention_norm": "input_layernorm",
+        "attention": "self_attn",
+        "attention_output_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp": "mlp",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    }
+
+    def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype, offset=NORM_OFFSET)
+
+        width, mlp = config.hidden_size, MLPOptions(inner_width=config.intermediate_size, activation=config.activation)
+        self.attention_norm = norm()
+        self.attention = Attention(width, _attention_options(config, index), rngs=rngs, dtype=dtype)
+        self.attention_output_norm = norm()
+        self.mlp_norm = norm()
+        self.mlp = GatedMLP(width, mlp, rngs=rngs, dtype=dtype)
+        self.mlp_output_norm = norm()
+
+    def __call__(self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages) -> tuple[Float[Array, "*N D"], KVPages]:
+        """Returns the residual stream after this layer, and the layer's pages with the new keys and values in them."""
+        y, kv = self.attention(self.attention_norm(x), queries, kv)
+        y, x = self.mlp_norm.after_adding(self.attention_output_norm(y), residual=x)
+        return ops.add(self.mlp_output_norm(self.mlp(y)), x), kv
+
+    @staticmethod
+    def state(config: DecoderConfig, index: int) -> StateDeclaration:
+        """Returns the declaration of a layer's state, which is its attention's."""
+        return _attention_options(config, index).state
+
+
+def _attention_options(config: DecoderConfig, index: int) -> AttentionOptions:
+    window, scalar = config.windows[index], config.query_pre_attn_scalar
+    return AttentionOptions(
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        rope=config.rope if window is None or config.window_rope is None else config.window_rope,
+        window=window,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        qk_norm_eps=config.norm_eps if config.qk_norm else None,
+        qk_norm_offset=NORM_OFFSET if config.qk_norm else 0.0,
+        scale=None if scalar is None else scalar**-0.5,
+        soft_cap=config.attention_soft_cap,
+    )
+
+
+def read_common_options(file: JsonObject, layers: int, pattern: int, logit_soft_cap: float | None) -> dict[str, Any]:
+    """Returns the options that Gemma 2 and 3 read alike.
+
+    Args:
+        file: the `config.json`.
+        layers: the number of layers.
+        pattern: every so many layers, one has no window.
+        logit_soft_cap: the bound of logits if `config.json` leaves it out.
+
+    Raises:
+        CheckpointError: a value is out of range, or an option is not supported.
+    """
+    heads, width = file.integer("num_attention_heads"), file.integer("hidden_size")
+    if width % heads:
+        raise file.error("num_attention_heads", f"a divisor of hidden_size, which is {width}")
+    if file.boolean("use_bidirectional_attention", False):
+        raise file.error("use_bidirectional_attention", "false, null")
+    attention_bias = file.boolean("attention_bias", False)
+    return {
+        "windows": read_alternating_windows(file, layers, pattern),
+        "qkv_bias": attention_bias,
+        "output_bias": attention_bias,
+        "query_pre_attn_scalar": file.integer("query_pre_attn_scalar", 256),
+        "logit_soft_cap": _read_soft_cap(file, _LOGITS, logit_soft_cap),
+    }
+
+
+def write_common_options(config: DecoderConfig) -> dict[str, Any]:
+    """Returns the keys of `config.json` that `read_common_options` reads, and the bound of scores."""
+    return {
+        "attention_bias": config.qkv_bias,
+        "query_pre_attn_scalar": config.query_pre_attn_scalar,
+        _LOGITS: config.logit_soft_cap,
+        _SCORES: config.attention_soft_cap,
+    } | write_alternating_windows(config.windows)
+
+
+def _read_soft_cap(file: JsonObject, key: str, default: float | None) -> float | None:
+    # A key that is null says that there is no bound; a key that is left out has transformers' default.
+    if file.get(key) is None:
+        return None if key in file.raw else default
+    return file.number(key)
+
+
+def _read_options(file: JsonObject, layers: int) -> LayerOptions:
+    common = read_common_options(file, layers, pattern=2, logit_soft_cap=30.0)
+    return LayerOptions(**common, attention_soft_cap=_read_soft_cap(file, _SCORES, 50.0))
+
+
+FAMILY: Final = Family(
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    layer=Layer,
+    max_positions=8192,
+    head_dim=256,
+    kv_heads=4,
+    bos=2,
+    eos=1,
+    tied_embeddings=True,
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    norm_offset=NORM_OFFSET,
+    scales_embedding=True,
+    read_options=_read_options,
+    write_options=write_common_options,
+)

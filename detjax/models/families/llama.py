@@ -1,0 +1,88 @@
+"""Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024), and the layer that most decoders since have."""
+
+from typing import Any, Final
+
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from detjax.models.configuration.config import DecoderConfig
+from detjax.models.configuration.family import Family, LayerOptions
+from detjax.models.configuration.json_object import JsonObject
+from detjax.models.configuration.windows import read_full_attention
+from detjax.models.parts.attention import Attention, AttentionOptions
+from detjax.models.parts.mlp import GatedMLP, MLPOptions
+from detjax.models.parts.norm import RMSNorm
+from detjax.models.parts.state import StateDeclaration
+from detjax.operands.kv_pages import KVPages, Queries
+
+
+class Layer(nnx.Module):
+    """Grouped-query attention and a gated MLP, each after an RMS norm and added to the residual stream."""
+
+    CHECKPOINT_NAMES: Final = {
+        "attention_norm": "input_layernorm",
+        "attention": "self_attn",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp": "mlp",
+    }
+
+    def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        width, eps = config.hidden_size, config.norm_eps
+        mlp = MLPOptions(inner_width=config.intermediate_size, activation=config.activation, bias=config.mlp_bias)
+        self.attention_norm = RMSNorm(width, eps=eps, dtype=dtype)
+        self.attention = Attention(width, attention_options(config, index), rngs=rngs, dtype=dtype)
+        self.mlp_norm = RMSNorm(width, eps=eps, dtype=dtype)
+        self.mlp = GatedMLP(width, mlp, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages) -> tuple[Float[Array, "*N D"], KVPages]:
+        """Returns the residual stream after this layer, and the layer's pages with the new keys and values in them."""
+        x, kv = self.attention(self.attention_norm(x), queries, kv, residual=x)
+        x = self.mlp(self.mlp_norm(x), residual=x)
+        return x, kv
+
+    @staticmethod
+    def state(config: DecoderConfig, index: int) -> StateDeclaration:
+        """Returns the declaration of a layer's state, which is its attention's."""
+        return attention_options(config, index).state
+
+
+def attention_options(config: DecoderConfig, index: int) -> AttentionOptions:
+    """Returns the options of a layer's attention."""
+    return AttentionOptions(
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        rope=config.rope,
+        window=config.windows[index],
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        qk_norm_eps=config.norm_eps if config.qk_norm or config.wide_qk_norm else None,
+        wide_qk_norm=config.wide_qk_norm,
+        qkv_bound=config.qkv_bound,
+    )
+
+
+def _read_options(file: JsonObject, layers: int) -> LayerOptions:
+    attention_bias = file.boolean("attention_bias", False)
+    return LayerOptions(
+        windows=read_full_attention(file, layers, "llama"),
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=file.boolean("mlp_bias", False),
+    )
+
+
+def _write_options(config: DecoderConfig) -> dict[str, Any]:
+    return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+
+
+FAMILY: Final = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    layer=Layer,
+    max_positions=2048,
+    bos=1,
+    eos=2,
+    read_options=_read_options,
+    write_options=_write_options,
+)

@@ -1,0 +1,61 @@
+"""Mixtral (Jiang et al. 2024): Mistral's attention, and experts in place of every layer's MLP."""
+
+import functools
+from typing import Any, Final
+
+from detjax.models.configuration.config import DecoderConfig
+from detjax.models.configuration.family import Family, LayerOptions
+from detjax.models.configuration.json_object import MOST_EXPERTS, JsonObject
+from detjax.models.configuration.rope_config import read_rope
+from detjax.models.configuration.windows import first_window, read_window_of_all_layers
+from detjax.models.families import llama, mixture
+from detjax.models.parts.experts import Experts, ExpertsOptions
+
+
+class _Experts(Experts):
+    PROJECTIONS = "w1", "w3", "w2"
+
+
+class Layer(mixture.Layer):
+    """The layer of decoders with experts, under the names that Mixtral's checkpoints have."""
+
+    CHECKPOINT_NAMES = llama.Layer.CHECKPOINT_NAMES | {"mlp": "block_sparse_moe"}
+    EXPERTS = _Experts
+
+
+def _read_options(file: JsonObject, layers: int) -> LayerOptions:
+    experts = ExpertsOptions(
+        experts=file.integer("num_local_experts", 8, maximum=MOST_EXPERTS),
+        chosen=file.integer("num_experts_per_tok", 2),
+        inner_width=file.integer("intermediate_size"),
+        normalized=True,
+        layers=(True,) * layers,
+    )
+    return LayerOptions(windows=read_window_of_all_layers(file, layers, "mixtral"), experts=experts)
+
+
+def _write_options(config: DecoderConfig) -> dict[str, Any]:
+    experts = config.experts
+    assert experts is not None
+    return {
+        "sliding_window": first_window(config.windows),
+        "num_local_experts": experts.experts,
+        "num_experts_per_tok": experts.chosen,
+        "output_router_logits": False,
+    }
+
+
+FAMILY: Final = Family(
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    layer=Layer,
+    kv_heads=8,
+    max_positions=131072,
+    norm_eps=1e-5,
+    bos=1,
+    eos=2,
+    reads=("num_local_experts",),
+    read_rope=functools.partial(read_rope, theta=1_000_000.0),
+    read_options=_read_options,
+    write_options=_write_options,
+)

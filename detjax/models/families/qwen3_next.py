@@ -1,0 +1,257 @@
+"""Qwen3-Next (Qwen Team 2025): gated delta nets, and gated attention in every fourth layer, before mixtures of experts.
+
+Norms store `weight - 1`, but for those behind the delta rule.
+"""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any, Final
+
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from detjax.models.configuration import experts_config, rope_config
+from detjax.models.configuration.config import DecoderConfig
+from detjax.models.configuration.family import Family, LayerOptions
+from detjax.models.configuration.json_object import JsonObject
+from detjax.models.parts.attention import AttentionOptions
+from detjax.models.parts.delta_net import DeltaNet, DeltaNetOptions
+from detjax.models.parts.gated_attention import GatedAttention
+from detjax.models.parts.gated_experts import GatedExperts, GatedExpertsOptions
+from detjax.models.parts.mlp import GatedMLP, MLPOptions
+from detjax.models.parts.norm import RMSNorm
+from detjax.models.parts.parameters import Tensors
+from detjax.models.parts.state import StateDeclaration
+from detjax.operands.kv_pages import Queries
+from detjax.ops.rotary import RotaryEmbedding
+
+_LINEAR: Final = "linear_attention"
+_FULL: Final = "full_attention"
+NORM_OFFSET: Final = 1.0
+"""What all norms but those behind the delta rule add to their weights."""
+TURNING: Final = "partial_rotary_factor"
+"""The key that says the share of a head's columns that turn."""
+_TURNING_SHARE: Final = 0.25
+
+
+class _DeltaNet(DeltaNet):
+    """The gated delta rule, whose weights checkpoints hold by key head: what belongs to the first, to the second."""
+
+    @property
+    def tensors(self) -> dict[str, Tensors]:
+        """The checkpoint's tensors of each parameter."""
+        names = {"qkvz": "in_proj_qkvz.weight", "ba": "in_proj_ba.weight"}
+        keys, values = self.options.key_heads * self.options.key_dim, self.options.value_heads * self.options.value_dim
+        rows = {"qkvz": (keys, keys, values, values), "ba": (self.options.value_heads,) * 2}
+        groups = self.options.key_heads
+        return super().tensors | {part: Tensors((names[part],), rows[part], groups) for part in names}
+
+
+class Layer(nnx.Module):
+    """A gated delta net or gated attention, then experts or an MLP, each after a norm and added to the residual."""
+
+    DELTA_NET: type[DeltaNet] = _DeltaNet
+
+    CHECKPOINT_NAMES: Final = {
+        "attention_norm": "input_layernorm",
+        "delta_net": "linear_attn",
+        "attention": "self_attn",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp": "mlp",
+    }
+
+    def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        width, eps, options, experts = config.hidden_size, config.norm_eps, config.delta, config.experts
+        assert options is not None
+        self.attention_norm = RMSNorm(width, eps=eps, dtype=dtype, offset=NORM_OFFSET)
+        if options.layers[index]:
+            self.delta_net = self.DELTA_NET(width, options, eps=eps, rngs=rngs, dtype=dtype)
+        else:
+            self.attention = GatedAttention(width, _attention_options(config), rngs=rngs, dtype=dtype)
+        self.mlp_norm = RMSNorm(width, eps=eps, dtype=dtype, offset=NORM_OFFSET)
+        if isinstance(experts, GatedExpertsOptions) and experts.layers[index]:
+            self.mlp = GatedExperts(width, experts, config.activation, rngs=rngs, dtype=dtype)
+        else:
+            mlp = MLPOptions(inner_width=config.intermediate_size, activation=config.activation)
+            self.mlp = GatedMLP(width, mlp, rngs=rngs, dtype=dtype)
+        self.is_linear = options.layers[index]
+
+    def __call__(self, x: Float[Array, "*N D"], queries: Queries, state: Any) -> tuple[Float[Array, "*N D"], Any]:
+        """Returns the residual stream after this layer, and the layer's next state."""
+        mixer = self.delta_net if self.is_linear else self.attention
+        x, state = mixer(self.attention_norm(x), queries, state, residual=x)
+        y = self.mlp_norm(x)
+        if isinstance(self.mlp, GatedExperts):
+            return self.mlp(y, queries, residual=x), state
+        return self.mlp(y, residual=x), state
+
+    @staticmethod
+    def state(config: DecoderConfig, index: int) -> StateDeclaration:
+        """Returns the declaration of a layer's state: that of the delta rule in slots, or keys and values in pages."""
+        assert config.delta is not None
+        return config.delta.state if config.delta.layers[index] else _attention_options(config).state
+
+
+def _attention_options(config: DecoderConfig) -> AttentionOptions:
+    return AttentionOptions(
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        rope=config.rope,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        qk_norm_eps=config.norm_eps,
+        qk_norm_offset=NORM_OFFSET,
+    )
+
+
+def read_rope(
+    file: JsonObject, head_dim: int, max_positions: int, *, passed_over: Collection[str] = ()
+) -> RotaryEmbedding:
+    """Returns the embedding of heads of which a share of the columns turns.
+
+    Args:
+        file: the `config.json`, which says the share in one of three places.
+        head_dim: the width of a head.
+        max_positions: its `max_position_embeddings`.
+        passed_over: keys of the rotary embedding's description that do not matter to text.
+
+    Raises:
+        CheckpointError: see `rope_config.read_rope`.
+    """
+    accepted = "a number above 0 and at most 1"
+    share = file.optional_number(TURNING, minimum=0.0, maximum=1.0, accepted=accepted)
+    raw = dict(file.raw)
+    for key in ("rope_parameters", "rope_scaling"):
+        parameters = file.object(key)
+        if parameters is not None:
+            inner = parameters.optional_number(TURNING, minimum=0.0, maximum=1.0, accepted=accepted)
+            share = share if inner is None else inner
+            raw[key] = {name: x for name, x in parameters.raw.items() if name not in (TURNING, *passed_over)}
+    turning = int(head_dim * (_TURNING_SHARE if share is None else share))
+    if turning < 2 or turning % 2:
+        raise file.error(TURNING, f"a share of head_dim, which is {head_dim}, that is an even number of columns")
+    rope = rope_config.read_rope(JsonObject(raw, file.source, file.prefix), turning, max_positions)
+    return dataclasses.replace(rope, head_dim=head_dim, rotary_dim=turning if turning < head_dim else None)
+
+
+def read_layers(file: JsonObject, layers: int, experts: GatedExpertsOptions | None) -> LayerOptions:
+    """Returns the options of layers with gated delta nets or gated attention.
+
+    Args:
+        file: the `config.json`.
+        layers: how many layers there are.
+        experts: the mixtures of experts; None: every layer has an MLP.
+
+    Raises:
+        CheckpointError: a value is out of range.
+    """
+    attention_bias = file.boolean("attention_bias", False)
+    delta = DeltaNetOptions(
+        key_heads=file.integer("linear_num_key_heads", 16),
+        value_heads=file.integer("linear_num_value_heads", 32),
+        key_dim=file.integer("linear_key_head_dim", 128),
+        value_dim=file.integer("linear_value_head_dim", 128),
+        taps=file.integer("linear_conv_kernel_dim", 4),
+        layers=_read_layer_types(file, layers),
+    )
+    if delta.value_heads % delta.key_heads:
+        raise file.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, which is {delta.key_heads}")
+    return LayerOptions(
+        windows=(None,) * layers,
+        qk_norm=True,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        experts=experts,
+        delta=delta,
+    )
+
+
+def _read_layer_types(file: JsonObject, layers: int) -> tuple[bool, ...]:
+    """Whether each layer has linear attention."""
+    interval, types = file.integer("full_attention_interval", 4), file.get("layer_types")
+    if types is None:
+        return tuple((index + 1) % interval != 0 for index in range(layers))
+    if not isinstance(types, list) or len(types) != layers or any(name not in (_LINEAR, _FULL) for name in types):
+        raise file.error("layer_types", f"a list with {_LINEAR} or {_FULL} for each of {layers} layers")
+    return tuple(name == _LINEAR for name in types)
+
+
+def read_experts(
+    file: JsonObject, sparse: tuple[bool, ...], *, count: int, chosen: int, normalized: bool
+) -> GatedExpertsOptions:
+    """Returns the shape of experts beside a gated shared one.
+
+    Args:
+        file: the `config.json`.
+        sparse: for each layer, whether it has them.
+        count: how many experts there are.
+        chosen: how many a token chooses if the file does not say it.
+        normalized: whether the weights of the chosen experts are divided by their sum.
+
+    Raises:
+        CheckpointError: a value is out of range.
+    """
+    return GatedExpertsOptions(
+        experts=count,
+        chosen=file.integer("num_experts_per_tok", chosen),
+        inner_width=file.integer("moe_intermediate_size", 512),
+        normalized=normalized,
+        layers=sparse,
+        shared_width=file.integer("shared_expert_intermediate_size", 512),
+    )
+
+
+def write_layers(config: DecoderConfig) -> dict[str, Any]:
+    """Returns the keys of `config.json` that say the rotary embedding, the layers and the shape of their experts."""
+    delta, experts = config.delta, config.experts
+    assert delta is not None
+    share = config.rope.turning / config.head_dim
+    rope = rope_config.write_rope(dataclasses.replace(config.rope, rotary_dim=None))
+    rope["rope_parameters"] |= {TURNING: share}
+    written = {
+        "attention_bias": config.qkv_bias,
+        "layer_types": [_LINEAR if is_linear else _FULL for is_linear in delta.layers],
+        "linear_num_key_heads": delta.key_heads,
+        "linear_num_value_heads": delta.value_heads,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
+        "linear_conv_kernel_dim": delta.taps,
+        **rope,
+        TURNING: share,
+    }
+    if isinstance(experts, GatedExpertsOptions):
+        shared = {"shared_expert_intermediate_size": experts.shared_width}
+        return written | experts_config.write_experts(experts) | shared
+    return written
+
+
+def _read_options(file: JsonObject, layers: int) -> LayerOptions:
+    count = experts_config.read_count(file, 512, minimum=0)
+    sparse = tuple(count > 0 and is_sparse for is_sparse in experts_config.read_sparse_layers(file, layers))
+    normalized = file.boolean("norm_topk_prob", True)
+    experts = read_experts(file, sparse, count=count, chosen=10, normalized=normalized) if any(sparse) else None
+    return read_layers(file, layers, experts)
+
+
+def _write_options(config: DecoderConfig) -> dict[str, Any]:
+    if config.experts is None:
+        return write_layers(config) | {"num_experts": 0}
+    normalized = {"norm_topk_prob": config.experts.normalized}
+    return write_layers(config) | normalized | experts_config.write_sparse_layers(config.experts.layers)
+
+
+FAMILY: Final = Family(
+    architecture="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    layer=Layer,
+    max_positions=32768,
+    head_dim=256,
+    kv_heads=2,
+    norm_offset=NORM_OFFSET,
+    reads=(TURNING, *experts_config.COUNTS),
+    skips=(r"mtp\..*",),
+    read_rope=read_rope,
+    read_options=_read_options,
+    write_options=_write_options,
+)

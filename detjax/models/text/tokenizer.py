@@ -1,0 +1,319 @@
+"""Text and token ids: a checkpoint's `tokenizer.json` and chat template."""
+
+import datetime
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+import tokenizers
+
+from detjax.models.configuration.json_object import CheckpointError, parse_json_object, read_file
+from detjax.models.text.chat_template import Sandbox, without_addresses
+from detjax.models.text.incremental_decoder import IncrementalDecoder
+
+_TOKENIZER: Final = "tokenizer.json"
+_CONFIG: Final = "tokenizer_config.json"
+_SPECIAL_TOKENS: Final = "special_tokens_map.json"
+_TEMPLATE: Final = "chat_template.jinja"
+_MORE_TEMPLATES: Final = "additional_chat_templates"
+_TEMPLATE_DATE: Final = "chat_template_date.txt"
+"""The file that holds the date which chat templates are told; see `Tokenizer.with_template_date`."""
+
+_ROLES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOKENS_WITHOUT_ROLE: Final = ("extra_special_tokens", "additional_special_tokens")
+_BYTE_TOKEN: Final = re.compile("<0x([0-9A-F]{2})>")
+_SPACE: Final = "\u2581"
+"""The character that tokenizers which are not byte-level write for a space."""
+
+_sandbox: Final = functools.cache(Sandbox)
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer: text to token ids and back, conversations to text.
+
+    Attributes:
+        files: the files that it was read from, by their path in the checkpoint.
+        special_tokens: text of the tokens that have a role ("bos_token", "eos_token", ...) in this checkpoint.
+        is_byte_level: whether a text is that of its tokens' bytes, put together before they are read as UTF-8.
+    """
+
+    def __init__(self, files: Mapping[str, bytes], source: str) -> None:
+        """Makes a tokenizer from the contents of a checkpoint's files.
+
+        Args:
+            files: the contents by path, `tokenizer.json` at least.
+            source: the directory in errors.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        self.files = dict(files)
+        self._source = source
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(files[_TOKENIZER])
+        except Exception as error:  # the library raises nothing narrower
+            raise CheckpointError(f"{source}/{_TOKENIZER} is not a tokenizer: {error}") from error
+        # The file may hold the truncation and padding of a training run, which are no part of the text's ids.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+        config = self._object(_SPECIAL_TOKENS)
+        config |= {key: value for key, value in self._object(_CONFIG).items() if value is not None}
+        self.special_tokens = {
+            role: self._content(role, config[role]) for role in _ROLES if config.get(role) is not None
+        }
+        self._mark_special([*self.special_tokens.values(), *self._tokens_without_role(config)])
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        self.is_byte_level = '"ByteLevel"' in json.dumps(self._object(_TOKENIZER).get("decoder"))
+        self._bytes: dict[int, bytes] = {}
+        self._templates = self._read_templates(config)
+        self._template_date = self._read_template_date()
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    @classmethod
+    def load(cls, directory: Path) -> "Tokenizer | None":
+        """Returns the tokenizer of the checkpoint in `directory`, or None if it has no `tokenizer.json`.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        if not (directory / _TOKENIZER).exists(follow_symlinks=False):
+            return None
+        files = (_TOKENIZER, _CONFIG, _SPECIAL_TOKENS, _TEMPLATE, _TEMPLATE_DATE)
+        names = [name for name in files if (directory / name).exists(follow_symlinks=False)]
+        names += sorted(f"{_MORE_TEMPLATES}/{path.name}" for path in (directory / _MORE_TEMPLATES).glob("*.jinja"))
+        return cls({name: read_file(directory / name) for name in names}, str(directory))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The tokenizer as pickle keeps it: its files, from which another process makes it again."""
+        return type(self), (self.files, self._source)
+
+    def with_template_date(self, date: datetime.date) -> "Tokenizer":
+        """Returns a tokenizer whose chat templates are told that today is `date`, and which is otherwise this one.
+
+        Without a date, templates are told none, because a prompt that depends on the day it was made on is no function
+        of its request: `strftime_now` is undefined for them. Llama 3.2's template has a date of its own for that case;
+        a template that insists on one is refused where it asks. The date is one of the tokenizer's files, so it is part
+        of `models.digest` and of what `models.save` writes.
+        """
+        return Tokenizer(self.files | {_TEMPLATE_DATE: f"{date.isoformat()}\n".encode()}, self._source)
+
+    def __len__(self) -> int:
+        """Returns the number of tokens that have a text."""
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of `text`.
+
+        Args:
+            text: any text. A chat template's text has its special tokens already, so encode it without.
+            add_special_tokens: whether to add what the tokenizer puts around every text, such as a first token.
+        """
+        # The form for batches computes no offsets, so it takes half the time, and other threads run in the meantime.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Returns the text of token ids. Bytes that are no character become U+FFFD."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    @property
+    def added_tokens(self) -> tuple[int, ...]:
+        """The ids of tokens that stand beside the model's vocabulary, such as special tokens."""
+        return tuple(self._added)
+
+    def with_all_added_special(self) -> str:
+        """Returns the content of a `tokenizer.json` that needs no other file. Every added token is special in it."""
+        copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        copy.add_special_tokens([token.content for token in self._added.values()])
+        return copy.to_str()
+
+    def token_bytes(self, token: int) -> bytes:
+        """Returns the bytes that a token adds to a text, special or not; b"" for an unknown id.
+
+        They may begin or end within a character.
+        """
+        if token not in self._bytes:
+            self._bytes[token] = self._bytes_of(token)
+        return self._bytes[token]
+
+    def _bytes_of(self, token: int) -> bytes:
+        written = self._tokenizer.id_to_token(token)
+        if written is None:
+            return b""
+        if token in self._added:
+            return written.encode()
+        if self.is_byte_level:
+            alphabet = byte_alphabet()
+            return b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in written)
+        if match := _BYTE_TOKEN.fullmatch(written):
+            return bytes([int(match[1], 16)])
+        return written.replace(_SPACE, " ").encode()
+
+    def stream(self) -> IncrementalDecoder:
+        """Returns a stream for the text of tokens that come one after the other."""
+        return IncrementalDecoder(self)
+
+    def byte_of(self, token: int) -> int | None:
+        """Returns the byte that a token of a tokenizer which is not byte-level stands for, None for other tokens."""
+        match = None if self.is_byte_level else _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token) or "")
+        return int(match[1], 16) if match else None
+
+    def is_left_out(self, token: int) -> bool:
+        """Whether `decode` leaves a token out of every text: a special or an empty one, or an id that no token has."""
+        added = self._added.get(token)
+        return added.special if added else not self._tokenizer.id_to_token(token)
+
+    def token_id(self, role: str) -> int | None:
+        """Returns the id of the token with a role, such as "eos_token", or None if no token has it."""
+        token = self.special_tokens.get(role)
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether there is a chat template for messages without tools."""
+        return "default" in self._templates
+
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the chat template for conversations with tools, or None if there is no template at all."""
+        return self._templates.get("tool_use", self._templates.get("default"))
+
+    def with_chat_template(self, template: str) -> "Tokenizer":
+        """Returns this tokenizer with another chat template, for conversations with and without tools.
+
+        Args:
+            template: a template in Jinja.
+
+        Raises:
+            CheckpointError: the template is damaged.
+        """
+        files = {name: data for name, data in self.files.items() if not name.startswith(f"{_MORE_TEMPLATES}/")}
+        changed = Tokenizer(files | {_TEMPLATE: template.encode()}, self._source)
+        changed._template("default")
+        return changed
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """Returns the text of a conversation, ready for `encode(..., add_special_tokens=False)`.
+
+        Args:
+            messages: each with a "role" and most with a "content"; keys whose value is None are left out.
+            add_generation_prompt: whether the text ends with what opens an answer.
+            kwargs: further variables of the template, such as `tools`, a list of JSON schemas. If there are several
+                templates, "tool_use" serves conversations with tools, and "default" the others.
+
+        Raises:
+            CheckpointError: the checkpoint has no such template, or a damaged one.
+            ValueError: there are no messages, or the template refuses them.
+        """
+        if not messages:
+            raise ValueError("apply_chat_template: there are no messages; accepted: one or more")
+        name = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
+        template = self._template(name)
+        conversation = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        variables = {
+            "messages": conversation,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self.special_tokens,
+            **kwargs,
+        }
+        try:
+            return without_addresses(template.render(variables), self._templates[name], conversation, kwargs)
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise ValueError(
+                f"apply_chat_template: the chat template of {self._source} refuses these messages: {error}"
+            ) from error
+
+    def _template(self, name: str) -> jinja2.Template:
+        if name not in self._templates:
+            names = ", ".join(sorted(self._templates)) or "none"
+            raise CheckpointError(
+                f"{self._source} has no chat template {name!r} (found: {names}); accepted: {_TEMPLATE}, chat_template "
+                f"in {_CONFIG}. Add one, or encode text that is written out in full."
+            )
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = _sandbox(self._template_date).from_string(self._templates[name])
+            except jinja2.TemplateError as error:
+                raise CheckpointError(f"{self._source}: chat template {name!r} is damaged: {error}") from error
+        return self._compiled[name]
+
+    def _object(self, name: str) -> dict[str, Any]:
+        return parse_json_object(self.files[name], f"{self._source}/{name}") if name in self.files else {}
+
+    def _content(self, key: str, token: object) -> str:
+        content = token.get("content") if isinstance(token, Mapping) else token
+        if not isinstance(content, str):
+            raise CheckpointError(
+                f"{self._source}/{_CONFIG}: {key} is {token!r}; accepted: a string, an object with a string as content"
+            )
+        return content
+
+    def _tokens_without_role(self, config: Mapping[str, Any]) -> list[str]:
+        tokens = []
+        for key in _TOKENS_WITHOUT_ROLE:
+            value = config.get(key) or []
+            values = value.values() if isinstance(value, Mapping) else value
+            if not isinstance(value, Mapping | list):
+                raise CheckpointError(f"{self._source}/{_CONFIG}: {key} is {value!r}; accepted: a list, an object")
+            tokens += [self._content(key, token) for token in values]
+        return tokens
+
+    def _mark_special(self, tokens: Sequence[str]) -> None:
+        """Makes tokens special: recognized in text and left out of it, even if they are common words so far."""
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        words = [token for token in tokens if token not in known and self._tokenizer.token_to_id(token) is not None]
+        self._tokenizer.add_special_tokens(words)
+
+    def _read_template_date(self) -> datetime.date | None:
+        if _TEMPLATE_DATE not in self.files:
+            return None
+        written = self.files[_TEMPLATE_DATE].decode(errors="replace").strip()
+        try:
+            return datetime.date.fromisoformat(written)
+        except ValueError:
+            raise CheckpointError(
+                f"{self._source}/{_TEMPLATE_DATE} holds {written!r}; accepted: a date, such as 2026-01-31"
+            ) from None
+
+    def _read_templates(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """Returns the chat templates by name. Files have precedence over the entry in `tokenizer_config.json`."""
+        paths = {_TEMPLATE: "default"}
+        paths |= {name: Path(name).stem for name in self.files if name.startswith(f"{_MORE_TEMPLATES}/")}
+        try:
+            templates = {name: self.files[path].decode("utf-8") for path, name in paths.items() if path in self.files}
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self._source}: a chat template is not UTF-8: {error}") from error
+        entry = config.get("chat_template")
+        if templates or entry is None:
+            return templates
+        named = [{"name": "default", "template": entry}] if isinstance(entry, str) else entry
+        try:
+            templates = {item["name"]: item["template"] for item in named}
+        except (TypeError, KeyError):
+            templates = {}
+        if not templates or not all(isinstance(text, str) for text in (*templates, *templates.values())):
+            raise CheckpointError(
+                f"{self._source}/{_CONFIG}: chat_template is a {type(entry).__name__}; accepted: a string, a list of "
+                "objects with a name and a template"
+            )
+        return templates
+
+
+@functools.cache
+def byte_alphabet() -> dict[str, int]:
+    """Returns the byte of each character that byte-level tokenizers write.
+
+    Printable characters stand for themselves, and characters from U+0100 on for the other bytes.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

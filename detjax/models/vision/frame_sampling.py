@@ -1,0 +1,95 @@
+"""Which frames of a video a model sees, as the video processors choose them that checkpoints are served with."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+
+from detjax.models.configuration.json_object import JsonObject
+from detjax.models.parts.vision import VisionOptions
+from detjax.models.vision.images import ImageOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameSampling:
+    """How many frames of a video are chosen, and how they lie in it.
+
+    Attributes:
+        fps: frames of a second of the video.
+        min_frames: frames at least, if the video has so many.
+        max_frames: frames at most.
+        group: the number is a multiple of this, and the frames are at equal distances from the first one on, as for
+            Qwen2.5-VL; None: they reach from the first frame to the last one, as for Qwen3.5.
+    """
+
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+    group: int | None = None
+
+    @classmethod
+    def from_options(cls, options: ImageOptions, vision: VisionOptions) -> "FrameSampling":
+        """Returns what `video_preprocessor_config.json` says.
+
+        Args:
+            options: the options of videos.
+            vision: the tower.
+
+        Raises:
+            CheckpointError: the file says something else than numbers in their ranges.
+        """
+        file = JsonObject(json.loads(options.unread), "video_preprocessor_config.json")
+        if file.get("num_frames") is not None:
+            raise file.error("num_frames", "null; fps says how many frames are chosen")
+        least, most = file.integer("min_frames", cls.min_frames), file.integer("max_frames", cls.max_frames)
+        if most < least:
+            raise file.error("max_frames", f"at least min_frames, which is {least}")
+        group = None if vision.tokens_per_second is None else vision.temporal_patch_size
+        return cls(file.number("fps", cls.fps), least, most, group)
+
+    def changed(
+        self, fps: float | None = None, min_frames: int | None = None, max_frames: int | None = None
+    ) -> "FrameSampling":
+        """Returns the sampling that one video asks for.
+
+        Args:
+            fps: see above. Default: unchanged, as for the others.
+            min_frames: see above.
+            max_frames: see above; up to that of the checkpoint.
+
+        Raises:
+            ValueError: a number is out of its range.
+        """
+        fps = self.fps if fps is None else fps
+        most = self.max_frames if max_frames is None else max_frames
+        least = min(self.min_frames, most) if min_frames is None else min_frames
+        if not 0 < fps < math.inf:
+            raise ValueError(f"fps is {fps}; accepted: a finite number > 0, of the frames of a second")
+        if not (self.group or 1) <= most <= self.max_frames:
+            raise ValueError(
+                f"max_frames is {most}; accepted: {self.group or 1} to {self.max_frames}, the checkpoint's max_frames"
+            )
+        if not 1 <= least <= most:
+            raise ValueError(f"min_frames is {least}; accepted: 1 to {most}, which is max_frames")
+        return dataclasses.replace(self, fps=float(fps), min_frames=least, max_frames=most)
+
+    def indices(self, total: int, rate: float) -> Sequence[int]:
+        """Returns the numbers of the chosen frames, in their order.
+
+        They are those of transformers' processors, but for one case: for Qwen2.5-VL, rounding of the step between
+        frames sometimes gives transformers one frame more than it has computed. Here it is the number computed.
+
+        Args:
+            total: how many frames the video has.
+            rate: how many of them a second has.
+        """
+        if self.group is None:
+            chosen = min(max(int(total / rate * self.fps), self.min_frames), self.max_frames, total)
+            step = (total - 1) / max(chosen - 1, 1)
+            # The last one is the last frame, whatever the step is rounded to. Halves are rounded to even numbers.
+            return [round(index * step) for index in range(chosen - 1)] + [total - 1 if chosen > 1 else 0]
+        most = min(self.max_frames, total) // self.group * self.group
+        chosen = int(min(max(total / rate * self.fps, self.min_frames), most)) // self.group * self.group
+        if not chosen:  # the video has fewer frames than a patch, or one group is all that is wanted
+            return range(min(total, self.group))
+        return [index * total // chosen for index in range(chosen)]

@@ -1,0 +1,511 @@
+"""Images: how their pixels become patches, and the patches rows that stand for tokens of a prompt.
+
+The arithmetic is that of the image processors that checkpoints were trained with: bicubic resampling by Pillow, whose
+integer arithmetic is the same on all processors, and float32 for what follows.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import PIL.Image
+from jaxtyping import Array, Float, Float32, Int32, UInt8
+
+from detjax.contract import KV_BLOCK
+from detjax.models.configuration.json_object import JsonObject
+from detjax.models.network import Network, Weights, split
+from detjax.models.parts.vision import Keys, Patches, Taps, VisionOptions, VisionTower
+from detjax.runtime import compilation
+
+_MOST_RATIO: Final = 200
+"""How many times as long as the short side the long side of an image may be."""
+_PACK_PATCHES: Final = 16384
+"""Patches for which the windows of the images have room that one call of the tower takes, if these are several."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageOptions:
+    """How images, or frames of videos, become patches, as `preprocessor_config.json` says it.
+
+    Attributes:
+        min_pixels: a smaller image is enlarged to at least so many pixels.
+        max_pixels: a larger image is made smaller, to so many pixels at most.
+        mean: what is subtracted from each channel, whose numbers are from 0 to 1.
+        std: what each channel is then divided by.
+        unread: the file's other keys, as JSON, which change nothing here.
+    """
+
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
+    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    unread: str = "{}"
+
+    @classmethod
+    def from_hugging_face(
+        cls, raw: Mapping[str, Any], source: str, vision: VisionOptions, *, is_for_videos: bool = False
+    ) -> "ImageOptions":
+        """Returns the options that a `preprocessor_config.json` with the contents `raw` describes.
+
+        Args:
+            raw: the contents; empty if there is no such file.
+            source: the file's name in errors.
+            vision: the tower, which the file must fit.
+            is_for_videos: whether it is a `video_preprocessor_config.json`, which has other bounds if it says none.
+
+        Raises:
+            CheckpointError: a value is out of range, does not fit the tower, or would change the result and is not
+                served.
+        """
+        file = JsonObject(raw, source)
+        fixed = {
+            "patch_size": vision.patch_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+            "merge_size": vision.merge_size,
+            "do_resize": True,
+            "do_rescale": True,
+            "do_normalize": True,
+            "resample": int(PIL.Image.Resampling.BICUBIC),
+            "rescale_factor": 1 / 255,
+        }
+        for key, value in fixed.items():
+            if file.get(key) not in (None, value):
+                raise file.error(key, f"{json.dumps(value)}; anything else is not supported")
+        if file.get("cap_pixels_per_frame"):
+            raise file.error("cap_pixels_per_frame", "false, null; frames are resized by their own bounds")
+        size = file.object("size") or JsonObject({}, source, "size.")
+        side = (vision.patch_size * vision.merge_size) ** 2
+        least, most = (128 * side, 768 * side) if is_for_videos else (cls.min_pixels, cls.max_pixels)
+        least, most = size.integer("shortest_edge", least), size.integer("longest_edge", most)
+        least, most = file.integer("min_pixels", least), file.integer("max_pixels", most)
+        if most < max(least, side):
+            raise file.error("max_pixels", f"at least min_pixels, which is {least}, and the pixels of one token")
+        channels = {
+            key: _channels(file, key, default, vision.channels)
+            for key, default in (("image_mean", cls.mean), ("image_std", cls.std))
+        }
+        if not all(channels["image_std"]):
+            raise file.error("image_std", "numbers other than 0")
+        unread = json.dumps({key: value for key, value in file.unread().items() if key != "size"}, sort_keys=True)
+        return cls(least, most, channels["image_mean"], channels["image_std"], unread)
+
+    def to_hugging_face(self, vision: VisionOptions) -> dict[str, Any]:
+        """Returns the contents of a `preprocessor_config.json` that says this."""
+        unread = json.loads(self.unread)
+        kind = {} if "video_processor_type" in unread else {"image_processor_type": "Qwen2VLImageProcessor"}
+        return {
+            **kind,
+            **unread,
+            "size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
+            "min_pixels": self.min_pixels,
+            "max_pixels": self.max_pixels,
+            "image_mean": list(self.mean),
+            "image_std": list(self.std),
+            "patch_size": vision.patch_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+            "merge_size": vision.merge_size,
+        }
+
+
+def _channels(file: JsonObject, key: str, default: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    given = file.get(key)
+    numbers = list(default) if given is None else given
+    is_list = isinstance(numbers, list) and len(numbers) == channels
+    if not is_list or any(isinstance(x, bool) or not isinstance(x, int | float) for x in numbers):
+        raise file.error(key, f"a list of {channels} numbers")
+    return tuple(map(float, numbers))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ImagePatches:
+    """The patches of one image, those that make one token one after another, the tokens row by row.
+
+    Attributes:
+        pixels: the numbers of each patch: of each channel, frame, row and column.
+        rows: rows of patches.
+        columns: columns of patches.
+    """
+
+    pixels: Float32[np.ndarray, "N P"]
+    rows: int
+    columns: int
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """A cryptographic digest of the patches and of their arrangement."""
+        shape = np.array([self.rows, self.columns, *self.pixels.shape], np.int64)
+        hashed = hashlib.blake2b(shape.tobytes(), digest_size=32, person=b"image")
+        hashed.update(np.ascontiguousarray(self.pixels).data)
+        return hashed.digest()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class VideoPatches:
+    """The patches of a video.
+
+    Attributes:
+        frames: the patches of as many frames as a patch has, and of the next ones, and so on.
+        seconds: the time from one of these to the next.
+        times: the time of each in seconds, where prompts say it; None where positions of tokens do.
+    """
+
+    frames: tuple[ImagePatches, ...]
+    seconds: float
+    times: tuple[float, ...] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of patches of a frame."""
+        return self.frames[0].rows
+
+    @property
+    def columns(self) -> int:
+        """Columns of patches of a frame."""
+        return self.frames[0].columns
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """A cryptographic digest of the patches, of their arrangement and of their times."""
+        contents = b"".join(frame.digest for frame in self.frames)
+        # A time that the prompt says is in its tokens.
+        seconds = np.float64(self.seconds if self.times is None else 0).tobytes()
+        return hashlib.blake2b(seconds + contents, digest_size=32, person=b"video").digest()
+
+    @property
+    def places(self) -> "tuple[VideoPatches, ...]":
+        """The parts of the video that have places of their own in a prompt."""
+        if self.times is None:
+            return (self,)
+        pairs = zip(self.frames, self.times, strict=True)
+        return tuple(VideoPatches((frame,), self.seconds, (time,)) for frame, time in pairs)
+
+
+type Shown = ImagePatches | VideoPatches
+"""What tokens of a prompt stand for."""
+
+
+def places(shown: Iterable[Shown]) -> list[Shown]:
+    """Returns what has places of its own in a prompt: images, videos, and frames of videos whose times prompts say."""
+    return [part for one in shown for part in (one.places if isinstance(one, VideoPatches) else (one,))]
+
+
+class TokenGrid(NamedTuple):
+    """The arrangement of the tokens that stand for an image or a video.
+
+    Attributes:
+        times: the time of each frame from the first one on, in positions.
+        rows: rows of tokens of a frame.
+        columns: columns of tokens of a frame.
+    """
+
+    times: tuple[int, ...]
+    rows: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.times) * self.rows * self.columns
+
+
+def token_grid(shown: Shown, vision: VisionOptions) -> TokenGrid:
+    """Returns the arrangement of the tokens that stand for an image or a video."""
+    times = (0,)
+    if isinstance(shown, VideoPatches) and vision.tokens_per_second is not None:
+        pace = np.float32(vision.tokens_per_second) * np.float32(shown.seconds)
+        times = tuple((np.arange(len(shown.frames), dtype=np.float32) * pace).astype(np.int64).tolist())
+    return TokenGrid(times, shown.rows // vision.merge_size, shown.columns // vision.merge_size)
+
+
+def image_patches(image: UInt8[np.ndarray, "h w C"], options: ImageOptions, vision: VisionOptions) -> ImagePatches:
+    """Returns the patches of an image.
+
+    Args:
+        image: red, green and blue of each pixel, from 0 to 255.
+        options: how the image is resized and normalized.
+        vision: the tower.
+
+    Raises:
+        ValueError: the image is empty, has other axes, or is too long for its width.
+    """
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
+        raise ValueError(
+            f"image_patches: the image is {image.dtype}{image.shape}; accepted: uint8 (height, width, 3), red, green "
+            'and blue of each pixel, such as np.asarray(PIL.Image.open(file).convert("RGB"))'
+        )
+    unit = vision.patch_size * vision.merge_size
+    height, width = resized(image.shape[0], image.shape[1], unit, options.min_pixels, options.max_pixels)
+    bicubic = PIL.Image.Resampling.BICUBIC
+    pixels = np.asarray(PIL.Image.fromarray(np.ascontiguousarray(image)).resize((width, height), bicubic))
+    pixels = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
+    pixels = (pixels - np.array(options.mean, np.float32)) / np.array(options.std, np.float32)
+    return patches_of_frames(np.repeat(pixels[None], vision.temporal_patch_size, axis=0), vision)
+
+
+def patches_of_frames(pixels: Float32[np.ndarray, "t h w C"], vision: VisionOptions) -> ImagePatches:
+    """Returns the patches of as many normalized frames as a patch has, whose sides are multiples of a token's."""
+    _, height, width, _ = pixels.shape
+    size, merge = vision.patch_size, vision.merge_size
+    rows, columns = height // size, width // size
+    grid = pixels.reshape(-1, rows // merge, merge, size, columns // merge, merge, size, pixels.shape[-1])
+    # Rows and columns of tokens, of their patches; channels, frames, pixels.
+    grid = grid.transpose(1, 4, 2, 5, 7, 0, 3, 6)
+    return ImagePatches(grid.reshape(rows * columns, -1), rows, columns)
+
+
+def resized(height: int, width: int, unit: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Returns the height and the width that an image gets: multiples of `unit`, close to its shape, within the bounds.
+
+    Raises:
+        ValueError: one side is more than 200 times as long as the other.
+    """
+    check_sides(height, width)
+    sides = height, width
+    # Halves are rounded to even numbers, as the image processors do it.
+    rounded = [round(side / unit) * unit for side in sides]
+    if math.prod(rounded) > max_pixels:
+        factor = math.sqrt(height * width / max_pixels)
+        rounded = [max(unit, math.floor(side / factor / unit) * unit) for side in sides]
+    elif math.prod(rounded) < min_pixels:
+        factor = math.sqrt(min_pixels / (height * width))
+        rounded = [math.ceil(side * factor / unit) * unit for side in sides]
+    return rounded[0], rounded[1]
+
+
+def check_sides(height: int, width: int) -> None:
+    """Refuses images that are too long.
+
+    Raises:
+        ValueError: one side is more than 200 times as long as the other.
+    """
+    if max(height, width) > _MOST_RATIO * min(height, width):
+        raise ValueError(
+            f"image_patches: the image has {height} rows and {width} columns; accepted: a side at most {_MOST_RATIO} "
+            "times as long as the other"
+        )
+
+
+# --- the tower --------------------------------------------------------------------------------------------------------
+
+
+def image_rows(tower: VisionTower, shown: Sequence[Shown]) -> list[Float[np.ndarray, "tokens D"]]:
+    """Returns the rows that stand for the tokens of each image and video, row by row of the image, on the host.
+
+    To the tower, the frames of a video are images. No bit of an image's rows depends on the other images.
+
+    Args:
+        tower: the vision tower.
+        shown: the patches of the images and videos.
+    """
+    network, weights = split(tower)
+    return rows_by(functools.partial(_window_rows, network, weights), tower.options, shown)
+
+
+def rows_by(
+    run: Callable[[Patches], Array],
+    options: VisionOptions,
+    shown: Sequence[Shown],
+    *,
+    windows: Callable[[int], int] | None = None,
+    most_windows: int | None = None,
+) -> list[Float[np.ndarray, "tokens D"]]:
+    """Returns what `image_rows` returns, computed by a program of a caller's.
+
+    Args:
+        run: returns a row for each token of each window.
+        options: the tower's.
+        shown: the patches of the images and videos.
+        windows: returns how many windows a call has that needs so many. Default: the next power of two.
+        most_windows: windows of several images that share a call. Default: a fixed number of patches.
+    """
+    counts = [len(one.frames) if isinstance(one, VideoPatches) else 1 for one in shown]
+    images = [frame for one in shown for frame in (one.frames if isinstance(one, VideoPatches) else (one,))]
+    rows: list[np.ndarray] = []
+    for pack in _packs(images, options, most_windows or _PACK_PATCHES // options.window_patches):
+        needed = sum(len(_windows(image, options)) for image in pack)
+        patches, tokens = packed(pack, options, (windows or _power_of_two)(needed))
+        # Indexed on the host: each number of tokens would be another program of the device.
+        pack_rows = np.asarray(run(patches)).reshape(-1, options.output_width)
+        rows += [pack_rows[index] for index in tokens]
+    ends = np.cumsum([0, *counts]).tolist()
+    return [np.concatenate(rows[first:stop]) for first, stop in itertools.pairwise(ends)]
+
+
+@functools.partial(compilation.jit, static_argnums=0)
+def _window_rows(network: Network[VisionTower], weights: Weights, patches: Patches) -> Float[Array, "W U D"]:
+    return network.with_weights(weights)(patches)
+
+
+def _packs(images: Iterable[ImagePatches], options: VisionOptions, most: int) -> Iterator[list[ImagePatches]]:
+    """The images in their order, some at a time, with up to `most` windows together."""
+    pack: list[ImagePatches] = []
+    total = 0
+    for image in images:
+        needed = len(_windows(image, options))
+        if pack and total + needed > most:
+            yield pack
+            pack, total = [], 0
+        pack.append(image)
+        total += needed
+    if pack:
+        yield pack
+
+
+def window_counts(options: VisionOptions, tokens: int) -> list[int]:
+    """Returns the numbers of windows that calls of the tower have for images of up to so many tokens."""
+    side = options.window_side
+    most = -(-tokens * options.merged // options.window_patches)
+    if side is not None:
+        shapes = ((rows, tokens // rows) for rows in range(1, math.isqrt(tokens) + 1))
+        fitting = [(rows, columns) for rows, columns in shapes if columns <= 2 * _MOST_RATIO * rows]
+        most = max(-(-rows // side) * -(-columns // side) for rows, columns in fitting or [(1, tokens)])
+    return [1 << power for power in range(most.bit_length() + (most & (most - 1) > 0))]
+
+
+def empty_pack(options: VisionOptions, windows: int) -> Patches:
+    """Returns the patches of no image, with room for so many windows."""
+    return packed((), options, windows)[0]
+
+
+def packed(
+    images: Sequence[ImagePatches], options: VisionOptions, count: int
+) -> tuple[Patches, list[Int32[np.ndarray, "n"]]]:
+    """Returns the patches of some images window by window, and for each image where the rows of its tokens come out.
+
+    All sizes follow from the number of windows, `count`, so that packs with as many share their program.
+    """
+    merged, room = options.merged, options.window_patches
+    pixels = np.zeros((count, room, math.prod(options.patch_shape)), np.float32)
+    coordinates = np.zeros((count, room, 2), np.int32)
+    sizes = np.ones((count, 2), np.int32)
+    window_lengths, image_lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
+    places, tokens, first = [], [], 0
+    for image in images:
+        index, place = _windows(image, options), np.zeros(len(image.pixels), np.int32)
+        by_patch = _coordinates(image, options)
+        for window, patches in enumerate(index, first):
+            pixels[window, : len(patches)] = image.pixels[patches]
+            coordinates[window, : len(patches)] = by_patch[patches]
+            sizes[window] = image.rows, image.columns
+            window_lengths[window], image_lengths[window] = len(patches), len(image.pixels)
+            place[patches] = window * room + np.arange(len(patches))
+        # A token's row comes out where its first patch went in.
+        tokens.append(place[::merged] // merged)
+        places.append(([place[patches] for patches in index], range(first, first + len(index))))
+        first += len(index)
+    single = [(patches, [window]) for group, numbers in places for patches, window in zip(group, numbers, strict=True)]
+    whole = [(np.concatenate(group), numbers) for group, numbers in places]
+    pages = count * -(-room // KV_BLOCK)
+    window_keys, image_keys = _keys(single, window_lengths, pages), _keys(whole, image_lengths, pages)
+    taps = None if options.positions is None else _taps(coordinates, sizes[:, None], math.isqrt(options.positions))
+    return Patches(pixels, coordinates, taps, window_keys, image_keys), tokens
+
+
+def _taps(coordinates: Int32[np.ndarray, "W T 2"], sizes: Int32[np.ndarray, "W 1 2"], side: int) -> Taps:
+    """The corners of the square of a table of `side` rows and columns in which each patch lies, and their shares.
+
+    The first patch of a row lies on the first column, the last one on the last, and so on. The arithmetic is float32.
+    """
+    place = coordinates.astype(np.float32) * np.float32(side - 1) / np.maximum(sizes - 1, 1).astype(np.float32)
+    first, steps = np.floor(place)[..., None], np.arange(2, dtype=np.float32)
+    corners = np.minimum(first + steps, side - 1).astype(np.int32)
+    shares = np.float32(1) - np.abs(place[..., None] - first - steps)
+    index = corners[..., 0, :, None] * side + corners[..., 1, None, :]
+    weight = shares[..., 0, :, None] * shares[..., 1, None, :]
+    return Taps(index.reshape(*place.shape[:-1], 4), weight.reshape(*place.shape[:-1], 4))
+
+
+def _windows(image: ImagePatches, options: VisionOptions) -> list[Int32[np.ndarray, "n"]]:
+    """The patches of each window, from the image's corner on; those at the edges are smaller.
+
+    Where there are no windows, these are pieces of the image, the last of which is smaller.
+    """
+    side, merge, merged = options.window_side, options.merge_size, options.merged
+    patches = np.arange(len(image.pixels), dtype=np.int32)
+    if side is None:
+        return np.split(patches, range(options.window_patches, len(patches), options.window_patches))
+    grid = patches.reshape(image.rows // merge, image.columns // merge, merged)
+    corners = [(row, column) for row in range(0, len(grid), side) for column in range(0, grid.shape[1], side)]
+    return [grid[row : row + side, column : column + side].reshape(-1) for row, column in corners]
+
+
+def _coordinates(image: ImagePatches, options: VisionOptions) -> Int32[np.ndarray, "N 2"]:
+    """The row and the column of each patch."""
+    merge = options.merge_size
+    rows, columns = np.meshgrid(np.arange(image.rows), np.arange(image.columns), indexing="ij")
+    grid = np.stack([rows, columns], axis=-1).astype(np.int32)
+    grid = grid.reshape(image.rows // merge, merge, image.columns // merge, merge, 2)
+    return grid.swapaxes(1, 2).reshape(-1, 2)
+
+
+def _keys(groups: Sequence[tuple[np.ndarray, Iterable[int]]], lengths: Int32[np.ndarray, "W"], most_pages: int) -> Keys:
+    """Pages with the patches of each group, for the windows that see them."""
+    pages = [-(-len(patches) // KV_BLOCK) for patches, _ in groups]
+    patch = np.zeros((most_pages, KV_BLOCK), np.int32)
+    table = np.zeros((len(lengths), most_pages), np.int32)
+    first = 0
+    for (patches, windows), count in zip(groups, pages, strict=True):
+        patch[first : first + count].reshape(-1)[: len(patches)] = patches
+        table[list(windows), :count] = np.arange(first, first + count)
+        first += count
+    return Keys(patch, table, lengths)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+# --- positions of tokens ----------------------------------------------------------------------------------------------
+
+
+def token_coordinates(
+    tokens: Sequence[int], placeholders: Collection[int], grids: Sequence[TokenGrid]
+) -> tuple[Int32[np.ndarray, "T 3"], int]:
+    """Returns the coordinates of a prompt's tokens, and by how much those of later tokens exceed their positions.
+
+    A text's token has its number in all three. A token of an image or of a video's frame has the time, and its row and
+    column; the text goes on behind the last row and column (Wang et al. 2024, Qwen2-VL, section 2.1), and generated
+    text behind all coordinates.
+
+    Args:
+        tokens: the prompt, in which each image and each video has as many placeholders one after another as it has
+            tokens.
+        placeholders: the tokens that stand for parts of images and of videos.
+        grids: the arrangement of each image's or video's tokens.
+
+    Raises:
+        ValueError: the prompt's placeholders are not those of the images and videos.
+    """
+    parts, position, start = [], 0, 0
+    runs = image_runs(tokens, placeholders)
+    if len(runs) != len(grids):
+        raise ValueError(f"token_coordinates: {len(runs)} runs of image tokens; accepted: {len(grids)}, one per image")
+    for (first, stop), grid in zip(runs, grids, strict=True):
+        if stop - first != grid.size:
+            raise ValueError(
+                f"token_coordinates: {stop - first} image tokens from token {first} on; accepted: {grid.size}, as the "
+                f"image has {len(grid.times)} frames of {grid.rows} rows of {grid.columns} tokens"
+            )
+        parts.append(np.repeat(position + np.arange(first - start)[:, None], 3, axis=1))
+        position += first - start
+        place = np.meshgrid(grid.times, np.arange(grid.rows), np.arange(grid.columns), indexing="ij")
+        parts.append(position + np.stack(place, axis=-1).reshape(-1, 3))
+        position, start = position + max(grid.rows, grid.columns), stop
+    parts.append(np.repeat(position + np.arange(len(tokens) - start)[:, None], 3, axis=1))
+    coordinates = np.concatenate(parts).astype(np.int32)
+    return coordinates, int(coordinates.max()) + 1 - len(tokens)
+
+
+def image_runs(tokens: Sequence[int], placeholders: Collection[int]) -> list[tuple[int, int]]:
+    """Returns the first token of each run of one placeholder, and what follows its last."""
+    runs, ids = [], np.asarray(tokens)
+    for placeholder in placeholders:
+        edges = np.diff(np.concatenate([[0], ids == placeholder, [0]]).astype(np.int8))
+        runs += zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True)
+    return sorted(runs)

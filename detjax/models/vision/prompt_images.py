@@ -1,0 +1,215 @@
+"""Images and videos of prompts: their tokens, their rows in a step, and what the prefix cache knows them by."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, Int32
+
+from detjax.models.configuration.config import DecoderConfig
+from detjax.models.text.tokenizer import Tokenizer
+from detjax.models.vision.frame_sampling import FrameSampling
+from detjax.models.vision.images import (
+    ImageOptions,
+    ImagePatches,
+    Shown,
+    VideoPatches,
+    image_patches,
+    image_runs,
+    places,
+    token_coordinates,
+    token_grid,
+)
+from detjax.models.vision.videos import Video, video_patches
+
+type ImageSpan = tuple[int, int, bytes]
+"""The position of an image's first token, that of the token after its last, and the digest of its content."""
+type GivenImage = np.ndarray | ImagePatches | Video | VideoPatches
+"""What requests may have as an image or a video; see `Request.images`."""
+
+
+class PromptImages:
+    """The images and videos of a prompt. The samples of a request share them.
+
+    Attributes:
+        patches: the patches of each, and of each frame that has a place of its own.
+        spans: where the tokens of each are, and what it is.
+        excess: by how much the coordinates of generated tokens exceed their positions.
+        rows: the rows that the vision tower made of each; empty until it has.
+    """
+
+    def __init__(self, patches: Sequence[Shown], tokens: Sequence[int], config: DecoderConfig) -> None:
+        """The images and videos of a prompt whose placeholders are those of them."""
+        assert config.vision is not None
+        runs = image_runs(tokens, config.placeholders)
+        self.patches = tuple(places(patches))
+        self.spans: list[ImageSpan] = [(*run, image.digest) for run, image in zip(runs, self.patches, strict=True)]
+        grids = [token_grid(image, config.vision) for image in self.patches]
+        self._coordinates, self.excess = token_coordinates(tokens, config.placeholders, grids)
+        self.rows: list[np.ndarray] = []
+
+    def coordinates(self, start: int, count: int) -> Int32[np.ndarray, "n 3"]:
+        """Returns the coordinates of consecutive tokens, generated ones included."""
+        known = self._coordinates[start : start + count]
+        later = np.arange(start + len(known), start + count, dtype=np.int32) + np.int32(self.excess)
+        return np.concatenate([known, np.repeat(later[:, None], 3, axis=1)])
+
+    def put_rows(self, start: int, count: int, present: np.ndarray, rows: Float[np.ndarray, "n D"]) -> None:
+        """Puts the images' rows of consecutive tokens into arrays with a row for each of them."""
+        for (first, stop, _), image in zip(self.spans, self.rows, strict=True):
+            begin, end = max(first, start), min(stop, start + count)
+            if begin < end:
+                present[begin - start : end - start] = True
+                rows[begin - start : end - start] = image[begin - first : end - first]
+
+
+class ImageReader:
+    """Makes patches of images and videos as a model takes them.
+
+    Attributes:
+        config: the model's.
+        sampling: which frames of a file with a video the model sees.
+    """
+
+    def __init__(self, config: DecoderConfig, images: ImageOptions | None, videos: ImageOptions | None) -> None:
+        """A reader for a model, which may take no images.
+
+        Args:
+            config: the model's configuration.
+            images: how images become patches; None: the defaults.
+            videos: how frames of videos become patches; None: as images do.
+
+        Raises:
+            CheckpointError: the checkpoint's file for videos asks for frames in a way that is not served.
+        """
+        self.config = config
+        self._images = images or ImageOptions()
+        # transformers reads an old checkpoint's one file for both.
+        self._videos = videos or self._images
+        vision = config.vision
+        self.sampling = FrameSampling() if vision is None else FrameSampling.from_options(self._videos, vision)
+
+    def patches(self, name: str, given: Sequence[GivenImage]) -> list[Shown]:
+        """Returns the patches of a request's images and videos.
+
+        Args:
+            name: what error messages call the request.
+            given: see `Request.images`.
+
+        Raises:
+            ValueError: the model takes no images, or one is none that it takes.
+        """
+        if not len(given):
+            return []
+        if self.config.vision is None:
+            raise ValueError(
+                f"{name} has {len(given)} images, and {self.config.architecture} reads text alone; accepted: no "
+                "images, or a model with a vision tower"
+            )
+        patches: list[Shown] = []
+        for index, image in enumerate(given):
+            try:
+                patches.append(self._patches_of(image))
+            except ValueError as error:
+                raise ValueError(f"{name}, image {index}: {error}") from error
+        return patches
+
+    def _patches_of(self, given: GivenImage) -> Shown:
+        vision = self.config.vision
+        assert vision is not None
+        if isinstance(given, ImagePatches | VideoPatches):
+            return given
+        if isinstance(given, Video):
+            return video_patches(given, self._videos, vision)
+        return image_patches(np.asarray(given), self._images, vision)
+
+
+def with_image_tokens(
+    name: str,
+    config: DecoderConfig,
+    tokens: Sequence[int],
+    images: Sequence[Shown],
+    tokenizer: Tokenizer | None = None,
+) -> Sequence[int]:
+    """Returns a prompt's tokens with as many placeholders as its images and videos have tokens.
+
+    Where prompts say the times of a video's frames, and one placeholder stands for the whole video, the times and a
+    place for each frame are written in its stead: `<0.3 seconds>`, the token that begins an image, the frame, and the
+    token that ends it. That is what transformers' processor writes.
+
+    Args:
+        name: what error messages call the prompt.
+        config: the model's.
+        tokens: the prompt, in which one placeholder, or as many as it has tokens, stand for each image or video.
+        images: the images and videos in the order of the prompt.
+        tokenizer: writes the times of frames. Without it, the prompt has them.
+
+    Raises:
+        ValueError: the prompt's placeholders are not those of the images and videos.
+    """
+    if config.vision is None:
+        return tokens
+    tokens = _with_times(config, tokens, images, tokenizer)
+    return _with_all_tokens(name, config, tokens, places(images))
+
+
+def _with_times(
+    config: DecoderConfig, tokens: Sequence[int], images: Sequence[Shown], tokenizer: Tokenizer | None
+) -> Sequence[int]:
+    """The prompt with a place for each frame that has its own, if it has one for each video so far."""
+    runs = image_runs(tokens, config.placeholders)
+    has_times = any(isinstance(image, VideoPatches) and image.times is not None for image in images)
+    if tokenizer is None or not has_times or len(runs) != len(images):
+        return tokens
+    begin, video, end = config.vision_start_token, config.video_token, config.vision_end_token
+    assert begin is not None and video is not None and end is not None
+    written: list[int] = []
+    copied = 0
+    for (first, stop), image in zip(runs, images, strict=True):
+        if not isinstance(image, VideoPatches) or image.times is None or tokens[first] != video:
+            continue
+        times = [tokenizer.encode(f"<{time:.1f} seconds>", add_special_tokens=False) for time in image.times]
+        before = [*times[0], begin]
+        if len(times) == 1 and list(tokens[max(first - len(before), 0) : first]) == before:
+            continue  # one place, and its time stands before it
+        written += tokens[copied:first]
+        for time in times:
+            written += [*time, begin, video, end]
+        copied = stop
+    return [*written, *tokens[copied:]]
+
+
+def _with_all_tokens(name: str, config: DecoderConfig, tokens: Sequence[int], images: Sequence[Shown]) -> Sequence[int]:
+    """The prompt with all placeholders of images, videos and frames, each of which has a place in it."""
+    vision = config.vision
+    assert vision is not None
+    runs = image_runs(tokens, config.placeholders)
+    if len(runs) != len(images):
+        known = " or ".join(map(str, config.placeholders))
+        has_frames = any(isinstance(image, VideoPatches) and image.times is not None for image in images)
+        frames = (
+            ", and one for each two frames of a video; with a tokenizer, one place for the whole video is enough"
+            if has_frames
+            else ""
+        )
+        raise ValueError(
+            f"{name} has {len(runs)} places for images, which are tokens {known} with others between them, and comes "
+            f"with {len(images)} images; accepted: one place for each image{frames}"
+        )
+    expanded, end = [], 0
+    for index, ((first, stop), image) in enumerate(zip(runs, images, strict=True)):
+        expected = config.video_token if isinstance(image, VideoPatches) else config.image_token
+        if tokens[first] != expected:
+            kind = "a video" if isinstance(image, VideoPatches) else "an image"
+            raise ValueError(
+                f"{name} has token {tokens[first]} at {first}; accepted: {expected}, as image {index} is {kind}"
+            )
+        grid = token_grid(image, vision)
+        if stop - first not in (1, grid.size):
+            frames = f"{len(grid.times)} frames of " if len(grid.times) > 1 else ""
+            raise ValueError(
+                f"{name} has {stop - first} tokens {expected} from token {first} on; accepted: 1 or {grid.size}, as "
+                f"image {index} has {frames}{grid.rows} rows of {grid.columns} tokens"
+            )
+        expanded += [*tokens[end:first], *[expected] * grid.size]
+        end = stop
+    return [*expanded, *tokens[end:]] if runs else tokens

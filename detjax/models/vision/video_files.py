@@ -1,0 +1,161 @@
+"""Files of videos: animated images, and lists of images that are frames. No other container is decoded."""
+
+import io
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Final
+
+import numpy as np
+import PIL.Image
+from jaxtyping import UInt8
+
+from detjax.models.vision.frame_sampling import FrameSampling
+from detjax.models.vision.image_files import read_pixels
+from detjax.models.vision.videos import Video
+
+FORMATS: Final = ("GIF", "PNG", "WEBP")
+"""The formats of animations that are read, as Pillow calls them."""
+_MOST_FRAME_PIXELS: Final = 1 << 24
+"""The most pixels of a frame."""
+_MOST_PIXELS: Final = 1 << 27
+"""The most pixels of all frames together that a model is to see."""
+_MOST_DECODED: Final = 1 << 30
+"""The most pixels of all frames of a file, each of which is decoded."""
+_LIKE_BROWSERS: Final = 100
+"""Milliseconds of a frame whose file says none."""
+_ADVICE: Final = (
+    "Decode it where it comes from, for example with ffmpeg, and send an animated WEBP, or its frames as "
+    "data:video/jpeg;base64, with a comma between two of them."
+)
+
+
+def read_video(name: str, contents: bytes, sampling: FrameSampling) -> Video:
+    """Returns the frames of an animation that a model is to see, with their times; transparency is dropped.
+
+    The animation is taken as a video whose frames are all as long as the longest time that every change of it is a
+    multiple of. For one with frames of equal length, these are its frames.
+
+    Args:
+        name: what error messages call the video.
+        contents: the file's.
+        sampling: which frames are chosen.
+
+    Raises:
+        ValueError: the file is no animation of these formats, or it has too many frames or pixels.
+    """
+    if (container := _container(contents)) is not None:
+        raise ValueError(f"{name} is {container}, which is not decoded; accepted: {_accepted()}. {_ADVICE}")
+    try:
+        with PIL.Image.open(io.BytesIO(contents), formats=FORMATS) as image:
+            count = getattr(image, "n_frames", 1)
+            _check_sizes(name, *image.size, count)
+            lengths = _lengths(image, count)
+            unit = Fraction(math.gcd(*_numerators(lengths)), _common(lengths))
+            starts = list(itertools.accumulate(lengths, initial=Fraction(0)))
+            total, rate = int(starts[-1] / unit), float(1000 / unit)
+            indices = sampling.indices(total, rate)
+            shown = [bisect_right(starts, index * unit) - 1 for index in indices]
+            if len(shown) * math.prod(image.size) > _MOST_PIXELS:
+                raise _TooLarge(
+                    f"{name} has {image.size[0]} x {image.size[1]} pixels in {len(shown)} frames; accepted: up to "
+                    f"{_MOST_PIXELS} pixels in all. Send smaller or fewer frames."
+                )
+            pixels = dict(_frames(image, sorted(set(shown))))
+    except _TooLarge as error:
+        raise ValueError(str(error)) from error
+    except Exception as error:  # a decoder of a damaged file may fail in any way
+        raise ValueError(f"{name} is no video that can be read; accepted: {_accepted()}. {_ADVICE}") from error
+    times = [index / rate for index in indices]
+    return Video([pixels[index] for index in shown], len(indices) / total * rate, times)
+
+
+def read_frames(name: str, files: Sequence[bytes], sampling: FrameSampling) -> Video:
+    """Returns the video whose frames are images, at `sampling.fps` frames a second, all of which a model is to see.
+
+    Args:
+        name: what error messages call the video.
+        files: the contents of the images' files.
+        sampling: how many frames a second has, and how many a video has at most.
+
+    Raises:
+        ValueError: a file is no image, or there are too many of them or too many pixels.
+    """
+    if len(files) > sampling.max_frames:
+        raise ValueError(f"{name} has {len(files)} frames; accepted: up to {sampling.max_frames}, which is max_frames")
+    frames: list[np.ndarray] = []
+    for number, contents in enumerate(files):
+        frames.append(read_pixels(f"frame {number} of {name}", contents))
+        if (pixels := sum(frame.shape[0] * frame.shape[1] for frame in frames)) > _MOST_PIXELS:
+            raise ValueError(
+                f"the first {len(frames)} frames of {name} have {pixels} pixels; accepted: up to {_MOST_PIXELS} in "
+                "all. Send smaller or fewer frames."
+            )
+    if len({frame.shape for frame in frames}) > 1:
+        sizes = ", ".join(sorted({f"{frame.shape[1]} x {frame.shape[0]}" for frame in frames}))
+        raise ValueError(f"{name} has frames of {sizes} pixels; accepted: frames of one size")
+    return Video(frames, sampling.fps)
+
+
+class _TooLarge(Exception):
+    """Why a video is refused; no library raises it."""
+
+
+def _accepted() -> str:
+    return "animations in GIF, PNG (APNG) and WEBP, or a list of frames that are images"
+
+
+def _container(contents: bytes) -> str | None:
+    """The name of a container of videos that no installed library decodes; None: it is none of the known ones."""
+    if contents[4:8] in (b"ftyp", b"moov", b"mdat", b"wide"):
+        return "an MP4, QuickTime or AVIF file"
+    if contents[:4] == b"RIFF" and contents[8:12] == b"AVI ":
+        return "an AVI file"
+    known = {
+        b"\x1aE\xdf\xa3": "a Matroska or WebM file",
+        b"OggS": "an Ogg file",
+        b"FLV": "a Flash video",
+        b"\x00\x00\x01\xba": "an MPEG file",
+        b"\x00\x00\x01\xb3": "an MPEG file",
+        b"0&\xb2u": "a Windows Media file",
+    }
+    return next((kind for start, kind in known.items() if contents.startswith(start)), None)
+
+
+def _check_sizes(name: str, width: int, height: int, count: int) -> None:
+    if width * height > _MOST_FRAME_PIXELS:
+        raise _TooLarge(f"{name} has {width} x {height} pixels; accepted: up to {_MOST_FRAME_PIXELS}")
+    if width * height * count > _MOST_DECODED:
+        raise _TooLarge(
+            f"{name} has {count} frames of {width} x {height} pixels; accepted: up to {_MOST_DECODED} pixels in all"
+        )
+
+
+def _lengths(image: PIL.Image.Image, count: int) -> list[Fraction]:
+    """The length of each frame in milliseconds."""
+    lengths = []
+    for index in range(count):
+        image.seek(index)
+        image.load()  # WEBP's times are known then
+        # The numbers of APNG are quotients of 16 bits, of a second.
+        given = Fraction(image.info.get("duration") or 0).limit_denominator(1 << 16)
+        lengths.append(given if given > 0 else Fraction(_LIKE_BROWSERS))
+    return lengths
+
+
+def _common(lengths: Sequence[Fraction]) -> int:
+    """The least common denominator."""
+    return math.lcm(*(length.denominator for length in lengths))
+
+
+def _numerators(lengths: Sequence[Fraction]) -> list[int]:
+    """The lengths as multiples of their common denominator's inverse."""
+    return [int(length * _common(lengths)) for length in lengths]
+
+
+def _frames(image: PIL.Image.Image, indices: Sequence[int]) -> Iterator[tuple[int, UInt8[np.ndarray, "h w 3"]]]:
+    for index in indices:
+        image.seek(index)
+        yield index, np.asarray(image.convert("RGB"))

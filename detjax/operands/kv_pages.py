@@ -1,0 +1,361 @@
+"""The nouns of paged attention: the pages of a KV cache, and the queries that read and extend them.
+
+A page holds `contract.KV_BLOCK` consecutive tokens of one request: token `i` of request `b` lies in slot
+`i % KV_BLOCK` of page `page_table[b, i // KV_BLOCK]`.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
+
+from detjax.contract import KV_BLOCK, QUERY_UNIT
+from detjax.operands.numerics import distinct_places
+from detjax.operands.options import KVQuantization
+from detjax.operands.quantized_pages import QuantizedPages as QuantizedPages
+from detjax.operands.quantized_pages import quantized_layout as quantized_layout
+
+if TYPE_CHECKING:
+    Arrays = Array
+else:
+    # The host computes queries in NumPy; programs see arrays of JAX, which is all that a type checker need know.
+    Arrays = np.ndarray | Array
+
+
+type Pages = Float[Array, "P h S K"] | QuantizedPages
+"""Pages of keys, or of values."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class KeyColumns:
+    """Values that are the first columns of their keys, and have no pages: latent attention has such.
+
+    Attributes:
+        width: how many columns.
+
+    Example:
+        >>> ops.KVPages(jnp.zeros((4, 1, 128, 24)), ops.KeyColumns(16)).v.width
+        16
+    """
+
+    width: int
+
+
+class KVPages(NamedTuple):
+    """Keys and values of one layer, in pages of `contract.KV_BLOCK` tokens.
+
+    It is a named tuple since every step of an engine takes apart and rebuilds one for each layer, which JAX does with
+    a named tuple in less than half of the time that it needs for a dataclass.
+
+    Attributes:
+        k: pages of keys, of the queries' dtype or quantized.
+        v: values in the same pages, of the same dtype or kind; or how many columns of the keys are the values.
+
+    Example:
+        >>> pages = jnp.zeros((4, 2, 128, 8))  # 4 pages, 2 heads, 128 tokens
+        >>> ops.KVPages(pages, pages).k.shape
+        (4, 2, 128, 8)
+    """
+
+    k: Float[Array, "P h S K"] | QuantizedPages
+    v: Float[Array, "P h S V"] | QuantizedPages | KeyColumns
+
+    @classmethod
+    def empty(
+        cls,
+        num_pages: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        quantization: KVQuantization | None = None,
+    ) -> "KVPages":
+        """Returns so many pages of zeros, as numbers of the dtype given or as codes and scales."""
+        shape = (num_pages, kv_heads, KV_BLOCK, head_dim)
+
+        def pages() -> Pages:
+            return jnp.zeros(shape, dtype) if quantization is None else QuantizedPages.empty(shape, quantization)
+
+        return cls(pages(), pages())
+
+    @property
+    def num_pages(self) -> int:
+        """How many pages the pool has."""
+        return self.k.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """How many heads keys have, and values."""
+        return self.k.shape[1]
+
+    @property
+    def value_width(self) -> int:
+        """How many columns values have."""
+        return self.v.width if isinstance(self.v, KeyColumns) else self.v.shape[3]
+
+    @property
+    def values_are_keys(self) -> bool:
+        """Whether the values are columns of the keys."""
+        return isinstance(self.v, KeyColumns)
+
+    @property
+    def numbers(self) -> tuple[Array, Array]:
+        """Both arrays of pages that are not quantized. Values that are columns of the keys are sliced out of them."""
+        k, v = self.k, self.v
+        assert not isinstance(k, QuantizedPages) and not isinstance(v, QuantizedPages)
+        return k, k[..., : v.width] if isinstance(v, KeyColumns) else v
+
+    def page(self, index: Array, dtype: DTypeLike) -> tuple[Float[Array, "h S K"], Float[Array, "h S V"]]:
+        """Returns the keys and the values of one page as numbers; those of a quantized page in the dtype given."""
+        if self.quantized:
+            k, v = (pages.page(index, dtype) for pages in self.quantized)
+            return k, v
+        k, v = self.k, self.v
+        assert not isinstance(k, QuantizedPages) and not isinstance(v, QuantizedPages)
+        k = k[index]
+        return k, k[..., : v.width] if isinstance(v, KeyColumns) else v[index]
+
+    @property
+    def quantized(self) -> tuple[QuantizedPages, QuantizedPages] | None:
+        """Both quantized pages, or None if the pages hold numbers."""
+        k, v = self.k, self.v
+        return (k, v) if isinstance(k, QuantizedPages) and isinstance(v, QuantizedPages) else None
+
+
+def _as_pytree[T](noun: type[T]) -> type[T]:
+    """Registers a dataclass of arrays as a pytree that JAX rebuilds without calling its constructor.
+
+    JAX rebuilds pytrees with objects of its own in place of arrays, which a check of the constructor's annotations, as
+    the tests have it, would refuse.
+    """
+    names = [field.name for field in dataclasses.fields(noun)]  # pyright: ignore[reportArgumentType]
+
+    def flatten(x: T) -> tuple[list[Any], None]:
+        return [getattr(x, name) for name in names], None
+
+    def flatten_with_keys(x: T) -> tuple[list[Any], None]:
+        return [(jax.tree_util.GetAttrKey(name), getattr(x, name)) for name in names], None
+
+    def rebuild(_: None, leaves: Iterable[Any]) -> T:
+        x = object.__new__(noun)
+        x.__dict__.update(zip(names, leaves, strict=True))
+        return x
+
+    jax.tree_util.register_pytree_with_keys(noun, flatten_with_keys, rebuild, flatten)
+    return noun
+
+
+@_as_pytree
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """Each row of packed queries by itself.
+
+    Attributes:
+        request: the row's request, as a row of the page table; any for a row that belongs to no request.
+        position: the row's absolute position in its request.
+        present: 1 for a query of a request, 0 for a row that only fills up.
+
+    Example:
+        >>> page_table = np.array([[0], [1]])  # request 0 decodes at position 5, request 1 prefills two tokens
+        >>> start, count = np.array([5, 0]), np.array([1, 2])
+        >>> rows = ops.Queries.packed(page_table, start, count, decodes=1, rows=4).rows
+        >>> rows.request.tolist(), rows.position.tolist(), rows.present.tolist()
+        ([0, 1, 1, 0, 0], [5, 0, 1, 0, 0], [1, 1, 1, 0, 0])
+    """
+
+    request: Int[Arrays, "N"]
+    position: Int[Arrays, "N"]
+    present: Int[Arrays, "N"]
+
+
+@_as_pytree
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """Where the queries of a call stand in their requests, and where the requests lie in the pages.
+
+    Queries are *rectangular*, `[B, T, H, K]` with T of each request, or *packed*, `[N, H, K]`: first one query of each
+    request that decodes, then any number of queries of each request that prefills. `Queries.packed` makes the second.
+
+    Attributes:
+        page_table: the page of each request's block of tokens. Entries after a request's length are not read.
+        start: absolute position of each request's first query, in tokens.
+        length: tokens of each request in the cache, the queries' own included.
+        count: queries of each request, the rest being padding on the right; 0 for a request that has none. None, for
+            rectangular queries: all T.
+        first_row: for packed queries, the row of the first query of each request that prefills, counted from the end
+            of the rows that decode: ascending multiples of `contract.QUERY_UNIT`. The rows between a request's last
+            query and the next one's first belong to nobody. None for rectangular queries.
+        rows: for packed queries whose keys and values are to be appended, what the rows are.
+        slots: the slot of each request's state, for layers that keep one that is not in pages; None: request `b` has
+            slot `b`. See `detjax.operands.linear_attention_state`.
+        coordinates: what each query turns by under a rotary embedding with sections, `[B, T, A]` or packed `[N, A]`, as
+            in prompts with images; None: its absolute position, in all sections.
+
+    Example:
+        >>> queries = ops.Queries(ops.contiguous_page_table(1, 5), start=jnp.array([0]), length=jnp.array([5]))
+        >>> queries.page_table.shape
+        (1, 1)
+    """
+
+    page_table: Int[Arrays, "B p"]
+    start: Int[Arrays, "B"]
+    length: Int[Arrays, "B"]
+    count: Int[Arrays, "B"] | None = None
+    first_row: Int[Arrays, "prefills"] | None = None
+    rows: PackedRows | None = None
+    slots: Int[Arrays, "B"] | None = None
+    coordinates: Int[Arrays, "*N A"] | None = None
+
+    @staticmethod
+    def packed(
+        page_table: Int[np.ndarray, "B p"],
+        start: Int[np.ndarray, "B"],
+        count: Int[np.ndarray, "B"],
+        *,
+        decodes: int,
+        rows: int,
+    ) -> "Queries":
+        """Returns packed queries whose own keys come last in the cache, computed on the host.
+
+        Args:
+            page_table: of the requests that decode, then of those that prefill.
+            start: absolute position of each request's first query.
+            count: queries of each request; at most 1 for those that decode, 0 for those that have none.
+            decodes: how many requests decode.
+            rows: rows of the array of queries after those that decode.
+
+        Raises:
+            ValueError: the queries take more rows than there are.
+        """
+        taken = -(-count[decodes:] // QUERY_UNIT) * QUERY_UNIT
+        ends = np.cumsum(taken)
+        first_row = (ends - taken).astype(np.int32)
+        if len(taken) and first_row[-1] + count[-1] > rows:
+            raise ValueError(
+                f"Queries.packed: {rows} rows for prefills of {count[decodes:].tolist()} queries; accepted: at least "
+                f"{first_row[-1] + count[-1]}, as each begins at a multiple of {QUERY_UNIT}"
+            )
+        request, position, present = (np.zeros(decodes + rows, np.int32) for _ in range(3))
+        firsts = np.concatenate([np.arange(decodes), decodes + first_row])
+        # Without a loop over requests: it would take 2 ms of a step with a thousand of them.
+        index = np.repeat(np.arange(len(count), dtype=np.int32), count)
+        offset = np.arange(len(index), dtype=np.int32) - np.repeat(np.cumsum(count) - count, count)
+        row = firsts[index] + offset
+        request[row], position[row], present[row] = index, start[index] + offset, 1
+        requests: Any = {"page_table": page_table, "start": start, "length": start + count, "count": count}
+        by_row: Any = {"request": request, "position": position, "present": present}
+        return Queries(**requests, first_row=first_row, rows=PackedRows(**by_row))  # pyright: ignore[reportArgumentType]
+
+    @property
+    def num_decodes(self) -> int:
+        """How many requests of packed queries decode."""
+        assert self.first_row is not None
+        return self.page_table.shape[0] - self.first_row.shape[0]
+
+    def later(self, tokens: Int[Array, ""], is_active: Bool[Array, "decodes"]) -> "Queries":
+        """Returns packed queries that all decode, a number of tokens further on, without those that are not active."""
+        assert self.rows is not None and self.count is not None
+
+        def moved(x: Arrays) -> Array:
+            return jnp.where(is_active, jnp.asarray(x) + tokens, 0)
+
+        rows: Any = {"position": moved(self.rows.position), "present": jnp.where(is_active, self.rows.present, 0)}
+        changed: Any = {"start": moved(self.start), "length": moved(self.length)}
+        if self.coordinates is not None:
+            changed["coordinates"] = jnp.asarray(self.coordinates) + tokens
+        count: Any = jnp.where(is_active, self.count, 0)
+        return dataclasses.replace(self, count=count, rows=dataclasses.replace(self.rows, **rows), **changed)
+
+    def decoding(self) -> "Queries":
+        """Returns rectangular queries: the one query of each of the packed requests that decode."""
+        return self._select(slice(self.num_decodes), None)
+
+    def prefilling(self) -> "Queries":
+        """Returns packed queries of the requests that prefill alone, without `rows` and coordinates."""
+        return self._select(slice(self.num_decodes, None), self.first_row)
+
+    def _select(self, requests: slice, first_row: Arrays | None) -> "Queries":
+        count = None if self.count is None or first_row is None else self.count[requests]
+        slots = None if self.slots is None else self.slots[requests]
+        table, start, length = (x[requests] for x in (self.page_table, self.start, self.length))
+        changed: Any = {"count": count, "first_row": first_row, "rows": None, "slots": slots, "coordinates": None}
+        return dataclasses.replace(self, page_table=table, start=start, length=length, **changed)
+
+    def row_by_row(self) -> "Queries":
+        """Returns rectangular queries in which each packed row is a request of one query, as appending takes them."""
+        assert self.rows is not None
+        position, present = self.rows.position, self.rows.present
+        table = self.page_table[self.rows.request]
+        return dataclasses.replace(
+            self,
+            page_table=table,
+            start=position,
+            length=position + 1,
+            count=present,
+            first_row=None,
+            rows=None,
+            slots=None,
+            coordinates=None if self.coordinates is None else self.coordinates[:, None],
+        )
+
+
+def request_of_rows(rows: int, first_row: Array) -> tuple[Array, Array]:
+    """Returns, for each packed row, the last request that begins there or before, and how far after its first row."""
+    row = jnp.arange(rows, dtype=jnp.int32)
+    request = jnp.maximum(jnp.sum(first_row[None] <= row[:, None], axis=1, dtype=jnp.int32) - 1, 0)
+    return request, row - first_row[request]
+
+
+def requests_of_tokens(queries: Queries, shape: tuple[int, ...]) -> tuple[Int[Array, "N"], Bool[Array, "N"]]:
+    """Returns the request of each token, as one axis, and whether it is a token and not what fills up.
+
+    Args:
+        queries: the requests; packed ones have `rows`.
+        shape: the tokens', `[B, T]` or packed, `[N]`.
+    """
+    if queries.first_row is not None:
+        assert queries.rows is not None
+        return jnp.asarray(queries.rows.request), jnp.asarray(queries.rows.present) > 0
+    batch, tokens = shape
+    request = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], shape).reshape(-1)
+    if queries.count is None:
+        return request, jnp.ones(batch * tokens, bool)
+    present = jnp.arange(tokens, dtype=jnp.int32)[None] < jnp.asarray(queries.count)[:, None]
+    return request, present.reshape(-1)
+
+
+def places(num_pages: int, tokens: int, queries: Queries) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """Returns page and slot of the T new tokens of each request, at positions `start[b] + t`.
+
+    Tokens from `count[b]` on are to be dropped, as are those whose position lies after the request's row of the page
+    table, or whose page is not among the `num_pages` of the pool: their pages do not exist, and all differ. So no two
+    tokens have one slot, which spares a scatter's gradient to find out which of them was written last.
+    """
+    page_table, start, count = queries.page_table, queries.start, queries.count
+    assert count is not None
+    index = jnp.arange(tokens, dtype=jnp.int32)[None]
+    position = start[:, None] + index
+    page = jnp.take_along_axis(page_table, position // KV_BLOCK, axis=1, mode="clip")
+    written = (index < count[:, None]) & (position >= 0) & (position < page_table.shape[1] * KV_BLOCK)
+    written = written & (page >= 0) & (page < num_pages)
+    return distinct_places(written, page, num_pages), position % KV_BLOCK
+
+
+def append(kv: KVPages, k: Float[Array, "B T h K"], v: Float[Array, "B T h V"] | None, queries: Queries) -> KVPages:
+    """Returns the pages with the new keys and values in their `places`, quantized if the pages are.
+
+    There are no new values, None, where values are columns of the keys.
+    """
+    page, slot = places(kv.num_pages, k.shape[1], queries)
+    if v is None:
+        assert isinstance(kv.v, KeyColumns) and not isinstance(kv.k, QuantizedPages)
+        return KVPages(kv.k.at[page, :, slot].set(k, mode="drop", unique_indices=True), kv.v)
+    if kv.quantized:
+        pairs = zip(kv.quantized, (k, v), strict=True)
+        return KVPages(*(pages.with_tokens(x, page, slot) for pages, x in pairs))
+    pairs = zip(kv.numbers, (k, v), strict=True)
+    return KVPages(*(pages.at[page, :, slot].set(x, mode="drop", unique_indices=True) for pages, x in pairs))

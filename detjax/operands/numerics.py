@@ -1,0 +1,93 @@
+"""Small functions and numbers that the portable backend and the kernels share."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from detjax.contract import PRNG
+from detjax.operands.options import Activation, Clamp, Epilogue
+
+LOWEST: Final = float(np.finfo(np.float32).min)
+"""The lowest finite float32."""
+
+ACTIVATIONS: Final[Mapping[Activation, Callable[[Array], Array]]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda z: jax.nn.gelu(z, approximate=False),
+    "gelu_tanh": lambda z: jax.nn.gelu(z, approximate=True),
+    "relu": jax.nn.relu,
+}
+"""Activation functions as JAX has them. Kernels bring versions made of the instructions of their chip."""
+
+
+def ceil_div(size: int, divisor: int) -> int:
+    """`size / divisor`, rounded up."""
+    return -(-size // divisor)
+
+
+def round_down(size: int, multiple: int) -> int:
+    """The greatest multiple of `multiple` that is at most `size`."""
+    return size // multiple * multiple
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `size`."""
+    return ceil_div(size, multiple) * multiple
+
+
+def distinct_places(is_kept: Array, place: Array, size: int) -> Array:
+    """Places of a scatter along `size` of them: what is not kept has places beyond the last, and all differ.
+
+    So the scatter may rely on every place being there once, which spares it to sort them.
+    """
+    beyond = size + jnp.arange(is_kept.size, dtype=jnp.int32).reshape(is_kept.shape)
+    return jnp.where(is_kept, place, beyond)
+
+
+def flat_rows(x: Array) -> Array:
+    """Rows `[..., D]` as `[M, D]`."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def parts(z: Array) -> list[Array]:
+    """The parts of biased sums `[rows, parts, N]`: one `[rows, N]`, or those of gate and up."""
+    return [z[:, part] for part in range(z.shape[1])]
+
+
+def activated(
+    sums: Sequence[Array], epilogue: Epilogue, activations: Mapping[Activation, Callable[[Array], Array]] = ACTIVATIONS
+) -> Array:
+    """The value that a matmul's epilogue adds the residual to: activation, gate and soft cap of the biased sums.
+
+    Args:
+        sums: float32 `[rows, N]`, one array, or those of gate and up if the epilogue is gated.
+        epilogue: the steps to take.
+        activations: how this backend computes each activation.
+    """
+    z = sums[0]
+    if epilogue.clamp is not None:
+        assert epilogue.activation is not None and epilogue.gated
+        z = _clamped(sums, epilogue.clamp, activations[epilogue.activation])
+    elif epilogue.activation is not None:
+        z = activations[epilogue.activation](z)
+    if epilogue.gated and epilogue.clamp is None:
+        z = z * sums[1]
+    return z if epilogue.soft_cap is None else epilogue.soft_cap * jnp.tanh(z / epilogue.soft_cap)
+
+
+def _clamped(sums: Sequence[Array], clamp: Clamp, activation: Callable[[Array], Array]) -> Array:
+    """The gated activation of two sums within bounds; see `Clamp`. At a bound, the gradient is that of the inside."""
+    gate, up = sums
+    gate = jnp.where(gate > clamp.limit, clamp.limit, gate)
+    up = jnp.where(up > clamp.limit, clamp.limit, jnp.where(up < -clamp.limit, -clamp.limit, up))
+    return (up + 1.0) * (activation(gate * clamp.slope) * (1.0 / clamp.slope))
+
+
+def sample_key(seed: Array, position: Array, sample_index: Array) -> Array:
+    """The random key of one token's Gumbel noise, from its seed `[2]`, its absolute position and its sample index."""
+    key = jax.random.wrap_key_data(seed, impl=PRNG)
+    return jax.random.fold_in(jax.random.fold_in(key, position), sample_index)

@@ -1,0 +1,185 @@
+"""Gradients of a batch: sums that are carried through microbatches, and shards that are added as a tree."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+from detjax import ops
+from detjax.contract import ACCUMULATOR
+from detjax.models import Decoder
+from detjax.models.network import Network, Weights
+from detjax.operands.accumulated_weight import AccumulatedWeight
+from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
+from detjax.rl.trainer.microbatches import Microbatch, Sample
+from detjax.runtime import compilation
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """A loss, as its gradient with regard to logprobs and as its value; see `detjax.rl.trainer.losses`.
+
+    One that compares with nothing may say so by an attribute `needs_old_logprobs` that is False.
+    """
+
+    def __call__(self, logprobs: Float32[Array, "*N"], microbatch: Microbatch) -> Float32[Array, "*N"]:
+        """Returns the gradient, given the logprob of each target of a microbatch."""
+        ...
+
+    def value(self, samples: Sequence[Sample], logprobs: Sequence[Float32[np.ndarray, "_"]]) -> float:
+        """Returns the value of the loss, given the logprobs of each sample's completion."""
+        ...
+
+
+_TABLE: Final = "embedding", "weight"
+_HEAD: Final = "lm_head", "weight"
+"""Paths of a decoder's weights. Where it has no head of its own, its embedding is the head."""
+
+
+class WeightSums(NamedTuple):
+    """The sums of one weight's gradients, float32; see `AccumulatedWeight`."""
+
+    products: Float32[Array, "..."] | None
+    lookups: Float32[Array, "..."] | None
+
+
+type Sums = tuple[WeightSums, ...]
+"""The sums of all weights of a network, in the order of the weights."""
+
+
+def empty_sums(network: Network[Decoder], weights: Weights) -> Sums:
+    """Returns sums of zeros for each weight of a decoder. Those of weights that are not trained stay zeros."""
+
+    def empty(path: tuple[object, ...], weight: Array) -> WeightSums:
+        zeros = functools.partial(jnp.zeros, weight.shape, ACCUMULATOR)
+        is_table = path == _TABLE
+        is_multiplied = not is_table or path == network.paths[_head_index(network)]
+        return WeightSums(zeros() if is_multiplied else None, zeros() if is_table else None)
+
+    return tuple(empty(path, weight) for path, weight in zip(network.paths, weights, strict=True))
+
+
+def completion_logprobs(
+    model: Decoder, microbatch: Microbatch, distribution: Distribution, *, rematerialized: bool = False
+) -> Float32[Array, "*N"]:
+    """Returns the logprob of each target of a microbatch, under a distribution."""
+    hidden = last_hidden_states(model, microbatch, rematerialized=rematerialized)
+    return model.logprobs(hidden, microbatch.targets, distribution)
+
+
+def last_hidden_states(model: Decoder, microbatch: Microbatch, *, rematerialized: bool = False) -> Float[Array, "*N D"]:
+    """Returns the normalized last hidden state of each token of a microbatch."""
+    state = model.empty_state(microbatch.num_pages, slots=microbatch.queries.start.shape[0])
+    hidden, _ = model.hidden_states(
+        microbatch.tokens, microbatch.queries, state, images=microbatch.images, rematerialized=rematerialized
+    )
+    return hidden
+
+
+def next_sums(
+    network: Network[Decoder],
+    weights: Weights,
+    sums: Sums,
+    microbatch: Microbatch,
+    loss: Loss,
+    distribution: Distribution = MODEL_DISTRIBUTION,
+    *,
+    rematerialized: bool = False,
+) -> tuple[Sums, Float32[Array, "*N"]]:
+    """Returns the sums with a microbatch's gradients, and the logprob of each of its targets.
+
+    Args:
+        network: the decoder without its weights.
+        weights: its weights.
+        sums: the sums of the microbatches before.
+        microbatch: the sequences.
+        loss: what gives the gradient with regard to the logprobs.
+        distribution: the distribution whose logprobs these are.
+        rematerialized: whether the backward pass computes each layer again in place of keeping its activations. No bit
+            depends on it.
+    """
+
+    head = _head_index(network)
+    products = sums[head].products
+
+    def hidden_states(sums: Sums) -> Array:
+        leaves = zip(weights, sums, network.trained, strict=True)
+        model = network.with_weights(
+            tuple(AccumulatedWeight(weight, *total) if trained else weight for weight, total, trained in leaves)
+        )
+        return last_hidden_states(model, microbatch, rematerialized=rematerialized)
+
+    # The head's part of both passes comes in between, so that logits are computed once.
+    without = (*sums[:head], sums[head]._replace(products=None), *sums[head + 1 :])
+    hidden, pullback = jax.vjp(hidden_states, without)
+    rows = map(jnp.asarray, microbatch[:4])
+    logprobs, dhidden, products = ops.token_logprobs_and_gradients(
+        hidden,
+        AccumulatedWeight(weights[head], products),
+        jnp.asarray(microbatch.targets),
+        _Derivative(loss),
+        *rows,
+        distribution=distribution,
+        soft_cap=network.with_weights(weights).config.logit_soft_cap,
+    )
+    (sums,) = pullback(dhidden)
+    return (*sums[:head], sums[head]._replace(products=products), *sums[head + 1 :]), logprobs
+
+
+def _head_index(network: Network[Decoder]) -> int:
+    """The index of the head among a decoder's weights."""
+    return network.paths.index(_HEAD if _HEAD in network.paths else _TABLE)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Derivative:
+    """A loss as a function of arrays alone."""
+
+    loss: Loss
+
+    def __call__(self, logprobs: Array, *rows: Array) -> Array:
+        # A derivative depends on single tokens, so it has no use for their places in sequences.
+        return self.loss(logprobs, Microbatch(*rows, queries=None))  # pyright: ignore[reportArgumentType]
+
+
+class ShardTree:
+    """Adds the sums of shards as a balanced binary tree, while it holds one partial result for each of its levels."""
+
+    def __init__(self) -> None:
+        self._levels: list[tuple[int, Sums]] = []
+
+    def add(self, sums: Sums) -> None:
+        """Appends the next shard's sums. They must not be used any more."""
+        level = 0
+        while self._levels and self._levels[-1][0] == level:
+            _, left = self._levels.pop()
+            sums, level = _added(left, sums), level + 1
+        self._levels.append((level, sums))
+
+    def total(self) -> Sums:
+        """Returns the sum of all shards, which the tree then forgets.
+
+        Raises:
+            ValueError: the number of shards is no power of two.
+        """
+        if len(self._levels) != 1:
+            shards = sum(2**level for level, _ in self._levels)
+            raise ValueError(f"ShardTree.total: {shards} shards; accepted: a power of two")
+        return self._levels.pop()[1]
+
+
+@functools.partial(compilation.jit, donate_argnums=0)
+def _added(left: Sums, right: Sums) -> Sums:
+    return jax.tree.map(jnp.add, left, right)
+
+
+def shard_bounds(sequences: int, shards: int) -> list[tuple[int, int]]:
+    """Returns the first sequence of each shard, and the one after its last."""
+    bounds = [shard * sequences // shards for shard in range(shards + 1)]
+    return list(itertools.pairwise(bounds))

@@ -1,0 +1,58 @@
+"""Images of samples: the rows that a model's tower makes of them, which training does not change."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from detjax.models import Decoder
+from detjax.models.decoder import ImageRows
+from detjax.models.network import Network, Weights
+from detjax.models.vision.images import image_rows
+from detjax.models.vision.prompt_images import PromptImages, with_image_tokens
+from detjax.rl.trainer.microbatches import Sample, SampleImages
+
+
+def with_rows(network: Network[Decoder], weights: Weights, samples: Sequence[Sample]) -> list[Sample]:
+    """Returns samples with what the model makes of their images, if any of them has images: the bits of an engine.
+
+    Args:
+        network: the decoder without its weights.
+        weights: its weights.
+        samples: the samples of a batch.
+
+    Raises:
+        ValueError: the model takes no images, or those of a sample are not those of its prompt's tokens.
+    """
+    if not any(len(sample.images) for sample in samples):
+        return list(samples)
+    model = network.with_weights(weights)
+    if model.vision is None:
+        raise ValueError(
+            f"samples have images, and {model.config.architecture} reads text alone; accepted: no images, or a model "
+            "with a vision tower"
+        )
+    prompts = [_prompt_images(number, model, sample) for number, sample in enumerate(samples)]
+    rows = iter(image_rows(model.vision, [image for prompt in prompts for image in prompt.patches]))
+    for prompt in prompts:
+        prompt.rows = [next(rows) for _ in prompt.patches]
+    pairs = zip(samples, prompts, strict=True)
+    return [dataclasses.replace(sample, shown=_shown(model, len(sample.tokens), prompt)) for sample, prompt in pairs]
+
+
+def _prompt_images(number: int, model: Decoder, sample: Sample) -> PromptImages:
+    """The images of a sample's prompt."""
+    tokens = sample.tokens[: sample.prompt_tokens].tolist()
+    if len(with_image_tokens(f"sample {number}", model.config, tokens, sample.images)) != len(tokens):
+        raise ValueError(
+            f"sample {number} has one token for an image; accepted: all of its tokens, as in "
+            "`Generation.prompt_tokens` or what `Engine.with_image_tokens` returns"
+        )
+    return PromptImages(sample.images, tokens, model.config)
+
+
+def _shown(model: Decoder, tokens: int, prompt: PromptImages) -> SampleImages:
+    """What the model makes of a sample's images."""
+    images = ImageRows(np.zeros(tokens, bool), np.zeros((tokens, model.config.hidden_size), model.dtype))
+    prompt.put_rows(0, tokens, *images)
+    return SampleImages(prompt.coordinates(0, tokens), images)

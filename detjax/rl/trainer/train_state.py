@@ -1,0 +1,159 @@
+"""The state of a training run: float32 masters that weights are rounded from, and what an optimizer keeps for each.
+
+The update of an element depends on this element, on the number of updates and on the norm of all gradients alone. So
+leaves are updated one by one, by programs that leaves of one shape share, and devices may share the state.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float32
+
+from detjax.contract import ACCUMULATOR
+from detjax.models.network import Weights
+from detjax.operands.rounding import rounded
+from detjax.ops.elements import map_elements, slice_squares
+from detjax.rl.trainer.leaf_rounds import leaf_rounds
+from detjax.rl.trainer.optimizers import norm_of_slices
+from detjax.rl.trainer.placement import Flat, Placement
+from detjax.runtime import compilation
+
+
+class TrainState(NamedTuple):
+    """What a run needs to go on, beside its configuration.
+
+    Attributes:
+        masters: the weights in float32.
+        optimizer: the optimizer's state of each of them; None for those that are not trained, which stay as they are.
+    """
+
+    masters: tuple[Flat, ...]
+    optimizer: tuple[Any, ...]
+
+
+def initial_state(
+    weights: Weights,
+    optimizer: optax.GradientTransformation,
+    placement: Placement,
+    *,
+    trained: Sequence[bool] | None = None,
+) -> TrainState:
+    """Returns the state before the first step of training the weights.
+
+    Args:
+        weights: the weights.
+        optimizer: such as `detjax.rl.trainer.optimizers.adamw`.
+        placement: of the state.
+        trained: for each weight whether it is trained, as `Network.trained` says; None: all are.
+    """
+    masters = tuple(placement.flat(jnp.asarray(weight, ACCUMULATOR)) for weight in weights)
+    pairs = zip(masters, (True,) * len(masters) if trained is None else trained, strict=True)
+    states = tuple(optimizer.init(master) if is_trained else None for master, is_trained in pairs)
+    return placement.placed(TrainState(masters, states))
+
+
+def update(
+    state: TrainState,
+    gradients: Sequence[Flat],
+    optimizer: optax.GradientTransformation,
+    placement: Placement,
+    *,
+    max_norm: float | None = None,
+    donated: bool = True,
+) -> tuple[TrainState, Float32[Array, ""]]:
+    """Returns the next state, and the norm of the gradients of trained weights.
+
+    Args:
+        state: the state.
+        gradients: of each weight, as `detjax.rl.trainer.step.batch_gradients` returns them.
+        optimizer: such as `detjax.rl.trainer.optimizers.adamw`. It sees one leaf at a time.
+        placement: of the state and of the gradients.
+        max_norm: larger gradients are scaled down to this norm; None: they are not.
+        donated: whether the next state takes the memory of this one, whose arrays must then not be used any more.
+    """
+    trained = [index for index, one in enumerate(state.optimizer) if one is not None]
+    rounds = [tuple(trained[i] for i in one) for one in leaf_rounds([gradients[index] for index in trained])]
+    squares: dict[int, Array] = {}
+    for indices in rounds:
+        squares |= zip(indices, _squares_program(placement)(tuple(gradients[i] for i in indices)), strict=True)
+    norm, scale = _norm_program(max_norm)(tuple(squares[index] for index in trained))
+    program = _update_program(optimizer, placement, donated)
+    masters, optimizer_states = list(state.masters), list(state.optimizer)
+    del state
+    for indices in rounds:
+        leaves = [tuple(values[i] for i in indices) for values in (masters, optimizer_states, gradients)]
+        for index, master, one in zip(indices, *program(*leaves, scale), strict=True):
+            masters[index], optimizer_states[index] = master, one
+    return TrainState(tuple(masters), tuple(optimizer_states)), norm
+
+
+@functools.lru_cache(maxsize=32)
+def _squares_program(placement: Placement) -> Callable[[tuple[Flat, ...]], tuple[Array, ...]]:
+    def squares(leaves: tuple[Flat, ...]) -> tuple[Array, ...]:
+        return tuple(placement.gathered(slice_squares(leaf, placement.local_shards)) for leaf in leaves)
+
+    return compilation.jit(placement.on_devices(squares, (placement.spec,), P()))
+
+
+@functools.cache
+def _norm_program(max_norm: float | None) -> Callable[[tuple[Array, ...]], tuple[Array, Array | None]]:
+    def norm_and_scale(squares: tuple[Array, ...]) -> tuple[Array, Array | None]:
+        norm = norm_of_slices(jnp.stack(squares))
+        if max_norm is None:
+            return norm, None
+        return norm, jax.lax.optimization_barrier(jnp.float32(max_norm) / jnp.maximum(norm, jnp.float32(max_norm)))
+
+    return compilation.jit(norm_and_scale)
+
+
+@functools.lru_cache(maxsize=32)
+def _update_program(
+    optimizer: optax.GradientTransformation, placement: Placement, donated: bool
+) -> Callable[..., tuple[tuple[Flat, ...], tuple[Any, ...]]]:
+    def step(masters: Any, states: Any, gradients: Any, scale: Array | None) -> Any:
+        def on_device(masters: Any, states: Any, gradients: Any, scale: Array | None) -> Any:
+            results = [next_leaf(optimizer, *leaf, scale) for leaf in zip(masters, states, gradients, strict=True)]
+            return tuple(zip(*results, strict=True))
+
+        given = placement.specs((masters, states, gradients))
+        return placement.on_devices(on_device, (*given, P()), given[:2])(masters, states, gradients, scale)
+
+    return compilation.jit(step, donate_argnums=(0, 1) if donated else ())
+
+
+def next_leaf(
+    optimizer: optax.GradientTransformation, master: Flat, state: Any, gradient: Flat, scale: Array | None
+) -> tuple[Flat, Any]:
+    """Returns a leaf's next master and optimizer state, which take the memory of these if the program may do so."""
+    if scale is not None:
+        gradient = map_elements(lambda g, s: g * s, gradient, scalars=(scale,))
+    change, state = optimizer.update(gradient, state, master)
+    return map_elements(jnp.add, master, jnp.asarray(change), overwritten={0: 0}), state
+
+
+def weights_of(state: TrainState, like: Weights, placement: Placement) -> Weights:
+    """Returns the masters rounded to weights, in the shapes and dtypes of `like`, on every device."""
+    shapes = tuple(jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in like)
+    weights: dict[int, Array] = {}
+    for indices in leaf_rounds(shapes):
+        program = _weights_program(placement, tuple(shapes[index] for index in indices))
+        weights |= zip(indices, program(tuple(state.masters[index] for index in indices)), strict=True)
+    return tuple(weights[index] for index in range(len(shapes)))
+
+
+@functools.lru_cache(maxsize=32)
+def _weights_program(
+    placement: Placement, shapes: tuple[jax.ShapeDtypeStruct, ...]
+) -> Callable[[tuple[Flat, ...]], Weights]:
+    def weights(masters: tuple[Flat, ...]) -> Weights:
+        def weight(master: Array, like: jax.ShapeDtypeStruct) -> Array:
+            return placement.gathered(rounded(master, like.dtype))[: like.size].reshape(like.shape)
+
+        return tuple(map(weight, masters, shapes))
+
+    return compilation.jit(placement.on_devices(weights, (placement.spec,), P()))

@@ -1,0 +1,169 @@
+"""A decoder in training: masters, weights and the step that goes from one to the next."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jaxtyping import Array, Float32, PyTree
+
+from detjax.models import Decoder
+from detjax.models.network import Network, Weights, split
+from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
+from detjax.rl.trainer.entropy import entropies
+from detjax.rl.trainer.gradients import Loss, completion_logprobs, last_hidden_states
+from detjax.rl.trainer.microbatches import Microbatch, Sample, by_sequence
+from detjax.rl.trainer.sample_checks import are_all_certain, check_certain, check_drawn
+from detjax.rl.trainer.sample_images import with_rows
+from detjax.rl.trainer.step import Plan, batch_gradients
+from detjax.rl.trainer.train_state import TrainState, initial_state, update, weights_of
+from detjax.runtime import compilation
+
+
+class StepReport(NamedTuple):
+    """What a training step saw.
+
+    Attributes:
+        logprobs: for each sample the logprobs of its completion before the step.
+        gradient_norm: the norm of all gradients together.
+    """
+
+    logprobs: list[Float32[np.ndarray, "C"]]
+    gradient_norm: float
+
+
+class Scores(NamedTuple):
+    """What a policy says of completions.
+
+    Attributes:
+        logprobs: for each sample the logprobs of its completion.
+        entropies: for each sample and token of its completion the entropy of the distribution that the token is drawn
+            from, in nats.
+    """
+
+    logprobs: list[Float32[np.ndarray, "C"]]
+    entropies: list[Float32[np.ndarray, "C"]]
+
+
+class Trainer:
+    """Trains a decoder, on as many devices as its plan says, in bits that depend on the samples alone.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np
+        >>> from flax import nnx
+        >>> import detjax.demo
+        >>> from detjax.models import load
+        >>> from detjax.rl.trainer.losses import LogLikelihood
+        >>> from detjax.rl.trainer.microbatches import Packed, Rows
+        >>> from detjax.rl.trainer.optimizers import adamw
+        >>> from detjax.rl.policy_gradients.policy_gradient import supervised_samples
+        >>> from detjax.rl.trainer.trainer import Trainer
+        >>> from detjax.rl.trainer.step import Plan
+        >>> model, tokenizer = load(detjax.demo.CHECKPOINT, progress=False)
+        >>> samples = supervised_samples([([1, 2, 3], [4, 5]), ([6], [7, 8, 9])])
+        >>> weights = []
+        >>> for layout in (Rows(sequences=1, length=16), Packed(tokens=64)):
+        ...     trainer = Trainer(model, adamw(1e-3), LogLikelihood(), Plan(layout))
+        ...     _ = trainer.step(samples)
+        ...     weights.append([np.asarray(weight).tobytes() for weight in trainer.weights])
+        >>> weights[0] == weights[1]
+        True
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        optimizer: optax.GradientTransformation,
+        loss: Loss,
+        plan: Plan,
+        *,
+        max_norm: float | None = 1.0,
+        distribution: Distribution = MODEL_DISTRIBUTION,
+    ) -> None:
+        """A trainer that begins with a model's weights.
+
+        Args:
+            model: the decoder; its own arrays stay as they are.
+            optimizer: such as `detjax.rl.trainer.optimizers.adamw`.
+            loss: see `detjax.rl.trainer.losses`.
+            plan: how gradients are computed.
+            max_norm: gradients with a larger norm are scaled down to it; None: they are not.
+            distribution: the distribution that samples are drawn from, whose logprobs the loss takes.
+        """
+        self.network, weights = split(model)
+        self.optimizer, self.loss, self.plan, self.max_norm = optimizer, loss, plan, max_norm
+        self.distribution = distribution
+        self._shapes = tuple(jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in weights)
+        self.state = initial_state(weights, optimizer, plan.placement, trained=self.network.trained)
+
+    @property
+    def state(self) -> TrainState:
+        """What a run needs to go on. A state that is set may come from a trainer with another plan."""
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state = self.plan.placement.placed(state)
+        self.weights: Weights = weights_of(self._state, self._shapes, self.plan.placement)
+
+    @property
+    def params(self) -> PyTree[Array]:
+        """The weights, without a copy, as `nnx.state` of the model has them and `Engine.update_weights` takes them."""
+        return self.network.state(self.weights)
+
+    @property
+    def model(self) -> Decoder:
+        """The decoder with the weights after the last step."""
+        return self.network.with_weights(self.weights)
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Float32[np.ndarray, "C"]]:
+        """Returns the logprobs of each sample's completion: the bits that an engine reports for these weights."""
+        check_drawn(samples, self.distribution)
+        program = _logprobs_program(self.network, self.distribution)
+        placed = list(self.plan.layout.microbatches(with_rows(self.network, self.weights, samples)))
+        return by_sequence(placed, [program(self.weights, one.arrays) for one in placed])
+
+    def scores(self, samples: Sequence[Sample]) -> Scores:
+        """Returns the logprobs of each sample's completion, and the entropies of the distributions."""
+        check_drawn(samples, self.distribution)
+        program = _scores_program(self.network, self.distribution)
+        placed = list(self.plan.layout.microbatches(with_rows(self.network, self.weights, samples)))
+        values = [program(self.weights, one.arrays) for one in placed]
+        return Scores(*(by_sequence(placed, arrays) for arrays in zip(*values, strict=True)))
+
+    def step(self, samples: Sequence[Sample]) -> StepReport:
+        """Trains one step.
+
+        Raises:
+            ValueError: there is no sample, one is longer than a row of the plan's layout, was drawn from another
+                distribution than the trainer's, or lacks the logprobs that the loss compares with.
+        """
+        gradients = batch_gradients(self.network, self.weights, samples, self.loss, self.plan, self.distribution)
+        if are_all_certain(samples, self.loss):
+            check_certain(samples, self.loss, self.distribution, gradients.logprobs)
+        placement = self.plan.placement
+        self._state, norm = update(self._state, gradients.leaves, self.optimizer, placement, max_norm=self.max_norm)
+        self.weights = weights_of(self._state, self._shapes, placement)
+        return StepReport(gradients.logprobs, float(norm))
+
+
+@functools.lru_cache(maxsize=32)
+def _logprobs_program(network: Network[Decoder], distribution: Distribution) -> Callable[[Weights, Microbatch], Array]:
+    def logprobs(weights: Weights, microbatch: Microbatch) -> Array:
+        return completion_logprobs(network.with_weights(weights), microbatch, distribution)
+
+    return compilation.jit(logprobs)
+
+
+@functools.lru_cache(maxsize=32)
+def _scores_program(
+    network: Network[Decoder], distribution: Distribution
+) -> Callable[[Weights, Microbatch], tuple[Array, Array]]:
+    def scores(weights: Weights, microbatch: Microbatch) -> tuple[Array, Array]:
+        model = network.with_weights(weights)
+        hidden = last_hidden_states(model, microbatch)
+        return model.logprobs(hidden, microbatch.targets, distribution), entropies(model, hidden, distribution)
+
+    return compilation.jit(scores)

@@ -1,0 +1,322 @@
+"""The compiler options of every program under contract, and `jit`, which compiles programs with them."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import itertools
+import pickle
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, overload
+
+import jax
+import jax.numpy as jnp
+from jax._src.core import trace_state_clean  # JAX has no public name for "nothing is being traced"
+from jax.experimental import serialize_executable
+
+from detjax.runtime import backends, bound_methods, environment, fusions, jax_options
+from detjax.runtime.environment import EnvironmentContradiction as EnvironmentContradiction
+
+_pinned = jax.make_user_context(False)
+
+PINNED_OPTIONS: Final[Mapping[str, Mapping[str, bool | int]]] = {
+    "cpu": {
+        "xla_allow_excess_precision": False,
+        "xla_cpu_enable_fast_math": False,
+        "xla_cpu_enable_fast_min_max": False,
+    },
+    "gpu": {
+        "xla_allow_excess_precision": False,
+        "xla_gpu_deterministic_ops": True,
+        "xla_gpu_exclude_nondeterministic_ops": True,
+        "xla_gpu_autotune_level": 0,
+        # With this fusion a kernel gets the address of a slice in place of a copy, and refuses that address where 256
+        # does not divide it.
+        "xla_gpu_enable_dynamic_slice_fusion": False,
+    },
+    "tpu": {
+        "xla_allow_excess_precision": False,
+        # libtpu 0.0.48 accepts these as options of a program. None is documented. By their names, they would make the
+        # compiler add in another order, or compute in another precision than the program says. Collectives need no
+        # option, because no program uses one that adds (see `ops.psum`). The precision of products needs none either,
+        # because every dot states its own.
+        "xla_jf_accumulation_reassociation": False,
+        "xla_tpu_force_excess_precision_bf16": False,
+        "xla_tpu_auto_reduce_precision": False,
+        "xla_tpu_enable_mixed_precision_add_transform": False,
+    },
+}
+"""The options that every program of a platform is compiled with. A program's options override environment variables."""
+
+CHAIN_OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
+    "cpu": {},
+    # XLA runs a program as a CUDA graph. By default the graph says which kernels could run side by side. One that is a
+    # chain takes less time to update and to start: `python -m benchmarks invariant` measures it. The engine's programs
+    # are faster without, because few of their kernels fill the device.
+    "gpu": {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"},
+    "tpu": {},
+}
+"""Further options of the programs that `chain` marks. No bit depends on them, so the fingerprint leaves them out."""
+
+
+def compiler_options(device_platform: str | None = None) -> dict[str, bool | int]:
+    """Returns the pinned options of "cpu", "gpu" or "tpu", by default of the platform that programs are traced for.
+
+    Raises:
+        ValueError: the platform is unknown.
+    """
+    name = device_platform or backends.target()
+    if name not in PINNED_OPTIONS:
+        raise ValueError(f"compiler_options: platform {name!r} is unknown; accepted: {', '.join(PINNED_OPTIONS)}")
+    return dict(PINNED_OPTIONS[name])
+
+
+def options_of(backend: str, device_platform: str) -> dict[str, bool | int]:
+    """Returns the options that a backend's programs are compiled with; stock programs get none."""
+    return {} if backend == backends.STOCK else compiler_options(device_platform)
+
+
+def check_environment() -> None:
+    """Returns if nothing in the process environment contradicts the contracts.
+
+    Raises:
+        EnvironmentContradiction: a flag in `XLA_FLAGS`, in the file that it names, or in `LIBTPU_INIT_ARGS` sets a
+            pinned option to another value, a library's variable changes its rounding, or a JAX option takes
+            compilation, random bits or the device out of contract.
+    """
+    problems = (environment.contradictions(compiler_options()), jax_options.refusals(), _other_platforms())
+    for problem in itertools.chain.from_iterable(problems):
+        raise EnvironmentContradiction(problem)
+
+
+def _other_platforms() -> Iterator[str]:
+    """Yields what is wrong with JAX's default device if programs would be compiled for another platform."""
+    device = jax.config.jax_default_device
+    if device is None:
+        return
+    chosen, served = device if isinstance(device, str) else device.platform, jax.default_backend()
+    if chosen != served:
+        yield (
+            f"the JAX option jax_default_device is {device} of platform {chosen!r}; accepted: devices of platform "
+            f"{served!r}, whose options programs get. Choose the platform with the environment variable JAX_PLATFORMS."
+        )
+
+
+_COMPILED: Final = "_detjax_compiled"
+"""The attribute in which a function of `jit` keeps its compile function, which `compiled` calls."""
+
+
+_CHAIN: Final = "_detjax_chain"
+"""The attribute of functions that `chain` marked."""
+
+
+_chained = jax.make_user_context(False)
+
+
+def is_chained() -> bool:
+    """Returns whether programs that are traced here run their kernels one after the other; see `chained`."""
+    return _chained.value
+
+
+def chained(value: bool) -> contextlib.AbstractContextManager[None]:
+    """Programs that are traced and compiled within the context run their kernels one after the other, if `value`.
+
+    Kernels by which devices exchange rely on it: they must run in the same order on all devices.
+    """
+    return _chained(value)
+
+
+def chain[F: Callable[..., Any]](fn: F) -> F:
+    """Marks a function whose programs run their kernels one after the other, which is faster if there are many."""
+    setattr(fn, _CHAIN, True)
+    return fn
+
+
+@overload
+def jit[**P, R](fn: Callable[P, R], /, **jit_arguments: Any) -> Callable[P, R]: ...
+@overload
+def jit[**P, R](**jit_arguments: Any) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
+    """Returns `jax.jit(fn)` with the pinned compiler options, which every program under contract is compiled with.
+
+    Stock programs are compiled with XLA's own options, as any other JAX program is. The keyword arguments are those of
+    `jax.jit`. A function that is called inside another program's trace becomes part of that program, whose options then
+    hold. Every call checks the environment.
+
+    What a function closes over stays as it is when the function is traced, as under `jax.jit`. The weights of an NNX
+    module that `batch_invariant` wraps are an argument of the program: each call computes with those it has then.
+
+    Raises:
+        EnvironmentContradiction: see `check_environment`; when called.
+        RuntimeError: the backend that was chosen has no kernels for this device; when called.
+
+    Example:
+        >>> detjax.jit(lambda x: 2 * x)(jnp.arange(3))
+        Array([0, 2, 4], dtype=int32)
+    """
+    if fn is None:
+        return functools.partial(jit, **jit_arguments)
+
+    if (method := bound_methods.method(fn)) is not None:
+        return _jit_of_method(method, jit_arguments)
+
+    nested = jax.jit(fn, **jit_arguments)
+
+    @functools.cache
+    def program(device_platform: str, backend: str, is_chain: bool) -> Any:
+        options: dict[str, Any] = {**options_of(backend, device_platform)}
+        if is_chain and backend != backends.STOCK:
+            options |= CHAIN_OPTIONS[device_platform]
+        return jax.jit(fn, compiler_options=options, **jit_arguments)
+
+    def chosen() -> Any:
+        return program(jax.default_backend(), backends.backend(), is_chained() or getattr(fn, _CHAIN, False))
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # JAX takes compiler options at the outermost program alone, and refuses them below it.
+        if not trace_state_clean():
+            return nested(*args, **kwargs)
+        with under_contract():
+            return chosen()(*args, **kwargs)
+
+    def compiled(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        with under_contract():
+            return chosen().lower(*args, **kwargs).compile()
+
+    setattr(call, _COMPILED, compiled)
+    return call
+
+
+def _jit_of_method(method: types.MethodType, jit_arguments: dict[str, Any]) -> Callable[..., Any]:
+    """Returns what `jit` does for a method whose object is an argument of the program."""
+
+    @functools.wraps(method.__func__)
+    def call(argument: bound_methods.Argument, *args: Any, **kwargs: Any) -> Any:
+        return method.__func__(argument.value(), *args, **kwargs)
+
+    if getattr(method, _CHAIN, False):
+        chain(call)
+
+    @functools.cache
+    def jitted(count: int) -> Callable[..., Any]:
+        return jit(call, **bound_methods.shifted(jit_arguments, count))
+
+    def argument() -> bound_methods.Argument:
+        return bound_methods.Argument.from_object(method.__self__)
+
+    @functools.wraps(method)
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        return jitted(len(args))(argument(), *args, **kwargs)
+
+    def compiled(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        program = getattr(jitted(len(args)), _COMPILED)(argument(), *args, **kwargs)
+        return lambda *args, **kwargs: program(argument(), *args, **kwargs)
+
+    setattr(bound, _COMPILED, compiled)
+    return bound
+
+
+def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Returns the program that a function of `jit` runs on such arguments; a call of it omits the static arguments.
+
+    The calling thread compiles the program at once, for the backend that is chosen here, so several threads can compile
+    several programs. The function's own cache of programs does not change.
+
+    Args:
+        fn: a function that `jit` returned.
+        args: arrays, or `jax.ShapeDtypeStruct`.
+        kwargs: arrays, or `jax.ShapeDtypeStruct`, and static arguments.
+
+    Raises:
+        EnvironmentContradiction: see `check_environment`.
+        RuntimeError: the backend that was chosen has no kernels for this device.
+    """
+    return getattr(fn, _COMPILED)(*args, **kwargs)
+
+
+def serialized(program: Any) -> bytes:
+    """Returns what `compiled` returned as bytes, which `loaded` takes in any process of an equal fingerprint."""
+    return pickle.dumps(serialize_executable.serialize(program))
+
+
+def loaded(content: bytes, devices: Sequence[Any] | None = None) -> Callable[..., Any]:
+    """Returns a program from its bytes. They can run any code here, so they must come from somebody trusted.
+
+    Args:
+        content: what `serialized` returned.
+        devices: the devices of the mesh that the program is for. Default: JAX's default device, as for `compiled`.
+    """
+    if backends.target() == "gpu":
+        importlib.import_module("jax.experimental.mosaic.gpu")  # it says where the library is that kernels call
+    devices = [next(iter(jnp.zeros(()).devices()))] if devices is None else list(devices)
+    return serialize_executable.deserialize_and_load(*pickle.loads(content), execution_devices=devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """What a thread has chosen, for another thread or process to have chosen, too.
+
+    Attributes:
+        backend: the backend that serves.
+        separated: the fusions that are switched off, by name.
+        is_chain: whether programs run their kernels one after the other; see `chained`.
+    """
+
+    backend: str
+    separated: tuple[str, ...]
+    is_chain: bool
+
+    @classmethod
+    def here(cls) -> "Choices":
+        """Returns the choices of this thread."""
+        return cls(backends.backend(), fusions.separated(), is_chained())
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Makes these the choices within the context."""
+        with backends.chosen_backend(self.backend), fusions.chosen_fusions(self.separated), chained(self.is_chain):
+            yield
+
+
+@contextlib.contextmanager
+def under_contract() -> Iterator[None]:
+    """Holds the conditions under which an outermost program is traced, compiled and called."""
+    check_environment()
+    # The choices are read here, so that environment variables are part of the compilation cache's key as well.
+    with Choices.here().held(), _pinned(True), _explaining_missing_devices():
+        yield
+
+
+@contextlib.contextmanager
+def _explaining_missing_devices() -> Iterator[None]:
+    """Replaces Pallas' error about a kernel that cannot run here by one that names the chosen backend."""
+    try:
+        yield
+    except ValueError as error:
+        name = backends.backend()
+        if name not in backends.DEVICES or backends.runs_here(name) or "interpret mode" not in str(error):
+            raise
+        raise RuntimeError(
+            f"backend {name!r} is chosen on {backends.device_name()}; accepted: {backends.DEVICES[name]}. Choose "
+            f"'portable' with detjax.use_backend or {backends.BACKEND_VARIABLE}, or choose none: then the best backend "
+            "of this device serves."
+        ) from error
+
+
+def require_pinned_program(operation: str) -> None:
+    """Returns if the program being traced has the pinned options, or does not need them.
+
+    XLA's GPU compiler picks library algorithms by timing them. Without the pinned options, another process could pick
+    other algorithms for the portable backend's dots. On a CPU the portable tiles leave the compiler nothing to choose.
+
+    Raises:
+        RuntimeError: `operation` is traced for a GPU outside of `detjax.jit`.
+    """
+    if backends.target() == "gpu" and not _pinned.value:
+        raise RuntimeError(
+            f"{operation}: traced for the portable backend on {jax.devices()[0].device_kind} by a program without the "
+            "pinned compiler options; accepted: programs compiled with detjax.jit. Put detjax.jit around the outermost "
+            "function in place of jax.jit (and around eager grad or vmap)."
+        )

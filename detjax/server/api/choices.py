@@ -1,0 +1,149 @@
+"""Responses that consist of choices, whole or streamed, as completions and chats have them.
+
+What grows with an answer is made while it is sent: lists of a whole response that have an entry for each choice or
+token are iterators, see `json_pieces`.
+"""
+
+import abc
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from detjax.engine import Completion, FieldError, Generation, PromptLogprobs, Token
+from detjax.server.api.api_calls import NOBODY, ApiCall, Caller, ServedModel
+from detjax.server.api.request_fields import GenerationRequest, StreamOptions
+from detjax.server.text.token_texts import Json
+
+
+class ChoicesCall(ApiCall):
+    """A call whose response consists of choices.
+
+    A choice is one sample of one prompt. Choices are numbered by prompt, then by sample.
+    """
+
+    _OBJECT: str
+    _CHUNK_OBJECT: str
+
+    def __init__(self, body: GenerationRequest, model: ServedModel, caller: Caller = NOBODY) -> None:
+        if body.stream and body.prompt_logprobs is not None:
+            message = "stream and prompt_logprobs are given; accepted: one of them"
+            raise FieldError(message, "prompt_logprobs")
+        super().__init__(body, model, caller)
+        self._options = body.stream_options or StreamOptions()
+        self._returns_token_ids, self._num_prompt_logprobs = bool(body.return_token_ids), body.prompt_logprobs
+        self._generated = 0
+        self._cached: dict[int, int] = {}
+        """Prompt tokens that a stream's requests found in the prefix cache, by prompt."""
+
+    # --- whole responses ----------------------------------------------------------------------------------------------
+
+    def full_response(self, generations: Sequence[Generation]) -> Json:
+        """The response in one piece. Its long lists are iterators."""
+        choices = (
+            self._choice(self._choice_index(prompt, sample), prompt, completion, generation.prompt)
+            | self._seed(prompt)
+            | self._receipt(prompt, sample, is_whole=True)
+            for prompt, generation in enumerate(generations)
+            for sample, completion in enumerate(generation.completions)
+        )
+        generated = sum(len(c.tokens) for generation in generations for c in generation.completions)
+        cached = sum(generation.cached_tokens for generation in generations)
+        return (
+            self._envelope(self._OBJECT, choices)
+            | {"usage": self._usage(generated, cached)}
+            | self._response_fields(generations)
+        )
+
+    def _response_fields(self, generations: Sequence[Generation]) -> Json:
+        """Further fields of a whole response."""
+        return {}
+
+    @abc.abstractmethod
+    def _choice(self, index: int, prompt: int, completion: Completion, scores: PromptLogprobs | None) -> Json:
+        """A choice of a whole response; `prompt` is its prompt's number, and `scores` are its prompt's logprobs."""
+
+    def _token_ids(self, tokens: Iterable[int]) -> Json:
+        """The field that reports a choice's tokens, if the request asks for it."""
+        return {"token_ids": iter(tokens)} if self._returns_token_ids else {}
+
+    def _prompt_token_ids(self, prompt: int) -> Json:
+        """The field that reports a prompt's tokens, if the request asks for it."""
+        return {"prompt_token_ids": iter(self.requests[prompt].prompt)} if self._returns_token_ids else {}
+
+    def _prompt_logprobs(self, prompt: int, scores: PromptLogprobs | None) -> Json:
+        """The field that reports a prompt's logprobs as vLLM does, if the request asks for it."""
+        if self._num_prompt_logprobs is None or scores is None:
+            return {}
+        tokens = itertools.islice(self.requests[prompt].prompt, 1, None)
+        entries = (
+            self.model.token_texts.by_token(top[: self._num_prompt_logprobs], int(token), logprob)
+            for token, logprob, top in zip(tokens, scores.logprobs, scores.top_logprobs, strict=True)
+        )
+        # The first token has no logprob, because no token precedes it.
+        return {"prompt_logprobs": itertools.chain([None], entries)}
+
+    # --- streams ------------------------------------------------------------------------------------------------------
+
+    def first_chunks(self) -> Iterator[Json]:
+        """The chunks before the first token."""
+        for prompt, request in enumerate(self.requests):
+            for sample in range(request.sampling.n):
+                if (choice := self._first_chunk_choice(self._choice_index(prompt, sample), prompt)) is not None:
+                    yield self._chunk([choice]) | self._first_chunk_fields(prompt)
+
+    def token_chunks(self, prompt: int, token: Token) -> Iterator[Json]:
+        """The chunks of a token. There is none while its text may still begin a stop string or half a character."""
+        self._generated += 1
+        self._cached[prompt] = token.cached_tokens
+        self._hear(prompt, token)
+        for choice in self._token_choices(self._choice_index(prompt, token.sample), token):
+            if choice["finish_reason"] is not None:
+                choice |= self._seed(prompt) | self._receipt(prompt, token.sample)
+            yield self._chunk([choice]) | ({"batch": token.batch} if self._options.include_batch else {})
+
+    def last_chunks(self, generated: int) -> Iterator[Json]:
+        """The chunks after the last token; `generated` is the number of tokens."""
+        if self._options.include_usage:
+            yield self._chunk([]) | {"usage": self._usage(generated, sum(self._cached.values()))}
+
+    @abc.abstractmethod
+    def _first_chunk_choice(self, index: int, prompt: int) -> Json | None:
+        """A choice as it begins, if there is anything to say before its first token."""
+
+    def _first_chunk_fields(self, prompt: int) -> Json:
+        """Further fields of the chunk in which a choice begins."""
+        return {}
+
+    @abc.abstractmethod
+    def _token_choices(self, index: int, token: Token) -> Iterator[Json]:
+        """What a token adds to its choice, if anything, in one piece or several."""
+
+    def _choice_index(self, prompt: int, sample: int) -> int:
+        return prompt * self.requests[0].sampling.n + sample
+
+    # --- what both kinds of responses share ---------------------------------------------------------------------------
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        usage = {}
+        if self._options.include_usage:
+            so_far = self._usage(self._generated, sum(self._cached.values()))
+            usage = {"usage": so_far if self._options.continuous_usage_stats else None}
+        return self._envelope(self._CHUNK_OBJECT, choices) | usage
+
+    def _envelope(self, kind: str, choices: Iterable[Json]) -> Json:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self.model.name,
+            "system_fingerprint": self.model.fingerprint,
+            "choices": choices,
+        }
+
+    def _usage(self, generated: int, cached: int) -> Json:
+        prompts = sum(len(request.prompt) for request in self.requests)
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": generated,
+            "total_tokens": prompts + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }

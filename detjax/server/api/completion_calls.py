@@ -1,0 +1,145 @@
+"""Calls of /v1/completions."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from detjax.engine import Completion, Constraint, FieldError, Generation, PromptLogprobs, SamplingParams, Token
+from detjax.server.api.api_calls import NOBODY, TOO_LONG, Caller, ServedModel
+from detjax.server.api.choices import ChoicesCall
+from detjax.server.api.schemas import CompletionRequest
+from detjax.server.http.errors import ApiError
+from detjax.server.text.texts import TextRefused, TextTooLong
+from detjax.server.text.token_texts import Json, TextOffsets, TopLogprobs, json_number
+
+_DEFAULT_MAX_TOKENS: Final = 16
+"""Tokens of a completion whose request does not say how many; OpenAI's default."""
+
+
+class CompletionCall(ChoicesCall):
+    """A call of /v1/completions."""
+
+    _ID_PREFIX, _OBJECT, _CHUNK_OBJECT = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, body: CompletionRequest, model: ServedModel, caller: Caller = NOBODY) -> None:
+        super().__init__(body, model, caller)
+        self._body = body
+        self._prompts, self._echoes, self._logprobs = body.prompts, bool(body.echo), body.logprobs
+        self._only_scores_prompt = body.max_tokens == 0
+        self._draws_seeds &= not self._only_scores_prompt
+        self._params = SamplingParams(
+            max_tokens=1 if body.max_tokens == 0 else body.max_tokens or _DEFAULT_MAX_TOKENS,
+            top_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0),
+            prompt_logprobs=(self._echoes and body.logprobs is not None) or body.prompt_logprobs is not None,
+            **self._fields,
+        )
+        self._prompt_texts: list[str] = []
+        self._offsets: dict[int, TextOffsets] = {}
+        """For each choice of a stream, where its tokens begin in its text."""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._prompts) * self._params.n
+
+    def _constraint(self) -> Constraint | None:
+        return self._body.constraint()
+
+    async def encode_prompts(self) -> None:
+        # The prompts of a request are all texts, or all lists of tokens.
+        texts = [prompt for prompt in self._prompts if isinstance(prompt, str)]
+        lists = [prompt for prompt in self._prompts if not isinstance(prompt, str)]
+        try:
+            tokens = await self.model.texts.encode(texts, limit=self.model.engine.max_length) if texts else lists
+        except TextRefused as error:
+            raise FieldError(str(error), "prompt") from None
+        except TextTooLong as error:
+            raise ApiError(
+                400,
+                f"prompt {error.number} has {error.size} and asks for {self._params.max_tokens} tokens more; accepted: "
+                f"{self.model.engine.max_length} in all, the server's context length. Lower max_tokens or cut the "
+                "prompt.",
+                param="prompt",
+                code=TOO_LONG,
+            ) from None
+        self.requests = [self._request(prompt, self._params) for prompt in tokens]
+        if self._echoes:
+            self._prompt_texts = texts or await self.model.texts.decode(lists, skip_special_tokens=False)
+
+    def full_response(self, generations: Sequence[Generation]) -> Json:
+        if self._only_scores_prompt:
+            nothing = Completion(tokens=(), logprobs=(), top_logprobs=(), text="", finish_reason="length")
+            generations = [
+                dataclasses.replace(generation, completions=(nothing,) * len(generation.completions))
+                for generation in generations
+            ]
+        return super().full_response(generations)
+
+    def _choice(self, index: int, prompt: int, completion: Completion, scores: PromptLogprobs | None) -> Json:
+        echoed = self._prompt_texts[prompt] if self._echoes else ""
+        text = echoed + (completion.text or "")
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs = self._logprobs_json(prompt, completion, scores if self._echoes else None, echoed)
+        return (
+            {"index": index, "text": text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+            | self._token_ids(completion.tokens)
+            | self._prompt_token_ids(prompt)
+            | self._prompt_logprobs(prompt, scores)
+        )
+
+    def _logprobs_json(
+        self, prompt: int, completion: Completion, scores: PromptLogprobs | None, echoed: str
+    ) -> dict[str, Iterator[Any] | None]:
+        """The logprobs of a choice's tokens and, with `scores`, of its prompt's."""
+        model, length = self.model, len(echoed) + len(completion.text or "")
+        offsets = TextOffsets(model.tokenizer, start=len(echoed))
+        begins: Iterator[int] = (min(offsets.add(token), length) for token in completion.tokens)
+        tokens, values = list[Any](completion.tokens), list[float | None](completion.logprobs)
+        top = list[TopLogprobs | None](completion.top_logprobs)
+        if scores is not None:
+            # The first token of a prompt has no logprob, because no token precedes it.
+            prompt_tokens = list[Any](self.requests[prompt].prompt)
+            tokens = [*prompt_tokens, *tokens]
+            values, top = [None, *scores.logprobs, *values], [None, *scores.top_logprobs, *top]
+            begins = itertools.chain(map(TextOffsets(model.tokenizer, prompt=echoed).add, prompt_tokens), begins)
+        return {
+            "tokens": map(model.token_texts.text, tokens),
+            "token_logprobs": (None if value is None else json_number(value) for value in values),
+            "top_logprobs": map(self._by_text, tokens, values, top) if self._logprobs else None,
+            "text_offset": begins,
+        }
+
+    def _by_text(self, token: int, logprob: float | None, top: TopLogprobs | None) -> Json | None:
+        if logprob is None or top is None:
+            return None
+        return self.model.token_texts.by_text(top[: self._logprobs], token, logprob)
+
+    def _first_chunk_choice(self, index: int, prompt: int) -> Json | None:
+        if not self._echoes and not self._returns_token_ids:
+            return None
+        text = self._prompt_texts[prompt] if self._echoes else ""
+        ids = {"token_ids": [], "prompt_token_ids": self.requests[prompt].prompt} if self._returns_token_ids else {}
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None} | ids
+
+    def _token_choices(self, index: int, token: Token) -> Iterator[Json]:
+        if self._only_scores_prompt:
+            yield {"index": index, "text": "", "logprobs": None, "finish_reason": "length"}
+            return
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs = {
+                "tokens": [self.model.token_texts.text(token.token)],
+                "token_logprobs": [json_number(token.logprob)],
+                "top_logprobs": [self._by_text(token.token, token.logprob, token.top_logprobs)]
+                if self._logprobs
+                else None,
+                "text_offset": [self._offsets.setdefault(index, TextOffsets(self.model.tokenizer)).add(token.token)],
+            }
+        elif not token.text and token.finish_reason is None and not self._returns_token_ids:
+            return
+        ids = {"token_ids": [token.token]} if self._returns_token_ids else {}
+        yield {"index": index, "text": token.text, "logprobs": logprobs, "finish_reason": token.finish_reason} | ids
+
+    def last_chunks(self, generated: int) -> Iterator[Json]:
+        return super().last_chunks(0 if self._only_scores_prompt else generated)

@@ -1,0 +1,177 @@
+"""Conversations that an answer continues, with the tools that it may call."""
+
+from collections.abc import Sequence
+
+from starlette.concurrency import run_in_threadpool
+
+from detjax.engine import Constraint, FieldError, Generation
+from detjax.models.vision.images import Shown
+from detjax.server.api.api_calls import TOO_LONG, ServedModel
+from detjax.server.api.images import ShownPart, read_images
+from detjax.server.http.errors import ApiError
+from detjax.server.text.texts import Message as Turn
+from detjax.server.text.texts import TextRefused, TextTooLong
+from detjax.server.text.token_texts import Json
+from detjax.server.tools.answers import Answer, AnswerReader
+from detjax.server.tools.definitions import ToolUse
+from detjax.server.tools.formats import ToolFormat, why_no_tools
+
+
+class Conversation:
+    """What an answer continues: messages, tools and variables of the chat template.
+
+    Attributes:
+        tools: what the answer may call; None: nothing.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        messages: Sequence[Turn],
+        variables: Json,
+        tools: ToolUse | None,
+        field: str,
+        shown: Sequence[ShownPart] = (),
+    ) -> None:
+        """A conversation with a model.
+
+        Args:
+            model: answers.
+            messages: the conversation so far.
+            variables: further variables of the chat template.
+            tools: what the answer may call; None: nothing.
+            field: the field of the body that holds the messages.
+            shown: the images and videos in the messages, in their order.
+
+        Raises:
+            ValueError: the model has no chat template, or none with a known format of tool calls.
+        """
+        if not model.tokenizer.has_chat_template:
+            raise ValueError("the model has no chat template; accepted: /v1/completions")
+        self.tools = tools
+        self._model, self._messages, self._variables, self._field = model, messages, variables, field
+        self._shown = shown
+        self._form: Constraint | None = None
+        """What the answer has to be where it calls no tool, once that is known."""
+        self._format: ToolFormat | None = None
+        if tools is not None:
+            self._format = model.tool_format
+            if self._format is None:
+                raise ApiError(400, why_no_tools(model.tokenizer), param="tools")
+
+    def constraint(self, form: Constraint | None) -> Constraint | None:
+        """Returns what the answer has to be, given what it has to be where it calls no tool.
+
+        Raises:
+            ValueError: nothing can be both.
+        """
+        self._form = form
+        if self.tools is None or self._format is None:
+            return form
+        return self._format.constraint(self.tools, form)
+
+    def compile(self, constraint: Constraint) -> None:
+        """Compiles a constraint, which takes a while.
+
+        Raises:
+            ValueError: it is not valid.
+        """
+        engine = self._model.engine
+        try:
+            engine.compile_constraint(constraint)
+        except ValueError as error:
+            if self.tools is None:
+                raise
+            if self._form is not None:
+                engine.compile_constraint(self._form)  # raises what is wrong with it
+            for number, tool in enumerate(self.tools.tools):
+                try:
+                    engine.compile_constraint(Constraint.json_schema(tool.parameters or {}))
+                except ValueError as fault:
+                    message = f"the answer cannot be kept to the parameters of tool {number}, {tool.name!r}: {fault}"
+                    raise FieldError(message, "tools") from None
+            message = f"the answer cannot be kept to the parameters of all tools: {error}"
+            raise FieldError(message, "tools") from None
+
+    async def encode(self) -> tuple[list[int], list[Shown]]:
+        """Returns the token ids of the conversation, and the patches of its images.
+
+        Raises:
+            ValueError: the chat template refuses the messages.
+            ApiError: they have more tokens than fit, or images that the model does not take.
+        """
+        tokens, images = await self._encoded(), await self._images()
+        return self._with_images(tokens, images), images
+
+    async def _images(self) -> list[Shown]:
+        if not self._shown:
+            return []
+        engine = self._model.engine
+        if not engine.takes_images:
+            raise ApiError(
+                400,
+                f"{self._has} images, and the model reads text alone; accepted: parts of text",
+                param=self._field,
+            )
+        directory = self._model.image_directory
+        return await run_in_threadpool(read_images, self._shown, engine, directory, self._field)
+
+    def _with_images(self, tokens: list[int], images: Sequence[Shown]) -> list[int]:
+        """The prompt with all tokens of its images."""
+        engine = self._model.engine
+        tokens = engine.with_image_tokens("the chat template's text", tokens, images)
+        if len(tokens) >= engine.max_length:
+            raise ApiError(
+                400,
+                f"{self._has} {len(tokens)} tokens, those of {len(images)} images among them; accepted: up to "
+                f"{engine.max_length - 1}, which leaves room for one more. Send fewer or smaller images.",
+                param=self._field,
+                code=TOO_LONG,
+            )
+        return tokens
+
+    @property
+    def _has(self) -> str:
+        """The field as the subject of a sentence, with its verb."""
+        return f"{self._field} has" if self._field == "input" else f"{self._field} have"
+
+    async def _encoded(self) -> list[int]:
+        """The token ids with one token for each image."""
+        most = self._model.engine.max_length - 1
+        tools = {} if self.tools is None else {"tools": [tool.for_template() for tool in self.tools.tools]}
+        try:
+            return await self._model.texts.encode_chat(self._messages, self._variables | tools, limit=most)
+        except TextRefused as error:
+            raise FieldError(str(error), "prompt") from None
+        except TextTooLong as error:
+            raise ApiError(
+                400,
+                f"{self._has} {error.size}; accepted: up to {most} tokens, which leaves room for one more. Shorten the "
+                "messages.",
+                param=self._field,
+                code=TOO_LONG,
+            ) from None
+
+    def reader(self) -> AnswerReader | None:
+        """Returns a reader of one answer, or None if answers are content only."""
+        if self.tools is None or self._format is None:
+            return None
+        return AnswerReader(self._model.tokenizer, self._format, at_most_one=self.tools.at_most_one)
+
+    def call_id(self, answer: str, choice: int, index: int) -> str:
+        """Returns the id of a call; see `ToolFormat.call_id`."""
+        assert self._format is not None
+        return self._format.call_id(answer, choice, index)
+
+    async def read(self, generations: Sequence[Generation]) -> list[Answer]:
+        """Returns what each answer says and calls. It takes long for long answers."""
+        completions = [completion for generation in generations for completion in generation.completions]
+        if self._format is None:
+            return [Answer(completion.text or "", []) for completion in completions]
+
+        def read_all() -> list[Answer]:
+            readers = (self.reader() for _ in completions)
+            pairs = zip(readers, completions, strict=True)
+            return [reader.read(one.tokens, one.text or "") for reader, one in pairs if reader is not None]
+
+        return await run_in_threadpool(read_all)

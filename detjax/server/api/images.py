@@ -1,0 +1,166 @@
+"""Images and videos of messages: data URLs, and files of one directory. Nothing is fetched."""
+
+import base64
+import binascii
+import dataclasses
+import urllib.parse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from detjax.engine.request_reader import RequestReader
+from detjax.models import Video
+from detjax.models.vision.image_files import read_pixels
+from detjax.models.vision.images import Shown
+from detjax.models.vision.video_files import read_frames, read_video
+from detjax.server.http.errors import ApiError
+
+MOST_IMAGES: Final = 256
+"""The most images and videos of a conversation."""
+_MOST_BYTES: Final = 64 << 20
+"""The most bytes of a file."""
+_QUOTED: Final = 60
+"""Characters of a URL that an error quotes."""
+_FRAMES: Final = ("video/jpeg", "video/png")
+"""The media types of data URLs that hold the frames of a video, with commas between them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownImage:
+    """A part of a message that is an image.
+
+    Attributes:
+        url: names it.
+    """
+
+    url: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownVideo:
+    """A part of a message that is a video.
+
+    Attributes:
+        url: names it.
+        fps: frames of a second that the model is to see; of a list of frames, those that it has. None: as the
+            checkpoint says, as for the next two.
+        min_frames: frames at least that are chosen of a file.
+        max_frames: frames at most.
+    """
+
+    url: str
+    fps: float | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+
+
+type ShownPart = ShownImage | ShownVideo
+
+
+class _Refused(Exception):
+    """Why an image is not read; no library raises it."""
+
+
+def read_images(parts: Sequence[ShownPart], engine: RequestReader, directory: Path | None, field: str) -> list[Shown]:
+    """Returns the patches of images and videos, which takes a while.
+
+    Args:
+        parts: the images and videos of a conversation.
+        engine: makes the patches.
+        directory: where files may lie; None: nowhere.
+        field: the field of the body that holds the conversation.
+
+    Raises:
+        ApiError: a URL is of another kind, what it names is no image or no video, or there are more than fit.
+    """
+    try:
+        return _read(parts, engine, directory, field)
+    except (ValueError, _Refused) as error:
+        raise ApiError(400, str(error), param=field) from error
+
+
+def _read(parts: Sequence[ShownPart], engine: RequestReader, directory: Path | None, field: str) -> list[Shown]:
+    if len(parts) > MOST_IMAGES:
+        raise _Refused(f"{field}: {len(parts)} images; accepted: up to {MOST_IMAGES}")
+    patches: list[Shown] = []
+    for number, part in enumerate(parts):
+        if isinstance(part, ShownVideo):
+            name = f"video {sum(isinstance(one, ShownVideo) for one in parts[:number])} of the {field}"
+            given = _video(name, part, engine, directory)
+        else:
+            name = f"image {sum(isinstance(one, ShownImage) for one in parts[:number])} of the {field}"
+            given = read_pixels(name, _contents(name, part.url, directory, "image/png"))
+        patches += engine.image_patches(name, given)
+        tokens = engine.image_tokens(patches)
+        if tokens >= engine.max_length:  # before the next one takes time and memory
+            has_videos = any(isinstance(one, ShownVideo) for one in parts[: number + 1])
+            raise _Refused(
+                f"the first {number + 1} images{' and videos' if has_videos else ''} of the {field} have {tokens} "
+                f"tokens; accepted: fewer than {engine.max_length} in all. Send fewer or smaller images"
+                f"{', or fewer frames' if has_videos else ''}."
+            )
+    return patches
+
+
+def _video(name: str, part: ShownVideo, engine: RequestReader, directory: Path | None) -> Video:
+    """The frames of a video that the model is to see."""
+    try:
+        sampling = engine.frame_sampling.changed(part.fps, part.min_frames, part.max_frames)
+    except ValueError as error:
+        raise _Refused(f"{name}: {error}") from error
+    scheme, _, rest = part.url.partition(":")
+    header, _, data = rest.partition(",")
+    if scheme.lower() == "data" and header.partition(";")[0].lower() in _FRAMES:
+        pieces = data.split(",")
+        if len(pieces) > sampling.max_frames:  # before they take time and memory
+            raise _Refused(
+                f"{name} has {len(pieces)} frames; accepted: up to {sampling.max_frames}, which is max_frames"
+            )
+        kinds = f"data:{_FRAMES[0]};base64, and frames with a comma between two of them"
+        named = ((f"frame {number} of {name}", f"{header},{piece}") for number, piece in enumerate(pieces))
+        files = [_data(frame, rest, kinds) for frame, rest in named]
+        return read_frames(name, files, sampling)
+    return read_video(name, _contents(name, part.url, directory, "image/webp"), sampling)
+
+
+def _contents(name: str, url: str, directory: Path | None, example: str) -> bytes:
+    """The bytes of a file, `example` being the media type of an accepted one."""
+    kinds = f"a data URL with base64, such as data:{example};base64,..."
+    if directory is not None:
+        kinds += ", or file: and the path of a file in the server's directory of images"
+    scheme, _, rest = url.partition(":")
+    if scheme.lower() == "data":
+        return _data(name, rest, kinds)
+    if scheme.lower() == "file" and directory is not None:
+        return _file_contents(name, rest, directory)
+    raise _Refused(f"{name} is {_quoted(url)}; accepted: {kinds}. The server fetches nothing.")
+
+
+def _data(name: str, rest: str, kinds: str) -> bytes:
+    header, comma, data = rest.partition(",")
+    if not comma or not header.lower().endswith(";base64"):
+        raise _Refused(f"{name} is {_quoted(f'data:{rest}')}; accepted: {kinds}")
+    try:
+        return base64.b64decode(urllib.parse.unquote_to_bytes(data), validate=True)
+    except binascii.Error as error:
+        raise _Refused(f"{name}: its base64 is not valid: {error}") from error
+
+
+def _file_contents(name: str, rest: str, directory: Path) -> bytes:
+    """The contents of a file, whose path may be absolute or begin in the directory."""
+    given = urllib.parse.unquote(rest.removeprefix("//"))
+    # The error is the same for files that are not there and files elsewhere, so that it tells nothing of those.
+    refusal = _Refused(f"{name} is {_quoted(f'file:{rest}')}; accepted: a file in the server's directory of images")
+    try:
+        path, root = (directory / given).resolve(), directory.resolve()
+        if not path.is_relative_to(root) or not path.is_file():
+            raise refusal
+        if path.stat().st_size > _MOST_BYTES:
+            raise _Refused(f"{name} has {path.stat().st_size} bytes; accepted: up to {_MOST_BYTES}")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:  # such as a path with a zero byte
+        raise refusal from error
+
+
+def _quoted(url: str) -> str:
+    return repr(url if len(url) <= _QUOTED else f"{url[:_QUOTED]}...")

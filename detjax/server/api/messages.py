@@ -1,0 +1,243 @@
+"""The messages of a conversation."""
+
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
+
+from detjax.server.api.field_marks import Ignored, Unserved
+from detjax.server.api.images import ShownImage, ShownPart, ShownVideo
+from detjax.server.http.field_types import LARGEST, MOST_CALLS, MOST_MESSAGES, MOST_PARTS, Body, text_or_list
+
+_MOST_ITEMS: Final = 1 << 17
+"""The most items of JSON in the arguments of all calls of a conversation together."""
+
+
+class TextPart(Body):
+    type: Literal["text"] = Field(description="Text is all that the model reads.")
+    text: str = Field(description="The text.")
+    annotations: Annotated[Any, Unserved([], why="the model reads text only")] = None
+    cache_control: Annotated[Any, Unserved({"type": "ephemeral"}, why="the server decides what it caches")] = None
+    prompt_cache_breakpoint: Annotated[Any, Unserved(why="the server decides what it caches")] = None
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _check_type(cls, value: Any) -> Any:
+        if value != "text":
+            raise ValueError("accepted: 'text', 'image_url' or 'video_url', because no model reads sound or files")
+        return value
+
+
+class ImageURL(Body):
+    url: str = Field(
+        description="A data URL with the bytes of the image, or file: and a path, where the server has a directory of "
+        "images. Nothing is fetched."
+    )
+    detail: Annotated[Any, Unserved("auto", why="the checkpoint says to which size images are brought")] = None
+
+
+class ImagePart(Body):
+    type: Literal["image_url"] = Field(description="An image, for models with a vision tower.")
+    image_url: ImageURL = Field(description="The image.")
+    cache_control: Annotated[Any, Unserved({"type": "ephemeral"}, why="the server decides what it caches")] = None
+
+
+class VideoURL(Body):
+    url: str = Field(
+        description="A data URL with an animation (WEBP, PNG or GIF), or data:video/jpeg;base64, and the frames with a "
+        "comma between two of them; or file: and a path, where the server has a directory of images. Nothing is "
+        "fetched."
+    )
+
+
+class VideoFields(Body):
+    fps: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="Frames of a second that the model sees; of a list of frames, those that it has. Default: the "
+        "checkpoint's, else 2.",
+    )
+    min_frames: Annotated[int, Field(ge=1, le=LARGEST)] | None = Field(
+        default=None, description="Frames that are chosen of a file at least. Default: the checkpoint's, else 4."
+    )
+    max_frames: Annotated[int, Field(ge=1, le=LARGEST)] | None = Field(
+        default=None, description="Frames of a video at most. Default: the checkpoint's, else 768."
+    )
+
+    def shown(self, url: str) -> ShownVideo:
+        """The video that a URL names."""
+        return ShownVideo(url, self.fps, self.min_frames, self.max_frames)
+
+
+class VideoPart(VideoFields):
+    type: Literal["video_url"] = Field(description="A video, for models with a vision tower.")
+    video_url: VideoURL = Field(description="The video.")
+    cache_control: Annotated[Any, Unserved({"type": "ephemeral"}, why="the server decides what it caches")] = None
+
+
+def kind_of_part(value: Any, image: str, video: str) -> str:
+    """The tag of the type that a part is checked as: "<image>" or "<video>" if it has one of these types."""
+    given = value.get("type") if isinstance(value, dict) else None
+    return "<image>" if given == image else "<video>" if given == video else "<text>"
+
+
+def _kind_of_part(value: Any) -> str:
+    """The tag of the type that a part of a message is checked as."""
+    return kind_of_part(value, "image_url", "video_url")
+
+
+type Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image>")] | Annotated[VideoPart, Tag("<video>")],
+    Discriminator(_kind_of_part),
+]
+
+
+class CalledFunction(Body):
+    name: str = Field(description="The tool's name.")
+    arguments: str = Field(description="The arguments as JSON. The chat template gets an object, or else the text.")
+
+    def for_template(self) -> dict[str, Any]:
+        """The function as chat templates expect it, with its arguments as an object if they are one."""
+        try:
+            arguments = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):  # a model may have written no JSON, and its client sends it back
+            arguments = None
+        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+
+
+class EarlierCall(Body):
+    type: Literal["function"] = Field(default="function", description="Functions are all that is called.")
+    id: str | None = Field(default=None, description="The call's id, for the chat template.")
+    function: CalledFunction = Field(description="What was called.")
+    index: Annotated[int | None, Ignored("calls are in the order of their list")] = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates expect it."""
+        named = {} if self.id is None else {"id": self.id}
+        return named | {"type": "function", "function": self.function.for_template()}
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Whose message it is.")
+    content: (
+        Annotated[
+            Annotated[str, Tag("<text>")]
+            | Annotated[list[Part], Field(max_length=MOST_PARTS, fail_fast=True), Tag("<list>")],
+            Discriminator(
+                text_or_list,
+                custom_error_type="content_type",
+                custom_error_message="accepted: a string, or a list of parts of type text, image_url or video_url",
+            ),
+        ]
+        | None
+    ) = Field(
+        default=None, description="Text, or parts: texts, images and videos. A message with tool_calls may do without."
+    )
+    name: str | None = Field(default=None, description="A name for the chat template.")
+    tool_calls: Annotated[list[EarlierCall], Field(max_length=MOST_CALLS, fail_fast=True)] | None = Field(
+        default=None, description="What an earlier answer called."
+    )
+    tool_call_id: str | None = Field(default=None, description="The call whose result the message of a tool is.")
+    # Clients send an answer's message back as they got it, and with their own fields, which are empty.
+    type: Annotated[Any, Unserved("text", "message", why="the model reads text only")] = None
+    refusal: Annotated[Any, Unserved("", why="chat templates have no place for it")] = None
+    annotations: Annotated[Any, Unserved([], why="chat templates have no place for it")] = None
+    audio: Annotated[Any, Unserved(why="the model reads text only")] = None
+    images: Annotated[Any, Unserved([], why="the model reads text only")] = None
+    function_call: Annotated[Any, Unserved(why="tool_calls has it")] = None
+    reasoning: Annotated[Any, Unserved("", why="reasoning is part of the content")] = None
+    reasoning_content: Annotated[Any, Unserved("", why="reasoning is part of the content")] = None
+    thinking_blocks: Annotated[Any, Unserved([], why="reasoning is part of the content")] = None
+    parsed: Annotated[Any, Ignored("the content has it")] = None
+    prefix: Annotated[Any, Unserved(False, why="an answer is a message of its own")] = None
+    cache_control: Annotated[Any, Unserved({"type": "ephemeral"}, why="the server decides what it caches")] = None
+    provider_specific_fields: Annotated[
+        Any, Unserved({}, {"refusal": None}, why="chat templates have no place for it")
+    ] = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls is given with role {self.role!r}; accepted: with role 'assistant'")
+        if self.tool_call_id and self.role != "tool":
+            raise ValueError(f"tool_call_id is given with role {self.role!r}; accepted: with role 'tool'")
+        if self.content is None and not self.tool_calls:
+            raise ValueError(
+                "content is missing or null; accepted: a string, or a list of parts of type text, image_url or "
+                "video_url"
+            )
+        return self
+
+    @property
+    def shown(self) -> list[ShownPart]:
+        """The images and videos in the content."""
+        shown: list[ShownPart] = []
+        for part in self.content if isinstance(self.content, list) else ():
+            if isinstance(part, ImagePart):
+                shown.append(ShownImage(part.image_url.url))
+            elif isinstance(part, VideoPart):
+                shown.append(part.shown(part.video_url.url))
+        return shown
+
+    def _content_for_template(self) -> str | list[dict[str, str]]:
+        """The content as chat templates expect it."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return parts_for_template([_for_template(part) for part in self.content])
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it."""
+        given = {"name": self.name, "tool_call_id": self.tool_call_id or None}
+        calls = {"tool_calls": [call.for_template() for call in self.tool_calls]} if self.tool_calls else {}
+        return (
+            {"role": self.role, "content": self._content_for_template()}
+            | {name: value for name, value in given.items() if value is not None}
+            | calls
+        )
+
+
+def _for_template(part: "TextPart | ImagePart | VideoPart") -> dict[str, str]:
+    """A part as chat templates expect it."""
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    return {"type": "image" if isinstance(part, ImagePart) else "video"}
+
+
+def parts_for_template(parts: list[dict[str, str]]) -> str | list[dict[str, str]]:
+    """Returns parts of a message as chat templates expect them together.
+
+    Texts are one text. With images, the parts stay apart: templates make the tokens that stand for images.
+    """
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _check_arguments(messages: list[Message]) -> list[Message]:
+    """Refuses messages whose arguments of calls would become too many objects when the chat template gets them."""
+    calls = (call for message in messages for call in message.tool_calls or ())
+    check_items(call.function.arguments for call in calls)
+    return messages
+
+
+def check_items(arguments: Iterable[str]) -> None:
+    """Refuses the arguments of calls that hold too many items of JSON together.
+
+    Raises:
+        ValueError: they do.
+    """
+    items = 0
+    for text in arguments:
+        items += sum(map(text.count, "[{:,"))
+        if items > _MOST_ITEMS:
+            raise ValueError(
+                f"accepted: messages whose tool_calls have up to {_MOST_ITEMS} items in their arguments together. "
+                "Leave out old messages."
+            )
+
+
+type Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
+    AfterValidator(_check_arguments),
+]

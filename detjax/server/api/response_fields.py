@@ -1,0 +1,367 @@
+"""The body of a request to /v1/responses. It is the stateless part of OpenAI's: the server keeps no answers.
+
+The items of the input are messages, earlier calls and their results, and items that an earlier answer had.
+"""
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
+
+from detjax.engine import Constraint, FieldError
+from detjax.server.api.field_marks import Ignored, Unserved
+from detjax.server.api.images import ShownImage, ShownPart
+from detjax.server.api.messages import VideoFields, check_items, kind_of_part, parts_for_template
+from detjax.server.api.request_fields import SamplingRequest
+from detjax.server.http.field_types import LARGEST, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Body, Variables, text_or_list
+from detjax.server.tools.definitions import (
+    CHOICE,
+    FunctionFields,
+    Mode,
+    ToolName,
+    ToolUse,
+    check_names,
+    checked_type,
+    tool_use,
+)
+
+LOGPROBS: Final = "message.output_text.logprobs"
+"""What `include` asks for where the answer is to have logprobs."""
+_ABOUT_ITEMS: Final = "items have no other state than their text"
+
+
+# --- items of the input -----------------------------------------------------------------------------------------------
+
+
+class InputPart(Body):
+    type: Literal["input_text", "output_text", "text"] = Field(description="Text is all that the model reads.")
+    text: str = Field(description="The text.")
+    annotations: Annotated[Any, Unserved([], why="the model reads text only")] = None
+    logprobs: Annotated[Any, Ignored("the model reads text only")] = None
+    prompt_cache_breakpoint: Annotated[Any, Unserved(why="the server decides what it caches")] = None
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _check_type(cls, value: Any) -> Any:
+        if value not in ("input_text", "output_text", "text"):
+            raise ValueError(
+                "accepted: 'input_text' or 'output_text', or 'input_image' and 'input_video' in messages, because the "
+                "model reads neither sound nor files"
+            )
+        return value
+
+
+class InputImage(Body):
+    type: Literal["input_image"] = Field(description="An image, for models with a vision tower.")
+    image_url: str = Field(
+        description="A data URL with the bytes of the image, or file: and a path, where the server has a directory of "
+        "images. Nothing is fetched."
+    )
+    detail: Annotated[Any, Unserved("auto", why="the checkpoint says to which size images are brought")] = None
+    file_id: Annotated[Any, Unserved(why="the server keeps no files")] = None
+    prompt_cache_breakpoint: Annotated[Any, Unserved(why="the server decides what it caches")] = None
+
+
+class InputVideo(VideoFields):
+    type: Literal["input_video"] = Field(description="A video, for models with a vision tower.")
+    video_url: str = Field(description="What video_url.url of chats is.")
+    prompt_cache_breakpoint: Annotated[Any, Unserved(why="the server decides what it caches")] = None
+
+
+def _kind_of_part(value: Any) -> str:
+    """The tag of the type that a part of a message is checked as."""
+    return kind_of_part(value, "input_image", "input_video")
+
+
+type MessagePart = Annotated[
+    Annotated[InputPart, Tag("<text>")] | Annotated[InputImage, Tag("<image>")] | Annotated[InputVideo, Tag("<video>")],
+    Discriminator(_kind_of_part),
+]
+
+type MessageContent = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[MessagePart], Field(max_length=MOST_PARTS, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        text_or_list,
+        custom_error_type="content_type",
+        custom_error_message="accepted: a string, or a list of parts of type input_text, output_text, input_image or "
+        "input_video",
+    ),
+]
+
+type ResultContent = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[InputPart], Field(max_length=MOST_PARTS, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        text_or_list,
+        custom_error_type="content_type",
+        custom_error_message="accepted: a string, or a list of parts of type input_text or output_text",
+    ),
+]
+
+
+class InputMessage(Body):
+    type: Literal["message"] = Field(default="message", description="What an item without a type is.")
+    role: Literal["system", "developer", "user", "assistant"] = Field(description="Whose message it is.")
+    content: MessageContent = Field(description="Text, or parts: texts, images and videos.")
+    id: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
+    status: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
+    phase: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
+
+    @property
+    def shown(self) -> list[ShownPart]:
+        """The images and videos in the content."""
+        shown: list[ShownPart] = []
+        for part in self.content if isinstance(self.content, list) else ():
+            if isinstance(part, InputImage):
+                shown.append(ShownImage(part.image_url))
+            elif isinstance(part, InputVideo):
+                shown.append(part.shown(part.video_url))
+        return shown
+
+    def content_for_template(self) -> str | list[dict[str, str]]:
+        """The content as chat templates expect it."""
+        if isinstance(self.content, str):
+            return self.content
+        return parts_for_template([_for_template(part) for part in self.content])
+
+
+def _for_template(part: InputPart | InputImage | InputVideo) -> dict[str, str]:
+    """A part as chat templates expect it."""
+    if isinstance(part, InputPart):
+        return {"type": "text", "text": part.text}
+    return {"type": "image" if isinstance(part, InputImage) else "video"}
+
+
+class InputCall(Body):
+    type: Literal["function_call"] = Field(description="What an earlier answer called.")
+    call_id: str = Field(description="The call's id, for the chat template.")
+    name: str = Field(description="The tool's name.")
+    arguments: str = Field(description="The arguments as JSON. The chat template gets an object, or else the text.")
+    id: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
+    status: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
+    namespace: Annotated[Any, Unserved(why="tools have no namespaces")] = None
+    caller: Annotated[Any, Unserved({"type": "direct"}, why="answers call tools themselves")] = None
+
+
+class InputResult(Body):
+    type: Literal["function_call_output"] = Field(description="What a call gave.")
+    call_id: str = Field(description="The call's id.")
+    output: ResultContent = Field(description="The result, as text.")
+    id: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
+    status: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
+    caller: Annotated[Any, Unserved({"type": "direct"}, why="answers call tools themselves")] = None
+
+    @property
+    def text(self) -> str:
+        """The result as one text."""
+        return self.output if isinstance(self.output, str) else "\n".join(part.text for part in self.output)
+
+
+type InputItem = InputMessage | InputCall | InputResult
+
+
+def _kind_of_item(value: Any) -> str | None:
+    """The tag of the type that an item is checked as."""
+    if not isinstance(value, dict):
+        return None
+    tags = {"message": "<message>", "function_call": "<call>", "function_call_output": "<result>"}
+    return tags.get(str(value.get("type", "message")))
+
+
+type InputItems = Annotated[
+    list[
+        Annotated[
+            Annotated[InputMessage, Tag("<message>")]
+            | Annotated[InputCall, Tag("<call>")]
+            | Annotated[InputResult, Tag("<result>")],
+            Discriminator(
+                _kind_of_item,
+                custom_error_type="item_type",
+                custom_error_message="accepted: items of type message, function_call or function_call_output",
+            ),
+        ]
+    ],
+    Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
+]
+
+
+# --- other fields -----------------------------------------------------------------------------------------------------
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"] = Field(description="What the answer is.")
+    name: str | None = Field(default=None, description="A name for the client's own use.")
+    description: str | None = Field(default=None, description="A description for the client's own use.")
+    schema_: dict[str, Any] | None = Field(
+        default=None, alias="schema", description="The JSON schema that the answer follows, with type json_schema."
+    )
+    strict: bool | None = Field(default=None, description="Makes no difference: every answer follows the schema.")
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "TextFormat":
+        if (self.type == "json_schema") is (self.schema_ is None):
+            raise ValueError("accepted: schema with type 'json_schema', and with no other type")
+        return self
+
+    def constraint(self) -> Constraint | None:
+        """What the answer must be; None: any text."""
+        if self.type == "text":
+            return None
+        return Constraint.json_schema({"type": "object"} if self.schema_ is None else self.schema_)
+
+
+class TextSettings(Body):
+    format: TextFormat | None = Field(default=None, description="The form of the answer. Default: text.")
+    verbosity: Annotated[Any, Unserved("medium", why="the model decides how much it writes")] = None
+
+
+class Reasoning(Body):
+    effort: Annotated[Any, Unserved(why="the chat template decides; give its variables as chat_template_kwargs")] = None
+    summary: Annotated[Any, Unserved(why="reasoning is part of the text")] = None
+    generate_summary: Annotated[Any, Unserved(why="reasoning is part of the text")] = None
+
+
+class ResponseTool(FunctionFields):
+    type: Literal["function"] = Field(description="Functions of the client are all that is called.")
+    defer_loading: Annotated[Any, Unserved(False, why="the chat template is given all tools")] = None
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _check_type(cls, value: Any) -> Any:
+        return checked_type(value)
+
+
+class ChosenTool(Body):
+    type: Literal["function"] = Field(description="The named function is called.")
+    name: ToolName = Field(description="The tool's name.")
+
+    @property
+    def mode(self) -> str:
+        """It has to be called."""
+        return "required"
+
+    @property
+    def names(self) -> list[str]:
+        """The tool's name."""
+        return [self.name]
+
+    @property
+    def is_one(self) -> bool:
+        """There is one call."""
+        return True
+
+
+class AllowedResponseTools(Body):
+    type: Literal["allowed_tools"] = Field(description="Some of the tools may be called.")
+    mode: Literal["auto", "required"] = Field(description="Whether one of the tools has to be called.")
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MOST_TOOLS, fail_fast=True)] = Field(
+        description="The tools that may be called."
+    )
+
+    @property
+    def names(self) -> list[str]:
+        """The tools' names."""
+        return [tool.name for tool in self.tools]
+
+    @property
+    def is_one(self) -> bool:
+        """There may be several calls."""
+        return False
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: Annotated[Any, Unserved(False, why="events are not padded")] = None
+
+
+class ResponsesRequest(SamplingRequest):
+    """The body of a request to /v1/responses."""
+
+    input: Annotated[
+        Annotated[str, Tag("<text>")] | Annotated[InputItems, Tag("<list>")],
+        Discriminator(
+            text_or_list, custom_error_type="input_type", custom_error_message="accepted: a string, or a list of items"
+        ),
+    ] = Field(description="The conversation so far, or a user's message.")
+    instructions: str | None = Field(default=None, description="A system message before the input.")
+    max_output_tokens: int | None = Field(
+        default=None, ge=1, le=LARGEST, description="Tokens to generate at most. Default: as many as fit."
+    )
+    text: TextSettings | None = Field(default=None, description="The form of the answer.")
+    tools: (
+        Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True), AfterValidator(check_names)] | None
+    ) = Field(default=None, description="Functions that the answer may call.")
+    tool_choice: (
+        Annotated[
+            Mode | Annotated[ChosenTool, Tag("<function>")] | Annotated[AllowedResponseTools, Tag("<allowed>")], CHOICE
+        ]
+        | None
+    ) = Field(
+        default=None, description="Whether the answer calls a tool, and which one. Default: auto, as the model likes."
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="false: calls after the first one are left out. Default: true."
+    )
+    include: (
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            Field(max_length=2, fail_fast=True),
+        ]
+        | None
+    ) = Field(default=None, description=f"{LOGPROBS} reports logprobs. The answer has no encrypted content.")
+    top_logprobs: int | None = Field(
+        default=None, ge=0, le=LARGEST, description="Report so many of the likeliest tokens, with include."
+    )
+    chat_template_kwargs: Variables | None = Field(
+        default=None, description="Further variables of the chat template, such as enable_thinking."
+    )
+    stream_options: ResponseStreamOptions | None = Field(default=None, description="Options of the stream.")
+    reasoning: Reasoning | None = Field(default=None, description="Accepted where it asks for nothing.")
+    max_tool_calls: Annotated[int | None, Ignored("the server has no tools of its own to call")] = None
+    previous_response_id: Annotated[Any, Unserved(why="the server keeps no answers; send all items as input")] = None
+    conversation: Annotated[Any, Unserved(why="the server keeps no conversations; send all items as input")] = None
+    background: Annotated[Any, Unserved(False, why="the server keeps no answers")] = None
+    prompt: Annotated[Any, Unserved(why="the server keeps no prompts")] = None
+    truncation: Annotated[Any, Unserved("disabled", why="a prompt is never cut")] = None
+    context_management: Annotated[Any, Unserved([], why="a prompt is never cut")] = None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "ResponsesRequest":
+        tools = self.tool_use()
+        if self.top_logprobs and not self.has_logprobs:
+            raise FieldError(
+                f"top_logprobs is given and include has no {LOGPROBS}; accepted: top_logprobs with include: "
+                f'["{LOGPROBS}"]',
+                "top_logprobs",
+            )
+        if self.has_logprobs and tools is not None:
+            raise FieldError(f"include has {LOGPROBS} and tools are given; accepted: one of them", "include")
+        calls = () if isinstance(self.input, str) else self.input
+        try:
+            check_items(item.arguments for item in calls if isinstance(item, InputCall))
+        except ValueError as error:
+            raise FieldError(str(error), "input") from None
+        return self
+
+    def param_of(self, field: str) -> str:
+        names = {"prompt": "input", "max_tokens": "max_output_tokens", "constraint": "text"}
+        return names.get(field, field)
+
+    @property
+    def shown(self) -> list[ShownPart]:
+        """The images and videos in the input."""
+        items = () if isinstance(self.input, str) else self.input
+        return [part for item in items if isinstance(item, InputMessage) for part in item.shown]
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer reports logprobs."""
+        return LOGPROBS in (self.include or ())
+
+    def constraint(self) -> Constraint | None:
+        """What the answer must be where it calls no tool; None: any text."""
+        form = None if self.text is None else self.text.format
+        return None if form is None else form.constraint()
+
+    def tool_use(self) -> ToolUse | None:
+        """What the answer may call; None: nothing."""
+        return tool_use([tool.tool() for tool in self.tools or ()], self.tool_choice, parallel=self.parallel_tool_calls)

@@ -1,0 +1,127 @@
+"""The bodies of requests for completions and chats, in OpenAI's terms.
+
+A field whose value asks for what the server does anyway is accepted. A field that would change answers, and which this
+server would have to ignore, is refused by name. `docs/serve/fields.md` lists both.
+"""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from detjax.engine import FieldError
+from detjax.server.api.field_marks import Ignored, Unserved
+from detjax.server.api.messages import Messages
+from detjax.server.api.request_fields import GenerationRequest
+from detjax.server.http.field_types import LARGEST, Prompt, Variables
+from detjax.server.tools.definitions import ChatToolChoice, ChatTools, ToolUse, tool_use
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of a request to /v1/completions."""
+
+    _TOP_LOGPROBS: ClassVar[str] = "logprobs"
+
+    prompt: Prompt = Field(description="One prompt or several, as strings or as token ids.")
+    max_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        le=LARGEST,
+        description="Tokens to generate at most. Default: 16. 0 with echo: the prompt alone.",
+    )
+    logprobs: int | None = Field(
+        default=None, ge=0, le=LARGEST, description="Report logprobs, and so many of the likeliest tokens."
+    )
+    echo: bool | None = Field(default=None, description="Begin the text with the prompt.")
+    best_of: int | None = Field(default=None, description="Accepted if it equals n.")
+    suffix: Annotated[Any, Unserved("", why="text is only continued")] = None
+    add_special_tokens: Annotated[Any, Unserved(True, why="a text prompt gets the tokenizer's special tokens")] = None
+    prompt_embeds: Annotated[Any, Unserved(why="a prompt is text or token ids")] = None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "CompletionRequest":
+        if self.best_of not in (None, self.n or 1):
+            raise FieldError(f"best_of is {self.best_of}; accepted: n, which is {self.n or 1}", "best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise FieldError("max_tokens is 0; accepted: at least 1, or 0 with echo", "max_tokens")
+        if self.max_tokens == 0 and self.receipt:
+            message = "receipt is true and max_tokens is 0; accepted: at least 1, as receipts are for answers"
+            raise FieldError(message, "receipt")
+        if self.stream and self.echo and self.logprobs is not None:
+            raise ValueError("stream, echo and logprobs are given; accepted: any two of them")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each as a string or as token ids."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+class ChatRequest(GenerationRequest):
+    """The body of a request to /v1/chat/completions."""
+
+    messages: Messages = Field(description="The conversation so far.")
+    max_tokens: int | None = Field(default=None, ge=1, le=LARGEST, description="The old name of max_completion_tokens.")
+    max_completion_tokens: int | None = Field(
+        default=None, ge=1, le=LARGEST, description="Tokens to generate at most. Default: as many as fit."
+    )
+    logprobs: bool | None = Field(default=None, description="Report logprobs.")
+    top_logprobs: int | None = Field(
+        default=None, ge=0, le=LARGEST, description="Report so many of the likeliest tokens, with logprobs: true."
+    )
+    chat_template_kwargs: Variables | None = Field(
+        default=None, description="Further variables of the chat template, such as enable_thinking."
+    )
+    tools: ChatTools | None = Field(default=None, description="Functions that the answer may call.")
+    tool_choice: ChatToolChoice | None = Field(
+        default=None, description="Whether the answer calls a tool, and which one. Default: auto, as the model likes."
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="false: calls after the first one are left out. Default: true."
+    )
+    stream_reasoning: Annotated[bool | None, Ignored("reasoning is part of the content")] = None
+    functions: Annotated[Any, Unserved([], why="tools has it")] = None
+    function_call: Annotated[Any, Unserved("none", "auto", why="tool_choice has it")] = None
+    modalities: Annotated[Any, Unserved(["text"], why="the model writes text only")] = None
+    audio: Annotated[Any, Unserved(why="the model writes text only")] = None
+    prediction: Annotated[Any, Unserved(why="predicted answers are not served")] = None
+    web_search_options: Annotated[Any, Unserved(why="the server does not search the web")] = None
+    reasoning_effort: Annotated[
+        Any, Unserved(why="the chat template decides; give its variables as chat_template_kwargs")
+    ] = None
+    thinking_token_budget: Annotated[Any, Unserved(why="reasoning is part of the answer and of its length")] = None
+    include_reasoning: Annotated[Any, Unserved(True, why="reasoning is part of the content")] = None
+    separate_reasoning: Annotated[Any, Unserved(False, why="reasoning is part of the content")] = None
+    verbosity: Annotated[Any, Unserved("medium", why="the model decides how much it writes")] = None
+    echo: Annotated[Any, Unserved(False, why="a chat's answer does not repeat its messages")] = None
+    add_generation_prompt: Annotated[Any, Unserved(True, why="an answer is a message of its own")] = None
+    continue_final_message: Annotated[Any, Unserved(False, why="an answer is a message of its own")] = None
+    add_special_tokens: Annotated[Any, Unserved(False, why="the chat template writes all special tokens")] = None
+    chat_template: Annotated[Any, Unserved(why="the chat template is the checkpoint's")] = None
+    documents: Annotated[Any, Unserved([], why="messages are all that the chat template is given")] = None
+    mm_processor_kwargs: Annotated[Any, Unserved({}, why="parts of videos have fps, min_frames and max_frames")] = None
+    media_io_kwargs: Annotated[Any, Unserved({}, why="parts of videos have fps, min_frames and max_frames")] = None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            message = "top_logprobs is given and logprobs is not true; accepted: top_logprobs with logprobs: true"
+            raise FieldError(message, "top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ; accepted: one of them")
+        if self.structured_outputs is not None and self.tool_use() is not None:
+            raise FieldError(
+                "structured_outputs and tools are given; accepted: tools with response_format, or with tool_choice "
+                "'none'",
+                "structured_outputs",
+            )
+        return self
+
+    def param_of(self, field: str) -> str:
+        if field == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return {"prompt": "messages"}.get(field) or super().param_of(field)
+
+    def tool_use(self) -> ToolUse | None:
+        """What the answer may call; None: nothing."""
+        return tool_use([tool.tool() for tool in self.tools or ()], self.tool_choice, parallel=self.parallel_tool_calls)

@@ -1,0 +1,101 @@
+"""Metrics for Prometheus, and the middleware that counts requests."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from detjax.engine import Engine
+from detjax.server.replicated_engine import ReplicatedEngine
+
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+"""Upper bounds of the histograms' buckets, in seconds."""
+_CLIENT_CLOSED_REQUEST = 499
+"""The status that nginx logs for a request whose client left before the response began."""
+
+
+class Metrics:
+    """The metrics of a server."""
+
+    def __init__(self, engine: Engine | ReplicatedEngine) -> None:
+        """Metrics that include the engine's own; of replicas, how often requests have lost one."""
+        self.registry = CollectorRegistry()
+        self.registry.register(
+            _ReplicaCollector(engine) if isinstance(engine, ReplicatedEngine) else _EngineCollector(engine)
+        )
+        self.requests = self._counter("requests", "HTTP requests.", "path", "status")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.generated_tokens = self._counter("generated_tokens", "Generated tokens.")
+        self.seconds = self._histogram("request", "Seconds from a request to the end of its response.", "path")
+        self.first_token = self._histogram("first_token", "Seconds from a streaming request to its first token.")
+        self.next_token = self._histogram("next_token", "Seconds between two tokens of a streamed sample.")
+
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        return Counter(f"detjax_{name}", documentation, labels, registry=self.registry)
+
+    def _histogram(self, name: str, documentation: str, *labels: str) -> Histogram:
+        name = f"detjax_{name}_seconds"
+        return Histogram(name, documentation, labels, registry=self.registry, buckets=_BUCKETS)
+
+    def text(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's statistics whenever Prometheus asks for them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        yield GaugeMetricFamily("detjax_samples_running", "Samples that hold a slot.", stats.running)
+        yield GaugeMetricFamily("detjax_samples_waiting", "Samples that wait for a slot.", stats.waiting)
+        yield GaugeMetricFamily("detjax_pages", "Pages of the KV cache.", stats.num_pages)
+        yield GaugeMetricFamily("detjax_pages_in_use", "Pages that requests in flight refer to.", stats.pages_in_use)
+        yield CounterMetricFamily("detjax_preemptions", "Samples that lost their pages to others.", stats.preemptions)
+        yield GaugeMetricFamily("detjax_snapshot_bytes", "Bytes of snapshots of slots.", stats.snapshot_bytes)
+        yield CounterMetricFamily(
+            "detjax_snapshot_hits", "Samples that went on from a snapshot of a slot.", stats.snapshot_hits
+        )
+
+
+class _ReplicaCollector(Collector):
+    """Reads what is known of replicas whenever Prometheus asks for it."""
+
+    def __init__(self, engine: ReplicatedEngine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily("detjax_lost_replicas", "Calls that went on at another replica.", self._engine.losses)
+
+
+class RequestMetrics:
+    """ASGI middleware that counts requests by path and status, and measures how long they take."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Sequence[str]) -> None:
+        """Middleware around `app`; requests of other paths than `paths` are counted under "other"."""
+        self._app, self._metrics, self._paths = app, metrics, frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        clock = asyncio.get_running_loop().time
+        start, status = clock(), _CLIENT_CLOSED_REQUEST
+
+        async def send_and_note_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note_status)
+        finally:
+            self._metrics.requests.labels(path, str(status)).inc()
+            self._metrics.seconds.labels(path).observe(clock() - start)

@@ -1,0 +1,117 @@
+"""Answers of a request with tools, as content and calls."""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from detjax.models import Tokenizer
+from detjax.server.text.token_texts import TextOffsets
+from detjax.server.tools.call_readers import Arguments, CallBegins, Content, Part
+from detjax.server.tools.formats import ToolFormat
+
+_PIECE: Final = 1 << 12
+"""Characters that a parser is given at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a tool: its name, and its arguments as the model wrote them."""
+
+    name: str
+    arguments: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What an answer says, and what it calls."""
+
+    content: str
+    calls: Sequence[Call]
+
+
+class AnswerReader:
+    """Splits an answer into content and calls while it grows.
+
+    Attributes:
+        calls: how many calls have begun.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, form: ToolFormat, *, at_most_one: bool) -> None:
+        """A reader at the beginning of an answer; with `at_most_one`, calls after the first one are left out."""
+        self.calls = 0
+        self._parser = form.parser()
+        self._marks = _Marks(tokenizer, form) if form.hidden else None
+        self._most = 1 if at_most_one else None
+
+    def add(self, token: int, text: str) -> Iterator[Part]:
+        """Yields what is known after a further token and the further text that it made known."""
+        yield from self._parts(self._parser.add(self._marks.add(token, text) if self._marks else text))
+
+    def finish(self) -> Iterator[Part]:
+        """Yields the rest at the end of the answer."""
+        yield from self._parts(self._parser.finish())
+
+    def parts(self, tokens: Sequence[int], text: str) -> Iterator[Part]:
+        """Yields all parts of a whole answer."""
+        if self._marks is not None:
+            text = self._marks.whole(tokens, text)
+        pieces = (text[start : start + _PIECE] for start in range(0, len(text), _PIECE))
+        yield from self._parts(itertools.chain.from_iterable(map(self._parser.add, pieces)))
+        yield from self._parts(self._parser.finish())
+
+    def read(self, tokens: Sequence[int], text: str) -> Answer:
+        """Returns what a whole answer says and calls."""
+        content, calls = list[str](), list[tuple[str, list[str]]]()
+        for part in self.parts(tokens, text):
+            match part:
+                case Content(text):
+                    content.append(text)
+                case CallBegins(_, name):
+                    calls.append((name, []))
+                case Arguments(index, text):
+                    calls[index][1].append(text)
+        return Answer("".join(content), [Call(name, "".join(arguments)) for name, arguments in calls])
+
+    def _parts(self, parts: Iterator[Part]) -> Iterator[Part]:
+        for part in parts:
+            if isinstance(part, Content) or self._most is None or part.index < self._most:
+                self.calls += isinstance(part, CallBegins)
+                yield part
+
+
+class _Marks:
+    """Puts marks of calls back into an answer's text, which has no special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, form: ToolFormat) -> None:
+        self._hidden = form.hidden
+        self._offsets = TextOffsets(tokenizer)
+        self._waiting = collections.deque[tuple[int, str]]()
+        """Marks that stand where the text has not come yet, by their offset in it."""
+        self._length = 0
+
+    def add(self, token: int, text: str) -> str:
+        """Returns further text with its marks, after a further token."""
+        offset = self._offsets.add(token)
+        if token in self._hidden:
+            self._waiting.append((offset, self._hidden[token]))
+        return self._insert(text)
+
+    def whole(self, tokens: Sequence[int], text: str) -> str:
+        """Returns a whole answer's text with its marks."""
+        for token in tokens:
+            offset = self._offsets.add(token)
+            if token in self._hidden:
+                self._waiting.append((offset, self._hidden[token]))
+        return self._insert(text)
+
+    def _insert(self, text: str) -> str:
+        pieces, begin = list[str](), 0
+        while self._waiting and self._waiting[0][0] <= self._length + len(text):
+            offset, mark = self._waiting.popleft()
+            end = max(offset - self._length, begin)
+            pieces += (text[begin:end], mark)
+            begin = end
+        self._length += len(text)
+        return "".join([*pieces, text[begin:]])

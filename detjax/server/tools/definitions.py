@@ -1,0 +1,241 @@
+"""The tools of a request, and which of them its answer may call."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, Protocol
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
+
+from detjax.engine import FieldError
+from detjax.server.http.field_types import MOST_TOOLS, Body
+
+_NAME: Final = r"^[a-zA-Z0-9_-]{1,64}$"
+
+type ToolName = Annotated[str, Field(pattern=_NAME)]
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionTool:
+    """A function that an answer may call.
+
+    Attributes:
+        name: what answers call it.
+        description: what it does.
+        parameters: the JSON schema of its arguments; None: it takes none.
+        is_strict: whether every call follows the schema.
+    """
+
+    name: str
+    description: str | None
+    parameters: Mapping[str, Any] | None
+    is_strict: bool
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates expect it."""
+        given = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        function = {name: value for name, value in given.items() if value is not None}
+        return {"type": "function", "function": function}
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolUse:
+    """The tools that an answer may or must call.
+
+    Attributes:
+        tools: all tools, which the chat template is given.
+        is_required: whether the answer has to be a call, or several.
+        allowed: names of the tools that it may call; None: all.
+        at_most_one: whether it may have one call only.
+    """
+
+    tools: Sequence[FunctionTool]
+    is_required: bool
+    allowed: Sequence[str] | None
+    at_most_one: bool
+
+    @property
+    def callable(self) -> list[FunctionTool]:
+        """The tools that the answer may call."""
+        return [tool for tool in self.tools if self.allowed is None or tool.name in self.allowed]
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+class FunctionFields(Body):
+    """A function as chats and responses describe it."""
+
+    name: ToolName = Field(description="What answers call the tool.")
+    description: str | None = Field(default=None, description="What it does, for the chat template.")
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="The JSON schema of its arguments, an object. Default: it takes none."
+    )
+    strict: bool | None = Field(
+        default=None, description="Calls follow the schema even where the answer is free to call or not."
+    )
+
+    @field_validator("parameters")
+    @classmethod
+    def _check_parameters(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value and value.get("type", "object") != "object":
+            raise ValueError("accepted: a JSON schema of type 'object'")
+        return value
+
+    def tool(self) -> FunctionTool:
+        """The tool that the fields describe."""
+        return FunctionTool(self.name, self.description, self.parameters, bool(self.strict))
+
+
+class ChatTool(Body):
+    type: Literal["function"] = Field(description="Functions of the client are all that is called.")
+    function: FunctionFields = Field(description="The function.")
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _check_type(cls, value: Any) -> Any:
+        return checked_type(value)
+
+    def tool(self) -> FunctionTool:
+        """The tool that the fields describe."""
+        return self.function.tool()
+
+
+def checked_type(value: Any) -> Any:
+    """Returns the type of a tool.
+
+    Raises:
+        ValueError: it is none that is served.
+    """
+    if value != "function":
+        raise ValueError("accepted: 'function', because the server has no tools of its own")
+    return value
+
+
+def check_names[Tool: FunctionFields | ChatTool](tools: list[Tool]) -> list[Tool]:
+    """Returns tools whose names differ.
+
+    Raises:
+        ValueError: two have the same name.
+    """
+    names = [tool.tool().name for tool in tools]
+    if len(set(names)) < len(names):
+        raise ValueError("accepted: tools whose names differ")
+    return tools
+
+
+type ChatTools = Annotated[list[ChatTool], Field(max_length=MOST_TOOLS, fail_fast=True), AfterValidator(check_names)]
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
+
+
+class NamedFunction(Body):
+    name: ToolName = Field(description="A tool's name.")
+
+
+class NamedTool(Body):
+    type: Literal["function"] = Field(description="The named function is called.")
+    function: NamedFunction = Field(description="The tool.")
+
+    @property
+    def mode(self) -> str:
+        """It has to be called."""
+        return "required"
+
+    @property
+    def is_one(self) -> bool:
+        """There is one call."""
+        return True
+
+    @property
+    def names(self) -> list[str]:
+        """The tool's name."""
+        return [self.function.name]
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"] = Field(description="Whether one of the tools has to be called.")
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MOST_TOOLS, fail_fast=True)] = Field(
+        description="The tools that may be called."
+    )
+
+
+class AllowedToolsChoice(Body):
+    type: Literal["allowed_tools"] = Field(description="Some of the tools may be called.")
+    allowed_tools: AllowedTools = Field(description="Which ones.")
+
+    @property
+    def is_one(self) -> bool:
+        """There may be several calls."""
+        return False
+
+    @property
+    def mode(self) -> str:
+        """Whether one of them has to be called."""
+        return self.allowed_tools.mode
+
+    @property
+    def names(self) -> list[str]:
+        """The tools' names."""
+        return [tool.function.name for tool in self.allowed_tools.tools]
+
+
+def kind_of_choice(value: Any) -> str | None:
+    """The tag of the type that a choice of tools is checked as."""
+    if isinstance(value, dict):
+        return {"function": "<function>", "allowed_tools": "<allowed>"}.get(str(value.get("type")))
+    return "<mode>" if value in ("none", "auto", "required") else None
+
+
+type Mode = Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
+_ACCEPTED: Final = "accepted: 'none', 'auto', 'required', an object of type function, or one of type allowed_tools"
+CHOICE: Final = Discriminator(kind_of_choice, custom_error_type="tool_choice_type", custom_error_message=_ACCEPTED)
+type ChatToolChoice = Annotated[
+    Mode | Annotated[NamedTool, Tag("<function>")] | Annotated[AllowedToolsChoice, Tag("<allowed>")], CHOICE
+]
+
+
+class Choice(Protocol):
+    """A choice of tools that is an object."""
+
+    @property
+    def mode(self) -> str:
+        """Whether one of the tools has to be called: "auto" or "required"."""
+        ...
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The tools that may be called."""
+        ...
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is one call only."""
+        ...
+
+
+def tool_use(tools: Sequence[FunctionTool], choice: str | Choice | None, *, parallel: bool | None) -> ToolUse | None:
+    """Returns what an answer may call; None: nothing.
+
+    Args:
+        tools: the tools of the request.
+        choice: "none", "auto", "required", or which of them.
+        parallel: whether there may be several calls.
+
+    Raises:
+        ValueError: the choice is none of the tools.
+    """
+    mode, allowed, is_one = choice, None, False
+    if choice is not None and not isinstance(choice, str):
+        mode, allowed, is_one = choice.mode, choice.names, choice.is_one
+    known = {tool.name for tool in tools}
+    for name in allowed or ():
+        if name not in known:
+            names = ", ".join(repr(tool.name) for tool in tools[:8]) or "no name, because there are no tools"
+            raise FieldError(f"tool_choice names {name!r}; accepted: {names}", "tool_choice")
+    if mode == "required" and not tools:
+        message = "tool_choice is 'required' and there are no tools; accepted: 'required' with tools"
+        raise FieldError(message, "tool_choice")
+    if not tools or mode == "none":
+        return None
+    return ToolUse(tools, mode == "required", allowed, parallel is False or is_one)

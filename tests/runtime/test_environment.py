@@ -1,0 +1,119 @@
+"""Environment variables and files of flags: what of them is hashed, and what is refused."""
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import detjax
+from detjax.runtime import compilation, environment, fingerprints
+
+
+@pytest.fixture(autouse=True)
+def no_flags_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in environment.variables("gpu") | environment.variables("tpu"):
+        monkeypatch.delenv(variable)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("", {}),
+        ("  --a=1\t--b \n--c=x=y", {"a": "1", "b": "true", "c": "x=y"}),
+        ("""--a="b c" --d='e f'--g=2""", {"a": "b c", "d": "e f", "g": "2"}),
+        (r"""--a="b \" c\\" --d="open""", {"a": 'b " c\\', "d": "open"}),
+        ("--a=1 word --b=2", {"a": "1"}),
+        ("-a=1 --a=2", {"a": "2"}),
+        ("--a=it's", {"a": "it's"}),
+    ],
+)
+def test_flags_are_read_as_xla_reads_them(text: str, flags: dict[str, str]) -> None:
+    assert environment.flags("XLA_FLAGS", text) == flags
+
+
+def test_a_file_of_flags_counts_as_its_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest(value: str) -> str:
+        monkeypatch.setenv("XLA_FLAGS", value)
+        return fingerprints.fingerprint().digest
+
+    texts = {"a": "--xla_cpu_max_isa=AVX2", "b": "--xla_cpu_max_isa=AVX", "c c": "--xla_cpu_max_isa=AVX2"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    digests = {name: digest(str(tmp_path / name)) for name in texts}
+    assert digests["a"] == digests["c c"] == digest(texts["a"])
+    assert digests["b"] != digests["a"]
+
+
+def test_a_contradiction_in_a_file_of_flags_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flags").write_text("\n--xla_dump_to=/x\n--xla_allow_excess_precision=true\n")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
+    with pytest.raises(detjax.EnvironmentContradiction, match="--xla_allow_excess_precision=true; the contract needs"):
+        detjax.jit(lambda x: x + 1)(jnp.ones(3))
+
+
+def test_a_file_of_flags_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "absent"))
+    for check in (compilation.check_environment, fingerprints.fingerprint):
+        with pytest.raises(detjax.EnvironmentContradiction, match=r"the file cannot be read \(No such file"):
+            check()
+
+
+@pytest.mark.parametrize("flag", ["flagfile=/x", "fromenv=xla_a", "tryfromenv=xla_a"])
+def test_flags_that_libtpu_would_read_from_another_place_are_refused(
+    flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_tpu_a=1 --{flag}")
+    with pytest.raises(detjax.EnvironmentContradiction, match=f"--{flag}, which reads flags from another place"):
+        compilation.check_environment()
+
+
+@pytest.mark.parametrize(
+    ("variable", "platform", "is_hashed"),
+    [
+        ("XLA_FLAGS", "cpu", True),
+        ("XLA_NEW_IN_THE_NEXT_RELEASE", "cpu", True),
+        ("LIBTPU_INIT_ARGS", "cpu", True),
+        ("JAX_NEW_IN_THE_NEXT_RELEASE", "cpu", True),
+        ("ONEDNN_MAX_CPU_ISA", "cpu", True),
+        ("NPY_DISABLE_CPU_FEATURES", "cpu", True),
+        ("GLIBC_TUNABLES", "cpu", True),
+        ("TF_XLA_FLAGS", "cpu", True),
+        ("NVIDIA_TF32_OVERRIDE", "gpu", True),
+        ("CUBLAS_WORKSPACE_CONFIG", "gpu", True),
+        ("CUBLASLT_HEURISTICS_CACHE_CAPACITY", "gpu", True),
+        ("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", "gpu", True),
+        ("CUDA_FORCE_PTX_JIT", "gpu", True),
+        ("DISABLE_PTXAS_OPT", "gpu", True),
+        ("LIBTPU_INIT_ARGS", "tpu", True),
+        ("TPU_NEW_IN_THE_NEXT_RELEASE", "tpu", True),
+        ("CUDA_FORCE_PTX_JIT", "cpu", False),  # a variable of a different platform
+        ("CUDA_VISIBLE_DEVICES", "gpu", False),
+        ("JAX_ENABLE_X64", "cpu", False),  # an option of JAX, which the fingerprint has already
+        ("JAX_COORDINATOR_ADDRESS", "cpu", False),
+        ("MOSAIC_GPU_CUDA_ROOT", "gpu", False),
+        ("PJRT_NPROC", "cpu", False),
+        ("TF_VAR_region", "cpu", False),
+        ("TPU_WORKER_ID", "tpu", False),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "gpu", False),
+    ],
+)
+def test_variables_that_bits_may_depend_on_are_hashed(
+    variable: str, platform: str, is_hashed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "--a=1")
+    assert environment.variables(platform) == ({variable: "--a=1"} if is_hashed else {})
+    if platform == jax.default_backend():
+        assert json.loads(fingerprints.fingerprint().flags) == environment.variables(platform)
+    monkeypatch.setenv(variable, "")
+    assert environment.variables(platform) == {}
+
+
+def test_flags_that_were_removed_after_xla_read_them_are_in_the_fingerprint() -> None:
+    """XLA reads its flags once. Its own options tell which, whatever the environment says by then."""
+    from tests.support.answer import digest_after_flags_were_removed
+
+    assert digest_after_flags_were_removed("--xla_cpu_max_isa=AVX2") != digest_after_flags_were_removed("")
+    assert "XLA_FLAGS" not in os.environ

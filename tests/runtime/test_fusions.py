@@ -1,0 +1,135 @@
+"""The switches of fusions: names, contexts, the environment variable, and what knows of them."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import detjax
+from detjax import ops
+from detjax.cli import app
+from detjax.engine.launcher import LauncherThread
+from detjax.runtime import fusions
+from detjax.runtime.compilation import Choices
+
+
+@pytest.fixture(autouse=True)
+def no_choice_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(fusions.FUSIONS_VARIABLE, raising=False)
+
+
+def test_contexts_add_names_and_give_them_back() -> None:
+    with detjax.without_fusions("qk_rope"):
+        with detjax.without_fusions("attention", "qk_rope"):
+            assert fusions.separated() == ("attention", "qk_rope")
+        assert fusions.separated() == ("qk_rope",)
+    assert fusions.separated() == ()
+
+
+def test_the_environment_variable_holds_until_a_context_adds_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(fusions.FUSIONS_VARIABLE, "qk_rope, softmax")
+    assert fusions.separated() == ("qk_rope", "softmax")
+    with detjax.without_fusions("sample"):
+        assert fusions.separated() == ("qk_rope", "sample", "softmax")
+
+
+def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="without_fusions: 'rope' is no fusion of this release; accepted: matmul_ep"):
+        with detjax.without_fusions("rope"):
+            pass
+    monkeypatch.setenv(fusions.FUSIONS_VARIABLE, "all")
+    with pytest.raises(ValueError, match="environment variable DETJAX_WITHOUT_FUSIONS: 'all' is no fusion"):
+        fusions.separated()
+
+
+@pytest.mark.parametrize("choose", ["context", "variable"])
+def test_the_choice_is_part_of_the_compilation_caches_key(choose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = []
+
+    @detjax.jit
+    def program(x: jax.Array) -> jax.Array:
+        traced.append(fusions.separated())
+        return ops.rms_norm(x, jnp.ones(8), eps=1e-6, residual=x)[0]
+
+    def run(*names: str) -> None:
+        if choose == "context":
+            with detjax.without_fusions(*names):
+                program(jnp.ones((2, 8)))
+        else:
+            monkeypatch.setenv(fusions.FUSIONS_VARIABLE, ",".join(names))
+            program(jnp.ones((2, 8)))
+
+    for names in ((), ("rms_norm_residual",), (), ("rms_norm_residual",)):
+        run(*names)
+    assert traced == [(), ("rms_norm_residual",)]
+
+
+def test_stock_operations_have_no_fusions_to_switch_off() -> None:
+    x = jnp.ones((2, 8))
+
+    def program(x: jax.Array) -> jax.Array:
+        return ops.rms_norm(x, jnp.ones(8), eps=1e-6, residual=x)[0]
+
+    with detjax.use_backend("stock"):
+        fused = str(jax.make_jaxpr(program)(x))
+        with detjax.without_fusions(*fusions.FUSIONS):
+            assert str(jax.make_jaxpr(program)(x)) == fused
+
+
+def test_an_engines_threads_have_the_choices_of_the_one_that_made_them() -> None:
+    with detjax.without_fusions("sample"):
+        thread = LauncherThread()
+    assert thread.submit(fusions.separated).result() == ("sample",)
+    thread.close()
+    seen = []
+    with detjax.without_fusions("sample"), detjax.use_backend("stock"):
+        choices = Choices.here()
+
+    def work() -> None:
+        with choices.held():
+            seen.append((detjax.backend(), fusions.separated()))
+
+    other = threading.Thread(target=work)
+    other.start()
+    other.join()
+    assert seen == [("stock", ("sample",))]
+
+
+def test_the_fingerprint_names_the_fusions_whose_bits_may_change() -> None:
+    plain = detjax.fingerprint()
+    with detjax.without_fusions("attention", "qk_rope"):
+        assert detjax.fingerprint() == plain
+        with detjax.use_backend("hopper"):
+            assert detjax.fingerprint().separated_fusions == '["attention"]'
+    with detjax.use_backend("hopper"):
+        assert detjax.fingerprint().separated_fusions == "[]"
+
+
+def test_an_engine_answers_without_fusions_in_the_same_bits() -> None:
+    from detjax.demo import CHECKPOINT
+
+    decoder, tokenizer = detjax.models.load(CHECKPOINT)
+    sampling = detjax.SamplingParams(max_tokens=3, temperature=1.0, seed=4)
+
+    def answer() -> detjax.Completion:
+        return detjax.generate(decoder, [[1, 2, 3]], sampling, tokenizer=tokenizer)[0].completions[0]
+
+    fused = answer()
+    with detjax.without_fusions(*fusions.FUSIONS):
+        separated = answer()
+    assert separated.tokens == fused.tokens
+    assert np.float32(separated.logprobs).tobytes() == np.float32(fused.logprobs).tobytes()
+
+
+def test_the_command_prints_the_table() -> None:
+    with detjax.without_fusions("softmax"):
+        done = CliRunner().invoke(app, ["certify", "--fusions"])
+    assert done.exit_code == 0, done.output
+    for fusion in fusions.FUSIONS.values():
+        assert fusion.name in done.output
+    lines = [line for line in done.output.splitlines() if "│ softmax " in line]
+    assert len(lines) == 1 and "may change on hopper, tpu" in lines[0] and "off │" in lines[0]
+    assert "do not change" in next(line for line in done.output.splitlines() if "rms_norm_residual" in line)
