@@ -53,7 +53,9 @@ class Sizes:
     server: tuple[str, ...] = ("--max-samples", "1024", "--token-budget", "8192", "--max-length", "384")
 
 
-SMALL: Final = Sizes("tiny", 1, Workload(12, (4, 12), (5, 9)), ("--max-samples", "8", "--token-budget", "16", "--max-length", "64"))
+SMALL: Final = Sizes(
+    "tiny", 1, Workload(12, (4, 12), (5, 9)), ("--max-samples", "8", "--token-budget", "16", "--max-length", "64")
+)
 
 
 def study(
@@ -61,7 +63,7 @@ def study(
     *,
     preset: options.Preset = Sizes.preset,
     layers: options.Layers = None,
-    engines: Annotated[int, typer.Option(min=2, help="The engines of the other server.")] = 2
+    engines: Annotated[int, typer.Option(min=2, help="The engines of the other server.")] = 2,
     orders: Annotated[int, typer.Option(min=1, help="Runs with each server; the first one warms it up.")] = 3,
 ) -> Result:
     sizes = SMALL if run.small else Sizes(preset, layers)

@@ -75,7 +75,7 @@ def _trained(sizes: Sizes, devices: int, batch: Sequence[Sample], *, timed: bool
     trainer = Trainer(presets.decoder(sizes.preset, sizes.layers), optimizer, LogLikelihood(), plan)
     gc.collect()
     gradients = batch_gradients(trainer.network, trainer.weights, batch, LogLikelihood(), plan)
-    digests = {"gradients": _digest(gradients.leaves)}
+    digests, logprobs = {"gradients": _digest(gradients.leaves)}, []
     del gradients
     for _ in range(_COMPARED_STEPS):
         logprobs = trainer.step(batch).logprobs
