@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 import safetensors
 from typer.testing import CliRunner
 
+import benchmarks
 import detjax
 from benchmarks.__main__ import app, studies
 from benchmarks.studies import decode, delta_rule, expert_schedules, loading, tunix_learners
@@ -25,6 +29,7 @@ from detjax.pallas.hopper.matmul.plan import Schedule
 STUDIES = (
     "aggregation",
     "attention",
+    "data_parallel",
     "decode",
     "decoder",
     "delta_rule",
@@ -44,6 +49,7 @@ STUDIES = (
     "structured",
     "tpu_dots",
     "training",
+    "training_devices",
     "true_on_policy",
     "tunix_learners",
     "verify",
@@ -116,6 +122,24 @@ def test_random_programs(tmp_path: Path) -> None:
     for counts in content["results"].values():
         assert sum(counts[outcome] for outcome in ("proven", "observed", "refuted", "unproven")) == content["programs"]
         assert counts["proven"] and counts["observed"] and not counts["false_proofs"]
+
+
+@pytest.mark.sampled(0)
+def test_servers_of_one_engine_and_of_two_have_the_same_answers(tmp_path: Path) -> None:
+    content = run_small("data_parallel", tmp_path, "--orders", "1")
+    assert [server["engines"] for server in content["servers"]] == [1, 2]
+    assert len({digest for server in content["servers"] for digest in server["digests"]}) == 1
+
+
+@pytest.mark.sampled(0)
+def test_training_on_two_devices_gives_the_bits_of_one(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "benchmarks", "training_devices", "--small", "--out", str(out)]
+    subprocess.run(command, env=environment, cwd=Path(benchmarks.__file__).parents[1], check=True)
+    content = json.loads(out.read_text())
+    assert set(content["equal"].values()) == {True} and content["control_differs"]
 
 
 def test_rivals_of_the_delta_rule_compute_the_rule() -> None:
