@@ -1,4 +1,4 @@
-"""The table of fixtures and the folders of tests/fixtures/ are the same, and the README there says what the table says."""
+"""The table of fixtures has the folders of tests/fixtures/, and the README there says what the table says."""
 
 import json
 import tomllib
