@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
 from benchmarks import goals
+from benchmarks.display import display
 from benchmarks.study import Run
 from detjax.bench.command_line import Out, Small, console, print_line
 from detjax.cli.options import Option, UsageError, command, new_app, run, unwrapped
@@ -64,6 +65,7 @@ def _command(name: str, arguments: Sequence[str]) -> Callable[..., int | None]:
         run = Run(command_line, small, out)
         result = module.study(run, **options)
         run.save(result.content)
+        display(result.content)
         if plot := plot or (out and out.with_suffix(".png")):
             for suffix, draw in pictures.items():
                 draw({**run.heading, **result.content}, plot.with_name(f"{plot.stem}{suffix}.png"))

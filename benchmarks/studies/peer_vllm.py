@@ -21,7 +21,6 @@ import time
 from typing import Annotated, Any
 
 import numpy as np
-from rich.console import Console
 
 from benchmarks.study import Result, Run
 from detjax.bench import presets, serve
@@ -121,13 +120,8 @@ def study(
         "generated_tokens": sum(request.sampling.max_tokens for request in requests),
         "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
     }
-    Console().print(
-        f"{result['requests']} requests, {result['prompt_tokens']:,} prompt tokens, "
-        f"{result['generated_tokens']:,} to generate"
-    )
     if not run.small:
         if model is None:
             raise UsageError("--model is missing; accepted: a directory with config.json and a tokenizer")
         result["vllm"] = _measured(model, vocabulary)
-        Console().print(result["vllm"])
     return Result(result)

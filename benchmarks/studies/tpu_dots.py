@@ -18,8 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import plots
 from benchmarks.study import Result, Run
@@ -75,10 +73,6 @@ def study(run: Run) -> Result:
         steps = {chip: {str(m): steps_of_k(chip, m) for m in tokens} for chip in chips}
     except ModuleNotFoundError as error:
         raise UsageError(f"tpu_dots: {error}") from error
-    table = Table("chip", *(f"M = {m}" for m in tokens), title=f"Steps of K = {K}, N = {N}")
-    for chip, counts in steps.items():
-        table.add_row(chip, *("vector unit" if count is None else str(count) for count in counts.values()))
-    Console().print(table)
     return Result({"K": K, "N": N, "dtype": "bfloat16", "detjax_steps": K // TPU_K_STEP, "steps": steps})
 
 

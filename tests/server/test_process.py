@@ -18,7 +18,7 @@ from tests.support import commands
 from tests.support.waits import HANGS_AFTER
 
 SMALL = ("--max-samples", "1", "--token-budget", "8", "--max-length", "64", "--top-logprobs", "0")
-ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 5, "logprobs": 0}
+ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 5, "logprobs": 0, "seed": 0}
 
 
 @contextlib.contextmanager

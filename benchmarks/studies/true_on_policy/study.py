@@ -15,8 +15,6 @@ The exit code is 1 if sampler and trainer differ in a bit with detjax, or if the
 import math
 from typing import Annotated
 
-from rich.console import Console
-
 from benchmarks.studies.true_on_policy.experiment import SMALL, Sizes, draw, measured, problems
 from benchmarks.study import Result, Run
 from detjax.bench import command_line
@@ -37,7 +35,6 @@ def study(
         sizes = Sizes(seeds=seeds, steps=steps, samples=samples, learning_rate=learning_rate)
     sizes = SMALL if run.small else sizes
     result = measured(sizes, processes=processes, seconds=seconds, report=command_line.print_line)
-    Console().print(f"{result['seconds']:.0f} s")
     return Result(result, "; ".join(problems(result)))
 
 
