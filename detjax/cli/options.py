@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import docstring_parser
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
 
 _UNITS: Final = ("bytes", "seconds")
 """Last words of the names of numbers, which the help shows in place of N or X."""
@@ -169,6 +169,9 @@ def run(app: App, arguments: Sequence[str] | None, expected: tuple[type[Exceptio
     except BrokenPipeError:  # the reader has ended, such as head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except UnknownCommandError:
+        commands = ", ".join(name for name in app if not name.startswith("-"))
+        _fail(f"{arguments[0]!r} is no command; accepted: {commands}")
     except CycloptsError as error:
         _fail(str(error.__cause__ if isinstance(error.__cause__, ValueError) else error))
     except expected as error:
