@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-tpu test-tunix test-ray test-models test-all notebooks mutants soak lint format lock clean always
+.PHONY: help demo docs test test-tpu test-tunix test-ray test-models test-all notebooks mutants mutate soak lint format lock clean always
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -10,6 +10,8 @@ TUNIX_SOURCE ?=
 TUNIX := $(if $(TUNIX_SOURCE),.tunix-source,.tunix)
 # Replicas on Ray Serve.
 RAY := .ray
+# mutmut, and what the tests need.
+MUTATE := .mutate
 # Published models.
 MODELS := .models
 # Bonsai's models are in no package index: what pip takes, such as a checkout's path or
@@ -73,6 +75,9 @@ docs: $(READY) ## build the documentation into site/; any warning, dead link or 
 mutants: $(PTXAS)/.ready $(LIBTPU)/.ready ## plant faults in copies of the code; fail if the tests miss one
 	$(BIN)/python tools/mutants.py $(MUTANTS)
 
+mutate: $(MUTATE)/.ready ## mutate plain Python and show what TESTS miss (MODULE=detjax/engine/page_pool.py TESTS=tests/engine/test_scheduler.py)
+	PYTHONPATH=. $(MUTATE)/bin/python tools/mutate.py $(MODULE) --tests $(TESTS)
+
 SOAK ?= load
 # The attack on replicas needs Ray, which the others do not.
 SOAK_HOME = $(if $(filter replicas,$(SOAK)),$(RAY),.venv)
@@ -106,7 +111,7 @@ lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	done
 
 clean: ## remove everything that was made here
-	rm -rf .venv site $(PTXAS) $(LIBTPU) .tunix .tunix-source .ray .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv site $(PTXAS) $(LIBTPU) .tunix .tunix-source .ray .mutate .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml requirements.lock tools/make-venv.sh
@@ -143,6 +148,14 @@ $(RAY)/.ready: $(READY) Makefile pyproject.toml
 	@uv=$$(tools/find-uv.sh) && "$$uv" venv --quiet --python $(BIN)/python $(RAY) && \
 	"$$uv" pip install --quiet --python $(RAY)/bin/python --requirements pyproject.toml --extra ray --extra structured \
 	  'jax==0.11.2' 'jaxlib==0.11.2'
+	@touch $@
+
+# Neither is mutmut in the lock, which would have to hold what its terminal needs.
+$(MUTATE)/.ready: $(READY) Makefile pyproject.toml
+	@rm -rf $(MUTATE)
+	@uv=$$(tools/find-uv.sh) && "$$uv" venv --quiet --python $(BIN)/python $(MUTATE) && \
+	"$$uv" pip install --quiet --python $(MUTATE)/bin/python --requirements pyproject.toml --extra test \
+	  --constraints requirements.lock 'mutmut==3.8.1'
 	@touch $@
 
 # Neither these models nor what they need is in the lock, as with Tunix. This transformers is the last one with Flax

@@ -4,7 +4,8 @@
     python tools/make_fixtures.py [--only NAME]
 
 detjax itself needs none of them, and only the fixture with a video needs torchvision: tests read the files that this
-tool left behind. A fixture is a Hugging Face checkpoint with random weights, `reference.npz` and, where it has a
+tool left. `tools/fixtures.toml` is the table of fixtures. A new one needs an entry there and a folder with its
+`config.json`, which this tool reads and never writes. It adds random weights, `reference.npz` and, where there is a
 tokenizer, `reference.json`:
 
     tokens        int32 [T]        random
@@ -35,7 +36,7 @@ conversation with a video and an image:
     clip_logits        float32 [., V]      of every fourth token of the prompt, from the first one on
     clip_continuation  int32 [n]           the greedy one of the prompt
 
-A seed is accepted if every setting in the fixture's `matters` changes the logits, no greedy choice is close to a tie,
+A seed is accepted if every change of the fixture's `matters` changes the logits, no greedy choice is close to a tie,
 and the continuation does not repeat itself. On one kind of CPU, with the versions above,
 the files come out the same byte for byte.
 """
@@ -46,11 +47,14 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 # Checkpoints and tokenizers are made from nothing here. Nothing may come from the network or from its cache.
@@ -98,311 +102,16 @@ NOT_OF_THE_TEXT_MODEL = ("model.visual.patch_embed.proj.weight", "mtp.fc.weight"
 # The end of the names of buffers that stay float32 in every checkpoint.
 CORRECTION = "e_score_correction_bias"
 
+# What published files call a network, and what transformers does.
+MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
+
 Config = transformers.PreTrainedConfig
-Weights = dict[str, torch.Tensor]
-# Removes one setting from a copy of a model, in place. What neither the configuration nor weights say is removed from
-# the network itself, by a function that is returned.
-Removal = Callable[[Config, Weights], Callable[[transformers.PreTrainedModel], None] | None]
+Model = transformers.PreTrainedModel
+Arrays = dict[str, np.ndarray]
 
 
 class Unfit(Exception):
     """A seed gives a fixture that would test too little, so the next seed is tried."""
-
-
-# --- settings that are removed to show that they matter --------------------------------------------------------------
-
-
-def no_rope_scaling(config: Config, weights: Weights) -> None:
-    config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
-
-
-def no_yarn_attention_factor(config: Config, weights: Weights) -> None:
-    config.rope_parameters = {**config.rope_parameters, "attention_factor": 1.0}
-
-
-def yarn_factor_from_max_position(config: Config, weights: Weights) -> None:
-    ratio = config.max_position_embeddings / config.rope_parameters["original_max_position_embeddings"]
-    config.rope_parameters = {**config.rope_parameters, "factor": ratio}
-
-
-def rope_theta_10000(config: Config, weights: Weights) -> None:
-    config.rope_parameters = {**config.rope_parameters, "rope_theta": 10000.0}
-
-
-def rope_theta_of(layer_type: str, theta: float) -> Removal:
-    def change(config: Config, weights: Weights) -> None:
-        changed = {**config.rope_parameters[layer_type], "rope_theta": theta}
-        config.rope_parameters = {**config.rope_parameters, layer_type: changed}
-
-    change.__name__ = f"rope_theta_of_{layer_type}_{theta:.0f}"
-    return change
-
-
-def no_rope_scaling_of_full_layers(config: Config, weights: Weights) -> None:
-    unscaled = {"rope_type": "default", "rope_theta": config.rope_parameters["full_attention"]["rope_theta"]}
-    config.rope_parameters = {**config.rope_parameters, "full_attention": unscaled}
-
-
-def rope_scaling_of_sliding_layers(config: Config, weights: Weights) -> None:
-    full, sliding = (config.rope_parameters[name] for name in ("full_attention", "sliding_attention"))
-    scaled = {**full, "rope_theta": sliding["rope_theta"]}
-    config.rope_parameters = {**config.rope_parameters, "sliding_attention": scaled}
-
-
-def layer_types_of_pattern(pattern: int) -> Removal:
-    def change(config: Config, weights: Weights) -> None:
-        layers = range(config.num_hidden_layers)
-        config.layer_types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in layers]
-
-    change.__name__ = f"layer_types_of_pattern_{pattern}"
-    return change
-
-
-def scores_scaled_by_head_dim(config: Config, weights: Weights) -> None:
-    config.query_pre_attn_scalar = config.head_dim
-
-
-def no_attention_soft_cap(config: Config, weights: Weights) -> None:
-    config.attn_logit_softcapping = None
-
-
-def no_logit_soft_cap(config: Config, weights: Weights) -> None:
-    config.final_logit_softcapping = None
-
-
-def silu_in_the_gate(config: Config, weights: Weights) -> None:
-    config.hidden_activation = "silu"
-
-
-def norms_around_zero(*names: str) -> Removal:
-    """Norms of these names get the weight 0, under which they multiply by 1."""
-
-    def change(config: Config, weights: Weights) -> None:
-        for name, weight in weights.items():
-            if name.endswith(tuple(f"{ending}.weight" for ending in names)):
-                weight.zero_()
-
-    change.__name__ = f"{'_and_'.join(names)}_around_zero"
-    return change
-
-
-def no_sliding_window(config: Config, weights: Weights) -> None:
-    config.sliding_window = None
-    if hasattr(config, "layer_types"):
-        config.layer_types = ["full_attention"] * config.num_hidden_layers
-
-
-def sliding_window_one_longer(config: Config, weights: Weights) -> None:
-    config.sliding_window += 1
-
-
-def sliding_window_everywhere(config: Config, weights: Weights) -> None:
-    config.layer_types = ["sliding_attention"] * config.num_hidden_layers
-
-
-def rms_norm_eps_1e6(config: Config, weights: Weights) -> None:
-    config.rms_norm_eps = 1e-6
-
-
-def no_attention_biases(config: Config, weights: Weights) -> None:
-    for name, weight in weights.items():
-        if "self_attn" in name and name.endswith(".bias"):
-            weight.zero_()
-
-
-def no_mlp_biases(config: Config, weights: Weights) -> None:
-    for name, weight in weights.items():
-        if "mlp" in name and name.endswith(".bias"):
-            weight.zero_()
-
-
-def unit_qk_norms(config: Config, weights: Weights) -> None:
-    for name, weight in weights.items():
-        if "q_norm" in name or "k_norm" in name:
-            weight.fill_(1.0)
-
-
-def other_weights_of_experts(config: Config, weights: Weights) -> None:
-    config.norm_topk_prob = not config.norm_topk_prob
-
-
-def one_expert_fewer(config: Config, weights: Weights) -> None:
-    config.num_experts_per_tok -= 1
-
-
-def unbounded_qkv(config: Config, weights: Weights) -> None:
-    config.clip_qkv = None
-
-
-def no_correction_of_scores(config: Config, weights: Weights) -> None:
-    for name, weight in weights.items():
-        if name.endswith(CORRECTION):
-            weight.zero_()
-
-
-def no_groups_of_experts(config: Config, weights: Weights) -> None:
-    config.n_group = config.topk_group = 1
-
-
-def unscaled_weights_of_experts(config: Config, weights: Weights) -> None:
-    config.routed_scaling_factor = 1.0
-
-
-def no_shared_experts(config: Config, weights: Weights) -> None:
-    for name, weight in weights.items():
-        if "shared_experts.down_proj" in name:
-            weight.zero_()
-
-
-def all_columns_turn(config: Config, weights: Weights) -> None:
-    config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": 1.0}
-
-
-def no_shared_expert(config: Config, weights: Weights) -> None:
-    for name, weight in weights.items():
-        if "shared_expert.down_proj" in name:
-            weight.zero_()
-
-
-def shared_expert_half_open(config: Config, weights: Weights) -> None:
-    for name, weight in weights.items():
-        if "shared_expert_gate" in name:
-            weight.zero_()
-
-
-def attention_half_open(config: Config, weights: Weights) -> None:
-    for name, weight in weights.items():
-        if "self_attn.q_proj" in name:
-            weight.view(config.num_attention_heads, 2, config.head_dim, -1)[:, 1].zero_()
-
-
-def no_forgetting(config: Config, weights: Weights) -> None:
-    for name, weight in weights.items():
-        if name.endswith("A_log"):
-            weight.fill_(-30.0)
-
-
-def no_time_biases(config: Config, weights: Weights) -> None:
-    for name, weight in weights.items():
-        if name.endswith("dt_bias"):
-            weight.zero_()
-
-
-def the_last_tap_alone(config: Config, weights: Weights) -> None:
-    for name, weight in weights.items():
-        if name.endswith("conv1d.weight"):
-            weight[..., :-1].zero_()
-
-
-def no_sinks(config: Config, weights: Weights) -> None:
-    for name, weight in weights.items():
-        if name.endswith("sinks"):
-            weight.fill_(-100.0)
-
-
-def no_bounds_of_experts(config: Config, weights: Weights) -> None:
-    config.swiglu_limit = 1e6
-
-
-def default_bounds_of_experts(config: Config, weights: Weights) -> None:
-    config.swiglu_limit = 7.0
-
-
-def default_slope_of_experts(config: Config, weights: Weights) -> None:
-    config.swiglu_alpha = 1.702
-
-
-def no_router_biases(config: Config, weights: Weights) -> None:
-    for name, weight in weights.items():
-        if name.endswith("router.bias"):
-            weight.zero_()
-
-
-def no_biases_of(projection: str) -> Removal:
-    def change(config: Config, weights: Weights) -> None:
-        for name, weight in weights.items():
-            if name.endswith(f"{projection}_bias"):
-                weight.zero_()
-
-    change.__name__ = f"no_biases_of_{projection}"
-    return change
-
-
-def gate_and_up_in_halves(config: Config, weights: Weights) -> None:
-    for name, weight in weights.items():
-        if name.endswith("gate_up_proj"):
-            weight.copy_(torch.cat([weight[..., ::2], weight[..., 1::2]], dim=-1))
-
-
-def yarn_with_whole_ends(config: Config, weights: Weights) -> None:
-    config.rope_parameters = {**config.rope_parameters, "truncate": True}
-
-
-def pairs_half_a_row_apart(config: Config, weights: Weights) -> None:
-    config.rope_interleave = False
-
-
-def attention_scale_without_mscale(config: Config, weights: Weights) -> Callable[[transformers.PreTrainedModel], None]:
-    def change(model: transformers.PreTrainedModel) -> None:
-        for layer in model.model.layers:
-            layer.self_attn.scaling = config.qk_head_dim**-0.5
-
-    return change
-
-
-def other_sections(config: Config, weights: Weights) -> None:
-    parameters = config.text_config.rope_parameters
-    config.text_config.rope_parameters = {**parameters, "mrope_section": parameters["mrope_section"][::-1]}
-
-
-def sections_of_time_alone(config: Config, weights: Weights) -> None:
-    parameters = config.text_config.rope_parameters
-    config.text_config.rope_parameters = {**parameters, "mrope_section": [sum(parameters["mrope_section"]), 0, 0]}
-
-
-def windows_in_all_blocks(config: Config, weights: Weights) -> None:
-    config.vision_config.fullatt_block_indexes = []
-
-
-def whole_images_in_all_blocks(config: Config, weights: Weights) -> None:
-    config.vision_config.fullatt_block_indexes = list(range(config.vision_config.depth))
-
-
-def smaller_windows(config: Config, weights: Weights) -> None:
-    config.vision_config.window_size -= config.vision_config.patch_size * config.vision_config.spatial_merge_size
-
-
-def no_biases_of_the_tower(config: Config, weights: Weights) -> None:
-    for name, weight in weights.items():
-        if ".visual." in name and name.endswith(".bias"):
-            weight.zero_()
-
-
-def no_learned_positions(config: Config, weights: Weights) -> None:
-    for name, weight in weights.items():
-        if name.endswith("visual.pos_embed.weight"):
-            weight.zero_()
-
-
-def times_as_slow(config: Config, weights: Weights) -> None:
-    config.vision_config.tokens_per_second = 1
-
-
-def tower_turned_by(theta: float) -> Removal:
-    def change(config: Config, weights: Weights) -> None:
-        config.vision_config.rope_parameters = {**config.vision_config.rope_parameters, "rope_theta": theta}
-
-    change.__name__ = f"tower_turned_by_{theta:.0f}"
-    return change
-
-
-def latent_norms_with_rms_norm_eps(config: Config, weights: Weights) -> Callable[[transformers.PreTrainedModel], None]:
-    def change(model: transformers.PreTrainedModel) -> None:
-        for name, module in model.named_modules():
-            if name.endswith("_a_layernorm"):
-                module.variance_epsilon = config.rms_norm_eps
-
-    return change
 
 
 # --- the fixtures ----------------------------------------------------------------------------------------------------
@@ -410,981 +119,155 @@ def latent_norms_with_rms_norm_eps(config: Config, weights: Weights) -> Callable
 
 @dataclass(frozen=True)
 class Fixture:
-    """One checkpoint: its configuration, how it is stored, and what has to matter in it."""
+    """One checkpoint: how it is stored, and what has to matter in it.
+
+    Attributes:
+        name: its folder.
+        about: what is awkward about it, for the README.
+        matters: changes that each have to change the logits: settings of the configuration ("none" stands for None);
+            `weights`, a pattern of parameters' names, which get `value` or 0; or the name of a function in `CHANGES`.
+        embedding_std: the embedding's standard deviation; where it is small, a wrong rms_norm_eps shows.
+        shard_size: the most bytes of a file of weights.
+        chat: it has a tokenizer, a chat template and a generation config.
+        published_names: tensors are stored as in a published multimodal checkpoint: under other names, one tensor for
+            all experts, and tensors of other parts.
+        mxfp4: ends of the names of tensors [E, inputs, outputs] that are drawn so that MXFP4 holds them, and that are
+            stored in it.
+        images: height and width of each image, and where its tokens begin.
+        pixels: the processor's least and most pixels.
+        video: frames, height and width of a video, where its tokens begin, and its frames per second.
+        clip: frames, height and width of a video whose times the prompt says, and its frames per second.
+    """
 
     name: str
     about: str
-    config: Config
-    stored: torch.dtype
-    matters: tuple[Removal, ...]
-    embedding_std: float
-    shard_size: str | None = None
+    matters: tuple[Mapping[str, object] | str, ...]
+    embedding_std: float = 0.25
+    shard_size: str = "1GB"
     chat: bool = False
-    transformers_4_config: bool = False
-    # Keys of the published config.json that transformers does not write.
-    published_keys: tuple[tuple[str, object], ...] = ()
-    # The class of the multimodal model in whose published form it is stored: its text model nested in config.json,
-    # under other names, one tensor for all experts, and tensors of other parts. Without images, it has no tower.
-    multimodal: type[Config] | None = None
-    # The ends of the names of tensors [E, inputs, outputs] that are drawn so that MXFP4 holds them, and stored in it.
+    published_names: bool = False
     mxfp4: tuple[str, ...] = ()
-    # Height and width of each image, and where its tokens begin; the processor's least and most pixels.
     images: tuple[tuple[int, int, int], ...] = ()
     pixels: tuple[int, int] = (0, 0)
-    # Frames, height and width of a video, where its tokens begin, and its frames per second.
     video: tuple[int, int, int, int, float] | None = None
-    # Frames, height and width of a video whose times the prompt says, and its frames per second.
     clip: tuple[int, int, int, float] | None = None
 
+    @cached_property
+    def stored_config(self) -> dict[str, object]:
+        """The contents of its config.json."""
+        return json.loads((FIXTURES / self.name / "config.json").read_text(encoding="utf-8"))
 
-ALL = (
-    Fixture(
-        name="qwen3",
-        about="GQA 7:1 with 2 KV heads, head_dim 80 (not hidden_size / heads), hidden_size 72, q/k norms, tied "
-        "embeddings, vocabulary 515 of which the tokenizer names 512; tokenizer, chat template and generation config",
-        config=transformers.Qwen3Config(
-            vocab_size=515,
-            hidden_size=72,
-            intermediate_size=104,
-            num_hidden_layers=2,
-            num_attention_heads=14,
-            num_key_value_heads=2,
-            head_dim=80,
-            max_position_embeddings=512,
-            rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-            tie_word_embeddings=True,
-        ),
-        stored=torch.bfloat16,
-        matters=(unit_qk_norms, rope_theta_10000),
-        embedding_std=0.25,
-        chat=True,
-    ),
-    Fixture(
-        name="qwen3-yarn",
-        about="YaRN: factor 4 (max_position_embeddings / original_max_position_embeddings is 8 and must not be taken "
-        "for it), no attention_factor given; untied; in shards with an index",
-        config=transformers.Qwen3Config(
-            vocab_size=521,
-            hidden_size=64,
-            intermediate_size=120,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=256,
-            rms_norm_eps=1e-6,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 32,
-            },
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=1,
-        ),
-        stored=torch.bfloat16,
-        matters=(no_rope_scaling, no_yarn_attention_factor, yarn_factor_from_max_position, unit_qk_norms),
-        embedding_std=0.25,
-        shard_size="150KB",
-    ),
-    Fixture(
-        name="qwen2",
-        about="biases on q, k and v; GQA 7:1 with 1 KV head of head_dim 8; sliding window 48 on the last 2 of 3 "
-        "layers; tied embeddings",
-        config=transformers.Qwen2Config(
-            vocab_size=512,
-            hidden_size=56,
-            intermediate_size=136,
-            num_hidden_layers=3,
-            num_attention_heads=7,
-            num_key_value_heads=1,
-            max_position_embeddings=512,
-            rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            use_sliding_window=True,
-            sliding_window=48,
-            max_window_layers=1,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=1,
-        ),
-        stored=torch.bfloat16,
-        matters=(no_attention_biases, no_sliding_window, sliding_window_one_longer, sliding_window_everywhere),
-        embedding_std=0.25,
-    ),
-    Fixture(
-        name="llama3",
-        about="llama3 rope scaling with original_max_position_embeddings 32, rope_theta 500000, head_dim 96, GQA 3:1, "
-        "hidden_size 72, vocabulary 509, rms_norm_eps 1e-5, untied",
-        config=transformers.LlamaConfig(
-            vocab_size=509,
-            hidden_size=72,
-            intermediate_size=112,
-            num_hidden_layers=2,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            head_dim=96,
-            max_position_embeddings=256,
-            rms_norm_eps=1e-5,
-            rope_parameters={
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            },
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=[1, 2],
-        ),
-        stored=torch.bfloat16,
-        matters=(no_rope_scaling, rope_theta_10000, rms_norm_eps_1e6),
-        # Small, so that a wrong rms_norm_eps shows: the first norm sees a mean square of 1e-3.
-        embedding_std=0.03,
-    ),
-    Fixture(
-        name="llama-linear",
-        about="linear rope scaling, as many KV heads as heads, biases in attention and MLP; config.json in the form of "
-        'transformers 4 (rope_theta, rope_scaling with "type", torch_dtype; head_dim absent); no generation config',
-        config=transformers.LlamaConfig(
-            vocab_size=500,
-            hidden_size=96,
-            intermediate_size=88,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=256,
-            rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-            attention_bias=True,
-            mlp_bias=True,
-            tie_word_embeddings=False,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
-        stored=torch.float16,
-        matters=(no_rope_scaling, no_attention_biases, no_mlp_biases),
-        embedding_std=0.25,
-        transformers_4_config=True,
-    ),
-    Fixture(
-        name="mistral",
-        about="sliding window 40 on every layer, 6 heads on 1 KV head, head_dim 56 (not hidden_size / heads), "
-        "vocabulary 211, rms_norm_eps 1e-5, untied",
-        config=transformers.MistralConfig(
-            vocab_size=211,
-            hidden_size=88,
-            intermediate_size=72,
-            num_hidden_layers=2,
-            num_attention_heads=6,
-            num_key_value_heads=1,
-            head_dim=56,
-            max_position_embeddings=512,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            sliding_window=40,
-            tie_word_embeddings=False,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
-        stored=torch.float32,
-        matters=(no_sliding_window, sliding_window_one_longer, rms_norm_eps_1e6),
-        embedding_std=0.03,
-    ),
-    Fixture(
-        name="gemma2",
-        about="norms of what attention and MLP give, weights of norms less 1; bounds of scores (2) and of logits (6) "
-        "that bite; query_pre_attn_scalar 40 with head_dim 24; window 37 on layers 2 and 3 of 3 (not the default "
-        "pattern); gelu-tanh; embeddings times sqrt(44); vocabulary 139, untied",
-        config=transformers.Gemma2Config(
-            vocab_size=139,
-            hidden_size=44,
-            intermediate_size=52,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=24,
-            max_position_embeddings=512,
-            rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            query_pre_attn_scalar=40,
-            sliding_window=37,
-            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
-            attn_logit_softcapping=2.0,
-            final_logit_softcapping=6.0,
-            tie_word_embeddings=False,
-        ),
-        stored=torch.bfloat16,
-        matters=(
-            no_attention_soft_cap,
-            no_logit_soft_cap,
-            scores_scaled_by_head_dim,
-            silu_in_the_gate,
-            layer_types_of_pattern(2),
-            sliding_window_one_longer,
-            sliding_window_everywhere,
-            norms_around_zero("input_layernorm"),
-            norms_around_zero("post_attention_layernorm"),
-            norms_around_zero("pre_feedforward_layernorm"),
-            norms_around_zero("post_feedforward_layernorm"),
-        ),
-        embedding_std=0.25,
-    ),
-    Fixture(
-        name="gemma3",
-        about="Gemma 2's layers with q/k norms, tied embeddings; window 29 with rope_local_base_freq 100 on layers 1 "
-        "and 3 of 3, the other layer with rope_theta 1000000 and linear scaling by 4; query_pre_attn_scalar 50 with "
-        "head_dim 32; a bound of logits (9), and one of scores that transformers does not apply; config.json in the "
-        "form of transformers 4 (rope_theta, rope_local_base_freq, rope_scaling, sliding_window_pattern 2); no "
-        "generation config",
-        config=transformers.Gemma3TextConfig(
-            vocab_size=149,
-            hidden_size=42,
-            intermediate_size=56,
-            num_hidden_layers=3,
-            num_attention_heads=3,
-            num_key_value_heads=1,
-            head_dim=32,
-            max_position_embeddings=512,
-            rms_norm_eps=1e-6,
-            rope_parameters={
-                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 4.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            },
-            query_pre_attn_scalar=50,
-            sliding_window=29,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            attn_logit_softcapping=1.0,
-            final_logit_softcapping=9.0,
-        ),
-        stored=torch.bfloat16,
-        matters=(
-            no_rope_scaling_of_full_layers,
-            rope_scaling_of_sliding_layers,
-            rope_theta_of("full_attention", 100.0),
-            rope_theta_of("full_attention", 10000.0),
-            rope_theta_of("sliding_attention", 10000.0),
-            rope_theta_of("sliding_attention", 1000000.0),
-            no_logit_soft_cap,
-            scores_scaled_by_head_dim,
-            silu_in_the_gate,
-            layer_types_of_pattern(6),
-            sliding_window_one_longer,
-            norms_around_zero("q_norm", "k_norm"),
-            norms_around_zero("post_attention_layernorm"),
-            norms_around_zero("post_feedforward_layernorm"),
-        ),
-        embedding_std=0.08,
-        transformers_4_config=True,
-    ),
-    Fixture(
-        name="deepseek-v3",
-        about="latent attention: q_lora_rank 40, kv_lora_rank 32, heads of 24 + 16 columns with values of 20; YaRN "
-        "with mscale 0.7 and mscale_all_dim 1.3, rms_norm_eps 0.05, which the norms of latents do not have; 3 of 8 "
-        "experts from 2 of 4 groups and a shared one in layer 1, an MLP in layer 0; a float32 correction of scores",
-        config=transformers.DeepseekV3Config(
-            vocab_size=144,
-            hidden_size=48,
-            intermediate_size=72,
-            moe_intermediate_size=20,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            n_routed_experts=8,
-            num_experts_per_tok=3,
-            n_group=4,
-            topk_group=2,
-            first_k_dense_replace=1,
-            q_lora_rank=40,
-            kv_lora_rank=32,
-            qk_nope_head_dim=24,
-            qk_rope_head_dim=16,
-            v_head_dim=20,
-            max_position_embeddings=256,
-            rms_norm_eps=0.05,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "original_max_position_embeddings": 32,
-                "mscale": 0.7,
-                "mscale_all_dim": 1.3,
-            },
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=1,
-        ),
-        stored=torch.bfloat16,
-        matters=(
-            no_rope_scaling,
-            no_yarn_attention_factor,
-            attention_scale_without_mscale,
-            latent_norms_with_rms_norm_eps,
-            pairs_half_a_row_apart,
-            no_correction_of_scores,
-            no_groups_of_experts,
-            unscaled_weights_of_experts,
-            other_weights_of_experts,
-            one_expert_fewer,
-            no_shared_experts,
-        ),
-        embedding_std=0.25,
-    ),
-    Fixture(
-        name="kimi-k2",
-        about="latent attention without a latent of queries, with attention biases; rope_theta 50000, YaRN with "
-        "beta_fast and beta_slow 1; 2 of 6 experts and 2 shared ones in layer 1; config.json in the published form "
-        "(model_type kimi_k2, auto_map, rope_scaling)",
-        config=transformers.DeepseekV3Config(
-            vocab_size=160,
-            hidden_size=40,
-            intermediate_size=56,
-            moe_intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=6,
-            num_key_value_heads=6,
-            n_routed_experts=6,
-            num_experts_per_tok=2,
-            n_shared_experts=2,
-            n_group=1,
-            topk_group=1,
-            routed_scaling_factor=2.827,
-            first_k_dense_replace=1,
-            q_lora_rank=None,
-            kv_lora_rank=24,
-            qk_nope_head_dim=16,
-            qk_rope_head_dim=8,
-            v_head_dim=16,
-            max_position_embeddings=256,
-            rms_norm_eps=1e-5,
-            attention_bias=True,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 50000.0,
-                "factor": 32.0,
-                "original_max_position_embeddings": 16,
-                "beta_fast": 1.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=1,
-        ),
-        stored=torch.bfloat16,
-        matters=(
-            no_rope_scaling,
-            rope_theta_10000,
-            rms_norm_eps_1e6,
-            attention_scale_without_mscale,
-            pairs_half_a_row_apart,
-            no_attention_biases,
-            no_correction_of_scores,
-            unscaled_weights_of_experts,
-            other_weights_of_experts,
-            one_expert_fewer,
-            no_shared_experts,
-        ),
-        # Small, so that a wrong rms_norm_eps shows.
-        embedding_std=0.03,
-        transformers_4_config=True,
-        published_keys=(
-            ("model_type", "kimi_k2"),
-            ("auto_map", {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}),
-            ("scoring_func", "sigmoid"),
-            ("topk_method", "noaux_tc"),
-            ("moe_layer_freq", 1),
-            ("num_nextn_predict_layers", 0),
-            ("seq_aux", True),
-        ),
-    ),
-    Fixture(
-        name="qwen3-moe",
-        about="3 of 7 experts in layers 0 and 2, whose weights are normalized, and an MLP in layer 1; q/k norms, "
-        "head_dim 24 (not hidden_size / heads), vocabulary 157, untied; experts written one by one",
-        config=transformers.Qwen3MoeConfig(
-            vocab_size=157,
-            hidden_size=56,
-            intermediate_size=72,
-            moe_intermediate_size=40,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=24,
-            num_experts=7,
-            num_experts_per_tok=3,
-            norm_topk_prob=True,
-            decoder_sparse_step=1,
-            mlp_only_layers=[1],
-            max_position_embeddings=512,
-            rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=1,
-        ),
-        stored=torch.bfloat16,
-        matters=(other_weights_of_experts, one_expert_fewer, unit_qk_norms, rope_theta_10000),
-        embedding_std=0.25,
-    ),
-    Fixture(
-        name="mixtral",
-        about="2 of 5 experts in every layer, under the names w1, w2 and w3; sliding window 40; config.json in the "
-        "form of transformers 4",
-        config=transformers.MixtralConfig(
-            vocab_size=163,
-            hidden_size=64,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            num_local_experts=5,
-            num_experts_per_tok=2,
-            max_position_embeddings=512,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-            sliding_window=40,
-            tie_word_embeddings=False,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
-        stored=torch.bfloat16,
-        matters=(one_expert_fewer, no_sliding_window, sliding_window_one_longer, rope_theta_10000),
-        embedding_std=0.25,
-        transformers_4_config=True,
-    ),
-    Fixture(
-        name="olmoe",
-        about="3 of 6 experts in every layer, whose weights are not normalized; norms of all queries and of all keys "
-        "of a token, queries, keys and values within 1.25, rms_norm_eps 1e-5",
-        config=transformers.OlmoeConfig(
-            vocab_size=149,
-            hidden_size=64,
-            intermediate_size=44,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_experts=6,
-            num_experts_per_tok=3,
-            norm_topk_prob=False,
-            clip_qkv=1.25,
-            max_position_embeddings=512,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            tie_word_embeddings=False,
-            pad_token_id=None,
-            bos_token_id=0,
-            eos_token_id=1,
-        ),
-        stored=torch.bfloat16,
-        matters=(other_weights_of_experts, one_expert_fewer, unit_qk_norms, unbounded_qkv),
-        embedding_std=0.25,
-    ),
-    Fixture(
-        name="gpt-oss",
-        about="sinks, a window of 37 on the second layer of 2 (not the default pattern), biases everywhere; YaRN whose "
-        "ramp does not end at whole numbers, attention_factor 1.2; 2 of 6 experts with gate and up by turns, bounds of "
-        "1.1 and a slope of 1.3; widths that are no multiples of 32",
-        config=transformers.GptOssConfig(
-            vocab_size=137,
-            hidden_size=44,
-            intermediate_size=28,
-            num_hidden_layers=2,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            head_dim=24,
-            num_local_experts=6,
-            num_experts_per_tok=2,
-            max_position_embeddings=512,
-            rms_norm_eps=1e-5,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 500.0,
-                "factor": 8.0,
-                "beta_fast": 4.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 64,
-                "attention_factor": 1.2,
-            },
-            sliding_window=37,
-            layer_types=["full_attention", "sliding_attention"],
-            swiglu_alpha=1.3,
-            swiglu_limit=1.1,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=1,
-        ),
-        stored=torch.bfloat16,
-        matters=(
-            no_sinks,
-            sliding_window_one_longer,
-            sliding_window_everywhere,
-            layer_types_of_pattern(2),
-            no_rope_scaling,
-            no_yarn_attention_factor,
-            yarn_with_whole_ends,
-            no_attention_biases,
-            no_router_biases,
-            no_biases_of("gate_up_proj"),
-            no_biases_of("down_proj"),
-            gate_and_up_in_halves,
-            no_bounds_of_experts,
-            default_bounds_of_experts,
-            default_slope_of_experts,
-            one_expert_fewer,
-        ),
-        embedding_std=0.25,
-    ),
-    Fixture(
-        name="gpt-oss-mxfp4",
-        about="experts in MXFP4; sinks, a window of 21 on layer 1 of 2, bounds of 2; YaRN by 32 with rope_theta "
-        "150000; 3 of 5 experts; config.json in the published form (quantization_config, rope_scaling, rope_theta)",
-        config=transformers.GptOssConfig(
-            vocab_size=141,
-            hidden_size=64,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            head_dim=32,
-            num_local_experts=5,
-            num_experts_per_tok=3,
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-5,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 150000.0,
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 128,
-            },
-            sliding_window=21,
-            swiglu_limit=2.0,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=1,
-        ),
-        stored=torch.bfloat16,
-        matters=(
-            no_sinks,
-            sliding_window_one_longer,
-            sliding_window_everywhere,
-            no_rope_scaling,
-            no_yarn_attention_factor,
-            yarn_with_whole_ends,
-            no_attention_biases,
-            no_router_biases,
-            no_biases_of("gate_up_proj"),
-            no_biases_of("down_proj"),
-            gate_and_up_in_halves,
-            default_bounds_of_experts,
-            one_expert_fewer,
-        ),
-        embedding_std=0.25,
-        published_keys=(
-            ("quantization_config", {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"}),
-            ("rope_theta", 150000),
-            (
-                "rope_scaling",
-                {
-                    "beta_fast": 32.0,
-                    "beta_slow": 1.0,
-                    "factor": 32.0,
-                    "original_max_position_embeddings": 128,
-                    "rope_type": "yarn",
-                    "truncate": False,
-                },
-            ),
-            ("experts_per_token", 3),
-            ("initial_context_length", 128),
-        ),
-        mxfp4=("experts.gate_up_proj", "experts.down_proj"),
-    ),
-    Fixture(
-        name="qwen3-next",
-        about="gated delta nets in layers 0, 1 and 3 (not every fourth layer has attention), 4 value heads of 12 on 2 "
-        "key heads of 16, keys that resemble queries; gated attention with head_dim 24 of which 12 columns turn, norms "
-        "less 1; 2 of 5 experts and a gated shared one, but an MLP in layer 1",
-        config=transformers.Qwen3NextConfig(
-            vocab_size=113,
-            hidden_size=40,
-            intermediate_size=48,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=28,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=24,
-            num_experts=5,
-            num_experts_per_tok=2,
-            mlp_only_layers=[1],
-            layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=12,
-            max_position_embeddings=512,
-            rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=1,
-        ),
-        stored=torch.bfloat16,
-        matters=(
-            all_columns_turn,
-            rope_theta_10000,
-            other_weights_of_experts,
-            one_expert_fewer,
-            no_shared_expert,
-            shared_expert_half_open,
-            attention_half_open,
-            no_forgetting,
-            no_time_biases,
-            the_last_tap_alone,
-            norms_around_zero("q_norm", "k_norm"),
-            norms_around_zero("input_layernorm"),
-        ),
-        embedding_std=0.25,
-    ),
-    Fixture(
-        name="qwen3-5",
-        about="gated delta nets in layers 1 and 2 of 3 (the first has attention), 6 value heads of 12 on 2 key heads "
-        "of 8, all queries, keys and values in one tensor, a convolution of 3 inputs; gated attention with biases, "
-        "head_dim 32 of which 8 columns turn; rms_norm_eps 0.02, tied embeddings, a section of the embedding for each "
-        "axis of an image, which text does not see",
-        config=transformers.Qwen3_5TextConfig(
-            vocab_size=97,
-            hidden_size=36,
-            intermediate_size=44,
-            num_hidden_layers=3,
-            num_attention_heads=3,
-            num_key_value_heads=1,
-            head_dim=32,
-            attention_bias=True,
-            layer_types=["full_attention", "linear_attention", "linear_attention"],
-            linear_num_key_heads=2,
-            linear_num_value_heads=6,
-            linear_key_head_dim=8,
-            linear_value_head_dim=12,
-            linear_conv_kernel_dim=3,
-            max_position_embeddings=512,
-            rms_norm_eps=0.02,
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": 1000.0,
-                "partial_rotary_factor": 0.25,
-                "mrope_section": [2, 1, 1],
-                "mrope_interleaved": True,
-            },
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=1,
-        ),
-        stored=torch.bfloat16,
-        matters=(
-            all_columns_turn,
-            rope_theta_10000,
-            rms_norm_eps_1e6,
-            no_attention_biases,
-            attention_half_open,
-            no_forgetting,
-            no_time_biases,
-            the_last_tap_alone,
-            norms_around_zero("q_norm", "k_norm"),
-            norms_around_zero("input_layernorm"),
-        ),
-        embedding_std=0.25,
-    ),
-    Fixture(
-        name="qwen3-5-moe",
-        about="2 of 5 experts, whose weights are normalized, and a gated shared one in both layers, the first with a "
-        "gated delta net of 2 value heads of 16 on as many key heads of 12; gated attention with head_dim 16 of which "
-        "8 columns turn; in the published form of the multimodal model: text_config, names with language_model, one "
-        "tensor for all experts, tensors of the vision tower and of the prediction of further tokens",
-        config=transformers.Qwen3_5MoeTextConfig(
-            vocab_size=101,
-            hidden_size=36,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=20,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            num_experts=5,
-            num_experts_per_tok=2,
-            layer_types=["linear_attention", "full_attention"],
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            linear_key_head_dim=12,
-            linear_value_head_dim=16,
-            max_position_embeddings=512,
-            rms_norm_eps=1e-6,
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": 1000000.0,
-                "partial_rotary_factor": 0.5,
-                "mrope_section": [2, 1, 1],
-                "mrope_interleaved": True,
-            },
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=1,
-        ),
-        stored=torch.bfloat16,
-        matters=(
-            all_columns_turn,
-            rope_theta_10000,
-            one_expert_fewer,
-            no_shared_expert,
-            shared_expert_half_open,
-            attention_half_open,
-            no_forgetting,
-            no_time_biases,
-            the_last_tap_alone,
-            norms_around_zero("q_norm", "k_norm"),
-            norms_around_zero("input_layernorm"),
-        ),
-        embedding_std=0.25,
-        published_keys=(
-            ("attn_output_gate", True),
-            ("full_attention_interval", 4),
-            ("mamba_ssm_dtype", "float32"),
-            ("mtp_num_hidden_layers", 1),
-            ("mtp_use_dedicated_embeddings", False),
-            ("output_gate_type", "swish"),
-            ("partial_rotary_factor", 0.5),
-        ),
-        multimodal=transformers.Qwen3_5MoeConfig,
-    ),
-    Fixture(
-        name="qwen2_5_vl-tiny",
-        about="two images in the prompt, one made smaller and one larger; 3 blocks of a tower with windows of 3 x 3 "
-        "tokens, cut at the images' edges, and whole images of 140 patches (a block of keys and part of one) in block "
-        "1; positions of three coordinates in sections of 2, 1 and 5; config.json in the nested form of transformers 5",
-        config=transformers.Qwen2_5_VLConfig(
-            text_config={
-                "vocab_size": 113,
-                "hidden_size": 48,
-                "intermediate_size": 72,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 3,
-                "num_key_value_heads": 1,
-                "max_position_embeddings": 512,
-                "rms_norm_eps": 1e-6,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 5]},
-                "bos_token_id": 0,
-                "eos_token_id": 1,
-            },
-            vision_config={
-                "depth": 3,
-                "hidden_size": 24,
-                "intermediate_size": 36,
-                "num_heads": 2,
-                "patch_size": 4,
-                "window_size": 24,
-                "out_hidden_size": 48,
-                "fullatt_block_indexes": [1],
-                "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
-            },
-            image_token_id=100,
-            video_token_id=101,
-            vision_start_token_id=102,
-            vision_end_token_id=103,
-            bos_token_id=0,
-            eos_token_id=1,
-            tie_word_embeddings=False,
-        ),
-        stored=torch.bfloat16,
-        matters=(
-            other_sections,
-            windows_in_all_blocks,
-            whole_images_in_all_blocks,
-            smaller_windows,
-            no_biases_of_the_tower,
-            no_attention_biases,
-            tower_turned_by(100.0),
-        ),
-        embedding_std=0.25,
-        images=((75, 112, 9), (9, 13, 52)),
-        pixels=(256, 2400),
-    ),
-    Fixture(
-        name="qwen2_5_vl-video",
-        about="an image and a video in the prompt: 5 frames, the last of which stands twice, made smaller; positions "
-        "of time are 4.7 apart, and the text behind begins at an earlier one",
-        config=transformers.Qwen2_5_VLConfig(
-            text_config={
-                "vocab_size": 113,
-                "hidden_size": 48,
-                "intermediate_size": 72,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 3,
-                "num_key_value_heads": 1,
-                "max_position_embeddings": 512,
-                "rms_norm_eps": 1e-6,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 5]},
-                "bos_token_id": 0,
-                "eos_token_id": 1,
-            },
-            vision_config={
-                "depth": 2,
-                "hidden_size": 24,
-                "intermediate_size": 36,
-                "num_heads": 2,
-                "patch_size": 4,
-                "window_size": 24,
-                "out_hidden_size": 48,
-                "fullatt_block_indexes": [1],
-                "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
-            },
-            image_token_id=100,
-            video_token_id=101,
-            vision_start_token_id=102,
-            vision_end_token_id=103,
-            bos_token_id=0,
-            eos_token_id=1,
-            tie_word_embeddings=False,
-        ),
-        stored=torch.bfloat16,
-        matters=(other_sections, times_as_slow, windows_in_all_blocks),
-        embedding_std=0.25,
-        images=((9, 13, 5),),
-        pixels=(256, 2400),
-        video=(5, 37, 53, 20, 1.7),
-    ),
-    Fixture(
-        name="qwen3-5-vl",
-        about="two images in the prompt of a model with gated delta nets and gated attention; 2 blocks of a tower with "
-        "layer norms and 7 x 7 learned positions, whole images of 140 patches (a block of keys and part of one); "
-        "positions of three coordinates that take turns among 8 of 16 pairs of columns; beside it, a conversation with "
-        "a video, of whose 8 frames 5 are chosen at unequal distances, and whose times the prompt says",
-        config=transformers.Qwen3_5Config(
-            text_config={
-                "vocab_size": 113,
-                "hidden_size": 36,
-                "intermediate_size": 44,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 3,
-                "num_key_value_heads": 1,
-                "head_dim": 32,
-                "layer_types": ["linear_attention", "full_attention"],
-                "linear_num_key_heads": 2,
-                "linear_num_value_heads": 4,
-                "linear_key_head_dim": 8,
-                "linear_value_head_dim": 12,
-                "max_position_embeddings": 512,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 500.0,
-                    "partial_rotary_factor": 0.5,
-                    "mrope_section": [3, 3, 2],
-                    "mrope_interleaved": True,
-                },
-                "bos_token_id": 0,
-                "eos_token_id": 1,
-            },
-            vision_config={
-                "depth": 2,
-                "hidden_size": 24,
-                "intermediate_size": 36,
-                "num_heads": 2,
-                "patch_size": 4,
-                "out_hidden_size": 36,
-                "num_position_embeddings": 49,
-            },
-            image_token_id=100,
-            video_token_id=101,
-            vision_start_token_id=102,
-            vision_end_token_id=103,
-            tie_word_embeddings=False,
-        ),
-        stored=torch.bfloat16,
-        matters=(
-            sections_of_time_alone,
-            no_learned_positions,
-            no_biases_of_the_tower,
-            tower_turned_by(100.0),
-        ),
-        embedding_std=0.25,
-        images=((75, 112, 9), (9, 13, 52)),
-        pixels=(256, 2400),
-        clip=(8, 20, 28, 3.0),
-    ),
-    Fixture(
-        name="qwen3-5-moe-vl",
-        about="the same with experts and 5 x 5 learned positions; in the published form: one tensor for all experts, "
-        "tensors of the prediction of further tokens",
-        config=transformers.Qwen3_5MoeConfig(
-            text_config={
-                "vocab_size": 113,
-                "hidden_size": 36,
-                "moe_intermediate_size": 16,
-                "shared_expert_intermediate_size": 20,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 16,
-                "num_experts": 5,
-                "num_experts_per_tok": 2,
-                "layer_types": ["linear_attention", "full_attention"],
-                "linear_num_key_heads": 2,
-                "linear_num_value_heads": 2,
-                "linear_key_head_dim": 12,
-                "linear_value_head_dim": 16,
-                "max_position_embeddings": 512,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1000.0,
-                    "partial_rotary_factor": 0.5,
-                    "mrope_section": [2, 1, 1],
-                    "mrope_interleaved": True,
-                },
-                "bos_token_id": 0,
-                "eos_token_id": 1,
-            },
-            vision_config={
-                "depth": 2,
-                "hidden_size": 24,
-                "intermediate_size": 36,
-                "num_heads": 2,
-                "patch_size": 4,
-                "out_hidden_size": 36,
-                "num_position_embeddings": 25,
-            },
-            image_token_id=100,
-            video_token_id=101,
-            vision_start_token_id=102,
-            vision_end_token_id=103,
-            tie_word_embeddings=False,
-        ),
-        stored=torch.bfloat16,
-        matters=(
-            sections_of_time_alone,
-            no_learned_positions,
-            no_biases_of_the_tower,
-            tower_turned_by(100.0),
-        ),
-        embedding_std=0.25,
-        multimodal=transformers.Qwen3_5MoeConfig,
-        images=((75, 112, 9), (9, 13, 52)),
-        pixels=(256, 2400),
-    ),
+    @property
+    def has_transformers_4_form(self) -> bool:
+        """`config.json` has the form that transformers 4 wrote, and there is no generation config."""
+        return "torch_dtype" in self.stored_config
+
+    @cached_property
+    def whole_config(self) -> Config:
+        """The configuration as transformers reads it."""
+        # transformers does not read every model_type that published files have.
+        kind = MODEL_TYPES.get(self.stored_config["model_type"], self.stored_config["model_type"])
+        raw = {key: value for key, value in self.stored_config.items() if key != "auto_map"} | {"model_type": kind}
+        if self.mxfp4:
+            raw["quantization_config"] = {**raw["quantization_config"], "dequantize": True}
+        return transformers.CONFIG_MAPPING[kind].from_dict(raw)
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration of the network that is made: of the text alone where there are no images."""
+        config = self.whole_config if self.images else self.whole_config.get_text_config()
+        if self.mxfp4:
+            config = copy.deepcopy(config)
+            del config.quantization_config
+        return config
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype in which weights are stored."""
+        raw = {**self.stored_config.get("text_config", {}), **self.stored_config}
+        return getattr(torch, raw.get("dtype") or raw["torch_dtype"])
+
+
+ALL = tuple(
+    Fixture(name, **{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
+    for name, entry in tomllib.loads(Path(__file__).with_name("fixtures.toml").read_text(encoding="utf-8")).items()
 )
+
+
+# --- changes that show what matters ----------------------------------------------------------------------------------
+
+
+def attention_half_open(model: Model) -> None:
+    for name, weight in model.named_parameters():
+        if "self_attn.q_proj" in name:
+            weight.view(model.config.num_attention_heads, 2, model.config.head_dim, -1)[:, 1].zero_()
+
+
+def the_last_tap_alone(model: Model) -> None:
+    for name, weight in model.named_parameters():
+        if name.endswith("conv1d.weight"):
+            weight[..., :-1].zero_()
+
+
+def gate_and_up_in_halves(model: Model) -> None:
+    for name, weight in model.named_parameters():
+        if name.endswith("gate_up_proj"):
+            weight.copy_(torch.cat([weight[..., ::2], weight[..., 1::2]], dim=-1))
+
+
+def attention_scale_without_mscale(model: Model) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling = model.config.qk_head_dim**-0.5
+
+
+def latent_norms_with_rms_norm_eps(model: Model) -> None:
+    for name, module in model.named_modules():
+        if name.endswith("_a_layernorm"):
+            module.variance_epsilon = model.config.rms_norm_eps
+
+
+CHANGES: dict[str, Callable[[Model], None]] = {
+    change.__name__: change
+    for change in (
+        attention_half_open,
+        the_last_tap_alone,
+        gate_and_up_in_halves,
+        attention_scale_without_mscale,
+        latent_norms_with_rms_norm_eps,
+    )
+}
+
+
+def change_settings(target: Config | dict, settings: Mapping[str, object]) -> None:
+    """Changes settings of a configuration in place, also those that its dictionaries and parts hold."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            change_settings(target[name] if isinstance(target, dict) else getattr(target, name), value)
+        elif isinstance(target, dict):
+            target[name] = value
+        else:
+            setattr(target, name, None if value == "none" else value)
+
+
+def changed(model: Model, change: Mapping[str, object] | str) -> Model:
+    """A copy of a network with a change of its fixture's `matters`."""
+    config, weights = copy.deepcopy(model.config), copy.deepcopy(model.state_dict())
+    if isinstance(change, str):
+        CHANGES[change](copied := network(config, weights))
+        return copied
+    if (pattern := change.get("weights")) is not None:
+        for name in weights:
+            if re.search(pattern, name):
+                weights[name].fill_(change.get("value", 0.0))
+    else:
+        change_settings(config, change)
+    return network(config, weights)
 
 
 # --- weights and reference arrays ------------------------------------------------------------------------------------
 
 
-def network(config: Config, weights: Weights | None = None) -> transformers.PreTrainedModel:
+def network(config: Config, weights: dict[str, torch.Tensor] | None = None) -> Model:
     """Returns the network of `config` in float32 with eager attention, holding copies of `weights` where given."""
     config = copy.deepcopy(config)
     model = model_class(config).from_config(config, dtype=torch.float32, **IMPLEMENTATIONS)
@@ -1399,7 +282,7 @@ def model_class(config: Config) -> type:
     return transformers.AutoModelForImageTextToText if takes_images else transformers.AutoModelForCausalLM
 
 
-def fill(model: transformers.PreTrainedModel, fixture: Fixture, generator: torch.Generator) -> None:
+def fill(model: Model, fixture: Fixture, generator: torch.Generator) -> None:
     """Draws every parameter of `model`, rounded to the dtype in which it will be stored.
 
     Matrices scale with 1 / sqrt(inputs), so that a sublayer adds about as much as the residual stream holds; queries
@@ -1490,7 +373,7 @@ def store_in_mxfp4(file: Path, fixture: Fixture) -> None:
     safetensors.torch.save_file(packed, file, metadata={"format": "pt"})
 
 
-def store_as_multimodal(file: Path, model: transformers.PreTrainedModel) -> None:
+def store_as_multimodal(file: Path, model: Model) -> None:
     """Writes the tensors as a multimodal model's published checkpoint holds them, with some of its other parts."""
     held = model.state_dict()
     if not any(".language_model." in name for name in held):
@@ -1513,7 +396,7 @@ def image_processor(fixture: Fixture) -> transformers.BaseImageProcessor:
     )
 
 
-def draw_images(fixture: Fixture, seed: int) -> dict[str, np.ndarray]:
+def draw_images(fixture: Fixture, seed: int) -> Arrays:
     """Returns the images of a fixture, their patches and their grids, by their names in `reference.npz`.
 
     Pixels are smooth waves and noise: of noise alone, an image made smaller would be grey.
@@ -1531,7 +414,7 @@ def draw_images(fixture: Fixture, seed: int) -> dict[str, np.ndarray]:
     return images | {"patches": processed["pixel_values"].astype(np.float32), "grids": grids}
 
 
-def draw_video(fixture: Fixture, seed: int) -> dict[str, np.ndarray]:
+def draw_video(fixture: Fixture, seed: int) -> Arrays:
     """Returns the video of a fixture, if it has one, its patches and its grid, by their names in `reference.npz`."""
     if fixture.video is None:
         return {}
@@ -1593,7 +476,7 @@ def clip_processor(fixture: Fixture) -> transformers.Qwen3VLProcessor:
     return transformers.Qwen3VLProcessor(image_processor(fixture), tokenizer, clip_video_processor(fixture))
 
 
-def clip_reference(fixture: Fixture, model: transformers.PreTrainedModel, image: np.ndarray) -> dict[str, np.ndarray]:
+def clip_reference(fixture: Fixture, model: Model, image: np.ndarray) -> Arrays:
     """Returns what the processor and the network make of a conversation with a video, of the first seed that fits.
 
     Raises:
@@ -1652,7 +535,7 @@ def clip_reference(fixture: Fixture, model: transformers.PreTrainedModel, image:
     raise RuntimeError(f"{fixture.name}: no seed of the video below {MAX_SEED} is fit; change its size")
 
 
-def put_images(fixture: Fixture, tokens: torch.Tensor, images: dict[str, np.ndarray]) -> None:
+def put_images(fixture: Fixture, tokens: torch.Tensor, images: Arrays) -> None:
     """Puts the tokens of the fixture's images into `tokens`, and no others of the kind."""
     if not images:
         return
@@ -1669,9 +552,7 @@ def put_images(fixture: Fixture, tokens: torch.Tensor, images: dict[str, np.ndar
         tokens[first : first + count] = config.video_token_id
 
 
-def image_arguments(
-    model: transformers.PreTrainedModel, tokens: torch.Tensor, images: dict[str, np.ndarray]
-) -> dict[str, torch.Tensor]:
+def image_arguments(model: Model, tokens: torch.Tensor, images: Arrays) -> dict[str, torch.Tensor]:
     """Returns what a network of images takes beside `tokens` [T]."""
     if not images:
         return {}
@@ -1691,14 +572,12 @@ def image_arguments(
     }
 
 
-def compute_logits(
-    model: transformers.PreTrainedModel, tokens: torch.Tensor, images: dict[str, np.ndarray]
-) -> torch.Tensor:
+def compute_logits(model: Model, tokens: torch.Tensor, images: Arrays) -> torch.Tensor:
     """Returns the logits [T, V] of `tokens` [T] in one pass without a cache."""
     return model(tokens[None], use_cache=False, **image_arguments(model, tokens, images)).logits[0]
 
 
-def greedy(model: transformers.PreTrainedModel, prompt: torch.Tensor, images: dict[str, np.ndarray]) -> torch.Tensor:
+def greedy(model: Model, prompt: torch.Tensor, images: Arrays) -> torch.Tensor:
     """Returns the `CONTINUATION` tokens that greedy decoding appends to `prompt`; none of them stops it."""
     model.generation_config = transformers.GenerationConfig(
         do_sample=False, max_new_tokens=CONTINUATION, eos_token_id=None, pad_token_id=0
@@ -1708,7 +587,7 @@ def greedy(model: transformers.PreTrainedModel, prompt: torch.Tensor, images: di
     return output[0, prompt.shape[0] :]
 
 
-def draw(fixture: Fixture, seed: int, ends: set[int]) -> tuple[transformers.PreTrainedModel, dict[str, np.ndarray]]:
+def draw(fixture: Fixture, seed: int, ends: set[int]) -> tuple[Model, Arrays]:
     """Returns the model of `seed` in float32 and its reference arrays.
 
     Raises:
@@ -1727,14 +606,10 @@ def draw(fixture: Fixture, seed: int, ends: set[int]) -> tuple[transformers.PreT
     logits = compute_logits(model, tokens, images)
     if (spread := logits.std(dim=-1).min().item()) < MIN_LOGITS_STD:
         raise Unfit(f"the logits of one position have a standard deviation of {spread:.2f}")
-    for remove in fixture.matters:
-        config, weights = copy.deepcopy(model.config), copy.deepcopy(model.state_dict())
-        change, changed = remove(config, weights), network(config, weights)
-        if change is not None:
-            change(changed)
-        effect = (compute_logits(changed, tokens, images) - logits).abs().max().item()
+    for change in fixture.matters:
+        effect = (compute_logits(changed(model, change), tokens, images) - logits).abs().max().item()
         if effect < MIN_EFFECT:
-            raise Unfit(f"{remove.__name__} moves the logits by {effect:.1e} at most")
+            raise Unfit(f"{change} moves the logits by {effect:.1e} at most")
 
     continuation = greedy(model, prompt, images)
     if (distinct := len(set(continuation.tolist()))) < MIN_DISTINCT:
@@ -1889,34 +764,7 @@ def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def rewrite_config(path: Path, fixture: Fixture) -> None:
-    """Removes from config.json how it was made, and gives it the form of transformers 4 if the fixture asks for it."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config.pop("_name_or_path", None)
-    if fixture.transformers_4_config:
-        rope = config.pop("rope_parameters")
-        if "full_attention" in rope:
-            config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-            config["sliding_window_pattern"] = config.pop("layer_types").index("full_attention") + 1
-            rope = rope["full_attention"]
-            config["rope_scaling"] = {"rope_type": rope.pop("rope_type")}
-        else:
-            config["rope_scaling"] = {"type": rope.pop("rope_type")}
-            del config["head_dim"]
-        config["rope_theta"] = rope.pop("rope_theta")
-        config["rope_scaling"] |= rope
-        config["torch_dtype"] = config.pop("dtype")
-        del config["transformers_version"]
-    config |= dict(fixture.published_keys)
-    if fixture.multimodal is not None and not fixture.images:
-        whole = {"architectures": [config.pop("architectures")[0].replace("ForCausalLM", "ForConditionalGeneration")]}
-        whole |= {key: config[key] for key in ("tie_word_embeddings", "transformers_version")}
-        whole |= {"image_token_id": 98, "model_type": fixture.multimodal.model_type}
-        config = whole | {"text_config": config}
-    write_json(path, config)
-
-
-def save(fixture: Fixture, model: transformers.PreTrainedModel, arrays: dict[str, np.ndarray], folder: Path) -> None:
+def save(fixture: Fixture, model: Model, arrays: Arrays, folder: Path) -> None:
     """Writes the checkpoint and its reference files into `folder`."""
     if fixture.chat:
         tokenizer = chat_tokenizer()
@@ -1938,7 +786,7 @@ def save(fixture: Fixture, model: transformers.PreTrainedModel, arrays: dict[str
     model.to(fixture.stored)
     for name, buffer in corrections.items():
         model.get_submodule(name.rpartition(".")[0])._buffers[CORRECTION] = buffer
-    model.save_pretrained(folder, max_shard_size=fixture.shard_size or "1GB")
+    model.save_pretrained(folder, max_shard_size=fixture.shard_size)
     if fixture.images:
         image_processor(fixture).save_pretrained(folder)
         if fixture.video is not None:
@@ -1947,11 +795,11 @@ def save(fixture: Fixture, model: transformers.PreTrainedModel, arrays: dict[str
             clip_video_processor(fixture).save_pretrained(folder)
     if fixture.mxfp4:
         store_in_mxfp4(folder / "model.safetensors", fixture)
-    if fixture.multimodal is not None:
+    if fixture.published_names:
         store_as_multimodal(folder / "model.safetensors", model)
-    if fixture.transformers_4_config:
+    if fixture.has_transformers_4_form:
         (folder / "generation_config.json").unlink()
-    rewrite_config(folder / "config.json", fixture)
+    shutil.copyfile(FIXTURES / fixture.name / "config.json", folder / "config.json")
     np.savez_compressed(folder / "reference.npz", **arrays)
 
 
@@ -1968,16 +816,10 @@ def verify(fixture: Fixture, folder: Path) -> str:
     taken = ("patches", "grids", "video", "video_patches", "video_grid", "fps")
     images = {name: arrays[name] for name in taken if name in arrays}
     differences = {}
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kind = fixture.multimodal or type(fixture.config)
-    # transformers does not read every model_type that published files have.
-    raw = {key: value for key, value in raw.items() if key != "auto_map"} | {"model_type": kind.model_type}
-    if fixture.mxfp4:
-        raw["quantization_config"] |= {"dequantize": True}
     for dtype in (torch.float32, torch.float64):
         model = model_class(fixture.config).from_pretrained(
             folder,
-            config=kind.from_dict(raw),
+            config=copy.deepcopy(fixture.whole_config),
             dtype=dtype,
             **IMPLEMENTATIONS,
             local_files_only=True,
@@ -1993,12 +835,8 @@ def verify(fixture: Fixture, folder: Path) -> str:
     if exact > MAX_FLOAT64_DIFFERENCE:
         raise RuntimeError(f"{fixture.name}: float64 moves the logits by {exact:.1e}")
 
-    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    stored = stored.get("text_config", {}) | stored
-    if stored.get("dtype", stored.get("torch_dtype")) != stored_name(fixture):
-        raise RuntimeError(f"{fixture.name}: config.json does not say that weights are stored as {fixture.stored}")
     shards = len(list(folder.glob("model-*.safetensors")))
-    if (shards < 3) if fixture.shard_size else (shards > 0):
+    if (shards < 3) if fixture.shard_size != Fixture.shard_size else (shards > 0):
         raise RuntimeError(f"{fixture.name}: {shards} shards; expected: at least 3 with a shard_size, none without")
     for path in folder.iterdir():
         text = path.read_text(encoding="utf-8") if path.suffix in (".json", ".jinja") else ""

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from detjax.models import Decoder, DecoderConfig, sharded
+from detjax.models import Decoder, DecoderConfig
+from detjax.models.mesh import placement, with_mesh
+from detjax.models.network import abstract, split
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -234,7 +236,16 @@ def decoder(name: str, layers: int | None = None, mesh: Mesh | None = None) -> D
     Args:
         name: one of `MODELS`.
         layers: the number of layers; default: the model's own.
-        mesh: devices that share the model, whose weights are made on the default device first; default: it has all.
+        mesh: devices that share the model; the default device makes all weights, and gives up each that is shared.
     """
-    model = Decoder(config(name, layers), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
-    return model if mesh is None else sharded(model, mesh)
+    shape = config(name, layers)
+
+    def make() -> Decoder:
+        return Decoder(shape, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+
+    if mesh is None:
+        return make()
+    model, weights = abstract(make), list(split(make())[1])
+    for index, put in enumerate(placement(model, mesh)):
+        weights[index] = put(weights[index])
+    return with_mesh(model, tuple(weights), mesh)

@@ -1,0 +1,206 @@
+"""Throughput of `detjax serve --data-parallel N` over a server of one engine, by requests over HTTP.
+
+    python -m benchmarks data_parallel --out benchmarks/results/data-parallel-h100.json
+
+A checkpoint of random weights is written, and a server of one engine and one of N answer the same requests, sent all at
+once on connections of their own. The exit code is 1 if an answer differs in a bit.
+
+`--small` takes a CPU a minute, whose engines share its processors.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from benchmarks import study as options
+from benchmarks.study import Result, Run
+from detjax.bench import command_line, presets
+from detjax.bench.serve import Workload
+from detjax.models import save
+
+_HOST: Final = "127.0.0.1"
+_READY_SECONDS: Final = 600
+"""Seconds that a server may take until it answers: it reads the checkpoint and compiles."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is served.
+
+    Attributes:
+        preset: the model's shape.
+        layers: its layers; None: the preset's own.
+        workload: the requests.
+        server: further options of `detjax serve`.
+    """
+
+    preset: str = "Qwen3-8B"
+    layers: int | None = None
+    workload: Workload = Workload()  # noqa: RUF009 - it is frozen
+    server: tuple[str, ...] = ("--max-samples", "1024", "--token-budget", "8192", "--max-length", "384")
+
+
+SMALL: Final = Sizes(
+    "tiny", 1, Workload(12, (4, 12), (5, 9)), ("--max-samples", "8", "--token-budget", "16", "--max-length", "64")
+)
+
+
+def study(
+    run: Run,
+    *,
+    preset: options.Preset = Sizes.preset,
+    layers: options.Layers = None,
+    engines: Annotated[int, typer.Option(min=2, help="The engines of the other server.")] = 2,
+    orders: Annotated[int, typer.Option(min=1, help="Runs with each server; the first one warms it up.")] = 3,
+) -> Result:
+    sizes = SMALL if run.small else Sizes(preset, layers)
+    content: dict[str, Any] = {"sizes": dataclasses.asdict(sizes), "servers": []}
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint, cache = Path(directory, "model"), Path(directory, "cache")
+        # A process of its own gives the device back when it ends.
+        _python("-c", _WRITE.format(preset=sizes.preset, layers=sizes.layers, path=str(checkpoint)))
+        for count in (1, engines):
+            content["servers"].append(_measured(sizes, checkpoint, cache, count, orders))
+            command_line.print_line(f"{content['servers'][-1]}")
+            run.save(content)
+    speeds = {server["engines"]: 1 / min(server["seconds"][1:] or server["seconds"]) for server in content["servers"]}
+    content["speed_over_one"] = {str(count): speed / speeds[1] for count, speed in speeds.items()}
+    digests = {digest for server in content["servers"] for digest in server["digests"]}
+    return Result(content, "" if len(digests) == 1 else f"{len(digests)} different sets of answers")
+
+
+_WRITE: Final = "from benchmarks.studies import data_parallel; data_parallel.write({preset!r}, {layers!r}, {path!r})"
+
+
+def write(preset: str, layers: int | None, path: str) -> None:
+    """Writes a checkpoint of random weights, with a tokenizer that has a word for each id."""
+    model = presets.decoder(preset, layers)
+    save(model, path)
+    vocabulary = {f"t{token}": token for token in range(model.config.vocab_size)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"},
+    }
+    Path(path, "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def _python(*arguments: str) -> None:
+    subprocess.run([sys.executable, *arguments], check=True, env=_environment())
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))}
+
+
+def _measured(sizes: Sizes, checkpoint: Path, cache: Path, engines: int, orders: int) -> dict[str, Any]:
+    """Seconds until a server is ready, and of each run of the workload."""
+    bodies = _bodies(sizes, presets.config(sizes.preset, sizes.layers).vocab_size)
+    start = time.perf_counter()
+    with _server(sizes, checkpoint, cache, engines) as port:
+        ready = time.perf_counter() - start
+        runs = [asyncio.run(_answers(port, bodies)) for _ in range(orders)]
+    return {
+        "engines": engines,
+        "ready_after_seconds": ready,
+        "seconds": [seconds for seconds, _ in runs],
+        "digests": [digest for _, digest in runs],
+    }
+
+
+def _bodies(sizes: Sizes, vocabulary: int) -> list[bytes]:
+    """The bodies of the requests. Each asks for a receipt, which holds the bits of its logprobs."""
+    return [
+        json.dumps(
+            {
+                "model": "model",
+                "prompt": list(request.prompt),
+                "max_tokens": request.sampling.max_tokens,
+                "temperature": request.sampling.temperature,
+                "seed": request.sampling.seed,
+                "ignore_eos": True,
+                "receipt": True,
+            }
+        ).encode()
+        for request in sizes.workload.draw(vocabulary)
+    ]
+
+
+@contextlib.contextmanager
+def _server(sizes: Sizes, checkpoint: Path, cache: Path, engines: int) -> Iterator[int]:
+    """A server of the checkpoint; its port."""
+    with socket.create_server((_HOST, 0)) as free:
+        port = free.getsockname()[1]
+    command = ["-m", "detjax", "serve", str(checkpoint), "--port", str(port), "--cache-dir", str(cache), *sizes.server]
+    # A run must not find the prompts of the run before it.
+    command += ["--no-prefix-cache", "--no-access-log", "--log-level", "warning", "--data-parallel", str(engines)]
+    process = subprocess.Popen([sys.executable, *command], env=_environment())
+    try:
+        end = time.monotonic() + _READY_SECONDS
+        while not _is_ready(port):
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"data_parallel: the server of {engines} engines did not start")
+            time.sleep(0.1)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        with socket.create_connection((_HOST, port), timeout=5) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            return connection.recv(64).split()[1:2] == [b"200"]
+    except OSError:
+        return False
+
+
+async def _answers(port: int, bodies: list[bytes]) -> tuple[float, str]:
+    """Seconds until all requests are answered, and a digest of all tokens and logprobs."""
+    start = time.perf_counter()
+    answers = await asyncio.gather(*(_answer(port, body) for body in bodies))
+    seconds = time.perf_counter() - start
+    digest = hashlib.sha256()
+    for answer in answers:
+        choice = json.loads(answer)["choices"][0]
+        digest.update(json.dumps([choice["text"], choice["receipt"]["logprobs"]]).encode())
+    return seconds, digest.hexdigest()
+
+
+async def _answer(port: int, body: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection(_HOST, port, limit=1 << 24)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+    await writer.drain()
+    answer = await reader.read()
+    writer.close()
+    header, _, content = answer.partition(b"\r\n\r\n")
+    if header.split()[1] != b"200":
+        raise RuntimeError(f"data_parallel: {answer[:2000]!r}")
+    return _dechunked(content) if b"transfer-encoding: chunked" in header.lower() else content
+
+
+def _dechunked(content: bytes) -> bytes:
+    """The body of a response that came in chunks."""
+    parts = []
+    while True:
+        size, _, content = content.partition(b"\r\n")
+        if (length := int(size, 16)) == 0:
+            return b"".join(parts)
+        parts.append(content[:length])
+        content = content[length + 2 :]

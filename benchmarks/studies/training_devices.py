@@ -1,0 +1,118 @@
+"""Training on several devices over training on one: seconds of a step at the same batch, and bits after three steps.
+
+    python -m benchmarks training_devices --layers 8 --out benchmarks/results/training-two-h100.json
+
+The devices share the batch and the state: each has a part of the masters and moments, and the weights. One device
+computes the shards of the batch one after the other. Compared are the gradients of the first batch, and logprobs,
+weights, masters and moments after the steps, by digests that are computed on the devices. The control has the sequences
+in another order. The exit code is 1 if bits differ between numbers of devices, or if the control's are the same.
+`--skip-one` trains on several devices alone, for a model that one cannot hold.
+
+`--small` takes a CPU seconds, where `XLA_FLAGS=--xla_force_host_platform_device_count=2` simulates two devices.
+"""
+
+import dataclasses
+import gc
+import hashlib
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from jaxtyping import Array, UInt32
+
+from benchmarks import study as options
+from benchmarks.studies.training.measures import Sizes, samples
+from benchmarks.study import Result, Run
+from detjax.bench import command_line, presets
+from detjax.rl.trainer.losses import LogLikelihood
+from detjax.rl.trainer.microbatches import Rows, Sample
+from detjax.rl.trainer.optimizers import adamw
+from detjax.rl.trainer.step import Plan, batch_gradients
+from detjax.rl.trainer.trainer import Trainer
+
+_COMPARED_STEPS = 3
+"""Steps after which bits are compared. The first one compiles."""
+
+
+def study(
+    run: Run,
+    *,
+    preset: options.Preset = "Qwen3-8B",
+    layers: options.Layers = None,
+    devices: Annotated[int, typer.Option(min=2, help="Devices that share a batch; a power of two.")] = 2,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences of a microbatch.")] = 4,
+    length: Annotated[int, typer.Option(min=16, help="Tokens of a sequence.")] = 1024,
+    microbatches: Annotated[int, typer.Option(min=2, help="Microbatches of a step, of all devices together.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Further steps, which are timed.")] = 4,
+    one: Annotated[bool, typer.Option("--one/--skip-one", help="Train on one device too, and compare.")] = True,
+) -> Result:
+    sizes = Sizes(preset, layers, sequences, length, microbatches, devices, rounds)
+    if run.small:
+        sizes = Sizes("tiny", 1, 2, 32, 2, devices, 1)
+    batch = samples(sizes, presets.config(sizes.preset, sizes.layers).vocab_size)
+    content: dict[str, Any] = {"sizes": dataclasses.asdict(sizes), "devices": devices}
+    arms = {"one": (1, batch)} if one else {}
+    arms |= {"several": (devices, batch)}
+    arms |= {"several, another order": (devices, batch[::-1])} if one else {}
+    for name, (count, given) in arms.items():
+        content[name] = _trained(sizes, count, given, timed=given is batch)
+        command_line.print_line(f"{name}: {content[name]}")
+        run.save(content)
+    return Result(content, _compared(content) if one else "")
+
+
+def _compared(content: dict[str, Any]) -> str:
+    """Adds the comparison of one device with several, and returns what is wrong with it."""
+    one, several, control = (content[name] for name in ("one", "several", "several, another order"))
+    content["speed_over_one"] = one["seconds"] / several["seconds"]
+    content["equal"] = {key: one["digests"][key] == several["digests"][key] for key in one["digests"]}
+    content["control_differs"] = control["digests"] != several["digests"]
+    wrong = [key for key, equal in content["equal"].items() if not equal]
+    if wrong:
+        return f"bits differ between one device and {content['devices']}: {', '.join(wrong)}"
+    return "" if content["control_differs"] else "the control has the same bits"
+
+
+def _trained(sizes: Sizes, devices: int, batch: Sequence[Sample], *, timed: bool) -> dict[str, Any]:
+    """Digests after the compared steps, and the median of the seconds of further ones."""
+    plan = Plan(Rows(sizes.sequences, sizes.length), sizes.shards, devices, is_sharded=devices > 1, rematerialized=True)
+    optimizer = adamw(1e-4, weight_decay=1e-4)
+    trainer = Trainer(presets.decoder(sizes.preset, sizes.layers), optimizer, LogLikelihood(), plan)
+    gc.collect()
+    gradients = batch_gradients(trainer.network, trainer.weights, batch, LogLikelihood(), plan)
+    digests, logprobs = {"gradients": _digest(gradients.leaves)}, []
+    del gradients
+    means = []
+    for _ in range(_COMPARED_STEPS):
+        logprobs = trainer.step(batch).logprobs
+        means.append(float(np.mean(np.concatenate(logprobs))))
+    digests["logprobs"] = hashlib.sha256(b"".join(x.tobytes() for x in logprobs)).hexdigest()
+    digests["weights"] = _digest(trainer.weights)
+    digests["state"] = _digest(jax.tree.leaves(trainer.state))
+    seconds = []
+    for _ in range(sizes.rounds if timed else 0):
+        start = time.perf_counter()
+        trainer.step(batch)
+        jax.block_until_ready(trainer.weights)
+        seconds.append(time.perf_counter() - start)
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    result = {"devices": devices, "digests": digests, "mean_logprobs": means, "rounds": seconds, "peak_bytes": memory}
+    return result | ({"seconds": statistics.median(seconds)} if seconds else {})
+
+
+def _digest(arrays: Sequence[Array]) -> str:
+    """A digest of arrays: a sum of their bits modulo 2**32, each times an odd number of its place."""
+    sums = [_sum(x) for x in arrays]
+    return hashlib.sha256(b"".join(np.asarray(one).tobytes() for one in sums)).hexdigest()
+
+
+@jax.jit
+def _sum(x: Array) -> UInt32[Array, ""]:
+    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32).reshape(-1)
+    return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
