@@ -593,7 +593,8 @@ def _soak() -> str:
     parts = [
         "# Attacks on the server",
         "",
-        "`make soak` attacks real servers from outside. Each attack has bars that it must meet.\n",
+        "`make soak` attacks real servers from outside. Each attack has bars that it must meet. The attacks disk, "
+        "mutations and reproductions are no longer in the repository.\n",
     ]
     for attack in ("load", "kills", "disk", "mutations", "reproductions"):
         content = result(f"soak-{attack}-cpu")
