@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from benchmarks import goals
+from benchmarks.display import display
 from benchmarks.study import Run
 from detjax.bench.command_line import Out, Small, console, print_line
 
@@ -86,6 +87,7 @@ def _command(name: str, arguments: Sequence[str]) -> TyperCommand:
         run = Run(command_line, small, out)
         result = module.study(run, **options)
         run.save(result.content)
+        display(result.content)
         if plot := plot or (out and out.with_suffix(".png")):
             for suffix, draw in pictures.items():
                 draw({**run.heading, **result.content}, plot.with_name(f"{plot.stem}{suffix}.png"))

@@ -4,14 +4,13 @@ PyTorch and tokamax need not be installed; a function that needs one of them rai
 """
 
 import importlib.util
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
 from jax import lax
-
-from detjax.bench.timing import torch_time
 
 OURS: Final = "detjax"
 XLA: Final = "xla"
@@ -89,7 +88,7 @@ def torch_attention(
 
     # [B, S, H, K] seen as [B, H, S, K]: the memory order that PyTorch's kernels are fastest with.
     shared = [tuple(torch.from_dlpack(x).transpose(1, 2) for x in (q, k, v)) for k, v in pairs]
-    return torch_time(attend, shared, replays=replays)
+    return _torch_time(attend, shared, replays=replays)
 
 
 def torch_product(sets: Sequence[tuple[jax.Array, jax.Array]], *, replays: int) -> Callable[[], float]:
@@ -101,7 +100,7 @@ def torch_product(sets: Sequence[tuple[jax.Array, jax.Array]], *, replays: int) 
     import torch  # pyright: ignore[reportMissingImports]
 
     shared = [tuple(torch.from_dlpack(array) for array in arguments) for arguments in sets]
-    return lambda: torch_time(lambda x, w: torch.mm(x, w.t()), shared, replays=replays)
+    return lambda: _torch_time(lambda x, w: torch.mm(x, w.t()), shared, replays=replays)
 
 
 def free_torch_memory() -> None:
@@ -109,3 +108,36 @@ def free_torch_memory() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _torch_time(fn: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]], *, replays: int = 7) -> float:
+    """Seconds of one call of a PyTorch function, in a CUDA graph that calls it once with each argument set.
+
+    Raises:
+        ModuleNotFoundError: PyTorch is not installed.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    argument_sets = [*argument_sets, *argument_sets[: max(0, 4 - len(argument_sets))]]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for arguments in argument_sets:
+            fn(*arguments)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        alive = [fn(*arguments) for arguments in argument_sets]
+    graph.replay()
+    torch.cuda.synchronize()
+    milliseconds = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        milliseconds.append(start.elapsed_time(end) / len(argument_sets))
+    del graph, alive
+    return statistics.median(milliseconds) / 1e3

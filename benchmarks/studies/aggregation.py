@@ -16,8 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 from flax import nnx
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import study as options
 from benchmarks.study import Result, Run
@@ -92,10 +90,5 @@ def study(
     with command_line.bad_parameters():
         model = tiny() if preset is None else random_decoder(preset, layers)
     results = list(measure(model, *((2, 16) if run.small else (sequences, length))))
-    table = Table("aggregation", "k3", "unequal tokens", "likeliest token the same")
-    for one in results:
-        share, agreement = f"{one['unequal_share']:.1%}", f"{one['top_1_agreement']:.1%}"
-        table.add_row(one["aggregation"], f"{one['k3']:.1e}", share, agreement)
-    Console().print(table)
     sizes = {"preset": preset, "layers": layers, "sequences": sequences, "length": length}
     return Result({"sizes": sizes, "results": results})

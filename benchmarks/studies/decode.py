@@ -21,8 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
-from rich.console import Console
-from rich.table import Table
 
 import detjax
 from benchmarks import study as options
@@ -204,15 +202,10 @@ def _bytes_of_cache(model: Decoder, step: _Step) -> int:
 def study(run: Run, *, preset: Annotated[list[str], options.names(MODELS)]) -> Result:
     models = {"tiny": None} if run.small else {name: MODELS[name] for name in preset}
     results: dict[str, dict[str, Any]] = {}
-    table = Table("model", "layers", "requests", "experts a layer", "GB", "ms", "of a copy's rate")
     for name, layers in models.items():
         batches: list[dict[str, Any]] = []
         results[name] = {"layers": layers, "batches": batches}
         for one in bandwidths(name, layers, SMALL if run.small else Sizes()):
             batches.append(one)
-            size, ms = sum(one["bytes"].values()) / 1e9, one["seconds"] * 1e3
-            numbers = (f"{one['experts_a_layer']:.1f}", f"{size:.2f}", f"{ms:.3f}", f"{one['share_of_copy']:.2f}")
-            table.add_row(name, str(layers), str(one["batch"]), *numbers)
             run.save({"results": results})
-    Console().print(table)
     return Result({"results": results})

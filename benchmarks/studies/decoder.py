@@ -24,8 +24,6 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
 import detjax
 from benchmarks import study as options
@@ -191,20 +189,14 @@ def study(
     load = Load(tokens, requests, longest, alone=min(Load.alone, requests))
     if run.small:
         preset, load = "tiny", Load(tokens=3, requests=3, longest=20, between=2, prefill_chunk=8, alone=2)
-    console, backend = Console(), backends.backend()
     model = presets.decoder(preset, layers)
     kernels = kernels_of_step(preset, load.requests, layers)
-    console.print(f"{preset}, {model.config.layers} layers, {backends.device_name()}, {backend}\n{kernels}")
     batches = compare_batches(model, load)
-    console.print(batches)
-    table = Table("batch", "backend", "ms a step")
     seconds: dict[str, float] = {}
     for batch in (1, load.requests):
-        for name in dict.fromkeys((backend, backends.STOCK)):
-            value = step_seconds(preset, batch, name, layers, 2 if run.small else 10)
-            seconds[f"{name}, batch {batch}"] = value
-            table.add_row(str(batch), name, f"{value * 1e3:.2f}")
-    console.print(table)
+        for name in dict.fromkeys((backends.backend(), backends.STOCK)):
+            steps = 2 if run.small else 10
+            seconds[f"{name}, batch {batch}"] = step_seconds(preset, batch, name, layers, steps)
     content = {"model": preset, "layers": model.config.layers, "kernels of a decode step": kernels}
     different = batches["requests alone that differ"]
     return Result(

@@ -14,8 +14,6 @@ import numpy as np
 import typer
 from flax import nnx
 from jax import Array
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import study as options
 from benchmarks.studies.invariant import SHAPES as INVARIANT_SHAPES
@@ -62,11 +60,5 @@ def study(
 ) -> Result:
     shape, batches = (TINY, (1, 2)) if run.small else (SHAPES[model], (1, 8))
     length, rounds = (8, 1) if run.small else (length, rounds)
-    table = Table("rows", "plain, ms", "layers, ms", "equations, ms", "layers over plain", "equations over plain")
     results = list(costs(shape, length, batches, rounds))
-    for one in results:
-        ms = (f"{one[f'{name}_ms']:.2f}" for name in ("plain", "layers", "equations"))
-        ratios = (f"{one[f'{name}_over_plain']:.2f}" for name in ("layers", "equations"))
-        table.add_row(str(one["batch"]), *ms, *ratios)
-    Console().print(table)
     return Result({"small": run.small, "model": model, "results": results})

@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import itertools
 import multiprocessing
-import os
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ from jaxtyping import Array
 from benchmarks import study as options
 from benchmarks.studies.experts.projections import MODELS, Widths, chosen_experts
 from benchmarks.study import Result, Run
-from detjax.bench import command_line, timing
+from detjax.bench import timing
 from detjax.bench.bits import same_bits
 from detjax.operands.options import Epilogue
 from detjax.pallas.hopper import grouped_matmul
@@ -247,9 +246,6 @@ def study(
         tried = list(measure(jobs, processes=processes, seconds=seconds))
     different = [trial for trial in tried if trial.has_first_bits is False]
     summary = fastest(tried)
-    for row in summary:
-        command_line.print_line(str(row))
-    command_line.print_line(f"{len(tried)} trials, {len(different)} with other bits than the first")
     note = options.INTERPRETED if run.small else None
     return Result(
         {"note": note, "fastest": summary, "trials": [dataclasses.asdict(trial) for trial in tried]},

@@ -17,8 +17,6 @@ import numpy as np
 import typer
 from flax import nnx
 from jax import Array
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import study as options
 from benchmarks.study import Result, Run
@@ -203,24 +201,17 @@ def study(
     length, rounds = (8, 1) if run.small else (length, rounds)
     results: dict[str, dict[str, Any]] = {name: {} for name in shapes}
     content: dict[str, Any] = {"small": run.small, "results": results}
-    console = Console()
     if "speeds" in part:
-        table = Table("model", "rows", "stock, ms", "invariant, ms", "speed over stock")
         for name, shape in shapes.items():
             measured = results[name]["speeds"] = []
             for speed in speeds(shape, length, batches, rounds):
                 measured.append(speed)
-                ms = (f"{speed[f'{kind}_ms']:.2f}" for kind in ("stock", "invariant"))
-                table.add_row(name, str(speed["batch"]), *ms, f"{speed['speed_over_stock']:.2f}")
                 run.save(content)
-        console.print(table)
     if "tracing" in part:
-        seconds = content["tracing_seconds"] = tracing(TINY if run.small else SHAPES["Qwen3-8B"], length)
+        content["tracing_seconds"] = tracing(TINY if run.small else SHAPES["Qwen3-8B"], length)
         run.save(content)
-        console.print(f"Tracing: stock {seconds['stock']:.1f} s, invariant {seconds['invariant']:.1f} s")
     if "bits" in part:
         for name, shape in shapes.items():
-            changed = results[name]["batches_with_other_bits"] = bits(shape, length, compared)
-            console.print(f"{name}: a row has other bits than alone in batches of {changed}")
+            results[name]["batches_with_other_bits"] = bits(shape, length, compared)
             run.save(content)
     return Result(content)

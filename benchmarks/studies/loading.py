@@ -25,8 +25,6 @@ from unittest import mock
 import jax
 import ml_dtypes
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.study import Result, Run
 from detjax.bench import command_line, presets
@@ -170,24 +168,10 @@ def _counted(placed: Any, *, kept: bool) -> Iterator[None]:
             yield
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Returns a line for each load."""
-    columns = "model", "layers", "devices", "weights", "checkpoint", "a layer", "largest tensor", "beyond the shards"
-    lines = Table(*columns, "mapped files", "seconds", title="host memory at most, GB")
-    for row in rows:
-        sizes = [row["bytes"][name] for name in ("checkpoint", "layer", "largest_tensor")]
-        sizes += [row["peak"][name] for name in ("beyond_shards", "mapped_files")]
-        kept = "kept" if row["kept"] else "deleted"
-        numbers = [f"{size / 1e9:.3f}" for size in sizes]
-        lines.add_row(row["preset"], str(row["layers"]), str(row["devices"]), kept, *numbers, f"{row['seconds']:.1f}")
-    return lines
-
-
 def study(run: Run) -> Result:
     rows = []
     for one in SMALL if run.small else LOADS:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(_sizes(one, write_sparse(Path(folder), one.preset, one.layers)) | _watched(one, folder))
         command_line.print_line(f"{one.preset}, {rows[-1]['layers']} layers: {rows[-1]['seconds']:.1f} s")
-    Console().print(table(rows))
     return Result({"rows": rows})

@@ -24,7 +24,7 @@ from jaxtyping import Array
 from benchmarks import study as options
 from benchmarks.study import Result, Run
 from detjax.audit.comparison.divergence import divergence
-from detjax.bench import command_line, presets
+from detjax.bench import presets
 from detjax.engine import Engine, EngineConfig, Generation, Request, SamplingParams
 from detjax.models.network import split
 from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
@@ -153,8 +153,6 @@ def study(
 ) -> Result:
     sizes = dataclasses.replace(SMALL if run.small else Sizes(preset, layers), is_packed=packed)
     results = compared(sizes)
-    for name, result in results.items():
-        command_line.print_line(f"{name}: {result}")
     unequal = {name: result["unequal_tokens"] for name, result in results.items() if result["unequal_tokens"]}
     return Result(
         {"sizes": dataclasses.asdict(sizes), "results": results},

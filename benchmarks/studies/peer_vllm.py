@@ -22,7 +22,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 
 from benchmarks.study import Result, Run
 from detjax.bench import presets, serve
@@ -123,13 +122,8 @@ def study(
         "generated_tokens": sum(request.sampling.max_tokens for request in requests),
         "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
     }
-    Console().print(
-        f"{result['requests']} requests, {result['prompt_tokens']:,} prompt tokens, "
-        f"{result['generated_tokens']:,} to generate"
-    )
     if not run.small:
         if model is None:
             raise typer.BadParameter("--model is missing; accepted: a directory with config.json and a tokenizer")
         result["vllm"] = _measured(model, vocabulary)
-        Console().print(result["vllm"])
     return Result(result)

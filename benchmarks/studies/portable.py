@@ -23,7 +23,6 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 import detjax
 from benchmarks import study as options
@@ -180,21 +179,11 @@ def study(
     rounds: options.RoundCount = 15,
 ) -> Result:
     scale, rounds = (1, 2) if run.small else (scale, rounds)
-    table = Table(
-        "operation", "rows", "stock XLA, ms", "detjax, ms", "ratio", "stock: different bits", "detjax: different bits"
-    )
     results = []
     chosen = small_cases(dtype) if run.small else list(cases(scale, dtype))
     for case in track(chosen, "measuring", console=Console(stderr=True)):
-        for result in measure(case, rounds):
-            first = result["rows"] == case.rows[0]
-            counts = [f"{result['other_bits'][b]} of {len(case.rows) - 1}" if first else "" for b in BACKENDS]
-            milliseconds = [f"{result['seconds'][b] * 1e3:.3f}" for b in BACKENDS]
-            name = case.name if first else ""
-            table.add_row(name, str(result["rows"]), *milliseconds, f"{result['ratio']:.2f}", *counts)
-            results.append(result)
+        results += measure(case, rounds)
     mean = statistics.geometric_mean(result["ratio"] for result in results)
-    Console(width=130).print(table, f"time of detjax over stock XLA, geometric mean: {mean:.2f}")
     changed = any(result["other_bits"]["portable"] for result in results)
     return Result(
         {"dtype": dtype, "scale": scale, "rounds": rounds, "geometric_mean": mean, "results": results},

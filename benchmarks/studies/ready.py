@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
-from rich.console import Console
 
 from benchmarks import study as options
 from benchmarks.study import Result, Run
@@ -92,11 +91,6 @@ def study(run: Run, *, preset: options.Preset = Start.preset) -> Result:
         size = sum(path.stat().st_size for path in Path(cache).rglob("*.program"))
     programs = seconds["from nothing"].pop("programs")
     seconds["with the cache"].pop("programs")
-    console = Console()
-    for name, reached in seconds.items():
-        console.print(f"{name}: " + ", ".join(f"{step} after {reached[step]:.1f} s" for step in STEPS))
-    before = sum(program["before_ready"] for program in programs)
-    console.print(f"{before} of {len(programs)} programs are compiled first, {size / 1e6:.0f} MB in all")
     content = {"start": dataclasses.asdict(start), "seconds": seconds, "cache_bytes": size, "programs": programs}
     return Result(content)
 

@@ -223,17 +223,6 @@ def measure(rows: int, vocabulary: int, dtype: str, calls: int) -> Iterator[dict
             yield head | {"case": name, "seconds": device_time(sampler, arguments, calls=calls)} | fields
 
 
-def line(result: dict[str, Any]) -> str:
-    """A line about a result of `measure`."""
-    schedule, seconds = result["schedule"], result["seconds"]
-    place = f"cluster {schedule['cluster']} slots {schedule['slots']:2} grid {schedule['grid']:4}"
-    mark = "  <- chosen" if result["chosen"] else ""
-    return (
-        f"{result['case']}, {result['rows']} rows, {result['dtype']}, {place}: {seconds * 1e6:7.1f} µs, "
-        f"{result['copy'] / seconds:4.0%} of a copy{mark}"
-    )
-
-
 def study(
     run: Run,
     *,
@@ -256,7 +245,5 @@ def study(
         return Result(content, f"different bits: {error}")
     if not bits and not run.small:
         for name, count in itertools.product(dtype or ["float32", "bfloat16"], rows or [64, 1024]):
-            for result in measure(count, VOCABULARY, name, calls):
-                command_line.print_line(line(result))
-                results.append(result)
+            results += measure(count, VOCABULARY, name, calls)
     return Result(content)

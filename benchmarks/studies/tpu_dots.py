@@ -19,8 +19,6 @@ import jax
 import jax.numpy as jnp
 import typer
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import plots
 from benchmarks.study import Result, Run
@@ -76,10 +74,6 @@ def study(run: Run) -> Result:
     except ModuleNotFoundError as error:
         command_line.print_line(f"tpu_dots: {error}")
         raise typer.Exit(2) from error
-    table = Table("chip", *(f"M = {m}" for m in tokens), title=f"Steps of K = {K}, N = {N}")
-    for chip, counts in steps.items():
-        table.add_row(chip, *("vector unit" if count is None else str(count) for count in counts.values()))
-    Console().print(table)
     return Result({"K": K, "N": N, "dtype": "bfloat16", "detjax_steps": K // TPU_K_STEP, "steps": steps})
 
 

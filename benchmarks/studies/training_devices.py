@@ -6,6 +6,7 @@ The devices share the batch and the state: each has a part of the masters and mo
 computes the shards of the batch one after the other. Compared are the gradients of the first batch, and logprobs,
 weights, masters and moments after the steps, by digests that are computed on the devices. The control has the sequences
 in another order. The exit code is 1 if bits differ between numbers of devices, or if the control's are the same.
+`--skip-one` trains on several devices alone, for a model that one cannot hold.
 
 `--small` takes a CPU seconds, where `XLA_FLAGS=--xla_force_host_platform_device_count=2` simulates two devices.
 """
@@ -48,24 +49,33 @@ def study(
     length: Annotated[int, typer.Option(min=16, help="Tokens of a sequence.")] = 1024,
     microbatches: Annotated[int, typer.Option(min=2, help="Microbatches of a step, of all devices together.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Further steps, which are timed.")] = 4,
+    one: Annotated[bool, typer.Option("--one/--skip-one", help="Train on one device too, and compare.")] = True,
 ) -> Result:
     sizes = Sizes(preset, layers, sequences, length, microbatches, devices, rounds)
     if run.small:
         sizes = Sizes("tiny", 1, 2, 32, 2, devices, 1)
     batch = samples(sizes, presets.config(sizes.preset, sizes.layers).vocab_size)
     content: dict[str, Any] = {"sizes": dataclasses.asdict(sizes), "devices": devices}
-    arms = {"one": (1, batch), "several": (devices, batch), "several, another order": (devices, batch[::-1])}
+    arms = {"one": (1, batch)} if one else {}
+    arms |= {"several": (devices, batch)}
+    arms |= {"several, another order": (devices, batch[::-1])} if one else {}
     for name, (count, given) in arms.items():
         content[name] = _trained(sizes, count, given, timed=given is batch)
         command_line.print_line(f"{name}: {content[name]}")
         run.save(content)
-    one, several, control = (content[name] for name in arms)
+    return Result(content, _compared(content) if one else "")
+
+
+def _compared(content: dict[str, Any]) -> str:
+    """Adds the comparison of one device with several, and returns what is wrong with it."""
+    one, several, control = (content[name] for name in ("one", "several", "several, another order"))
     content["speed_over_one"] = one["seconds"] / several["seconds"]
     content["equal"] = {key: one["digests"][key] == several["digests"][key] for key in one["digests"]}
     content["control_differs"] = control["digests"] != several["digests"]
     wrong = [key for key, equal in content["equal"].items() if not equal]
-    problem = f"bits differ between one device and {devices}: {', '.join(wrong)}" if wrong else ""
-    return Result(content, problem or ("" if content["control_differs"] else "the control has the same bits"))
+    if wrong:
+        return f"bits differ between one device and {content['devices']}: {', '.join(wrong)}"
+    return "" if content["control_differs"] else "the control has the same bits"
 
 
 def _trained(sizes: Sizes, devices: int, batch: Sequence[Sample], *, timed: bool) -> dict[str, Any]:
@@ -77,8 +87,10 @@ def _trained(sizes: Sizes, devices: int, batch: Sequence[Sample], *, timed: bool
     gradients = batch_gradients(trainer.network, trainer.weights, batch, LogLikelihood(), plan)
     digests, logprobs = {"gradients": _digest(gradients.leaves)}, []
     del gradients
+    means = []
     for _ in range(_COMPARED_STEPS):
         logprobs = trainer.step(batch).logprobs
+        means.append(float(np.mean(np.concatenate(logprobs))))
     digests["logprobs"] = hashlib.sha256(b"".join(x.tobytes() for x in logprobs)).hexdigest()
     digests["weights"] = _digest(trainer.weights)
     digests["state"] = _digest(jax.tree.leaves(trainer.state))
@@ -89,7 +101,7 @@ def _trained(sizes: Sizes, devices: int, batch: Sequence[Sample], *, timed: bool
         jax.block_until_ready(trainer.weights)
         seconds.append(time.perf_counter() - start)
     memory = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    result = {"devices": devices, "digests": digests, "rounds": seconds, "peak_bytes": memory}
+    result = {"devices": devices, "digests": digests, "mean_logprobs": means, "rounds": seconds, "peak_bytes": memory}
     return result | ({"seconds": statistics.median(seconds)} if seconds else {})
 
 

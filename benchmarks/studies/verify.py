@@ -235,16 +235,4 @@ def study(
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         sizes = dataclasses.replace(sizes, mixed=sizes.mixed and not greedy, kv_cache_dtype=cache, **chosen)
         result = measured(sizes)
-    verified = result["verified"]
-    command_line.print_line(
-        f"{verified['transcripts']} transcripts, {result['prompt_tokens']} prompt and {result['generated_tokens']} "
-        f"generated tokens: verified in {verified['seconds']:.2f} s, {verified['refused']} refused"
-    )
-    for count, generated in result["generated"].items():
-        command_line.print_line(
-            f"generated {count} at a time: {generated['seconds']:.2f} s; the verification takes "
-            f"{generated['verified_in_this_share']:.1%} of it"
-        )
-    for kind, count in result["altered"]["refused"].items():
-        command_line.print_line(f"with another {kind}: {count} of {verified['transcripts']} refused")
     return Result(result, "; ".join(problems(result)))

@@ -200,36 +200,3 @@ def step_time(
         jax.block_until_ready(alive)
         seconds.append((time.perf_counter() - start) / steps)
     return statistics.median(seconds)
-
-
-def torch_time(fn: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]], *, replays: int = 7) -> float:
-    """Seconds of one call of a PyTorch function, in a CUDA graph that calls it once with each argument set.
-
-    Raises:
-        ModuleNotFoundError: PyTorch is not installed.
-    """
-    import torch  # pyright: ignore[reportMissingImports]
-
-    argument_sets = [*argument_sets, *argument_sets[: max(0, 4 - len(argument_sets))]]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for arguments in argument_sets:
-            fn(*arguments)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        alive = [fn(*arguments) for arguments in argument_sets]
-    graph.replay()
-    torch.cuda.synchronize()
-    milliseconds = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        milliseconds.append(start.elapsed_time(end) / len(argument_sets))
-    del graph, alive
-    return statistics.median(milliseconds) / 1e3

@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 import safetensors
 from typer.testing import CliRunner
 
+import benchmarks
 import detjax
 from benchmarks.__main__ import app, studies
 from benchmarks.studies import decode, delta_rule, expert_schedules, loading, tunix_learners
@@ -25,6 +29,7 @@ from detjax.pallas.hopper.matmul.plan import Schedule
 STUDIES = (
     "aggregation",
     "attention",
+    "data_parallel",
     "decode",
     "decoder",
     "delta_rule",
@@ -34,6 +39,7 @@ STUDIES = (
     "invariant",
     "loading",
     "matmul",
+    "mesh_bits",
     "norms",
     "on_policy",
     "peer_vllm",
@@ -44,6 +50,7 @@ STUDIES = (
     "structured",
     "tpu_dots",
     "training",
+    "training_devices",
     "true_on_policy",
     "tunix_learners",
     "verify",
@@ -71,6 +78,20 @@ def test_every_study_is_tested_and_listed_with_a_line_of_help() -> None:
     listed = run("--help")
     for name in STUDIES:
         assert re.search(rf"^  {name} +\w", listed, re.MULTILINE), name
+
+
+def test_the_command_of_a_result_has_no_files(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    for out in (("--out", str(file)), (f"--out={file}",)):
+        run("peer_vllm", *out, "--model", "a b", "--small")
+        assert json.loads(file.read_text())["command"] == "python -m benchmarks peer_vllm --model 'a b' --small"
+
+
+@pytest.mark.parametrize("arguments", [("decode", "--preset", "none"), ("on_policy", "--preset", "none"), ("none",)])
+def test_an_unknown_name_is_refused_with_those_that_there_are(arguments: tuple[str, ...]) -> None:
+    output = run(*arguments, exit_code=2)
+    assert "'none'" in output
+    assert len(arguments) == 1 or "accepted: Qwen3-" in output or "accepted: tiny, Qwen3-" in output
 
 
 def test_peer_vllm_draws_the_requests_of_the_engine(tmp_path: Path) -> None:
@@ -102,6 +123,35 @@ def test_random_programs(tmp_path: Path) -> None:
     for counts in content["results"].values():
         assert sum(counts[outcome] for outcome in ("proven", "observed", "refuted", "unproven")) == content["programs"]
         assert counts["proven"] and counts["observed"] and not counts["false_proofs"]
+
+
+@pytest.mark.sampled(0)
+def test_servers_of_one_engine_and_of_two_have_the_same_answers(tmp_path: Path) -> None:
+    content = run_small("data_parallel", tmp_path, "--orders", "1")
+    assert [server["engines"] for server in content["servers"]] == [1, 2]
+    assert len({digest for server in content["servers"] for digest in server["digests"]}) == 1
+
+
+def run_on_two_devices(name: str, tmp_path: Path) -> dict[str, Any]:
+    """The result of `--small` in a process with two simulated devices."""
+    out = tmp_path / "result.json"
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "benchmarks", name, "--small", "--out", str(out)]
+    subprocess.run(command, env=environment, cwd=Path(benchmarks.__file__).parents[1], check=True)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.sampled(0)
+def test_training_on_two_devices_gives_the_bits_of_one(tmp_path: Path) -> None:
+    content = run_on_two_devices("training_devices", tmp_path)
+    assert set(content["equal"].values()) == {True} and content["control_differs"]
+
+
+@pytest.mark.sampled(0)
+def test_answers_of_two_devices_have_the_bits_of_one(tmp_path: Path) -> None:
+    content = run_on_two_devices("mesh_bits", tmp_path)
+    assert content["one"]["digests"] == content["several"]["digests"] and content["usual_cut_differs"]
 
 
 def test_rivals_of_the_delta_rule_compute_the_rule() -> None:

@@ -1,9 +1,5 @@
 """Models that devices of several processes share: every number of processes gives the bits of one device."""
 
-import contextlib
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,13 +14,12 @@ from jax.sharding import PartitionSpec as P
 import detjax
 from detjax import models, ops
 from detjax.models.mesh import put_everywhere
-from detjax.rl.trainer.placement import Placement
 from tests.support.bits import assert_same_bits
 from tests.support.one_layer import one_layer
-from tests.support.waits import HANGS_AFTER
+from tests.support.processes import join, run_in_processes
+from tests.support.simulated_devices import ALL_HOLD
 
 ROOT = Path(__file__).parents[2]
-PROCESSES, DEVICES = 2, 4
 
 
 @pytest.mark.sampled(1)
@@ -35,43 +30,14 @@ def test_devices_of_two_processes_give_the_bits_of_one_device(family: str, case:
     if family == "qwen3":  # one layer of it tells as much as all, and compiles faster
         checkpoint = tmp_path / "model"
         models.save(one_layer(ROOT / "tests" / "fixtures" / family, seed=1)[0], checkpoint)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [
-        sys.executable,
-        "-m",
-        "tests.models.test_processes",
-        str(port),
-        str(checkpoint),
-        str(tmp_path / "saved"),
-        case,
-    ]
-    with contextlib.ExitStack() as stack:
-        running = []
-        for number in range(PROCESSES):
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            process = subprocess.Popen([*command, str(number)], env=environment, cwd=ROOT, **pipes)
-            running.append(stack.enter_context(process))
-            stack.callback(process.kill)
-        for process in running:
-            output = process.communicate(timeout=3 * HANGS_AFTER)[0]  # each compiles for one device and for all
-            assert process.returncode == 0, output
-            assert "all hold" in output.split("\n"), output
-
-
-def main(port: str, checkpoint: Path, saved: Path, case: str, process: int) -> None:
-    """Compares a model on a device of this process and on all devices of all processes."""
-    jax.distributed.initialize(
-        f"127.0.0.1:{port}",
-        PROCESSES,
-        process,
-        initialization_timeout=HANGS_AFTER,
-        heartbeat_timeout_seconds=HANGS_AFTER,
+    run_in_processes(
+        __name__, str(checkpoint), str(tmp_path / "saved"), case, flags="--xla_backend_optimization_level=0"
     )
-    assert (jax.device_count(), jax.local_device_count()) == (PROCESSES * DEVICES, DEVICES)
+
+
+def main(port: str, process: str, checkpoint: str, saved: str, case: str) -> None:
+    """Compares a model on a device of this process and on all devices of all processes."""
+    join(port, process)
     mesh = models.mesh_of(jax.device_count())
     assert mesh is not None
     model, _ = models.load(checkpoint, progress=False)
@@ -84,9 +50,9 @@ def main(port: str, checkpoint: Path, saved: Path, case: str, process: int) -> N
         compare_engines(model, shared)
     else:
         compare_logprobs(model, shared)
-        compare_what_is_saved(model, shared, saved)
+        compare_what_is_saved(model, shared, Path(saved))
         check_refusals(model)
-    print("all hold")
+    print(ALL_HOLD)
     jax.distributed.shutdown()
 
 
@@ -154,9 +120,7 @@ def check_refusals(model: models.Decoder) -> None:
     others = [device for device in jax.devices() if device.process_index != jax.process_index()]
     with pytest.raises(ValueError, match="sharded: the mesh has no device of this process, which is number"):
         models.sharded(model, Mesh(np.array(others), ("tensor",)))
-    with pytest.raises(NotImplementedError, match="accepted: devices of this process, which is number"):
-        _ = Placement(PROCESSES * DEVICES, PROCESSES * DEVICES).mesh
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+    main(*sys.argv[1:])

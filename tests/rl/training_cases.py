@@ -19,6 +19,7 @@ from detjax.rl.trainer.gradients import Loss
 from detjax.rl.trainer.losses import ClippedRatio
 from detjax.rl.trainer.microbatches import Sample
 from detjax.rl.trainer.optimizers import adamw
+from detjax.rl.trainer.placement import on_host
 from detjax.rl.trainer.step import Plan, batch_gradients
 from detjax.rl.trainer.train_state import initial_state, update, weights_of
 
@@ -105,7 +106,7 @@ def two_steps(
     for batch in batches:
         weights = weights_of(state, weights, placement)
         gradients = batch_gradients(net, weights, batch, loss, plan)
-        host = jax.device_get(gradients.leaves)
+        host = jax.tree.map(on_host, gradients.leaves)
         state, norm = update(state, gradients.leaves, ADAMW, placement, max_norm=1.0)
         given.append({"gradients": host, "logprobs": gradients.logprobs, "norm": norm})
-    return jax.device_get({"steps": given, "state": state, "weights": weights_of(state, weights, placement)})
+    return jax.tree.map(on_host, {"steps": given, "state": state, "weights": weights_of(state, weights, placement)})

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from benchmarks import plots
 from benchmarks.studies.attention.cells import CUDNN
-from benchmarks.studies.attention.tables import ratios
+from benchmarks.studies.attention.summary import ratios
 
 
 def draw(content: dict[str, Any], file: Path) -> bool:

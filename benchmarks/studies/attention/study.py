@@ -19,9 +19,8 @@ os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 import dataclasses
 import functools
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import jax
@@ -32,7 +31,7 @@ from rich.progress import track
 import detjax
 from benchmarks import rivals
 from benchmarks import study as options
-from benchmarks.studies.attention import cells, picture, tables
+from benchmarks.studies.attention import cells, picture
 from benchmarks.studies.attention.accuracy import measure_accuracy
 from benchmarks.studies.attention.cases import (
     SMALL,
@@ -46,7 +45,7 @@ from benchmarks.studies.attention.cases import (
 from benchmarks.studies.attention.comparison import Comparison
 from benchmarks.studies.attention.option_bits import compare_options
 from benchmarks.studies.attention.request_bits import compare_requests
-from benchmarks.studies.attention.tables import geometric_means
+from benchmarks.studies.attention.summary import geometric_means
 from benchmarks.study import Result, Run
 from detjax.bench import timing
 from detjax.bench.failures import reason
@@ -59,72 +58,36 @@ TIMING: Final = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is measured.
-
-    Attributes:
-        sizes: the sizes of all measurements.
-        sections: some of `SECTIONS`.
-        with_torch: whether PyTorch is measured too.
-        processes: how many processes compare the bits of options.
-    """
-
-    sizes: Sizes
-    sections: Sequence[str] = SECTIONS
-    with_torch: bool = True
-    processes: int = 1
-
-
-def measure_all(plan: Plan, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The result of a plan; `save` is called with what there is after every cell."""
-    content: dict[str, Any] = {
-        "timing": TIMING if jax.default_backend() == "gpu" else timing.UNTIL_READY,
-        "rounds": [timing.ROUNDS, timing.LONG_ROUNDS],
-        "sections": list(plan.sections),
-        "sizes": dataclasses.asdict(plan.sizes),
-    }
-    for section in plan.sections:
-        if section == "accuracy":
-            content["accuracy"] = measure_accuracy(plan.sizes)
-        elif section == "bits":
-            _compare_bits(plan, content, save)
-        else:
-            _measure_section(plan, section, content, save)
-        save(content)
-    return content
-
-
-def _measure_section(plan: Plan, section: str, content: dict[str, Any], save: Callable[[Any], None]) -> None:
+def _measure_section(run: Run, sizes: Sizes, torch: bool, section: str, content: dict[str, Any]) -> None:
     sections: dict[str, tuple[Callable[[Sizes, Case, bool], dict[str, Any]], list[Case]]] = {
-        "prefill": (cells.measure_prefill, prefill_cases(plan.sizes)),
-        "decode": (cells.measure_decode, list(decode_cases(plan.sizes))),
-        "quantized": (cells.measure_quantized, list(decode_cases(plan.sizes))),
-        "latents": (cells.measure_latents, latent_cases(plan.sizes)),
-        "backward": (cells.measure_backward, backward_cases(plan.sizes)),
+        "prefill": (cells.measure_prefill, prefill_cases(sizes)),
+        "decode": (cells.measure_decode, list(decode_cases(sizes))),
+        "quantized": (cells.measure_quantized, list(decode_cases(sizes))),
+        "latents": (cells.measure_latents, latent_cases(sizes)),
+        "backward": (cells.measure_backward, backward_cases(sizes)),
     }
     measure, cases = sections[section]
     results = content[section] = []
     for case in track(cases, section, console=Console(stderr=True)):
         try:
-            results.append(measure(plan.sizes, case, plan.with_torch))
+            results.append(measure(sizes, case, torch))
         except Exception as failure:
             # Not even the inputs could be made, or they leave no room.
             missing = {kind: timing.Rounds[str]({}, {"all": reason(failure)}) for kind in cells.KINDS[section]}
             results.append(cells.cell(case, missing) | {"teraflops": {}})
         rivals.free_torch_memory()
-        save(content)
+        run.save(content)
     content.setdefault("summary", {})[section] = geometric_means(results, cells.KINDS[section])
 
 
-def _compare_bits(plan: Plan, content: dict[str, Any], save: Callable[[Any], None]) -> None:
+def _compare_bits(run: Run, sizes: Sizes, processes: int, content: dict[str, Any]) -> None:
     comparison, start = Comparison(), time.perf_counter()
-    options = functools.partial(compare_options, plan.sizes, detjax.backend(), comparison, plan.processes)
-    for compare in (functools.partial(compare_requests, plan.sizes, comparison), options):
+    options = functools.partial(compare_options, sizes, detjax.backend(), comparison, processes)
+    for compare in (functools.partial(compare_requests, sizes, comparison), options):
         compare()
         comparison.seconds = time.perf_counter() - start
-        content["bits"] = dataclasses.asdict(comparison) | {"processes": plan.processes}
-        save(content)
+        content["bits"] = dataclasses.asdict(comparison) | {"processes": processes}
+        run.save(content)
 
 
 def study(
@@ -138,10 +101,21 @@ def study(
     ] = None,
 ) -> Result:
     sizes, small = SMALL if run.small else Sizes(), run.small
-    plan = Plan(sizes, only, torch and not small, processes or (1 if small else 12))
+    content: dict[str, Any] = {
+        "timing": TIMING if jax.default_backend() == "gpu" else timing.UNTIL_READY,
+        "rounds": [timing.ROUNDS, timing.LONG_ROUNDS],
+        "sections": only,
+        "sizes": dataclasses.asdict(sizes),
+    }
     with detjax.use_backend("portable" if small else "hopper"):
-        content = measure_all(plan, run.save)
-    tables.show(content)
+        for section in only:
+            if section == "accuracy":
+                content["accuracy"] = measure_accuracy(sizes)
+            elif section == "bits":
+                _compare_bits(run, sizes, processes or (1 if small else 12), content)
+            else:
+                _measure_section(run, sizes, torch and not small, section, content)
+            run.save(content)
     differences = content.get("bits", {}).get("differences", [])
     return Result(content, "different bits\n" + "\n".join(differences[:20]) if differences else "")
 

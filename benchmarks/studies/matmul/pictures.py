@@ -10,7 +10,7 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 
 from benchmarks import plots
 from benchmarks.rivals import TORCH, XLA
-from benchmarks.studies.matmul.tables import by_linear, geometric_mean, ratios
+from benchmarks.studies.matmul.summary import by_linear, geometric_mean, ratios
 
 
 def draw_over_tokens(content: dict[str, Any], file: Path) -> None:

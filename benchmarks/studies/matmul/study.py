@@ -15,7 +15,6 @@ import os
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable
 from typing import Annotated, Any, Final
@@ -28,11 +27,11 @@ from rich.progress import track
 import detjax
 from benchmarks import rivals
 from benchmarks import study as options
-from benchmarks.studies.matmul import pictures, row_bits, tables
+from benchmarks.studies.matmul import pictures, row_bits
 from benchmarks.studies.matmul.cases import Sizes, full_sizes, small_sizes, weight_sets
 from benchmarks.studies.matmul.cells import measure, measure_epilogues
 from benchmarks.studies.matmul.programs import build_all
-from benchmarks.studies.matmul.tables import summarized
+from benchmarks.studies.matmul.summary import summarized
 from benchmarks.study import Result, Run
 from detjax.bench import timing
 from detjax.bench.shapes import MODELS, TOKENS
@@ -40,24 +39,9 @@ from detjax.bench.shapes import MODELS, TOKENS
 TIMING: Final = {rivals.OURS: timing.KERNELS, rivals.XLA: timing.KERNELS, rivals.TORCH: timing.REPLAY}
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is measured.
-
-    Attributes:
-        sizes: the sizes of all measurements.
-        with_bits: whether bits are compared.
-        with_torch: whether PyTorch is measured too.
-    """
-
-    sizes: Sizes
-    with_bits: bool = True
-    with_torch: bool = True
-
-
-def measure_all(plan: Plan, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The result of a plan; `save` is called with what there is after every [N, K]."""
-    sizes, comparison = plan.sizes, row_bits.Comparison()
+def _measure(run: Run, sizes: Sizes, with_bits: bool, with_torch: bool) -> dict[str, Any]:
+    """The content of the result, which is saved after every [N, K]."""
+    comparison = row_bits.Comparison()
     cells: list[dict[str, Any]] = []
     content: dict[str, Any] = {
         "timing": TIMING if jax.default_backend() == "gpu" else timing.UNTIL_READY,
@@ -68,28 +52,28 @@ def measure_all(plan: Plan, save: Callable[[dict[str, Any]], None]) -> dict[str,
     }
 
     def compare(comparison_of_bits: Callable[..., None], *arguments: Any) -> None:
-        if plan.with_bits:
+        if with_bits:
             start = time.perf_counter()
             comparison_of_bits(sizes, *arguments, comparison)
             comparison.seconds += time.perf_counter() - start
 
     for linear in track(list(sizes.linears), "measuring", console=Console(stderr=True)):
         weights = weight_sets(*linear)
-        transposed = plan.with_bits and linear[0] * linear[1] <= row_bits.MOST_TRANSPOSED
+        transposed = with_bits and linear[0] * linear[1] <= row_bits.MOST_TRANSPOSED
         programs = build_all(sizes, linear, ("nk", "kn") if transposed else ("nk",), detjax.backend())
-        cells.extend(measure(sizes, linear, weights, programs, plan.with_torch))
+        cells.extend(measure(sizes, linear, weights, programs, with_torch))
         compare(row_bits.compare_anchors, linear, weights[0], programs)
         # Before the next weights are drawn.
         del weights, programs
         rivals.free_torch_memory()
-        save(content)
+        run.save(content)
     content["epilogues"] = list(measure_epilogues(sizes))
     content["summary"] = summarized(cells)
-    save(content)
+    run.save(content)
     compare(row_bits.compare_schedules)
     compare(row_bits.compare_runs)
-    content["bits"] = dataclasses.asdict(comparison) if plan.with_bits else None
-    save(content)
+    content["bits"] = dataclasses.asdict(comparison) if with_bits else None
+    run.save(content)
     return content
 
 
@@ -102,10 +86,9 @@ def study(
     torch: options.Torch = True,
 ) -> Result:
     sizes = small_sizes() if run.small else full_sizes(model, tokens or TOKENS)
-    plan = Plan(sizes, bits, torch and not run.small and rivals.torch_is_installed())
+    with_torch = torch and not run.small and rivals.torch_is_installed()
     with detjax.use_backend("portable" if run.small else "hopper"):
-        content = measure_all(plan, run.save)
-    tables.show(content)
+        content = _measure(run, sizes, bits, with_torch)
     differences = content["bits"]["differences"] if bits else []
     return Result(content, "different bits\n" + "\n".join(differences[:20]) if differences else "")
 

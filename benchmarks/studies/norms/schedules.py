@@ -21,13 +21,6 @@ def measure(sizes: Sizes) -> Iterator[dict[str, Any]]:
         yield from _measure_rope(sizes, by_name["q/k norm, rope"], count)
 
 
-def line(result: dict[str, Any]) -> str:
-    """A line about a result."""
-    seconds, copy, schedule = result["seconds"], result["copy"], result["schedule"]
-    fields = ", ".join(f"{name} {value}" for name, value in schedule.items())
-    return f"{result['case']}, {result['rows']} rows, {fields}: {seconds * 1e6:.2f} µs, {copy / seconds:.0%} of a copy"
-
-
 def _measure_norm(sizes: Sizes, case: Case, count: int) -> Iterator[dict[str, Any]]:
     sets = [(*case.rows(count, seed), *case.shared) for seed in range(rotations(4 * sizes.width * count))]
     copy = copy_time(8 * sizes.width * count, calls=sizes.calls)

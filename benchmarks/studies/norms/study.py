@@ -14,12 +14,10 @@ import dataclasses
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from benchmarks.studies.norms import cache_writes, suite
 from benchmarks.studies.norms.cases import SMALL, Sizes
 from benchmarks.study import Result, Run
-from detjax.bench import command_line
 from detjax.runtime import backends
 
 
@@ -34,13 +32,9 @@ def study(
             raise typer.BadParameter(f"--sweep on {backends.device_name()}; accepted: an H100 or H200")
         from benchmarks.studies.norms import schedules
 
-        results = []
-        for result in schedules.measure(sizes):
-            command_line.print_line(schedules.line(result))
-            results.append(result)
+        results = list(schedules.measure(sizes))
     else:
         results = [*suite.measure(sizes), *cache_writes.measure(sizes)]
-        Console(width=140).print(suite.table(results, backend))
     problems = {
         "gave different bits for other numbers of rows, or in other runs": (
             "same_bits_over_rows",

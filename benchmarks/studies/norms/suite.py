@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 import detjax
 from benchmarks.bits import anchor_positions
@@ -65,23 +64,3 @@ def compare_bits(case: Case, rows: Sequence[int], repeats: int) -> dict[str, boo
     except NotImplementedError:
         return {}
     return {"same_bits_over_rows": over_rows, "same_bits_over_runs": over_runs}
-
-
-def table(results: Sequence[dict[str, Any]], backend: str) -> Table:
-    """A line for each result."""
-    out = Table("operation", "rows", "MB", "copy, µs", "stock XLA, µs", f"{backend}, µs")
-    for name in ("share of copy", "time over stock", "same bits over rows, runs"):
-        out.add_column(name)
-    previous = None
-    for result in results:
-        seconds = result["seconds"]
-        ours, stock, copy = seconds[backend], seconds[STOCK], seconds["copy"]
-        microseconds = ["none" if s is None else f"{s * 1e6:.1f}" for s in (copy, stock, ours)]
-        ratios = ["", ""] if ours is None else [f"{copy / ours:.0%}", f"{ours / stock:.2f}"]
-        kept = [result[f"same_bits_over_{what}"] for what in ("rows", "runs") if f"same_bits_over_{what}" in result]
-        title, bits = "", ""
-        if result["case"] != previous:
-            previous = title = result["case"]
-            bits = ", ".join("yes" if k else "NO" for k in kept)
-        out.add_row(title, str(result["rows"]), f"{result['bytes'] / 1e6:.2f}", *microseconds, *ratios, bits)
-    return out

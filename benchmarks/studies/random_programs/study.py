@@ -14,11 +14,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.studies.random_programs.programs import BATCHES, COMPILATIONS, MOST_ROWS, Program, Verdict, judged
 from benchmarks.study import Result, Run
-from detjax.bench import command_line
 from detjax.runtime import backends
 
 _TOGETHER = 10
@@ -49,12 +47,6 @@ def study(
         }
         for name in COMPILATIONS
     }
-    table = Table("compiled by", *_OUTCOMES, "false proofs", "false if largest numbers were exact")
-    for name, result in results.items():
-        table.add_row(name, *map(str, result.values()))
-    command_line.console().print(table)
-    for one in false_proofs:
-        command_line.print_line(f"FALSE PROOF under {one['compilation']}, batch of {one['batch']}: {one['program']}")
     content = {
         "small": run.small,
         "device": backends.device_name(),

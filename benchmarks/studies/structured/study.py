@@ -12,8 +12,6 @@ and the bits must be equal. A whole model with random weights generates with con
 import dataclasses
 from typing import Annotated, Any
 
-from rich.console import Console
-
 from benchmarks import study as options
 from benchmarks.studies.structured import measures
 from benchmarks.study import Result, Run
@@ -24,12 +22,4 @@ PARTS = {"answers": measures.answers_to_schemas, "speeds": measures.speeds}
 def study(run: Run, *, part: Annotated[list[str], options.names(PARTS)]) -> Result:
     sizes = measures.SMALL if run.small else measures.Sizes()
     content: dict[str, Any] = {"sizes": dataclasses.asdict(sizes)} | {name: PARTS[name](sizes) for name in part}
-    console, answers = Console(), content.get("answers")
-    if answers is not None:
-        console.print(f"{answers['valid']} of {answers['schemas']} answers are valid, {answers['tokens']} tokens")
-    for speed in content.get("speeds", ()):
-        console.print(
-            f"{speed['requests']} requests: {speed['tokens_per_second']:.0f} tokens a second with constraints, "
-            f"{speed['unconstrained']:.0f} without: {speed['ratio']:.3f}"
-        )
-    return Result(content, "; ".join(measures.problems(answers)) if answers is not None else "")
+    return Result(content, "; ".join(measures.problems(content["answers"])) if "answers" in part else "")

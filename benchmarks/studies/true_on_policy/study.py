@@ -16,7 +16,6 @@ import math
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from benchmarks.studies.true_on_policy.experiment import SMALL, Sizes, draw, measured, problems
 from benchmarks.study import Result, Run
@@ -39,7 +38,6 @@ def study(
         sizes = Sizes(seeds=seeds, steps=steps, samples=samples, learning_rate=learning_rate)
     sizes = SMALL if run.small else sizes
     result = measured(sizes, processes=processes, seconds=seconds, report=command_line.print_line)
-    Console().print(f"{result['seconds']:.0f} s")
     return Result(result, "; ".join(problems(result)))
 
 

@@ -32,8 +32,13 @@ class RunState:
             configuration: what bits depend on besides the environment, as JSON has it.
 
         Raises:
-            ValueError: orbax-checkpoint is not installed.
+            ValueError: orbax-checkpoint is not installed, or there are several processes.
         """
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"RunState: this is one of {jax.process_count()} processes; accepted: runs of one process. Loops over "
+                "several processes save what `detjax.rl.trainer.placement.on_host` returns of each array."
+            )
         try:
             import orbax.checkpoint as orbax
         except ModuleNotFoundError as error:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32, PyTree
@@ -30,7 +31,8 @@ class Placement:
     Attributes:
         shards: the contiguous parts of the batch; a power of two.
         devices: how many devices, the first ones of JAX's list, or the devices themselves in the order of their shards;
-            a power of two up to `shards`.
+            a power of two up to `shards`. 1 is a device of this process. After `jax.distributed.initialize` the list
+            has the devices of all processes, each of which then makes the same calls with the same samples.
         is_sharded: whether each of them has a part of every leaf of the state, or all of it.
     """
 
@@ -78,12 +80,18 @@ class Placement:
         return jax.tree.map(lambda x: self.spec if jnp.ndim(x) else P(), tree)
 
     def placed[T](self, tree: T) -> T:
-        """Returns the arrays of a state on the devices, such as those that were read from a disk."""
-        return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec)), tree, self.specs(tree))
+        """Returns the arrays of a state on the devices, such as ones that were read from a disk."""
+        return jax.tree.map(lambda x, spec: put(x, NamedSharding(self.mesh, spec)), tree, self.specs(tree))
+
+    def shared[T](self, tree: T) -> T:
+        """Returns arrays of which each device gets its part along the first axis."""
+        sharding = NamedSharding(self.mesh, P(AXIS))
+        # A program of one process takes arrays of the host, and copies to each device its part alone.
+        return tree if sharding.is_fully_addressable else jax.tree.map(lambda x: put(x, sharding), tree)
 
     def everywhere[T](self, tree: T) -> T:
         """Returns arrays on every device, without a copy where they are there already."""
-        return jax.device_put(tree, NamedSharding(self.mesh, P()))
+        return jax.tree.map(lambda x: put(x, NamedSharding(self.mesh, P())), tree)
 
     def flat(self, x: Array) -> Flat:
         """Returns an array's elements as one row, with zeros behind them."""
@@ -109,12 +117,33 @@ def _mesh(devices: int | tuple[Any, ...]) -> Mesh:
     if isinstance(devices, int):
         if jax.device_count() < devices:
             raise ValueError(f"Placement: devices is {devices}; accepted: up to {jax.device_count()}, which JAX has")
-        devices = tuple(jax.devices()[:devices])
-    others = {device.process_index for device in devices} - {jax.process_index()}
-    if others:
-        raise NotImplementedError(
-            f"Placement: devices of the processes {sorted(others)} are among the {len(devices)} devices; accepted: "
-            f"devices of this process, which is number {jax.process_index()} of {jax.process_count()}. Training takes "
-            "the devices of one process."
+        devices = tuple((jax.local_devices() if devices == 1 else jax.devices())[:devices])
+    if all(device.process_index != jax.process_index() for device in devices):
+        raise ValueError(
+            f"Placement: none of the {len(devices)} devices belongs to this process, which is number "
+            f"{jax.process_index()} of {jax.process_count()}; accepted: devices among which each process has some"
         )
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def put(x: Any, sharding: NamedSharding) -> Array:
+    """Returns an array on the devices of a sharding, without a copy where it is there already.
+
+    Args:
+        x: an array that every process has, or one with this sharding.
+        sharding: the sharding, whose devices may belong to several processes.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    # `jax.device_put` would first compare the copies of all processes.
+    local = x if isinstance(x, jax.Array) else np.asarray(x)
+    return jax.make_array_from_callback(local.shape, sharding, lambda index: local[index])
+
+
+def on_host(x: Any) -> np.ndarray:
+    """Returns an array's elements. Where they lie on devices of several processes, all of them must ask for it."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    return np.asarray(x)

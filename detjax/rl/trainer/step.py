@@ -21,7 +21,7 @@ from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
 from detjax.rl.trainer.gradients import Loss, ShardTree, Sums, WeightSums, empty_sums, next_sums, shard_bounds
 from detjax.rl.trainer.leaf_rounds import leaf_rounds
 from detjax.rl.trainer.microbatches import Layout, Microbatch, PlacedMicrobatch, Sample, by_sequence
-from detjax.rl.trainer.placement import AXIS, Flat, Placement
+from detjax.rl.trainer.placement import AXIS, Flat, Placement, on_host
 from detjax.rl.trainer.sample_checks import check_drawn, check_old_logprobs
 from detjax.rl.trainer.sample_images import with_rows
 from detjax.runtime import compilation
@@ -76,7 +76,7 @@ class BatchGradients:
     def logprobs(self) -> list[Float32[np.ndarray, "C"]]:
         """For each sample the logprobs of its completion. To read them waits for the devices."""
         ordered = sorted(self.forward, key=lambda one: one[0].first)
-        host = {id(values): np.asarray(values) for _, values, _ in ordered}
+        host = {id(values): on_host(values) for _, values, _ in ordered}
         return by_sequence(
             [placed for placed, _, _ in ordered], [host[id(values)][device] for _, values, device in ordered]
         )
@@ -123,7 +123,7 @@ def batch_gradients(
             # A device that has no microbatch left computes one without sequences, whose gradients are exact zeros.
             nothing = jax.tree.map(np.zeros_like, next(one.arrays for one in row if one is not None))
             stacked = jax.tree.map(lambda *x: np.stack(x), *(nothing if one is None else one.arrays for one in row))
-            sums, logprobs = add(weights, sums, stacked)
+            sums, logprobs = add(weights, sums, placement.shared(stacked))
             forward += [(one, logprobs, device) for device, one in enumerate(row) if one is not None]
         tree.add(sums)
     return BatchGradients(_reduced(tree.total(), placement), forward)

@@ -51,10 +51,15 @@ def initial_state(
         placement: of the state.
         trained: for each weight whether it is trained, as `Network.trained` says; None: all are.
     """
-    masters = tuple(placement.flat(jnp.asarray(weight, ACCUMULATOR)) for weight in weights)
-    pairs = zip(masters, (True,) * len(masters) if trained is None else trained, strict=True)
-    states = tuple(optimizer.init(master) if is_trained else None for master, is_trained in pairs)
-    return placement.placed(TrainState(masters, states))
+
+    def leaf(weight: Array, is_trained: bool) -> tuple[Flat, Any]:
+        master = placement.flat(jnp.asarray(weight, ACCUMULATOR))
+        # Each leaf is placed before the next one is made: the default device never holds the state of all.
+        return placement.placed((master, optimizer.init(master) if is_trained else None))
+
+    pairs = zip(weights, (True,) * len(weights) if trained is None else trained, strict=True)
+    masters, states = zip(*(leaf(*pair) for pair in pairs), strict=True)
+    return TrainState(masters, states)
 
 
 def update(

@@ -1,0 +1,144 @@
+"""Bits of answers on several devices that share a model: one device, orders, preemption, prefixes.
+
+    python -m benchmarks mesh_bits --out benchmarks/results/mesh-bits-h100.json
+
+An engine on one device and one on several answer the same workloads: one request, 64, and 1000 in three orders. Every
+other prompt begins alike, and there are too few pages for all, so prefixes are reused and requests are preempted.
+Compared are digests of all tokens and logprobs. The control is the usual cut of a product, whose halves are added
+across devices. The exit code is 1 if a digest differs, if nothing was preempted or reused, or if the control has equal
+bits.
+
+`--small` takes a CPU a minute, where `XLA_FLAGS=--xla_force_host_platform_device_count=2` simulates two devices.
+"""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from benchmarks import study as options
+from benchmarks.study import Result, Run
+from detjax import ops
+from detjax.bench import command_line, presets
+from detjax.bench.serve import Workload, digest
+from detjax.engine import Engine, EngineConfig, Request
+from detjax.models import mesh_of
+from detjax.runtime import compilation
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is answered.
+
+    Attributes:
+        requests: the numbers of requests of the workloads. The last one comes in several orders.
+        prompt: tokens of the shortest and of the longest prompt, the shared beginning apart.
+        output: the fewest and the most tokens of an answer.
+        shared: tokens with which every other prompt begins.
+        engine: the engine's settings.
+    """
+
+    requests: tuple[int, ...] = (1, 64, 1000)
+    prompt: tuple[int, int] = (16, 200)
+    output: tuple[int, int] = (20, 140)
+    shared: int = 256
+    engine: EngineConfig = EngineConfig(  # noqa: RUF009 - it is frozen
+        max_samples=128, token_budget=2048, max_length=640, num_pages=320, snapshot_tokens=128
+    )
+
+
+SMALL = Sizes(
+    (1, 4, 12), (4, 40), (90, 140), 128, EngineConfig(max_samples=8, token_budget=64, max_length=384, num_pages=7)
+)
+ORDERS = 3
+
+
+def study(
+    run: Run,
+    *,
+    preset: options.Preset = "Qwen3-8B",
+    layers: options.Layers = None,
+    devices: Annotated[int, typer.Option(min=2, help="Devices that share the model.")] = 2,
+) -> Result:
+    sizes = Sizes()
+    if run.small:
+        sizes, preset, layers = SMALL, "tiny", 1
+    mesh = mesh_of(devices)
+    assert mesh is not None
+    content: dict[str, Any] = {
+        "preset": preset,
+        "layers": layers,
+        "devices": devices,
+        "sizes": dataclasses.asdict(sizes),
+    }
+    content["one"] = _answers(sizes, preset, layers, None)
+    command_line.print_line(f"one: {content['one']}")
+    run.save(content)
+    content["several"] = _answers(sizes, preset, layers, mesh)
+    command_line.print_line(f"several: {content['several']}")
+    content["usual_cut_differs"] = _usual_cut_differs(mesh)
+    return Result(content, _problem(content))
+
+
+def _problem(content: dict[str, Any]) -> str:
+    one, several = content["one"], content["several"]
+    if one["digests"] != several["digests"] or any(len(set(orders)) > 1 for orders in one["digests"].values()):
+        return f"bits differ: {one['digests']}, {several['digests']}"
+    if not all(arm["preemptions"] and arm["cached_tokens"] for arm in (one, several)):
+        return "no request was preempted, or no prefix was reused"
+    return "" if content["usual_cut_differs"] else "the control has the same bits"
+
+
+def _answers(sizes: Sizes, preset: str, layers: int | None, mesh: Mesh | None) -> dict[str, Any]:
+    """Digests of the answers by workload, each in all its orders."""
+    decoder, digests, reused = presets.decoder(preset, layers, mesh), {}, 0
+    with Engine(decoder, config=sizes.engine) as engine:
+        for count in sizes.requests:
+            requests = _requests(sizes, count, decoder.config.vocab_size)
+            orders = ORDERS if count == sizes.requests[-1] else 1
+            answers = [_in_order(engine, requests, order) for order in range(orders)]
+            digests[str(count)] = [digest(generations) for generations in answers]
+            reused += sum(answer.cached_tokens for generations in answers for answer in generations)
+        preemptions = engine.stats().preemptions
+    return {"digests": digests, "preemptions": preemptions, "cached_tokens": reused}
+
+
+def _requests(sizes: Sizes, count: int, vocabulary: int) -> list[Request]:
+    draw = random.Random(7)
+    shared = [draw.randrange(vocabulary) for _ in range(sizes.shared)]
+    plain = Workload(count, sizes.prompt, sizes.output, temperature=0.8, seed=count).draw(vocabulary)
+    return [
+        dataclasses.replace(request, prompt=[*shared, *request.prompt]) if index % 2 == 0 else request
+        for index, request in enumerate(plain)
+    ]
+
+
+def _in_order(engine: Engine, requests: Sequence[Request], order: int) -> list[Any]:
+    """The answers in the order of the requests, which come in another order unless this is 0."""
+    places = list(range(len(requests)))
+    if order:
+        random.Random(order).shuffle(places)
+    futures = {place: engine.submit(requests[place]) for place in places}
+    return [futures[place].result() for place in range(len(requests))]
+
+
+def _usual_cut_differs(mesh: Mesh) -> bool:
+    """Whether a product whose halves are added across devices has other bits than the whole one."""
+    draw = np.random.default_rng(1)
+    x, w = (jnp.asarray(draw.standard_normal(shape), jnp.bfloat16) for shape in ((64, 4096), (4096, 4096)))
+
+    def added(x: Array, w: Array) -> Array:
+        return jax.lax.psum(ops.matmul(x, w, layout="nk"), "tensor")
+
+    cut = P(None, "tensor")
+    usual = compilation.jit(jax.shard_map(added, mesh=mesh, in_specs=(cut, cut), out_specs=P(), check_vma=False))
+    spread = [jax.device_put(array, NamedSharding(mesh, cut)) for array in (x, w)]
+    return bool((np.asarray(usual(*spread)) != np.asarray(ops.matmul(x, w, layout="nk"))).any())
