@@ -10,6 +10,8 @@ schedule for each number of rows in a tile, by the tokens of a call, for both pr
 
 import os
 
+from detjax.operands.products import GroupedOperands
+
 # The interpreter's threads wait for one another inside XLA's pool, which needs a worker for each.
 os.environ.setdefault("PJRT_NPROC", "16")
 
@@ -133,7 +135,7 @@ def _program(job: Job, unit: int, schedule: Schedule) -> Any:
     options: dict[str, Any] = {"layout": "nk", "epilogue": epilogue, "out_dtype": jnp.bfloat16, "unit": unit}
     forward = functools.partial(grouped_matmul.forward, schedule=schedule, **options)
     compiler_options = compilation.compiler_options()
-    return jax.jit(lambda x, w, sizes: forward(x, w, None, sizes), compiler_options=compiler_options)
+    return jax.jit(lambda x, w, sizes: forward(GroupedOperands(x, w, None, sizes)), compiler_options=compiler_options)
 
 
 def _operands(job: Job) -> tuple[Array, Array, np.ndarray]:

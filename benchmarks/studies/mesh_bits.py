@@ -51,7 +51,7 @@ class Sizes:
     output: tuple[int, int] = (20, 140)
     shared: int = 256
     engine: EngineConfig = EngineConfig(  # noqa: RUF009 - it is frozen
-        max_samples=128, token_budget=2048, max_length=640, num_pages=320, snapshot_tokens=128
+        max_samples=128, token_budget=2048, max_length=640, num_pages=160, snapshot_tokens=128
     )
 
 
