@@ -10,6 +10,8 @@ schedule for each number of rows in a tile, by the tokens of a call, for both pr
 
 import os
 
+from detjax.operands.products import GroupedOperands
+
 # The interpreter's threads wait for one another inside XLA's pool, which needs a worker for each.
 os.environ.setdefault("PJRT_NPROC", "16")
 
@@ -27,7 +29,6 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-import typer
 from jaxtyping import Array
 
 from benchmarks import study as options
@@ -35,6 +36,7 @@ from benchmarks.studies.experts.projections import MODELS, Widths, chosen_expert
 from benchmarks.study import Result, Run
 from detjax.bench import timing
 from detjax.bench.bits import same_bits
+from detjax.cli.options import Option, UsageError
 from detjax.operands.options import Epilogue
 from detjax.pallas.hopper import grouped_matmul
 from detjax.pallas.hopper.matmul.plan import Schedule
@@ -133,7 +135,7 @@ def _program(job: Job, unit: int, schedule: Schedule) -> Any:
     options: dict[str, Any] = {"layout": "nk", "epilogue": epilogue, "out_dtype": jnp.bfloat16, "unit": unit}
     forward = functools.partial(grouped_matmul.forward, schedule=schedule, **options)
     compiler_options = compilation.compiler_options()
-    return jax.jit(lambda x, w, sizes: forward(x, w, None, sizes), compiler_options=compiler_options)
+    return jax.jit(lambda x, w, sizes: forward(GroupedOperands(x, w, None, sizes)), compiler_options=compiler_options)
 
 
 def _operands(job: Job) -> tuple[Array, Array, np.ndarray]:
@@ -232,11 +234,11 @@ def study(
     *,
     model: Annotated[list[str], options.names(MODELS)],
     tokens: options.Tokens = None,
-    processes: Annotated[int, typer.Option(min=1, help="Processes that build kernels side by side.")] = 8,
-    seconds: Annotated[float, typer.Option(help="The time after which the search ends with what it has.")] = 600.0,
+    processes: Annotated[int, Option("Processes that build kernels side by side.", minimum=1)] = 8,
+    seconds: Annotated[float, Option("The time after which the search ends with what it has.")] = 600.0,
 ) -> Result:
     if not run.small and backends.backend() != "hopper":
-        raise typer.BadParameter(f"without --small on {backends.device_name()}; accepted: an H100 or H200")
+        raise UsageError(f"without --small on {backends.device_name()}; accepted: an H100 or H200")
     if run.small:
         with plgpu.force_gpu_interpret_mode():
             tried = list(small())

@@ -25,7 +25,7 @@ PREFILL_CHUNK: Final = 128
 """Tokens of a prompt that one step computes, by default. It is a schedule: every number gives the same bits."""
 
 
-def generate(
+def generate(  # noqa: PLR0913
     model: Decoder,
     prompts: Seq[str | Seq[int]],
     sampling: SamplingParams | Seq[SamplingParams] | None = None,
@@ -103,7 +103,7 @@ def _one_per_prompt(sampling: SamplingParams | Seq[SamplingParams] | None, promp
     return list(sampling)
 
 
-def _sequences(
+def _sequences(  # noqa: PLR0913
     name: str,
     model: Decoder,
     prompt: str | Seq[int],

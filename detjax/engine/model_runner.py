@@ -70,7 +70,7 @@ def _bytes(make: Callable[[], Any]) -> int:
 class ModelRunner:
     """The model, its state, and the last sampled token of each slot."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: Decoder,
         *,

@@ -310,6 +310,15 @@ def request_of_rows(rows: int, first_row: Array) -> tuple[Array, Array]:
     return request, row - first_row[request]
 
 
+def rows_as_requests(rows: int, queries: Queries) -> Queries:
+    """Returns each of the packed rows as a request of one query; rows that belong to no request see no key."""
+    assert queries.first_row is not None and queries.count is not None
+    request, index = request_of_rows(rows, queries.first_row)
+    is_present = (index >= 0) & (index < queries.count[request])
+    table, start = queries.page_table[request], queries.start[request] + index
+    return Queries(table, start, jnp.where(is_present, queries.length[request], 0))
+
+
 def requests_of_tokens(queries: Queries, shape: tuple[int, ...]) -> tuple[Int[Array, "N"], Bool[Array, "N"]]:
     """Returns the request of each token, as one axis, and whether it is a token and not what fills up.
 

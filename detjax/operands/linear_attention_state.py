@@ -81,6 +81,24 @@ class DeltaState(NamedTuple):
         )
 
 
+class DeltaTokens(NamedTuple):
+    """What the gated delta rule takes of each token, or the gradients of it.
+
+    Attributes:
+        q: normalized queries `[N, h, K]`.
+        k: normalized keys `[N, h, K]`.
+        v: values `[N, H, V]`.
+        g: logarithms of decays, float32 `[N, H]`.
+        beta: rates, float32 `[N, H]`.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    g: Array
+    beta: Array
+
+
 class DeltaNetState(NamedTuple):
     """What a layer with the gated delta rule keeps of each request.
 

@@ -10,12 +10,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from detjax.contract import KV_BLOCK
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
+from detjax.operands.attention import AttentionOperands
 from detjax.operands.kv_pages import KeyColumns, KVPages, Queries
 from detjax.operands.numerics import ceil_div
 from detjax.operands.options import Masking
 from detjax.ops.checks import check_booleans, check_dtype, check_not_empty, check_shape
-from detjax.ops.dispatch import Operation
-from detjax.ops.paged import check_kv, check_queries, one_by_one
+from detjax.ops.dispatch import Operation, one_by_one
+from detjax.ops.paged import check_kv, check_queries
 from detjax.ops.quantized_kv import dequantize_kv
 from detjax.runtime import compilation, fusions
 
@@ -30,7 +31,7 @@ _RAGGED_ATTENTION = Operation("ragged_attention", _MODULES)
 
 
 @compilation.jit(static_argnames=("scale", "causal", "window", "soft_cap", "alibi_slopes"))
-def attention(
+def attention(  # noqa: PLR0913
     q: Float[Array, "*N H K"],
     kv: KVPages,
     queries: Queries,
@@ -89,17 +90,16 @@ def attention(
     if queries.first_row is not None:
         if mask is not None:
             raise ValueError(f"attention: mask has shape {mask.shape}; accepted: None, as the queries are packed")
-        return _packed(q, kv, queries, sinks, sinks_sum, masking)
+        return _packed(AttentionOperands(q, kv, queries, sinks), sinks_sum, masking)
     keys = queries.page_table.shape[1] * KV_BLOCK
     _check_mask("attention", mask, q, keys, f"queries.page_table being {queries.page_table.shape}")
-    under_contract = functools.partial(_attention_with_sum, sinks_sum=sinks_sum)
-    return _ATTENTION.call(under_contract, q, kv, queries, sinks, mask, masking=masking)
+    operands = AttentionOperands(q, kv, queries, sinks, mask)
+    return _ATTENTION.call(functools.partial(_with_sum, sinks_sum=sinks_sum), operands, masking=masking)
 
 
-def _packed(
-    q: Array, kv: KVPages, queries: Queries, sinks: Array | None, sinks_sum: Array | None, masking: Masking
-) -> Array:
+def _packed(operands: AttentionOperands, sinks_sum: Array | None, masking: Masking) -> Array:
     """Rows that decode are served as rectangular queries of one token, rows that prefill as ragged ones."""
+    q, queries = operands.q, operands.queries
     decodes, outputs = queries.num_decodes, []
     if decodes and sinks_sum is not None:
         raise NotImplementedError(
@@ -107,13 +107,13 @@ def _packed(
             "as in training, or sinks without a sum"
         )
     if decodes:
-        decoding = q[:decodes, None], kv, queries.decoding(), sinks, None
-        under_contract = functools.partial(_attention_with_sum, sinks_sum=None)
-        outputs.append(_ATTENTION.call(under_contract, *decoding, masking=masking)[:, 0])
+        decoding = operands._replace(q=q[:decodes, None], queries=queries.decoding())
+        under_contract = functools.partial(_with_sum, sinks_sum=None)
+        outputs.append(_ATTENTION.call(under_contract, decoding, masking=masking)[:, 0])
     if decodes < queries.page_table.shape[0]:
-        prefilling = q[decodes:], kv, queries.prefilling(), sinks
-        under_contract = functools.partial(_ragged_with_sum, sinks_sum=sinks_sum)
-        outputs.append(_RAGGED_ATTENTION.call(under_contract, *prefilling, masking=masking))
+        prefilling = operands._replace(q=q[decodes:], queries=queries.prefilling())
+        under_contract = functools.partial(_with_sum, sinks_sum=sinks_sum)
+        outputs.append(_RAGGED_ATTENTION.call(under_contract, prefilling, masking=masking))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
 
 
@@ -237,96 +237,48 @@ def contiguous_page_table(batch: int, tokens: int) -> Int[Array, "B p"]:
     return jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
 
 
-def _attention_with_sum(*operands: Any, sinks_sum: Array | None, masking: Masking) -> Array:
-    return _attention(*operands, sinks_sum, masking)
+def _with_sum(operands: AttentionOperands, *, sinks_sum: Array | None, masking: Masking) -> Array:
+    return _attention(operands, sinks_sum, masking)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attention(
-    q: Array,
-    kv: KVPages,
-    queries: Queries,
-    sinks: Array | None,
-    mask: Array | None,
-    sinks_sum: Array | None,
-    masking: Masking,
-) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _attention(operands: AttentionOperands, sinks_sum: Array | None, masking: Masking) -> Array:
     del sinks_sum  # the backward pass alone adds to it
-    operands = q, _dequantized_first(kv, q), queries, sinks, mask
-    return _output_and_normalizers(operands, masking, with_normalizers=False)[0]
+    kv = operands.kv
+    if kv.quantized and fusions.is_separated("attention_dequantize"):
+        kv = KVPages(*(dequantize_kv(pages, operands.q.dtype) for pages in kv.quantized))
+    return _output_and_normalizers(operands._replace(kv=kv), masking, with_normalizers=False)[0]
 
 
-def _dequantized_first(kv: KVPages, q: Array) -> KVPages:
-    """The pages as attention's kernels get them: in numbers, if quantized pages are not for the kernels to read."""
-    if not kv.quantized or not fusions.is_separated("attention_dequantize"):
-        return kv
-    return KVPages(*(dequantize_kv(pages, q.dtype) for pages in kv.quantized))
+def _output_and_normalizers(operands: AttentionOperands, masking: Masking, with_normalizers: bool) -> tuple[Array, Any]:
+    """The output and, if asked for, the softmax's normalizers in the form that the backend's gradients take."""
+    if operands.queries.first_row is None:
+        forward = functools.partial(_ATTENTION.kernels().forward, masking=masking, with_normalizers=with_normalizers)
+        return one_by_one(forward, (operands,))
+    kernels = _RAGGED_ATTENTION.kernels()
+    if with_normalizers:
+        return one_by_one(functools.partial(kernels.ragged_with_normalizers, masking=masking), (operands,))
+    return one_by_one(functools.partial(kernels.ragged, masking=masking), (operands,)), None
 
 
-def _forward(
-    q: Array,
-    kv: KVPages,
-    queries: Queries,
-    sinks: Array | None,
-    mask: Array | None,
-    sinks_sum: Array | None,
-    masking: Masking,
-):
-    _check_gradients(kv)
-    operands = q, kv, queries, sinks, mask
+def _forward(operands: AttentionOperands, sinks_sum: Array | None, masking: Masking) -> tuple[Array, Any]:
+    _check_gradients(operands.kv)
     output = _output_and_normalizers(operands, masking, with_normalizers=True)
     return output[0], (operands, output, sinks_sum)
 
 
-def _output_and_normalizers(operands: tuple[Any, ...], masking: Masking, with_normalizers: bool):
-    """The output and, if asked for, the softmax's normalizers in the form that the backend's gradients take."""
-    forward = functools.partial(_ATTENTION.kernels().forward, masking=masking, with_normalizers=with_normalizers)
-    return one_by_one(forward, operands)
-
-
-def _backward(masking: Masking, saved: tuple, do: Array):
+def _backward(masking: Masking, saved: tuple[Any, ...], do: Array) -> tuple[Any, ...]:
     operands, output, sinks_sum = saved
-    backward = functools.partial(_ATTENTION.kernels().backward, masking=masking)
+    is_packed = operands.queries.first_row is not None
+    backward = _RAGGED_ATTENTION.kernels().ragged_backward if is_packed else _ATTENTION.kernels().backward
+    backward = functools.partial(backward, masking=masking)
     dq, dkv, dsinks = one_by_one(backward, (operands, output, do, sinks_sum))
     (fresh,), (carried,) = fresh_and_carried((dsinks,), (sinks_sum,))
-    return dq, dkv, None, fresh, None, carried
+    cotangents: Any = dq, dkv, None, fresh, None
+    return AttentionOperands(*cotangents), carried
 
 
 _attention.defvjp(_forward, _backward)
-
-
-def _ragged_with_sum(*operands: Any, sinks_sum: Array | None, masking: Masking) -> Array:
-    return _ragged_attention(*operands, sinks_sum, masking)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _ragged_attention(
-    q: Array, kv: KVPages, queries: Queries, sinks: Array | None, sinks_sum: Array | None, masking: Masking
-) -> Array:
-    del sinks_sum
-    operands = q, _dequantized_first(kv, q), queries, sinks
-    return one_by_one(functools.partial(_RAGGED_ATTENTION.kernels().ragged, masking=masking), operands)
-
-
-def _ragged_forward(
-    q: Array, kv: KVPages, queries: Queries, sinks: Array | None, sinks_sum: Array | None, masking: Masking
-):
-    _check_gradients(kv)
-    operands = q, kv, queries, sinks
-    forward = functools.partial(_RAGGED_ATTENTION.kernels().ragged_with_normalizers, masking=masking)
-    output = one_by_one(forward, operands)
-    return output[0], (operands, output, sinks_sum)
-
-
-def _ragged_backward(masking: Masking, saved: tuple, do: Array):
-    operands, output, sinks_sum = saved
-    backward = functools.partial(_RAGGED_ATTENTION.kernels().ragged_backward, masking=masking)
-    dq, dkv, dsinks = one_by_one(backward, (operands, output, do, sinks_sum))
-    (fresh,), (carried,) = fresh_and_carried((dsinks,), (sinks_sum,))
-    return dq, dkv, None, fresh, carried
-
-
-_ragged_attention.defvjp(_ragged_forward, _ragged_backward)
 
 
 def _check_gradients(kv: KVPages) -> None:

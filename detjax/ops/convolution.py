@@ -10,8 +10,8 @@ from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_
 from detjax.operands.kv_pages import Queries
 from detjax.operands.linear_attention_state import DROPPABLE_TOKENS, RequestRows
 from detjax.ops.checks import check_dtype, check_not_empty
-from detjax.ops.dispatch import Operation
-from detjax.ops.paged import check_requests, one_by_one
+from detjax.ops.dispatch import Operation, one_by_one
+from detjax.ops.paged import check_requests
 from detjax.runtime import compilation
 
 _CAUSAL_CONVOLUTION = Operation(

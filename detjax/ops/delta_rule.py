@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from detjax.operands.kv_pages import Queries
-from detjax.operands.linear_attention_state import DELTA_ROWS, DeltaState, RequestRows
+from detjax.operands.linear_attention_state import DELTA_ROWS, DeltaState, DeltaTokens, RequestRows
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
-from detjax.ops.dispatch import Operation
-from detjax.ops.paged import check_requests, one_by_one
+from detjax.ops.dispatch import Operation, one_by_one
+from detjax.ops.paged import check_requests
 from detjax.runtime import compilation
 
 _GATED_DELTA_RULE = Operation(
@@ -103,8 +103,8 @@ def gated_delta_rule(
     _check_state(q, v, state)
     rows = RequestRows.from_queries(q.shape[:-2], queries)
     leading = q.shape[:-2]
-    flat = [x.reshape(-1, *x.shape[len(leading) :]) for x in (q, k, v, g, beta)]
-    o, state = _GATED_DELTA_RULE.call(_gated_delta_rule, *flat, state, rows)
+    flat = DeltaTokens(*(x.reshape(-1, *x.shape[len(leading) :]) for x in (q, k, v, g, beta)))
+    o, state = _GATED_DELTA_RULE.call(_gated_delta_rule, flat, state, rows)
     return o.reshape(v.shape), state
 
 
@@ -125,22 +125,18 @@ def _check_state(q: Array, v: Array, state: DeltaState) -> None:
 
 
 @jax.custom_vjp
-def _gated_delta_rule(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: DeltaState, rows: RequestRows
-) -> tuple[Array, DeltaState]:
-    return one_by_one(_GATED_DELTA_RULE.kernels().forward, (q, k, v, g, beta, state, rows))
+def _gated_delta_rule(tokens: DeltaTokens, state: DeltaState, rows: RequestRows) -> tuple[Array, DeltaState]:
+    return one_by_one(_GATED_DELTA_RULE.kernels().forward, (tokens, state, rows))
 
 
-def _forward(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: DeltaState, rows: RequestRows
-) -> tuple[Any, tuple[Any, ...]]:
-    return _gated_delta_rule(q, k, v, g, beta, state, rows), (q, k, v, g, beta, state, rows)
+def _forward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows) -> tuple[Any, tuple[Any, ...]]:
+    return _gated_delta_rule(tokens, state, rows), (tokens, state, rows)
 
 
 def _backward(saved: tuple[Any, ...], gradients: tuple[Array, Any]) -> tuple[Any, ...]:
-    *tokens, state, rows = saved
-    gradients_of_tokens = one_by_one(_GATED_DELTA_RULE.kernels().backward, (*tokens, state, rows, gradients[0]))
-    return *gradients_of_tokens, jax.tree.map(_no_gradient, state), None
+    tokens, state, rows = saved
+    gradients_of_tokens = one_by_one(_GATED_DELTA_RULE.kernels().backward, (tokens, state, rows, gradients[0]))
+    return gradients_of_tokens, jax.tree.map(_no_gradient, state), None
 
 
 def _no_gradient(x: Array) -> Array | None:

@@ -124,3 +124,10 @@ def with_vmap_rule(fn: Callable[..., Any], rows: Sequence[bool]) -> Callable[...
         return out, jax.tree.map(lambda _: True, out)
 
     return call
+
+
+def one_by_one(fn: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+    """Returns `fn(*operands)`; under `vmap`, calls it for one example after another, whichever arrays are batched."""
+    leaves, tree = jax.tree.flatten(operands)
+    flat = with_vmap_rule(lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)), rows=(False,) * len(leaves))
+    return flat(*leaves)

@@ -10,6 +10,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from detjax.contract import ACCUMULATOR, INPUT_DTYPES
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.operands.options import Activation, Clamp, Epilogue, WeightLayout
+from detjax.operands.products import GroupedOperands, WeightSums
 from detjax.ops.checks import check_clamp, check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation
 from detjax.runtime import compilation, fusions
@@ -36,7 +37,7 @@ def group_unit(rows: int, experts: int) -> int:
 
 
 @compilation.jit(static_argnames=("layout", "activation", "gated", "clamp", "unit", "out_dtype"))
-def grouped_matmul(
+def grouped_matmul(  # noqa: PLR0913
     x: Float[Array, "M K"],
     w: Weight,
     group_sizes: Int[Array, "E"],
@@ -112,52 +113,40 @@ def grouped_matmul(
     check_not_empty(name, x=x, w=w)
 
     epilogue = Epilogue(activation, gated, clamp=clamp)
-    under_contract = functools.partial(_with_sums, sequences=sequences, sums=(w_sum, bias_sum))
+    operands = GroupedOperands(x, w, bias, group_sizes, sequences)
+    under_contract = functools.partial(_with_sums, sums=(w_sum, bias_sum))
     options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype, "unit": unit}
-    return _GROUPED_MATMUL.call(under_contract, x, w, bias, group_sizes, **options)
+    return _GROUPED_MATMUL.call(under_contract, operands, **options)
 
 
-def _with_sums(
-    x: Array, w: Array, bias: Array | None, group_sizes: Array, *, sequences: Array | None, sums: Any, **options: Any
-) -> Array:
-    return _grouped_matmul(x, w, bias, group_sizes, sequences, sums, **options)
+def _with_sums(operands: GroupedOperands, *, sums: WeightSums, **options: Any) -> Array:
+    return _grouped_matmul(operands, sums, **options)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
 def _grouped_matmul(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    group_sizes: Array,
-    sequences: Array | None,
-    sums: tuple[Array | None, ...],
+    operands: GroupedOperands,
+    sums: WeightSums,
     layout: WeightLayout,
     epilogue: Epilogue,
     out_dtype: jnp.dtype,
     unit: int,
 ) -> Array:
-    del sequences, sums  # the backward pass alone has a use for them
-    options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype, "unit": unit}
-    separated = fusions.is_separated("grouped_matmul_epilogue")
-    return (_in_separate_steps if separated else _GROUPED_MATMUL.kernels().forward)(x, w, bias, group_sizes, **options)
+    del sums  # the backward pass alone has a use for them
+    forward = _GROUPED_MATMUL.kernels().forward
+    if fusions.is_separated("grouped_matmul_epilogue"):
+        forward = _in_separate_steps
+    return forward(operands, layout=layout, epilogue=epilogue, out_dtype=out_dtype, unit=unit)
 
 
 def _in_separate_steps(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    group_sizes: Array,
-    *,
-    layout: WeightLayout,
-    epilogue: Epilogue,
-    out_dtype: jnp.dtype,
-    unit: int,
+    operands: GroupedOperands, *, layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, unit: int
 ) -> Array:
     """By a product for each of an expert's weights, and a pass over the float32 sums."""
-    kernels = _GROUPED_MATMUL.kernels()
+    kernels, (x, w, bias, group_sizes, _) = _GROUPED_MATMUL.kernels(), operands
     options: dict[str, Any] = {"layout": layout, "epilogue": Epilogue(), "out_dtype": ACCUMULATOR, "unit": unit}
     halves = (w[:, 0], w[:, 1]) if epilogue.gated else (w,)
-    sums = [kernels.forward(x, half, None, group_sizes, **options) for half in halves]
+    sums = [kernels.forward(GroupedOperands(x, half, None, group_sizes), **options) for half in halves]
     biases = None
     if bias is not None:
         ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
@@ -168,37 +157,31 @@ def _in_separate_steps(
 
 
 def _forward(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    group_sizes: Array,
-    sequences: Array | None,
-    sums: tuple[Array | None, ...],
+    operands: GroupedOperands,
+    sums: WeightSums,
     layout: WeightLayout,
     epilogue: Epilogue,
     out_dtype: jnp.dtype,
     unit: int,
 ) -> tuple[Array, tuple[Any, ...]]:
-    kernels, operands = _GROUPED_MATMUL.kernels(), (x, w, bias, group_sizes)
-    if fusions.is_separated("grouped_matmul_epilogue"):
-        y = _in_separate_steps(*operands, layout=layout, epilogue=epilogue, out_dtype=out_dtype, unit=unit)
-        return y, (*operands, sequences, sums, ())
-    options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "unit": unit}
+    kernels = _GROUPED_MATMUL.kernels()
     # As in `matmul`: a backend that can keep the biased sums does not compute them twice.
-    if epilogue != Epilogue() and out_dtype == x.dtype and hasattr(kernels, "forward_keeping_sums"):
-        y, z = kernels.forward_keeping_sums(*operands, **options)
-        return y, (*operands, sequences, sums, (z,))
-    return kernels.forward(*operands, **options, out_dtype=out_dtype), (*operands, sequences, sums, ())
+    fused = epilogue != Epilogue() and not fusions.is_separated("grouped_matmul_epilogue")
+    if fused and out_dtype == operands.x.dtype and hasattr(kernels, "forward_keeping_sums"):
+        y, z = kernels.forward_keeping_sums(operands, layout=layout, epilogue=epilogue, unit=unit)
+        return y, (operands, sums, (z,))
+    return _grouped_matmul(operands, sums, layout, epilogue, out_dtype, unit), (operands, sums, ())
 
 
 def _backward(
     layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, unit: int, saved: tuple[Any, ...], dy: Array
 ) -> tuple[Any, ...]:
-    *operands, sums, kept = saved
+    operands, sums, kept = saved
     kernels = _GROUPED_MATMUL.kernels()
-    dx, *gradients = kernels.backward(*operands, dy, *sums, *kept, layout=layout, epilogue=epilogue, unit=unit)
-    fresh, carried = fresh_and_carried(gradients, sums)
-    return dx, *fresh, None, None, carried
+    dx, *gradients = kernels.backward(operands, dy, sums, *kept, layout=layout, epilogue=epilogue, unit=unit)
+    (dw, dbias), carried = fresh_and_carried(gradients, sums)
+    cotangents: Any = dx, dw, dbias, None, None
+    return GroupedOperands(*cotangents), carried
 
 
 _grouped_matmul.defvjp(_forward, _backward)

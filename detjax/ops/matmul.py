@@ -1,6 +1,7 @@
 """Matrix products with the epilogues of linear layers, under contract."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
@@ -10,8 +11,9 @@ from jaxtyping import Array, DTypeLike, Float
 from detjax.contract import ACCUMULATOR, INPUT_DTYPES
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.operands.options import Activation, AxisName, Clamp, Epilogue, WeightLayout
+from detjax.operands.products import MatmulOperands, WeightSums
 from detjax.ops.checks import check_clamp, check_dtype, check_not_empty, check_shape
-from detjax.ops.dispatch import Operation, with_vmap_rule
+from detjax.ops.dispatch import Operation, one_by_one, with_vmap_rule
 from detjax.runtime import compilation, fusions
 from detjax.runtime.device_links import DeviceLinks
 
@@ -27,7 +29,7 @@ _MATMUL = Operation(
 
 
 @compilation.jit(static_argnames=("layout", "activation", "gated", "clamp", "soft_cap", "out_dtype"))
-def matmul(
+def matmul(  # noqa: PLR0913
     x: Float[Array, "*B K"],
     w: Weight,
     *,
@@ -92,8 +94,9 @@ def matmul(
     check_not_empty("matmul", x=x, w=w)
 
     epilogue = Epilogue(activation, gated, soft_cap, clamp)
+    operands = MatmulOperands(x, w, bias, residual)
     under_contract = functools.partial(_matmul_with_sums, sums=(w_sum, bias_sum))
-    return _MATMUL.call(under_contract, x, w, bias, residual, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
+    return _MATMUL.call(under_contract, operands, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
 
 
 def shared_matmul(
@@ -102,10 +105,8 @@ def shared_matmul(
     axis_name: AxisName,
     links: DeviceLinks | None,
     *,
-    layout: WeightLayout = "nk",
     bias: Float[Array, "*P N"] | None = None,
     residual: Float[Array, "*B D"] | None = None,
-    out_dtype: DTypeLike | None = None,
     **options: Any,
 ) -> Float[Array, "*B D"] | None:
     """Returns the columns `[*B, devices * N]` of a product; each device of an axis computes its own columns.
@@ -114,13 +115,11 @@ def shared_matmul(
 
     Args:
         x: rows that every device has, inside `jax.shard_map`.
-        w: this device's weights.
+        w: this device's weights, with the layout "nk".
         axis_name: see `detjax.ops.collectives.gather_columns`.
         links: how kernels reach the other devices.
-        layout: see `matmul`.
         bias: this device's.
         residual: the columns of all devices.
-        out_dtype: the dtype of the result; default: x's.
         options: further options of `matmul`.
 
     Returns:
@@ -129,92 +128,66 @@ def shared_matmul(
     kernels = _MATMUL.module()
     if links is None or not hasattr(kernels, "shared_forward") or fusions.is_separated("matmul_epilogue"):
         return None
-    return kernels.shared_forward(
-        x,
-        w,
-        bias,
-        residual,
-        axis_name=axis_name,
-        links=links,
-        layout=layout,
-        epilogue=Epilogue(**options),
-        out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype),
-    )
+    out_dtype = jnp.dtype(options.pop("out_dtype", x.dtype))
+    operands = MatmulOperands(x, w, bias, residual)
+    return kernels.shared_forward(operands, axis_name, links, epilogue=Epilogue(**options), out_dtype=out_dtype)
 
 
-def _matmul_with_sums(*operands: Array | None, sums: tuple[Array | None, ...], **options: Any) -> Array:
-    return _matmul(*operands, sums, **options)
+def _matmul_with_sums(operands: MatmulOperands, *, sums: WeightSums, **options: Any) -> Array:
+    return _matmul(operands, sums, **options)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _matmul(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    residual: Array | None,
-    sums: tuple[Array | None, ...],
-    layout: WeightLayout,
-    epilogue: Epilogue,
-    out_dtype: jnp.dtype,
+    operands: MatmulOperands, sums: WeightSums, layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype
 ) -> Array:
     del sums  # of the gradients, which the backward pass alone adds to
-    options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
     forward = _in_separate_steps if fusions.is_separated("matmul_epilogue") else _MATMUL.kernels().forward
-    forward = functools.partial(forward, **options)
-    return with_vmap_rule(forward, rows=(True, False, False, True))(x, w, bias, residual)
+    return _with_row_rule(functools.partial(forward, layout=layout, epilogue=epilogue, out_dtype=out_dtype), operands)
+
+
+def _with_row_rule(forward: Callable[[MatmulOperands], Any], operands: MatmulOperands) -> Any:
+    """Under `vmap`, a batch of rows is more rows."""
+    by_array = with_vmap_rule(lambda *arrays: forward(MatmulOperands(*arrays)), rows=(True, False, False, True))
+    return by_array(*operands)
 
 
 def _in_separate_steps(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    residual: Array | None,
-    *,
-    layout: WeightLayout,
-    epilogue: Epilogue,
-    out_dtype: jnp.dtype,
+    operands: MatmulOperands, *, layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype
 ) -> Array:
     """By a product for each weight, and a pass over the float32 sums."""
-    kernels = _MATMUL.kernels()
+    kernels, (x, w, bias, residual) = _MATMUL.kernels(), operands
     product = functools.partial(kernels.forward, layout=layout, epilogue=Epilogue(), out_dtype=ACCUMULATOR)
-    sums = [product(x, one, None, None) for one in (w if epilogue.gated else (w,))]
+    sums = [product(MatmulOperands(x, one)) for one in (w if epilogue.gated else (w,))]
     biases = None if bias is None else list(bias if epilogue.gated else (bias,))
     return kernels.apply_epilogue(sums, biases, residual, epilogue=epilogue, out_dtype=out_dtype)
 
 
 def _forward(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    residual: Array | None,
-    sums: tuple[Array | None, ...],
-    layout: WeightLayout,
-    epilogue: Epilogue,
-    out_dtype: jnp.dtype,
-) -> tuple[Array, tuple[Any, ...]]:
+    operands: MatmulOperands, sums: WeightSums, layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype
+) -> tuple[Any, tuple[Any, ...]]:
     kernels = _MATMUL.kernels()
     # The gradient of an epilogue needs the biased sums. A backend that can keep them does not compute them twice.
     fused = epilogue != Epilogue() and not fusions.is_separated("matmul_epilogue")
-    if fused and out_dtype == x.dtype and hasattr(kernels, "forward_keeping_sums"):
+    if fused and out_dtype == operands.x.dtype and hasattr(kernels, "forward_keeping_sums"):
         forward = functools.partial(kernels.forward_keeping_sums, layout=layout, epilogue=epilogue)
-        y, z = with_vmap_rule(forward, rows=(True, False, False, True))(x, w, bias, residual)
+        y, z = _with_row_rule(forward, operands)
     else:
-        y, z = _matmul(x, w, bias, residual, sums, layout, epilogue, out_dtype), None
+        y, z = _matmul(operands, sums, layout, epilogue, out_dtype), None
     # The backward pass needs only the residual's dtype, so an empty array stands for it.
-    empty = None if residual is None else jnp.zeros(0, residual.dtype)
-    result: Any = y
-    return result, (x, w, bias, z, sums, empty)
+    empty = None if operands.residual is None else jnp.zeros(0, operands.residual.dtype)
+    return y, (operands._replace(residual=None), z, sums, empty)
 
 
 def _backward(
     layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, saved: tuple[Any, ...], dy: Array
 ) -> tuple[Any, ...]:
-    x, w, bias, z, sums, residual = saved
+    operands, z, sums, residual = saved
     backward = functools.partial(_MATMUL.kernels().backward, layout=layout, epilogue=epilogue)
-    operands, kept = (x, w, bias, dy, *sums), () if z is None else (z,)
-    dx, *gradients = with_vmap_rule(backward, rows=(False,) * (6 + len(kept)))(*operands, *kept)
-    fresh, carried = fresh_and_carried(gradients, sums)
-    return dx, *fresh, None if residual is None else dy.astype(residual.dtype), carried
+    dx, *gradients = one_by_one(backward, (operands, dy, sums, *(() if z is None else (z,))))
+    (dw, dbias), carried = fresh_and_carried(gradients, sums)
+    cotangents: Any = dx, dw, dbias, None if residual is None else dy.astype(residual.dtype)
+    return MatmulOperands(*cotangents), carried
 
 
 _matmul.defvjp(_forward, _backward)

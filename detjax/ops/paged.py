@@ -1,16 +1,12 @@
 """What the operations over paged keys and values share: checks of their arguments, and their behaviour under vmap."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from detjax.operands.kv_pages import KeyColumns, KVPages, QuantizedPages, Queries
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
-from detjax.ops.dispatch import with_vmap_rule
 from detjax.ops.quantized_kv import check_quantized
 
 
@@ -118,10 +114,3 @@ def with_counts(queries: Queries, tokens: int) -> Queries:
     count = jnp.full(queries.start.shape, tokens, jnp.int32) if count is None else jnp.asarray(count, jnp.int32)
     table, start = (jnp.asarray(x, jnp.int32) for x in (queries.page_table, queries.start))
     return dataclasses.replace(queries, page_table=table, start=start, count=count)
-
-
-def one_by_one(fn: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-    """Returns `fn(*operands)`; under `vmap`, calls it for one example after another, whichever arrays are batched."""
-    leaves, tree = jax.tree.flatten(operands)
-    flat = with_vmap_rule(lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)), rows=(False,) * len(leaves))
-    return flat(*leaves)

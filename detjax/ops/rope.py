@@ -75,7 +75,7 @@ def rope(
 
 
 @compilation.jit(static_argnames=("embedding", "heads", "kv_heads", "norm_eps", "norm_offset"))
-def qk_rope(
+def qk_rope(  # noqa: PLR0913
     qkv: Float[Array, "*B T N K"],
     positions: Int[Array, "*B T"] | Int[Array, "*B T A"],
     embedding: RotaryEmbedding,
@@ -258,9 +258,9 @@ def _gradients_in_one_step(rotation: Rotation, saved, gradients):
 
     def backward(qkv: Array, positions: Array, *rest: Any) -> Any:
         values, gradients, starts = rest[:2], rest[2:4], rest[4:]
-        cos, sin = cos_and_sin(rotation.embedding, positions, turn=-1.0)
+        angles = cos_and_sin(rotation.embedding, positions, turn=-1.0)
         before, totals = _QK_ROPE.kernels().gradients(
-            qkv, cos, sin, values, gradients, starts, eps=rotation.norm_eps, norm_offset=rotation.norm_offset
+            qkv, angles, values, gradients, starts, eps=rotation.norm_eps, norm_offset=rotation.norm_offset
         )
         missing = qkv.shape[-2] - sum(rotation.heads)
         unread = jnp.zeros((*qkv.shape[:-2], missing, qkv.shape[-1]), qkv.dtype)
@@ -294,8 +294,7 @@ def _rotated_groups(
     rotate = functools.partial(operation.kernels().forward, **options)
 
     def forward(x: Array, positions: Array, *weights: Array) -> tuple[Array, ...]:
-        cos, sin = cos_and_sin(rotation.embedding, positions, turn)
-        return rotate(x, cos, sin, *weights)
+        return rotate(x, cos_and_sin(rotation.embedding, positions, turn), *weights)
 
     values = [value_and_sum(weight)[0] for weight in weights]
     return with_vmap_rule(forward, rows=(True, True, *(False for _ in values)))(x, positions, *values)

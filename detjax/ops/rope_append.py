@@ -11,8 +11,8 @@ from detjax.contract import KV_BLOCK
 from detjax.operands.accumulated_weight import Weight, value_and_sum
 from detjax.operands.kv_pages import KeyColumns, KVPages, Queries, append
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
-from detjax.ops.dispatch import Operation
-from detjax.ops.paged import check_kv, check_queries, one_by_one, with_counts
+from detjax.ops.dispatch import Operation, one_by_one
+from detjax.ops.paged import check_kv, check_queries, with_counts
 from detjax.ops.rope import (
     Rotation,
     check_head_dim,
@@ -36,7 +36,7 @@ _QK_ROPE_APPEND_KV = Operation(
 
 
 @compilation.jit(static_argnames=("embedding", "norm_eps", "norm_offset"))
-def qk_rope_append_kv(
+def qk_rope_append_kv(  # noqa: PLR0913
     qkv: Float[Array, "*T N K"],
     kv: KVPages,
     queries: Queries,
@@ -145,8 +145,8 @@ def _qk_rope_append_kv(
 
     def forward(qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Array, ...]) -> tuple[Array, KVPages]:
         positions = rotation.embedding.positions_of(queries, qkv.shape[1])
-        cos, sin = cos_and_sin(rotation.embedding, positions, turn=1.0)
-        return append_kv(qkv, cos, sin, *weights, kv=kv, queries=queries)
+        angles = cos_and_sin(rotation.embedding, positions, turn=1.0)
+        return append_kv(qkv, angles, *weights, kv=kv, queries=queries)
 
     return one_by_one(forward, (qkv, kv, queries, tuple(value_and_sum(weight)[0] for weight in weights)))
 

@@ -10,8 +10,7 @@ from jaxtyping import Array, Float, Float32, PyTree
 
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
-from detjax.ops.dispatch import Operation
-from detjax.ops.paged import one_by_one
+from detjax.ops.dispatch import Operation, one_by_one
 from detjax.runtime import compilation
 
 _MODULES: Final = {

@@ -20,11 +20,15 @@ from detjax.contract import (
     SPAN_BLOCKS,
     SPAN_WIDTH,
 )
-from detjax.operands.kv_pages import KeyColumns, KVPages, Queries, request_of_rows
+from detjax.operands.attention import AttentionOperands
+from detjax.operands.kv_pages import KeyColumns, KVPages, Queries, rows_as_requests
 from detjax.operands.options import Masking
 from detjax.operands.rounding import log2_scale, rounded, soft_cap_exponent
 from detjax.portable.tiles import dot, fold_rows, map_rows, row_sum
 from detjax.runtime import varying
+
+type Gradients = tuple[Array, KVPages, Array | None]
+"""The gradients of q, of the pages and of the sinks."""
 
 
 class _Tile(NamedTuple):
@@ -140,22 +144,14 @@ class _TileGradients:
         return _block(block, self.tile, self.kv, self.rows.q.dtype)
 
 
-def forward(
-    q: Array,
-    kv: KVPages,
-    queries: Queries,
-    sinks: Array | None,
-    mask: Array | None = None,
-    *,
-    masking: Masking,
-    with_normalizers: bool = True,
-) -> tuple[Array, Array]:
+def forward(operands: AttentionOperands, *, masking: Masking, with_normalizers: bool = True) -> tuple[Array, Array]:
     """Returns the output `[B, T, H, V]` and the log2 of each row's normalizer, `[B, T, H]` float32.
 
     A row without keys has 0 for its normalizer. The normalizers cost next to nothing here, and are returned whether
     they are asked for or not. See `ops.attention` for the mask, `[B or 1, H or 1, T, s]`.
     """
     del with_normalizers
+    q, kv, queries, sinks, mask = operands
     heads, group = q.shape[2], q.shape[2] // kv.kv_heads
 
     def attend(rows: tuple[Array, _Tile], shared: tuple[KVPages, _PerHead]) -> tuple[Array, Array]:
@@ -195,37 +191,27 @@ def forward(
     return _unpacked(o, q.shape, group), _unpacked(log2_normalizer, q.shape, group)[..., 0]
 
 
-def ragged(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, masking: Masking) -> Array:
+def ragged(operands: AttentionOperands, *, masking: Masking) -> Array:
     """Returns the output `[N, H, V]` of packed queries `[N, H, K]`: each row is served as a request of its own."""
-    return ragged_with_normalizers(q, kv, queries, sinks, masking=masking)[0]
+    return ragged_with_normalizers(operands, masking=masking)[0]
 
 
-def ragged_with_normalizers(
-    q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, masking: Masking
-) -> tuple[Array, Array]:
+def ragged_with_normalizers(operands: AttentionOperands, *, masking: Masking) -> tuple[Array, Array]:
     """Returns the output of packed queries, and the log2 of each row's normalizer, `[N, H]`; see `forward`."""
-    row_by_row = rows_as_requests(q.shape[0], queries)
-    o, log2_normalizer = forward(q[:, None], kv, row_by_row, sinks, masking=masking)
+    q = operands.q
+    row_by_row = operands._replace(q=q[:, None], queries=rows_as_requests(q.shape[0], operands.queries))
+    o, log2_normalizer = forward(row_by_row, masking=masking)
     return o[:, 0], log2_normalizer[:, 0]
 
 
-def rows_as_requests(rows: int, queries: Queries) -> Queries:
-    """Returns each of the packed rows as a request of one query; rows that belong to no request see no key."""
-    assert queries.first_row is not None and queries.count is not None
-    request, index = request_of_rows(rows, queries.first_row)
-    is_present = (index >= 0) & (index < queries.count[request])
-    table, start = queries.page_table[request], queries.start[request] + index
-    return Queries(table, start, jnp.where(is_present, queries.length[request], 0))
-
-
 def backward(
-    operands: tuple[Array, KVPages, Queries, Array | None, Array | None],
+    operands: AttentionOperands,
     output: tuple[Array, Array],
     do: Array,
     sinks_sum: Array | None = None,
     *,
     masking: Masking,
-) -> tuple[Array, KVPages, Array | None]:
+) -> Gradients:
     """Returns the gradients of q, of the pages and of the sinks.
 
     With `p` the probabilities of a query, `o` its output and `do` the output's gradient,
@@ -243,7 +229,7 @@ def backward(
     tokens ascending, `PORTABLE_ROWS` in one step; then the heads of a group, left to right.
 
     Args:
-        operands: q, the pages, where the queries stand, sinks and mask, as `forward` takes them.
+        operands: what `forward` took.
         output: what `forward` returned.
         do: the gradient of the output.
         sinks_sum: the sum that the gradient of the sinks goes on from, float32; None: it is rounded and returned alone.
@@ -260,23 +246,23 @@ def backward(
 
 
 def ragged_backward(
-    operands: tuple[Array, KVPages, Queries, Array | None],
+    operands: AttentionOperands,
     output: tuple[Array, Array],
     do: Array,
     sinks_sum: Array | None = None,
     *,
     masking: Masking,
-) -> tuple[Array, KVPages, Array | None]:
+) -> Gradients:
     """Returns the gradients of packed queries, of the pages and of the sinks: the bits of `backward`.
 
     Args:
-        operands: q, the pages, where the queries stand, and sinks, as `ragged` takes them.
+        operands: what `ragged_with_normalizers` took.
         output: what `ragged_with_normalizers` returned.
         do: the gradient of the output.
         sinks_sum: see `backward`.
         masking: see `forward`.
     """
-    (q, kv, queries, sinks), (o, log2_normalizer) = operands, output
+    (q, kv, queries, sinks, _), (o, log2_normalizer) = operands, output
     rows = _GradientRows(q, do, o, log2_normalizer[..., None])
     per_head = functools.partial(_per_head, sinks, None, queries.page_table.shape[1], masking, q.shape[1])
     dkv, dsinks = _page_gradients(_gathered_tiles(rows, queries), (kv, per_head(1)), sinks_sum, masking)

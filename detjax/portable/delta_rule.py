@@ -9,21 +9,11 @@ from jax import lax
 from jaxtyping import Array, DTypeLike
 
 from detjax.contract import ACCUMULATOR, DELTA_CHUNK, LOG2_E, PORTABLE_ROWS
-from detjax.operands.linear_attention_state import DELTA_ROWS, DROPPABLE_TOKENS, DeltaState, RequestRows
+from detjax.operands.linear_attention_state import DELTA_ROWS, DROPPABLE_TOKENS, DeltaState, DeltaTokens, RequestRows
 from detjax.operands.numerics import ceil_div
 from detjax.operands.rounding import rounded
 from detjax.portable.tiles import dot
 from detjax.runtime import varying
-
-
-class _Tokens(NamedTuple):
-    """The inputs of tokens: `[N, h, K]`, `[N, h, K]`, `[N, H, V]`, `[N, H]` and `[N, H]`."""
-
-    q: Array
-    k: Array
-    v: Array
-    g: Array
-    beta: Array
 
 
 class _Rows(NamedTuple):
@@ -50,28 +40,17 @@ class _Progress(NamedTuple):
     o: Array
 
 
-def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    state: DeltaState,
-    rows: RequestRows,
-) -> tuple[Array, DeltaState]:
+def forward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows) -> tuple[Array, DeltaState]:
     """Returns the outputs `[N, H, V]`, zeros for rows that are no tokens, and the next state.
 
     Args:
-        q: normalized queries of all tokens, `[N, h, K]`.
-        k: normalized keys, `[N, h, K]`.
-        v: values, `[N, H, V]`.
-        g: logarithms of decays, float32 `[N, H]`.
-        beta: rates, float32 `[N, H]`.
+        tokens: all tokens.
         state: the state of all slots.
         rows: where the tokens stand.
     """
+    v = tokens.v
     dtype, size = v.dtype, PORTABLE_ROWS
-    tokens = jax.tree.map(_with_margins, _Tokens(q, k, v, g, beta))
+    tokens = jax.tree.map(_with_margins, tokens)
     count, tokens, state, rows = lax.optimization_barrier((jnp.int32(rows.first.shape[0]), tokens, state, rows))
 
     def run_request(b: Array, carry: tuple[Array, DeltaState]) -> tuple[Array, DeltaState]:
@@ -115,30 +94,24 @@ def forward(
     return o[size:-size], state
 
 
-def backward(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: DeltaState, rows: RequestRows, do: Array
-) -> tuple[Array, Array, Array, Array, Array]:
-    """Returns the gradients of q, k, v, g and beta; zeros for rows that are no tokens. The state is a constant.
+def backward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows, do: Array) -> DeltaTokens:
+    """Returns the gradients of the tokens; zeros for rows that are no tokens. The state is a constant.
 
     Args:
-        q: see `forward`, as for the rest.
-        k: see there.
-        v: see there.
-        g: see there.
-        beta: see there.
+        tokens: see `forward`.
         state: the state of all slots before the call.
         rows: where the tokens stand.
         do: the gradient of the outputs, `[N, H, V]`.
     """
+    v = tokens.v
     dtype, size = v.dtype, DELTA_CHUNK
-    tokens = _Tokens(q, k, v, g, beta)
     most = ceil_div(v.shape[0], size) + 1  # a request that begins inside a chunk may end inside another
     margins = jax.tree.map(lambda x: _with_margins(x, size), (tokens, do))
     operands = jnp.int32(rows.first.shape[0]), margins, state, rows
     count, (padded, do), state, rows = lax.optimization_barrier(operands)
-    shape = v.shape[1], q.shape[2], v.shape[2]
+    shape = v.shape[1], tokens.q.shape[2], v.shape[2]
 
-    def run_request(b: Array, gradients: _Tokens) -> _Tokens:
+    def run_request(b: Array, gradients: DeltaTokens) -> DeltaTokens:
         # Chunks are counted from the one that the request's first token lies in, `offset` places behind its start.
         first, length, offset = rows.first[b], rows.tokens[b], rows.start[b] % size
         chunks = jnp.where(length > 0, (offset + length + size - 1) // size, 0)
@@ -154,7 +127,7 @@ def backward(
             present = (places(chunk) >= 0) & (places(chunk) < length)
             return _wide(_chosen(present, lax.dynamic_slice_in_dim(x, row_of(chunk), size), 0))
 
-        def run_chunk(chunk: Array, s: Array, new: _Tokens) -> tuple[Array, Array]:
+        def run_chunk(chunk: Array, s: Array, new: DeltaTokens) -> tuple[Array, Array]:
             earlier = jax.tree.map(lambda x: jnp.where(chunk == 0, x, 0.0), rows_first)
             return _chunk(s, earlier, new, places(chunk) >= 0, dtype)
 
@@ -163,7 +136,7 @@ def backward(
             s, new = lax.optimization_barrier(operands)
             return starts.at[chunk + 1].set(lax.optimization_barrier(run_chunk(chunk, s, new)[1]))
 
-        def add_chunk(turn: Array, carry: tuple[Array, _Tokens]) -> tuple[Array, _Tokens]:
+        def add_chunk(turn: Array, carry: tuple[Array, DeltaTokens]) -> tuple[Array, DeltaTokens]:
             ds, gradients = carry
             chunk = chunks - 1 - turn
             new = jax.tree.map(lambda x: chunk_at(chunk, x), padded)
@@ -181,7 +154,7 @@ def backward(
                     total, _chosen(present, rounded(part, total.dtype), before), row, 0
                 )
 
-            return ds, jax.tree.map(written, gradients, _Tokens(*dnew))
+            return ds, jax.tree.map(written, gradients, DeltaTokens(*dnew))
 
         starts = jnp.zeros((most + 1, *shape), ACCUMULATOR).at[0].set(s_first)
         starts = varying.fori_loop(0, chunks, keep_state, starts)
@@ -189,11 +162,10 @@ def backward(
 
     zeros = jax.tree.map(jnp.zeros_like, padded)
     gradients = varying.fori_loop(0, count, run_request, zeros)
-    dq, dk, dv, dg, dbeta = (x[size:-size] for x in gradients)
-    return dq, dk, dv, dg, dbeta
+    return jax.tree.map(lambda x: x[size:-size], gradients)
 
 
-def _chunk(s: Array, earlier: _Rows, new: _Tokens, present: Array, dtype: DTypeLike) -> tuple[Array, Array]:
+def _chunk(s: Array, earlier: _Rows, new: DeltaTokens, present: Array, dtype: DTypeLike) -> tuple[Array, Array]:
     """The outputs of a whole chunk, and the state after it.
 
     Args:
@@ -219,7 +191,7 @@ def _constants(at_slot: DeltaState, start: Array, dtype: DTypeLike) -> tuple[Arr
 def _tile(
     s: Array,
     earlier: _Rows,
-    new: _Tokens,
+    new: DeltaTokens,
     offset: Array | int,
     present: Array,
     end: Array | int,

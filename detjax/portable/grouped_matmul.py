@@ -8,6 +8,7 @@ from jaxtyping import Array, DTypeLike, PyTree
 from detjax.contract import ACCUMULATOR, PORTABLE_ROWS, WEIGHT_GRADIENT_TOKENS
 from detjax.operands.numerics import activated, parts
 from detjax.operands.options import Epilogue, WeightLayout
+from detjax.operands.products import NO_SUMS, Gradients, GroupedOperands, WeightSums
 from detjax.operands.rounding import rounded
 from detjax.portable.matmul import accumulated, halves, pre_activation
 from detjax.portable.matmul import apply_epilogue as apply_epilogue
@@ -21,18 +22,11 @@ def group_unit(rows: int, experts: int) -> int:
 
 
 def forward(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    group_sizes: Array,
-    *,
-    layout: WeightLayout,
-    epilogue: Epilogue,
-    out_dtype: DTypeLike,
-    unit: int,
+    operands: GroupedOperands, *, layout: WeightLayout, epilogue: Epilogue, out_dtype: DTypeLike, unit: int
 ) -> Array:
     """Returns rows `[M, N]` for rows `[M, K]`; see `detjax.ops.grouped_matmul` for the operands and options."""
     del unit
+    x, w, bias, group_sizes, _ = operands
 
     def tile(x: Array, expert: Array, shared: tuple[Array, Array | None]) -> Array:
         w, bias = _expert_arrays(shared, expert)
@@ -43,24 +37,20 @@ def forward(
 
 
 def backward(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    group_sizes: Array,
-    sequences: Array | None,
+    operands: GroupedOperands,
     dy: Array,
-    w_sum: Array | None = None,
-    bias_sum: Array | None = None,
+    sums: WeightSums = NO_SUMS,
     *,
     layout: WeightLayout,
     epilogue: Epilogue,
     unit: int = 1,
-) -> tuple[Array, Array, Array | None]:
+) -> Gradients:
     """Returns the gradients of x, w and bias, or the next sums of the last two; see `detjax.portable.matmul.backward`.
 
     An expert's rows are added in ascending order, `WEIGHT_GRADIENT_TOKENS` of one sequence in one step.
     """
     del unit
+    (x, w, bias, group_sizes, sequences), (w_sum, bias_sum) = operands, sums
 
     def accumulator_gradient(rows: tuple[Array, Array], expert: Array, shared: tuple[Array, Array | None]) -> Array:
         x, dy = rows

@@ -9,21 +9,14 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
 from detjax.operands.numerics import activated, flat_rows, parts
 from detjax.operands.options import Epilogue, WeightLayout
+from detjax.operands.products import NO_SUMS, Gradients, MatmulOperands, WeightSums
 from detjax.operands.rounding import rounded
 from detjax.portable.tiles import dot, fold_rows, map_rows, sum_of_rows
 
 
-def forward(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    residual: Array | None,
-    *,
-    layout: WeightLayout,
-    epilogue: Epilogue,
-    out_dtype: DTypeLike,
-) -> Array:
+def forward(operands: MatmulOperands, *, layout: WeightLayout, epilogue: Epilogue, out_dtype: DTypeLike) -> Array:
     """Returns rows `[*B, N]` for rows `[*B, K]`; see `detjax.ops.matmul` for the operands and options."""
+    x, w, bias, residual = operands
 
     def tile(rows: tuple[Array, Array | None], shared: tuple[Array, Array | None]) -> Array:
         x, residual = rows
@@ -78,16 +71,8 @@ def stacked_rows(x: Sequence[Array]) -> Array:
 
 
 def backward(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    dy: Array,
-    w_sum: Array | None = None,
-    bias_sum: Array | None = None,
-    *,
-    layout: WeightLayout,
-    epilogue: Epilogue,
-) -> tuple[Array, Array, Array | None]:
+    operands: MatmulOperands, dy: Array, sums: WeightSums = NO_SUMS, *, layout: WeightLayout, epilogue: Epilogue
+) -> Gradients:
     """Returns the gradients of x, w and bias; instead of those of w and bias, their next sums if they have sums.
 
     With `dz` the gradient of the biased sums, at the sums rounded to x's dtype, and itself rounded to x's dtype before
@@ -99,6 +84,7 @@ def backward(
 
     A sum goes on in float32 where it ended, and is not rounded.
     """
+    (x, w, bias, _), (w_sum, bias_sum) = operands, sums
     flat_x = flat_rows(x)
     kept_axis = 1 if layout == "kn" else 0
 

@@ -15,19 +15,17 @@ from detjax.portable.tiles import map_rows
 
 def forward(
     x: Array,
-    cos: Array,
-    sin: Array,
+    angles: tuple[Array, Array],
     *weights: Array,
     heads: tuple[int, ...],
     eps: float | None,
     norm_offset: float = 0.0,
 ) -> tuple[Array, ...]:
-    """Returns groups of heads of `x [*B, T, N, K]`, rotated by their tokens' `cos, sin [*B, T, K / 2]`.
+    """Returns groups of heads of `x [*B, T, N, K]`, rotated by their tokens' angles.
 
     Args:
         x: a projection.
-        cos: float32 cosines.
-        sin: float32 sines.
+        angles: cosines and sines, float32 `[*B, T, K / 2]`.
         weights: for each group, the weight `[K]` of the RMS norm before the rotation; the normalized heads are rounded.
             None: there is no norm.
         heads: the number of heads in each group, first to last. Further heads are not read.
@@ -49,15 +47,14 @@ def forward(
         return rounded(jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype)
 
     tokens = math.prod(x.shape[:-2])
-    rows = [group.reshape(tokens, *group.shape[-2:]) for group in groups], *(y.reshape(tokens, -1) for y in (cos, sin))
+    rows = [group.reshape(tokens, *group.shape[-2:]) for group in groups], *(y.reshape(tokens, -1) for y in angles)
     out = map_rows(tile, rows, None)
     return tuple(y.reshape(group.shape) for y, group in zip(out, groups, strict=True))
 
 
 def append_kv(
     x: Array,
-    cos: Array,
-    sin: Array,
+    angles: tuple[Array, Array],
     *weights: Array,
     kv: KVPages,
     queries: Queries,
@@ -69,5 +66,5 @@ def append_kv(
     `kv_pages.append` says which tokens are written, and where.
     """
     heads = x.shape[2] - 2 * kv.kv_heads, kv.kv_heads
-    q, k = forward(x, cos, sin, *weights, heads=heads, eps=eps, norm_offset=norm_offset)
+    q, k = forward(x, angles, *weights, heads=heads, eps=eps, norm_offset=norm_offset)
     return q, append(kv, k, x[:, :, sum(heads) :], queries)

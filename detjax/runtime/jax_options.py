@@ -29,21 +29,15 @@ class Refused:
     reason: str
 
 
+_OTHER_CODE: Final = "programs would be compiled to other code, and JAX would not notice when it changes"
+
 REFUSED: Final[Mapping[str, Refused]] = {
     "jax_disable_jit": Refused(False, "operations would run uncompiled and in other bits"),
     "jax_threefry_partitionable": Refused(True, "sampled tokens would depend on the vocabulary's layout"),
-    "jax_disable_most_optimizations": Refused(
-        False, "programs would be compiled to other bits, and JAX would not notice when it changes"
-    ),
-    "jax_compiler_enable_remat_pass": Refused(
-        True, "programs would be compiled to other code, and JAX would not notice when it changes"
-    ),
-    "jax_optimization_level": Refused(
-        "UNKNOWN", "programs would be compiled to other code, and JAX would not notice when it changes"
-    ),
-    "jax_memory_fitting_level": Refused(
-        "O2", "programs would be compiled to other code, and JAX would not notice when it changes"
-    ),
+    "jax_disable_most_optimizations": Refused(False, _OTHER_CODE.replace("code", "bits")),
+    "jax_compiler_enable_remat_pass": Refused(True, _OTHER_CODE),
+    "jax_optimization_level": Refused("UNKNOWN", _OTHER_CODE),
+    "jax_memory_fitting_level": Refused("O2", _OTHER_CODE),
     "jax_enable_pgle": Refused(False, "JAX would compile programs again after measuring them, to other code each time"),
     "jax_compilation_cache_expect_pgle": Refused(
         False, "JAX would load programs that were compiled after measuring them, to other code each time"
@@ -95,137 +89,75 @@ HASHED: Final[Mapping[str, Any]] = {
 """The options that enter the fingerprint where they differ from these values, the defaults of JAX 0.11."""
 
 HARMLESS: Final[Mapping[str, tuple[str, ...]]] = {
-    "It decides what is logged, shown or dumped, and what is known of a program's source.": (
-        "jax_captured_constants_report_frames",
-        "jax_captured_constants_warn_bytes",
-        "jax_compiler_detailed_logging_min_ops",
-        "jax_debug_log_modules",
-        "jax_distributed_debug",
-        "jax_dump_ir_modes",
-        "jax_dump_ir_to",
-        "jax_explain_cache_misses",
-        "jax_hlo_source_file_canonicalization_regex",
-        "jax_include_debug_info_in_dumps",
-        "jax_include_full_tracebacks_in_locations",
-        "jax_log_checkpoint_residuals",
-        "jax_log_compiles",
-        "jax_logging_level",
-        "jax_pallas_verbose_errors",
-        "jax_pprint_use_color",
-        "jax_send_traceback_to_runtime",
-        "jax_source_url_schema",
-        "jax_traceback_filtering",
-        "jax_traceback_in_locations_limit",
-        "jax_tracer_error_num_traceback_frames",
-    ),
-    "It decides what is an error. What is computed without an error is the same.": (
-        "jax_allow_f16_reductions",
-        "jax_array_garbage_collection_guard",
-        "jax_check_static_indices",
-        "jax_check_tracer_leaks",
-        "jax_debug_infs",
-        "jax_debug_key_reuse",
-        "jax_debug_leaked_clients_on_clear_backends",
-        "jax_debug_nans",
-        "jax_disable_bwd_checks",
-        "jax_disable_vmap_shmap_error",
-        "jax_disallow_mesh_context_manager",
-        "jax_enable_checks",
-        "jax_legacy_prng_key",
-        "jax_mosaic_allow_hlo",
-        "jax_mutable_array_checks",
-        "jax_no_execution",
-        "jax_no_tracing",
-        "jax_numpy_dtype_promotion",
-        "jax_numpy_rank_promotion",
-        "jax_raise_on_ppermute_sort_diff",
-        "jax_thread_guard",
-        "jax_transfer_guard",
-        "jax_transfer_guard_device_to_device",
-        "jax_transfer_guard_device_to_host",
-        "jax_transfer_guard_host_to_device",
-    ),
-    "It decides where compiled programs are kept. They are looked up by their text, options and device.": (
-        "jax_compilation_cache_check_contents",
-        "jax_compilation_cache_dir",
-        "jax_compilation_cache_include_metadata_in_key",
-        "jax_compilation_cache_max_size",
-        "jax_enable_compilation_cache",
-        "jax_persistent_cache_enable_xla_caches",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-        "jax_raise_persistent_cache_errors",
-        "jax_remove_custom_partitioning_ptr_from_cache_key",
-    ),
-    "It belongs to something that no program of detjax uses.": (
-        "jax2tf_associative_scan_reductions",
-        "jax2tf_default_native_serialization",
-        "jax_bcoo_cusparse_lowering",
-        "jax_experimental_unsafe_xla_runtime_errors",
-        "jax_export_calling_convention_version",
-        "jax_export_deserialize_expired_versions",
-        "jax_export_ignore_forward_compatibility",
-        "jax_ragged_dot_use_ragged_dot_instruction",
-        "jax_serialization_version",
-        "jax_use_magma",
-    ),
-    "It chooses the generator of keys that do not name theirs. All keys of detjax name it.": (
-        "jax_default_prng_impl",
-        "jax_enable_custom_prng",
-    ),
-    "It chooses the range of Gumbel noise that does not name its own. All noise of detjax names it.": (
-        "jax_high_dynamic_range_gumbel",
-    ),
-    "It numbers the barriers of kernels that wait for other devices. No kernel of detjax does.": (
-        "jax_pallas_auto_assign_collective_ids",
-        "jax_pallas_auto_assign_collective_ids_limit",
-    ),
-    "It sets how programs are measured to be compiled again, which is refused.": (
-        "jax_pgle_aggregation_percentile",
-        "jax_pgle_profiling_runs",
-    ),
-    "It chooses devices. The fingerprint names the kind of device that serves.": (
-        "jax_cuda_visible_devices",
-        "jax_default_device",
-        "jax_num_cpu_devices",
-        "jax_oneapi_visible_devices",
-        "jax_platform_name",
-        "jax_platforms",
-        "jax_rocm_visible_devices",
-        "jax_sort_devices_by_process_index",
-    ),
-    "It decides when and how arrays travel, or how processes and hosts meet.": (
-        "jax_check_proxy_envs",
-        "jax_cpu_collectives_implementation",
-        "jax_cpu_enable_async_dispatch",
-        "jax_cpu_get_global_topology_timeout_minutes",
-        "jax_cpu_get_local_topology_timeout_minutes",
-        "jax_cross_host_transfer_socket_address",
-        "jax_cross_host_transfer_timeout_seconds",
-        "jax_cross_host_transfer_transfer_size",
-        "jax_cross_host_transport_addresses",
-        "jax_distributed_verify_secure_credentials",
-        "jax_enable_preemption_service",
-        "jax_enable_recoverability",
-        "jax_force_dcn_cross_host_transfers",
-        "jax_mtls_ca_file",
-        "jax_mtls_cert_file",
-        "jax_mtls_key_file",
-        "jax_mtls_peer_uri_prefix",
-        "jax_share_binary_between_hosts_timeout_ms",
-        "jax_use_cpp_shard_args",
-        "jax_use_rgv3",
-    ),
-    "It belongs to JAX's own tests, whose modules register it when they are imported.": (
-        "exclude_test_targets",
-        "jax_num_generated_cases",
-        "jax_skip_slow_tests",
-        "jax_test_dut",
-        "jax_test_num_threads",
-        "jax_test_with_persistent_compilation_cache",
-        "max_cases_sampling_retries",
-        "test_targets",
-    ),
+    reason: tuple(names.split())
+    for reason, names in {
+        "It decides what is logged, shown or dumped, and what is known of a program's source.": """
+            jax_captured_constants_report_frames jax_captured_constants_warn_bytes
+            jax_compiler_detailed_logging_min_ops jax_debug_log_modules jax_distributed_debug
+            jax_dump_ir_modes jax_dump_ir_to jax_explain_cache_misses
+            jax_hlo_source_file_canonicalization_regex jax_include_debug_info_in_dumps
+            jax_include_full_tracebacks_in_locations jax_log_checkpoint_residuals jax_log_compiles
+            jax_logging_level jax_pallas_verbose_errors jax_pprint_use_color
+            jax_send_traceback_to_runtime jax_source_url_schema jax_traceback_filtering
+            jax_traceback_in_locations_limit jax_tracer_error_num_traceback_frames
+        """,
+        "It decides what is an error. What is computed without an error is the same.": """
+            jax_allow_f16_reductions jax_array_garbage_collection_guard jax_check_static_indices
+            jax_check_tracer_leaks jax_debug_infs jax_debug_key_reuse
+            jax_debug_leaked_clients_on_clear_backends jax_debug_nans jax_disable_bwd_checks
+            jax_disable_vmap_shmap_error jax_disallow_mesh_context_manager jax_enable_checks
+            jax_legacy_prng_key jax_mosaic_allow_hlo jax_mutable_array_checks jax_no_execution
+            jax_no_tracing jax_numpy_dtype_promotion jax_numpy_rank_promotion
+            jax_raise_on_ppermute_sort_diff jax_thread_guard jax_transfer_guard
+            jax_transfer_guard_device_to_device jax_transfer_guard_device_to_host
+            jax_transfer_guard_host_to_device
+        """,
+        "It decides where compiled programs are kept. They are looked up by their text, options and device.": """
+            jax_compilation_cache_check_contents jax_compilation_cache_dir
+            jax_compilation_cache_include_metadata_in_key jax_compilation_cache_max_size
+            jax_enable_compilation_cache jax_persistent_cache_enable_xla_caches
+            jax_persistent_cache_min_compile_time_secs jax_persistent_cache_min_entry_size_bytes
+            jax_raise_persistent_cache_errors jax_remove_custom_partitioning_ptr_from_cache_key
+        """,
+        "It belongs to something that no program of detjax uses.": """
+            jax2tf_associative_scan_reductions jax2tf_default_native_serialization
+            jax_bcoo_cusparse_lowering jax_experimental_unsafe_xla_runtime_errors
+            jax_export_calling_convention_version jax_export_deserialize_expired_versions
+            jax_export_ignore_forward_compatibility jax_ragged_dot_use_ragged_dot_instruction
+            jax_serialization_version jax_use_magma
+        """,
+        "It chooses the generator of keys that do not name theirs. All keys of detjax name it.": """
+            jax_default_prng_impl jax_enable_custom_prng
+        """,
+        "It chooses the range of Gumbel noise that does not name its own. All noise of detjax names it.": """
+            jax_high_dynamic_range_gumbel
+        """,
+        "It numbers the barriers of kernels that wait for other devices. No kernel of detjax does.": """
+            jax_pallas_auto_assign_collective_ids jax_pallas_auto_assign_collective_ids_limit
+        """,
+        "It sets how programs are measured to be compiled again, which is refused.": """
+            jax_pgle_aggregation_percentile jax_pgle_profiling_runs
+        """,
+        "It chooses devices. The fingerprint names the kind of device that serves.": """
+            jax_cuda_visible_devices jax_default_device jax_num_cpu_devices jax_oneapi_visible_devices
+            jax_platform_name jax_platforms jax_rocm_visible_devices jax_sort_devices_by_process_index
+        """,
+        "It decides when and how arrays travel, or how processes and hosts meet.": """
+            jax_check_proxy_envs jax_cpu_collectives_implementation jax_cpu_enable_async_dispatch
+            jax_cpu_get_global_topology_timeout_minutes jax_cpu_get_local_topology_timeout_minutes
+            jax_cross_host_transfer_socket_address jax_cross_host_transfer_timeout_seconds
+            jax_cross_host_transfer_transfer_size jax_cross_host_transport_addresses
+            jax_distributed_verify_secure_credentials jax_enable_preemption_service
+            jax_enable_recoverability jax_force_dcn_cross_host_transfers jax_mtls_ca_file
+            jax_mtls_cert_file jax_mtls_key_file jax_mtls_peer_uri_prefix
+            jax_share_binary_between_hosts_timeout_ms jax_use_cpp_shard_args jax_use_rgv3
+        """,
+        "It belongs to JAX's own tests, whose modules register it when they are imported.": """
+            exclude_test_targets jax_num_generated_cases jax_skip_slow_tests jax_test_dut
+            jax_test_num_threads jax_test_with_persistent_compilation_cache max_cases_sampling_retries
+            test_targets
+        """,
+    }.items()
 }
 """The options that change no bit, by the reason. Tests change those that a process can change, and compare bits."""
 

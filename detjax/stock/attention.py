@@ -11,7 +11,8 @@ from jax._src.cudnn import (
 from jaxtyping import Array, DTypeLike
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK
-from detjax.operands.kv_pages import KVPages, Queries, request_of_rows
+from detjax.operands.attention import AttentionOperands
+from detjax.operands.kv_pages import KVPages, Queries, request_of_rows, rows_as_requests
 from detjax.operands.options import Masking
 from detjax.runtime import backends
 from detjax.stock.dot import dot_operands
@@ -25,10 +26,9 @@ _LEAST_PADDED_ROWS: Final = 4096
 """...unless they are this many or fewer."""
 
 
-def attention(
-    q: Array, kv: KVPages, queries: Queries, sinks: Array | None, mask: Array | None = None, *, masking: Masking
-) -> Array:
+def attention(operands: AttentionOperands, *, masking: Masking) -> Array:
     """See `detjax.ops.attention`. cuDNN serves decode where it can."""
+    q, kv, queries, sinks, mask = operands
     k_pages, v_pages = _numbers(kv, q.dtype)
     page_table, q_start, kv_length = queries.page_table, queries.start, queries.length
     batch, tokens, heads, width = q.shape
@@ -44,8 +44,8 @@ def attention(
         for pages in (k_pages, v_pages)
     )
     grouped = q.reshape(batch, tokens, kv_heads, -1, width)
-    operands = dot_operands(grouped, k)
-    s = jnp.einsum("bthgk,bhsk->bhgts", *operands, precision="highest", preferred_element_type=ACCUMULATOR)
+    factors = dot_operands(grouped, k)
+    s = jnp.einsum("bthgk,bhsk->bhgts", *factors, precision="highest", preferred_element_type=ACCUMULATOR)
     s = s.reshape(batch, heads, tokens, -1) * masking.scale
     if masking.soft_cap is not None:
         s = masking.soft_cap * jnp.tanh(s / masking.soft_cap)
@@ -74,8 +74,9 @@ def attention(
     return o.reshape(batch, tokens, heads, -1).astype(q.dtype)
 
 
-def ragged_attention(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, masking: Masking) -> Array:
+def ragged_attention(operands: AttentionOperands, *, masking: Masking) -> Array:
     """See `detjax.ops.attention`. cuDNN serves packed queries where it can; elsewhere each row is a request."""
+    q, kv, queries, sinks, _ = operands
     k_pages, v_pages = _numbers(kv, q.dtype)
     page_table, q_start, kv_length = queries.page_table, queries.start, queries.length
     first_row, count = queries.first_row, queries.count
@@ -84,9 +85,8 @@ def ragged_attention(q: Array, kv: KVPages, queries: Queries, sinks: Array | Non
     rows, requests = q.shape[0], page_table.shape[0]
     position = q_start[request] + index
     if not _has_cudnn(q, v_pages, sinks, masking):
-        is_present = (index >= 0) & (index < count[request])
-        row_by_row = Queries(page_table[request], position, jnp.where(is_present, kv_length[request], 0))
-        return attention(q[:, None], KVPages(k_pages, v_pages), row_by_row, sinks, masking=masking)[:, 0]
+        row_by_row = AttentionOperands(q[:, None], KVPages(k_pages, v_pages), rows_as_requests(rows, queries), sinks)
+        return attention(row_by_row, masking=masking)[:, 0]
 
     # cuDNN aligns queries with the first keys. So each query is put at its position in its request, after as many
     # meaningless rows as there are keys before it; a call takes as many requests as `together` says.

@@ -11,17 +11,16 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR, DELTA_CHUNK
-from detjax.operands.linear_attention_state import DeltaState, RequestRows
+from detjax.operands.linear_attention_state import DeltaState, DeltaTokens, RequestRows
 
 DIFFERENTIATED_BY_JAX: Final = True
 
 _einsum = functools.partial(jnp.einsum, precision="highest", preferred_element_type=ACCUMULATOR)
 
 
-def gated_delta_rule(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: DeltaState, rows: RequestRows
-) -> tuple[Array, DeltaState]:
+def gated_delta_rule(tokens: DeltaTokens, state: DeltaState, rows: RequestRows) -> tuple[Array, DeltaState]:
     """See `detjax.ops.gated_delta_rule`. No tokens of a call can be dropped."""
+    q, k, v, g, beta = tokens
     count, dtype, group = v.shape[0], v.dtype, v.shape[1] // q.shape[1]
     requests = rows.first.shape[0]
     # Nothing bounds how many of the rows are one request's, unless each has one.

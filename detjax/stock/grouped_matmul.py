@@ -9,6 +9,7 @@ from jaxtyping import Array, DTypeLike
 
 from detjax.contract import ACCUMULATOR
 from detjax.operands.options import Epilogue, WeightLayout
+from detjax.operands.products import GroupedOperands
 from detjax.stock.dot import dot_operands
 from detjax.stock.matmul import activation, gated
 
@@ -22,18 +23,11 @@ def group_unit(rows: int, experts: int) -> int:
 
 
 def grouped_matmul(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    group_sizes: Array,
-    *,
-    layout: WeightLayout,
-    epilogue: Epilogue,
-    out_dtype: DTypeLike,
-    unit: int,
+    operands: GroupedOperands, *, layout: WeightLayout, epilogue: Epilogue, out_dtype: DTypeLike, unit: int
 ) -> Array:
     """See `detjax.ops.grouped_matmul`."""
     del unit
+    x, w, bias, group_sizes, _ = operands
     transposed = w if layout == "kn" else jnp.swapaxes(w, -1, -2)
     rows = jnp.arange(len(x), dtype=jnp.int32)
     expert = jnp.searchsorted(jnp.cumsum(group_sizes, dtype=jnp.int32), rows, side="right")

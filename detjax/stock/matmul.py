@@ -9,22 +9,15 @@ from jaxtyping import Array, DTypeLike
 
 from detjax.contract import ACCUMULATOR
 from detjax.operands.options import Activation, Epilogue, WeightLayout
+from detjax.operands.products import MatmulOperands
 from detjax.stock.dot import dot_operands
 
 DIFFERENTIATED_BY_JAX: Final = True
 
 
-def matmul(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    residual: Array | None,
-    *,
-    layout: WeightLayout,
-    epilogue: Epilogue,
-    out_dtype: DTypeLike,
-) -> Array:
+def matmul(operands: MatmulOperands, *, layout: WeightLayout, epilogue: Epilogue, out_dtype: DTypeLike) -> Array:
     """See `detjax.ops.matmul`."""
+    x, w, bias, residual = operands
     transposed = w if layout == "kn" else jnp.swapaxes(w, -1, -2)
 
     def linear(index: int | None) -> Array:

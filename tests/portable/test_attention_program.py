@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from detjax.operands.attention import AttentionOperands
 from detjax.operands.kv_pages import KVPages, Queries
 from detjax.operands.options import Masking
 from detjax.portable import attention
@@ -28,7 +29,7 @@ def test_of_two_products_that_merge_blocks_only_the_running_one_can_be_fused_wit
     queries = Queries(jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32), jnp.full(1, 200, jnp.int32))
 
     def forward(q: jax.Array) -> Any:
-        return attention.forward(q, kv, queries, None, masking=Masking(1.0))
+        return attention.forward(AttentionOperands(q, kv, queries), masking=Masking(1.0))
 
     sums = list(sums_by_operands(jax.make_jaxpr(forward)(jnp.zeros((1, 200, 1, 8))).jaxpr))
     assert sums.count(["mul", "optimization_barrier"]) == 2  # the output, and the sum of the weights

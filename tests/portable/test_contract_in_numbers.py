@@ -8,6 +8,7 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.contract import KEY_GROUPS, KEY_LANES, KV_BLOCK, LANE_GROUP, LANES, WEIGHT_GRADIENT_TOKENS
+from detjax.operands.attention import AttentionOperands
 from detjax.operands.options import Masking
 from detjax.operands.rounding import rounded
 from detjax.portable import attention as portable_attention
@@ -150,7 +151,7 @@ def test_attention_sums_weights_in_that_order(keys: tuple[int, int], meet_before
     masking = Masking(scale=1.0, causal=False)
     forward = portable_attention.forward
     kv = ops.KVPages(k_pages, k_pages)
-    _, log2_normalizer = forward(jnp.ones((1, 1, 1, 1)), kv, queries, None, masking=masking)
+    _, log2_normalizer = forward(AttentionOperands(jnp.ones((1, 1, 1, 1)), kv, queries), masking=masking)
     assert (log2_normalizer.item() > 0) == meet_before_the_one
 
 

@@ -13,6 +13,7 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK
+from detjax.operands.attention import AttentionOperands
 from detjax.operands.kv_pages import KVPages, Queries
 from detjax.operands.options import Masking
 from detjax.pallas.hopper import attention
@@ -130,11 +131,11 @@ class Requests:
         length = np.minimum(self.lengths, start + tokens) if self.masking.causal else np.array(self.lengths)
         return Queries(self.page_table, *(jnp.asarray(x, jnp.int32) for x in (start, length)))
 
-    def operands(self, start: np.ndarray, tokens: int) -> tuple[jax.Array, KVPages, Queries, jax.Array | None]:
+    def operands(self, start: np.ndarray, tokens: int) -> AttentionOperands:
         """What a kernel's `forward` takes, for so many tokens of each request from position `start` on."""
         padded = np.pad(self.q, [(0, 0), (0, tokens), (0, 0), (0, 0)])
         q = np.stack([x[first : first + tokens] for x, first in zip(padded, start, strict=True)])
-        return jnp.asarray(q), self.kv, self.queries(start, tokens), self.sinks
+        return AttentionOperands(jnp.asarray(q), self.kv, self.queries(start, tokens), self.sinks)
 
     def rows_of_requests(self, o: Any, start: np.ndarray) -> list[np.ndarray]:
         """Each request's own tokens of a result."""
@@ -142,11 +143,11 @@ class Requests:
 
     def prefill(self, start: np.ndarray, tokens: int) -> list[np.ndarray]:
         forward = functools.partial(attention.forward, masking=self.masking)
-        return self.rows_of_requests(detjax.jit(forward)(*self.operands(start, tokens))[0], start)
+        return self.rows_of_requests(detjax.jit(forward)(self.operands(start, tokens))[0], start)
 
     def decode(self, start: np.ndarray, tokens: int, schedule: Schedule | None = None) -> list[np.ndarray]:
         forward = functools.partial(hopper_decode.forward, masking=self.masking, schedule=schedule)
-        return self.rows_of_requests(detjax.jit(forward)(*self.operands(start, tokens)), start)
+        return self.rows_of_requests(detjax.jit(forward)(self.operands(start, tokens)), start)
 
     def whole(self) -> list[np.ndarray]:
         return self.prefill(np.zeros(len(self.lengths), int), max(self.lengths))
@@ -156,7 +157,7 @@ class Requests:
         options = {"masking": self.masking, "with_normalizers": with_normalizers}
         forward = detjax.jit(functools.partial(attention.forward, **options))
         starts = [np.full(len(self.lengths), start) for start in range(0, max(self.lengths), size)]
-        chunks = [self.rows_of_requests(forward(*self.operands(start, size))[0], start) for start in starts]
+        chunks = [self.rows_of_requests(forward(self.operands(start, size))[0], start) for start in starts]
         return [np.concatenate(rows) for rows in zip(*chunks, strict=True)]
 
     def ragged(self, counts: tuple[int, ...], gap: float = 0.0) -> list[np.ndarray]:
@@ -168,7 +169,8 @@ class Requests:
             packed[row : row + count] = q[first : first + count]
         numbers = (jnp.asarray(x, jnp.int32) for x in (start, self.lengths, counts, rows[:-1]))
         forward = detjax.jit(functools.partial(attention.ragged, masking=self.masking))
-        o = forward(jnp.asarray(packed), self.kv, Queries(self.page_table, *numbers), self.sinks)
+        queries = Queries(self.page_table, *numbers)
+        o = forward(AttentionOperands(jnp.asarray(packed), self.kv, queries, self.sinks))
         return [np.asarray(o)[row : row + count] for row, count in zip(rows[:-1], counts, strict=True)]
 
     def with_mask(self, mask: np.ndarray) -> list[np.ndarray]:
@@ -176,14 +178,15 @@ class Requests:
         start = np.zeros(len(self.lengths), int)
         masking = dataclasses.replace(self.masking, causal=False)
         forward = detjax.jit(functools.partial(attention.forward, masking=masking))
-        return self.rows_of_requests(forward(*self.operands(start, self.q.shape[1]), jnp.asarray(mask))[0], start)
+        operands = self.operands(start, self.q.shape[1])._replace(mask=jnp.asarray(mask))
+        return self.rows_of_requests(forward(operands)[0], start)
 
     def gradients(
         self, backend: str, subset: slice = slice(None), mask: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
         """Gradients of queries, of each request's pages and of the sinks, from random gradients of the output."""
         lengths = np.array(self.lengths)[subset]
-        q, kv, queries, sinks = self.operands(np.zeros(len(self.lengths), int), self.q.shape[1])
+        q, kv, queries, sinks, _ = self.operands(np.zeros(len(self.lengths), int), self.q.shape[1])
         q, queries = q[subset], jax.tree.map(lambda x: x[subset], queries)
         do = np.random.default_rng(9).standard_normal(self.q.shape)[subset]
         do = jnp.asarray(np.where((np.arange(q.shape[1]) < lengths[:, None])[..., None, None], do, 0), jnp.float32)

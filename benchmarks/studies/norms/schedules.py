@@ -50,7 +50,7 @@ def _measure_rope(sizes: Sizes, case: Case, count: int) -> Iterator[dict[str, An
             schedule = rope.Schedule(width // 8, tokens, heads)
 
             def program(x: jax.Array, c: jax.Array, s: jax.Array, *w: jax.Array, schedule=schedule) -> Any:
-                return rope.forward(x, c, s, *w, heads=groups, eps=EPS, schedule=schedule)
+                return rope.forward(x, (c, s), *w, heads=groups, eps=EPS, schedule=schedule)
 
             seconds = device_time(detjax.jit(program), sets, calls=sizes.calls)
             yield _result(case, count, schedule, seconds, copy)

@@ -13,11 +13,11 @@ from detjax.models.parts.cuts import (
     Group,
     devices,
     gathered,
+    gathered_matmul,
     head_pieces,
     local_columns,
     outputs,
-    product,
-    whole_product,
+    sharded_matmul,
 )
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.models.parts.state import PagedKeysAndValues
@@ -117,7 +117,7 @@ class Attention(nnx.Module):
             residual: what the attention is added to; None: it is returned alone.
         """
         options, cuts = self.options, self.cuts(devices())
-        qkv = product(ops.matmul, x, self.qkv[...], cut=cuts["qkv"], bias=optional(self.qkv_bias))
+        qkv = sharded_matmul(x, self.qkv[...], cut=cuts["qkv"], bias=optional(self.qkv_bias))
         norms: dict[str, Any] = {}
         if options.wide_qk_norm:
             qkv = local_columns(self._normalized(gathered(qkv, cuts["qkv"])), cuts["qkv"])
@@ -132,7 +132,7 @@ class Attention(nnx.Module):
         o = ops.attention(q, kv, queries, sinks=optional(self.sinks), **masking)
         o = gathered(o.reshape(*x.shape[:-1], -1), options.attended(devices()))
         weight, bias = self.output[...], optional(self.output_bias)
-        return whole_product(ops.matmul, o, weight, cut=cuts["output"], bias=bias, residual=residual), kv
+        return gathered_matmul(o, weight, cut=cuts["output"], bias=bias, residual=residual), kv
 
     def _normalized(self, qkv: Float[Array, "*N R"]) -> Float[Array, "*N R"]:
         """Projections after the norms of all queries and of all keys of a token."""

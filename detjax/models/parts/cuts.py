@@ -4,9 +4,9 @@ An element of a product then has one accumulator on one device, exactly as on a 
 results alone. So the number of devices is a schedule: it changes no bit.
 
 Code of parts is the same on one device and on many. Within `jax.shard_map` over a mesh with the axes `AXES`, a part
-sees its device's weights, and calls `product`, `whole_product`, `gathered` and `local_columns`; elsewhere these do
-nothing but compute. Its method `cuts(devices)` says by name how its parameters are cut; every device has the whole of
-all others.
+sees its device's weights, and calls `sharded_matmul`, `gathered_matmul`, `gathered` and `local_columns`; elsewhere
+these do nothing but compute. Its method `cuts(devices)` says by name how its parameters are cut; every device has the
+whole of all others.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from detjax import ops
 from detjax.operands.accumulated_weight import AccumulatedWeight, Weight
@@ -309,66 +309,82 @@ def devices(over: Sequence[str] = AXES) -> int:
     return math.prod(mesh.shape[axis] for axis in over) if TENSOR in mesh.manual_axes else 1
 
 
-def product(
-    operation: Callable[..., Array],
+def sharded_matmul(
     x: Float[Array, "*N K"],
     weight: Weight,
-    *operands: Any,
+    *,
     cut: Cut,
     bias: Weight | None = None,
     residual: Float[Array, "*N D"] | None = None,
     **options: Any,
 ) -> Float[Array, "*N n"]:
-    """Returns this device's outputs of a product: all of them outside of a mesh.
+    """Returns this device's outputs of `ops.matmul`: all of them outside of a mesh.
 
     Args:
-        operation: `ops.matmul` or `ops.grouped_matmul`.
         x: all columns.
         weight: this device's, with the layout "nk".
-        operands: further operands of the operation.
         cut: how the weight is cut.
         bias: this device's.
         residual: all columns of what the product is added to.
-        options: further options of the operation.
+        options: further options of `ops.matmul`.
     """
-    options |= {"layout": "nk"}
-    extra = {} if residual is None else {"residual": residual}
-    if devices(cut.over) == 1 or not cut.is_cut:
-        return operation(x, weight, *operands, bias=bias, **extra, **options)
-    if backends.backend() == "portable":
-        # The bits of XLA's own products depend on the shape of the weight, so it is the whole one, with zeros in the
-        # place of what other devices have. That costs what a single device takes, and no kernel needs it.
-        whole_bias = None if bias is None else _at_its_place(_plain(bias), cut.at(-1))
-        y = operation(x, _at_its_place(_plain(weight), cut.at(-2)), *operands, bias=whole_bias, **extra, **options)
-        return local_columns(y, cut)
-    if residual is not None:
-        extra = {"residual": local_columns(residual, cut)}
-    return operation(x, weight, *operands, bias=bias, **extra, **options)
+    weight, bias, is_whole = _multiplied(weight, bias, cut)
+    if residual is not None and not is_whole:
+        residual = local_columns(residual, cut)
+    y = ops.matmul(x, weight, layout="nk", bias=bias, residual=residual, **options)
+    return local_columns(y, cut) if is_whole else y
 
 
-def whole_product(
-    operation: Callable[..., Array], x: Float[Array, "*N K"], weight: Weight, *operands: Any, cut: Cut, **options: Any
+def sharded_grouped_matmul(
+    x: Float[Array, "M K"],
+    weight: Weight,
+    group_sizes: Int[Array, "E"],
+    *,
+    cut: Cut,
+    bias: Weight | None = None,
+    **options: Any,
+) -> Float[Array, "M n"]:
+    """Returns this device's outputs of `ops.grouped_matmul`; see `sharded_matmul`."""
+    weight, bias, is_whole = _multiplied(weight, bias, cut)
+    y = ops.grouped_matmul(x, weight, group_sizes, layout="nk", bias=bias, **options)
+    return local_columns(y, cut) if is_whole else y
+
+
+def _multiplied(weight: Weight, bias: Weight | None, cut: Cut) -> tuple[Weight, Weight | None, bool]:
+    """The weight and bias that a device multiplies by, and whether they have the outputs of other devices too.
+
+    The bits of XLA's own products depend on the shape of the weight, so on the portable backend it is the whole one,
+    with zeros in the place of what other devices have. That costs what a single device takes, and no kernel needs it.
+    """
+    if devices(cut.over) == 1 or not cut.is_cut or backends.backend() != "portable":
+        return weight, bias, False
+    whole_bias = None if bias is None else _at_its_place(_plain(bias), cut.at(-1))
+    return _at_its_place(_plain(weight), cut.at(-2)), whole_bias, True
+
+
+def gathered_matmul(
+    x: Float[Array, "*N K"],
+    weight: Weight,
+    *,
+    cut: Cut,
+    bias: Weight | None = None,
+    residual: Float[Array, "*N D"] | None = None,
+    **options: Any,
 ) -> Float[Array, "*N D"]:
-    """Returns all outputs of a product, of which each device computes its own; see `product`."""
-    if operation is ops.matmul and (y := _written_everywhere(x, weight, cut, options)) is not None:
-        return y
-    return gathered(product(operation, x, weight, *operands, cut=cut, **options), cut)
-
-
-def _written_everywhere(x: Array, weight: Weight, cut: Cut, options: dict[str, Any]) -> Array | None:
-    """All outputs of a product that each device's kernel writes to all devices; None if no kernel can."""
+    """Returns all outputs of `ops.matmul`, of which each device computes its own; see `sharded_matmul`."""
     links, count = current_links(), devices(cut.over)
     # One group whose pieces are different on all devices and together no longer than the outputs.
     is_plain = len(cut.groups) == 1 and cut.groups[0].pieces == count and cut.groups[0].filled_size == cut.size
-    if links is None or count == 1 or not is_plain or cut.experts is not None:
-        return None
-    arrays = {name: options.get(name) for name in ("bias", "residual")}
-    further = {name: value for name, value in options.items() if name not in arrays}
+    if links is not None and count > 1 and is_plain and cut.experts is None:
 
-    def shared(x: Array, weight: Array, arrays: dict[str, Any]) -> Any:
-        return shared_matmul(x, weight, cut.over, links, **arrays, **further)
+        def shared(x: Array, weight: Array, arrays: dict[str, Any]) -> Any:
+            return shared_matmul(x, weight, cut.over, links, **arrays, **options)
 
-    return refusing_gradients(shared)(x, _plain(weight), arrays)
+        # Where a kernel can, it writes each result to all devices as it is computed.
+        y = refusing_gradients(shared)(x, _plain(weight), {"bias": bias, "residual": residual})
+        if y is not None:
+            return y
+    return gathered(sharded_matmul(x, weight, cut=cut, bias=bias, residual=residual, **options), cut)
 
 
 def local_columns(x: Shaped[Array, "*N D"], cut: Cut) -> Shaped[Array, "*N n"]:

@@ -7,7 +7,16 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
-from detjax.models.parts.cuts import Cut, Group, devices, gathered, head_pieces, outputs, product, whole_product
+from detjax.models.parts.cuts import (
+    Cut,
+    Group,
+    devices,
+    gathered,
+    gathered_matmul,
+    head_pieces,
+    outputs,
+    sharded_matmul,
+)
 from detjax.models.parts.parameters import Tensors, random_weight
 from detjax.models.parts.state import DeltaNetInSlots
 from detjax.operands.kv_pages import Queries
@@ -81,10 +90,10 @@ class DeltaNet(nnx.Module):
         key_group, _, value_group, _ = cuts["qkvz"].groups
         keys, values = key_group.length, value_group.length
         heads = keys // options.key_dim
-        qkvz = product(ops.matmul, x, self.qkvz[...], cut=cuts["qkvz"])
+        qkvz = sharded_matmul(x, self.qkvz[...], cut=cuts["qkvz"])
         qkv, gate = jnp.split(qkvz, (2 * keys + values,), axis=-1)
         # The gates decide for good what a token leaves behind: like logits, they are not rounded in between.
-        ba = product(ops.matmul, x, self.ba[...], cut=cuts["ba"], out_dtype="float32")
+        ba = sharded_matmul(x, self.ba[...], cut=cuts["ba"], out_dtype="float32")
         b, a = jnp.split(ba, 2, axis=-1)
         g, beta = ops.decay_and_rate(a, b, self.log_rate[...], self.time_bias[...])
 
@@ -95,7 +104,7 @@ class DeltaNet(nnx.Module):
         o, rule = ops.gated_delta_rule(q, k, v, g, beta, state.rule, queries)
         o = ops.gated_rms_norm(o, gate.reshape(o.shape), self.norm[...], eps=self.eps).reshape(*leading, values)
         o = gathered(o, Cut((value_group,), -1))
-        y = whole_product(ops.matmul, o, self.output[...], cut=cuts["output"], residual=residual)
+        y = gathered_matmul(o, self.output[...], cut=cuts["output"], residual=residual)
         return y, DeltaNetState(inputs, rule)
 
     def cuts(self, devices: int) -> dict[str, Cut]:

@@ -5,7 +5,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int
 
 from detjax import ops
-from detjax.models.parts.cuts import Cut, all_rows, devices, gathered, owned_rows, product, refusing_gradients
+from detjax.models.parts.cuts import Cut, all_rows, devices, gathered, owned_rows, refusing_gradients, sharded_matmul
 from detjax.models.parts.logits import Logits, cut_by_blocks
 from detjax.models.parts.parameters import Tensors, random_weight
 from detjax.operands.accumulated_weight import Weight
@@ -63,7 +63,7 @@ class Embedding(nnx.Module):
 
     def _local_logits(self, hidden: Float[Array, "*N D"], weight: Weight) -> Float32[Array, "*N v"]:
         cut, options = self.cuts(devices())["weight"], {"soft_cap": self.soft_cap, "out_dtype": jnp.float32}
-        return product(ops.matmul, hidden, weight, cut=cut, **options)
+        return sharded_matmul(hidden, weight, cut=cut, **options)
 
     def logprobs(
         self, hidden: Float[Array, "*N D"], tokens: Int[Array, "*N"], distribution: Distribution

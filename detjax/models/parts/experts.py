@@ -17,8 +17,7 @@ from detjax.models.parts.cuts import (
     gathered,
     local_columns,
     outputs,
-    product,
-    whole_product,
+    sharded_grouped_matmul,
 )
 from detjax.models.parts.expert_exchange import at_home, from_homes, local_ids, results_at_home, whole_experts
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
@@ -121,8 +120,8 @@ class Experts(nnx.Module):
         gate_up, down = cuts["gate_up"].output_cut, cuts["down"].output_cut
         inner: dict[str, Any] = {"cut": gate_up, "bias": optional(self.gate_up_bias), **gate, **options}
         outer: dict[str, Any] = {"cut": down, "bias": optional(self.down_bias), **options}
-        y = whole_product(ops.grouped_matmul, given, self.gate_up[...], sizes, **inner)
-        y = product(ops.grouped_matmul, y, self.down[...], sizes, **outer)
+        y = gathered(sharded_grouped_matmul(given, self.gate_up[...], sizes, **inner), gate_up)
+        y = sharded_grouped_matmul(y, self.down[...], sizes, **outer)
         # A token's results are added column by column, so each device adds its own columns.
         columns = functools.partial(local_columns, cut=down)
         shared, residual = self.shared(flat), columns(residual.reshape(flat.shape))

@@ -6,7 +6,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
 from detjax.models.parts.attention import AttentionOptions
-from detjax.models.parts.cuts import Cut, Group, devices, gathered, outputs, product, whole_product
+from detjax.models.parts.cuts import Cut, Group, devices, gathered, gathered_matmul, outputs, sharded_matmul
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.operands.kv_pages import KVPages, Queries
 
@@ -42,7 +42,7 @@ class GatedAttention(nnx.Module):
             residual: what the attention is added to.
         """
         options, leading, cuts = self.options, x.shape[:-1], self.cuts(devices())
-        qkv = product(ops.matmul, x, self.qkv[...], cut=cuts["qkv"], bias=optional(self.qkv_bias))
+        qkv = sharded_matmul(x, self.qkv[...], cut=cuts["qkv"], bias=optional(self.qkv_bias))
         q, kv_rows = jnp.split(qkv, (cuts["qkv"].groups[0].length,), axis=-1)
         q, gate = jnp.split(q.reshape(*leading, -1, 2 * options.head_dim), 2, axis=-1)
         k, v = jnp.split(kv_rows.reshape(*leading, -1, options.head_dim), 2, axis=-2)
@@ -54,7 +54,7 @@ class GatedAttention(nnx.Module):
         o = ops.sigmoid_gated(ops.attention(q, kv, queries), gate)
         o = gathered(o.reshape(*leading, -1), options.attended(devices()))
         weight, bias = self.output[...], optional(self.output_bias)
-        return whole_product(ops.matmul, o, weight, cut=cuts["output"], bias=bias, residual=residual), kv
+        return gathered_matmul(o, weight, cut=cuts["output"], bias=bias, residual=residual), kv
 
     def _turning_first(self, x: Float[Array, "*N H K"]) -> Float[Array, "*N H K"]:
         """Heads whose columns are in the order of `RotaryEmbedding`: those that turn come first in both halves.

@@ -11,7 +11,16 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from detjax import ops
-from detjax.models.parts.cuts import Cut, Group, devices, gathered, head_pieces, outputs, product, whole_product
+from detjax.models.parts.cuts import (
+    Cut,
+    Group,
+    devices,
+    gathered,
+    gathered_matmul,
+    head_pieces,
+    outputs,
+    sharded_matmul,
+)
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.models.parts.state import PagedLatents
 from detjax.operands.accumulated_weight import Weight
@@ -123,7 +132,7 @@ class LatentAttention(nnx.Module):
             q_latent = ops.rms_norm(q_latent, self.q_norm[...], eps=LATENT_NORM_EPS)
         kv_latent = ops.rms_norm(kv_latent, self.kv_norm[...], eps=LATENT_NORM_EPS)
 
-        q = product(ops.matmul, q_latent, self.q_up[...], cut=cuts["q_up"])
+        q = sharded_matmul(q_latent, self.q_up[...], cut=cuts["q_up"])
         q = q.reshape(*x.shape[:-1], -1, latent.nope_dim + options.rope.head_dim)
         q_nope, q_rope = q[..., : latent.nope_dim], q[..., latent.nope_dim :]
         q_rope, k_rope = self._rotated(q_rope, k_rope, queries)
@@ -135,7 +144,7 @@ class LatentAttention(nnx.Module):
         values = Cut((Group(options.heads * latent.value_dim, cuts["q_up"].groups[0].pieces),), -1)
         o = gathered(o.reshape(*x.shape[:-1], -1), values)
         weight, bias = self.output[...], optional(self.output_bias)
-        return whole_product(ops.matmul, o, weight, cut=cuts["output"], bias=bias, residual=residual), kv
+        return gathered_matmul(o, weight, cut=cuts["output"], bias=bias, residual=residual), kv
 
     def _rotated(
         self, q: Float[Array, "*N H R"], k: Float[Array, "*N R"], queries: Queries

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
-from detjax.models.parts.cuts import Cut, devices, outputs, whole_product
+from detjax.models.parts.cuts import Cut, devices, gathered_matmul, outputs
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.operands.options import Activation
 
@@ -48,9 +48,9 @@ class GatedMLP(nnx.Module):
         """Returns the MLP of `x`, added to the residual stream if it is given."""
         cuts, options = self.cuts(devices()), {"activation": self.options.activation, "gated": True}
         inner: dict[str, Any] = {"cut": cuts["gate_up"], "bias": optional(self.gate_up_bias), **options}
-        y = whole_product(ops.matmul, x, self.gate_up[...], **inner)
+        y = gathered_matmul(x, self.gate_up[...], **inner)
         outer: dict[str, Any] = {"cut": cuts["down"], "bias": optional(self.down_bias), "residual": residual}
-        return whole_product(ops.matmul, y, self.down[...], **outer)
+        return gathered_matmul(y, self.down[...], **outer)
 
     def cuts(self, devices: int) -> dict[str, Cut]:
         """Returns how parameters are cut."""

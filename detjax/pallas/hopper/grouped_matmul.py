@@ -16,6 +16,7 @@ from jaxtyping import Array, DTypeLike, PyTree
 from detjax.contract import ACCUMULATOR
 from detjax.operands.numerics import parts, round_up
 from detjax.operands.options import Epilogue, WeightLayout
+from detjax.operands.products import NO_SUMS, Gradients, GroupedOperands, WeightSums
 from detjax.operands.rounding import rounded
 from detjax.pallas.hopper.group_stages import StagedSteps
 from detjax.pallas.hopper.group_sums import product_sums, row_sums
@@ -41,10 +42,7 @@ def group_unit(rows: int, experts: int) -> int:
 
 
 def forward(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    group_sizes: Array,
+    operands: GroupedOperands,
     *,
     layout: WeightLayout,
     epilogue: Epilogue,
@@ -60,7 +58,7 @@ def forward(
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
     """
-
+    x, w, bias, group_sizes, _ = operands
     outputs = w.shape[-2 if layout == "nk" else -1]
 
     def multiply(x: Array, experts: Array, tile: int) -> Array:
@@ -72,42 +70,30 @@ def forward(
 
 
 def forward_keeping_sums(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    group_sizes: Array,
-    *,
-    layout: WeightLayout,
-    epilogue: Epilogue,
-    unit: int,
+    operands: GroupedOperands, *, layout: WeightLayout, epilogue: Epilogue, unit: int
 ) -> tuple[Array, tuple[Array, ...]]:
     """What `forward` returns in x's dtype, and the biased sums for `backward`, `[M, N]`, or those of gate and up."""
-
+    x, w, bias, group_sizes, _ = operands
     outputs = w.shape[-2 if layout == "nk" else -1]
 
     def multiply(x: Array, experts: Array, tile: int) -> tuple[Array, tuple[Array, ...]]:
         schedule = _schedule(tile, outputs, layout)
-        operands = Operands(x, w, bias, experts=experts)
-        return product_keeping_sums(operands, layout=layout, epilogue=epilogue, schedule=schedule)
+        tiles = Operands(x, w, bias, experts=experts)
+        return product_keeping_sums(tiles, layout=layout, epilogue=epilogue, schedule=schedule)
 
     return _in_tiles(multiply, x, group_sizes, unit)
 
 
 def backward(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    group_sizes: Array,
-    sequences: Array | None,
+    operands: GroupedOperands,
     dy: Array,
-    w_sum: Array | None = None,
-    bias_sum: Array | None = None,
+    sums: WeightSums = NO_SUMS,
     z: tuple[Array, ...] | None = None,
     *,
     layout: WeightLayout,
     epilogue: Epilogue,
     unit: int,
-) -> tuple[Array, Array, Array | None]:
+) -> Gradients:
     """Returns the gradients of x, w and bias, or the next sums of the last two; see `hopper.matmul.backward`.
 
     An expert's rows are added in ascending order, `WEIGHT_GRADIENT_TOKENS` of one sequence in one step. Sums of experts
@@ -116,11 +102,12 @@ def backward(
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
     """
+    (x, w, bias, group_sizes, sequences), (w_sum, bias_sum) = operands, sums
     if epilogue == Epilogue():
         dz = rounded(dy, x.dtype)
     else:
         if z is None:
-            z = forward_keeping_sums(x, w, bias, group_sizes, layout=layout, epilogue=epilogue, unit=unit)[1]
+            z = forward_keeping_sums(operands, layout=layout, epilogue=epilogue, unit=unit)[1]
         dz = gradient_of_sums(z, dy, epilogue)
 
     # To contract both halves of a stacked "kn" weight at once takes a copy; "nk" halves already follow each other.
@@ -130,8 +117,8 @@ def backward(
     turned: WeightLayout = "kn" if layout == "nk" else "nk"
 
     def multiply(dz: Array, experts: Array, tile: int) -> Array:
-        operands, schedule = Operands(dz, joined, experts=experts), _schedule(tile, x.shape[1], turned)
-        return product(operands, layout=turned, epilogue=Epilogue(), out_dtype=x.dtype, schedule=schedule)
+        tiles, schedule = Operands(dz, joined, experts=experts), _schedule(tile, x.shape[1], turned)
+        return product(tiles, layout=turned, epilogue=Epilogue(), out_dtype=x.dtype, schedule=schedule)
 
     has_expert = jnp.arange(len(x), dtype=jnp.int32) < jnp.sum(group_sizes, dtype=jnp.int32)
     dx = _in_tiles(multiply, dz, group_sizes, unit)
@@ -139,13 +126,13 @@ def backward(
     dx = jnp.where(jnp.broadcast_to(has_expert[:, None], dx.shape), dx, jnp.zeros_like(dx))
 
     start = jnp.zeros(w.shape, ACCUMULATOR) if w_sum is None else w_sum
-    sums = [start.reshape(joined.shape)] if layout == "nk" else parts(start.reshape(stacked.shape))
+    weight_sums = [start.reshape(joined.shape)] if layout == "nk" else parts(start.reshape(stacked.shape))
     bias_start = None
     if bias is not None:
         bias_start = (jnp.zeros(bias.shape, ACCUMULATOR) if bias_sum is None else bias_sum).reshape(len(w), -1)
     steps = StagedSteps.from_sizes(group_sizes, len(x), sequences)
-    sums, dbias = _next_sums((sums, bias_start), x, dz, steps, layout)
-    dw = jnp.stack(sums, axis=1).reshape(w.shape)
+    weight_sums, dbias = _next_sums((weight_sums, bias_start), x, dz, steps, layout)
+    dw = jnp.stack(weight_sums, axis=1).reshape(w.shape)
     dw = rounded(dw, w.dtype) if w_sum is None else dw
     if bias is None or dbias is None:
         return dx, dw, None

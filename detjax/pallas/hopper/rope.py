@@ -109,8 +109,7 @@ def default_schedule(problem: Problem) -> Schedule:
 
 def forward(
     x: Array,
-    cos: Array,
-    sin: Array,
+    angles: tuple[Array, Array],
     *weights: Array,
     heads: tuple[int, ...],
     eps: float | None,
@@ -121,8 +120,7 @@ def forward(
 
     Args:
         x: `[*B, T, N, K]`; the groups are its first heads. Further heads are not read.
-        cos: cosines of the tokens' angles, float32 `[*B, T, K / 2]`.
-        sin: their sines, float32 `[*B, T, K / 2]`.
+        angles: cosines and sines of the tokens' angles, float32 `[*B, T, K / 2]`.
         weights: `[K]` for each group; if given, the heads are RMS normalized and rounded before they are rotated.
         heads: the number of heads of each group.
         eps: of the norm; None without weights.
@@ -131,19 +129,19 @@ def forward(
     """
     tokens, half = math.prod(x.shape[:-2]), x.shape[-1] // 2
     if padding := -half % EVEN_HALF:
-        return _forward_with_padded_halves(x, cos, sin, weights, heads, _Norm(eps, norm_offset), padding)
+        return _forward_with_padded_halves(x, angles, weights, heads, _Norm(eps, norm_offset), padding)
     problem = Problem(tokens, heads, 2 * half, x.dtype)
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
-    rows = x.reshape(tokens, *x.shape[-2:]), cos.reshape(tokens, half), sin.reshape(tokens, half)
-    out = _kernel(_Division(problem, schedule), _Operands(*rows, weights), _Norm(eps, norm_offset))
+    cos, sin = (y.reshape(tokens, half) for y in angles)
+    operands = _Operands(x.reshape(tokens, *x.shape[-2:]), cos, sin, weights)
+    out = _kernel(_Division(problem, schedule), operands, _Norm(eps, norm_offset))
     return tuple(y.reshape(*x.shape[:-2], *y.shape[-2:]) for y in out)
 
 
 def append_kv(
     x: Array,
-    cos: Array,
-    sin: Array,
+    angles: tuple[Array, Array],
     *weights: Array,
     kv: KVPages,
     queries: Queries,
@@ -160,7 +158,7 @@ def append_kv(
     kv_heads = kv.kv_heads
     heads = all_heads - 2 * kv_heads, kv_heads
     if width // 2 % EVEN_HALF:
-        q, k = forward(x, cos, sin, *weights, heads=heads, eps=eps, norm_offset=norm_offset)
+        q, k = forward(x, angles, *weights, heads=heads, eps=eps, norm_offset=norm_offset)
         return q, append_in_plain_jax(kv, k, x[:, :, sum(heads) :], queries)
     problem = Problem(batch * tokens, heads[:1], width, x.dtype)
     schedule = schedule or default_schedule(problem)
@@ -168,7 +166,7 @@ def append_kv(
     # A kernel that is given references writes to the arrays themselves: the pages are neither copied nor read.
     k_pages, v_pages = (jax.new_ref(pages) for pages in kv.numbers)
     cache = _Cache(k_pages, v_pages, queries.page_table, queries.start, queries.count)
-    x, cos, sin = (y.reshape(batch * tokens, *y.shape[2:]) for y in (x, cos, sin))
+    x, cos, sin = (y.reshape(batch * tokens, *y.shape[2:]) for y in (x, *angles))
     operands, formula = _Operands(x, cos, sin, weights), _Norm(eps, norm_offset)
     (q,) = _kernel(_Division(problem, schedule, kv_heads), operands, formula, cache)
     kv = KVPages(jax.freeze(cache.k_pages), jax.freeze(cache.v_pages))
@@ -177,8 +175,7 @@ def append_kv(
 
 def _forward_with_padded_halves(
     x: Array,
-    cos: Array,
-    sin: Array,
+    angles: tuple[Array, Array],
     weights: tuple[Array, ...],
     heads: tuple[int, ...],
     formula: "_Norm",
@@ -198,7 +195,8 @@ def _forward_with_padded_halves(
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
 
     halves = padded(x.reshape(*x.shape[:-1], 2, half)).reshape(*x.shape[:-1], -1)
-    out = forward(halves, padded(cos), padded(sin), heads=heads, eps=None)
+    cos, sin = angles
+    out = forward(halves, (padded(cos), padded(sin)), heads=heads, eps=None)
     return tuple(y.reshape(*y.shape[:-1], 2, -1)[..., :half].reshape(*y.shape[:-1], -1) for y in out)
 
 

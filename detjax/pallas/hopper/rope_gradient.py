@@ -30,8 +30,7 @@ def serves(x: Array, heads: tuple[int, ...]) -> bool:
 
 def gradients(
     x: Array,
-    cos: Array,
-    sin: Array,
+    angles: tuple[Array, Array],
     weights: tuple[Array, ...],
     rotated: tuple[Array, ...],
     sums: tuple[Array, ...],
@@ -43,8 +42,7 @@ def gradients(
 
     Args:
         x: a projection `[*B, T, N, K]`, whose first heads are the groups.
-        cos: cosines of the rotation back, float32 `[*B, T, K / 2]`.
-        sin: its sines.
+        angles: cosines and sines of the rotation back, float32 `[*B, T, K / 2]`.
         weights: for each group the norm's weight `[K]`.
         rotated: the gradients of the rotated groups, `[*B, T, heads, K]` of x's dtype.
         sums: what the weights' sums begin with, float32 `[K]`.
@@ -53,8 +51,7 @@ def gradients(
     """
     width = x.shape[-1]
     flat = [y.reshape(-1, *y.shape[-2:]) for y in (x, *rotated)]
-    angles = [y.reshape(-1, width // 2) for y in (cos, sin)]
-    results = _kernel(flat[0], angles, weights, flat[1:], eps, norm_offset)
+    results = _kernel(flat[0], [y.reshape(-1, width // 2) for y in angles], weights, flat[1:], eps, norm_offset)
     count = len(weights)
     before = tuple(y.reshape(gradient.shape) for y, gradient in zip(results[:count], rotated, strict=True))
     return before, chains(sums, results[count:])

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float
 
 from detjax.contract import ACCUMULATOR
 from detjax.operands.numerics import activated, ceil_div
 from detjax.operands.options import Epilogue, WeightLayout
+from detjax.operands.products import GroupedOperands
 from detjax.pallas.tpu import matmul
 from detjax.pallas.tpu.device import LANES, SUBLANES, VMEM_LIMIT, check_dtypes
 from detjax.pallas.tpu.matmul import ACTIVATIONS, EPILOGUE_ROWS, TOKEN_STEP, Contraction, Problem, padded
@@ -73,10 +74,7 @@ def default_schedule(problem: Problem) -> Schedule:
 
 
 def forward(
-    x: Float[Array, "M K"],
-    w: Float[Array, "E ..."],
-    bias: Float[Array, "E ..."] | None,
-    group_sizes: Int[Array, "E"],
+    operands: GroupedOperands,
     *,
     layout: WeightLayout,
     epilogue: Epilogue,
@@ -87,10 +85,7 @@ def forward(
     """The epilogue of `x[m] @ w[e] + bias[e]`, e being the expert of row m; zeros in rows after the last group.
 
     Args:
-        x: rows, those of expert 0 first, then those of expert 1, and so on.
-        w: weights of x's dtype, `[E, K, N]`, or `[E, N, K]` if `layout` is "nk"; `[E, 2, ...]` if gated.
-        bias: `[E, N]`, or `[E, 2, N]` if gated; None if there is none.
-        group_sizes: the number of rows of each expert, int32; their sum is at most M.
+        operands: see there; the sum of the groups' sizes is at most M.
         layout: the layout of each weight.
         epilogue: applied to the biased float32 sums.
         out_dtype: dtype of the result.
@@ -102,6 +97,7 @@ def forward(
         ValueError: the schedule does not serve the problem.
     """
     del unit
+    x, w, bias, group_sizes, _ = operands
     m, out_dtype = x.shape[0], jnp.dtype(out_dtype)
     check_dtypes("grouped_matmul", x, w, jax.ShapeDtypeStruct((), out_dtype))
     contraction = Contraction("mk", layout, TOKEN_STEP)
@@ -130,9 +126,7 @@ def forward(
     )(visits, x, w, bias)[:m]
 
 
-def backward(*arguments: Any, **options: Any) -> tuple[Array, Array, Array | None]:
-    """Returns the gradients, by the portable backend's program; see `detjax.portable.grouped_matmul.backward`."""
-    return portable_grouped_matmul.backward(*arguments, **options)
+backward: Final = portable_grouped_matmul.backward
 
 
 class _Visits(NamedTuple):

@@ -25,6 +25,7 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import ACCUMULATOR, TPU_K_STEP, TPU_ROW_TILE, WEIGHT_GRADIENT_TOKENS
 from detjax.operands.numerics import activated, ceil_div, flat_rows, round_up
 from detjax.operands.options import Activation, Epilogue, WeightLayout
+from detjax.operands.products import NO_SUMS, Gradients, MatmulOperands, WeightSums
 from detjax.operands.rounding import rounded
 from detjax.pallas.tpu.device import LANES, SUBLANES, VMEM_LIMIT, check_dtypes
 from detjax.portable.matmul import apply_epilogue as apply_epilogue
@@ -206,38 +207,23 @@ def default_schedule(problem: Problem) -> Schedule:
 # --- the operation ----------------------------------------------------------------------------------------------------
 
 
-def forward(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    residual: Array | None,
-    *,
-    layout: WeightLayout,
-    epilogue: Epilogue,
-    out_dtype: DTypeLike,
-) -> Array:
+def forward(operands: MatmulOperands, *, layout: WeightLayout, epilogue: Epilogue, out_dtype: DTypeLike) -> Array:
     """`[*B, N]` of rows `[*B, K]`; see `detjax.ops.matmul` for the arguments.
 
     Raises:
         NotImplementedError: a dtype, among them the result's, is not one of `device.DTYPES`.
     """
-    flat_residual = None if residual is None else flat_rows(residual)
-    operands, contraction = Operands(flat_rows(x), w, bias, flat_residual), Contraction("mk", layout, TOKEN_STEP)
-    (y,) = multiply(operands, contraction, [out_dtype], functools.partial(_finish_forward, epilogue))
+    x, w, bias, residual = operands
+    flat = Operands(flat_rows(x), w, bias, None if residual is None else flat_rows(residual))
+    (y,) = multiply(
+        flat, Contraction("mk", layout, TOKEN_STEP), [out_dtype], functools.partial(_finish_forward, epilogue)
+    )
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def backward(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    dy: Array,
-    w_sum: Array | None = None,
-    bias_sum: Array | None = None,
-    *,
-    layout: WeightLayout,
-    epilogue: Epilogue,
-) -> tuple[Array, Array, Array | None]:
+    operands: MatmulOperands, dy: Array, sums: WeightSums = NO_SUMS, *, layout: WeightLayout, epilogue: Epilogue
+) -> Gradients:
     """Gradients of x, w and bias: `dx` adds N in ascending order, gate's before up's; `dw` and `dbias` add tokens in
     ascending order. Instead of the gradients of w and bias, their next sums if they have sums.
 
@@ -246,6 +232,7 @@ def backward(
     Raises:
         NotImplementedError: a dtype is not one of `device.DTYPES`.
     """
+    (x, w, bias, _), (w_sum, bias_sum) = operands, sums
     flat_x, flat_dy = flat_rows(x), flat_rows(dy)
     weights = [w] if w.ndim == 2 else [w[0], w[1]]
 
@@ -253,8 +240,8 @@ def backward(
         dz = [rounded(flat_dy, x.dtype)]
     else:
         # The sums are computed again.
-        operands, finish = Operands(flat_x, w, bias, flat_dy), functools.partial(_finish_backward, epilogue, x.dtype)
-        dz = multiply(operands, Contraction("mk", layout, TOKEN_STEP), [x.dtype] * len(weights), finish)
+        given, finish = Operands(flat_x, w, bias, flat_dy), functools.partial(_finish_backward, epilogue, x.dtype)
+        dz = multiply(given, Contraction("mk", layout, TOKEN_STEP), [x.dtype] * len(weights), finish)
     joined_dz = jnp.concatenate(dz, axis=1)
     # Both weights of a "kn" stack have to be copied to be contracted at once; "nk" weights follow each other already.
     joined_w = w.reshape(-1, w.shape[-1]) if layout == "nk" else jnp.concatenate(weights, axis=1)

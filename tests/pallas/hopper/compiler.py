@@ -32,10 +32,19 @@ from detjax.models.configuration.config import DecoderConfig
 from detjax.models.network import split
 from detjax.models.parts.vision import VisionOptions, VisionTower
 from detjax.models.vision.images import ImagePatches, packed
+from detjax.operands.attention import AttentionOperands
 from detjax.operands.kv_pages import KeyColumns, KVPages, QuantizedPages, Queries
-from detjax.operands.linear_attention_state import DELTA_ROWS, DeltaState, MostTokens, RequestRows, empty_inputs
+from detjax.operands.linear_attention_state import (
+    DELTA_ROWS,
+    DeltaState,
+    DeltaTokens,
+    MostTokens,
+    RequestRows,
+    empty_inputs,
+)
 from detjax.operands.numerics import round_up
 from detjax.operands.options import Clamp, Epilogue, KVQuantization, Masking
+from detjax.operands.products import GroupedOperands
 from detjax.operands.quantized_pages import quantized_layout
 from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.ops import AccumulatedWeight
@@ -199,7 +208,8 @@ def attention(
             pools = [QuantizedPages(*pools[i : i + 2], kind) for i in (0, 2)]  # pyright: ignore
         *integers, given = operands if sinks else (*operands, None)
         pages = KVPages(*pools), Queries(*integers)
-        return hopper_attention.forward(q, *pages, given, masking=masking, with_normalizers=False)[0]  # pyright: ignore
+        given = AttentionOperands(q, *pages, given)  # pyright: ignore
+        return hopper_attention.forward(given, masking=masking, with_normalizers=False)[0]
 
     indices = [array(4, 16, dtype="int32"), array(4, dtype="int32"), array(4, dtype="int32")]
     return fn, [array(4, tokens, 32, width), *pool, *pool, *indices, *[array(32)] * sinks]
@@ -211,7 +221,8 @@ def latent_attention(batch: int, tokens: int, heads: int) -> Program:
 
     def fn(q: jax.Array, pages: jax.Array, *integers: jax.Array) -> jax.Array:
         kv, queries = KVPages(pages, KeyColumns(512)), Queries(*integers)
-        return hopper_attention.forward(q, kv, queries, None, masking=masking, with_normalizers=False)[0]
+        operands = AttentionOperands(q, kv, queries)
+        return hopper_attention.forward(operands, masking=masking, with_normalizers=False)[0]
 
     indices = [array(batch, 33, dtype="int32"), array(batch, dtype="int32"), array(batch, dtype="int32")]
     return fn, [array(batch, tokens, heads, 576), array(33 * batch, 1, KV_BLOCK, 576), *indices]
@@ -231,7 +242,7 @@ def gated_delta_rule(requests: int, tokens: int, dtype: str = "bfloat16") -> Pro
     def fn(*operands: jax.Array) -> Any:
         state, x, integers = DeltaState(*operands[:5]), operands[5:10], operands[10:]
         most = MostTokens(requests if tokens == 1 else 0, tokens)
-        return delta_rule.forward(*x, state, RequestRows(*integers, most))
+        return delta_rule.forward(DeltaTokens(*x), state, RequestRows(*integers, most))
 
     count = requests * tokens
     x = [array(count, heads[0], width, dtype=dtype)] * 2 + [array(count, heads[1], width, dtype=dtype)]
@@ -377,7 +388,7 @@ def experts(rows: int, unit: int, count: int, *, gated: bool = True) -> Program:
     def fn(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         epilogue = Epilogue("silu", gated=True) if gated else Epilogue()
         options = {"layout": "nk", "epilogue": epilogue, "out_dtype": jnp.dtype("bfloat16")}
-        return grouped_matmul.forward(x, w, None, sizes, unit=unit, **options)  # pyright: ignore
+        return grouped_matmul.forward(GroupedOperands(x, w, None, sizes), unit=unit, **options)  # pyright: ignore
 
     w = (count, 2, 768, 2048) if gated else (count, 2048, 768)
     return fn, [array(rows, w[-1]), array(*w), array(count, dtype="int32")]
@@ -389,7 +400,7 @@ def clamped_experts(rows: int, unit: int, count: int, width: int) -> Program:
     def fn(x: jax.Array, w: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Array:
         epilogue = Epilogue("silu", gated=True, clamp=Clamp(limit=7.0, slope=1.702))
         options = {"layout": "nk", "epilogue": epilogue, "out_dtype": jnp.dtype("bfloat16")}
-        return grouped_matmul.forward(x, w, bias, sizes, unit=unit, **options)  # pyright: ignore
+        return grouped_matmul.forward(GroupedOperands(x, w, bias, sizes), unit=unit, **options)  # pyright: ignore
 
     return fn, [array(rows, width), array(count, 2, width, width), array(count, 2, width), array(count, dtype="int32")]
 
@@ -465,7 +476,7 @@ def append(batch: int, tokens: int, width: int = 128) -> Program:
     def fn(*operands: jax.Array) -> Any:
         k_pages, v_pages, page_table, start, count = operands[5:]
         pages = {"kv": KVPages(k_pages, v_pages), "queries": Queries(page_table, start, count, count)}
-        return hopper_rope.append_kv(*operands[:5], **pages, eps=1e-6)
+        return hopper_rope.append_kv(operands[0], operands[1:3], *operands[3:5], **pages, eps=1e-6)
 
     return fn, [array(batch, tokens, 48, width), *turns, array(width), array(width), *pools, *indices]
 
@@ -474,7 +485,11 @@ def programs() -> dict[str, Program]:
     """Kernels of every kind, by name."""
     S = Schedule
     angles = array(64, 64, dtype="float32")
-    norm, rope = partial(hopper_norm.forward, eps=1e-5, weight_offset=0.0), partial(hopper_rope.forward, eps=1e-5)
+    norm = partial(hopper_norm.forward, eps=1e-5, weight_offset=0.0)
+
+    def rope(x: jax.Array, cos: jax.Array, sin: jax.Array, *weights: jax.Array) -> Any:
+        return hopper_rope.forward(x, (cos, sin), *weights, heads=(32, 8), eps=1e-5)
+
     return {
         "matmul of one token": matmul(1, 4096, 4096),
         "matmul of 16 tokens": matmul(16, 6144, 4096, residual=True),
@@ -498,8 +513,8 @@ def programs() -> dict[str, Program]:
         "norm of wide rows": (norm, [array(4096, 4096), array(4096), array(4096, 4096)]),
         "norm of narrow rows": (lambda x, w: norm(x, w, None), [array(1000, 896), array(896)]),
         "norm in float32": (norm, [array(3, 12288, dtype="float32"), array(12288), array(3, 12288, dtype="float32")]),
-        "rope": (partial(rope, heads=(32, 8)), [array(64, 48, 128), angles, angles]),
-        "norm and rope": (partial(rope, heads=(32, 8)), [array(64, 48, 128), angles, angles, array(128), array(128)]),
+        "rope": (rope, [array(64, 48, 128), angles, angles]),
+        "norm and rope": (rope, [array(64, 48, 128), angles, angles, array(128), array(128)]),
         "append to a KV cache": append(64, 1),
         **{f"append of long prompts, head size {width}": append(4, 1024, width) for width in (64, 128, 256)},
         "softmax": (softmax.softmax, [array(64, 151936)]),

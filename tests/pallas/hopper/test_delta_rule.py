@@ -12,7 +12,7 @@ import pytest
 
 import detjax
 from detjax import ops
-from detjax.operands.linear_attention_state import DROPPABLE_TOKENS, RequestRows
+from detjax.operands.linear_attention_state import DROPPABLE_TOKENS, DeltaTokens, RequestRows
 from detjax.pallas.hopper import delta_rule
 from tests.contract.test_delta_rule import CHANGES, Places, differing, emulated
 from tests.ops import delta_cases as cases
@@ -148,7 +148,7 @@ def test_the_portable_program_serves_what_has_no_kernel(monkeypatch: pytest.Monk
     monkeypatch.setattr(delta_rule.portable, "forward", lambda *operands: operands)
     request, state = cases.tokens(9), cases.empty_state(1)
     rows = RequestRows.from_queries((1, 9), cases.queries([0], [9]))
-    operands = *map(jnp.asarray, request), state, rows
+    operands = DeltaTokens(*map(jnp.asarray, request)), state, rows
     assert delta_rule.forward(*operands) == operands
 
 

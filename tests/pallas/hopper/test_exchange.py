@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax import ops
-from detjax.models.parts.cuts import Cut, Group, linked, whole_product
+from detjax.models.parts.cuts import Cut, Group, gathered_matmul, linked
 from detjax.ops.collectives import gather_columns
 from detjax.ops.matmul import shared_matmul
 from detjax.pallas.hopper.matmul import tuning
@@ -173,12 +173,11 @@ def test_kernels_write_to_all_devices_what_one_device_computes(
     shared: list[bool] = []
 
     def product(arrays: dict[str, jax.Array], links: object) -> list[jax.Array]:
-        given = {"layout": "nk", **{name: arrays[name] for name in arrays if name not in ("x", "w")}, **options}
+        given = {**{name: arrays[name] for name in arrays if name not in ("x", "w")}, **options}
         shared.append(shared_matmul(arrays["x"], arrays["w"], OVER, links, **given) is not None)  # pyright: ignore
-        del given["layout"]
         with linked(links):  # pyright: ignore[reportArgumentType]
             # Twice, so that both turns of the buffers are used.
-            return [whole_product(ops.matmul, arrays["x"], arrays["w"], cut=cut, **given) for _ in range(2)]
+            return [gathered_matmul(arrays["x"], arrays["w"], cut=cut, **given) for _ in range(2)]
 
     placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
     on_both = jax.shard_map(product, mesh=mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False)

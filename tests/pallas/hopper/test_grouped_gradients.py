@@ -11,6 +11,7 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.operands.options import Clamp, Epilogue
+from detjax.operands.products import GroupedOperands
 from detjax.ops import AccumulatedWeight
 from detjax.pallas.hopper import group_stages, group_sums, grouped_matmul
 from detjax.pallas.hopper import matmul as hopper_matmul
@@ -19,6 +20,7 @@ from detjax.pallas.hopper.group_sums import Schedule
 from detjax.portable import grouped_matmul as portable
 from tests.pallas.hopper.interpreter import interpreted, lowered, normal
 from tests.support.bits import assert_same_bits
+from tests.support.products import grouped_matmul_gradients, matmul_gradients
 
 EXPERTS, K, N = 4, 72, 40
 GATED = Epilogue("silu", gated=True)
@@ -37,7 +39,9 @@ def gradients(
     x: Any, w: Any, bias: Any, dy: Any, w_sum: Any, bias_sum: Any, sizes: Any, sequences: Any = None, **options: Any
 ) -> Any:
     """The gradients of rows, and the next sums of weights and biases."""
-    fn = functools.partial(grouped_matmul.backward, **{"layout": "nk", "epilogue": Epilogue(), "unit": 1} | options)
+    fn = grouped_matmul_gradients(
+        grouped_matmul.backward, **{"layout": "nk", "epilogue": Epilogue(), "unit": 1} | options
+    )
     given = x, w, bias, np.array(sizes, np.int32), sequences, dy, w_sum, bias_sum
     lowered(fn, *given)
     return interpreted(fn, *given)
@@ -71,7 +75,7 @@ def test_the_gradient_of_a_row_has_the_bits_of_its_experts_matmul(
     for expert, size in enumerate(sizes):
         rows = slice(first, first + size)
         if size:
-            dense = functools.partial(hopper_matmul.backward, **options)
+            dense = matmul_gradients(hopper_matmul.backward, **options)
             expected = interpreted(dense, x[rows], w[expert], bias[expert], dy[rows])
             assert_same_bits(dx[rows], expected[0])
         first += size
@@ -87,9 +91,10 @@ def test_kept_sums_give_the_gradients_that_sums_computed_again_give() -> None:
     options: dict[str, Any] = {"layout": "nk", "epilogue": CLAMPED, "unit": 8}
 
     def fn(x: Any, w: Any, bias: Any, sizes: Any, dy: Any) -> Any:
-        y, z = grouped_matmul.forward_keeping_sums(x, w, bias, sizes, **options)
-        plain = grouped_matmul.forward(x, w, bias, sizes, **options, out_dtype=x.dtype)
-        kept, again = (grouped_matmul.backward(x, w, bias, sizes, None, dy, z=z, **options) for z in (z, None))
+        given = GroupedOperands(x, w, bias, sizes)
+        y, z = grouped_matmul.forward_keeping_sums(given, **options)
+        plain = grouped_matmul.forward(given, **options, out_dtype=x.dtype)
+        kept, again = (grouped_matmul.backward(given, dy, z=z, **options) for z in (z, None))
         return (y[:48], *kept), (plain[:48], *again)
 
     assert_same_bits(*interpreted(fn, x, w, bias, sizes, dy))
@@ -123,7 +128,7 @@ def test_sums_have_the_bits_of_the_portable_program(sizes: tuple[int, ...], layo
     sums[0][:, ..., :3], sums[1][..., :3] = -0.0, -0.0
     sums[0][np.array(sizes) == 0] = np.nan
     _, *actual = gradients(x, w, bias, dy, *sums, sizes, sequences, layout=layout)
-    program = functools.partial(portable.backward, layout=layout, epilogue=Epilogue())
+    program = grouped_matmul_gradients(portable.backward, layout=layout, epilogue=Epilogue())
     given = x, w, bias, np.array(sizes, np.int32), sequences, dy, *sums
     _, *expected = jax.tree.map(np.asarray, detjax.jit(program)(*given))
     idle = np.array(sizes) == 0

@@ -15,6 +15,7 @@ from detjax.pallas.hopper import grouped_matmul
 from detjax.pallas.hopper import matmul as hopper_matmul
 from tests.pallas.hopper.interpreter import interpreted, lowered
 from tests.support.bits import assert_same_bits
+from tests.support.products import grouped_matmul_call, matmul_call
 
 EXPERTS, K, N = 4, 96, 72
 
@@ -40,7 +41,7 @@ def by_expert(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, sizes: Any,
     for expert, size in enumerate(sizes):
         if size:
             one = None if bias is None else bias[expert]
-            fn = functools.partial(hopper_matmul.forward, **given)
+            fn = matmul_call(hopper_matmul.forward, **given)
             parts.append(interpreted(fn, x[first : first + size], w[expert], one, None))
         first += size
     return np.concatenate(parts)
@@ -64,7 +65,7 @@ def test_each_row_has_the_bits_of_its_experts_matmul(
     count = sum(sizes)
     rows = count + 2 * unit
     x, w, bias = operands(rows, gated, layout)
-    fn = functools.partial(grouped_matmul.forward, **options(gated, layout), unit=unit)
+    fn = grouped_matmul_call(grouped_matmul.forward, **options(gated, layout), unit=unit)
     lowered(fn, x, w, bias, np.array(sizes, np.int32))
     actual = interpreted(fn, x, w, bias, np.array(sizes, np.int32))
     assert_same_bits(actual[:count], by_expert(x, w, bias, sizes, **options(gated, layout)))
@@ -76,7 +77,7 @@ def test_clamped_rows_have_the_bits_of_their_experts_matmul_and_the_numbers_of_f
     x, w, bias = operands(64, True, "nk")
     epilogue = Epilogue("silu", gated=True, clamp=clamp)
     given: dict[str, Any] = {"layout": "nk", "epilogue": epilogue, "out_dtype": jnp.dtype("bfloat16")}
-    fn = functools.partial(grouped_matmul.forward, **given, unit=8)
+    fn = grouped_matmul_call(grouped_matmul.forward, **given, unit=8)
     lowered(fn, x, w, bias, np.array(sizes, np.int32))
     actual = interpreted(fn, x, w, bias, np.array(sizes, np.int32))[:48]
     assert_same_bits(actual, by_expert(x, w, bias, sizes, **given))
@@ -91,7 +92,7 @@ def test_clamped_rows_have_the_bits_of_their_experts_matmul_and_the_numbers_of_f
 
 def test_there_may_be_no_rows_at_all() -> None:
     x, w, _ = operands(16, False, "nk")
-    fn = functools.partial(grouped_matmul.forward, **options(False, "nk"), unit=8)
+    fn = grouped_matmul_call(grouped_matmul.forward, **options(False, "nk"), unit=8)
     assert interpreted(fn, x, w, None, np.zeros(EXPERTS, np.int32)).shape == (16, N)
 
 

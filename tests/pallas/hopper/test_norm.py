@@ -39,7 +39,7 @@ def rotated(
     schedule: rope.Schedule | None = None,
 ) -> Any:
     def fn(x: jax.Array, cos: jax.Array, sin: jax.Array, *weights: jax.Array) -> Any:
-        return rope.forward(x, cos, sin, *weights, heads=heads, eps=EPS, schedule=schedule)
+        return rope.forward(x, (cos, sin), *weights, heads=heads, eps=EPS, schedule=schedule)
 
     return interpreted(fn, x, cos, sin, *weights)
 
@@ -265,16 +265,16 @@ def test_the_device_has_one_set_of_bits(dtype: str) -> None:
         y, _ = norm(rows[:count], weights[0], rows[::-1][:count], eps=EPS, weight_offset=0.0)
         assert_same_bits(np.asarray(y), expected[:count])
 
-    x, (cos, sin) = normal(33, 8, 128, dtype=dtype), angles(33, 64)
+    x, turns = normal(33, 8, 128, dtype=dtype), angles(33, 64)
     heads = (4, 2)
     together = jax.jit(rope.forward, static_argnames=("heads", "eps", "schedule"))
-    expected = together(x, cos, sin, weights[1], weights[1], heads=heads, eps=EPS)
+    expected = together(x, turns, weights[1], weights[1], heads=heads, eps=EPS)
     alone, _ = norm(x[:, :6], weights[1], None, eps=EPS, weight_offset=0.0)
-    (separate,) = together(alone, cos, sin, heads=(6,), eps=None)
+    (separate,) = together(alone, turns, heads=(6,), eps=None)
     assert_same_bits(np.concatenate(expected, axis=1), np.asarray(separate))
     for threads, tokens, count in ((2, 32, 1), (4, 16, 2), (8, 1, 1), (16, 8, 2), (16, 1, 1)):
         schedule = rope.Schedule(threads, tokens, count)
-        y = together(x, cos, sin, weights[1], weights[1], heads=heads, eps=EPS, schedule=schedule)
+        y = together(x, turns, weights[1], weights[1], heads=heads, eps=EPS, schedule=schedule)
         assert_same_bits(y, expected)
 
 
@@ -301,8 +301,8 @@ def test_heads_lower_for_cuda(width: int, tokens: int) -> None:
     x = jax.ShapeDtypeStruct((tokens, 48, width), "bfloat16")
     turns = (jax.ShapeDtypeStruct((tokens, width // 2), "float32"),) * 2
     weights = (jax.ShapeDtypeStruct((width,), "bfloat16"),) * 2
-    together = lowered(lambda *a: rope.forward(*a, heads=(32, 8), eps=EPS), x, *turns, *weights)
-    alone = lowered(lambda *a: rope.forward(*a, heads=(48,), eps=None), x, *turns)
+    together = lowered(lambda *a: rope.forward(*a, heads=(32, 8), eps=EPS), x, turns, *weights)
+    alone = lowered(lambda *a: rope.forward(*a, heads=(48,), eps=None), x, turns)
     assert "mosaic_gpu" in together and "mosaic_gpu" in alone
 
 

@@ -63,7 +63,7 @@ def test_every_schedule_writes_the_same_bits(kv_heads: int) -> None:
     random = np.random.default_rng(0)
     cos, sin = (jnp.asarray(random.standard_normal((3, 3, 64)), jnp.float32) for _ in range(2))
     arrays = case.arrays
-    operands = arrays["qkv"], cos, sin, arrays["q_norm"], arrays["k_norm"]
+    operands = arrays["qkv"], (cos, sin), arrays["q_norm"], arrays["k_norm"]
     start, count = arrays["q_start"], arrays["q_length"]
     pages = {"kv": KVPages(arrays["k_pages"], arrays["v_pages"])}
     pages["queries"] = Queries(arrays["page_table"], start, start + count, count)
@@ -110,7 +110,7 @@ def test_it_lowers_for_cuda(width: int, batch: int, tokens: int) -> None:
     queries = without_checks(Queries, page_table=array(batch, 16, dtype="int32"), **fields)
     pool = array(99, 8, KV_BLOCK, width)
     pages = {"kv": KVPages(pool, pool), "queries": queries}
-    operands = array(batch, tokens, 48, width), *turns, array(width), array(width)
+    operands = array(batch, tokens, 48, width), turns, array(width), array(width)
     append = functools.partial(rope.append_kv, eps=1e-6)
     text = jax.jit(append).trace(*operands, **pages).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == (3 if width == 20 else 1)

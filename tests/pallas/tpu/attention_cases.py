@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from detjax.contract import KV_BLOCK
+from detjax.operands.attention import AttentionOperands
 from detjax.operands.kv_pages import KeyColumns, KVPages, Queries
 from detjax.operands.options import Masking
 from detjax.pallas.tpu import attention
@@ -39,7 +40,7 @@ def forward(
     shaped, integers = jax.ShapeDtypeStruct, functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     pages = PAGES, heads[1], KV_BLOCK
     k, v = (shaped((*pages, columns), dtype) for columns in (width, value_width or width))
-    arguments = (
+    arguments = AttentionOperands(
         shaped((batch, tokens, heads[0], width), dtype),
         KVPages(k, KeyColumns(v.shape[3]) if latent else v),
         without_checks(
@@ -48,16 +49,16 @@ def forward(
         shaped((heads[0],), dtype) if sinks else None,
         None if masks is None else shaped((batch, masks, tokens, tokens), jnp.bool_),
     )
-    return functools.partial(attention.forward, masking=masking, with_normalizers=with_normalizers), arguments
+    return functools.partial(attention.forward, masking=masking, with_normalizers=with_normalizers), (arguments,)
 
 
 def ragged(rows: int, requests: int, dtype: str = "bfloat16") -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """`attention.ragged` of so many rows, and its arguments."""
-    (q, kv, *_), integers = forward(1, 1, dtype)[1], functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    ((q, kv, *_),), integers = forward(1, 1, dtype)[1], functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     q = jax.ShapeDtypeStruct((rows, *q.shape[2:]), dtype)
     fields = dict.fromkeys(("start", "length", "count", "first_row"), integers((requests,)))
     queries = without_checks(Queries, page_table=integers((requests, COLUMNS)), **fields)
-    return functools.partial(attention.ragged, masking=Masking(WIDTH**-0.5)), (q, kv, queries, None)
+    return functools.partial(attention.ragged, masking=Masking(WIDTH**-0.5)), (AttentionOperands(q, kv, queries),)
 
 
 def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:

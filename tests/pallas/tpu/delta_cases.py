@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from detjax.operands.kv_pages import Queries
-from detjax.operands.linear_attention_state import DeltaState, RequestRows
+from detjax.operands.linear_attention_state import DeltaState, DeltaTokens, RequestRows
 from detjax.pallas.tpu import delta_rule
 from detjax.pallas.tpu.delta_rule.problem import Schedule
 from tests.support.unchecked import without_checks
@@ -39,8 +39,8 @@ def forward(
     )
 
     def fn(*arguments: Any, schedule: Schedule | None = None) -> Any:
-        *operands, queries = arguments
-        return delta_rule.forward(*operands, RequestRows.from_queries((rows,), queries), schedule)
+        *tokens, state, queries = arguments
+        return delta_rule.forward(DeltaTokens(*tokens), state, RequestRows.from_queries((rows,), queries), schedule)
 
     return fn, (shaped(keys, dtype), shaped(keys, dtype), shaped(values, dtype), gates, gates, state, queries)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from detjax.operands.options import Clamp, Epilogue
 from detjax.pallas.tpu import grouped_matmul, matmul
 from tests.pallas.tpu.interpreter import shape
+from tests.support.products import grouped_matmul_call, matmul_call, matmul_gradients
 
 HIDDEN, INTERMEDIATE, QKV, VOCABULARY = 4096, 12288, 6144, 151936
 TOKENS = {"decode of 1": 1, "decode of 64": 64, "prefill of 512": 512, "prefill of 4096": 4096}
@@ -65,17 +66,19 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     sizes = jax.ShapeDtypeStruct((experts,), jnp.int32)
     for name in ("decode of 1", "prefill of 4096"):
         m = 8 * TOKENS[name]
-        fn = functools.partial(grouped_matmul.forward, layout="nk", out_dtype=jnp.dtype("bfloat16"))
-        gate_up = functools.partial(fn, epilogue=Epilogue("silu", gated=True))
+        fn = functools.partial(
+            grouped_matmul_call, grouped_matmul.forward, layout="nk", out_dtype=jnp.dtype("bfloat16")
+        )
+        gate_up = fn(epilogue=Epilogue("silu", gated=True))
         w = shape(experts, 2, expert_intermediate, expert_hidden)
         calls[f"experts' gate and up, {name}"] = gate_up, (shape(m, expert_hidden), w, None, sizes)
         w = shape(experts, expert_hidden, expert_intermediate)
-        down = functools.partial(fn, epilogue=Epilogue())
+        down = fn(epilogue=Epilogue())
         calls[f"experts' down, {name}"] = down, (shape(m, expert_intermediate), w, None, sizes)
 
         m, width = 4 * TOKENS[name], 2880
         sizes_of_32 = jax.ShapeDtypeStruct((32,), jnp.int32)
-        clamped = functools.partial(fn, epilogue=Epilogue("silu", gated=True, clamp=Clamp(limit=7.0, slope=1.702)))
+        clamped = fn(epilogue=Epilogue("silu", gated=True, clamp=Clamp(limit=7.0, slope=1.702)))
         weights = shape(32, 2, width, width), shape(32, 2, width)
         calls[f"experts' biased gate and up, {name}"] = clamped, (shape(m, width), *weights, sizes_of_32)
         weights = shape(32, width, width), shape(32, width)
@@ -84,10 +87,8 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 
 
 def forward(epilogue: Epilogue | None = None, layout: str = "nk", out_dtype: str = "bfloat16") -> Callable[..., Any]:
-    return functools.partial(
-        matmul.forward, layout=layout, epilogue=epilogue or Epilogue(), out_dtype=jnp.dtype(out_dtype)
-    )
+    return matmul_call(matmul.forward, layout=layout, epilogue=epilogue or Epilogue(), out_dtype=jnp.dtype(out_dtype))
 
 
 def backward(epilogue: Epilogue | None = None, layout: str = "nk") -> Callable[..., Any]:
-    return functools.partial(matmul.backward, layout=layout, epilogue=epilogue or Epilogue())
+    return matmul_gradients(matmul.backward, layout=layout, epilogue=epilogue or Epilogue())

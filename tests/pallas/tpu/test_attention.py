@@ -16,6 +16,7 @@ import detjax
 from detjax import ops
 from detjax.bench.deviceless import kernel_texts
 from detjax.contract import KV_BLOCK
+from detjax.operands.attention import AttentionOperands
 from detjax.operands.options import Masking
 from detjax.pallas.tpu import attention
 from detjax.pallas.tpu.attention import kernel as tpu_kernel
@@ -61,7 +62,7 @@ def _forward(requests: Requests, **options: Any) -> Callable[..., Any]:
 
 def _whole(requests: Requests) -> list[np.ndarray]:
     start = np.zeros(len(requests.lengths), int)
-    return requests.rows_of_requests(_forward(requests)(*requests.operands(start, max(requests.lengths)))[0], start)
+    return requests.rows_of_requests(_forward(requests)(requests.operands(start, max(requests.lengths)))[0], start)
 
 
 # --- numbers and the contract -----------------------------------------------------------------------------------------
@@ -71,11 +72,11 @@ def _whole(requests: Requests) -> list[np.ndarray]:
 def test_numbers_are_those_of_float64_and_of_the_portable_backend(name: str, dtype: str, interpreter: None) -> None:
     requests = _requests(name, dtype, (170, 129))
     operands = requests.operands(np.zeros(2, int), 170)
-    o, normalizers = _forward(requests)(*operands)
+    o, normalizers = _forward(requests)(operands)
     for actual, exact in zip(requests.rows_of_requests(o, np.zeros(2, int)), requests.exact(), strict=True):
         np.testing.assert_allclose(np.asarray(actual, np.float64), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     portable = detjax.jit(functools.partial(portable_attention.forward, masking=requests.masking))
-    expected, expected_normalizers = portable(*operands)
+    expected, expected_normalizers = portable(operands)
     np.testing.assert_allclose(np.asarray(o, np.float32), np.asarray(expected, np.float32), atol=TOLERANCE[dtype])
     np.testing.assert_allclose(normalizers, expected_normalizers, rtol=1e-6, atol=1e-6)
 
@@ -86,11 +87,12 @@ def test_values_that_are_columns_of_their_keys_have_the_bits_of_pages_of_such_va
 ) -> None:
     requests = _requests("causal", dtype, (140, 3), heads=5, kv_heads=1, width=width)
     start = np.array([0, 1])
-    q, kv, queries, _ = requests.operands(start, 140)
+    q, kv, queries, *_ = requests.operands(start, 140)
     assert not isinstance(kv.k, ops.QuantizedPages)
     attend = _forward(requests)
     columns, apart = (
-        attend(q, ops.KVPages(kv.k, v), queries, None) for v in (ops.KeyColumns(values), kv.k[..., :values])
+        attend(AttentionOperands(q, ops.KVPages(kv.k, v), queries))
+        for v in (ops.KeyColumns(values), kv.k[..., :values])
     )
     for row, length in enumerate(queries.length - start):
         for given, expected in zip(columns, apart, strict=True):
@@ -100,7 +102,7 @@ def test_values_that_are_columns_of_their_keys_have_the_bits_of_pages_of_such_va
         queries, count=jnp.array([140, 2], jnp.int32), first_row=jnp.array([0, 140], jnp.int32)
     )
     ragged = detjax.jit(functools.partial(attention.ragged, masking=requests.masking))
-    o = ragged(packed, ops.KVPages(kv.k, ops.KeyColumns(values)), packed_queries, None)
+    o = ragged(AttentionOperands(packed, ops.KVPages(kv.k, ops.KeyColumns(values)), packed_queries))
     assert_same_bits(o, jnp.concatenate([columns[0][0], columns[0][1, :2]]))
 
 
@@ -135,7 +137,7 @@ class ExactScores:
     def values(self) -> np.ndarray:
         return np.random.default_rng(1).integers(-7, 8, (self.length, 16)).astype(np.float32)
 
-    def operands(self) -> tuple[Any, ...]:
+    def operands(self) -> AttentionOperands:
         """What `attention.forward` takes. Slots after the request's length are NaN."""
         blocks = -(-self.length // KV_BLOCK)
         k, v = np.full((2, blocks * KV_BLOCK, 16), np.nan, np.float32)
@@ -147,7 +149,7 @@ class ExactScores:
         table = jnp.arange(blocks, dtype=jnp.int32)[None]
         queries = ops.Queries(table, *(jnp.array([number], jnp.int32) for number in (0, self.length)))
         sinks = jnp.zeros(2, jnp.float32) if self.has_sinks else None
-        return jnp.asarray(q), ops.KVPages(*pages), queries, sinks
+        return AttentionOperands(jnp.asarray(q), ops.KVPages(*pages), queries, sinks)
 
     def expected(self) -> np.ndarray:
         """Output `[1, length, 2, 16]` by the formulas of `detjax.contract`, block after block."""
@@ -195,7 +197,7 @@ def test_blocks_of_wide_values_are_merged_within_spans(
     monkeypatch.setattr(tpu_kernel, "SPAN_BLOCKS", 2)
     monkeypatch.setattr(jnp, "exp2", exact_power)
     request = ExactScores(470, Masking(scale=float(np.log(2)), **options), has_sinks=True, span=2)
-    o, _ = jax.jit(lambda *args: attention.forward(*args, masking=request.masking))(*request.operands())
+    o, _ = jax.jit(functools.partial(attention.forward, masking=request.masking))(request.operands())
     assert_same_bits(o, request.expected())
     without = dataclasses.replace(request, span=0)
     assert options or not np.array_equal(without.expected(), request.expected())
@@ -210,7 +212,7 @@ def test_bits_are_those_of_the_contract(
     request = ExactScores(470, Masking(scale=float(np.log(2)), **options), has_sinks)
     # The last places of exp2 are the device's own, so an exact one takes its place.
     monkeypatch.setattr(jnp, "exp2", exact_power)
-    o, _ = jax.jit(lambda *args: attention.forward(*args, masking=request.masking))(*request.operands())
+    o, _ = jax.jit(functools.partial(attention.forward, masking=request.masking))(request.operands())
     assert_same_bits(o, request.expected())
 
 
@@ -240,7 +242,7 @@ def test_decode_and_packed_requests_have_the_bits_of_prefill(interpreter: None) 
     whole, forward = _whole(requests), _forward(requests, with_normalizers=False)
     for start in (0, 63, 64, 127, 128, 159):
         first = np.full(len(lengths), start)
-        o = requests.rows_of_requests(forward(*requests.operands(first, 1))[0], first)
+        o = requests.rows_of_requests(forward(requests.operands(first, 1))[0], first)
         assert_same_bits(o, [rows[start : start + 1] for rows in whole])
 
     counts, rows = (81, 0, 9), (0, 88, 88)
@@ -252,18 +254,18 @@ def test_decode_and_packed_requests_have_the_bits_of_prefill(interpreter: None) 
     queries = ops.Queries(requests.page_table, **{name: jnp.asarray(x, jnp.int32) for name, x in integers.items()})
     ragged = detjax.jit(functools.partial(attention.ragged, masking=requests.masking))
     kv = ops.KVPages(requests.k_pages, requests.v_pages)
-    o = np.asarray(ragged(jnp.asarray(packed), kv, queries, requests.sinks))
+    o = np.asarray(ragged(AttentionOperands(jnp.asarray(packed), kv, queries, requests.sinks)))
     for expected, first, count, row in zip(whole, start, counts, rows, strict=True):
         assert_same_bits(o[row : row + count], expected[first : first + count])
 
 
 def test_a_request_has_the_bits_it_has_alone_whatever_its_neighbours_and_pages_are(interpreter: None) -> None:
     requests = _requests("causal", "float32", (140, 200))
-    q, kv, queries, sinks = requests.operands(np.array([100, 150]), 70)
+    q, kv, queries, sinks, _ = requests.operands(np.array([100, 150]), 70)
     q, k, v, page_table = (np.array(x) for x in (q, *kv, queries.page_table))
     numbers = np.array(queries.start), np.array(queries.length)
     queries = ops.Queries(page_table[:1], *(x[:1] for x in numbers))
-    alone = np.asarray(_forward(requests)(q[:1, :40], ops.KVPages(k, v), queries, sinks)[0])
+    alone = np.asarray(_forward(requests)(AttentionOperands(q[:1, :40], ops.KVPages(k, v), queries, sinks))[0])
     assert np.isfinite(alone).all()
     for pages in (k, v):
         pages[page_table[1]] = np.nan
@@ -276,7 +278,7 @@ def test_a_request_has_the_bits_it_has_alone_whatever_its_neighbours_and_pages_a
     kv = ops.KVPages(k[order], v[order])
     queries = ops.Queries(page_table[::-1], *(x[::-1] for x in numbers))
     with interpreting(cores=2):
-        together = forward(q[::-1], kv, queries, sinks)
+        together = forward(AttentionOperands(q[::-1], kv, queries, sinks))
         assert_same_bits(np.asarray(together[0])[1, :40], alone[0])
 
 
@@ -286,7 +288,7 @@ def test_a_mask_stands_for_the_option_that_it_spells_out(interpreter: None) -> N
     forward, operands = _forward(without_option), requests.operands(start, 140)
     mask = np.tril(np.ones((140, 140), bool))
     shared, repeated = (
-        requests.rows_of_requests(forward(*operands, np.broadcast_to(mask, (b, h, 140, 140)))[0], start)
+        requests.rows_of_requests(forward(operands._replace(mask=np.broadcast_to(mask, (b, h, 140, 140))))[0], start)
         for b, h in ((1, 1), (2, 4))
     )
     assert_same_bits(shared, repeated)
@@ -300,8 +302,8 @@ def test_keys_after_the_end_of_a_mask_are_hidden(interpreter: None) -> None:
     forward, operands = _forward(requests), requests.operands(np.zeros(1, int), 140)
     short = np.ones((1, 1, 140, 100), bool)
     whole = np.pad(short, ((0, 0), (0, 0), (0, 0), (0, 40)))
-    o = forward(*operands, short)[0]
-    assert_same_bits(o, forward(*operands, whole)[0])
+    o = forward(operands._replace(mask=short))[0]
+    assert_same_bits(o, forward(operands._replace(mask=whole))[0])
     first = dataclasses.replace(requests, lengths=(100,), q=requests.q[:, :100], k=requests.k[:, :100])
     exact = dataclasses.replace(first, v=requests.v[:, :100]).exact()[0]
     np.testing.assert_allclose(o[0, :100], exact, atol=2e-6, rtol=2e-6)
@@ -312,8 +314,8 @@ def test_keys_after_the_end_of_a_mask_are_hidden(interpreter: None) -> None:
 
 def test_gradients_are_those_of_attention_by_the_textbook(interpreter: None) -> None:
     requests = _requests("causal", "float32", (40,), heads=2, kv_heads=1)
-    q, kv, queries, sinks = requests.operands(np.zeros(1, int), 40)
-    operands = q, jax.tree.map(jnp.nan_to_num, kv), queries, sinks
+    operands = requests.operands(np.zeros(1, int), 40)
+    operands = operands._replace(kv=jax.tree.map(jnp.nan_to_num, operands.kv))
     do = jnp.asarray(np.random.default_rng(0).standard_normal(operands[0].shape), jnp.float32)
 
     def textbook(q: jax.Array, kv: ops.KVPages) -> jax.Array:
@@ -322,9 +324,9 @@ def test_gradients_are_those_of_attention_by_the_textbook(interpreter: None) -> 
         p = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((40, 40), bool))[None], s, -jnp.inf))
         return (jnp.einsum("hts,sv->thv", p, v)[None] * do).sum()
 
-    output = _forward(requests)(*operands)
+    output = _forward(requests)(operands)
     backward = detjax.jit(functools.partial(attention.backward, masking=requests.masking))
-    gradients = backward((*operands, None), output, do)[:2]
+    gradients = backward(operands, output, do)[:2]
     expected = jax.jit(jax.grad(textbook, argnums=(0, 1)))(*operands[:2])
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), gradients, expected)
 
@@ -336,10 +338,10 @@ def test_pages_that_the_kernel_does_not_serve_are_refused(monkeypatch: pytest.Mo
     requests = _requests("causal", "bfloat16", (3,), width=32)
     quantized, _ = requests.quantized("int8")
     with pytest.raises(NotImplementedError, match="quantized pages"):
-        attention.forward(*quantized.operands(np.zeros(1, int), 3), masking=requests.masking)
+        attention.forward(quantized.operands(np.zeros(1, int), 3), masking=requests.masking)
     with pytest.raises(NotImplementedError, match="with 12 columns"):
         narrow = _requests("causal", "bfloat16", (3,), width=12)
-        attention.forward(*narrow.operands(np.zeros(1, int), 3), masking=narrow.masking)
+        attention.forward(narrow.operands(np.zeros(1, int), 3), masking=narrow.masking)
     monkeypatch.setattr(attention_cases, "COLUMNS", 320)
     with pytest.raises(NotImplementedError, match=r"a page table \(1024, 320\)"):
         _text(attention_cases.forward(1024, 1))

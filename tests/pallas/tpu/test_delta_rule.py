@@ -14,7 +14,7 @@ import detjax
 from detjax import ops
 from detjax.bench.deviceless import kernel_texts
 from detjax.contract import DELTA_CHUNK
-from detjax.operands.linear_attention_state import DROPPABLE_TOKENS, DeltaState, RequestRows
+from detjax.operands.linear_attention_state import DROPPABLE_TOKENS, DeltaState, DeltaTokens, RequestRows
 from detjax.pallas.tpu import delta_rule
 from detjax.pallas.tpu.delta_rule.problem import Schedule
 from tests.ops import delta_cases as cases
@@ -191,7 +191,7 @@ def test_schedules_change_no_bit(interpreter: None) -> None:
     request, outputs = whole("float32")
     rows = RequestRows.from_queries((1, 20), cases.queries([0], [20]))
     forward = detjax.jit(functools.partial(delta_rule.forward, schedule=Schedule(1)))
-    o, _ = forward(*map(jnp.asarray, request.cut(0, 20)), cases.empty_state(1, "float32"), rows)
+    o, _ = forward(DeltaTokens(*map(jnp.asarray, request.cut(0, 20))), cases.empty_state(1, "float32"), rows)
     assert_same_bits(np.asarray(o), outputs[:20])
 
 

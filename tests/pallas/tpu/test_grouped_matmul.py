@@ -1,6 +1,5 @@
 """The TPU matmul of rows sorted by expert: each row has the bits of a matmul with its expert's weight alone."""
 
-import functools
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from detjax.pallas.tpu import grouped_matmul, matmul
 from detjax.pallas.tpu.grouped_matmul import Schedule
 from tests.pallas.tpu.interpreter import assert_products_in_float32, interpreted, normal, shape
 from tests.support.bits import assert_same_bits
+from tests.support.products import grouped_matmul_call, matmul_call
 
 GATED = Epilogue("silu", gated=True)
 K, N = 640, 200
@@ -40,8 +40,8 @@ def test_each_row_has_the_bits_of_its_experts_matmul(dtype: str, layout: str, ep
     w = normal(EXPERTS, *stacked, *((K, N) if layout == "kn" else (N, K)), dtype=dtype)
     bias = normal(EXPERTS, *stacked, N, dtype=dtype) if biased else None
     options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "out_dtype": dtype}
-    grouped = interpreted(functools.partial(grouped_matmul.forward, **options))
-    single = interpreted(functools.partial(matmul.forward, **options))
+    grouped = interpreted(grouped_matmul_call(grouped_matmul.forward, **options))
+    single = interpreted(matmul_call(matmul.forward, **options))
     by_expert = [single(x, w[e], None if bias is None else bias[e], None) for e in range(EXPERTS)]
     for sizes in ((300, 0, 0, 0), (0, 128, 3, 130), (1, 1, 1, 297), (0, 0, 0, 0), (100, 28, 0, 1)):
         experts = np.repeat(np.arange(EXPERTS), sizes)
@@ -54,7 +54,7 @@ def test_each_row_has_the_bits_of_its_experts_matmul(dtype: str, layout: str, ep
 
 
 def kernel_text(m: int, dtype: str = "bfloat16") -> str:
-    fn = functools.partial(grouped_matmul.forward, layout="nk", epilogue=GATED, out_dtype=dtype)
+    fn = grouped_matmul_call(grouped_matmul.forward, layout="nk", epilogue=GATED, out_dtype=dtype)
     w, sizes = shape(128, 2, 768, 2048, dtype=dtype), jax.ShapeDtypeStruct((128,), jnp.int32)
     (text,) = kernel_texts(fn, shape(m, 2048, dtype=dtype), w, None, sizes)
     return text
@@ -70,14 +70,16 @@ def test_float32_is_multiplied_in_float32() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    fn = functools.partial(grouped_matmul.forward, layout="nk", epilogue=Epilogue(), out_dtype="float32")
+    fn = grouped_matmul_call(grouped_matmul.forward, layout="nk", epilogue=Epilogue(), out_dtype="float32")
     sizes = jax.ShapeDtypeStruct((EXPERTS,), jnp.int32)
     x, w = shape(8, 53248, dtype="float32"), shape(EXPERTS, 512, 53248, dtype="float32")
     with pytest.raises(
         NotImplementedError, match="grouped_matmul: K is 53248 in float32; accepted: tiles with all of K"
     ):
         jax.eval_shape(fn, x, w, None, sizes)
-    narrow = functools.partial(fn, schedule=Schedule(100))
+    narrow = grouped_matmul_call(
+        grouped_matmul.forward, layout="nk", epilogue=Epilogue(), out_dtype="float32", schedule=Schedule(100)
+    )
     x, w = shape(8, 128, dtype="float32"), shape(EXPERTS, 512, 128, dtype="float32")
     with pytest.raises(ValueError, match="grouped_matmul: the schedule has 100 outputs, with N being 512; accepted"):
         jax.eval_shape(narrow, x, w, None, sizes)

@@ -21,6 +21,7 @@ from detjax.pallas.tpu.matmul import TOKEN_STEP, Contraction, Problem, Schedule,
 from tests.ops import references
 from tests.pallas.tpu.interpreter import assert_products_in_float32, interpreted, matrix_products, normal, shape
 from tests.support.bits import assert_same_bits, same_bits
+from tests.support.products import matmul_call, matmul_gradients
 
 GATED = Epilogue("silu", gated=True)
 TOLERANCE = {"float32": 3e-6, "bfloat16": 5e-3}
@@ -80,7 +81,7 @@ def test_numbers_are_those_of_float64(m: int, k: int, n: int, dtype: str, layout
     x, residual = normal(m, k, dtype=dtype), normal(m, n, dtype=dtype)
     w = normal(*stacked, *((k, n) if layout == "kn" else (n, k)), dtype=dtype)
     bias = normal(*stacked, n, dtype=dtype)
-    fn = functools.partial(matmul.forward, layout=layout, epilogue=epilogue, out_dtype=dtype)
+    fn = matmul_call(matmul.forward, layout=layout, epilogue=epilogue, out_dtype=dtype)
 
     def expected(x: Any, w: Any, bias: Any, residual: Any) -> Any:
         options = {"layout": layout, "activation": epilogue.activation, "gated": epilogue.gated}
@@ -100,7 +101,7 @@ def test_bits_are_those_of_the_contract(layout: str, out_dtype: str) -> None:
     x = whole_numbers(m, k, dtype="bfloat16", seed=0, step=step)
     w = whole_numbers(k, n, dtype="bfloat16", seed=1)
     bias, residual = normal(n, dtype="bfloat16"), 100 * normal(m, n)
-    fn = functools.partial(matmul.forward, layout=layout, epilogue=Epilogue("relu"), out_dtype=out_dtype)
+    fn = matmul_call(matmul.forward, layout=layout, epilogue=Epilogue("relu"), out_dtype=out_dtype)
     y = interpreted(fn)(x, w if layout == "kn" else w.T.copy(), bias, residual)
     z = sum_of_steps(x, w, step) + bias.astype(np.float32)
     assert_same_bits(y, (np.maximum(z, 0) + residual).astype(jnp.dtype(out_dtype)))
@@ -110,7 +111,7 @@ def test_gate_and_up_are_the_first_and_the_second_weight() -> None:
     m, k, n = 5, 96, 140
     x, w = whole_numbers(m, k, dtype="bfloat16", seed=0), whole_numbers(2, n, k, dtype="bfloat16", seed=1)
     bias, residual = whole_numbers(2, n, dtype="bfloat16", seed=2), normal(m, n)
-    fn = functools.partial(matmul.forward, layout="nk", epilogue=Epilogue("relu", gated=True), out_dtype="float32")
+    fn = matmul_call(matmul.forward, layout="nk", epilogue=Epilogue("relu", gated=True), out_dtype="float32")
     gate, up = (sum_of_steps(x, part.T, 512) + b.astype(np.float32) for part, b in zip(w, bias, strict=True))
     assert_same_bits(interpreted(fn)(x, w, bias, residual), np.maximum(gate, 0) * up + residual)
 
@@ -119,7 +120,7 @@ def test_gate_and_up_are_the_first_and_the_second_weight() -> None:
 def test_bits_do_not_depend_on_the_number_of_tokens_their_places_or_neighbours(dtype: str) -> None:
     w, bias = normal(2, N, K, dtype=dtype), normal(2, N, dtype=dtype)
     x, residual = normal(300, K, dtype=dtype), normal(300, N, dtype=dtype)
-    fn = interpreted(functools.partial(matmul.forward, layout="nk", epilogue=GATED, out_dtype=dtype))
+    fn = interpreted(matmul_call(matmul.forward, layout="nk", epilogue=GATED, out_dtype=dtype))
     together = fn(x, w, bias, residual)
     assert_same_bits(fn(x[-1:], w, bias, residual[-1:]), together[-1:])
 
@@ -169,7 +170,7 @@ def test_gradients_are_those_of_float64(dtype: str, layout: str, epilogue: Epilo
     x, dy = normal(m, k, dtype=dtype), normal(m, n, dtype=dtype)
     w = (normal(*stacked, *((k, n) if layout == "kn" else (n, k))) * 0.1).astype(jnp.dtype(dtype))
     bias = normal(*stacked, n, dtype=dtype)
-    fn = interpreted(functools.partial(matmul.backward, layout=layout, epilogue=epilogue))
+    fn = interpreted(matmul_gradients(matmul.backward, layout=layout, epilogue=epilogue))
 
     def expected(x: Any, w: Any, bias: Any, dy: Any) -> Any:
         def forward(x: Any, w: Any, bias: Any) -> Any:
@@ -192,7 +193,7 @@ def test_gradients_have_the_bits_of_the_contract(layout: str) -> None:
     m, k, n = 300, 40, 1100
     x, w = whole_numbers(m, k, dtype="float32", seed=0), whole_numbers(k, n, dtype="float32", seed=1)
     dy = whole_numbers(n, m, dtype="float32", seed=2, step=16).T.copy()
-    fn = interpreted(functools.partial(matmul.backward, layout=layout, epilogue=Epilogue()))
+    fn = interpreted(matmul_gradients(matmul.backward, layout=layout, epilogue=Epilogue()))
     _, dw, dbias = fn(x, w if layout == "kn" else w.T.copy(), np.zeros(n, np.float32), dy)
     assert_same_bits(dw if layout == "kn" else dw.T.copy(), sum_of_steps(dy.T, x, 16).T.copy())
     assert_same_bits(dbias, sum_of_steps(dy.T, np.ones((m, 1), np.float32), 16)[:, 0])
@@ -205,7 +206,7 @@ def test_bits_of_gradients_do_not_depend_on_later_tokens_without_a_gradient() ->
     m, more = 40, 300
     x, w, bias, dy = (normal(*sizes, dtype="bfloat16") for sizes in ((more, 192), (136, 192), (136,), (more, 136)))
     dy[m:] = 0
-    fn = interpreted(functools.partial(matmul.backward, layout="nk", epilogue=Epilogue()))
+    fn = interpreted(matmul_gradients(matmul.backward, layout="nk", epilogue=Epilogue()))
     dx, *weight_gradients = fn(x[:m], w, bias, dy[:m])
     dx_of_all, *weight_gradients_of_all = fn(x, w, bias, dy)
     assert_same_bits([dx, *weight_gradients], [dx_of_all[:m], *weight_gradients_of_all])
@@ -220,7 +221,7 @@ def test_float16_is_refused(argument: str) -> None:
     x = shape(8, 64, dtype=half.get("x", "bfloat16"))
     residual = shape(8, 32, dtype=half.get("residual", "bfloat16"))
     out_dtype = half.get("out_dtype", "bfloat16")
-    fn = functools.partial(matmul.forward, layout="nk", epilogue=Epilogue(), out_dtype=out_dtype)
+    fn = matmul_call(matmul.forward, layout="nk", epilogue=Epilogue(), out_dtype=out_dtype)
     with pytest.raises(NotImplementedError, match=r"float16.*accepted by the backend 'tpu': bfloat16, float32"):
         jax.eval_shape(fn, x, shape(32, 64, dtype=x.dtype.name), None, residual)
 
@@ -239,13 +240,13 @@ def test_schedules_are_checked() -> None:
 
 
 def forward_texts(m: int, dtype: str = "bfloat16") -> list[str]:
-    fn = functools.partial(matmul.forward, layout="nk", epilogue=GATED, out_dtype=dtype)
+    fn = matmul_call(matmul.forward, layout="nk", epilogue=GATED, out_dtype=dtype)
     operands = (m, 4096), (2, 12288, 4096), (2, 12288), (m, 12288)
     return kernel_texts(fn, *(shape(*sizes, dtype=dtype) for sizes in operands))
 
 
 def backward_texts(m: int, layout: str, dtype: str = "bfloat16") -> list[str]:
-    fn = functools.partial(matmul.backward, layout=layout, epilogue=GATED)
+    fn = matmul_gradients(matmul.backward, layout=layout, epilogue=GATED)
     w = (2, 4096, 12288) if layout == "kn" else (2, 12288, 4096)
     return kernel_texts(fn, *(shape(*sizes, dtype=dtype) for sizes in ((m, 4096), w, (2, 12288), (m, 12288))))
 

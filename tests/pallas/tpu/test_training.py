@@ -1,6 +1,5 @@
 """The gradients of a batch on the backend `tpu`, its kernels in Pallas' interpreter, and their order of addition."""
 
-import functools
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from detjax.runtime import backends
 from tests.pallas.tpu.interpreter import COMPILER_OPTIONS, interpreted, normal
 from tests.rl.training_cases import network, samples
 from tests.support.bits import assert_same_bits, same_bits
+from tests.support.products import matmul_gradients
 
 BATCH = samples(4, longest=40)
 
@@ -58,7 +58,7 @@ def test_sums_of_a_products_gradients_continue(layout: Any, gated: bool) -> None
     w, bias = normal(*shape, dtype="bfloat16"), normal(*stacked, n, dtype="bfloat16")
     starts = normal(*shape, seed=1), normal(*stacked, n, seed=1)
     epilogue = Epilogue("silu", gated=True) if gated else Epilogue()
-    fn = interpreted(functools.partial(matmul.backward, layout=layout, epilogue=epilogue))
+    fn = interpreted(matmul_gradients(matmul.backward, layout=layout, epilogue=epilogue))
     dx, *expected = fn(x, w, bias, dy, *starts)
     assert [sums.dtype for sums in expected] == [np.float32, np.float32]
     sums: Any = starts

@@ -11,6 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from detjax.contract import KV_BLOCK, QUERY_UNIT
+from detjax.operands.attention import AttentionOperands
 from detjax.operands.kv_pages import KVPages, Queries, request_of_rows
 from detjax.operands.numerics import round_up
 from detjax.operands.options import Masking
@@ -30,14 +31,7 @@ WIDTHS: Final = (*range(16, 129, 16), 192, 256)
 
 
 def forward(
-    q: Array,
-    kv: KVPages,
-    queries: Queries,
-    sinks: Array | None,
-    mask: Array | None = None,
-    *,
-    masking: Masking,
-    with_normalizers: bool = True,
+    operands: AttentionOperands, *, masking: Masking, with_normalizers: bool = True
 ) -> tuple[Array, Array | None]:
     """Returns the output `[B, T, H, V]` and, if asked for, the log2 of rows' normalizers.
 
@@ -47,45 +41,46 @@ def forward(
     Raises:
         NotImplementedError: no kernel serves the dtype or the sizes.
     """
+    q, kv, queries, sinks, mask = operands
     if kv.values_are_keys:
-        _check_latents(q, kv, masking, sinks, mask)
+        _check_latents(operands, masking)
         return latent.forward(q, kv, queries, masking=masking, with_normalizers=with_normalizers)
     _check(q, kv)
     if not with_normalizers and mask is None and decode.serves(q, kv):
-        return decode.forward(q, kv, queries, sinks, masking=masking), None
+        return decode.forward(operands, masking=masking), None
     kv, queries = _in_numbers(kv, queries, q.shape[1], masking, q.dtype)
     words = (
         None if mask is None else pack_words(mask, round_up(q.shape[1], TILE), queries.page_table.shape[1] * KV_BLOCK)
     )
-    o, normalizers = prefill.forward(_packed(q), kv, queries, sinks, masking=masking, mask=words)
+    packed = AttentionOperands(_packed(q), kv, queries, sinks, words)
+    o, normalizers = prefill.forward(packed, masking=masking)
     return _unpacked(o, q), normalizers
 
 
 def backward(
-    operands: tuple[Array, KVPages, Queries, Array | None, Array | None],
+    operands: AttentionOperands,
     output: tuple[Array, Array],
     do: Array,
     sinks_sum: Array | None = None,
     *,
     masking: Masking,
-) -> tuple[Array, KVPages, Array | None]:
+) -> portable_attention.Gradients:
     """Returns the gradients of q, of the pages and of the sinks; a page belongs to one request.
 
     Args:
-        operands: q, the pages, where the queries stand, sinks and mask, as `forward` takes them.
+        operands: what `forward` took.
         output: what `forward` returned.
         do: the gradient of the output.
         sinks_sum: the sum that the gradient of the sinks goes on from, float32; None: it is rounded and returned alone.
         masking: see `forward`.
     """
-    if operands[1].values_are_keys:
+    if operands.kv.values_are_keys:
         return portable_attention.backward(operands, output, do, sinks_sum, masking=masking)
-    (q, kv, queries, sinks, mask), (o, log2_normalizers) = operands, output
+    (q, _, _, sinks, _), (o, log2_normalizers) = operands, output
     o, do = _packed(o), _packed(do)
-    residuals = Residuals(_packed(q), kv, queries, sinks, mask, o, log2_normalizers)
+    residuals = Residuals(*operands._replace(q=_packed(q)), o, log2_normalizers)
     dq, dk, dv, dsinks = hopper_backward.backward(residuals, do, sinks_sum, masking=masking)
-    dq = _unpacked(dq, q)
-    return dq, KVPages(dk, dv), _rounded_or_sum(dsinks, sinks, sinks_sum)
+    return _unpacked(dq, q), KVPages(dk, dv), _rounded_or_sum(dsinks, sinks, sinks_sum)
 
 
 def _rounded_or_sum(dsinks: Array | None, sinks: Array | None, sinks_sum: Array | None) -> Array | None:
@@ -108,21 +103,20 @@ def _unpacked(x: Array, like: Array) -> Array:
     return x.reshape(batch, -1, *x.shape[1:])[:, :tokens]
 
 
-def ragged(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, masking: Masking) -> Array:
+def ragged(operands: AttentionOperands, *, masking: Masking) -> Array:
     """Returns the output `[N, H, V]` of packed queries `[N, H, K]`.
 
     Raises:
         NotImplementedError: no kernel serves the dtype or the sizes.
     """
+    q, kv, queries, _, _ = operands
     if kv.values_are_keys:
-        _check_latents(q, kv, masking, sinks)
+        _check_latents(operands, masking)
         return latent.ragged(q, kv, queries, masking=masking, with_normalizers=False)[0]
-    return _ragged(q, kv, queries, sinks, masking)[0]
+    return _ragged(operands, masking)[0]
 
 
-def ragged_with_normalizers(
-    q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, masking: Masking
-) -> tuple[Array, Array]:
+def ragged_with_normalizers(operands: AttentionOperands, *, masking: Masking) -> tuple[Array, Array]:
     """Returns the output of packed queries, and the log2 of each row's normalizer; see `forward`.
 
     The normalizers are `[H, N]`, or `[N, H]` where values are columns of their keys. The output is 0 in rows that
@@ -131,50 +125,51 @@ def ragged_with_normalizers(
     Raises:
         NotImplementedError: no kernel serves the dtype or the sizes.
     """
+    q, kv, queries, _, _ = operands
     if kv.values_are_keys:
-        _check_latents(q, kv, masking, sinks)
+        _check_latents(operands, masking)
         o, normalizers = latent.ragged(q, kv, queries, masking=masking)
     else:
-        o, normalizers = _ragged(q, kv, queries, sinks, masking)
+        o, normalizers = _ragged(operands, masking)
     assert queries.first_row is not None and queries.count is not None
     request, offset = request_of_rows(q.shape[0], queries.first_row)
     is_given = (offset >= 0) & (offset < queries.count[request])
     return jnp.where(is_given[:, None, None], o, jnp.zeros((), o.dtype)), normalizers
 
 
-def _ragged(q: Array, kv: KVPages, queries: Queries, sinks: Array | None, masking: Masking) -> tuple[Array, Array]:
+def _ragged(operands: AttentionOperands, masking: Masking) -> tuple[Array, Array]:
     """The output of packed queries and their normalizers; what no request's rows are may be anything."""
+    q, kv, queries, sinks, _ = operands
     _check(q, kv)
     assert queries.first_row is not None and queries.count is not None
     rows = q.shape[0]
     packed = jnp.pad(q, ((0, round_up(rows, QUERY_UNIT) - rows), (0, 0), (0, 0)))
     tiles = ragged_tiles(rows, queries.first_row, queries.count)
     kv, queries = _in_numbers(kv, queries, queries.count, masking, q.dtype)
-    o, normalizers = prefill.forward(packed, kv, queries, sinks, masking=masking, tiles=tiles)
+    o, normalizers = prefill.forward(AttentionOperands(packed, kv, queries, sinks), masking=masking, tiles=tiles)
     return o[:rows], normalizers
 
 
 def ragged_backward(
-    operands: tuple[Array, KVPages, Queries, Array | None],
+    operands: AttentionOperands,
     output: tuple[Array, Array],
     do: Array,
     sinks_sum: Array | None = None,
     *,
     masking: Masking,
-) -> tuple[Array, KVPages, Array | None]:
+) -> portable_attention.Gradients:
     """Returns the gradients of packed queries, of the pages and of the sinks: the bits of `backward`.
 
     Args:
-        operands: q, the pages, where the queries stand, and sinks, as `ragged` takes them.
+        operands: what `ragged_with_normalizers` took.
         output: what `ragged_with_normalizers` returned.
         do: the gradient of the output; that of rows that belong to no request is not read.
         sinks_sum: see `backward`.
         masking: see `forward`.
     """
-    if operands[1].values_are_keys:
+    if operands.kv.values_are_keys:
         return portable_attention.ragged_backward(operands, output, do, sinks_sum, masking=masking)
-    (q, kv, queries, sinks), (o, log2_normalizers) = operands, output
-    residuals = Residuals(q, kv, queries, sinks, None, o, log2_normalizers)
+    residuals, sinks = Residuals(*operands, *output), operands.sinks
     dq, dk, dv, dsinks = hopper_backward.backward(residuals, do, sinks_sum, masking=masking)
     return dq, KVPages(dk, dv), _rounded_or_sum(dsinks, sinks, sinks_sum)
 
@@ -225,8 +220,9 @@ def _check(q: Array, kv: KVPages) -> None:
     raise _refused(given, accepted)
 
 
-def _check_latents(q: Array, kv: KVPages, masking: Masking, sinks: Array | None, mask: Array | None = None) -> None:
+def _check_latents(operands: AttentionOperands, masking: Masking) -> None:
     """Raises unless the kernel for values that are columns of their keys serves the call."""
+    q, kv, _, sinks, mask = operands
     options = {"window": masking.window, "soft_cap": masking.soft_cap, "alibi_slopes": masking.alibi_slopes}
     options |= {"sinks": sinks, "mask": mask}
     refused = [name for name, option in options.items() if option is not None]

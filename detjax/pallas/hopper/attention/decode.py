@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.attention import AttentionOperands
+from detjax.operands.kv_pages import KVPages
 from detjax.operands.options import Masking
 from detjax.pallas.hopper.attention.decode_kernel import DEQUANTIZING, Kernel, scratch_types
 from detjax.pallas.hopper.attention.decode_line import Operands
@@ -33,25 +34,15 @@ def serves(q: Array, kv: KVPages) -> bool:
     return problem.tokens <= MOST_TOKENS and problem.group <= problem.most_columns and problem.value_width >= ROWS
 
 
-def forward(
-    q: Array,
-    kv: KVPages,
-    queries: Queries,
-    sinks: Array | None,
-    *,
-    masking: Masking,
-    schedule: Schedule | None = None,
-) -> Array:
+def forward(operands: AttentionOperands, *, masking: Masking, schedule: Schedule | None = None) -> Array:
     """Output `[B, T, H, V]` of queries `[B, T, H, K]`, if decode `serves` them.
 
     Args:
-        q: the queries.
-        kv: pages of numbers, or quantized ones.
-        queries: page table, start and length of each request.
-        sinks: a score for each head, or None.
+        operands: what `ops.attention` takes, without a mask.
         masking: which keys a query sees, and how scores are shaped.
         schedule: default: `default_schedule`.
     """
+    q, kv, queries, sinks, _ = operands
     batch, tokens, heads, width = q.shape
     problem = Problem.from_operands(q, kv, queries.page_table.shape[1])
     schedule = schedule or default_schedule(problem)
@@ -59,7 +50,7 @@ def forward(
     shape = batch, tokens, problem.kv_heads, problem.group
     pools = tuple(tuple(jax.tree.leaves(pages)) for pages in (kv.k, kv.v))
     slopes = None if masking.alibi_slopes is None else jnp.asarray(masking.alibi_slopes, ACCUMULATOR)
-    operands = Operands(
+    arrays = Operands(
         q.reshape(*shape, width),
         pools,
         queries.page_table,
@@ -78,7 +69,7 @@ def forward(
 
     warpgroups = 2 if problem.quantization is None else 2 + DEQUANTIZING
     scratch = scratch_types(problem)
-    o, *partials = launch("attention_decode", body, operands, out, schedule.ctas, scratch, warpgroups=warpgroups)
+    o, *partials = launch("attention_decode", body, arrays, out, schedule.ctas, scratch, warpgroups=warpgroups)
     if schedule.cut:
         o = merge(splits, o, SplitPartials(*partials))
     return o.reshape(batch, tokens, heads, problem.value_width)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.attention import AttentionOperands
 from detjax.operands.numerics import ceil_div
 from detjax.operands.options import Masking
 from detjax.pallas.hopper.attention.prefill_kernel import Operands
@@ -33,29 +33,24 @@ from detjax.pallas.hopper.mosaic.layouts import ROWS
 
 
 def forward(
-    q: Array,
-    kv: KVPages,
-    queries: Queries,
-    sinks: Array | None,
+    operands: AttentionOperands,
     *,
     masking: Masking,
-    mask: Array | None = None,
     tiles: Tiles | None = None,
     schedule: Schedule | None = None,
 ) -> tuple[Array, Array]:
     """Output `[N, H, V]` and log2 of each row's normalizer, `[H, N]` float32.
 
     Args:
-        q: queries of all requests, `[N, H, K]`; N is a multiple of 8 and each request begins at one.
-        kv: pages of numbers.
-        queries: page table, start and length of each request.
-        sinks: a score for each head, or None.
+        operands: queries of all requests, `[N, H, K]`, N being a multiple of 8, at which each request begins; pages of
+            numbers; page table, start and length of each request; and in the place of the mask its words, see
+            `pack_words`, of whole tiles of 128 rows and all pages, or None, as with `tiles`.
         masking: which keys a query sees, and how scores are shaped.
-        mask: the words of a mask, see `pack_words`, of whole tiles of 128 rows and all pages; None with `tiles`.
         tiles: the tiles of 128 rows; default: those of requests of N / B rows each. Rows after a request's last are
             written up to the next multiple of 8.
         schedule: default: `default_schedule`.
     """
+    q, kv, queries, sinks, mask = operands
     (k_pages, v_pages), start = kv.numbers, jnp.asarray(queries.start)
     batch, (rows, heads, width) = start.shape[0], q.shape
     count = batch * ceil_div(rows, batch * TILE) if tiles is None else tiles.request.shape[0]
@@ -72,7 +67,7 @@ def forward(
     sinks = None if sinks is None else sinks.astype(ACCUMULATOR)
     slopes = None if masking.alibi_slopes is None else jnp.asarray(masking.alibi_slopes, ACCUMULATOR)
     places = queries.page_table, start, queries.length
-    operands = Operands(q, k_pages, v_pages, *places, tiles, sinks, slopes, mask)
+    arrays = Operands(q, k_pages, v_pages, *places, tiles, sinks, slopes, mask)
 
     def body(operands: Operands, results: list[Any], scratch: dict[str, Any]) -> None:
         kind(problem, schedule, masking, operands, results, scratch).run()
@@ -81,5 +76,5 @@ def forward(
         jax.ShapeDtypeStruct((rows, heads, problem.value_width), q.dtype),
         jax.ShapeDtypeStruct((heads, rows), ACCUMULATOR),
     )
-    o, normalizers = launch("attention_prefill", body, operands, out_type, schedule.ctas(problem), scratch)
+    o, normalizers = launch("attention_prefill", body, arrays, out_type, schedule.ctas(problem), scratch)
     return o, normalizers

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.operands.linear_attention_state import DELTA_ROWS, DeltaState, RequestRows
+from detjax.operands.linear_attention_state import DELTA_ROWS, DeltaState, DeltaTokens, RequestRows
 from detjax.operands.numerics import distinct_places
 from detjax.pallas.hopper.attention.warpgroups import launch
 from detjax.pallas.hopper.delta_rule import decode, tiles
@@ -33,34 +33,30 @@ def serves(key_width: int, value_width: int, dtype: jnp.dtype) -> bool:
     return key_width in KEY_WIDTHS and value_width % COLUMNS == 0 and dtype.name in DTYPES
 
 
-def forward(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: DeltaState, rows: RequestRows
-) -> tuple[Array, DeltaState]:
+def forward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows) -> tuple[Array, DeltaState]:
     """Returns the outputs `[N, H, V]` and the next state; see `detjax.portable.delta_rule.forward`.
 
     Where the program may overwrite the state, because it was donated to it, it is written in place. Rows that are no
     tokens may be anything.
     """
-    if not serves(q.shape[2], v.shape[2], v.dtype):
+    if not serves(tokens.q.shape[2], tokens.v.shape[2], tokens.v.dtype):
         compilation.require_pinned_program("gated_delta_rule")
-        return portable.forward(q, k, v, g, beta, state, rows)
+        return portable.forward(tokens, state, rows)
     requests, decodes = rows.first.shape[0], rows.most.decodes
     references: Any = jax.tree.map(jax.new_ref, state)
-    call = _Call(Operands(q, k, v, g, beta, Request.all_of(rows, state.chunk), references))
+    call = _Call(Operands(*tokens, Request.all_of(rows, state.chunk), references))
     o, decays = call.in_tiles(slice(decodes, requests)) if decodes < requests else (None, None)
     if decodes:
         o = call.one_by_one(slice(0, decodes), o)
     assert o is not None
     state = DeltaState(*(jax.freeze(x) for x in references))
-    return o, state if decays is None else _with_rows(state, k, decays, rows.part(slice(decodes, requests)))
+    return o, state if decays is None else _with_rows(state, tokens.k, decays, rows.part(slice(decodes, requests)))
 
 
-def backward(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: DeltaState, rows: RequestRows, do: Array
-) -> tuple[Array, Array, Array, Array, Array]:
+def backward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows, do: Array) -> DeltaTokens:
     """Returns the gradients of the tokens; see `detjax.portable.delta_rule.backward`, which computes them."""
     compilation.require_pinned_program("gated_delta_rule")
-    return portable.backward(q, k, v, g, beta, state, rows, do)
+    return portable.backward(tokens, state, rows, do)
 
 
 class _Call:

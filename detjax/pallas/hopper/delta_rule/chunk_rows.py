@@ -114,7 +114,7 @@ def store_rows(source: Any, target: Any, place: Any, begin: Any, end: Any) -> No
             vector.store(value, target, [as_index(ring_row), as_index(column)])
 
 
-def _plain_load_gates(
+def _plain_load_gates(  # noqa: PLR0913
     kept: Any,
     g: Any,
     beta: Any,
@@ -142,7 +142,7 @@ def _plain_load_gates(
 
 
 @primitive(twin=_plain_load_gates, args=(*(plgpu.RefType(),) * 5, *(NUMBER,) * 4))
-def load_gates(
+def load_gates(  # noqa: PLR0913
     kept: Any,
     g: Any,
     beta: Any,

@@ -13,6 +13,7 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import ACCUMULATOR
 from detjax.operands.numerics import activated, flat_rows
 from detjax.operands.options import AxisName, Epilogue, WeightLayout
+from detjax.operands.products import NO_SUMS, Gradients, MatmulOperands, WeightSums
 from detjax.operands.rounding import rounded
 from detjax.pallas.hopper.elements import map_elements
 from detjax.pallas.hopper.exchange import Peers
@@ -29,62 +30,43 @@ from detjax.runtime import compilation
 from detjax.runtime.device_links import DeviceLinks
 
 
-def forward(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    residual: Array | None,
-    *,
-    layout: WeightLayout,
-    epilogue: Epilogue,
-    out_dtype: DTypeLike,
-) -> Array:
+def forward(operands: MatmulOperands, *, layout: WeightLayout, epilogue: Epilogue, out_dtype: DTypeLike) -> Array:
     """`[*B, N]` of rows `[*B, K]`; see `detjax.ops.matmul` for the arguments.
 
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
     """
-    flat_residual = None if residual is None else flat_rows(residual)
-    operands = Operands(flat_rows(x), w, bias, flat_residual)
-    y = product(operands, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    y = product(_flat(operands), layout=layout, epilogue=epilogue, out_dtype=out_dtype)
+    return y.reshape(*operands.x.shape[:-1], y.shape[-1])
 
 
 def shared_forward(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    residual: Array | None,
-    *,
-    axis_name: AxisName,
-    links: DeviceLinks,
-    layout: WeightLayout,
-    epilogue: Epilogue,
-    out_dtype: DTypeLike,
+    operands: MatmulOperands, axis_name: AxisName, links: DeviceLinks, *, epilogue: Epilogue, out_dtype: DTypeLike
 ) -> Array | None:
     """`[*B, devices * N]`: see `detjax.ops.matmul.shared_matmul`; None if no kernel can write it.
 
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
     """
-    if layout != "nk" or not compilation.is_chained():
+    if not compilation.is_chained():
         return None
-    peers = Peers.over(axis_name, links)
-    flat_residual = None if residual is None else flat_rows(residual)
-    operands = Operands(flat_rows(x), w, bias, flat_residual, peers=peers)
-    y = shared_product(operands, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
-    return None if y is None else y.reshape(*x.shape[:-1], y.shape[-1])
+    flat = _flat(operands)._replace(peers=Peers.over(axis_name, links))
+    y = shared_product(flat, layout="nk", epilogue=epilogue, out_dtype=out_dtype)
+    return None if y is None else y.reshape(*operands.x.shape[:-1], y.shape[-1])
 
 
 def forward_keeping_sums(
-    x: Array, w: Array, bias: Array | None, residual: Array | None, *, layout: WeightLayout, epilogue: Epilogue
+    operands: MatmulOperands, *, layout: WeightLayout, epilogue: Epilogue
 ) -> tuple[Array, tuple[Array, ...]]:
     """What `forward` returns in x's dtype, and the biased sums for `backward`, `[*B, N]`, or those of gate and up."""
-    flat_residual = None if residual is None else flat_rows(residual)
-    operands = Operands(flat_rows(x), w, bias, flat_residual)
-    y, z = product_keeping_sums(operands, layout=layout, epilogue=epilogue)
-    shape = *x.shape[:-1], y.shape[-1]
+    y, z = product_keeping_sums(_flat(operands), layout=layout, epilogue=epilogue)
+    shape = *operands.x.shape[:-1], y.shape[-1]
     return y.reshape(shape), tuple(part.reshape(shape) for part in z)
+
+
+def _flat(operands: MatmulOperands) -> Operands:
+    x, w, bias, residual = operands
+    return Operands(flat_rows(x), w, bias, None if residual is None else flat_rows(residual))
 
 
 def apply_epilogue(
@@ -109,17 +91,14 @@ def apply_epilogue(
 
 
 def backward(
-    x: Array,
-    w: Array,
-    bias: Array | None,
+    operands: MatmulOperands,
     dy: Array,
-    w_sum: Array | None = None,
-    bias_sum: Array | None = None,
+    sums: WeightSums = NO_SUMS,
     z: tuple[Array, ...] | None = None,
     *,
     layout: WeightLayout,
     epilogue: Epilogue,
-) -> tuple[Array, Array, Array | None]:
+) -> Gradients:
     """Gradients of x, w and bias; instead of those of w and bias, their next sums if they have sums.
 
     With z = x @ w + bias, rounded to x's dtype, and y = epilogue(z), dz is the gradient of z, rounded to x's dtype. If
@@ -134,6 +113,7 @@ def backward(
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
     """
+    (x, w, bias, _), (w_sum, bias_sum) = operands, sums
     flat_x = flat_rows(x)
     halves = [w] if w.ndim == 2 else [w[0], w[1]]
     if epilogue == Epilogue():
@@ -155,8 +135,8 @@ def backward(
         dw = over_tokens(dz, flat_x, None if w_sum is None else w_sum.reshape(joined.shape))
     else:
         parts_of_dz = jnp.split(dz, len(halves), axis=1)
-        sums = [None] * len(halves) if w_sum is None else list(w_sum.reshape(len(halves), *halves[0].shape))
-        dw = jnp.stack([over_tokens(flat_x, *pair) for pair in zip(parts_of_dz, sums, strict=True)])
+        starts = [None] * len(halves) if w_sum is None else list(w_sum.reshape(len(halves), *halves[0].shape))
+        dw = jnp.stack([over_tokens(flat_x, *pair) for pair in zip(parts_of_dz, starts, strict=True)])
     dbias = None
     if bias is not None:
         start = jnp.zeros(bias.size, ACCUMULATOR) if bias_sum is None else bias_sum.reshape(-1)

@@ -150,7 +150,7 @@ class _Channel:
 
 
 @primitive(twin=no_twin("exchange"), args=(*(plgpu.RefType(),) * 4, NUMBER))
-def exchange(
+def exchange(  # noqa: PLR0913
     x: Any, y: Any, addresses: Any, device: Any, cta: Any, *, devices: int, line: int, ctas: int, first: int
 ) -> None:
     """Sends this CTA's units of `x` to the other devices, and stores those of all devices in `y`.
@@ -276,7 +276,7 @@ def open_results(y: Any, addresses: Any, device: Any, number: Any, *, devices: i
         *(NUMBER,) * len(numbers),
     ),
 )
-def send_chunk(
+def send_chunk(  # noqa: PLR0913
     chunk: Any,
     row: Any,
     column: Any,

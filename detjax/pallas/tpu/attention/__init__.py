@@ -5,7 +5,8 @@ from typing import Final
 import jax.numpy as jnp
 from jax import Array
 
-from detjax.operands.kv_pages import KVPages, Queries, request_of_rows
+from detjax.operands.attention import AttentionOperands
+from detjax.operands.kv_pages import KVPages, request_of_rows
 from detjax.operands.numerics import ceil_div
 from detjax.operands.options import Masking
 from detjax.pallas.tpu.attention import tiles
@@ -21,13 +22,13 @@ WIDTHS: Final = range(8, 257, 8)
 LATENT_WIDTHS: Final = range(8, 577, 8)
 """The same where values are columns of their keys."""
 
+# The gradients are the portable backend's program.
+backward: Final = portable_attention.backward
+ragged_backward: Final = portable_attention.ragged_backward
+
 
 def forward(
-    q: Array,
-    kv: KVPages,
-    queries: Queries,
-    sinks: Array | None,
-    mask: Array | None = None,
+    operands: AttentionOperands,
     *,
     masking: Masking,
     with_normalizers: bool = True,
@@ -43,6 +44,7 @@ def forward(
             page table has too many entries.
         ValueError: the schedule does not serve the problem.
     """
+    q, kv, queries, sinks, mask = operands
     _check_served(q, kv)
     page_table, q_start, kv_length = queries.page_table, queries.start, queries.length
     batch, tokens, heads, width = q.shape
@@ -71,15 +73,7 @@ def forward(
     return o, normalizers
 
 
-def ragged(
-    q: Array,
-    kv: KVPages,
-    queries: Queries,
-    sinks: Array | None,
-    *,
-    masking: Masking,
-    schedule: Schedule | None = None,
-) -> Array:
+def ragged(operands: AttentionOperands, *, masking: Masking, schedule: Schedule | None = None) -> Array:
     """Returns the output `[N, H, V]` of packed queries `[N, H, K]`.
 
     Raises:
@@ -87,30 +81,22 @@ def ragged(
             page table has too many entries.
         ValueError: the schedule does not serve the problem.
     """
-    return _ragged(q, kv, queries, sinks, masking, schedule, with_normalizers=False)[0]
+    return _ragged(operands, masking, schedule, with_normalizers=False)[0]
 
 
-def ragged_with_normalizers(
-    q: Array, kv: KVPages, queries: Queries, sinks: Array | None, *, masking: Masking
-) -> tuple[Array, Array | None]:
+def ragged_with_normalizers(operands: AttentionOperands, *, masking: Masking) -> tuple[Array, Array | None]:
     """Returns the output of packed queries, and the log2 of each row's normalizer, `[N, H]` float32.
 
     Raises:
         NotImplementedError: see `ragged`.
     """
-    return _ragged(q, kv, queries, sinks, masking, None, with_normalizers=True)
+    return _ragged(operands, masking, None, with_normalizers=True)
 
 
 def _ragged(
-    q: Array,
-    kv: KVPages,
-    queries: Queries,
-    sinks: Array | None,
-    masking: Masking,
-    schedule: Schedule | None,
-    *,
-    with_normalizers: bool,
+    operands: AttentionOperands, masking: Masking, schedule: Schedule | None, *, with_normalizers: bool
 ) -> tuple[Array, Array | None]:
+    q, kv, queries, sinks, _ = operands
     _check_served(q, kv)
     page_table, q_start, kv_length = queries.page_table, queries.start, queries.length
     q_row, q_length = queries.first_row, queries.count
@@ -143,30 +129,6 @@ def _ragged(
     o, normalizers = (None if y is None else y.reshape(-1, *y.shape[2:])[place] for y in results)
     assert o is not None
     return o, normalizers
-
-
-def backward(
-    operands: tuple[Array, KVPages, Queries, Array | None, Array | None],
-    output: tuple[Array, Array],
-    do: Array,
-    sinks_sum: Array | None = None,
-    *,
-    masking: Masking,
-) -> tuple[Array, KVPages, Array | None]:
-    """Returns the gradients of q, of the pages and of the sinks, by the portable backend's program."""
-    return portable_attention.backward(operands, output, do, sinks_sum, masking=masking)
-
-
-def ragged_backward(
-    operands: tuple[Array, KVPages, Queries, Array | None],
-    output: tuple[Array, Array],
-    do: Array,
-    sinks_sum: Array | None = None,
-    *,
-    masking: Masking,
-) -> tuple[Array, KVPages, Array | None]:
-    """Returns the gradients of packed queries, of the pages and of the sinks, by the portable backend's program."""
-    return portable_attention.ragged_backward(operands, output, do, sinks_sum, masking=masking)
 
 
 def _schedule(q: Array, kv: KVPages, schedule: Schedule | None) -> tuple[Problem, Schedule]:

@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 
 from detjax.contract import DELTA_CHUNK, LOG2_E
-from detjax.operands.linear_attention_state import DeltaState, RequestRows
+from detjax.operands.linear_attention_state import DeltaState, DeltaTokens, RequestRows
 from detjax.operands.numerics import distinct_places, round_up
 from detjax.pallas.tpu.delta_rule import kernel
 from detjax.pallas.tpu.delta_rule.copies import Arrays
@@ -21,25 +21,14 @@ backward: Final = portable_delta_rule.backward
 
 
 def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    state: DeltaState,
-    rows: RequestRows,
-    schedule: Schedule | None = None,
+    tokens: DeltaTokens, state: DeltaState, rows: RequestRows, schedule: Schedule | None = None
 ) -> tuple[Array, DeltaState]:
     """Returns the outputs `[N, H, V]`, zeros for rows that are no tokens, and the next state.
 
     The state is written in place where the program may overwrite it, because it was donated.
 
     Args:
-        q: normalized queries of all tokens, `[N, h, K]`.
-        k: normalized keys, `[N, h, K]`.
-        v: values, `[N, H, V]`.
-        g: logarithms of decays, float32 `[N, H]`.
-        beta: rates, float32 `[N, H]`.
+        tokens: all tokens.
         state: the state of all slots.
         rows: where the tokens stand.
         schedule: default: `default_schedule`'s.
@@ -49,6 +38,7 @@ def forward(
             many tokens.
         ValueError: the schedule does not serve the problem.
     """
+    q, k, v, g, beta = tokens
     check_dtypes("gated_delta_rule", q, k, v)
     key_width, value_width = q.shape[2], v.shape[2]
     problem = Problem(

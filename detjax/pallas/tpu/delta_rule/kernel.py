@@ -64,9 +64,9 @@ def run(
         _given: Results,
         results: Results,
         sums: Any,
-        buffers: Buffers,
-        chunk: Chunk,
+        *scratch: Any,
     ) -> None:
+        buffers, chunk = scratch
         copies = Copies(visits, tokens, results, buffers)
         _Kernel(problem, visits, copies, Steps(problem, schedule, buffers, chunk)).run(gates, sums)
 

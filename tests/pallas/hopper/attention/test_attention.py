@@ -237,8 +237,8 @@ def test_a_decode_gives_the_same_bits_a_thousand_times() -> None:
     requests = Requests.random((5000, 300, 129, 1), 32, 8, 128)
     forward = detjax.jit(functools.partial(decode.forward, masking=requests.masking))
     operands = requests.operands(requests.last(1), 1)
-    expected = forward(*operands)
-    differing = sum((forward(*operands) != expected).any().astype(jnp.int32) for _ in range(1000))
+    expected = forward(operands)
+    differing = sum((forward(operands) != expected).any().astype(jnp.int32) for _ in range(1000))
     assert int(differing) == 0
 
 

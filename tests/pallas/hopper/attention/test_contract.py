@@ -1,6 +1,7 @@
 """Attention's Hopper kernels, in Pallas' interpreter, have the bits of the contract as NumPy computes it."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -55,9 +56,9 @@ def expected(requests: Requests, request: int, token: int, head: int) -> tuple[n
 def test_prefill_has_the_bits_of_the_contract(name: str) -> None:
     requests = Requests.random(LENGTHS, 2, 1, 16, **OPTIONS[name])
     start = np.zeros(len(LENGTHS), int)
-    forward = detjax.jit(lambda *operands: hopper_attention.forward(*operands, masking=requests.masking))
+    forward = detjax.jit(functools.partial(hopper_attention.forward, masking=requests.masking))
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
-        o, normalizers = map(np.asarray, forward(*requests.operands(start, max(LENGTHS))))
+        o, normalizers = map(np.asarray, forward(requests.operands(start, max(LENGTHS))))
     normalizers = normalizers.reshape(2, len(LENGTHS), -1)
     for request, tokens in ROWS.items():
         for token in tokens:

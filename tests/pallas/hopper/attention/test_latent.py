@@ -39,7 +39,7 @@ def spans_of_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def rows_of(requests: Requests, start: np.ndarray, tokens: int, schedule: Schedule | None) -> list[np.ndarray]:
     """The output of so many tokens of each request, by the schedule given."""
     options = {"masking": requests.masking, "with_normalizers": False, "schedule": schedule}
-    q, kv, queries, _ = requests.operands(start, tokens)
+    q, kv, queries, *_ = requests.operands(start, tokens)
     o = detjax.jit(functools.partial(latent.forward, **options))(q, kv, queries)[0]
     return requests.rows_of_requests(o, start)
 
@@ -189,7 +189,7 @@ def test_sequences_begin_at_whole_groups_of_rows() -> None:
 def test_any_number_of_heads_lowers_for_the_device(heads: int, values: int) -> None:
     """A copy takes rows in groups of eight, of which neither 33 heads nor three make a whole number."""
     requests = Requests.random((300, 5), heads, 1, values + 64).with_latents(values)
-    q, kv, queries, _ = requests.operands(requests.last(5), 5)
+    q, kv, queries, *_ = requests.operands(requests.last(5), 5)
     forward = functools.partial(latent.forward, masking=requests.masking, with_normalizers=False)
     assert "mosaic_gpu" in interpreter.lowered(forward, q, kv, queries)
 
@@ -239,7 +239,7 @@ def test_a_decode_gives_the_same_bits_in_any_batch_a_thousand_times_on_the_devic
 @pytest.mark.hopper
 def test_gradients_are_those_of_the_portable_backend_on_the_device() -> None:
     requests = Requests.random((300, 129), 16, 1, 576, dtype="bfloat16").with_latents(512)
-    q, kv, queries, _ = requests.operands(np.zeros(2, int), 300)
+    q, kv, queries, *_ = requests.operands(np.zeros(2, int), 300)
     is_row = (np.arange(300) < np.array(requests.lengths)[:, None])[..., None, None]
 
     def loss(q: jax.Array, k: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK
+from detjax.operands.attention import AttentionOperands
 from detjax.operands.kv_pages import KVPages, Queries
 from detjax.operands.options import Masking
 from detjax.pallas.hopper import attention
@@ -138,8 +139,8 @@ def test_gradients_of_packed_queries_lower(width: int) -> None:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     def gradients(q, k, v, table, start, length, count, first_row, sinks, do):
-        operands = q, KVPages(k, v), Queries(table, start, length, count, first_row), sinks
-        output = attention.ragged_with_normalizers(*operands, masking=masking)
+        operands = AttentionOperands(q, KVPages(k, v), Queries(table, start, length, count, first_row), sinks)
+        output = attention.ragged_with_normalizers(operands, masking=masking)
         return attention.ragged_backward(operands, output, do, masking=masking)
 
     q, pages, integers = array(200, 2, width), array(8, 1, KV_BLOCK, width), array(5, dtype="int32")

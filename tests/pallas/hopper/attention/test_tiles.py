@@ -1,5 +1,7 @@
 """What attention's kernels on Hopper read and write: tiles of packed requests, words of masks, dequantized pages."""
 
+import functools
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK
+from detjax.operands.attention import AttentionOperands
 from detjax.operands.kv_pages import KVPages, Queries
 from detjax.operands.options import Masking
 from detjax.pallas.hopper import attention, mosaic
@@ -31,9 +34,10 @@ def test_rows_between_packed_requests_are_not_written(width: int) -> None:
     for request, (row, count) in enumerate(zip(first_row, counts, strict=True)):
         q[row : row + count] = requests.q[request, start[request] :][:count]
     numbers = (jnp.asarray(x, jnp.int32) for x in (start, requests.lengths, counts, first_row))
-    forward = detjax.jit(lambda *operands: attention.ragged(*operands, masking=requests.masking))
+    forward = detjax.jit(functools.partial(attention.ragged, masking=requests.masking))
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
-        o = np.asarray(forward(jnp.asarray(q), requests.kv, Queries(requests.page_table, *numbers), None))
+        operands = AttentionOperands(jnp.asarray(q), requests.kv, Queries(requests.page_table, *numbers))
+        o = np.asarray(forward(operands))
         whole = requests.whole()
     for request, (row, count) in enumerate(zip(first_row, counts, strict=True)):
         assert_same_bits(o[row : row + count], whole[request][-count:])
@@ -119,7 +123,7 @@ def test_gradients_lower(width: int) -> None:
     normalizers = array(2, 400, dtype="float32")
 
     def gradients(q, k, v, table, start, length, sinks, o, normalizers, do):
-        operands = q, KVPages(k, v), Queries(table, start, length), sinks, None
+        operands = AttentionOperands(q, KVPages(k, v), Queries(table, start, length), sinks)
         return attention.backward(operands, (o, normalizers), do, masking=masking)
 
     operands = q, pages, pages, *integers, sinks, q, normalizers, q
