@@ -17,6 +17,7 @@ A, B, C = b"a", b"b", b"c"
 
 def test_the_least_loaded_replica_is_chosen_and_of_equals_the_first() -> None:
     choice = ReplicaChoice(3)
+    assert choice.in_flight == [0, 0, 0]
     assert choice.choose(ALL, []) == 0
     choice.in_flight[:] = [2, 1, 1]
     assert choice.choose(ALL, []) == 1
@@ -54,6 +55,19 @@ def test_a_replica_that_is_not_ready_or_begins_again_is_not_preferred() -> None:
     assert choice.choose([2], [A, B]) == 2
     choice.forget(2)
     assert choice.choose(ALL, [A, B]) == 0
+
+
+def test_pages_that_were_unused_the_longest_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("detjax.server.replicas.choice._REMEMBERED", 2)
+    choice = ReplicaChoice(3)
+    assert choice.choose([1], [A]) == 1
+    assert choice.choose([2], [B]) == 2
+    assert choice.choose(ALL, [A]) == 1, "A has been used again, and B has not"
+    assert choice.choose([2], [C]) == 2
+    choice.in_flight[:] = [1, 1, 0]
+    assert choice.choose(ALL, [A]) == 1
+    choice.in_flight[:] = [0, 1, 1]
+    assert choice.choose(ALL, [B]) == 0, "nobody is remembered for it"
 
 
 def test_the_pages_of_a_choice_are_those_of_the_prefix_cache(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
