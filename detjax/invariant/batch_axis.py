@@ -421,7 +421,7 @@ class Follower(RowRules):
             name == "concatenate"
             and self.rows_may_return
             and is_vector(eqn)
-            and any(self._counts_rows(place) for place in places)
+            and any(place.grid is not None and place.grid.size % self.batch == 0 for place in places)
         ):
             return [Vector(tuple(places))]
         results: list[Place] = []
@@ -432,6 +432,3 @@ class Follower(RowRules):
                 place = dataclasses.replace(place, grid=grid, number=number)
             results.append(place)
         return results
-
-    def _counts_rows(self, place: Shared) -> bool:
-        return place.grid is not None and place.grid.size % self.batch == 0

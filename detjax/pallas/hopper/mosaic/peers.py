@@ -221,10 +221,6 @@ _ARRAY, _DONE = 0, 1
 """The units of a channel's buffer by which a warpgroup says where its device's array is, and that it has written."""
 
 
-def _numbers(count: int) -> tuple[Any, ...]:
-    return (plgpu.ShapeDtypeStruct((), jnp.int32, layout=NUMBER),) * count
-
-
 def _number(value: Any) -> Any:
     registers = empty_registers(NUMBER, ())
     registers[()] = value
@@ -238,7 +234,7 @@ def _thread() -> Any:
 @primitive(
     twin=no_twin("open_results"),
     args=(*(plgpu.RefType(),) * 3, NUMBER),
-    out=lambda *_, devices, first: _numbers(2 * devices),
+    out=lambda *_, devices, first: (plgpu.ShapeDtypeStruct((), jnp.int32, layout=NUMBER),) * (2 * devices),
 )
 def open_results(y: Any, addresses: Any, device: Any, number: Any, *, devices: int, first: int) -> Any:
     """Tells the other devices where `y` is, and returns where theirs is, once their kernel has begun.
