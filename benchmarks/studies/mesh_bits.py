@@ -1,11 +1,12 @@
 """Bits of answers on several devices that share a model: one device, orders, preemption, prefixes.
 
-    python -m benchmarks mesh_bits --preset Qwen3-30B-A3B --layers 2 --out benchmarks/results/mesh-bits-experts-h100.json
+    python -m benchmarks mesh_bits --out benchmarks/results/mesh-bits-h100.json
 
 An engine on one device and one on several answer the same workloads: one request, 64, and 1000 in three orders. Every
 other prompt begins alike, and there are too few pages for all, so prefixes are reused and requests are preempted.
-Compared are digests of all tokens and logprobs. The control is the usual cut of a product, whose halves are added across
-devices. The exit code is 1 if a digest differs, if nothing was preempted or reused, or if the control has equal bits.
+Compared are digests of all tokens and logprobs. The control is the usual cut of a product, whose halves are added
+across devices. The exit code is 1 if a digest differs, if nothing was preempted or reused, or if the control has equal
+bits.
 
 `--small` takes a CPU a minute, where `XLA_FLAGS=--xla_force_host_platform_device_count=2` simulates two devices.
 """
@@ -49,13 +50,13 @@ class Sizes:
     prompt: tuple[int, int] = (16, 200)
     output: tuple[int, int] = (20, 140)
     shared: int = 256
-    engine: EngineConfig = EngineConfig(
-        max_samples=128, token_budget=2048, max_length=640, num_pages=320, snapshot_tokens=128
+    engine: EngineConfig = EngineConfig(  # noqa: RUF009 - it is frozen
+        max_samples=128, token_budget=2048, max_length=640, num_pages=160, snapshot_tokens=128
     )
 
 
 SMALL = Sizes(
-    (1, 4, 12), (4, 40), (90, 140), 128, EngineConfig(max_samples=8, token_budget=64, max_length=256, num_pages=7)
+    (1, 4, 12), (4, 40), (90, 140), 128, EngineConfig(max_samples=8, token_budget=64, max_length=384, num_pages=7)
 )
 ORDERS = 3
 

@@ -39,6 +39,7 @@ STUDIES = (
     "invariant",
     "loading",
     "matmul",
+    "mesh_bits",
     "norms",
     "on_policy",
     "peer_vllm",
@@ -131,15 +132,26 @@ def test_servers_of_one_engine_and_of_two_have_the_same_answers(tmp_path: Path) 
     assert len({digest for server in content["servers"] for digest in server["digests"]}) == 1
 
 
-@pytest.mark.sampled(0)
-def test_training_on_two_devices_gives_the_bits_of_one(tmp_path: Path) -> None:
+def run_on_two_devices(name: str, tmp_path: Path) -> dict[str, Any]:
+    """The result of `--small` in a process with two simulated devices."""
     out = tmp_path / "result.json"
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "benchmarks", "training_devices", "--small", "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks", name, "--small", "--out", str(out)]
     subprocess.run(command, env=environment, cwd=Path(benchmarks.__file__).parents[1], check=True)
-    content = json.loads(out.read_text())
+    return json.loads(out.read_text())
+
+
+@pytest.mark.sampled(0)
+def test_training_on_two_devices_gives_the_bits_of_one(tmp_path: Path) -> None:
+    content = run_on_two_devices("training_devices", tmp_path)
     assert set(content["equal"].values()) == {True} and content["control_differs"]
+
+
+@pytest.mark.sampled(0)
+def test_answers_of_two_devices_have_the_bits_of_one(tmp_path: Path) -> None:
+    content = run_on_two_devices("mesh_bits", tmp_path)
+    assert content["one"]["digests"] == content["several"]["digests"] and content["usual_cut_differs"]
 
 
 def test_rivals_of_the_delta_rule_compute_the_rule() -> None:
