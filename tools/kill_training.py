@@ -166,7 +166,7 @@ def train(arguments: Sequence[str]) -> None:
     run.rollouts = announced("rollouts", run.rollouts)
     Trainer.step = announced("step", Trainer.step)
     RunState.save = announced("save", RunState.save)
-    cli.app(["train", *arguments])
+    cli.main(["train", *arguments])
 
 
 def main() -> int:

@@ -7,6 +7,8 @@ a cell prints something else than what is kept. Two tags of a cell say that its 
 `machine` where the notebook was written in another environment, which is the fingerprint of processor, JAX and flags
 that bits depend on. Images and plots are not compared. `--write` keeps what the cells print in the notebook's file,
 without the times at which they ran. `--pick` runs one notebook only, the one with this number modulo their count.
+
+nbval could not take its place: it compares a cell always or never, whichever machine wrote it, and writes nothing.
 """
 
 import argparse

@@ -14,14 +14,14 @@ from typing import Annotated, Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
-import typer
 from flax import nnx
 
 from benchmarks import study as options
 from benchmarks.study import Result, Run
 from detjax import ops
 from detjax.audit.comparison.divergence import divergence
-from detjax.bench import command_line, presets
+from detjax.bench import presets
+from detjax.cli.options import Option, usage_errors
 from detjax.models import Decoder, DecoderConfig, load
 from detjax.models.network import Weights, abstract, split
 from detjax.operands.options import Aggregation
@@ -82,12 +82,12 @@ def _logprobs(
 def study(
     run: Run,
     *,
-    preset: Annotated[str | None, typer.Option(metavar="NAME", help="A shape to fill with random weights.")] = None,
+    preset: Annotated[str | None, Option("A shape to fill with random weights.")] = None,
     layers: options.Layers = None,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences of random tokens.")] = 16,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 128,
+    sequences: Annotated[int, Option("Sequences of random tokens.", minimum=1)] = 16,
+    length: Annotated[int, Option("Tokens of each.", minimum=2)] = 128,
 ) -> Result:
-    with command_line.bad_parameters():
+    with usage_errors():
         model = tiny() if preset is None else random_decoder(preset, layers)
     results = list(measure(model, *((2, 16) if run.small else (sequences, length))))
     sizes = {"preset": preset, "layers": layers, "sequences": sequences, "length": length}

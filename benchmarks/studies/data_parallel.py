@@ -23,12 +23,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import typer
-
 from benchmarks import study as options
 from benchmarks.study import Result, Run
 from detjax.bench import command_line, presets
 from detjax.bench.serve import Workload
+from detjax.cli.options import Option
 from detjax.models import save
 
 _HOST: Final = "127.0.0.1"
@@ -63,8 +62,8 @@ def study(
     *,
     preset: options.Preset = Sizes.preset,
     layers: options.Layers = None,
-    engines: Annotated[int, typer.Option(min=2, help="The engines of the other server.")] = 2,
-    orders: Annotated[int, typer.Option(min=1, help="Runs with each server; the first one warms it up.")] = 3,
+    engines: Annotated[int, Option("The engines of the other server.", minimum=2)] = 2,
+    orders: Annotated[int, Option("Runs with each server; the first one warms it up.", minimum=1)] = 3,
 ) -> Result:
     sizes = SMALL if run.small else Sizes(preset, layers)
     content: dict[str, Any] = {"sizes": dataclasses.asdict(sizes), "servers": []}

@@ -23,7 +23,6 @@ from typing import Annotated, Any
 
 import jax
 import numpy as np
-import typer
 
 import detjax
 from benchmarks import study as options
@@ -31,6 +30,7 @@ from benchmarks.study import Result, Run
 from detjax.bench import presets
 from detjax.bench.cases import step_case
 from detjax.bench.timing import step_time
+from detjax.cli.options import Option
 from detjax.contract import KV_BLOCK
 from detjax.engine import BatchShapes, SamplingParams, SamplingVariant, Sequence, StepLoop, StepLoopConfig
 from detjax.models import Decoder
@@ -182,9 +182,9 @@ def study(
     *,
     preset: options.Preset = "Qwen3-0.6B",
     layers: options.Layers = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request generates.")] = Load.tokens,
-    requests: Annotated[int, typer.Option(min=1, help="The number of requests.")] = Load.requests,
-    longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = Load.longest,
+    tokens: Annotated[int, Option("Tokens that each request generates.", minimum=1)] = Load.tokens,
+    requests: Annotated[int, Option("The number of requests.", minimum=1)] = Load.requests,
+    longest: Annotated[int, Option("Tokens of the longest prompt.", minimum=1)] = Load.longest,
 ) -> Result:
     load = Load(tokens, requests, longest, alone=min(Load.alone, requests))
     if run.small:

@@ -21,7 +21,6 @@ from typing import Annotated, Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 from jax import lax
 from jaxtyping import Array
 
@@ -30,6 +29,7 @@ from benchmarks.study import Result, Run
 from detjax import ops
 from detjax.bench import command_line, timing
 from detjax.bench.bits import same_bits
+from detjax.cli.options import Option
 from detjax.contract import ACCUMULATOR, DELTA_CHUNK
 from detjax.operands.linear_attention_state import DROPPABLE_TOKENS
 from detjax.runtime import compilation
@@ -310,9 +310,7 @@ def study(
     run: Run,
     *,
     calls: options.Calls = 12,
-    limit: Annotated[
-        float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no measurement after so many seconds.")
-    ] = None,
+    limit: Annotated[float | None, Option("Begin no measurement after so many seconds.", minimum=0)] = None,
 ) -> Result:
     end = math.inf if limit is None else time.monotonic() + limit
     sizes, calls = (SMALL, 2) if run.small else (Sizes(), calls)

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 from flax import nnx
 from jax import Array
 
@@ -21,6 +20,7 @@ from benchmarks.studies.invariant import TINY, Shape, Transformer
 from benchmarks.study import Result, Run
 from detjax.audit import trace_digests
 from detjax.bench import timing
+from detjax.cli.options import Option
 
 SHAPES = {"small": Shape(4, 512, 8, 8, 64, 2048, 4096, False), **INVARIANT_SHAPES}
 
@@ -54,8 +54,8 @@ def costs(shape: Shape, length: int, batches: Sequence[int], rounds: int) -> Ite
 def study(
     run: Run,
     *,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 64,
-    model: Annotated[str, options.name(SHAPES, "The model, small being four layers")] = "small",
+    length: Annotated[int, Option("Tokens of a row.", minimum=1)] = 64,
+    model: Annotated[str, Option("The model, small being four layers", accepted=SHAPES)] = "small",
     rounds: options.RoundCount = 5,
 ) -> Result:
     shape, batches = (TINY, (1, 2)) if run.small else (SHAPES[model], (1, 8))

@@ -29,7 +29,6 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-import typer
 from jaxtyping import Array
 
 from benchmarks import study as options
@@ -37,6 +36,7 @@ from benchmarks.studies.experts.projections import MODELS, Widths, chosen_expert
 from benchmarks.study import Result, Run
 from detjax.bench import timing
 from detjax.bench.bits import same_bits
+from detjax.cli.options import Option, UsageError
 from detjax.operands.options import Epilogue
 from detjax.pallas.hopper import grouped_matmul
 from detjax.pallas.hopper.matmul.plan import Schedule
@@ -234,11 +234,11 @@ def study(
     *,
     model: Annotated[list[str], options.names(MODELS)],
     tokens: options.Tokens = None,
-    processes: Annotated[int, typer.Option(min=1, help="Processes that build kernels side by side.")] = 8,
-    seconds: Annotated[float, typer.Option(help="The time after which the search ends with what it has.")] = 600.0,
+    processes: Annotated[int, Option("Processes that build kernels side by side.", minimum=1)] = 8,
+    seconds: Annotated[float, Option("The time after which the search ends with what it has.")] = 600.0,
 ) -> Result:
     if not run.small and backends.backend() != "hopper":
-        raise typer.BadParameter(f"without --small on {backends.device_name()}; accepted: an H100 or H200")
+        raise UsageError(f"without --small on {backends.device_name()}; accepted: an H100 or H200")
     if run.small:
         with plgpu.force_gpu_interpret_mode():
             tried = list(small())

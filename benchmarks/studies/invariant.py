@@ -14,7 +14,6 @@ from typing import Annotated, Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 from flax import nnx
 from jax import Array
 
@@ -22,6 +21,7 @@ from benchmarks import study as options
 from benchmarks.study import Result, Run
 from detjax import invariant
 from detjax.bench import timing
+from detjax.cli.options import Option
 from detjax.runtime import compilation
 
 
@@ -192,7 +192,7 @@ def _tokens(shape: Shape, batch: int, length: int, seed: int) -> Array:
 def study(
     run: Run,
     *,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 128,
+    length: Annotated[int, Option("Tokens of a row.", minimum=1)] = 128,
     rounds: options.RoundCount = 5,
     part: Annotated[list[str], options.names(PARTS)],
 ) -> Result:

@@ -19,7 +19,6 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
@@ -29,6 +28,7 @@ from benchmarks.study import Result, Run
 from detjax import ops
 from detjax.bench import command_line, presets
 from detjax.bench.serve import Workload, digest
+from detjax.cli.options import Option
 from detjax.engine import Engine, EngineConfig, Request
 from detjax.models import mesh_of
 from detjax.runtime import compilation
@@ -66,7 +66,7 @@ def study(
     *,
     preset: options.Preset = "Qwen3-8B",
     layers: options.Layers = None,
-    devices: Annotated[int, typer.Option(min=2, help="Devices that share the model.")] = 2,
+    devices: Annotated[int, Option("Devices that share the model.", minimum=2)] = 2,
 ) -> Result:
     sizes = Sizes()
     if run.small:

@@ -18,13 +18,13 @@ from typing import Annotated, Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 from jaxtyping import Array
 
 from benchmarks import study as options
 from benchmarks.study import Result, Run
 from detjax.audit.comparison.divergence import divergence
 from detjax.bench import presets
+from detjax.cli.options import Option
 from detjax.engine import Engine, EngineConfig, Generation, Request, SamplingParams
 from detjax.models.network import split
 from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
@@ -149,7 +149,7 @@ def study(
     *,
     preset: options.Preset = Sizes.preset,
     layers: options.Layers = None,
-    packed: Annotated[bool, typer.Option("--packed/--rows", help="How the trainer lays sequences out.")] = True,
+    packed: Annotated[bool, Option("How the trainer lays sequences out.", name="--packed/--rows")] = True,
 ) -> Result:
     sizes = dataclasses.replace(SMALL if run.small else Sizes(preset, layers), is_packed=packed)
     results = compared(sizes)

@@ -21,10 +21,10 @@ import time
 from typing import Annotated, Any
 
 import numpy as np
-import typer
 
 from benchmarks.study import Result, Run
 from detjax.bench import presets, serve
+from detjax.cli.options import Option, UsageError
 from detjax.engine import Request
 
 CROWD = serve.Workload(1000, (16, 256), (90, 110))
@@ -110,9 +110,7 @@ def _measured(model: str, vocabulary: int) -> dict[str, Any]:
 def study(
     run: Run,
     *,
-    model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="A directory with config.json and a tokenizer, or a model's name.")
-    ] = None,
+    model: Annotated[str | None, Option("A directory with config.json and a tokenizer, or a model's name.")] = None,
 ) -> Result:
     vocabulary = presets.MODELS["Qwen3-8B"]["vocab_size"]
     requests = CROWD.draw(vocabulary)
@@ -124,6 +122,6 @@ def study(
     }
     if not run.small:
         if model is None:
-            raise typer.BadParameter("--model is missing; accepted: a directory with config.json and a tokenizer")
+            raise UsageError("--model is missing; accepted: a directory with config.json and a tokenizer")
         result["vllm"] = _measured(model, vocabulary)
     return Result(result)

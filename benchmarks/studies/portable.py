@@ -20,7 +20,6 @@ from typing import Annotated, Any, Final, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 from rich.console import Console
 from rich.progress import track
 
@@ -29,6 +28,7 @@ from benchmarks import study as options
 from benchmarks.study import Result, Run
 from detjax import models, ops
 from detjax.bench.timing import in_turns
+from detjax.cli.options import Option
 from detjax.models.network import Weights, split
 from detjax.runtime.backends import STOCK
 
@@ -172,10 +172,8 @@ def _measure_rows(case: Case, rows: int, rounds: int) -> tuple[dict[str, float],
 def study(
     run: Run,
     *,
-    scale: Annotated[int, typer.Option(min=1, help="Factor of the operations' widths; 4 is a width of 1024.")] = 4,
-    dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of the numbers.")] = (
-        "bfloat16"
-    ),
+    scale: Annotated[int, Option("Factor of the operations' widths; 4 is a width of 1024.", minimum=1)] = 4,
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], Option("Dtype of the numbers.")] = ("bfloat16"),
     rounds: options.RoundCount = 15,
 ) -> Result:
     scale, rounds = (1, 2) if run.small else (scale, rounds)

@@ -25,13 +25,13 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-import typer
 
 import detjax
 from benchmarks import study as options
 from benchmarks.study import Result, Run
 from detjax.bench import command_line
 from detjax.bench.timing import copy_time, device_time, rotations
+from detjax.cli.options import Option, UsageError
 from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.pallas.hopper import device, sampling, softmax
 from detjax.pallas.hopper.row_stream import padded, slots_that_fit
@@ -226,13 +226,13 @@ def measure(rows: int, vocabulary: int, dtype: str, calls: int) -> Iterator[dict
 def study(
     run: Run,
     *,
-    bits: Annotated[bool, typer.Option("--bits", help="Compare bits, and measure no time.")] = False,
-    rows: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable.", show_default="64, 1024")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Repeatable.", show_default="float32, bfloat16")] = None,
+    bits: Annotated[bool, Option("Compare bits, and measure no time.")] = False,
+    rows: Annotated[list[int] | None, Option("Rows of a call.", minimum=1, default="64, 1024")] = None,
+    dtype: Annotated[list[str] | None, Option("Dtypes of the logits.", default="float32, bfloat16")] = None,
     calls: options.Calls = 20,
 ) -> Result:
     if not run.small and backends.backend() != "hopper":
-        raise typer.BadParameter(f"without --small on {backends.device_name()}; accepted: an H100 or H200")
+        raise UsageError(f"without --small on {backends.device_name()}; accepted: an H100 or H200")
     sizes = SMALL if run.small else Sizes()
     lines, results = [], []
     content = {"note": options.INTERPRETED if run.small else None, "bits": lines, "results": results}

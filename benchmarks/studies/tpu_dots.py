@@ -17,12 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import typer
 from matplotlib.figure import Figure
 
 from benchmarks import plots
 from benchmarks.study import Result, Run
-from detjax.bench import command_line, deviceless
+from detjax.bench import deviceless
+from detjax.cli.options import UsageError
 from detjax.contract import TPU_K_STEP
 
 TOKENS = (1, 8, 64, 512, 4096)
@@ -72,8 +72,7 @@ def study(run: Run) -> Result:
     try:
         steps = {chip: {str(m): steps_of_k(chip, m) for m in tokens} for chip in chips}
     except ModuleNotFoundError as error:
-        command_line.print_line(f"tpu_dots: {error}")
-        raise typer.Exit(2) from error
+        raise UsageError(f"tpu_dots: {error}") from error
     return Result({"K": K, "N": N, "dtype": "bfloat16", "detjax_steps": K // TPU_K_STEP, "steps": steps})
 
 

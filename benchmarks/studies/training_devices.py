@@ -22,13 +22,13 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 from jaxtyping import Array, UInt32
 
 from benchmarks import study as options
 from benchmarks.studies.training.measures import Sizes, samples
 from benchmarks.study import Result, Run
 from detjax.bench import command_line, presets
+from detjax.cli.options import Option
 from detjax.rl.trainer.losses import LogLikelihood
 from detjax.rl.trainer.microbatches import Rows, Sample
 from detjax.rl.trainer.optimizers import adamw
@@ -44,12 +44,12 @@ def study(
     *,
     preset: options.Preset = "Qwen3-8B",
     layers: options.Layers = None,
-    devices: Annotated[int, typer.Option(min=2, help="Devices that share a batch; a power of two.")] = 2,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences of a microbatch.")] = 4,
-    length: Annotated[int, typer.Option(min=16, help="Tokens of a sequence.")] = 1024,
-    microbatches: Annotated[int, typer.Option(min=2, help="Microbatches of a step, of all devices together.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="Further steps, which are timed.")] = 4,
-    one: Annotated[bool, typer.Option("--one/--skip-one", help="Train on one device too, and compare.")] = True,
+    devices: Annotated[int, Option("Devices that share a batch; a power of two.", minimum=2)] = 2,
+    sequences: Annotated[int, Option("Sequences of a microbatch.", minimum=1)] = 4,
+    length: Annotated[int, Option("Tokens of a sequence.", minimum=16)] = 1024,
+    microbatches: Annotated[int, Option("Microbatches of a step, of all devices together.", minimum=2)] = 8,
+    rounds: Annotated[int, Option("Further steps, which are timed.", minimum=1)] = 4,
+    one: Annotated[bool, Option("Train on one device too, and compare.", name="--one/--skip-one")] = True,
 ) -> Result:
     sizes = Sizes(preset, layers, sequences, length, microbatches, devices, rounds)
     if run.small:

@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import typer
 from jax.sharding import AxisType, Mesh
 
 from benchmarks import study as options
 from benchmarks.study import Result, Run
 from detjax import models
 from detjax.bench import command_line
+from detjax.cli.options import Option
 from detjax.rl.runs.policy import CHECKPOINT, DIFFICULTIES
 from detjax.rl.tasks import TASKS
 
@@ -284,7 +284,7 @@ def study(
     run: Run,
     *,
     case: Annotated[list[str], options.names(CASES, "Run this case")],
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of a case.")] = 100,
+    steps: Annotated[int, Option("Steps of a case.", minimum=1)] = 100,
 ) -> Result:
     chosen = [CASES[name] for name in case]
     results = []

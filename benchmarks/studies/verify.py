@@ -19,13 +19,13 @@ from typing import Annotated, Any, Final, cast
 
 import jax
 import numpy as np
-import typer
 
 from benchmarks import study as options
 from benchmarks.study import Result, Run
 from detjax.audit import Origin, Transcript, Verifier, transcripts_of
-from detjax.bench import command_line, presets
+from detjax.bench import presets
 from detjax.bench.serve import Workload
+from detjax.cli.options import Option, usage_errors
 from detjax.engine import Engine, EngineConfig, Request
 from detjax.models import Decoder
 from detjax.models.network import split
@@ -209,26 +209,22 @@ def study(
     layers: options.Layers = None,
     requests: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="The number of requests.",
-            show_default=f"{Sizes.requests}; {SMALL.requests} with --small",
-        ),
+        Option("The number of requests.", minimum=1, default=f"{Sizes.requests}; {SMALL.requests} with --small"),
     ] = None,
     prompt: Annotated[
-        tuple[int, int], typer.Option(min=1, help="Tokens of the shortest and of the longest prompt.")
+        tuple[int, int], Option("Tokens of the shortest and of the longest prompt.", minimum=1)
     ] = Sizes.prompt,
     output: Annotated[
-        tuple[int, int], typer.Option(min=1, help="The fewest and the most tokens of an answer.")
+        tuple[int, int], Option("The fewest and the most tokens of an answer.", minimum=1)
     ] = Sizes.output,
     at_once: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Requests that are generated at the same time; repeatable.", show_default="1000 64 4"),
+        Option("Requests that are generated at the same time.", minimum=1, default="1000 64 4"),
     ] = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="All requests are greedy.")] = False,
-    kv_cache_dtype: Annotated[str | None, typer.Option(metavar="NAME", help="Quantize the KV cache.")] = None,
+    greedy: Annotated[bool, Option("All requests are greedy.")] = False,
+    kv_cache_dtype: Annotated[str | None, Option("Quantize the KV cache.")] = None,
 ) -> Result:
-    with command_line.bad_parameters():
+    with usage_errors():
         cache = cast(KVQuantization | None, kv_cache_dtype)
         sizes = SMALL if run.small else Sizes(preset, layers, prompt=prompt, output=output)
         given = {"requests": requests, "at_once": None if at_once is None else tuple(at_once)}

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from rich.table import Table
@@ -22,7 +22,6 @@ from detjax.models import Decoder
 from detjax.runtime import backends
 
 PERCENTILES: Final = (50, 95, 99)
-NUMERICS: Final = ("detjax", backends.STOCK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +32,8 @@ class Workload:
         requests: the number of requests.
         prompt: tokens of the shortest and of the longest prompt.
         output: the fewest and the most tokens that a request generates; end tokens do not end it.
-        rate: requests a second, at random times; None: all at once.
-        temperature: the temperature of all requests.
+        rate: requests a second, at random times. Default: all at once.
+        temperature: the temperature of all requests; 0 takes the likeliest token.
         seed: the seed of lengths, tokens and times.
     """
 
@@ -140,21 +139,16 @@ class Experiment:
     Attributes:
         workload: the requests.
         engine: the settings of the engine.
-        orders: the number of runs, each of which has the requests in another order.
-        beside: requests of one further run, which come among those of the workload; 0: no such run.
-        numerics: "detjax", or "stock" for the same engine on XLA's own operations, which promise nothing.
+        orders: runs, each with the requests in another order.
+        beside: further requests, every third of which is cancelled midway, to run the workload among once more.
+        numerics: the operations: detjax's, or stock, the same engine on XLA's own operations, under no contract.
     """
 
     workload: Workload
     engine: EngineConfig
     orders: int = 1
     beside: int = 0
-    numerics: str = "detjax"
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if the numerics are unknown."""
-        if self.numerics not in NUMERICS:
-            raise ValueError(f"--numerics is {self.numerics!r}; accepted: {', '.join(NUMERICS)}")
+    numerics: Literal["detjax", "stock"] = "detjax"
 
     def run(self, load: Callable[[], Decoder], name: str) -> dict[str, Any]:
         """The content of a result: settings, runs, and whether all have the same bits.

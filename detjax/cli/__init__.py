@@ -1,6 +1,56 @@
-"""The command line: a function for each command, whose options come from the dataclasses that they set.
+"""The command line: a module for each command, with a function of its name. The module's docstring is the help.
 
-`commands` has the commands.
+A command is imported when it runs, so that one whose packages are not installed stands in no other's way. `options`
+makes options of the fields of dataclasses.
 """
 
-from detjax.cli.commands import app as app
+import ast
+import importlib.util
+from collections.abc import Sequence
+from functools import partial
+from importlib import resources
+from typing import Final, NoReturn
+
+from detjax.cli import options
+from detjax.invariant.arguments import NoArray
+from detjax.runtime.compilation import EnvironmentContradiction
+from detjax.version import __version__
+
+COMMANDS: Final = (
+    *("demo", "generate", "train", "serve", "verify", "certify", "divergence", "trace", "bisect", "fingerprint"),
+)
+_EXTRAS: Final = {
+    "serve": ("server", "prometheus_client", "pydantic", "starlette", "uvicorn"),
+    "train": ("rl", "orbax"),
+}
+"""The extra that a command needs, and the packages that it installs."""
+_EXPECTED_ERRORS: Final = (ValueError, NotImplementedError, OSError, EnvironmentContradiction, NoArray)
+
+app = options.new_app(
+    "detjax",
+    help="LLM inference in JAX whose bits do not depend on the other requests in a batch.",
+    version=f"detjax {__version__}",
+    version_flags="--version",
+)
+app.register_install_completion_command(help="Install completion of commands and options for this shell.")
+
+
+def _refuse(name: str, extra: str, package: str) -> None:
+    raise ValueError(f"detjax {name} needs {package}: pip install 'detjax[{extra}]'")
+
+
+for _order, _name in enumerate(COMMANDS):
+    _help = ast.get_docstring(ast.parse(resources.files(__name__).joinpath(f"{_name}.py").read_bytes())) or ""
+    _extra, *_packages = _EXTRAS.get(_name, ("",))
+    _missing = next((package for package in _packages if importlib.util.find_spec(package) is None), None)
+    _command = f"{__name__}.{_name}:{_name}" if _missing is None else partial(_refuse, _name, _extra, _missing)
+    app.command(_command, name=_name, help=options.unwrapped(_help), sort_key=_order)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs a command, and ends the process with its exit code.
+
+    Args:
+        arguments: the command line. Default: the process's own.
+    """
+    options.run(app, arguments, _EXPECTED_ERRORS)

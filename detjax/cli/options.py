@@ -1,524 +1,302 @@
-"""The types of the command line's options, with their help texts. Commands share them and choose the defaults."""
+"""Options of commands, each declared once: as a field of the dataclass that it sets, or as a parameter of the command.
 
+cyclopts parses them and prints the help. tyro, its rival, cannot import a command when it runs, put options of one
+dataclass into several panels, or call a negated flag anything but --no-X.
+"""
+
+import contextlib
+import dataclasses
 import datetime
-from collections.abc import Callable
+import functools
+import inspect
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Any, Final, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-import typer
+import docstring_parser
+from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
 
-from detjax.contract import KV_BLOCK
-from detjax.operands.options import KVQuantization
-from detjax.runtime import backends
-
-LOG_LEVELS: Final = ("debug", "info", "warning", "error")
-"""Names of severities, as `detjax.server.LogSettings` takes them. The server's packages may not be installed."""
-LOG_FORMATS: Final = ("text", "json")
-"""Names of formats of the log, likewise."""
-
-
-def _integer(text: str) -> int:
-    return _number(int, text, "an integer")
+_UNITS: Final = ("bytes", "seconds")
+"""Last words of the names of numbers, which the help shows in place of N or X."""
+_DIRECTORIES: Final = ("dir", "directory", "model", "plots")
+"""Last words of the names of paths, which the help shows in place of FILE."""
+_ACCEPTED: Final[Mapping[Any, str]] = {
+    int: "an integer",
+    float: "a number",
+    datetime.date: "a date, such as 2026-01-31",
+}
 
 
-def _real(text: str) -> float:
-    return _number(float, text, "a number")
+class UsageError(ValueError):
+    """A command line that is not accepted."""
 
 
-def _date(text: str) -> datetime.date:
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option, as far as its name, its type and its documentation do not say it.
+
+    Attributes:
+        help: the text of the help. Default: the first sentence of the documentation.
+        name: the name, such as "--port"; "--shared/--separate" also names the flag that negates it.
+        default: what the help says of the default. Default: what the documentation says after "Default:".
+        panel: the panel of the help.
+        minimum: the least number that is accepted.
+        accepted: the names that are accepted. An option that can be repeated has all of them as its default.
+    """
+
+    help: str = ""
+    name: str = ""
+    default: str = ""
+    panel: str = ""
+    minimum: float | None = None
+    accepted: Collection[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """The note on a parameter whose options are the fields of a dataclass.
+
+    The parameter is given the dataclass; if it is annotated as a dictionary, the fields that the command line gives.
+    Defaults are those of the parameter's own default, if it has one.
+
+    Attributes:
+        source: the dataclass.
+        panel: the panel of the help for fields without one.
+        without: fields that are no options.
+        positional: fields that are arguments without a name.
+        options: options that are more than their fields say, by field.
+    """
+
+    source: type
+    panel: str = ""
+    without: Collection[str] = ()
+    positional: Collection[str] = ()
+    options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
+
+    def parameters(self, default: Any) -> Iterator[inspect.Parameter]:
+        """Yields a parameter for each option, with the default that it has in `default`, if that is an instance."""
+        documented, hints = _documented(self.source), get_type_hints(self.source, include_extras=True)
+        for field in dataclasses.fields(self.source):
+            if field.name in self.without:
+                continue
+            is_positional = field.name in self.positional
+            kind = inspect.Parameter.POSITIONAL_ONLY if is_positional else inspect.Parameter.KEYWORD_ONLY
+            given = field.default if default is inspect.Parameter.empty else getattr(default, field.name)
+            if given is dataclasses.MISSING:
+                given = inspect.Parameter.empty
+            option = self.options.get(field.name, Option())
+            option = dataclasses.replace(option, panel=option.panel or ("" if is_positional else self.panel))
+            parameter = inspect.Parameter(field.name, kind, default=given, annotation=hints[field.name])
+            yield _parameter(parameter, documented.get(field.name, ""), option)
+
+
+def command(function: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Returns a function whose parameters are the options of a command, one by one.
+
+    Args:
+        function: what the command does. Its result is the exit code, None for 0. A parameter annotated with `Fields`
+            stands for the fields of a dataclass.
+    """
+    signature, documented = inspect.signature(function, eval_str=True), _documented(function)
+    flat, plain, groups = list[inspect.Parameter](), dict[str, Any](), dict[str, tuple[Fields, list[str], Any]]()
+    for parameter in signature.parameters.values():
+        notes = get_args(parameter.annotation)[1:] if get_origin(parameter.annotation) is Annotated else ()
+        note = notes[-1] if notes else Option()
+        if isinstance(note, Fields):
+            is_partial = get_origin(get_args(parameter.annotation)[0]) is dict
+            added = list(note.parameters(parameter.default))
+            default = dict if is_partial else parameter.default
+            groups[parameter.name] = note, [one.name for one in added], default
+            flat += added
+        else:
+            flat.append(_parameter(parameter, documented.get(parameter.name, ""), note))
+            if flat[-1].default is not parameter.empty:
+                plain[parameter.name] = flat[-1].default
+    flat.sort(key=lambda parameter: (parameter.kind, parameter.default is not parameter.empty))
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **options: Any) -> int | None:
+        given = plain | inspect.Signature(flat).bind_partial(*arguments, **options).arguments
+        for name, (fields, names, default) in groups.items():
+            values = {field: given.pop(field) for field in names if field in given}
+            with usage_errors():
+                if default is dict:
+                    given[name] = values
+                elif default is inspect.Parameter.empty:
+                    given[name] = fields.source(**values)
+                else:
+                    given[name] = dataclasses.replace(default, **values)
+        bound = signature.bind_partial()
+        bound.arguments |= given
+        return function(*bound.args, **bound.kwargs)
+
+    run.__signature__ = inspect.Signature(flat)  # pyright: ignore[reportAttributeAccessIssue]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
+    return run
+
+
+def unwrapped(text: str) -> str:
+    """Returns a text whose paragraphs are one line each, which a terminal breaks."""
+    return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+
+
+def new_app(name: str, **options: Any) -> App:
+    """Returns an application without commands. `options` are cyclopts'."""
+    groups: Any = {"group_parameters": Group.create_default_parameters("Options")}
+    return App(name, help_flags="--help", help_format="plaintext", **groups, **options)
+
+
+def run(app: App, arguments: Sequence[str] | None, expected: tuple[type[Exception], ...]) -> NoReturn:
+    """Runs a command, and ends the process with its exit code.
+
+    Args:
+        app: the commands.
+        arguments: the command line. Default: the process's own.
+        expected: errors that a user can cause. They end in one line and code 2; all others are defects and end in a
+            traceback.
+    """
+    options: Any = {"print_error": False, "exit_on_error": False, "result_action": "return_value"}
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        return datetime.date.fromisoformat(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is given; accepted: a date, such as 2026-01-31") from None
+        if not arguments:
+            app.help_print([])
+            sys.exit(2)
+        sys.exit(app(arguments, **options))
+    except BrokenPipeError:  # the reader has ended, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except UnknownCommandError:
+        commands = ", ".join(name for name in app if not name.startswith("-"))
+        _fail(f"{arguments[0]!r} is no command; accepted: {commands}")
+    except CycloptsError as error:
+        _fail(str(error.__cause__ if isinstance(error.__cause__, ValueError) else error))
+    except expected as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
-def _number[N](kind: Callable[[str], N], text: str, accepted: str) -> N:
-    """Parses a number. Typer's own parsers do not say what is accepted."""
+def _fail(message: str) -> NoReturn:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """A context whose ValueErrors are errors of the command line."""
     try:
-        return kind(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is given; accepted: {accepted}") from None
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
-def _count(help_text: str, show_default: bool | str = True, metavar: str = "N", panel: str | None = None) -> Any:
-    return typer.Option(
-        metavar=metavar, parser=_integer, help=help_text, show_default=show_default, rich_help_panel=panel
+def _parameter(parameter: inspect.Parameter, documented: str, option: Option) -> inspect.Parameter:
+    """The parameter with what cyclopts has to know of it."""
+    hint = parameter.annotation
+    if get_origin(hint) is Annotated:
+        hint, *notes = get_args(hint)
+        if option == Option():
+            option = next((note for note in notes if isinstance(note, Option)), option)
+    is_positional = parameter.kind is inspect.Parameter.POSITIONAL_ONLY
+    kind, container, words = _kind(hint)
+    is_repeatable = container is not None and not words
+    if container is not None and is_repeatable and option.accepted and parameter.default is parameter.empty:
+        parameter = parameter.replace(default=container(option.accepted))
+        option = dataclasses.replace(option, default="all")
+    word = parameter.name.removesuffix("s") if is_repeatable else parameter.name
+    name, _, negative = (option.name or f"--{word.replace('_', '-')}").partition("/")
+    last = name.rpartition("-")[2]
+    shown = {int: "N", float: "X", Path: "FILE"}.get(kind, "NAME" if get_origin(kind) is Literal else last.upper())
+    metavar = last.upper() if last in (*_UNITS, *_DIRECTORIES) else shown
+    metavar = " ".join([metavar] * (words or 1))
+    text, said = _help(documented)
+    if kind is bool:
+        flags: dict[str, Any] = {"negative": negative or (None if parameter.default else ())}
+    else:
+        flags = {"converter": _converter(name if not is_positional else metavar, hint, option), "metavar": metavar}
+        flags |= {"allow_leading_hyphen": not is_positional, "negative_iterable": (), "allow_repeating": True}
+    if option.panel:
+        flags["group"] = _panel(option.panel)
+    text = option.help or text
+    if option.accepted:
+        text = f"{text.rstrip('.')}: {', '.join(option.accepted)}."
+    repeatable = " Repeatable." if is_repeatable and not is_positional else ""
+    note = Parameter(
+        name=name.lstrip("-") if is_positional else name,
+        help=text + repeatable,
+        show_default=_shown_default(option.default, said, parameter.default),
+        **flags,
     )
+    return parameter.replace(annotation=Annotated[hint, note])
 
 
-def _quantity(help_text: str, show_default: bool | str = True, metavar: str = "X", panel: str | None = None) -> Any:
-    return typer.Option(metavar=metavar, parser=_real, help=help_text, show_default=show_default, rich_help_panel=panel)
+@functools.cache
+def _panel(name: str) -> Group:
+    """The panel of a name. Panels of the help stand in the order in which they are first named."""
+    return Group.create_ordered(name)
 
 
-def _seconds(help_text: str, panel: str) -> Any:
-    return _quantity(help_text, metavar="SECONDS", panel=panel)
+def _shown_default(text: str, said: str, default: Any) -> Any:
+    if text or (said and default in (None, ())):
+        return lambda _: text or said
+    if isinstance(default, bool):
+        return (lambda _: "on") if default else False
+    return default is not None and default != ()
 
 
-# --- the model and how it is run -------------------------------------------------------------------------------------
+def _kind(hint: Any) -> tuple[Any, Any, int]:
+    """The type of each word of a value, the container of the words, if any, and their number; 0: any, by repetition."""
+    if get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (one for one in get_args(hint) if one is not type(None))
+    container, parts = get_origin(hint), get_args(hint)
+    if container in (list, Sequence) or (container is tuple and parts[-1] is ...):
+        return parts[0], tuple if container is Sequence else container, 0
+    return (parts[0], tuple, len(parts)) if container is tuple else (hint, None, 1)
 
-_CHECKPOINT_HELP = "Directory with a Hugging Face checkpoint."
 
-Model = Annotated[Path, typer.Option(metavar="DIR", help=_CHECKPOINT_HELP)]
-DemoModel = Annotated[
-    Path, typer.Option(metavar="DIR", help=_CHECKPOINT_HELP, show_default="a small one that comes with detjax")
-]
-ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help=_CHECKPOINT_HELP)]
-DType = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Compute in float32, bfloat16 or float16.",
-        show_default="the checkpoint's dtype",
-    ),
-]
-TensorParallel = Annotated[
-    int, typer.Option(metavar="N", help="Share the model among N devices. No bit depends on their number.")
-]
-ExpertParallel = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        help="Share the experts of each layer among N groups of devices, --tensor-parallel devices each. No bit "
-        "depends on their number.",
-    ),
-]
-DataParallel = Annotated[
-    int,
-    _count(
-        "Engines, each with the whole model in a process and on devices of its own, behind this one address. No bit "
-        "depends on their number.",
-        panel="Replicas",
-    ),
-]
-ReplicaSeconds = Annotated[
-    float,
-    _seconds(
-        "Time without a sign of life, or of one step of its engine, after which a replica is started again.", "Replicas"
-    ),
-]
-KVCacheDType = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help=f"Quantize the KV cache: {', '.join(get_args(KVQuantization))}.",
-        show_default="the model's dtype",
-    ),
-]
-SamplerKVCacheDType = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help=f"Quantize the KV cache of rollouts alone: {', '.join(get_args(KVQuantization))}.",
-        show_default="the model's dtype",
-    ),
-]
-Backend = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help=f"Use this backend: {', '.join((*backends.BACKENDS, backends.STOCK))}.",
-        show_default=f"{backends.BACKEND_VARIABLE}, else the best for this device",
-    ),
-]
+def _converter(name: str, hint: Any, option: Option) -> Callable[[Any, Sequence[Any]], Any]:
+    """A function that parses words. cyclopts' own does not say what is accepted, and rounds 1.5 to an integer."""
+    kind, container, _ = _kind(hint)
 
-# --- prompts and sampling --------------------------------------------------------------------------------------------
+    def convert(_: Any, tokens: Sequence[Any]) -> Any:
+        values = [_value(name, kind, token.value, option) for token in tokens]
+        return container(values) if container else values[0]
 
-Prompts = Annotated[
-    list[str], typer.Option("--prompt", metavar="TEXT", help="A prompt; repeat it for several. - reads standard input.")
-]
-Question = Annotated[
-    str | None,
-    typer.Option("--prompt", metavar="TEXT", help="The question.", show_default="a line of Shakespeare"),
-]
-Chat = Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message: apply the chat template.")]
-Images = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--image",
-        metavar="FILE",
-        help="Show an image to a model with a vision tower; may be repeated. With --chat it stands before the prompt, "
-        "else the prompt has the tokens of images in their places.",
-    ),
-]
-Videos = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--video",
-        metavar="FILE",
-        help="Show a video to a model with a vision tower; may be repeated. FILE is an animation (WEBP, PNG or GIF) or "
-        "a directory with images, which are the frames in the order of their names. Videos stand behind images.",
-    ),
-]
-FramesPerSecond = Annotated[
-    float | None,
-    typer.Option(
-        "--fps",
-        metavar="X",
-        parser=_real,
-        help="Frames of a second of videos that the model sees; of a directory, those that it has.",
-        show_default="the checkpoint's, else 2",
-    ),
-]
-TemplateDate = Annotated[
-    datetime.date | None,
-    typer.Option(
-        metavar="DATE",
-        parser=_date,
-        help="Tell chat templates that this is today, YYYY-MM-DD. It is part of the fingerprint.",
-        show_default="no date",
-    ),
-]
-MaxTokens = Annotated[int, _count("Tokens to generate at most.")]
-Temperature = Annotated[float | None, _quantity("0 takes the likeliest token.", "the checkpoint's, else 0")]
-TopK = Annotated[int | None, _count("Keep the N likeliest tokens; 0: all.", "the checkpoint's, else 0")]
-TopP = Annotated[
-    float | None, _quantity("Keep the likeliest tokens whose probability reaches X.", "the checkpoint's, else 1")
-]
-MinP = Annotated[
-    float | None,
-    _quantity("Keep tokens of at least X times the likeliest one's probability.", "the checkpoint's, else 0"),
-]
-Seed = Annotated[int, _count("Seed of the random choices, 0 to 2^64 - 1.")]
-Samples = Annotated[int, typer.Option("--n", metavar="N", parser=_integer, help="Samples of each prompt.")]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", help="End a completion before this text; repeat it for several."),
-]
-Logprobs = Annotated[int | None, _count("Print each token with its logprob and the N likeliest tokens.", "do not")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: texts, tokens, logprobs and the fingerprint.")]
+    return convert
 
-# --- training --------------------------------------------------------------------------------------------------------
 
-RunDirectory = Annotated[
-    Path,
-    typer.Argument(metavar="DIR", help="Directory of the run: its states, its log and, at the end, its model."),
-]
-Kind = Annotated[
-    str,
-    typer.Option(
-        metavar="KIND", help="supervised: train right answers; reinforcement: train the policy's own rollouts."
-    ),
-]
-Tasks = Annotated[
-    list[str],
-    typer.Option("--task", metavar="NAME:DIFFICULTY", help="A task, such as addition:2; repeat it for several."),
-]
-StartModel = Annotated[
-    Path | None,
-    typer.Option("--model", metavar="DIR", help="Begin with this checkpoint.", show_default="random weights"),
-]
-Layers = Annotated[int, _count("Layers of a model with random weights.")]
-Width = Annotated[int, _count("Width of a model with random weights, a multiple of 32.")]
-TrainDType = Annotated[str, typer.Option(metavar="NAME", help="Compute in float32, bfloat16 or float16.")]
-Steps = Annotated[int, _count("Steps of the run.")]
-PromptsOfStep = Annotated[int, typer.Option("--prompts", metavar="N", parser=_integer, help="Prompts of a step.")]
-SamplesOfPrompt = Annotated[int, typer.Option("--samples", metavar="N", parser=_integer, help="Rollouts of a prompt.")]
-RolloutTemperature = Annotated[float, typer.Option("--temperature", metavar="X", parser=_real, help="Of rollouts.")]
-LearningRate = Annotated[float, _quantity("Step size of AdamW.")]
-Estimator = Annotated[str, typer.Option(metavar="NAME", help="Advantages: grpo, rloo or reinforce.")]
-Correction = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="Importance weights: none, token_truncated, sequence_truncated or sequence_masked.",
-    ),
-]
-MicrobatchTokens = Annotated[int, _count("Tokens of a packed microbatch, a multiple of 16. No bit depends on it.")]
-TrainDevices = Annotated[
-    int, typer.Option("--devices", metavar="N", parser=_integer, help="Devices that share a batch.")
-]
-SaveEvery = Annotated[int, _count("Steps between two saved states.")]
+def _value(name: str, kind: Any, word: str, option: Option) -> Any:
+    """The value of a word.
 
-# --- the demonstration -----------------------------------------------------------------------------------------------
+    Raises:
+        ValueError: says what is accepted.
+    """
+    accepted = get_args(kind) if get_origin(kind) is Literal else option.accepted
+    if accepted and word not in accepted:
+        raise ValueError(f"{name} is {word!r}; accepted: {', '.join(accepted)}")
+    if get_origin(kind) is Literal or kind is str:
+        return word
+    try:
+        value: Any = datetime.date.fromisoformat(word) if kind is datetime.date else kind(word)
+    except ValueError:
+        raise ValueError(f"{name} is {word!r}; accepted: {_ACCEPTED[kind]}") from None
+    if option.minimum is not None and not value >= option.minimum:
+        raise ValueError(f"{name} is {word}; accepted: at least {option.minimum}")
+    return value
 
-Asks = Annotated[int, _count("How often the question is asked.")]
-LoadSeed = Annotated[int, _count("Seed of the loads.")]
-HistogramFile = Annotated[Path, typer.Option("--output", metavar="FILE", help="Write the histogram to this PNG.")]
-TranscriptsFile = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FILE", help="Transcripts, or a server's responses with receipts: one in each line, or a list."
-    ),
-]
-VerdictsFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write all verdicts here.", show_default="nowhere")
-]
-FirstLogprobs = Annotated[
-    Path,
-    typer.Argument(
-        metavar="A", help="Logprobs of one engine: of detjax, vLLM, SGLang or OpenAI's API, one answer in each line."
-    ),
-]
-SecondLogprobs = Annotated[
-    Path, typer.Argument(metavar="B", help="Logprobs of another engine: of the same requests, in the same order.")
-]
-DivergenceAsJson = Annotated[bool, typer.Option("--json", help="Print JSON with all numbers.")]
-CertifiedFunction = Annotated[
-    str, typer.Argument(metavar="MODULE:FUNCTION", help="A function of a batch, or a module of Flax.")
-]
-CertifiedArguments = Annotated[
-    str, typer.Option("--args", metavar="MODULE:NAME", help="Its arguments: a tuple, or a function that returns one.")
-]
-BatchAxes = Annotated[
-    str,
-    typer.Option(metavar="JSON", help="The axis of rows in each argument, null where all rows share one: [null, 0]."),
-]
-OutAxes = Annotated[str, typer.Option(metavar="JSON", help="The axis of rows in the results.")]
-BatchSizes = Annotated[str, typer.Option(metavar="N,N", help="How many rows the batches have that are run.")]
-Required = Annotated[str, typer.Option(metavar="OUTCOME", help="What has to be certified: proven or observed.")]
-CertificateFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the certificate here.", show_default="nowhere")
-]
-TracedFunction = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODULE:FUNCTION",
-        help="A function without parameters that returns (fn, args) or (fn, args, options of trace_digests).",
-    ),
-]
-TraceFile = Annotated[Path, typer.Option("--out", metavar="FILE", help="Write the trace to this file.")]
-FirstTrace = Annotated[
-    str, typer.Argument(metavar="A", help="A trace, or MODULE:FUNCTION as detjax trace takes it, which shows values.")
-]
-SecondTrace = Annotated[str, typer.Argument(metavar="B", help="Another one, to be compared with the first.")]
-ComparedRows = Annotated[
-    tuple[int, int] | None,
-    typer.Option(
-        metavar="I J",
-        help="Compare row I of the first run with row J of the second.",
-        show_default="all rows of batches of one size",
-    ),
-]
-Isolate = Annotated[
-    bool, typer.Option("--isolate", help="Also run each layer of B with the inputs that it had in A. Needs functions.")
-]
-BisectionFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the result here.", show_default="nowhere")
-]
-DriftPlot = Annotated[
-    Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw how the difference grows, as PNG.", show_default="do not"),
-]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--json", metavar="FILE", help="Write all completions and the fingerprint here.", show_default="nowhere"
-    ),
-]
 
-# --- the server ------------------------------------------------------------------------------------------------------
+def _documented(source: Any) -> dict[str, str]:
+    """The texts of a docstring's sections `Attributes:` and `Args:`, by name."""
+    parsed = docstring_parser.parse(inspect.getdoc(source) or "", docstring_parser.DocstringStyle.GOOGLE)
+    return {entry.arg_name: " ".join((entry.description or "").split()) for entry in parsed.params}
 
-_ADDRESS, _CLIENTS, _CONNECTIONS = "Address and names", "Clients", "Connections"
-_ENGINE, _LOG, _PROGRAMS = "Engine", "Log", "Compiled programs"
 
-API_KEY_VARIABLE: Final = "DETJAX_API_KEY"
-"""The environment variable with the key that clients need, where the command line names none."""
-
-Host = Annotated[
-    str,
-    typer.Option(metavar="ADDRESS", help="Listen on this address; 0.0.0.0: on all.", rich_help_panel=_ADDRESS),
-]
-Port = Annotated[int, _count("Listen on this port; 0: any that is free.", panel=_ADDRESS)]
-Names = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--name",
-        metavar="TEXT",
-        help="What clients call the model; repeat it for several names.",
-        show_default="the directory's name",
-        rich_help_panel=_ADDRESS,
-    ),
-]
-TLSCertificate = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-certificate",
-        metavar="FILE",
-        help="Serve HTTPS with this certificate, in PEM format.",
-        show_default="HTTP",
-        rich_help_panel=_ADDRESS,
-    ),
-]
-TLSKey = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-key",
-        metavar="FILE",
-        help="The certificate's private key.",
-        show_default="in the certificate's file",
-        rich_help_panel=_ADDRESS,
-    ),
-]
-ChatTemplate = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Use this chat template, written in Jinja.",
-        show_default="the checkpoint's",
-        rich_help_panel=_CLIENTS,
-    ),
-]
-ApiKeys = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--api-key",
-        metavar="KEY",
-        help="Require this key of clients; repeat it for several. Other users can see a command line, but not its "
-        f"environment: without this option the key is that of {API_KEY_VARIABLE}.",
-        show_default="no key",
-        rich_help_panel=_CLIENTS,
-    ),
-]
-AllowedHosts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allowed-host",
-        metavar="HOST",
-        help="Serve requests that name this host; repeat it for several. *.example.com: all below it; *: all.",
-        show_default="localhost, when listening on it without a key; else all",
-        rich_help_panel=_CLIENTS,
-    ),
-]
-AllowedOrigins = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allowed-origin",
-        metavar="ORIGIN",
-        help="Let web pages of this origin, such as https://example.com, use the server from browsers; repeat it for "
-        "several. *: all.",
-        show_default="none",
-        rich_help_panel=_CLIENTS,
-    ),
-]
-MaxSamples = Annotated[int, _count("Samples computed at the same time.", panel=_ENGINE)]
-TokenBudget = Annotated[int, _count("Tokens of a step at most.", panel=_ENGINE)]
-MaxLength = Annotated[
-    int | None, _count("Tokens of a prompt and its answer at most.", "the model's limit", panel=_ENGINE)
-]
-RunsOf = Annotated[
-    int | None,
-    _count(
-        "Samples at most for which the device computes four tokens at a time while no request waits; 0: one at a time.",
-        "64 on GPUs, 0 elsewhere",
-        panel=_ENGINE,
-    ),
-]
-NumPages = Annotated[
-    int | None,
-    _count(
-        f"Pages of the KV cache, of {KV_BLOCK} tokens each.", "what is needed, as far as there is memory", panel=_ENGINE
-    ),
-]
-PrefixCache = Annotated[
-    bool,
-    typer.Option(
-        "--prefix-cache/--no-prefix-cache", help="Keep pages for prompts that begin alike.", rich_help_panel=_ENGINE
-    ),
-]
-SnapshotBytes = Annotated[
-    int,
-    typer.Option(
-        "--snapshot-bytes",
-        metavar="BYTES",
-        help="Host memory at most for snapshots, which models with linear attention need for prompts that begin alike.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-SnapshotTokens = Annotated[
-    int,
-    typer.Option(
-        "--snapshot-tokens",
-        metavar="N",
-        help="How many tokens a snapshot must spare those who go on from it. Fewer are sooner computed than copied.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-SeparatePrefixes = Annotated[
-    bool,
-    typer.Option(
-        "--separate-prefixes/--shared-prefixes",
-        help="Keep pages for clients of each API key apart, so that no client can tell by time what others sent.",
-        rich_help_panel=_CLIENTS,
-    ),
-]
-TopLogprobs = Annotated[int, _count("The most of the likeliest tokens that a request may ask for.", panel=_ENGINE)]
-MaxQueue = Annotated[int, _count("Samples that may wait; further requests get status 429.", panel=_CLIENTS)]
-MaxBody = Annotated[int, _count("Bytes of a request at most.", metavar="BYTES", panel=_CLIENTS)]
-ImageDirectory = Annotated[
-    Path | None,
-    typer.Option(
-        "--image-directory",
-        metavar="DIRECTORY",
-        help="Requests may name the files of this directory as images and videos.",
-        show_default="images come with requests alone",
-        rich_help_panel=_CLIENTS,
-    ),
-]
-Unseeded = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="The seed of requests that give none: random draws one for each prompt, and the answer says it; fixed "
-        "takes 0, so that the same request has the same answer.",
-        rich_help_panel=_CLIENTS,
-    ),
-]
-RequestSeconds = Annotated[float, _seconds("Time that an answer may take.", _CLIENTS)]
-TextSeconds = Annotated[
-    float, _seconds("CPU time that the chat template and the tokenizer may take for a request.", _CLIENTS)
-]
-Grace = Annotated[
-    float,
-    _seconds(
-        "Time that requests in flight have when the server is told to stop; a second signal ends it.", _CONNECTIONS
-    ),
-]
-MaxConnections = Annotated[int, _count("Open connections at most.", panel=_CONNECTIONS)]
-HeaderSeconds = Annotated[
-    float, _seconds("Time that a client may take until a request's headers are complete.", _CONNECTIONS)
-]
-IdleSeconds = Annotated[float, _seconds("Time that a connection stays open between two requests.", _CONNECTIONS)]
-WriteSeconds = Annotated[
-    float, _seconds("Time in which a client has to read 16 KiB of an answer that waits for it.", _CONNECTIONS)
-]
-MaxUnsent = Annotated[
-    int, _count("Bytes of streams that may wait for slow clients.", metavar="BYTES", panel=_CONNECTIONS)
-]
-AccessLog = Annotated[
-    bool, typer.Option("--access-log/--no-access-log", help="Log a line for each request.", rich_help_panel=_LOG)
-]
-LogLevel = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help=f"Log messages of this severity or more: {', '.join(LOG_LEVELS)}.",
-        rich_help_panel=_LOG,
-    ),
-]
-LogFormat = Annotated[
-    str,
-    typer.Option(metavar="NAME", help=f"Log as {' or '.join(LOG_FORMATS)}, an object a line.", rich_help_panel=_LOG),
-]
-CacheDir = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Keep compiled programs here. Nobody else may be able to write to it.",
-        show_default="detjax in the user's cache",
-        rich_help_panel=_PROGRAMS,
-    ),
-]
-Certify = Annotated[
-    bool,
-    typer.Option(
-        "--certify",
-        help="Before serving, check that no program leaves a bit to the compiler; the exit code is 1 if one does.",
-        rich_help_panel=_PROGRAMS,
-    ),
-]
-CompilationCache = Annotated[
-    bool,
-    typer.Option(
-        "--compilation-cache/--no-compilation-cache", help="Keep compiled programs.", rich_help_panel=_PROGRAMS
-    ),
-]
+def _help(documented: str) -> tuple[str, str]:
+    """The first sentence of a text, and what it says after "Default:"."""
+    default = re.search(r"Default: (.+?)\.(?= |$)", documented)
+    first, *_ = re.split(r"(?<=\.) (?=[A-Z])", documented.replace("`", ""))
+    return first[:1].upper() + first[1:], default[1] if default else ""

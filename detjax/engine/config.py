@@ -33,25 +33,24 @@ class EngineConfig:
     Attributes:
         max_samples: samples that are computed at the same time; further ones wait.
         token_budget: tokens of a step at most, prompts and decodes together.
-        max_length: tokens of a sample at most, its prompt included. Default: the model's max_position_embeddings.
-        num_pages: pages of the KV cache, of `contract.KV_BLOCK` tokens each. Default: as many as all samples could
-            need, or as fit into 90% of the device's free memory. Where devices of several processes share the model,
+        max_length: tokens of a sample at most, its prompt included. Default: the model's limit.
+        num_pages: pages of the KV cache, of 128 tokens each. Default: what all samples could need, as far as it fits
+            into 90% of the device's free memory. Where devices of several processes share the model,
             each process must give the same number.
-        prefix_cache: keep pages for requests that begin with the same tokens.
-        snapshot_bytes: bytes of the host's memory at most for snapshots, which models need for their prefix cache that
-            keep a state of each request, such as those with linear attention. A snapshot is such a state at the end of
+        prefix_cache: keep pages for prompts that begin with the same tokens.
+        snapshot_bytes: bytes of the host's memory at most for snapshots, which models with linear attention need for
+            prompts that begin alike. A snapshot is such a state at the end of
             a page. It is taken at the end of a prompt, and where a prompt leaves the pages of another one. A request
             goes on from the last one that it has in common with others. 0: such models have no prefix cache. Other
             models need no snapshots. Where devices of several processes share the model, there are none.
-        snapshot_tokens: how many tokens a snapshot must spare those who go on from it, over the snapshot before it, to
-            be taken. Fewer are sooner computed again than such a state is copied to the host and back.
-        kv_cache_dtype: "int8", "fp8_e4m3" or "q4_0" quantize keys and values in the cache (`ops.quantize_kv`), which
-            gives different numbers, as independent of everything else. Default: the model's dtype.
+        snapshot_tokens: how many tokens a snapshot must save the requests that go on from it, over the snapshot before
+            it; fewer are sooner computed again than such a state is copied to the host and back.
+        kv_cache_dtype: quantize the KV cache. Quantized keys and values (`ops.quantize_kv`) give different numbers, as
+            independent of everything else. Default: the model's dtype.
         top_logprobs: the most of the likeliest tokens that a request may ask for.
-        runs_of: while no request waits and at most this many samples are computed, the device is given runs of four
-            decode steps, so that it need not wait for the host. Tokens then come four at a time, and a new request
-            waits for the runs that the device has been given, two at most. 0: no runs. Default: 64 on GPUs, 0
-            elsewhere.
+        runs_of: samples at most for which the device computes four tokens at a time while no request waits; 0: one at
+            a time. It then need not wait for the host. Tokens then come four at a time, and a new request
+            waits for the runs that the device has been given, two at most. Default: 64 on GPUs, 0 elsewhere.
 
     Example:
         >>> detjax.EngineConfig(max_samples=8, token_budget=128).prefix_cache

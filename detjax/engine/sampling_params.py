@@ -33,9 +33,10 @@ class SamplingParams:
             that the sample has generated; 1: none.
         logit_bias: (token, bias) pairs: what is added to the logits of these tokens; -100 to 100.
         min_tokens: until so many tokens are generated, none is chosen that ends the sample. Stop strings still end it.
-        seed: 0 to 2^64 - 1. A token depends on the seed, its position and the sample's index, and on no other request.
+        seed: seed of the random choices, 0 to 2^64 - 1. A token depends on the seed, its position and the sample's
+            index, and on no other request.
         n: samples of the same prompt.
-        stop: strings that end the text, which is cut before the first of them. They need a tokenizer.
+        stop: end the text before this string, the first of several. Strings need a tokenizer.
         stop_token_ids: tokens that end a sample. They stay in its tokens.
         ignore_eos: do not end a sample at the model's own end-of-sequence tokens.
         top_logprobs: how many of the likeliest tokens are reported at each step.

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from typer.testing import CliRunner
 
 import detjax
 from detjax.audit import Bisection, Trace
 from detjax.audit.bisection import digests
-from detjax.cli import app
+from detjax.cli import main
 from detjax.invariant.places import Rows, Shared
 from tests.audit import planted
+from tests.support import commands
 from tests.support.unchecked import unchecked
 
 ROWS, PLACE = 6, 5
@@ -307,18 +307,17 @@ def test_commands_trace_and_bisect(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "    return fn, (planted.weights(), planted.tokens(2, 0)), {'batch_axes': (None, 0)}\n"
         "sound, split = functools.partial(case, None), functools.partial(case, 'a split K')\n"
     )
-    run = CliRunner().invoke
     for name in ("sound", "split"):
-        made = run(app, ["trace", f"planted_cases:{name}", "--out", f"{name}.npz"])
+        made = commands.run(main, "trace", f"planted_cases:{name}", "--out", f"{name}.npz")
         assert made.exit_code == 0, made.output
-    same = run(app, ["bisect", "sound.npz", "sound.npz"])
+    same = commands.run(main, "bisect", "sound.npz", "sound.npz")
     assert same.exit_code == 0 and "All have the same bits" in same.output
-    files = run(app, ["bisect", "sound.npz", "split.npz", "--rows", "0", "0"])
+    files = commands.run(main, "bisect", "sound.npz", "split.npz", "--rows", "0", "0")
     assert files.exit_code == 1 and "in attention" in files.output and "among elements" in files.output
     options = ["--isolate", "--json", "result.json", "--plot", "drift.png"]
-    both = run(app, ["bisect", "planted_cases:sound", "planted_cases:split", *options])
+    both = commands.run(main, "bisect", "planted_cases:sound", "planted_cases:split", *options)
     assert both.exit_code == 1 and "ulps apart" in both.output and "the same bits" in both.output
     assert json.loads((tmp_path / "result.json").read_text())["first"]["layer"].startswith("attention")
     assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
-    missing = run(app, ["bisect", "sound.npz", "nowhere:case"])
+    missing = commands.run(main, "bisect", "sound.npz", "nowhere:case")
     assert missing.exit_code == 2 and "accepted: module:function" in missing.output

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from detjax.cli import app
+from detjax.cli import main
+from tests.support import commands
+from tests.support.commands import Result
 
 MODULE = """
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["certify", *map(str, arguments), "--batch-sizes", "1,3"])
+    return commands.run(main, "certify", *arguments, "--batch-sizes", "1,3")
 
 
 def test_the_exit_code_says_whether_enough_is_certified(module: str) -> None:

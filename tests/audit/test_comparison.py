@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from detjax import cli
 from detjax.audit import Transcript, compare, read_logprobs
 from detjax.audit.comparison.compare import THRESHOLDS
 from detjax.engine import SamplingParams
+from tests.support import commands
 
 LOGPROBS = [-0.5, -1.25, -3.0]
 IDS = [7, 8, 9]
@@ -186,12 +186,12 @@ def test_the_command_prints_every_measure_and_ends_with_1_beyond_a_threshold(tmp
         name: str(written(tmp_path / name, value))
         for name, value in (("a", FORMATS["SGLang"]), ("b", near), ("c", far))
     }
-    shown = CliRunner().invoke(cli.app, ["divergence", files["a"], files["b"]], env={"COLUMNS": "120"})
+    shown = commands.run(cli.main, "divergence", files["a"], files["b"], env={"COLUMNS": "120"})
     assert shown.exit_code == 0
     for name in ("first token that differs", "k1", "k2", "k3", "same likeliest token", "ulps", "effective sample size"):
         assert name in shown.output
-    failed = CliRunner().invoke(cli.app, ["divergence", files["a"], files["c"], "--json"])
+    failed = commands.run(cli.main, "divergence", files["a"], files["c"], "--json")
     assert failed.exit_code == 1
     assert set(json.loads(failed.output)["beyond"]) == {"k1", "k2", "k3"}
-    absent = CliRunner().invoke(cli.app, ["divergence", files["a"], str(tmp_path / "absent")])
+    absent = commands.run(cli.main, "divergence", files["a"], tmp_path / "absent")
     assert absent.exit_code == 2

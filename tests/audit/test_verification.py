@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from typer.testing import CliRunner
 
 from detjax import cli, models
 from detjax.audit import Origin, Transcript, Verdict, Verifier, read_transcripts, transcripts_of, verify
@@ -21,6 +20,7 @@ from detjax.audit.verification import replay
 from detjax.demo import CHECKPOINT
 from detjax.engine import Constraint, Engine, Request, SamplingParams, generate
 from detjax.models import Decoder, Tokenizer
+from tests.support import commands
 from tests.support.one_layer import one_layer
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen3"
@@ -371,11 +371,11 @@ def test_the_command_verifies_a_file_and_ends_with_1_where_an_answer_is_refused(
     made = [one.as_json() for one in honest(0)[:3]]
     file.write_text("\n".join(map(json.dumps, made)))
     arguments = ["verify", str(file), "--model", str(checkpoint), "--json", str(verdicts)]
-    accepted = CliRunner().invoke(cli.app, arguments)
+    accepted = commands.run(cli.main, *arguments)
     assert (accepted.exit_code, accepted.stdout) == (0, "3 of 3 answers are verified\n"), accepted.output
     made[1] = other_bit(random.Random(1), honest(0)[1]).as_json()
     file.write_text("\n".join(map(json.dumps, made)))
-    refused = CliRunner().invoke(cli.app, arguments)
+    refused = commands.run(cli.main, *arguments)
     assert refused.exit_code == 1
     assert "line 2: refused at token" in refused.stdout
     assert [one["reason"] for one in json.loads(verdicts.read_text())] == [None, "logprob", None]

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from detjax.bench import compare, report, results
 from detjax.bench import compile as compiling
 from detjax.bench import run as running
-from detjax.bench.__main__ import app
+from detjax.bench.__main__ import main
 from detjax.bench.peaks import PEAKS
 from detjax.runtime.fingerprints import Fingerprint
+from tests.support import commands
 
 FINGERPRINT = Fingerprint(1, "0.1", "portable", "a CPU", "none", "0.11.2", "0.11.2", "cpu", *["{}"] * 6)
 OTHER = dataclasses.replace(FINGERPRINT, backend="hopper", device_kind="NVIDIA H200", driver="580")
@@ -51,7 +51,7 @@ def compiled(file: Path, *names: str) -> Path:
 
 
 def invoke(*arguments: Path | str) -> Any:
-    return CliRunner().invoke(app, ["compare", *map(str, arguments)], env={"COLUMNS": "250"})
+    return commands.run(main, "compare", *arguments, env={"COLUMNS": "250"})
 
 
 def nudged(x: np.ndarray, index: int, by: int) -> np.ndarray:
@@ -302,18 +302,18 @@ def test_equal_fingerprints_with_fields_that_were_not_recorded_promise_no_equal_
 
 def test_tables_are_160_columns_wide_where_they_are_redirected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    result = CliRunner().invoke(app, ["compare", *map(str, SHIPPED[-2:])])
+    result = commands.run(main, "compare", *SHIPPED[-2:])
     assert result.exit_code == 0, result.output
     assert 80 < max(map(len, result.output.splitlines())) <= 160
     monkeypatch.setenv("COLUMNS", "100")
-    result = CliRunner().invoke(app, ["compare", *map(str, SHIPPED[-2:])])
+    result = commands.run(main, "compare", *SHIPPED[-2:])
     assert max(len(line) for line in result.output.splitlines() if "µs" in line) <= 100
 
 
 @pytest.mark.parametrize("columns", [80, 100, 160])
 def test_tables_fit_the_width_and_break_no_word(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    printed = CliRunner().invoke(app, ["compare", *map(str, SHIPPED[-2:])]).output
+    printed = commands.run(main, "compare", *SHIPPED[-2:]).output
     table = printed[: printed.index("Fingerprints")].splitlines()
     assert max(map(len, table)) <= columns
     words = {word for line in table for word in line.split()}

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from detjax.bench.__main__ import app
+from detjax.bench.__main__ import main
 from detjax.bench.serve import Workload, digest, percentiles
 from detjax.engine import Completion, Generation
+from tests.support import commands
 from tests.support.waits import HANGS_AFTER
 
 LOAD = ["--requests", "9", "--prompt", "3", "70", "--output", "2", "5", "--orders", "2", "--beside", "12"]
@@ -24,7 +24,7 @@ SMALL = ["--preset", "tiny", "--max-samples", "4", "--token-budget", "64", "--ma
 def test_requests_in_another_order_are_answered_with_the_same_bits(tmp_path: Path) -> None:
     out, chart = tmp_path / "serve.json", tmp_path / "serve.png"
     options = "--runs-of", "4", "--out", str(out), "--plot", str(chart)
-    run = CliRunner().invoke(app, ["serve", *SMALL, *LOAD, *options])
+    run = commands.run(main, "serve", *SMALL, *LOAD, *options)
     assert run.exit_code == 0, run.output
     assert "answers of 3 runs: the same bits" in run.output
     result = json.loads(out.read_text())
@@ -98,7 +98,7 @@ def test_percentiles_of_nothing_are_none() -> None:
     [
         ([], "one of --preset and --model"),
         (["--preset", "tiny", "--model", "x"], "one of --preset and --model"),
-        (["--preset", "huge"], "'huge' is unknown; accepted: Qwen3-0.6B"),
+        (["--preset", "huge"], "--preset is 'huge'; accepted: Qwen3-0.6B"),
         (["--preset", "tiny", "--numerics", "other"], "--numerics is 'other'; accepted: detjax, stock"),
         (["--preset", "tiny", "--prompt", "9", "3"], r"prompt is (9, 3); accepted: two numbers from 1 on"),
         (["--preset", "tiny", "--rate", "0"], "rate is 0.0; accepted: above 0, or none"),
@@ -106,6 +106,6 @@ def test_percentiles_of_nothing_are_none() -> None:
     ],
 )
 def test_a_load_that_cannot_be_is_refused(arguments: list[str], message: str) -> None:
-    run = CliRunner().invoke(app, ["serve", *arguments], env={"COLUMNS": "300"})
+    run = commands.run(main, "serve", *arguments, env={"COLUMNS": "300"})
     assert run.exit_code == 2
     assert message in run.output

@@ -6,13 +6,13 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from detjax.bench import timing, tune
-from detjax.bench.__main__ import app
+from detjax.bench.__main__ import main
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import candidates, key
 from detjax.runtime import backends
+from tests.support import commands
 
 PROBLEM = Problem(16, 1288, 1088)
 
@@ -59,6 +59,6 @@ def test_only_the_bits_of_the_reference_are_accepted(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.skipif(backends.runs_here("hopper"), reason="what happens without a Hopper GPU")
 def test_tuning_without_the_gpu_says_what_is_accepted() -> None:
-    result = CliRunner().invoke(app, ["tune"], env={"COLUMNS": "200"})
+    result = commands.run(main, "tune", env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert "is no Hopper GPU; accepted: an H100 or H200" in " ".join(result.output.split())

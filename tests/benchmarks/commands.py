@@ -7,7 +7,7 @@ from detjax.bench.__main__ import app
 
 _COMMANDS = {
     "benchmarks": studies().keys(),
-    "detjax.bench": {command.name for command in app.registered_commands},
+    "detjax.bench": set(app),
 }
 
 

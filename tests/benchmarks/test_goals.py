@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks import goals
-from benchmarks.__main__ import app
+from benchmarks.__main__ import main
+from tests.support import commands
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ("goals", *arguments), env={"COLUMNS": "300"})
+    result = commands.run(main, "goals", *arguments, env={"COLUMNS": "300"})
     return result.exit_code, result.output
 
 

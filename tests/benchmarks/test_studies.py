@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
-from typer.testing import CliRunner
 
 import benchmarks
 import detjax
-from benchmarks.__main__ import app, studies
+from benchmarks.__main__ import main, studies
 from benchmarks.studies import decode, delta_rule, expert_schedules, loading, tunix_learners
 from benchmarks.studies.experts import projections
 from benchmarks.studies.training import measures as training
 from benchmarks.studies.true_on_policy import experiment as true_on_policy
 from detjax.bench import deviceless, presets
 from detjax.pallas.hopper.matmul.plan import Schedule
+from tests.support import commands
 
 STUDIES = (
     "aggregation",
@@ -58,7 +58,7 @@ STUDIES = (
 
 
 def run(*arguments: str, exit_code: int = 0) -> str:
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    result = commands.run(main, *arguments, env={"COLUMNS": "200"})
     assert result.exit_code == exit_code, (result.output, result.exception)
     return result.output
 
@@ -77,7 +77,7 @@ def test_every_study_is_tested_and_listed_with_a_line_of_help() -> None:
     assert tuple(studies()) == STUDIES
     listed = run("--help")
     for name in STUDIES:
-        assert re.search(rf"^  {name} +\w", listed, re.MULTILINE), name
+        assert re.search(rf"^│ {name} +\w", listed, re.MULTILINE), name
 
 
 def test_the_command_of_a_result_has_no_files(tmp_path: Path) -> None:

@@ -17,22 +17,22 @@ import jax
 import numpy as np
 import PIL.Image
 import pytest
-from typer.testing import CliRunner, Result
 
 import detjax
 from detjax import SamplingParams, audit, engine, models, server
-from detjax.cli import app
+from detjax.cli import app, main
 from detjax.demo import CHECKPOINT, experiment
 from detjax.runtime import fingerprints
 from detjax.server.http import logs as server_logs
-from tests.support import towers
+from tests.support import commands, towers
+from tests.support.commands import Result
 from tests.support.one_layer import one_layer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 def run(*arguments: object, **options: Any) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
+    return commands.run(main, *arguments, **options)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,10 @@ def test_the_package_is_the_command() -> None:
     ("typed", "completed"), [("detjax gen", "generate"), ("detjax generate --kv", "--kv-cache-dtype")]
 )
 def test_shells_complete_commands_and_options(typed: str, completed: str) -> None:
-    words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
-    result = run(env={"_DETJAX_COMPLETE": "complete_bash"} | words, prog_name="detjax")
-    assert (result.exit_code, result.stdout.split()) == (0, [completed])
+    state = f"COMP_WORDS=({typed}); COMP_CWORD={typed.count(' ')}; _detjax"
+    script = f'{app.generate_completion(shell="bash")}\n{state}; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [completed]
 
 
 def test_help_names_the_commands() -> None:
@@ -110,7 +111,7 @@ def test_generate_heads_each_of_several_texts(checkpoint: Path) -> None:
     result = run(
         *("generate", "--model", checkpoint, "--prompt", "ROMEO:", "--prompt", "-", "--n", 2),
         *("--temperature", 1, "--max-tokens", 3, "--logprobs", 2),
-        input="JULIET:\nO\n",
+        text="JULIET:\nO\n",
     )
     heads = [line for line in result.stdout.splitlines() if line.startswith("===")]
     assert heads == [
@@ -168,7 +169,7 @@ def test_chat_wraps_the_prompt_in_the_template() -> None:
     ],
 )
 def test_generate_refuses_bad_input_in_one_line(checkpoint: Path, arguments: tuple, message: str) -> None:
-    assert message in error(run("generate", "--model", checkpoint, "--prompt", "ROMEO:", *arguments, input="O"))
+    assert message in error(run("generate", "--model", checkpoint, "--prompt", "ROMEO:", *arguments, text="O"))
 
 
 @pytest.fixture(scope="module")

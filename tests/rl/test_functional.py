@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from typer.testing import CliRunner
 
 from detjax import cli
 from detjax.engine import Engine
@@ -23,6 +22,7 @@ from detjax.rl.trainer.microbatches import Packed, Rows
 from detjax.rl.trainer.optimizers import adamw
 from tests.rl import policies
 from tests.rl.training_cases import samples
+from tests.support import commands
 from tests.support.bits import assert_same_bits, same_bits
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +115,7 @@ def test_the_example_reaches_the_weights_of_the_command_on_two_devices(tmp_path:
     tasks = "--task", "addition:2", "--task", "brackets:5"
     counts = "--prompts", "8", "--samples", "4", "--max-tokens", "16", "--steps", "3"
     learn = "--kind", "reinforcement", "--model", str(CHECKPOINT), *tasks, *counts
-    result = CliRunner().invoke(cli.app, ["train", str(tmp_path / "command"), *learn], catch_exceptions=False)
+    result = commands.run(cli.main, "train", tmp_path / "command", *learn)
     assert result.exit_code == 0, result.output
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     flags = environment.get("XLA_FLAGS", "")

@@ -4,15 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from detjax import cli, models
+from tests.support import commands
+from tests.support.commands import Result
 
 SMALL = ("--task", "addition:1", "--task", "brackets:1", "--layers", "1", "--width", "32", "--prompts", "8")
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ["train", *arguments], catch_exceptions=False)
+    return commands.run(cli.main, "train", *arguments)
 
 
 def digest_of(result: Result) -> str:

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import detjax
 from detjax import ops
-from detjax.cli import app
+from detjax.cli import main
 from detjax.engine.launcher import LauncherThread
 from detjax.runtime import fusions
 from detjax.runtime.compilation import Choices
+from tests.support import commands
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +126,7 @@ def test_an_engine_answers_without_fusions_in_the_same_bits() -> None:
 
 def test_the_command_prints_the_table() -> None:
     with detjax.without_fusions("softmax"):
-        done = CliRunner().invoke(app, ["certify", "--fusions"])
+        done = commands.run(main, "certify", "--fusions")
     assert done.exit_code == 0, done.output
     for fusion in fusions.FUSIONS.values():
         assert fusion.name in done.output

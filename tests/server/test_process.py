@@ -11,19 +11,19 @@ from pathlib import Path
 
 import openai
 import pytest
-from typer.testing import CliRunner
 
-from detjax.cli import app
+from detjax.cli import main
 from tests.server.running_server import MODEL, wait_until
+from tests.support import commands
 from tests.support.waits import HANGS_AFTER
 
 SMALL = ("--max-samples", "1", "--token-budget", "8", "--max-length", "64", "--top-logprobs", "0")
-ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 5, "logprobs": 0}
+ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 5, "logprobs": 0, "seed": 0}
 
 
 @contextlib.contextmanager
 def started(checkpoint: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
-    main = "from detjax.cli import app; app()"
+    main = "from detjax.cli import main; main()"
     command = [sys.executable, "-c", main, "serve", checkpoint, "--port", "0", "--cache-dir", cache, *SMALL]
     command += ["--log-level", "warning"]
     process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
@@ -91,7 +91,7 @@ def test_what_it_cannot_serve_is_said_at_once(checkpoint: Path, tmp_path: Path) 
             ([checkpoint, "--port", "0", "--kv-cache-dtype", "int4"], "--kv-cache-dtype is 'int4'"),
             ([checkpoint, "--port", "0", "--api-key", ""], "api_keys"),
         ):
-            result = CliRunner().invoke(app, ["serve", *map(str, arguments)])
+            result = commands.run(main, "serve", *arguments)
             assert result.exit_code == 2, arguments
             assert says in result.stderr, arguments
 
@@ -101,6 +101,6 @@ def test_a_cache_that_cannot_be_written_is_said(checkpoint: Path, tmp_path: Path
     path = tmp_path / "file"
     path.touch()
     cache = path if place == "file" else Path("/proc/detjax")
-    result = CliRunner().invoke(app, ["serve", str(checkpoint), "--port", "0", "--cache-dir", str(cache), *SMALL])
+    result = commands.run(main, "serve", checkpoint, "--port", "0", "--cache-dir", cache, *SMALL)
     assert result.exit_code == 2
     assert str(cache) in result.stderr

@@ -21,10 +21,9 @@ import numpy as np
 import openai
 import pytest
 from starlette.testclient import TestClient
-from typer.testing import CliRunner
 
 from detjax.audit import Origin
-from detjax.cli import app
+from detjax.cli import main
 from detjax.engine import Engine, EngineClosed, EngineConfig, Request, SamplingParams, Token
 from detjax.models import Decoder, ModelOutline, Tokenizer
 from detjax.server import LogSettings, ProcessReplicas, Settings, app_of_replicas, create_app, no_accelerator
@@ -36,6 +35,7 @@ from detjax.server.replicas.processes import device_shares, visible_gpus
 from detjax.server.replicated_engine import ReplicatedEngine
 from tests.server.running_server import MODEL, wait_until
 from tests.server.test_replicas import PENALIZED, REQUESTS, by_sample, responses, streamed
+from tests.support import commands
 from tests.support.bits import assert_same_bits
 from tests.support.waits import HANGS_AFTER
 
@@ -175,7 +175,7 @@ def test_replicas_that_cannot_start_again_fail_the_engine_until_one_does(
 
 def test_a_replica_that_cannot_start_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["serve", str(tmp_path / "missing"), "--port", "0", "--no-compilation-cache", "--data-parallel", "2"]
-    result = CliRunner().invoke(app, arguments)
+    result = commands.run(main, *arguments)
     assert result.exit_code == 2
     assert re.search(r"^error: replica [01] cannot start: .*missing.* is not a directory", result.stderr, re.MULTILINE)
 
@@ -194,7 +194,7 @@ def test_options_that_cannot_be_served_are_said_at_once(checkpoint: Path, monkey
         (["--data-parallel", "2", "--tensor-parallel", "0"], "with 0 devices for each replica; accepted: positive"),
         (["--data-parallel", "2", "--replica-seconds", "0"], "--replica-seconds); accepted: more than 0"),
     ):
-        result = CliRunner().invoke(app, ["serve", str(checkpoint), "--port", "0", *options])
+        result = commands.run(main, "serve", checkpoint, "--port", "0", *options)
         assert result.exit_code == 2, options
         assert says in result.stderr, options
 

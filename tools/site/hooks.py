@@ -1,4 +1,4 @@
-"""MkDocs' hooks: files of the repository, generated pages, formulas, diagrams, and checks of the finished site."""
+"""MkDocs' hooks: files of the repository, generated pages, formulas, drawings, and checks of the finished site."""
 
 import re
 import sys
@@ -10,11 +10,12 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.site import api, benchmarks, checks, diagrams, formulas, line_breaks, links  # noqa: E402
+from tools.site import api, benchmarks, checks, formulas, line_breaks, links  # noqa: E402
 
 PLOTLY: Final = "assets/plotly.min.js"
 """Where pages with interactive plots load plotly.js from: the site itself."""
@@ -24,7 +25,6 @@ _MATHJAX = re.compile(r"<script[^>]*\bsrc=[\"'][^\"']*mathjax[^>]*>\s*</script>"
 _STYLES_AS_CODE = re.compile(
     r'<div class="highlight"><pre><span></span><code>\s*&lt;style&gt;.*?&lt;/style&gt;\s*</code></pre></div>', re.DOTALL
 )
-_DIAGRAM = re.compile(r"!\[(?P<alt>[^\]]+)\]\((?P<file>[^()\s]*diagrams/[\w-]+\.txt)\)")
 
 
 def _copied(path: str, config: MkDocsConfig) -> File:
@@ -37,9 +37,6 @@ def _copied(path: str, config: MkDocsConfig) -> File:
 @mkdocs.plugins.event_priority(100)
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds what lies outside of docs/, before mkdocs-jupyter looks for notebooks."""
-    for file in list(files):
-        if file.src_uri.startswith("diagrams/"):
-            files.remove(file)
     pages = {file.src_uri: f"docs/{file.src_uri}" for file in files.documentation_pages()}
     for path, page in links.PAGES.items():
         if page not in pages and (ROOT / path).is_file() and path != "README.md":
@@ -63,6 +60,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(_copied(path, config))
     for name, content in benchmarks.plots().items():
         files.append(File.generated(config, name, content=content))
+    for name, path in formulas.assets().items():
+        files.append(File.generated(config, name, abs_src_path=path))
     return files
 
 
@@ -81,38 +80,31 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 @mkdocs.plugins.event_priority(50)
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Makes entries of the API, diagrams, and links to files of the repository."""
+    """Makes entries of the API, and links to files of the repository."""
     source = links.source_of(page.file.src_uri)
     if page.file.src_uri in api.MODULES:
         markdown = api.expanded(markdown, page.file.src_uri)
-
-    def diagram(match: re.Match[str]) -> str:
-        file = (ROOT / source).parent / match["file"]
-        return f'<figure class="diagram-frame">{diagrams.drawn(file.read_text(), match["alt"])}</figure>'
-
-    markdown = _DIAGRAM.sub(diagram, markdown)
     return links.on_the_site(markdown, source)
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Puts images in place of formulas, and says where lines may break.
-
-    Notebooks may have formulas that matplotlib cannot read; docs may not.
-    """
-    is_notebook = page.file.src_uri.startswith("lesson/")
+    """Says where lines may break, and sets formulas."""
+    content = line_breaks.with_breaks(_STYLES_AS_CODE.sub("", content))
     try:
-        content = formulas.with_images(content, strict=not is_notebook)
+        return formulas.with_formulas(content)
     except ValueError as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from error
-    return line_breaks.with_breaks(_STYLES_AS_CODE.sub("", content))
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Loads plotly.js on pages that draw with it, and no MathJax, which notebooks' templates load from a network."""
+    """Loads plotly.js and Mermaid on pages that draw with them, and no MathJax, which notebooks' templates ask for."""
     output = _MATHJAX.sub("", output)
-    if page.file.src_uri.startswith("lesson/") and "Plotly" in output:
-        depth = "../" * page.url.rstrip("/").count("/") + "../"
-        output = output.replace("<head>", f'<head><script src="{depth}{PLOTLY}"></script>', 1)
+    draws = {
+        PLOTLY: page.file.src_uri.startswith("lesson/") and "Plotly" in output,
+        formulas.MERMAID: 'class="mermaid"' in output,
+    }
+    for script in (name for name, is_needed in draws.items() if is_needed):
+        output = output.replace("<head>", f'<head><script src="{get_relative_url(script, page.url)}"></script>', 1)
     return output
 
 

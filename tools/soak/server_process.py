@@ -24,7 +24,7 @@ TEMPLATE: Final = """\
 {%- if add_generation_prompt %}assistant: {% endif %}"""
 SMALL: Final = ("--max-samples", 4, "--token-budget", 64, "--max-length", 384)
 """Options of a server that starts quickly."""
-MAIN: Final = "from detjax.cli import app; app()"
+MAIN: Final = "from detjax.cli import main; main()"
 _STARTS_WITHIN: Final = 1800
 """Seconds after which a start is taken to hang."""
 

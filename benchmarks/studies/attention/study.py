@@ -24,7 +24,6 @@ from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import jax
-import typer
 from rich.console import Console
 from rich.progress import track
 
@@ -49,6 +48,7 @@ from benchmarks.studies.attention.summary import geometric_means
 from benchmarks.study import Result, Run
 from detjax.bench import timing
 from detjax.bench.failures import reason
+from detjax.cli.options import Option
 
 SECTIONS: Final = ("prefill", "decode", "quantized", "latents", "backward", "accuracy", "bits")
 TIMING: Final = {
@@ -97,7 +97,7 @@ def study(
     torch: options.Torch = True,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes that compare the bits of options.", show_default="12, or 1 with --small"),
+        Option("Processes that compare the bits of options.", minimum=1, default="12, or 1 with --small"),
     ] = None,
 ) -> Result:
     sizes, small = SMALL if run.small else Sizes(), run.small

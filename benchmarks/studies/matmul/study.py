@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import jax
-import typer
 from rich.console import Console
 from rich.progress import track
 
@@ -35,6 +34,7 @@ from benchmarks.studies.matmul.summary import summarized
 from benchmarks.study import Result, Run
 from detjax.bench import timing
 from detjax.bench.shapes import MODELS, TOKENS
+from detjax.cli.options import Option
 
 TIMING: Final = {rivals.OURS: timing.KERNELS, rivals.XLA: timing.KERNELS, rivals.TORCH: timing.REPLAY}
 
@@ -82,7 +82,7 @@ def study(
     *,
     model: Annotated[list[str], options.names(MODELS, "Measure this model's linear layers")],
     tokens: options.Tokens = None,
-    bits: Annotated[bool, typer.Option("--bits/--skip-bits", help="Compare bits too.")] = True,
+    bits: Annotated[bool, Option("Compare bits too.", name="--bits/--skip-bits")] = True,
     torch: options.Torch = True,
 ) -> Result:
     sizes = small_sizes() if run.small else full_sizes(model, tokens or TOKENS)

@@ -13,23 +13,22 @@ write of keys and values to a cache, which is donated, is timed in one step with
 import dataclasses
 from typing import Annotated
 
-import typer
-
 from benchmarks.studies.norms import cache_writes, suite
 from benchmarks.studies.norms.cases import SMALL, Sizes
 from benchmarks.study import Result, Run
+from detjax.cli.options import Option, UsageError
 from detjax.runtime import backends
 
 
 def study(
     run: Run,
     *,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Time the schedules of the Hopper kernels.")] = False,
+    sweep: Annotated[bool, Option("Time the schedules of the Hopper kernels.")] = False,
 ) -> Result:
     sizes, backend = SMALL if run.small else Sizes(), backends.backend()
     if sweep:
         if backend != "hopper":
-            raise typer.BadParameter(f"--sweep on {backends.device_name()}; accepted: an H100 or H200")
+            raise UsageError(f"--sweep on {backends.device_name()}; accepted: an H100 or H200")
         from benchmarks.studies.norms import schedules
 
         results = list(schedules.measure(sizes))

@@ -12,11 +12,11 @@ import multiprocessing
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 
 from benchmarks.studies.random_programs.programs import BATCHES, COMPILATIONS, MOST_ROWS, Program, Verdict, judged
 from benchmarks.study import Result, Run
+from detjax.cli.options import Option
 from detjax.runtime import backends
 
 _TOGETHER = 10
@@ -27,8 +27,8 @@ _OUTCOMES = ("proven", "observed", "refuted", "unproven")
 def study(
     run: Run,
     *,
-    programs: Annotated[int, typer.Option(min=1, help="Programs, of the seeds from 0.")] = 10_000,
-    processes: Annotated[int, typer.Option(min=1, help="Processes that run them.")] = 2,
+    programs: Annotated[int, Option("Programs, of the seeds from 0.", minimum=1)] = 10_000,
+    processes: Annotated[int, Option("Processes that run them.", minimum=1)] = 2,
 ) -> Result:
     programs, processes = (20, 0) if run.small else (programs, processes)
     waiting = [range(first, min(first + _TOGETHER, programs)) for first in range(0, programs, _TOGETHER)]

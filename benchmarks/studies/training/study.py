@@ -13,12 +13,11 @@ The bits of a step are compared over microbatches, padding, packing and remateri
 import dataclasses
 from typing import Annotated, Any
 
-import typer
-
 from benchmarks import study as options
 from benchmarks.studies.training import measures
 from benchmarks.study import Result, Run
 from detjax.bench import command_line
+from detjax.cli.options import Option
 
 PARTS = ("steps", "carried", "gradients", "bits")
 
@@ -28,7 +27,7 @@ def study(
     *,
     preset: options.Preset = measures.Sizes.preset,
     part: Annotated[list[str], options.names(PARTS)],
-    shards: Annotated[int, typer.Option(min=1, help="Parts of a batch that are added as a tree.")] = 1,
+    shards: Annotated[int, Option("Parts of a batch that are added as a tree.", minimum=1)] = 1,
 ) -> Result:
     sizes = measures.SMALL if run.small else measures.Sizes(preset, shards=shards)
     few = dataclasses.replace(sizes, layers=1 if run.small else 2, length=32 if run.small else 256)

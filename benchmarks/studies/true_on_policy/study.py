@@ -15,26 +15,23 @@ The exit code is 1 if sampler and trainer differ in a bit with detjax, or if the
 import math
 from typing import Annotated
 
-import typer
-
 from benchmarks.studies.true_on_policy.experiment import SMALL, Sizes, draw, measured, problems
 from benchmarks.study import Result, Run
 from detjax.bench import command_line
+from detjax.cli.options import Option, usage_errors
 
 
 def study(
     run: Run,
     *,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each arm.")] = 1,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of a run.")] = 150,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Rollouts of a step.")] = 64,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", help="Step size of AdamW.")] = 1e-4,
-    processes: Annotated[int, typer.Option("--processes", min=1, help="Processes that share the runs.")] = 1,
-    seconds: Annotated[
-        float, typer.Option("--seconds", help="The time after which runs end with the steps that they have.")
-    ] = math.inf,
+    seeds: Annotated[int, Option("Runs of each arm.", minimum=1)] = 1,
+    steps: Annotated[int, Option("Steps of a run.", minimum=1)] = 150,
+    samples: Annotated[int, Option("Rollouts of a step.", minimum=1)] = 64,
+    learning_rate: Annotated[float, Option("Step size of AdamW.")] = 1e-4,
+    processes: Annotated[int, Option("Processes that share the runs.", minimum=1)] = 1,
+    seconds: Annotated[float, Option("The time after which runs end with the steps that they have.")] = math.inf,
 ) -> Result:
-    with command_line.bad_parameters():
+    with usage_errors():
         sizes = Sizes(seeds=seeds, steps=steps, samples=samples, learning_rate=learning_rate)
     sizes = SMALL if run.small else sizes
     result = measured(sizes, processes=processes, seconds=seconds, report=command_line.print_line)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Final
 
 from detjax import models
 from detjax.engine import Engine, EngineConfig
@@ -28,53 +28,63 @@ _ENGINE_SAMPLES: Final = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """The options of `detjax train`, as they are given on the command line; see there."""
+    """The options of `detjax train`.
+
+    Attributes:
+        directory: directory of the run: its states, its log and, at the end, its model.
+        tasks: a task with its difficulty, such as addition:2.
+        kind: supervised: train right answers; reinforcement: train the policy's own rollouts.
+        model: begin with this checkpoint. Default: random weights.
+        layers: layers of a model with random weights.
+        width: width of a model with random weights, a multiple of 32.
+        dtype: compute in float32, bfloat16 or float16.
+        steps: steps of the run.
+        prompts: prompts of a step.
+        samples: rollouts of a prompt.
+        max_tokens: tokens to generate at most.
+        temperature: temperature of rollouts.
+        learning_rate: step size of AdamW.
+        estimator: how rewards become advantages.
+        correction: the importance weights.
+        kv_cache_dtype: quantize the KV cache of rollouts alone. Default: the model's dtype.
+        seed: seed of the random choices, 0 to 2^64 - 1.
+        microbatch_tokens: tokens of a packed microbatch, a multiple of 16; no bit depends on it.
+        devices: devices that share a batch.
+        save_every: steps between two saved states.
+    """
 
     directory: Path
     tasks: tuple[str, ...]
-    kind: str
-    model: Path | None
-    layers: int
-    width: int
-    dtype: str
-    steps: int
-    prompts: int
-    samples: int
-    max_tokens: int
-    temperature: float
-    learning_rate: float
-    estimator: str
-    correction: str
-    kv_cache_dtype: str | None
-    seed: int
-    microbatch_tokens: int
-    devices: int
-    save_every: int
+    kind: Kind = "supervised"
+    model: Path | None = None
+    layers: int = 2
+    width: int = 128
+    dtype: str = "bfloat16"
+    steps: int = 100
+    prompts: int = 64
+    samples: int = 8
+    max_tokens: int = 32
+    temperature: float = 1.0
+    learning_rate: float = 1e-3
+    estimator: Estimator = "grpo"
+    correction: Correction = "none"
+    kv_cache_dtype: KVQuantization | None = None
+    seed: int = 0
+    microbatch_tokens: int = 1024
+    devices: int = 1
+    save_every: int = 50
 
     def config(self) -> RunConfig:
         """Returns the run's configuration.
 
         Raises:
-            ValueError: an option is out of range, or a name is unknown.
+            ValueError: an option is out of range.
         """
-        names: list[tuple[str, str, Any]] = [
-            ("kind", self.kind, get_args(Kind)),
-            ("estimator", self.estimator, get_args(Estimator)),
-            ("correction", self.correction, get_args(Correction)),
-        ]
-        if self.kv_cache_dtype is not None:
-            names.append(("kv-cache-dtype", self.kv_cache_dtype, get_args(KVQuantization)))
-        for option, value, accepted in names:
-            if value not in accepted:
-                raise ValueError(f"--{option} is {value!r}; accepted: {', '.join(accepted)}")
         for option in ("steps", "prompts", "samples", "max_tokens", "save_every"):
             if getattr(self, option) < 1:
                 raise ValueError(f"--{option.replace('_', '-')} is {getattr(self, option)}; accepted: at least 1")
-        chosen: Any = {"estimator": self.estimator, "correction": self.correction}
-        kind: Any = self.kind
-        kv_cache_dtype: Any = self.kv_cache_dtype
         return RunConfig(
-            kind=kind,
+            kind=self.kind,
             tasks=tuple(map(_task, self.tasks)),
             steps=self.steps,
             seed=self.seed,
@@ -82,8 +92,8 @@ class TrainingOptions:
             samples=self.samples,
             max_tokens=self.max_tokens,
             distribution=Distribution(self.temperature),
-            kv_cache_dtype=kv_cache_dtype,
-            policy_gradient=PolicyGradient(**chosen),
+            kv_cache_dtype=self.kv_cache_dtype,
+            policy_gradient=PolicyGradient(estimator=self.estimator, correction=self.correction),
             learning_rate=self.learning_rate,
         )
 

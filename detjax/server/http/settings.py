@@ -27,22 +27,23 @@ class Settings:
         name: what clients call the model.
         more_names: further names of the same model.
         api_keys: keys, one of which clients have to send. Without any, nobody needs a key.
-        separate_prefixes: whether clients with different API keys have prefix caches of their own. Otherwise the time
-            that an answer takes may tell a client that another one has sent the beginning of its prompt.
+        separate_prefixes: keep pages for clients of each API key apart, so that no client can tell by time what others
+            sent. Otherwise the time that an answer takes may tell that another one has sent the beginning of a prompt.
         max_in_flight: samples in flight at most, those that wait included. Further requests get status 429.
         max_body: bytes of a request's body at most.
         body_seconds: seconds that a client may take to send its request.
-        request_seconds: seconds that an answer may take.
-        text_seconds: seconds of CPU time that the chat template and the tokenizer may take for a request.
-        max_unsent: bytes at most that wait for clients who read their streams too slowly, over all of them. Beyond it
-            the stream with the most bytes is ended.
-        allowed_hosts: hosts that the header Host may name, without a port; "*.example.com" stands for every host below
-            example.com. None accepts every host.
-        image_directory: a directory whose files requests may name as images; None: images come with requests alone.
-        unseeded: the seed of a request at a temperature above 0 that gives none. "random" draws one for each prompt
-            from the operating system; "fixed" takes 0, so that the same request has the same answer. Answers say it.
-        allowed_origins: origins of web pages that browsers let use this server, such as "https://example.com"; "*"
-            stands for all.
+        request_seconds: time that an answer may take.
+        text_seconds: CPU time that the chat template and the tokenizer may take for a request.
+        max_unsent: bytes at most of all streams that wait for slow clients. Beyond it the stream with the most bytes is
+            ended.
+        allowed_hosts: serve requests that name this host, without a port; *.example.com: all below it; *: all. None
+            accepts every host.
+        image_directory: requests may name the files of this directory as images and videos. Default: images come with
+            requests alone.
+        unseeded: the seed of requests at a temperature above 0 that give none: random draws one for each prompt from
+            the operating system; fixed takes 0, so that the same request has the same answer. Answers say it.
+        allowed_origins: let web pages of this origin, such as https://example.com, use the server from browsers; *:
+            all. Default: none.
     """
 
     name: str
@@ -108,15 +109,15 @@ class ConnectionSettings:
     """What a server spends on connections, and how it ends them.
 
     Attributes:
-        grace: seconds that requests in flight have when the server is told to stop.
+        grace: time in seconds that requests in flight have when the server is told to stop; a second signal ends it.
         max_connections: open connections at most. Where they are used up, a new one takes the place of the one that has
             waited longest without a request in progress; where there is none, the client gets status 503.
-        header_seconds: seconds that a client may take until the headers of a request are complete.
-        idle_seconds: seconds that a connection stays open between two requests.
-        write_seconds: seconds in which a client has to read 16 KiB of an answer that waits for it.
-        certificate: a file with the server's TLS certificate and those that vouch for it, in PEM format. None serves
-            without TLS.
-        key: a file with the certificate's private key. None takes it from the certificate's file.
+        header_seconds: time that a client may take until the headers of a request are complete.
+        idle_seconds: time that a connection stays open between two requests.
+        write_seconds: time in which a client has to read 16 KiB of an answer that waits for it.
+        certificate: serve HTTPS with the TLS certificate of this file, and those that vouch for it, in PEM format.
+            Default: HTTP.
+        key: the file with the certificate's private key. Default: in the certificate's file.
     """
 
     grace: float = 30
@@ -151,9 +152,9 @@ class LogSettings:
     """What a server logs on stderr.
 
     Attributes:
-        level: the least severe messages that are written.
-        format: "text" writes lines for people, "json" an object a line.
-        access: whether there is a line for each request, of level info.
+        level: log messages of this severity or more.
+        format: log as text, in lines for people, or as json, an object a line.
+        access: log a line for each request, of level info.
     """
 
     level: LogLevel = "info"

@@ -1,7 +1,7 @@
 """Messages between the server and its text workers: lists of byte strings on a pipe.
 
-JSON and plain bytes, not pickles: a worker runs programs that come with a checkpoint, and what it answers must not be
-able to run anything in the server.
+JSON and plain bytes, not the pickles of multiprocessing and of pools over it: a worker runs programs that come with a
+checkpoint, and what it answers must not be able to run anything in the server.
 """
 
 import struct

@@ -1,6 +1,7 @@
 """Readers of the JSON in tool calls, which find where it ends while its text still grows.
 
-Each character is looked at once, so a call takes time in proportion to its text, whatever the text is.
+Each character is looked at once, so a call takes time in proportion to its text, whatever it is. A parser of partial
+JSON would read the text again with each piece, and would give values where clients get the text that the model wrote.
 """
 
 import dataclasses

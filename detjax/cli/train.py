@@ -1,0 +1,22 @@
+"""Train a model on verifiable tasks. A run that is started again goes on where it was saved, to the same bytes."""
+
+from typing import Annotated
+
+from detjax.cli.loading import Backend
+from detjax.cli.options import Fields, command
+from detjax.rl.runs import command as training_command
+from detjax.runtime import backends, fingerprints
+
+
+@command
+def train(
+    *,
+    options: Annotated[
+        training_command.TrainingOptions, Fields(training_command.TrainingOptions, positional=("directory",))
+    ],
+    backend: Backend = None,
+) -> None:
+    with backends.use_backend(backend):
+        backends.check_device()
+        digest = training_command.train(options)
+    print(f"model {digest}, fingerprint {fingerprints.fingerprint().digest}")

@@ -1,0 +1,50 @@
+"""Check whether answers are, bit for bit, what the model answers: by one forward pass over prompt and answer.
+
+The exit code is 1 if an answer is refused.
+"""
+
+import contextlib
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from detjax import audit
+from detjax.cli.files import opened, write_json
+from detjax.cli.loading import JSON_FILE, Backend, Loading
+from detjax.cli.options import Fields, command
+from detjax.runtime import backends
+
+
+@command
+def verify(
+    file: Path,
+    /,
+    *,
+    loading: Annotated[Loading, Fields(Loading)],
+    json_file: Annotated[Path | None, JSON_FILE] = None,
+    backend: Backend = None,
+) -> int:
+    """Verifies transcripts.
+
+    Args:
+        file: transcripts, or a server's responses with receipts: one in each line, or a list.
+        json_file: write all verdicts here.
+    """
+    template = loading.template()
+    with contextlib.ExitStack() as files, backends.use_backend(backend):
+        backends.check_device()
+        json_part = opened(files, "--json", json_file)
+        decoder, tokenizer = loading.load(template)
+        transcripts = audit.read_transcripts(file, tokenizer)
+        given = list(transcripts.values())
+        verdicts = audit.verify(decoder, given, tokenizer, progress=sys.stderr.isatty())
+        by_place = dict(zip(transcripts, verdicts, strict=True))
+        if json_part is not None:
+            content = [{"place": place, **dataclasses.asdict(verdict)} for place, verdict in by_place.items()]
+            write_json(json_part, content)
+    refused = {place: verdict for place, verdict in by_place.items() if not verdict.is_verified}
+    for place, verdict in refused.items():
+        print(f"{place}: {verdict}")
+    print(f"{len(verdicts) - len(refused)} of {len(verdicts)} answers are verified")
+    return int(bool(refused))
