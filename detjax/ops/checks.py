@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from detjax.contract import INPUT_DTYPES
 from detjax.operands.kv_pages import QuantizedPages
-from detjax.operands.options import Activation, Epilogue, WeightLayout
+from detjax.operands.options import Activation, Clamp, WeightLayout
 from detjax.runtime import backends
 
 
@@ -75,14 +75,22 @@ def check_not_empty(operation: str, **arrays: jax.Array) -> None:
             )
 
 
-def check_product(operation: str, layout: str, epilogue: Epilogue, out_dtype: jnp.dtype) -> None:
+def check_product(
+    operation: str,
+    layout: str,
+    out_dtype: jnp.dtype,
+    *,
+    activation: str | None,
+    gated: bool,
+    clamp: Clamp | None,
+    soft_cap: float | None = None,
+) -> None:
     """Returns if the options of a product are known and within their bounds.
 
     Raises:
         TypeError: the result's dtype is not under contract.
         ValueError: names the operation, the option and what is accepted.
     """
-    activation, gated, clamp, soft_cap = epilogue.activation, epilogue.gated, epilogue.clamp, epilogue.soft_cap
     if layout not in get_args(WeightLayout):
         raise ValueError(f"{operation}: layout is {layout!r}; accepted: {', '.join(get_args(WeightLayout))}")
     if activation not in (None, *get_args(Activation)):

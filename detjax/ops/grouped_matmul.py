@@ -92,8 +92,7 @@ def grouped_matmul(  # noqa: PLR0913
     check_dtype(name, like=x, w=w)
     check_integers(name, group_sizes=group_sizes)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    epilogue = Epilogue(activation, gated, clamp=clamp)
-    check_product(name, layout, epilogue, out_dtype)
+    check_product(name, layout, out_dtype, activation=activation, gated=gated, clamp=clamp)
     experts, stacked = group_sizes.shape[0], (2,) if gated else ()
     if w.ndim != 3 + len(stacked):
         raise ValueError(f"{name}: w has shape {w.shape}; accepted: {3 + len(stacked)} axes where gated is {gated}")
@@ -105,7 +104,7 @@ def grouped_matmul(  # noqa: PLR0913
     check_shape(name, "sequences", sequences, x.shape[:1], f"x being {x.shape}")
     check_not_empty(name, x=x, w=w)
 
-    operands = GroupedOperands(x, w, bias, group_sizes, sequences)
+    operands, epilogue = GroupedOperands(x, w, bias, group_sizes, sequences), Epilogue(activation, gated, clamp=clamp)
     sums = w_sum, bias_sum
     options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype, "unit": unit}
     return _GROUPED_MATMUL.call(lambda *given, **options: _grouped_matmul(*given, sums, **options), operands, **options)

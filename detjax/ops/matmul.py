@@ -72,8 +72,7 @@ def matmul(  # noqa: PLR0913
     check_dtype("matmul", x=x, bias=bias, residual=residual)
     check_dtype("matmul", like=x, w=w)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    epilogue = Epilogue(activation, gated, soft_cap, clamp)
-    check_product("matmul", layout, epilogue, out_dtype)
+    check_product("matmul", layout, out_dtype, activation=activation, gated=gated, clamp=clamp, soft_cap=soft_cap)
     stacked = (2,) if gated else ()
     if w.ndim != 2 + len(stacked):
         raise ValueError(f"matmul: w has shape {w.shape}; accepted: {2 + len(stacked)} axes where gated is {gated}")
@@ -84,7 +83,7 @@ def matmul(  # noqa: PLR0913
     check_shape("matmul", "residual", residual, (*x.shape[:-1], outputs), "the result's shape")
     check_not_empty("matmul", x=x, w=w)
 
-    operands = MatmulOperands(x, w, bias, residual)
+    operands, epilogue = MatmulOperands(x, w, bias, residual), Epilogue(activation, gated, soft_cap, clamp)
     options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
     return _MATMUL.call(lambda *given, **options: _matmul(*given, (w_sum, bias_sum), **options), operands, **options)
 
