@@ -1,5 +1,8 @@
-"""Audits: whether rows depend on their batch, whether answers are what a model gives, how far two sets of logprobs are
-apart, and where two runs part."""
+"""Audits of rows, answers, runs and logprobs.
+
+`certification` asks whether rows depend on their batch, `verification` whether answers are the ones that a model gives,
+`bisection` at which equation two runs diverge, and `comparison` how far apart two sets of logprobs are.
+"""
 
 from detjax.audit.bisection.bisect import Bisection as Bisection
 from detjax.audit.bisection.bisect import Difference as Difference

@@ -1,4 +1,8 @@
-"""Generation: from prompts to tokens and logprobs."""
+"""Generation: from prompts to tokens and logprobs.
+
+The modules are read from the bottom up: `request` and `sampling_params`, then `page_pool`, `scheduler`, `batch`,
+`step_programs` and `model_runner`, then `step_loop` and `engine`. `generate` is the same loop without a thread.
+"""
 
 from detjax.engine.batch import BatchShapes as BatchShapes
 from detjax.engine.config import EngineConfig as EngineConfig

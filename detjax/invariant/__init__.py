@@ -1,4 +1,8 @@
-"""Functions of a batch whose rows do not depend on the batch, whoever wrote them."""
+"""Functions of a batch whose rows do not depend on the batch, whoever wrote them.
+
+Read `transform` first, then `places` and `batch_axis`, which follow the rows through a program, then `interpreter`,
+which runs it.
+"""
 
 from detjax.invariant.refusals import TracedForBatchWarning as TracedForBatchWarning
 from detjax.invariant.refusals import UnsafeFunction as UnsafeFunction

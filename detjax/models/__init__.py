@@ -1,4 +1,8 @@
-"""Decoder-only language models, and their import from and export to Hugging Face checkpoints."""
+"""Decoder-only language models, and their import from and export to Hugging Face checkpoints.
+
+Read `decoder` first, then a family in `families`, then `parts`, which families compose. `configuration` and
+`checkpoint` read and write files; `mesh` shares weights among devices.
+"""
 
 from detjax.models import families as families
 from detjax.models.cache import KVCache as KVCache

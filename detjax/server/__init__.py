@@ -1,4 +1,8 @@
-"""An OpenAI-compatible HTTP server, whose answers do not depend on which other requests it serves."""
+"""An OpenAI-compatible HTTP server, whose answers do not depend on which other requests it serves.
+
+Read `app` first: it leads from a body (`api`) through the engine to a response. `http` has the limits on clients,
+`text` the workers that tokenize, `tools` the tool calls, `replicas` the servers of several engines.
+"""
 
 from detjax.server.app import create_app as create_app
 from detjax.server.app import system_fingerprint as system_fingerprint
