@@ -372,7 +372,7 @@ class _Selection:
             return (atom if isinstance(atom, core.Literal) else atoms.get(atom, atom)), axes
 
         (seen, axes), *cases = map(origin, eqn.invars)
-        fills = [index for index, (atom, _) in enumerate(cases) if _is_fill(atom)]
+        fills = [index for index, (atom, _) in enumerate(cases) if _is_number(atom) and float(atom.val) <= _LOWEST_FILL]
         if isinstance(seen, core.Literal) or aval(seen).dtype != jnp.bool_ or len(fills) != 1:
             return None
         (fill,) = fills
@@ -395,10 +395,6 @@ def _free_axes(eqn: core.JaxprEqn, side: int) -> list[int]:
 
 def _is_number(atom: Any) -> bool:
     return isinstance(atom, core.Literal) and np.ndim(atom.val) == 0
-
-
-def _is_fill(atom: Any) -> bool:
-    return _is_number(atom) and float(atom.val) <= _LOWEST_FILL
 
 
 def _have_one_dtype(*atoms: Any) -> bool:

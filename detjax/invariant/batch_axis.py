@@ -43,6 +43,7 @@ from detjax.invariant.uniform import (
     shifted,
     uniform_axes,
 )
+from detjax.invariant.walker import walk
 
 
 def follow(
@@ -148,23 +149,23 @@ class Follower(RowRules):
         self.set_values(jaxpr.invars, values)
         self._note_integers(env)
 
-        def read(eqn: core.JaxprEqn | None, at: int, atom: Any) -> Place:
-            if not isinstance(atom, core.Literal):
-                return env[atom]
-            sized = eqn is not None and self.sizes.is_literal(eqn, at)
-            return dataclasses.replace(whole(atom), number=self._number(atom), sized=sized)
+        def literal(atom: core.Literal) -> Shared:
+            return dataclasses.replace(whole(atom), number=self._number(atom))
 
-        for eqn in jaxpr.eqns:
-            given = [read(eqn, at, v) for at, v in enumerate(eqn.invars)]
+        def rule(eqn: core.JaxprEqn, given: list[Place]) -> list[Place]:
+            for at, (v, place) in enumerate(zip(eqn.invars, given, strict=True)):
+                if isinstance(v, core.Literal) and isinstance(place, Shared) and self.sizes.is_literal(eqn, at):
+                    given[at] = dataclasses.replace(place, sized=True)
             is_call = equations.is_call(eqn)
             if not is_call:
                 self.number_results(eqn)
-            made = dict(zip(eqn.outvars, self.equation(eqn, given), strict=True))
+            made = self.equation(eqn, given)
             if is_call:
                 self.number_results(eqn)
-            env.update(made)
-            self._note_integers(made)
-        return [read(None, 0, v) for v in jaxpr.outvars]
+            self._note_integers(dict(zip(eqn.outvars, made, strict=True)))
+            return made
+
+        return walk(jaxpr, [env[v] for v in jaxpr.all_invars], rule, literal)
 
     def _note_integers(self, places: Mapping[core.Var, Place]) -> None:
         for var, place in places.items():
@@ -420,7 +421,7 @@ class Follower(RowRules):
             name == "concatenate"
             and self.rows_may_return
             and is_vector(eqn)
-            and any(self._counts_rows(place) for place in places)
+            and any(place.grid is not None and place.grid.size % self.batch == 0 for place in places)
         ):
             return [Vector(tuple(places))]
         results: list[Place] = []
@@ -431,6 +432,3 @@ class Follower(RowRules):
                 place = dataclasses.replace(place, grid=grid, number=number)
             results.append(place)
         return results
-
-    def _counts_rows(self, place: Shared) -> bool:
-        return place.grid is not None and place.grid.size % self.batch == 0

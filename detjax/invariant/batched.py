@@ -131,7 +131,9 @@ class _Batch(ControlFlow):
         if kind in (Kind.EXACT, Kind.OPERATION) or (name == "scatter" and eqn.params["unique_indices"]):
             return self._at_once(eqn, values, mapped)
         if name == "reduce_sum":
-            return [_added(values[0], [axis + 1 for axis in eqn.params["axes"]])]
+            # Numbers narrower than float32 are added in float32, and rounded once.
+            wide = values[0].astype(jnp.promote_types(values[0].dtype, jnp.float32))
+            return [rounded(_halved(wide, [axis + 1 for axis in eqn.params["axes"]], lax.add, 0.0), values[0].dtype)]
         if name == "cumsum":
             axis = eqn.params["axis"] + 1
             return [lax.associative_scan(lax.add, values[0], reverse=eqn.params["reverse"], axis=axis)]
@@ -189,11 +191,6 @@ def _infinity(dtype: Any, limit: str) -> float:
     finite = float(getattr(jnp.finfo(dtype), limit))
     infinite = math.copysign(math.inf, finite)
     return infinite if np.isinf(np.asarray(infinite, dtype)) else finite
-
-
-def _added(x: Array, axes: Sequence[int]) -> Array:
-    """The sum over axes. Numbers narrower than float32 are added in float32, and rounded once."""
-    return rounded(_halved(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axes, lax.add, 0.0), x.dtype)
 
 
 def _halved(x: Array, axes: Sequence[int], combined: Callable[[Array, Array], Array], filling: float) -> Array:

@@ -9,7 +9,7 @@ Values that hold no rows may have an axis of the batch's size too, such as posit
 Numbers computed from these are computed once, and not for every row, so that their bits do not know the batch either.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -24,6 +24,7 @@ from detjax.invariant.equations import Kind, aval
 from detjax.invariant.places import Place, Rows, Shared
 from detjax.invariant.refusals import UnsafeFunction, lines
 from detjax.invariant.uniform import constant_place
+from detjax.invariant.walker import walk
 from detjax.runtime import varying
 
 _SIZES: Final = {
@@ -75,24 +76,17 @@ class _Cutter:
 
     def run(self, jaxpr: core.Jaxpr, values: Sequence[Any], places: Sequence[Place]) -> tuple[list[Any], list[Place]]:
         """Returns one row's results of a jaxpr, and where the rows are in them."""
-        env: dict[Any, Any] = dict(zip(jaxpr.all_invars, [*jaxpr.consts, *values], strict=True))
-        constants = [constant_place(x) or Shared() for x in jaxpr.consts]
-        known: dict[Any, Place] = dict(zip(jaxpr.all_invars, [*constants, *places], strict=True))
-        known.update((v, _known_single(known[v], v)) for v in jaxpr.all_invars)
 
-        def value(atom: Any) -> Any:
-            return atom.val if isinstance(atom, core.Literal) else env[atom]
-
-        def place(atom: Any) -> Place:
-            return _known_single(Shared(), atom) if isinstance(atom, core.Literal) else known[atom]
-
-        for eqn in jaxpr.eqns:
+        def rule(eqn: core.JaxprEqn, given: list[tuple[Any, Place]]) -> Iterator[tuple[Any, Place]]:
             with equations.at_line(eqn):
-                results, made = self._equation(eqn, [value(v) for v in eqn.invars], [place(v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, results, strict=True))
-            known.update(zip(eqn.outvars, made, strict=True))
-        made = [place(v) for v in jaxpr.outvars]
-        return [self._whole(value(v), v, p) for v, p in zip(jaxpr.outvars, made, strict=True)], made
+                results, made = self._equation(eqn, [x for x, _ in given], [place for _, place in given])
+            return zip(results, made, strict=True)
+
+        constants = [constant_place(x) or Shared() for x in jaxpr.consts]
+        known = zip(jaxpr.all_invars, [*jaxpr.consts, *values], [*constants, *places], strict=True)
+        inputs = [(x, _known_single(place, v)) for v, x, place in known]
+        made = walk(jaxpr, inputs, rule, lambda atom: (atom.val, _known_single(Shared(), atom)))
+        return [self._whole(x, v, p) for v, (x, p) in zip(jaxpr.outvars, made, strict=True)], [p for _, p in made]
 
     def _follower(self) -> Follower:
         follower = Follower(self._batch)

@@ -1,11 +1,11 @@
 """Which values of a program for one example depend on the example, and where examples meet weights."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jax.extend import core
 
 from detjax.invariant import equations
+from detjax.invariant.walker import walk
 
 
 class Dependence:
@@ -85,14 +85,11 @@ class Dependence:
         return self._known[key][1:]
 
     def _walk(self, jaxpr: core.Jaxpr, mapped: Sequence[bool]) -> tuple[list[bool], bool]:
-        env: dict[Any, bool] = dict(zip(jaxpr.all_invars, [*[False] * len(jaxpr.consts), *mapped], strict=True))
-
-        def read(atom: Any) -> bool:
-            return False if isinstance(atom, core.Literal) else env[atom]
-
         holds = False
-        for eqn in jaxpr.eqns:
-            inputs = [read(v) for v in eqn.invars]
-            holds = holds or (any(inputs) and self.holds_shared(eqn, inputs))
-            env.update(zip(eqn.outvars, self.results(eqn, inputs), strict=True))
-        return [read(v) for v in jaxpr.outvars], holds
+
+        def rule(eqn: core.JaxprEqn, given: list[bool]) -> list[bool]:
+            nonlocal holds
+            holds = holds or (any(given) and self.holds_shared(eqn, given))
+            return self.results(eqn, given)
+
+        return walk(jaxpr, [*[False] * len(jaxpr.consts), *mapped], rule, lambda _: False), holds

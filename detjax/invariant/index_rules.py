@@ -117,7 +117,9 @@ class IndexRules(abc.ABC):
         if name in ("top_k", "approx_top_k"):
             self._not_negative.add(self.value(eqn.outvars[1]))
         if name in _RENAMES and math.prod(aval(eqn.invars[0]).shape) == math.prod(aval(eqn.outvars[0]).shape):
-            self._rename(given[0], made)
+            self._keys[made] = self.keys(given[0])
+            if given[0] in self._not_negative:
+                self._not_negative.add(made)
         if name in ("max", "min") and not equations.is_inexact(eqn.outvars[0]):
             for one, other in ((0, 1), (1, 0)):
                 number = self._number(eqn.invars[other])
@@ -161,11 +163,6 @@ class IndexRules(abc.ABC):
             return made
         name, given = self._made_by.get(made, ("", ()))
         return given[0] if name == "broadcast_in_dim" else made
-
-    def _rename(self, given: Any, made: Any) -> None:
-        self._keys[made] = self.keys(given)
-        if given in self._not_negative:
-            self._not_negative.add(made)
 
     def unspread(self, value: Any) -> Any:
         """Returns the value of a number before it became an array of it."""
@@ -382,7 +379,9 @@ class IndexRules(abc.ABC):
         if name == "slice" and isinstance(first, Counts):
             return [Counts(first.keys, "cut", (eqn.params["start_indices"][0], eqn.params["limit_indices"][0]))]
         if name == "cumsum" and isinstance(first, Counts):
-            return self._accumulated(eqn, first)
+            if eqn.params["reverse"] or first.step not in ("before", "marks"):
+                return None
+            return [Counts(first.keys, "starts" if first.step == "before" else "groups")]
         if name in ("lt", "add") and all(isinstance(place, (Index, Counts, Shared)) for place in places):
             return [*[Draft(self.described(eqn))] * count]
         if name == "sub" and isinstance(first, Counts) and first.step == "groups" and self._number(eqn.invars[1]) == 1:
@@ -438,11 +437,6 @@ class IndexRules(abc.ABC):
         assert isinstance(one, Counts) and isinstance(other, Counts) and one.cut and other.cut
         is_rolled = one.cut[1] == one.cut[0] + 1 and other.cut == (0, one.cut[0]) and one.keys == other.keys
         return [Counts(one.keys, "rolled")] if is_rolled else None
-
-    def _accumulated(self, eqn: core.JaxprEqn, counts: Counts) -> list[Place] | None:
-        if eqn.params["reverse"] or counts.step not in ("before", "marks"):
-            return None
-        return [Counts(counts.keys, "starts" if counts.step == "before" else "groups")]
 
     def _groups(self, counts: Counts) -> list[Place] | None:
         """The keys of sorted rows, made from how many there are of each."""

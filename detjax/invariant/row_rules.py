@@ -385,7 +385,10 @@ class RowRules(IndexRules):
             pairs += [(k, None, axis) for k, axis in windows if shapes[0][k] == shapes[2][axis]]
         for axes in pairs:
             met = list(zip(places, eqn.invars, axes, strict=True))
-            is_apart = all(k is None or _has(place, k) or is_uniform_along(place, v, k) for place, v, k in met)
+            is_apart = all(
+                k is None or (isinstance(place, Rows) and place.axis == k) or is_uniform_along(place, v, k)
+                for place, v, k in met
+            )
             if is_apart and all(place.on(axes[0]) == rows[0].on(axes[0]) for place in rows):
                 return axes
         return None
@@ -489,8 +492,3 @@ class RowRules(IndexRules):
         return self._window(eqn, [rows])
 
     _reduce_window_max = _reduce_window_min = _reduce_window_sum = _reduce_window = _window
-
-
-def _has(place: Place, axis: int) -> bool:
-    """Returns whether rows lie along this axis."""
-    return isinstance(place, Rows) and place.axis == axis

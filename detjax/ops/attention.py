@@ -94,7 +94,7 @@ def attention(  # noqa: PLR0913
     keys = queries.page_table.shape[1] * KV_BLOCK
     _check_mask("attention", mask, q, keys, f"queries.page_table being {queries.page_table.shape}")
     operands = AttentionOperands(q, kv, queries, sinks, mask)
-    return _ATTENTION.call(functools.partial(_with_sum, sinks_sum=sinks_sum), operands, masking=masking)
+    return _ATTENTION.call(lambda *given, masking: _attention(*given, sinks_sum, masking), operands, masking=masking)
 
 
 def _packed(operands: AttentionOperands, sinks_sum: Array | None, masking: Masking) -> Array:
@@ -106,13 +106,15 @@ def _packed(operands: AttentionOperands, sinks_sum: Array | None, masking: Maski
             f"attention: sinks is an AccumulatedWeight with a sum, and queries.num_decodes is {decodes}; accepted: 0, "
             "as in training, or sinks without a sum"
         )
+
+    def under_contract(operands: AttentionOperands, masking: Masking) -> Array:
+        return _attention(operands, sinks_sum, masking)
+
     if decodes:
         decoding = operands._replace(q=q[:decodes, None], queries=queries.decoding())
-        under_contract = functools.partial(_with_sum, sinks_sum=None)
         outputs.append(_ATTENTION.call(under_contract, decoding, masking=masking)[:, 0])
     if decodes < queries.page_table.shape[0]:
         prefilling = operands._replace(q=q[decodes:], queries=queries.prefilling())
-        under_contract = functools.partial(_with_sum, sinks_sum=sinks_sum)
         outputs.append(_RAGGED_ATTENTION.call(under_contract, prefilling, masking=masking))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
 
@@ -235,10 +237,6 @@ def contiguous_page_table(batch: int, tokens: int) -> Int[Array, "B p"]:
     """
     pages = ceil_div(tokens, KV_BLOCK)
     return jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
-
-
-def _with_sum(operands: AttentionOperands, *, sinks_sum: Array | None, masking: Masking) -> Array:
-    return _attention(operands, sinks_sum, masking)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

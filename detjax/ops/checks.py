@@ -1,6 +1,7 @@
 """Checks of arguments. An error says what was given, what is accepted, and in which operation and on which device."""
 
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jaxtyping import Array
 
 from detjax.contract import INPUT_DTYPES
 from detjax.operands.kv_pages import QuantizedPages
-from detjax.operands.options import Clamp
+from detjax.operands.options import Activation, Clamp, WeightLayout
 from detjax.runtime import backends
 
 
@@ -74,15 +75,34 @@ def check_not_empty(operation: str, **arrays: jax.Array) -> None:
             )
 
 
-def check_clamp(operation: str, clamp: Clamp | None, gated: bool) -> None:
-    """Returns if the bounds of a gated activation are None, or positive and finite, and there is a gate.
+def check_product(
+    operation: str,
+    layout: str,
+    out_dtype: jnp.dtype,
+    *,
+    activation: str | None,
+    gated: bool,
+    clamp: Clamp | None,
+    soft_cap: float | None = None,
+) -> None:
+    """Returns if the options of a product are known and within their bounds.
 
     Raises:
-        ValueError: names the operation and what is accepted.
+        TypeError: the result's dtype is not under contract.
+        ValueError: names the operation, the option and what is accepted.
     """
-    if clamp is None:
-        return
-    if not gated:
+    if layout not in get_args(WeightLayout):
+        raise ValueError(f"{operation}: layout is {layout!r}; accepted: {', '.join(get_args(WeightLayout))}")
+    if activation not in (None, *get_args(Activation)):
+        accepted = ", ".join(get_args(Activation))
+        raise ValueError(f"{operation}: activation is {activation!r}; accepted: None, {accepted}")
+    if gated and activation is None:
+        raise ValueError(f"{operation}: gated without an activation; accepted: gated with one, such as silu")
+    if clamp is not None and not gated:
         raise ValueError(f"{operation}: clamp is {clamp} and gated is False; accepted: a clamp where gated is True")
-    if not (0 < clamp.limit < math.inf and 0 < clamp.slope < math.inf):
+    if clamp is not None and not (0 < clamp.limit < math.inf and 0 < clamp.slope < math.inf):
         raise ValueError(f"{operation}: clamp is {clamp}; accepted: a limit and a slope that are finite and positive")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"{operation}: soft_cap is {soft_cap}; accepted: positive numbers, or None for no cap")
+    if str(out_dtype) not in INPUT_DTYPES:
+        raise TypeError(f"{operation}: out_dtype is {out_dtype}; accepted: {', '.join(INPUT_DTYPES)}")

@@ -1,17 +1,17 @@
 """Matrix products of rows that are sorted by expert, each with its expert's weight, under contract."""
 
 import functools
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from detjax.contract import ACCUMULATOR, INPUT_DTYPES
+from detjax.contract import ACCUMULATOR
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.operands.options import Activation, Clamp, Epilogue, WeightLayout
 from detjax.operands.products import GroupedOperands, WeightSums
-from detjax.ops.checks import check_clamp, check_dtype, check_integers, check_not_empty, check_shape
+from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_product, check_shape
 from detjax.ops.dispatch import Operation
 from detjax.runtime import compilation, fusions
 
@@ -91,16 +91,8 @@ def grouped_matmul(  # noqa: PLR0913
     check_dtype(name, x=x, bias=bias)
     check_dtype(name, like=x, w=w)
     check_integers(name, group_sizes=group_sizes)
-    if layout not in get_args(WeightLayout):
-        raise ValueError(f"{name}: layout is {layout!r}; accepted: {', '.join(get_args(WeightLayout))}")
-    if activation not in (None, *get_args(Activation)):
-        raise ValueError(f"{name}: activation is {activation!r}; accepted: None, {', '.join(get_args(Activation))}")
-    if gated and activation is None:
-        raise ValueError(f"{name}: gated without an activation; accepted: gated with one, such as silu")
-    check_clamp(name, clamp, gated)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    if str(out_dtype) not in INPUT_DTYPES:
-        raise TypeError(f"{name}: out_dtype is {out_dtype}; accepted: {', '.join(INPUT_DTYPES)}")
+    check_product(name, layout, out_dtype, activation=activation, gated=gated, clamp=clamp)
     experts, stacked = group_sizes.shape[0], (2,) if gated else ()
     if w.ndim != 3 + len(stacked):
         raise ValueError(f"{name}: w has shape {w.shape}; accepted: {3 + len(stacked)} axes where gated is {gated}")
@@ -112,15 +104,10 @@ def grouped_matmul(  # noqa: PLR0913
     check_shape(name, "sequences", sequences, x.shape[:1], f"x being {x.shape}")
     check_not_empty(name, x=x, w=w)
 
-    epilogue = Epilogue(activation, gated, clamp=clamp)
-    operands = GroupedOperands(x, w, bias, group_sizes, sequences)
-    under_contract = functools.partial(_with_sums, sums=(w_sum, bias_sum))
+    operands, epilogue = GroupedOperands(x, w, bias, group_sizes, sequences), Epilogue(activation, gated, clamp=clamp)
+    sums = w_sum, bias_sum
     options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype, "unit": unit}
-    return _GROUPED_MATMUL.call(under_contract, operands, **options)
-
-
-def _with_sums(operands: GroupedOperands, *, sums: WeightSums, **options: Any) -> Array:
-    return _grouped_matmul(operands, sums, **options)
+    return _GROUPED_MATMUL.call(lambda *given, **options: _grouped_matmul(*given, sums, **options), operands, **options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))

@@ -2,17 +2,17 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
-from detjax.contract import ACCUMULATOR, INPUT_DTYPES
+from detjax.contract import ACCUMULATOR
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.operands.options import Activation, AxisName, Clamp, Epilogue, WeightLayout
 from detjax.operands.products import MatmulOperands, WeightSums
-from detjax.ops.checks import check_clamp, check_dtype, check_not_empty, check_shape
+from detjax.ops.checks import check_dtype, check_not_empty, check_product, check_shape
 from detjax.ops.dispatch import Operation, one_by_one, with_vmap_rule
 from detjax.runtime import compilation, fusions
 from detjax.runtime.device_links import DeviceLinks
@@ -71,18 +71,8 @@ def matmul(  # noqa: PLR0913
     (w, w_sum), (bias, bias_sum) = value_and_sum(_MATMUL.taking(w)), value_and_sum(_MATMUL.taking(bias))
     check_dtype("matmul", x=x, bias=bias, residual=residual)
     check_dtype("matmul", like=x, w=w)
-    if layout not in get_args(WeightLayout):
-        raise ValueError(f"matmul: layout is {layout!r}; accepted: {', '.join(get_args(WeightLayout))}")
-    if activation not in (None, *get_args(Activation)):
-        raise ValueError(f"matmul: activation is {activation!r}; accepted: None, {', '.join(get_args(Activation))}")
-    if gated and activation is None:
-        raise ValueError("matmul: gated without an activation; accepted: gated with one, such as silu")
-    check_clamp("matmul", clamp, gated)
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"matmul: soft_cap is {soft_cap}; accepted: positive numbers, or None for no cap")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    if str(out_dtype) not in INPUT_DTYPES:
-        raise TypeError(f"matmul: out_dtype is {out_dtype}; accepted: {', '.join(INPUT_DTYPES)}")
+    check_product("matmul", layout, out_dtype, activation=activation, gated=gated, clamp=clamp, soft_cap=soft_cap)
     stacked = (2,) if gated else ()
     if w.ndim != 2 + len(stacked):
         raise ValueError(f"matmul: w has shape {w.shape}; accepted: {2 + len(stacked)} axes where gated is {gated}")
@@ -93,10 +83,9 @@ def matmul(  # noqa: PLR0913
     check_shape("matmul", "residual", residual, (*x.shape[:-1], outputs), "the result's shape")
     check_not_empty("matmul", x=x, w=w)
 
-    epilogue = Epilogue(activation, gated, soft_cap, clamp)
-    operands = MatmulOperands(x, w, bias, residual)
-    under_contract = functools.partial(_matmul_with_sums, sums=(w_sum, bias_sum))
-    return _MATMUL.call(under_contract, operands, layout=layout, epilogue=epilogue, out_dtype=out_dtype)
+    operands, epilogue = MatmulOperands(x, w, bias, residual), Epilogue(activation, gated, soft_cap, clamp)
+    options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
+    return _MATMUL.call(lambda *given, **options: _matmul(*given, (w_sum, bias_sum), **options), operands, **options)
 
 
 def shared_matmul(
@@ -131,10 +120,6 @@ def shared_matmul(
     out_dtype = jnp.dtype(options.pop("out_dtype", x.dtype))
     operands = MatmulOperands(x, w, bias, residual)
     return kernels.shared_forward(operands, axis_name, links, epilogue=Epilogue(**options), out_dtype=out_dtype)
-
-
-def _matmul_with_sums(operands: MatmulOperands, *, sums: WeightSums, **options: Any) -> Array:
-    return _matmul(operands, sums, **options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

@@ -73,15 +73,13 @@ def rms_norm(
     check_shape("rms_norm", "weight", weight, x.shape[-1:], f"x being {x.shape}")
     check_shape("rms_norm", "residual", residual, x.shape, "x's shape")
     check_not_empty("rms_norm", x=x)
-    under_contract = functools.partial(_rms_norm_with_sum, weight_sum=weight_sum)
-    y, h = _RMS_NORM.call(under_contract, x, weight, residual, eps=eps, weight_offset=weight_offset)
+    y, h = _RMS_NORM.call(
+        lambda *operands, **options: _rms_norm(*operands, weight_sum, **options),
+        *(x, weight, residual),
+        eps=eps,
+        weight_offset=weight_offset,
+    )
     return y if h is None else (y, h)
-
-
-def _rms_norm_with_sum(
-    x: Array, weight: Array, residual: Array | None, *, weight_sum: Array | None, eps: float, weight_offset: float
-) -> tuple[Array, Array | None]:
-    return _rms_norm(x, weight, residual, weight_sum, eps, weight_offset)
 
 
 def _norm_by_kernel(

@@ -185,23 +185,14 @@ def _by_row(operation: Operation, rows: tuple[Array, ...], weights: tuple[Weight
     leading = rows[0].shape[: rows[0].ndim - axes]
     flat = tuple(x.reshape(math.prod(leading), *x.shape[len(leading) :]) for x in rows)
     # A module of XLA's operations takes no sums: `taking` has put them into the weights' gradients.
-    under_contract = functools.partial(
-        _with_sums, sums=tuple(total for _, total in pairs), operation=operation, function=operation.name
-    )
+    sums = tuple(total for _, total in pairs)
+
+    def under_contract(rows: tuple[Array, ...], weights: tuple[Array, ...], **options: Any) -> PyTree[Array]:
+        function = "function", operation.name
+        return rows_by_kernel(rows, weights, sums, operation, (function, *sorted(options.items())))
+
     results = operation.call(under_contract, flat, tuple(value for value, _ in pairs), **options)
     return jax.tree.map(lambda y: y.reshape(*leading, *y.shape[1:]), results)
-
-
-def _with_sums(
-    rows: tuple[Array, ...],
-    weights: tuple[Array, ...],
-    *,
-    sums: tuple[Array | None, ...],
-    operation: Operation,
-    function: str,
-    **options: Any,
-) -> PyTree[Array]:
-    return rows_by_kernel(rows, weights, sums, operation, (("function", function), *sorted(options.items())))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

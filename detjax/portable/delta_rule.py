@@ -129,7 +129,9 @@ def backward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows, do: Arra
 
         def run_chunk(chunk: Array, s: Array, new: DeltaTokens) -> tuple[Array, Array]:
             earlier = jax.tree.map(lambda x: jnp.where(chunk == 0, x, 0.0), rows_first)
-            return _chunk(s, earlier, new, places(chunk) >= 0, dtype)
+            # Tokens behind the request's last one are zeros, which change no state.
+            o, kept = _tile(s, earlier, new, 0, places(chunk) >= 0, DELTA_CHUNK, dtype)
+            return o, _next_state(s, kept, dtype)
 
         def keep_state(chunk: Array, starts: Array) -> Array:
             operands = starts[chunk], jax.tree.map(lambda x: chunk_at(chunk, x), padded)
@@ -163,20 +165,6 @@ def backward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows, do: Arra
     zeros = jax.tree.map(jnp.zeros_like, padded)
     gradients = varying.fori_loop(0, count, run_request, zeros)
     return jax.tree.map(lambda x: x[size:-size], gradients)
-
-
-def _chunk(s: Array, earlier: _Rows, new: DeltaTokens, present: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-    """The outputs of a whole chunk, and the state after it.
-
-    Args:
-        s: the state before the chunk.
-        earlier: the rows of the tokens that an earlier call has computed.
-        new: the other tokens. Those behind the request's last one are zeros, which change no state.
-        present: for each token whether it is one of these.
-        dtype: what numbers are rounded to.
-    """
-    o, kept = _tile(s, earlier, new, 0, present, DELTA_CHUNK, dtype)
-    return o, _next_state(s, kept, dtype)
 
 
 def _constants(at_slot: DeltaState, start: Array, dtype: DTypeLike) -> tuple[Array, _Rows]:

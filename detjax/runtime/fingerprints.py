@@ -104,15 +104,11 @@ def fingerprint(device: Any = None) -> Fingerprint:
         flags=json.dumps(environment.variables(device.platform), sort_keys=True),
         compiler_options=json.dumps(compilation.options_of(backends.backend(), device.platform), sort_keys=True),
         jax_options=json.dumps(jax_options.values(), sort_keys=True),
-        xla_options=_xla_options(),
+        # Every option of XLA, as it read them when the process began.
+        xla_options=hashlib.sha256(xla_client.CompileOptions().SerializeAsString()).hexdigest()[:16],
         libraries=json.dumps(_libraries(device.platform), sort_keys=True),
         separated_fusions=json.dumps(fusions.separated_with_other_bits()),
     )
-
-
-def _xla_options() -> str:
-    """Sixteen hexadecimal digits that stand for every option of XLA, as it read them when the process began."""
-    return hashlib.sha256(xla_client.CompileOptions().SerializeAsString()).hexdigest()[:16]
 
 
 @functools.cache

@@ -17,6 +17,7 @@ A, B, C = b"a", b"b", b"c"
 
 def test_the_least_loaded_replica_is_chosen_and_of_equals_the_first() -> None:
     choice = ReplicaChoice(3)
+    assert choice.in_flight == [0, 0, 0]
     assert choice.choose(ALL, []) == 0
     choice.in_flight[:] = [2, 1, 1]
     assert choice.choose(ALL, []) == 1

@@ -202,7 +202,10 @@ def _pairs(first: Trace, second: Trace) -> list[tuple[int, int]]:
     one, other = ([_kind(entry) for entry in trace.entries] for trace in (first, second))
     if one == other:
         return [(k, k) for k in range(len(one))]
-    one, other = ([_full_kind(entry) for entry in trace.entries] for trace in (first, second))
+    one, other = (
+        [(*_kind(entry), entry.leaves_layer, math.prod(entry.shape), entry.dtype) for entry in trace.entries]
+        for trace in (first, second)
+    )
     matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
     pairs = [(a + k, b + k) for a, b, size in matcher.get_matching_blocks() for k in range(size)]
     return sorted([*pairs, *_other_ends(first, second, pairs)])
@@ -223,10 +226,6 @@ def _other_ends(first: Trace, second: Trace, pairs: Sequence[tuple[int, int]]) -
 
 def _kind(entry: Entry) -> tuple[Any, ...]:
     return entry.layer, entry.primitive, entry.result, sum(part in (FORWARD, BACKWARD) for part in entry.path)
-
-
-def _full_kind(entry: Entry) -> tuple[Any, ...]:
-    return *_kind(entry), entry.leaves_layer, math.prod(entry.shape), entry.dtype
 
 
 def _is_comparable(first: Trace, second: Trace, i: int, j: int, rows: Rows | None) -> bool:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from detjax.invariant import equations
 from detjax.invariant.batch_axis import Follower, operation_places
 from detjax.invariant.equations import Kind
 from detjax.invariant.places import UNKNOWN, Place, Rows, Shared
+from detjax.invariant.walker import walk
 
 FORWARD: Final = -1
 BACKWARD: Final = -2
@@ -181,35 +182,30 @@ class _Flattening:
         constants: dict[int, Any],
     ) -> list[tuple[Any, Place]]:
         """Appends a function's steps. Its arguments and results are numbers of values, each with its place."""
-        env = dict(zip(jaxpr.invars, arguments, strict=True))
-        for var, value in zip(jaxpr.constvars, jaxpr.consts, strict=True):
+
+        def constant(value: Any) -> tuple[Any, Place]:
             number = next(self._values)
             constants[number] = value
-            env[var] = number, Shared()
+            return number, Shared()
 
-        def read(atom: Any) -> tuple[Any, Place]:
-            return (atom, Shared()) if isinstance(atom, core.Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            arguments = list(map(read, eqn.invars))
+        def rule(eqn: core.JaxprEqn, given: list[tuple[Any, Place]]) -> Iterable[tuple[Any, Place]]:
             inner = "/".join(filter(None, (layer, equations.layer(eqn))))
             here = equations.source_line(eqn) or line
             if equations.is_call(eqn):
-                body = equations.body(eqn)
-                made = self._inline(body, arguments, inner, here, path, steps, constants)
-                env.update(zip(eqn.outvars, made, strict=True))
-                continue
+                return self._inline(equations.body(eqn), given, inner, here, path, steps, constants)
             at = (*path, len(steps))
-            results, body_places = self._places(eqn, [place for _, place in arguments])
+            results, body_places = self._places(eqn, [place for _, place in given])
             body = None
             if eqn.primitive.name == "scan":
                 direction = BACKWARD if eqn.params["reverse"] else FORWARD
                 body = self.program(eqn.params["jaxpr"], body_places, inner, here, (*at, direction))
             outputs = tuple(next(self._values) for _ in eqn.outvars)
-            number, inputs = next(self._steps), tuple(atom for atom, _ in arguments)
+            number, inputs = next(self._steps), tuple(atom for atom, _ in given)
             steps.append(Step(number, eqn, inputs, outputs, tuple(results), inner, here, at, body))
-            env.update(zip(eqn.outvars, zip(outputs, results, strict=True), strict=True))
-        return list(map(read, jaxpr.outvars))
+            return zip(outputs, results, strict=True)
+
+        known = [*map(constant, jaxpr.consts), *arguments]
+        return walk(jaxpr, known, rule, lambda atom: (atom, Shared()))
 
     def _places(self, eqn: core.JaxprEqn, given: list[Place]) -> tuple[list[Place], list[Place]]:
         """The places of an equation's results, and of the arguments of its body if it is a scan.

@@ -21,6 +21,7 @@ from detjax.audit.certification.contracts import contract_of
 from detjax.audit.certification.signs import Signs
 from detjax.invariant import equations
 from detjax.invariant.equations import EXTREMES, Kind, aval
+from detjax.invariant.walker import walk
 from detjax.runtime import backends
 
 type Path = tuple[int, ...]
@@ -161,16 +162,8 @@ class Freedoms:
             self.why[path] = _WHY_ZEROS
 
     def _jaxpr(self, jaxpr: core.Jaxpr, facts: Sequence[Fact]) -> list[Fact]:
-        env: dict[Any, Fact] = {}
         constants = [Fact(signs.value_signs(value)) for value in jaxpr.consts]
-        env.update(zip(jaxpr.all_invars, [*constants, *facts], strict=True))
-
-        def read(atom: Any) -> Fact:
-            return Fact(signs.atom_signs(atom)) if isinstance(atom, core.Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return walk(jaxpr, [*constants, *facts], self._equation, lambda atom: Fact(signs.atom_signs(atom)))
 
     def _equation(self, eqn: core.JaxprEqn, facts: list[Fact]) -> list[Fact]:
         contract = contract_of(eqn)

@@ -134,7 +134,10 @@ def _vllm(output: Json) -> ScoredTokens:
     ids, logprobs = [int(token) for token in output["token_ids"]], output["logprobs"]
     if not any(isinstance(entry, Mapping) for entry in logprobs):
         return ScoredTokens(_numbers(logprobs), ids=ids)
-    entries = [{int(token): _vllm_entry(one) for token, one in entry.items()} for entry in logprobs]
+    entries = [
+        {int(token): one if isinstance(one, Mapping) else {"logprob": one} for token, one in entry.items()}
+        for entry in logprobs
+    ]
     chosen = [entry[token] for token, entry in zip(ids, entries, strict=True)]
     texts = [one.get("decoded_token") for one in chosen]
     return ScoredTokens(
@@ -147,10 +150,6 @@ def _vllm(output: Json) -> ScoredTokens:
 
 def _known(texts: Sequence[Any]) -> list[str] | None:
     return None if any(text is None for text in texts) else list(texts)
-
-
-def _vllm_entry(entry: Any) -> Json:
-    return entry if isinstance(entry, Mapping) else {"logprob": entry}
 
 
 def _first_of_ranks(entry: Mapping[int, Json]) -> int | None:

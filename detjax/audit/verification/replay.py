@@ -182,7 +182,7 @@ class _Replay:
         self._shape = BatchShape(0, rows, slots, slots)
         limits = StepLimits(slots=slots, tokens=rows, prefills=slots, rows=rows, prefill_chunk=rows)
         shapes = BatchShapes([self._shape], limits)
-        longest = _power_of_two(max(map(pages_needed, self._sequences)))
+        longest = 1 << (max(map(pages_needed, self._sequences)) - 1).bit_length()
         # A step's tokens fill so many pages at most, beside those of the sequences that it goes on with.
         num_pages = longest + min(slots * longest, slots + rows // KV_BLOCK)
         self._scheduler = Scheduler(PagePool(num_pages, keeps_prefixes=not model.has_slots), shapes.limits)
@@ -392,7 +392,3 @@ def _size(least: int, needed: int, most: int | None = None) -> int:
     while size < needed:
         size *= 4
     return size if most is None else min(size, most)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

@@ -110,12 +110,6 @@ class Verifier:
         self._caches = set[KVQuantization | None]()
         self._constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
 
-    def _check_cache(self, kv_cache_dtype: KVQuantization | None) -> None:
-        """Raises ValueError if the model's keys and values cannot be quantized like this."""
-        if kv_cache_dtype not in self._caches:
-            bytes_of_page(self._model, kv_cache_dtype)
-            self._caches.add(kv_cache_dtype)
-
     @functools.cached_property
     def _model_digest(self) -> str:
         return models.digest(self._model, self._tokenizer)
@@ -203,7 +197,10 @@ class Verifier:
         unknown = [token for token in transcript.tokens if not 0 <= token < model.config.vocab_size]
         if unknown:
             raise ValueError(f"token {unknown[0]} was answered; accepted: ids 0 to {model.config.vocab_size - 1}")
-        self._check_cache(transcript.origin.kv_cache_dtype)
+        quantization = transcript.origin.kv_cache_dtype
+        if quantization not in self._caches:
+            bytes_of_page(self._model, quantization)  # raises ValueError if keys and values cannot be quantized so
+            self._caches.add(quantization)
         top = max(map(len, transcript.top_logprobs or ()), default=0)
         if top > model.config.vocab_size:
             raise ValueError(f"there are {top} top_logprobs of a token; accepted: up to {model.config.vocab_size}")

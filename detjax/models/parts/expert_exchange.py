@@ -39,13 +39,8 @@ def results_at_home(results: Float[Array, "N k D"], ids: Int32[Array, "N k"], ex
         experts: how they are cut.
     """
     everything = refusing_gradients(_sent_home)(_with_homes(results))
-    owner = _owners(at_home(ids), experts)
+    owner = at_home(ids) // experts.length * (_sharing() // experts.pieces)  # the first device that has the expert
     return jnp.take_along_axis(everything, owner[None, ..., None], axis=0, mode="clip")[0]
-
-
-def _owners(ids: Int32[Array, "N k"], experts: Group) -> Int32[Array, "N k"]:
-    """Returns the first device along `EXPERT` that has each expert."""
-    return ids // experts.length * (_sharing() // experts.pieces)
 
 
 def at_home(x: Array) -> Array:

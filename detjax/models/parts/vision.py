@@ -294,7 +294,7 @@ class VisionAttention(nnx.Module):
         # Zeros behind a head change no score, and no kernel takes heads of any width.
         filled = [(0, 0)] * x.ndim + [(0, -head_dim % _HEAD_UNIT)]
         q, k, v = (jnp.pad(y, filled) for y in (q, k, qkv[..., 2 * heads :, :]))
-        kv = KVPages(*(_in_pages(y, keys) for y in (k, v)))
+        kv = KVPages(*(y.reshape(-1, *y.shape[2:])[keys.patch].swapaxes(1, 2) for y in (k, v)))
         queries = Queries(keys.page_table, jnp.zeros_like(keys.length), keys.length)
         o = ops.attention(q, kv, queries, scale=1 / math.sqrt(head_dim), causal=False)
         o = o[..., :head_dim].reshape(x.shape)
@@ -309,11 +309,6 @@ class VisionAttention(nnx.Module):
             "output": Tensors(("proj.weight",)),
             "output_bias": Tensors(("proj.bias",)),
         }
-
-
-def _in_pages(x: Float[Array, "W T H K"], keys: Keys) -> Float[Array, "P H S K"]:
-    """Keys or values of all patches in the pages that `keys` says."""
-    return x.reshape(-1, *x.shape[2:])[keys.patch].swapaxes(1, 2)
 
 
 class PatchMerger(nnx.Module):

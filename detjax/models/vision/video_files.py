@@ -53,7 +53,8 @@ def read_video(name: str, contents: bytes, sampling: FrameSampling) -> Video:
             count = getattr(image, "n_frames", 1)
             _check_sizes(name, *image.size, count)
             lengths = _lengths(image, count)
-            unit = Fraction(math.gcd(*_numerators(lengths)), _common(lengths))
+            common = _common(lengths)
+            unit = Fraction(math.gcd(*(int(length * common) for length in lengths)), common)
             starts = list(itertools.accumulate(lengths, initial=Fraction(0)))
             total, rate = int(starts[-1] / unit), float(1000 / unit)
             indices = sampling.indices(total, rate)
@@ -148,11 +149,6 @@ def _lengths(image: PIL.Image.Image, count: int) -> list[Fraction]:
 def _common(lengths: Sequence[Fraction]) -> int:
     """The least common denominator."""
     return math.lcm(*(length.denominator for length in lengths))
-
-
-def _numerators(lengths: Sequence[Fraction]) -> list[int]:
-    """The lengths as multiples of their common denominator's inverse."""
-    return [int(length * _common(lengths)) for length in lengths]
 
 
 def _frames(image: PIL.Image.Image, indices: Sequence[int]) -> Iterator[tuple[int, UInt8[np.ndarray, "h w 3"]]]:

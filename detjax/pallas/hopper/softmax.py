@@ -171,9 +171,7 @@ def log_softmax_backward(y: Array, dy: Array) -> Array:
     return softmax_gradients.log_softmax_gradient(y, dy, row_sums)
 
 
-def logsumexp_backward(x: Array, y: Array, dy: Array) -> Array:
-    """The gradient of logsumexp's input, float32, from its input and result."""
-    return softmax_gradients.logsumexp_gradient(x, y, dy)
+logsumexp_backward: Final = softmax_gradients.logsumexp_gradient
 
 
 def log_softmax_statistics(x: Array) -> tuple[Array, Array]:

@@ -21,10 +21,9 @@ from detjax.engine import Engine, SamplingParams
 from detjax.models import Decoder, Tokenizer
 from detjax.operands.options import Distribution, KVQuantization
 from detjax.rl.policy_gradients.policy_gradient import PolicyGradient, supervised_samples
-from detjax.rl.rollouts import Rollout, prompt_seeds, rollouts, seed_of
+from detjax.rl.rollouts import prompt_seeds, rollouts, seed_of
 from detjax.rl.runs.run_state import RunState
 from detjax.rl.tasks import Example, Task, task_named
-from detjax.rl.trainer.microbatches import Sample
 from detjax.rl.trainer.optimizers import adamw
 from detjax.rl.trainer.step import Plan
 from detjax.rl.trainer.trainer import Trainer
@@ -191,7 +190,7 @@ class Run:
         flat = [one for group in groups for one in group]
         sampler, scores = (
             [one.sampling_logprobs for one in flat],
-            self.trainer.scores([_unweighted(one) for one in flat]),
+            self.trainer.scores([one.sample(np.zeros(len(one.completion), np.float32)) for one in flat]),
         )
         report = self.trainer.step(config.policy_gradient.samples(groups, rewards, scores.logprobs))
         return {
@@ -200,10 +199,6 @@ class Run:
             "entropy": _mean(scores.entropies),
             "gradient_norm": report.gradient_norm,
         }
-
-
-def _unweighted(rollout: Rollout) -> Sample:
-    return rollout.sample(np.zeros(len(rollout.completion), np.float32))
 
 
 def _mean(arrays: list[np.ndarray]) -> float:

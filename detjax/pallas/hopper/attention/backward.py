@@ -105,7 +105,10 @@ def backward(
     slopes = None if masking.alibi_slopes is None else jnp.asarray(masking.alibi_slopes, ACCUMULATOR)
     places = page_table, start, length
     operands = Operands(q, do, normalizers, k_pages, v_pages, *places, slopes, None)
-    words, transposed = _mask_words(residuals.mask, rows.most_rows, problem.blocks * KV_BLOCK)
+    words = transposed = None
+    if (mask := residuals.mask) is not None:
+        shape = rows.most_rows, problem.blocks * KV_BLOCK
+        words, transposed = pack_words(mask, *shape), pack_words(mask.swapaxes(2, 3), *shape[::-1])
     dq, delta = query_gradient(problem, schedule, masking, operands._replace(mask=words, tiles=tiles, o=o))
     operands = operands._replace(mask=transposed, pages=pages, delta=delta)
     gradients: dict[str, Array] = {}
@@ -116,13 +119,6 @@ def backward(
     if residuals.sinks is not None:
         dsinks = _sink_gradient(rows, residuals.sinks, normalizers, delta, sinks_sum)
     return rows.given(dq), dk, dv, dsinks
-
-
-def _mask_words(mask: Array | None, rows: int, keys: int) -> tuple[Array | None, Array | None]:
-    """Words of a mask for tiles of queries, and transposed ones for tiles of keys."""
-    if mask is None:
-        return None, None
-    return pack_words(mask, rows, keys), pack_words(mask.swapaxes(2, 3), keys, rows)
 
 
 def _zeros_in_free_pages(gradients: dict[str, Array], pages: KeyPages) -> tuple[Array, Array]:

@@ -114,17 +114,8 @@ def store_rows(source: Any, target: Any, place: Any, begin: Any, end: Any) -> No
             vector.store(value, target, [as_index(ring_row), as_index(column)])
 
 
-def _plain_load_gates(  # noqa: PLR0913
-    kept: Any,
-    g: Any,
-    beta: Any,
-    decays: Any,
-    rates: Any,
-    place: Array,
-    first: Array,
-    begin: Array,
-    end: Array,
-) -> None:
+def _plain_load_gates(kept: Any, g: Any, beta: Any, decays: Any, rates: Any, *rows: Array) -> None:
+    place, first, begin, end = rows
     row = jnp.arange(DELTA_CHUNK, dtype=jnp.int32)
     source = jnp.clip(first + row, 0, g.shape[0] - 1)
     is_new = (row >= begin) & (row < end)
@@ -142,31 +133,18 @@ def _plain_load_gates(  # noqa: PLR0913
 
 
 @primitive(twin=_plain_load_gates, args=(*(plgpu.RefType(),) * 5, *(NUMBER,) * 4))
-def load_gates(  # noqa: PLR0913
-    kept: Any,
-    g: Any,
-    beta: Any,
-    decays: Any,
-    rates: Any,
-    place: Any,
-    first: Any,
-    begin: Any,
-    end: Any,
-) -> None:
+def load_gates(kept: Any, g: Any, beta: Any, decays: Any, rates: Any, *rows: Any) -> None:
     """Brings a chunk's sums of decays and rates to shared memory; all threads meet, and they must meet behind it.
 
     Args:
-        kept: the ring `[n]` of sums in memory; see `load_rows` for the integers.
+        kept: the ring `[n]` of sums in memory.
         g: logarithms of decays, `[N]` in memory.
         beta: rates, `[N]` in memory.
         decays: shared memory `[DELTA_CHUNK]`; behind the last row the sum stays as it is.
         rates: shared memory `[DELTA_CHUNK]`; zeros for all rows that are not new.
-        place: see `load_rows`, as for the rest.
-        first: see there.
-        begin: see there.
-        end: see there.
+        rows: `place`, `first`, `begin` and `end` of `load_rows`.
     """
-    place, first, begin, end = (x.registers.item() for x in (place, first, begin, end))
+    place, first, begin, end = (x.registers.item() for x in rows)
     float32 = ir.F32Type.get()
     zero = mgpu.c(0.0, float32)
     thread = unhoisted_thread()

@@ -606,8 +606,7 @@ class _Output:
             line=plan.staged_line(dtype),
             itemsize=dtype.itemsize,
             shape=shape,
-            rows=plan.problem.m,
-            columns=self.devices * plan.problem.n,
+            bounds=(plan.problem.m, self.devices * plan.problem.n),
         )
 
     def _load_residual(self, chunk: int) -> None:

@@ -221,10 +221,6 @@ _ARRAY, _DONE = 0, 1
 """The units of a channel's buffer by which a warpgroup says where its device's array is, and that it has written."""
 
 
-def _numbers(count: int) -> tuple[Any, ...]:
-    return (plgpu.ShapeDtypeStruct((), jnp.int32, layout=NUMBER),) * count
-
-
 def _number(value: Any) -> Any:
     registers = empty_registers(NUMBER, ())
     registers[()] = value
@@ -238,7 +234,7 @@ def _thread() -> Any:
 @primitive(
     twin=no_twin("open_results"),
     args=(*(plgpu.RefType(),) * 3, NUMBER),
-    out=lambda *_, devices, first: _numbers(2 * devices),
+    out=lambda *_, devices, first: (plgpu.ShapeDtypeStruct((), jnp.int32, layout=NUMBER),) * (2 * devices),
 )
 def open_results(y: Any, addresses: Any, device: Any, number: Any, *, devices: int, first: int) -> Any:
     """Tells the other devices where `y` is, and returns where theirs is, once their kernel has begun.
@@ -276,7 +272,7 @@ def open_results(y: Any, addresses: Any, device: Any, number: Any, *, devices: i
         *(NUMBER,) * len(numbers),
     ),
 )
-def send_chunk(  # noqa: PLR0913
+def send_chunk(
     chunk: Any,
     row: Any,
     column: Any,
@@ -284,8 +280,7 @@ def send_chunk(  # noqa: PLR0913
     line: int,
     itemsize: int,
     shape: tuple[int, int],
-    rows: int,
-    columns: int,
+    bounds: tuple[int, int],
 ) -> None:
     """Writes a chunk of results from shared memory into the arrays of the other devices.
 
@@ -297,8 +292,7 @@ def send_chunk(  # noqa: PLR0913
         line: elements of a line.
         itemsize: bytes of an element.
         shape: the rows and columns of the chunk that are results.
-        rows: rows of the arrays. What lies beyond them is left out.
-        columns: columns of the arrays.
+        bounds: rows and columns of the arrays. What lies beyond their rows is left out.
     """
     (down, across, _, _), _ = chunk.type.get_strides_and_offset()
     place = llvm.ptrtoint(_i32(), mgpu.memref_ptr(chunk))
@@ -327,13 +321,13 @@ def send_chunk(  # noqa: PLR0913
         source = arith.addi(source, arith.muli(arith.divui(line_of_chunk, int32(8)), int32(down * itemsize)))
         source = arith.addi(source, arith.muli(arith.divui(byte, int32(line_bytes)), int32(across * itemsize)))
         target_row = arith.addi(row, line_of_chunk)
-        is_result = arith.cmpi(arith.CmpIPredicate.ult, target_row, int32(rows))
+        is_result = arith.cmpi(arith.CmpIPredicate.ult, target_row, int32(bounds[0]))
         if begin + WARPGROUP > shape[0] * per_row:
             is_result = arith.andi(is_result, arith.cmpi(arith.CmpIPredicate.ult, unit, int32(shape[0] * per_row)))
         with mgpu.when(is_result):
             words = llvm.load(vector, llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), source))
             offset = arith.addi(
-                arith.muli(_long(target_row), _long(columns * itemsize)),
+                arith.muli(_long(target_row), _long(bounds[1] * itemsize)),
                 _long(arith.addi(arith.muli(column, int32(itemsize)), byte)),
             )
             for base in bases:

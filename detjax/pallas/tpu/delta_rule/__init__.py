@@ -67,7 +67,9 @@ def forward(
         results.keys[..., :key_width],
         results.updates[..., :value_width],
         _with_decays(state.decays, decays, visits),
-        _at_slots(state.chunk, rows, kept_chunks(rows)),
+        state.chunk.at[distinct_places(rows.tokens > 0, rows.slot, state.chunk.shape[0])].set(
+            kept_chunks(rows), mode="drop", unique_indices=True
+        ),
     )
     return results.o[..., :value_width], next_state
 
@@ -101,12 +103,6 @@ def _with_decays(decays: Array, gates: Array, visits: Visits) -> Array:
     place = distinct_places(kept, visits.rows_of_slots.reshape(-1), slots * rows)
     flat = decays.reshape(-1, heads).at[place].set(new, mode="drop", unique_indices=True)
     return flat.reshape(decays.shape)
-
-
-def _at_slots(x: Array, rows: RequestRows, new: Array) -> Array:
-    """An array with an entry for each slot, and the requests' new ones in it; requests without tokens have none."""
-    slot = distinct_places(rows.tokens > 0, rows.slot, x.shape[0])
-    return x.at[slot].set(new, mode="drop", unique_indices=True)
 
 
 def _selected(rows: Array, x: Array, y: Array) -> Array:
