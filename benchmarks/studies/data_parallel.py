@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -63,7 +64,7 @@ def study(
     preset: options.Preset = Sizes.preset,
     layers: options.Layers = None,
     engines: Annotated[int, Option("The engines of the other server.", minimum=2)] = 2,
-    orders: Annotated[int, Option("Runs with each server; the first one warms it up.", minimum=1)] = 3,
+    rounds: Annotated[int, Option("Timed runs with each server, after one whose bits are compared.", minimum=1)] = 3,
 ) -> Result:
     sizes = SMALL if run.small else Sizes(preset, layers)
     content: dict[str, Any] = {"sizes": dataclasses.asdict(sizes), "servers": []}
@@ -72,12 +73,12 @@ def study(
         # A process of its own gives the device back when it ends.
         _python("-c", _WRITE.format(preset=sizes.preset, layers=sizes.layers, path=str(checkpoint)))
         for count in (1, engines):
-            content["servers"].append(_measured(sizes, checkpoint, cache, count, orders))
+            content["servers"].append(_measured(sizes, checkpoint, cache, count, rounds))
             command_line.print_line(f"{content['servers'][-1]}")
             run.save(content)
-    speeds = {server["engines"]: 1 / min(server["seconds"][1:] or server["seconds"]) for server in content["servers"]}
+    speeds = {server["engines"]: 1 / statistics.median(server["seconds"]) for server in content["servers"]}
     content["speed_over_one"] = {str(count): speed / speeds[1] for count, speed in speeds.items()}
-    digests = {digest for server in content["servers"] for digest in server["digests"]}
+    digests = {server["digest"] for server in content["servers"]}
     return Result(content, "" if len(digests) == 1 else f"{len(digests)} different sets of answers")
 
 
@@ -106,23 +107,20 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))}
 
 
-def _measured(sizes: Sizes, checkpoint: Path, cache: Path, engines: int, orders: int) -> dict[str, Any]:
+def _measured(sizes: Sizes, checkpoint: Path, cache: Path, engines: int, rounds: int) -> dict[str, Any]:
     """Seconds until a server is ready, and of each run of the workload."""
-    bodies = _bodies(sizes, presets.config(sizes.preset, sizes.layers).vocab_size)
+    vocabulary = presets.config(sizes.preset, sizes.layers).vocab_size
     start = time.perf_counter()
     with _server(sizes, checkpoint, cache, engines) as port:
         ready = time.perf_counter() - start
-        runs = [asyncio.run(_answers(port, bodies)) for _ in range(orders)]
-    return {
-        "engines": engines,
-        "ready_after_seconds": ready,
-        "seconds": [seconds for seconds, _ in runs],
-        "digests": [digest for _, digest in runs],
-    }
+        _, digest = asyncio.run(_answers(port, _bodies(sizes, vocabulary, with_receipts=True)))
+        bodies = _bodies(sizes, vocabulary, with_receipts=False)
+        seconds = [asyncio.run(_answers(port, bodies))[0] for _ in range(rounds)]
+    return {"engines": engines, "ready_after_seconds": ready, "seconds": seconds, "digest": digest}
 
 
-def _bodies(sizes: Sizes, vocabulary: int) -> list[bytes]:
-    """The bodies of the requests. Each asks for a receipt, which holds the bits of its logprobs."""
+def _bodies(sizes: Sizes, vocabulary: int, *, with_receipts: bool) -> list[bytes]:
+    """The bodies of the requests. A receipt holds the bits of logprobs, and takes the server a while to write."""
     return [
         json.dumps(
             {
@@ -132,7 +130,7 @@ def _bodies(sizes: Sizes, vocabulary: int) -> list[bytes]:
                 "temperature": request.sampling.temperature,
                 "seed": request.sampling.seed,
                 "ignore_eos": True,
-                "receipt": True,
+                "receipt": with_receipts,
             }
         ).encode()
         for request in sizes.workload.draw(vocabulary)
@@ -177,7 +175,7 @@ async def _answers(port: int, bodies: list[bytes]) -> tuple[float, str]:
     digest = hashlib.sha256()
     for answer in answers:
         choice = json.loads(answer)["choices"][0]
-        digest.update(json.dumps([choice["text"], choice["receipt"]["logprobs"]]).encode())
+        digest.update(json.dumps([choice["text"], choice.get("receipt", {}).get("logprobs")]).encode())
     return seconds, digest.hexdigest()
 
 

@@ -1,7 +1,8 @@
 """An engine whose requests replicas answer: engines in other processes, any of which may die at any time.
 
-All replicas give a request the same bits. So a request whose replica is lost goes on at another one, from the tokens
-that have come, and nobody who reads them can tell.
+All replicas give a request the same bits. So a stream whose replica is lost goes on at another one, from the tokens
+that have come, and nobody who reads them can tell. A call that is not streamed begins again there. Its tokens come all
+at once, because it takes this process longer to pass on every token by itself than several GPUs take to compute it.
 """
 
 import asyncio
@@ -48,8 +49,12 @@ class Replicas(Protocol):
         """Why there will be no replica any more; None while there is one, or one may come."""
         ...
 
-    def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Batch]:
+    def stream(self, requests: Sequence[Request], *, is_whole: bool) -> AsyncGenerator[Batch]:
         """Yields what one of the replicas answers, which a router chooses.
+
+        Args:
+            requests: the requests.
+            is_whole: whether their generations alone are asked for, without each token as it comes.
 
         Raises:
             ReplicaLost: the replica is gone. Another call gets another one.
@@ -57,8 +62,8 @@ class Replicas(Protocol):
         ...
 
 
-async def batches(engine: Engine, requests: Sequence[Request]) -> AsyncGenerator[Batch]:
-    """Yields what a replica's engine answers, as many events at a time as there are.
+async def batches(engine: Engine, requests: Sequence[Request], *, is_whole: bool) -> AsyncGenerator[Batch]:
+    """Yields what a replica's engine answers, as many events at a time as there are; see `Replicas.stream`.
 
     What a client must be told of, and the end of the engine, come as exceptions that are yielded: where they were
     raised in another process, their text would have a traceback.
@@ -71,9 +76,13 @@ async def batches(engine: Engine, requests: Sequence[Request]) -> AsyncGenerator
                 if (constraint := request.sampling.constraint) is not None:
                     # That may take a second, in which other streams go on.
                     await asyncio.to_thread(engine.compile_constraint, constraint)
-            async with contextlib.aclosing(engine.stream_events(requests)) as events:
-                async for event in events:
+            if is_whole:
+                for event in enumerate(await engine.generate_async(requests)):
                     queue.put_nowait(event)
+            else:
+                async with contextlib.aclosing(engine.stream_events(requests)) as events:
+                    async for event in events:
+                        queue.put_nowait(event)
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)
@@ -136,7 +145,7 @@ class ReplicatedEngine(RequestReader):
             EngineClosed: the requests have lost too many replicas.
         """
         answers = [_Answer(request) for request in requests]
-        async with contextlib.aclosing(self._tokens(answers)) as tokens:
+        async with contextlib.aclosing(self._tokens(answers, is_whole=True)) as tokens:
             async for _ in tokens:
                 pass
         return [answer.generation() for answer in answers]
@@ -148,17 +157,19 @@ class ReplicatedEngine(RequestReader):
             ValueError: a request cannot be served.
             EngineClosed: the requests have lost too many replicas.
         """
-        async with contextlib.aclosing(self._tokens([_Answer(request) for request in requests])) as tokens:
+        async with contextlib.aclosing(
+            self._tokens([_Answer(request) for request in requests], is_whole=False)
+        ) as tokens:
             async for token in tokens:
                 yield token
 
-    async def _tokens(self, answers: list["_Answer"]) -> AsyncGenerator[tuple[int, Token]]:
+    async def _tokens(self, answers: list["_Answer"], *, is_whole: bool) -> AsyncGenerator[tuple[int, Token]]:
         """Yields every token once, however many replicas are lost meanwhile."""
         in_a_row = 0
         while unanswered := [number for number, answer in enumerate(answers) if answer.end is None]:
             rest = [answers[number].rest() for number in unanswered]
             try:
-                async with contextlib.aclosing(self._replicas.stream(rest)) as batches:
+                async with contextlib.aclosing(self._replicas.stream(rest, is_whole=is_whole)) as batches:
                     async for batch in batches:
                         if isinstance(batch, EngineClosed):
                             raise ReplicaLost("its engine has ended") from batch
@@ -218,7 +229,8 @@ class _Answer:
         place, self._heard[token.sample] = self._heard[token.sample], self._heard[token.sample] + 1
         first = next((tokens[0] for tokens in self._tokens if tokens), token)
         # What the first replica found in its cache is what the client was told.
-        token = dataclasses.replace(token, cached_tokens=first.cached_tokens)
+        if token.cached_tokens != first.cached_tokens:
+            token = dataclasses.replace(token, cached_tokens=first.cached_tokens)
         if place < len(sample):
             if dataclasses.replace(sample[place], batch=token.batch) != token:
                 raise RuntimeError(f"replicas give different bits: {sample[place]} and {token}")

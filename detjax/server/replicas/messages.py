@@ -35,10 +35,12 @@ class Call:
     Attributes:
         number: the call's.
         requests: what it asks for; None: nobody waits for its answer any more.
+        is_whole: whether it asks for generations alone, without each token as it comes.
     """
 
     number: int
     requests: Sequence[Request] | None
+    is_whole: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,7 +114,7 @@ class Replica:
     async def _answer(self, call: Call) -> None:
         assert self._engine is not None and call.requests is not None
         try:
-            async with contextlib.aclosing(batches(self._engine, call.requests)) as answered:
+            async with contextlib.aclosing(batches(self._engine, call.requests, is_whole=call.is_whole)) as answered:
                 async for batch in answered:
                     self._outbox.put(Answer(call.number, batch))
             self._outbox.put(Answer(call.number, None))

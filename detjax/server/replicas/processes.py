@@ -119,8 +119,8 @@ class ProcessReplicas:
         for replica in self._replicas:
             replica.close()
 
-    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Batch]:
-        """Yields what one of the replicas answers.
+    async def stream(self, requests: Sequence[Request], *, is_whole: bool) -> AsyncGenerator[Batch]:
+        """Yields what one of the replicas answers; see `Replicas.stream`.
 
         Raises:
             ReplicaLost: the replica is gone. Another call gets another one.
@@ -135,7 +135,7 @@ class ProcessReplicas:
         chosen = self._choice.choose(ready, pages)
         self._choice.in_flight[chosen] += samples
         try:
-            with self._replicas[chosen].called(Call(next(self._numbers), requests)) as batches:
+            with self._replicas[chosen].called(Call(next(self._numbers), requests, is_whole)) as batches:
                 while (batch := await batches.get()) is not None:
                     if isinstance(batch, ReplicaLost):
                         self._choice.forget(chosen)

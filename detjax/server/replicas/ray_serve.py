@@ -101,12 +101,14 @@ class EngineReplica:
         """Returns what the front has to know."""
         return self._facts
 
-    async def answer(self, fingerprint: str, requests: Sequence[Request]) -> AsyncGenerator[Batch | None]:
+    async def answer(
+        self, fingerprint: str, requests: Sequence[Request], is_whole: bool
+    ) -> AsyncGenerator[Batch | None]:
         """Yields what `batches` yields; None alone where the replica has another fingerprint than the front expects."""
         if fingerprint != self._facts.fingerprint:
             yield None
             return
-        async with contextlib.aclosing(batches(self._engine, requests)) as answered:
+        async with contextlib.aclosing(batches(self._engine, requests, is_whole=is_whole)) as answered:
             async for batch in answered:
                 yield batch
 
@@ -130,8 +132,8 @@ class _RayReplicas:
     def failure(self) -> None:
         """Nothing: Ray starts replicas again for as long as the application is there."""
 
-    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Batch]:
-        response = self._handle.remote(self._fingerprint, requests)
+    async def stream(self, requests: Sequence[Request], *, is_whole: bool) -> AsyncGenerator[Batch]:
+        response = self._handle.remote(self._fingerprint, requests, is_whole)
         try:
             async for batch in response:
                 if batch is None:
