@@ -80,10 +80,9 @@ def generate(  # noqa: PLR0913
         raise ValueError(
             f"generate: {len(prompts)} prompts and images of {len(images)}; accepted: a list of images for each prompt"
         )
-    constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
-    reader = ImageReader(model.config, model.image_options, model.video_options)
+    reader = _PromptReader(model, tokenizer)
     requests = [
-        _sequences(f"generate: prompt {index}", model, prompt, row, shown, tokenizer, constraints, reader)
+        reader.sequences(f"generate: prompt {index}", prompt, row, shown)
         for index, (prompt, row, shown) in enumerate(zip(prompts, params, images or [()] * len(prompts), strict=True))
     ]
     _run(model, [sequence for request in requests for sequence in request], prefill_chunk, kv_cache_dtype, progress)
@@ -103,26 +102,28 @@ def _one_per_prompt(sampling: SamplingParams | Seq[SamplingParams] | None, promp
     return list(sampling)
 
 
-def _sequences(  # noqa: PLR0913
-    name: str,
-    model: Decoder,
-    prompt: str | Seq[int],
-    params: SamplingParams,
-    images: Seq[GivenImage],
-    tokenizer: Tokenizer | None,
-    constraints: ModelConstraints,
-    reader: ImageReader,
-) -> list[Sequence]:
-    """Returns the samples of a prompt, which error messages call `name`."""
-    patches = reader.patches(name, images)
-    tokens = encode_prompt(name, model.config, prompt, params, tokenizer, patches)
-    context = RequestContext(
-        end_tokens=end_tokens(model.generation_defaults, params),
-        tokenizer=tokenizer,
-        constraint=constraints.compile(params.constraint),
-        images=PromptImages(patches, tokens, model.config) if patches else None,
-    )
-    return samples(tokens, params, context)
+class _PromptReader:
+    """Reads the prompts of a model."""
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer | None) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
+        self._images = ImageReader(model.config, model.image_options, model.video_options)
+
+    def sequences(
+        self, name: str, prompt: str | Seq[int], params: SamplingParams, images: Seq[GivenImage]
+    ) -> list[Sequence]:
+        """Returns the samples of a prompt, which error messages call `name`."""
+        config = self._model.config
+        patches = self._images.patches(name, images)
+        tokens = encode_prompt(name, config, prompt, params, self._tokenizer, patches)
+        context = RequestContext(
+            end_tokens=end_tokens(self._model.generation_defaults, params),
+            tokenizer=self._tokenizer,
+            constraint=self._constraints.compile(params.constraint),
+            images=PromptImages(patches, tokens, config) if patches else None,
+        )
+        return samples(tokens, params, context)
 
 
 def _run(

@@ -1,7 +1,7 @@
 """What runs on the device: the model's state, what is known of each slot, and the programs that compute a step."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,17 +67,29 @@ def _bytes(make: Callable[[], Any]) -> int:
     return sum(array.size * array.dtype.itemsize for array in arrays)
 
 
+class StateSizes(NamedTuple):
+    """The sizes of a model's state.
+
+    Attributes:
+        num_pages: pages of the cache.
+        slots: sequences that are computed at the same time.
+        kv_cache_dtype: how keys and values are quantized in the cache.
+    """
+
+    num_pages: int
+    slots: int
+    kv_cache_dtype: KVQuantization | None
+
+
 class ModelRunner:
     """The model, its state, and the last sampled token of each slot."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         model: Decoder,
+        sizes: StateSizes,
         *,
-        num_pages: int,
-        slots: int,
         variants: Sequence[SamplingVariant],
-        kv_cache_dtype: KVQuantization | None,
         empty_batch: Callable[[BatchShape], StepBatch],
         image_tokens: int = 0,
         runs_of: int = 0,
@@ -86,10 +98,8 @@ class ModelRunner:
 
         Args:
             model: the decoder.
-            num_pages: pages of the cache.
-            slots: sequences that are computed at the same time.
+            sizes: the sizes of its state.
             variants: sampling programs that steps may use, the fastest first.
-            kv_cache_dtype: how keys and values are quantized in the cache.
             empty_batch: returns a batch of a shape that has no chunks.
             image_tokens: tokens of the largest image for which a program is compiled ahead.
             runs_of: decodes that a run of steps may have at most; 0: there are no runs.
@@ -110,10 +120,11 @@ class ModelRunner:
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._compilation: Compilation | None = None
         self._free: dict[int, Array] = {}
-        self._state = model.empty_state(num_pages, kv_cache_dtype, slots)
+        self._state = model.empty_state(sizes.num_pages, sizes.kv_cache_dtype, sizes.slots)
         self._in_slots = model.layers_in_slots
         adjusts = any(variant.adjusted for variant in variants)
-        empty = SlotState(jnp.zeros(slots, jnp.int32), none_seen(slots, self._vocabulary) if adjusts else None)
+        seen = none_seen(sizes.slots, self._vocabulary) if adjusts else None
+        empty = SlotState(jnp.zeros(sizes.slots, jnp.int32), seen)
         self._slots = put_everywhere(empty, self._everywhere)
         self._shapes = whole_shapes(model)
         self._copies: dict[tuple[np.dtype, tuple[int, ...], bytes], Array] = {}

@@ -17,7 +17,7 @@ from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraints import Masks, Matcher
 from detjax.engine.field_error import FieldError
 from detjax.engine.launcher import ImmediateLauncher, Launcher
-from detjax.engine.model_runner import ModelRunner, bytes_of_snapshot
+from detjax.engine.model_runner import ModelRunner, StateSizes, bytes_of_snapshot
 from detjax.engine.page_pool import PagePool
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request import Token
@@ -232,10 +232,8 @@ class StepLoop:
         )
         runner = ModelRunner(
             model,
-            num_pages=config.num_pages,
-            slots=slots,
+            StateSizes(config.num_pages, slots, config.kv_cache_dtype),
             variants=config.variants,
-            kv_cache_dtype=config.kv_cache_dtype,
             empty_batch=functools.partial(table.batch, ScheduledStep()),
             image_tokens=_image_tokens(model, config.pages_per_sequence * KV_BLOCK),
             runs_of=config.runs_of,

@@ -17,8 +17,8 @@ import detjax
 from detjax import SamplingParams
 from detjax.bench import presets
 from detjax.models import CheckpointError, Decoder, DecoderConfig, KVCache, load, save
-from detjax.models.configuration.family import Family, LayerOptions, families
-from detjax.models.configuration.json_object import JsonObject
+from detjax.models.configuration.family import Family, families
+from detjax.models.configuration.keys import Key
 from detjax.models.parts.attention import Attention, AttentionOptions
 from detjax.models.parts.mlp import GatedMLP, MLPOptions
 from detjax.models.parts.norm import RMSNorm
@@ -53,17 +53,13 @@ def attention_options(config: DecoderConfig) -> AttentionOptions:
     return AttentionOptions(**sizes, rope=config.rope, window=3, qkv_bias=True, qk_norm_eps=1e-5)
 
 
-def read_options(file: JsonObject, layers: int) -> LayerOptions:
-    return LayerOptions(windows=(None,) * layers, mlp_bias=file.boolean("ffn_bias", False))
-
-
 FAMILY = Family(
     architecture="ParallelForCausalLM",
     model_type="parallel",
     layer=ParallelLayer,
     max_positions=256,
-    read_options=read_options,
-    write_options=lambda config: {"ffn_bias": config.mlp_bias},
+    keys=(Key("ffn_bias", "mlp_bias", default=False),),
+    read_options=lambda file, layers: {"windows": (None,) * layers},
 )
 RAW: dict[str, Any] = {
     "architectures": ["ParallelForCausalLM"],

@@ -12,6 +12,7 @@ from typing import Any, Final
 from detjax.contract import INPUT_DTYPES
 from detjax.models.configuration.family import Description, Family, description, family_named
 from detjax.models.configuration.json_object import MOST_LAYERS, JsonObject
+from detjax.models.configuration.keys import read_keys, write_keys
 from detjax.models.configuration.rope_config import read_max_positions, write_rope
 from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.experts import ExpertsOptions
@@ -42,6 +43,9 @@ _UNSUPPORTED: Final[Mapping[str, Any]] = {
 }
 """Options that are not supported, each with the value, besides null, under which it changes nothing."""
 
+_NO_OPTIONS: Final[Mapping[str, Any]] = {"qk_norm": False, "qkv_bias": False, "output_bias": False, "mlp_bias": False}
+"""The options that `DecoderConfig` states always, so that digests of models show them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
@@ -59,28 +63,28 @@ class DecoderConfig:
         activation: the activation function of the MLP's gate.
         norm_eps: epsilon of all norms.
         rope: the frequencies of the rotary embedding.
-        windows: see `LayerOptions`, as for the next four.
-        qk_norm: see there.
-        qkv_bias: see there.
-        output_bias: see there.
-        mlp_bias: see there.
+        windows: for each layer, how many tokens a query sees at most, its own included; None: all earlier ones.
+        qk_norm: whether each head of queries and keys is normalized before the rotation.
+        qkv_bias: whether the projections of queries, keys and values have biases.
+        output_bias: whether the attention's output projection has a bias.
+        mlp_bias: whether the projections of the MLP have biases.
         tied_embeddings: whether the embedding is the head as well.
         max_positions: positions that the model was made for (`max_position_embeddings`).
         dtype: the dtype that the checkpoint names for itself.
-        window_rope: see `LayerOptions`, as for all that follow.
-        query_pre_attn_scalar: see there.
-        attention_soft_cap: see there.
-        logit_soft_cap: see there.
-        experts: see there.
-        wide_qk_norm: see there.
-        qkv_bound: see there.
-        latent: see there.
-        delta: see there.
-        vision: see there.
-        image_token: see there.
-        video_token: see there.
-        vision_start_token: see there.
-        vision_end_token: see there.
+        window_rope: the frequencies of the rotary embedding in layers with a window; None: those of all other layers.
+        query_pre_attn_scalar: the number whose inverse square root is the factor of scores; None: the width of a head.
+        attention_soft_cap: the bound of scores, which become `cap * tanh(score / cap)`; None: no bound.
+        logit_soft_cap: the bound of logits, in the same way.
+        experts: the mixtures of experts; None: every layer has an MLP.
+        wide_qk_norm: whether all heads of queries together are normalized, and all heads of keys.
+        qkv_bound: the largest absolute value of queries, keys and values before the rotation; None: no bound.
+        latent: the shape of latent attention; None: attention has keys and values of heads.
+        delta: the shape of linear attention, and the layers that have it; None: no layer has.
+        vision: the vision tower; None: prompts have no images.
+        image_token: the token that stands for a part of an image; None: prompts have none.
+        video_token: the token that stands for a part of a video; None: prompts have none.
+        vision_start_token: the token before each frame of a video whose times prompts say; None: prompts say none.
+        vision_end_token: the token after it.
     """
 
     architecture: str
@@ -148,7 +152,7 @@ class DecoderConfig:
         layers = file.integer("num_hidden_layers", maximum=MOST_LAYERS)
         max_positions = read_max_positions(file, family.max_positions)
         heads = _read_heads(file, family)
-        options = family.read_options(file, layers)
+        options = {**_NO_OPTIONS, **read_keys(file, family.keys), **family.read_options(file, layers)}
         activation_key, activation = family.activation
         inner_key, inner_width = family.intermediate_size
         return cls(
@@ -161,7 +165,7 @@ class DecoderConfig:
             activation=_ACTIVATIONS[file.choice(activation_key, activation, tuple(_ACTIVATIONS))],
             norm_eps=file.number("rms_norm_eps", family.norm_eps),
             rope=family.read_rope(file, heads["head_dim"], max_positions),
-            **{field.name: getattr(options, field.name) for field in dataclasses.fields(options)},
+            **options,
             tied_embeddings=file.boolean("tie_word_embeddings", family.tied_embeddings),
             max_positions=max_positions,
             dtype=file.choice("dtype", file.choice("torch_dtype", "float32", INPUT_DTYPES), INPUT_DTYPES),
@@ -193,6 +197,7 @@ class DecoderConfig:
             "dtype": self.dtype,
             "torch_dtype": self.dtype,
             **write_rope(self.rope),
+            **write_keys(self, family.keys),
             **family.write_options(self),
         }
         if family.nested is not None:

@@ -3,6 +3,7 @@
 from typing import Any, Final
 
 from detjax.models.configuration.json_object import MOST_EXPERTS, JsonObject
+from detjax.models.configuration.keys import Key, write_keys
 from detjax.models.parts.experts import ExpertsOptions
 
 COUNTS: Final = "num_experts", "num_local_experts"
@@ -41,11 +42,6 @@ def write_sparse_layers(sparse: tuple[bool, ...]) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def write_experts(experts: ExpertsOptions) -> dict[str, Any]:
-    """Returns the keys of `config.json` that say the shape of Qwen's experts."""
-    return {
-        "num_experts": experts.experts,
-        "num_experts_per_tok": experts.chosen,
-        "moe_intermediate_size": experts.inner_width,
-        "output_router_logits": False,
-    }
+def write_experts(experts: ExpertsOptions, keys: tuple[Key, ...], count: str = COUNTS[0]) -> dict[str, Any]:
+    """Returns the keys of `config.json` that say the number of experts, and those of a table."""
+    return {count: experts.experts, "output_router_logits": False} | write_keys(experts, keys)

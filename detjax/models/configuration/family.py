@@ -2,71 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from detjax.models.configuration.json_object import JsonObject
+from detjax.models.configuration.keys import Key
 from detjax.models.configuration.rope_config import read_rope
-from detjax.models.parts.delta_net import DeltaNetOptions
-from detjax.models.parts.experts import ExpertsOptions
-from detjax.models.parts.latent_attention import LatentOptions
-from detjax.models.parts.vision import VisionOptions
 from detjax.ops.rotary import RotaryEmbedding
-
-if TYPE_CHECKING:
-    from detjax.models.configuration.config import DecoderConfig
 
 _TEXT: Final = "text_config"
 _OF_THE_WHOLE: Final = ("architectures", "model_type", "dtype", "torch_dtype")
 """Keys of which those of the whole model have precedence over those of its decoder."""
 _TOWER: Final = "vision_config"
 _TIED: Final = "tie_word_embeddings"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerOptions:
-    """The options of layers that families differ in, as they read them from `config.json`.
-
-    Attributes:
-        windows: for each layer, how many tokens a query sees at most, its own included; None: all earlier ones.
-        qk_norm: whether each head of queries and keys is normalized before the rotation.
-        qkv_bias: whether the projections of queries, keys and values have biases.
-        output_bias: whether the attention's output projection has a bias.
-        mlp_bias: whether the projections of the MLP have biases.
-        window_rope: the frequencies of the rotary embedding in layers with a window; None: those of all other layers.
-        query_pre_attn_scalar: the number whose inverse square root is the factor of scores; None: the width of a head.
-        attention_soft_cap: the bound of scores, which become `cap * tanh(score / cap)`; None: no bound.
-        logit_soft_cap: the bound of logits likewise.
-        experts: the mixtures of experts; None: every layer has an MLP.
-        wide_qk_norm: whether all heads of queries together are normalized, and all heads of keys.
-        qkv_bound: the largest absolute value of queries, keys and values before the rotation; None: no bound.
-        latent: the shape of latent attention; None: attention has keys and values of heads.
-        delta: the shape of linear attention, and the layers that have it; None: no layer has.
-        vision: the vision tower; None: prompts have no images.
-        image_token: the token that stands for a part of an image; None: there is none.
-        video_token: the token that stands for a part of a video; None: there is none.
-        vision_start_token: the token before each frame of a video whose times prompts say; None: prompts say none.
-        vision_end_token: the token behind it.
-    """
-
-    windows: tuple[int | None, ...]
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    window_rope: RotaryEmbedding | None = None
-    query_pre_attn_scalar: int | None = None
-    attention_soft_cap: float | None = None
-    logit_soft_cap: float | None = None
-    experts: ExpertsOptions | None = None
-    wide_qk_norm: bool = False
-    qkv_bound: float | None = None
-    latent: LatentOptions | None = None
-    delta: DeltaNetOptions | None = None
-    vision: VisionOptions | None = None
-    image_token: int | None = None
-    video_token: int | None = None
-    vision_start_token: int | None = None
-    vision_end_token: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,9 +52,10 @@ class Family:
             the others. Checkpoints then have the names of `prefixes`. None: neither is so in what is written.
         read_rope: reads the frequencies of the rotary embedding from a `config.json`, given the width of a head and
             `max_position_embeddings`.
-        read_options: reads the layers' options from a `config.json`, given the number of layers.
-        write_options: returns the keys of `config.json` that say these options, and those that it says otherwise than
-            other families.
+        keys: keys of `config.json` that say options of layers, which are fields of `DecoderConfig`.
+        read_options: returns the other options of layers that a `config.json` says, given the number of layers.
+        write_options: returns the keys of `config.json` that say the latter, and those that the family writes otherwise
+            than others, given the `DecoderConfig`.
     """
 
     architecture: str
@@ -132,8 +80,9 @@ class Family:
     prefixes: tuple[tuple[str, str], ...] = ()
     nested: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     read_rope: Callable[[JsonObject, int, int], RotaryEmbedding] = read_rope
-    read_options: Callable[[JsonObject, int], LayerOptions]
-    write_options: Callable[["DecoderConfig"], dict[str, Any]]
+    keys: tuple[Key, ...] = ()
+    read_options: Callable[[JsonObject, int], Mapping[str, Any]]
+    write_options: Callable[[Any], Mapping[str, Any]] = lambda _: {}
 
     def decoder_name(self, name: str) -> str:
         """Returns the name that a checkpoint's tensor has in the decoder."""

@@ -1,9 +1,12 @@
 """What the `vision_config` of all families with a vision tower says in the same keys."""
 
-from typing import Any
+from typing import Any, Final
 
 from detjax.models.configuration.json_object import MOST_LAYERS, JsonObject
+from detjax.models.configuration.keys import Key, read_keys, write_keys
 from detjax.models.parts.vision import VisionOptions
+
+_PATCHES: Final = (Key("temporal_patch_size", "temporal_patch_size", 2), Key("spatial_merge_size", "merge_size", 2))
 
 
 def read_vision(file: JsonObject, hidden_size: int, *, width: int, blocks: int, patch_size: int) -> dict[str, Any]:
@@ -34,8 +37,7 @@ def read_vision(file: JsonObject, hidden_size: int, *, width: int, blocks: int, 
         "blocks": file.integer("depth", blocks, maximum=MOST_LAYERS),
         "channels": 3,
         "patch_size": file.integer("patch_size", patch_size),
-        "temporal_patch_size": file.integer("temporal_patch_size", 2),
-        "merge_size": file.integer("spatial_merge_size", 2),
+        **read_keys(file, _PATCHES),
         "output_width": hidden_size,
         "theta": rope.number("rope_theta", 10000.0),
     }
@@ -50,25 +52,7 @@ def write_vision(vision: VisionOptions) -> dict[str, Any]:
         "num_heads": vision.heads,
         "in_channels": vision.channels,
         "patch_size": vision.patch_size,
-        "temporal_patch_size": vision.temporal_patch_size,
-        "spatial_merge_size": vision.merge_size,
+        **write_keys(vision, _PATCHES),
         "out_hidden_size": vision.output_width,
         "rope_parameters": {"rope_type": "axial", "rope_theta": vision.theta},
-    }
-
-
-def read_tokens(file: JsonObject, *, image: int, video: int) -> dict[str, Any]:
-    """Returns the tokens that stand for parts of images and of videos.
-
-    Args:
-        file: the whole `config.json`.
-        image: the id if the file leaves it out, as transformers' class of the family has it.
-        video: likewise.
-
-    Raises:
-        CheckpointError: an id is no integer >= 0.
-    """
-    return {
-        "image_token": file.integer("image_token_id", image, minimum=0),
-        "video_token": file.integer("video_token_id", video, minimum=0),
     }

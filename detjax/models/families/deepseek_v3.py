@@ -10,8 +10,9 @@ from jaxtyping import Array, DTypeLike, Float
 
 from detjax.models.configuration import experts_config
 from detjax.models.configuration.config import DecoderConfig
-from detjax.models.configuration.family import Family, LayerOptions
+from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import MOST_EXPERTS, JsonObject
+from detjax.models.configuration.keys import Key, read_keys, write_keys
 from detjax.models.configuration.windows import read_full_attention
 from detjax.models.parts.experts import Experts
 from detjax.models.parts.grouped_experts import GroupedExperts, GroupedExpertsOptions
@@ -67,7 +68,23 @@ def _attention_options(config: DecoderConfig) -> LatentAttentionOptions:
     return LatentAttentionOptions(heads=config.heads, latent=config.latent, rope=config.rope, bias=config.output_bias)
 
 
-def _read_options(file: JsonObject, layers: int) -> LayerOptions:
+_LATENT: Final = (
+    Key("kv_lora_rank", "kv_rank", 512),
+    Key("qk_nope_head_dim", "nope_dim", 128),
+    Key("v_head_dim", "value_dim", 128),
+)
+_SHAPE: Final = (
+    Key("n_group", "groups", 8),
+    Key("num_experts_per_tok", "chosen", 8),
+    Key("topk_group", "kept_groups", 4),
+    Key("moe_intermediate_size", "inner_width", 2048),
+    Key("norm_topk_prob", "normalized", default=True),
+    Key("routed_scaling_factor", "factor", 2.5),
+    Key("n_shared_experts", "shared", 1),
+)
+
+
+def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
     heads = file.integer("num_attention_heads")
     # A key that is null says that there are as many as heads; a key that is left out has transformers' default.
     if file.integer("num_key_value_heads", heads if "num_key_value_heads" in file.raw else _KV_HEADS) != heads:
@@ -76,24 +93,15 @@ def _read_options(file: JsonObject, layers: int) -> LayerOptions:
         file.choice(key, accepted, (accepted,))
     if file.integer("moe_layer_freq", 1) != 1:
         raise file.error("moe_layer_freq", "1")
-    attention_bias = file.boolean("attention_bias", False)
     latent = LatentOptions(
         # A key that is null says that there is no latent of queries.
         q_rank=file.optional_integer("q_lora_rank", minimum=1) if "q_lora_rank" in file.raw else 1536,
-        kv_rank=file.integer("kv_lora_rank", 512),
-        nope_dim=file.integer("qk_nope_head_dim", 128),
-        value_dim=file.integer("v_head_dim", 128),
+        **read_keys(file, _LATENT),
         # A key that is null counts as false in transformers.
         interleaved=file.boolean("rope_interleave", "rope_interleave" not in file.raw),
     )
     windows = read_full_attention(file, layers, "deepseek_v3")
-    return LayerOptions(
-        windows=windows,
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        experts=_read_experts(file, layers),
-        latent=latent,
-    )
+    return {"windows": windows, "experts": _read_experts(file, layers), "latent": latent}
 
 
 def _read_experts(file: JsonObject, layers: int) -> GroupedExpertsOptions | None:
@@ -101,29 +109,15 @@ def _read_experts(file: JsonObject, layers: int) -> GroupedExpertsOptions | None
     if dense >= layers:
         return None
     key = experts_config.count_key(file, _EXPERTS)
-    experts, groups, chosen = (
-        file.integer(key, 256, maximum=MOST_EXPERTS),
-        file.integer("n_group", 8),
-        file.integer("num_experts_per_tok", 8),
-    )
+    experts, shape = file.integer(key, 256, maximum=MOST_EXPERTS), read_keys(file, _SHAPE)
+    groups, kept = shape["groups"], shape["kept_groups"]
     if experts % groups or experts // groups < 2:
         raise file.error("n_group", f"a divisor of {key}, which is {experts}, that leaves 2 experts in each group")
-    kept = file.integer("topk_group", 4)
     if kept > groups:
         raise file.error("topk_group", f"1 to {groups}, which is n_group")
-    if chosen > kept * (experts // groups):
+    if shape["chosen"] > kept * (experts // groups):
         raise file.error("num_experts_per_tok", f"1 to {kept * (experts // groups)}, the experts of {kept} groups")
-    return GroupedExpertsOptions(
-        experts=experts,
-        chosen=chosen,
-        inner_width=file.integer("moe_intermediate_size", 2048),
-        normalized=file.boolean("norm_topk_prob", True),
-        layers=tuple(index >= dense for index in range(layers)),
-        groups=groups,
-        kept_groups=kept,
-        factor=file.number("routed_scaling_factor", 2.5),
-        shared=file.integer("n_shared_experts", 1),
-    )
+    return GroupedExpertsOptions(experts=experts, layers=tuple(index >= dense for index in range(layers)), **shape)
 
 
 def _write_options(config: DecoderConfig) -> dict[str, Any]:
@@ -131,12 +125,9 @@ def _write_options(config: DecoderConfig) -> dict[str, Any]:
     assert latent is not None
     return {
         "q_lora_rank": latent.q_rank,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_nope_head_dim": latent.nope_dim,
         "qk_rope_head_dim": config.head_dim,
-        "v_head_dim": latent.value_dim,
         "rope_interleave": latent.interleaved,
-        "attention_bias": config.output_bias,
+        **write_keys(latent, _LATENT),
         **_written_experts(config),
     }
 
@@ -148,18 +139,10 @@ def _written_experts(config: DecoderConfig) -> dict[str, Any]:
     assert isinstance(experts, GroupedExpertsOptions)
     return {
         "first_k_dense_replace": sum(not is_sparse for is_sparse in experts.layers),
-        "n_routed_experts": experts.experts,
-        "num_experts_per_tok": experts.chosen,
-        "moe_intermediate_size": experts.inner_width,
-        "norm_topk_prob": experts.normalized,
-        "n_group": experts.groups,
-        "topk_group": experts.kept_groups,
-        "routed_scaling_factor": experts.factor,
-        "n_shared_experts": experts.shared,
+        **experts_config.write_experts(experts, _SHAPE, _EXPERTS[0]),
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
-        "output_router_logits": False,
     }
 
 
@@ -177,6 +160,7 @@ FAMILY: Final = Family(
     reads=_EXPERTS,
     # Layers that predict further tokens come after the others.
     skips=(r"model\.layers\.{layers}\..*",),
+    keys=(Key("attention_bias", "qkv_bias", default=False), Key("attention_bias", "output_bias", default=False)),
     read_options=_read_options,
     write_options=_write_options,
 )

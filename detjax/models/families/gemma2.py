@@ -11,8 +11,9 @@ from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
 from detjax.models.configuration.config import DecoderConfig
-from detjax.models.configuration.family import Family, LayerOptions
+from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import JsonObject
+from detjax.models.configuration.keys import ATTENTION_BIAS, Key
 from detjax.models.configuration.windows import read_alternating_windows, write_alternating_windows
 from detjax.models.parts.attention import Attention, AttentionOptions
 from detjax.models.parts.mlp import GatedMLP, MLPOptions
@@ -22,6 +23,9 @@ from detjax.operands.kv_pages import KVPages, Queries
 
 NORM_OFFSET: Final = 1.0
 """What all norms add to their weights."""
+
+KEYS: Final = (*ATTENTION_BIAS, Key("query_pre_attn_scalar", "query_pre_attn_scalar", 256))
+"""Keys that Gemma 2 and 3 have in common."""
 
 _SCORES: Final = "attn_logit_softcapping"
 _LOGITS: Final = "final_logit_softcapping"
@@ -97,24 +101,16 @@ def read_common_options(file: JsonObject, layers: int, pattern: int, logit_soft_
         raise file.error("num_attention_heads", f"a divisor of hidden_size, which is {width}")
     if file.boolean("use_bidirectional_attention", False):
         raise file.error("use_bidirectional_attention", "false, null")
-    attention_bias = file.boolean("attention_bias", False)
     return {
         "windows": read_alternating_windows(file, layers, pattern),
-        "qkv_bias": attention_bias,
-        "output_bias": attention_bias,
-        "query_pre_attn_scalar": file.integer("query_pre_attn_scalar", 256),
         "logit_soft_cap": _read_soft_cap(file, _LOGITS, logit_soft_cap),
     }
 
 
 def write_common_options(config: DecoderConfig) -> dict[str, Any]:
     """Returns the keys of `config.json` that `read_common_options` reads, and the bound of scores."""
-    return {
-        "attention_bias": config.qkv_bias,
-        "query_pre_attn_scalar": config.query_pre_attn_scalar,
-        _LOGITS: config.logit_soft_cap,
-        _SCORES: config.attention_soft_cap,
-    } | write_alternating_windows(config.windows)
+    soft_caps = {_LOGITS: config.logit_soft_cap, _SCORES: config.attention_soft_cap}
+    return soft_caps | write_alternating_windows(config.windows)
 
 
 def _read_soft_cap(file: JsonObject, key: str, default: float | None) -> float | None:
@@ -124,9 +120,9 @@ def _read_soft_cap(file: JsonObject, key: str, default: float | None) -> float |
     return file.number(key)
 
 
-def _read_options(file: JsonObject, layers: int) -> LayerOptions:
+def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
     common = read_common_options(file, layers, pattern=2, logit_soft_cap=30.0)
-    return LayerOptions(**common, attention_soft_cap=_read_soft_cap(file, _SCORES, 50.0))
+    return common | {"attention_soft_cap": _read_soft_cap(file, _SCORES, 50.0)}
 
 
 FAMILY: Final = Family(
@@ -142,6 +138,7 @@ FAMILY: Final = Family(
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     norm_offset=NORM_OFFSET,
     scales_embedding=True,
+    keys=KEYS,
     read_options=_read_options,
     write_options=write_common_options,
 )

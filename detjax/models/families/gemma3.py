@@ -7,7 +7,7 @@ Scores have no bound: transformers reads `attn_logit_softcapping` and does not a
 from typing import Any, Final
 
 from detjax.models.configuration.config import DecoderConfig
-from detjax.models.configuration.family import Family, LayerOptions
+from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import JsonObject
 from detjax.models.configuration.rope_config import (
     read_max_positions,
@@ -15,7 +15,7 @@ from detjax.models.configuration.rope_config import (
     write_rope_of_layer_types,
 )
 from detjax.models.configuration.windows import pattern_of
-from detjax.models.families.gemma2 import NORM_OFFSET, Layer, read_common_options, write_common_options
+from detjax.models.families.gemma2 import KEYS, NORM_OFFSET, Layer, read_common_options, write_common_options
 from detjax.ops.rotary import RotaryEmbedding
 
 _PATTERN: Final = "sliding_window_pattern"
@@ -33,12 +33,12 @@ def _read_rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmb
     return _read_ropes(file, head_dim, max_positions)[0]
 
 
-def _read_options(file: JsonObject, layers: int) -> LayerOptions:
+def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
     pattern = file.integer(_PATTERN, 6)
     common = read_common_options(file, layers, pattern, logit_soft_cap=None)
     head_dim = file.integer("head_dim", _HEAD_DIM)
     max_positions = read_max_positions(file, _MAX_POSITIONS)
-    return LayerOptions(**common, qk_norm=True, window_rope=_read_ropes(file, head_dim, max_positions)[1])
+    return common | {"qk_norm": True, "window_rope": _read_ropes(file, head_dim, max_positions)[1]}
 
 
 def _write_options(config: DecoderConfig) -> dict[str, Any]:
@@ -61,6 +61,7 @@ FAMILY: Final = Family(
     norm_offset=NORM_OFFSET,
     scales_embedding=True,
     read_rope=_read_rope,
+    keys=KEYS,
     read_options=_read_options,
     write_options=_write_options,
 )

@@ -11,8 +11,9 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
 from detjax import ops
 from detjax.models.configuration.config import DecoderConfig
-from detjax.models.configuration.family import Family, LayerOptions
+from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import MOST_EXPERTS, JsonObject
+from detjax.models.configuration.keys import Key, read_keys, write_keys
 from detjax.models.configuration.rope_config import read_rope
 from detjax.models.configuration.windows import first_window, read_alternating_windows, write_alternating_windows
 from detjax.models.families import llama, mixture
@@ -85,29 +86,24 @@ def _read_rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmb
     return read_rope(file, head_dim, max_positions, theta=_THETA)
 
 
-def _read_options(file: JsonObject, layers: int) -> LayerOptions:
+_EXPERTS: Final = (
+    Key("num_experts_per_tok", "chosen", 4),
+    Key("num_local_experts", "experts", 128, maximum=MOST_EXPERTS),
+    Key("intermediate_size", "inner_width"),
+)
+_CLAMP: Final = (Key("swiglu_limit", "limit", 7.0), Key("swiglu_alpha", "slope", 1.702))
+
+
+def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
     file.choice("hidden_act", "silu", ("silu",))
-    chosen, experts = (
-        file.integer("num_experts_per_tok", 4),
-        file.integer("num_local_experts", 128, maximum=MOST_EXPERTS),
-    )
-    if chosen > experts:
-        raise file.error("num_experts_per_tok", f"1 to {experts}, which is num_local_experts")
-    attention_bias = file.boolean("attention_bias", True)
-    return LayerOptions(
-        windows=read_alternating_windows(file, layers, pattern=2, window=_WINDOW),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        experts=ExpertsOptions(
-            experts=experts,
-            chosen=chosen,
-            inner_width=file.integer("intermediate_size"),
-            normalized=True,
-            layers=(True,) * layers,
-            bias=True,
-            clamp=Clamp(limit=file.number("swiglu_limit", 7.0), slope=file.number("swiglu_alpha", 1.702)),
-        ),
-    )
+    shape = read_keys(file, _EXPERTS)
+    if shape["chosen"] > shape["experts"]:
+        raise file.error("num_experts_per_tok", f"1 to {shape['experts']}, which is num_local_experts")
+    clamp = Clamp(**read_keys(file, _CLAMP))
+    return {
+        "windows": read_alternating_windows(file, layers, pattern=2, window=_WINDOW),
+        "experts": ExpertsOptions(**shape, normalized=True, layers=(True,) * layers, bias=True, clamp=clamp),
+    }
 
 
 def _write_options(config: DecoderConfig) -> dict[str, Any]:
@@ -116,11 +112,8 @@ def _write_options(config: DecoderConfig) -> dict[str, Any]:
     return {
         **write_alternating_windows(config.windows),
         "sliding_window": first_window(config.windows) or _WINDOW,
-        "attention_bias": config.qkv_bias,
-        "num_local_experts": experts.experts,
-        "num_experts_per_tok": experts.chosen,
-        "swiglu_limit": experts.clamp.limit,
-        "swiglu_alpha": experts.clamp.slope,
+        **write_keys(experts, _EXPERTS),
+        **write_keys(experts.clamp, _CLAMP),
         "output_router_logits": False,
     }
 
@@ -135,6 +128,7 @@ FAMILY: Final = Family(
     kv_heads=8,
     reads=("num_local_experts",),
     read_rope=_read_rope,
+    keys=(Key("attention_bias", "output_bias", default=True), Key("attention_bias", "qkv_bias", default=True)),
     read_options=_read_options,
     write_options=_write_options,
 )

@@ -1,13 +1,13 @@
 """Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024), and the layer that most decoders since have."""
 
-from typing import Any, Final
+from typing import Final
 
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from detjax.models.configuration.config import DecoderConfig
-from detjax.models.configuration.family import Family, LayerOptions
-from detjax.models.configuration.json_object import JsonObject
+from detjax.models.configuration.family import Family
+from detjax.models.configuration.keys import ATTENTION_BIAS, Key
 from detjax.models.configuration.windows import read_full_attention
 from detjax.models.parts.attention import Attention, AttentionOptions
 from detjax.models.parts.mlp import GatedMLP, MLPOptions
@@ -62,20 +62,6 @@ def attention_options(config: DecoderConfig, index: int) -> AttentionOptions:
     )
 
 
-def _read_options(file: JsonObject, layers: int) -> LayerOptions:
-    attention_bias = file.boolean("attention_bias", False)
-    return LayerOptions(
-        windows=read_full_attention(file, layers, "llama"),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=file.boolean("mlp_bias", False),
-    )
-
-
-def _write_options(config: DecoderConfig) -> dict[str, Any]:
-    return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
-
-
 FAMILY: Final = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
@@ -83,6 +69,6 @@ FAMILY: Final = Family(
     max_positions=2048,
     bos=1,
     eos=2,
-    read_options=_read_options,
-    write_options=_write_options,
+    keys=(*ATTENTION_BIAS, Key("mlp_bias", "mlp_bias", default=False)),
+    read_options=lambda file, layers: {"windows": read_full_attention(file, layers, "llama")},
 )

@@ -4,8 +4,9 @@ import functools
 from typing import Any, Final
 
 from detjax.models.configuration.config import DecoderConfig
-from detjax.models.configuration.family import Family, LayerOptions
+from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import MOST_EXPERTS, JsonObject
+from detjax.models.configuration.keys import Key, read_keys, write_keys
 from detjax.models.configuration.rope_config import read_rope
 from detjax.models.configuration.windows import first_window, read_window_of_all_layers
 from detjax.models.families import llama, mixture
@@ -23,26 +24,21 @@ class Layer(mixture.Layer):
     EXPERTS = _Experts
 
 
-def _read_options(file: JsonObject, layers: int) -> LayerOptions:
-    experts = ExpertsOptions(
-        experts=file.integer("num_local_experts", 8, maximum=MOST_EXPERTS),
-        chosen=file.integer("num_experts_per_tok", 2),
-        inner_width=file.integer("intermediate_size"),
-        normalized=True,
-        layers=(True,) * layers,
-    )
-    return LayerOptions(windows=read_window_of_all_layers(file, layers, "mixtral"), experts=experts)
+_EXPERTS: Final = (
+    Key("num_local_experts", "experts", 8, maximum=MOST_EXPERTS),
+    Key("num_experts_per_tok", "chosen", 2),
+    Key("intermediate_size", "inner_width"),
+)
+
+
+def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
+    experts = ExpertsOptions(**read_keys(file, _EXPERTS), normalized=True, layers=(True,) * layers)
+    return {"windows": read_window_of_all_layers(file, layers, "mixtral"), "experts": experts}
 
 
 def _write_options(config: DecoderConfig) -> dict[str, Any]:
-    experts = config.experts
-    assert experts is not None
-    return {
-        "sliding_window": first_window(config.windows),
-        "num_local_experts": experts.experts,
-        "num_experts_per_tok": experts.chosen,
-        "output_router_logits": False,
-    }
+    window = {"sliding_window": first_window(config.windows), "output_router_logits": False}
+    return window | write_keys(config.experts, _EXPERTS)
 
 
 FAMILY: Final = Family(

@@ -7,10 +7,11 @@ import dataclasses
 from typing import Any, Final
 
 from detjax.models.configuration.config import DecoderConfig
-from detjax.models.configuration.family import Family, LayerOptions
+from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import JsonObject
+from detjax.models.configuration.keys import Key
 from detjax.models.configuration.rope_config import read_rope, read_sections, write_rope
-from detjax.models.configuration.vision_config import read_tokens, read_vision, write_vision
+from detjax.models.configuration.vision_config import read_vision, write_vision
 from detjax.models.configuration.windows import read_windows_of_some_layers, write_windows_of_some_layers
 from detjax.models.families.llama import Layer
 from detjax.models.parts.vision import VisionOptions
@@ -18,8 +19,10 @@ from detjax.ops.rotary import RotaryEmbedding
 
 _THETA: Final = 1_000_000.0
 _SECTIONS: Final = (16, 24, 24)
-_IMAGE_TOKEN: Final = 151655
-_VIDEO_TOKEN: Final = 151656
+_TOKENS: Final = (
+    Key("image_token_id", "image_token", 151655, minimum=0),
+    Key("video_token_id", "video_token", 151656, minimum=0),
+)
 
 
 def _read_rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmbedding:
@@ -34,16 +37,16 @@ def _read_rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmb
     return dataclasses.replace(rope, sections=read_sections(file, _SECTIONS, head_dim // 2))
 
 
-def _read_options(file: JsonObject, layers: int) -> LayerOptions:
+def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
     hidden_size, heads = file.integer("hidden_size"), file.integer("num_attention_heads")
     if file.integer("head_dim", hidden_size // heads) * heads != hidden_size:
         raise file.error("head_dim", f"{hidden_size // heads}, as hidden_size is {hidden_size} with {heads} heads")
-    return LayerOptions(
-        windows=read_windows_of_some_layers(file, layers, first=80),
-        qkv_bias=True,
-        vision=_read_vision(file.object("vision_config") or JsonObject({}, file.source, "vision_config."), hidden_size),
-        **read_tokens(file, image=_IMAGE_TOKEN, video=_VIDEO_TOKEN),
-    )
+    vision = file.object("vision_config") or JsonObject({}, file.source, "vision_config.")
+    return {
+        "windows": read_windows_of_some_layers(file, layers, first=80),
+        "qkv_bias": True,
+        "vision": _read_vision(vision, hidden_size),
+    }
 
 
 def _read_vision(file: JsonObject, hidden_size: int) -> VisionOptions:
@@ -77,8 +80,6 @@ def _write_options(config: DecoderConfig) -> dict[str, Any]:
         **write_windows_of_some_layers(config.windows),
         "rope_parameters": described,
         "rope_scaling": scaling,
-        "image_token_id": config.image_token,
-        "video_token_id": config.video_token,
         "vision_config": {
             **write_vision(vision),
             "model_type": "qwen2_5_vl",
@@ -102,6 +103,7 @@ FAMILY: Final = Family(
     bos=151643,
     eos=151645,
     read_rope=_read_rope,
+    keys=_TOKENS,
     read_options=_read_options,
     write_options=_write_options,
 )

@@ -3,24 +3,12 @@
 The layers from `max_window_layers` on may have a sliding window.
 """
 
-from typing import Any, Final
+from typing import Final
 
-from detjax.models.configuration.config import DecoderConfig
-from detjax.models.configuration.family import Family, LayerOptions
-from detjax.models.configuration.json_object import JsonObject
+from detjax.models.configuration.family import Family
+from detjax.models.configuration.keys import ATTENTION_BIAS
 from detjax.models.configuration.windows import read_windows_of_some_layers, write_windows_of_some_layers
 from detjax.models.families.llama import Layer
-
-
-def _read_options(file: JsonObject, layers: int) -> LayerOptions:
-    attention_bias = file.boolean("attention_bias", False)
-    windows = read_windows_of_some_layers(file, layers)
-    return LayerOptions(windows=windows, qk_norm=True, qkv_bias=attention_bias, output_bias=attention_bias)
-
-
-def _write_options(config: DecoderConfig) -> dict[str, Any]:
-    return {"attention_bias": config.qkv_bias} | write_windows_of_some_layers(config.windows)
-
 
 FAMILY: Final = Family(
     architecture="Qwen3ForCausalLM",
@@ -29,6 +17,7 @@ FAMILY: Final = Family(
     head_dim=128,
     kv_heads=32,
     max_positions=32768,
-    read_options=_read_options,
-    write_options=_write_options,
+    keys=ATTENTION_BIAS,
+    read_options=lambda file, layers: {"windows": read_windows_of_some_layers(file, layers), "qk_norm": True},
+    write_options=lambda config: write_windows_of_some_layers(config.windows),
 )

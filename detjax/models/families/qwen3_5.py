@@ -10,10 +10,11 @@ import math
 from typing import Any, Final
 
 from detjax.models.configuration.config import DecoderConfig
-from detjax.models.configuration.family import Family, LayerOptions
+from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import JsonObject
+from detjax.models.configuration.keys import ATTENTION_BIAS, Key
 from detjax.models.configuration.rope_config import read_sections
-from detjax.models.configuration.vision_config import read_tokens, read_vision, write_vision
+from detjax.models.configuration.vision_config import read_vision, write_vision
 from detjax.models.families import qwen3_next
 from detjax.models.parts.delta_net import DeltaNet
 from detjax.models.parts.gated_experts import GatedExpertsOptions
@@ -25,20 +26,19 @@ PREFIXES: Final = (("model.", "model.language_model."), ("visual.", "model.visua
 SKIPS: Final = (r"mtp\..*", r"visual\..*")
 """The tensors that predict further tokens, and those that encode images."""
 _SECTIONS: Final = (11, 11, 10)
-_IMAGE_TOKEN: Final = 248056
-_VIDEO_TOKEN: Final = 248057
-_VISION_START_TOKEN: Final = 248053
-_VISION_END_TOKEN: Final = 248054
+_TOKENS: Final = (
+    Key("image_token_id", "image_token", 248056, minimum=0),
+    Key("video_token_id", "video_token", 248057, minimum=0),
+    Key("vision_start_token_id", "vision_start_token", 248053, minimum=0),
+    Key("vision_end_token_id", "vision_end_token", 248054, minimum=0),
+)
 _OF_THE_TEXT: Final = "text_config"
 _OF_THE_WHOLE: Final = (
     "architectures",
     "model_type",
     "dtype",
-    "image_token_id",
-    "video_token_id",
-    "vision_start_token_id",
-    "vision_end_token_id",
     "vision_config",
+    *(key.name for key in _TOKENS),
 )
 """Keys of the whole model's configuration that its text model's does not have, or has with another value."""
 
@@ -53,7 +53,7 @@ read_rope = functools.partial(qwen3_next.read_rope, passed_over=("mrope_section"
 """Reads the rotary embedding, without what is said of the positions of images."""
 
 
-def read_layers(file: JsonObject, layers: int, experts: GatedExpertsOptions | None = None) -> LayerOptions:
+def read_layers(file: JsonObject, layers: int, experts: GatedExpertsOptions | None = None) -> dict[str, Any]:
     """Returns the options of the layers.
 
     Raises:
@@ -78,28 +78,19 @@ def with_tower(text: Family, architecture: str, model_type: str) -> Family:
         model_type: the `model_type` of its configurations.
     """
 
-    def read_options(file: JsonObject, layers: int) -> LayerOptions:
+    def read_options(file: JsonObject, layers: int) -> dict[str, Any]:
         vision = file.object("vision_config") or JsonObject({}, file.source, "vision_config.")
-        return dataclasses.replace(
-            text.read_options(file, layers),
-            vision=_read_vision(vision, file.integer("hidden_size")),
-            **read_tokens(file, image=_IMAGE_TOKEN, video=_VIDEO_TOKEN),
-            vision_start_token=file.integer("vision_start_token_id", _VISION_START_TOKEN, minimum=0),
-            vision_end_token=file.integer("vision_end_token_id", _VISION_END_TOKEN, minimum=0),
-        )
+        tower = {"vision": _read_vision(vision, file.integer("hidden_size"))}
+        return {**text.read_options(file, layers), **tower}
 
     def write_options(config: DecoderConfig) -> dict[str, Any]:
         assert config.vision is not None and config.rope.sections is not None
         plain = dataclasses.replace(config.rope, sections=None, interleaved=False)
-        written = text.write_options(dataclasses.replace(config, rope=plain))
+        written = dict(text.write_options(dataclasses.replace(config, rope=plain)))
         sections = {"mrope_section": list(config.rope.sections), "mrope_interleaved": True}
         vision = _write_vision(config.vision, model_type)
         return written | {
             "rope_parameters": written["rope_parameters"] | sections,
-            "image_token_id": config.image_token,
-            "video_token_id": config.video_token,
-            "vision_start_token_id": config.vision_start_token,
-            "vision_end_token_id": config.vision_end_token,
             "vision_config": vision,
         }
 
@@ -116,6 +107,7 @@ def with_tower(text: Family, architecture: str, model_type: str) -> Family:
         skips=SKIPS[:1],
         nested=nested,
         read_rope=_read_rope_of_images,
+        keys=(*text.keys, *_TOKENS),
         read_options=read_options,
         write_options=write_options,
     )
@@ -170,6 +162,7 @@ FAMILY: Final = Family(
     skips=SKIPS,
     prefixes=PREFIXES,
     read_rope=read_rope,
+    keys=ATTENTION_BIAS,
     read_options=read_layers,
     write_options=qwen3_next.write_layers,
 )

@@ -3,17 +3,18 @@
 Published checkpoints hold one tensor for all experts of a layer. They are saved one by one, as transformers does it.
 """
 
-from typing import Final
+from typing import Any, Final
 
 from detjax.models.configuration import experts_config
-from detjax.models.configuration.family import Family, LayerOptions
+from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import JsonObject
+from detjax.models.configuration.keys import ATTENTION_BIAS
 from detjax.models.families import qwen3_5, qwen3_next
 
 _SHARED_WIDTH: Final = "shared_expert_intermediate_size"
 
 
-def _read_options(file: JsonObject, layers: int) -> LayerOptions:
+def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
     count = experts_config.read_count(file, 256)
     experts = qwen3_next.read_experts(file, (True,) * layers, count=count, chosen=8, normalized=True)
     return qwen3_5.read_layers(file, layers, experts)
@@ -33,6 +34,7 @@ FAMILY: Final = Family(
     skips=qwen3_5.SKIPS,
     prefixes=qwen3_5.PREFIXES,
     read_rope=qwen3_5.read_rope,
+    keys=ATTENTION_BIAS,
     read_options=_read_options,
     write_options=qwen3_next.write_layers,
 )

@@ -12,8 +12,9 @@ from jaxtyping import Array, DTypeLike, Float
 
 from detjax.models.configuration import experts_config, rope_config
 from detjax.models.configuration.config import DecoderConfig
-from detjax.models.configuration.family import Family, LayerOptions
+from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import JsonObject
+from detjax.models.configuration.keys import ATTENTION_BIAS, Key, read_keys, write_keys
 from detjax.models.parts.attention import AttentionOptions
 from detjax.models.parts.delta_net import DeltaNet, DeltaNetOptions
 from detjax.models.parts.gated_attention import GatedAttention
@@ -32,6 +33,18 @@ NORM_OFFSET: Final = 1.0
 TURNING: Final = "partial_rotary_factor"
 """The key that says the share of a head's columns that turn."""
 _TURNING_SHARE: Final = 0.25
+_DELTA: Final = (
+    Key("linear_num_key_heads", "key_heads", 16),
+    Key("linear_num_value_heads", "value_heads", 32),
+    Key("linear_key_head_dim", "key_dim", 128),
+    Key("linear_value_head_dim", "value_dim", 128),
+    Key("linear_conv_kernel_dim", "taps", 4),
+)
+_CHOSEN: Final = "num_experts_per_tok"
+_WIDTHS: Final = (
+    Key("moe_intermediate_size", "inner_width", 512),
+    Key("shared_expert_intermediate_size", "shared_width", 512),
+)
 
 
 class _DeltaNet(DeltaNet):
@@ -135,7 +148,7 @@ def read_rope(
     return dataclasses.replace(rope, head_dim=head_dim, rotary_dim=turning if turning < head_dim else None)
 
 
-def read_layers(file: JsonObject, layers: int, experts: GatedExpertsOptions | None) -> LayerOptions:
+def read_layers(file: JsonObject, layers: int, experts: GatedExpertsOptions | None) -> dict[str, Any]:
     """Returns the options of layers with gated delta nets or gated attention.
 
     Args:
@@ -146,25 +159,10 @@ def read_layers(file: JsonObject, layers: int, experts: GatedExpertsOptions | No
     Raises:
         CheckpointError: a value is out of range.
     """
-    attention_bias = file.boolean("attention_bias", False)
-    delta = DeltaNetOptions(
-        key_heads=file.integer("linear_num_key_heads", 16),
-        value_heads=file.integer("linear_num_value_heads", 32),
-        key_dim=file.integer("linear_key_head_dim", 128),
-        value_dim=file.integer("linear_value_head_dim", 128),
-        taps=file.integer("linear_conv_kernel_dim", 4),
-        layers=_read_layer_types(file, layers),
-    )
+    delta = DeltaNetOptions(**read_keys(file, _DELTA), layers=_read_layer_types(file, layers))
     if delta.value_heads % delta.key_heads:
         raise file.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, which is {delta.key_heads}")
-    return LayerOptions(
-        windows=(None,) * layers,
-        qk_norm=True,
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        experts=experts,
-        delta=delta,
-    )
+    return {"windows": (None,) * layers, "qk_norm": True, "experts": experts, "delta": delta}
 
 
 def _read_layer_types(file: JsonObject, layers: int) -> tuple[bool, ...]:
@@ -194,11 +192,10 @@ def read_experts(
     """
     return GatedExpertsOptions(
         experts=count,
-        chosen=file.integer("num_experts_per_tok", chosen),
-        inner_width=file.integer("moe_intermediate_size", 512),
+        chosen=file.integer(_CHOSEN, chosen),
         normalized=normalized,
         layers=sparse,
-        shared_width=file.integer("shared_expert_intermediate_size", 512),
+        **read_keys(file, _WIDTHS),
     )
 
 
@@ -210,23 +207,17 @@ def write_layers(config: DecoderConfig) -> dict[str, Any]:
     rope = rope_config.write_rope(dataclasses.replace(config.rope, rotary_dim=None))
     rope["rope_parameters"] |= {TURNING: share}
     written = {
-        "attention_bias": config.qkv_bias,
         "layer_types": [_LINEAR if is_linear else _FULL for is_linear in delta.layers],
-        "linear_num_key_heads": delta.key_heads,
-        "linear_num_value_heads": delta.value_heads,
-        "linear_key_head_dim": delta.key_dim,
-        "linear_value_head_dim": delta.value_dim,
-        "linear_conv_kernel_dim": delta.taps,
+        **write_keys(delta, _DELTA),
         **rope,
         TURNING: share,
     }
     if isinstance(experts, GatedExpertsOptions):
-        shared = {"shared_expert_intermediate_size": experts.shared_width}
-        return written | experts_config.write_experts(experts) | shared
+        return written | experts_config.write_experts(experts, (Key(_CHOSEN, "chosen"), *_WIDTHS))
     return written
 
 
-def _read_options(file: JsonObject, layers: int) -> LayerOptions:
+def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
     count = experts_config.read_count(file, 512, minimum=0)
     sparse = tuple(count > 0 and is_sparse for is_sparse in experts_config.read_sparse_layers(file, layers))
     normalized = file.boolean("norm_topk_prob", True)
@@ -252,6 +243,7 @@ FAMILY: Final = Family(
     reads=(TURNING, *experts_config.COUNTS),
     skips=(r"mtp\..*",),
     read_rope=read_rope,
+    keys=ATTENTION_BIAS,
     read_options=_read_options,
     write_options=_write_options,
 )
