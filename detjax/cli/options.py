@@ -20,10 +20,8 @@ from typing import Annotated, Any, Final, Literal, NoReturn, Union, get_args, ge
 import docstring_parser
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
 
-_UNITS: Final = ("bytes", "seconds")
-"""Last words of the names of numbers, which the help shows in place of N or X."""
-_DIRECTORIES: Final = ("dir", "directory", "model", "plots")
-"""Last words of the names of paths, which the help shows in place of FILE."""
+_SHOWN: Final = ("bytes", "seconds", "dir", "directory", "model", "plots")
+"""Last words of names that the help shows in place of N, X or FILE."""
 _ACCEPTED: Final[Mapping[Any, str]] = {
     int: "an integer",
     float: "a number",
@@ -207,27 +205,29 @@ def _parameter(parameter: inspect.Parameter, documented: str, option: Option) ->
     if container is not None and is_repeatable and option.accepted and parameter.default is parameter.empty:
         parameter = parameter.replace(default=container(option.accepted))
         option = dataclasses.replace(option, default="all")
-    word = parameter.name.removesuffix("s") if is_repeatable else parameter.name
-    name, _, negative = (option.name or f"--{word.replace('_', '-')}").partition("/")
+    word = (parameter.name.removesuffix("s") if is_repeatable else parameter.name).replace("_", "-")
+    name, _, negative = (option.name or f"--{word}").partition("/")
     last = name.rpartition("-")[2]
     shown = {int: "N", float: "X", Path: "FILE"}.get(kind, "NAME" if get_origin(kind) is Literal else last.upper())
-    metavar = last.upper() if last in (*_UNITS, *_DIRECTORIES) else shown
-    metavar = " ".join([metavar] * (words or 1))
+    metavar = last.upper() if last in _SHOWN else shown
     text, said = _help(documented)
     if kind is bool:
         flags: dict[str, Any] = {"negative": negative or (None if parameter.default else ())}
     else:
-        flags = {"converter": _converter(name if not is_positional else metavar, hint, option), "metavar": metavar}
-        flags |= {"allow_leading_hyphen": not is_positional, "negative_iterable": (), "allow_repeating": True}
+        flags = {
+            "converter": _converter(name if not is_positional else metavar, hint, option),
+            "metavar": " ".join([metavar] * (words or 1)),
+            "allow_leading_hyphen": not is_positional,
+            "negative_iterable": (),
+            "allow_repeating": True,
+        }
     if option.panel:
         flags["group"] = _panel(option.panel)
     text = option.help or text
-    if option.accepted:
-        text = f"{text.rstrip('.')}: {', '.join(option.accepted)}."
-    repeatable = " Repeatable." if is_repeatable and not is_positional else ""
+    text = f"{text.rstrip('.')}: {', '.join(option.accepted)}." if option.accepted else text
     note = Parameter(
         name=name.lstrip("-") if is_positional else name,
-        help=text + repeatable,
+        help=f"{text} Repeatable." if is_repeatable and not is_positional else text,
         show_default=_shown_default(option.default, said, parameter.default),
         **flags,
     )
