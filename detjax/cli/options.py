@@ -22,11 +22,7 @@ from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
 
 _SHOWN: Final = ("bytes", "seconds", "dir", "directory", "model", "plots")
 """Last words of names that the help shows in place of N, X or FILE."""
-_ACCEPTED: Final[Mapping[Any, str]] = {
-    int: "an integer",
-    float: "a number",
-    datetime.date: "a date, such as 2026-01-31",
-}
+_ACCEPTED: Final = {int: "an integer", float: "a number", datetime.date: "a date, such as 2026-01-31"}
 
 
 class UsageError(ValueError):
