@@ -6,10 +6,11 @@ makes options of the fields of dataclasses.
 
 import ast
 import importlib.util
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from importlib import resources
-from typing import Final, NoReturn
+from typing import Annotated, Final, NoReturn
+
+from cyclopts import Parameter
 
 from detjax.cli import options
 from detjax.invariant.arguments import NoArray
@@ -35,15 +36,20 @@ app = options.new_app(
 app.register_install_completion_command(help="Install completion of commands and options for this shell.")
 
 
-def _refuse(name: str, extra: str, package: str) -> None:
-    raise ValueError(f"detjax {name} needs {package}: pip install 'detjax[{extra}]'")
+def _refusal(name: str, extra: str, package: str) -> Callable[..., None]:
+    """A command in place of one that needs a package which is not installed."""
+
+    def refuse(*_: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]) -> None:
+        raise ValueError(f"detjax {name} needs {package}: pip install 'detjax[{extra}]'")
+
+    return refuse
 
 
 for _order, _name in enumerate(COMMANDS):
     _help = ast.get_docstring(ast.parse(resources.files(__name__).joinpath(f"{_name}.py").read_bytes())) or ""
     _extra, *_packages = _EXTRAS.get(_name, ("",))
     _missing = next((package for package in _packages if importlib.util.find_spec(package) is None), None)
-    _command = f"{__name__}.{_name}:{_name}" if _missing is None else partial(_refuse, _name, _extra, _missing)
+    _command = f"{__name__}.{_name}:{_name}" if _missing is None else _refusal(_name, _extra, _missing)
     app.command(_command, name=_name, help=options.unwrapped(_help), sort_key=_order)
 
 

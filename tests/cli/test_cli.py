@@ -73,6 +73,17 @@ def test_shells_complete_commands_and_options(typed: str, completed: str) -> Non
     assert result.stdout.split() == [completed]
 
 
+def test_a_command_whose_packages_are_not_installed_says_what_to_install() -> None:
+    program = (
+        "import importlib.util as util; found = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'starlette' else found(name, *rest)\n"
+        "from detjax.cli import main; main(['serve', 'model', '--port', '0'])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: detjax serve needs starlette: pip install 'detjax[server]'\n"
+
+
 def test_help_names_the_commands() -> None:
     result = run("--help")
     assert result.exit_code == 0
