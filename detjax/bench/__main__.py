@@ -16,7 +16,7 @@ from detjax.bench import cases, command_line, presets, provenance, results, serv
 from detjax.bench import compare as comparing
 from detjax.bench import compile as compiling
 from detjax.bench import run as running
-from detjax.bench.tune import Trial, tune
+from detjax.bench.tune import Search, Trial, tune
 from detjax.cli.options import Fields, Option, UsageError, command, new_app, run, usage_errors
 from detjax.engine import EngineConfig
 from detjax.pallas.hopper.matmul import tuning as schedules
@@ -31,15 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     run(app, arguments, (UsageError,))
 
 
+_SEARCH = Fields(Search, options={name: Option(minimum=1) for name in ("tries", "processes", "seconds")})
+
+
 @app.command(name="tune")
 @command
 def tune_command(
     *,
     models: Annotated[list[str], Option("Measure this model's linear layers.", accepted=shapes.MODELS)],
     tokens: command_line.Tokens = None,
-    tries: Annotated[int, Option(minimum=1)] = 12,
-    processes: Annotated[int, Option(minimum=1)] = 8,
-    seconds: Annotated[float, Option(minimum=1)] = 3600,
+    search: Annotated[Search, _SEARCH] = Search(),  # noqa: B008 - it is frozen
     out: Path | None = None,
     log: Path | None = None,
     training: bool = False,
@@ -47,9 +48,6 @@ def tune_command(
     """Searches matmul schedules, accepts those with the reference schedule's bits, and writes the table.
 
     Args:
-        tries: schedules to try for each product, besides those of the table.
-        processes: processes that build schedules side by side.
-        seconds: seconds after which the search ends with what it has.
         out: the table to write; products that are not searched keep their schedules. Default: the package's.
         log: write a line of JSON for every schedule tried.
         training: tune the products of the backward pass, too.
@@ -73,7 +71,7 @@ def tune_command(
                 done.add(name)
                 progress.advance(task)
 
-        best = tune(list(problems.values()), tries=tries, processes=processes, seconds=seconds, report=report)
+        best = tune(list(problems.values()), search, report)
     kind = backends.device_kind()
     file = schedules.table_file(kind) if out is None else out
     heading = provenance.heading("python -m detjax.bench tune")

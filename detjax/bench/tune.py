@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import multiprocessing
 import os
 import queue
@@ -45,24 +44,32 @@ class Trial:
     refused: str | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """How many schedules are tried, and for how long.
+
+    Attributes:
+        tries: schedules of least estimated time to build and to time for each product.
+        processes: processes that build schedules side by side; they time them one at a time.
+        seconds: seconds after which the search ends with what it has.
+    """
+
+    tries: int = 12
+    processes: int = 8
+    seconds: float = 3600
+
+
 def tune(
-    problems: Sequence[Problem],
-    *,
-    tries: int,
-    processes: int,
-    seconds: float = math.inf,
-    report: Callable[[Trial], None] = lambda _: None,
+    problems: Sequence[Problem], search: Search, report: Callable[[Trial], None] = lambda _: None
 ) -> dict[str, Schedule]:
     """The fastest schedule of each problem, by its key in a table.
 
     Args:
         problems: the products to find schedules for.
-        tries: how many schedules of least estimated time are built and timed for each problem.
-        processes: how many processes build schedules side by side; they time them one at a time.
-        seconds: the time after which the search ends with the schedules that it has.
+        search: the limits of the search.
         report: is called with every trial.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + search.seconds
     # Workers give memory back at once: the largest products of two of them would not fit beside the pools of all.
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -70,7 +77,9 @@ def tune(
     work, trials, device = context.Queue(), context.Queue(), context.Lock()
     for problem in problems:
         work.put(problem)
-    workers = [context.Process(target=_search, args=(work, trials, device, tries)) for _ in range(processes)]
+    workers = [
+        context.Process(target=_search, args=(work, trials, device, search.tries)) for _ in range(search.processes)
+    ]
     for worker in workers:
         worker.start()
     best: dict[str, tuple[float, Schedule]] = {}

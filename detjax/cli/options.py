@@ -1,7 +1,7 @@
 """Options of commands, each declared once: as a field of the dataclass that it sets, or as a parameter of the command.
 
-cyclopts parses them and prints the help. tyro, its rival, cannot import a command when it runs, put options of one
-dataclass into several panels, or call a negated flag anything but --no-X.
+cyclopts parses them and prints the help: it imports a command when it runs, and groups the options of one dataclass in
+several panels.
 """
 
 import contextlib

@@ -11,8 +11,15 @@ from detjax.engine.request import Request
 from detjax.engine.validation import check_arrays, encode_prompt, end_tokens, given_tokens
 from detjax.models import Decoder, ModelOutline, Tokenizer
 from detjax.models.vision.frame_sampling import FrameSampling
-from detjax.models.vision.images import Shown, places, token_grid
-from detjax.models.vision.prompt_images import GivenImage, ImageReader, PromptImages, with_image_tokens
+from detjax.models.vision.images import Shown
+from detjax.models.vision.prompt_images import (
+    GivenImage,
+    ImageReader,
+    PromptImages,
+    places,
+    token_grid,
+    with_image_tokens,
+)
 
 
 class RequestReader:

@@ -11,7 +11,8 @@ from flax import nnx
 
 from detjax import ops
 from detjax.models import CheckpointError, DecoderConfig, load, save
-from detjax.models.vision.images import ImageOptions, TokenGrid, image_patches, image_rows, resized, token_coordinates
+from detjax.models.vision.images import ImageOptions, image_patches, image_rows, resized
+from detjax.models.vision.prompt_images import TokenGrid, token_coordinates
 from detjax.ops.rotary import LinearScaling, RotaryEmbedding
 from tests.models.hugging_face import changed_json, copied
 from tests.support.bits import assert_same_bits

@@ -11,6 +11,7 @@ import pytest
 
 from detjax.bench import cases, presets
 from detjax.models import CheckpointError, DecoderConfig, GenerationDefaults, digest, load, save
+from detjax.models.checkpoint.stored_formats import stored_format
 from detjax.models.configuration.family import description
 from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.gated_experts import GatedExpertsOptions
@@ -121,10 +122,6 @@ def test_token_ids_of_a_multimodal_model_are_those_of_its_text_model() -> None:
         (multimodal(TEXT, dtype="int8"), "dtype is 'int8'; accepted: bfloat16, float16, float32"),
         (multimodal(TEXT, text_config=3), "text_config is 3; accepted: an object"),
         (
-            multimodal(TEXT, quantization_config={"quant_method": "awq"}),
-            "quantization_config.quant_method is 'awq'; accepted: ",
-        ),
-        (
             TEXT | {"architectures": ["Qwen3_5Model"]},
             "architectures is ['Qwen3_5Model']; accepted: a list of one of Deep",
         ),
@@ -133,6 +130,14 @@ def test_token_ids_of_a_multimodal_model_are_those_of_its_text_model() -> None:
 def test_what_is_not_served_is_refused_by_its_place_in_the_file(raw: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=f"^{re.escape(f'some/config.json: {words}')}"):
         read(raw)
+
+
+def test_a_storage_format_of_the_whole_model_is_found() -> None:
+    described = description(multimodal(TEXT, quantization_config={"quant_method": "awq"}), "some/config.json")
+    with pytest.raises(
+        CheckpointError, match=r"^some/config.json: quantization_config.quant_method is 'awq'; accepted: "
+    ):
+        stored_format(described.file)
 
 
 @pytest.mark.parametrize("raw", [TEXT, MOE])

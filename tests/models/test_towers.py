@@ -10,7 +10,8 @@ from flax import nnx
 import detjax
 from detjax import ops
 from detjax.models.decoder import ImageRows
-from detjax.models.vision.images import ImagePatches, image_rows, packed, token_coordinates, token_grid, window_counts
+from detjax.models.vision.images import ImagePatches, image_rows, packed, window_counts
+from detjax.models.vision.prompt_images import token_coordinates, token_grid
 from detjax.operands.kv_pages import Queries
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.towers import NAMES, QWEN2_5_VL, QWEN3_5, model, random_patches, reference, reference_patches

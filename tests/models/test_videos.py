@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from detjax.models import CheckpointError, Video
-from detjax.models.vision.images import ImageOptions, TokenGrid, image_rows, places, token_coordinates, token_grid
+from detjax.models.vision.images import ImageOptions, image_rows
+from detjax.models.vision.prompt_images import TokenGrid, places, token_coordinates, token_grid
 from detjax.models.vision.videos import video_patches
 from tests.support import towers
 from tests.support.bits import assert_same_bits

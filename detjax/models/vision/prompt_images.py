@@ -1,11 +1,13 @@
 """Images and videos of prompts: their tokens, their rows in a step, and what the prefix cache knows them by."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int32
 
 from detjax.models.configuration.config import DecoderConfig
+from detjax.models.parts.vision import VisionOptions
 from detjax.models.text.tokenizer import Tokenizer
 from detjax.models.vision.frame_sampling import FrameSampling
 from detjax.models.vision.images import (
@@ -14,10 +16,6 @@ from detjax.models.vision.images import (
     Shown,
     VideoPatches,
     image_patches,
-    image_runs,
-    places,
-    token_coordinates,
-    token_grid,
 )
 from detjax.models.vision.videos import Video, video_patches
 
@@ -213,3 +211,86 @@ def _with_all_tokens(name: str, config: DecoderConfig, tokens: Sequence[int], im
         expanded += [*tokens[end:first], *[expected] * grid.size]
         end = stop
     return [*expanded, *tokens[end:]] if runs else tokens
+
+
+# --- places of tokens -------------------------------------------------------------------------------------------------
+
+
+def places(shown: Iterable[Shown]) -> list[Shown]:
+    """Returns what has places of its own in a prompt: images, videos, and frames of videos whose times prompts say."""
+    return [part for one in shown for part in (one.places if isinstance(one, VideoPatches) else (one,))]
+
+
+class TokenGrid(NamedTuple):
+    """The arrangement of the tokens that stand for an image or a video.
+
+    Attributes:
+        times: the time of each frame from the first one on, in positions.
+        rows: rows of tokens of a frame.
+        columns: columns of tokens of a frame.
+    """
+
+    times: tuple[int, ...]
+    rows: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.times) * self.rows * self.columns
+
+
+def token_grid(shown: Shown, vision: VisionOptions) -> TokenGrid:
+    """Returns the arrangement of the tokens that stand for an image or a video."""
+    times = (0,)
+    if isinstance(shown, VideoPatches) and vision.tokens_per_second is not None:
+        pace = np.float32(vision.tokens_per_second) * np.float32(shown.seconds)
+        times = tuple((np.arange(len(shown.frames), dtype=np.float32) * pace).astype(np.int64).tolist())
+    return TokenGrid(times, shown.rows // vision.merge_size, shown.columns // vision.merge_size)
+
+
+def token_coordinates(
+    tokens: Sequence[int], placeholders: Collection[int], grids: Sequence[TokenGrid]
+) -> tuple[Int32[np.ndarray, "T 3"], int]:
+    """Returns the coordinates of a prompt's tokens, and by how much those of later tokens exceed their positions.
+
+    A text's token has its number in all three. A token of an image or of a video's frame has the time, and its row and
+    column; the text goes on behind the last row and column (Wang et al. 2024, Qwen2-VL, section 2.1), and generated
+    text behind all coordinates.
+
+    Args:
+        tokens: the prompt, in which each image and each video has as many placeholders one after another as it has
+            tokens.
+        placeholders: the tokens that stand for parts of images and of videos.
+        grids: the arrangement of each image's or video's tokens.
+
+    Raises:
+        ValueError: the prompt's placeholders are not those of the images and videos.
+    """
+    parts, position, start = [], 0, 0
+    runs = image_runs(tokens, placeholders)
+    if len(runs) != len(grids):
+        raise ValueError(f"token_coordinates: {len(runs)} runs of image tokens; accepted: {len(grids)}, one per image")
+    for (first, stop), grid in zip(runs, grids, strict=True):
+        if stop - first != grid.size:
+            raise ValueError(
+                f"token_coordinates: {stop - first} image tokens from token {first} on; accepted: {grid.size}, as the "
+                f"image has {len(grid.times)} frames of {grid.rows} rows of {grid.columns} tokens"
+            )
+        parts.append(np.repeat(position + np.arange(first - start)[:, None], 3, axis=1))
+        position += first - start
+        place = np.meshgrid(grid.times, np.arange(grid.rows), np.arange(grid.columns), indexing="ij")
+        parts.append(position + np.stack(place, axis=-1).reshape(-1, 3))
+        position, start = position + max(grid.rows, grid.columns), stop
+    parts.append(np.repeat(position + np.arange(len(tokens) - start)[:, None], 3, axis=1))
+    coordinates = np.concatenate(parts).astype(np.int32)
+    return coordinates, int(coordinates.max()) + 1 - len(tokens)
+
+
+def image_runs(tokens: Sequence[int], placeholders: Collection[int]) -> list[tuple[int, int]]:
+    """Returns the first token of each run of one placeholder, and what follows its last."""
+    runs, ids = [], np.asarray(tokens)
+    for placeholder in placeholders:
+        edges = np.diff(np.concatenate([[0], ids == placeholder, [0]]).astype(np.int8))
+        runs += zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True)
+    return sorted(runs)

@@ -8,7 +8,8 @@ from detjax.contract import KV_BLOCK
 from detjax.engine import Request
 from detjax.engine.page_pool import Digest, digests, prefix_root
 from detjax.models import DecoderConfig
-from detjax.models.vision.images import ImagePatches, VideoPatches, image_runs, places
+from detjax.models.vision.images import ImagePatches, VideoPatches
+from detjax.models.vision.prompt_images import image_runs, places
 
 EXCESS: Final = 8
 """Samples that a replica preferred for a prompt's prefix may have beyond the least loaded replica."""
