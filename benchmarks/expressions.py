@@ -153,9 +153,9 @@ def number(expression: str, results: Path = RESULTS) -> Decimal:
     """Returns the number that an expression with the names of files gives.
 
     Raises:
-        LookupError: the expression leads nowhere, or to something that is no number.
+        LookupError: the expression leads nowhere, or to something other than a number.
         OSError: a file cannot be read.
-        ValueError: a file is no JSON.
+        ValueError: a file does not hold JSON.
     """
     first, *rest = [_file_number(term, results) for term in expression.split(" / ")]
     return first / math.prod(rest)

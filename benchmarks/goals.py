@@ -43,7 +43,7 @@ class Goal:
 
     @property
     def is_met(self) -> bool:
-        """Whether the value can be read and keeps its bound."""
+        """True if the value can be read and keeps its bound."""
         if self.value is None:
             return False
         return self.value <= self.bar if self.bound == "at_most" else self.value >= self.bar

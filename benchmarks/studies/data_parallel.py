@@ -38,7 +38,7 @@ _READY_SECONDS: Final = 600
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is served.
+    """The model, the requests and the server of a run.
 
     Attributes:
         preset: the model's shape.

@@ -310,7 +310,7 @@ def study(
     run: Run,
     *,
     calls: options.Calls = 12,
-    limit: Annotated[float | None, Option("Begin no measurement after so many seconds.", minimum=0)] = None,
+    limit: Annotated[float | None, Option("Begin no measurement after this many seconds.", minimum=0)] = None,
 ) -> Result:
     end = math.inf if limit is None else time.monotonic() + limit
     sizes, calls = (SMALL, 2) if run.small else (Sizes(), calls)

@@ -36,7 +36,7 @@ from detjax.runtime import compilation
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is answered.
+    """The workloads of a run.
 
     Attributes:
         requests: the numbers of requests of the workloads. The last one comes in several orders.
@@ -131,7 +131,7 @@ def _in_order(engine: Engine, requests: Sequence[Request], order: int) -> list[A
 
 
 def _usual_cut_differs(mesh: Mesh) -> bool:
-    """Whether a product whose halves are added across devices has other bits than the whole one."""
+    """Returns whether a product whose halves are added across devices has other bits than the whole one."""
     draw = np.random.default_rng(1)
     x, w = (jnp.asarray(draw.standard_normal(shape), jnp.bfloat16) for shape in ((64, 4096), (4096, 4096)))
 

@@ -46,7 +46,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """How many schedules are tried, and for how long.
+    """The limits of a search: how many schedules are tried, and for how long.
 
     Attributes:
         tries: schedules of least estimated time to build and to time for each product.

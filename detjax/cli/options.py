@@ -55,7 +55,7 @@ class Fields:
     """The note on a parameter whose options are the fields of a dataclass.
 
     The parameter is given the dataclass; if it is annotated as a dictionary, the fields that the command line gives.
-    Defaults are those of the parameter's own default, if it has one.
+    A parameter's own default, if it has one, gives the defaults.
 
     Attributes:
         source: the dataclass.

@@ -62,7 +62,7 @@ _LOG = Fields(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Address:
-    """What a server listens on, and what clients call its model.
+    """The addresses of a server, and the names of its model.
 
     Attributes:
         host: listen on this address; 0.0.0.0: on all.
@@ -130,7 +130,7 @@ class Programs:
         try:
             directory = self.cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "detjax"
             engine.prepare_cache(directory)
-        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        except (OSError, RuntimeError) as error:  # RuntimeError: the home directory is unknown
             raise ValueError(
                 f"{error}. Choose another directory with --cache-dir, or compile at every start with "
                 "--no-compilation-cache"

@@ -199,19 +199,26 @@ def everywhere(mesh: Mesh | None) -> NamedSharding | None:
 
 
 def put_everywhere(tree: PyTree, sharding: NamedSharding | None) -> Any:
-    """Returns arrays that every device of a sharding has; with None, the default device.
-
-    Where the devices are those of several processes, each process puts its copy on its own devices. `jax.device_put`
-    would first compare the copies of all processes, which takes a program of its own each time.
-    """
+    """Returns arrays that every device of a sharding has; with None, the default device."""
     if sharding is None or sharding.is_fully_addressable:
-        return jax.device_put(tree, sharding)
+        return jax.device_put(tree, sharding)  # one call for all arrays: every step of an engine makes it
+    return jax.tree.map(lambda x: put(x, sharding), tree)
 
-    def put(x: Any) -> Array:
-        host = np.asarray(x)
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
-    return jax.tree.map(put, tree)
+def put(x: Any, sharding: NamedSharding) -> Array:
+    """Returns an array on the devices of a sharding, without a copy where it is there already.
+
+    Where the devices belong to several processes, each process puts its parts on its own devices. `jax.device_put`
+    would first compare the copies of all processes, which takes a program of its own each time.
+
+    Args:
+        x: an array that every process has, or one that lies on devices of several processes.
+        sharding: the sharding.
+    """
+    if sharding.is_fully_addressable or (isinstance(x, Array) and not x.is_fully_addressable):
+        return jax.device_put(x, sharding)
+    local = x if isinstance(x, Array) else np.asarray(x)
+    return jax.make_array_from_callback(local.shape, sharding, lambda index: local[index])
 
 
 def whole(x: Any, cut: Cut | None, mesh: Mesh | None) -> Any:

@@ -8,7 +8,7 @@ from detjax.operands.kv_pages import KVPages, Queries
 
 
 class AttentionOperands(NamedTuple):
-    """What `ops.attention` takes of arrays, or the gradients of it.
+    """The arrays that `ops.attention` takes, or their gradients.
 
     Attributes:
         q: queries `[B, T, H, K]`, or packed, `[N, H, K]`.

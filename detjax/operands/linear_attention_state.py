@@ -82,7 +82,7 @@ class DeltaState(NamedTuple):
 
 
 class DeltaTokens(NamedTuple):
-    """What the gated delta rule takes of each token, or the gradients of it.
+    """The arrays that the gated delta rule takes of each token, or their gradients.
 
     Attributes:
         q: normalized queries `[N, h, K]`.

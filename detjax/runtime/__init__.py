@@ -1,4 +1,4 @@
-"""How programs are compiled and identified: backends, compiler options, the environment, fingerprints.
+"""The compilation and identity of programs: backends, compiler options, the environment, fingerprints.
 
 Read `backends` and `compilation` first. `environment` and `jax_options` read what bits depend on, and `fingerprints`
 sums it up.

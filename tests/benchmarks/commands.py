@@ -12,6 +12,6 @@ _COMMANDS = {
 
 
 def is_command(text: str) -> bool:
-    """Whether a text begins with a command that measures."""
+    """Returns whether a text begins with a command that measures."""
     match = re.match(r"python -m (benchmarks|detjax\.bench) (\w+)", text)
     return match is not None and match[2] in _COMMANDS[match[1]]

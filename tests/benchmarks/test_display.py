@@ -1,4 +1,4 @@
-"""What is printed of a result."""
+"""The form in which results are printed."""
 
 import pytest
 

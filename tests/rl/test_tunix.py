@@ -33,7 +33,7 @@ def grpo(*arguments: str) -> tuple[int, int, int]:
 
 
 def learned(case: str, steps: int, folder: Path) -> dict[str, Any]:
-    """What a case of the study gives, whose every rollout has to be compared."""
+    """Returns the result of a case of the study, whose every rollout has to be compared."""
     out = folder / "result.json"
     done = run("-m", "benchmarks", "tunix_learners", "--case", case, "--steps", str(steps), "--out", str(out))
     assert out.exists(), done.stdout + done.stderr

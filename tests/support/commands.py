@@ -9,7 +9,7 @@ from unittest import mock
 
 
 class Result(NamedTuple):
-    """What a command printed, and its exit code."""
+    """The output of a command, and its exit code."""
 
     exit_code: int
     stdout: str

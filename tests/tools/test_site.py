@@ -1,4 +1,4 @@
-"""What makes the site: links between files, formulas, drawings, entries of the API, and checks of the finished site."""
+"""The maker of the site: links between files, formulas, drawings, entries of the API, checks of the finished site."""
 
 from pathlib import Path
 

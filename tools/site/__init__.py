@@ -1,1 +1,1 @@
-"""What makes the documentation's site: MkDocs' hooks, and the makers of benchmark pages, formulas and drawings."""
+"""The makers of the documentation's site: MkDocs' hooks, and the makers of benchmark pages, formulas and drawings."""

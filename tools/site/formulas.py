@@ -15,7 +15,7 @@ from tools.figures import ROOT
 
 MODULES: Final = ROOT / ".site" / "node_modules"
 MERMAID: Final = "assets/mermaid.tiny.js"
-"""Where pages with drawings load Mermaid from: the site itself."""
+"""The address in the site from which pages with drawings load Mermaid."""
 
 _ARITHMATEX = re.compile(r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<formula>.*?)\\[)\]]</(?P=tag)>', re.DOTALL)
 _DRAWING = re.compile(r'<pre class="mermaid"><code>(?P<text>.*?)</code></pre>', re.DOTALL)

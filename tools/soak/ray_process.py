@@ -35,7 +35,7 @@ class RayCluster:
 
         Args:
             folder: gets its log.
-            arguments: those of `detjax.server.replicas.ray_serve.application`.
+            arguments: the arguments of `detjax.server.replicas.ray_serve.application`.
         """
         self.seconds, self._start = 0.0, time.monotonic()
         with socket.socket() as free:  # Ray takes a number, and no socket

@@ -43,5 +43,5 @@ def write_sparse_layers(sparse: tuple[bool, ...]) -> dict[str, Any]:
 
 
 def write_experts(experts: ExpertsOptions, keys: tuple[Key, ...], count: str = COUNTS[0]) -> dict[str, Any]:
-    """Returns the keys of `config.json` that say the number of experts, and those of a table."""
+    """Returns the keys of `config.json` for the number of experts, and the keys of a table."""
     return {count: experts.experts, "output_router_logits": False} | write_keys(experts, keys)

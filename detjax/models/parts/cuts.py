@@ -371,7 +371,7 @@ def gathered_matmul(
     residual: Float[Array, "*N D"] | None = None,
     **options: Any,
 ) -> Float[Array, "*N D"]:
-    """Returns all outputs of `ops.matmul`, of which each device computes its own; see `sharded_matmul`."""
+    """Returns all outputs of `ops.matmul`; each device computes its share. See `sharded_matmul`."""
     links, count = current_links(), devices(cut.over)
     # One group whose pieces are different on all devices and together no longer than the outputs.
     is_plain = len(cut.groups) == 1 and cut.groups[0].pieces == count and cut.groups[0].filled_size == cut.size

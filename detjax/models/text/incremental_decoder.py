@@ -18,7 +18,7 @@ class TokenDecoder(Protocol):
 
     @property
     def is_byte_level(self) -> bool:
-        """Whether every byte has a token."""
+        """True if a text has the bytes of its tokens."""
         ...
 
     def byte_of(self, token: int) -> int | None:

@@ -79,7 +79,7 @@ def forward(
     """The epilogue of `x[m] @ w[e] + bias[e]`, e being the expert of row m; zeros in rows after the last group.
 
     Args:
-        operands: see there; the sum of the groups' sizes is at most M.
+        operands: see `GroupedOperands`; the sum of the groups' sizes is at most M.
         layout: the layout of each weight.
         epilogue: applied to the biased float32 sums.
         out_dtype: dtype of the result.

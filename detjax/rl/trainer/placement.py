@@ -15,6 +15,7 @@ from jaxtyping import Array, Float32, PyTree
 
 from detjax import ops
 from detjax.contract import GRADIENT_SHARDS, LANES
+from detjax.models.mesh import put
 from detjax.operands.numerics import round_up
 
 AXIS: Final = "data"
@@ -84,7 +85,7 @@ class Placement:
         return jax.tree.map(lambda x, spec: put(x, NamedSharding(self.mesh, spec)), tree, self.specs(tree))
 
     def shared[T](self, tree: T) -> T:
-        """Returns arrays of which each device gets its part along the first axis."""
+        """Returns arrays whose first axis is divided among the devices."""
         sharding = NamedSharding(self.mesh, P(AXIS))
         # A program of one process takes arrays of the host, and copies to each device its part alone.
         return tree if sharding.is_fully_addressable else jax.tree.map(lambda x: put(x, sharding), tree)
@@ -124,22 +125,6 @@ def _mesh(devices: int | tuple[Any, ...]) -> Mesh:
             f"{jax.process_index()} of {jax.process_count()}; accepted: devices among which each process has some"
         )
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
-
-
-def put(x: Any, sharding: NamedSharding) -> Array:
-    """Returns an array on the devices of a sharding, without a copy where it is there already.
-
-    Args:
-        x: an array that every process has, or one with this sharding.
-        sharding: the sharding, whose devices may belong to several processes.
-    """
-    if sharding.is_fully_addressable:
-        return jax.device_put(x, sharding)
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return jax.device_put(x, sharding)
-    # `jax.device_put` would first compare the copies of all processes.
-    local = x if isinstance(x, jax.Array) else np.asarray(x)
-    return jax.make_array_from_callback(local.shape, sharding, lambda index: local[index])
 
 
 def on_host(x: Any) -> np.ndarray:
