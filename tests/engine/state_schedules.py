@@ -16,7 +16,7 @@ from flax import nnx
 
 from detjax import SamplingParams
 from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
-from detjax.engine.model_runner import ModelRunner
+from detjax.engine.model_runner import ModelRunner, StateSizes
 from detjax.engine.page_pool import PagePool, prefix_root
 from detjax.engine.scheduler import ScheduledStep, Scheduler, pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples
@@ -159,10 +159,8 @@ class Cases:
         table = SlotTable(slots, self.pages_per_sequence, named_in_queries=has_slots)
         runner = CountingRunner(
             self.model,
-            num_pages=_PAGES,
-            slots=slots,
+            StateSizes(_PAGES, slots, self.kind.quantization),
             variants=_VARIANTS,
-            kv_cache_dtype=self.kind.quantization,
             empty_batch=functools.partial(table.batch, ScheduledStep()),
             runs_of=runs_of,
         )
