@@ -35,7 +35,7 @@ if "--xla_backend_optimization_level=0" in os.environ.get("XLA_FLAGS", "") and f
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-_MOST_PROGRAMS = 500
+_MAX_PROGRAMS = 500
 """Which a process keeps: each is mapped into some 45 pieces of memory, of which Linux allows a process 65,530, and XLA
 crashes where there is none left."""
 _kept = 0
@@ -66,6 +66,6 @@ def forgotten_programs() -> Iterator[None]:
     """What tests compiled is forgotten before it is too much."""
     global _kept
     yield
-    if _kept > _MOST_PROGRAMS:
+    if _kept > _MAX_PROGRAMS:
         jax.clear_caches()
         _kept = 0

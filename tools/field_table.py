@@ -49,20 +49,20 @@ _BODIES: Final[dict[str, type[BaseModel]]] = {
 }
 
 _LIMITS: Final = {
-    "n": field_types.MOST_SAMPLES,
-    "prompts of a request": field_types.MOST_PROMPTS,
-    "token ids of a prompt": field_types.MOST_TOKENS,
-    "messages or items": field_types.MOST_MESSAGES,
-    "parts of a message's content": field_types.MOST_PARTS,
-    "`stop`": field_types.MOST_STOPS,
+    "n": field_types.MAX_SAMPLES,
+    "prompts of a request": field_types.MAX_PROMPTS,
+    "token ids of a prompt": field_types.MAX_TOKENS,
+    "messages or items": field_types.MAX_MESSAGES,
+    "parts of a message's content": field_types.MAX_PARTS,
+    "`stop`": field_types.MAX_STOPS,
     "characters of a stop string": field_types.LONGEST_STOP,
-    "`stop_token_ids`": field_types.MOST_STOP_TOKENS,
-    "`logit_bias`": field_types.MOST_BIASES,
-    "`tools`": field_types.MOST_TOOLS,
-    "`tool_calls` of a message": field_types.MOST_CALLS,
-    "`metadata`": field_types.MOST_METADATA,
-    "`chat_template_kwargs`": field_types.MOST_VARIABLES,
-    "`structured_outputs.choice`": field_types.MOST_CHOICES,
+    "`stop_token_ids`": field_types.MAX_STOP_TOKENS,
+    "`logit_bias`": field_types.MAX_BIASES,
+    "`tools`": field_types.MAX_TOOLS,
+    "`tool_calls` of a message": field_types.MAX_CALLS,
+    "`metadata`": field_types.MAX_METADATA,
+    "`chat_template_kwargs`": field_types.MAX_VARIABLES,
+    "`structured_outputs.choice`": field_types.MAX_CHOICES,
 }
 
 _TEXT: Final = """<!-- tools/field_table.py writes this file. -->
@@ -130,7 +130,7 @@ def text() -> str:
         unserved=unserved,
         ignored=ignored,
         limits=limits,
-        most_items=bodies.MOST_ITEMS,
+        most_items=bodies.MAX_ITEMS,
         long=bodies.LONG,
     )
 

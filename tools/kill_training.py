@@ -34,7 +34,7 @@ SCHEDULES: Final = tuple(zip((64, 128, 256) * 4, (1, 2, 4, 8) * 3, strict=True))
 LONGEST_DELAY: Final = 0.4
 """Seconds at most between the beginning of a phase and the kill; a save of a small model is written within them."""
 
-MOST_SECONDS: Final = 600
+MAX_SECONDS: Final = 600
 """Seconds that a process may take."""
 
 _START: Final = ("--task", "addition:1", "--task", "brackets:1", "--layers", "1", "--width", "32")
@@ -122,7 +122,7 @@ def _process(folder: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
 
 def _finish(folder: Path, arguments: Sequence[str]) -> None:
     with _process(folder, arguments) as process:
-        output, _ = process.communicate(timeout=MOST_SECONDS)
+        output, _ = process.communicate(timeout=MAX_SECONDS)
     if process.returncode:
         raise RuntimeError(f"training ended with exit code {process.returncode}:\n{output}")
 

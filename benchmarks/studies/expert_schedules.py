@@ -48,7 +48,7 @@ PROJECTIONS: Final[tuple[Projection, ...]] = get_args(Projection.__value__)
 TOKENS: Final = (4, 16, 64, 256, 1024, 2048, 4096, 8192)
 UNITS: Final = (8, 16, 32, 64, 128)
 
-_MOST_COMPARED: Final = 16384
+_MAX_COMPARED: Final = 16384
 """Rows up to which results are kept and compared; more would take more memory than all processes have."""
 _CALLS: Final = 8
 
@@ -113,7 +113,7 @@ def trials(job: Job, given: Callable[[int], Iterator[Schedule]], device: Any, *,
                 continue
             with device:
                 same = None
-                if len(x) <= _MOST_COMPARED:
+                if len(x) <= _MAX_COMPARED:
                     y = program(rows, w, sizes)[place]
                     first = y if first is None else first
                     same = bool(same_bits(y, first))

@@ -14,7 +14,7 @@ from detjax.bench.failures import reason
 
 CACHE_BYTES: Final = 60 << 20
 """The L2 cache of an H200; those of the other devices that detjax serves are smaller."""
-MOST_ROTATIONS: Final = 64
+MAX_ROTATIONS: Final = 64
 IN_FLIGHT: Final = 4
 """Results that are kept alive while calls are made, so that memory is not reused at once and does not pile up."""
 
@@ -36,7 +36,7 @@ def rotations(bytes_per_call: int) -> int:
 
     At most 64: inputs below 2 MB stay in the cache, as the few rows of a decode step do.
     """
-    return min(MOST_ROTATIONS, 2 + 2 * CACHE_BYTES // max(bytes_per_call, 1))
+    return min(MAX_ROTATIONS, 2 + 2 * CACHE_BYTES // max(bytes_per_call, 1))
 
 
 def calls_for(expected_seconds: float) -> int:

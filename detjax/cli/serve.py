@@ -38,7 +38,7 @@ _SETTINGS = Fields(
         ),
         "allowed_hosts": Option(default="localhost, when listening on it without a key; else all"),
         "separate_prefixes": Option(name="--separate-prefixes/--shared-prefixes"),
-        "max_unsent": Option(panel=_CONNECTIONS),
+        "max_pending_bytes": Option(panel=_CONNECTIONS),
     },
 )
 _CONNECTION_SETTINGS = Fields(

@@ -21,7 +21,7 @@ from detjax.runtime import backends, fingerprints
 LARGEST_BATCH: Final = 32
 """The most requests of a batch."""
 
-MOST_CHUNKS: Final = 32
+MAX_CHUNKS: Final = 32
 """Prompts are prefilled in one chunk, or in as many as they have tokens, up to about this many."""
 
 _NEIGHBOURS: Final = """\
@@ -214,7 +214,7 @@ def draw_loads(
     stream = _random_tokens(model, 256, seed + 1) if tokenizer is None else tuple(tokenizer.encode(_NEIGHBOURS))
     capacity = len(question.prompt) + question.max_tokens
     longest = min(len(question.prompt) * 4 // 3, capacity - 1)
-    chunks = (len(question.prompt), -(-len(question.prompt) // MOST_CHUNKS))
+    chunks = (len(question.prompt), -(-len(question.prompt) // MAX_CHUNKS))
 
     def neighbour() -> Request:
         start, length = draw.randrange(len(stream)), draw.randint(1, longest)

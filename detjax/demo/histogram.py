@@ -18,7 +18,7 @@ _STOCK: Final = "#d1603d"
 _DETJAX: Final = "#2a7f8e"
 _INK: Final = "#262626"
 _GREY: Final = "#767676"
-_MOST_TEXTS: Final = 4
+_MAX_TEXTS: Final = 4
 """The most bars of a panel that have room for their completions' words below them."""
 _LINES: Final = 7
 """The most lines of a completion."""
@@ -61,7 +61,7 @@ def _draw_panel(axes: Axes, name: str, tally: Tally, color: str, tokenizer: Toke
     counts = [count for _, count in tally.counts]
     bars = axes.bar(range(len(counts)), counts, width=0.62 if len(counts) > 1 else 0.3, color=color, zorder=2)
     title = f"{name}: {counted(len(counts), 'completion')}, {counted(tally.bit_patterns, 'set')} of logprobs"
-    labelled = len(counts) if len(counts) <= _MOST_TEXTS else 1
+    labelled = len(counts) if len(counts) <= _MAX_TEXTS else 1
     labels = [f"{count} ×" for count in counts[:labelled]] + [""] * (len(counts) - labelled)
     background = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     axes.bar_label(bars, labels=labels, fontsize=12.5, color=_INK, padding=4, bbox=background, zorder=1)
@@ -71,7 +71,7 @@ def _draw_panel(axes: Axes, name: str, tally: Tally, color: str, tokenizer: Toke
     axes.spines["bottom"].set_color(_GREY)
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8, zorder=0)
     axes.tick_params(axis="y", length=0, labelsize=10.5, labelcolor=_GREY)
-    if len(counts) > _MOST_TEXTS:
+    if len(counts) > _MAX_TEXTS:
         axes.set_xlabel(f"{len(counts)} unique completions, the commonest first", fontsize=11.5, color=_INK, labelpad=8)
         axes.set_xticks([])
         return

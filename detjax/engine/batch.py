@@ -19,9 +19,9 @@ from detjax.operands.sampling_arrays import Arrays, LogitAdjustments, SamplingAr
 
 _GROWTH = 4
 """The ratio of one size of a serving engine's batches to the next smaller one."""
-_LEAST_ROWS = 64
+_MIN_ROWS = 64
 """Rows of the smallest step of a serving engine that prefills."""
-_MOST_ROWS = 8192
+_MAX_ROWS = 8192
 """Rows of a step that prefills, where the caller says how long chunks are but not how many fit into a step."""
 _BIASED: Final = 512
 """Tokens of a row that have a bias or are barred: as many as a request may give biases, as many as it may have stop
@@ -74,7 +74,7 @@ class BatchShapes:
         decodes = _sizes(1, slots)
         prefills = {
             rows: min(slots, rows // QUERY_UNIT)
-            for rows in _sizes(min(_LEAST_ROWS, padded_rows(token_budget)), padded_rows(token_budget))
+            for rows in _sizes(min(_MIN_ROWS, padded_rows(token_budget)), padded_rows(token_budget))
         }
         # A few decodes too many cost little beside prefills, so there every other size is enough.
         beside_prefills = [0, *decodes[::-2][::-1]]
@@ -104,7 +104,7 @@ class BatchShapes:
                 decode.
         """
         chunk_rows = padded_rows(prefill_chunk)
-        rows = max(min(slots * chunk_rows, _MOST_ROWS), chunk_rows)
+        rows = max(min(slots * chunk_rows, _MAX_ROWS), chunk_rows)
         # Both shapes share the sampling program.
         shapes = BatchShape(slots, 0, 0, slots), BatchShape(slots if mixes else 0, rows, slots, slots)
         limits = StepLimits(

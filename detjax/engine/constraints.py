@@ -34,7 +34,7 @@ _WORD_BITS: Final = 32
 """Tokens of one word of a mask. Bit i of word w stands for token 32 w + i."""
 _ALL_ALLOWED: Final = np.uint32(0xFFFFFFFF)
 """A word of a mask that allows all of its tokens."""
-_MOST_COMPILED: Final = 64
+_MAX_COMPILED: Final = 64
 """Constraints that are kept compiled."""
 _SLICES: Final = [
     r"[\x20\x0A\x0D\x09]+",
@@ -48,7 +48,7 @@ _LONGEST_ERROR: Final = 400
 """Characters of an error of llguidance, which may quote a constraint of any length."""
 _STARTING_THREADS: Final = 16
 """Threads that make the matchers of a step's new samples."""
-_MOST_SPARE: Final = 256
+_MAX_SPARE: Final = 256
 """New matchers that are kept for samples to come. One takes about 0.1 MB."""
 _PAUSE: Final = 0.002
 """Seconds between one spare matcher and the next. To make one takes 0.4 ms, a tenth of which needs the interpreter, and
@@ -235,7 +235,7 @@ class ConstraintCompiler:
         with self._lock:
             self._compiled[constraint] = compiled
             self._compiled.move_to_end(constraint)
-            while len(self._compiled) > _MOST_COMPILED:
+            while len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return compiled
 
@@ -361,7 +361,7 @@ class SpareMatchers:
         with self._lock:
             for constraint, count in collections.Counter(matcher.constraint for matcher in matchers).items():
                 wanted = max(self._wanted[constraint], count) if constraint in self._spares else 0
-                self._wanted[constraint] = min(wanted, _MOST_SPARE)
+                self._wanted[constraint] = min(wanted, _MAX_SPARE)
                 self._spares.setdefault(constraint, [])
                 self._spares.move_to_end(constraint)
             for matcher in matchers:
@@ -369,7 +369,7 @@ class SpareMatchers:
                     matcher.begin_with(spares.pop())
                 else:
                     without.append(matcher)
-            while len(self._spares) > _MOST_COMPILED or sum(self._wanted.values()) > _MOST_SPARE:
+            while len(self._spares) > _MAX_COMPILED or sum(self._wanted.values()) > _MAX_SPARE:
                 del self._wanted[self._spares.popitem(last=False)[0]]
         self._begin()
         return without

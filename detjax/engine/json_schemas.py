@@ -22,7 +22,7 @@ _LISTS: Final = "allOf", "anyOf", "oneOf", "prefixItems"
 _MAPS: Final = "properties", "patternProperties"
 _DEFINITIONS: Final = "$defs", "definitions"
 _SINGLE: Final = "additionalProperties", "items", "additionalItems"
-_MOST_STEPS: Final = 1_000_000
+_MAX_STEPS: Final = 1_000_000
 """What the search for finite answers may cost: a second. A schema that takes more is left as it is."""
 _LONGEST_QUOTE: Final = 80
 _LARK_JSON: Final = re.compile(
@@ -108,12 +108,12 @@ class _Search:
         self._known: dict[frozenset[int], bool] = {frozenset([one]): False for one in self._parts}
         """For values that follow several schemas at once, named by their ids: whether a finite one is known."""
         self._steps = 0
-        while self._steps < _MOST_STEPS and self._round():
+        while self._steps < _MAX_STEPS and self._round():
             pass
 
     def is_endless(self, part: Any) -> bool:
         """Whether no finite value follows a part of the root."""
-        return self._steps < _MOST_STEPS and not self._known.get(frozenset([id(part)]), True)
+        return self._steps < _MAX_STEPS and not self._known.get(frozenset([id(part)]), True)
 
     def endless_reference(self) -> str | None:
         """Returns a `$ref` by which a root without a finite value comes back to itself; None: it has none for that."""
@@ -174,7 +174,7 @@ class _Search:
             while pending:
                 part, path = pending.pop()
                 self._steps += 1 + len(path)
-                if self._steps >= _MOST_STEPS:
+                if self._steps >= _MAX_STEPS:
                     return True
                 if isinstance(part, list):
                     branches += [([*pending, (one, path)], dict(facts)) for one in part]

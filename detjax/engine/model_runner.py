@@ -27,10 +27,10 @@ from detjax.engine.step_programs import (
 )
 from detjax.models import Decoder
 from detjax.models.decoder import ImageRows
-from detjax.models.mesh import device_buffers, everywhere, placement, put_everywhere, spans_processes, whole_shapes
+from detjax.models.mesh import device_buffers, everywhere, placement, replicate, spans_processes, whole_shapes
 from detjax.models.network import abstract, split
 from detjax.models.parts.vision import Patches
-from detjax.models.vision.images import Shown, empty_pack, rows_by, window_counts
+from detjax.models.vision.images import VisualInput, empty_pack, rows_by, window_counts
 from detjax.operands.options import KVQuantization
 from detjax.runtime import compilation
 
@@ -125,7 +125,7 @@ class ModelRunner:
         adjusts = any(variant.adjusted for variant in variants)
         seen = none_seen(sizes.slots, self._vocabulary) if adjusts else None
         empty = SlotState(jnp.zeros(sizes.slots, jnp.int32), seen)
-        self._slots = put_everywhere(empty, self._everywhere)
+        self._slots = replicate(empty, self._everywhere)
         self._shapes = whole_shapes(model)
         self._copies: dict[tuple[np.dtype, tuple[int, ...], bytes], Array] = {}
         self._vision = model.config.vision
@@ -148,7 +148,7 @@ class ModelRunner:
         placed = tuple(put(x) for put, x in zip(self._given, weights, strict=True))
         self._parameters = self._parameters._replace(weights=placed)
 
-    def image_rows(self, images: Sequence[Shown]) -> list[np.ndarray]:
+    def image_rows(self, images: Sequence[VisualInput]) -> list[np.ndarray]:
         """Returns the rows that the vision tower makes of each image, on the host."""
         assert self._vision is not None, "the model takes no images"
         most = self._windows[-1] if self._windows else None
@@ -257,12 +257,12 @@ class ModelRunner:
     def _all_allowed(self, count: int) -> Array:
         """Returns masks on the device that allow every token; they are copied there once."""
         if count not in self._free:
-            self._free[count] = put_everywhere(all_allowed(count, self._vocabulary), self._everywhere)
+            self._free[count] = replicate(all_allowed(count, self._vocabulary), self._everywhere)
         return self._free[count]
 
     def _reachable(self, tree: PyTree) -> Any:
         """Returns arrays of this process where the programs of all processes that share the model can have them."""
-        return put_everywhere(tree, self._everywhere) if self._spans_processes else tree
+        return replicate(tree, self._everywhere) if self._spans_processes else tree
 
     def note_seen(self, slot: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
         """Tells the device all tokens of the sequence in a slot. From then on it counts what it samples for the slot.
@@ -308,11 +308,11 @@ class ModelRunner:
         contents = [(x.dtype, x.shape, x.tobytes()) for x in arrays]
         new = {content: x for content, x in zip(contents, arrays, strict=True) if content not in self._copies}
         # All at once: a program takes five times as long to copy its arguments itself.
-        copies = self._copies | dict(zip(new, put_everywhere(list(new.values()), self._everywhere), strict=True))
+        copies = self._copies | dict(zip(new, replicate(list(new.values()), self._everywhere), strict=True))
         self._copies = {content: copies[content] for content in contents}
         copied = jax.tree.unflatten(tree, [copies[content] for content in contents])
         return self._with_images(
-            copied if images is None else copied._replace(images=put_everywhere(images, self._everywhere))
+            copied if images is None else copied._replace(images=replicate(images, self._everywhere))
         )
 
     def _with_images(self, batch: StepBatch) -> StepBatch:

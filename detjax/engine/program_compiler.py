@@ -17,7 +17,7 @@ from detjax.engine.step_programs import StepPrograms
 from detjax.models.mesh import spans_processes
 from detjax.runtime import compilation
 
-_MOST_COMPILERS: Final = 16
+_MAX_COMPILERS: Final = 16
 """Threads or processes that compile at most."""
 _log: Final = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class ProgramCompiler:
             track: is given the programs that are compiled before the return, as they come, and their number, and yields
                 them.
         """
-        self._threads = min(_MOST_COMPILERS, os.cpu_count() or 1)
+        self._threads = min(_MAX_COMPILERS, os.cpu_count() or 1)
         if processes is None:
             processes = self._threads if jax.default_backend() == "gpu" else 0
         self._cache, self._processes, self._track = cache, processes, track

@@ -9,9 +9,9 @@ from detjax.engine.field_error import FieldError
 from detjax.engine.page_pool import prefix_root
 from detjax.engine.request import Request
 from detjax.engine.validation import check_arrays, encode_prompt, end_tokens, given_tokens
-from detjax.models import Decoder, ModelOutline, Tokenizer
+from detjax.models import Decoder, ModelMetadata, Tokenizer
 from detjax.models.vision.frame_sampling import FrameSampling
-from detjax.models.vision.images import Shown
+from detjax.models.vision.images import VisualInput
 from detjax.models.vision.prompt_images import (
     GivenImage,
     ImageReader,
@@ -25,7 +25,7 @@ from detjax.models.vision.prompt_images import (
 class RequestReader:
     """What reads the requests of an engine. It needs no weights, so a process without the model can do it too."""
 
-    def __init__(self, model: Decoder | ModelOutline, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
+    def __init__(self, model: Decoder | ModelMetadata, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
         """A reader.
 
         Args:
@@ -59,7 +59,7 @@ class RequestReader:
         """Which frames of a file with a video the model sees, as the checkpoint says it."""
         return self._image_reader.sampling
 
-    def image_patches(self, name: str, image: GivenImage) -> list[Shown]:
+    def image_patches(self, name: str, image: GivenImage) -> list[VisualInput]:
         """Returns the patches of an image or a video, which a request takes in its place. That may take a second.
 
         Args:
@@ -71,12 +71,12 @@ class RequestReader:
         """
         return self._image_reader.patches(name, [image])
 
-    def image_tokens(self, images: Sequence[Shown]) -> int:
+    def image_tokens(self, images: Sequence[VisualInput]) -> int:
         """Returns how many tokens stand for images and videos."""
         vision = self._model_config.vision
         return 0 if vision is None else sum(token_grid(image, vision).size for image in places(images))
 
-    def with_image_tokens(self, name: str, prompt: Sequence[int], images: Sequence[Shown]) -> list[int]:
+    def with_image_tokens(self, name: str, prompt: Sequence[int], images: Sequence[VisualInput]) -> list[int]:
         """Returns a prompt with as many image tokens as its images have, and the times of frames if prompts say them.
 
         Args:

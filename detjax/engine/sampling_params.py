@@ -9,11 +9,11 @@ from typing import Any, Final
 from detjax import ops
 from detjax.engine.constraints import Constraint
 from detjax.engine.field_error import FieldError
-from detjax.models import Decoder, ModelOutline
+from detjax.models import Decoder, ModelMetadata
 
-MOST_BIASES: Final = 300
+MAX_BIASES: Final = 300
 """Tokens that a request may give a bias, as in OpenAI's API."""
-MOST_STOP_TOKENS: Final = 200
+MAX_STOP_TOKENS: Final = 200
 """Stop tokens of a request that `min_tokens` can hold back."""
 
 
@@ -106,9 +106,9 @@ class SamplingParams:
         biases = dict(self.logit_bias)
         if len(biases) < len(self.logit_bias):
             raise FieldError("SamplingParams: logit_bias has a token twice; accepted: one bias per token", "logit_bias")
-        if len(biases) > MOST_BIASES:
+        if len(biases) > MAX_BIASES:
             raise FieldError(
-                f"SamplingParams: logit_bias has {len(biases)} tokens; accepted: up to {MOST_BIASES}", "logit_bias"
+                f"SamplingParams: logit_bias has {len(biases)} tokens; accepted: up to {MAX_BIASES}", "logit_bias"
             )
         for token, bias in biases.items():
             if not (token >= 0 and -100 <= bias <= 100):
@@ -116,15 +116,15 @@ class SamplingParams:
                     f"SamplingParams: logit_bias is {bias!r} for token {token!r}; accepted: -100 to 100, for token ids",
                     "logit_bias",
                 )
-        if self.min_tokens and len(self.stop_token_ids) > MOST_STOP_TOKENS:
+        if self.min_tokens and len(self.stop_token_ids) > MAX_STOP_TOKENS:
             raise FieldError(
                 f"SamplingParams: min_tokens is {self.min_tokens} and there are {len(self.stop_token_ids)} "
-                f"stop_token_ids; accepted: up to {MOST_STOP_TOKENS} with min_tokens",
+                f"stop_token_ids; accepted: up to {MAX_STOP_TOKENS} with min_tokens",
                 "stop_token_ids",
             )
 
     @classmethod
-    def recommended(cls, model: Decoder | ModelOutline, **fields: Any) -> "SamplingParams":
+    def recommended(cls, model: Decoder | ModelMetadata, **fields: Any) -> "SamplingParams":
         """Returns the settings that the model's checkpoint recommends in `generation_config.json`.
 
         Args:

@@ -6,7 +6,7 @@ import operator
 from detjax.contract import KV_BLOCK, QUERY_UNIT
 from detjax.engine.page_pool import Digest, PagePool
 from detjax.engine.sequence import Sequence
-from detjax.engine.snapshots import MOST_PER_STEP, SlotCopies
+from detjax.engine.snapshots import MAX_PER_STEP, SlotCopies
 from detjax.engine.waiting_queue import WaitingQueue
 
 _TURN = operator.attrgetter("turn")
@@ -215,7 +215,7 @@ class Scheduler:
             sequence.computed = sequence.named_pages * KV_BLOCK
             missing = -(-len(sequence.tokens) // KV_BLOCK) - len(sequence.page_ids)
             restored = sum(other.restored is not None for other in chunks)
-            if missing <= self.pool.available and (sequence.restored is None or restored < MOST_PER_STEP):
+            if missing <= self.pool.available and (sequence.restored is None or restored < MAX_PER_STEP):
                 chunks.add(sequence)
             if sequence not in chunks:
                 self._return_pages(sequence)
@@ -282,7 +282,7 @@ class Scheduler:
         assert sequence.slot is not None
         assert snapshots is not None
         digest = sequence.digests()[end // KV_BLOCK - 1]
-        if len(copies.taken) < MOST_PER_STEP and digest not in snapshots:
+        if len(copies.taken) < MAX_PER_STEP and digest not in snapshots:
             copies.taken.append((sequence.slot, snapshots.add(digest)))
 
     # --- pages --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any, Final, NamedTuple
 
-MOST_PER_STEP: Final = 2
+MAX_PER_STEP: Final = 2
 """Snapshots that a step takes at most, and restores at most: each needs as much of the device's memory as a slot."""
 SLOTS_IN_TRANSIT: Final = 8
 """Slots' worth of memory that an engine leaves free for copies: those that three steps take, and that one restores."""

@@ -26,7 +26,7 @@ from detjax.engine.sequence import Sequence
 from detjax.engine.snapshots import SlotCopies, SnapshotCache
 from detjax.engine.step_programs import SCORED_ROWS, SampledTokens, SamplingVariant, StepPrograms
 from detjax.models import Decoder
-from detjax.models.vision.images import ImageOptions, Shown
+from detjax.models.vision.images import ImageOptions, VisualInput
 from detjax.operands.options import KVQuantization
 from detjax.operands.sampling_arrays import Arrays
 
@@ -67,7 +67,7 @@ class Runner(Protocol):
 
     def update_weights(self, params: PyTree[Array]) -> None: ...
 
-    def image_rows(self, images: Seq[Shown]) -> list[np.ndarray]: ...
+    def image_rows(self, images: Seq[VisualInput]) -> list[np.ndarray]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,10 @@ from detjax.engine.sampling_params import SamplingParams
 from detjax.models.cache import State
 from detjax.models.decoder import Decoder, ImageRows
 from detjax.models.network import Network, Weights
-from detjax.models.parts.cuts import current_links, linked
 from detjax.models.parts.logits import Logits
+from detjax.models.parts.sharding import current_links, linked
 from detjax.models.parts.vision import Patches
-from detjax.operands.numerics import distinct_places
+from detjax.operands.numerics import unique_scatter_indices
 from detjax.operands.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
 from detjax.runtime import compilation
 from detjax.runtime.device_links import DeviceLinks
@@ -514,7 +514,7 @@ def _sample(
     if variant.adjusted:
         assert slots.seen is not None
         count = len(slots.seen.generated)
-        slot = distinct_places(slot < count, slot, count)
+        slot = unique_scatter_indices(slot < count, slot, count)
         seen_by_row = SeenTokens(*(x.at[slot].get(mode="fill", fill_value=0) for x in slots.seen))
     with _model(network, parameters) as model:
         sampled = model.with_logits(_sampled, hidden, rows, seen_by_row, variant=variant)

@@ -6,7 +6,7 @@ from detjax.engine.batch import logit_adjustments, no_adjustments, sampling_arra
 from detjax.engine.field_error import FieldError
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
-from detjax.models.vision.images import Shown
+from detjax.models.vision.images import VisualInput
 from detjax.models.vision.prompt_images import with_image_tokens
 
 
@@ -16,7 +16,7 @@ def encode_prompt(
     prompt: str | Sequence[int],
     params: SamplingParams,
     tokenizer: Tokenizer | None,
-    images: Sequence[Shown] = (),
+    images: Sequence[VisualInput] = (),
 ) -> tuple[int, ...]:
     """Returns the token ids of a prompt that the model can serve.
 

@@ -70,7 +70,7 @@ def follow(
     return made, list(dict.fromkeys(follower.findings))
 
 
-_MOST_ROUNDS: Final = 5
+_MAX_ROUNDS: Final = 5
 """In which the places of a loop's carries are found: a carry goes from shared to rows to unknown."""
 
 
@@ -304,7 +304,7 @@ class Follower(RowRules):
     def _rounds(self, carries: list[Place], step: Callable[[list[Place]], list[Place]], eqn: Any) -> list[Place]:
         """The places of carries that a loop's body leaves as they are."""
         carries = [place.plain if isinstance(place, Shared) else place for place in carries]
-        for _ in range(_MOST_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             after = [self._joined((x, y), eqn) for x, y in zip(carries, step(carries), strict=True)]
             after = [place.plain if isinstance(place, Shared) else place for place in after]
             if after == carries:

@@ -66,7 +66,7 @@ class Uses:
         return None if index is None else self.eqns[index]
 
 
-_MOST_BETWEEN: Final = 3
+_MAX_BETWEEN: Final = 3
 """Equations between the maximum and the subtraction: one with -inf, one that keeps the axis, and `stop_gradient`."""
 
 
@@ -121,7 +121,7 @@ class _Match:
         """Whether a value is the maximum over x's last axis, with that axis kept, as a constant of derivatives."""
         spread: core.JaxprEqn | None = None
         is_constant = False
-        for _ in range(_MOST_BETWEEN + 1):
+        for _ in range(_MAX_BETWEEN + 1):
             if (eqn := self._made(atom, "reduce_max")) is not None:
                 return is_constant and spread is not None and eqn.invars[0] is x and _keeps_last_axis(eqn, spread)
             if (eqn := self._made(atom, "stop_gradient")) is not None and not is_constant:

@@ -9,7 +9,7 @@ from detjax.models.cache import KVCache as KVCache
 from detjax.models.checkpoint.digest import digest as digest
 from detjax.models.checkpoint.loading import load as load
 from detjax.models.checkpoint.loading import save as save
-from detjax.models.checkpoint.outline import ModelOutline as ModelOutline
+from detjax.models.checkpoint.metadata import ModelMetadata as ModelMetadata
 from detjax.models.configuration.config import DecoderConfig as DecoderConfig
 from detjax.models.configuration.generation_defaults import GenerationDefaults as GenerationDefaults
 from detjax.models.configuration.json_object import CheckpointError as CheckpointError

@@ -18,9 +18,9 @@ from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import family_named
 from detjax.models.mesh import Call, empty_state, empty_state_of_a_device, run, specs_of
 from detjax.models.network import Network, Weights, split
-from detjax.models.parts.cuts import DeviceColumns, current_links, device_columns, linked
 from detjax.models.parts.embedding import Embedding
 from detjax.models.parts.norm import RMSNorm
+from detjax.models.parts.sharding import DeviceColumns, current_links, device_columns, linked
 from detjax.models.parts.state import StateSize
 from detjax.models.parts.vision import VisionTower
 from detjax.operands.kv_pages import Queries

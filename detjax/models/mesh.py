@@ -16,7 +16,16 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from detjax.models.network import Network, Path, Weights, parameters, part_with, split
-from detjax.models.parts.cuts import AXES, EXPERT, TENSOR, Cut, Group, current_links, linked, taken_and_filled
+from detjax.models.parts.sharding import (
+    AXES,
+    EXPERT,
+    TENSOR,
+    OutputSharding,
+    ShardGroup,
+    current_links,
+    linked,
+    slice_and_pad,
+)
 from detjax.runtime import backends, compilation
 from detjax.runtime.device_links import Buffers, DeviceLinks, reach_one_another
 
@@ -120,62 +129,62 @@ def with_mesh[M: Any](model: M, weights: Weights, mesh: Mesh) -> M:
     return shared
 
 
-def cuts_of(model: Any, mesh: Mesh | AbstractMesh) -> list[Cut | None]:
+def shardings_of(model: Any, mesh: Mesh | AbstractMesh) -> list[OutputSharding | None]:
     """Returns how each weight of a decoder is cut, in the order of `network.split`; None: devices have all of it."""
-    return [_cut_of(model, path, mesh) for path in parameters(model)]
+    return [_sharding_of(model, path, mesh) for path in parameters(model)]
 
 
-def _cut_of(model: Any, path: Path, mesh: Mesh | AbstractMesh) -> Cut | None:
+def _sharding_of(model: Any, path: Path, mesh: Mesh | AbstractMesh) -> OutputSharding | None:
     if path[0] == _TOWER:
         return None
     part = part_with(model, path)
-    cuts: dict[str, Cut] = {}
-    if hasattr(part, "cuts"):
-        cuts = part.cuts(mesh.size)
-    elif hasattr(part, "expert_cuts"):
-        cuts = part.expert_cuts(*(mesh.shape[axis] for axis in AXES))
-    cut = cuts.get(path[-1])
-    return cut if cut is not None and cut.is_cut else None
+    shardings: dict[str, OutputSharding] = {}
+    if hasattr(part, "shardings"):
+        shardings = part.shardings(mesh.size)
+    elif hasattr(part, "expert_shardings"):
+        shardings = part.expert_shardings(*(mesh.shape[axis] for axis in AXES))
+    sharding = shardings.get(path[-1])
+    return sharding if sharding is not None and sharding.is_sharded else None
 
 
-def place(x: Any, cut: Cut | None, mesh: Mesh) -> Array:
+def place(x: Any, sharding: OutputSharding | None, mesh: Mesh) -> Array:
     """Returns an array on the devices of a mesh, each of which gets its part alone.
 
     No more of `x` is asked for than one device's part at a time, and each is there before the next one is asked for.
     """
-    if cut is None:
-        return put_everywhere(x if isinstance(x, jax.Array) else np.asarray(x), everywhere(mesh))
-    sharding, axis = NamedSharding(mesh, _spec(x.ndim, cut)), x.ndim + cut.axis
-    devices = math.prod(mesh.shape[name] for name in cut.over)
-    shape = [*x.shape[:axis], cut.length * devices, *x.shape[axis + 1 :]]
-    if cut.experts is not None:
-        shape[0] = cut.experts.length * mesh.shape[EXPERT]
+    if sharding is None:
+        return replicate(x if isinstance(x, jax.Array) else np.asarray(x), everywhere(mesh))
+    placed, axis = NamedSharding(mesh, _spec(x.ndim, sharding)), x.ndim + sharding.axis
+    devices = math.prod(mesh.shape[name] for name in sharding.over)
+    shape = [*x.shape[:axis], sharding.length * devices, *x.shape[axis + 1 :]]
+    if sharding.experts is not None:
+        shape[0] = sharding.experts.length * mesh.shape[EXPERT]
     parts = []
-    for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
+    for device, index in placed.addressable_devices_indices_map(tuple(shape)).items():
         assert index is not None
-        some = x if cut.experts is None else _some_experts(x, cut.experts, index[0].start or 0, mesh)
-        part = cut.pieces(some, (index[axis].start or 0) // cut.length, devices)
+        some = x if sharding.experts is None else _some_experts(x, sharding.experts, index[0].start or 0, mesh)
+        part = sharding.shards(some, (index[axis].start or 0) // sharding.length, devices)
         part = part if isinstance(part, jax.Array) else np.asarray(part)
         parts.append(jax.block_until_ready(jax.device_put(part, device)))
         # JAX forgets what it has copied when garbage is collected, and not before.
         del some, part
         gc.collect(0)
-    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
+    return jax.make_array_from_single_device_arrays(tuple(shape), placed, parts)
 
 
-def _some_experts(x: Any, experts: Group, begin: int, mesh: Mesh) -> Any:
+def _some_experts(x: Any, experts: ShardGroup, begin: int, mesh: Mesh) -> Any:
     """The experts of a parameter that begin at a place of the array on a mesh, with zeros for those that miss."""
-    if experts.pieces == 1:
+    if experts.shards == 1:
         return x
-    first = experts.piece_of(begin // experts.length, mesh.shape[EXPERT]) * experts.length
-    return taken_and_filled(x, first, min(first + experts.length, experts.size), experts.length, 0)
+    first = experts.shard_of(begin // experts.length, mesh.shape[EXPERT]) * experts.length
+    return slice_and_pad(x, first, min(first + experts.length, experts.size), experts.length, 0)
 
 
 def placement(model: Any, mesh: Mesh | None) -> list[Callable[[Any], Array]]:
     """Returns what puts each weight of a decoder on the devices of a mesh, or on the default device without one."""
     if mesh is None:
         return [jnp.asarray for _ in parameters(model)]
-    return [functools.partial(place, cut=cut, mesh=mesh) for cut in cuts_of(model, mesh)]
+    return [functools.partial(place, sharding=sharding, mesh=mesh) for sharding in shardings_of(model, mesh)]
 
 
 def spans_processes(mesh: Mesh | None) -> bool:
@@ -198,7 +207,7 @@ def everywhere(mesh: Mesh | None) -> NamedSharding | None:
     return None if mesh is None else NamedSharding(mesh, P())
 
 
-def put_everywhere(tree: PyTree, sharding: NamedSharding | None) -> Any:
+def replicate(tree: PyTree, sharding: NamedSharding | None) -> Any:
     """Returns arrays that every device of a sharding has; with None, the default device."""
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)  # one call for all arrays: every step of an engine makes it
@@ -221,7 +230,7 @@ def put(x: Any, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(local.shape, sharding, lambda index: local[index])
 
 
-def whole(x: Any, cut: Cut | None, mesh: Mesh | None) -> Any:
+def whole(x: Any, sharding: OutputSharding | None, mesh: Mesh | None) -> Any:
     """Returns the whole of a weight that lies on a mesh, on the host; others as they are.
 
     Where the mesh has devices of several processes, all of them must ask for it.
@@ -235,13 +244,13 @@ def whole(x: Any, cut: Cut | None, mesh: Mesh | None) -> Any:
         gathered = np.asarray(_gather(x, everywhere(mesh)))
         by_device = {device: gathered[index] for device, index in x.sharding.devices_indices_map(x.shape).items()}
     parts = [by_device[device] for device in order]
-    if cut is None:
+    if sharding is None:
         return parts[0]
-    if cut.experts is None:
-        return cut.whole(parts)
+    if sharding.experts is None:
+        return sharding.whole(parts)
     sharing = mesh.shape[EXPERT]
-    firsts = range(0, sharing, sharing // cut.experts.pieces)
-    return np.concatenate([cut.whole(parts[first::sharing]) for first in firsts])[: cut.experts.size]
+    firsts = range(0, sharing, sharing // sharding.experts.shards)
+    return np.concatenate([sharding.whole(parts[first::sharing]) for first in firsts])[: sharding.experts.size]
 
 
 def whole_shapes(model: Any) -> list[tuple[int, ...]]:
@@ -249,8 +258,11 @@ def whole_shapes(model: Any) -> list[tuple[int, ...]]:
     shapes = [x.shape for x in split(model)[1]]
     if model.mesh is None:
         return shapes
-    cuts = cuts_of(model, model.mesh)
-    return [shape if cut is None else cut.whole_shape(shape) for shape, cut in zip(shapes, cuts, strict=True)]
+    shardings = shardings_of(model, model.mesh)
+    return [
+        shape if sharding is None else sharding.whole_shape(shape)
+        for shape, sharding in zip(shapes, shardings, strict=True)
+    ]
 
 
 def whole_weights(model: Any) -> list[Any]:
@@ -258,14 +270,16 @@ def whole_weights(model: Any) -> list[Any]:
     weights = split(model)[1]
     if model.mesh is None:
         return list(weights)
-    return [whole(x, cut, model.mesh) for x, cut in zip(weights, cuts_of(model, model.mesh), strict=True)]
+    return [
+        whole(x, sharding, model.mesh) for x, sharding in zip(weights, shardings_of(model, model.mesh), strict=True)
+    ]
 
 
-def _spec(ndim: int, cut: Cut | None) -> P:
-    if cut is None:
+def _spec(ndim: int, sharding: OutputSharding | None) -> P:
+    if sharding is None:
         return P()
-    axes: list[Any] = [*[None] * (ndim + cut.axis), cut.over]
-    if cut.experts is not None:
+    axes: list[Any] = [*[None] * (ndim + sharding.axis), sharding.over]
+    if sharding.experts is not None:
         axes[0] = EXPERT
     return P(*axes)
 
@@ -311,7 +325,7 @@ def run(model: Any, call: Call, *args: Any) -> Any:
     network, weights = split(model)
     if spans_processes(model.mesh):  # its programs cannot have what lies on a device of one process
         sharding = everywhere(model.mesh)
-        args = jax.tree.map(lambda x: put_everywhere(x, sharding) if _is_here(x) else x, args)
+        args = jax.tree.map(lambda x: replicate(x, sharding) if _is_here(x) else x, args)
     return _run(network, call, weights, current_links(), args)
 
 
@@ -330,8 +344,8 @@ def _run(
 ) -> Any:
     model: Any = network.with_weights(weights)
     mesh = model.mesh
-    pairs = zip(weights, cuts_of(model, mesh), strict=True)
-    specs = tuple(_spec(len(x.shape), cut) for x, cut in pairs)
+    pairs = zip(weights, shardings_of(model, mesh), strict=True)
+    specs = tuple(_spec(len(x.shape), sharding) for x, sharding in pairs)
 
     def on_device(weights: Weights, links: DeviceLinks | None, args: tuple[Any, ...]) -> Any:
         # XLA's partitioner crashes on arguments without elements, such as those of batches without prefills.

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from detjax.contract import KV_BLOCK, QUERY_UNIT
-from detjax.operands.numerics import distinct_places
+from detjax.operands.numerics import unique_scatter_indices
 from detjax.operands.options import KVQuantization
 from detjax.operands.quantized_pages import QuantizedPages as QuantizedPages
 from detjax.operands.quantized_pages import quantized_layout as quantized_layout
@@ -351,7 +351,7 @@ def places(num_pages: int, tokens: int, queries: Queries) -> tuple[Int[Array, "B
     page = jnp.take_along_axis(page_table, position // KV_BLOCK, axis=1, mode="clip")
     written = (index < count[:, None]) & (position >= 0) & (position < page_table.shape[1] * KV_BLOCK)
     written = written & (page >= 0) & (page < num_pages)
-    return distinct_places(written, page, num_pages), position % KV_BLOCK
+    return unique_scatter_indices(written, page, num_pages), position % KV_BLOCK
 
 
 def append(kv: KVPages, k: Float[Array, "B T h K"], v: Float[Array, "B T h V"] | None, queries: Queries) -> KVPages:

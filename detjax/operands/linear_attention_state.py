@@ -16,7 +16,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from detjax.contract import ACCUMULATOR, DELTA_CHUNK
 from detjax.operands.kv_pages import Queries
-from detjax.operands.numerics import distinct_places
+from detjax.operands.numerics import unique_scatter_indices
 
 DROPPABLE_TOKENS: Final = 16
 """How many of its last tokens a call lets the next one drop. No bit depends on this number."""
@@ -125,7 +125,7 @@ def empty_inputs(slots: int, taps: int, channels: int, dtype: DTypeLike) -> Floa
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class MostTokens:
+class TokenLimits:
     """How many tokens requests may have in a call, as the shapes of its arrays tell. No bit depends on it.
 
     Attributes:
@@ -154,7 +154,7 @@ class RequestRows(NamedTuple):
     start: Int32[Array, "B"]
     tokens: Int32[Array, "B"]
     slot: Int32[Array, "B"]
-    most: MostTokens
+    most: TokenLimits
 
     @classmethod
     def from_queries(cls, shape: tuple[int, ...], queries: Queries) -> "RequestRows":
@@ -167,13 +167,13 @@ class RequestRows(NamedTuple):
         if queries.first_row is None:
             first = jnp.arange(requests, dtype=jnp.int32) * shape[1]
             count = jnp.full(requests, shape[1], jnp.int32) if queries.count is None else queries.count
-            most = MostTokens(requests if shape[1] == 1 else 0, shape[1])
+            most = TokenLimits(requests if shape[1] == 1 else 0, shape[1])
         else:
             decodes = queries.num_decodes
             prefills = decodes + jnp.asarray(queries.first_row, jnp.int32)
             first = jnp.concatenate([jnp.arange(decodes, dtype=jnp.int32), prefills])
             assert queries.count is not None
-            count, most = queries.count, MostTokens(decodes, shape[0] - decodes)
+            count, most = queries.count, TokenLimits(decodes, shape[0] - decodes)
         count = jnp.clip(length - start, 0, jnp.asarray(count, jnp.int32))
         slots = jnp.arange(requests, dtype=jnp.int32) if queries.slots is None else queries.slots
         return cls(first, start, count, jnp.asarray(slots, jnp.int32), most)
@@ -207,5 +207,5 @@ def with_last_inputs(inputs: Array, x: Array, rows: RequestRows) -> Float[Array,
     kept = (present > 0) & (offset >= rows.tokens[request] - room)
     place = rows.slot[request] * room + (rows.start[request] + offset) % room
     flat = inputs.reshape(slots * room, -1)
-    flat = flat.at[distinct_places(kept, place, slots * room)].set(x, mode="drop", unique_indices=True)
+    flat = flat.at[unique_scatter_indices(kept, place, slots * room)].set(x, mode="drop", unique_indices=True)
     return flat.reshape(inputs.shape)

@@ -39,7 +39,7 @@ def round_up(size: int, multiple: int) -> int:
     return ceil_div(size, multiple) * multiple
 
 
-def distinct_places(is_kept: Array, place: Array, size: int) -> Array:
+def unique_scatter_indices(is_kept: Array, place: Array, size: int) -> Array:
     """Places of a scatter along `size` of them: what is not kept has places beyond the last, and all differ.
 
     So the scatter may rely on every place being there once, which spares it to sort them.

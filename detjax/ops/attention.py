@@ -243,7 +243,7 @@ def contiguous_page_table(batch: int, tokens: int) -> Int[Array, "B p"]:
 def _attention(operands: AttentionOperands, sinks_sum: Array | None, masking: Masking) -> Array:
     del sinks_sum  # the backward pass alone adds to it
     kv = operands.kv
-    if kv.quantized and fusions.is_separated("attention_dequantize"):
+    if kv.quantized and fusions.is_unfused("attention_dequantize"):
         kv = KVPages(*(dequantize_kv(pages, operands.q.dtype) for pages in kv.quantized))
     return _output_and_normalizers(operands._replace(kv=kv), masking, with_normalizers=False)[0]
 

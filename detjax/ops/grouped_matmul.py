@@ -121,7 +121,7 @@ def _grouped_matmul(
 ) -> Array:
     del sums  # the backward pass alone has a use for them
     forward = _GROUPED_MATMUL.kernels().forward
-    if fusions.is_separated("grouped_matmul_epilogue"):
+    if fusions.is_unfused("grouped_matmul_epilogue"):
         forward = _in_separate_steps
     return forward(operands, layout=layout, epilogue=epilogue, out_dtype=out_dtype, unit=unit)
 
@@ -153,7 +153,7 @@ def _forward(
 ) -> tuple[Array, tuple[Any, ...]]:
     kernels = _GROUPED_MATMUL.kernels()
     # As in `matmul`: a backend that can keep the biased sums does not compute them twice.
-    fused = epilogue != Epilogue() and not fusions.is_separated("grouped_matmul_epilogue")
+    fused = epilogue != Epilogue() and not fusions.is_unfused("grouped_matmul_epilogue")
     if fused and out_dtype == operands.x.dtype and hasattr(kernels, "forward_keeping_sums"):
         y, z = kernels.forward_keeping_sums(operands, layout=layout, epilogue=epilogue, unit=unit)
         return y, (operands, sums, (z,))

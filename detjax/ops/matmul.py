@@ -115,7 +115,7 @@ def shared_matmul(
         The columns; None where no kernel can write them.
     """
     kernels = _MATMUL.module()
-    if links is None or not hasattr(kernels, "shared_forward") or fusions.is_separated("matmul_epilogue"):
+    if links is None or not hasattr(kernels, "shared_forward") or fusions.is_unfused("matmul_epilogue"):
         return None
     out_dtype = jnp.dtype(options.pop("out_dtype", x.dtype))
     operands = MatmulOperands(x, w, bias, residual)
@@ -127,7 +127,7 @@ def _matmul(
     operands: MatmulOperands, sums: WeightSums, layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype
 ) -> Array:
     del sums  # of the gradients, which the backward pass alone adds to
-    forward = _in_separate_steps if fusions.is_separated("matmul_epilogue") else _MATMUL.kernels().forward
+    forward = _in_separate_steps if fusions.is_unfused("matmul_epilogue") else _MATMUL.kernels().forward
     return _with_row_rule(functools.partial(forward, layout=layout, epilogue=epilogue, out_dtype=out_dtype), operands)
 
 
@@ -153,7 +153,7 @@ def _forward(
 ) -> tuple[Any, tuple[Any, ...]]:
     kernels = _MATMUL.kernels()
     # The gradient of an epilogue needs the biased sums. A backend that can keep them does not compute them twice.
-    fused = epilogue != Epilogue() and not fusions.is_separated("matmul_epilogue")
+    fused = epilogue != Epilogue() and not fusions.is_unfused("matmul_epilogue")
     if fused and out_dtype == operands.x.dtype and hasattr(kernels, "forward_keeping_sums"):
         forward = functools.partial(kernels.forward_keeping_sums, layout=layout, epilogue=epilogue)
         y, z = _with_row_rule(forward, operands)

@@ -88,7 +88,7 @@ def _norm_by_kernel(
     del weight_sum  # the backward pass alone adds to it
     forward = functools.partial(_RMS_NORM.kernels().forward, eps=eps, weight_offset=weight_offset)
     norm = with_vmap_rule(forward, rows=(True, False, True))
-    if residual is not None and fusions.is_separated("rms_norm_residual"):
+    if residual is not None and fusions.is_unfused("rms_norm_residual"):
         h = add(x, residual)
         return norm(h, weight, None)[0], h
     return norm(x, weight, residual)

@@ -214,7 +214,7 @@ def norm_and_rotate(
     qkv: Array, positions: Array, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, Array]:
     """Returns `qk_rope` of checked arguments, by a backend's kernel unless the fusion is off."""
-    if fusions.is_separated("qk_rope"):
+    if fusions.is_unfused("qk_rope"):
         return _in_separate_steps(qkv, positions, weights, rotation)
     q, k = _rotated_groups(rotation, qkv, positions, weights, turn=1.0)
     return q, k
@@ -240,7 +240,7 @@ def _qk_forward(qkv: Array, positions: Array, weights: tuple[Weight, ...], rotat
 def _qk_backward(rotation: Rotation, saved, gradients):
     qkv, positions, weights = saved
     kernels = _QK_ROPE.kernels()
-    fused = weights and not fusions.is_separated("qk_rope")
+    fused = weights and not fusions.is_unfused("qk_rope")
     if fused and hasattr(kernels, "gradients") and kernels.serves_gradients(qkv, rotation.heads):
         return _gradients_in_one_step(rotation, saved, gradients)
 

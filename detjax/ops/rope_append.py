@@ -138,7 +138,7 @@ def _append_quantized(
 def _qk_rope_append_kv(
     qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, KVPages]:
-    if fusions.is_separated("qk_rope_append_kv"):
+    if fusions.is_unfused("qk_rope_append_kv"):
         return one_by_one(functools.partial(_in_separate_steps, rotation=rotation), (qkv, kv, queries, weights))
     options = {"eps": rotation.norm_eps, "norm_offset": rotation.norm_offset}
     append_kv = functools.partial(_QK_ROPE_APPEND_KV.kernels().append_kv, **options)

@@ -129,7 +129,7 @@ def _sampling_logprobs(logits: Array, tokens: Array, arrays: SamplingArrays, *, 
 
     def kernel(logits: Array, tokens: Array, temperature: Array) -> Array:
         is_token = (tokens >= 0) & (tokens < logits.shape[-1])
-        by_steps = fusions.is_separated("sampling_logprobs")
+        by_steps = fusions.is_unfused("sampling_logprobs")
         logprobs_of = _logprobs_in_separate_steps if by_steps else kernels.sampling_logprobs
         logprobs = logprobs_of(logits, jnp.where(is_token, tokens, 0), temperature)
         # A choice adds nothing, so every backend can share this one.

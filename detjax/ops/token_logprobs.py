@@ -68,7 +68,7 @@ def token_logprobs(
     """
     _check("token_logprobs", hidden, head, tokens, soft_cap, chunk)
     flat, ids = flat_rows(hidden), tokens.reshape(-1)
-    if fusions.is_separated("token_logprobs"):
+    if fusions.is_unfused("token_logprobs"):
         return _logprobs(_logits(flat, head, soft_cap), ids, distribution).reshape(tokens.shape)
     size = _chunk_size(flat, chunk)
     flat, ids = _filled_up(size, flat, ids)
@@ -133,7 +133,7 @@ def token_logprobs_and_gradients(
         raise ValueError(f"{name}: head.products is None; accepted: a sum, float32 {head.shape}")
     for number, row in enumerate(rows):
         check_shape(name, f"rows[{number}]", row, tokens.shape, f"tokens being {tokens.shape}")
-    if fusions.is_separated("token_logprobs"):
+    if fusions.is_unfused("token_logprobs"):
         return _and_gradients_in_separate_steps(
             hidden, head, tokens, derivative, rows, _Outputs(distribution, soft_cap)
         )

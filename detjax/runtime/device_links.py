@@ -26,7 +26,7 @@ PAIRED_UNIT: Final = 2 * UNIT
 CTA_BYTES: Final = 4096
 """Bytes that a CTA sends to each other device."""
 
-MOST_CTAS: Final = 4096
+MAX_CTAS: Final = 4096
 """CTAs that have counters and buffers. Larger arrays are exchanged by XLA."""
 
 TURNS: Final = 2
@@ -84,7 +84,7 @@ def used_axes(shape: Mapping[str, int], axes: Sequence[str]) -> tuple[str, ...]:
 def region_bytes(shape: Mapping[str, int], axes: Sequence[str]) -> int:
     """Returns the bytes of a group's part: counters of its CTAs, and their buffers."""
     devices = math.prod(shape[axis] for axis in axes)
-    return MOST_CTAS * (4 + TURNS * devices * CTA_BYTES // UNIT * PAIRED_UNIT)
+    return MAX_CTAS * (4 + TURNS * devices * CTA_BYTES // UNIT * PAIRED_UNIT)
 
 
 def region_begin(shape: Mapping[str, int], axes: Sequence[str]) -> int:

@@ -107,7 +107,7 @@ def fingerprint(device: Any = None) -> Fingerprint:
         # Every option of XLA, as it read them when the process began.
         xla_options=hashlib.sha256(xla_client.CompileOptions().SerializeAsString()).hexdigest()[:16],
         libraries=json.dumps(_libraries(device.platform), sort_keys=True),
-        separated_fusions=json.dumps(fusions.separated_with_other_bits()),
+        separated_fusions=json.dumps(fusions.unfused_with_other_bits()),
     )
 
 

@@ -166,7 +166,7 @@ def separated() -> tuple[str, ...]:
     return _sorted(names, f"environment variable {FUSIONS_VARIABLE}")
 
 
-def is_separated(name: str) -> bool:
+def is_unfused(name: str) -> bool:
     """Returns whether a fusion is switched off. On the stock backend none is, as XLA fuses there what it likes."""
     return name in separated() and backends.backend() != backends.STOCK
 
@@ -174,10 +174,10 @@ def is_separated(name: str) -> bool:
 def serving_backend(operation: str) -> str:
     """Returns the backend that computes an operation: the one that serves, unless its fusion is switched off."""
     name = _IN_PLAIN_JAX.get(operation)
-    return "portable" if name is not None and is_separated(name) else backends.backend()
+    return "portable" if name is not None and is_unfused(name) else backends.backend()
 
 
-def separated_with_other_bits() -> tuple[str, ...]:
+def unfused_with_other_bits() -> tuple[str, ...]:
     """Returns the names of the fusions that are switched off and whose bits may thereby change where we are."""
     serving = backends.backend()
     return tuple(name for name in separated() if serving in FUSIONS[name].changes_bits_on)

@@ -22,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 from detjax.audit import Origin
 from detjax.contract import CONTRACT_VERSION
 from detjax.engine import Engine, EngineConfig, SamplingParams
-from detjax.models import Decoder, ModelOutline, Tokenizer
+from detjax.models import Decoder, ModelMetadata, Tokenizer
 from detjax.server.api import openapi
 from detjax.server.api.api_calls import ApiCall, Caller, ServedModel
 from detjax.server.api.chat_calls import ChatCall
@@ -66,10 +66,10 @@ def system_fingerprint(model: Decoder, tokenizer: Tokenizer, config: EngineConfi
     the checkpoint, which the model's digest holds, or OpenAI's; its answer says the seed.
     """
     config = config or EngineConfig()
-    return fingerprint_of(Origin.here(model, tokenizer, config.kv_cache_dtype), config, ModelOutline.from_model(model))
+    return fingerprint_of(Origin.here(model, tokenizer, config.kv_cache_dtype), config, ModelMetadata.from_model(model))
 
 
-def fingerprint_of(origin: Origin, config: EngineConfig, outline: ModelOutline) -> str:
+def fingerprint_of(origin: Origin, config: EngineConfig, outline: ModelMetadata) -> str:
     """Returns what `system_fingerprint` returns, of a model whose weights have been read."""
     settings = f"{origin.kv_cache_dtype} {config.max_length or outline.config.max_positions}"
     digest = hashlib.sha256(f"{origin.model} {settings}".encode()).hexdigest()
@@ -89,11 +89,11 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
         settings: how it treats clients.
     """
     origin = Origin.here(model, tokenizer, engine.config.kv_cache_dtype)
-    return app_of(engine, ModelOutline.from_model(model), tokenizer, settings, origin)
+    return app_of(engine, ModelMetadata.from_model(model), tokenizer, settings, origin)
 
 
 def app_of(
-    engine: Engine | ReplicatedEngine, outline: ModelOutline, tokenizer: Tokenizer, settings: Settings, origin: Origin
+    engine: Engine | ReplicatedEngine, outline: ModelMetadata, tokenizer: Tokenizer, settings: Settings, origin: Origin
 ) -> Starlette:
     """Returns the server that `create_app` returns, of a model that may be in other processes.
 
@@ -155,7 +155,7 @@ def app_of(
     return app
 
 
-def _sampling_defaults(outline: ModelOutline) -> dict[str, Any]:
+def _sampling_defaults(outline: ModelMetadata) -> dict[str, Any]:
     """Sampling parameters of requests that give none: the checkpoint's recommendation, else OpenAI's default."""
     recommended, params = outline.generation_defaults, SamplingParams.recommended(outline)
     if recommended is None or not recommended.do_sample:
@@ -169,7 +169,7 @@ class _Api:
 
     def __init__(self, served: ServedModel, settings: Settings) -> None:
         self.served, self.settings = served, settings
-        self.guard = Guard(settings.max_in_flight, settings.request_seconds, settings.max_unsent)
+        self.guard = Guard(settings.max_in_flight, settings.request_seconds, settings.max_pending_bytes)
         self.metrics = Metrics(served.engine)
         self._keys = [key.encode() for key in settings.api_keys]
         self._long_bodies = asyncio.Lock()

@@ -23,14 +23,14 @@ from detjax.engine import (
     Token,
 )
 from detjax.engine.request_reader import RequestReader
-from detjax.models import ModelOutline, Tokenizer
+from detjax.models import ModelMetadata, Tokenizer
 
 type Event = tuple[int, Token | Generation]
 """The number of a request, and a token of it or, behind its last token, its generation."""
 type Batch = list[Event] | Exception
 """Events that come at the same time, or why a replica does not answer."""
 
-MOST_LOSSES: Final = 8
+MAX_LOSSES: Final = 8
 """Replicas that a request may lose without a single new token. A request that ends every process which computes it must
 not go through all of them again and again."""
 _PAUSE: Final = 0.1
@@ -112,7 +112,7 @@ class ReplicatedEngine(RequestReader):
     """An `Engine` to those who send requests, of which replicas compute every one."""
 
     def __init__(
-        self, replicas: Replicas, outline: ModelOutline, tokenizer: Tokenizer | None, config: EngineConfig
+        self, replicas: Replicas, outline: ModelMetadata, tokenizer: Tokenizer | None, config: EngineConfig
     ) -> None:
         """An engine.
 
@@ -187,9 +187,9 @@ class ReplicatedEngine(RequestReader):
             except ReplicaLost:
                 self.losses += 1
                 in_a_row += 1
-                if in_a_row == MOST_LOSSES:
+                if in_a_row == MAX_LOSSES:
                     raise EngineClosed(
-                        f"the request has lost {MOST_LOSSES} replicas one after the other before they gave it a token; "
+                        f"the request has lost {MAX_LOSSES} replicas one after the other before they gave it a token; "
                         "send it again later"
                     ) from None
                 await asyncio.sleep(_PAUSE * (in_a_row - 1))

@@ -22,7 +22,7 @@ DIFFERENTIATED_BY_JAX: Final = True
 _CUDNN_DTYPES: Final = ("bfloat16", "float16")
 _PADDING: Final = 4
 """How many times the rows of packed queries the rows of a padded call may be, at most..."""
-_LEAST_PADDED_ROWS: Final = 4096
+_MIN_PADDED_ROWS: Final = 4096
 """...unless they are this many or fewer."""
 
 
@@ -91,7 +91,7 @@ def ragged_attention(operands: AttentionOperands, *, masking: Masking) -> Array:
     # cuDNN aligns queries with the first keys. So each query is put at its position in its request, after as many
     # meaningless rows as there are keys before it; a call takes as many requests as `together` says.
     keys = page_table.shape[1] * KV_BLOCK
-    together = min(requests, max(1, max(_PADDING * rows, _LEAST_PADDED_ROWS) // keys))
+    together = min(requests, max(1, max(_PADDING * rows, _MIN_PADDED_ROWS) // keys))
 
     def attend(first: Array | int, o: Array) -> Array:
         """Returns the output with that of the requests from `first` on added."""

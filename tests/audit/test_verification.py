@@ -310,7 +310,7 @@ def test_no_verdict_depends_on_sizes_and_neighbours(monkeypatch: pytest.MonkeyPa
     expected = checked(transcripts)
     assert {verdict.reason for verdict in expected} == {None, "logprob"}
     monkeypatch.setattr(replay, "_STEP_ROWS", 48)
-    monkeypatch.setattr(replay, "_MOST_SAMPLED", 16)
+    monkeypatch.setattr(replay, "_MAX_SAMPLED", 16)
     assert checked(transcripts) == expected
     few = transcripts[3:6]
     assert Verifier(*loaded()).verify(few) == expected[3:6]

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import pytest
 
 from detjax.bench import timing
-from detjax.bench.timing import CACHE_BYTES, MOST_ROTATIONS, rotations, turns
+from detjax.bench.timing import CACHE_BYTES, MAX_ROTATIONS, rotations, turns
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20, 32 << 20, 300 << 20, 4 << 30])
 def test_argument_sets_do_not_fit_into_the_cache_together(size: int) -> None:
     count = rotations(size)
-    assert 2 <= count <= MOST_ROTATIONS
+    assert 2 <= count <= MAX_ROTATIONS
     # Between two turns of a set, the others have gone through the cache.
-    assert count == MOST_ROTATIONS or (count - 1) * size > CACHE_BYTES
+    assert count == MAX_ROTATIONS or (count - 1) * size > CACHE_BYTES
 
 
 class Queue:

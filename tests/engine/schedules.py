@@ -473,7 +473,7 @@ def small_pages() -> Iterator[None]:
             patch.setattr(module, "KV_BLOCK", PAGE)
         for module in (batch, scheduler, kv_pages):
             patch.setattr(module, "QUERY_UNIT", 2)
-        patch.setattr(batch, "_LEAST_ROWS", 8)
+        patch.setattr(batch, "_MIN_ROWS", 8)
         yield
 
 

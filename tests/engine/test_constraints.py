@@ -200,7 +200,7 @@ def test_matchers_of_ended_samples_are_freed() -> None:
 
 
 def test_there_is_a_limit_to_the_matchers_that_are_made_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraints, "_MOST_SPARE", 6)
+    monkeypatch.setattr(constraints, "_MAX_SPARE", 6)
     assert TOKENIZER is not None
     compiler = ConstraintCompiler(TOKENIZER, VOCABULARY, [END])
     a, b, c = (Constraint("regex", f"{letter}[0-9]+") for letter in "abc")

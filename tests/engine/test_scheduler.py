@@ -17,7 +17,7 @@ from detjax.engine.constraints import CompiledConstraint, Constraint
 from detjax.engine.page_pool import PagePool, digests, prefix_root
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler
 from detjax.engine.sequence import RequestContext, Sequence, samples
-from detjax.engine.snapshots import MOST_PER_STEP, SlotCopies, SnapshotCache
+from detjax.engine.snapshots import MAX_PER_STEP, SlotCopies, SnapshotCache
 from detjax.engine.step_loop import StepLoop
 from tests.engine import schedules
 from tests.engine.schedules import END, PAGE, RememberingCompiler, RememberingRunner, expected_tokens
@@ -540,7 +540,7 @@ def test_a_step_takes_and_restores_few_snapshots() -> None:
     snapshots = loop.scheduler.pool.snapshots
     assert snapshots is not None
     prompts = [(token, *range(PAGE)) for token in range(8)]
-    for count in (MOST_PER_STEP, 2 * MOST_PER_STEP):
+    for count in (MAX_PER_STEP, 2 * MAX_PER_STEP):
         together = [sequence(prompt, max_tokens=1) for prompt in prompts]
         for one in together:
             loop.submit(one)
@@ -548,7 +548,7 @@ def test_a_step_takes_and_restores_few_snapshots() -> None:
         assert [one.generated for one in together] == [expected_tokens(one) for one in together]
         assert len(snapshots) == count
         starts = [Counter(chunk.start for chunk in step.chunks if chunk.sequence.cached_tokens) for step in steps]
-        assert all(count[PAGE] <= MOST_PER_STEP for count in starts)
+        assert all(count[PAGE] <= MAX_PER_STEP for count in starts)
 
 
 def test_a_cache_of_no_snapshots_is_refused() -> None:

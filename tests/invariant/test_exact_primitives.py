@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
-from benchmarks.studies.random_programs.programs import COMPILATIONS, MOST_ROWS, met, random_rows
+from benchmarks.studies.random_programs.programs import COMPILATIONS, MAX_ROWS, met, random_rows
 from detjax.audit.certification.freedoms import Freedoms
 from detjax.invariant import equations
 
@@ -184,7 +184,7 @@ def _rows(dtype: str, width: int) -> np.ndarray:
     seed = zlib.crc32(f"{dtype} {width}".encode())
     if jnp.issubdtype(dtype, jnp.floating):
         return random_rows(seed, dtype, width)
-    return np.random.default_rng(seed).integers(0, 256, (MOST_ROWS, width)).astype(dtype)
+    return np.random.default_rng(seed).integers(0, 256, (MAX_ROWS, width)).astype(dtype)
 
 
 def _arrays(results: Any) -> list[np.ndarray]:
@@ -255,7 +255,7 @@ def _check(name: str, width: int, batches: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("compilation", COMPILATIONS)
 def test_what_is_a_risk_or_left_out_is_known_to_move(compilation: str) -> None:
     """The control: the comparison finds what it is to find."""
-    x = np.random.default_rng(0).standard_normal((MOST_ROWS, 33)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((MAX_ROWS, 33)).astype(np.float32)
     signs_of_zero: tuple[Function, ...] = (
         lambda x: jnp.max(jnp.where(x > 0, jnp.zeros_like(x), -jnp.zeros_like(x)), -1),
         lambda x: jnp.max(-jax.nn.relu(x), -1),

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import detjax
 from detjax import models, ops
 from detjax.models.cache import declarations
-from detjax.models.mesh import Call, _run, cuts_of, specs_of
+from detjax.models.mesh import Call, _run, shardings_of, specs_of
 from detjax.models.network import parameters, split
 from detjax.runtime import compilation
 from tests.support.bits import assert_same_bits
@@ -59,9 +59,9 @@ def compare_one_layer() -> None:
     mesh = models.mesh_of(tensor=2, expert=4)
     assert mesh is not None
     shared = models.sharded(model, mesh)
-    places = dict(zip(parameters(shared), cuts_of(shared, mesh), strict=True))
-    (down,) = (cut for path, cut in places.items() if path[-1] == "down" and cut is not None)
-    assert down.experts is not None and (down.experts.pieces, down.groups[0].pieces) == (4, 2)
+    places = dict(zip(parameters(shared), shardings_of(shared, mesh), strict=True))
+    (down,) = (sharding for path, sharding in places.items() if path[-1] == "down" and sharding is not None)
+    assert down.experts is not None and (down.experts.shards, down.groups[0].shards) == (4, 2)
     cache = shared.empty_cache(len(tokens), tokens.shape[1])
     queries = cache.next_queries(jnp.full(len(tokens), tokens.shape[1], jnp.int32))
     specs = specs_of(mesh, declarations(config))
@@ -99,14 +99,14 @@ def compare_family(folder: Path) -> None:
         assert mesh is not None
         shared = models.sharded(model, mesh)
         assert models.digest(shared) == models.digest(model)
-        cuts = [cut for cut in cuts_of(shared, mesh) if cut is not None]
-        assert any(cut.experts is not None and cut.experts.pieces > 1 for cut in cuts)
+        shardings = [sharding for sharding in shardings_of(shared, mesh) if sharding is not None]
+        assert any(sharding.experts is not None and sharding.experts.shards > 1 for sharding in shardings)
         assert_same_bits(shared(jnp.asarray(tokens)), expected)
-        cache, pieces = shared.empty_cache(len(tokens), tokens.shape[1]), []
-        for piece in np.split(tokens, (4, 10), axis=1):
-            logits, cache = shared(jnp.asarray(piece), cache)
-            pieces.append(logits)
-        assert_same_bits(np.concatenate(pieces, axis=1), expected)
+        cache, shards = shared.empty_cache(len(tokens), tokens.shape[1]), []
+        for shard in np.split(tokens, (4, 10), axis=1):
+            logits, cache = shared(jnp.asarray(shard), cache)
+            shards.append(logits)
+        assert_same_bits(np.concatenate(shards, axis=1), expected)
 
 
 def compare_engines() -> None:

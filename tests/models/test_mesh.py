@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 import detjax
 import detjax.demo
 from detjax import models, ops
-from detjax.models.mesh import checked, cuts_of
+from detjax.models.mesh import checked, shardings_of
 from detjax.models.network import parameters
-from detjax.models.parts.cuts import Cut, Group, head_pieces, outputs
+from detjax.models.parts.sharding import OutputSharding, ShardGroup, head_shards, outputs
 from tests.support.bits import assert_same_bits
 from tests.support.simulated_devices import ALL_HOLD, ROOT, run_on_devices
 
@@ -53,22 +53,22 @@ HARDLY_CUT = {"gemma3", "kimi-k2", "mistral", "qwen2", "qwen2_5_vl-tiny", "qwen3
 
 @given(st.integers(1, 5), st.integers(1, 4), st.sampled_from([1, 2, 4, 8]), st.integers(1, 3))
 def test_the_pieces_of_all_devices_make_the_whole(groups: int, length: int, devices: int, rest: int) -> None:
-    pieces = [[1, 2, 4, 8][index % (devices.bit_length())] for index in range(groups)]
-    cut = Cut(tuple(Group(length * count, count) for count in pieces))
-    x = np.arange(2 * cut.size * rest).reshape(2, cut.size, rest)
-    parts = [cut.pieces(x, device, devices) for device in range(devices)]
-    assert {part.shape for part in parts} == {(2, cut.length, rest)}
-    assert_same_bits(cut.whole(parts), x)
+    shards = [[1, 2, 4, 8][index % (devices.bit_length())] for index in range(groups)]
+    sharding = OutputSharding(tuple(ShardGroup(length * count, count) for count in shards))
+    x = np.arange(2 * sharding.size * rest).reshape(2, sharding.size, rest)
+    parts = [sharding.shards(x, device, devices) for device in range(devices)]
+    assert {part.shape for part in parts} == {(2, sharding.length, rest)}
+    assert_same_bits(sharding.whole(parts), x)
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 16))
 def test_heads_lie_with_the_heads_that_they_share(shared: int, sharing: int, devices: int) -> None:
     heads = shared * sharing
-    pieces, shared_pieces = head_pieces(heads, shared, devices)
-    q, k = Group(heads, pieces), Group(shared, shared_pieces)
-    assert devices % pieces == 0 and heads % pieces == 0 and shared % shared_pieces == 0
+    shards, shared_pieces = head_shards(heads, shared, devices)
+    q, k = ShardGroup(heads, shards), ShardGroup(shared, shared_pieces)
+    assert devices % shards == 0 and heads % shards == 0 and shared % shared_pieces == 0
     for device in range(devices):
-        first, first_shared = q.piece_of(device, devices) * q.length, k.piece_of(device, devices) * k.length
+        first, first_shared = q.shard_of(device, devices) * q.length, k.shard_of(device, devices) * k.length
         needed = {(first + head) // sharing for head in range(q.length)}
         assert needed <= set(range(first_shared, first_shared + k.length))
         # Attention takes its heads in order, so many for each of the heads that they share.
@@ -79,8 +79,8 @@ def test_heads_lie_with_the_heads_that_they_share(shared: int, sharing: int, dev
 
 
 def test_outputs_are_cut_into_multiples_of_what_kernels_load() -> None:
-    pieces = [outputs(size, 8).groups[0].pieces for size in (4096, 24, 16, 44, 151936, 509)]
-    assert pieces == [8, 1, 2, 4, 8, 1]
+    shards = [outputs(size, 8).groups[0].shards for size in (4096, 24, 16, 44, 151936, 509)]
+    assert shards == [8, 1, 2, 4, 8, 1]
 
 
 # Bits.
@@ -118,26 +118,26 @@ def compare_family(folder: Path, devices: int) -> None:
     """A whole sequence, and its prefill in two pieces and a decode."""
     model, _ = models.load(folder, dtype="float32", progress=False)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 11))
-    expected, pieces = outputs_of(model, tokens)
-    assert_same_bits(pieces, expected)
+    expected, shards = outputs_of(model, tokens)
+    assert_same_bits(shards, expected)
     mesh = models.mesh_of(devices)
     assert mesh is not None
     shared = models.sharded(model, mesh)
     assert models.digest(shared) == models.digest(model)
     for result in outputs_of(shared, tokens):
         assert_same_bits(result, expected)
-    cut = sum(one is not None for one in cuts_of(shared, mesh))
-    assert (cut > len(parameters(model)) / 4) == (folder.name not in HARDLY_CUT)
+    sharding = sum(one is not None for one in shardings_of(shared, mesh))
+    assert (sharding > len(parameters(model)) / 4) == (folder.name not in HARDLY_CUT)
 
 
 def outputs_of(model: models.Decoder, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Logits of all tokens in one call, and in three."""
     whole = model(jnp.asarray(tokens))
-    cache, pieces = model.empty_cache(len(tokens), tokens.shape[1]), []
-    for piece in np.split(tokens, (4, 10), axis=1):
-        logits, cache = model(jnp.asarray(piece), cache)
-        pieces.append(logits)
-    return np.asarray(whole), np.concatenate(pieces, axis=1)
+    cache, shards = model.empty_cache(len(tokens), tokens.shape[1]), []
+    for shard in np.split(tokens, (4, 10), axis=1):
+        logits, cache = model(jnp.asarray(shard), cache)
+        shards.append(logits)
+    return np.asarray(whole), np.concatenate(shards, axis=1)
 
 
 def compare_with_the_usual_cut() -> None:

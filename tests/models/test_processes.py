@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import detjax
 from detjax import models, ops
-from detjax.models.mesh import put_everywhere
+from detjax.models.mesh import replicate
 from tests.support.bits import assert_same_bits
 from tests.support.one_layer import one_layer
 from tests.support.processes import join, run_in_processes
@@ -105,7 +105,7 @@ def compare_with_the_usual_cut(mesh: Mesh) -> None:
     specs = P(None, "tensor"), P(None, "tensor")
     usual = jax.shard_map(added, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
     sharding = jax.sharding.NamedSharding(mesh, P())
-    seen = np.asarray(detjax.jit(usual)(*put_everywhere((x, w), sharding)))
+    seen = np.asarray(detjax.jit(usual)(*replicate((x, w), sharding)))
     assert (seen != np.asarray(ops.matmul(jnp.asarray(x), jnp.asarray(w), layout="nk"))).mean() > 0.2
 
 

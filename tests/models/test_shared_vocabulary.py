@@ -21,8 +21,8 @@ from detjax.engine import step_programs
 from detjax.engine.constraints import all_allowed
 from detjax.engine.step_programs import SampledRows, SamplingVariant, SlotState
 from detjax.models.network import split
-from detjax.models.parts.cuts import Cut
 from detjax.models.parts.logits import cut_by_blocks
+from detjax.models.parts.sharding import OutputSharding
 from detjax.operands.options import Distribution
 from detjax.operands.sampling_arrays import LogitAdjustments, SamplingArrays
 from detjax.runtime import compilation
@@ -41,7 +41,7 @@ VARIANTS: Final = {
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "devices", "pieces", "blocks"),
+    ("vocabulary", "devices", "shards", "blocks"),
     [
         (151936, 2, 2, 19),
         (151936, 8, 8, 5),
@@ -51,24 +51,24 @@ VARIANTS: Final = {
         (2 * SOFTMAX_BLOCK, 8, 2, 1),
     ],
 )
-def test_devices_have_whole_blocks_of_the_vocabulary(vocabulary: int, devices: int, pieces: int, blocks: int) -> None:
-    cut = cut_by_blocks(vocabulary, devices)
-    (group,) = cut.groups
-    assert (group.pieces, group.length) == (pieces, blocks * SOFTMAX_BLOCK)
-    check_pieces(cut, devices)
+def test_devices_have_whole_blocks_of_the_vocabulary(vocabulary: int, devices: int, shards: int, blocks: int) -> None:
+    sharding = cut_by_blocks(vocabulary, devices)
+    (group,) = sharding.groups
+    assert (group.shards, group.length) == (shards, blocks * SOFTMAX_BLOCK)
+    check_pieces(sharding, devices)
 
 
 def test_a_vocabulary_of_one_block_is_not_cut() -> None:
-    assert not cut_by_blocks(SOFTMAX_BLOCK, 8).is_cut
+    assert not cut_by_blocks(SOFTMAX_BLOCK, 8).is_sharded
 
 
-def check_pieces(cut: Cut, devices: int) -> None:
+def check_pieces(sharding: OutputSharding, devices: int) -> None:
     """Parts of a device, of which those of all make the whole and hold zeros otherwise."""
-    x = np.arange(1, 2 * cut.size + 1).reshape(cut.size, 2)
-    parts = [cut.pieces(x, device, devices) for device in range(devices)]
-    assert {part.shape for part in parts} == {(cut.length, 2)}
-    assert_same_bits(cut.whole(parts), x)
-    repeated = devices // cut.groups[0].pieces
+    x = np.arange(1, 2 * sharding.size + 1).reshape(sharding.size, 2)
+    parts = [sharding.shards(x, device, devices) for device in range(devices)]
+    assert {part.shape for part in parts} == {(sharding.length, 2)}
+    assert_same_bits(sharding.whole(parts), x)
+    repeated = devices // sharding.groups[0].shards
     assert sum(int((part > 0).sum()) for part in parts) == x.size * repeated
 
 

@@ -17,7 +17,7 @@ from flax import nnx
 
 from detjax import models
 from detjax.models.checkpoint import loading as checkpoint
-from detjax.models.checkpoint.unread import UnreadParameter
+from detjax.models.checkpoint.lazy_parameter import LazyParameter
 from detjax.models.checkpoint.weight_files import StoredTensor, open_weights
 from detjax.models.parts.parameters import Tensors
 from tests.support.bits import assert_same_bits
@@ -49,7 +49,7 @@ def test_a_part_has_the_bits_of_the_whole(form: str, stored_as: str, tmp_path: P
     safetensors.numpy.save_file(written, tmp_path / "model.safetensors")
     with contextlib.ExitStack() as stack:
         _, stored = open_weights(tmp_path, stack)
-        unread = UnreadParameter(tensors, [stored[name] for name in tensors.names], shape, np.dtype("float16"))
+        unread = LazyParameter(tensors, [stored[name] for name in tensors.names], shape, np.dtype("float16"))
         whole = tensors.join(written[name] for name in tensors.names).astype("float16")
         assert_same_bits(np.asarray(unread), whole)
         for axis in range(len(shape)):
@@ -72,7 +72,7 @@ def test_no_more_is_read_than_a_part(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(StoredTensor, "read_bytes", noted)
     with contextlib.ExitStack() as stack:
         _, stored = open_weights(tmp_path, stack)
-        unread = UnreadParameter(tensors, [stored[name] for name in "abc"], shape, np.dtype(np.float32))
+        unread = LazyParameter(tensors, [stored[name] for name in "abc"], shape, np.dtype(np.float32))
         _ = unread[..., 3:5, :]
     assert read == [("a", 5 * 4), ("b", 5 * 4)]
 

@@ -119,16 +119,16 @@ def test_other_containers_are_refused_by_name(contents: bytes, words: str) -> No
 @pytest.mark.parametrize(
     ("limit", "words"),
     [
-        ("_MOST_FRAME_PIXELS", "it has 12 x 8 pixels; accepted: up to 95"),
-        ("_MOST_DECODED", "it has 6 frames of 12 x 8 pixels; accepted: up to 95 pixels in all"),
-        ("_MOST_PIXELS", "it has 12 x 8 pixels in 6 frames; accepted: up to 95 pixels in all"),
+        ("_MAX_FRAME_PIXELS", "it has 12 x 8 pixels; accepted: up to 95"),
+        ("_MAX_DECODED", "it has 6 frames of 12 x 8 pixels; accepted: up to 95 pixels in all"),
+        ("_MAX_PIXELS", "it has 12 x 8 pixels in 6 frames; accepted: up to 95 pixels in all"),
     ],
 )
 def test_videos_that_are_too_large_are_refused(limit: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(video_files, limit, 95)
     with pytest.raises(ValueError, match=words):
         read_video("it", animation("WEBP", frames(), 100), ALL)
-    if limit == "_MOST_PIXELS":
+    if limit == "_MAX_PIXELS":
         with pytest.raises(ValueError, match="the first 1 frames of it have 96 pixels; accepted: up to 95"):
             read_frames("it", [png(frame) for frame in frames()], ALL)
 

@@ -8,10 +8,10 @@ import pytest
 import detjax
 from detjax.models.network import abstract, split
 from detjax.rl.runs.policy import small_policy
-from detjax.rl.trainer.leaf_rounds import leaf_rounds
 from detjax.rl.trainer.optimizers import adamw, global_norm
 from detjax.rl.trainer.placement import Placement
 from detjax.rl.trainer.train_state import initial_state, update, weights_of
+from detjax.rl.trainer.update_groups import update_groups
 from tests.support.bits import assert_same_bits
 
 
@@ -22,21 +22,21 @@ def shapes(*sizes: int) -> list[jax.ShapeDtypeStruct]:
 def test_a_round_has_a_leaf_of_each_shape_that_most_layers_have() -> None:
     # A table, three layers of two matrices and a norm each, and the last norm.
     leaves = shapes(9, 5, 1, 7, 5, 1, 7, 5, 1, 7, 1)
-    assert leaf_rounds(leaves) == [(1, 2, 3), (4, 5, 6), (0, 7, 8, 10, 9)]
-    assert leaf_rounds(shapes(3, 3, 3)) == [(0,), (1,), (2,)]
-    assert leaf_rounds(shapes(3, 4, 5)) == [(0, 1, 2)]
-    assert leaf_rounds([]) == []
+    assert update_groups(leaves) == [(1, 2, 3), (4, 5, 6), (0, 7, 8, 10, 9)]
+    assert update_groups(shapes(3, 3, 3)) == [(0,), (1,), (2,)]
+    assert update_groups(shapes(3, 4, 5)) == [(0, 1, 2)]
+    assert update_groups([]) == []
 
 
 def test_shapes_dtypes_and_structures_tell_leaves_apart() -> None:
     one, other = jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.bfloat16)
-    assert leaf_rounds([one, other, (one, None), (None, one)]) == [(0, 1, 2, 3)]
+    assert update_groups([one, other, (one, None), (None, one)]) == [(0, 1, 2, 3)]
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 28])
 def test_every_leaf_is_in_one_round_and_two_programs_serve_any_number_of_layers(layers: int) -> None:
     _, weights = split(abstract(lambda: small_policy(layers, 64)[0]))
-    rounds = leaf_rounds(weights)
+    rounds = update_groups(weights)
     assert sorted(index for indices in rounds for index in indices) == list(range(len(weights)))
     assert len(rounds) == layers
     assert len({tuple(str(weights[index].shape) for index in indices) for indices in rounds}) <= 2

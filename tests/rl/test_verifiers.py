@@ -2,7 +2,7 @@
 
 import pytest
 
-from detjax.rl.tasks import LONGEST_TEXT, MOST_DIFFICULT, TASKS, Example, Task
+from detjax.rl.tasks import LONGEST_TEXT, MAX_DIFFICULT, TASKS, Example, Task
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ HOSTILE = [
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: f"{len(text)} of {text[:1]!r}")
 def test_hostile_texts_are_not_rewarded(task: Task, text: str) -> None:
-    for difficulty in (1, 4, MOST_DIFFICULT):
+    for difficulty in (1, 4, MAX_DIFFICULT):
         assert task.reward(task.example(0, 0, difficulty), text) == 0.0
 
 

@@ -122,9 +122,9 @@ def test_as_many_items_as_accepted_are_counted() -> None:
         return given % (b"[" + b"[]," * (items - 11) + b" " * bodies.LONG + b"[]]")
 
     with pytest.raises(ApiError, match="metadata is"):
-        bodies.parse(body(bodies.MOST_ITEMS), CompletionRequest)
+        bodies.parse(body(bodies.MAX_ITEMS), CompletionRequest)
     with pytest.raises(ApiError, match="accepted: up to so many"):
-        bodies.parse(body(bodies.MOST_ITEMS + 1), CompletionRequest)
+        bodies.parse(body(bodies.MAX_ITEMS + 1), CompletionRequest)
 
 
 def test_prompts_of_many_tokens_are_parsed() -> None:

@@ -191,7 +191,7 @@ def test_a_client_that_does_not_read_its_answer_is_disconnected(path: str) -> No
 
 
 def test_of_streams_that_exceed_the_backlog_the_largest_ends() -> None:
-    guard = Guard(capacity=10, seconds=10_000, max_unsent=64 << 20)
+    guard = Guard(capacity=10, seconds=10_000, max_pending_bytes=64 << 20)
     with stub_serving(guard) as (port, _, _), ask(port, "/stream?events=200", receive_buffer=BUFFER) as smaller:
         wait_until(lambda: guard.backlog.size and not guard.in_flight)
         with ask(port, "/stream?events=2000", receive_buffer=BUFFER) as larger:

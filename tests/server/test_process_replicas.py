@@ -25,7 +25,7 @@ from starlette.testclient import TestClient
 from detjax.audit import Origin
 from detjax.cli import main
 from detjax.engine import Engine, EngineClosed, EngineConfig, Request, SamplingParams, Token
-from detjax.models import Decoder, ModelOutline, Tokenizer
+from detjax.models import Decoder, ModelMetadata, Tokenizer
 from detjax.server import LogSettings, ProcessReplicas, Settings, app_of_replicas, create_app, no_accelerator
 from detjax.server.replicas import processes as module
 from detjax.server.replicas.engine import ReplicaFacts, ReplicaOptions
@@ -300,7 +300,7 @@ def replica(silence: float, start: Any) -> Iterator[FrontEnd]:
 
 
 def test_a_call_that_nobody_waits_for_ends_in_the_replica(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
-    facts = ReplicaFacts(ModelOutline.from_model(loaded[0]), loaded[1].files, engine.config, Origin())
+    facts = ReplicaFacts(ModelMetadata.from_model(loaded[0]), loaded[1].files, engine.config, Origin())
     held, reached = threading.Event(), threading.Event()
 
     def hold(_: Token) -> None:

@@ -13,10 +13,10 @@ from starlette.testclient import TestClient
 
 from detjax.audit import Origin
 from detjax.engine import Engine, EngineClosed, NotFinite, Request, SamplingParams, Token
-from detjax.models import Decoder, ModelOutline, Tokenizer
+from detjax.models import Decoder, ModelMetadata, Tokenizer
 from detjax.server import Settings, create_app
 from detjax.server.app import app_of
-from detjax.server.replicated_engine import MOST_LOSSES, Batch, ReplicaLost, ReplicatedEngine, batches
+from detjax.server.replicated_engine import MAX_LOSSES, Batch, ReplicaLost, ReplicatedEngine, batches
 from tests.server.running_server import MODEL
 from tests.support.bits import assert_same_bits
 
@@ -70,7 +70,7 @@ class OtherReplicas:
 
 
 def replicated(replicas: Any, engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> ReplicatedEngine:
-    return ReplicatedEngine(replicas, ModelOutline.from_model(loaded[0]), loaded[1], engine.config)
+    return ReplicatedEngine(replicas, ModelMetadata.from_model(loaded[0]), loaded[1], engine.config)
 
 
 async def streamed(engine: Engine | ReplicatedEngine, requests: Sequence[Request]) -> list[tuple[int, Token]]:
@@ -150,9 +150,9 @@ def test_requests_that_lose_every_replica_end(
     monkeypatch.setattr("detjax.server.replicated_engine._PAUSE", 0)
     for answer in (lambda _: [EngineClosed("Engine: it has failed")], lambda _: []):
         replicas = OtherReplicas(answer)
-        with pytest.raises(EngineClosed, match=f"has lost {MOST_LOSSES} replicas one after the other"):
+        with pytest.raises(EngineClosed, match=f"has lost {MAX_LOSSES} replicas one after the other"):
             asyncio.run(streamed(replicated(replicas, engine, loaded), REQUESTS))
-        assert replicas.calls == MOST_LOSSES
+        assert replicas.calls == MAX_LOSSES
 
 
 def test_what_a_request_is_to_blame_for_is_not_tried_again(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
@@ -191,7 +191,7 @@ def test_clients_get_the_same_responses_from_replicas_that_die(
     whole = create_app(engine, *loaded, settings)
     origin = Origin.here(*loaded)
     replicas = replicated(MortalReplicas(engine, [1, 0, 1, 0, 1, 1, 1]), engine, loaded)
-    broken = app_of(replicas, ModelOutline.from_model(loaded[0]), loaded[1], settings, origin)
+    broken = app_of(replicas, ModelMetadata.from_model(loaded[0]), loaded[1], settings, origin)
     with contextlib.closing(whole.state.texts), contextlib.closing(broken.state.texts):
         assert whole.state.fingerprint == broken.state.fingerprint
         assert responses(broken) == responses(whole)

@@ -22,7 +22,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 24, "ignore_eos": True},
     "/v1/responses": {"input": "Who?", "max_output_tokens": 24, "ignore_eos": True},
 }
-MOST_DRAWN = 2**53 - 1
+MAX_DRAWN = 2**53 - 1
 """The largest integer that JavaScript holds exactly, as all below it."""
 
 
@@ -58,7 +58,7 @@ def test_eight_requests_are_eight_draws_and_each_can_be_asked_again(
     draws = [said(post(running, path, temperature=1, **ASKED[path], **unseeded))[0] for _ in range(8)]
     assert len(set(draws)) == len({text for text, _ in draws}) == len({seed for _, seed in draws}) == 8
     for text, seed in draws[:2]:
-        assert 0 <= seed <= MOST_DRAWN
+        assert 0 <= seed <= MAX_DRAWN
         assert said(post(running, path, temperature=1, seed=seed, **ASKED[path])) == [(text, seed)]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from detjax.engine import Engine
 from detjax.models import Decoder, Tokenizer
-from detjax.server.http.field_types import MOST_TOKENS
+from detjax.server.http.field_types import MAX_TOKENS
 from detjax.version import __version__
 from tests.server.running_server import MODEL, Running, serving
 from tests.support.waits import HANGS_AFTER
@@ -69,7 +69,7 @@ def test_conversations_become_the_tokens_of_the_chat_template(
         ("tokenize", {"prompt": "x", "add_generation_prompt": True}, 400, "that field with messages"),
         ("tokenize", {"prompt": "x", "model": "gpt"}, 404, "accepted: 'little'"),
         ("tokenize", {"prompt": "x", "nonsense": 1}, 400, "there is no field nonsense"),
-        ("tokenize", {"prompt": "\n\0" * (MOST_TOKENS // 2 + 1)}, 400, f"accepted: up to {MOST_TOKENS} tokens"),
+        ("tokenize", {"prompt": "\n\0" * (MAX_TOKENS // 2 + 1)}, 400, f"accepted: up to {MAX_TOKENS} tokens"),
         ("detokenize", {"tokens": [-1]}, 400, "tokens"),
         ("detokenize", {"tokens": "x"}, 400, "tokens"),
         ("detokenize", {}, 400, "tokens is missing"),

@@ -95,7 +95,7 @@ def test_packed_queries_find_their_way_through_cudnn(
     options: dict[str, Any], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stock, "_PADDING", 0)
-    monkeypatch.setattr(stock, "_LEAST_PADDED_ROWS", at_once * 5 * KV_BLOCK)
+    monkeypatch.setattr(stock, "_MIN_PADDED_ROWS", at_once * 5 * KV_BLOCK)
     np.testing.assert_allclose(ragged("stock", **options), ragged("portable", **options), atol=0.03)
 
 

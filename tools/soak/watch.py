@@ -18,7 +18,7 @@ _PROBER: Final = Path(__file__).with_name("health_prober.py")
 _HEALTH_EVERY: Final = 0.2
 _MEMORY_EVERY: Final = 0.25
 _MIB: Final = 1 << 20
-_MOST_POINTS: Final = 300
+_MAX_POINTS: Final = 300
 """Points of a curve in a report."""
 
 
@@ -92,7 +92,7 @@ class Watch:
     def report(self) -> dict[str, Any]:
         """The worst answers of /health with what happened meanwhile, and memory over time."""
         worst = sorted(self._health, key=lambda one: -one[1])[:5]
-        points = self._memory[:: max(1, len(self._memory) // _MOST_POINTS)]
+        points = self._memory[:: max(1, len(self._memory) // _MAX_POINTS)]
         return {
             "all": dataclasses.asdict(self.seen()),
             "slowest_health": [

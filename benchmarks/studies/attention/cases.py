@@ -10,7 +10,7 @@ import numpy as np
 from detjax.bench import timing
 
 BF16: Final = jnp.dtype("bfloat16")
-MOST_BYTES: Final = 12 << 30
+MAX_BYTES: Final = 12 << 30
 """Bytes of the argument sets that one implementation rotates, at most."""
 
 
@@ -186,7 +186,7 @@ class Case:
         queries = self.batch * self.queries * self.heads * self.head_dim * BF16.itemsize
         # The arrays of implementations without pages give every request the room of the longest.
         allocated = queries + 2 * self.batch * self.longest * self.kv_heads * self.head_dim * BF16.itemsize
-        return max(1, min(timing.rotations(self.kv_read + queries), MOST_BYTES // allocated))
+        return max(1, min(timing.rotations(self.kv_read + queries), MAX_BYTES // allocated))
 
     def fields(self) -> dict[str, Any]:
         """The fields that identify the case in a result."""

@@ -18,9 +18,9 @@ from detjax.pallas.hopper.matmul.plan import Problem
 from detjax.pallas.hopper.matmul.tuning import table
 from detjax.runtime import backends
 
-MOST_SCHEDULES: Final = 40
+MAX_SCHEDULES: Final = 40
 """Schedules of the table that are compared, at most."""
-MOST_TRANSPOSED: Final = 110e6
+MAX_TRANSPOSED: Final = 110e6
 """Elements of the largest weight whose bits are compared in the layout [K, N] too."""
 NEIGHBOURS: Final = {"random": None, "zeros": 0.0, "3e38": 3e38, "inf": np.inf, "NaN": np.nan}
 """What the rows beside the anchor row hold; None: random numbers."""
@@ -72,7 +72,7 @@ def compare_anchors(
 def compare_schedules(sizes: Sizes, comparison: Comparison) -> None:
     """Compares the results of one product by schedules of the table, if there is one, spread over all that it has."""
     known = sorted(set(table(backends.device_kind()).values()), key=repr)
-    spread = known[:: max(1, ceil_div(len(known), MOST_SCHEDULES))]
+    spread = known[:: max(1, ceil_div(len(known), MAX_SCHEDULES))]
     n, k = sizes.probe
     w = normal_weight((n, k), jnp.asarray(0))
     for m in sizes.scheduled_tokens if known else ():

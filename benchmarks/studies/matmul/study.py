@@ -59,7 +59,7 @@ def _measure(run: Run, sizes: Sizes, with_bits: bool, with_torch: bool) -> dict[
 
     for linear in track(list(sizes.linears), "measuring", console=Console(stderr=True)):
         weights = weight_sets(*linear)
-        transposed = with_bits and linear[0] * linear[1] <= row_bits.MOST_TRANSPOSED
+        transposed = with_bits and linear[0] * linear[1] <= row_bits.MAX_TRANSPOSED
         programs = build_all(sizes, linear, ("nk", "kn") if transposed else ("nk",), detjax.backend())
         cells.extend(measure(sizes, linear, weights, programs, with_torch))
         compare(row_bits.compare_anchors, linear, weights[0], programs)

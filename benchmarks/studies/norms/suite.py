@@ -16,7 +16,7 @@ from detjax.bench.bits import same_bits
 from detjax.bench.timing import copy_time, device_time, rotations
 from detjax.runtime.backends import STOCK
 
-MOST_BYTES: Final = 24 << 30
+MAX_BYTES: Final = 24 << 30
 """Cases with a quarter of these bytes or more are left out: a device has no room for several argument sets of them."""
 
 
@@ -33,7 +33,7 @@ def _measure_case(sizes: Sizes, case: Case) -> Iterator[dict[str, Any]]:
     for count in sizes.rows:
         rows = case.rows(count, 0)
         size = case.traffic(rows)
-        if 4 * size > MOST_BYTES:
+        if 4 * size > MAX_BYTES:
             continue
         sets = [(*case.rows(count, seed), *case.shared) for seed in range(rotations(sum(x.nbytes for x in rows)))]
         seconds: dict[str, float | None] = {"copy": copy_time(size, calls=sizes.calls)}

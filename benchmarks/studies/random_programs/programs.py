@@ -21,9 +21,9 @@ from detjax.invariant.equations import EXTREMES
 
 DTYPES: Final = ("float32", "float32", "bfloat16", "float16")
 WIDTHS: Final = (3, 7, 16, 33, 64, 128)
-MOST_ROWS: Final = 1000
+MAX_ROWS: Final = 1000
 BATCHES: Final = (1, 2, 3, 17, 33, 129, 257)
-"""Sizes of batches: a program runs with one of them, and with `MOST_ROWS`."""
+"""Sizes of batches: a program runs with one of them, and with `MAX_ROWS`."""
 
 COMPILATIONS: Final[Mapping[str, Callable[..., Any]]] = {"detjax.jit": detjax.jit, "jax.jit": jax.jit}
 
@@ -200,15 +200,15 @@ def _without(number: int, gone: int, instead: int) -> int:
 
 
 def random_rows(seed: int, dtype: str, width: int) -> np.ndarray:
-    """Returns `MOST_ROWS` rows: most of ordinary numbers and zeros of both signs, the rest of all kinds."""
+    """Returns `MAX_ROWS` rows: most of ordinary numbers and zeros of both signs, the rest of all kinds."""
     rng = np.random.default_rng((seed, 1))
-    shape = MOST_ROWS, width
-    x = rng.standard_normal(shape) * rng.choice([0.3, 1.0, 100.0], (MOST_ROWS, 1))
-    zeros = rng.random(shape) < rng.choice([0.0, 0.2, 0.9, 1.0], (MOST_ROWS, 1))
+    shape = MAX_ROWS, width
+    x = rng.standard_normal(shape) * rng.choice([0.3, 1.0, 100.0], (MAX_ROWS, 1))
+    zeros = rng.random(shape) < rng.choice([0.0, 0.2, 0.9, 1.0], (MAX_ROWS, 1))
     x = np.where(zeros, rng.choice([0.0, -0.0], shape), x)
     tiny = float(jnp.finfo(dtype).smallest_subnormal)
     rare = rng.choice([np.inf, -np.inf, tiny, -tiny, 3 * tiny], shape)
-    x = np.where((rng.random(shape) < 0.2) & (np.arange(MOST_ROWS) % 5 == 4)[:, None], rare, x)
+    x = np.where((rng.random(shape) < 0.2) & (np.arange(MAX_ROWS) % 5 == 4)[:, None], rare, x)
     numbers = x.astype(jnp.dtype(dtype))
     # Signs and payloads of NaN are written as bits, so that nothing makes them alike.
     words = _words(numbers)
@@ -216,7 +216,7 @@ def random_rows(seed: int, dtype: str, width: int) -> np.ndarray:
     sign = np.array(1 << (8 * words.itemsize - 1), words.dtype)
     payloads = quiet | rng.choice([0, 1, 5], shape).astype(words.dtype)
     payloads ^= sign * rng.integers(2, size=shape).astype(words.dtype)
-    among = (rng.random(shape) < 0.2) & (np.arange(MOST_ROWS) % 10 == 9)[:, None]
+    among = (rng.random(shape) < 0.2) & (np.arange(MAX_ROWS) % 10 == 9)[:, None]
     words[among] = payloads[among]
     return numbers
 
@@ -230,7 +230,7 @@ class Verdict:
         compilation: the name in `COMPILATIONS`.
         is_proven: whether its certificate finds no risk.
         by_old_rule: whether it would find none if every largest and smallest number were exact. Others are not run.
-        batch: the rows of a batch in which one that the certificate speaks of has other bits than among `MOST_ROWS`;
+        batch: the rows of a batch in which one that the certificate speaks of has other bits than among `MAX_ROWS`;
             None if that has been seen in none.
     """
 
@@ -261,7 +261,7 @@ def judged(programs: Sequence[Program], compilation: str, small: int | None = No
     Args:
         programs: the programs.
         compilation: a name in `COMPILATIONS`.
-        small: the rows of the batch that is compared with `MOST_ROWS`; by default the first program's seed says.
+        small: the rows of the batch that is compared with `MAX_ROWS`; by default the first program's seed says.
     """
     jit = COMPILATIONS[compilation]
     small = small or BATCHES[programs[0].seed // len(programs) % len(BATCHES)]
@@ -272,7 +272,7 @@ def judged(programs: Sequence[Program], compilation: str, small: int | None = No
         read[program] = reading(jit(program) if compilation == "jax.jit" else program, (x[:2],), batch_sizes=(1,))
     run = [one for one in programs if all(risk.primitive in EXTREMES for risk in read[one][0])]
     together = jit(lambda arrays: [program(x) for program, x in zip(run, arrays, strict=True)])
-    many, few = (together([rows[one][:count] for one in run]) if run else [] for count in (MOST_ROWS, small))
+    many, few = (together([rows[one][:count] for one in run]) if run else [] for count in (MAX_ROWS, small))
     moved: dict[Program, int | None] = {}
     for program, expected, made in zip(run, many, few, strict=True):
         differing = (_words(made) != _words(expected)[:small]).any(axis=1)

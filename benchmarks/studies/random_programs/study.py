@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from benchmarks.studies.random_programs.programs import BATCHES, COMPILATIONS, MOST_ROWS, Program, Verdict, judged
+from benchmarks.studies.random_programs.programs import BATCHES, COMPILATIONS, MAX_ROWS, Program, Verdict, judged
 from benchmarks.study import Result, Run
 from detjax.cli.options import Option
 from detjax.runtime import backends
@@ -51,7 +51,7 @@ def study(
         "small": run.small,
         "device": backends.device_name(),
         "programs": programs,
-        "most_rows": MOST_ROWS,
+        "most_rows": MAX_ROWS,
         "batches": BATCHES,
         "results": results,
         "false_proofs": false_proofs,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 _LONGEST = 12
 """Characters of a string, at most. All parts of a schema are bounded, so that an answer ends however it is sampled."""
-_MOST_ITEMS = 3
+_MAX_ITEMS = 3
 
 type Json = Any
 
@@ -67,7 +67,7 @@ def _constant(draw: random.Random, _: int) -> Schema:
 
 def _array(draw: random.Random, depth: int) -> Schema:
     item, least = random_schema(draw, max(depth, 0)), draw.randint(0, 2)
-    most = least + draw.randint(0, _MOST_ITEMS - least)
+    most = least + draw.randint(0, _MAX_ITEMS - least)
     schema = {"type": "array", "items": item.schema, "minItems": least, "maxItems": most}
     return Schema(
         schema, lambda x: isinstance(x, list) and least <= len(x) <= most and all(item.accepts(one) for one in x)

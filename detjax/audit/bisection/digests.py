@@ -21,10 +21,10 @@ from detjax.invariant.places import Place, Rows
 
 _GOLDEN: Final = np.uint32(0x9E3779B9)
 _FACTOR: Final = np.uint32(0x7FEB352D)
-_MOST_BLOCKS: Final = 64
+_MAX_BLOCKS: Final = 64
 _SMALLEST_BLOCK: Final = 256
 _LANES: Final = 128
-_MOST_TOGETHER: Final = 8
+_MAX_TOGETHER: Final = 8
 """Arrays that one kernel reads. They are all kept until the last of them is there."""
 _LARGE: Final = 1 << 22
 """Words of an array from which on it has a kernel of its own: keeping it would cost more than starting one."""
@@ -32,7 +32,7 @@ _LARGE: Final = 1 << 22
 
 def block_size(elements: int) -> int:
     """Returns the elements of a block where a row has so many: a power of two, so that there are 64 blocks at most."""
-    return max(_SMALLEST_BLOCK, 1 << max(0, math.ceil(elements / _MOST_BLOCKS) - 1).bit_length())
+    return max(_SMALLEST_BLOCK, 1 << max(0, math.ceil(elements / _MAX_BLOCKS) - 1).bit_length())
 
 
 def in_rows(x: Array, place: Place, batch: int | None) -> Array:
@@ -70,7 +70,7 @@ def digests(arrays: Sequence[Array]) -> list[Array]:
         alike.setdefault(x.shape, []).append(number)
     made: dict[int, Array] = {}
     for shape, numbers in alike.items():
-        for group in itertools.batched(numbers, _MOST_TOGETHER if math.prod(shape) < _LARGE else 1):
+        for group in itertools.batched(numbers, _MAX_TOGETHER if math.prod(shape) < _LARGE else 1):
             sums = lax.platform_dependent([words[k] for k in group], cpu=_one_by_one, default=_together)
             made.update(zip(group, sums, strict=True))
     return [made[number] for number in range(len(arrays))]

@@ -34,13 +34,13 @@ from detjax.runtime import compilation
 
 _STEP_ROWS: Final = 8192
 """The most tokens that one program of the layers computes."""
-_LEAST_ROWS: Final = 64
+_MIN_ROWS: Final = 64
 """The fewest tokens that a program computes or samples."""
 _LOGITS: Final = 1 << 28
 """The most logits that one program samples from: float32 numbers, of which a program holds a few copies."""
-_MOST_SAMPLED: Final = 1024
+_MAX_SAMPLED: Final = 1024
 """The most tokens that one program samples."""
-_LEAST_ENTRIES: Final = 64
+_MIN_ENTRIES: Final = 64
 """The fewest entries of a row that a program notes as seen."""
 _IN_FLIGHT: Final = 4
 """Sampling programs whose results the host has not read."""
@@ -177,7 +177,7 @@ class _Replay:
 
         # Sizes are rounded up, so that calls of about one size share their programs.
         tokens = sum(round_up(len(sequence.tokens), QUERY_UNIT) for sequence in self._sequences)
-        rows = _size(_LEAST_ROWS, tokens, _STEP_ROWS)
+        rows = _size(_MIN_ROWS, tokens, _STEP_ROWS)
         slots = rows // QUERY_UNIT
         self._shape = BatchShape(0, rows, slots, slots)
         limits = StepLimits(slots=slots, tokens=rows, prefills=slots, rows=rows, prefill_chunk=rows)
@@ -197,7 +197,7 @@ class _Replay:
         self._last = jnp.zeros(slots, jnp.int32)
         wanted = sum(len(answer.tokens) for answer in answers)
         most = max(QUERY_UNIT, _LOGITS // self._vocabulary // QUERY_UNIT * QUERY_UNIT)
-        self._sampled_rows = _size(_LEAST_ROWS, wanted, min(_MOST_SAMPLED, most))
+        self._sampled_rows = _size(_MIN_ROWS, wanted, min(_MAX_SAMPLED, most))
         # Filters sort the logits, and all else is rare: four programs serve every mixture.
         rare = [answer.params.needs for answer in answers if _is_rare(answer.params)]
         self._rare = SamplingVariant(*map(max, zip(*rare, strict=True))) if rare else None
@@ -341,7 +341,7 @@ def _seen_entries(rows: list[_Rows], size: int, vocabulary: int) -> _SeenEntries
     """Returns what each row's sequence had seen before its token."""
     parts = [_seen_of(one) if one.sequence.answer.params.penalized else None for one in rows]
     most = max((len(part[0]) for part in parts if part is not None), default=0)
-    width = _size(_LEAST_ENTRIES, most)
+    width = _size(_MIN_ENTRIES, most)
     # Padding is beyond the vocabulary, and every entry of a row is another number.
     token = np.tile(np.arange(vocabulary, vocabulary + width, dtype=np.int32), (size, 1))
     generated, in_prompt = np.zeros((size, width), np.uint16), np.zeros((size, width), bool)

@@ -35,7 +35,7 @@ _TOKENIZERS: Final = (
     *("sentencepiece.bpe.model", "*.tiktoken"),
 )
 """Names of files that hold a tokenizer, but for tokenizer.json, which is read."""
-_MOST_NAMED: Final = 4
+_MAX_NAMED: Final = 4
 _CONVERT: Final = (
     "Fetch the checkpoint as safetensors, or convert it with save_pretrained of transformers, then pass its directory"
 )
@@ -133,7 +133,7 @@ def _described(files: "Collection[tuple[str, str]] | Iterator[tuple[str, str]]")
     for name, kind in files:
         by_kind.setdefault(kind, []).append(name)
     groups = [
-        f"{kind} ({', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''})"
+        f"{kind} ({', '.join(names[:_MAX_NAMED])}{', ...' if len(names) > _MAX_NAMED else ''})"
         for kind, names in by_kind.items()
     ]
     return " and ".join([", ".join(groups[:-1]), groups[-1]]) if len(groups) > 1 else "".join(groups)

@@ -25,8 +25,8 @@ from jaxtyping import Array, DTypeLike
 
 from detjax.contract import INPUT_DTYPES
 from detjax.models.checkpoint.directory_files import refuse_adapter, refuse_without_model, unread_files
+from detjax.models.checkpoint.lazy_parameter import LazyParameter
 from detjax.models.checkpoint.stored_formats import stored_format
-from detjax.models.checkpoint.unread import UnreadParameter
 from detjax.models.checkpoint.weight_files import StoredTensor, open_weights, write_weights
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import Description, Family, description, family_named
@@ -173,7 +173,7 @@ def _read_weights(
     sizes: Sequence[int],
     stored: Mapping[str, StoredTensor],
     advance: Callable[[int], None],
-    placed: Sequence[Callable[[UnreadParameter], Array]],
+    placed: Sequence[Callable[[LazyParameter], Array]],
 ) -> Weights:
     """The parameters' arrays where `placed` puts them; `advance` is told how many bytes were read."""
     weights = []
@@ -293,7 +293,7 @@ def _sized_tensors(
 
     def tensors() -> dict[str, np.ndarray]:
         names = map(family.written_name, parameter.shapes)
-        return dict(zip(names, parameter.tensors.cut(np.asarray(value)), strict=True))
+        return dict(zip(names, parameter.tensors.split(np.asarray(value)), strict=True))
 
     return value.nbytes, tensors
 
@@ -314,9 +314,9 @@ class _Parameter:
     shape: tuple[int, ...]
     dtype: np.dtype
 
-    def unread(self, stored: Mapping[str, StoredTensor]) -> UnreadParameter:
+    def unread(self, stored: Mapping[str, StoredTensor]) -> LazyParameter:
         """What stands for its array, given the stored tensors."""
-        return UnreadParameter(self.tensors, [stored[name] for name in self.shapes], self.shape, self.dtype)
+        return LazyParameter(self.tensors, [stored[name] for name in self.shapes], self.shape, self.dtype)
 
 
 def _parameters(model: Decoder, stored: Collection[str] = ()) -> list[_Parameter]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from detjax.contract import INPUT_DTYPES
 from detjax.models.configuration.family import Description, Family, description, family_named
-from detjax.models.configuration.json_object import MOST_LAYERS, JsonObject
+from detjax.models.configuration.json_object import MAX_LAYERS, JsonObject
 from detjax.models.configuration.keys import read_keys, write_keys
 from detjax.models.configuration.rope_config import read_max_positions, write_rope
 from detjax.models.parts.delta_net import DeltaNetOptions
@@ -149,7 +149,7 @@ class DecoderConfig:
         for key, neutral in _UNSUPPORTED.items():
             if key not in family.reads and file.get(key) not in (None, neutral):
                 raise file.error(key, f"{json.dumps(neutral)}, null; anything else is not supported")
-        layers = file.integer("num_hidden_layers", maximum=MOST_LAYERS)
+        layers = file.integer("num_hidden_layers", maximum=MAX_LAYERS)
         max_positions = read_max_positions(file, family.max_positions)
         heads = _read_heads(file, family)
         options = {**_NO_OPTIONS, **read_keys(file, family.keys), **family.read_options(file, layers)}

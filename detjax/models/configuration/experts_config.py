@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from detjax.models.configuration.json_object import MOST_EXPERTS, JsonObject
+from detjax.models.configuration.json_object import MAX_EXPERTS, JsonObject
 from detjax.models.configuration.keys import Key, write_keys
 from detjax.models.parts.experts import ExpertsOptions
 
@@ -16,7 +16,7 @@ def read_count(file: JsonObject, default: int, *, minimum: int = 1) -> int:
     Raises:
         CheckpointError: it is no integer, or less than `minimum`.
     """
-    return file.integer(count_key(file), default, minimum=minimum, maximum=MOST_EXPERTS)
+    return file.integer(count_key(file), default, minimum=minimum, maximum=MAX_EXPERTS)
 
 
 def count_key(file: JsonObject, keys: tuple[str, str] = COUNTS) -> str:

@@ -10,7 +10,7 @@ from detjax.models.configuration.rope_config import read_rope
 from detjax.ops.rotary import RotaryEmbedding
 
 _TEXT: Final = "text_config"
-_OF_THE_WHOLE: Final = ("architectures", "model_type", "dtype", "torch_dtype")
+_MODEL_LEVEL_KEYS: Final = ("architectures", "model_type", "dtype", "torch_dtype")
 """Keys of which those of the whole model have precedence over those of its decoder."""
 _TOWER: Final = "vision_config"
 _TIED: Final = "tie_word_embeddings"
@@ -165,7 +165,7 @@ def description(raw: Mapping[str, Any], source: str) -> Description:
     if text is None:
         return Description(family, file)
     beside = {key: value for key, value in raw.items() if key != _TEXT}
-    within = {key: value for key, value in text.raw.items() if key not in _OF_THE_WHOLE or beside.get(key) is None}
+    within = {key: value for key, value in text.raw.items() if key not in _MODEL_LEVEL_KEYS or beside.get(key) is None}
     # transformers 4 wrote for some models that the embeddings are tied in one of the two places alone.
     tied = {_TIED: True} if True in (beside.get(_TIED), within.get(_TIED)) else {}
     return Description(family, JsonObject(within | tied, source, text.prefix, beside))

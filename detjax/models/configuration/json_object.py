@@ -16,9 +16,9 @@ LONGEST_POINTER: Final = max(map(len, _POINTERS))
 """Bytes that tell a pointer."""
 LARGEST: Final = 2**31 - 1
 """The largest integer, unless a key says less."""
-MOST_LAYERS: Final = 4096
+MAX_LAYERS: Final = 4096
 """The most layers of a network, each of which is an object of its own."""
-MOST_EXPERTS: Final = 65536
+MAX_EXPERTS: Final = 65536
 """The most experts of a layer, each of which may have tensors of its own."""
 
 

@@ -10,7 +10,7 @@ _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
 
 
-MOST_POSITIONS: Final = 2**24
+MAX_POSITIONS: Final = 2**24
 """Rotations take positions as float32 numbers, which hold all integers below this one."""
 
 
@@ -21,7 +21,7 @@ def read_max_positions(file: JsonObject, default: int) -> int:
         CheckpointError: there are none, or more than can be told apart.
     """
     why = ", as positions are float32 numbers in rotations"
-    return file.integer("max_position_embeddings", default, maximum=MOST_POSITIONS, why=why)
+    return file.integer("max_position_embeddings", default, maximum=MAX_POSITIONS, why=why)
 
 
 def read_rope(file: JsonObject, head_dim: int, max_positions: int, *, theta: float = 10000.0) -> RotaryEmbedding:

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from detjax.models.configuration.json_object import MOST_LAYERS, JsonObject
+from detjax.models.configuration.json_object import MAX_LAYERS, JsonObject
 from detjax.models.configuration.keys import Key, read_keys, write_keys
 from detjax.models.parts.vision import VisionOptions
 
@@ -34,7 +34,7 @@ def read_vision(file: JsonObject, hidden_size: int, *, width: int, blocks: int, 
     return {
         "width": width,
         "heads": heads,
-        "blocks": file.integer("depth", blocks, maximum=MOST_LAYERS),
+        "blocks": file.integer("depth", blocks, maximum=MAX_LAYERS),
         "channels": 3,
         "patch_size": file.integer("patch_size", patch_size),
         **read_keys(file, _PATCHES),

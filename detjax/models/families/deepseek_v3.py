@@ -11,7 +11,7 @@ from jaxtyping import Array, DTypeLike, Float
 from detjax.models.configuration import experts_config
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import Family
-from detjax.models.configuration.json_object import MOST_EXPERTS, JsonObject
+from detjax.models.configuration.json_object import MAX_EXPERTS, JsonObject
 from detjax.models.configuration.keys import Key, read_keys, write_keys
 from detjax.models.configuration.windows import read_full_attention
 from detjax.models.parts.experts import Experts
@@ -109,7 +109,7 @@ def _read_experts(file: JsonObject, layers: int) -> GroupedExpertsOptions | None
     if dense >= layers:
         return None
     key = experts_config.count_key(file, _EXPERTS)
-    experts, shape = file.integer(key, 256, maximum=MOST_EXPERTS), read_keys(file, _SHAPE)
+    experts, shape = file.integer(key, 256, maximum=MAX_EXPERTS), read_keys(file, _SHAPE)
     groups, kept = shape["groups"], shape["kept_groups"]
     if experts % groups or experts // groups < 2:
         raise file.error("n_group", f"a divisor of {key}, which is {experts}, that leaves 2 experts in each group")

@@ -12,7 +12,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 from detjax import ops
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import Family
-from detjax.models.configuration.json_object import MOST_EXPERTS, JsonObject
+from detjax.models.configuration.json_object import MAX_EXPERTS, JsonObject
 from detjax.models.configuration.keys import Key, read_keys, write_keys
 from detjax.models.configuration.rope_config import read_rope
 from detjax.models.configuration.windows import first_window, read_alternating_windows, write_alternating_windows
@@ -88,7 +88,7 @@ def _read_rope(file: JsonObject, head_dim: int, max_positions: int) -> RotaryEmb
 
 _EXPERTS: Final = (
     Key("num_experts_per_tok", "chosen", 4),
-    Key("num_local_experts", "experts", 128, maximum=MOST_EXPERTS),
+    Key("num_local_experts", "experts", 128, maximum=MAX_EXPERTS),
     Key("intermediate_size", "inner_width"),
 )
 _CLAMP: Final = (Key("swiglu_limit", "limit", 7.0), Key("swiglu_alpha", "slope", 1.702))

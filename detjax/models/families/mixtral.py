@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import Family
-from detjax.models.configuration.json_object import MOST_EXPERTS, JsonObject
+from detjax.models.configuration.json_object import MAX_EXPERTS, JsonObject
 from detjax.models.configuration.keys import Key, read_keys, write_keys
 from detjax.models.configuration.rope_config import read_rope
 from detjax.models.configuration.windows import first_window, read_window_of_all_layers
@@ -25,7 +25,7 @@ class Layer(mixture.Layer):
 
 
 _EXPERTS: Final = (
-    Key("num_local_experts", "experts", 8, maximum=MOST_EXPERTS),
+    Key("num_local_experts", "experts", 8, maximum=MAX_EXPERTS),
     Key("num_experts_per_tok", "chosen", 2),
     Key("intermediate_size", "inner_width"),
 )

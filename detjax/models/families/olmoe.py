@@ -5,14 +5,14 @@ from typing import Any, Final
 
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import Family
-from detjax.models.configuration.json_object import MOST_EXPERTS, JsonObject
+from detjax.models.configuration.json_object import MAX_EXPERTS, JsonObject
 from detjax.models.configuration.keys import ATTENTION_BIAS, Key, read_keys, write_keys
 from detjax.models.configuration.windows import read_full_attention
 from detjax.models.families.mixture import Layer
 from detjax.models.parts.experts import ExpertsOptions
 
 _EXPERTS: Final = (
-    Key("num_experts", "experts", 64, maximum=MOST_EXPERTS),
+    Key("num_experts", "experts", 64, maximum=MAX_EXPERTS),
     Key("num_experts_per_tok", "chosen", 8),
     Key("intermediate_size", "inner_width"),
     Key("norm_topk_prob", "normalized", default=False),

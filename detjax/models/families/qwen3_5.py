@@ -33,7 +33,7 @@ _TOKENS: Final = (
     Key("vision_end_token_id", "vision_end_token", 248054, minimum=0),
 )
 _OF_THE_TEXT: Final = "text_config"
-_OF_THE_WHOLE: Final = (
+_MODEL_LEVEL_KEYS: Final = (
     "architectures",
     "model_type",
     "dtype",
@@ -95,8 +95,8 @@ def with_tower(text: Family, architecture: str, model_type: str) -> Family:
         }
 
     def nested(raw: dict[str, Any]) -> dict[str, Any]:
-        whole = {key: raw[key] for key in (*_OF_THE_WHOLE, "tie_word_embeddings")}
-        inner = {key: value for key, value in raw.items() if key not in _OF_THE_WHOLE}
+        whole = {key: raw[key] for key in (*_MODEL_LEVEL_KEYS, "tie_word_embeddings")}
+        inner = {key: value for key, value in raw.items() if key not in _MODEL_LEVEL_KEYS}
         return whole | {_OF_THE_TEXT: inner | {"model_type": text.model_type, "dtype": raw["dtype"]}}
 
     return dataclasses.replace(

@@ -8,18 +8,18 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
-from detjax.models.parts.cuts import (
-    Cut,
-    Group,
+from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
+from detjax.models.parts.sharding import (
+    OutputSharding,
+    ShardGroup,
     devices,
     gathered,
     gathered_matmul,
-    head_pieces,
+    head_shards,
     local_columns,
     outputs,
     sharded_matmul,
 )
-from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.models.parts.state import PagedKeysAndValues
 from detjax.operands.kv_pages import KVPages, Queries
 from detjax.ops.rotary import RotaryEmbedding
@@ -71,13 +71,13 @@ class AttentionOptions:
         """The width of all heads of keys together, and of all heads of values."""
         return self.kv_heads * self.head_dim
 
-    def pieces(self, devices: int) -> tuple[int, int]:
+    def shards(self, devices: int) -> tuple[int, int]:
         """Returns into how many pieces heads of queries are cut, and those of keys."""
-        return head_pieces(self.heads, self.kv_heads, devices)
+        return head_shards(self.heads, self.kv_heads, devices)
 
-    def attended(self, devices: int) -> Cut:
+    def attended(self, devices: int) -> OutputSharding:
         """Returns the cut of what all heads give together."""
-        return Cut((Group(self.q_width, self.pieces(devices)[0]),), -1)
+        return OutputSharding((ShardGroup(self.q_width, self.shards(devices)[0]),), -1)
 
     @property
     def state(self) -> PagedKeysAndValues:
@@ -116,11 +116,11 @@ class Attention(nnx.Module):
             kv: the layer's pages.
             residual: what the attention is added to; None: it is returned alone.
         """
-        options, cuts = self.options, self.cuts(devices())
-        qkv = sharded_matmul(x, self.qkv[...], cut=cuts["qkv"], bias=optional(self.qkv_bias))
+        options, shardings = self.options, self.shardings(devices())
+        qkv = sharded_matmul(x, self.qkv[...], sharding=shardings["qkv"], bias=optional(self.qkv_bias))
         norms: dict[str, Any] = {}
         if options.wide_qk_norm:
-            qkv = local_columns(self._normalized(gathered(qkv, cuts["qkv"])), cuts["qkv"])
+            qkv = local_columns(self._normalized(gathered(qkv, shardings["qkv"])), shardings["qkv"])
         elif options.qk_norm_eps is not None:
             norms = {"q_norm": optional(self.q_norm), "k_norm": optional(self.k_norm)}
             norms |= {"norm_eps": options.qk_norm_eps, "norm_offset": options.qk_norm_offset}
@@ -132,7 +132,7 @@ class Attention(nnx.Module):
         o = ops.attention(q, kv, queries, sinks=optional(self.sinks), **masking)
         o = gathered(o.reshape(*x.shape[:-1], -1), options.attended(devices()))
         weight, bias = self.output[...], optional(self.output_bias)
-        return gathered_matmul(o, weight, cut=cuts["output"], bias=bias, residual=residual), kv
+        return gathered_matmul(o, weight, sharding=shardings["output"], bias=bias, residual=residual), kv
 
     def _normalized(self, qkv: Float[Array, "*N R"]) -> Float[Array, "*N R"]:
         """Projections after the norms of all queries and of all keys of a token."""
@@ -143,18 +143,18 @@ class Attention(nnx.Module):
         q, k = (ops.rms_norm(x, w, eps=options.qk_norm_eps, weight_offset=options.qk_norm_offset) for x, w in pairs)
         return jnp.concatenate([q, k, v], axis=-1)
 
-    def cuts(self, devices: int) -> dict[str, Cut]:
+    def shardings(self, devices: int) -> dict[str, OutputSharding]:
         """Returns how parameters are cut: queries, keys and values by heads."""
         options, output = self.options, outputs(self.width, devices)
-        queries, shared = options.pieces(devices)
-        keys = Group(options.kv_width, shared)
-        qkv = Cut((Group(options.q_width, queries), keys, keys))
+        queries, shared = options.shards(devices)
+        keys = ShardGroup(options.kv_width, shared)
+        qkv = OutputSharding((ShardGroup(options.q_width, queries), keys, keys))
         return {
             "qkv": qkv,
             "qkv_bias": qkv.at(-1),
             "output": output,
             "output_bias": output.at(-1),
-            "sinks": Cut((Group(options.heads, queries),), -1),
+            "sinks": OutputSharding((ShardGroup(options.heads, queries),), -1),
         }
 
     @property

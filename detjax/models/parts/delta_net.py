@@ -7,17 +7,17 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
-from detjax.models.parts.cuts import (
-    Cut,
-    Group,
+from detjax.models.parts.parameters import Tensors, random_weight
+from detjax.models.parts.sharding import (
+    OutputSharding,
+    ShardGroup,
     devices,
     gathered,
     gathered_matmul,
-    head_pieces,
+    head_shards,
     outputs,
     sharded_matmul,
 )
-from detjax.models.parts.parameters import Tensors, random_weight
 from detjax.models.parts.state import DeltaNetInSlots
 from detjax.operands.kv_pages import Queries
 from detjax.operands.linear_attention_state import DeltaNetState
@@ -85,15 +85,15 @@ class DeltaNet(nnx.Module):
             state: what the layer keeps of each request.
             residual: the residual stream.
         """
-        options, leading, cuts = self.options, x.shape[:-1], self.cuts(devices())
+        options, leading, shardings = self.options, x.shape[:-1], self.shardings(devices())
         # Here and below, heads are those of this device.
-        key_group, _, value_group, _ = cuts["qkvz"].groups
+        key_group, _, value_group, _ = shardings["qkvz"].groups
         keys, values = key_group.length, value_group.length
         heads = keys // options.key_dim
-        qkvz = sharded_matmul(x, self.qkvz[...], cut=cuts["qkvz"])
+        qkvz = sharded_matmul(x, self.qkvz[...], sharding=shardings["qkvz"])
         qkv, gate = jnp.split(qkvz, (2 * keys + values,), axis=-1)
         # The gates decide for good what a token leaves behind: like logits, they are not rounded in between.
-        ba = sharded_matmul(x, self.ba[...], cut=cuts["ba"], out_dtype="float32")
+        ba = sharded_matmul(x, self.ba[...], sharding=shardings["ba"], out_dtype="float32")
         b, a = jnp.split(ba, 2, axis=-1)
         g, beta = ops.decay_and_rate(a, b, self.log_rate[...], self.time_bias[...])
 
@@ -103,23 +103,23 @@ class DeltaNet(nnx.Module):
         q, k = qk[..., :heads, :], qk[..., heads:, :]
         o, rule = ops.gated_delta_rule(q, k, v, g, beta, state.rule, queries)
         o = ops.gated_rms_norm(o, gate.reshape(o.shape), self.norm[...], eps=self.eps).reshape(*leading, values)
-        o = gathered(o, Cut((value_group,), -1))
-        y = gathered_matmul(o, self.output[...], cut=cuts["output"], residual=residual)
+        o = gathered(o, OutputSharding((value_group,), -1))
+        y = gathered_matmul(o, self.output[...], sharding=shardings["output"], residual=residual)
         return y, DeltaNetState(inputs, rule)
 
-    def cuts(self, devices: int) -> dict[str, Cut]:
+    def shardings(self, devices: int) -> dict[str, OutputSharding]:
         """Returns how parameters are cut: by heads of values, and the heads of keys that they share."""
         options = self.options
-        values, shared = head_pieces(options.value_heads, options.key_heads, devices)
-        key_group = Group(options.key_heads * options.key_dim, shared)
-        value_group = Group(options.value_heads * options.value_dim, values)
-        heads = Group(options.value_heads, values)
+        values, shared = head_shards(options.value_heads, options.key_heads, devices)
+        key_group = ShardGroup(options.key_heads * options.key_dim, shared)
+        value_group = ShardGroup(options.value_heads * options.value_dim, values)
+        heads = ShardGroup(options.value_heads, values)
         return {
-            "qkvz": Cut((key_group, key_group, value_group, value_group)),
-            "ba": Cut((heads, heads)),
-            "convolution": Cut((key_group, key_group, value_group), -3),
-            "log_rate": Cut((heads,), -1),
-            "time_bias": Cut((heads,), -1),
+            "qkvz": OutputSharding((key_group, key_group, value_group, value_group)),
+            "ba": OutputSharding((heads, heads)),
+            "convolution": OutputSharding((key_group, key_group, value_group), -3),
+            "log_rate": OutputSharding((heads,), -1),
+            "time_bias": OutputSharding((heads,), -1),
             "output": outputs(self.width, devices),
         }
 

@@ -5,9 +5,17 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int
 
 from detjax import ops
-from detjax.models.parts.cuts import Cut, all_rows, devices, gathered, owned_rows, refusing_gradients, sharded_matmul
 from detjax.models.parts.logits import Logits, cut_by_blocks
 from detjax.models.parts.parameters import Tensors, random_weight
+from detjax.models.parts.sharding import (
+    OutputSharding,
+    all_rows,
+    devices,
+    gathered,
+    owned_rows,
+    refusing_gradients,
+    sharded_matmul,
+)
 from detjax.operands.accumulated_weight import Weight
 from detjax.operands.numerics import flat_rows
 from detjax.operands.options import Distribution
@@ -45,35 +53,35 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N D"]:
         """Returns the tokens' rows, times the factor."""
-        cut, table = self.cuts(devices())["weight"], self.weight[...]
-        if cut.is_cut:
-            owner, row = jnp.divmod(tokens, cut.length)
-            rows = owned_rows(ops.embed(row, table), owner, cut)
+        sharding, table = self.shardings(devices())["weight"], self.weight[...]
+        if sharding.is_sharded:
+            owner, row = jnp.divmod(tokens, sharding.length)
+            rows = owned_rows(ops.embed(row, table), owner, sharding)
         else:
             rows = ops.embed(tokens, table)
         return rows if self.factor is None else ops.scale(rows, self.factor)
 
     def logits(self, hidden: Float[Array, "*N D"]) -> Float32[Array, "*N V"]:
         """Returns the logit of each token for each hidden state."""
-        return gathered(self._local_logits(hidden, self.weight[...]), self.cuts(devices())["weight"])
+        return gathered(self._local_logits(hidden, self.weight[...]), self.shardings(devices())["weight"])
 
     def shared_logits(self, hidden: Float[Array, "R D"]) -> Logits:
         """Returns the logits of rows, of which this device may have a part."""
-        return Logits.from_part(self._local_logits(hidden, self.weight[...]), self.cuts(devices())["weight"])
+        return Logits.from_part(self._local_logits(hidden, self.weight[...]), self.shardings(devices())["weight"])
 
     def _local_logits(self, hidden: Float[Array, "*N D"], weight: Weight) -> Float32[Array, "*N v"]:
-        cut, options = self.cuts(devices())["weight"], {"soft_cap": self.soft_cap, "out_dtype": jnp.float32}
-        return sharded_matmul(hidden, weight, cut=cut, **options)
+        sharding, options = self.shardings(devices())["weight"], {"soft_cap": self.soft_cap, "out_dtype": jnp.float32}
+        return sharded_matmul(hidden, weight, sharding=sharding, **options)
 
     def logprobs(
         self, hidden: Float[Array, "*N D"], tokens: Int[Array, "*N"], distribution: Distribution
     ) -> Float32[Array, "*N"]:
         """Returns the logprob of a given token after each hidden state, under a distribution."""
-        cut = self.cuts(devices())["weight"]
-        if cut.is_cut and distribution.is_model and vocabulary_blocks.are_served():
+        sharding = self.shardings(devices())["weight"]
+        if sharding.is_sharded and distribution.is_model and vocabulary_blocks.are_served():
             return refusing_gradients(self._logprobs_by_blocks)(hidden, self.weight[...], tokens)
         options = {"distribution": distribution, "soft_cap": self.soft_cap}
-        return ops.token_logprobs(hidden, all_rows(self.weight[...], cut), tokens, **options)
+        return ops.token_logprobs(hidden, all_rows(self.weight[...], sharding), tokens, **options)
 
     def _logprobs_by_blocks(
         self, hidden: Float[Array, "*N D"], weight: Weight, tokens: Int[Array, "*N"]
@@ -83,13 +91,13 @@ class Embedding(nnx.Module):
         def logprobs(rows: tuple[Array, Array], weight: Weight) -> Array:
             hidden, tokens = rows
             part = self._local_logits(hidden, weight)
-            return Logits.from_part(part, self.cuts(devices())["weight"]).logprobs(tokens)
+            return Logits.from_part(part, self.shardings(devices())["weight"]).logprobs(tokens)
 
         # As in `ops.token_logprobs`, logits exist for some of the rows alone.
         rows = flat_rows(hidden), tokens.reshape(-1).astype(jnp.int32)
         return map_rows(logprobs, rows, weight, min(CHUNK, tokens.size)).reshape(tokens.shape)
 
-    def cuts(self, devices: int) -> dict[str, Cut]:
+    def shardings(self, devices: int) -> dict[str, OutputSharding]:
         """Returns how the table is cut: by blocks of tokens."""
         return {"weight": cut_by_blocks(self.vocab_size, devices)}
 

@@ -12,25 +12,34 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from detjax.models.parts.cuts import EXPERT, Group, all_gathered, devices, refusing_gradients, whole_ones
+from detjax.models.parts.sharding import (
+    EXPERT,
+    ShardGroup,
+    all_gathered,
+    devices,
+    indivisible_shards,
+    refusing_gradients,
+)
 from detjax.operands.numerics import ceil_div
 
 
-def whole_experts(experts: int, sharing: int) -> Group:
+def whole_experts(experts: int, sharing: int) -> ShardGroup:
     """Returns how so many experts are cut over the devices of `EXPERT`: whole ones, with successive ids."""
-    return Group(experts, whole_ones(experts, sharing))
+    return ShardGroup(experts, indivisible_shards(experts, sharing))
 
 
-def local_ids(ids: Int32[Array, "N k"], experts: Group) -> Int32[Array, "N k"]:
+def local_ids(ids: Int32[Array, "N k"], experts: ShardGroup) -> Int32[Array, "N k"]:
     """Returns the numbers of experts among those of this device, and their number for experts of other devices."""
-    if experts.pieces == 1:
+    if experts.shards == 1:
         return ids
-    first = experts.piece_of(lax.axis_index(EXPERT), _sharing()) * experts.length
+    first = experts.shard_of(lax.axis_index(EXPERT), _sharing()) * experts.length
     is_local = (ids >= first) & (ids < first + experts.length)
     return jnp.where(is_local, ids - first, jnp.int32(experts.length))
 
 
-def results_at_home(results: Float[Array, "N k D"], ids: Int32[Array, "N k"], experts: Group) -> Float[Array, "n k D"]:
+def results_at_home(
+    results: Float[Array, "N k D"], ids: Int32[Array, "N k"], experts: ShardGroup
+) -> Float[Array, "n k D"]:
     """Returns all results of the tokens whose home is this device.
 
     Args:
@@ -39,7 +48,7 @@ def results_at_home(results: Float[Array, "N k D"], ids: Int32[Array, "N k"], ex
         experts: how they are cut.
     """
     everything = refusing_gradients(_sent_home)(_with_homes(results))
-    owner = at_home(ids) // experts.length * (_sharing() // experts.pieces)  # the first device that has the expert
+    owner = at_home(ids) // experts.length * (_sharing() // experts.shards)  # the first device that has the expert
     return jnp.take_along_axis(everything, owner[None, ..., None], axis=0, mode="clip")[0]
 
 

@@ -9,18 +9,18 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
 from detjax import ops
-from detjax.models.parts.cuts import (
+from detjax.models.parts.expert_exchange import at_home, from_homes, local_ids, results_at_home, whole_experts
+from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
+from detjax.models.parts.sharding import (
     EXPERT,
     TENSOR,
-    Cut,
+    OutputSharding,
     devices,
     gathered,
     local_columns,
     outputs,
     sharded_grouped_matmul,
 )
-from detjax.models.parts.expert_exchange import at_home, from_homes, local_ids, results_at_home, whole_experts
-from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.operands.kv_pages import Queries, requests_of_tokens
 from detjax.operands.options import Activation, Aggregation, Clamp
 
@@ -109,7 +109,7 @@ class Experts(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         request, present = requests_of_tokens(queries, x.shape[:-1])
         ids, weights = self.router(flat)
-        cuts = self.expert_cuts(devices((TENSOR,)), devices((EXPERT,)))
+        shardings = self.expert_shardings(devices((TENSOR,)), devices((EXPERT,)))
         experts = whole_experts(self.options.experts, devices((EXPERT,)))
         rows = ops.expert_rows(local_ids(ids, experts), experts.length, present)
         # What fills up a group belongs to no sequence.
@@ -117,16 +117,16 @@ class Experts(nnx.Module):
         options: dict[str, Any] = {"unit": rows.unit, "sequences": sequences}
         gate: dict[str, Any] = {"activation": self.activation, "gated": True, "clamp": self.options.clamp}
         given, sizes = rows.gather(flat), rows.group_sizes
-        gate_up, down = cuts["gate_up"].output_cut, cuts["down"].output_cut
-        inner: dict[str, Any] = {"cut": gate_up, "bias": optional(self.gate_up_bias), **gate, **options}
-        outer: dict[str, Any] = {"cut": down, "bias": optional(self.down_bias), **options}
+        gate_up, down = shardings["gate_up"].output_sharding, shardings["down"].output_sharding
+        inner: dict[str, Any] = {"sharding": gate_up, "bias": optional(self.gate_up_bias), **gate, **options}
+        outer: dict[str, Any] = {"sharding": down, "bias": optional(self.down_bias), **options}
         y = gathered(sharded_grouped_matmul(given, self.gate_up[...], sizes, **inner), gate_up)
         y = sharded_grouped_matmul(y, self.down[...], sizes, **outer)
         # A token's results are added column by column, so each device adds its own columns.
-        columns = functools.partial(local_columns, cut=down)
+        columns = functools.partial(local_columns, sharding=down)
         shared, residual = self.shared(flat), columns(residual.reshape(flat.shape))
         shared = None if shared is None else columns(shared)
-        if experts.pieces == 1:
+        if experts.shards == 1:
             combined = self._combined(y, weights, rows, shared, residual)
         else:
             y = results_at_home(rows.results(y), ids, experts)
@@ -141,16 +141,16 @@ class Experts(nnx.Module):
         addends = {"shared": shared, "residual": residual}
         return ops.combine_experts(y, weights, rows, **addends, aggregation=self.options.aggregation)
 
-    def expert_cuts(self, tensor: int, expert: int) -> dict[str, Cut]:
+    def expert_shardings(self, tensor: int, expert: int) -> dict[str, OutputSharding]:
         """Returns how parameters are cut: whole experts over one axis of a mesh, each by its outputs over the other.
 
         Args:
             tensor: the devices of the axis `TENSOR`.
             expert: the devices of the axis `EXPERT`.
         """
-        cut = {"over": (TENSOR,), "experts": whole_experts(self.options.experts, expert)}
-        inner = dataclasses.replace(outputs(self.options.inner_width, tensor), **cut)
-        outer = dataclasses.replace(outputs(self.width, tensor), **cut)
+        sharding = {"over": (TENSOR,), "experts": whole_experts(self.options.experts, expert)}
+        inner = dataclasses.replace(outputs(self.options.inner_width, tensor), **sharding)
+        outer = dataclasses.replace(outputs(self.width, tensor), **sharding)
         return {"gate_up": inner, "gate_up_bias": inner.at(-1), "down": outer, "down_bias": outer.at(-1)}
 
     def shared(self, x: Float[Array, "N D"]) -> Float[Array, "N D"] | None:

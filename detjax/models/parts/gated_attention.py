@@ -6,8 +6,16 @@ from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
 from detjax.models.parts.attention import AttentionOptions
-from detjax.models.parts.cuts import Cut, Group, devices, gathered, gathered_matmul, outputs, sharded_matmul
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
+from detjax.models.parts.sharding import (
+    OutputSharding,
+    ShardGroup,
+    devices,
+    gathered,
+    gathered_matmul,
+    outputs,
+    sharded_matmul,
+)
 from detjax.operands.kv_pages import KVPages, Queries
 
 
@@ -41,9 +49,9 @@ class GatedAttention(nnx.Module):
             kv: the layer's pages.
             residual: what the attention is added to.
         """
-        options, leading, cuts = self.options, x.shape[:-1], self.cuts(devices())
-        qkv = sharded_matmul(x, self.qkv[...], cut=cuts["qkv"], bias=optional(self.qkv_bias))
-        q, kv_rows = jnp.split(qkv, (cuts["qkv"].groups[0].length,), axis=-1)
+        options, leading, shardings = self.options, x.shape[:-1], self.shardings(devices())
+        qkv = sharded_matmul(x, self.qkv[...], sharding=shardings["qkv"], bias=optional(self.qkv_bias))
+        q, kv_rows = jnp.split(qkv, (shardings["qkv"].groups[0].length,), axis=-1)
         q, gate = jnp.split(q.reshape(*leading, -1, 2 * options.head_dim), 2, axis=-1)
         k, v = jnp.split(kv_rows.reshape(*leading, -1, options.head_dim), 2, axis=-2)
         assert options.qk_norm_eps is not None
@@ -54,7 +62,7 @@ class GatedAttention(nnx.Module):
         o = ops.sigmoid_gated(ops.attention(q, kv, queries), gate)
         o = gathered(o.reshape(*leading, -1), options.attended(devices()))
         weight, bias = self.output[...], optional(self.output_bias)
-        return gathered_matmul(o, weight, cut=cuts["output"], bias=bias, residual=residual), kv
+        return gathered_matmul(o, weight, sharding=shardings["output"], bias=bias, residual=residual), kv
 
     def _turning_first(self, x: Float[Array, "*N H K"]) -> Float[Array, "*N H K"]:
         """Heads whose columns are in the order of `RotaryEmbedding`: those that turn come first in both halves.
@@ -68,12 +76,12 @@ class GatedAttention(nnx.Module):
         front, back = jnp.split(rest, 2, axis=-1)
         return jnp.concatenate([first, front, second, back], axis=-1)
 
-    def cuts(self, devices: int) -> dict[str, Cut]:
+    def shardings(self, devices: int) -> dict[str, OutputSharding]:
         """Returns how parameters are cut: queries, their gates, keys and values by heads."""
         options, output = self.options, outputs(self.width, devices)
-        queries, shared = options.pieces(devices)
-        keys = Group(options.kv_width, shared)
-        qkv = Cut((Group(2 * options.q_width, queries), keys, keys))
+        queries, shared = options.shards(devices)
+        keys = ShardGroup(options.kv_width, shared)
+        qkv = OutputSharding((ShardGroup(2 * options.q_width, queries), keys, keys))
         return {"qkv": qkv, "qkv_bias": qkv.at(-1), "output": output, "output_bias": output.at(-1)}
 
     @property

@@ -11,17 +11,17 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from detjax import ops
-from detjax.models.parts.cuts import (
-    Cut,
-    Group,
+from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
+from detjax.models.parts.sharding import (
+    OutputSharding,
+    ShardGroup,
     devices,
     gathered,
     gathered_matmul,
-    head_pieces,
+    head_shards,
     outputs,
     sharded_matmul,
 )
-from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.models.parts.state import PagedLatents
 from detjax.operands.accumulated_weight import Weight
 from detjax.operands.kv_pages import KVPages, Queries
@@ -122,7 +122,7 @@ class LatentAttention(nnx.Module):
             kv: the layer's pages.
             residual: what the attention is added to.
         """
-        options, latent, cuts = self.options, self.options.latent, self.cuts(devices())
+        options, latent, shardings = self.options, self.options.latent, self.shardings(devices())
         latents = ops.matmul(x, self.latents[...], layout="nk", bias=optional(self.latents_bias))
         widths = (latent.q_rank or 0, latent.kv_rank, options.rope.head_dim)
         q_latent, kv_latent, k_rope = jnp.split(latents, (widths[0], widths[0] + widths[1]), axis=-1)
@@ -132,7 +132,7 @@ class LatentAttention(nnx.Module):
             q_latent = ops.rms_norm(q_latent, self.q_norm[...], eps=LATENT_NORM_EPS)
         kv_latent = ops.rms_norm(kv_latent, self.kv_norm[...], eps=LATENT_NORM_EPS)
 
-        q = sharded_matmul(q_latent, self.q_up[...], cut=cuts["q_up"])
+        q = sharded_matmul(q_latent, self.q_up[...], sharding=shardings["q_up"])
         q = q.reshape(*x.shape[:-1], -1, latent.nope_dim + options.rope.head_dim)
         q_nope, q_rope = q[..., : latent.nope_dim], q[..., latent.nope_dim :]
         q_rope, k_rope = self._rotated(q_rope, k_rope, queries)
@@ -141,10 +141,10 @@ class LatentAttention(nnx.Module):
         kv = ops.append_keys(jnp.concatenate([kv_latent[..., None, :], k_rope], axis=-1), kv, queries)
 
         o = _by_head(ops.attention(q, kv, queries, scale=options.scale), values_up, layout="nk")
-        values = Cut((Group(options.heads * latent.value_dim, cuts["q_up"].groups[0].pieces),), -1)
+        values = OutputSharding((ShardGroup(options.heads * latent.value_dim, shardings["q_up"].groups[0].shards),), -1)
         o = gathered(o.reshape(*x.shape[:-1], -1), values)
         weight, bias = self.output[...], optional(self.output_bias)
-        return gathered_matmul(o, weight, cut=cuts["output"], bias=bias, residual=residual), kv
+        return gathered_matmul(o, weight, sharding=shardings["output"], bias=bias, residual=residual), kv
 
     def _rotated(
         self, q: Float[Array, "*N H R"], k: Float[Array, "*N R"], queries: Queries
@@ -168,12 +168,12 @@ class LatentAttention(nnx.Module):
 
         return rows(slice(latent.nope_dim)), rows(slice(latent.nope_dim, None))
 
-    def cuts(self, devices: int) -> dict[str, Cut]:
+    def shardings(self, devices: int) -> dict[str, OutputSharding]:
         """Returns how parameters are cut: what belongs to heads by heads. Every device has all latents."""
         options, latent, output = self.options, self.options.latent, outputs(self.width, devices)
-        pieces, _ = head_pieces(options.heads, options.heads, devices)
+        shards, _ = head_shards(options.heads, options.heads, devices)
         widths = {"q_up": latent.nope_dim + options.rope.head_dim, "kv_up": latent.nope_dim + latent.value_dim}
-        by_head = {name: Cut((Group(options.heads * width, pieces),)) for name, width in widths.items()}
+        by_head = {name: OutputSharding((ShardGroup(options.heads * width, shards),)) for name, width in widths.items()}
         return by_head | {"output": output, "output_bias": output.at(-1)}
 
     @property

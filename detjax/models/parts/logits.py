@@ -13,7 +13,15 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from detjax import ops
 from detjax.contract import SOFTMAX_BLOCK
-from detjax.models.parts.cuts import Cut, Group, first_output, gathered, local_columns, owned_rows, whole_ones
+from detjax.models.parts.sharding import (
+    OutputSharding,
+    ShardGroup,
+    first_output,
+    gathered,
+    indivisible_shards,
+    local_columns,
+    owned_rows,
+)
 from detjax.operands.numerics import ceil_div
 from detjax.operands.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
 from detjax.ops import vocabulary_blocks as blocks
@@ -25,10 +33,10 @@ _WORD: Final = 32
 """The tokens of a word of a mask."""
 
 
-def cut_by_blocks(vocabulary: int, devices: int) -> Cut:
+def cut_by_blocks(vocabulary: int, devices: int) -> OutputSharding:
     """Returns the cut of a vocabulary into whole blocks of `contract.SOFTMAX_BLOCK` tokens."""
-    pieces = whole_ones(ceil_div(vocabulary, SOFTMAX_BLOCK), devices)
-    return Cut((Group(vocabulary, pieces, SOFTMAX_BLOCK if pieces > 1 else 1),))
+    shards = indivisible_shards(ceil_div(vocabulary, SOFTMAX_BLOCK), devices)
+    return OutputSharding((ShardGroup(vocabulary, shards, SOFTMAX_BLOCK if shards > 1 else 1),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,43 +49,43 @@ class Logits:
     """
 
     part: Float32[Array, "R v"]
-    cut: Cut
+    sharding: OutputSharding
 
     @classmethod
-    def from_part(cls, part: Float32[Array, "R v"], cut: Cut) -> "Logits":
+    def from_part(cls, part: Float32[Array, "R v"], sharding: OutputSharding) -> "Logits":
         """Returns logits, of which the part may have anything behind the last token.
 
         On a backend that computes no statistics of blocks every device is given all logits.
         """
-        if not cut.is_cut:
-            return cls(part, cut)
+        if not sharding.is_sharded:
+            return cls(part, sharding)
         if not blocks.are_served():
-            return cls(gathered(part, cut), _all_of(cut.size))
-        token = first_output(cut) + jnp.arange(part.shape[1], dtype=jnp.int32)
-        return cls(jnp.where(token < cut.size, part, -jnp.inf), cut)
+            return cls(gathered(part, sharding), _all_of(sharding.size))
+        token = first_output(sharding) + jnp.arange(part.shape[1], dtype=jnp.int32)
+        return cls(jnp.where(token < sharding.size, part, -jnp.inf), sharding)
 
     @property
     def whole(self) -> Float32[Array, "R V"]:
         """All logits, which every device is given."""
-        return gathered(self.part, self.cut)
+        return gathered(self.part, self.sharding)
 
     def filtered(self, arrays: SamplingArrays) -> "Logits":
         """Returns the logits with -inf for what filters remove. Filters sort, so every device is given all logits."""
-        return Logits(ops.filter_logits(self.whole, arrays), _all_of(self.cut.size))
+        return Logits(ops.filter_logits(self.whole, arrays), _all_of(self.sharding.size))
 
     def constrained(self, allowed: UInt32[Arrays, "R W"]) -> "Logits":
         """Returns the logits with -inf for what a mask does not allow; see `ops.constrain_logits`."""
-        return Logits(ops.constrain_logits(self.part, self._local_mask(allowed)), self.cut)
+        return Logits(ops.constrain_logits(self.part, self._local_mask(allowed)), self.sharding)
 
     def adjusted(
         self, seen: SeenTokens, adjustments: LogitAdjustments, allowed: UInt32[Arrays, "R W"] | None
     ) -> "Logits":
         """Returns the adjusted logits; see `ops.adjust_logits`."""
         mask = None if allowed is None else self._local_mask(allowed)
-        if self.cut.is_cut:
-            seen = SeenTokens(*(local_columns(jnp.asarray(x), self.cut.at(-1)) for x in seen))
-            adjustments = adjustments._replace(biased=jnp.asarray(adjustments.biased) - first_output(self.cut))
-        return Logits(ops.adjust_logits(self.part, seen, adjustments, mask), self.cut)
+        if self.sharding.is_sharded:
+            seen = SeenTokens(*(local_columns(jnp.asarray(x), self.sharding.at(-1)) for x in seen))
+            adjustments = adjustments._replace(biased=jnp.asarray(adjustments.biased) - first_output(self.sharding))
+        return Logits(ops.adjust_logits(self.part, seen, adjustments, mask), self.sharding)
 
     def sample(self, arrays: SamplingArrays, *, filtered: bool) -> tuple[Int32[Array, "R"], Float32[Array, "R"]]:
         """Returns what `ops.sample` does: tokens, and their logprobs under the softmax of the logits.
@@ -86,10 +94,10 @@ class Logits:
             arrays: how each row is sampled.
             filtered: False if no row has a filter. With filters every device is given all logits.
         """
-        if filtered or not self.cut.is_cut:
+        if filtered or not self.sharding.is_sharded:
             return ops.sample(self.whole, arrays, filtered=filtered)
         candidates = blocks.block_candidates(
-            self.part, arrays, jnp.asarray(first_output(self.cut), jnp.int32), vocabulary=self.cut.size
+            self.part, arrays, jnp.asarray(first_output(self.sharding), jnp.int32), vocabulary=self.sharding.size
         )
         tokens = blocks.best_candidate(*map(self._all_blocks, candidates))
         return tokens, self.logprobs(tokens)
@@ -110,11 +118,11 @@ class Logits:
             tokens: what `sample` drew from these logits.
             arrays: how each row was sampled.
         """
-        if not self.cut.is_cut:
+        if not self.sharding.is_sharded:
             return ops.sampling_logprobs(self.part, tokens, arrays, filtered=False)
         temperature = jnp.asarray(arrays.temperature)
         factors = jnp.broadcast_to(reciprocal(temperature)[:, None], self.part.shape)
-        exponents = Logits(map_elements(sampling_exponents, self.part, factors), self.cut)
+        exponents = Logits(map_elements(sampling_exponents, self.part, factors), self.sharding)
         # At temperature 0 the token is the likeliest one, and no other can be drawn.
         return jnp.where(temperature == 0, 0.0, exponents.logprobs(tokens))
 
@@ -123,44 +131,44 @@ class Logits:
         if not count:
             none = jnp.zeros((self.part.shape[0], 0))
             return none.astype(jnp.int32), none
-        if not self.cut.is_cut:
+        if not self.sharding.is_sharded:
             return ops.top_logprobs(self.part, count)
         assert self._statistics is not None
         first, second = self._statistics
-        few, pieces = min(count, self.part.shape[1]), self.cut.groups[0].pieces
+        few, shards = min(count, self.part.shape[1]), self.sharding.groups[0].shards
         columns, logprobs = likeliest((self.part - first[:, None]) - second[:, None], count=few)
         # Parts follow one another in the order of their tokens, so of equal ones the lowest token stands first.
-        candidates = Cut((Group(few * pieces, pieces),), -1)
-        tokens, logprobs = gathered(columns + first_output(self.cut), candidates), gathered(logprobs, candidates)
+        candidates = OutputSharding((ShardGroup(few * shards, shards),), -1)
+        tokens, logprobs = gathered(columns + first_output(self.sharding), candidates), gathered(logprobs, candidates)
         index, logprobs = likeliest(logprobs, count=count)
         return jnp.take_along_axis(tokens, index, axis=1), logprobs
 
     @functools.cached_property
     def _statistics(self) -> tuple[Array, Array] | None:
         """What log-softmax subtracts from each row; None: the backend does not say it."""
-        if not self.cut.is_cut:
+        if not self.sharding.is_sharded:
             return log_softmax_statistics(self.part)
         return blocks.merged_statistics(*map(self._all_blocks, blocks.block_statistics(self.part)))
 
     def _all_blocks(self, x: Array) -> Array:
         """Numbers of all blocks, of which this device has those of its own, `[R, blocks]`."""
-        count = ceil_div(self.cut.size, SOFTMAX_BLOCK)
-        return gathered(x, Cut((Group(count, self.cut.groups[0].pieces, x.shape[1]),), -1))
+        count = ceil_div(self.sharding.size, SOFTMAX_BLOCK)
+        return gathered(x, OutputSharding((ShardGroup(count, self.sharding.groups[0].shards, x.shape[1]),), -1))
 
     def _at(self, tokens: Array) -> Array:
         """The logit of a token in each row."""
-        if not self.cut.is_cut:
+        if not self.sharding.is_sharded:
             return jnp.take_along_axis(self.part, tokens[:, None], axis=1)[:, 0]
-        owner, column = jnp.divmod(tokens, self.cut.length)
-        return owned_rows(jnp.take_along_axis(self.part, column[:, None], axis=1), owner, self.cut)[:, 0]
+        owner, column = jnp.divmod(tokens, self.sharding.length)
+        return owned_rows(jnp.take_along_axis(self.part, column[:, None], axis=1), owner, self.sharding)[:, 0]
 
     def _local_mask(self, allowed: UInt32[Arrays, "R W"]) -> UInt32[Array, "R w"]:
         """The words of a mask that say which of this device's tokens are allowed."""
-        (group,) = self.cut.groups
+        (group,) = self.sharding.groups
         # A block is a whole number of words.
-        words = Group(ceil_div(group.size, _WORD), group.pieces, ceil_div(group.length, _WORD))
-        return local_columns(jnp.asarray(allowed), Cut((words,), -1))
+        words = ShardGroup(ceil_div(group.size, _WORD), group.shards, ceil_div(group.length, _WORD))
+        return local_columns(jnp.asarray(allowed), OutputSharding((words,), -1))
 
 
-def _all_of(vocabulary: int) -> Cut:
-    return Cut((Group(vocabulary, 1),))
+def _all_of(vocabulary: int) -> OutputSharding:
+    return OutputSharding((ShardGroup(vocabulary, 1),))

@@ -7,8 +7,8 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
-from detjax.models.parts.cuts import Cut, devices, gathered_matmul, outputs
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
+from detjax.models.parts.sharding import OutputSharding, devices, gathered_matmul, outputs
 from detjax.operands.options import Activation
 
 
@@ -46,13 +46,13 @@ class GatedMLP(nnx.Module):
         self, x: Float[Array, "*N D"], *, residual: Float[Array, "*N D"] | None = None
     ) -> Float[Array, "*N D"]:
         """Returns the MLP of `x`, added to the residual stream if it is given."""
-        cuts, options = self.cuts(devices()), {"activation": self.options.activation, "gated": True}
-        inner: dict[str, Any] = {"cut": cuts["gate_up"], "bias": optional(self.gate_up_bias), **options}
+        shardings, options = self.shardings(devices()), {"activation": self.options.activation, "gated": True}
+        inner: dict[str, Any] = {"sharding": shardings["gate_up"], "bias": optional(self.gate_up_bias), **options}
         y = gathered_matmul(x, self.gate_up[...], **inner)
-        outer: dict[str, Any] = {"cut": cuts["down"], "bias": optional(self.down_bias), "residual": residual}
+        outer: dict[str, Any] = {"sharding": shardings["down"], "bias": optional(self.down_bias), "residual": residual}
         return gathered_matmul(y, self.down[...], **outer)
 
-    def cuts(self, devices: int) -> dict[str, Cut]:
+    def shardings(self, devices: int) -> dict[str, OutputSharding]:
         """Returns how parameters are cut."""
         inner, outer = outputs(self.options.inner_width, devices), outputs(self.width, devices)
         return {"gate_up": inner, "gate_up_bias": inner.at(-1), "down": outer, "down_bias": outer.at(-1)}

@@ -137,7 +137,7 @@ class Tensors:
             begin += len(rows)
         return joined if self.stacked is None else joined.reshape(*self.stacked, *joined.shape[1:])
 
-    def cut(self, parameter: np.ndarray) -> list[np.ndarray]:
+    def split(self, parameter: np.ndarray) -> list[np.ndarray]:
         """Returns the tensors of a parameter: the inverse of `join`."""
         if len(self.names) == 1:
             x = parameter if self.groups is None else self._by_groups(parameter, self.groups)

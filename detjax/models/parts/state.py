@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import DTypeLike
 
 from detjax.contract import KV_BLOCK
-from detjax.models.parts.cuts import AXES, head_pieces
+from detjax.models.parts.sharding import AXES, head_shards
 from detjax.operands.kv_pages import KeyColumns, KVPages
 from detjax.operands.linear_attention_state import DeltaNetState, DeltaState, empty_inputs
 from detjax.operands.options import KVQuantization
@@ -79,12 +79,12 @@ class PagedKeysAndValues:
 
     def shared_by(self, devices: int) -> "PagedKeysAndValues":
         """Returns the declaration of a device's heads."""
-        queries, keys = head_pieces(self.heads, self.kv_heads, devices)
+        queries, keys = head_shards(self.heads, self.kv_heads, devices)
         return dataclasses.replace(self, kv_heads=self.kv_heads // keys, heads=self.heads // queries)
 
     def spec(self, devices: int) -> P:
         """Returns how pages lie on a mesh: by heads."""
-        return P(None, AXES) if head_pieces(self.heads, self.kv_heads, devices)[1] > 1 else P()
+        return P(None, AXES) if head_shards(self.heads, self.kv_heads, devices)[1] > 1 else P()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,12 +172,12 @@ class DeltaNetInSlots(InSlots):
 
     def shared_by(self, devices: int) -> "DeltaNetInSlots":
         """Returns the declaration of a device's heads."""
-        values, keys = head_pieces(self.value_heads, self.key_heads, devices)
+        values, keys = head_shards(self.value_heads, self.key_heads, devices)
         return dataclasses.replace(self, key_heads=self.key_heads // keys, value_heads=self.value_heads // values)
 
     def spec(self, devices: int) -> Any:
         """Returns how the state lies on a mesh: by heads."""
-        values, keys = head_pieces(self.value_heads, self.key_heads, devices)
+        values, keys = head_shards(self.value_heads, self.key_heads, devices)
         by_value = AXES if values > 1 else None
         by_key = AXES if keys > 1 else None
         third = P(None, None, by_value)

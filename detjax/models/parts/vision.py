@@ -292,8 +292,8 @@ class VisionAttention(nnx.Module):
         qkv = qkv.reshape(*x.shape[:-1], 3 * heads, head_dim)
         q, k = ops.qk_rope(qkv, coordinates, self.options.rope, heads=heads, kv_heads=heads)
         # Zeros behind a head change no score, and no kernel takes heads of any width.
-        filled = [(0, 0)] * x.ndim + [(0, -head_dim % _HEAD_UNIT)]
-        q, k, v = (jnp.pad(y, filled) for y in (q, k, qkv[..., 2 * heads :, :]))
+        pad_to = [(0, 0)] * x.ndim + [(0, -head_dim % _HEAD_UNIT)]
+        q, k, v = (jnp.pad(y, pad_to) for y in (q, k, qkv[..., 2 * heads :, :]))
         kv = KVPages(*(y.reshape(-1, *y.shape[2:])[keys.patch].swapaxes(1, 2) for y in (k, v)))
         queries = Queries(keys.page_table, jnp.zeros_like(keys.length), keys.length)
         o = ops.attention(q, kv, queries, scale=1 / math.sqrt(head_dim), causal=False)

@@ -23,7 +23,7 @@ from detjax.models.network import Network, Weights, split
 from detjax.models.parts.vision import Keys, Patches, Taps, VisionOptions, VisionTower
 from detjax.runtime import compilation
 
-_MOST_RATIO: Final = 200
+_MAX_RATIO: Final = 200
 """How many times as long as the short side the long side of an image may be."""
 _PACK_PATCHES: Final = 16384
 """Patches for which the windows of the images have room that one call of the tower takes, if these are several."""
@@ -186,7 +186,7 @@ class VideoPatches:
         return tuple(VideoPatches((frame,), self.seconds, (time,)) for frame, time in pairs)
 
 
-type Shown = ImagePatches | VideoPatches
+type VisualInput = ImagePatches | VideoPatches
 """What tokens of a prompt stand for."""
 
 
@@ -251,9 +251,9 @@ def check_sides(height: int, width: int) -> None:
     Raises:
         ValueError: one side is more than 200 times as long as the other.
     """
-    if max(height, width) > _MOST_RATIO * min(height, width):
+    if max(height, width) > _MAX_RATIO * min(height, width):
         raise ValueError(
-            f"image_patches: the image has {height} rows and {width} columns; accepted: a side at most {_MOST_RATIO} "
+            f"image_patches: the image has {height} rows and {width} columns; accepted: a side at most {_MAX_RATIO} "
             "times as long as the other"
         )
 
@@ -261,7 +261,7 @@ def check_sides(height: int, width: int) -> None:
 # --- the tower --------------------------------------------------------------------------------------------------------
 
 
-def image_rows(tower: VisionTower, shown: Sequence[Shown]) -> list[Float[np.ndarray, "tokens D"]]:
+def image_rows(tower: VisionTower, shown: Sequence[VisualInput]) -> list[Float[np.ndarray, "tokens D"]]:
     """Returns the rows that stand for the tokens of each image and video, row by row of the image, on the host.
 
     To the tower, the frames of a video are images. No bit of an image's rows depends on the other images.
@@ -277,7 +277,7 @@ def image_rows(tower: VisionTower, shown: Sequence[Shown]) -> list[Float[np.ndar
 def rows_by(
     run: Callable[[Patches], Array],
     options: VisionOptions,
-    shown: Sequence[Shown],
+    shown: Sequence[VisualInput],
     *,
     windows: Callable[[int], int] | None = None,
     most_windows: int | None = None,
@@ -330,7 +330,7 @@ def window_counts(options: VisionOptions, tokens: int) -> list[int]:
     most = -(-tokens * options.merged // options.window_patches)
     if side is not None:
         shapes = ((rows, tokens // rows) for rows in range(1, math.isqrt(tokens) + 1))
-        fitting = [(rows, columns) for rows, columns in shapes if columns <= 2 * _MOST_RATIO * rows]
+        fitting = [(rows, columns) for rows, columns in shapes if columns <= 2 * _MAX_RATIO * rows]
         most = max(-(-rows // side) * -(-columns // side) for rows, columns in fitting or [(1, tokens)])
     return [1 << power for power in range(most.bit_length() + (most & (most - 1) > 0))]
 

@@ -13,8 +13,8 @@ from detjax.models.vision.frame_sampling import FrameSampling
 from detjax.models.vision.images import (
     ImageOptions,
     ImagePatches,
-    Shown,
     VideoPatches,
+    VisualInput,
     image_patches,
 )
 from detjax.models.vision.videos import Video, video_patches
@@ -35,7 +35,7 @@ class PromptImages:
         rows: the rows that the vision tower made of each; empty until it has.
     """
 
-    def __init__(self, patches: Sequence[Shown], tokens: Sequence[int], config: DecoderConfig) -> None:
+    def __init__(self, patches: Sequence[VisualInput], tokens: Sequence[int], config: DecoderConfig) -> None:
         """The images and videos of a prompt whose placeholders are those of them."""
         assert config.vision is not None
         runs = image_runs(tokens, config.placeholders)
@@ -86,7 +86,7 @@ class ImageReader:
         vision = config.vision
         self.sampling = FrameSampling() if vision is None else FrameSampling.from_options(self._videos, vision)
 
-    def patches(self, name: str, given: Sequence[GivenImage]) -> list[Shown]:
+    def patches(self, name: str, given: Sequence[GivenImage]) -> list[VisualInput]:
         """Returns the patches of a request's images and videos.
 
         Args:
@@ -103,7 +103,7 @@ class ImageReader:
                 f"{name} has {len(given)} images, and {self.config.architecture} reads text alone; accepted: no "
                 "images, or a model with a vision tower"
             )
-        patches: list[Shown] = []
+        patches: list[VisualInput] = []
         for index, image in enumerate(given):
             try:
                 patches.append(self._patches_of(image))
@@ -111,7 +111,7 @@ class ImageReader:
                 raise ValueError(f"{name}, image {index}: {error}") from error
         return patches
 
-    def _patches_of(self, given: GivenImage) -> Shown:
+    def _patches_of(self, given: GivenImage) -> VisualInput:
         vision = self.config.vision
         assert vision is not None
         if isinstance(given, ImagePatches | VideoPatches):
@@ -125,7 +125,7 @@ def with_image_tokens(
     name: str,
     config: DecoderConfig,
     tokens: Sequence[int],
-    images: Sequence[Shown],
+    images: Sequence[VisualInput],
     tokenizer: Tokenizer | None = None,
 ) -> Sequence[int]:
     """Returns a prompt's tokens with as many placeholders as its images and videos have tokens.
@@ -151,7 +151,7 @@ def with_image_tokens(
 
 
 def _with_times(
-    config: DecoderConfig, tokens: Sequence[int], images: Sequence[Shown], tokenizer: Tokenizer | None
+    config: DecoderConfig, tokens: Sequence[int], images: Sequence[VisualInput], tokenizer: Tokenizer | None
 ) -> Sequence[int]:
     """The prompt with a place for each frame that has its own, if it has one for each video so far."""
     runs = image_runs(tokens, config.placeholders)
@@ -176,7 +176,9 @@ def _with_times(
     return [*written, *tokens[copied:]]
 
 
-def _with_all_tokens(name: str, config: DecoderConfig, tokens: Sequence[int], images: Sequence[Shown]) -> Sequence[int]:
+def _with_all_tokens(
+    name: str, config: DecoderConfig, tokens: Sequence[int], images: Sequence[VisualInput]
+) -> Sequence[int]:
     """The prompt with all placeholders of images, videos and frames, each of which has a place in it."""
     vision = config.vision
     assert vision is not None
@@ -216,7 +218,7 @@ def _with_all_tokens(name: str, config: DecoderConfig, tokens: Sequence[int], im
 # --- places of tokens -------------------------------------------------------------------------------------------------
 
 
-def places(shown: Iterable[Shown]) -> list[Shown]:
+def places(shown: Iterable[VisualInput]) -> list[VisualInput]:
     """Returns what has places of its own in a prompt: images, videos, and frames of videos whose times prompts say."""
     return [part for one in shown for part in (one.places if isinstance(one, VideoPatches) else (one,))]
 
@@ -240,7 +242,7 @@ class TokenGrid(NamedTuple):
         return len(self.times) * self.rows * self.columns
 
 
-def token_grid(shown: Shown, vision: VisionOptions) -> TokenGrid:
+def token_grid(shown: VisualInput, vision: VisionOptions) -> TokenGrid:
     """Returns the arrangement of the tokens that stand for an image or a video."""
     times = (0,)
     if isinstance(shown, VideoPatches) and vision.tokens_per_second is not None:

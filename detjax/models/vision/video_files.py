@@ -18,11 +18,11 @@ from detjax.models.vision.videos import Video
 
 FORMATS: Final = ("GIF", "PNG", "WEBP")
 """The formats of animations that are read, as Pillow calls them."""
-_MOST_FRAME_PIXELS: Final = 1 << 24
+_MAX_FRAME_PIXELS: Final = 1 << 24
 """The most pixels of a frame."""
-_MOST_PIXELS: Final = 1 << 27
+_MAX_PIXELS: Final = 1 << 27
 """The most pixels of all frames together that a model is to see."""
-_MOST_DECODED: Final = 1 << 30
+_MAX_DECODED: Final = 1 << 30
 """The most pixels of all frames of a file, each of which is decoded."""
 _LIKE_BROWSERS: Final = 100
 """Milliseconds of a frame whose file says none."""
@@ -59,10 +59,10 @@ def read_video(name: str, contents: bytes, sampling: FrameSampling) -> Video:
             total, rate = int(starts[-1] / unit), float(1000 / unit)
             indices = sampling.indices(total, rate)
             shown = [bisect_right(starts, index * unit) - 1 for index in indices]
-            if len(shown) * math.prod(image.size) > _MOST_PIXELS:
+            if len(shown) * math.prod(image.size) > _MAX_PIXELS:
                 raise _TooLarge(
                     f"{name} has {image.size[0]} x {image.size[1]} pixels in {len(shown)} frames; accepted: up to "
-                    f"{_MOST_PIXELS} pixels in all. Send smaller or fewer frames."
+                    f"{_MAX_PIXELS} pixels in all. Send smaller or fewer frames."
                 )
             pixels = dict(_frames(image, sorted(set(shown))))
     except _TooLarge as error:
@@ -89,9 +89,9 @@ def read_frames(name: str, files: Sequence[bytes], sampling: FrameSampling) -> V
     frames: list[np.ndarray] = []
     for number, contents in enumerate(files):
         frames.append(read_pixels(f"frame {number} of {name}", contents))
-        if (pixels := sum(frame.shape[0] * frame.shape[1] for frame in frames)) > _MOST_PIXELS:
+        if (pixels := sum(frame.shape[0] * frame.shape[1] for frame in frames)) > _MAX_PIXELS:
             raise ValueError(
-                f"the first {len(frames)} frames of {name} have {pixels} pixels; accepted: up to {_MOST_PIXELS} in "
+                f"the first {len(frames)} frames of {name} have {pixels} pixels; accepted: up to {_MAX_PIXELS} in "
                 "all. Send smaller or fewer frames."
             )
     if len({frame.shape for frame in frames}) > 1:
@@ -126,11 +126,11 @@ def _container(contents: bytes) -> str | None:
 
 
 def _check_sizes(name: str, width: int, height: int, count: int) -> None:
-    if width * height > _MOST_FRAME_PIXELS:
-        raise _TooLarge(f"{name} has {width} x {height} pixels; accepted: up to {_MOST_FRAME_PIXELS}")
-    if width * height * count > _MOST_DECODED:
+    if width * height > _MAX_FRAME_PIXELS:
+        raise _TooLarge(f"{name} has {width} x {height} pixels; accepted: up to {_MAX_FRAME_PIXELS}")
+    if width * height * count > _MAX_DECODED:
         raise _TooLarge(
-            f"{name} has {count} frames of {width} x {height} pixels; accepted: up to {_MOST_DECODED} pixels in all"
+            f"{name} has {count} frames of {width} x {height} pixels; accepted: up to {_MAX_DECODED} pixels in all"
         )
 
 

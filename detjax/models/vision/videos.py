@@ -15,7 +15,7 @@ from jaxtyping import Float64, Int32, UInt8
 from detjax.models.parts.vision import VisionOptions
 from detjax.models.vision.images import ImageOptions, VideoPatches, check_sides, patches_of_frames, resized
 
-_MOST_PRECISION: Final = 22
+_MAX_PRECISION: Final = 22
 """Bits behind the point of the weights of resampling at most."""
 
 
@@ -156,8 +156,8 @@ def _integer_weights(weights: Float64[np.ndarray, "H h"]) -> tuple[Int32[np.ndar
     largest = float(weights.max())
     precision = next(
         bits
-        for bits in range(_MOST_PRECISION + 1)
-        if bits == _MOST_PRECISION or int(0.5 + largest * (1 << (bits + 1))) >= 1 << 15
+        for bits in range(_MAX_PRECISION + 1)
+        if bits == _MAX_PRECISION or int(0.5 + largest * (1 << (bits + 1))) >= 1 << 15
     )
     scaled = weights * (1 << precision)
     return np.trunc(scaled + np.copysign(0.5, scaled)).astype(np.int32), precision

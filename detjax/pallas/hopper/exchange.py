@@ -21,11 +21,11 @@ from detjax.operands.options import AxisName
 from detjax.pallas.hopper.mosaic.peers import exchange
 from detjax.portable import collectives as portable
 from detjax.runtime import compilation
-from detjax.runtime.device_links import CTA_BYTES, MOST_CTAS, UNIT, DeviceLinks, region_begin, used_axes
+from detjax.runtime.device_links import CTA_BYTES, MAX_CTAS, UNIT, DeviceLinks, region_begin, used_axes
 
 psum, psum_scatter = portable.psum, portable.psum_scatter
 
-_MOST_PIECES: Final = 8
+_MAX_PIECES: Final = 8
 """Pieces that a CTA exchanges, one after the other. XLA gathers what is larger."""
 
 
@@ -62,7 +62,7 @@ def gather_columns(x: Array, axis_name: AxisName, links: DeviceLinks | None) -> 
     size = x.shape[-1] * x.dtype.itemsize
     filled = size + -size % UNIT
     rows = x.size // x.shape[-1]
-    most = _MOST_PIECES * MOST_CTAS * CTA_BYTES
+    most = _MAX_PIECES * MAX_CTAS * CTA_BYTES
     if links is None or not 0 < rows * filled <= most or not compilation.is_chained():
         return portable.gather_columns(x, axis_name, links)
     flat = x.reshape(rows, -1)
@@ -80,7 +80,7 @@ def _gathered(
     """`[M, devices * n]`: the parts `[M, n]` of all devices, one after the other in each row."""
     rows, columns = x.shape
     line = columns * x.dtype.itemsize // UNIT
-    ctas = min(ceil_div(rows * line * UNIT, CTA_BYTES), MOST_CTAS)
+    ctas = min(ceil_div(rows * line * UNIT, CTA_BYTES), MAX_CTAS)
 
     def body(*refs: Array) -> None:
         x, addresses, device, y = refs

@@ -33,14 +33,14 @@ backward = portable.backward
 
 TILE_BYTES: Final = 256 * 1024
 """Bytes of one operand's tile. A grid step then takes as long as its copies, and several tiles fit into VMEM."""
-MOST_ROWS: Final = 256
+MAX_ROWS: Final = 256
 """Most rows of a tile: short rows fill the registers long before they fill VMEM."""
 
 
 def default_schedule(problem: Problem) -> Schedule:
     """The schedule of RMS norm for rows of this width and dtype."""
     row_bytes = problem.width * problem.dtype.itemsize
-    return Schedule(rows_within(problem.dtype, row_bytes, TILE_BYTES, MOST_ROWS))
+    return Schedule(rows_within(problem.dtype, row_bytes, TILE_BYTES, MAX_ROWS))
 
 
 def forward(

@@ -26,7 +26,7 @@ from detjax.pallas.tpu.rows import PIECE, Problem, in_every_lane, lane_ids, regi
 from detjax.pallas.tpu.softmax import BlockStatistics, RowBlocks, finished, log_softmax, row_constant
 from detjax.portable import sampling as portable
 
-MOST_PIECES_TOGETHER: Final = 8
+MAX_PIECES_TOGETHER: Final = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def default_schedule(problem: Problem) -> Schedule:
     and several pieces have their noise made together, since one alone waits for each of its instructions.
     """
     pieces = RowBlocks(problem.width).pieces
-    return Schedule(register_rows(problem.dtype), math.gcd(pieces, MOST_PIECES_TOGETHER))
+    return Schedule(register_rows(problem.dtype), math.gcd(pieces, MAX_PIECES_TOGETHER))
 
 
 def sample(

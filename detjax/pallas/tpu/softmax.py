@@ -32,9 +32,9 @@ from detjax.pallas.tpu.rows import (
 )
 
 STATISTICS_BYTES: Final = 4 * 1024 * 1024
-"""Bytes of VMEM for the maxima and sums of a tile's blocks. At `MOST_ROWS`, the vocabularies of language models need
+"""Bytes of VMEM for the maxima and sums of a tile's blocks. At `MAX_ROWS`, the vocabularies of language models need
 less."""
-MOST_ROWS: Final = 32
+MAX_ROWS: Final = 32
 """Most rows of a tile. With this many, a grid step takes longer to copy its block than to begin."""
 
 Operation = Literal["softmax", "log_softmax", "logsumexp"]
@@ -43,9 +43,9 @@ Operation = Literal["softmax", "log_softmax", "logsumexp"]
 def default_schedule(problem: Problem) -> Schedule:
     """The schedule of one of the three operations, or of "row_sums", which keeps no statistics of blocks."""
     if problem.operation == "row_sums":
-        return Schedule(MOST_ROWS)
+        return Schedule(MAX_ROWS)
     statistics_bytes = 2 * RowBlocks(problem.width).count * PIECE * jnp.dtype(ACCUMULATOR).itemsize
-    return Schedule(rows_within(problem.dtype, statistics_bytes, STATISTICS_BYTES, MOST_ROWS))
+    return Schedule(rows_within(problem.dtype, statistics_bytes, STATISTICS_BYTES, MAX_ROWS))
 
 
 def softmax(x: Array, schedule: Schedule | None = None) -> Array:

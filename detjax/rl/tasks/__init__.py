@@ -13,7 +13,7 @@ from detjax.rl.tasks.brackets import BRACKETS
 from detjax.rl.tasks.countdown import COUNTDOWN
 from detjax.rl.tasks.sorting import SORTING
 from detjax.rl.tasks.task import LONGEST_TEXT as LONGEST_TEXT
-from detjax.rl.tasks.task import MOST_DIFFICULT as MOST_DIFFICULT
+from detjax.rl.tasks.task import MAX_DIFFICULT as MAX_DIFFICULT
 from detjax.rl.tasks.task import Example as Example
 from detjax.rl.tasks.task import Task as Task
 

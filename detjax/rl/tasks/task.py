@@ -6,7 +6,7 @@ from typing import Final
 
 from detjax.rl.tasks.draw import Draw
 
-MOST_DIFFICULT: Final = 100
+MAX_DIFFICULT: Final = 100
 """The largest difficulty of a task."""
 LONGEST_TEXT: Final = 1000
 """Characters of an answer at most. Longer texts are wrong, so a verifier's cost is bounded."""
@@ -51,15 +51,15 @@ class Task:
         Args:
             seed: any integer; another one gives another series of examples.
             index: the example's number in the series, at least 0.
-            difficulty: 1 to `MOST_DIFFICULT`. What it counts is said where the task is defined.
+            difficulty: 1 to `MAX_DIFFICULT`. What it counts is said where the task is defined.
 
         Raises:
             ValueError: the index or the difficulty is not accepted.
         """
         if index < 0:
             raise ValueError(f"{self.name}: index is {index}; accepted: at least 0")
-        if not 1 <= difficulty <= MOST_DIFFICULT:
-            raise ValueError(f"{self.name}: difficulty is {difficulty}; accepted: 1 to {MOST_DIFFICULT}")
+        if not 1 <= difficulty <= MAX_DIFFICULT:
+            raise ValueError(f"{self.name}: difficulty is {difficulty}; accepted: 1 to {MAX_DIFFICULT}")
         return self.generate(Draw(f"{self.name}/{seed}/{index}/{difficulty}"), difficulty)
 
     def reward(self, example: Example, text: str) -> float:

@@ -14,7 +14,7 @@ from jaxtyping import Float32, Int32
 from detjax.contract import KV_BLOCK, WEIGHT_GRADIENT_TOKENS
 from detjax.engine import SamplingParams
 from detjax.models.decoder import ImageRows
-from detjax.models.vision.images import Shown
+from detjax.models.vision.images import VisualInput
 from detjax.operands.kv_pages import Queries
 from detjax.operands.numerics import ceil_div, round_up
 from detjax.operands.sampling_arrays import Arrays
@@ -51,7 +51,7 @@ class Sample:
     tokens: Int32[np.ndarray, "T"]
     weights: Float32[np.ndarray, "C"]
     old_logprobs: Float32[np.ndarray, "C"] | None = None
-    images: Sequence[Shown] = ()
+    images: Sequence[VisualInput] = ()
     shown: SampleImages | None = None
     sampling: SamplingParams | None = None
 

@@ -19,11 +19,11 @@ from detjax.models import Decoder
 from detjax.models.network import Network, Weights
 from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
 from detjax.rl.trainer.gradients import Loss, ShardTree, Sums, WeightSums, empty_sums, next_sums, shard_bounds
-from detjax.rl.trainer.leaf_rounds import leaf_rounds
 from detjax.rl.trainer.microbatches import Layout, Microbatch, PlacedMicrobatch, Sample, by_sequence
 from detjax.rl.trainer.placement import AXIS, Flat, Placement, on_host
 from detjax.rl.trainer.sample_checks import check_drawn, check_old_logprobs
 from detjax.rl.trainer.sample_images import with_rows
+from detjax.rl.trainer.update_groups import update_groups
 from detjax.runtime import compilation
 
 
@@ -156,7 +156,7 @@ def _reduced(sums: Sums, placement: Placement) -> tuple[Flat, ...]:
     program, rest = _reduced_program(placement), dict(enumerate(sums))
     del sums
     leaves: dict[int, Flat] = {}
-    for indices in leaf_rounds(list(rest.values())):
+    for indices in update_groups(list(rest.values())):
         # Sums are given up round by round, so that they and the gradients never take the memory of both.
         results = program(tuple(rest.pop(index) for index in indices))
         leaves |= zip(indices, results, strict=True)

@@ -18,9 +18,9 @@ from detjax.contract import ACCUMULATOR
 from detjax.models.network import Weights
 from detjax.operands.rounding import rounded
 from detjax.ops.elements import map_elements, slice_squares
-from detjax.rl.trainer.leaf_rounds import leaf_rounds
 from detjax.rl.trainer.optimizers import norm_of_slices
 from detjax.rl.trainer.placement import Flat, Placement
+from detjax.rl.trainer.update_groups import update_groups
 from detjax.runtime import compilation
 
 
@@ -82,7 +82,7 @@ def update(
         donated: whether the next state takes the memory of this one, whose arrays must then not be used any more.
     """
     trained = [index for index, one in enumerate(state.optimizer) if one is not None]
-    rounds = [tuple(trained[i] for i in one) for one in leaf_rounds([gradients[index] for index in trained])]
+    rounds = [tuple(trained[i] for i in one) for one in update_groups([gradients[index] for index in trained])]
     squares: dict[int, Array] = {}
     for indices in rounds:
         squares |= zip(indices, _squares_program(placement)(tuple(gradients[i] for i in indices)), strict=True)
@@ -145,7 +145,7 @@ def weights_of(state: TrainState, like: Weights, placement: Placement) -> Weight
     """Returns the masters rounded to weights, in the shapes and dtypes of `like`, on every device."""
     shapes = tuple(jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in like)
     weights: dict[int, Array] = {}
-    for indices in leaf_rounds(shapes):
+    for indices in update_groups(shapes):
         program = _weights_program(placement, tuple(shapes[index] for index in indices))
         weights |= zip(indices, program(tuple(state.masters[index] for index in indices)), strict=True)
     return tuple(weights[index] for index in range(len(shapes)))

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from detjax.engine import Constraint
-from detjax.server.http.field_types import MOST_CHOICES, Body
+from detjax.server.http.field_types import MAX_CHOICES, Body
 
 
 class JsonSchemaFormat(Body):
@@ -36,7 +36,7 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     json_: dict[str, Any] | None = Field(default=None, alias="json", description="A JSON schema.")
     regex: str | None = Field(default=None, description="An expression that the whole answer matches.")
-    choice: Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)] | None = Field(
+    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = Field(
         default=None, description="Texts, one of which the answer is."
     )
     grammar: str | None = Field(default=None, description="A grammar in llguidance's variant of Lark's syntax.")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from starlette.concurrency import run_in_threadpool
 
 from detjax.engine import Constraint, FieldError, Generation
-from detjax.models.vision.images import Shown
+from detjax.models.vision.images import VisualInput
 from detjax.server.api.api_calls import TOO_LONG, ServedModel
 from detjax.server.api.images import ShownPart, read_images
 from detjax.server.http.errors import ApiError
@@ -93,7 +93,7 @@ class Conversation:
             message = f"the answer cannot be kept to the parameters of all tools: {error}"
             raise FieldError(message, "tools") from None
 
-    async def encode(self) -> tuple[list[int], list[Shown]]:
+    async def encode(self) -> tuple[list[int], list[VisualInput]]:
         """Returns the token ids of the conversation, and the patches of its images.
 
         Raises:
@@ -103,7 +103,7 @@ class Conversation:
         tokens, images = await self._encoded(), await self._images()
         return self._with_images(tokens, images), images
 
-    async def _images(self) -> list[Shown]:
+    async def _images(self) -> list[VisualInput]:
         if not self._shown:
             return []
         engine = self._model.engine
@@ -116,7 +116,7 @@ class Conversation:
         directory = self._model.image_directory
         return await run_in_threadpool(read_images, self._shown, engine, directory, self._field)
 
-    def _with_images(self, tokens: list[int], images: Sequence[Shown]) -> list[int]:
+    def _with_images(self, tokens: list[int], images: Sequence[VisualInput]) -> list[int]:
         """The prompt with all tokens of its images."""
         engine = self._model.engine
         tokens = engine.with_image_tokens("the chat template's text", tokens, images)

@@ -11,13 +11,13 @@ from typing import Final
 from detjax.engine.request_reader import RequestReader
 from detjax.models import Video
 from detjax.models.vision.image_files import read_pixels
-from detjax.models.vision.images import Shown
+from detjax.models.vision.images import VisualInput
 from detjax.models.vision.video_files import read_frames, read_video
 from detjax.server.http.errors import ApiError
 
-MOST_IMAGES: Final = 256
+MAX_IMAGES: Final = 256
 """The most images and videos of a conversation."""
-_MOST_BYTES: Final = 64 << 20
+_MAX_BYTES: Final = 64 << 20
 """The most bytes of a file."""
 _QUOTED: Final = 60
 """Characters of a URL that an error quotes."""
@@ -61,7 +61,9 @@ class _Refused(Exception):
     """Why an image is not read; no library raises it."""
 
 
-def read_images(parts: Sequence[ShownPart], engine: RequestReader, directory: Path | None, field: str) -> list[Shown]:
+def read_images(
+    parts: Sequence[ShownPart], engine: RequestReader, directory: Path | None, field: str
+) -> list[VisualInput]:
     """Returns the patches of images and videos, which takes a while.
 
     Args:
@@ -79,10 +81,10 @@ def read_images(parts: Sequence[ShownPart], engine: RequestReader, directory: Pa
         raise ApiError(400, str(error), param=field) from error
 
 
-def _read(parts: Sequence[ShownPart], engine: RequestReader, directory: Path | None, field: str) -> list[Shown]:
-    if len(parts) > MOST_IMAGES:
-        raise _Refused(f"{field}: {len(parts)} images; accepted: up to {MOST_IMAGES}")
-    patches: list[Shown] = []
+def _read(parts: Sequence[ShownPart], engine: RequestReader, directory: Path | None, field: str) -> list[VisualInput]:
+    if len(parts) > MAX_IMAGES:
+        raise _Refused(f"{field}: {len(parts)} images; accepted: up to {MAX_IMAGES}")
+    patches: list[VisualInput] = []
     for number, part in enumerate(parts):
         if isinstance(part, ShownVideo):
             name = f"video {sum(isinstance(one, ShownVideo) for one in parts[:number])} of the {field}"
@@ -155,8 +157,8 @@ def _file_contents(name: str, rest: str, directory: Path) -> bytes:
         path, root = (directory / given).resolve(), directory.resolve()
         if not path.is_relative_to(root) or not path.is_file():
             raise refusal
-        if path.stat().st_size > _MOST_BYTES:
-            raise _Refused(f"{name} has {path.stat().st_size} bytes; accepted: up to {_MOST_BYTES}")
+        if path.stat().st_size > _MAX_BYTES:
+            raise _Refused(f"{name} has {path.stat().st_size} bytes; accepted: up to {_MAX_BYTES}")
         return path.read_bytes()
     except (OSError, ValueError) as error:  # such as a path with a zero byte
         raise refusal from error

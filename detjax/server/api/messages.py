@@ -8,9 +8,9 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator,
 
 from detjax.server.api.field_marks import Ignored, Unserved
 from detjax.server.api.images import ShownImage, ShownPart, ShownVideo
-from detjax.server.http.field_types import LARGEST, MOST_CALLS, MOST_MESSAGES, MOST_PARTS, Body, text_or_list
+from detjax.server.http.field_types import LARGEST, MAX_CALLS, MAX_MESSAGES, MAX_PARTS, Body, text_or_list
 
-_MOST_ITEMS: Final = 1 << 17
+_MAX_ITEMS: Final = 1 << 17
 """The most items of JSON in the arguments of all calls of a conversation together."""
 
 
@@ -122,7 +122,7 @@ class Message(Body):
     content: (
         Annotated[
             Annotated[str, Tag("<text>")]
-            | Annotated[list[Part], Field(max_length=MOST_PARTS, fail_fast=True), Tag("<list>")],
+            | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
             Discriminator(
                 text_or_list,
                 custom_error_type="content_type",
@@ -134,7 +134,7 @@ class Message(Body):
         default=None, description="Text, or parts: texts, images and videos. A message with tool_calls may do without."
     )
     name: str | None = Field(default=None, description="A name for the chat template.")
-    tool_calls: Annotated[list[EarlierCall], Field(max_length=MOST_CALLS, fail_fast=True)] | None = Field(
+    tool_calls: Annotated[list[EarlierCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
         default=None, description="What an earlier answer called."
     )
     tool_call_id: str | None = Field(default=None, description="The call whose result the message of a tool is.")
@@ -229,15 +229,15 @@ def check_items(arguments: Iterable[str]) -> None:
     items = 0
     for text in arguments:
         items += sum(map(text.count, "[{:,"))
-        if items > _MOST_ITEMS:
+        if items > _MAX_ITEMS:
             raise ValueError(
-                f"accepted: messages whose tool_calls have up to {_MOST_ITEMS} items in their arguments together. "
+                f"accepted: messages whose tool_calls have up to {_MAX_ITEMS} items in their arguments together. "
                 "Leave out old messages."
             )
 
 
 type Messages = Annotated[
     list[Message],
-    Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
     AfterValidator(_check_arguments),
 ]

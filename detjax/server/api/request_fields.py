@@ -10,8 +10,8 @@ from detjax.server.api.field_marks import Ignored, Unserved
 from detjax.server.http.field_types import (
     LARGEST,
     LONGEST_SALT,
-    MOST_SAMPLES,
-    MOST_STOP_TOKENS,
+    MAX_SAMPLES,
+    MAX_STOP_TOKENS,
     Biases,
     Body,
     Metadata,
@@ -110,7 +110,7 @@ class SamplingRequest(_ClientFields):
         "choice says its seed.",
     )
     stop: Stops | None = Field(default=None, description="Strings that end a sample; they are cut off.")
-    stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOP_TOKENS, fail_fast=True)] | None = Field(
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = Field(
         default=None, description="Tokens that end a sample."
     )
     ignore_eos: bool | None = Field(default=False, description="Go on where the model would end the text.")
@@ -181,7 +181,7 @@ class GenerationRequest(SamplingRequest):
     _TOP_LOGPROBS: ClassVar[str] = "top_logprobs"
     """The field that says how many of the likeliest tokens are reported."""
 
-    n: int | None = Field(default=None, ge=1, le=MOST_SAMPLES, description="Samples of each prompt. Default: 1.")
+    n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES, description="Samples of each prompt. Default: 1.")
     stream_options: StreamOptions | None = Field(default=None, description="Accepted with stream: true.")
     response_format: ResponseFormat | None = Field(
         default=None, description="The answer is JSON of this form. It ends where the JSON does, or at its last token."

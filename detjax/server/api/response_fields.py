@@ -12,7 +12,7 @@ from detjax.server.api.field_marks import Ignored, Unserved
 from detjax.server.api.images import ShownImage, ShownPart
 from detjax.server.api.messages import VideoFields, check_items, kind_of_part, parts_for_template
 from detjax.server.api.request_fields import SamplingRequest
-from detjax.server.http.field_types import LARGEST, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Body, Variables, text_or_list
+from detjax.server.http.field_types import LARGEST, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Variables, text_or_list
 from detjax.server.tools.definitions import (
     CHOICE,
     FunctionFields,
@@ -79,7 +79,7 @@ type MessagePart = Annotated[
 
 type MessageContent = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[MessagePart], Field(max_length=MOST_PARTS, fail_fast=True), Tag("<list>")],
+    | Annotated[list[MessagePart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
     Discriminator(
         text_or_list,
         custom_error_type="content_type",
@@ -90,7 +90,7 @@ type MessageContent = Annotated[
 
 type ResultContent = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[InputPart], Field(max_length=MOST_PARTS, fail_fast=True), Tag("<list>")],
+    | Annotated[list[InputPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
     Discriminator(
         text_or_list,
         custom_error_type="content_type",
@@ -181,7 +181,7 @@ type InputItems = Annotated[
             ),
         ]
     ],
-    Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
 ]
 
 
@@ -254,7 +254,7 @@ class ChosenTool(Body):
 class AllowedResponseTools(Body):
     type: Literal["allowed_tools"] = Field(description="Some of the tools may be called.")
     mode: Literal["auto", "required"] = Field(description="Whether one of the tools has to be called.")
-    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MOST_TOOLS, fail_fast=True)] = Field(
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] = Field(
         description="The tools that may be called."
     )
 
@@ -288,7 +288,7 @@ class ResponsesRequest(SamplingRequest):
     )
     text: TextSettings | None = Field(default=None, description="The form of the answer.")
     tools: (
-        Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True), AfterValidator(check_names)] | None
+        Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(check_names)] | None
     ) = Field(default=None, description="Functions that the answer may call.")
     tool_choice: (
         Annotated[

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from detjax.engine import FieldError
 from detjax.server.api.api_calls import ServedModel
 from detjax.server.api.messages import Messages
-from detjax.server.http.field_types import MOST_TOKENS, Body, Token, Variables
+from detjax.server.http.field_types import MAX_TOKENS, Body, Token, Variables
 from detjax.server.text.texts import TextRefused, TextTooLong
 
 type Json = dict[str, Any]
@@ -52,7 +52,7 @@ class DetokenizeRequest(Body):
     """The body of a request to /detokenize."""
 
     model: str | None = Field(default=None, description="A model's name, as /v1/models lists it.")
-    tokens: Annotated[list[Token], Field(max_length=MOST_TOKENS, fail_fast=True)] = Field(description="Token ids.")
+    tokens: Annotated[list[Token], Field(max_length=MAX_TOKENS, fail_fast=True)] = Field(description="Token ids.")
 
     def param_of(self, field: str) -> str:
         """Returns what the body calls a field."""
@@ -65,7 +65,7 @@ async def tokenized(body: TokenizeRequest, model: ServedModel) -> Json:
     Raises:
         ValueError: the chat template refuses the messages, or there are too many tokens.
     """
-    limit = max(MOST_TOKENS, model.engine.max_length)
+    limit = max(MAX_TOKENS, model.engine.max_length)
     try:
         if body.messages is None:
             adds = body.add_special_tokens is not False

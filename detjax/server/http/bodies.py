@@ -15,7 +15,7 @@ from detjax.server.http.errors import ApiError, from_validation_error, quote
 
 LONG: Final = 1 << 16
 """Bytes from which on a body is counted through before it is parsed, and a thread parses it."""
-MOST_ITEMS: Final = 1 << 17
+MAX_ITEMS: Final = 1 << 17
 """The most strings, lists, objects and fields together that a body may have."""
 
 _ITEM: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{:]', re.DOTALL)
@@ -45,13 +45,13 @@ def parse[Body: BaseModel](body: bytes, schema: type[Body]) -> Body:
 
 def _check_number_of_items(body: bytes) -> None:
     """Refuses a body with too many items. It looks at no more of them than are accepted."""
-    if sum(map(body.count, (b'"', b"[", b"{", b":"))) <= MOST_ITEMS:
+    if sum(map(body.count, (b'"', b"[", b"{", b":"))) <= MAX_ITEMS:
         return  # even if none of them stands within a string
     for number, _ in enumerate(_ITEM.finditer(body)):
-        if number == MOST_ITEMS:
+        if number == MAX_ITEMS:
             raise ApiError(
                 400,
-                f"the body has more than {MOST_ITEMS} strings, lists, objects and fields; accepted: up to so many. "
+                f"the body has more than {MAX_ITEMS} strings, lists, objects and fields; accepted: up to so many. "
                 "Send several requests.",
                 code="too_many_items",
             )

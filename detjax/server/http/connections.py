@@ -15,7 +15,7 @@ from detjax.server.http.settings import ConnectionSettings
 
 _ABORT: Final = "detjax.abort"
 """The key of a request's state that holds a function which closes its connection."""
-_LEAST_PROGRESS: Final = 1 << 14
+_MIN_PROGRESS: Final = 1 << 14
 """Bytes that a client has to read in `write_seconds`, so that reading a byte now and then does not hold a place."""
 _MESSAGE: Final = "the server has as many connections as it accepts; connect again later"
 _BODY: Final = json.dumps(
@@ -191,7 +191,7 @@ class Connection(H11Protocol):
 
     def _check_progress(self) -> None:
         self._progress_due = None
-        if self.transport.get_write_buffer_size() > self._unread - _LEAST_PROGRESS:
+        if self.transport.get_write_buffer_size() > self._unread - _MIN_PROGRESS:
             self.abort()
         else:
             self._expect_progress()

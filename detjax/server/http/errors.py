@@ -14,9 +14,9 @@ from detjax.server.http.field_types import is_tag
 
 _log: Final = logging.getLogger(__name__)
 _TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-_MOST_FAULTS: Final = 5
+_MAX_FAULTS: Final = 5
 _LONGEST_QUOTE: Final = 80
-_MOST_QUOTED: Final = 3
+_MAX_QUOTED: Final = 3
 
 
 class ApiError(Exception):
@@ -88,9 +88,9 @@ def to_api_error(error: Exception, body: NamesFields | None = None) -> ApiError:
 def from_validation_error(error: ValidationError) -> ApiError:
     """Returns an error that names each faulty field, what was given and what is accepted."""
     faults = {_field(fault["loc"]): fault for fault in error.errors(include_url=False)}
-    messages = [_describe(field, fault) for field, fault in islice(faults.items(), _MOST_FAULTS)]
-    if len(faults) > _MOST_FAULTS:
-        messages.append(f"and {len(faults) - _MOST_FAULTS} more")
+    messages = [_describe(field, fault) for field, fault in islice(faults.items(), _MAX_FAULTS)]
+    if len(faults) > _MAX_FAULTS:
+        messages.append(f"and {len(faults) - _MAX_FAULTS} more")
     # The request may contain lone surrogates, which UTF-8 cannot encode.
     message = "; ".join(messages).encode(errors="replace").decode()
     first, fault = next(iter(faults.items()))
@@ -124,13 +124,13 @@ def quote(value: Any, depth: int = 2) -> str:
         case list() | dict() if value and not depth:
             return "[...]" if isinstance(value, list) else "{...}"
         case list():
-            items = [quote(item, depth - 1) for item in value[:_MOST_QUOTED]]
+            items = [quote(item, depth - 1) for item in value[:_MAX_QUOTED]]
         case dict():
-            pairs = islice(value.items(), _MOST_QUOTED)
+            pairs = islice(value.items(), _MAX_QUOTED)
             items = [f"{quote(name)}: {quote(item, depth - 1)}" for name, item in pairs]
         case _:
             return _shortened(repr(value))
-    text = ", ".join(items) + (", ..." if len(value) > _MOST_QUOTED else "")
+    text = ", ".join(items) + (", ..." if len(value) > _MAX_QUOTED else "")
     return f"[{text}]" if isinstance(value, list) else f"{{{text}}}"
 
 

@@ -11,33 +11,33 @@ from typing import Annotated, Any, Final
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from detjax.engine.sampling_params import MOST_BIASES
+from detjax.engine.sampling_params import MAX_BIASES
 
-MOST_SAMPLES: Final = 128
+MAX_SAMPLES: Final = 128
 """The most samples of one prompt."""
-MOST_PROMPTS: Final = 2048
+MAX_PROMPTS: Final = 2048
 """The most prompts of one request."""
-MOST_TOKENS: Final = 1 << 20
+MAX_TOKENS: Final = 1 << 20
 """The most token ids of one prompt."""
-MOST_MESSAGES: Final = 4096
+MAX_MESSAGES: Final = 4096
 """The most messages of a conversation."""
-MOST_PARTS: Final = 1024
+MAX_PARTS: Final = 1024
 """The most parts of a message's content."""
-MOST_STOPS: Final = 16
+MAX_STOPS: Final = 16
 """The most stop strings."""
 LONGEST_STOP: Final = 256
 """The most characters of a stop string."""
-MOST_STOP_TOKENS: Final = 1024
+MAX_STOP_TOKENS: Final = 1024
 """The most entries of `stop_token_ids`."""
-MOST_METADATA: Final = 64
+MAX_METADATA: Final = 64
 """The most entries of `metadata`."""
-MOST_VARIABLES: Final = 64
+MAX_VARIABLES: Final = 64
 """The most entries of `chat_template_kwargs`."""
-MOST_CHOICES: Final = 1024
+MAX_CHOICES: Final = 1024
 """Texts that `structured_outputs` may offer as choice."""
-MOST_TOOLS: Final = 128
+MAX_TOOLS: Final = 128
 """The most tools of a request."""
-MOST_CALLS: Final = 128
+MAX_CALLS: Final = 128
 """The most tool calls of a message."""
 LONGEST_SALT: Final = 256
 """The most characters of `cache_salt`."""
@@ -123,12 +123,12 @@ def _check_variables(value: Any) -> Any:
 
 
 type Token = Annotated[int, Field(ge=0, le=LARGEST)]
-type Tokens = Annotated[list[Token], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)]
+type Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
 type Prompt = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True), Tag("<texts>")]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("<texts>")]
     | Annotated[Tokens, Tag("<tokens>")]
-    | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True), Tag("<token lists>")],
+    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("<token lists>")],
     Discriminator(
         _kind_of_prompt,
         custom_error_type="prompt_type",
@@ -137,23 +137,23 @@ type Prompt = Annotated[
 ]
 type Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 type Stops = Annotated[
-    Annotated[Stop, Tag("<text>")] | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True), Tag("<list>")],
+    Annotated[Stop, Tag("<text>")] | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True), Tag("<list>")],
     Discriminator(
         text_or_list,
         custom_error_type="stop_type",
-        custom_error_message=f"accepted: a string of 1 to {LONGEST_STOP} characters, or a list of up to {MOST_STOPS}",
+        custom_error_message=f"accepted: a string of 1 to {LONGEST_STOP} characters, or a list of up to {MAX_STOPS}",
     ),
 ]
-type Metadata = Annotated[dict[str, str], Field(max_length=MOST_METADATA), at_most(MOST_METADATA)]
+type Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA), at_most(MAX_METADATA)]
 type Biases = Annotated[
     dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
-    Field(max_length=MOST_BIASES),
+    Field(max_length=MAX_BIASES),
     BeforeValidator(_drop_zeros),
-    at_most(MOST_BIASES),
+    at_most(MAX_BIASES),
 ]
 type Variables = Annotated[
     dict[str, bool | int | float | str | None],
-    Field(max_length=MOST_VARIABLES),
+    Field(max_length=MAX_VARIABLES),
     BeforeValidator(_check_variables),
-    at_most(MOST_VARIABLES),
+    at_most(MAX_VARIABLES),
 ]

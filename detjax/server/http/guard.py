@@ -48,13 +48,13 @@ class Guard:
         backlog: events of streams that wait for their clients.
     """
 
-    def __init__(self, capacity: int, seconds: float, max_unsent: int = 64 << 20) -> None:
+    def __init__(self, capacity: int, seconds: float, max_pending_bytes: int = 64 << 20) -> None:
         """A guard that admits `capacity` samples at once and gives each request so many seconds.
 
-        Streams together may have `max_unsent` bytes that wait for their clients.
+        Streams together may have `max_pending_bytes` bytes that wait for their clients.
         """
         self.capacity = capacity
-        self.backlog = Backlog(max_unsent)
+        self.backlog = Backlog(max_pending_bytes)
         self.in_flight = 0
         self.is_draining = False
         self._seconds = seconds

@@ -34,8 +34,8 @@ class Settings:
         body_seconds: seconds that a client may take to send its request.
         request_seconds: time that an answer may take.
         text_seconds: CPU time that the chat template and the tokenizer may take for a request.
-        max_unsent: bytes at most of all streams that wait for slow clients. Beyond it the stream with the most bytes is
-            ended.
+        max_pending_bytes: limit on the bytes of all streams that wait for slow clients. Beyond it, the stream with the
+            most pending bytes is ended.
         allowed_hosts: serve requests that name this host, without a port; *.example.com: all below it; *: all. None
             accepts every host.
         image_directory: requests may name the files of this directory as images and videos. Default: images come with
@@ -55,7 +55,7 @@ class Settings:
     body_seconds: float = 30
     request_seconds: float = 600
     text_seconds: float = 30
-    max_unsent: int = 64 << 20
+    max_pending_bytes: int = 64 << 20
     allowed_hosts: Sequence[str] | None = None
     allowed_origins: Sequence[str] = ()
     image_directory: Path | None = None
@@ -78,7 +78,7 @@ class Settings:
                 "body_seconds": _is_time(self.body_seconds),
                 "request_seconds": _is_time(self.request_seconds),
                 "text_seconds": _is_time(self.text_seconds),
-                "max_unsent": (self.max_unsent >= 1, "at least 1"),
+                "max_pending_bytes": (self.max_pending_bytes >= 1, "at least 1"),
                 "image_directory": (
                     self.image_directory is None or self.image_directory.is_dir(),
                     "a directory that exists",

@@ -9,8 +9,8 @@ const PROMPTS = {
   chat: "Does it matter in which order a computer adds numbers?",
 };
 const FEWEST_COLUMNS = 16;
-const MOST_COLUMNS = 32;
-const MOST_SHOWN = 12; // unique answers
+const MAX_COLUMNS = 32;
+const MAX_SHOWN = 12; // unique answers
 
 const $ = (id) => document.getElementById(id);
 const client = new Client();
@@ -192,7 +192,7 @@ function range({ smallestBatch, largestBatch }) {
 function showHistogram(tally) {
   const largest = Math.max(FEWEST_COLUMNS, ...tally.batches.keys());
   let width = 1;
-  while (largest / width > MOST_COLUMNS) width *= 2;
+  while (largest / width > MAX_COLUMNS) width *= 2;
   const heights = Array(Math.ceil(largest / width)).fill(0);
   for (const [size, tokens] of tally.batches) heights[Math.ceil(size / width) - 1] += tokens;
   const highest = Math.max(1, ...heights);
@@ -212,14 +212,14 @@ function showHistogram(tally) {
 function showUnique(tally) {
   const list = $("unique-answers");
   const [first] = tally.unique.values();
-  [...tally.unique.values()].slice(0, MOST_SHOWN).forEach((one, i) => {
+  [...tally.unique.values()].slice(0, MAX_SHOWN).forEach((one, i) => {
     const item = list.children[i] ?? list.appendChild(uniqueItem(one, first));
     item.firstChild.textContent = `${counted(one.count, "answer")} with SHA-256 `;
     item.firstChild.append(code(one.digest));
   });
-  const more = tally.unique.size - MOST_SHOWN;
+  const more = tally.unique.size - MAX_SHOWN;
   if (more <= 0) return;
-  const rest = list.children[MOST_SHOWN] ?? list.appendChild(document.createElement("li"));
+  const rest = list.children[MAX_SHOWN] ?? list.appendChild(document.createElement("li"));
   rest.textContent = `And ${more} more.`;
 }
 

@@ -2,7 +2,7 @@
 
 import { pause } from "./client.js";
 
-const MOST_SAMPLES = 8; // of a request; browsers open few connections, so requests have several samples
+const MAX_SAMPLES = 8; // of a request; browsers open few connections, so requests have several samples
 const WORDS =
   "a an and as at be but by come day death do eyes fair for from give go good hand have he heart heaven her his I if " +
   "in is it king know let life light live lord love man me more my night no not of on one or our out queen say see " +
@@ -65,7 +65,7 @@ function randomRequest(model, prompt) {
   return {
     model: model.id,
     prompt: Array.from({ length: count }, () => randomPrompt(prompt, room)),
-    n: 1 + below(MOST_SAMPLES / count),
+    n: 1 + below(MAX_SAMPLES / count),
     max_tokens: 1 + below(Math.min(64, room / 4)),
     temperature: chance(0.25) ? 0 : 1,
     seed: below(2 ** 31),

@@ -11,7 +11,7 @@ from pathlib import Path
 from detjax import models
 from detjax.audit import Origin
 from detjax.engine import Engine, EngineConfig, prepare_cache
-from detjax.models import ModelOutline, Tokenizer
+from detjax.models import ModelMetadata, Tokenizer
 from detjax.runtime import backends
 from detjax.server.app import fingerprint_of
 
@@ -54,7 +54,7 @@ class ReplicaFacts:
         origin: what answers depend on besides requests.
     """
 
-    outline: ModelOutline
+    outline: ModelMetadata
     tokenizer_files: dict[str, bytes]
     config: EngineConfig
     origin: Origin
@@ -91,7 +91,7 @@ def started_engine(options: ReplicaOptions) -> tuple[Engine, ReplicaFacts]:
             engine.warm_up(cache=options.cache, in_background=True)
         # Memory that is free differs between machines, and with it how many pages there are, on which no bit depends.
         origin = Origin.here(model, tokenizer, options.config.kv_cache_dtype)
-        return engine, ReplicaFacts(ModelOutline.from_model(model), tokenizer.files, engine.config, origin)
+        return engine, ReplicaFacts(ModelMetadata.from_model(model), tokenizer.files, engine.config, origin)
 
 
 @contextlib.contextmanager

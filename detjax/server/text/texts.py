@@ -85,7 +85,7 @@ class Texts:
         self._tokenizer = tokenizer
         start = _start_message(tokenizer, cpu_seconds)
         self._workers = [_Worker(start, cpu_seconds) for _ in range(_WORKERS + 1)]
-        self._short, self._long = _Lane(self._workers[:-1]), _Lane(self._workers[-1:])
+        self._short, self._long = _WorkerQueue(self._workers[:-1]), _WorkerQueue(self._workers[-1:])
         # A server that nobody closed must not leave processes behind.
         self._end = weakref.finalize(self, _end_workers, self._workers, [self._short, self._long])
 
@@ -192,7 +192,7 @@ class Texts:
         return await (self._long if size >= _LONG else self._short).run(run)
 
 
-class _Lane:
+class _WorkerQueue:
     """Workers that do jobs in the order in which they come, with a thread for each that waits for its answers."""
 
     def __init__(self, workers: Sequence["_Worker"]) -> None:
@@ -300,7 +300,7 @@ class _Worker:
         return process.wait()
 
 
-def _end_workers(workers: Sequence[_Worker], lanes: Sequence[_Lane]) -> None:
+def _end_workers(workers: Sequence[_Worker], lanes: Sequence[_WorkerQueue]) -> None:
     for worker in workers:
         worker.close()
     for lane in lanes:

@@ -9,7 +9,7 @@ from detjax.models import Tokenizer
 _MINUS_INFINITY: Final = -9999.0
 """The logprob that stands for minus infinity, which JSON does not have."""
 _UNFINISHED: Final = "\ufffd"
-_MOST_UNSETTLED: Final = 8
+_MAX_UNSETTLED: Final = 8
 """Tokens without a whole character after which no character is expected any more. A character has up to four bytes."""
 
 type Json = dict[str, Any]
@@ -102,7 +102,7 @@ class TextOffsets:
         elif not all(continues):
             self._whole = self._length - 1
         is_settled = bool(added) and not added.endswith(_UNFINISHED)
-        if is_settled or len(self._tokens) - self._known >= _MOST_UNSETTLED:
+        if is_settled or len(self._tokens) - self._known >= _MAX_UNSETTLED:
             self._settled = self._whole = self._length
             self._tokens = self._tokens[self._known :]
             self._known = len(self._tokens)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, Protocol
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
 
 from detjax.engine import FieldError
-from detjax.server.http.field_types import MOST_TOOLS, Body
+from detjax.server.http.field_types import MAX_TOOLS, Body
 
 _NAME: Final = r"^[a-zA-Z0-9_-]{1,64}$"
 
@@ -123,7 +123,7 @@ def check_names[Tool: FunctionFields | ChatTool](tools: list[Tool]) -> list[Tool
     return tools
 
 
-type ChatTools = Annotated[list[ChatTool], Field(max_length=MOST_TOOLS, fail_fast=True), AfterValidator(check_names)]
+type ChatTools = Annotated[list[ChatTool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(check_names)]
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class NamedTool(Body):
 
 class AllowedTools(Body):
     mode: Literal["auto", "required"] = Field(description="Whether one of the tools has to be called.")
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MOST_TOOLS, fail_fast=True)] = Field(
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] = Field(
         description="The tools that may be called."
     )
 

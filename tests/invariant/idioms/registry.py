@@ -9,15 +9,15 @@ import numpy as np
 type Function = Callable[..., Any]
 type Make = Callable[[], Any]
 
-MOST_ROWS: Final = 33
+MAX_ROWS: Final = 33
 
 
 def _normal(*shape: int, dtype: str = "float32") -> np.ndarray:
-    return np.random.default_rng(len(shape)).standard_normal((MOST_ROWS + 1, *shape)).astype(dtype)
+    return np.random.default_rng(len(shape)).standard_normal((MAX_ROWS + 1, *shape)).astype(dtype)
 
 
 def _numbers(most: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(most).integers(0, most, (MOST_ROWS + 1, *shape)).astype("int32")
+    return np.random.default_rng(most).integers(0, most, (MAX_ROWS + 1, *shape)).astype("int32")
 
 
 ROWS: Final[dict[str, tuple[np.ndarray, ...]]] = {

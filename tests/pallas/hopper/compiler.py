@@ -38,8 +38,8 @@ from detjax.operands.linear_attention_state import (
     DELTA_ROWS,
     DeltaState,
     DeltaTokens,
-    MostTokens,
     RequestRows,
+    TokenLimits,
     empty_inputs,
 )
 from detjax.operands.numerics import round_up
@@ -241,7 +241,7 @@ def gated_delta_rule(requests: int, tokens: int, dtype: str = "bfloat16") -> Pro
 
     def fn(*operands: jax.Array) -> Any:
         state, x, integers = DeltaState(*operands[:5]), operands[5:10], operands[10:]
-        most = MostTokens(requests if tokens == 1 else 0, tokens)
+        most = TokenLimits(requests if tokens == 1 else 0, tokens)
         return delta_rule.forward(DeltaTokens(*x), state, RequestRows(*integers, most))
 
     count = requests * tokens
@@ -255,7 +255,7 @@ def causal_convolution(requests: int, tokens: int, dtype: str = "bfloat16") -> P
     channels = 8192
 
     def fn(inputs: jax.Array, x: jax.Array, weight: jax.Array, *integers: jax.Array) -> Any:
-        most = MostTokens(requests if tokens == 1 else 0, tokens)
+        most = TokenLimits(requests if tokens == 1 else 0, tokens)
         return convolution.forward(x, weight, inputs, RequestRows(*integers, most))
 
     inputs = jax.eval_shape(lambda: empty_inputs(requests, convolution.TAPS, channels, dtype))

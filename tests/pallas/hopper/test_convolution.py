@@ -11,7 +11,7 @@ import pytest
 
 import detjax
 from detjax import ops
-from detjax.operands.linear_attention_state import DROPPABLE_TOKENS, MostTokens, RequestRows
+from detjax.operands.linear_attention_state import DROPPABLE_TOKENS, RequestRows, TokenLimits
 from detjax.pallas.hopper import convolution
 from detjax.pallas.hopper.convolution import Problem, Schedule
 from tests.ops.delta_cases import queries
@@ -141,7 +141,7 @@ def test_packed_requests_slots_and_their_old_contents_change_no_bit(rows: int) -
 @pytest.mark.parametrize("channels", [192, 1024])
 def test_every_schedule_gives_the_same_bits(channels: int) -> None:
     x, weight = arrays(channels=channels, length=13)
-    rows = RequestRows(*(jnp.array([n], jnp.int32) for n in (0, 0, 13, 0)), MostTokens(0, 13))
+    rows = RequestRows(*(jnp.array([n], jnp.int32) for n in (0, 0, 13, 0)), TokenLimits(0, 13))
     whole, last = on_portable(x, weight)
     for tokens in (2, 4, 8):
         operands = jnp.asarray(x), jnp.asarray(weight), empty(x), rows
@@ -163,7 +163,7 @@ def test_only_calls_in_which_no_token_overwrites_what_another_one_reads_write_in
     monkeypatch.setattr(convolution, "_kernel", kernel)
     for tokens in (1, DROPPABLE_TOKENS, DROPPABLE_TOKENS + 1, 100):
         x, weight = arrays(length=tokens)
-        rows = RequestRows(*(jnp.array([n], jnp.int32) for n in (0, 0, tokens, 0)), most=MostTokens(0, tokens))
+        rows = RequestRows(*(jnp.array([n], jnp.int32) for n in (0, 0, tokens, 0)), most=TokenLimits(0, tokens))
         convolution.forward(jnp.asarray(x), jnp.asarray(weight), empty(x), rows)
     assert written == [True, True, False, False]
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax import ops
-from detjax.models.parts.cuts import Cut, Group, gathered_matmul, linked
+from detjax.models.parts.sharding import OutputSharding, ShardGroup, gathered_matmul, linked
 from detjax.ops.collectives import gather_columns
 from detjax.ops.matmul import shared_matmul
 from detjax.pallas.hopper.matmul import tuning
@@ -19,7 +19,7 @@ from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule, shared_schedule
 from detjax.runtime import backends, compilation
 from detjax.runtime.device_links import (
-    MOST_CTAS,
+    MAX_CTAS,
     Buffers,
     DeviceLinks,
     reach_one_another,
@@ -47,7 +47,7 @@ def test_the_buffers_of_groups_of_devices_do_not_overlap(shape: dict[str, int]) 
         assert region_begin(shape, axes) == end
         devices = math.prod(shape[axis] for axis in axes)
         # A counter for each CTA, and two buffers for each sender, in which every 4 bytes of data have 4 of a flag.
-        assert region_bytes(shape, axes) == MOST_CTAS * (4 + 2 * devices * 2 * 4096)
+        assert region_bytes(shape, axes) == MAX_CTAS * (4 + 2 * devices * 2 * 4096)
         end += region_bytes(shape, axes)
     assert all(shape[axis] > 1 for axes in regions(shape) for axis in axes)
 
@@ -169,7 +169,7 @@ def test_kernels_write_to_all_devices_what_one_device_computes(
         arrays["bias"], specs["bias"] = drawn(*parts, 2 * outputs), P(*[None] * len(parts), OVER)
     if options.pop("residual", False):
         arrays["residual"], specs["residual"] = drawn(tokens, 2 * outputs), P()
-    cut = Cut((Group(2 * outputs, 2),))
+    sharding = OutputSharding((ShardGroup(2 * outputs, 2),))
     shared: list[bool] = []
 
     def product(arrays: dict[str, jax.Array], links: object) -> list[jax.Array]:
@@ -177,7 +177,7 @@ def test_kernels_write_to_all_devices_what_one_device_computes(
         shared.append(shared_matmul(arrays["x"], arrays["w"], OVER, links, **given) is not None)  # pyright: ignore
         with linked(links):  # pyright: ignore[reportArgumentType]
             # Twice, so that both turns of the buffers are used.
-            return [gathered_matmul(arrays["x"], arrays["w"], cut=cut, **given) for _ in range(2)]
+            return [gathered_matmul(arrays["x"], arrays["w"], sharding=sharding, **given) for _ in range(2)]
 
     placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
     on_both = jax.shard_map(product, mesh=mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False)

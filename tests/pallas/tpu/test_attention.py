@@ -40,7 +40,7 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels run in the TPU interpreter, with one head of keys in each step."""
-    monkeypatch.setattr(tpu_kernel, "MOST_KV_HEADS", 1)
+    monkeypatch.setattr(tpu_kernel, "MAX_KV_HEADS", 1)
     monkeypatch.setattr(online_softmax, "block_sum", _block_sum)
     with interpreting():
         yield

@@ -12,8 +12,8 @@ from detjax.pallas.hopper.attention.warpgroups import (
 from detjax.pallas.hopper.device import SHARED_MEMORY, SHARED_MEMORY_RESERVED
 from detjax.pallas.hopper.mosaic.layouts import ROWS
 
-_MOST_STAGES: Final = 4
-_MOST_COLUMNS_TOGETHER: Final = 256
+_MAX_STAGES: Final = 4
+_MAX_COLUMNS_TOGETHER: Final = 256
 """Columns of keys and values whose sums fit into the registers of one kernel."""
 
 
@@ -58,7 +58,7 @@ class Problem:
         """The most stages that fit into shared memory beside 128 rows of two operands."""
         row = (self.width + self.value_width) * self.dtype.itemsize
         free = SHARED_MEMORY - SHARED_MEMORY_RESERVED - TILE * row
-        return max(1, min(_MOST_STAGES, free // (ROWS * (row + 2 * np.dtype(ACCUMULATOR).itemsize))))
+        return max(1, min(_MAX_STAGES, free // (ROWS * (row + 2 * np.dtype(ACCUMULATOR).itemsize))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Schedule:
         turns: whether the warpgroups take turns at the products that scores and their gradients are made of.
     """
 
-    stages: int = _MOST_STAGES
+    stages: int = _MAX_STAGES
     together: bool = True
     turns: bool = True
 
@@ -90,4 +90,4 @@ class Schedule:
 
 def default_schedule(problem: Problem) -> Schedule:
     """The schedule that serves a problem where none is given."""
-    return Schedule(problem.most_stages, together=problem.width + problem.value_width <= _MOST_COLUMNS_TOGETHER)
+    return Schedule(problem.most_stages, together=problem.width + problem.value_width <= _MAX_COLUMNS_TOGETHER)

@@ -24,14 +24,14 @@ from detjax.pallas.hopper.attention.decode_schedule import Problem, Schedule, de
 from detjax.pallas.hopper.attention.warpgroups import launch
 from detjax.pallas.hopper.mosaic.layouts import ROWS
 
-MOST_TOKENS: Final = 16
+MAX_TOKENS: Final = 16
 """The most query tokens of a request."""
 
 
 def serves(q: Array, kv: KVPages) -> bool:
     """Whether tokens are few, a tile has room for the heads that share keys, and values fill the matrix unit's rows."""
     problem = Problem.from_operands(q, kv, 1)
-    return problem.tokens <= MOST_TOKENS and problem.group <= problem.most_columns and problem.value_width >= ROWS
+    return problem.tokens <= MAX_TOKENS and problem.group <= problem.most_columns and problem.value_width >= ROWS
 
 
 def forward(operands: AttentionOperands, *, masking: Masking, schedule: Schedule | None = None) -> Array:

@@ -32,7 +32,7 @@ from detjax.pallas.hopper.mosaic.tiles import fma
 
 _BLOCKS_PER_LOAD: Final = 32
 """Blocks that are loaded at once."""
-_MOST_CTAS: Final = 4
+_MAX_CTAS: Final = 4
 """Columns are spread over CTAs until each multiprocessor has so many of these."""
 _BYTES_IN_FLIGHT: Final = 192 * 1024
 """Bytes of loads in flight, for all CTAs of a multiprocessor."""
@@ -108,7 +108,7 @@ class Splits:
         fits = (
             columns
             for columns in (WARP, 2 * WARP, 4 * WARP)
-            if self.records * self.rows * ceil_div(self.value_width, columns) <= _MOST_CTAS * device.multiprocessors()
+            if self.records * self.rows * ceil_div(self.value_width, columns) <= _MAX_CTAS * device.multiprocessors()
         )
         return next(fits, 4 * WARP)
 

@@ -18,7 +18,7 @@ from detjax.pallas.hopper.mosaic.layouts import ROWS, UNIT
 _BYTES_IN_FLIGHT: Final = 128 * 1024
 """Bytes of pages in flight: enough to keep memory busy. What arrives last is all there at about the same time, and the
 more that is, the longer it takes until it is multiplied."""
-_MOST_PARTIALS: Final = 1 << 28
+_MAX_PARTIALS: Final = 1 << 28
 """Bytes of partial results above which sequences are not split."""
 
 
@@ -182,5 +182,5 @@ def default_schedule(problem: Problem) -> Schedule:
     """The schedule that serves a problem where none is given: sequences are split if the memory for it is small, or if
     there are too few sequences for all multiprocessors."""
     ctas = device.multiprocessors()
-    is_small = Schedule(ctas).splits(problem).bytes <= _MOST_PARTIALS
+    is_small = Schedule(ctas).splits(problem).bytes <= _MAX_PARTIALS
     return Schedule(ctas, cut=is_small or problem.batch * problem.sequences < 2 * ctas)

@@ -15,7 +15,7 @@ PART: Final = 64
 """Columns of a page that are loaded, and freed, at once."""
 _BUSY: Final = 0.9
 """The share of the chip's CTAs that whole sequences keep busy, from which on splitting them is slower."""
-_MOST_PARTIALS: Final = 1 << 30
+_MAX_PARTIALS: Final = 1 << 30
 """Bytes of partial results above which sequences are not split, unless they are very few."""
 
 
@@ -126,7 +126,7 @@ def default_schedule(problem: Problem) -> Schedule:
     """
     ctas = device.multiprocessors()
     split, sequences = Schedule(ctas), problem.batch * problem.sequences
-    is_small = partial_results(problem, split) * ROWS * problem.value_width * 4 <= _MOST_PARTIALS
+    is_small = partial_results(problem, split) * ROWS * problem.value_width * 4 <= _MAX_PARTIALS
     is_busy = sequences >= _BUSY * ctas * ceil_div(sequences, ctas)
     cut = problem.most_spans > 1 and not is_busy and (2 * sequences < ctas or (sequences < 2 * ctas and is_small))
     return Schedule(ctas, cut=cut)

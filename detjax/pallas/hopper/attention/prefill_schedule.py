@@ -20,7 +20,7 @@ CLEARED: Final = FIRST_BARRIER
 """The named barrier at which both warpgroups meet when they have cleared the tail of a page."""
 FIRST_FREE: Final = FIRST_BARRIER + 1
 """Named barriers from here on: one for each slot of keys and of values, then one for each warpgroup's queries."""
-MOST_SLOTS: Final = NAMED_BARRIERS - FIRST_FREE - WARPGROUPS
+MAX_SLOTS: Final = NAMED_BARRIERS - FIRST_FREE - WARPGROUPS
 """Slots for which there are named barriers."""
 SHORT_REQUEST: Final = 2048
 """Query rows. The tiles of longer requests even out by themselves; short ones gain from the next one's queries being
@@ -73,8 +73,8 @@ class Problem:
         free = (SHARED_MEMORY - SHARED_MEMORY_RESERVED) // self.dtype.itemsize
         free -= TILE * (self.width + (0 if self.results_in_queries else self.value_width))
         if self.is_wide:
-            return min(MOST_SLOTS, free // (KV_BLOCK * self.part_width))
-        return min(MOST_SLOTS // 2, free // (KV_BLOCK * (self.width + self.value_width)))
+            return min(MAX_SLOTS, free // (KV_BLOCK * self.part_width))
+        return min(MAX_SLOTS // 2, free // (KV_BLOCK * (self.width + self.value_width)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jax import Array
 
 from detjax.contract import ACCUMULATOR
 from detjax.operands.linear_attention_state import DELTA_ROWS, DeltaState, DeltaTokens, RequestRows
-from detjax.operands.numerics import distinct_places
+from detjax.operands.numerics import unique_scatter_indices
 from detjax.pallas.hopper.attention.warpgroups import launch
 from detjax.pallas.hopper.delta_rule import decode, tiles
 from detjax.pallas.hopper.delta_rule.decode import Decode
@@ -109,7 +109,7 @@ def _with_rows(state: DeltaState, k: Array, decays: Array, rows: RequestRows) ->
     # Earlier tokens' rows would be overwritten.
     offset = rows.tokens[:, None] - 1 - jnp.arange(min(rows.most.others, DELTA_ROWS), dtype=jnp.int32)[None]
     row = jnp.clip(rows.first[:, None] + offset, 0, k.shape[0] - 1)
-    slot = distinct_places(offset >= 0, rows.slot[:, None], state.chunk.shape[0])
+    slot = unique_scatter_indices(offset >= 0, rows.slot[:, None], state.chunk.shape[0])
     place = slot, (rows.start[:, None] + offset) % DELTA_ROWS
 
     def written(x: Array, new: Array) -> Array:

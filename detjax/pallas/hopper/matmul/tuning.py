@@ -159,7 +159,7 @@ _BYTES_RECEIVED_PER_CYCLE: Final = 62.0
 """Bytes that a multiprocessor receives per cycle."""
 _BYTES_SENT_BY_L2_PER_CYCLE: Final = 58.0
 """Bytes that L2 sends to a multiprocessor per cycle."""
-_LEAST_WGMMA_CYCLES: Final = 26.0
+_MIN_WGMMA_CYCLES: Final = 26.0
 """Cycles of a `wgmma`, however few columns it has."""
 _CYCLES_PER_STEP: Final = 6.0
 """Cycles of a step of K beyond its copies and products."""
@@ -173,7 +173,7 @@ def estimated_seconds(plan: Plan) -> float:
     """Seconds that this plan should take on an H200, by what limits each step of K; used to rank, never to report."""
     p, s = plan.problem, plan.schedule
     waves = pl.cdiv(math.prod(plan.grid), plan.clusters)
-    wgmma = 4 * s.lines * max(plan.columns / 2, _LEAST_WGMMA_CYCLES) * plan.column_parts
+    wgmma = 4 * s.lines * max(plan.columns / 2, _MIN_WGMMA_CYCLES) * plan.column_parts
     matrix_unit = s.warpgroups * plan.row_parts * plan.padded_rows / MATRIX_ROWS * wgmma
     line = s.lines * SWIZZLE_BYTES
     weights, tokens = p.parts * s.tile_n * line, s.tile_m * line

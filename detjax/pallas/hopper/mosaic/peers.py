@@ -21,7 +21,7 @@ from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.mosaic import no_twin, primitive
 from detjax.pallas.hopper.mosaic.layouts import NUMBER, swizzled_lines
 from detjax.pallas.hopper.mosaic.registers import array, empty_registers, int32
-from detjax.runtime.device_links import CTA_BYTES, MOST_CTAS, PAIRED_UNIT, TURNS, UNIT
+from detjax.runtime.device_links import CTA_BYTES, MAX_CTAS, PAIRED_UNIT, TURNS, UNIT
 
 _PATIENCE: Final = 20 * 10**9
 """Nanoseconds after which a wait ends the program with an error: the other GPU will not send any more."""
@@ -122,7 +122,7 @@ class _Channel:
         turn = arith.addi(arith.muli(self._number, int32(TURNS)), arith.andi(self.flag, int32(TURNS - 1)))
         place = arith.addi(arith.muli(turn, int32(self.devices)), sender)
         place = arith.addi(arith.muli(place, int32(CTA_BYTES // UNIT)), unit)
-        return _plus(arith.addi(address, _long(self._first + MOST_CTAS * 4)), place, PAIRED_UNIT)
+        return _plus(arith.addi(address, _long(self._first + MAX_CTAS * 4)), place, PAIRED_UNIT)
 
     def send(self, other: int, unit: Any, words: Any) -> None:
         """Sends two words to another device."""

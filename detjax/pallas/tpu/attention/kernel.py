@@ -29,7 +29,7 @@ from detjax.pallas.tpu.attention.online_softmax import State, dot, exponentials,
 TILE_ROWS: Final = 128
 """Rows of a tile, unless a head of keys is shared by more query heads."""
 
-MOST_KV_HEADS: Final = 8
+MAX_KV_HEADS: Final = 8
 """Most heads of keys in a step of the grid. Their pages lie side by side, so that a step has one long copy."""
 
 
@@ -85,7 +85,7 @@ class Schedule:
 
 def default_schedule(problem: Problem) -> Schedule:
     """The schedule for so many heads."""
-    heads = max(heads for heads in range(1, MOST_KV_HEADS + 1) if problem.kv_heads % heads == 0)
+    heads = max(heads for heads in range(1, MAX_KV_HEADS + 1) if problem.kv_heads % heads == 0)
     return Schedule(heads, max(TILE_ROWS, round_up(problem.group, TPU_ATTENTION_ROWS)))
 
 

@@ -8,7 +8,7 @@ from jax import Array
 
 from detjax.contract import DELTA_CHUNK, LOG2_E
 from detjax.operands.linear_attention_state import DeltaState, DeltaTokens, RequestRows
-from detjax.operands.numerics import distinct_places, round_up
+from detjax.operands.numerics import round_up, unique_scatter_indices
 from detjax.pallas.tpu.delta_rule import kernel
 from detjax.pallas.tpu.delta_rule.copies import Arrays
 from detjax.pallas.tpu.delta_rule.problem import Problem, Schedule, default_schedule
@@ -67,7 +67,7 @@ def forward(
         results.keys[..., :key_width],
         results.updates[..., :value_width],
         _with_decays(state.decays, decays, visits),
-        state.chunk.at[distinct_places(rows.tokens > 0, rows.slot, state.chunk.shape[0])].set(
+        state.chunk.at[unique_scatter_indices(rows.tokens > 0, rows.slot, state.chunk.shape[0])].set(
             kept_chunks(rows), mode="drop", unique_indices=True
         ),
     )
@@ -100,7 +100,7 @@ def _with_decays(decays: Array, gates: Array, visits: Visits) -> Array:
     slots, rows, heads = decays.shape
     new = gates.swapaxes(1, 2).reshape(-1, DELTA_CHUNK, gates.shape[1] * LANES)[..., :heads].reshape(-1, heads)
     kept = (visits.present & (visits.keeps_rows > 0)[:, None]).reshape(-1)
-    place = distinct_places(kept, visits.rows_of_slots.reshape(-1), slots * rows)
+    place = unique_scatter_indices(kept, visits.rows_of_slots.reshape(-1), slots * rows)
     flat = decays.reshape(-1, heads).at[place].set(new, mode="drop", unique_indices=True)
     return flat.reshape(decays.shape)
 

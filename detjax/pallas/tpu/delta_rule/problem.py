@@ -6,7 +6,7 @@ from typing import Final
 import jax.numpy as jnp
 import numpy as np
 
-MOST_HEADS: Final = 8
+MAX_HEADS: Final = 8
 """Most heads whose updates are computed side by side: their sums stay in registers."""
 
 
@@ -61,4 +61,4 @@ class Schedule:
 
 def default_schedule(problem: Problem) -> Schedule:
     """The schedule for so many heads."""
-    return Schedule(max(heads for heads in range(1, MOST_HEADS + 1) if problem.heads % heads == 0))
+    return Schedule(max(heads for heads in range(1, MAX_HEADS + 1) if problem.heads % heads == 0))

@@ -9,7 +9,7 @@ from detjax.models.vision.images import ImageOptions
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelOutline:
+class ModelMetadata:
     """What a checkpoint says of its model besides the weights: all that requests are read by.
 
     Processes that compute nothing have it, such as those that pass requests on to engines in other processes.
@@ -27,6 +27,6 @@ class ModelOutline:
     video_options: ImageOptions | None = None
 
     @classmethod
-    def from_model(cls, model: Decoder) -> "ModelOutline":
+    def from_model(cls, model: Decoder) -> "ModelMetadata":
         """Returns the outline of a model."""
         return cls(model.config, model.generation_defaults, model.image_options, model.video_options)

@@ -46,7 +46,7 @@ time."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class ShardGroup:
     """Consecutive outputs of a weight that are cut into pieces of equal size, such as the queries of all heads.
 
     Attributes:
@@ -58,25 +58,25 @@ class Group:
     """
 
     size: int
-    pieces: int
+    shards: int
     unit: int = 1
 
     @property
     def length(self) -> int:
         """The outputs of a piece."""
-        return round_up(ceil_div(self.size, self.pieces), self.unit)
+        return round_up(ceil_div(self.size, self.shards), self.unit)
 
     @property
-    def filled_size(self) -> int:
+    def padded_size(self) -> int:
         """The outputs of all pieces together, zeros included."""
-        return self.length * self.pieces
+        return self.length * self.shards
 
-    def piece_of(self, device: Any, devices: int) -> Any:
+    def shard_of(self, device: Any, devices: int) -> Any:
         """Returns the number of a device's piece."""
-        return device * self.pieces // devices
+        return device * self.shards // devices
 
 
-class Place(NamedTuple):
+class ShardPlacement(NamedTuple):
     """Where a group lies in a parameter.
 
     Attributes:
@@ -85,7 +85,7 @@ class Place(NamedTuple):
         begin_in_part: its first output in the part that a device has.
     """
 
-    group: Group
+    group: ShardGroup
     begin: int
     begin_in_part: int
 
@@ -96,11 +96,11 @@ class Place(NamedTuple):
 
     def begin_of(self, device: Any, devices: int) -> Any:
         """Returns the first output of a device's piece in the whole parameter."""
-        return self.begin + self.group.piece_of(device, devices) * self.group.length
+        return self.begin + self.group.shard_of(device, devices) * self.group.length
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class OutputSharding:
     """How a parameter is cut over devices: each has a piece of every group, one group behind the other.
 
     Attributes:
@@ -111,19 +111,19 @@ class Cut:
             parameter is none of experts, or every device has all of them.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[ShardGroup, ...]
     axis: int = -2
     over: tuple[str, ...] = AXES
-    experts: Group | None = None
+    experts: ShardGroup | None = None
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether devices differ in what they have."""
         groups = self.groups if self.experts is None else (self.experts, *self.groups)
-        return any(group.pieces > 1 for group in groups)
+        return any(group.shards > 1 for group in groups)
 
     @property
-    def output_cut(self) -> "Cut":
+    def output_sharding(self) -> "OutputSharding":
         """The cut of the experts that a device has."""
         return dataclasses.replace(self, experts=None)
 
@@ -143,24 +143,24 @@ class Cut:
         first = shape[:axis] if self.experts is None else (self.experts.size, *shape[1:axis])
         return *first, self.size, *shape[axis + 1 :]
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[ShardPlacement]:
         """Yields where each group lies."""
         begin = begin_in_part = 0
         for group in self.groups:
-            yield Place(group, begin, begin_in_part)
+            yield ShardPlacement(group, begin, begin_in_part)
             begin, begin_in_part = begin + group.size, begin_in_part + group.length
 
-    def at(self, axis: int) -> "Cut":
+    def at(self, axis: int) -> "OutputSharding":
         """Returns the cut of a parameter that has these outputs in another axis, such as that of biases."""
         return dataclasses.replace(self, axis=axis)
 
-    def pieces(self, x: Any, device: int, devices: int) -> Any:
+    def shards(self, x: Any, device: int, devices: int) -> Any:
         """Returns a device's outputs of a whole array of NumPy or JAX, or of what is indexed like one."""
         parts = []
         for place in self.places():
             first, end = place.begin_of(device, devices), place.begin + place.group.size
             length = place.group.length
-            parts.append(taken_and_filled(x, first, min(first + length, end), length, x.ndim + self.axis))
+            parts.append(slice_and_pad(x, first, min(first + length, end), length, x.ndim + self.axis))
         if len(parts) == 1:
             return parts[0]
         return jnp.concatenate(parts, self.axis) if isinstance(x, jax.Array) else np.concatenate(parts, self.axis)
@@ -169,9 +169,9 @@ class Cut:
         """Returns the whole array of the outputs that all devices have, in their order: the inverse of `pieces`."""
         joined = []
         for place in self.places():
-            some = parts[:: len(parts) // place.group.pieces]
-            pieces = np.concatenate([self._taken(part, place.in_part) for part in some], self.axis)
-            joined.append(self._taken(pieces, slice(place.group.size)))
+            some = parts[:: len(parts) // place.group.shards]
+            shards = np.concatenate([self._taken(part, place.in_part) for part in some], self.axis)
+            joined.append(self._taken(shards, slice(place.group.size)))
         return np.concatenate(joined, self.axis)
 
     def _taken(self, x: Any, outputs: slice) -> Any:
@@ -188,13 +188,13 @@ class _Exchanges(NamedTuple):
     """
 
     links: DeviceLinks | None
-    gathered: list[tuple[Array, Array, Cut]]
+    gathered: list[tuple[Array, Array, OutputSharding]]
 
 
 _exchanges: Final = contextvars.ContextVar[_Exchanges | None]("exchanges", default=None)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["part"], meta_fields=["cut"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["part"], meta_fields=["sharding"])
 @dataclasses.dataclass(frozen=True)
 class DeviceColumns:
     """This device's columns of an array that has all of them.
@@ -205,7 +205,7 @@ class DeviceColumns:
     """
 
     part: Shaped[Array, "*N n"]
-    cut: Cut
+    sharding: OutputSharding
 
 
 @contextlib.contextmanager
@@ -220,7 +220,7 @@ def linked(links: DeviceLinks | None, x: Array | None = None, columns: DeviceCol
         x: an array with all columns that was gathered in another context.
         columns: this device's columns of it; see `device_columns`.
     """
-    gathered = [] if x is None or columns is None else [(x, columns.part, columns.cut)]
+    gathered = [] if x is None or columns is None else [(x, columns.part, columns.sharding)]
     token = _exchanges.set(_Exchanges(links, gathered))
     try:
         yield
@@ -237,13 +237,13 @@ def current_links() -> DeviceLinks | None:
 def device_columns(x: Shaped[Array, "*N D"]) -> DeviceColumns | None:
     """Returns this device's columns of an array that was gathered in this context; None of others."""
     exchanges = _exchanges.get()
-    for whole, part, cut in [] if exchanges is None else exchanges.gathered:
+    for whole, part, sharding in [] if exchanges is None else exchanges.gathered:
         if whole is x:
-            return DeviceColumns(part, cut)
+            return DeviceColumns(part, sharding)
     return None
 
 
-def taken_and_filled(x: Any, first: int, end: int, length: int, axis: int) -> Any:
+def slice_and_pad(x: Any, first: int, end: int, length: int, axis: int) -> Any:
     """Returns a part of an array of NumPy or JAX, or of what is indexed like one, with zeros behind it up to a length.
 
     Args:
@@ -255,10 +255,10 @@ def taken_and_filled(x: Any, first: int, end: int, length: int, axis: int) -> An
     """
     if first >= end:
         return np.zeros((*x.shape[:axis], length, *x.shape[axis + 1 :]), x.dtype)
-    return filled(x[(..., slice(first, end), *[slice(None)] * (x.ndim - 1 - axis))], length, axis)
+    return pad_to(x[(..., slice(first, end), *[slice(None)] * (x.ndim - 1 - axis))], length, axis)
 
 
-def filled(x: Any, length: int, axis: int) -> Any:
+def pad_to(x: Any, length: int, axis: int) -> Any:
     """Returns an array of NumPy or JAX with zeros behind an axis, up to a length."""
     if x.shape[axis] == length:
         return x
@@ -268,24 +268,24 @@ def filled(x: Any, length: int, axis: int) -> Any:
 
 
 @functools.cache
-def outputs(size: int, devices: int) -> Cut:
+def outputs(size: int, devices: int) -> OutputSharding:
     """Returns the cut of so many outputs that do not belong together, into as many pieces as they divide into."""
-    pieces = math.gcd(size if size % _UNIT else size // _UNIT, devices)
-    return Cut((Group(size, pieces),))
+    shards = math.gcd(size if size % _UNIT else size // _UNIT, devices)
+    return OutputSharding((ShardGroup(size, shards),))
 
 
 @functools.cache
-def whole_ones(count: int, devices: int) -> int:
+def indivisible_shards(count: int, devices: int) -> int:
     """Returns into how many pieces things are cut that stay whole, such as experts.
 
     The longest piece is as short as it can be, and then there are as few pieces as can be. So one thing is not cut.
     """
-    divisors = [pieces for pieces in range(1, devices + 1) if devices % pieces == 0]
-    return min(divisors, key=lambda pieces: (ceil_div(count, pieces), pieces))
+    divisors = [shards for shards in range(1, devices + 1) if devices % shards == 0]
+    return min(divisors, key=lambda shards: (ceil_div(count, shards), shards))
 
 
 @functools.cache
-def head_pieces(heads: int, shared_heads: int, devices: int) -> tuple[int, int]:
+def head_shards(heads: int, shared_heads: int, devices: int) -> tuple[int, int]:
     """Returns into how many pieces heads are cut, and the heads that several of them share, such as those of keys.
 
     A device has whole heads, and those that they share. Where several devices need one shared head, each has it.
@@ -313,7 +313,7 @@ def sharded_matmul(
     x: Float[Array, "*N K"],
     weight: Weight,
     *,
-    cut: Cut,
+    sharding: OutputSharding,
     bias: Weight | None = None,
     residual: Float[Array, "*N D"] | None = None,
     **options: Any,
@@ -328,11 +328,11 @@ def sharded_matmul(
         residual: all columns of what the product is added to.
         options: further options of `ops.matmul`.
     """
-    weight, bias, is_whole = _multiplied(weight, bias, cut)
+    weight, bias, is_whole = _multiplied(weight, bias, sharding)
     if residual is not None and not is_whole:
-        residual = local_columns(residual, cut)
+        residual = local_columns(residual, sharding)
     y = ops.matmul(x, weight, layout="nk", bias=bias, residual=residual, **options)
-    return local_columns(y, cut) if is_whole else y
+    return local_columns(y, sharding) if is_whole else y
 
 
 def sharded_grouped_matmul(
@@ -340,102 +340,110 @@ def sharded_grouped_matmul(
     weight: Weight,
     group_sizes: Int[Array, "E"],
     *,
-    cut: Cut,
+    sharding: OutputSharding,
     bias: Weight | None = None,
     **options: Any,
 ) -> Float[Array, "M n"]:
     """Returns this device's outputs of `ops.grouped_matmul`; see `sharded_matmul`."""
-    weight, bias, is_whole = _multiplied(weight, bias, cut)
+    weight, bias, is_whole = _multiplied(weight, bias, sharding)
     y = ops.grouped_matmul(x, weight, group_sizes, layout="nk", bias=bias, **options)
-    return local_columns(y, cut) if is_whole else y
+    return local_columns(y, sharding) if is_whole else y
 
 
-def _multiplied(weight: Weight, bias: Weight | None, cut: Cut) -> tuple[Weight, Weight | None, bool]:
+def _multiplied(weight: Weight, bias: Weight | None, sharding: OutputSharding) -> tuple[Weight, Weight | None, bool]:
     """The weight and bias that a device multiplies by, and whether they have the outputs of other devices too.
 
     The bits of XLA's own products depend on the shape of the weight, so on the portable backend it is the whole one,
     with zeros in the place of what other devices have. That costs what a single device takes, and no kernel needs it.
     """
-    if devices(cut.over) == 1 or not cut.is_cut or backends.backend() != "portable":
+    if devices(sharding.over) == 1 or not sharding.is_sharded or backends.backend() != "portable":
         return weight, bias, False
-    whole_bias = None if bias is None else _at_its_place(_plain(bias), cut.at(-1))
-    return _at_its_place(_plain(weight), cut.at(-2)), whole_bias, True
+    whole_bias = None if bias is None else _at_its_place(_plain(bias), sharding.at(-1))
+    return _at_its_place(_plain(weight), sharding.at(-2)), whole_bias, True
 
 
 def gathered_matmul(
     x: Float[Array, "*N K"],
     weight: Weight,
     *,
-    cut: Cut,
+    sharding: OutputSharding,
     bias: Weight | None = None,
     residual: Float[Array, "*N D"] | None = None,
     **options: Any,
 ) -> Float[Array, "*N D"]:
     """Returns all outputs of `ops.matmul`; each device computes its share. See `sharded_matmul`."""
-    links, count = current_links(), devices(cut.over)
+    links, count = current_links(), devices(sharding.over)
     # One group whose pieces are different on all devices and together no longer than the outputs.
-    is_plain = len(cut.groups) == 1 and cut.groups[0].pieces == count and cut.groups[0].filled_size == cut.size
-    if links is not None and count > 1 and is_plain and cut.experts is None:
+    is_plain = (
+        len(sharding.groups) == 1
+        and sharding.groups[0].shards == count
+        and sharding.groups[0].padded_size == sharding.size
+    )
+    if links is not None and count > 1 and is_plain and sharding.experts is None:
 
         def shared(x: Array, weight: Array, arrays: dict[str, Any]) -> Any:
-            return shared_matmul(x, weight, cut.over, links, **arrays, **options)
+            return shared_matmul(x, weight, sharding.over, links, **arrays, **options)
 
         # Where a kernel can, it writes each result to all devices as it is computed.
         y = refusing_gradients(shared)(x, _plain(weight), {"bias": bias, "residual": residual})
         if y is not None:
             return y
-    return gathered(sharded_matmul(x, weight, cut=cut, bias=bias, residual=residual, **options), cut)
+    return gathered(sharded_matmul(x, weight, sharding=sharding, bias=bias, residual=residual, **options), sharding)
 
 
-def local_columns(x: Shaped[Array, "*N D"], cut: Cut) -> Shaped[Array, "*N n"]:
+def local_columns(x: Shaped[Array, "*N D"], sharding: OutputSharding) -> Shaped[Array, "*N n"]:
     """Returns this device's columns of an array that has all of them."""
-    if devices(cut.over) == 1 or not cut.is_cut:
+    if devices(sharding.over) == 1 or not sharding.is_sharded:
         return x
     exchanges = _exchanges.get()
-    for whole, part, its_cut in [] if exchanges is None else exchanges.gathered:
+    for whole, part, its_sharding in [] if exchanges is None else exchanges.gathered:
         # This device had these columns before they were gathered: it need not slice them, which takes a kernel.
-        if whole is x and its_cut.over == cut.over and its_cut.groups == cut.groups:
+        if whole is x and its_sharding.over == sharding.over and its_sharding.groups == sharding.groups:
             return part
-    count, device = devices(cut.over), lax.axis_index(cut.over)
+    count, device = devices(sharding.over), lax.axis_index(sharding.over)
     parts = []
-    for place in cut.places():
+    for place in sharding.places():
         group = place.group
-        some = filled(x[..., place.begin : place.begin + group.size], group.filled_size, x.ndim - 1)
-        first = group.piece_of(device, count) * group.length
+        some = pad_to(x[..., place.begin : place.begin + group.size], group.padded_size, x.ndim - 1)
+        first = group.shard_of(device, count) * group.length
         parts.append(lax.dynamic_slice_in_dim(some, first, group.length, x.ndim - 1))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
-def gathered(x: Shaped[Array, "*N n"], cut: Cut) -> Shaped[Array, "*N D"]:
+def gathered(x: Shaped[Array, "*N n"], sharding: OutputSharding) -> Shaped[Array, "*N D"]:
     """Returns all columns of an array of which this device has its own."""
-    if devices(cut.over) == 1 or not cut.is_cut:
+    if devices(sharding.over) == 1 or not sharding.is_sharded:
         return x
-    everything, parts = all_gathered(x, cut.over), []
-    for place in cut.places():
-        some = everything[..., :: devices(cut.over) // place.group.pieces, place.in_part]
-        parts.append(some.reshape(*x.shape[:-1], place.group.filled_size)[..., : place.group.size])
+    everything, parts = all_gathered(x, sharding.over), []
+    for place in sharding.places():
+        some = everything[..., :: devices(sharding.over) // place.group.shards, place.in_part]
+        parts.append(some.reshape(*x.shape[:-1], place.group.padded_size)[..., : place.group.size])
     whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
     # Columns that fill a piece up may be anything in a part, where `local_columns` has zeros.
-    is_filled = any(place.group.filled_size > place.group.size for place in cut.places())
+    is_filled = any(place.group.padded_size > place.group.size for place in sharding.places())
     if (exchanges := _exchanges.get()) is not None and not is_filled:
-        exchanges.gathered.append((whole, x, cut))
+        exchanges.gathered.append((whole, x, sharding))
     return whole
 
 
-def first_output(cut: Cut) -> Any:
+def first_output(sharding: OutputSharding) -> Any:
     """Returns the number of this device's first output, given a cut of one group."""
-    (group,) = cut.groups
-    return 0 if not cut.is_cut else group.piece_of(lax.axis_index(cut.over), devices(cut.over)) * group.length
+    (group,) = sharding.groups
+    return (
+        0
+        if not sharding.is_sharded
+        else group.shard_of(lax.axis_index(sharding.over), devices(sharding.over)) * group.length
+    )
 
 
-def all_rows(weight: Weight, cut: Cut) -> Weight:
+def all_rows(weight: Weight, sharding: OutputSharding) -> Weight:
     """Returns a whole weight `[N, K]` of which this device has its own rows."""
-    if devices(cut.over) == 1 or not cut.is_cut:
+    if devices(sharding.over) == 1 or not sharding.is_sharded:
         return weight
-    return gathered(_plain(weight).swapaxes(-1, -2), cut).swapaxes(-1, -2)
+    return gathered(_plain(weight).swapaxes(-1, -2), sharding).swapaxes(-1, -2)
 
 
-def owned_rows(x: Shaped[Array, "*N D"], owner: Array, cut: Cut) -> Shaped[Array, "*N D"]:
+def owned_rows(x: Shaped[Array, "*N D"], owner: Array, sharding: OutputSharding) -> Shaped[Array, "*N D"]:
     """Returns rows that one device has each: those of the device whose piece has the number `owner`.
 
     Args:
@@ -443,7 +451,7 @@ def owned_rows(x: Shaped[Array, "*N D"], owner: Array, cut: Cut) -> Shaped[Array
         owner: the piece that each row belongs to, `[*N]`.
         cut: the cut of the table that rows are read from, of one group.
     """
-    everything = all_gathered(x, cut.over)[..., :: devices(cut.over) // cut.groups[0].pieces, :]
+    everything = all_gathered(x, sharding.over)[..., :: devices(sharding.over) // sharding.groups[0].shards, :]
     return jnp.take_along_axis(everything, owner[..., None, None], axis=-2, mode="clip")[..., 0, :]
 
 
@@ -472,14 +480,14 @@ def _plain(weight: Weight) -> Array:
     return weight
 
 
-def _at_its_place(x: Array, cut: Cut) -> Array:
+def _at_its_place(x: Array, sharding: OutputSharding) -> Array:
     """An array of the whole shape with this device's part in its place, and zeros elsewhere."""
-    count, device, axis = devices(cut.over), lax.axis_index(cut.over), x.ndim + cut.axis
+    count, device, axis = devices(sharding.over), lax.axis_index(sharding.over), x.ndim + sharding.axis
     parts = []
-    for place in cut.places():
+    for place in sharding.places():
         group = place.group
-        piece = lax.slice_in_dim(x, place.in_part.start, place.in_part.stop, axis=axis)
-        zeros = jnp.zeros((*x.shape[:axis], group.filled_size, *x.shape[axis + 1 :]), x.dtype)
-        whole = lax.dynamic_update_slice_in_dim(zeros, piece, group.piece_of(device, count) * group.length, axis)
+        shard = lax.slice_in_dim(x, place.in_part.start, place.in_part.stop, axis=axis)
+        zeros = jnp.zeros((*x.shape[:axis], group.padded_size, *x.shape[axis + 1 :]), x.dtype)
+        whole = lax.dynamic_update_slice_in_dim(zeros, shard, group.shard_of(device, count) * group.length, axis)
         parts.append(lax.slice_in_dim(whole, 0, group.size, axis=axis))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)

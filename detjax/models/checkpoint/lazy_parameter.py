@@ -12,7 +12,7 @@ from detjax.models.parts.parameters import Tensors
 
 
 @dataclasses.dataclass(frozen=True)
-class UnreadParameter:
+class LazyParameter:
     """A parameter that stands for its array: it is read when it is indexed along one axis, or as a whole by NumPy.
 
     Attributes:

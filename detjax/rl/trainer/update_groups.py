@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 
-def leaf_rounds(leaves: Sequence[Any]) -> list[tuple[int, ...]]:
+def update_groups(leaves: Sequence[Any]) -> list[tuple[int, ...]]:
     """Returns the indices of a model's leaves by rounds, each of which has about as many leaves of every shape.
 
     There are as many rounds as most shapes have leaves, so a round is about a layer. As layers have the same shapes, a
